@@ -20,6 +20,7 @@
 #   gpu                benchmarks/gpu
 #   headers            tests/c
 #   interrupts         tests/stress
+#   perfetto           tests/perfetto
 #   ray                tests/ray
 #   sanitizers         tests/c
 #   stress             tests/stress

@@ -22,8 +22,8 @@ from setuptools.errors import PlatformError
 
 # CSEQ_DEBUG=1 checks bounds and invariants; each mode has its own C file, and a switch rebuilds.
 DEBUG = os.environ.get("CSEQ_DEBUG", "0") not in ("", "0")
-# CSEQ_TRACE=1 reports each line to a tracer, for `make check-coverage`.
-TRACE = os.environ.get("CSEQ_TRACE", "0") not in ("", "0")
+# CSEQ_LINETRACE=1 reports each line to a tracer, for `make check-coverage`.
+TRACE = os.environ.get("CSEQ_LINETRACE", "0") not in ("", "0")
 MODE = "trace" if TRACE else "debug" if DEBUG else "release"
 WINDOWS = sys.platform == "win32"
 
@@ -116,6 +116,7 @@ def of_this_project(extensions: list[Extension]) -> list[Extension]:
 # One extension module for each family; a module includes what headers it needs.
 FAMILIES = [
     "_memory",
+    "_trace",
     "_slots",
     "_plan",
     "_lock",

@@ -23,6 +23,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── remake.py       a batch of any epoch once more, in the calling thread
     ├── manager.py      ★ a manager's lifecycle: started, used in a `with`, finished
     ├── run.py          one start of a manager, up to its end
+    ├── tracing.py      a trace of every batch: recorded, written as JSON
     ├── fleet/          batches from other machines: parcels of tickets, and who makes them
     ├── pools/          ★ the loop's end of all runners: inline (test mode), thread, process, stream
     ├── _feed.pyx       ★ takes batches and items out
@@ -36,6 +37,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── stats.py        counts and times of a run, or of a part of it
     ├── advice.py       why a loop waits, and what helps: one table of rules
     ├── meters.py       what each party of a ring has measured
+    ├── lanes.py        the runners of a pool, as a trace shows them
     ├── stage.py        the loop of every runner: claim, work, publish
     ├── cgroup.py       what the control groups of a container say
     ├── compute.py      cores, and the threads that libraries of a worker process compute with
@@ -53,6 +55,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── _lock.pyx       locks and latches that a signal handler cannot break, a run's generation
     ├── _plan.pyx       plans: the structure that batches have in common
     ├── _slots.pyx      the table of slots: the owner of each
+    ├── _trace.pyx      what a trace records: tickets, spans, counters
     ├── _memory.pyx     memory that arrays are made on, in place too
     └── errors.py       every error, drawn as a tree
 """
@@ -73,6 +76,7 @@ except ModuleNotFoundError as error:
         "cseq is installed elsewhere, start Python in another folder",
         name=error.name,
     ) from None
+from cseq._trace import count, span
 from cseq.errors import CseqError, RemoteTraceback, WorkerDied, WorkerError, WorkerTimeout
 from cseq.indexing.context import WorkerInfo, empty, parts, rng, worker_info
 from cseq.indexing.dataset import from_dataset
@@ -90,6 +94,7 @@ from cseq.order.shuffled import Sequential, Shuffled
 from cseq.order.weighted import Weighted
 from cseq.sequence import MSequence
 from cseq.stats import Stats
+from cseq.tracing import trace
 
 if typing.TYPE_CHECKING:
     from cseq.adapters.torch import DataLoader as DataLoader
@@ -122,11 +127,14 @@ __all__ = [
     "WorkerError",
     "WorkerInfo",
     "WorkerTimeout",
+    "count",
     "empty",
     "from_dataset",
     "parts",
     "permutation",
     "rng",
+    "span",
+    "trace",
     "worker_info",
 ]
 

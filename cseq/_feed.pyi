@@ -23,6 +23,7 @@ class Feed(Line):
     run: Final[RunState]
     generation: int
     place: Any
+    number: int
     ended: Final[bool]
     failed: Final[str]
     skipped: Final[deque[Any]]

@@ -4,7 +4,7 @@
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.ref cimport Py_INCREF, PyObject
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 cimport cython
 
@@ -15,6 +15,7 @@ from cseq._lock cimport Lock, RunState
 from cseq._references cimport cseq_given
 from cseq._line cimport Line, Ticket
 from cseq._source cimport Source
+from cseq._trace cimport cseq_log_begin, cseq_log_end, cseq_taken, log, thread_id
 
 from collections import deque
 
@@ -101,6 +102,8 @@ cdef class Feed(Line):
         Epoch, and units before its first ticket, of what was begun; None: nothing is under way.
     ended : bool
         The caller was told that the epoch is over.
+    number : int
+        What a trace calls it.
     failed : str
         Why items of a worker have ended, if an exception has ended them.
     """
@@ -118,6 +121,8 @@ cdef class Feed(Line):
     cdef object wait_next, read, describe, make, interrupted
     cdef bint skip, give
     cdef bint ordered
+    cdef public unsigned short number  # in a trace
+    cdef uint64_t waited       # ns, for the last ticket that was taken
     cdef bint spun             # the head was waited for in vain, without sleeping
     cdef Py_ssize_t only       # the worker whose items are asked for; -1: any
     # The ticket that is decoded, and still in the line.
@@ -405,6 +410,8 @@ cdef class Feed(Line):
         left = self.drop(k, ring)  # its destructor may run code: after all else is done
         self.note_step()
         ring.retired(self.cell(&t), self.now)
+        if log.on:
+            self.record(&t, self.cell(&t))
         self.units += t.units
         cseq_count_u64(&self.taken_count, 1)
         if done:
@@ -427,7 +434,7 @@ cdef class Feed(Line):
         if not m.first_ns:
             self.note_first(m)
             return
-        waited = cseq_meter_step(m, now, not self.taken_count)
+        self.waited = waited = cseq_meter_step(m, now, not self.taken_count)
         cseq_store_rlx_u64(&m.since_ns, now)
         if now - m.polled_ns > CSEQ_POLL:
             cseq_meter_poll(m, now, False)
@@ -444,6 +451,7 @@ cdef class Feed(Line):
         cdef Py_ssize_t k
         cdef uint32_t owner
         cdef cseq_meter* runner
+        self.waited = m.waited_ns
         cseq_store_rlx_u64(&m.start_ns, m.waited_ns)
         cseq_store_rlx_u64(&m.waited_ns, 0)
         cseq_store_rlx_u64(&m.since_ns, self.now)
@@ -453,6 +461,27 @@ cdef class Feed(Line):
                 cseq_store_rlx_u64(&runner.first_ns, cseq_load_rlx_u64(&runner.work.sum))
         cseq_meter_poll(m, self.now, False)
         cseq_store_rlx_u64(&m.first_ns, self.now)
+
+    cdef void record(self, Ticket* t, cseq_cell* c) noexcept:
+        """Record a ticket that was taken."""
+        cdef cseq_taken* r = cseq_log_begin(log)
+        r.waited_ns = <float>min(self.waited, self.now - log.begun_ns)
+        r.started_ns, r.indexed_ns = c.indexing.started_ns, c.indexing.published_ns
+        # A claim may bear the time of the publish before it.
+        r.taken_ns, r.queued_ns = self.now, <float>max(<int64_t>(r.started_ns - c.posted_ns), 0)
+        r.converting_ns = r.converted_ns = -1
+        if c.stage:
+            r.converting_ns = <float>max(<int64_t>(c.converting.started_ns - r.indexed_ns), 0)
+            r.converted_ns = <float>(c.converting.published_ns - c.converting.started_ns)
+        slots = self.decoder.slots
+        r.held_bytes = 0 if slots is None else <float>cseq_load_rlx_u64(&slots.held_bytes)
+        r.epoch = <uint32_t>(c.epoch - 1 if self.queues else c.epoch)  # items count them from 1
+        r.batch = <uint32_t>(c.start if self.queues else c.batch)
+        r.thread, r.feed, r.status = thread_id(), self.number, <unsigned short>c.status
+        r.worker, r.converter = c.owner[0], c.owner[1]
+        if self.queues:
+            r.worker += <unsigned short>t.ring
+        cseq_log_end(log)
 
     cdef PyObject* take(self, uint64_t generation) except NULL:
         """Take the next batch: the caller, who has the lock, has the reference.

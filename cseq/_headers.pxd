@@ -120,6 +120,7 @@ cdef extern from "cseq_ring.h" nogil:
         uint32_t status
         uint64_t* record
         uint64_t* converted
+        unsigned short* owner  # that has published, of each stage
         uint64_t posted_ns
         cseq_stint indexing
         cseq_stint converting

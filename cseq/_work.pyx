@@ -14,6 +14,7 @@ from cseq._core cimport Ring
 from cseq._headers cimport *
 from cseq._memory cimport MOST_COPIED, WINDOW, forks_here, freed_due, give_freed_back
 from cseq._references cimport cseq_is_unique
+from cseq._trace cimport copied, marks
 
 import numpy
 
@@ -26,13 +27,10 @@ cseq_wait_choose()
 cdef extern from "Python.h":
     PyObject* PyImport_GetModuleDict()  # borrowed
 
-
 cdef enum:
     WORDS = 9           # that the states of all generators come from
     PURPOSE_BATCH = 4   # for each batch: docs/inside/shuffle.md
     PURPOSE_MAKING = 5  # while an indexer is made
-
-
 cdef object FRESH = 1 << 31  # first word of a twister that was seeded, and not drawn from
 NO_MORE = object()
 cdef uint64_t SERVE_NS = 50_000  # how long tickets are claimed between two instructions of Python
@@ -241,6 +239,7 @@ cdef class Runner:
         cdef uint32_t cell = <uint32_t>self.cell
         c.status = status
         c.stage = self.stage
+        c.owner[self.stage] = <unsigned short>self.owner
         self.since = cseq_cell_stint(c, self.stage).published_ns = cseq_now_ns()
         self.cell = -1
         cseq_ring_publish(self.r, cell, CSEQ_READY if self.last or status else CSEQ_INDEXED)
@@ -584,6 +583,7 @@ cdef class Work:
 
     cdef int work(self, Runner runner) except -1:
         """Make what the present ticket asks for, and publish it, or the exception raised."""
+        cdef uint64_t made
         try:
             batch = self.make_batch(runner)
             if forks_here[0] != self.depth:
@@ -591,11 +591,12 @@ cdef class Work:
             if batch is NO_MORE:
                 self.batch_writer.end_items(runner)
                 return 0
-            if self.writer.publish_batch(runner, batch):
-                return 0
-            record = self.batch_writer.write(runner, batch)
-            del batch  # publish checks whether the user's code has kept arrays in the slot
-            self.batch_writer.publish(runner, record)
+            made = cseq_now_ns() if marks[0].on else 0
+            if not self.writer.publish_batch(runner, batch):
+                record = self.batch_writer.write(runner, batch)
+                del batch  # publish checks whether the user's code has kept arrays in the slot
+                self.batch_writer.publish(runner, record)
+            if made: copied(made, runner.since)
         except BaseException as error:  # SystemExit, too, is the user's to see
             if forks_here[0] != self.depth:
                 self.end_copy(error)

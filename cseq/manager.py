@@ -9,8 +9,10 @@ from cseq._lock import Hold, Lock
 from cseq.order.place import Place
 from cseq.run import Run
 from cseq.stats import Stats
+from cseq.tracing import Trace
 
 if TYPE_CHECKING:
+    import os
     from types import TracebackType
 
     from typing_extensions import Self
@@ -45,6 +47,7 @@ class Manager:
         self._state = State.IDLE
         self._lock = Lock()  # around changes of state
         self._run: Run[BatchPool] | None = None
+        self._trace: Trace | None = None  # that of the last start
         self._place = Place()
         self._stats = Stats()  # of the last run, when nothing runs
         self._skipped: list[tuple[int, int, str]] = []
@@ -118,6 +121,12 @@ class Manager:
             self._refuse_inside_with("finish")
             self._end()
 
+    def _begin_trace(self, path: str | os.PathLike[str] | None, rank: int) -> None:
+        """Record until `_end`, if there is a path; nothing runs."""
+        if path is not None:
+            self._trace = trace = Trace(path, rank=rank)
+            trace.begin()
+
     def _end(self) -> None:
         """End what runs, if anything does; where a signal handler raises, another call goes on."""
         self._state = State.IDLE
@@ -127,6 +136,9 @@ class Manager:
             self._stats, self._skipped = run.pool.stats(), run.pool.skipped
             run.close()
             self._run = None
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            trace.end()
 
     def _refuse_inside_with(self, verb: str) -> None:
         """Raise OSError inside the manager's own ``with``, which needs what runs."""

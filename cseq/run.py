@@ -15,6 +15,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from cseq import tracing
 from cseq.processes.launcher.forks import in_forked_children
 from cseq.threads import Latch
 
@@ -52,6 +53,7 @@ class Run(Generic[P]):
         self._pid = os.getpid()
         self._finalizer: weakref.finalize[..., Any] | None = None
         _runs.add(self)
+        tracing.record_as_told()
 
     @property
     def is_ours(self) -> bool:
@@ -79,6 +81,7 @@ class Run(Generic[P]):
         self.interrupt()
         if self.is_ours:
             with self.lock.hold(LOCK_SECONDS):  # the inline pool cannot be interrupted
+                self.pool.lanes.end()
                 self.pool.close()
         if self._finalizer is not None:
             self._finalizer.detach()  # not before: an interrupted close is called again

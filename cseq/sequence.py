@@ -494,13 +494,20 @@ class MSequence(Manager, Generic[B_co]):
 
     # -- start, iterate, finish
 
-    def start(self, compat: bool | None = None) -> Self:  # noqa: FBT001 - its position is fixed
+    def start(
+        self,
+        compat: bool | None = None,  # noqa: FBT001 - its position is fixed
+        *,
+        trace: str | os.PathLike[str] | None = None,
+    ) -> Self:
         """Start the workers, and return the manager; interrupts what was started before.
 
         Parameters
         ----------
         compat : bool, optional
             Convert for CUDA in threads instead of processes. None: on Windows.
+        trace : str or path, optional
+            Record what happens to every batch until `finish`, into this file: see `cseq.trace`.
 
         Returns
         -------
@@ -515,10 +522,9 @@ class MSequence(Manager, Generic[B_co]):
         OSError
             Inside the manager's own ``with``.
         """
-        if compat is not None:
-            compat = flag("compat", compat)
+        compat = None if compat is None else flag("compat", compat)
         with self._alone():
-            return self._start("start", self._job.output, self._kind, compat)
+            return self._start("start", self._job.output, self._kind, compat, trace)
 
     @property
     def _kind(self) -> str:
@@ -561,6 +567,7 @@ class MSequence(Manager, Generic[B_co]):
         output: Output,
         kind: str,
         compat: bool | None,  # noqa: FBT001
+        trace: str | os.PathLike[str] | None = None,
     ) -> Self:
         """End what runs, and start a pool."""
         self._refuse_inside_with(verb)
@@ -569,7 +576,9 @@ class MSequence(Manager, Generic[B_co]):
         resolved = outputs.resolve(output)
         converters = self._job.num_converters if resolved.use_cuda else 0
         job = self._job._replace(output=resolved, num_converters=converters, compat=compat)
-        self._open(_pool_of(kind)(job))
+        pool = _pool_of(kind)(job)
+        self._begin_trace(trace, (self._shard or shards.resolve()).rank)
+        self._open(pool)
         return self
 
     def __iter__(self) -> Iterator[B_co]:

@@ -27,6 +27,7 @@ from cseq.encoding.transport import Objects, SlotReader
 from cseq.errors import WorkerTimeout
 from cseq.fleet import keys as tickets
 from cseq.fleet.dispatch import Dispatcher
+from cseq.lanes import Lanes
 from cseq.memory.arena import Arena
 from cseq.memory.writer import Writer
 from cseq.meters import Meters
@@ -70,7 +71,8 @@ class FleetPool(BatchPool):
         slots = Slots(segment.fd, segment.width, segment.slots, INDEXER + 1)
         self._writer = Writer(segment.fd, segment.width, slots)
         self._carrier = Carrier(Runner(ring, INDEXER, 1, last=not job.num_converters), self._writer)
-        self._group = ThreadGroup(ring)
+        lanes = Lanes(1, "fleet")
+        self._group = ThreadGroup(ring, lanes)
         self._dispatcher = Dispatcher(
             ring,
             self._carrier,
@@ -89,6 +91,7 @@ class FleetPool(BatchPool):
             leaf_for=leaf_for,
             num_workers=1,
             num_converters=job.num_converters,
+            lanes=lanes,
         )
 
     def _words(self, job: Job) -> int:

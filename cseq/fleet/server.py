@@ -21,6 +21,7 @@ from cseq._lock import Latch
 from cseq._parcel import Parcel, ParcelFeed
 from cseq.converter.output import Output
 from cseq.encoding import failure
+from cseq.lanes import Lanes
 from cseq.memory.shared import Shared
 from cseq.pools.base import in_work, named
 from cseq.pools.process import ENTRY, Task
@@ -106,6 +107,7 @@ class TicketServer:
             task=self._task,
             describe=lambda _, cell: Held(*named(ring, cell)),
             deaths=Deaths(options.max_restarts, num_workers, "batch", advice),
+            lanes=Lanes(num_workers, "process"),
         )
         self._coming: deque[_Request] = deque()
         self._requests: dict[int, _Request] = {}  # by the id of the parcel; of this thread alone

@@ -111,7 +111,7 @@ typedef struct {
     uint64_t record[CSEQ_FIELDS];
     uint64_t seed; /* of the epoch's order and generators; written before the post */
     uint32_t parts; /* sizes of units after the indices, written before the post; 0: each is a sample */
-    uint32_t pad;
+    uint16_t owner[2]; /* that has published, of each stage; written by it */
     uint64_t posted_ns; /* written before the post */
     cseq_stint indexing;
     uint64_t converted[CSEQ_FIELDS]; /* the converter's record: the indexer's stays valid until

@@ -15,6 +15,7 @@ from cseq._core import now_ns
 from cseq._feed import Feed
 from cseq._lock import RunState
 from cseq.encoding import failure
+from cseq.lanes import Lanes
 from cseq.meters import Meters
 from cseq.stage import RAISED
 from cseq.stats import Stats
@@ -95,6 +96,8 @@ class Pool:
         How many owners of the rings run the indexers, and, after these, the converters.
     threads : bool
         Whether they share a GIL with the loop.
+    lanes : Lanes, optional
+        The runners, for traces.
 
     Attributes
     ----------
@@ -120,6 +123,7 @@ class Pool:
         num_workers: int = 1,
         num_converters: int = 0,
         threads: bool = False,
+        lanes: Lanes | None = None,
         interrupted: str = "",
     ) -> None:
         self.rings = rings
@@ -143,6 +147,9 @@ class Pool:
             discard=discard,
             interrupted=interrupted,
         )
+        self.lanes = lanes or Lanes(num_workers, "thread")
+        self.feed.number = self.lanes.number
+        self.lanes.announce()
 
     def notify_all(self) -> None:
         """Have a call that waits in another thread look at the run's generation."""

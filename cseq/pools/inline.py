@@ -18,6 +18,7 @@ from cseq.encoding.transport import Objects
 from cseq.indexing import context, indexer
 from cseq.indexing.context import here
 from cseq.indexing.seeding import Seeds, call_here
+from cseq.lanes import Lanes
 from cseq.meters import Meters
 from cseq.pools.base import BatchPool
 from cseq.stage import INDEXER
@@ -62,6 +63,7 @@ class InlinePool(BatchPool):
             ring,
             objects,
             make=partial(self._indexing.make_here, Runner(ring, INDEXER, 1, last=True), here),
+            lanes=Lanes(1, "inline"),
         )
 
     def begin(self, place: Place, epoch: int, consumed: int, generation: int) -> None:

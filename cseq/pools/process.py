@@ -25,6 +25,7 @@ from cseq.encoding import failure
 from cseq.encoding.transport import Imports, Objects, SlotReader, SlotSource, SlotWriter
 from cseq.indexing import context, indexer
 from cseq.indexing.seeding import Seeds
+from cseq.lanes import Lanes
 from cseq.memory.shared import Shared
 from cseq.pools.base import BatchPool, apart, named, wake_at
 from cseq.pools.thread import ThreadGroup, add_converters, convert
@@ -191,6 +192,7 @@ class ProcessPool(BatchPool):
             locks=self._locks,
         )
         (ring,), self._arena = self._shared.rings, self._shared.arena
+        lanes = Lanes(job.num_workers, "process")
         advice = "look at what the indexer does with these indices"
         self.supervisor = Supervisor(
             make_launcher(options.start_method, entry=ENTRY, threads=options.threads),
@@ -199,10 +201,11 @@ class ProcessPool(BatchPool):
             task=self._task,
             describe=lambda _, cell: Held(*named(ring, cell)),
             deaths=Deaths(options.max_restarts, job.num_workers, "batch", advice),
+            lanes=lanes,
         )
         ring.wake_at = wake_at(job.buffer, job.num_workers)
         ring.apart = apart(job.buffer)
-        self._group = ThreadGroup(ring)
+        self._group = ThreadGroup(ring, lanes)
         self._reader = SlotReader(self._arena)
         self._receiver: Receiver | None = None
         self._imports: Imports | None = None
@@ -225,6 +228,7 @@ class ProcessPool(BatchPool):
             discard=self._imports and self._imports.discard,
             num_workers=job.num_workers,
             num_converters=job.num_converters,
+            lanes=lanes,
         )
 
     def open(self) -> None:

@@ -26,6 +26,7 @@ from cseq.encoding.pickling import Pickled, dump, dumps
 from cseq.encoding.transport import SlotReader
 from cseq.errors import RemoteTraceback
 from cseq.indexing.producer import ENTRY
+from cseq.lanes import Lanes
 from cseq.memory.shared import Shared
 from cseq.memory.writer import Writer
 from cseq.pools.base import Pool
@@ -90,6 +91,7 @@ class StreamPool(Pool):
             calls=CALLS,
             tickets=num_workers * (depth + besides),
         )
+        lanes = Lanes(num_workers, "process")
         self.supervisor = Supervisor(
             make_launcher(options.start_method, entry=ENTRY, threads=options.threads),
             shared,
@@ -97,6 +99,7 @@ class StreamPool(Pool):
             task=lambda _: num_workers,
             describe=self._describe_held,
             deaths=Deaths(options.max_restarts, num_workers, unit, "look at what makes it", lost),
+            lanes=lanes,
         )
         self._arena = shared.arena
         self._slots = SlotReader(self._arena)
@@ -106,6 +109,7 @@ class StreamPool(Pool):
             errors=errors,
             options=options,
             num_workers=num_workers,
+            lanes=lanes,
             interrupted="no epoch is under way: none was begun, or it was interrupted, or the "
             "streams were closed; call begin()",
         )

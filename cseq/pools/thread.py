@@ -17,6 +17,7 @@ from cseq.encoding import failure
 from cseq.encoding.transport import Objects
 from cseq.errors import WorkerTimeout
 from cseq.indexing import context, indexer
+from cseq.lanes import Lanes
 from cseq.pools.base import BatchPool, apart, wake_at
 from cseq.stage import CONVERTER, INDEXER, overdue, run, spin_ns
 from cseq.threads import Latch, Threads
@@ -40,22 +41,24 @@ LOOK_SECONDS = 0.5  # how often a waiting thread checks whether the pool was clo
 class ThreadGroup:
     """Threads that run one stage each, and the first exception of any of them."""
 
-    def __init__(self, ring: Ring) -> None:
-        self._ring = ring
+    def __init__(self, ring: Ring, lanes: Lanes) -> None:
+        self._ring, self._lanes = ring, lanes
         self._threads = Threads()
         self.failure = failure.Failure()
 
-    def add(self, name: str, target: Callable[[], None]) -> None:
-        """Add a thread, which ends when the ring is closed."""
-        self._threads.add(name, partial(self._guard, target))
+    def add(self, name: str, target: Callable[[], None], owner: int = 0) -> None:
+        """Add a thread, which ends when the ring is closed; `owner`: the runner that it is."""
+        self._threads.add(name, partial(self._guard, target, owner))
 
     def start(self) -> None:
         """Start the threads."""
         self._threads.start()
 
-    def _guard(self, target: Callable[[], None]) -> None:
+    def _guard(self, target: Callable[[], None], owner: int) -> None:
         """Run a thread's work; its exception is raised in the loop."""
         try:
+            if owner:
+                self._lanes.note_thread(owner)
             target()
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
             self.fail(error)
@@ -93,7 +96,8 @@ def add_converters(
     first = job.num_workers + 1
     for number in range(job.num_converters):
         runner = Runner(ring, CONVERTER, first + number, last=True)
-        group.add(f"cseq-c{number}", partial(_convert, job, runner, source, batch_writer))
+        work = partial(_convert, job, runner, source, batch_writer)
+        group.add(f"cseq-c{number}", work, first + number)
 
 
 def _convert(job: Job, runner: Runner, source: Source, batch_writer: Objects) -> None:
@@ -132,8 +136,9 @@ class ThreadPool(BatchPool):
         ring.wake_at = wake_at(job.buffer, job.num_workers)
         ring.gil_spin = spin_ns(GIL_SPIN_NS) if HAS_GIL else spin_ns()
         ring.apart = 0 if HAS_GIL else apart(job.buffer)
+        lanes = Lanes(job.num_workers, "thread")
         self._objects = Objects(job.buffer)
-        self._group = ThreadGroup(ring)
+        self._group = ThreadGroup(ring, lanes)
         self._closed = False
         self._hint = indexer.LabelHint(job.output, log.warning)
         self._turns = [Latch() for _ in range(job.num_workers + 1)]  # each thread sets the next
@@ -152,12 +157,13 @@ class ThreadPool(BatchPool):
             num_workers=job.num_workers,
             num_converters=job.num_converters,
             threads=HAS_GIL,
+            lanes=lanes,
         )
 
     def open(self) -> None:
         """Start the threads."""
         for number in range(self._job.num_workers):
-            self._group.add(f"cseq-w{number}", partial(self._index, number))
+            self._group.add(f"cseq-w{number}", partial(self._index, number), number + 1)
         add_converters(self._job, self._ring, self._objects, self._objects, self._group)
         self._group.start()
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cseq.encoding import codec, failure
 from cseq.encoding.pickling import Pickled, dump
 from cseq.errors import WorkerTimeout
+from cseq.lanes import Event, Lanes
 from cseq.memory.segment import GRAIN, Segment, whole_grains
 from cseq.memory.writer import Writer
 from cseq.processes.launcher import describe_exit
@@ -75,6 +76,9 @@ class Supervisor:
         ``describe(owner, cell)``: the ticket that it holds there; called on the supervisor's
         thread.
 
+    lanes : Lanes
+        Where starts, deaths and imports are noted.
+
     Attributes
     ----------
     failure : Failure
@@ -96,9 +100,12 @@ class Supervisor:
         task: Callable[[int], Any],
         describe: Callable[[int, int], Held],
         deaths: Deaths,
+        lanes: Lanes,
     ) -> None:
         self.shared = shared
         self.deaths = deaths
+        self._lanes = lanes
+        lanes.marks, lanes.commit = shared.marks, shared.commit_marks
         self.failure = failure.Failure()
         self.closed = False
         self.processes: dict[int, Child] = {}
@@ -247,6 +254,8 @@ class Supervisor:
         self._wanted.wait()
         if not self.closed:
             self._preload()
+            for module, since, until in self._launcher.imports:
+                self._lanes.events.append(Event(until, "import", text=module, since=since))
             if self.takes_objects:
                 self._name_threads()
         for owner in range(1, self.shared.owners + 1):
@@ -315,18 +324,24 @@ class Supervisor:
             child.kill()
         reads = owner <= self._readers
         place = self.shared.place(owner, has_slots=reads)
-        setup = Setup(owner - 1, *place, self._task(owner), self._record if reads else None)
+        record, marks = self._record if reads else None, self.shared.marks_at(owner)
+        setup = Setup(owner - 1, *place, self._task(owner), marks, record)
         fds = [self._object.fd] if reads and self._object is not None else []
         worker.handshake(setup, *self.shared.fds, *fds)
 
     def _receive(self, worker: WorkerProcess) -> None:
         """Handle what a worker has sent, or its end of file."""
+        before = worker.state
         messages = worker.receive()
         if messages is None:
             self._reap(worker)
             return
+        if not before and worker.state:
+            self._lanes.note("start", worker.owner, pid=worker.child.pid)
         if worker.state == READY:
             self._unready = math.inf
+            if before != READY:
+                self._lanes.note("ready", worker.owner, pid=worker.child.pid)
         for state, body in messages:
             if state == FAILED:
                 self._fail(failure.unpack(body, worker.owner - 1))
@@ -351,7 +366,11 @@ class Supervisor:
             if exitcode not in (0, None, KILLED):
                 tell(logging.WARNING, "worker %d %s", owner - 1, describe_exit(exitcode))
             return
-        held = [self._describe(owner, cell) for cell in self.shared.held(owner)]
+        begun = self.shared.held(owner)
+        held = [self._describe(owner, cell) for cell, _ in begun]
+        lost = ((since, f"{h.epoch}/{h.batch}") for (_, since), h in zip(begun, held, strict=True))
+        text = describe_exit(exitcode)
+        self._lanes.note("death", owner, pid=child.pid, text=text, held=tuple(lost))
         self.shared.reclaim(owner)
         if self.failure:
             return
@@ -370,8 +389,8 @@ class Supervisor:
         if was_ready and not any(other.state == READY for other in self._workers.values()):
             self._event, self._patience = f"worker {owner - 1} has ended", SHORT
             self._unready = time.monotonic()
-        ended, lost = describe_exit(exitcode), self.deaths.lost
-        tell(logging.WARNING, "worker %d %s: replaced%s", owner - 1, ended, lost)
+        self._lanes.note("restart", owner)
+        tell(logging.WARNING, "worker %d %s: replaced%s", owner - 1, text, self.deaths.lost)
         if self.takes_objects:
             # The loop's thread may be importing, or hold a lock, for which the copy would wait for
             # ever. So this process is forked only while that thread waits for it.
@@ -456,6 +475,7 @@ class Supervisor:
             if not restart:
                 raise WorkerTimeout(message)
             tell(logging.ERROR, "%sworker %d is restarted", message, owner - 1)
+            self._lanes.note("stall", owner, text=took)
             if worker is not None:  # this very process: it may have been replaced meanwhile
                 worker.is_overdue = True
                 worker.child.kill()

@@ -33,6 +33,7 @@ from cseq._core import Ring, now_ns
 from cseq._lock import exit_on_hangup
 from cseq._memory import DEBUG, Descriptor, Mapping, keep_freed
 from cseq._slots import Slots
+from cseq._trace import MARKS_BYTES, Marks
 from cseq.encoding import codec
 from cseq.memory import descriptors
 from cseq.memory.writer import Writer
@@ -83,6 +84,7 @@ class Setup(NamedTuple):
     width: int  # bytes between the slots in their file
     slots: int  # that it can take; 0: it takes none
     task: Any  # of its pool: what it has to do
+    marks: int  # where in the rings' file its marks lie; see `_trace`
     record: codec.Record | None  # where the user's object lies in its file, if there is one
 
 
@@ -128,6 +130,8 @@ def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) 
     send_state(sock, LOADED if setup.record is None else ENTERED)
     at, nbytes = setup.ring
     ring = Ring(Mapping(ring_fd, 0, at + nbytes), at=at)
+    Marks(Mapping(ring_fd, setup.marks, MARKS_BYTES)).attach()
+    os.environ.pop("CSEQ_TRACE", None)  # that file is the trainer's
     Descriptor(int, ring_fd).close()
     owner = setup.number + 1
     slots = Slots(arena_fd, setup.width, setup.slots, owner) if setup.slots else None

@@ -17,6 +17,7 @@
 #include "cseq_recipes.h"
 #include "cseq_ring.h"
 #include "cseq_shuffle.h"
+#include "cseq_trace.h"
 #include "cseq_weights.h"
 #include "cseq_gil.h"
 #include "cseq_wait.h"

@@ -9,6 +9,6 @@ check-coverage:
 .coverage: $(VENV)/.test $(VENV)/.coverage
 	rm -rf build/coverage && mkdir -p build/coverage
 	git ls-files -z | tar --null --files-from=- -cf - | tar -xf - -C build/coverage
-	cd build/coverage && CSEQ_TRACE=1 $(abspath $(PY)) setup.py --quiet build_ext --inplace
+	cd build/coverage && CSEQ_LINETRACE=1 $(abspath $(PY)) setup.py --quiet build_ext --inplace
 	-cd build/coverage && $(abspath $(PY)) -m coverage run -m pytest -n $(JOBS) $(ARGS)
 	cd build/coverage && $(abspath $(PY)) tests/coverage/covered.py

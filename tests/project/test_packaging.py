@@ -155,7 +155,8 @@ def test_a_checkout_has_the_same_lines_on_windows(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 100
-    assert [path.name for path in files if b"\r\n" in path.read_bytes()] == []
+    texts = [path for path in files if path.suffix != ".png"]
+    assert [path.name for path in texts if b"\r\n" in path.read_bytes()] == []
 
 
 @pytest.fixture(scope="module")

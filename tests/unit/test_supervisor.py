@@ -19,6 +19,7 @@ from kinds import QUICKEST
 from cseq._core import now_ns
 from cseq._work import Runner
 from cseq.errors import WorkerDied, WorkerError, WorkerTimeout
+from cseq.lanes import Lanes
 from cseq.memory.segment import Segment
 from cseq.memory.shared import Shared
 from cseq.processes import supervisor as supervisor_module
@@ -149,6 +150,7 @@ class Pool:
             task=task or self.task,
             describe=lambda owner, cell: Held(0, cell, [], f"{owner}"),
             deaths=Counted(self.events, replace=replace),
+            lanes=Lanes(owners, "process"),
         )
 
     def task(self, owner: int) -> bytes:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.needs("worker processes")
 
-SETUP = Setup(0, 1, (0, 8), 8, None, "x" * 10**6, None)
+SETUP = Setup(0, 1, (0, 8), 8, 0, "x" * 10**6, 0, None)
 
 
 @pytest.fixture

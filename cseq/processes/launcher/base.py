@@ -94,6 +94,8 @@ class Launcher:
     ----------
     method : str
         Its name.
+    imports : list
+        Modules that were imported for all workers: when that began and ended (ns of `now_ns`).
     takes_objects : bool
         Whether workers inherit objects, and context variables.
     """
@@ -103,6 +105,7 @@ class Launcher:
 
     def __init__(self, entry: str, threads: int | None) -> None:
         self._entry = entry
+        self.imports: list[tuple[str, int, int]] = []
         self._threads = threads
         self._owner = os.getpid()
         self._children: set[Child] = set()

