@@ -155,7 +155,7 @@ def advise(window: Window) -> Advice:
     for rule in RULES:
         if rule.test(window):
             sentence, action, change, gain = rule.say(window)
-            return Advice(rule.cause, sentence, action, change, min(gain, window.most))
+            return Advice(rule.cause, sentence, action, change, gain)
     raise AssertionError("the last rule holds for every window")
 
 
@@ -219,7 +219,7 @@ def _gil(v: Window) -> Said:
         ),
         "use processes: MPSequence in place of MTSequence",
         {},
-        max(v.most, min(v.workers + 1, v.cores) / max(v.computed, 0.5)),
+        max(v.most, min(v.workers + 1, v.cores) / max(v.computed, 1.0)),
     )
 
 
@@ -265,7 +265,11 @@ def _memory(v: Window) -> Said:
 
 
 def _larger(v: Window, least: int) -> tuple[str, dict[str, Any]]:
-    """Name a larger buffer, as far as the manager has one."""
+    """Name a larger buffer, as far as the manager has one.
+
+    Workers that sleep are woken when half of it is to be made again: so it is to be twice as large
+    as what is needed ahead of the loop.
+    """
     if not v.buffer:
         return "a larger prefetch", {}
     size = min(max(least, v.buffer + 1), 16384)
@@ -280,7 +284,7 @@ def _buffer(v: Window) -> Said:
 
 def _stragglers(v: Window) -> Said:
     ahead = math.ceil(v.index_p99 / max(v.step, v.index / max(v.workers, 1), 1e-6))
-    action, change = _larger(v, max(2 * v.buffer, ahead + v.workers))
+    action, change = _larger(v, max(2 * v.buffer, 2 * ahead + v.workers))
     slow = f" ({v.slowest})" if v.slowest else ""
     return (
         f"{_waits(v)}, but one in a hundred {_time(v.index_p99)}{slow}, for which the others wait",
@@ -293,7 +297,7 @@ def _stragglers(v: Window) -> Said:
 def _bursts(v: Window) -> Said:
     # What the loop takes at once after a pause: so many batches are made meanwhile.
     ahead = math.ceil(v.step_p99 * v.workers / max(v.index, 1e-6))
-    action, change = _larger(v, ahead + v.workers)
+    action, change = _larger(v, 2 * ahead + v.workers)
     return (
         (
             f"{_waits(v)}; the loop pauses ({_time(v.step_p99)} at times), and takes more than "
@@ -316,21 +320,21 @@ def _epochs(v: Window) -> Said:
 
 def _cores(v: Window) -> Said:
     said = f"{_waits(v)}; {_busy(v)}"
-    computing = "" if v.cpu is None else f", compute {v.cpu:.0%} of that"
-    if v.own < 0.6 * v.cores and v.queued > NO_CORE:
-        said = f"{said}, {v.queued:.0%} of that without a core: other programs use them"
-        return said, "see what else runs here, or give this process cores of its own", {}, v.most
+    computing = "" if v.cpu is None else f", computing {v.cpu:.0%} of that"
     if v.queued > NO_CORE and v.workers > max(1, v.cores):
         fewer = max(1, v.cores - 1)
         return (
             (
-                f"{said}{computing}, and are ready to run without a core {v.queued:.0%}: "
+                f"{said}{computing} and without a core {v.queued:.0%}: "
                 f"{_count(v.cores, 'core')} are used up"
             ),
             f"num_workers={fewer}, and see what costs the CPU",
             {"num_workers": fewer},
             v.most,
         )
+    if v.own < 0.6 * v.cores and v.queued > NO_CORE:
+        said = f"{said}, {v.queued:.0%} of that without a core: other programs use them"
+        return said, "see what else runs here, or give this process cores of its own", {}, v.most
     return (
         f"{said}{computing}: {_count(v.cores, 'core')} are used up",
         "see what costs the CPU: manager.remake() under a profiler",
@@ -343,8 +347,8 @@ def _medium(v: Window) -> Said:
     more = v.enough(max(MOST_READERS * v.cores, 2 * v.workers))
     return (
         (
-            f"{_waits(v)}; {_busy(v)}, and "
-            f"compute {v.cpu or 0:.0%} of that: they wait for a disk or a network{_rest(v)}"
+            f"{_waits(v)}; {_busy(v)}, "
+            f"computing {v.cpu or 0:.0%} of that: they wait for a disk or a network{_rest(v)}"
         ),
         f"num_workers={more}",
         {"num_workers": more},

@@ -189,7 +189,7 @@ class Stats:
                     int(record["thread"]),
                     int(record["batches"]),
                     _part(busy, self.elapsed),
-                    _cpu(cpu, work.total),
+                    _cpu(cpu, busy),
                     work.quantile(0.5),
                     work.quantile(0.99),
                 )
@@ -300,7 +300,7 @@ class Stats:
             "index": index.mean,
             "index_p50": index.quantile(0.5),
             "index_p99": index.quantile(0.99),
-            "cpu": _cpu(float(runners["cpu"].sum()) / 1e9, index.total),
+            "cpu": _cpu(float(runners["cpu"].sum()) / 1e9, busy),
             "queued": _part(float(runners["queued"].sum()) / 1e9, busy),
             "loop_queued": _part(float(meters.loop["queued"]) / 1e9, self.elapsed),
             "gil": gil.quantile(0.5),

@@ -23,6 +23,7 @@ MODULES = (
     "orders",
     "memory",
     "idle",
+    "advice",
     "adapters",
     "keys",
     "dataloader",
