@@ -242,6 +242,7 @@ cdef object NO_SPAN = NoSpan()
 
 
 @cython.binding(False)
+@cython.always_allow_keywords(False)
 def span(str name not None):
     """Record what a piece of code takes, in the trace that is being recorded.
 

@@ -185,8 +185,12 @@ class Trace:
                 return
             self._stop()
         writing = threading.Thread(target=self._write, name="cseq-trace", daemon=False)
-        writing.start()
-        writing.join()
+        try:
+            writing.start()
+        except RuntimeError:  # the interpreter is ending, or the system has no more threads
+            self._write()
+        else:
+            writing.join()
         if self._error is not None:
             raise self._error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import threading
@@ -18,6 +19,7 @@ from cseq.arguments import WorkerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 SAMPLES, SIZE = 700, 4
 BATCHES = SAMPLES // SIZE
@@ -339,3 +341,14 @@ def test_counts_are_exported_while_a_loop_runs_and_at_its_end() -> None:
         assert fleet.exported["received_bytes"] == stats.received
         assert fleet.exported["loop_waited_seconds"] > 0
         assert fleet.exported["agents"] == 2
+
+
+def test_a_trace_has_when_batches_were_sent_and_there(fleet: LocalFleet, tmp_path: Path) -> None:
+    """Each, from its carrier's claim to the arrival; several at the same time."""
+    path = tmp_path / "run.json"
+    with sequence(fleet).start(trace=path) as batches:
+        assert len(list(batches)) == BATCHES
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    for phase in "be":
+        names = [e["name"] for e in events if e["ph"] == phase]
+        assert sorted(names) == sorted(f"remote 0/{batch}" for batch in range(BATCHES))
