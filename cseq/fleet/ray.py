@@ -7,6 +7,7 @@ the trainer that asked for it. This module and `actors` are the only ones that i
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import threading
 import weakref
@@ -249,6 +250,7 @@ class RayFleet:
         self._name, self._roster = name, roster
         self._lock = threading.RLock()
         self._made: Agents | None = None  # those that this object has started
+        self._end: weakref.finalize[..., Any] | None = None  # ends these
         self._seen = 0  # the roster's version
         self._asks = False  # the roster was asked for a newer one
         self._members: dict[int, Member] = {}
@@ -289,6 +291,8 @@ class RayFleet:
             if self._roster is None:
                 self._roster = roster_actor().remote()
                 self._show()
+            if self._end is not None:  # copies may outlive this object
+                self._end.detach()
         about = self.placement, self.batch_size, absent(self.worker)
         return type(self)._copy, (self._roster, *about)
 
@@ -329,7 +333,16 @@ class RayFleet:
                 self.placement,
             )
             if self._name is None:
-                self._made = Agents(spec, self._changed)
+                here = weakref.ref(self)
+
+                def changed() -> None:
+                    fleet = here()
+                    if fleet is not None:
+                        fleet._changed()
+
+                self._made = Agents(spec, changed)
+                self._end = weakref.finalize(self, drop, self._made)
+                self._end.atexit = False  # they end with the connection
                 self._changed()
                 return self
             try:
@@ -525,6 +538,8 @@ class RayFleet:
             return
         if made is not None:
             made.close()
+        if self._end is not None:
+            self._end.detach()
         if roster is not None:
             ray.wait([roster.close.remote()], timeout=ROSTER_SECONDS)
             ray.kill(roster)
@@ -535,6 +550,11 @@ class RayFleet:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def drop(agents: Agents) -> None:
+    """End the agents of a fleet that was not closed: garbage is collected on any thread."""
+    _thread.start_new_thread(aside, (agents.close,))
 
 
 @cache
