@@ -15,7 +15,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     cseq/
     ├── testing.py      for tests of training scripts: kill workers, count what is held
     ├── __main__.py     python -m cseq: run a script with cseq's DataLoader in torch's place
-    ├── observe/        python -m cseq doctor: what is wrong with a machine
+    ├── observe/        for people who look: python -m cseq doctor, a bar of progress
     ├── adapters/       other libraries' interfaces: torch's, RETURNN's, torchdata's
     ├── kinds.py        MPSequence, MTSequence, RaySequence: of processes, threads, a Ray fleet
     ├── sequence.py     ★ MSequence: its arguments, epochs and states
@@ -100,6 +100,8 @@ if typing.TYPE_CHECKING:
     from cseq.adapters.torch import DataLoader as DataLoader
     from cseq.adapters.torch import StatefulDataLoader as StatefulDataLoader
     from cseq.fleet.ray import RayFleet as RayFleet
+    from cseq.observe.progress import progress as progress
+    from cseq.observe.recycled import recycled as recycled
 
 __version__ = "0.2.0.dev0"
 
@@ -139,14 +141,20 @@ __all__ = [
 ]
 
 
+_ELSEWHERE = {
+    "RayFleet": "cseq.fleet.ray",
+    "progress": "cseq.observe.progress",
+    "recycled": "cseq.observe.recycled",
+}
+
 if not typing.TYPE_CHECKING:  # to a type checker, the names above are all there are
 
     def __getattr__(name: str) -> object:
-        """Import what needs torch, or Ray, when it is asked for."""
-        if name == "RayFleet":
-            from cseq.fleet.ray import RayFleet
+        """Import what needs torch, or Ray, or few programs need, when it is asked for."""
+        if name in _ELSEWHERE:
+            from importlib import import_module
 
-            return RayFleet
+            return getattr(import_module(_ELSEWHERE[name]), name)
         if name not in ("DataLoader", "StatefulDataLoader"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from cseq.adapters import torch
@@ -164,4 +172,4 @@ if not typing.TYPE_CHECKING:  # to a type checker, the names above are all there
 
         loaders = ("DataLoader", "StatefulDataLoader") if find_spec("torch") else ()
         fleets = ("RayFleet",) if find_spec("ray") else ()
-        return sorted({*globals(), *loaders, *fleets})
+        return sorted({*globals(), *loaders, *fleets, "progress", "recycled"})

@@ -1,0 +1,110 @@
+"""The bar says how much the loop waits, and costs nothing where nobody looks."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cseq
+
+tqdm = pytest.importorskip("tqdm")
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep tqdm from a thread and a lock in shared memory, which it never gives back."""
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
+    tqdm.tqdm.set_lock(threading.RLock())
+
+
+class Rows:
+    """Batches of numbers."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        return np.asarray(indices)
+
+
+def drawn(loader: Any, **options: Any) -> tuple[list[Any], str]:
+    """Iterate, with a bar that is drawn at every batch: the batches, and what was drawn."""
+    to = io.StringIO()
+    bar = cseq.progress(
+        loader, file=to, disable=False, mininterval=0, miniters=1, ncols=120, **options
+    )
+    return list(bar), to.getvalue()
+
+
+def test_the_share_of_waiting() -> None:
+    """Before the first batch it says so; then the share, over two epochs and two bars."""
+    with cseq.MTSequence(Rows, 640, 2, out_type="null", seed=1).start() as batches:
+        for _ in range(2):
+            got, text = drawn(batches)
+            assert sorted(np.concatenate(got)) == list(range(640))
+            assert "20/20" in text
+            assert re.findall(r"waits \d+ %", text)
+    assert "starting" in drawn_before(cseq.MTSequence(Rows, 640, 2, out_type="null", seed=1))
+
+
+def drawn_before(manager: Any) -> str:
+    """Return what is drawn of a manager before its first batch."""
+    to = io.StringIO()
+    with manager.start():
+        cseq.progress(manager, file=to, disable=False).close()  # type: ignore[attr-defined]
+    return to.getvalue()
+
+
+def test_a_cause_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The word of the advice stands beside the share, but for words that say nothing more."""
+
+    class Loader:
+        cause = "stragglers"
+
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+        def stats(self) -> Any:
+            return cseq.Stats(batches=9, loop_waited=3.0, elapsed=10.0)
+
+    monkeypatch.setattr(cseq.Stats, "bottleneck", property(lambda _: Loader.cause))
+    monkeypatch.setattr(cseq.Stats, "since", lambda self, _: self)
+    assert "waits 30 %: stragglers" in drawn(Loader())[1]
+    Loader.cause = "loop"
+    assert "waits 30 %]" in drawn(Loader())[1]
+
+
+def test_a_manager_that_is_started_again() -> None:
+    """A bar that outlives a start counts from the new start."""
+    manager = cseq.MTSequence(Rows, 640, 2, out_type="null", seed=1)
+    with manager.start() as batches:
+        list(batches)
+        bar = cseq.progress(batches, file=io.StringIO(), disable=False, mininterval=0, miniters=1)
+    with manager.start():
+        assert len(list(bar)) == 20
+
+
+def test_any_loader() -> None:
+    """What has no stats gets tqdm's own bar, and options are tqdm's."""
+    got, text = drawn(range(5), desc="numbers", initial=2, total=7)
+    assert got == list(range(5))
+    assert "numbers" in text
+    assert "7/7" in text
+    assert "waits" not in text
+
+
+def test_nothing_is_drawn_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    """A job's log file stays clean."""
+    with cseq.MTSequence(Rows, 64, 2, out_type="null", seed=1).start() as batches:
+        assert len(list(cseq.progress(batches))) == 2
+    assert capfd.readouterr() == ("", "")
+
+
+def test_without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what to install."""
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(ImportError, match="pip install tqdm"):
+        cseq.progress(range(3))
