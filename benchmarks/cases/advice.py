@@ -94,7 +94,7 @@ BAD = {
             (k, Script("stragglers", RARE, a, 0.006)) for k, a in both(num_workers=8, buffer=10)
         ],
         "pauses of the loop": [
-            (k, Script("bursts", DISK, a, 0.008, 0.5, 55)) for k, a in both(num_workers=2)
+            (k, Script("bursts", DISK, a, 0.006, 0.5, 55)) for k, a in both(num_workers=2)
         ],
     }.items()
     for kind, script in scripts

@@ -761,7 +761,10 @@ def test_its_workers_are_known_to_cseqs_testing_and_counted() -> None:
     assert got == [[k, k + 1] for k in range(0, 12, 2)]
     assert made.stats().batches == iterator.stats().batches == 6
     del iterator
-    assert made.stats().batches == 6
+    stats = made.stats()
+    assert (stats.batches, stats.step_seconds.count) == (6, 6)
+    assert stats.index_seconds.count >= 6
+    assert str(stats.advice()).startswith(stats.bottleneck)
     with pytest.raises(RuntimeError, match="not running"):
         cseq.testing.pids(made)
     pickle.loads(pickle.dumps(made))

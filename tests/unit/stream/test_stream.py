@@ -715,3 +715,19 @@ def test_a_producer_that_cannot_be_pickled() -> None:
 
     with pytest.raises(TypeError, match="producer"):
         Streams(producer, 2)
+
+
+def test_items_are_measured() -> None:
+    """An item is a batch of one sample; the slowest are named by epoch and number."""
+    with streams(num_workers=2) as s:
+        for _ in range(2):
+            s.begin((5, 3))
+            assert len(list(s)) == 8
+        stats = s.stats()
+    assert (stats.batches, stats.samples, stats.num_workers) == (16, 16, 2)
+    # The end of a worker's items is an answer, too, and so is what was asked for after it.
+    assert 16 <= stats.index_seconds.count == sum(one.batches for one in stats.workers)
+    assert {slow.epoch for slow in stats.slowest} <= {0, 1}
+    assert {slow.worker for slow in stats.slowest} == {0, 1}
+    assert 0 <= stats.loop_waiting <= 1
+    assert stats.advice().change.keys() <= {"num_workers"}
