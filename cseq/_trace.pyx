@@ -2,7 +2,7 @@
 """What a trace records: tickets that were taken; spans and counters."""
 
 from libc.stdint cimport uint32_t, uint64_t
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 cimport cython
 cimport numpy as cnp
@@ -76,6 +76,7 @@ def begin_log(uint64_t least):
         size *= 2
     if room is None or room.size != <Py_ssize_t>(size * sizeof(cseq_taken)):
         room = Block(size * sizeof(cseq_taken))
+        memset(room.data, 0, room.size)  # its pages are there before the first ticket
     log.taken, log.mask = <cseq_taken*>room.data, size - 1
     log.begun = log.done = 0
     log.begun_ns = cseq_now_ns()

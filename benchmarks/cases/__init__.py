@@ -24,6 +24,7 @@ MODULES = (
     "memory",
     "idle",
     "advice",
+    "tracing",
     "adapters",
     "keys",
     "dataloader",

@@ -1,0 +1,85 @@
+"""What a trace costs: a batch of test mode, where one thread is both sides, and an empty span."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import cseq
+from harness.case import Case, Contender, Goal, scaled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BATCHES = scaled(50_000, 500)
+PLAIN, TRACED = "a batch", "a batch, traced"
+SPAN_OFF, SPAN_ON = "a span, nothing records", "a span, recorded"
+
+
+def batches() -> float:
+    """Nanoseconds of processor time for a batch of test mode."""
+    manager = cseq.MPSequence(np.arange(2 * BATCHES), batch_size=2, out_type="null")
+    with manager.start_test() as taken:
+        iterator = iter(taken)
+        next(iterator)
+        begun = time.thread_time_ns()
+        for _ in iterator:
+            pass
+        return (time.thread_time_ns() - begun) / (BATCHES - 1)
+
+
+def spans() -> float:
+    """Nanoseconds of processor time for a span, without those of the loop."""
+    span = cseq.span
+    rounds = range(BATCHES)
+    begun = time.thread_time_ns()
+    for _ in rounds:
+        pass
+    between = time.thread_time_ns()
+    for _ in rounds:
+        with span("decode"):
+            pass
+    return (time.thread_time_ns() - between - (between - begun)) / BATCHES
+
+
+def measured(what: Callable[[], float], *, recorded: bool) -> Iterator[Callable[[], float]]:
+    """Measure once, perhaps while a trace records."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def once() -> float:
+            path = Path(folder, "run.json")
+            with cseq.trace(path) if recorded else contextlib.nullcontext():
+                return what()
+
+        yield once
+
+
+def contender(name: str, what: Callable[[], float], *, recorded: bool) -> Contender:
+    """Declare one."""
+    return Contender(name, partial(measured, what, recorded=recorded), ours=True)
+
+
+CASES = (
+    Case(
+        "tracing",
+        "What a trace costs while it records",
+        "ns of processor time",
+        (
+            contender(PLAIN, batches, recorded=False),
+            contender(TRACED, batches, recorded=True),
+            contender(SPAN_OFF, spans, recorded=False),
+            contender(SPAN_ON, spans, recorded=True),
+        ),
+        goals=(
+            Goal("more for a batch, both sides", lambda f: f[TRACED] - f[PLAIN], at_most=120),
+            Goal("a span, nothing records", lambda f: f[SPAN_OFF], at_most=30),
+            Goal("a span, recorded", lambda f: f[SPAN_ON], at_most=150),
+        ),
+    ),
+)
