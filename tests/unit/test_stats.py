@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from functools import partial
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 PROC = pytest.param("proc", marks=pytest.mark.needs("worker processes"))
 
 both = pytest.mark.parametrize("kind", [PROC, "thread"])
+
+FREE = 10  # batches that are made at once
+PAUSE = 0.01  # seconds between two looks at what nothing signals
 
 
 class Large:
@@ -97,10 +101,6 @@ class SlowToMake:
         return indices
 
 
-FREE = 10  # batches that are made at once
-PAUSE = 0.01  # seconds between two looks at what nothing signals
-
-
 def make(kind: str, worker: Any, num_workers: int, batches: int, buffer: int = 10) -> Any:
     """Make a manager of batches of one index."""
     return cseq.MSequence(
@@ -159,13 +159,13 @@ def test_a_buffer_for_few_of_the_workers(kind: str, tmp_path: Path) -> None:
 @both
 def test_workers_that_do_not_compute(kind: str) -> None:
     """Where all are busy, and hardly compute, they wait for something else than a core."""
-    with make(kind, Slow, 2, 10**6).start() as batches:
+    # Long enough that a machine which does other things, too, wakes them in time.
+    with make(kind, partial(Slow, 10 * PAUSE), 2, 10**6).start() as batches:
         for _ in batches:
-            if batches.stats().bottleneck == "medium":
+            advice = batches.advice()
+            if advice.cause == ("workers" if sys.platform == "win32" else "medium"):
                 break
-        advice = batches.advice()
-    if advice.cause == "medium":
-        assert advice.change["num_workers"] > 2
+    assert advice.change["num_workers"] > 2
 
 
 @pytest.mark.skipif(not HAS_GIL or cores() < 2, reason="threads share no GIL, or but one core")
@@ -202,8 +202,11 @@ def test_a_slow_loop(kind: str, num_workers: int) -> None:
 class Slow:
     """Batches after a pause."""
 
+    def __init__(self, seconds: float = PAUSE) -> None:
+        self.seconds = seconds
+
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        time.sleep(PAUSE)
+        time.sleep(self.seconds)
         return indices
 
 
