@@ -243,7 +243,7 @@ class Writing:
     def __init__(self, trace: Trace) -> None:
         self._of = trace
         self._pid = trace._pid
-        self._lanes = {lanes.number: lanes for lanes in trace._lanes}
+        self._lanes = {lanes.number: lanes for lanes in trace._lanes if self._was_active(lanes)}
         self._rows: dict[Lane, str] = {}  # the name of each row
         self._processes: dict[int, str] = {}
         self._flows = itertools.count(1)
@@ -258,6 +258,16 @@ class Writing:
         self._base = (trace._begun + shift) // QUARTER * QUARTER
         self._shift = shift - self._base
         self._dropped: dict[str, int] = {}
+
+    def _was_active(self, lanes: Lanes) -> bool:
+        """Whether there is anything to tell of a pool."""
+        trace = self._of
+        firsts = trace._firsts
+        return (
+            bool((trace._taken["feed"] == lanes.number).any())
+            or any(trace._begun <= event.ns <= trace._ended for event in lanes.events)
+            or any(m.begun > firsts[lanes.number, k] for k, m in lanes.marks.items())
+        )
 
     def file(self) -> Iterator[str]:
         """Make the whole text."""
@@ -290,7 +300,7 @@ class Writing:
         for number, lanes in self._lanes.items():
             yield from self._happenings(lanes)
             for owner, marks in lanes.marks.items():
-                first = self._of._firsts.get((number, owner), 0)
+                first = self._of._firsts[number, owner]
                 yield from self._marks(marks, first, lanes, owner)
         yield from self._marks(self._of._marks, 0, None, 0)
         yield from self._names()

@@ -270,7 +270,9 @@ def test_two_managers(tmp_path: Path) -> None:
     """Each has its workers' lanes; the loop is one."""
     path = tmp_path / "run.json"
     before = POOLS["processes"]()
-    with before.start() as ones:  # before the trace
+    idle = cseq.MTSequence(np.arange(4), batch_size=1, num_workers=1, out_type="null")
+    with before.start() as ones, idle.start() as unused:  # before the trace
+        next(iter(unused))  # of a third, there is nothing to tell
         first = iter(ones)
         next(first)
         with cseq.trace(path), POOLS["threads"]().start() as others:
