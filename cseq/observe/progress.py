@@ -43,6 +43,13 @@ def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
     ------
     ImportError
         tqdm is not installed.
+
+    Examples
+    --------
+    >>> manager = cseq.MPSequence(np.arange(8), batch_size=2, out_type="null", seed=1)
+    >>> with manager.start() as batches:  # doctest: +SKIP
+    ...     for batch in cseq.progress(batches):
+    ...         pass
     """
     try:
         from tqdm.auto import tqdm

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import doctest
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import cseq
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 LOADERS = ("DataLoader", "StatefulDataLoader")
-NAMES = [*cseq.__all__, *LOADERS]
+NAMES = [*cseq.__all__, "progress", "recycled", *LOADERS]
 # What a program is given: errors, records, a protocol.
 GIVEN = {
     *("CseqError", "RemoteTraceback", "WorkerDied", "WorkerError", "WorkerTimeout"),
@@ -39,8 +42,11 @@ def examples_of(name: str) -> list[doctest.DocTest]:
 
 @pytest.mark.needs("worker processes")
 @pytest.mark.parametrize("name", NAMES)
-def test_examples_print_what_they_show(name: str) -> None:
+def test_examples_print_what_they_show(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each example of a public name runs and prints what stands below it."""
+    monkeypatch.chdir(tmp_path)  # some write files
     printed: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     failed = [test.name for test in examples_of(name) if runner.run(test, out=printed.append)[0]]
