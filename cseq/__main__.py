@@ -35,16 +35,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="run a script; every DataLoader of torch in it has cseq's worker processes",
         allow_abbrev=False,
     )
+    watch = commands.add_parser(
+        "watch", help="run a script, and say what its DataLoaders cost it", allow_abbrev=False
+    )
     run.add_argument(
         "--rng",
         choices=("worker", "batch"),
         help="seed each worker once, as torch does, or each batch: the same for any num_workers",
     )
-    run.add_argument("-m", dest="is_module", action="store_true", help="script is a module's name")
-    # One argument for both: after one of its own, argparse drops a `--` of the script's.
-    run.add_argument(
-        "script", nargs=argparse.PARSER, metavar="script", help="and the arguments of the script"
-    )
+    for each in run, watch:
+        each.add_argument("-m", dest="is_module", action="store_true", help="a module's name")
+        # One argument for both: after one of its own, argparse drops a `--` of the script's.
+        each.add_argument(
+            "script", nargs=argparse.PARSER, metavar="script", help="and its arguments"
+        )
+    watch.set_defaults(prepare=_watch)
+    run.set_defaults(prepare=_replace)
     doctor = commands.add_parser(
         "doctor", help="say what is wrong with this machine or container", allow_abbrev=False
     )
@@ -56,13 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from cseq.observe.doctor import report
 
         sys.exit(report(given.modules, given.data, as_json=given.json))
-    if given.rng is not None:
-        os.environ["CSEQ_LOADER_RNG"] = given.rng  # for the processes it starts, too
-
-    from cseq.adapters.torch import install
-
-    install()
-    atexit.register(_tell_engines, os.getpid())
+    given.prepare(given)
     sys.argv = given.script
     if sys.argv[0] == "--" and sys.argv[1:]:
         del sys.argv[0]  # it ends our own options
@@ -70,6 +70,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _run_module(sys.argv[0])
     else:
         _run_script(sys.argv[0])
+
+
+def _replace(given: argparse.Namespace) -> None:
+    """Have cseq's workers in every DataLoader."""
+    if given.rng is not None:
+        os.environ["CSEQ_LOADER_RNG"] = given.rng  # for the processes it starts, too
+
+    from cseq.adapters.torch import install
+
+    install()
+    atexit.register(_tell_engines, os.getpid())
+
+
+def _watch(_: argparse.Namespace) -> None:
+    """Time every DataLoader, and leave it as it is."""
+    from cseq.observe.watch import Watched, tell, watch
+
+    loaders: dict[object, Watched] = {}
+    watch(loaders)
+    atexit.register(tell, loaders, os.getpid())
 
 
 def _tell_engines(pid: int) -> None:

@@ -1,0 +1,116 @@
+"""`python -m cseq watch` leaves torch's loaders as they are, and says what they cost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from array import array
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cseq.observe.watch import Watched, judge
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TRAIN = """
+import sys
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+class Rows(TensorDataset):
+    pass
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(6))
+
+if __name__ == "__main__":
+    torch.manual_seed(1)
+    rows, options = Rows(torch.arange(64)), {OPTIONS}
+    loader = DataLoader(rows, batch_size=2, shuffle=True, **options)
+    for epoch in range(2):
+        print([batch[0].tolist() for batch in loader])
+    print(next(iter(loader)))
+    print(list(DataLoader(Stream(), batch_size=None)))
+    print(sys.argv[1:])
+"""
+
+
+def run(path: Path, *before: str) -> subprocess.CompletedProcess[str]:
+    """Run a script, as it is or with a command of cseq."""
+    environ = {name: value for name, value in os.environ.items() if name != "RANK"}
+    return subprocess.run(
+        [sys.executable, *before, str(path), "--lr", "0.1"],
+        capture_output=True, text=True, check=False, env=environ,
+    )  # fmt: skip
+
+
+@pytest.mark.needs("quick processes")
+@pytest.mark.parametrize(
+    "options", ["{}", "{'num_workers': 2}", "{'num_workers': 1, 'persistent_workers': True}"]
+)
+def test_the_script_does_what_it_did(tmp_path: Path, options: str) -> None:
+    """Same batches, same output; each kind of loader has its lines on stderr."""
+    pytest.importorskip("torch")
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN.replace("{OPTIONS}", options))
+    plain, watched = run(path), run(path, "-m", "cseq", "watch")
+    assert watched.returncode == plain.returncode == 0, watched.stderr
+    assert watched.stdout == plain.stdout
+    assert not plain.stderr
+    lines = watched.stderr.splitlines()
+    assert all(line.startswith("cseq: ") for line in lines)
+    (rows,) = [line for line in lines if "DataLoader of Rows, batch_size=2" in line]
+    assert rows.endswith("65 batches in 3 epochs")  # of 32, 32 and 1
+    (stream,) = [line for line in lines if "DataLoader of Stream" in line]
+    assert stream.endswith("6 batches")
+    assert sum("the loop waits" in line for line in lines) == 1
+
+
+def test_a_script_without_a_loader(tmp_path: Path) -> None:
+    """That is said, too, and so is the script's own failure."""
+    pytest.importorskip("torch")
+    path = tmp_path / "train.py"
+    path.write_text("raise SystemExit(3)")
+    done = run(path, "-m", "cseq", "watch")
+    assert done.returncode == 3
+    assert "no DataLoader of torch" in done.stderr
+
+
+def watched(
+    wait: float, step: float, workers: int = 0, computed: float = 0.0, first: float = 0.01
+) -> Watched:
+    """Return a loader of 200 batches in two epochs."""
+    times = (array("d", [seconds] * 198) for seconds in (wait, step))
+    one = Watched("Images", 32, workers, persistent=False, computed=computed)
+    one.firsts = array("d", [first] * 2)
+    one.waits, one.steps = times
+    return one
+
+
+@pytest.mark.parametrize(
+    ("loader", "children", "said"),
+    [
+        # it makes a batch in 10 ms and waits for a disk; 6 workers would hide that
+        (watched(0.01, 0.002), 0.0, "6.0 times as fast. num_workers=6"),
+        # the same, but it computes: 3 workers have a core each
+        (watched(0.01, 0.002, computed=1.9), 0.0, "6.0 times as fast. num_workers=3"),
+        # 2 workers, each of which takes 10 ms for a batch
+        (watched(0.003, 0.002, 2), 0.1, "2.5 times as fast. num_workers=6"),
+        (watched(0.003, 0.002, 2), 1.8, "2.5 times as fast. num_workers=3"),
+        (watched(0.003, 0.002, 3), 2.8, "3 workers compute on 4 cores"),
+        (watched(0.0001, 0.02, 2), 0.0, "nothing is to be gained"),
+    ],
+)
+def test_what_would_help(loader: Watched, children: float, said: str) -> None:
+    """As many workers as keep up, as far as there are cores for those that compute."""
+    assert said in "\n".join(judge(loader, 4, children))
+
+
+def test_epochs_that_begin_slowly() -> None:
+    """Workers that are started for each epoch are named, if that takes a while."""
+    assert "persistent_workers=True" in judge(watched(0.001, 0.02, 2, first=0.5), 4)[-1]
+    assert "persistent_workers" not in judge(watched(0.001, 0.02, 2), 4)[-1]
