@@ -3,7 +3,7 @@
 
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.mem cimport PyMem_RawFree, PyMem_RawRealloc
-from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 cimport cython
 cimport numpy as cnp
@@ -45,7 +45,7 @@ cdef extern from "cseq_recipes.h" nogil:
         const int64_t* offsets
         const int64_t* places
         uint64_t* made
-        uint16_t* ranks
+        uint32_t* permuted
         cseq_feistel* networks
         uint32_t* scratch
 
@@ -200,7 +200,7 @@ cdef tuple members_init(cseq_members* m, object classes):
     m.offsets = <int64_t*>data_of(offsets, "offsets", cnp.NPY_INT64)
     m.places = <int64_t*>data_of(places, "places", cnp.NPY_INT64)
     m.made = <uint64_t*>zeroed(classes.count, 8, "the classes")
-    m.ranks = <uint16_t*>zeroed(classes.tabled, 2, "the order of classes")
+    m.permuted = <uint32_t*>zeroed(classes.tabled, 4, "the order of classes")
     m.networks = <cseq_feistel*>zeroed(classes.computed, sizeof(cseq_feistel), "the order of classes")
     m.scratch = <uint32_t*>zeroed(CSEQ_FEISTEL_LEAST, 4, "the order of a class")
     return arrays
@@ -208,7 +208,7 @@ cdef tuple members_init(cseq_members* m, object classes):
 
 cdef void members_free(cseq_members* m) noexcept:
     PyMem_RawFree(m.made)
-    PyMem_RawFree(m.ranks)
+    PyMem_RawFree(m.permuted)
     PyMem_RawFree(m.networks)
     PyMem_RawFree(m.scratch)
 

@@ -3,8 +3,8 @@
  *
  * Samples are sorted by class once (4 bytes a sample). A recipe says how many samples of which classes
  * make a unit; which samples of a class these are, and which unit comes when, is a permutation for
- * each epoch. A permutation of a class with fewer than CSEQ_FEISTEL_LEAST samples is a table of 2 bytes
- * a sample, made when it is first read; others have none.
+ * each epoch. The samples of a class that has fewer than CSEQ_FEISTEL_LEAST are put in their order, 4 bytes
+ * each, when it is first read, and then read in a row; those of others are looked up one by one.
  *
  * The caller owns the memory; nothing here allocates, waits or fails.
  */
@@ -192,9 +192,9 @@ static inline void cseq_fit_write(const cseq_fit *f, int64_t *copies, int64_t *f
 typedef struct {
     const uint32_t *table;   /* samples, class after class */
     const int64_t *offsets;  /* where each class begins in it, and where the last one ends */
-    const int64_t *places;   /* of each class: where its ranks are in `ranks`, or its number in `networks` */
+    const int64_t *places;   /* of each class: where it is in `permuted`, or its number in `networks` */
     uint64_t *made;          /* what the permutation of each class was made for; 0: none was made */
-    uint16_t *ranks;         /* of classes with fewer than CSEQ_FEISTEL_LEAST samples */
+    uint32_t *permuted;      /* samples of classes with fewer than CSEQ_FEISTEL_LEAST, in their order */
     cseq_feistel *networks;  /* of the others */
     uint32_t *scratch;       /* CSEQ_FEISTEL_LEAST entries */
 } cseq_members;
@@ -221,9 +221,10 @@ static inline void cseq_members_make(cseq_members *m, uint64_t class_, uint64_t 
     m->made[class_] = what;
     cseq_permutation_init(&p, n, seed, epoch, purpose, key, m->scratch);
     if (p.table) {
-        uint16_t *ranks = m->ranks + m->places[class_];
+        const uint32_t *table = m->table + m->offsets[class_];
+        uint32_t *permuted = m->permuted + m->places[class_];
         for (uint64_t k = 0; k < n; k++)
-            ranks[k] = (uint16_t)p.table[k];
+            permuted[k] = table[p.table[k]];
     } else {
         m->networks[m->places[class_]] = p.feistel;
     }
@@ -235,9 +236,9 @@ static inline void cseq_members_read(const cseq_members *m, uint64_t class_, uin
 {
     const uint32_t *table = m->table + m->offsets[class_];
     if (cseq_members_size(m, class_) < CSEQ_FEISTEL_LEAST) {
-        const uint16_t *ranks = m->ranks + m->places[class_] + rank;
+        const uint32_t *permuted = m->permuted + m->places[class_] + rank;
         for (uint64_t k = 0; k < count; k++)
-            out[k] = table[ranks[k]];
+            out[k] = permuted[k];
         return;
     }
     cseq_feistel_read(&m->networks[m->places[class_]], rank, count, out);

@@ -42,8 +42,8 @@ class Classes:
     offsets, sizes : numpy.ndarray of int64
         Where each class begins in the table, and where the last one ends; the samples of each.
     places : numpy.ndarray of int64
-        Where a reader keeps the order of each: that of a small class among the ranks of `tabled`
-        samples, that of a large one is one of `computed`.
+        Where a reader keeps the order of each: that of a small class among `tabled` samples, that
+        of a large one is one of `computed`.
     """
 
     def __init__(self, of: NDArray[np.uint32], count: int) -> None:
