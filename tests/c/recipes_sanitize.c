@@ -78,7 +78,7 @@ static cseq_members members_of(const int64_t *counts, uint64_t classes, uint64_t
         }
     free(of);
     free(next);
-    cseq_members m = {table, offsets, places, bytes(8 * classes), bytes(2 * small),
+    cseq_members m = {table, offsets, places, bytes(8 * classes), bytes(4 * small),
                       bytes(sizeof(cseq_feistel) * large), bytes(4 * CSEQ_FEISTEL_LEAST)};
     return m;
 }
@@ -88,7 +88,7 @@ static void members_free(cseq_members *m) {
     free((void *)m->offsets);
     free((void *)m->places);
     free(m->made);
-    free(m->ranks);
+    free(m->permuted);
     free(m->networks);
     free(m->scratch);
 }
