@@ -74,6 +74,9 @@ if os.fork() == 0:  # strikes when it is told to
 kind, method = sys.argv[1:]
 options = {"start_method": method} if kind == "MPSequence" else {}
 random.seed(7)
+# CPython: an import that Ctrl-C ends may keep the lock of imports (in 15 of 8000), for which every
+# fork of another thread then waits. So what a start imports is there before.
+getattr(cseq, kind)(np.arange(100), 100, out_type="null", **options).start().finish()
 before = left()
 for _ in range(25):
     m = getattr(cseq, kind)(np.arange(100), 100, out_type="null", **options)
