@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.figures import LogAxis, bar, drawing, line, text
+from cseq.observe.figures import Axis, Drawing
 
 WIDTH = 600
 MARGIN = 16
@@ -20,37 +20,36 @@ def as_svg(cases: list[dict[str, Any]], base: str, title: str, footer: str) -> s
     """Draw the cases that have a figure of `base`, one below the other."""
     cases = [case for case in cases if base in medians(case)]
     rates = {case["name"]: ratios(case, base) for case in cases}
-    values = [value for found in rates.values() for value in found.values()]
-    axis = LogAxis.around(values, NAMES + 10, WIDTH - VALUES)
-    parts: list[str] = []
+    values = [1.0, 10.0, *(value for found in rates.values() for value in found.values())]
+    axis = Axis(min(values), max(values), NAMES + 10, WIDTH - VALUES, logarithmic=True)
+    height = HEAD + sum(GROUP + LANE * len(found) for found in rates.values()) + 42
+    drawing, bottom = Drawing(WIDTH, height, title), height - 36
+    for tick in axis.ticks:
+        drawing.rect(axis.place(tick) - 0.5, HEAD - 6, 1, bottom - HEAD + 6, "line")
+        drawing.text(axis.place(tick), HEAD - 14, f"{tick:g}×", "faint middle")
     y = float(HEAD)
     for case in cases:
-        parts += group(case, rates[case["name"]], axis, y)
+        group(drawing, case, rates[case["name"]], axis, y)
         y += GROUP + LANE * len(rates[case["name"]])
-    bottom = y + 6
-    for tick in axis.ticks:
-        parts.insert(0, line(axis.place(tick), HEAD - 6, bottom))
-        parts.append(text(axis.place(tick), HEAD - 14, f"{tick:g}×", "faint middle"))
-    parts.append(text(MARGIN, 32, title, "large"))
-    parts.append(text(MARGIN, 56, "logarithmic; two workers each, all spawned", "faint"))
-    parts.append(text(MARGIN, bottom + 22, footer, "faint"))
-    return drawing(WIDTH, bottom + 36, parts, title)
+    drawing.text(MARGIN, 32, title, "large")
+    drawing.text(MARGIN, 56, "logarithmic; two workers each, all spawned", "faint")
+    drawing.text(MARGIN, bottom + 22, footer, "faint")
+    return drawing.file()
 
 
-def group(case: dict[str, Any], rates: dict[str, float], axis: LogAxis, y: float) -> list[str]:
+def group(
+    drawing: Drawing, case: dict[str, Any], rates: dict[str, float], axis: Axis, y: float
+) -> None:
     """Draw a case: its title, then a bar for each contender, ours first."""
-    parts = [text(MARGIN, y + 18, case["title"], "strong")]
+    drawing.text(MARGIN, y + 18, case["title"], "strong")
     mine = [one["name"] for one in case["contenders"] if one["ours"]]
     for number, (name, rate) in enumerate(rates.items()):
         top = y + GROUP + LANE * number
         colour = ("first", "second")[mine.index(name) % 2] if name in mine else "other"
-        end = axis.place(rate)
-        parts += [
-            text(NAMES, top + 12, name, "end" if name in mine else "end faint"),
-            bar(axis.place(1), end, top - 1, BAR, colour, f"{name}: {shown(rate)}"),
-            text(max(end, axis.place(1)) + 7, top + 12, shown(rate), "strong" * (name in mine)),
-        ]
-    return parts
+        base, end = axis.place(1), axis.place(rate)
+        drawing.text(NAMES, top + 12, name, "end" if name in mine else "end faint")
+        drawing.bar(base, end, top - 1, BAR, colour, f"{name}: {shown(rate)}")
+        drawing.text(max(end, base) + 7, top + 12, shown(rate), "strong" * (name in mine))
 
 
 def medians(case: dict[str, Any]) -> dict[str, float]:

@@ -331,7 +331,7 @@ ORDERS = (
 # Lines, at most: each step of the redesign lowers them, to 16 000, 5 200, 4 000, 700, 900; 4.
 BUDGET = {
     "cseq without adapters, fleet, orders": 21_790,  # 52 of them `MSequence.remake`, 140 a trace's
-    "what users look with": 3_385,  # 1020 measuring and its rules, 1030 `observe`, 1180 a trace
+    "what users look with": 3_785,  # 1020 measuring and its rules, 1430 `observe`, 1180 a trace
     "of these compiled: C, Cython": 8_375,  # 320 of them stamps and meters, 30 what a trace asks
     "adapters": 5_730,  # 160 of them orders as batch samplers, 205 a loader's fleet
     "fleet, with what it has in Cython": 3_310,  # 80 for fleets that grow; 225 for loaders' keys
