@@ -425,8 +425,7 @@ cdef class Feed(Line):
         return 0
 
     cdef void note_step(self) noexcept:
-        """The loop has waited, or not, for the ticket that is taken out now, and before that gone on after
-        the last one."""
+        """The loop has waited, or not, for the ticket that is taken out, and before gone on after the last."""
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
         cdef Py_ssize_t k, ready = 0, most = min(self.length, MOST_LOOKS)
         cdef uint64_t waited, now = cseq_now_ns()
@@ -438,6 +437,7 @@ cdef class Feed(Line):
         cseq_store_rlx_u64(&m.since_ns, now)
         if now - m.polled_ns > CSEQ_POLL:
             cseq_meter_poll(m, now, False)
+            self.note_history()
         if waited:
             for k in range(most):
                 ready += self.is_ready(k)
@@ -461,6 +461,7 @@ cdef class Feed(Line):
                 cseq_store_rlx_u64(&runner.first_ns, cseq_load_rlx_u64(&runner.work.sum))
         cseq_meter_poll(m, self.now, False)
         cseq_store_rlx_u64(&m.first_ns, self.now)
+        self.note_history()
 
     cdef void record(self, Ticket* t, cseq_cell* c) noexcept:
         """Record a ticket that was taken."""

@@ -11,6 +11,7 @@ cdef extern from "cseq_atomic.h" nogil:
     int cseq_cas_sc_u64(uint64_t* p, uint64_t expected, uint64_t desired) noexcept
     void cseq_store_rel_u32(uint32_t* p, uint32_t v) noexcept
     void cseq_store_rlx_u64(uint64_t* p, uint64_t v) noexcept
+    void cseq_store_rel_u64(uint64_t* p, uint64_t v) noexcept
     uint64_t cseq_load_rlx_u64(const uint64_t* p) noexcept
     uint64_t cseq_load_acq_u64(const uint64_t* p) noexcept
     uint64_t cseq_add_sc_u64(uint64_t* p, uint64_t v) noexcept
@@ -81,6 +82,22 @@ cdef extern from "cseq_meter.h" nogil:
     void cseq_meter_slept(cseq_meter* m, uint64_t before, uint64_t now) noexcept
     uint64_t cseq_meter_step(cseq_meter* m, uint64_t now, int first) noexcept
     void cseq_meter_poll(cseq_meter* m, uint64_t now, int whole) noexcept
+
+
+cdef extern from "cseq_history.h" nogil:
+    enum:
+        CSEQ_POINTS
+
+    ctypedef struct cseq_history:
+        uint64_t count
+        uint64_t every_ns
+        uint64_t due_ns
+        uint64_t width
+        uint64_t* rows
+
+    uint64_t* cseq_history_begin(cseq_history* h, uint64_t now) noexcept
+    void cseq_history_end(cseq_history* h) noexcept
+    uint64_t cseq_history_read(const cseq_history* h, uint64_t* out) noexcept
 
 
 cdef extern from "cseq_ring.h" nogil:

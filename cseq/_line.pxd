@@ -6,7 +6,7 @@ cimport cython
 
 from cseq._codec cimport Decoder
 from cseq._core cimport Ring
-from cseq._headers cimport cseq_cell, cseq_ring, cseq_ring_cell, cseq_ring_ready
+from cseq._headers cimport cseq_cell, cseq_history, cseq_ring, cseq_ring_cell, cseq_ring_ready
 from cseq._source cimport Source
 
 
@@ -17,7 +17,13 @@ cdef struct Ticket:
     uint32_t cell
 
 
+@cython.final
+cdef class History:
+    cdef cseq_history h
+
+
 cdef class Line:
+    cdef readonly History history
     cdef readonly Source source
     cdef readonly uint64_t ticket
     cdef uint64_t taken_count  # tickets of this epoch, which any thread reads: see `cseq_count_u64`
@@ -65,3 +71,4 @@ cdef class Line:
     cdef void give_up_call(self, uint32_t number) noexcept
     cpdef int sweep(self) except -1
     cdef object drop(self, Py_ssize_t k, Ring ring)
+    cdef void note_history(self) noexcept

@@ -6,8 +6,14 @@ from cseq._codec import Decoder
 from cseq._core import Ring
 from cseq._source import Request, Source
 
+@final
+class History:
+    def __new__(cls, runners: int) -> Self: ...
+    def read(self) -> bytes: ...
+
 @disjoint_base
 class Line:
+    history: Final[History]
     source: Final[Source | None]
     ticket: Final[int]
     abandoned_count: Final[int]

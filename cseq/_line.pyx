@@ -1,7 +1,8 @@
 # cython: language_level=3, freethreading_compatible=True
 """The line of outstanding tickets: posted, given up, taken out of their cells."""
 
-from cpython.list cimport PyList_GET_ITEM
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -12,7 +13,36 @@ from cseq._core cimport Ring
 from cseq._headers cimport *
 from cseq._source cimport ASK_CALL, Request, Source, refer
 
+cdef enum:
+    FIXED = 5  # words of a row of a history that are not of runners
+
 cdef uint64_t NONE = <uint64_t>-1
+
+
+@cython.final
+cdef class History:
+    """How the counts of a run have grown: a row of `meters.PAST` now and then, and for each runner the
+    nanoseconds that it has worked. Any thread may read it.
+
+    Parameters
+    ----------
+    runners : int
+    """
+
+    def __cinit__(self, uint64_t runners):
+        self.h.width = FIXED + runners
+        self.h.every_ns = CSEQ_POLL
+        self.h.rows = <uint64_t*>PyMem_RawCalloc(CSEQ_POINTS * self.h.width, sizeof(uint64_t))
+        if self.h.rows == NULL:
+            raise MemoryError("no memory for the history of a run")
+
+    def __dealloc__(self):
+        PyMem_RawFree(self.h.rows)
+
+    def read(self):
+        """All rows: bytes."""
+        copied = PyBytes_FromStringAndSize(NULL, 8 * CSEQ_POINTS * self.h.width)
+        return copied[:8 * self.h.width * cseq_history_read(&self.h, <uint64_t*><char*>copied)]
 
 
 cdef class Line:
@@ -33,6 +63,8 @@ cdef class Line:
         What the tickets ask for; None: nothing is under way.
     ticket : int
         Number of the next one.
+    history : History
+        Of all rings.
     """
 
     def __cinit__(self, run, list rings not None, Decoder decoder not None, *_, discard=None, **__):
@@ -48,6 +80,7 @@ cdef class Line:
             self.r[k] = ring.r
             self.runners += ring.r.runners
             k += 1
+        self.history = History(self.runners)
         self.abandoned = self.buffer + self.room
         self.rings, self.decoder, self.discard = rings, decoder, discard
         self.queues = self.r[0].calls != 0
@@ -206,3 +239,31 @@ cdef class Line:
         ring.wake()
         self.ticket += 1
         return cell, self.ticket - 1
+
+    cdef void note_history(self) noexcept:
+        """Add a row to the history, if it is time for one. SYNC: history."""
+        cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
+        cdef cseq_history* h = &self.history.h
+        cdef uint64_t* row
+        cdef uint64_t since
+        cdef Py_ssize_t k, ready = 0, i = FIXED
+        cdef uint32_t owner
+        cdef cseq_meter* runner
+        if self.now < h.due_ns:
+            return
+        for k in range(self.length):
+            ready += self.is_ready(k)
+        row = cseq_history_begin(h, self.now)
+        cseq_store_rel_u64(row, self.now)
+        cseq_store_rel_u64(row + 1, m.batches)
+        cseq_store_rel_u64(row + 2, m.start_ns + m.wait.sum)
+        cseq_store_rel_u64(row + 3, m.work.sum)
+        cseq_store_rel_u64(row + 4, <uint64_t>ready)
+        for k in range(PyList_GET_SIZE(self.rings)):
+            for owner in range(1, self.r[k].runners + 1):
+                runner = cseq_ring_meter(self.r[k], owner)
+                since = cseq_load_rlx_u64(&runner.since_ns)
+                since = self.now - since if 0 < since < self.now else 0
+                cseq_store_rel_u64(row + i, cseq_load_rlx_u64(&runner.work.sum) + since)
+                i += 1
+        cseq_history_end(h)

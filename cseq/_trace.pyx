@@ -140,7 +140,7 @@ cdef class Marks:
 
     def names(self):
         """Names by their numbers."""
-        cdef uint32_t upto = min(cseq_load_acq_u32(&self.m.name_bytes), CSEQ_NAME_BYTES)  # SYNC: name is whole
+        cdef uint32_t upto = min(cseq_load_acq_u32(&self.m.name_bytes), <uint32_t>CSEQ_NAME_BYTES)  # SYNC: name is whole
         cdef uint32_t at = 0
         cdef bytes data = self.m.names[:upto]
         found = {}

@@ -11,7 +11,9 @@ import numpy as np
 from cseq._core import now_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
 
     from cseq._core import Ring
 
@@ -27,6 +29,8 @@ METER = np.dtype(
     + [(name, HISTOGRAM) for name in ("work", "wait", "gil")]
     + [("slowest", SLOW, SLOWEST), ("pad", "V64")]
 )
+PAST = ["at", "batches", "waited", "stepped", "ready"]  # then what each runner has worked
+KEPT = {"_now", "_from", "waits", "begun"}  # by a difference
 HEAD = struct.Struct(f"={len(COUNTS)}Q")
 SUMS = [struct.Struct("=Q").size * len(COUNTS) + k * HISTOGRAM.itemsize for k in (0, 1)]
 # Seconds from which a bucket counts; the last one is the end of the last bucket.
@@ -98,8 +102,9 @@ class Meters:
         The loop has had its first batch.
     """
 
-    def __init__(self, copies: Sequence[bytes], now: int) -> None:
-        self._copies, self._now = copies, now
+    def __init__(self, copies: Sequence[bytes], now: int, past: Callable[[], bytes]) -> None:
+        self._copies, self._now, self._past = copies, now, past
+        self._from = 0
         (work,), (wait,) = (struct.unpack_from("=Q", copies[0], at) for at in SUMS)
         counts = dict(zip(COUNTS, HEAD.unpack_from(copies[0]), strict=True))
         self.batches, self.samples = counts["batches"], counts["samples"]
@@ -114,9 +119,16 @@ class Meters:
         self.waits = min(slept, took) / 1e9  # the present wait, so far
 
     @classmethod
-    def read(cls, rings: Sequence[Ring]) -> Meters:
+    def read(cls, rings: Sequence[Ring], past: Callable[[], bytes] = bytes) -> Meters:
         """Read those of all rings of a pool; on any thread."""
-        return cls([ring.meters() for ring in rings], now_ns())
+        return cls([ring.meters() for ring in rings], now_ns(), past)
+
+    @cached_property
+    def history(self) -> NDArray[np.void]:
+        """How this has grown: see `Stats.history`. In nanoseconds of the system's clock."""
+        row = np.dtype([*((name, "u8") for name in PAST), ("busy", "u8", len(self.runners))])
+        found = np.frombuffer(self._past(), row)
+        return found[(found["at"] > self._from) & (found["at"] <= self._now)]
 
     @cached_property
     def loop(self) -> Any:
@@ -161,10 +173,11 @@ class Meters:
             {
                 name: value - vars(earlier)[name]
                 for name, value in vars(self).items()
-                if isinstance(value, (int, float)) and name not in ("_now", "waits", "begun")
+                if isinstance(value, (int, float)) and name not in KEPT
             }
         )
         added.waits, added.begun = self.waits, self.begun
+        added._past, added._from, added._now = self._past, earlier._now, self._now
         added.busy = np.maximum(self.busy - earlier.busy, 0)
         for name in ("loop", "runners"):
             now, then = getattr(self, name), getattr(earlier, name)

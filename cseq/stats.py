@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from cseq.advice import Advice, Window, advise
 from cseq.compute import cores
 from cseq.meters import Histogram
 
 if TYPE_CHECKING:
     from typing import Any
+
+    from numpy.typing import NDArray
 
     from cseq.meters import Meters
 
@@ -208,6 +212,30 @@ class Stats:
             if ns
         ]
         return tuple(sorted(found, key=lambda slow: -slow.seconds))
+
+    @property
+    def history(self) -> NDArray[np.void]:
+        """How the run went: a structured array of at most 512 rows, from the first batch on.
+
+        Rows are 0.1 s apart at first, then farther: they cover the whole run. Fields, all but the
+        first and the last as they were added up since the start: `seconds` since the start;
+        `batches`; `waited` and `stepped`, seconds of the loop; `busy`, seconds of each worker,
+        shape (workers,); and `ready`, batches that were ready for the loop at that moment.
+        """
+        workers = self._indexers.stop or 0
+        fields = [("seconds", "f8"), ("batches", "i8"), ("waited", "f8"), ("stepped", "f8")]
+        row = np.dtype([*fields, ("ready", "i4"), ("busy", "f8", (workers,))])
+        if self.meters is None:
+            return np.zeros(0, row)
+        past = self.meters.history
+        found = np.zeros(len(past), row)
+        loop = self.meters.loop
+        found["seconds"] = (past["at"] - loop["first"] + loop["start"]) / 1e9
+        for name in ("waited", "stepped"):
+            found[name] = past[name] / 1e9
+        found["batches"], found["ready"] = past["batches"], past["ready"]
+        found["busy"] = past["busy"][:, self._indexers] / 1e9
+        return found
 
     @property
     def bottleneck(self) -> str:

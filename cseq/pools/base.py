@@ -235,7 +235,8 @@ class Pool:
 
     def stats(self) -> Stats:
         """Return counts and times of this pool so far."""
-        meters, queues = Meters.read(self.rings), self.rings[0].kept is not None
+        meters = Meters.read(self.rings, self.feed.history.read)
+        queues = self.rings[0].kept is not None
         posted, middle, ready = zip(*(ring.depths() for ring in self.rings), strict=True)
         supervised: dict[str, Any] = {}
         if self.supervisor is not None:

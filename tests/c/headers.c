@@ -8,6 +8,7 @@
 #include "cseq_fault.h"
 #include "cseq_feistel.h"
 #include "cseq_fork.h"
+#include "cseq_history.h"
 #include "cseq_list.h"
 #include "cseq_lock.h"
 #include "cseq_map.h"

@@ -30,7 +30,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "check", ["shuffle", "recipes", "explore", "stress", "tsan", "asan", "kill", "darwin"]
+    "check",
+    ["shuffle", "recipes", "history", "explore", "stress", "tsan", "asan", "kill", "darwin"],
 )
 def test_the_headers_alone(check: str) -> None:
     """No race, no bad access, no lost wake-up, each ticket once, whoever dies at whatever step."""

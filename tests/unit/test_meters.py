@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ringing import claim, make_ring
 
+import cseq
 from cseq._core import Ring, now_ns, ring_bytes
 from cseq.meters import METER, Histogram, Meters
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from cseq._work import Runner
 
 
@@ -133,3 +137,45 @@ def test_no_histogram() -> None:
     assert "count=0" in repr(nothing)
     with pytest.raises(ValueError, match=r"p=99 is not in \[0, 1\]"):
         nothing.quantile(99)
+
+
+class Paced:
+    """Takes 20 ms."""
+
+    def __getitem__(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        time.sleep(0.02)
+        return indices
+
+
+@pytest.mark.parametrize("kind", [cseq.MPSequence, cseq.MTSequence])
+def test_how_a_run_went(kind: type[cseq.MTSequence[Any]]) -> None:
+    """Rows of the history grow, and end at most a tenth of a second, or a wait, before the end."""
+    manager = kind(Paced, 60, batch_size=1, out_type="null", num_workers=2)
+    with manager.start() as batches:
+        iterator = iter(batches)
+        for _ in range(30):
+            next(iterator)
+        middle = manager.stats()
+        for _ in iterator:
+            pass
+        stats = manager.stats()
+    rows, later = stats.history, stats.since(middle).history
+    assert rows.dtype["busy"].shape == (2,)
+    assert rows["seconds"][0] == pytest.approx(stats.start_waited)
+    assert len(rows) >= 3
+    for name in ("seconds", "batches"):
+        assert (np.diff(rows[name]) > 0).all()
+    for name in ("waited", "stepped"):
+        assert (np.diff(rows[name]) >= 0).all()
+    assert rows["batches"][-1] <= 60
+    assert rows["waited"][-1] <= stats.start_waited + stats.loop_waited
+    assert (rows["busy"][-1] <= rows["seconds"][-1] + 0.001).all()
+    assert rows["busy"][-1].sum() > 0.5 * 0.02 * rows["batches"][-1]
+    assert 0 < len(later) < len(rows)
+    assert later["batches"][0] > 29
+    assert len(manager.stats().history) == len(rows), "kept after the end"
+
+
+def test_no_history() -> None:
+    """Nothing was started, or nothing is measured."""
+    assert len(cseq.MTSequence(np.arange(4), 4, out_type="null").stats().history) == 0
