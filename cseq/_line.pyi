@@ -1,4 +1,4 @@
-from typing import Any, Final
+from typing import Any, Final, final
 
 from typing_extensions import Self, disjoint_base
 

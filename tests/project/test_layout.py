@@ -332,7 +332,7 @@ ORDERS = (
 BUDGET = {
     "cseq without adapters, fleet, orders": 21_875,  # 52 of them `MSequence.remake`, 140 a trace's
     "what users look with": 3_860,  # 1020 measuring and its rules, 1430 `observe`, 1180 a trace
-    "of these compiled: C, Cython": 8_460,  # 400 of them stamps, meters, history, 30 what a trace asks
+    "of these compiled: C, Cython": 8_460,  # 400 of them measure, 30 ask for a trace
     "adapters": 5_730,  # 160 of them orders as batch samplers, 205 a loader's fleet
     "fleet, with what it has in Cython": 3_310,  # 80 for fleets that grow; 225 for loaders' keys
     "the longest file of cseq": 699,
