@@ -120,6 +120,12 @@ class BatchSampler:
         world_size = self._sampler.world_size
         return checkpoint.make(self._sampler, world_size, self._epoch, self._consumed)
 
+    def state_before(self, epoch: int, batch: int) -> dict[str, Any]:
+        """Return what `state_dict` says after so many batches of an epoch."""
+        sampler = self._sampler
+        consumed = min(batch * sampler.batch_size * sampler.world_size, sampler.end(0))
+        return checkpoint.make(sampler, sampler.world_size, epoch, consumed)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next ``iter()`` go on where a state was taken; see `cseq.MSequence`."""
         loaded = checkpoint.load(state, self._sampler, any_seed=not self._seeded)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from cseq.fleet.ray import RayFleet
+    from cseq.remake import Remade
     from cseq.run import Run
     from cseq.stats import Stats
 
@@ -288,6 +289,41 @@ class DataLoader(Torchs[T_co]):
                 "num_workers above 0, and keep its iterator"
             )
         return stats
+
+    def remake(self, batch: int, *, samples: bool = False) -> Remade:
+        """Make a batch of the latest epoch once more, in the calling thread, as the loop got it.
+
+        For a batch that was slow, odd or left out (`stats().slowest`, `skipped`): here it can be
+        looked at with a debugger or a profiler. What runs, and what the loop draws, is left alone;
+        the sampler is asked for its keys once more, `worker_init_fn` is not called.
+
+        Parameters
+        ----------
+        batch : int
+            Its number in the epoch, from 0.
+        samples : bool
+            Time each sample, too.
+
+        Raises
+        ------
+        IndexError
+            The epoch has fewer batches.
+        RuntimeError
+            No epoch has begun.
+        ValueError
+            Batches depend on more than their number: with ``rng='worker'``, an IterableDataset, a
+            data set or a sampler with a state of its own.
+
+        Examples
+        --------
+        >>> loader = DataLoader(list(range(6)), batch_size=4, rng="batch")
+        >>> _ = list(loader)
+        >>> loader.remake(1).batch
+        tensor([4, 5])
+        """
+        from cseq.adapters.torch.remake import remake
+
+        return remake(self, self._progress, batch, samples=samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the latest epoch is, after the last batch that was delivered.
