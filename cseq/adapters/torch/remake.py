@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import SequentialSampler as Sequential
 
 from cseq.adapters.torch.batches import BatchSampler
 from cseq.adapters.torch.inline import InlineIterator
 from cseq.adapters.torch.order import (
     GLOBAL,
-    Order,
     StatefulOrder,
-    inner_of,
     look,
     put,
     sources_of,
@@ -94,8 +91,6 @@ def refuse(loader: Any, progress: Progress, *, samples: bool) -> None:
         what = "the data set has a state of its own"
     elif isinstance(progress.order, StatefulOrder) and not is_ordered:
         what = "the sampler has a state of its own"
-    elif type(progress.order) is Order and type(inner_of(loader._index_sampler)) is not Sequential:
-        what = "snapshot_every_n_steps=0 keeps nothing of the order"
     if what is not None:
         raise ValueError(f"single batches of this loader cannot be made again: {what}")
     if samples and hasattr(loader.dataset, "__getitems__"):
