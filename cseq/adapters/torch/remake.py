@@ -11,13 +11,7 @@ import torch
 
 from cseq.adapters.torch.batches import BatchSampler
 from cseq.adapters.torch.inline import InlineIterator
-from cseq.adapters.torch.order import (
-    GLOBAL,
-    StatefulOrder,
-    look,
-    put,
-    sources_of,
-)
+from cseq.adapters.torch.order import GLOBAL, StatefulOrder, look, put, sources_of
 from cseq.adapters.torch.state import Kept, Resume
 from cseq.adapters.torch.stateful import is_stateful
 from cseq.check import count
@@ -32,12 +26,11 @@ __all__ = ["remake"]
 def remake(loader: Any, progress: Progress | None, batch: int, *, samples: bool) -> Remade:
     """Make a batch of a loader's latest epoch once more; see `DataLoader.remake`."""
     batch = count("batch", batch, least=0)
+    if progress is not None:
+        refuse(loader, progress, samples=samples)
     if progress is None or progress.order is None or isinstance(progress.order, Kept):
-        raise RuntimeError(
-            "no epoch has begun whose batches could be made again: call iter() first"
-        )
+        raise RuntimeError("no epoch has begun of which to make a batch again: call iter() first")
     state = progress.order.state(progress.yielded)
-    refuse(loader, progress, samples=samples)
     twin, timed = copy.copy(loader), Timed(loader.dataset) if samples else None
     twin.__dict__.update(num_workers=0, timeout=0, fleet=None)  # torch's refuses some by `setattr`
     if timed is not None:
