@@ -106,6 +106,22 @@ class Window:
         wanted = math.ceil(SPARE * self.index / self.step) if self.step > 0 else most
         return max(self.workers + 1, min(wanted, most))
 
+    @property
+    def fewest(self) -> int:
+        """How many workers would have done what these did."""
+        return math.ceil(1.2 * self.workers * self.busy) or 1
+
+    @property
+    def saturating(self) -> float:
+        """From how many workers on there is no core for another one; inf: that is not known."""
+        if not self.cpu:
+            return math.inf
+        return (ONE_CORE if _takes_turns(self) else self.cores) * (1 - self.queued) / self.cpu
+
+    def rate(self, workers: float) -> float:
+        """How many batches a second workers make that never wait for tickets, if so many do."""
+        return min(workers, self.saturating) / (self.index * (1 - self.queued))
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -225,7 +241,7 @@ def _gil(v: Window) -> Said:
 
 def _loop(v: Window) -> Said:
     said = f"{_waits(v)}: the loop is the bottleneck"
-    fewer = math.ceil(1.2 * v.workers * v.busy) or 1
+    fewer = v.fewest
     if v.loop_queued > NO_CORE and v.workers > 1 and v.own >= 0.5:
         return (
             f"{said}, and its thread had to wait for a core {v.loop_queued:.0%} of it",
@@ -380,6 +396,11 @@ def _in_turns(v: Window) -> bool:
     return v.threads and v.cores > 1 and v.computed <= ONE_CORE
 
 
+def _takes_turns(v: Window) -> bool:
+    """Tell whether threads wait for the GIL."""
+    return v.gil > GIL and _in_turns(v)
+
+
 def _used_up(v: Window) -> bool:
     """Tell whether more workers would have no core to compute on."""
     return v.queued > NO_CORE or (v.workers >= v.cores and v.cpu is not None and v.cpu >= 0.5)
@@ -409,7 +430,7 @@ RULES = (
         "gil",
         "Threads wait more than 1 ms for the GIL (median), and compute on one core together.",
         "processes: `MPSequence`",
-        lambda v: v.gil > GIL and _in_turns(v),
+        _takes_turns,
         _gil,
     ),
     Rule(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, NoReturn
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from cseq._lock import Hold, Lock
 from cseq.order.place import Place
@@ -20,9 +21,14 @@ if TYPE_CHECKING:
     from cseq.advice import Advice
     from cseq.pools.base import BatchPool
 
-__all__ = ["Manager"]
+__all__ = ["Manager", "reporting"]
 
 MEANWHILE = "a signal handler has finished the manager meanwhile"
+
+
+def reporting() -> Any:
+    """Import what makes reports, which `import cseq` does not."""
+    return import_module("cseq.observe.report")
 
 
 class State(enum.Enum):
@@ -211,6 +217,32 @@ class Manager:
         """
         now = self.stats()
         return (now if since is None else now.since(since)).advice()
+
+    def report(
+        self, path: str | os.PathLike[str], *, title: str | None = None, remake: int = 0
+    ) -> None:
+        """Write a page of HTML about the run: why the loop waited, and what would help.
+
+        Of the present run, or of the last one after its end. The page needs no script and no
+        network, and can be printed.
+
+        Parameters
+        ----------
+        path : str or path
+            What is there is replaced, as a whole.
+        title : str, optional
+            The page's heading; the script's name, if it is left out.
+        remake : int
+            How many of the slowest batches are made once more, here, to time their samples.
+
+        Examples
+        --------
+        >>> manager = cseq.MPSequence(np.arange(8), batch_size=2, out_type="null")
+        >>> with manager.start_test() as batches:
+        ...     count = sum(1 for _ in batches)
+        >>> manager.report("loader.html", title="eight numbers")
+        """
+        reporting().write(path, [reporting().of_manager(self, remake)], title)
 
     @property
     def skipped(self) -> list[tuple[int, int, str]]:

@@ -13,7 +13,7 @@ from cseq import remake as remaking
 from cseq._feed import FeedIterator
 from cseq.check import MOST_WORKERS, choice, count, flag, unexpected
 from cseq.converter import output as outputs
-from cseq.manager import Manager
+from cseq.manager import Manager, reporting
 from cseq.order import checkpoint
 from cseq.order import shard as shards
 from cseq.order.place import Place
@@ -332,14 +332,9 @@ class MSequence(Manager, Generic[B_co]):
         return f"{type(self).__name__}({shown})"
 
     def _repr_html_(self) -> str:
-        """Show in a notebook what `repr` shows, as a table."""
-        from html import escape
-
+        """Show in a notebook why the loop waits, and what `repr` shows."""
         rows = [(type(self).__name__, ""), *self._facts()]
-        cells = "".join(
-            f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows
-        )
-        return f"<table>{cells}</table>"
+        return str(reporting().in_notebook(self.stats(), rows))
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Name the arguments and the state; shard='auto' is not resolved for this."""

@@ -116,16 +116,21 @@ def examine(
     ------
     Finding
     """
-    yield from versions()
-    for check in (
-        quota, pressure, memory, threads, clock, descriptors, processes, shared_memory
-    ):  # fmt: skip
-        yield from check(machine)
+    yield from look(machine)
     for module in modules:
         yield from imported(module)
     if data is not None:
         yield from read_data(data)
     yield from workers()
+
+
+def look(machine: Machine) -> Iterator[Finding]:
+    """Make the checks that take no time."""
+    yield from versions()
+    for check in (
+        quota, pressure, memory, threads, clock, descriptors, processes, shared_memory
+    ):  # fmt: skip
+        yield from check(machine)
 
 
 # -- Python and what is installed

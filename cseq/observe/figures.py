@@ -41,7 +41,7 @@ LEVELS = 8  # shades of a heat map
 MOST_TICKS = 5
 
 # Of times: the unit, its seconds, from how many on it is used.
-UNITS = [("h", 3600, 7200), ("min", 60, 120), ("s", 1, 0.9995)]
+UNITS: list[tuple[str, float, float]] = [("h", 3600, 7200), ("min", 60, 120), ("s", 1, 0.9995)]
 UNITS += [("ms", 1e-3, 0.9995e-3), ("µs", 1e-6, 0.9995e-6)]
 TIMES = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
 
@@ -145,10 +145,11 @@ class Axis:
     def ticks(self) -> list[float]:
         """Some round values on it."""
         if self.logarithmic:
-            first = math.ceil(math.log10(self.low) - 1e-9)
-            last = math.floor(math.log10(self.high) + 1e-9)
-            every = (last - first) // (MOST_TICKS + 1) + 1
-            return [10.0**power for power in range(first, last + 1, every)]
+            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+            every = max(0, last - first - 2) // MOST_TICKS + 1
+            factors = (1, 2, 5) if last - first < 3 else (1,)
+            values = (k * 10.0**power for power in range(first, last + 1, every) for k in factors)
+            return [each for each in values if self.low * 0.999 <= each <= self.high * 1.001]
         apart = (self.high - self.low) / MOST_TICKS
         power = 10.0 ** math.floor(math.log10(apart))
         steps = (*self.steps, *(k * power for k in (1, 2, 5, 10)))
@@ -387,12 +388,14 @@ class Chart(Drawing):
             middle = top + (k + 0.5) * height + SIZE * 0.35
             self.text(self.x.start - 8, middle, names[k], "faint end")
 
-    def mark(self, value: float, words: str, kind: str = "faint") -> None:
-        """Draw a line upright at a value, with words at its top."""
-        at = self.x.place(value)
-        self.rect(at - 0.75, self.y.end, 1.5, self.y.start - self.y.end, kind)
-        self.keep_clear([(at, self.y.end), (at, self.y.start)])
-        self.label(at, self.y.end + 4, words, kind if kind == "faint" else "")
+    def marks(self, found: Sequence[tuple[float, str]], kind: str = "ink") -> None:
+        """Draw lines upright at values, with words at their tops."""
+        for value, _ in found:
+            at = self.x.place(value)
+            self.rect(at - 0.75, self.y.end, 1.5, self.y.start - self.y.end, kind)
+            self.keep_clear([(at, self.y.end), (at, self.y.start)])
+        for value, words in found:
+            self.label(self.x.place(value), self.y.end + 4, words, kind)
 
     def dot(self, x: float, y: float, words: str, kind: str) -> None:
         """Draw a dot with words beside it."""

@@ -1,0 +1,244 @@
+"""A report is one sound page, without a script or a network, of what was measured."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import cseq
+from cseq.advice import Window
+from cseq.observe import report
+from cseq.stats import Stats
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VOID = {"meta"}
+FIGURES = ["Waiting over time", "How many workers would be enough", "What batches take a worker"]
+FIGURES += ["Batches ready", "Batches a second", "Workers over time"]
+
+
+class Rows:
+    """Batches of samples' numbers; sample 7 takes its time."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        if 7 in indices:
+            time.sleep(0.02)
+        return np.asarray(indices)
+
+
+class Parsed(HTMLParser):
+    """What is on a page: tags, attributes, words; each tag is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.headings: list[str] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self._open:
+            self.words.append(data)
+        if self._open and self._open[-1] in ("h1", "h2", "h3"):
+            self.headings.append(data)
+
+
+def history(rows: int, workers: int) -> np.ndarray:
+    """Make one: the loop waits half of the time, but for a pause; worker k is busy k / workers."""
+    fields = [("seconds", "f8"), ("batches", "i8"), ("waited", "f8"), ("stepped", "f8")]
+    found = np.zeros(rows, [*fields, ("ready", "i4"), ("busy", "f8", (workers,))])
+    found["seconds"] = 5 + 0.1 * np.arange(rows)
+    went = np.minimum(np.arange(rows), rows // 2) + np.maximum(np.arange(rows) - rows // 2 - 9, 0)
+    found["batches"] = 10 * went
+    found["waited"] = found["stepped"] = 0.05 * went
+    found["ready"] = np.arange(rows) % 4
+    found["busy"] = 0.1 * went[:, None] * (np.arange(workers) / workers)
+    return found
+
+
+def ran(kind: str = "thread", samples: int = 96, **options: Any) -> cseq.MSequence:
+    """Return a manager that has run and is finished."""
+    options = {"batch_size": 2, "out_type": "null", "seed": 1, "num_workers": 2} | options
+    manager = cseq.MSequence(Rows, samples, thread_type=kind, **options)
+    with manager.start() as batches:
+        for _ in batches:
+            pass
+    return manager
+
+
+def test_a_page_of_a_run_that_is_over(tmp_path: Path) -> None:
+    """Verdict, tiles, slowest batches with the line that makes each again; no network."""
+    manager, path = ran(), tmp_path / "loader.html"
+    manager.report(path, title="<my> run", remake=1)
+    text = path.read_text(encoding="utf-8")
+    page = Parsed(text)
+    assert os.listdir(tmp_path) == ["loader.html"]
+    assert page.headings[:2] == ["<my> run", "MSequence"]
+    assert FIGURES[1] in page.headings
+    said = manager.advice().sentence
+    assert any(said[1:] in words for words in page.words)
+    assert {"script", "link", "img", "iframe"}.isdisjoint(page.tags)
+    assert not [value for name, value in page.attributes if name in ("href", "src", "onclick")]
+    assert not re.search(r"https?:|url\(|@import", text)
+    assert len(text) < 60_000
+    slowest = manager.stats().slowest[0]
+    assert f"manager.remake({slowest.epoch}, {slowest.batch})" in page.words
+    first = manager.indices(slowest.epoch, slowest.batch)
+    assert f"samples {', '.join(map(str, first))}" in page.words
+    assert sum("made again in" in words for words in page.words) == 1
+    for name, value in manager.stats().as_dict("").items():
+        assert name in page.words
+        assert f"{value:.6g}" in page.words
+    assert any("Python" in words for words in page.words)
+
+
+def test_samples_are_timed(tmp_path: Path) -> None:
+    """`remake` times those of a data set, and names the slowest."""
+
+    class Samples:
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> int:
+            time.sleep(0.005 * (index == 7))
+            return index
+
+    path = tmp_path / "loader.html"
+    options = {"batch_size": 4, "seed": 1, "out_type": "null", "num_workers": 2}
+    manager = cseq.MTSequence(cseq.from_dataset(Samples()), 64, **options)
+    with manager.start() as batches:
+        list(batches)
+    manager.report(path, remake=16)
+    (told,) = re.findall(r"its slowest samples are 7: [^<]*", path.read_text(encoding="utf-8"))
+    assert "half of all take" in told
+
+
+def test_there_is_always_a_page(tmp_path: Path) -> None:
+    """Before a start, of one batch, in test mode, and while it runs; each replaces the last."""
+    path = tmp_path / "loader.html"
+    manager = cseq.MTSequence(Rows, 40, batch_size=2, out_type="null", num_workers=1)
+    manager.report(path)
+    assert "fewer than 8" in path.read_text(encoding="utf-8").replace("Fewer", "fewer")
+    with manager.start_test() as batches:
+        next(iter(batches))
+        manager.report(path)
+        Parsed(path.read_text(encoding="utf-8"))
+    with manager.start() as batches:
+        for number, _ in enumerate(batches):
+            if number == 12:
+                manager.report(path)
+    assert FIGURES[1] in Parsed(path.read_text(encoding="utf-8")).headings
+
+
+@pytest.mark.parametrize(("given", "what"), [({"path": 3}, "path=3"), ({"title": 4}, "title=4")])
+def test_wrong_types(tmp_path: Path, given: dict[str, Any], what: str) -> None:
+    """They are named."""
+    manager = cseq.MTSequence(Rows, 4, batch_size=2, out_type="null")
+    with pytest.raises(TypeError, match=what):
+        manager.report(**{"path": tmp_path / "loader.html", **given})
+    with pytest.raises((TypeError, ValueError), match="remake=-1"):
+        manager.report(tmp_path / "loader.html", remake=-1)
+
+
+def test_no_half_of_a_page(tmp_path: Path) -> None:
+    """Where there is no such folder, that is an error; no other file is left."""
+    with pytest.raises(FileNotFoundError):
+        cseq.MTSequence(Rows, 4, batch_size=2, out_type="null").report(tmp_path / "a" / "b.html")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("workers", [1, 2, 15, 16, 63, 64, 200])
+@pytest.mark.parametrize("rows", [4, 60, 512])
+def test_figures_over_time(workers: int, rows: int) -> None:
+    """All six, of 150 kB at most; from 16 workers sorted, from 64 the 32 that differ most."""
+    part = report.Part("a run", "", ran().stats(), [], history(rows, workers))
+    text = report.page([part])
+    page = Parsed(text)
+    assert [each for each in page.headings if each in FIGURES] == FIGURES
+    assert len(text) < 150_000
+    over = report.Over.of(part.history)
+    assert over is not None
+    assert len(over.edges) == min(rows, 121)
+    figure = report.heat(over)[1].inline()
+    names = [int(name) for name in re.findall(r'class="faint end">(\d+)<', figure)]
+    assert names[0] == (workers - 1 if workers >= 16 else 0)
+    if workers >= 64:
+        assert "the 32 that differ most" in text
+        outer = set(range(16)) | set(range(workers - 17, workers))
+        assert set(names) <= outer
+
+
+def test_intervals_are_parts_of_the_time() -> None:
+    """Half of the time is waited, but for the pause, which is no part of it."""
+    over = report.Over.of(history(101, 2))
+    assert over is not None
+    known = over.waiting[~np.isnan(over.waiting)]
+    assert np.allclose(known, 0.5)
+    assert 7 <= np.isnan(over.waiting).sum() <= 10
+    assert np.isclose(np.median(over.rate), 100)
+    assert np.isclose(np.median(over.busy[1]), 0.5)
+    assert over.edges[0] == 5
+
+
+def test_a_short_history_has_no_figures() -> None:
+    """Of fewer than four rows, nothing is drawn over time, and none of the others is blank."""
+    for rows in range(4):
+        assert report.Over.of(history(rows, 2)) is None
+
+
+def test_how_many_would_be_enough() -> None:
+    """Now and enough are where the advice says; the cores are a limit."""
+    window = Window(
+        batches=100, elapsed=10.0, waited=5.0, step=0.05, index=0.2, index_p50=0.2, index_p99=0.2,
+        workers=2, busy=1.0, cpu=0.5, cores=16, buffer=10,
+    )  # fmt: skip
+    stats = ran().stats()
+
+    class Told(Stats):
+        def window(self) -> Window:
+            return window
+
+    told = Told(**vars(replace(stats, batches=100, elapsed=10.0)))
+    assert told.advice().change == {"num_workers": 5}
+    heading, chart, caption = report.enough(told, window)
+    assert heading == FIGURES[1]
+    assert {"2 now", "5 enough"} <= set(re.findall(r">([^<]+)</text>", chart.inline()))
+    assert "200 ms" in caption
+    assert window.rate(2) == pytest.approx(10)
+    assert window.rate(50) == pytest.approx(window.rate(32)) == pytest.approx(160)
+    assert window.saturating == 32
+
+
+def test_in_a_notebook() -> None:
+    """Verdict, tiles and a figure, then the facts; the facts alone of what has not run."""
+    manager = ran()
+    page = Parsed(manager._repr_html_())
+    assert page.tags.count("svg") == 1
+    assert any(manager.advice().cause in words for words in page.words)
+    assert "batch_size" in page.words
+    idle = cseq.MTSequence(Rows, 4, batch_size=2, out_type="null")
+    assert Parsed(idle._repr_html_()).tags[0] == "table"
