@@ -40,6 +40,7 @@ log = logging.getLogger("cseq")
 
 LONG = 20.0  # seconds that are looked at for a line in the log, at least
 TOLD, WARNED = 0.05, 0.2  # parts of it that the loop waits, for a line and for a warning
+SLOW_START = 5.0  # seconds until the first batch, for a line
 
 
 def wake_at(buffer: int, num_workers: int) -> int:
@@ -135,6 +136,7 @@ class Pool:
         self.run = RunState()
         self._seen, self._looked = Stats(), now_ns()  # when a line was last considered
         self._told: set[str] = set()  # causes that were logged
+        self._waited = False  # for the first batch
         self.feed = Feed(
             self.run,
             rings,
@@ -190,7 +192,11 @@ class Pool:
 
     def _wait(self) -> None:
         """Sleep until the next ticket is ready; StopIteration: no more come."""
+        since = now_ns()
         self._await(self.feed.generation, self._advance)
+        if not self._waited:
+            self._waited = True
+            self._tell_start((now_ns() - since) / 1e9)
 
     def _advance(self) -> bool | None:
         """Post what can be posted; return whether the next ticket is ready."""
@@ -200,6 +206,16 @@ class Pool:
                 self._advise()
             raise StopIteration
         return ready or None
+
+    def _tell_start(self, seconds: float) -> None:
+        """Log what the first wait was for, if it was long."""
+        if seconds < SLOW_START or os.environ.get("CSEQ_ADVICE") == "0":
+            return
+        events = [event for event in self.lanes.events if event.what == "import"]
+        longest = sorted(events, key=lambda event: event.since - event.ns)[:5]
+        took = ", ".join(f"{one.text} {(one.ns - one.since) / 1e9:.1f} s" for one in longest)
+        imports = f"; imports for all workers: {took}" if took else ""
+        log.info("the first batch came after %.1f s%s", seconds, imports)
 
     def _advise(self) -> None:
         """Log at an epoch's end why the loop has waited, if it has, once for each cause."""
