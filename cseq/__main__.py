@@ -57,11 +57,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     doctor.add_argument("modules", nargs="*", metavar="MODULE", help="whose import is timed")
     doctor.add_argument("--data", metavar="PATH", help="a file or folder that is read from")
     doctor.add_argument("--json", action="store_true", help="a list of objects, not lines")
+    doctor.set_defaults(look=_doctor)
+    bench = commands.add_parser(
+        "bench", help="measure a data set or a loader, with and without cseq", allow_abbrev=False
+    )
+    bench.add_argument("target", metavar="FILE.py:make", help="a function that returns it")
+    bench.add_argument("--step", metavar="30ms", help="what the loop does with a batch")
+    bench.add_argument("--json", metavar="FILE", help="where the figures go, beside the table")
+    bench.add_argument(
+        "--seconds", type=float, default=5.0, help="for each row's rate, and again for its waiting"
+    )
+    bench.set_defaults(look=_bench)
     given = parser.parse_args(arguments)
-    if not hasattr(given, "script"):
-        from cseq.observe.doctor import report
-
-        sys.exit(report(given.modules, given.data, as_json=given.json))
+    if hasattr(given, "look"):
+        sys.exit(given.look(given))
     given.prepare(given)
     sys.argv = given.script
     if sys.argv[0] == "--" and sys.argv[1:]:
@@ -70,6 +79,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _run_module(sys.argv[0])
     else:
         _run_script(sys.argv[0])
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    from cseq.observe.doctor import report
+
+    return report(given.modules, given.data, as_json=given.json)
+
+
+def _bench(given: argparse.Namespace) -> int | str:
+    from cseq.observe.bench import bench, seconds_of
+
+    try:
+        step = seconds_of(given.step) if given.step else 0.0
+    except ValueError as error:
+        return f"python -m cseq bench: --step {error}"
+    try:
+        return bench(given.target, step, given.json, given.seconds)
+    except OSError as error:
+        return f"python -m cseq bench: {error}"
 
 
 def _replace(given: argparse.Namespace) -> None:
