@@ -55,6 +55,10 @@ class Window:
         Parts of what was waited: with most other batches ready; for the first batches of epochs.
     converting : float
         Part of the time that converters worked.
+    agents : int
+        Of a fleet.
+    received : float
+        Bytes a second that they sent.
     slowest : str
         Names the slowest batch.
     """
@@ -84,6 +88,8 @@ class Window:
     converters: int = 0
     converting: float = 0.0
     copies: int = 0
+    agents: int = 0
+    received: float = 0.0
     slowest: str = ""
 
     @property
@@ -187,7 +193,9 @@ def _time(seconds: float) -> str:
 def _waits(v: Window) -> str:
     """Say what the loop waits, and what a batch takes both sides."""
     said = f"the loop waits {v.w:.0%} of the time"
-    if v.index:
+    if v.agents:
+        said += f"; a batch takes the loop {_time(v.step)}"
+    elif v.index:
         said += f"; a batch takes a worker {_time(v.index)}, the loop {_time(v.step)}"
     return said
 
@@ -249,13 +257,26 @@ def _loop(v: Window) -> Said:
             {"num_workers": max(1, v.workers // 2)},
             1 / (1 - min(v.loop_queued, 0.9)),
         )
-    if v.busy < 0.4 and fewer < v.workers:
+    if v.busy < 0.4 and fewer < v.workers and not v.agents:
         said += f"; {_count(fewer, 'worker')} would be enough, not {v.workers}"
     return said, "", {}, 1.0
 
 
 def _none(v: Window) -> Said:
     return f"{_waits(v)}; handing a batch over takes as long as that", "", {}, 1.0
+
+
+def _fleet(v: Window) -> Said:
+    more = math.ceil(v.agents / (1 - min(v.w, 0.75)))
+    return (
+        (
+            f"{_waits(v)}; {_count(v.agents, 'agent')} with {_count(v.workers, 'worker')} in all "
+            f"send {v.batches / v.elapsed:.3g} batches and {v.received / 1e6:.3g} MB a second"
+        ),
+        f"fleet.resize({more}), or a larger num_workers of the fleet",
+        {},
+        v.most,
+    )
 
 
 def _converters(v: Window) -> Said:
@@ -446,6 +467,13 @@ RULES = (
         "larger batches, if anything",
         lambda v: v.waited < HANDOVER * v.batches,
         _none,
+    ),
+    Rule(
+        "fleet",
+        "The loop waits for a fleet.",
+        "more agents, more workers in each",
+        lambda v: v.agents > 0,
+        _fleet,
     ),
     Rule(
         "converters",

@@ -307,6 +307,8 @@ class Stats:
             converters=self.num_converters,
             converting=1 - _part(self.converters_waited, self.elapsed * self.num_converters),
             copies=self.copies,
+            agents=self.agents,
+            received=self.received / self.elapsed if self.elapsed else 0.0,
             **counted,
         )
 

@@ -30,6 +30,7 @@ CASES = {
     ],
     "loop": [{"waited": 0.4}, {"waited": 0.4, "busy": 0.1}, {"waited": 0.4, "loop_queued": 0.3}],
     "none": [{"batches": 10**6}],
+    "fleet": [{"agents": 3, "workers": 12, "busy": 0.1, "cpu": None}],
     "converters": [{"converters": 2, "converting": 0.95, "busy": 0.3}],
     "memory": [{"copies": 200}],
     "buffer": [{"busy": 0.4, "buffer": 2}, {"busy": 0.4, "buffer": 5, "behind": 0.9}],
@@ -150,6 +151,19 @@ def test_numbers_do_not_contradict_each_other(workers: int, index: float, step: 
         window, elapsed=2 * took, waited=waited
     )  # the loop's mean step is not all of it
     assert re.search("some steps|handing", advise(longer).sentence) or longer.w < 0.05
+
+
+def test_what_a_fleet_needs() -> None:
+    """Agents, in proportion to what the loop could take; its workers are not the manager's."""
+    slow = replace(PLAIN, agents=3, workers=12, received=5e7)
+    assert str(advise(slow)) == (
+        "fleet: the loop waits 50% of the time; a batch takes the loop 5.0 ms; 3 agents with 12 "
+        "workers in all send 100 batches and 50 MB a second → fleet.resize(6), or a larger "
+        "num_workers of the fleet: at most 2.0 times as fast."
+    )
+    idle = advise(replace(slow, waited=0.1, busy=0.1))
+    assert (idle.cause, idle.change) == ("loop", {})
+    assert "enough" not in idle.sentence
 
 
 def test_how_it_is_written() -> None:
