@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         choices=("worker", "batch"),
         help="seed each worker once, as torch does, or each batch: the same for any num_workers",
     )
+    run.add_argument("--report", metavar="FILE", help="a page of HTML about all that has run")
+    run.add_argument("--trace", metavar="FILE", help="a trace of every batch: .json or .json.gz")
     for each in run, watch:
         each.add_argument("-m", dest="is_module", action="store_true", help="a module's name")
         # One argument for both: after one of its own, argparse drops a `--` of the script's.
@@ -106,8 +108,19 @@ def _replace(given: argparse.Namespace) -> None:
         os.environ["CSEQ_LOADER_RNG"] = given.rng  # for the processes it starts, too
 
     from cseq.adapters.torch import install
+    from cseq.tracing import Trace
 
     install()
+    try:
+        if given.trace is not None:
+            Trace(given.trace)
+            os.environ["CSEQ_TRACE"] = given.trace
+        if given.report is not None:
+            from cseq.observe.report import Recorder
+
+            atexit.register(Recorder(given.report).end)
+    except (OSError, ValueError) as error:  # of a name
+        sys.exit(f"python -m cseq run: {error}")
     atexit.register(_tell_engines, os.getpid())
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from cseq.pools.base import Pool
 
-__all__ = ["Run", "await_closings", "close_elsewhere"]
+__all__ = ["Run", "await_closings", "close_elsewhere", "on_close", "present"]
 
 NAME = "cseq-close"  # of the threads that close dropped runs
 
@@ -42,6 +42,8 @@ class Run(Generic[P]):
     ----------
     lock : Lock
         See `RunState`.
+    about : str
+        What it reads, for reports.
     is_ended : bool
         `close` was called: it can only be closed, also if that was interrupted.
     """
@@ -50,6 +52,7 @@ class Run(Generic[P]):
         self.pool = pool
         self.lock = pool.run.lock
         self.is_ended = False
+        self.about = ""
         self._pid = os.getpid()
         self._finalizer: weakref.finalize[..., Any] | None = None
         _runs.add(self)
@@ -77,6 +80,9 @@ class Run(Generic[P]):
 
     def close(self) -> None:
         """End the iterators and the pool; in a forked process there is no pool to end."""
+        if not self.is_ended and self.is_ours:
+            for told in on_close:
+                told(self)
         self.is_ended = True
         self.interrupt()
         if self.is_ours:
@@ -88,7 +94,13 @@ class Run(Generic[P]):
 
 
 _runs: weakref.WeakSet[Run[Any]] = weakref.WeakSet()
+on_close: list[Callable[[Run[Any]], object]] = []  # called with each run that is to end
 _closings: set[Latch] = set()  # of runs whose owners were dropped, until they are closed
+
+
+def present() -> list[Run[Any]]:
+    """List the runs that have not ended."""
+    return [run for run in list(_runs) if run.is_ours and not run.is_ended]
 
 
 def close_elsewhere(close: Callable[[], object]) -> None:

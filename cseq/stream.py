@@ -27,6 +27,7 @@ from cseq.pools.stream import StreamPool
 from cseq.run import Run
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
@@ -327,6 +328,13 @@ class Streams:
     def stats(self) -> Stats:
         """Return counts and times so far: a batch is an item, and so is a sample."""
         return self._run.pool.stats()
+
+    def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
+        """Write a page of HTML about what was done so far; see `cseq.MSequence.report`."""
+        from cseq.manager import reporting
+
+        facts = f"workers={self.num_workers}"
+        reporting().write(path, [reporting().of_loader("Streams", facts, self.stats())], title)
 
     def pids(self) -> list[int | None]:
         """Process ids of the workers, in their order; None for one that is just being started."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from cseq.lanes import Event, Lanes
 
-__all__ = ["Trace", "record_as_told", "trace"]
+__all__ = ["Trace", "full", "record_as_told", "trace"]
 
 log = logging.getLogger("cseq")
 
@@ -126,10 +126,7 @@ class Trace:
     def begin(self) -> None:
         """Record from now on; see `trace` for what is raised."""
         global _present
-        path = self.path.replace("%p", str(os.getpid()))
-        if "%r" in path:
-            path = path.replace("%r", _rank() if self._rank is None else str(self._rank))
-        path = os.path.abspath(path)
+        path = full(self.path, self._rank)
         os.stat(os.path.join(os.path.dirname(path), ""))  # raises where there is no such folder
         with _guard:
             if _present is not None:
@@ -227,6 +224,14 @@ def _open(path: str, *, packed: bool) -> IO[str]:
     if packed:
         return gzip.open(path, "wt", compresslevel=4, encoding="utf-8")
     return open(path, "w", encoding="utf-8")
+
+
+def full(path: str, rank: int | None = None) -> str:
+    """Return a whole path, with the process id for %p and the rank for %r."""
+    path = path.replace("%p", str(os.getpid()))
+    if "%r" in path:
+        path = path.replace("%r", _rank() if rank is None else str(rank))
+    return os.path.abspath(path)
 
 
 def _rank() -> str:

@@ -3,7 +3,8 @@
 The digits (1797 images of 8 x 8 pixels) come with scikit-learn: nothing is downloaded. The script
 writes them to an HDF5 file once, trains on four fifths of them through `cseq.MPSequence`, and
 shows how well the network reads the others, how long training waited for data, and that the
-workers delivered exactly what the same loop delivers without workers (`start_test`).
+workers delivered exactly what the same loop delivers without workers (`start_test`). A report says
+why training waited for data, and what would help.
 
     python examples/digits.py [--epochs 12] [--workers 2] [--seed 7] [--out build/digits]
 
@@ -127,6 +128,7 @@ args = parser.parse_args()
 
 args.out.mkdir(parents=True, exist_ok=True)
 data, picture = args.out / "digits.h5", args.out / "digits.png"
+report = args.out / "loader.html"
 if not data.exists():
     write_digits(data)
 
@@ -162,11 +164,13 @@ with train.start(), test.start():
         )
 
 draw(history, picture)
+train.report(report)
 seconds, waits = np.sum(times, axis=0)
 print(f"all epochs: {args.epochs * train.dset_size / seconds:.0f} samples per second")
 print(f"waited for data: {waits / seconds:.1%} of the time, the start of the workers included")
 repeated = test_mode_hash(train, args.epochs - 1)
 print(f"hash of all batches of the last epoch\n  start()      {digest}\n  start_test() {repeated}")
 print(f"picture of the run: {picture}")
+print(f"why training waited for data: {report}")
 if repeated != digest:
     sys.exit("the workers delivered another stream than test mode: please report this")

@@ -11,7 +11,9 @@ import math
 import os
 import platform
 import sys
+import threading
 import time
+from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +22,10 @@ import numpy as np
 from cseq.check import count as checked
 from cseq.observe import doctor
 from cseq.observe.figures import FONT, Chart, duration, number, style
+from cseq.pools.base import BatchPool
+from cseq.remake import locate
+from cseq.run import on_close, present
+from cseq.tracing import full
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,10 +34,11 @@ if TYPE_CHECKING:
 
     from cseq.advice import Advice, Window
     from cseq.remake import Remade
+    from cseq.run import Run
     from cseq.sequence import MSequence
     from cseq.stats import SlowBatch, Stats
 
-__all__ = ["Part", "in_notebook", "of_manager", "of_stats", "page", "write"]
+__all__ = ["Part", "Recorder", "in_notebook", "of_loader", "of_manager", "page", "write"]
 
 WIDTH, HEIGHT = 600, 250  # of a figure
 INTERVALS = 120  # in which a run is drawn over time
@@ -124,35 +131,112 @@ def of_manager(manager: MSequence, remake: int = 0) -> Part:
     """Look at a manager; of so many of its slowest batches, time the samples."""
     times, stats = checked("remake", remake, least=0), manager.stats()
     name, *facts = repr(manager).removesuffix(")").split("(", 1)
-    slowest = []
-    for k, slow in enumerate(stats.slowest[:SLOWEST]):
-        try:
-            samples = manager.indices(slow.epoch, slow.batch)
-        except IndexError:  # the epoch was resumed elsewhere since, and is numbered otherwise
-            slowest.append((slow, ""))
-            continue
-        shown = ", ".join(map(str, samples[:INDICES].tolist()))
-        more = f" … ({len(samples)})" if len(samples) > INDICES else ""
-        about = f"<code>manager.remake({slow.epoch}, {slow.batch})</code>"
-        about += f'<div class="about">samples {shown}{more}</div>'
-        if k < times:
-            about += f'<div class="about">{escape(_again(manager.remake, slow))}</div>'
-        slowest.append((slow, about))
+    slowest = list(_rows(stats, lambda slow: manager.indices(slow.epoch, slow.batch)))
+    for k, (slow, about) in enumerate(slowest[:times]):
+        made = _again(partial(manager.remake, slow.epoch, slow.batch)) if about else ""
+        slowest[k] = slow, f'{about}<div class="about">{escape(made)}</div>'
     return Part(name, "".join(facts), stats, slowest, stats.history)
 
 
-def of_stats(name: str, facts: str, stats: Stats) -> Part:
-    """Show what was counted of something whose batches cannot be made again."""
-    slowest = [(slow, "") for slow in stats.slowest[:SLOWEST]]
+def _rows(
+    stats: Stats, indices: Callable[[SlowBatch], NDArray[np.int64]]
+) -> Iterator[tuple[SlowBatch, str]]:
+    """Say of the slowest batches of a manager what makes them again, and their first samples."""
+    for slow in stats.slowest[:SLOWEST]:
+        try:
+            samples = indices(slow)
+        except IndexError:  # the epoch was resumed elsewhere since, and is numbered otherwise
+            yield slow, ""
+            continue
+        shown = ", ".join(map(str, samples[:INDICES].tolist()))
+        more = f" … ({len(samples)})" if len(samples) > INDICES else ""
+        again = f"<code>manager.remake({slow.epoch}, {slow.batch})</code>"
+        yield slow, f'{again}<div class="about">samples {shown}{more}</div>'
+
+
+def of_loader(
+    name: str, facts: str, stats: Stats, again: Callable[..., Remade] | None = None, remake: int = 0
+) -> Part:
+    """Look at a loader of torch's interface, whose batches `again` makes once more, if it can."""
+    times, slowest = checked("remake", remake, least=0), []
+    for k, slow in enumerate(stats.slowest[:SLOWEST]):
+        about = "" if again is None else f"<code>loader.remake({slow.batch})</code>"
+        if again is not None and k < times:
+            about += f'<div class="about">{escape(_again(partial(again, slow.batch)))}</div>'
+        slowest.append((slow, about))
     return Part(name, facts, stats, slowest, stats.history)
 
 
-def _again(remake: Callable[..., Remade], slow: SlowBatch) -> str:
+def of_run(run: Run[Any]) -> Part:
+    """Look at what runs, whatever it belongs to."""
+    pool, stats = run.pool, run.pool.stats()
+    if not isinstance(pool, BatchPool):
+        return of_loader("DataLoader" if run.about else "Streams", run.about, stats)
+    sampler, place = pool.sampler, pool.feed.place
+
+    def indices(slow: SlowBatch) -> NDArray[np.int64]:
+        consumed = place.consumed if place is not None and place.first == slow.epoch else 0
+        return locate(sampler, slow.epoch, slow.batch, consumed)[0].samples(0)[0]
+
+    facts = f"samples={sampler.dset_size:,}, batches={sampler.length:,}, "
+    facts += f"batch_size={sampler.batch_size:,}, workers={stats.num_workers}, seed={sampler.seed}"
+    name = "MTSequence" if stats.threads else "MPSequence"
+    return Part(name, facts, stats, list(_rows(stats, indices)), stats.history)
+
+
+class Recorder:
+    """Keeps of each kind of run of this process the longest one, and writes a page at the end.
+
+    Parameters
+    ----------
+    path : str
+        With %p for the process id, %r for the rank.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path, self._pid = full(path), os.getpid()
+        os.stat(os.path.join(os.path.dirname(self._path), ""))  # raises where there is no folder
+        self._kept: dict[tuple[str, str], tuple[Part, int]] = {}
+        self._guard = threading.RLock()  # runs end on any thread, and in signal handlers
+        on_close.append(self.note)
+
+    def note(self, run: Run[Any]) -> None:
+        """Keep what a run was."""
+        if not run.pool.stats().batches:
+            return
+        part = of_run(run)
+        with self._guard:
+            longest, count = self._kept.get((part.name, part.facts), (part, 0))
+            if part.stats.elapsed > longest.stats.elapsed:
+                longest = part
+            self._kept[part.name, part.facts] = longest, count + 1
+
+    def end(self) -> None:
+        """Write the page; not in a copy of the process."""
+        if os.getpid() != self._pid:
+            return
+        for run in present():
+            self.note(run)
+        parts = [
+            part
+            if count == 1
+            else part._replace(facts=f"{part.facts}; the longest of {count} runs")
+            for part, count in self._kept.values()
+        ]
+        said = "no report: nothing was made by workers of cseq's"
+        if parts:
+            write(self._path, parts)
+            said = f"the report is {self._path}"
+        if sys.stderr is not None:
+            print("cseq:", said, file=sys.stderr)  # noqa: T201
+
+
+def _again(remake: Callable[..., Remade]) -> str:
     """Make a batch again, and say what its samples take, where they can be timed."""
     try:
-        made = remake(slow.epoch, slow.batch, samples=True)
+        made = remake(samples=True)
     except ValueError:  # its samples are not asked for one by one
-        made = remake(slow.epoch, slow.batch)
+        made = remake()
     said = f"made again in {duration(made.seconds)}"
     each = made.sample_seconds
     if each is None or not len(each):
@@ -431,7 +515,11 @@ def heat(over: Over) -> Drawn:
     chart = over.chart("Part of the time that each worker works, over time", 1)
     chart.grid(duration, None)
     chart.heat(rows.tolist(), [str(name) for name in names], "first")
-    return "Workers over time", chart, f"A row for each worker: the darker, the busier.{about}"
+    return (
+        "Workers over time",
+        chart,
+        f"A row for each worker: the stronger the colour, the busier.{about}",
+    )
 
 
 def batch_times(stats: Stats) -> Drawn:
@@ -485,5 +573,7 @@ def enough(stats: Stats, window: Window) -> Drawn:
     if wanted is None:
         said += " More of them would not help here."
     elif wanted != now:
-        chart.dot(wanted, min(window.rate(wanted), alone), f"{wanted} enough", "first")
+        reached = min(window.rate(wanted), alone)
+        word = "enough" if reached > 0.95 * alone else "advised"
+        chart.dot(wanted, reached, f"{wanted} {word}", "first")
     return title, chart, said

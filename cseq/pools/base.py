@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from cseq.arguments import Job, WorkerOptions
     from cseq.encoding.transport import BatchReader
     from cseq.order.place import Place
+    from cseq.order.sampler import Sampler
     from cseq.processes.supervisor import Supervisor
 
     Awaited = list[tuple[int, int]]  # ring and cell of tickets
@@ -151,6 +152,7 @@ class Pool:
         )
         self.lanes = lanes or Lanes(num_workers, "thread")
         self.feed.number = self.lanes.number
+        self._history, self._skips = self.feed.history, errors == "skip"
         self.lanes.announce()
 
     def notify_all(self) -> None:
@@ -250,8 +252,8 @@ class Pool:
             feed.wait(seen, awaited)
 
     def stats(self) -> Stats:
-        """Return counts and times of this pool so far."""
-        meters = Meters.read(self.rings, self.feed.history.read)
+        """Return counts and times of this pool so far; also when its feed was dropped."""
+        meters = Meters.read(self.rings, self._history.read)
         queues = self.rings[0].kept is not None
         posted, middle, ready = zip(*(ring.depths() for ring in self.rings), strict=True)
         supervised: dict[str, Any] = {}
@@ -267,7 +269,7 @@ class Pool:
             batches=meters.batches,
             samples=meters.samples,
             nbytes=meters.nbytes,
-            skips=self.feed.skips,
+            skips=self.feed.skips if self._skips else 0,
             depths=(sum(posted), sum(middle), sum(ready)),
             start_waited=meters.start,
             elapsed=meters.elapsed,
@@ -299,6 +301,11 @@ class BatchPool(Pool):
 
     def open(self) -> None:
         """Start the runners. If this raises, or a signal handler does, `close` ends them."""
+
+    @property
+    def sampler(self) -> Sampler:
+        """The epochs, with a reader of its own."""
+        return self._job.sampler.changed()
 
     @property
     def skipped(self) -> list[tuple[int, int, str]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -11,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from conftest import import_path
 
 import cseq
 from cseq.advice import Window
 from cseq.observe import report
 from cseq.stats import Stats
+from cseq.stream import Streams
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -242,3 +246,109 @@ def test_in_a_notebook() -> None:
     assert "batch_size" in page.words
     idle = cseq.MTSequence(Rows, 4, batch_size=2, out_type="null")
     assert Parsed(idle._repr_html_()).tags[0] == "table"
+
+
+class Items:
+    """A stream of numbers."""
+
+    def __init__(self, number: int, num_workers: int) -> None:
+        self._number = number
+
+    def begin(self, assignment: Any) -> None:
+        """Begin an epoch."""
+
+    def items(self, start: int) -> Any:
+        """Give twenty items."""
+        yield from range(start, 20)
+
+
+@pytest.mark.needs("worker processes")
+def test_streams(tmp_path: Path) -> None:
+    """Their items have numbers, and nothing makes them again."""
+    path = tmp_path / "streams.html"
+    with Streams(Items, 2) as streams:
+        streams.begin([None, None])
+        assert len(list(streams)) == 40
+        streams.report(path, title="items")
+    page = Parsed(path.read_text(encoding="utf-8"))
+    assert page.headings[:2] == ["items", "Streams"]
+    assert "to make it again" not in page.headings
+    assert not [words for words in page.words if "remake" in words]
+
+
+@pytest.mark.needs("worker processes")
+@pytest.mark.parametrize("rng", ["worker", "batch"])
+def test_a_loader(tmp_path: Path, rng: str) -> None:
+    """Of the latest epoch; what makes a batch again is there where that can be."""
+    pytest.importorskip("torch")
+    loader = cseq.DataLoader(list(range(80)), batch_size=4, num_workers=2, rng=rng)
+    with pytest.raises(RuntimeError, match="no worker processes"):
+        loader.report(tmp_path / "loader.html")
+    assert len(list(loader)) == 20
+    loader.report(tmp_path / "loader.html", remake=2)
+    page = Parsed((tmp_path / "loader.html").read_text(encoding="utf-8"))
+    assert page.headings[1] == "DataLoader"
+    assert "list, batch_size=4, num_workers=2" in page.words
+    slowest = loader.stats().slowest[0]
+    assert (f"loader.remake({slowest.batch})" in page.words) == (rng == "batch")
+    assert sum("made again in" in words for words in page.words) == 2 * (rng == "batch")
+
+
+SCRIPT = """
+import os, sys, numpy as np, cseq
+class Rows:
+    def __getitem__(self, indices):
+        return np.asarray(indices)
+manager = cseq.MTSequence(Rows, 60, batch_size=2, out_type="null", num_workers=1, seed=1)
+for _ in range(2):
+    with manager.start() as batches:
+        print(sum(map(len, batches)))
+other = cseq.MTSequence(Rows, 90, batch_size=3, out_type="null", num_workers=2, seed=1).start()
+print(next(iter(other)).tolist())
+os.chdir("/")
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m cseq run``."""
+    return subprocess.run(
+        [sys.executable, "-m", "cseq", "run", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": import_path(), "RANK": "3", "WORLD_SIZE": "4"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_script_is_not_changed(tmp_path: Path) -> None:
+    """All that ran is on the page, the longest of each kind; also if the script fails."""
+    pytest.importorskip("torch")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    options = ["--report", "of-%r.html", "--trace", "run.json"]
+    done = command(tmp_path, *options, "train.py", "3")
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.splitlines()[:2] == ["60", "60"]
+    assert f"cseq: the report is {tmp_path / 'of-3.html'}" in done.stderr.splitlines()
+    page = Parsed((tmp_path / "of-3.html").read_text(encoding="utf-8"))
+    parts = [words for words in page.words if words.startswith("samples=")]
+    assert parts == [
+        "samples=60, batches=30, batch_size=2, workers=1, seed=1; the longest of 2 runs",
+        "samples=90, batches=30, batch_size=3, workers=2, seed=1",
+    ]
+    assert page.headings[0] == "train.py"
+    assert (tmp_path / "run.json").exists()
+
+
+def test_a_script_without_batches(tmp_path: Path) -> None:
+    """That is said, and no page is written; wrong names are said before the script runs."""
+    pytest.importorskip("torch")
+    (tmp_path / "train.py").write_text("print('ran')")
+    done = command(tmp_path, "--report", "run.html", "train.py")
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert "cseq: no report" in done.stderr
+    assert not (tmp_path / "run.html").exists()
+    done = command(tmp_path, "--report", "no/run.html", "train.py")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("python -m cseq run: ")

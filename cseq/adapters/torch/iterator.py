@@ -90,6 +90,8 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         self._snapshot_every = every if self._is_iterable else min(1, every)
         self.progress.iterator = weakref.ref(self)
         self._streams = self._open(loader, max_restarts)
+        kind, size = type(loader.dataset).__name__, loader.batch_size
+        self._run.about = f"{kind}, batch_size={size}, num_workers={self._num_workers}"
         self._shutdown = False
         self._items: Any
         self._ended = False

@@ -24,6 +24,7 @@ from cseq.check import choice, count
 from cseq.order.base import Order
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterable
     from multiprocessing.context import BaseContext
     from typing import Literal
@@ -290,6 +291,40 @@ class DataLoader(Torchs[T_co]):
             )
         return stats
 
+    def report(
+        self, path: str | os.PathLike[str], *, title: str | None = None, remake: int = 0
+    ) -> None:
+        """Write a page of HTML about what `stats` counts: why the loop waited, and what would help.
+
+        Parameters
+        ----------
+        path : str or path
+            What is there is replaced, as a whole.
+        title : str, optional
+            The page's heading; the script's name, if it is left out.
+        remake : int
+            How many of the slowest batches are made once more, here, to time their samples, where
+            `remake` can.
+
+        Raises
+        ------
+        RuntimeError
+            There is nothing to tell of; see `stats`.
+        """
+        from cseq.adapters.torch.remake import refuse
+        from cseq.manager import reporting
+
+        stats, again = self.stats(), None if self.persistent_workers else self.remake
+        assert self._progress is not None  # there are stats
+        try:
+            refuse(self, self._progress, samples=False)
+        except ValueError:
+            again = None
+        facts = f"{type(self.dataset).__name__}, batch_size={self.batch_size}, "
+        facts += f"num_workers={self.num_workers}"
+        part = reporting().of_loader(type(self).__name__, facts, stats, again, remake)
+        reporting().write(path, [part], title)
+
     def remake(self, batch: int, *, samples: bool = False) -> Remade:
         """Make a batch of the latest epoch once more, in the calling thread, as the loop got it.
 
@@ -316,6 +351,7 @@ class DataLoader(Torchs[T_co]):
 
         Examples
         --------
+        >>> from cseq import DataLoader
         >>> loader = DataLoader(list(range(6)), batch_size=4, rng="batch")
         >>> _ = list(loader)
         >>> loader.remake(1).batch
