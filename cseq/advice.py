@@ -497,18 +497,18 @@ RULES = (
         _buffer,
     ),
     Rule(
-        "stragglers",
-        "The workers are not busy; while the loop waits, most other batches are ready.",
-        "a larger `buffer`, `ordered=False`, batches of equal cost",
-        lambda v: _idle(v) and v.behind >= 0.5,
-        _stragglers,
-    ),
-    Rule(
         "epochs",
         "The workers are not busy; most waiting is for the first batches of epochs.",
         "longer epochs",
         lambda v: _idle(v) and v.early > 0.5,
         _epochs,
+    ),
+    Rule(
+        "stragglers",
+        "The workers are not busy; while the loop waits, most other batches are ready.",
+        "a larger `buffer`, `ordered=False`, batches of equal cost",
+        lambda v: _idle(v) and v.behind >= 0.5,
+        _stragglers,
     ),
     Rule(
         "bursts",

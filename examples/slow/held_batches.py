@@ -1,0 +1,25 @@
+"""A loop that keeps its batches: they have to be copied out of shared memory."""
+
+import time
+
+import cseq
+import numpy as np
+
+
+class Frames:
+    def __getitem__(self, indices):
+        return np.zeros((4, 512, 512), np.float32)
+
+
+def train(keep=True, batches=300):
+    kept = []
+    with cseq.MPSequence(
+        Frames, 4 * batches, batch_size=4, out_type="null", num_workers=2, memory_limit=2**26
+    ).start() as loader:
+        for batch in loader:
+            kept.append(batch if keep else batch.mean())
+            time.sleep(0.002)
+    return loader
+
+
+AFTER = {"keep": False}

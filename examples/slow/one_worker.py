@@ -1,0 +1,28 @@
+"""One worker that computes, and cores that have nothing to do."""
+
+import time
+
+import cseq
+import numpy as np
+
+
+class Augmented:
+    def __init__(self):
+        self.image = np.ones((600, 600), np.float32)
+
+    def __getitem__(self, indices):
+        for _ in range(50):
+            self.image = np.sqrt(self.image + 0.5)
+        return indices
+
+
+def train(num_workers=1, batches=400):
+    with cseq.MPSequence(
+        Augmented, 4 * batches, batch_size=4, out_type="null", num_workers=num_workers
+    ).start() as loader:
+        for _ in loader:
+            time.sleep(0.004)  # a step on a GPU: no core is used
+    return loader
+
+
+AFTER = {"num_workers": 2}

@@ -1,0 +1,31 @@
+"""Each worker reads an index of all files before it can make a batch."""
+
+import time
+
+import cseq
+import numpy as np
+
+
+def read_index():
+    time.sleep(2.5)
+    return np.arange(1000)
+
+
+class Files:
+    def __init__(self):
+        self.index = read_index()
+
+    def __getitem__(self, indices):
+        return self.index[indices]
+
+
+def train(worker=Files, batches=250):
+    with cseq.MPSequence(
+        worker, 4 * batches, batch_size=4, out_type="null", num_workers=2
+    ).start() as loader:
+        for _ in loader:
+            time.sleep(0.004)
+    return loader
+
+
+AFTER = {"worker": np.arange(1000)}  # read once, before, and given to all workers

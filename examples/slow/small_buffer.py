@@ -1,0 +1,23 @@
+"""Eight workers and room for two batches: six of them wait for a place."""
+
+import time
+
+import cseq
+
+
+class Remote:
+    def __getitem__(self, indices):
+        time.sleep(0.02)  # asks a server
+        return indices
+
+
+def train(buffer=2, batches=400):
+    with cseq.MTSequence(
+        Remote, 4 * batches, batch_size=4, out_type="null", num_workers=8, buffer=buffer
+    ).start() as loader:
+        for _ in loader:
+            time.sleep(0.004)
+    return loader
+
+
+AFTER = {"buffer": 16}
