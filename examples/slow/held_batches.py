@@ -2,8 +2,9 @@
 
 import time
 
-import cseq
 import numpy as np
+
+import cseq
 
 
 class Frames:
@@ -11,15 +12,16 @@ class Frames:
         return np.zeros((4, 512, 512), np.float32)
 
 
-def train(keep=True, batches=300):
+def train(keeps=300, batches=300):
     kept = []
     with cseq.MPSequence(
         Frames, 4 * batches, batch_size=4, out_type="null", num_workers=2, memory_limit=2**26
     ).start() as loader:
         for batch in loader:
-            kept.append(batch if keep else batch.mean())
+            kept.append(batch)
+            del kept[: len(kept) - keeps]
             time.sleep(0.002)
     return loader
 
 
-AFTER = {"keep": False}
+AFTER = {"keeps": 10}

@@ -1,17 +1,18 @@
 """Batches that take a microsecond, in a loop that does nothing with them."""
 
-import cseq
 import numpy as np
 
+import cseq
 
-def train(batch_size=1, samples=400_000):
-    numbers = np.arange(samples)
+
+def train(batch_size=1, batches=400_000):
+    numbers = np.arange(batch_size * batches)
     with cseq.MPSequence(
-        numbers, samples, batch_size=batch_size, out_type="null", num_workers=1
+        numbers, len(numbers), batch_size=batch_size, out_type="null", num_workers=1
     ).start() as loader:
         for _ in loader:
             pass
     return loader
 
 
-AFTER = {"batch_size": 64}
+AFTER = {"batch_size": 64, "batches": 200_000}

@@ -2,8 +2,9 @@
 
 import time
 
-import cseq
 import numpy as np
+
+import cseq
 
 
 class Augmented:

@@ -281,3 +281,19 @@ def test_the_reference_names_everything_public() -> None:
     members = [name for name in dir(cseq.MSequence) if not name.startswith("_")]
     assert [name for name in cseq.__all__ if f"cseq.{name}" not in text] == []
     assert [name for name in members if not re.search(rf"`{name}\b", text)] == []
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "slow").glob("*.py")), ids=lambda p: p.stem)
+def test_slow_loops(path: Path, output_of: Script) -> None:
+    """Each runs, takes what its remedy changes, and is on the page, with what was seen of it."""
+    source = path.read_text(encoding="utf-8")
+    check = "assert set(AFTER) <= set(__import__('inspect').signature(train).parameters)"
+    told = output_of(f"{source}\n{check}\nprint(train(batches=16).stats().batches)")
+    assert int(told) >= 16
+    page = (ROOT / "docs" / "how-to" / "slow-loops.md").read_text(encoding="utf-8")
+    for shown in (f"examples/slow/{path.name}", f"drawings/slow/{path.stem}-before.svg"):
+        assert shown in page
+    seen = ROOT / "docs" / "drawings" / "slow"
+    assert {found.name for found in seen.glob(f"{path.stem}*")} == {
+        f"{path.stem}{end}" for end in (".txt", "-before.svg", "-after.svg")
+    }
