@@ -22,6 +22,7 @@
 #   interrupts         tests/stress
 #   perfetto           tests/perfetto
 #   ray                tests/ray
+#   report             tests/perfetto
 #   sanitizers         tests/c
 #   stress             tests/stress
 #   torch-versions     tests/contract/adapters

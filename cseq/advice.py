@@ -118,15 +118,20 @@ class Window:
         return math.ceil(1.2 * self.workers * self.busy) or 1
 
     @property
+    def running(self) -> float:
+        """Part of its time that a batch would take a worker which has a core at once."""
+        return max(1 - self.queued, min(self.cpu or 0.0, 1.0), 0.01)
+
+    @property
     def saturating(self) -> float:
         """From how many workers on there is no core for another one; inf: that is not known."""
         if not self.cpu:
             return math.inf
-        return (ONE_CORE if _takes_turns(self) else self.cores) * (1 - self.queued) / self.cpu
+        return (ONE_CORE if _takes_turns(self) else self.cores) * self.running / self.cpu
 
     def rate(self, workers: float) -> float:
         """How many batches a second workers make that never wait for tickets, if so many do."""
-        return min(workers, self.saturating) / (self.index * (1 - self.queued))
+        return min(workers, self.saturating) / (self.index * self.running)
 
 
 @dataclass(frozen=True)

@@ -317,7 +317,7 @@ class Chart(Drawing):
         times: bool = False,
     ) -> None:
         super().__init__(width, height, title)
-        steps = TIMES if times and x[1] - x[0] > 1 else ()
+        steps = TIMES if times and x[1] - x[0] > MOST_TICKS else ()
         self.x = Axis(*x, left, width - 24, logarithmic, steps)
         self.y = Axis(*y, height - 28, 24)
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "Recorder", "in_notebook", "of_loader", "of_manager", "page", "write"]
 
-WIDTH, HEIGHT = 600, 250  # of a figure
+WIDTH, HEIGHT = 540, 240  # of a figure
 INTERVALS = 120  # in which a run is drawn over time
 LEAST_POINTS = 4  # of a history, for figures over time
 PAUSE = 0.02  # part of an interval; if epochs take less of it, it is a pause
@@ -53,7 +53,7 @@ LITTLE = 0.2  # part of the time that a loop may wait without a red edge
 
 RULES = (
     "{0}{{color:var(--ink);background:var(--paper);font:16px/1.5 {1};padding:1.2em;"
-    "box-sizing:border-box;overflow-wrap:break-word}}"
+    "box-sizing:border-box;overflow-wrap:anywhere}}"
     "{0} h1{{font-size:1.3em;margin:0}}{0} h2{{font-size:1.15em;margin:2em 0 .5em}}"
     "{0} h3{{font-size:1em;margin:0 0 .2em}}{0} p{{margin:.3em 0}}"
     "{0} .about{{color:var(--faint);font-size:.85em}}"
@@ -64,13 +64,15 @@ RULES = (
     "{0} .tiles{{display:grid;gap:.6em;margin:1em 0;"
     "grid-template-columns:repeat(auto-fit,minmax(min(47%,10em),1fr))}}"
     "{0} .tiles div{{border:1px solid var(--line);border-radius:6px;padding:.5em .8em}}"
-    "{0} .tiles b{{font-size:1.35em;display:block}}"
+    "{0} .tiles b{{font-size:1.2em;display:block}}"
     "{0} figure{{margin:0;break-inside:avoid}}{0} svg{{width:100%;height:auto;display:block}}"
     "{0} table{{border-collapse:collapse;width:auto;font-size:.9em}}"
     "{0} th{{text-align:left;font-weight:600}}"
     "{0} th,{0} td{{padding:.25em 1.2em .25em 0;vertical-align:top;background:none;color:inherit;"
     "border-bottom:1px solid var(--line)}}"
-    "{0} td.n,{0} th.n{{text-align:right;white-space:nowrap}}"
+    "{0} th{{overflow-wrap:normal}}{0} .n{{text-align:right}}"
+    "{0} td.n,{0} code{{white-space:nowrap}}"
+    "@media(max-width:600px){{{0} table{{font-size:.8em}}{0} th,{0} td{{padding-right:.8em}}}}"
     "{0} code{{font:.95em ui-monospace,Menlo,Consolas,monospace;color:inherit;background:none}}"
     "{0} .scroll{{overflow-x:auto}}{0} summary{{cursor:pointer;margin:.4em 0}}"
     "{0} .good{{--edge:var(--first)}}{0} .fair{{--edge:var(--warm)}}{0} .poor{{--edge:var(--bad)}}"

@@ -237,6 +237,26 @@ def test_how_many_would_be_enough() -> None:
     assert window.saturating == 32
 
 
+@pytest.mark.parametrize("queued", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("cpu", [None, 1e-6, 0.5, 1.0, 30.0])
+@pytest.mark.parametrize("step", [0.0, 1e-7, 10.0])
+def test_whatever_was_measured_is_drawn(queued: float, cpu: float | None, step: float) -> None:
+    """Cores that are never there, steps of no time: the figure has places for all of it."""
+    window = Window(
+        batches=100, elapsed=10.0, waited=5.0, step=step, index=0.2, index_p50=0.2, index_p99=0.2,
+        workers=2, busy=1.0, cpu=cpu, cores=2, buffer=10, queued=queued,
+    )  # fmt: skip
+
+    class Told(Stats):
+        def window(self) -> Window:
+            return window
+
+    _, chart, _ = report.enough(Told(batches=100, elapsed=10.0), window)
+    places = re.findall(r'(?:x|y|cx|cy|d)="([^"]*)"', chart.inline())
+    assert "2 now" in chart.inline()
+    assert not re.search("nan|inf", " ".join(places))
+
+
 def test_in_a_notebook() -> None:
     """Verdict, tiles and a figure, then the facts; the facts alone of what has not run."""
     manager = ran()

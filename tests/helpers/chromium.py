@@ -1,0 +1,114 @@
+"""Pages in headless Chromium, which is told by its debugging protocol, through two pipes."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from typing_extensions import Self
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
+FLAGS += ["--disable-dev-shm-usage", "--window-size=1400,900", "--hide-scrollbars"]
+FLAGS += ["--no-first-run", "--disable-background-networking", "--disable-component-update"]
+
+
+class Browser:
+    """Chromium with one page.
+
+    Attributes
+    ----------
+    asked : list of str
+        The addresses that the page has asked for, from `listen` on.
+    """
+
+    _session: dict[str, str] = {}  # noqa: RUF012 - of the page, once it is known
+
+    def __init__(self, folder: Path) -> None:
+        assert CHROMIUM is not None
+        self.asked: list[str] = []
+        self._number = 0
+        self._buffer = b""
+        to_page, self._write = os.pipe()
+        self._read, from_page = os.pipe()
+        ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (to_page, from_page)]
+        actions = [(os.POSIX_SPAWN_DUP2, fd, at) for fd, at in zip(ends, (3, 4), strict=True)]
+        args = [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'profile'}", "about:blank"]
+        self._pid = os.posix_spawn(CHROMIUM, args, os.environ, file_actions=actions, setsid=True)
+        for fd in (to_page, from_page, *ends):
+            os.close(fd)
+        [page] = [
+            one for one in self.call("Target.getTargets")["targetInfos"] if one["type"] == "page"
+        ]
+        attached = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)
+        self._session = {"sessionId": attached["sessionId"]}
+
+    def listen(self) -> None:
+        """Note what the page asks for from now on."""
+        self.call("Network.enable")
+
+    def show(self, width: int, scheme: str) -> None:
+        """Give the page a width and light or dark colours."""
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        dark = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.call("Emulation.setEmulatedMedia", features=dark)
+
+    def picture(self, path: str, **options: Any) -> None:
+        """Save what the page shows."""
+        data = self.call("Page.captureScreenshot", **options)["data"]
+        Path(path).write_bytes(base64.b64decode(data))
+
+    def evaluate(self, expression: str) -> Any:
+        """Evaluate JavaScript, and wait for its promise."""
+        done = self.call(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
+        assert "exceptionDetails" not in done, done
+        return done["result"].get("value")
+
+    def call(self, method: str, **params: Any) -> Any:
+        """Call a method of the protocol."""
+        self._number += 1
+        call = {"id": self._number, "method": method, "params": params, **self._session}
+        os.write(self._write, json.dumps(call).encode() + b"\0")
+        for answer in self._answers():
+            if answer.get("method") == "Network.requestWillBeSent":
+                self.asked.append(answer["params"]["request"]["url"])
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                return answer["result"]
+        raise AssertionError("Chromium has ended")
+
+    def _answers(self) -> Iterator[dict[str, Any]]:
+        """Read messages."""
+        while True:
+            message, found, rest = self._buffer.partition(b"\0")
+            if found:
+                self._buffer = rest
+                yield json.loads(message)
+                continue
+            data = os.read(self._read, 1 << 20)
+            if not data:
+                return
+            self._buffer += data
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.killpg(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        for fd in (self._read, self._write):
+            os.close(fd)
