@@ -55,7 +55,7 @@ cdef class TableReader(Reader):
 cdef class Ring:
     cdef cseq_ring* r
     cdef readonly Memory memory
-    cdef readonly uint32_t outstanding
+    cdef readonly uint32_t outstanding, limit
     cdef readonly list kept
     cdef int calling          # of a queue: the cell of the call that is to be answered; -1: none
     cdef uint32_t next_cell   # where a free cell is looked for; in a queue, the one to post in

@@ -263,50 +263,6 @@ cdef class TableReader(Reader):
 PARK_NS = 100_000_000  # longest sleep before a sleeper checks signals, workers and deadlines
 
 
-def wait_any(list rings not None, list cells not None, uint32_t seen, bint spun=False):
-    """Sleep until one of some tickets is ready, or `Ring.notify_all` is called; see `Ring.wait`.
-
-    Parameters
-    ----------
-    rings : list of Ring
-        In one memory; one ticket is waited for in each.
-    cells : list of int
-        The cell of that ticket in each ring.
-    seen : int
-        `Ring.notices` of any of them, from before the caller looked for news.
-    spun : bool
-        They were waited for in vain already, without sleeping.
-    """
-    cdef uint32_t count = <uint32_t>len(rings)
-    cdef uint32_t k
-    cdef Ring ring
-    cdef uint64_t before, awake
-    cdef uint64_t park = PARK_NS
-    cdef cseq_ring** r
-    cdef uint32_t* at
-    if not rings or len(cells) != len(rings):
-        raise ValueError(f"give a ring or more, and a cell of each, not {len(rings)} rings and "
-                         f"{len(cells)} cells")
-    r = <cseq_ring**>PyMem_RawMalloc((sizeof(cseq_ring*) + 4) * <size_t>(count + 1))
-    if r == NULL:
-        raise MemoryError(f"no memory for {count} rings")
-    at = <uint32_t*>(r + count)
-    try:
-        for k in range(count):
-            ring = rings[k]
-            ring.at(cells[k])
-            r[k], at[k] = ring.r, cells[k]
-        before = ring.sleep()
-        with nogil:
-            if spun or not cseq_ring_expect(r, at, count, at[0], seen):
-                cseq_ring_wait_any(r, at, count, seen, park)
-            awake = cseq_now_ns()
-        ring.slept(before, awake)
-    finally:
-        PyMem_RawFree(r)
-    PyErr_CheckSignals()
-
-
 def ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners):
     """Bytes of memory that a ring of `capacity` cells of `batch_size` indices each takes."""
     return cseq_ring_bytes(capacity, batch_size, runners)
@@ -334,18 +290,23 @@ cdef class Ring:
         claims in the order of the posts, and looks at the last `calls` cells first.
     at : int
         Bytes from the beginning of the memory to the ring. The trainer sleeps at the gate of the
-        ring at 0, so it can wait for several rings in one memory (`wait_any`).
+        ring at 0, so it can wait for several rings in one memory (`_line.wait_any`).
+    limit : int
+        The most tickets that are outstanding, at first; 0: as many as there are cells.
 
     Attributes
     ----------
     outstanding : int
         Tickets posted, and neither taken nor given up; but calls.
+    limit : int
+        The most that may be.
     kept : list or None
         Of a queue, by cell: what the ticket there refers to.
     """
 
     def __cinit__(self, Memory memory not None, uint32_t capacity=0, uint32_t batch_size=1,
-                  uint32_t runners=1, uint32_t calls=0, Py_ssize_t at=0):
+                  uint32_t runners=1, uint32_t calls=0, Py_ssize_t at=0,
+                  uint32_t limit=0):
         cdef uint64_t nbytes
         memory.inside(at, 0)
         nbytes = <uint64_t>(memory.size - at)
@@ -363,12 +324,15 @@ cdef class Ring:
             cseq_ring_init(self.r, capacity, batch_size, runners, calls,
                            isinstance(memory, Mapping))
             self.r.output -= at
+            if limit:
+                self.r.round = min(limit, self.r.round)
         elif not cseq_ring_fits(self.r, nbytes):
             raise ValueError("there is no ring of this version of cseq in this memory")
         self.meter = cseq_ring_meter(<cseq_ring*>memory.data, 0)
         self.kept = [None] * self.r.capacity if self.r.calls else None
         self.calling = -1
         self.wake_at = 1
+        self.limit, self.gil.crew = limit or self.r.capacity, self.r.runners
 
     cdef cseq_cell* at(self, uint32_t cell) except NULL:
         if cell >= self.r.capacity:
@@ -444,7 +408,21 @@ cdef class Ring:
     def apart(self, uint32_t count):
         if count > self.r.capacity:
             raise ValueError(f"apart={count} exceeds {self.r.capacity} cells")
-        self.gil.apart = count
+        cseq_store_rlx_u32(&self.gil.apart, count)
+
+    def fit(self, uint32_t limit, uint32_t indexers, uint32_t converters=0):
+        """Have at most `limit` tickets outstanding, and so many runners: indexers with higher numbers
+        leave when they have no ticket in hand. For the thread that posts; again and again.
+
+        Converters have the numbers after those of all indexers that there can be.
+        """
+        if not 1 <= limit <= self.r.capacity or not 1 <= indexers <= self.r.runners:
+            raise ValueError(f"limit={limit} is not in [1, {self.r.capacity}], or indexers={indexers} "
+                             f"not in [1, {self.r.runners}]")
+        cseq_ring_extend(self.r, limit)
+        self.limit = limit
+        cseq_store_rlx_u32(&self.gil.crew, indexers + converters)
+        cseq_ring_admit(self.r, indexers)
 
     def indices(self, uint32_t cell):
         """The cell's room for indices: an int64 array on the ring's memory."""
@@ -490,12 +468,12 @@ cdef class Ring:
         """A free cell, in a queue the one to post in; or -1."""
         cdef uint32_t k
         cdef uint32_t c = self.next_cell
-        if self.outstanding >= self.r.capacity:
+        if self.outstanding >= self.limit:
             return -1
-        for k in range(1 if self.r.calls else self.r.capacity):
+        for k in range(1 if self.r.calls else self.r.round):
             if cseq_ring_state(self.r, c) == CSEQ_FREE:
                 return <int>c
-            c = 0 if c + 1 == self.r.capacity else c + 1
+            c = 0 if c + 1 == self.r.round else c + 1
         return -1
 
     def post(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
@@ -526,14 +504,14 @@ cdef class Ring:
         c.count = count
         c.capacity = 0
         c.stage = c.status = 0
-        if cell < cseq_ring_round(self.r):  # else a call, which is not in the round
+        if cell < self.r.round:  # else a call, which is not in the round
             if not self.outstanding and not self.r.calls:
                 cseq_ring_begin(self.r, cell)
             self.outstanding += 1
-            self.next_cell = 0 if cell + 1 == cseq_ring_round(self.r) else cell + 1
+            self.next_cell = 0 if cell + 1 == self.r.round else cell + 1
         cseq_ring_post(self.r, cell, ticket)
         self.unwoken += 1
-        if self.unwoken >= self.wake_at and not cseq_gil_is_served(&self.gil, self.r):
+        if self.unwoken >= self.wake_at and not cseq_gil_is_served(&self.gil):
             self.wake()
 
     cpdef void wake(self) noexcept:
@@ -617,7 +595,7 @@ cdef class Ring:
         cdef uint64_t before = cseq_now_ns()
         cdef uint64_t awake
         cdef int ready
-        if self.unwoken and not cseq_gil_is_served(&self.gil, self.r):
+        if self.unwoken and not cseq_gil_is_served(&self.gil):
             self.wake()
         with nogil:
             if self.r.gate[0].shared:

@@ -19,7 +19,7 @@ from cseq._trace cimport cseq_log_begin, cseq_log_end, cseq_taken, log, thread_i
 
 from collections import deque
 
-from cseq._core import wait_any
+from cseq._line import wait_any
 
 MOST_SKIPPED = 1000  # batches that were left out are listed, the latest
 

@@ -12,6 +12,7 @@ cdef extern from "cseq_atomic.h" nogil:
     void cseq_store_rel_u32(uint32_t* p, uint32_t v) noexcept
     void cseq_store_rlx_u64(uint64_t* p, uint64_t v) noexcept
     void cseq_store_rel_u64(uint64_t* p, uint64_t v) noexcept
+    void cseq_store_rlx_u32(uint32_t* p, uint32_t v) noexcept
     uint64_t cseq_load_rlx_u64(const uint64_t* p) noexcept
     uint64_t cseq_load_acq_u64(const uint64_t* p) noexcept
     uint64_t cseq_add_sc_u64(uint64_t* p, uint64_t v) noexcept
@@ -147,6 +148,7 @@ cdef extern from "cseq_ring.h" nogil:
         uint32_t batch_size  # samples
         uint32_t runners
         uint32_t calls       # cells of a queue that are not in its round
+        uint32_t round       # the others, as far as runners look at them
         uint32_t closed
         uint32_t spin        # ns that a party spins before it sleeps, at least
         uint32_t spin_most   # at most
@@ -173,6 +175,9 @@ cdef extern from "cseq_ring.h" nogil:
     void cseq_ring_post(cseq_ring* r, uint32_t cell, uint64_t ticket) noexcept
     void cseq_ring_begin(cseq_ring* r, uint32_t cell) noexcept
     int cseq_ring_closed(const cseq_ring* r) noexcept
+    int cseq_ring_leaves(const cseq_ring* r, uint32_t stage, uint32_t owner) noexcept
+    void cseq_ring_extend(cseq_ring* r, uint32_t cells) noexcept
+    void cseq_ring_admit(cseq_ring* r, uint32_t count) noexcept
     void cseq_ring_set_spin(cseq_ring* r, uint32_t ns, uint32_t most) noexcept
     int cseq_ring_expect(cseq_ring** rings, const uint32_t* cells, uint32_t count, uint32_t last,
                          uint32_t seen) noexcept
@@ -196,9 +201,10 @@ cdef extern from "cseq_gil.h" nogil:
     ctypedef struct cseq_gil:
         uint32_t ns
         uint32_t apart
+        uint32_t crew
 
     int cseq_gil_await(cseq_gil* t, cseq_ring* r, uint32_t stage, uint32_t owner, uint64_t ns) noexcept
-    int cseq_gil_is_served(const cseq_gil* t, const cseq_ring* r) noexcept
+    int cseq_gil_is_served(const cseq_gil* t) noexcept
     int cseq_gil_expect(cseq_gil* t, const cseq_ring* r, uint32_t cell, uint32_t last,
                         uint32_t seen) noexcept
     void cseq_gil_wait_ready(cseq_gil* t, cseq_ring* r, int cell, uint32_t seen, uint64_t ns) noexcept

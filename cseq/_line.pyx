@@ -2,8 +2,9 @@
 """The line of outstanding tickets: posted, given up, taken out of their cells."""
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.exc cimport PyErr_CheckSignals
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
 from libc.stdint cimport uint32_t, uint64_t
 
 cimport cython
@@ -12,6 +13,8 @@ from cseq._codec cimport Decoder
 from cseq._core cimport Ring
 from cseq._headers cimport *
 from cseq._source cimport ASK_CALL, Request, Source, refer
+
+from cseq._core import PARK_NS
 
 cdef enum:
     FIXED = 5  # words of a row of a history that are not of runners
@@ -43,6 +46,50 @@ cdef class History:
         """All rows: bytes."""
         copied = PyBytes_FromStringAndSize(NULL, 8 * CSEQ_POINTS * self.h.width)
         return copied[:8 * self.h.width * cseq_history_read(&self.h, <uint64_t*><char*>copied)]
+
+
+def wait_any(list rings not None, list cells not None, uint32_t seen, bint spun=False):
+    """Sleep until one of some tickets is ready, or `Ring.notify_all` is called; see `Ring.wait`.
+
+    Parameters
+    ----------
+    rings : list of Ring
+        In one memory; one ticket is waited for in each.
+    cells : list of int
+        The cell of that ticket in each ring.
+    seen : int
+        `Ring.notices` of any of them, from before the caller looked for news.
+    spun : bool
+        They were waited for in vain already, without sleeping.
+    """
+    cdef uint32_t count = <uint32_t>len(rings)
+    cdef uint32_t k
+    cdef Ring ring
+    cdef uint64_t before, awake
+    cdef uint64_t park = PARK_NS
+    cdef cseq_ring** r
+    cdef uint32_t* at
+    if not rings or len(cells) != len(rings):
+        raise ValueError(f"give a ring or more, and a cell of each, not {len(rings)} rings and "
+                         f"{len(cells)} cells")
+    r = <cseq_ring**>PyMem_RawMalloc((sizeof(cseq_ring*) + 4) * <size_t>(count + 1))
+    if r == NULL:
+        raise MemoryError(f"no memory for {count} rings")
+    at = <uint32_t*>(r + count)
+    try:
+        for k in range(count):
+            ring = rings[k]
+            ring.at(cells[k])
+            r[k], at[k] = ring.r, cells[k]
+        before = ring.sleep()
+        with nogil:
+            if spun or not cseq_ring_expect(r, at, count, at[0], seen):
+                cseq_ring_wait_any(r, at, count, seen, park)
+            awake = cseq_now_ns()
+        ring.slept(before, awake)
+    finally:
+        PyMem_RawFree(r)
+    PyErr_CheckSignals()
 
 
 cdef class Line:

@@ -109,7 +109,7 @@ cdef class Runner:
             give_freed_back()
         if self.since - self.meter.polled_ns >= CSEQ_POLL:
             self.poll()
-        if not cseq_ring_closed(self.r):
+        if not cseq_ring_leaves(self.r, self.stage, self.owner):
             cell = cseq_ring_claim(self.r, self.stage, self.owner)
             if cell < 0:
                 with nogil:
@@ -135,7 +135,7 @@ cdef class Runner:
     cdef bint claim_at_once(self, uint64_t now) noexcept:
         """Claim a ticket at this time, if there is one; none is in hand."""
         cdef int cell = CSEQ_NONE
-        if not cseq_ring_closed(self.r):
+        if not cseq_ring_leaves(self.r, self.stage, self.owner):
             cell = cseq_ring_claim(self.r, self.stage, self.owner)
         if cell < 0:
             return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from cseq._core import ALGORITHMS
-from cseq.check import choice, count, flag, modules, seconds
+from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds
 from cseq.indexing import indexer
 from cseq.indexing.dataset import DatasetIndexer
 from cseq.memory.memory_limit import memory_limit_of
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_RESTARTS",
     "Job",
+    "Size",
     "WorkerOptions",
     "batch_size_of",
     "converters_of",
@@ -87,6 +88,7 @@ __all__ = [
 MAX_RESTARTS = 100  # in an epoch, where nothing else is said
 MOST_EPOCHS = 2**63
 BATCH_SIZE = 32  # where nothing else is said
+MOST_BUFFER = 2**14  # each has a mapping in two processes; Linux allows a process some 65000
 MOST_BATCH = 2**32 - 1  # a ticket counts its words in 32 bits
 
 
@@ -130,6 +132,21 @@ class WorkerOptions(NamedTuple):
         )
 
 
+class Size(NamedTuple):
+    """How many workers a pool has, and the most batches ahead of the loop."""
+
+    num_workers: int
+    buffer: int
+
+    @classmethod
+    def checked(cls, num_workers: Any, buffer: Any) -> Size:
+        """Check these arguments."""
+        return cls(
+            count("num_workers", num_workers, least=0, most=MOST_WORKERS),
+            count("buffer", buffer, most=MOST_BUFFER),
+        )
+
+
 class Job(NamedTuple):
     """The arguments of `MSequence`, checked; `MSequence.start` resolves them and makes a pool.
 
@@ -137,8 +154,14 @@ class Job(NamedTuple):
     ----------
     output : Output
         What `out_type` and `dtype` ask for; in a pool: as far as this machine has it.
+    num_workers, buffer : int
+        The most there can be.
     num_converters : int
         In a pool, 0 where there is no CUDA.
+    start : Size
+        What a pool begins with.
+    auto : (bool, bool)
+        Which of the two change while it runs.
     compat : bool or None
         CUDA conversion in threads; None: as the system requires.
     fleet : Fleet or None
@@ -156,6 +179,8 @@ class Job(NamedTuple):
     on_error: str
     seed_globals: bool
     options: WorkerOptions
+    start: Size
+    auto: tuple[bool, bool] = (False, False)
     fleet: Any = None
 
     def without_worker(self) -> Job:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 from cseq import arguments
 from cseq import remake as remaking
 from cseq._feed import FeedIterator
-from cseq.check import MOST_WORKERS, choice, count, flag, unexpected
+from cseq.check import choice, count, flag, unexpected
 from cseq.converter import output as outputs
 from cseq.manager import Manager, reporting
 from cseq.order import checkpoint
@@ -53,7 +53,6 @@ else:
 __all__ = ["MSequence"]
 
 
-MOST_BUFFER = 2**14  # each has a mapping in two processes; Linux allows a process some 65000
 MOST_EPOCH = 2**64 - 1
 KINDS = {"proc": "processes", "thread": "threads", "ray": "processes of a fleet"}  # `thread_type`
 
@@ -237,7 +236,7 @@ class MSequence(Manager, Generic[B_co]):
             raise TypeError(f"thread_type={thread_type!r} is unknown; give one of {[*KINDS]}")
         worker, fleet = arguments.fleet_of(worker, thread_type)
         self._thread_type: str = thread_type
-        workers = count("num_workers", num_workers, least=0, most=MOST_WORKERS)
+        size = arguments.Size.checked(num_workers, buffer)
         self._drawn = seed is None
         self._own_seed = self._drawn  # other ranks do not have it
         self._shard = shards.given(shard)
@@ -266,14 +265,15 @@ class MSequence(Manager, Generic[B_co]):
             worker=worker,
             sampler=sampler,
             output=outputs.parse(out_type, arguments.dtype_of(worker, dtype)),
-            num_workers=workers,
-            num_converters=arguments.converters_of(workers, num_converters),
-            buffer=count("buffer", buffer, most=MOST_BUFFER),
+            num_workers=size.num_workers,
+            num_converters=arguments.converters_of(size.num_workers, num_converters),
+            buffer=size.buffer,
             ordered=flag("ordered", ordered),
             compat=None,
             on_error=choice("on_error", on_error, ("raise", "skip")),
             seed_globals=flag("seed_globals", seed_globals),
             options=options,
+            start=size,
             fleet=fleet,
         )
         self._check_seed(self._shard or shards.ALONE)

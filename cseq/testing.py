@@ -50,6 +50,7 @@ __all__ = [
     "kill_agent",
     "pids",
     "ready",
+    "resize",
     "slots",
 ]
 
@@ -160,7 +161,7 @@ def pids(running: Any) -> list[int | None]:
 def ready(running: Any) -> list[bool]:
     """Tell which workers are ready: their indexers are made."""
     supervisor = _supervisor(running)
-    return [supervisor.is_ready(owner) for owner in range(1, supervisor.shared.owners + 1)]
+    return [supervisor.is_ready(owner) for owner in supervisor.wanted()]
 
 
 def await_workers(running: Any, timeout: float = 60.0) -> None:
@@ -181,6 +182,29 @@ def await_workers(running: Any, timeout: float = 60.0) -> None:
             late = [worker for worker, is_ready in enumerate(now) if not is_ready]
             raise TimeoutError(f"workers {late} are not ready after {timeout:g} s")
         time.sleep(PAUSE)
+
+
+def resize(manager: Any, num_workers: int | None = None, buffer: int | None = None) -> None:
+    """Change how many workers a running `MPSequence` or `MTSequence` has, and its buffer.
+
+    As 'auto' does, and at once: no result depends on either.
+
+    Parameters
+    ----------
+    manager : MSequence
+        In the thread that takes its batches.
+    num_workers, buffer : int, optional
+        At least 1, and at most what the manager was made with. None: as it is.
+    """
+    run: Run[Any] | None = manager._run
+    if run is None or not run.is_ours:
+        raise RuntimeError(f"{type(manager).__name__} is not running here: call start()")
+    pool, job = run.pool, manager._job
+    workers = pool.num_workers if num_workers is None else num_workers
+    ahead = pool.buffer if buffer is None else buffer
+    workers = count("num_workers", workers, most=job.num_workers)
+    with run.lock.hold():
+        pool.resize(workers, count("buffer", ahead, most=job.buffer))
 
 
 def slots(running: Any) -> Slots:

@@ -20,7 +20,7 @@ from cseq._parcel import Carrier, ParcelSource
 from cseq._slots import Slots
 from cseq._source import KEYS
 from cseq._work import Runner
-from cseq.arguments import Job, WorkerOptions
+from cseq.arguments import Job, Size, WorkerOptions
 from cseq.converter.output import Output
 from cseq.encoding import failure
 from cseq.encoding.transport import Objects, SlotReader
@@ -183,6 +183,7 @@ class KeyPool(FleetPool):
                 on_error="return",
                 seed_globals=True,
                 options=WorkerOptions(None, 0, timeout, "raise", None, 1, None),
+                start=Size(1, AHEAD),
                 fleet=fleet,
             )
         )

@@ -20,7 +20,9 @@
  * (cseq_ring_wait_ready, cseq_ring_await). All words are hints; wrong values cost time only.
  *
  *   word       written by
- *   ns, apart  the trainer, before there are runners
+ *   ns         the trainer, before there are runners
+ *   apart      the trainer
+ *   crew       the trainer
  *   parked     each runner: +1 on its way into a wait, -1 on its way out
  *   spinner    a runner: its number by compare-and-swap, then 0. One is enough to catch the next
  *              ticket
@@ -36,7 +38,8 @@
 typedef struct {
     uint32_t ns;    /* to spin at most; 0: not at all */
     uint32_t apart; /* batches or tickets that a thread goes on for; 0: both sides take turns */
-    char pad[CSEQ_LINE - 8];
+    uint32_t crew;  /* how many runners there are to be */
+    char pad[CSEQ_LINE - 12];
     uint32_t parked, spinner;
     cseq_trust runners;
     char pad1[CSEQ_LINE - 24];
@@ -47,8 +50,9 @@ typedef struct {
 
 /* Whether there are tickets that a runner goes on for while the trainer works. */
 CSEQ_INLINE int cseq_gil_is_stocked(const cseq_gil *t, const cseq_ring *r, uint32_t stage) {
-    if (!t->apart) return 0;
-    const uint32_t last = (cseq_load_rlx_u32(&r->hint[stage]) + t->apart - 1) % cseq_ring_round(r);
+    const uint32_t apart = cseq_load_rlx_u32(&t->apart);
+    if (!apart) return 0;
+    const uint32_t last = (cseq_load_rlx_u32(&r->hint[stage]) + apart - 1) % cseq_ring_round(r);
     return cseq_ring_state(r, last) == (stage == 0 ? CSEQ_POSTED : CSEQ_INDEXED);
 }
 
@@ -60,7 +64,7 @@ CSEQ_INLINE int cseq_gil_claim(cseq_gil *t, cseq_ring *r, uint32_t stage, uint32
     if (!cseq_cas_sc_u32(&t->spinner, 0, owner)) return cell;
     if (cseq_trust_ask(&t->runners)) {
         const uint64_t begun = cseq_now_ns();
-        while (cell < 0 && !cseq_load_rlx_u32(&r->closed) && cseq_now_ns() - begun < t->ns) {
+        while (cell < 0 && !cseq_ring_leaves(r, stage, owner) && cseq_now_ns() - begun < t->ns) {
             cseq_pause();
             if (cseq_load_rlx_u32(&t->waits) || cseq_gil_is_stocked(t, r, stage))
                 cell = cseq_ring_claim(r, stage, owner);
@@ -84,10 +88,10 @@ CSEQ_INLINE int cseq_gil_await(cseq_gil *t, cseq_ring *r, uint32_t stage, uint32
 /* For the trainer: whether a runner sees new tickets without a wake-up, since it spins, or since it
  * works and will look for the next one. The others are not woken then, while batches are quick: before
  * the trainer sleeps, it wakes them. */
-CSEQ_INLINE int cseq_gil_is_served(const cseq_gil *t, const cseq_ring *r) {
+CSEQ_INLINE int cseq_gil_is_served(const cseq_gil *t) {
     return cseq_load_rlx_u32(&t->spinner) != 0 ||
-           (t->apart && !t->trainer.doubt &&
-            cseq_load_rlx_u32(&t->parked) < r->runners);
+           (cseq_load_rlx_u32(&t->apart) && !t->trainer.doubt &&
+            cseq_load_rlx_u32(&t->parked) < cseq_load_rlx_u32(&t->crew));
 }
 
 /* For the trainer that waits for a cell, without the GIL: spin; 1 if its batch is ready. `last`: the
@@ -100,8 +104,8 @@ CSEQ_INLINE int cseq_gil_spin(cseq_gil *t, const cseq_ring *r, uint32_t cell, ui
     do {
         cseq_pause();
         ready = cseq_ring_ready(r, cell);
-        worth = ready && (cseq_load_rlx_u32(&t->parked) >= r->runners ||
-                          (t->apart && cseq_ring_ready(r, last)));
+        worth = ready && (cseq_load_rlx_u32(&t->parked) >= cseq_load_rlx_u32(&t->crew) ||
+                          (cseq_load_rlx_u32(&t->apart) && cseq_ring_ready(r, last)));
     } while (!worth && cseq_ring_notices(r) == seen && cseq_now_ns() - begun < t->ns);
     cseq_trust_tell(&t->trainer, worth);
     return ready;

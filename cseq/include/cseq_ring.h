@@ -12,7 +12,8 @@
  * cell from the hint on, and the trainer posts in any free cell. A *queue* has one runner and keeps
  * the order: the trainer posts in one cell after the other, and the runner looks at one cell only,
  * the one after the one that it claimed last. The last `calls` cells of a queue are not part of this
- * *round*; the runner looks there first.
+ * *round*; the runner looks there first. The round of a shared ring may have fewer cells than there are,
+ * and grow.
  *
  * Which party writes a cell's word, and when:
  *   FREE                    the trainer (post)
@@ -43,7 +44,7 @@
 
 #define CSEQ_LINE 128 /* bytes; two 64-byte lines, since adjacent ones are fetched in pairs */
 #define CSEQ_MAGIC 0x63736571u
-#define CSEQ_LAYOUT 8u
+#define CSEQ_LAYOUT 9u
 #define CSEQ_WORTH 8u /* times what a wake-up costs that spinning may take */
 #define CSEQ_NO_SLOT 0xffffffffu /* of a ticket that lies in none */
 #define CSEQ_FIELDS 4 /* words of a record: where in the slot a batch lies */
@@ -123,11 +124,13 @@ typedef struct {
 typedef struct {
     uint32_t magic, layout, capacity, batch_size, runners, fields;
     uint32_t calls; /* cells that are looked at first; 0: a shared ring, else a queue */
-    uint32_t pad0;
+    uint32_t round; /* cells that runners look at, beside those for calls; of a shared ring, the trainer
+                       adds to them before it posts there */
     int64_t output; /* bytes from here to the gate that the trainer sleeps at: `gate[2]` of this ring,
                        or of another one in the same memory, so that it can wait for several */
     char pad[CSEQ_LINE - 40];
-    uint32_t closed; /* written by the trainer, once */
+    uint32_t closed; /* 0: open; else to the indexers from this number on, which leave when they have
+                        no ticket in hand; 1: to all runners, and for ever. Written by the trainer */
     uint32_t spin;   /* ns that a party spins at least before it sleeps; 0: it does not */
     uint32_t spin_most; /* and at most, if it is worth it: see cseq_gate_spin_ns */
     char pad1[CSEQ_LINE - 12];
@@ -175,6 +178,7 @@ CSEQ_INLINE void cseq_ring_init(cseq_ring *r, uint32_t capacity, uint32_t batch_
     r->runners = runners;
     r->fields = CSEQ_FIELDS;
     r->calls = calls;
+    r->round = capacity - calls;
     for (int g = 0; g < 3; g++) r->gate[g].shared = shared;
     r->output = (int64_t)offsetof(cseq_ring, gate) + 2 * (int64_t)sizeof(cseq_gate);
 }
@@ -184,8 +188,14 @@ CSEQ_INLINE cseq_gate *cseq_ring_output(cseq_ring *r) {
     return (cseq_gate *)(void *)((char *)r + r->output);
 }
 
-/* The cells of the round: all of a shared ring. */
-CSEQ_INLINE uint32_t cseq_ring_round(const cseq_ring *r) { return r->capacity - r->calls; }
+/* The cells of the round. SYNC: round has the cell */
+CSEQ_INLINE uint32_t cseq_ring_round(const cseq_ring *r) { return cseq_load_sc_u32(&r->round); }
+
+/* The trainer of a shared ring posts in so many cells from now on; no fewer than before.
+ * SYNC: round has the cell (this swap, before the post's; against a look after gate_enter's swap) */
+CSEQ_INLINE void cseq_ring_extend(cseq_ring *r, uint32_t cells) {
+    if (cells > r->round) cseq_swap_sc_u32(&r->round, cells);
+}
 
 /* 1 if `bytes` of memory hold a ring of this layout. */
 CSEQ_INLINE int cseq_ring_fits(const cseq_ring *r, uint64_t bytes) {
@@ -278,6 +288,12 @@ CSEQ_INLINE uint64_t cseq_gate_spin_ns(const cseq_ring *r, const cseq_gate *g) {
 
 /* ── runners ──────────────────────────────────────────────────────────────────────────── */
 
+/* 1 if a runner is to leave, which it does between two tickets. */
+CSEQ_INLINE int cseq_ring_leaves(const cseq_ring *r, uint32_t stage, uint32_t owner) {
+    const uint32_t closed = cseq_load_sc_u32(&r->closed);
+    return closed && (closed == 1 || (stage == 0 && owner >= closed));
+}
+
 /* 1 if ticket `a` comes before ticket `b`; they may be on two sides of 2^40. */
 CSEQ_INLINE int cseq_before(uint64_t a, uint64_t b) {
     return (((a - b) >> 39) & 1) != 0;
@@ -289,7 +305,7 @@ CSEQ_INLINE int cseq_before(uint64_t a, uint64_t b) {
 CSEQ_INLINE int cseq_ring_find_open(const cseq_ring *r, uint32_t stage, uint64_t *word) {
     const uint32_t n = cseq_ring_round(r), most = r->calls ? 1 : n;
     const int open = stage == 0 ? CSEQ_POSTED : CSEQ_INDEXED;
-    for (uint32_t c = n; c < r->capacity; c++) {
+    for (uint32_t c = n; c < n + r->calls; c++) {
         *word = cseq_load_sc_u64(&cseq_ring_cell(r, c)->word);
         if (CSEQ_STATE(*word) == open) return (int)c;
     }
@@ -334,7 +350,7 @@ CSEQ_INLINE int cseq_ring_spin(cseq_ring *r, uint32_t stage, uint32_t owner) {
     const uint64_t begun = cseq_now_ns();
     uint64_t now = begun, before = begun;
     int alone = 1;
-    while (cell < 0 && !cseq_load_rlx_u32(&r->closed) && now - begun < limit) {
+    while (cell < 0 && !cseq_ring_leaves(r, stage, owner) && now - begun < limit) {
         cseq_pause();
         cell = cseq_ring_claim(r, stage, owner);
         before = now;
@@ -354,7 +370,7 @@ CSEQ_INLINE int cseq_ring_await(cseq_ring *r, uint32_t stage, uint32_t owner, ui
     uint32_t seen = cseq_gate_enter(g);
     cell = cseq_ring_claim(r, stage, owner);
     if (cell >= 0) return cell;
-    if (cseq_load_sc_u32(&r->closed)) return CSEQ_CLOSED;
+    if (cseq_ring_leaves(r, stage, owner)) return CSEQ_CLOSED;
     uint64_t before = cseq_now_ns();
     cseq_gate_sleep(g, seen, ns);
     cseq_histogram_add(&cseq_ring_meter(r, owner)->wait, cseq_now_ns() - before);
@@ -403,7 +419,7 @@ CSEQ_INLINE void cseq_ring_begin(cseq_ring *r, uint32_t cell) {
 }
 
 CSEQ_INLINE int cseq_ring_closed(const cseq_ring *r) {
-    return (int)cseq_load_acq_u32(&r->closed);
+    return cseq_load_acq_u32(&r->closed) == 1;
 }
 
 CSEQ_INLINE void cseq_ring_set_spin(cseq_ring *r, uint32_t ns, uint32_t most) {
@@ -495,7 +511,7 @@ CSEQ_INLINE void cseq_ring_wait_ready(cseq_ring *r, int cell, uint32_t seen, uin
     if (cell >= 0) {
         ready = cseq_ring_ready(r, (uint32_t)cell);
     } else {
-        for (uint32_t c = 0; c < r->capacity && !ready; c++) ready = cseq_ring_ready(r, c);
+        for (uint32_t c = 0; c < r->round + r->calls && !ready; c++) ready = cseq_ring_ready(r, c);
     }
     if (!ready) cseq_gate_sleep(g, seen, ns);
     cseq_store_rlx_u32(&g->asleep, 0); /* the trainer is the only sleeper here */
@@ -539,6 +555,16 @@ CSEQ_INLINE void cseq_ring_wait_any(cseq_ring **rings, const uint32_t *cells, ui
     for (uint32_t k = 0; k < count && !ready; k++) ready = cseq_ring_ready(rings[k], cells[k]);
     if (!ready) cseq_gate_sleep(g, seen, ns);
     cseq_store_rlx_u32(&g->asleep, 0);
+}
+
+/* Have `count` indexers, at least 1, and no more: those with higher numbers leave. Others claim what
+ * they have not; one that has left may be started again when the ring is open to it. For one thread,
+ * beside which another one may close the ring: that holds. */
+CSEQ_INLINE void cseq_ring_admit(cseq_ring *r, uint32_t count) {
+    uint32_t closed;
+    do closed = cseq_load_sc_u32(&r->closed);
+    while (closed != 1 && !cseq_cas_sc_u32(&r->closed, closed, count + 1));
+    cseq_gate_notify_all(&r->gate[0]);
 }
 
 /* No more tickets: runners that find nothing to claim leave. */

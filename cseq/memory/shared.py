@@ -40,6 +40,8 @@ class Shared:
         See `Ring`.
     tickets : int, optional
         The most that are posted at a time, if fewer than there are cells.
+    limit : int
+        See `Ring`.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Shared:
         rings: int = 1,
         calls: int = 0,
         tickets: int | None = None,
+        limit: int = 0,
     ) -> None:
         self.owners = owners
         self._ring_bytes = size = ring_bytes(capacity, room, runners)
@@ -70,7 +73,7 @@ class Shared:
         for k in range(rings):
             offset = k * self._segment.width
             commit(self._segment.fd, offset, size)
-            self.rings.append(Ring(mapping, capacity, room, runners, calls, at=offset))
+            self.rings.append(Ring(mapping, capacity, room, runners, calls, at=offset, limit=limit))
             self.rings[k].spin = spins(owners)
         self.arena = Arena(memory_limit, locks, tickets=tickets or rings * capacity)
 

@@ -276,7 +276,7 @@ class Pool:
             loop_waited=meters.waited,
             num_workers=self.num_workers,
             num_converters=self._num_converters,
-            buffer=0 if queues else self.rings[0].capacity,
+            buffer=0 if queues else self.rings[0].limit,
             threads=self._threads,
             streams=queues,
             meters=meters,
@@ -306,6 +306,22 @@ class BatchPool(Pool):
     def sampler(self) -> Sampler:
         """The epochs, with a reader of its own."""
         return self._job.sampler.changed()
+
+    @property
+    def buffer(self) -> int:
+        """The most batches that are being made or wait for the loop, at present."""
+        return self._ring.limit
+
+    def resize(self, num_workers: int, buffer: int) -> None:
+        """Go on with another number of workers, and of batches ahead of the loop.
+
+        For the thread that takes batches. No result depends on either. Workers that are too many
+        finish the ticket in hand, and leave; tickets of those that die meanwhile go to others. At
+        most as many as the pool was made for (`Job`), at least one.
+        """
+        self.num_workers = num_workers
+        self._ring.fit(buffer, num_workers, self._num_converters)
+        self._ring.wake_at = wake_at(buffer, num_workers)
 
     @property
     def skipped(self) -> list[tuple[int, int, str]]:

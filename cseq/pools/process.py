@@ -27,14 +27,14 @@ from cseq.indexing import context, indexer
 from cseq.indexing.seeding import Seeds
 from cseq.lanes import Lanes
 from cseq.memory.shared import Shared
-from cseq.pools.base import BatchPool, apart, named, wake_at
+from cseq.pools.base import BatchPool, apart, named
 from cseq.pools.thread import ThreadGroup, add_converters, convert
 from cseq.processes.deaths import Deaths, Held
 from cseq.processes.launcher import make_launcher
 from cseq.processes.launcher.forks import in_forked_children
 from cseq.processes.supervisor import Supervisor
-from cseq.processes.worker import FAILED, NOTED, READY, enter, send_state
-from cseq.stage import CONVERTER, INDEXER, run
+from cseq.processes.worker import FAILED, LEFT, NOTED, READY, enter, send_state
+from cseq.stage import CONVERTER, INDEXER, run, spins
 
 if TYPE_CHECKING:
     import socket
@@ -100,7 +100,7 @@ def _grace_ns(task: Task) -> int:
 
 
 def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, local: Any) -> None:
-    """Make the indexer and index until the ring is closed."""
+    """Make the indexer and index until the ring is closed to it."""
     batch_context = context.BatchContext(entered.setup.number, task.num_workers, task.seed)
     context.enter(batch_context)
     seeds = Seeds(batch_context) if task.seed_globals else None
@@ -125,6 +125,8 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
 
     indexer.LabelHint(task.output, tell).watch(indexing)
     run(runner, indexing.serve)
+    if not entered.ring.closed:
+        send_state(sock, LEFT)
     batch_context.clear()
     indexer.dispose(worker, made, copied=True)
 
@@ -190,6 +192,7 @@ class ProcessPool(BatchPool):
             owners=job.num_workers + (job.num_converters if in_processes else 0),
             memory_limit=options.memory_limit,
             locks=self._locks,
+            limit=job.start.buffer,
         )
         (ring,), self._arena = self._shared.rings, self._shared.arena
         lanes = Lanes(job.num_workers, "process")
@@ -203,8 +206,6 @@ class ProcessPool(BatchPool):
             deaths=Deaths(options.max_restarts, job.num_workers, "batch", advice),
             lanes=lanes,
         )
-        ring.wake_at = wake_at(job.buffer, job.num_workers)
-        ring.apart = apart(job.buffer)
         self._group = ThreadGroup(ring, lanes)
         self._reader = SlotReader(self._arena)
         self._receiver: Receiver | None = None
@@ -230,6 +231,7 @@ class ProcessPool(BatchPool):
             num_converters=job.num_converters,
             lanes=lanes,
         )
+        self.resize(*job.start)
 
     def open(self) -> None:
         """Start the processes, and converter threads if converters are threads."""
@@ -244,6 +246,13 @@ class ProcessPool(BatchPool):
             timeout=self._options.timeout,
         )
         self.supervisor.launch()
+
+    def resize(self, num_workers: int, buffer: int) -> None:
+        """Go on with another number of workers, and of batches; see `BatchPool`."""
+        super().resize(num_workers, buffer)
+        self._ring.apart = apart(buffer)
+        self._ring.spin = spins(self._shared.owners - self._job.num_workers + num_workers)
+        self.supervisor.resize(num_workers)
 
     def _task(self, owner: int) -> Task:
         """Return what a worker is to do; called on the supervisor's thread."""

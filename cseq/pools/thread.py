@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cseq._core import Ring, now_ns, ring_bytes
+from cseq._lock import Lock
 from cseq._memory import HAS_GIL, Block
 from cseq._work import Runner
 from cseq.converter.host import Converter
@@ -18,7 +19,7 @@ from cseq.encoding.transport import Objects
 from cseq.errors import WorkerTimeout
 from cseq.indexing import context, indexer
 from cseq.lanes import Lanes
-from cseq.pools.base import BatchPool, apart, wake_at
+from cseq.pools.base import BatchPool, apart
 from cseq.stage import CONVERTER, INDEXER, overdue, run, spin_ns
 from cseq.threads import Latch, Threads
 
@@ -43,7 +44,8 @@ class ThreadGroup:
 
     def __init__(self, ring: Ring, lanes: Lanes) -> None:
         self._ring, self._lanes = ring, lanes
-        self._threads = Threads()
+        self._threads = Threads()  # to be started
+        self._started: list[Threads] = []
         self.failure = failure.Failure()
 
     def add(self, name: str, target: Callable[[], None], owner: int = 0) -> None:
@@ -51,8 +53,10 @@ class ThreadGroup:
         self._threads.add(name, partial(self._guard, target, owner))
 
     def start(self) -> None:
-        """Start the threads."""
-        self._threads.start()
+        """Start the threads that were added since the last start."""
+        threads, self._threads = self._threads, Threads()
+        self._started.append(threads)  # first: a signal handler may raise, and `join` waits for it
+        threads.start()
 
     def _guard(self, target: Callable[[], None], owner: int) -> None:
         """Run a thread's work; its exception is raised in the loop."""
@@ -74,19 +78,20 @@ class ThreadGroup:
 
     def stack(self, name: str) -> str:
         """Return a thread's stack, as text."""
-        frame = sys._current_frames().get(self._threads.ident(name) or 0)
+        idents = [one.ident(name) for one in self._started]
+        frame = sys._current_frames().get(next(filter(None, idents), 0))
         return "(not running)\n" if frame is None else "".join(traceback.format_stack(frame))
 
     def join(self, deadline: float) -> None:
         """Wait for all threads until `deadline` (of time.monotonic)."""
-        stuck = self._threads.join(deadline)
+        stuck = [name for threads in self._started for name in threads.join(deadline)]
         if stuck:
             log.warning(
                 "threads %s did not end within %g s: an indexer hangs; they are left running",
                 stuck,
                 CLOSE_SECONDS,
             )
-        self._threads = Threads()
+        self._threads, self._started = Threads(), []
 
 
 def add_converters(
@@ -132,17 +137,18 @@ class ThreadPool(BatchPool):
         runners = job.num_workers + job.num_converters
         words = job.sampler.words
         memory = Block(ring_bytes(job.buffer, words, runners), zero=True)
-        ring = Ring(memory, job.buffer, words, runners)
-        ring.wake_at = wake_at(job.buffer, job.num_workers)
+        ring = Ring(memory, job.buffer, words, runners, limit=job.start.buffer)
         ring.gil_spin = spin_ns(GIL_SPIN_NS) if HAS_GIL else spin_ns()
-        ring.apart = 0 if HAS_GIL else apart(job.buffer)
         lanes = Lanes(job.num_workers, "thread")
         self._objects = Objects(job.buffer)
         self._group = ThreadGroup(ring, lanes)
         self._closed = False
         self._hint = indexer.LabelHint(job.output, log.warning)
-        self._turns = [Latch() for _ in range(job.num_workers + 1)]  # each thread sets the next
-        self._turns[0].set()
+        self._lock = Lock()  # around the next two
+        self._present: set[int] = set()  # owners that have a thread
+        self._turn = Latch()  # which the thread before the next one sets, when its indexer is made
+        self._turn.set()
+        self._opened = False
         self._starting: dict[int, int] = {}  # the owner that makes an indexer, and since when
         convert: Callable[[Any], Any] | None = None
         if job.num_converters:
@@ -159,20 +165,54 @@ class ThreadPool(BatchPool):
             threads=HAS_GIL,
             lanes=lanes,
         )
+        self.resize(*job.start)
 
     def open(self) -> None:
         """Start the threads."""
-        for number in range(self._job.num_workers):
-            self._group.add(f"cseq-w{number}", partial(self._index, number), number + 1)
+        self._opened = True
+        self._staff()
         add_converters(self._job, self._ring, self._objects, self._objects, self._group)
         self._group.start()
 
-    def _index(self, number: int) -> None:
-        """Make an indexer and index until the ring is closed."""
+    def resize(self, num_workers: int, buffer: int) -> None:
+        """Go on with another number of workers, and of batches; see `BatchPool`."""
+        super().resize(num_workers, buffer)
+        self._ring.apart = 0 if HAS_GIL else apart(buffer)
+        if self._opened:
+            self._staff()
+            self._group.start()
+
+    def _staff(self) -> None:
+        """Add the threads that are wanted and not there."""
+        with self._lock.hold():
+            for number in range(self.num_workers):
+                if number + 1 not in self._present:
+                    self._present.add(number + 1)
+                    work = partial(self._serve, number, self._take_turn())
+                    self._group.add(f"cseq-w{number}", work, number + 1)
+
+    def _take_turn(self) -> tuple[Latch, Latch]:
+        """Return the latch to wait for before an indexer is made, and the one to set after that."""
+        turn, self._turn = self._turn, Latch()
+        return turn, self._turn
+
+    def _serve(self, number: int, turns: tuple[Latch, Latch]) -> None:
+        """Index for as long as the ring is open to this thread's number."""
+        owner = number + 1
+        while True:
+            self._index(number, turns)
+            with self._lock.hold():  # `_staff` finds this one, which goes on, or adds another
+                if self._closed or self._group.failure or owner > self.num_workers:
+                    self._present.discard(owner)
+                    return
+                turns = self._take_turn()
+
+    def _index(self, number: int, turns: tuple[Latch, Latch]) -> None:
+        """Make an indexer and index until the ring is closed to it."""
         job = self._job
         batch_context = context.BatchContext(number, job.num_workers, job.sampler.seed)
         context.enter(batch_context)
-        made = self._make(number, job.worker)
+        made = self._make(number, job.worker, turns)
         if made is None:
             return
         runner = Runner(self._ring, INDEXER, number + 1, last=not job.num_converters)
@@ -185,15 +225,15 @@ class ThreadPool(BatchPool):
             del indexing.indexer  # before the first batch, a `_FirstBatch`, which refers back
             indexer.dispose(job.worker, made, copied=False)
 
-    def _make(self, number: int, worker: Any) -> Any:
+    def _make(self, number: int, worker: Any, turns: tuple[Latch, Latch]) -> Any:
         """Make a thread's indexer; None if one could not be made, or the pool is closed.
 
-        One after another, in the threads' order: some libraries cannot open a data set in two
-        threads at once. Each thread sets the latch of the next one in any case. After a failure, or
-        once the pool is closed, no indexer is made: `failure` and `_closed` are set before the
-        latch, and never unset.
+        One after another, in the order that the threads come in: some libraries cannot open a data
+        set in two threads at once. Each thread sets the latch of the next one in any case. After a
+        failure, or once the pool is closed, no indexer is made: `failure` and `_closed` are set
+        before the latch, and never unset.
         """
-        turn, following = self._turns[number : number + 2]
+        turn, following = turns
         try:
             while not turn.wait(LOOK_SECONDS):
                 if self._closed:

@@ -34,7 +34,16 @@ from cseq.memory.writer import Writer
 from cseq.processes.launcher import describe_exit
 from cseq.processes.launcher.base import FOREVER, KILL, KILLED
 from cseq.processes.launcher.forks import pair
-from cseq.processes.worker import ENTERED, FAILED, LOADED, NO_STACK, READY, Setup, WorkerProcess
+from cseq.processes.worker import (
+    ENTERED,
+    FAILED,
+    LEFT,
+    LOADED,
+    NO_STACK,
+    READY,
+    Setup,
+    WorkerProcess,
+)
 from cseq.stage import START_SHARE, overdue
 from cseq.threads import Latch, Threads, await_told, tell
 
@@ -69,7 +78,7 @@ class Supervisor:
     shared : Shared
         Stays the caller's, to be closed after `close`.
     readers : int
-        The first so many processes get the user's object.
+        The first so many processes get the user's object: the most workers there may be.
     task : callable
         ``task(owner)`` is its ``Setup.task``; called on the supervisor's thread.
     describe : callable
@@ -112,10 +121,11 @@ class Supervisor:
         self.takes_objects = launcher.takes_objects
         self._launcher = launcher
         self._readers, self._task, self._describe = readers, task, describe
+        self._active = readers  # how many of these there are to be
         self._local: Any = None  # the user's object, where workers inherit it
         self._context = contextvars.Context()  # of the thread that wants the workers
         self._caller = 0  # that thread
-        self._dead: deque[int] = deque()  # owners to be forked anew while the loop's thread waits
+        self._missing: list[int] = []  # owners to be forked while the loop's thread waits
         self._waiting: deque[Latch] = deque()  # of threads that wait for that, in `check`
         self._object: Segment | None = None  # and where they read it
         self._record: codec.Record | None = None
@@ -258,7 +268,7 @@ class Supervisor:
                 self._lanes.events.append(Event(until, "import", text=module, since=since))
             if self.takes_objects:
                 self._name_threads()
-        for owner in range(1, self.shared.owners + 1):
+        for owner in self.wanted():
             self._launch(owner)
         self._launched.set()
         while not (self.closed and not self._workers):
@@ -267,7 +277,7 @@ class Supervisor:
                     key.fileobj.recv(64)  # type: ignore[union-attr]
                 else:
                     self._receive(key.data)
-            self._fork_dead()
+            self._staff()
             if self.closed:
                 self._kill_starting()
 
@@ -287,11 +297,23 @@ class Supervisor:
                 ", ".join(others),
             )
 
-    def _fork_dead(self) -> None:
-        """Fork what replaces the dead, while a thread waits for that in `_await_forks`."""
-        while self._dead and self._waiting:
-            self._launch(self._dead[0])
-            self._dead.popleft()
+    def _staff(self) -> None:
+        """Start the workers that are wanted and not there: they have died, or come anew.
+
+        The loop's thread may be importing, or hold a lock, for which a copy of this process would
+        wait for ever. So it is forked only while that thread waits for it, in `_await_forks`.
+        """
+        missing = [owner for owner in self.wanted() if owner not in self._workers]
+        if self.closed or self.failure:
+            missing = []
+        if self.takes_objects:
+            before, self._missing = self._missing, missing
+            if missing != before:
+                self.shared.notify_all()
+        for owner in missing:
+            if not self.takes_objects or self._waiting:
+                self._launch(owner)
+                self._missing = self._missing[1:]
         self._let_go()
 
     def _let_go(self) -> None:
@@ -350,7 +372,7 @@ class Supervisor:
                 tell(logging.WARNING, "%s", body.decode())
 
     def _reap(self, worker: WorkerProcess) -> None:
-        """Ensure that a worker has ended, post its tickets again, and replace it."""
+        """Ensure that a worker has ended, and post its tickets again; `_staff` replaces it."""
         child, owner = worker.child, worker.owner
         exitcode = child.status(ENDING)
         if exitcode is None:  # a process may close its socket and live on; its server may be late
@@ -370,8 +392,12 @@ class Supervisor:
         held = [self._describe(owner, cell) for cell, _ in begun]
         lost = ((since, f"{h.epoch}/{h.batch}") for (_, since), h in zip(begun, held, strict=True))
         text = describe_exit(exitcode)
-        self._lanes.note("death", owner, pid=child.pid, text=text, held=tuple(lost))
+        left = worker.state == LEFT
+        what = "end" if left else "death"
+        self._lanes.note(what, owner, pid=child.pid, text=text, held=tuple(lost))
         self.shared.reclaim(owner)
+        if left or not (held or owner in self.wanted()):
+            return
         if self.failure:
             return
         was_ready = worker.state == READY
@@ -389,15 +415,11 @@ class Supervisor:
         if was_ready and not any(other.state == READY for other in self._workers.values()):
             self._event, self._patience = f"worker {owner - 1} has ended", SHORT
             self._unready = time.monotonic()
-        self._lanes.note("restart", owner)
-        tell(logging.WARNING, "worker %d %s: replaced%s", owner - 1, text, self.deaths.lost)
-        if self.takes_objects:
-            # The loop's thread may be importing, or hold a lock, for which the copy would wait for
-            # ever. So this process is forked only while that thread waits for it.
-            self._dead.append(owner)
-            self.shared.notify_all()
-        else:
-            self._launch(owner)
+        done = "its tickets go to others"
+        if owner in self.wanted():
+            self._lanes.note("restart", owner)
+            done = "replaced"
+        tell(logging.WARNING, "worker %d %s: %s%s", owner - 1, text, done, self.deaths.lost)
 
     def _fail(self, error: BaseException) -> None:
         """Store the first exception, which `check` raises in the consumer."""
@@ -413,7 +435,7 @@ class Supervisor:
         """
         if self.closed:
             raise InterruptedError("the workers were ended while a batch, or item, was awaited")
-        if self._dead:
+        if self._missing:
             self._await_forks()
         self.failure.check()
         waited = time.monotonic() - self._unready
@@ -485,6 +507,20 @@ class Supervisor:
         if self._thread.begun and self._wanted.wait(0):
             self._launched.wait()
 
+    def wanted(self) -> list[int]:
+        """Return the owners that are to have a process."""
+        owners = range(1, self.shared.owners + 1)
+        return [owner for owner in owners if not self._active < owner <= self._readers]
+
+    def resize(self, count: int) -> None:
+        """Have so many workers, at least 1: new ones are started.
+
+        Those that are too many have to leave by themselves: a shared ring says so (`Ring.fit`).
+        """
+        if count != self._active:
+            self._active = count
+            self._wake()
+
     def is_ready(self, owner: int) -> bool:
         """Whether a worker has reported that it is ready, and is not known to have ended."""
         worker = self._workers.get(owner)
@@ -492,7 +528,7 @@ class Supervisor:
 
     def pids(self) -> list[int | None]:
         """Return the process ids of all workers; see `pid`."""
-        return [self.pid(owner) for owner in range(1, self.shared.owners + 1)]
+        return [self.pid(owner) for owner in self.wanted()]
 
     def pid(self, owner: int) -> int | None:
         """Return a worker's process id; None while it is being started or replaced."""

@@ -9,7 +9,8 @@
 
 A worker sends ENTERED before it reads the user's object, which imports the user's modules, LOADED
 when it has it (a forked worker at once), then READY. FAILED comes with the exception that kept it
-from getting ready, NOTED with a warning, at any time.
+from getting ready, NOTED with a warning, at any time; LEFT from one that was asked to leave an open
+ring, before it ends.
 
 On a signal, a worker writes its stacks to an anonymous file that it shares with the trainer, not to
 the socket: the signal handler may run while a message is being sent.
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ENTERED",
     "FAILED",
+    "LEFT",
     "LOADED",
     "NOTED",
     "NO_STACK",
@@ -62,7 +64,7 @@ __all__ = [
     "send_state",
 ]
 
-ENTERED, LOADED, READY, FAILED, NOTED = b"E", b"L", b"R", b"F", b"N"
+ENTERED, LOADED, READY, FAILED, NOTED, LEFT = b"E", b"L", b"R", b"F", b"N", b"X"
 HEADER = struct.Struct("<cQ")  # one of the above, and the length of what follows
 LENGTH = struct.Struct("<Q")  # of the setup that follows
 
@@ -167,7 +169,8 @@ class WorkerProcess:
     owner : int
         Its number among the owners of tickets, from 1.
     state : bytes
-        ENTERED, LOADED, READY or FAILED, as the latest message said; empty before there is one.
+        ENTERED, LOADED, READY, FAILED or LEFT, as the latest message said; empty before there is
+        one.
     entered : int
         When the first message came, in ns of `now_ns`.
     is_overdue : bool

@@ -159,7 +159,7 @@ static void trainer_post(trainer *t, uint32_t cell) {
     if (cell < cseq_ring_round(t->ring)) t->next_cell = (cell + 1) % cseq_ring_round(t->ring);
     cseq_ring_post(t->ring, cell, ticket);
     t->posted++;
-    if (++t->unwoken >= t->wake_at && !(t->turn && cseq_gil_is_served(t->turn, t->ring)))
+    if (++t->unwoken >= t->wake_at && !(t->turn && cseq_gil_is_served(t->turn)))
         trainer_wake(t);
 }
 
@@ -271,7 +271,7 @@ static void trainer_wait(trainer *t, uint32_t seen, uint64_t ns) {
         uint32_t at = (uint32_t)cell, most = t->turn && t->turn->apart ? t->turn->apart : 1;
         uint32_t behind = t->outstanding < most ? t->outstanding : most;
         uint32_t last = t->order[(t->first + behind - 1) % t->ring->capacity];
-        if (t->unwoken && !(t->turn && cseq_gil_is_served(t->turn, t->ring))) trainer_wake(t);
+        if (t->unwoken && !(t->turn && cseq_gil_is_served(t->turn))) trainer_wake(t);
         if (t->turn ? cseq_gil_expect(t->turn, t->ring, at, last, seen)
                     : t->ring->spin && cseq_ring_expect(&t->ring, &at, 1, last, seen))
             return;

@@ -37,6 +37,7 @@ static struct {
     uint64_t seed, round;
     uint32_t stages, indexers, runners, tickets, mortality, haste; /* the latter: per 65536 points */
     uint64_t abandon_every;
+    uint32_t resize_every; /* runners come and go, cells are added; 0: not */
     uint32_t deaths_left; /* atomic */
 } plan;
 
@@ -46,7 +47,7 @@ static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static uint32_t dead[MOST_RUNNERS + 1], dead_count, left_count; /* under the lock */
 static trainer boss;
 static cseq_gil turn;
-static uint64_t kills, abandons, tickets_in_all;
+static uint64_t kills, abandons, resizes, tickets_in_all;
 static _Thread_local runner *self; /* 0: the trainer or the watcher */
 static _Thread_local uint64_t own_rng;
 
@@ -109,7 +110,11 @@ static void *run(void *argument) {
     self = argument;
     for (;;) {
         int cell = runner_claim(&self->place, PARK);
-        if (cell == CSEQ_CLOSED) break;
+        if (cell == CSEQ_CLOSED) {
+            if (cseq_ring_closed(self->place.ring)) break;
+            sched_yield(); /* it has left: another one with its number comes when it is admitted */
+            continue;
+        }
         if (cell < 0) continue;
         runner_work(&self->place, (uint32_t)cell);
         runner_publish(&self->place, (uint32_t)cell);
@@ -174,6 +179,8 @@ static void make_plan(void) {
     REQUIRE(ring != 0, "no memory");
     memset(ring, 0, bytes);
     cseq_ring_init(ring, capacity, BATCH, plan.runners, calls, 0);
+    plan.resize_every = calls || below(rng, 2) ? 0 : 1 + below(rng, 30);
+    if (plan.resize_every) ring->round = 1 + below(rng, capacity);
     cseq_ring_set_spin(ring, below(rng, 2) ? 0 : below(rng, 50000), below(rng, 200000));
     trainer_init(&boss, ring, below(rng, 2) ? 0 : ((uint64_t)1 << 40) - below(rng, 300), plan.tickets);
     boss.ordered = below(rng, 3) > 0;
@@ -183,6 +190,7 @@ static void make_plan(void) {
     memset(&turn, 0, sizeof turn);
     turn.ns = below(rng, 2) ? 0 : 1 + below(rng, 50000);
     turn.apart = below(rng, boss.ring->capacity + 1);
+    turn.crew = plan.runners;
     boss.turn = below(rng, 2) ? &turn : 0;
 }
 
@@ -209,6 +217,11 @@ static void play(void) {
             abandons++;
             since = 0;
         }
+        if (plan.resize_every && !below(&own_rng, plan.resize_every)) {
+            cseq_ring_extend(boss.ring, 1 + below(&own_rng, boss.ring->capacity));
+            cseq_ring_admit(boss.ring, 1 + below(&own_rng, plan.indexers));
+            resizes++;
+        }
     }
     trainer_check(&boss);
     cseq_ring_close(boss.ring);
@@ -230,8 +243,8 @@ int main(int argc, char **argv) {
     printf("ring_stress: seed %llu\n", (unsigned long long)plan.seed);
     uint64_t end = cseq_now_ns() + (uint64_t)(atof(argv[2]) * 1e9);
     for (; cseq_now_ns() < end; plan.round++) play();
-    printf("ok: %llu rounds, %llu tickets, %llu deaths, %llu epochs broken off\n",
+    printf("ok: %llu rounds, %llu tickets, %llu deaths, %llu epochs broken off, %llu resizes\n",
            (unsigned long long)plan.round, (unsigned long long)tickets_in_all,
-           (unsigned long long)kills, (unsigned long long)abandons);
+           (unsigned long long)kills, (unsigned long long)abandons, (unsigned long long)resizes);
     return 0;
 }

@@ -8,6 +8,8 @@
  *   runner    claims, works, publishes, sleeps; may be dead at any step
  *   watcher   once a runner is gone: reposts what it held, notifies all, starts another
  *   killer    kills at most DEATHS times, whomever and whenever it likes
+ *   resizer   RESIZES times has fewer indexers, or all again; adds cells to the round: the trainer does,
+ *             here at any time
  *
  * The event counter of a gate is kept as one bit per sleeper, fresh: "event still equals what I
  * have seen". Adding to the event clears the bits of everybody at that gate. That is the same as
@@ -32,6 +34,10 @@
 #endif
 #ifndef RESTARTS
 #define RESTARTS DEATHS /* a death beyond these is an error that the trainer must hear of */
+#endif
+
+#ifndef RESIZES
+#define RESIZES 0
 #endif
 
 #ifdef QUEUE /* a ring of one runner, which claims in the order of the posts; else a shared ring */
@@ -74,6 +80,9 @@ byte output[CELLS];
 byte hint; /* the next cell to claim */
 #endif
 bit closed;
+byte admits = RUNNERS; /* indexers with higher numbers leave */
+byte round = (RESIZES -> 1 : CELLS); /* the cells that are looked at */
+byte resizes;
 bit asleep[3];
 byte wanted;
 bit fresh[RUNNERS + 1];
@@ -199,6 +208,7 @@ inline begin_work() {
 }
 
 #define IS_OPEN(c) (state[c] == OPEN(me))
+#define LEAVES(me) (closed || (STAGE_OF(me) == 0 && (me) > admits))
 
 /* Where to look: `seen_at` with its ticket in `t`, or NONE. A shared ring: from 0, or (HINT) from
  * anywhere on. A queue: at one cell. */
@@ -217,6 +227,7 @@ inline look() {
 inline look() {
     atomic {
         k = 0;
+        n = round;
         seen_at = NONE;
         t = NONE;
 #ifdef QUEUE
@@ -238,9 +249,9 @@ inline look() {
 #endif
     }
     do
-    :: atomic { k == CELLS -> k = 0; c = 0; break }
-    :: atomic { k < CELLS && !IS_OPEN(c) -> k++; c = AFTER(c) }
-    :: atomic { k < CELLS && IS_OPEN(c) -> seen_at = c; t = ticket[c]; k = 0; c = 0; break }
+    :: atomic { k == CELLS -> k = 0; c = 0; n = 0; break }
+    :: atomic { k < CELLS && !(c < n && IS_OPEN(c)) -> k++; c = AFTER(c) }
+    :: atomic { k < CELLS && c < n && IS_OPEN(c) -> seen_at = c; t = ticket[c]; k = 0; c = 0; n = 0; break }
     od
 }
 #endif
@@ -256,10 +267,11 @@ inline grab() {
 /* A cell in `got`, or NONE. */
 #ifdef COARSE
 inline claim() {
+    n = round;
     do
-    :: atomic { k == CELLS -> k = 0; break }
-    :: atomic { k < CELLS && !IS_OPEN(k) -> k++ }
-    :: atomic { k < CELLS && IS_OPEN(k) -> got = k; k = 0; grab(); break }
+    :: atomic { k == n -> k = 0; n = 0; break }
+    :: atomic { k < n && !IS_OPEN(k) -> k++ }
+    :: atomic { k < n && IS_OPEN(k) -> got = k; k = 0; n = 0; grab(); break }
     od
 }
 #else
@@ -314,22 +326,25 @@ inline quick() {
     atomic {
         if
         :: closed -> break
-        :: IS_OPEN(0) -> got = 0; grab()
+        :: !closed && LEAVES(me) -> (closed || !LEAVES(me)) /* has left, and is started again */
+        :: !LEAVES(me) && IS_OPEN(0) -> got = 0; grab()
 #if CELLS > 1
-        :: IS_OPEN(1) -> got = 1; grab()
+        :: !LEAVES(me) && round > 1 && IS_OPEN(1) -> got = 1; grab()
 #endif
 #if CELLS > 2
-        :: IS_OPEN(2) -> got = 2; grab()
+        :: !LEAVES(me) && round > 2 && IS_OPEN(2) -> got = 2; grab()
 #endif
-        :: !closed -> skip
+        :: !LEAVES(me) -> skip
         fi
     }
 #else
     if
     :: atomic { closed -> break }
-    :: atomic { !closed -> skip }
-    fi;
-    claim()
+    :: atomic { !closed && LEAVES(me) -> skip };
+        (closed || !LEAVES(me)) /* has left, and is started again */
+    :: atomic { !LEAVES(me) -> skip };
+        claim()
+    fi
 #endif
 }
 
@@ -369,7 +384,7 @@ inline publish() {
 }
 
 proctype runner(byte me) {
-    byte got = NONE, seen_at, c, k, t, i;
+    byte got = NONE, seen_at, c, k, n, t, i;
     bit old;
 born:
     {
@@ -387,7 +402,8 @@ born:
             :: atomic { got == NONE -> skip };
                 if
                 :: atomic { closed -> break }
-                :: atomic { !closed -> skip }; sleep(me)
+                :: atomic { !closed && LEAVES(me) -> skip }
+                :: atomic { !LEAVES(me) -> skip }; sleep(me)
                 fi
             :: atomic { got != NONE -> skip };
                 publish();
@@ -398,7 +414,7 @@ born:
     } unless {
         atomic {
             dead[me] ->
-            got = NONE; seen_at = 0; c = 0; k = 0; t = 0; i = 0; old = 0;
+            got = NONE; seen_at = 0; c = 0; k = 0; n = 0; t = 0; i = 0; old = 0;
             fresh[me] = 0;
             sleeping[me] = 0;
             do
@@ -514,6 +530,18 @@ end:
     od
 }
 
+#if RESIZES
+proctype resizer() {
+    byte i;
+end:
+    do
+    :: atomic { resizes < RESIZES && admits > 1 -> resizes++; admits = 1 }; notify_all(INPUT)
+    :: atomic { resizes < RESIZES && admits < RUNNERS -> resizes++; admits = RUNNERS }; notify_all(INPUT)
+    :: atomic { round < CELLS -> round++ }
+    od
+}
+#endif
+
 /* ── trainer ───────────────────────────────────────────────────────────────────────────── */
 
 inline vacant() {
@@ -523,9 +551,16 @@ inline vacant() {
 #else
         c = 0;
         do
+#ifdef M_POST_BEYOND
         :: c < CELLS && state[c] != FREE -> c++
+#else
+        :: c < round && state[c] != FREE -> c++
+#endif
         :: else -> break
-        od
+        od;
+#ifndef M_POST_BEYOND
+        c = (c < round -> c : CELLS)
+#endif
 #endif
     }
 }
@@ -762,6 +797,9 @@ init {
         serving[3] = 1; run runner(3);
 #endif
         run watcher();
+#if RESIZES
+        run resizer();
+#endif
         run killer();
         run trainer()
     }

@@ -37,6 +37,12 @@ normal  holds        ring    -DRUNNERS=1 -DQUEUE -DTICKETS=4 -DABANDON -DCELLS=3
 normal  holds        ring    -DRUNNERS=1 -DCELLS=3 -DTICKETS=4 -DDEATHS=2
 normal  holds        ring    -DRUNNERS=1 -DCELLS=2 -DTICKETS=4 -DABANDON
 long    holds        ring    -DRUNNERS=1 -DCELLS=3 -DTICKETS=4 -DABANDON
+short   holds        ring    -DCOARSE -DGREEDY -DTICKETS=1 -DDEATHS=0 -DRESIZES=1
+normal  holds        ring    -DCOARSE -DGREEDY -DTICKETS=2 -DDEATHS=0 -DRESIZES=1 -DNEVER_LAZY
+normal  holds        ring    -DCOARSE -DGREEDY -DTICKETS=1 -DRESIZES=1
+normal  holds        ring    -DTICKETS=1 -DDEATHS=0 -DRESIZES=1
+long    holds        ring    -DCOARSE -DGREEDY -DTICKETS=2 -DRESIZES=1 -DNEVER_LAZY
+long    holds        ring    -DTICKETS=2 -DDEATHS=0 -DRESIZES=1 -DGREEDY -DNEVER_LAZY
 long    holds        ring    -DCOARSE
 long    holds        ring    -DCOARSE -DGREEDY -DDEATHS=2
 long    holds        ring    -DCOARSE -DGREEDY -DCELLS=3 -DTICKETS=4 -DALWAYS_LAZY
@@ -73,6 +79,7 @@ short   fails        ring    -DM_ALARM_ORDER -DCOARSE -DTICKETS=2
 short   fails        ring    -DM_NO_ALARM -DCOARSE -DTICKETS=2 -DGREEDY
 short   fails        ring    -DM_NO_ALARM_OUTPUT -DCOARSE -DTICKETS=2 -DGREEDY
 short   fails        ring    -DM_SEEN_LATE -DCOARSE -DTICKETS=2 -DRUNNERS=1 -DRESTARTS=0
+short   fails        ring    -DM_POST_BEYOND -DCOARSE -DGREEDY -DTICKETS=2 -DDEATHS=0 -DRESIZES=1 -DRUNNERS=1
 short   fails        ring    -DM_CLAIM_NO_CAS -DTICKETS=2 -DDEATHS=0
 short   fails        ring    -DM_CLAIM_THEN_OWNER -DTICKETS=1
 short   fails        ring    -DM_CANCEL_NO_CAS -DCOARSE -DTICKETS=2 -DDEATHS=0 -DGREEDY -DABANDON

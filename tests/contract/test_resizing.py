@@ -1,0 +1,187 @@
+"""Workers and buffer change while a manager runs: the stream does not."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from indexers import Augmented
+from kinds import QUICKEST, THREAD, Kind, assert_same, by_name, expected
+
+import cseq
+from cseq import testing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+MOST, CELLS, SAMPLES, BATCH = 4, 12, 240, 5
+KINDS = [THREAD, QUICKEST]
+PATIENCE = 60.0  # seconds
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def at_random(manager: Any, seed: int, *, kills: bool) -> Iterator[Any]:
+    """Give the batches of an epoch, and change the sizes meanwhile; workers die, too."""
+    draw = random.Random(seed)
+    for batch in manager:
+        yield batch
+        if draw.random() < 0.4:
+            testing.resize(manager, draw.randint(1, MOST), draw.randint(1, CELLS))
+        if kills and draw.random() < 0.1:
+            testing.kill(manager, draw.randrange(MOST))
+
+
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
+@pytest.mark.parametrize("kind", KINDS, ids=by_name)
+def test_sizes_at_random_change_no_batch(kind: Kind, ordered: bool) -> None:
+    """Ordered and unordered, in threads and processes, of which some die meanwhile."""
+    options = {"batch_size": BATCH, "buffer": CELLS, "ordered": ordered, "max_restarts": 1000}
+    reference = expected(Augmented, SAMPLES, epochs=3, **options)
+    with kind.start(Augmented, SAMPLES, MOST, **options) as manager:
+        got = [
+            batch for seed in range(3) for batch in at_random(manager, seed, kills=kind.processes)
+        ]
+    if not ordered:
+        count = len(reference) // 3
+        for epoch in range(3):
+            of_epoch = slice(epoch * count, (epoch + 1) * count)
+            for batches in (got, reference):
+                batches[of_epoch] = sorted(batches[of_epoch], key=lambda b: b["more"])
+    assert len(got) == len(reference)
+    for one, other in zip(got, reference, strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=by_name)
+def test_a_resume_in_the_middle_of_changes(kind: Kind) -> None:
+    """Another manager goes on where the state was taken."""
+    reference = expected(Augmented, SAMPLES, batch_size=BATCH)
+    got: list[Any] = []
+    state = None
+    while state is None or len(got) < len(reference):
+        manager = kind.make(Augmented, SAMPLES, MOST, batch_size=BATCH, buffer=CELLS)
+        if state is not None:
+            manager.load_state_dict(state)
+        with manager.start():
+            for batch in at_random(manager, len(got), kills=False):
+                got.append(batch)
+                state = manager.state_dict()
+                if len(got) % 17 == 0:
+                    break
+    for one, other in zip(got, reference, strict=True):
+        assert_same(one, other)
+
+
+class Gated:
+    """Says that it has a batch, by a file, and waits until another file lets it go on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __getitem__(self, indices: Any) -> Any:
+        info = cseq.worker_info()
+        assert info is not None
+        (self.folder / f"in-{info.number}").touch()
+        until((self.folder / "open").exists)
+        return indices
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["goes on", "dies"])
+def test_a_worker_that_is_to_leave_finishes_its_ticket_or_another_makes_it(
+    tmp_path: Path, dies: bool
+) -> None:
+    """Killed with the ticket in hand, while it is being retired, it is not replaced."""
+    with QUICKEST.start(
+        Gated(tmp_path), SAMPLES, 2, batch_size=BATCH, buffer=4, shuffle=False
+    ) as manager:
+        batches = iter(manager)
+        until(lambda: all((tmp_path / f"in-{k}").exists() for k in range(2)))
+        leaving = testing.pids(manager)[1]
+        testing.resize(manager, num_workers=1)
+        assert testing.pids(manager) == [testing.pids(manager)[0]]
+        if dies:
+            assert testing.kill(manager, 1) == leaving
+        (tmp_path / "open").touch()
+        assert np.concatenate(list(batches)).tolist() == list(range(SAMPLES))
+        until(lambda: manager.stats().retries == dies)
+        assert manager.stats().num_workers == 1
+
+
+def test_a_thread_that_leaves_closes_its_indexer_and_another_is_made() -> None:
+    """Indexers are made and closed as often as threads come and go."""
+    made: list[int] = []
+    closed: list[int] = []
+
+    class Counted:
+        def __init__(self) -> None:
+            made.append(threading.get_ident())
+
+        def __getitem__(self, indices: Any) -> Any:
+            return indices
+
+        def close(self) -> None:
+            closed.append(threading.get_ident())
+
+    with cseq.MTSequence(
+        Counted, 10**6, 3, batch_size=1, buffer=CELLS, out_type="null", seed=1
+    ).start() as manager:
+        batches = iter(manager)
+        until(lambda: len(made) == 3)
+        for count in range(1, 4):
+            testing.resize(manager, num_workers=2)
+            until(lambda n=count: next(batches) is not None and len(closed) == n)
+            testing.resize(manager, num_workers=3)
+            until(lambda n=count: next(batches) is not None and len(made) == 3 + n)
+    assert len(closed) == len(made) == 6
+
+
+def test_a_process_that_leaves_ends_and_another_is_started() -> None:
+    """None of them counts as a death."""
+    with QUICKEST.start(Augmented, 10**6, 3, batch_size=1, buffer=CELLS) as manager:
+        batches = iter(manager)
+        testing.await_workers(manager)
+        for _ in range(2):
+            before = testing.pids(manager)
+            assert len(set(before)) == 3
+            testing.resize(manager, num_workers=1)
+            assert testing.pids(manager) == before[:1]
+            testing.resize(manager, num_workers=3)
+            until(lambda: next(batches) is not None and None not in testing.pids(manager))
+            testing.await_workers(manager)
+        assert manager.stats().restarts == 0
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=by_name)
+def test_no_more_batches_are_made_ahead_than_the_buffer(kind: Kind) -> None:
+    """Also when the buffer gets smaller, and larger again."""
+    with kind.start(Augmented, 10**6, 2, batch_size=1, buffer=CELLS) as manager:
+        batches = iter(manager)
+        for ahead in (CELLS, 3, 7, 1):
+            testing.resize(manager, buffer=ahead)
+            for _ in range(2 * CELLS):  # what was posted before is taken
+                next(batches)
+            until(lambda n=ahead: manager.stats().depths[2] == n)
+            assert manager.stats().buffer == ahead
+
+
+def test_sizes_are_checked() -> None:
+    """They are at least 1, and at most those of the constructor."""
+    manager = THREAD.make(Augmented, SAMPLES, 2, buffer=4)
+    with pytest.raises(RuntimeError, match="start"):
+        testing.resize(manager, num_workers=1)
+    with manager.start():
+        for wrong in ({"num_workers": 0}, {"num_workers": 3}, {"buffer": 0}, {"buffer": 5}):
+            with pytest.raises(ValueError, match=next(iter(wrong))):
+                testing.resize(manager, **wrong)
