@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -122,6 +122,10 @@ class Meters:
     def read(cls, rings: Sequence[Ring], past: Callable[[], bytes] = bytes) -> Meters:
         """Read those of all rings of a pool; on any thread."""
         return cls([ring.meters() for ring in rings], now_ns(), past)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled and copied: the rows of the past instead of their source."""
+        return {**vars(self), "_past": partial(bytes, self._past())}
 
     @cached_property
     def history(self) -> NDArray[np.void]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import pickle
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -174,6 +175,10 @@ def test_how_a_run_went(kind: type[cseq.MTSequence[Any]]) -> None:
     assert 0 < len(later) < len(rows)
     assert later["batches"][0] > 29
     assert len(manager.stats().history) == len(rows), "kept after the end"
+    other, early = pickle.loads(pickle.dumps(stats)), pickle.loads(pickle.dumps(middle))
+    assert np.array_equal(other.history, rows)
+    assert np.array_equal(other.since(early).history, later)
+    assert str(other.advice()) == str(stats.advice())
 
 
 def test_no_history() -> None:
