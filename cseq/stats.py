@@ -255,8 +255,8 @@ class Stats:
         >>> manager.stats().since(before).loop_waiting  # doctest: +SKIP
         0.07
         """
-        if earlier.batches > self.batches or earlier.start_waited > self.start_waited:
-            raise ValueError("`earlier` counts more than this: give stats() of before, same run")
+        if earlier.batches > self.batches or earlier._first not in (0, self._first):
+            raise ValueError("`earlier` is of another run: give stats() of before, of this run")
         added = {name: getattr(self, name) - getattr(earlier, name) for name in ADDED}
         if self.meters is not None and earlier.meters is not None:
             added["meters"] = self.meters.since(earlier.meters)
@@ -345,6 +345,11 @@ class Stats:
     def _indexers(self) -> slice:
         """Where the indexers' records are: before those of the converters."""
         return slice(0, None if self.meters is None else self._runners - self.num_converters)
+
+    @property
+    def _first(self) -> int:
+        """When the first batch was taken, on the system's clock: each run has its own; 0: never."""
+        return 0 if self.meters is None else int(self.meters.loop["first"])
 
     @property
     def _converters(self) -> slice:

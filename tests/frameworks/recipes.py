@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,3 +164,25 @@ def recorded(
             with pytest.raises(Interrupted):
                 train(**options)
     return record
+
+
+class Read:
+    """A manager for a monitor; keeps what the monitor reads, and says what it has to log."""
+
+    def __init__(self, manager: Any = None) -> None:
+        self.manager = manager
+        self.readings: list[Any] = []
+
+    def stats(self) -> Any:
+        """Read, and take down."""
+        self.readings.append(self.manager.stats())
+        return self.readings[-1]
+
+    def figures(self) -> list[dict[str, float]]:
+        """Return those of each window."""
+        return [now.since(before).as_dict() for before, now in pairwise(self.readings)]
+
+
+def figures_of(logged: dict[str, Any]) -> dict[str, float]:
+    """Pick cseq's out of what a framework has logged."""
+    return {name: value for name, value in logged.items() if name.startswith("cseq/")}

@@ -58,3 +58,46 @@ def test_its_epochs_and_its_resumes(recipes: Path, folder: Path) -> None:
     prefix = "trained: "
     found = [line.removeprefix(prefix) for line in output.splitlines() if line.startswith(prefix)]
     assert [json.loads(line) for line in found] == batches
+
+
+MONITORED = """
+import vision
+import torch
+import with_composer
+from composer import Trainer
+from composer.loggers import InMemoryLogger
+from cseq.adapters.composer import Monitor
+from data import batches
+from recipes import LENGTH, Read, figures_of
+
+model = with_composer.Model()
+for own in (False, True):
+    logger = InMemoryLogger()
+    with batches().start() as manager:
+        read = Read(manager)
+        trainer = Trainer(
+            model=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=1e-4),
+            train_dataloader=manager,
+            max_duration="3ep",
+            device="cpu",
+            callbacks=[Monitor(None if own else read, every=5)],
+            loggers=[logger],
+        )
+        trainer.fit()
+        trainer.close()
+    logged = figures_of(logger.data)
+    steps = list(range(5, 3 * LENGTH + 1, 5))
+    assert len(logged) == 17
+    for name, values in logged.items():
+        assert [int(timestamp.batch) for timestamp, _ in values] == steps
+        if not own:
+            expected = [figures[name] for figures in read.figures()]
+            assert [value for _, value in values] == expected
+print("all is well")
+"""
+
+
+def test_the_monitor_logs_figures(recipes: Path, folder: Path) -> None:
+    """Every fifth batch, what stats() says of the batches since, under that batch's timestamp."""
+    assert run(["-c", MONITORED], folder, recipes).endswith("all is well\n")

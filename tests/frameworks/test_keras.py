@@ -57,3 +57,74 @@ def test_its_epochs_and_its_resumes(
     prefix = "trained: "
     found = [line.removeprefix(prefix) for line in output.splitlines() if line.startswith(prefix)]
     assert [json.loads(line) for line in found] == batches
+
+
+MONITORED = """
+import json, os, sys
+import keras
+import with_keras
+from cseq.adapters.keras import Batches, Monitor, SaveState
+from data import batches
+from recipes import LENGTH, Read, figures_of
+
+logged, shown = {}, []
+
+
+class Logger(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        self.step = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.step += 1
+        assert "loss" in logs
+        logged[self.step] = figures_of(logs)
+
+
+class Bar(keras.callbacks.ProgbarLogger):
+    def on_train_batch_end(self, batch, logs=None):
+        shown.append(figures_of(logs))
+
+
+net = with_keras.network()
+with batches(out_type="null").start() as manager:
+    read = Read(manager)
+    callbacks = [
+        Bar(),
+        Monitor(read, every=5),
+        SaveState(manager, "saved", LENGTH),
+        Logger(),
+        keras.callbacks.CSVLogger("log.csv"),
+    ]
+    history = net.fit(Batches(manager), epochs=3, callbacks=callbacks, verbose=0).history
+
+# The monitor reads as training begins, as an epoch begins and ends, and after each fifth batch.
+readings = iter(read.readings)
+before, current, step = next(readings), {}, 0
+for epoch in range(3):
+    begin = next(readings)
+    for _ in range(LENGTH):
+        step += 1
+        if step % 5 == 0:
+            now = next(readings)
+            assert now.since(before).batches == 5
+            before, current = now, now.since(before).as_dict()
+        assert logged[step] == current, (step, logged[step], current)
+    whole = next(readings).since(begin)
+    assert whole.batches == LENGTH
+    assert figures_of({name: values[epoch] for name, values in history.items()}) == whole.as_dict()
+assert next(readings, None) is None
+assert shown == [{}] * (3 * LENGTH)
+with open("log.csv") as file:
+    assert set(current) <= set(file.readline().strip().split(","))
+print("all is well")
+"""
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_the_monitor_adds_to_the_logs(
+    backend: str, recipes: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stats() says, in the logs of batches, of epochs, and in the history; not in the bar."""
+    pytest.importorskip(backend)
+    monkeypatch.setenv("KERAS_BACKEND", backend)
+    assert run(["-c", MONITORED], folder, recipes).endswith("all is well\n")

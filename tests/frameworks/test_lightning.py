@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from recipes import EPOCHS, LENGTH, Interrupted, Record, on_two_ranks, record_torch, stream
+from recipes import (
+    EPOCHS,
+    LENGTH,
+    Interrupted,
+    Read,
+    Record,
+    figures_of,
+    on_two_ranks,
+    record_torch,
+    stream,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,3 +78,62 @@ def test_two_ranks(recipes: Path, folder: Path) -> None:
         arguments["ckpt_path"] = f"checkpoints/step={taken}.ckpt"
         rest = on_two_ranks("with_lightning", arguments, folder, recipes, launcher=())
         assert rest == [rank[taken:] for rank in ranks]
+
+
+def test_the_monitor_logs_beside_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fifth batch, what stats() says of the batches since, at the step of the loss there."""
+    import lightning
+    import with_lightning
+    from data import batches
+    from lightning.pytorch.loggers import CSVLogger
+
+    from cseq.adapters.lightning import DataModule, Monitor
+
+    logged = []
+
+    class Logger(CSVLogger):
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            logged.append((step, metrics))
+
+    class Module(with_lightning.Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("training_loss", loss)
+            return loss
+
+    read = Read()
+
+    def make() -> Any:
+        read.manager = batches(shard="auto")
+        return read.manager
+
+    steps = [step - 1 for step in range(5, EPOCHS * LENGTH + 1, 5)]  # Lightning's are from 0
+    for manager in (None, read):
+        logged.clear()
+        trainer = lightning.Trainer(
+            max_epochs=EPOCHS,
+            accelerator="cpu",
+            logger=Logger("logs"),
+            log_every_n_steps=5,
+            enable_progress_bar=False,
+            callbacks=[Monitor(manager, every=5)],
+        )
+        trainer.fit(Module(), DataModule(make))
+        figures = [(step, found) for step, metrics in logged if (found := figures_of(metrics))]
+        assert [step for step, _ in figures] == steps
+        assert [step for step, metrics in logged if "training_loss" in metrics] == steps
+        with pytest.raises(UserWarning, match="was not started"):  # it is finished
+            next(iter(read.manager))
+    assert [found for _, found in figures] == read.figures()
+
+
+def test_a_loader_that_does_not_count(folder: Path) -> None:
+    """What has no figures is refused, and so is a manager in place of a function."""
+    from cseq.adapters.lightning import DataModule, Monitor
+
+    with pytest.raises(TypeError, match=r"manager=\[\] has no stats\(\); give a manager"):
+        Monitor([])
+    with pytest.raises(ValueError, match="every=0 is below 1"):
+        Monitor(every=0)
+    with pytest.raises(TypeError, match="train=3 is not callable"):
+        DataModule(3)

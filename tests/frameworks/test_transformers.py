@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from recipes import LENGTH, Record, on_two_ranks, record_torch, recorded, stream
+from recipes import (
+    LENGTH,
+    Read,
+    Record,
+    figures_of,
+    on_two_ranks,
+    record_torch,
+    recorded,
+    stream,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,3 +71,77 @@ def test_two_ranks(recipes: Path, folder: Path) -> None:
         arguments["resume"] = f"checkpoints/checkpoint-{taken}"
         rest = on_two_ranks("with_transformers", arguments, folder, recipes)
         assert rest == [rank[taken:] for rank in ranks]
+
+
+def test_the_monitor_logs_beside_the_loss(folder: Path) -> None:
+    """Every fifth step, what stats() says of the steps since; the loss of the step stays."""
+    import with_transformers
+    from data import batches
+    from inputs import Inputs
+    from transformers import TrainerCallback, TrainingArguments
+
+    from cseq.adapters.transformers import BatchTrainer, Monitor
+
+    logged: list[tuple[int, dict[str, float]]] = []
+
+    class Logger(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
+            logged.append((state.global_step, dict(logs)))
+
+    args = TrainingArguments(
+        "checkpoints",
+        num_train_epochs=3,
+        logging_steps=5,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+    )
+    steps = list(range(5, 3 * LENGTH + 1, 5))
+    for late in (False, True):
+        logged.clear()
+        with batches(Inputs).start() as manager:
+            read = Read(manager)
+            callbacks = [Logger()] if late else [Logger(), Monitor(read, every=5)]
+            model = with_transformers.Model()
+            trainer = BatchTrainer(model, args, train_dataset=manager, callbacks=callbacks)
+            if late:
+                trainer.add_callback(Monitor(read, every=5, trainer=trainer))
+            trainer.train()
+        figures = [(step, found) for step, logs in logged if (found := figures_of(logs))]
+        assert [step for step, _ in figures] == steps
+        assert [found for _, found in figures] == read.figures()
+        assert [step for step, logs in logged if "loss" in logs] == steps
+        history = [found for logs in trainer.state.log_history if (found := figures_of(logs))]
+        assert history == read.figures()
+
+
+def test_what_does_not_fit_together_is_refused(folder: Path) -> None:
+    """A monitor without a Trainer, batches skipped twice, a checkpoint without a state."""
+    import with_transformers
+    from data import batches
+    from inputs import Inputs
+    from transformers import Trainer, TrainingArguments
+
+    from cseq.adapters.transformers import BatchTrainer, Monitor, SaveState
+
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return self.train_dataset
+
+    def train(kind: Any, callback: Any, resume: bool = False, **options: Any) -> None:
+        args = TrainingArguments(
+            "checkpoints", max_steps=2, use_cpu=True, report_to="none", save_steps=1, **options
+        )
+        with batches(Inputs).start() as manager:
+            trainer = kind(with_transformers.Model(), args, train_dataset=manager)
+            if callback is not None:
+                trainer.add_callback(callback)
+            trainer.train(resume_from_checkpoint=resume)
+
+    with pytest.raises(ValueError, match="Monitor has no Trainer"):
+        train(Own, Monitor())
+    with pytest.raises(ValueError, match="ignore_data_skip=True"):
+        train(BatchTrainer, SaveState())
+    train(BatchTrainer, None, ignore_data_skip=True)
+    with pytest.raises(ValueError, match="was saved without SaveState"):
+        train(BatchTrainer, SaveState(), resume=True, ignore_data_skip=True)

@@ -135,11 +135,11 @@ def test_imports_point_down_the_map(module: str) -> None:
     assert not above
 
 
-def test_each_adapter_is_a_folder() -> None:
-    """The docstring of `cseq.adapters` lists its folders, one for each library, and no file."""
+def test_each_adapter_is_listed() -> None:
+    """The docstring of `cseq.adapters` lists its folders and modules, one for each library."""
     listed = re.findall(r"^``(\w+)``  ", docstring_of("cseq.adapters"), re.MULTILINE)
-    entries = {path.name for path in (PACKAGE / "adapters").iterdir()} - {"__pycache__"}
-    assert sorted(entries) == ["__init__.py", *sorted(listed)]
+    entries = {path.stem for path in (PACKAGE / "adapters").iterdir()} - {"__pycache__"}
+    assert sorted(entries) == ["__init__", *sorted(listed)]
     assert all(f"cseq.adapters.{name}" in MODULES for name in listed)
 
 
@@ -331,9 +331,9 @@ ORDERS = (
 # Lines, at most: each step of the redesign lowers them, to 16 000, 5 200, 4 000, 700, 900; 4.
 BUDGET = {
     "cseq without adapters, fleet, orders": 22_210,  # 52 of them `MSequence.remake`, 140 a trace's
-    "what users look with": 5_235,  # 1140 measuring and its rules, 2740 `observe`, 1180 a trace
+    "what users look with": 5_245,  # 1140 measuring and its rules, 2740 `observe`, 1180 a trace
     "of these compiled: C, Cython": 8_520,  # 400 of them measure, 30 ask for a trace
-    "adapters": 5_905,  # 160 of them orders as batch samplers, 205 a loader's fleet
+    "adapters": 6_475,  # 160 of them orders as batch samplers, 205 a loader's fleet, 570 frameworks
     "fleet, with what it has in Cython": 3_310,  # 80 for fleets that grow; 225 for loaders' keys
     "the longest file of cseq": 699,
     "the longest file of tests": 900,

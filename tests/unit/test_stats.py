@@ -278,8 +278,13 @@ def test_the_way_of_a_window(kind: str) -> None:
     assert (added.batches, added.samples, added.index_seconds.count) == (40, 40, 40)
     assert added.elapsed == pytest.approx(after.elapsed - before.elapsed)
     assert {slow.epoch for slow in added.slowest} <= {1}
-    with pytest.raises(ValueError, match="counts more than this"):
+    with pytest.raises(ValueError, match="of another run"):
         before.since(after)
+    with m.start() as batches:
+        for _ in range(3):
+            list(batches)
+        with pytest.raises(ValueError, match="of another run"):  # though it counts more
+            batches.stats().since(after)
     figures = added.as_dict()
     assert list(figures) == [f"cseq/{name}" for name in NAMES]
     assert all(type(figure) is float for figure in figures.values())

@@ -1,0 +1,132 @@
+"""Keras: managers for `fit` (torch's and JAX's backends), their state, a monitor."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from cseq.adapters.figures import Windows, needs, stats_of
+from cseq.check import count
+
+with needs("keras", "keras"):
+    from keras.callbacks import Callback
+    from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+__all__ = ["Batches", "Monitor", "SaveState"]
+
+
+class Batches(DataAdapter):  # type: ignore[misc]
+    """A started manager, as `fit` takes it; `SaveState` tells it the epoch.
+
+    Parameters
+    ----------
+    manager : manager
+        With ``out_type="null"``, or ``"cpu"`` with torch's backend.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        stats_of(manager)
+        self._manager = manager
+
+    @property
+    def num_batches(self) -> int:
+        return len(self._manager)
+
+    def get_numpy_iterator(self) -> Any:
+        return self._manager
+
+    get_jax_iterator = get_torch_dataloader = get_numpy_iterator
+
+
+class SaveState(Callback):  # type: ignore[misc]
+    """Tells a manager Keras' epoch; saves the network and the manager's state, and loads both.
+
+    Where the folder has a checkpoint, `fit` goes on with the next batch. A checkpoint is there as a
+    whole or not at all, also when the script dies while it is written.
+
+    Parameters
+    ----------
+    manager : manager
+        Which `fit` trains with.
+    folder : str
+        Where the checkpoint is; it is made.
+    every : int
+        Batches of an epoch from one checkpoint to the next.
+    """
+
+    def __init__(self, manager: Any, folder: str, every: int) -> None:
+        super().__init__()
+        self._manager, self._folder, self._every = manager, folder, count("every", every)
+        self._weights: str | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        try:
+            with open(os.path.join(self._folder, "batches.json"), encoding="utf-8") as file:
+                saved = json.load(file)
+        except FileNotFoundError:
+            return
+        self._weights = saved["weights"]
+        self.model.load_weights(os.path.join(self._folder, saved["weights"]))
+        self._manager.load_state_dict(saved["batches"])
+        self.model._initial_epoch = self._manager.epoch
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        # Also takes back the batch that Keras builds the network with.
+        self._manager.set_epoch(epoch)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if (batch + 1) % self._every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Save a checkpoint in the place of the former one."""
+        state = self._manager.state_dict()
+        os.makedirs(self._folder, exist_ok=True)
+        # The former weights are there until the state has the name of these.
+        self._weights = "b.weights.h5" if self._weights == "a.weights.h5" else "a.weights.h5"
+        self.model.save_weights(os.path.join(self._folder, self._weights))
+        path = os.path.join(self._folder, "batches.json")
+        with open(f"{path}.new", "w", encoding="utf-8") as file:
+            json.dump({"weights": self._weights, "batches": state}, file)
+        os.replace(f"{path}.new", path)
+
+
+class Monitor(Callback):  # type: ignore[misc]
+    """Adds a manager's figures to Keras' logs, for the callbacks that come after it.
+
+    Those of `Stats.as_dict`. The logs of a batch have them from the first `every` batches on, for
+    the last `every` ones; the logs of an epoch, and so its history, those of the whole epoch. A bar
+    of progress shows all logs, unless ``keras.callbacks.ProgbarLogger()`` comes before the monitor.
+
+    Parameters
+    ----------
+    manager : manager or DataLoader
+        Which `fit` trains with.
+    every : int
+        Batches from one time to the next.
+    """
+
+    def __init__(self, manager: Any, every: int = 50) -> None:
+        super().__init__()
+        stats_of(manager)
+        self._batches, self._epoch = Windows(manager, every), Windows(manager, every)
+        self._seen = 0
+        self._figures: dict[str, float] = {}
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._seen, self._figures = 0, {}
+        self._batches.begin()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch.begin()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._seen += 1
+        self._figures = self._batches.at(self._seen) or self._figures
+        if logs is not None:
+            logs.update(self._figures)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if logs is not None:
+            logs.update(self._epoch.end())

@@ -1,0 +1,115 @@
+"""Hugging Face's Trainer: managers as its data sets, their state, and a monitor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cseq.adapters.figures import Windows, needs
+
+with needs("transformers", "'transformers[torch]'"):
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_callback import ExportableState
+
+__all__ = ["BatchTrainer", "Monitor", "SaveState"]
+
+
+class BatchTrainer(Trainer):  # type: ignore[misc]
+    """A Trainer whose `train_dataset` and `eval_dataset` are started managers."""
+
+    def get_train_dataloader(self) -> Any:
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, Monitor):
+                callback.trainer = self
+        return self.train_dataset
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        if isinstance(eval_dataset, str):  # one of several
+            return self.eval_dataset[eval_dataset]
+        return self.eval_dataset if eval_dataset is None else eval_dataset
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        return test_dataset
+
+
+class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Keeps the state of the training batches in each checkpoint's `trainer_state.json`.
+
+    With it, ``trainer.train(resume_from_checkpoint=…)`` goes on with the next batch.
+    """
+
+    batches: Any = None
+    saved: dict[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        state = None if self.batches is None else self.batches.state_dict()
+        return {"args": {}, "attributes": {"saved": state}}
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        train_dataloader: Any,
+        **kwargs: Any,
+    ) -> None:
+        if not args.ignore_data_skip:
+            raise ValueError(
+                "ignore_data_skip=False makes the Trainer skip batches that the state has left "
+                "out already; give TrainingArguments(ignore_data_skip=True)"
+            )
+        self.batches = train_dataloader
+        kept = state.stateful_callbacks.get("SaveState")
+        if kept is None:
+            raise ValueError(
+                "this checkpoint was saved without SaveState, so it does not say which batches are "
+                "left; take one that was saved with SaveState, or leave out resume_from_checkpoint"
+            )
+        saved = kept["attributes"]["saved"]
+        if saved is not None:
+            train_dataloader.load_state_dict(saved)
+
+
+class Monitor(TrainerCallback):  # type: ignore[misc]
+    """Hands a manager's figures to `Trainer.log`, and so to each integration of `report_to`.
+
+    Those of `Stats.as_dict`, for the batches since the last time. Each rank measures its own
+    manager; the Trainer's integrations write those of rank 0.
+
+    Parameters
+    ----------
+    manager : manager or DataLoader, optional
+        None: what the Trainer trains with.
+    every : int
+        Steps of the Trainer from one time to the next.
+    trainer : Trainer, optional
+        Whose `log` is called; a `BatchTrainer` finds its monitors itself.
+    """
+
+    def __init__(
+        self, manager: Any = None, every: int = 50, trainer: Trainer | None = None
+    ) -> None:
+        self.trainer = trainer
+        self._windows = Windows(manager, every)
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        train_dataloader: Any,
+        **kwargs: Any,
+    ) -> None:
+        if self.trainer is None:
+            raise ValueError(
+                "Monitor has no Trainer to log with; after the Trainer is made, call "
+                "trainer.add_callback(Monitor(manager, trainer=trainer))"
+            )
+        self._windows.begin(train_dataloader)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        figures = self._windows.at(state.global_step)
+        if figures and self.trainer is not None:
+            wanted = control.should_log  # of this step's loss, which `log` would take as done
+            self.trainer.log(figures)
+            control.should_log = wanted

@@ -1,0 +1,139 @@
+"""What monitors measure: windows of so many steps, whatever starts and ends in between."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import cseq
+from cseq.adapters.figures import Windows
+
+if TYPE_CHECKING:
+    import numpy as np
+    from conftest import RunScript
+
+LIBRARIES = {
+    "composer": "mosaicml",
+    "ignite": "pytorch-ignite",
+    "keras": "keras",
+    "lightning": "lightning",
+    "transformers": "transformers[torch]",
+}
+
+
+class Numbers:
+    """The indices themselves."""
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        return indices
+
+
+class Read:
+    """A loader whose last reading is kept."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def stats(self) -> Any:
+        self.last = self.loader.stats()
+        return self.last
+
+
+def test_windows_end_with_each_so_many_steps() -> None:
+    """The figures are those since the one before, also in another epoch."""
+    with cseq.MTSequence(Numbers, 32, batch_size=4, out_type="null").start() as manager:
+        read = Read(manager)
+        windows = Windows(read, every=3)
+        windows.begin()
+        before, step = read.last, 0
+        for _ in range(2):
+            for _ in manager:
+                step += 1
+                figures = windows.at(step)
+                assert bool(figures) == (step % 3 == 0)
+                if figures:
+                    added = read.last.since(before)
+                    assert added.batches == 3
+                    assert figures == added.as_dict()
+                    before = read.last
+    assert step == 16
+
+
+def test_a_new_start_begins_a_window() -> None:
+    """What was counted before it is of another run, also where that had fewer batches."""
+    manager = cseq.MTSequence(Numbers, 32, batch_size=4, out_type="null")
+    read = Read(manager)
+    windows = Windows(read, every=1)
+    with manager.start():
+        next(iter(manager))
+        windows.begin()
+    with manager.start():
+        for _ in manager:
+            pass
+        assert windows.end() == read.last.as_dict()
+        assert read.last.batches == 8
+
+
+def test_a_loader_without_workers_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """There are no figures of it; training goes on."""
+    loader = cseq_loader(num_workers=0)
+    windows = Windows(None, every=1)
+    with caplog.at_level(logging.WARNING, "cseq"):
+        windows.begin(loader)
+        for step, _ in enumerate(loader, 1):
+            assert windows.at(step) == {}
+    assert [record.getMessage() for record in caplog.records] == [
+        "no figures to log: this loader has no worker processes of cseq's"
+    ]
+
+
+@pytest.mark.needs("worker processes")
+def test_each_epoch_of_a_loader_has_workers_of_its_own() -> None:
+    """A window that began with those of the epoch before has what the new ones have done."""
+    loader = cseq_loader(num_workers=1)
+    read = Read(loader)
+    windows = Windows(read, every=3)
+    windows.begin()
+    step, found = 0, []
+    for _ in range(2):
+        for _ in loader:
+            step += 1
+            if windows.at(step):
+                found.append(read.last.batches)
+    assert found == [3, 2]  # of epochs of four batches
+
+
+def cseq_loader(**options: Any) -> Any:
+    """A DataLoader of four batches."""
+    pytest.importorskip("torch")
+    return cseq.DataLoader(list(range(8)), batch_size=2, **options)
+
+
+def test_what_does_not_count_is_refused() -> None:
+    """At once, with the remedy."""
+    with pytest.raises(TypeError, match=r"manager=\[\] has no stats\(\); give a manager of cseq"):
+        Windows([], every=1)
+    with pytest.raises(TypeError, match=r"manager=None has no stats"):
+        Windows(None, every=1).begin()
+    with pytest.raises(ValueError, match="every=0 is below 1"):
+        Windows(None, every=0)
+
+
+def test_adapters_import_no_library(run_script: RunScript) -> None:
+    """`import cseq.adapters` is free; a module whose library is missing says how to install it."""
+    script = f"""
+import sys, importlib
+import cseq.adapters
+libraries = {LIBRARIES!r}
+assert not set(libraries) & set(sys.modules)
+for library, package in libraries.items():
+    sys.modules[library] = None
+    try:
+        importlib.import_module(f"cseq.adapters.{{library}}")
+    except ImportError as error:
+        print(library, "pip install" in str(error) and package in str(error), error.name)
+"""
+    done = run_script(script)
+    assert done.stdout.splitlines() == [f"{name} True {name}" for name in LIBRARIES], done.stderr
