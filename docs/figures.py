@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from docutils import nodes
 from docutils.parsers.rst import Directive, directives
 
+from cseq.observe.figures import Drawing, number
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -26,50 +28,25 @@ FORMATS = HERE.parent / "benchmarks" / "results" / "formats.json"
 WIDTH, LABEL, BAR, ROW = 500, 168, 205, 26  # of a figure, its names, its longest bar, its lines
 
 
-def amount(value: float) -> str:
-    """Write a rate with three digits: 1.38 M, 203 k, 2524."""
-    for size, unit in ((1e6, " M"), (1e4, " k")):
-        if value >= size:
-            scaled = value / (1e6 if unit == " M" else 1e3)
-            return f"{scaled:.3g}{unit}"
-    return f"{value:.0f}"
-
-
-def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
-    """Place words."""
-    place = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}"'
-    return f'<text {place} class="{kind}">{html.escape(words)}</text>'
-
-
-def bar(x: float, y: float, length: float, kind: str) -> str:
-    """Place a bar."""
-    return f'<rect x="{x:.1f}" y="{y + 5}" width="{length:.1f}" height="16" rx="3" class="{kind}"/>'
-
-
 def bars(rows: Sequence[tuple[str, float | None, str]], caption: str) -> str:
     """Draw a bar for each (name, value, words); ours have the colour. None: what failed."""
     most = max(value for _, value, _ in rows if value is not None)
-    parts = []
-    for number, (name, value, words) in enumerate(rows):
-        y = ROW * number
-        parts.append(text(LABEL - 10, y + 17, name, "name", "end"))
+    drawing = Drawing(WIDTH, ROW * len(rows) + 4, caption)
+    for row, (name, value, words) in enumerate(rows):
+        y = ROW * row
+        drawing.text(LABEL - 10, y + 17, name, "end")
         length = 0 if value is None else max(2.0, BAR * value / most)
-        kind = "ours" if name.startswith("cseq") else "theirs"
         if length:
-            parts.append(bar(LABEL, y, length, kind))
-        parts.append(text(LABEL + length + 8, y + 17, words, "value"))
-    height = ROW * len(rows) + 4
-    return figure(
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{html.escape(caption)}">'
-        f"{''.join(parts)}</svg>",
-        caption,
-    )
+            kind = "ours" if name.startswith("cseq") else "theirs"
+            drawing.bar(LABEL, LABEL + length, y + 5, 16, kind)
+        drawing.text(LABEL + length + 8, y + 17, words, "faint")
+    return figure(drawing.inline(), caption)
 
 
-def figure(svg: str, caption: str) -> str:
-    """Put a drawing and what it shows into the page."""
+def figure(svg: str, caption: str, kind: str = "") -> str:
+    """Put a drawing and what it shows into the page; a 'wide' one has more room."""
     shown = f"<figcaption>{html.escape(caption)}</figcaption>" if caption else ""
-    return f'<figure class="cseq-figure">{svg}{shown}</figure>'
+    return f'<figure class="cseq-figure {kind}">{svg}{shown}</figure>'
 
 
 def median(way: dict[str, Any] | None, what: str) -> float | None:
@@ -111,7 +88,7 @@ def of_format(name: str) -> str:
             rows.append((NAMES.get(way, way), None, "failed"))
             continue
         times = f" · {rate / base:.3g} ×" if base and way != "DataLoader" else ""
-        rows.append((NAMES.get(way, way), rate, amount(rate) + times))
+        rows.append((NAMES.get(way, way), rate, number(rate) + times))
     return bars(rows, f"Samples a second, two workers; × torch's DataLoader. {where}.")
 
 
@@ -128,35 +105,29 @@ def of_processes_and_threads() -> str:
         rows.append((title, ratio))
     most = max(1.0, *(abs(math.log2(ratio)) for _, ratio in rows if ratio))
     middle, half, label = 470, 105, 308
-    parts = [
-        f'<line x1="{middle}" y1="22" x2="{middle}" y2="{ROW * len(rows) + 26}" class="axis"/>',
-        text(middle - 8, 14, "◄ processes faster", "value", "end"),
-        text(middle + 8, 14, "threads faster ►", "value"),
-    ]
-    for number, (title, ratio) in enumerate(rows):
-        y = 22 + ROW * number
-        parts.append(text(label, y + 17, title, "name", "end"))
+    caption = f"Rate of the same indexer from two processes and from two threads. {where}."
+    drawing = Drawing(640, ROW * len(rows) + 30, caption)
+    drawing.rect(middle - 0.75, 22, 1.5, ROW * len(rows) + 4, "head")
+    drawing.text(middle - 8, 14, "◄ processes faster", "faint end")
+    drawing.text(middle + 8, 14, "threads faster ►", "faint")
+    for row, (title, ratio) in enumerate(rows):
+        y = 22 + ROW * row
+        drawing.text(label, y + 17, title, "end")
         if ratio is None:
-            parts.append(text(middle + 8, y + 17, "threads: not measured", "value"))
+            drawing.text(middle + 8, y + 17, "threads: not measured", "faint")
             continue
         length = max(2.0, half * abs(math.log2(ratio)) / most)
-        x = middle if ratio > 1 else middle - length
-        kind = "ours" if ratio > 1 else "other"
-        parts.append(bar(x, y, length, kind))
+        end = middle + length if ratio > 1 else middle - length
+        drawing.bar(middle, end, y + 5, 16, "ours" if ratio > 1 else "other")
         words = f"{max(ratio, 1 / ratio):.2g} ×"
         if ratio > 1:
-            parts.append(text(middle + length + 6, y + 17, words, "value"))
+            drawing.text(end + 6, y + 17, words, "faint")
         else:
-            parts.append(text(middle - length - 6, y + 17, words, "value", "end"))
-    caption = f"Rate of the same indexer from two processes and from two threads. {where}."
-    return figure(
-        f'<svg class="wide" viewBox="0 0 640 {ROW * len(rows) + 30}" role="img" '
-        f'aria-label="{html.escape(caption)}">{"".join(parts)}</svg>',
-        caption,
-    )
+            drawing.text(end - 6, y + 17, words, "faint end")
+    return figure(drawing.inline(), caption, "wide")
 
 
-def drawing(name: str) -> str:
+def by_hand(name: str) -> str:
     """Put a drawing of docs/drawings into the page."""
     return figure((HERE / "drawings" / f"{name}.svg").read_text(encoding="utf-8"), "")
 
@@ -184,7 +155,7 @@ def setup(app: Sphinx) -> None:
     for name, draw in {
         "format-figure": of_format,
         "threads-figure": of_processes_and_threads,
-        "drawing": drawing,
+        "drawing": by_hand,
         "order-figure": of_order,
     }.items():
         app.add_directive(name, type(name, (Figure,), {"draw": staticmethod(draw)}))

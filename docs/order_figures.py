@@ -6,13 +6,13 @@ it comes from; where lengths matter, a sample is as wide as it is long, and a fr
 
 from __future__ import annotations
 
-import html
 from typing import TYPE_CHECKING
 
 import numpy as np
-from figures import figure, text
+from figures import figure
 
 import cseq
+from cseq.observe.figures import Drawing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -24,24 +24,15 @@ COLOURS = 6  # classes c0 … c5 of cseq.css
 
 def lines(found: Iterable[list[tuple[float, str]]], scale: float, caption: str) -> str:
     """Draw a line for each batch: pieces of a width and a class, one after the other."""
-    parts = []
-    y = 0
+    found = list(found)
+    drawing = Drawing(WIDTH, LINE * len(found) + 2, caption)
     for number, pieces in enumerate(found):
-        parts.append(text(LEFT - 12, y + 12, f"batch {number}", "small note", "end"))
-        x = float(LEFT)
+        y, x = LINE * number, float(LEFT)
+        drawing.text(LEFT - 12, y + 12, f"batch {number}", "small faint end")
         for width, kind in pieces:
-            shown = max(1.0, width * scale - 1.5)
-            parts.append(
-                f'<rect x="{x:.1f}" y="{y + 1}" width="{shown:.1f}" height="13" rx="2" '
-                f'class="{kind}"/>'
-            )
+            drawing.bar(x, x + width * scale - 1.5, y + 1, 13, kind)
             x += width * scale
-        y += LINE
-    return figure(
-        f'<svg class="wide" viewBox="0 0 {WIDTH} {y + 2}" role="img" '
-        f'aria-label="{html.escape(caption)}">{"".join(parts)}</svg>',
-        caption,
-    )
+    return figure(drawing.inline(), caption, "wide")
 
 
 def squares(

@@ -73,6 +73,7 @@ RULES = (
     "{0} th{{overflow-wrap:normal}}{0} .n{{text-align:right}}"
     "{0} td.n,{0} code{{white-space:nowrap}}"
     "@media(max-width:600px){{{0} table{{font-size:.8em}}{0} th,{0} td{{padding-right:.8em}}}}"
+    "@media print{{{0}{{font-size:11px}}}}"
     "{0} code{{font:.95em ui-monospace,Menlo,Consolas,monospace;color:inherit;background:none}}"
     "{0} .scroll{{overflow-x:auto}}{0} summary{{cursor:pointer;margin:.4em 0}}"
     "{0} .good{{--edge:var(--first)}}{0} .fair{{--edge:var(--warm)}}{0} .poor{{--edge:var(--bad)}}"
