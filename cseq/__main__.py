@@ -70,6 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--seconds", type=float, default=5.0, help="for each row's rate, and again for its waiting"
     )
     bench.set_defaults(look=_bench)
+    top = commands.add_parser(
+        "top", help="show the runs of other processes, live (Linux)", allow_abbrev=False
+    )
+    top.add_argument("pid", nargs="?", type=int, metavar="PID", help="with all its descendants")
+    top.add_argument("--all", action="store_true", help="all runs of this user: the default")
+    top.add_argument("--plain", action="store_true", help="lines of text, once a second")
+    top.add_argument("--once", action="store_true", help="the same, once, after a second")
+    top.add_argument("--dump", action="store_true", help="print the stacks of all workers")
+    top.set_defaults(look=_top)
     given = parser.parse_args(arguments)
     if hasattr(given, "look"):
         sys.exit(given.look(given))
@@ -100,6 +109,14 @@ def _bench(given: argparse.Namespace) -> int | str:
         return bench(given.target, step, given.json, given.seconds)
     except OSError as error:
         return f"python -m cseq bench: {error}"
+
+
+def _top(given: argparse.Namespace) -> int | str:
+    from cseq.observe.top import top
+
+    return top(
+        None if given.all else given.pid, plain=given.plain, once=given.once, dump=given.dump
+    )
 
 
 def _replace(given: argparse.Namespace) -> None:

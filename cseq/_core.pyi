@@ -66,6 +66,8 @@ class Ring:
         calls: int = 0,
         at: int = 0,
         limit: int = 0,
+        *,
+        threads: bool = False,
     ) -> Self: ...
     @property
     def capacity(self) -> int: ...

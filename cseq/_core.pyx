@@ -278,7 +278,7 @@ cdef class Ring:
     Parameters
     ----------
     memory : Memory
-        Where the ring lies: a `Mapping` for processes, a zeroed `Block` for threads.
+        Where the ring lies: a `Mapping`, or a zeroed `Block` for threads.
     capacity : int
         Cells: the most tickets in flight or waiting. 0: attach to the ring that is there.
     batch_size : int
@@ -293,6 +293,8 @@ cdef class Ring:
         ring at 0, so it can wait for several rings in one memory (`_line.wait_any`).
     limit : int
         The most tickets that are outstanding, at first; 0: as many as there are cells.
+    threads : bool
+        The parties are threads of this process, also if others can read the memory.
 
     Attributes
     ----------
@@ -306,7 +308,7 @@ cdef class Ring:
 
     def __cinit__(self, Memory memory not None, uint32_t capacity=0, uint32_t batch_size=1,
                   uint32_t runners=1, uint32_t calls=0, Py_ssize_t at=0,
-                  uint32_t limit=0):
+                  uint32_t limit=0, *, bint threads=False):
         cdef uint64_t nbytes
         memory.inside(at, 0)
         nbytes = <uint64_t>(memory.size - at)
@@ -322,7 +324,7 @@ cdef class Ring:
                 raise ValueError(f"a queue has one runner and more than calls={calls} cells, not "
                                  f"{runners} and {capacity}")
             cseq_ring_init(self.r, capacity, batch_size, runners, calls,
-                           isinstance(memory, Mapping))
+                           not threads and isinstance(memory, Mapping))
             self.r.output -= at
             if limit:
                 self.r.round = min(limit, self.r.round)

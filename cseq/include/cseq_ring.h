@@ -5,7 +5,7 @@
  *             [input]                   [middle]                     [output]
  *
  * With one stage, INDEXING is published straight to READY. The same code serves memory that
- * processes share and private memory of threads: no pointers inside, fixed widths; gates, cells
+ * processes share and memory of threads: no pointers inside, fixed widths; gates, cells
  * and each party's meter are on cache lines of their own.
  *
  * A ring is one of two kinds. A *shared* ring has any number of runners; each claims the first open

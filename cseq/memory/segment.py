@@ -49,14 +49,14 @@ class Segment:
         return self._file.fd
 
     @classmethod
-    def create(cls, nbytes: int, slots: int = 1) -> Segment:
+    def create(cls, nbytes: int, slots: int = 1, name: str = "cseq") -> Segment:
         """Make a file of `slots` times `nbytes` zeroes, of which none takes memory yet.
 
-        OSError if the file system cannot have a file of that size.
+        `name`: what `/proc` calls it. OSError if the file system cannot have a file of that size.
         """
         if os.name == "nt":
             return cls(Descriptor(section, nbytes * slots), nbytes, slots)
-        file, sealable = anonymous_file("cseq")
+        file, sealable = anonymous_file(name)
         os.ftruncate(file.fd, nbytes * slots)
         if sealable:
             _seal(file.fd)

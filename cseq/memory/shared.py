@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from cseq._core import Ring, ring_bytes
 from cseq._memory import Mapping, commit
 from cseq._trace import MARKS_BYTES, Marks
+from cseq.memory import facts
 from cseq.memory.arena import Arena
 from cseq.memory.segment import GRAIN, Segment, whole_grains
 from cseq.stage import spins
@@ -62,7 +63,7 @@ class Shared:
         self._ring_bytes = size = ring_bytes(capacity, room, runners)
         width = whole_grains(size)
         parts = -(-owners * MARKS_ROOM // width)  # of the file, beside the rings
-        self._segment = Segment.create(width, rings + parts)
+        self._segment = Segment.create(width, rings + parts + 1, facts.FILE)
         self._marks_at = rings * width
         self.rings: list[Ring] = []
         mapping = Mapping(self._segment.fd, 0, self._marks_at + owners * MARKS_ROOM)
@@ -89,6 +90,11 @@ class Shared:
     def fds(self) -> tuple[int, int]:
         """Descriptors of the rings' file and of the slots'."""
         return self._segment.fd, self.arena.segment.fd
+
+    def tell(self, told: dict[str, object]) -> None:
+        """Have other programs know some facts of the run, with where its rings are."""
+        where = {"rings": len(self.rings), "width": self._segment.width}
+        facts.write(self._segment.fd, {**told, **where})
 
     def _locate(self, owner: int) -> tuple[int, int]:
         """Return the number of a worker's ring, and the worker's number there."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["cpu_seconds", "memory", "tree"]
+__all__ = ["cpu_seconds", "memory", "resident", "starts", "tree"]
 
 PROC = "/proc"
 
@@ -52,6 +52,19 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     """Return what processes have computed, with their children that have ended; 0: not known."""
     fields = (_fields(pid)[11:15] for pid in pids)
     return sum(sum(map(int, each)) for each in fields) / _ticks()
+
+
+def starts(pid: int) -> str | None:
+    """Return when a process has begun, in the system's ticks; None: there is no live one."""
+    fields = _fields(pid)
+    return fields[19] if fields and fields[0] not in "ZX" else None
+
+
+def resident(pid: int) -> int:
+    """Return the bytes of memory that a process has, with all that it shares; 0: not known."""
+    with contextlib.suppress(OSError, IndexError), open(f"{PROC}/{pid}/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def _ticks() -> int:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from cseq._codec import Decoder
 from cseq._core import now_ns
 from cseq._feed import Feed
 from cseq._lock import RunState
+from cseq.compute import cores
 from cseq.encoding import failure
 from cseq.lanes import Lanes
 from cseq.meters import Meters
@@ -40,6 +42,7 @@ T = TypeVar("T")
 log = logging.getLogger("cseq")
 
 LONG = 20.0  # seconds that are looked at for a line in the log, at least
+FACTS = ("dset_size", "batch_size", "length", "seed", "rank", "world_size")  # of a sampler
 TOLD, WARNED = 0.05, 0.2  # parts of it that the loop waits, for a line and for a warning
 SLOW_START = 5.0  # seconds until the first batch, for a line
 
@@ -100,6 +103,8 @@ class Pool:
         Whether they share a GIL with the loop.
     lanes : Lanes, optional
         The runners, for traces.
+    tell : callable, optional
+        Shows `facts`, and others of the pool, to other programs; see `facts.write`.
 
     Attributes
     ----------
@@ -126,6 +131,8 @@ class Pool:
         num_converters: int = 0,
         threads: bool = False,
         lanes: Lanes | None = None,
+        tell: Callable[[dict[str, object]], None] | None = None,
+        facts: dict[str, object] | None = None,
         interrupted: str = "",
     ) -> None:
         self.rings = rings
@@ -154,6 +161,24 @@ class Pool:
         self.feed.number = self.lanes.number
         self._history, self._skips = self.feed.history, errors == "skip"
         self.lanes.announce()
+        if tell is not None:
+            tell({**self._facts(), **(facts or {})})
+
+    def _facts(self) -> dict[str, object]:
+        """Return what another program has to know to read the meters as `stats` does."""
+        return {
+            "pid": os.getpid(),
+            "started": now_ns(),
+            "rank": os.environ.get("RANK", "0"),
+            "world_size": os.environ.get("WORLD_SIZE", "1"),
+            "workers": self.num_workers,
+            "converters": self._num_converters,
+            "buffer": 0 if self.rings[0].kept is not None else self.rings[0].capacity,
+            "threads": int(self._threads),
+            "streams": int(self.rings[0].kept is not None),
+            "cores": cores(),
+            "script": sys.argv[0] if sys.argv else "",
+        }
 
     def notify_all(self) -> None:
         """Have a call that waits in another thread look at the run's generation."""
@@ -294,6 +319,10 @@ class BatchPool(Pool):
             errors=job.on_error,  # type: ignore[arg-type]
             interrupted="this iterator was interrupted: the manager was started or finished, or a "
             "newer iterator began; call iter() on the manager again",
+            facts={
+                name: getattr(job.sampler, name)
+                for name in FACTS[: None if job.sampler.world_size > 1 else -2]
+            },
             **options,
         )
         self._job = job

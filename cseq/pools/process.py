@@ -230,6 +230,7 @@ class ProcessPool(BatchPool):
             num_workers=job.num_workers,
             num_converters=job.num_converters,
             lanes=lanes,
+            tell=self._shared.tell,
         )
         self.resize(*job.start)
 

@@ -110,6 +110,8 @@ class StreamPool(Pool):
             options=options,
             num_workers=num_workers,
             lanes=lanes,
+            tell=shared.tell,
+            facts={"unit": unit},
             interrupted="no epoch is under way: none was begun, or it was interrupted, or the "
             "streams were closed; call begin()",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 import traceback
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cseq._core import Ring, now_ns, ring_bytes
 from cseq._lock import Lock
-from cseq._memory import HAS_GIL, Block
+from cseq._memory import HAS_GIL, Block, Mapping, commit
 from cseq._work import Runner
 from cseq.converter.host import Converter
 from cseq.encoding import failure
@@ -19,6 +20,8 @@ from cseq.encoding.transport import Objects
 from cseq.errors import WorkerTimeout
 from cseq.indexing import context, indexer
 from cseq.lanes import Lanes
+from cseq.memory import facts
+from cseq.memory.segment import Segment, whole_grains
 from cseq.pools.base import BatchPool, apart
 from cseq.stage import CONVERTER, INDEXER, overdue, run, spin_ns
 from cseq.threads import Latch, Threads
@@ -130,14 +133,30 @@ def convert(
         batch_writer.fail(runner, error)
 
 
+def _file_for(size: int) -> Segment | None:
+    """Make a file in memory for a ring, where other programs can read its meters: on Linux."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        file = Segment.create(whole_grains(size + facts.ROOM), name=facts.FILE)
+        if os.readlink(f"/proc/self/fd/{file.fd}").startswith("/memfd:"):  # else it is on a disk
+            commit(file.fd, 0, size)
+            return file
+    except OSError:  # of descriptors, there are none left
+        pass
+    return None
+
+
 class ThreadPool(BatchPool):
     """Indexers in threads, batches handed over as objects."""
 
     def __init__(self, job: Job) -> None:
         runners = job.num_workers + job.num_converters
         words = job.sampler.words
-        memory = Block(ring_bytes(job.buffer, words, runners), zero=True)
-        ring = Ring(memory, job.buffer, words, runners, limit=job.start.buffer)
+        size = ring_bytes(job.buffer, words, runners)
+        self._file = file = _file_for(size)
+        memory = Block(size, zero=True) if file is None else Mapping(file.fd, 0, size)
+        ring = Ring(memory, job.buffer, words, runners, limit=job.start.buffer, threads=True)
         ring.gil_spin = spin_ns(GIL_SPIN_NS) if HAS_GIL else spin_ns()
         lanes = Lanes(job.num_workers, "thread")
         self._objects = Objects(job.buffer)
@@ -164,8 +183,14 @@ class ThreadPool(BatchPool):
             num_converters=job.num_converters,
             threads=HAS_GIL,
             lanes=lanes,
+            tell=None if file is None else self._tell,
         )
         self.resize(*job.start)
+
+    def _tell(self, told: dict[str, object]) -> None:
+        """Have other programs know some facts of the run."""
+        assert self._file is not None
+        facts.write(self._file.fd, {**told, "rings": 1, "width": self._file.width})
 
     def open(self) -> None:
         """Start the threads."""
@@ -275,4 +300,6 @@ class ThreadPool(BatchPool):
         self._closed = True
         self._ring.close()
         self._group.join(time.monotonic() + CLOSE_SECONDS)
+        if self._file is not None:
+            self._file.close()
         self._job = self._job.without_worker()

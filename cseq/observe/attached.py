@@ -1,0 +1,287 @@
+"""Runs of other processes, read from outside: their meters, and what their workers work on.
+
+A run's rings lie in a file without a name, which ``/proc/<pid>/fd`` opens for the same user.
+It is read as any file is, never mapped: what was cut off or overwritten is an `UnreadableError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import struct
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from cseq._core import now_ns
+from cseq._memory import Descriptor
+from cseq.memory import facts
+from cseq.meters import EDGES, METER, Meters
+from cseq.observe.processes import starts
+from cseq.processes.worker import STACK_QUIET, STACK_SECONDS, STACK_SIGNAL
+from cseq.stats import Stats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+__all__ = ["Attached", "Task", "UnreadableError", "attach", "quantiles", "stacks"]
+
+MAGIC, LAYOUT, FIELDS = 0x63736571, 8, 4  # of include/cseq_ring.h
+HEAD = struct.Struct("=7I")  # magic, layout, capacity, batch size, runners, fields, calls
+HEAD_BYTES, CLOSED_AT = 7 * 128, 128
+CELL = np.dtype(
+    {
+        "names": ["word", "epoch", "batch", "indexing", "converting"],
+        "formats": ["u8"] * 5,
+        "offsets": [0, 8, 16, 112, 160],
+        "itemsize": 256,
+    }
+)
+FREE, POSTED, INDEXING, INDEXED, CONVERTING, READY = range(6)
+MOST_RINGS, MOST_BYTES = 4096, 1 << 28
+NUMBERS = [
+    "pid",
+    "rank",
+    "world_size",
+    "workers",
+    "converters",
+    "buffer",
+    "threads",
+    "streams",
+    "cores",
+    "rings",
+    "width",
+]
+STACKS = "cseq-stacks"  # what `/proc` calls the file of a worker's stacks
+
+
+class UnreadableError(Exception):
+    """There is no run of this version of cseq in a file."""
+
+
+class Task(NamedTuple):
+    """What a runner works on: a batch, and since when (ns)."""
+
+    stage: str
+    epoch: int
+    batch: int
+    since: int
+
+
+class Attached:
+    """A run of another process.
+
+    Parameters
+    ----------
+    fd : int
+        Of the file, open for reading; closed with this object.
+    pid : int
+        Of the process, as it is called here.
+
+    Attributes
+    ----------
+    facts : dict of str to str
+        See `facts.write`.
+    numbers : dict of str to int
+        Those of them that this needs.
+
+    Raises
+    ------
+    UnreadableError
+    """
+
+    def __init__(self, fd: int, pid: int) -> None:
+        self._file = Descriptor(os.dup, fd)
+        self.pid, self.started = pid, starts(pid)
+        self.facts = facts.read(self._file.fd)
+        try:
+            self.numbers = {name: int(self.facts[name]) for name in NUMBERS}
+        except (KeyError, ValueError) as error:
+            raise UnreadableError("the file has no facts of a run") from error
+        runners = self.numbers["workers"] + self.numbers["converters"]
+        if not 0 < self.numbers["rings"] <= MOST_RINGS or self.numbers["width"] < HEAD_BYTES:
+            raise UnreadableError(f"the facts are impossible: {self.facts}")
+        _, meters = self._rings()
+        if sum(len(each) // METER.itemsize - 1 for each in meters) != runners:
+            raise UnreadableError(f"the facts are impossible: {self.facts}")
+
+    def close(self) -> None:
+        """Close the file; what was read stays."""
+        self._file.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is there, and is the same."""
+        return self.started is not None and starts(self.pid) == self.started
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the trainer has ended the run."""
+        return os.pread(self._file.fd, 4, CLOSED_AT) != bytes(4)
+
+    def _read(self, size: int, at: int) -> bytes:
+        data = os.pread(self._file.fd, size, at)
+        if len(data) < size:
+            raise UnreadableError(f"the file ends after {at + len(data)} bytes")
+        return data
+
+    def _rings(self) -> tuple[NDArray[np.void], list[bytes]]:
+        """Return the cells of all rings, and the meters of each."""
+        cells, meters = [], []
+        for k in range(self.numbers["rings"]):
+            at = k * self.numbers["width"]
+            magic, layout, capacity, _, runners, fields, _ = HEAD.unpack(self._read(HEAD.size, at))
+            if magic != MAGIC:
+                raise UnreadableError("there is no ring in the file")
+            if layout != LAYOUT or fields != FIELDS:
+                raise UnreadableError(
+                    f"process {self.pid} has another version of cseq: layout {layout}, not {LAYOUT}"
+                )
+            size = capacity * CELL.itemsize
+            whole = size + (runners + 1) * METER.itemsize
+            if HEAD_BYTES + whole > min(self.numbers["width"], MOST_BYTES):
+                raise UnreadableError(f"a ring of {capacity} cells does not fit into the file")
+            data = self._read(whole, at + HEAD_BYTES)
+            cells.append(np.frombuffer(data, CELL, capacity))
+            meters.append(data[size:])
+        return np.concatenate(cells), meters
+
+    def read(self) -> tuple[Stats, dict[int, Task], tuple[int, int] | None]:
+        """Return the counts, by runner what it works on, and the loop's place: epoch and batch."""
+        cells, copies = self._rings()
+        numbers, meters = self.numbers, Meters(copies, now_ns(), bytes)
+        states = cells["word"] & np.uint64(0xFF)
+        depths = [int((states == state).sum()) for state in (POSTED, INDEXED, READY)]
+        streams = numbers["streams"]
+        stats = Stats(
+            batches=meters.batches, samples=meters.samples, nbytes=meters.nbytes,
+            depths=(depths[0], depths[1], depths[2]), start_waited=meters.start,
+            elapsed=meters.elapsed, loop_waited=meters.waited, num_workers=numbers["workers"],
+            num_converters=numbers["converters"], buffer=numbers["buffer"],
+            threads=bool(numbers["threads"]), streams=bool(streams), meters=meters,
+        )  # fmt: skip
+        each = len(cells) // numbers["rings"]  # cells of a ring
+        tasks = {}
+        for stage, state in (("indexing", INDEXING), ("converting", CONVERTING)):
+            for k in np.flatnonzero(states == state).tolist():
+                cell = cells[k]
+                owner = int(cell["word"]) >> 8 & 0xFFFF
+                runner = k // each if streams else owner - 1
+                epoch, batch = int(cell["epoch"]) - streams, int(cell["batch"])
+                tasks[runner] = Task(stage, epoch, batch, int(cell[stage]))
+        return stats, tasks, self._place(cells[states != FREE])
+
+    def _place(self, cells: NDArray[np.void]) -> tuple[int, int] | None:
+        """Return epoch and batch of the ticket that the loop gets next; of a stream, 0 as batch."""
+        if not len(cells):
+            return None
+        first = cells[np.argmin(cells["word"] >> np.uint64(24))]
+        if self.numbers["streams"]:
+            return int(first["epoch"]) - 1, 0
+        return int(first["epoch"]), int(first["batch"])
+
+
+def attach(pid: int, known: Iterable[int] = ()) -> tuple[dict[int, Attached], set[int], list[str]]:
+    """Look for runs of a process.
+
+    Parameters
+    ----------
+    pid : int
+    known : iterable of int
+        Numbers (inodes) of files that are not opened again.
+
+    Returns
+    -------
+    dict of int to Attached
+        By number of their files, those that are new.
+    set of int
+        The numbers of all of them.
+    list of str
+        What could not be read, and why.
+
+    Raises
+    ------
+    OSError
+        The process is gone, or another user's.
+    """
+    new, there, problems = {}, set(), []
+    folder = f"/proc/{pid}/fd"
+    for name in os.listdir(folder):
+        path = f"{folder}/{name}"
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if facts.FILE not in os.path.basename(os.readlink(path)):
+                continue
+            number = os.stat(path).st_ino
+            there.add(number)
+            if number in known or number in new:
+                continue
+            file = Descriptor(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                found = Attached(file.fd, pid)
+            except UnreadableError as error:
+                problems.append(str(error))
+                continue
+            if found.numbers["pid"] == _own_number(pid):  # else it was inherited by a fork
+                new[number] = found
+    return new, there, problems
+
+
+def _status(pid: int, name: str) -> str:
+    """Return a line of `/proc/<pid>/status`; empty: there is none."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith(f"{name}:"):
+                return line.partition(":")[2].strip()
+    return ""
+
+
+def _own_number(pid: int) -> int:
+    """Return what a process calls itself, which may be in a container."""
+    return int((_status(pid, "NSpid").split() or [str(pid)])[-1])
+
+
+def quantiles(buckets: NDArray[np.uint32], p: float) -> NDArray[np.float64]:
+    """Return for each row of histograms the seconds that a part `p` took at most; 0 of none."""
+    counts = buckets.astype(np.int64)
+    below = counts.cumsum(axis=1)
+    rank = p * below[:, -1]
+    k = np.minimum((below < np.maximum(rank, 1)[:, None]).sum(axis=1), counts.shape[1] - 1)
+    rows = np.arange(len(counts))
+    inside = rank - below[rows, k] + counts[rows, k]
+    part = np.clip(inside / np.maximum(counts[rows, k], 1), 0, 1)
+    found: NDArray[np.float64] = EDGES[k] + (EDGES[k + 1] - EDGES[k]) * part
+    return np.where(below[:, -1] > 0, found, 0.0)
+
+
+def stacks(pid: int) -> str:
+    """Have a worker process write its stacks, and return them; empty: it is none of cseq's."""
+    caught = int(_status(pid, "SigCgt") or "0", 16)
+    if STACK_SIGNAL is None or not caught >> (STACK_SIGNAL - 1) & 1:  # it would end the process
+        return ""
+    with contextlib.suppress(OSError):
+        folder = f"/proc/{pid}/fd"
+        for name in os.listdir(folder):
+            if STACKS in os.path.basename(os.readlink(f"{folder}/{name}")):
+                file = Descriptor(os.open, f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+                return _ask(pid, file.fd)
+    return ""
+
+
+def _ask(pid: int, fd: int) -> str:
+    """Send the signal, and read what comes after what is there, until nothing more comes."""
+    assert STACK_SIGNAL is not None
+    size = begun = os.fstat(fd).st_size
+    grown = 0.0
+    os.kill(pid, signal.Signals(STACK_SIGNAL))
+    deadline = time.monotonic() + STACK_SECONDS
+    while (now := time.monotonic()) < deadline:
+        if (written := os.fstat(fd).st_size) != size:
+            size, grown = written, now
+        elif size > begun and now - grown > STACK_QUIET:
+            break
+        time.sleep(0.01)
+    return os.pread(fd, max(size - begun, 0), begun).decode(errors="replace")

@@ -1,0 +1,347 @@
+"""`python -m cseq top` reads runs of other processes, and survives whatever it finds there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cseq
+from cseq.memory import facts
+from cseq.meters import BUCKETS, Histogram
+from cseq.observe.attached import Attached, UnreadableError, attach, quantiles, stacks
+from cseq.observe.top import Watched, Watcher, bar, detail, ranks, spark, top
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="it needs Linux's /proc"
+)
+
+TRAIN = """
+import sys
+import numpy as np
+import cseq
+
+class Rows:
+    def __getitem__(self, indices):
+        return indices * 2
+
+if __name__ == "__main__":
+    kind, rank, batches = getattr(cseq, sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    options = {"num_workers": 2, "batch_size": 4, "out_type": "null", "seed": 7}
+    manager = kind(Rows, 4000, shard=(rank, 2), **options)
+    with manager.start() as started:
+        iterator = iter(started)
+        for _ in range(batches):
+            next(iterator)
+        print("taken", flush=True)
+        sys.stdin.readline()
+        manager.skipped
+    print("finished", flush=True)
+    sys.stdin.readline()
+"""
+LOADER = """
+import sys
+from cseq import DataLoader
+
+if __name__ == "__main__":
+    loader = DataLoader(list(range(4000)), batch_size=4, num_workers=2)
+    iterator = iter(loader)
+    for _ in range(30):
+        next(iterator)
+    print("taken", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@contextmanager
+def trainer(folder: Path, source: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """Run a script that has taken some batches, and waits for a line."""
+    script = folder / "train.py"
+    script.write_text(source)
+    process = subprocess.Popen(
+        [sys.executable, script, *map(str, arguments)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "taken\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for something that comes soon."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def proceed(process: subprocess.Popen[str]) -> None:
+    """Have the script go on to its next line."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "finished\n"
+
+
+@pytest.mark.needs("worker processes")
+@pytest.mark.parametrize("kind", ["MPSequence", "MTSequence"])
+def test_what_is_read(tmp_path: Path, kind: str) -> None:
+    """Facts, counts, the loop's place; the end of the run, and that of the process."""
+    with trainer(tmp_path, TRAIN, kind, 1, 20) as process:
+        watcher = Watcher(process.pid)
+        watcher.update()
+        (run,) = watcher.runs
+        told = run.run.facts
+        assert (told["dset_size"], told["batch_size"], told["seed"]) == ("4000", "4", "7")
+        assert (told["rank"], told["world_size"], told["length"]) == ("1", "2", "500")
+        assert told["script"].endswith("train.py")
+        assert run.stats is not None
+        assert (run.stats.batches, run.stats.samples, run.stats.num_workers) == (20, 80, 2)
+        assert run.place == (0, 20)
+        said = "\n".join(detail(run, 100))
+        assert f"train.py  pid {process.pid}  rank 1 of 2  2 {KINDS[kind]}, 4,000 samples" in said
+        assert "batch 20 of 500" in said
+        proceed(process)
+        until(lambda: [watcher.update(), run.ended][1])
+        assert run.ended == "finished"
+        assert run.stats.batches == 20
+        process.kill()
+        process.wait()
+        watcher.update()
+        assert "finished" in "\n".join(detail(run, 100))
+
+
+KINDS = {"MPSequence": "processes", "MTSequence": "threads"}
+
+
+@pytest.mark.needs("worker processes")
+def test_the_trainer_is_killed(tmp_path: Path) -> None:
+    """What was read stays, and the end is said."""
+    with trainer(tmp_path, TRAIN, "MPSequence", 0, 20) as process:
+        watcher = Watcher(process.pid)
+        watcher.update()
+        (run,) = watcher.runs
+        process.kill()
+        process.wait()
+        watcher.update()
+        assert run.ended == "its process has ended"
+        assert run.stats is not None
+        assert run.stats.batches == 20
+        watcher.update()
+        assert any("its process has ended" in line for line in ranks(watcher.runs, 120))
+
+
+@pytest.mark.needs("worker processes")
+def test_a_loader_of_torch(tmp_path: Path) -> None:
+    """`cseq.DataLoader` has the same meters: a ring for each worker."""
+    pytest.importorskip("torch")
+    with trainer(tmp_path, LOADER) as process:
+        watcher = Watcher(process.pid)
+        watcher.update()
+        (run,) = watcher.runs
+        assert run.stats is not None
+        assert (run.stats.batches, run.stats.streams, run.stats.num_workers) == (30, True, 2)
+        assert "2 processes" in "\n".join(detail(run, 100))
+
+
+@pytest.mark.needs("worker processes")
+def test_the_command(tmp_path: Path) -> None:
+    """Lines once; the stacks of the workers; two ranks, each with a line."""
+    command = [sys.executable, "-m", "cseq", "top"]
+    with trainer(tmp_path, TRAIN, "MPSequence", 1, 20) as process:
+        done = subprocess.run(
+            [*command, str(process.pid), "--dump"], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        heads = re.findall(r"train.py  pid \d+  rank 1 of 2, worker (\d), pid \d+:\n", done.stdout)
+        assert heads == ["0", "1"]
+        assert done.stdout.count("most recent call first") >= 2
+        with trainer(tmp_path, TRAIN, "MTSequence", 0, 20):
+            done = subprocess.run(
+                [*command, str(os.getpid()), "--once"], capture_output=True, text=True, check=False
+            )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split()[:3] == ["rank", "pid", "workers"]
+    assert {line.split()[0] for line in lines[1:3]} == {"0", "1"}
+    for pid, said in (
+        (os.getpid(), "no run of cseq's was found"),
+        (999999999, "no process 999999999"),
+    ):
+        done = subprocess.run(
+            [*command, str(pid), "--once"], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1
+        assert said in done.stdout + done.stderr
+
+
+def test_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it needs is said."""
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert "needs Linux" in str(top(None, plain=True, once=True, dump=False))
+
+
+def test_stacks_of_strangers() -> None:
+    """A process that would die of the signal is not sent any."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert stacks(process.pid) == ""
+        assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+
+
+# -- files that are no runs
+
+
+@contextmanager
+def file_with(data: bytes) -> Iterator[int]:
+    """Make a file of the name that is looked for."""
+    fd = os.memfd_create(facts.FILE)
+    try:
+        os.write(fd, data)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def image() -> bytes:
+    """Return the file of a run in this process."""
+    manager = cseq.MTSequence(np.arange(64), batch_size=4, num_workers=2, out_type="null", seed=1)
+    with manager.start() as started:
+        iterator = iter(started)
+        for _ in range(10):
+            next(iterator)
+        runs, _, _ = attach(os.getpid())
+        assert len(runs) == 1
+        for name in os.listdir("/proc/self/fd"):
+            path = f"/proc/self/fd/{name}"
+            if os.path.exists(path) and facts.FILE in os.readlink(path):
+                with open(path, "rb") as file:
+                    return file.read()
+    raise AssertionError
+
+
+def look_at(data: bytes) -> Watched | None:
+    """Read a file, and write all lines about it."""
+    with file_with(data) as fd:
+        try:
+            watched = Watched(Attached(fd, os.getpid()))
+        except UnreadableError:
+            return None
+        for now in (1.0, 2.0, 9.0):
+            watched.update(now)
+        assert all(len(line) <= 80 for line in ranks([watched], 80))
+        assert detail(watched, 80)
+        return watched
+
+
+@given(data=st.binary(max_size=20_000), facts_first=st.booleans())
+def test_random_bytes(data: bytes, facts_first: bool) -> None:
+    """No crash, and no run."""
+    text = b"cseq facts 1\n" if facts_first else b""
+    assert look_at(data + text + bytes(facts.ROOM - len(text))) is None
+    assert look_at(text + data) is None
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_an_overwritten_run(data: st.DataObject) -> None:
+    """Any words of a run's file may be anything: it is read, or refused."""
+    changed = bytearray(IMAGE.setdefault("data", image()))
+    for _ in range(data.draw(st.integers(1, 8))):
+        at = data.draw(st.integers(0, 20_000) | st.integers(len(changed) - 4096, len(changed) - 9))
+        changed[at : at + 8] = data.draw(st.binary(min_size=8, max_size=8))
+    size = data.draw(st.just(len(changed)) | st.integers(0, len(changed)))
+    look_at(bytes(changed[:size]))
+
+
+IMAGE: dict[str, bytes] = {}
+
+
+def test_another_version() -> None:
+    """A ring of another layout is named as such; the right one is read."""
+    data = bytearray(image())
+    whole = look_at(bytes(data))
+    assert whole is not None
+    assert whole.stats is not None
+    assert whole.stats.batches == 10
+    data[4] += 1  # the layout's number
+    with file_with(bytes(data)) as fd, pytest.raises(UnreadableError, match="another version"):
+        Attached(fd, os.getpid())
+    with file_with(bytes(data)):
+        _, _, problems = attach(os.getpid())
+        assert "another version of cseq: layout" in problems[0]
+
+
+# -- what is written
+
+
+@given(st.lists(st.integers(0, 1000), min_size=BUCKETS, max_size=BUCKETS), st.floats(0, 1))
+def test_quantiles_of_many(counts: list[int], p: float) -> None:
+    """They are those of `Histogram`."""
+    rows = np.array([counts, [0] * BUCKETS], np.uint32)
+    expected = [Histogram(row, 1.0).quantile(p) for row in rows]
+    assert quantiles(rows, p) == pytest.approx(expected)
+
+
+def test_drawings() -> None:
+    """Bars and lines keep their width, whatever the values."""
+    assert [bar(share, 4) for share in (-1, 0, 0.5, 0.53, 1, 7)] == [
+        "    ", "    ", "██  ", "██▏ ", "████", "████"
+    ]  # fmt: skip
+    assert spark([0, 1, 2, 4], 3) == "▃▅█"
+    assert spark([0, 0.5, 1], 9, 1.0) == "▁▅█"
+    assert spark([], 9) == ""
+
+
+@pytest.mark.needs("worker processes")
+@pytest.mark.parametrize("size", [(80, 24), (140, 40)])
+def test_the_screen(tmp_path: Path, size: tuple[int, int]) -> None:
+    """It shows the run, answers its keys, and goes on when the trainer dies."""
+    pytest.importorskip("textual")
+    from textual.widgets import Static
+
+    from cseq.observe.screen import Screen
+
+    async def use(process: subprocess.Popen[str]) -> None:
+        screen = Screen(Watcher(process.pid))
+        async with screen.run_test(size=size) as pilot:
+            screen.tick()
+            screen.refresh_runs()
+            await pilot.pause()
+            shown = screen.export_screenshot()
+            assert f"{process.pid}" in shown
+            assert "the&#160;loop&#160;waits" in shown
+            await pilot.press("s", "n", "d")
+            await pilot.pause()
+            assert "most recent call first" in str(screen.query_one("#text", Static).render())
+            await pilot.press("d", "p", "p")
+            process.kill()
+            process.wait()
+            screen.tick()
+            screen.refresh_runs()
+            await pilot.pause()
+            assert "has&#160;ended" in screen.export_screenshot()
+            await pilot.press("q")
+
+    with trainer(tmp_path, TRAIN, "MPSequence", 1, 20) as process:
+        asyncio.run(use(process))
