@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Attached", "Task", "UnreadableError", "attach", "quantiles", "stacks"]
 
-MAGIC, LAYOUT, FIELDS = 0x63736571, 8, 4  # of include/cseq_ring.h
-HEAD = struct.Struct("=7I")  # magic, layout, capacity, batch size, runners, fields, calls
-HEAD_BYTES, CLOSED_AT = 7 * 128, 128
+MAGIC, LAYOUT, FIELDS = 0x63736571, 9, 4  # of include/cseq_ring.h
+HEAD = struct.Struct("=8I96xI764x")  # cseq_ring: its first words, and `closed`
 CELL = np.dtype(
     {
         "names": ["word", "epoch", "batch", "indexing", "converting"],
@@ -49,7 +48,6 @@ NUMBERS = [
     "world_size",
     "workers",
     "converters",
-    "buffer",
     "threads",
     "streams",
     "cores",
@@ -88,6 +86,10 @@ class Attached:
         See `facts.write`.
     numbers : dict of str to int
         Those of them that this needs.
+    workers, buffer : int
+        How many there were of each at the latest reading.
+    is_closed : bool
+        The trainer has ended the run.
 
     Raises
     ------
@@ -102,8 +104,9 @@ class Attached:
             self.numbers = {name: int(self.facts[name]) for name in NUMBERS}
         except (KeyError, ValueError) as error:
             raise UnreadableError("the file has no facts of a run") from error
-        runners = self.numbers["workers"] + self.numbers["converters"]
-        if not 0 < self.numbers["rings"] <= MOST_RINGS or self.numbers["width"] < HEAD_BYTES:
+        self.workers, self.buffer, self.is_closed = self.numbers["workers"], 0, False
+        runners = self.workers + self.numbers["converters"]
+        if not 0 < self.numbers["rings"] <= MOST_RINGS or self.numbers["width"] < HEAD.size:
             raise UnreadableError(f"the facts are impossible: {self.facts}")
         _, meters = self._rings()
         if sum(len(each) // METER.itemsize - 1 for each in meters) != runners:
@@ -118,11 +121,6 @@ class Attached:
         """Whether the process is there, and is the same."""
         return self.started is not None and starts(self.pid) == self.started
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the trainer has ended the run."""
-        return os.pread(self._file.fd, 4, CLOSED_AT) != bytes(4)
-
     def _read(self, size: int, at: int) -> bytes:
         data = os.pread(self._file.fd, size, at)
         if len(data) < size:
@@ -134,7 +132,8 @@ class Attached:
         cells, meters = [], []
         for k in range(self.numbers["rings"]):
             at = k * self.numbers["width"]
-            magic, layout, capacity, _, runners, fields, _ = HEAD.unpack(self._read(HEAD.size, at))
+            words = HEAD.unpack(self._read(HEAD.size, at))
+            magic, layout, capacity, _, runners, fields, _, in_use, closed = words
             if magic != MAGIC:
                 raise UnreadableError("there is no ring in the file")
             if layout != LAYOUT or fields != FIELDS:
@@ -143,11 +142,15 @@ class Attached:
                 )
             size = capacity * CELL.itemsize
             whole = size + (runners + 1) * METER.itemsize
-            if HEAD_BYTES + whole > min(self.numbers["width"], MOST_BYTES):
+            if HEAD.size + whole > min(self.numbers["width"], MOST_BYTES):
                 raise UnreadableError(f"a ring of {capacity} cells does not fit into the file")
-            data = self._read(whole, at + HEAD_BYTES)
+            data = self._read(whole, at + HEAD.size)
             cells.append(np.frombuffer(data, CELL, capacity))
             meters.append(data[size:])
+        self.is_closed = closed == 1
+        if closed > 1:
+            self.workers = min(closed - 1, self.numbers["workers"])
+        self.buffer = 0 if self.numbers["streams"] else in_use
         return np.concatenate(cells), meters
 
     def read(self) -> tuple[Stats, dict[int, Task], tuple[int, int] | None]:
@@ -160,8 +163,8 @@ class Attached:
         stats = Stats(
             batches=meters.batches, samples=meters.samples, nbytes=meters.nbytes,
             depths=(depths[0], depths[1], depths[2]), start_waited=meters.start,
-            elapsed=meters.elapsed, loop_waited=meters.waited, num_workers=numbers["workers"],
-            num_converters=numbers["converters"], buffer=numbers["buffer"],
+            elapsed=meters.elapsed, loop_waited=meters.waited, num_workers=self.workers,
+            num_converters=numbers["converters"], buffer=self.buffer,
             threads=bool(numbers["threads"]), streams=bool(streams), meters=meters,
         )  # fmt: skip
         each = len(cells) // numbers["rings"]  # cells of a ring

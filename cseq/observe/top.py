@@ -89,9 +89,9 @@ class Watched:
         try:
             if not self.run.is_alive:
                 self.ended = "its process has ended"
-            elif self.run.is_closed:
-                self.ended = "finished"
             self.stats, self.tasks, self.place = self.run.read()
+            if self.run.is_closed and not self.ended:
+                self.ended = "finished"
         except (UnreadableError, OSError, ArithmeticError, ValueError) as error:
             self.ended = f"cannot be read: {error}"
         if self.stats is not None:
@@ -228,8 +228,8 @@ def ranks(runs: Sequence[Watched], width: int) -> list[str]:
 def _kind(watched: Watched) -> str:
     numbers = watched.run.numbers
     kind = "thread" if numbers["threads"] else "process"
-    plural = {1: kind}.get(numbers["workers"], f"{kind}s" if kind == "thread" else "processes")
-    return f"{numbers['workers']} {plural}"
+    plural = {1: kind}.get(watched.run.workers, f"{kind}s" if kind == "thread" else "processes")
+    return f"{watched.run.workers} {plural}"
 
 
 def _place(watched: Watched) -> tuple[str, str]:

@@ -173,7 +173,6 @@ class Pool:
             "world_size": os.environ.get("WORLD_SIZE", "1"),
             "workers": self.num_workers,
             "converters": self._num_converters,
-            "buffer": 0 if self.rings[0].kept is not None else self.rings[0].capacity,
             "threads": int(self._threads),
             "streams": int(self.rings[0].kept is not None),
             "cores": cores(),
