@@ -1,7 +1,9 @@
-"""Runs of other processes, read from outside: their meters, and what their workers work on.
+"""Runs of other processes, read from outside.
 
-A run's rings lie in a file without a name, which ``/proc/<pid>/fd`` opens for the same user.
-It is read as any file is, never mapped: what was cut off or overwritten is an `UnreadableError`.
+What is read: their meters, and what their workers work on. A run's rings lie in a file without a
+name, which ``/proc/<pid>/fd`` opens for the same user. It is read as any file is, never mapped:
+what was cut off or overwritten is an `UnreadableError`. `Watcher` finds the runs and keeps what it
+has read.
 """
 
 from __future__ import annotations
@@ -11,15 +13,18 @@ import os
 import signal
 import struct
 import time
+from collections import deque
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from cseq._core import now_ns
 from cseq._memory import Descriptor
+from cseq.advice import advise
 from cseq.memory import facts
 from cseq.meters import EDGES, METER, Meters
-from cseq.observe.processes import starts
+from cseq.observe.processes import starts, tree
 from cseq.processes.worker import STACK_QUIET, STACK_SECONDS, STACK_SIGNAL
 from cseq.stats import Stats
 
@@ -28,7 +33,24 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Attached", "Task", "UnreadableError", "attach", "quantiles", "stacks"]
+    from cseq.advice import Advice
+
+__all__ = [
+    "Attached",
+    "Task",
+    "UnreadableError",
+    "Watched",
+    "Watcher",
+    "attach",
+    "quantiles",
+    "stacks",
+]
+
+LOOK = 2.0  # seconds between two searches for runs
+RECENT = 2.0  # seconds that the rate and the share of waiting are of
+WINDOW = 5.0, 4  # seconds between readings that are kept whole, and how many are
+KEPT = 240  # readings whose numbers are kept
+ENOUGH = 8  # batches, for an advice
 
 MAGIC, LAYOUT, FIELDS = 0x63736571, 9, 4  # of include/cseq_ring.h
 HEAD = struct.Struct("=8I96xI764x")  # cseq_ring: its first words, and `closed`
@@ -288,3 +310,144 @@ def _ask(pid: int, fd: int) -> str:
             break
         time.sleep(0.01)
     return os.pread(fd, max(size - begun, 0), begun).decode(errors="replace")
+
+
+@dataclass
+class Watched:
+    """A run, and what was read of it.
+
+    Attributes
+    ----------
+    run : Attached
+    points : deque
+        Of each reading: the time (s), batches, seconds of the epochs, seconds waited.
+    whole : deque of Stats
+        Older readings, the first of which the window begins with.
+    stats : Stats or None
+        The latest reading.
+    tasks : dict of int to Task
+    place : (int, int) or None
+    ended : str
+        Why nothing more is read.
+    """
+
+    run: Attached
+    points: deque[tuple[float, int, float, float]] = field(
+        default_factory=lambda: deque(maxlen=KEPT)
+    )
+    whole: deque[tuple[float, Stats]] = field(default_factory=lambda: deque(maxlen=WINDOW[1]))
+    stats: Stats | None = None
+    tasks: dict[int, Task] = field(default_factory=dict)
+    place: tuple[int, int] | None = None
+    ended: str = ""
+
+    def update(self, now: float) -> None:
+        """Read it; what is left of one that has ended is kept."""
+        if self.ended:
+            return
+        try:
+            if not self.run.is_alive:
+                self.ended = "its process has ended"
+            self.stats, self.tasks, self.place = self.run.read()
+            if self.run.is_closed and not self.ended:
+                self.ended = "finished"
+        except (UnreadableError, OSError, ArithmeticError, ValueError) as error:
+            self.ended = f"cannot be read: {error}"
+        if self.stats is not None:
+            stats = self.stats
+            self.points.append((now, stats.batches, stats.elapsed, stats.loop_waited))
+            if not self.whole or now - self.whole[-1][0] >= WINDOW[0]:
+                self.whole.append((now, stats))
+        if self.ended:
+            self.run.close()
+
+    def recent(self, back: int = 0) -> tuple[float, float]:
+        """Return batches a second and the share of waiting, lately or so many readings before."""
+        points = list(self.points)[: len(self.points) - back]
+        if not points:
+            return 0.0, 0.0
+        last = points[-1]
+        first = next(each for each in points if last[0] - each[0] <= RECENT)
+        if first is last:  # the only one: since the start
+            first = (last[0] - max(last[2], 1e-9), 0, 0.0, 0.0)
+        took, elapsed = last[0] - first[0], last[2] - first[2]
+        return (
+            (last[1] - first[1]) / took if took > 0 else 0.0,
+            min(max((last[3] - first[3]) / elapsed, 0.0), 1.0) if elapsed > 0 else 0.0,
+        )
+
+    def window(self) -> Stats:
+        """Return the counts of the last 15 to 20 s, or since the start if these are few."""
+        assert self.stats is not None
+        with contextlib.suppress(ValueError):  # it counts less than before
+            recent = self.stats.since(self.whole[0][1])
+            if recent.batches >= ENOUGH:
+                return recent
+        return self.stats
+
+    def advice(self) -> Advice:
+        """Return the advice for that window, on the cores that the program has."""
+        return advise(replace(self.window().window(), cores=max(1, self.run.numbers["cores"])))
+
+    @property
+    def title(self) -> str:
+        """The script and the process."""
+        numbers, told = self.run.numbers, self.run.facts
+        rank = f"  rank {numbers['rank']} of {numbers['world_size']}"
+        script = os.path.basename(told.get("script", "")) or "python"
+        return f"{script}  pid {self.run.pid}" + (rank if numbers["world_size"] > 1 else "")
+
+
+class Watcher:
+    """All runs of a process and its descendants, or of all processes that can be read.
+
+    Attributes
+    ----------
+    runs : list of Watched
+    problems : list of str
+        What could not be read.
+    """
+
+    def __init__(self, pid: int | None) -> None:
+        self._pid = pid
+        self._found: dict[int, Watched] = {}
+        self._looked = 0.0
+        self.problems: list[str] = []
+
+    @property
+    def runs(self) -> list[Watched]:
+        """By rank, and by the time of their start; after these, those that have ended."""
+        return sorted(
+            self._found.values(),
+            key=lambda each: (bool(each.ended), each.run.numbers["rank"], each.run.pid),
+        )
+
+    def update(self) -> None:
+        """Look for new runs from time to time, and read all."""
+        now = now_ns() / 1e9
+        if not self._looked or now - self._looked >= LOOK:
+            self._looked = now
+            self._look()
+        for each in self._found.values():
+            each.update(now)
+
+    def _look(self) -> None:
+        if self._pid is None:
+            pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+        else:
+            pids = tree(self._pid)
+        problems: list[str] = []
+        there: set[int] = set()
+        for pid in pids:
+            with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+                new, numbers, said = attach(pid, self._found)
+                self._found.update({number: Watched(run) for number, run in new.items()})
+                there |= numbers
+                problems += said
+        for number, each in list(self._found.items()):
+            if number not in there and not each.ended:
+                each.ended = "finished"
+                each.run.close()
+            elif each.ended and each.run.is_alive:  # another run takes its place
+                del self._found[number]
+        self.problems = problems

@@ -17,15 +17,18 @@ from textual.app import App
 from textual.containers import VerticalScroll
 from textual.widgets import Footer, Static
 
-from cseq.observe.top import EVERY, HEADS, Watched, Watcher, cells, dump, foot, head, ranks, workers
+from cseq.observe.lines import HEADS, cells, foot, head, ranks, worker_stacks, workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from textual.app import ComposeResult
 
+    from cseq.observe.attached import Watched, Watcher
+
 __all__ = ["Screen"]
 
+EVERY = 0.25  # seconds between two readings
 TABLE_EVERY = 4  # readings between two times that the tables are written
 BUSY = HEADS.index("busy")
 
@@ -136,4 +139,4 @@ class Screen(App[None]):  # type: ignore[misc]
         panel, shown = self.query_one("#stacks"), self.shown
         panel.display = not panel.display
         if panel.display and shown is not None:
-            self.query_one("#text", Static).update("".join(dump([shown])))
+            self.query_one("#text", Static).update("".join(worker_stacks([shown])))

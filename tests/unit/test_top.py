@@ -20,8 +20,17 @@ from hypothesis import strategies as st
 import cseq
 from cseq.memory import facts
 from cseq.meters import BUCKETS, Histogram
-from cseq.observe.attached import Attached, UnreadableError, attach, quantiles, stacks
-from cseq.observe.top import Watched, Watcher, bar, detail, ranks, spark, top
+from cseq.observe.attached import (
+    Attached,
+    UnreadableError,
+    Watched,
+    Watcher,
+    attach,
+    quantiles,
+    stacks,
+)
+from cseq.observe.lines import HEADS, bar, detail, ranks, spark, workers
+from cseq.observe.top import top
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -164,11 +173,19 @@ def test_a_loader_of_torch(tmp_path: Path) -> None:
         assert "2 processes" in "\n".join(detail(run, 100))
 
 
+def pids_shown(pid: int) -> list[str]:
+    """Look at a process once; return the pids of its workers that have begun, else ''."""
+    watcher = Watcher(pid)
+    watcher.update()
+    return [row[HEADS.index("pid")] for row in workers(watcher.runs[0], 100)]
+
+
 @pytest.mark.needs("worker processes")
 def test_the_command(tmp_path: Path) -> None:
     """Lines once; the stacks of the workers; two ranks, each with a line."""
     command = [sys.executable, "-m", "cseq", "top"]
     with trainer(tmp_path, TRAIN, "MPSequence", 1, 20) as process:
+        until(lambda: all(pids_shown(process.pid)))
         done = subprocess.run(
             [*command, str(process.pid), "--dump"], capture_output=True, text=True, check=False
         )
