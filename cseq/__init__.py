@@ -27,6 +27,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── fleet/          batches from other machines: parcels of tickets, and who makes them
     ├── pools/          ★ the loop's end of all runners: inline (test mode), thread, process, stream
     ├── _feed.pyx       ★ takes batches and items out
+    ├── tuning.py       how many workers, how large a buffer: what 'auto' takes
     ├── arguments.py    the arguments of MSequence, and those of Streams, too: types and checks
     ├── order/          ★ which samples, in which order, for which rank; the loop's place
     ├── indexing/       ★ in a worker: the user's code makes a batch of indices
@@ -39,8 +40,8 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── meters.py       what each party of a ring has measured
     ├── lanes.py        the runners of a pool, as a trace shows them
     ├── stage.py        the loop of every runner: claim, work, publish
-    ├── cgroup.py       what the control groups of a container say
     ├── compute.py      cores, and the threads that libraries of a worker process compute with
+    ├── cgroup.py       what the control groups of a container say
     ├── check.py        checks of arguments
     ├── threads.py      threads that a signal handler cannot break
     ├── _line.pyx       ★ the tickets that are outstanding: posted, given up

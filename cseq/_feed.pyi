@@ -24,6 +24,7 @@ class Feed(Line):
     generation: int
     place: Any
     number: int
+    watch: Callable[[], None] | None
     ended: Final[bool]
     failed: Final[str]
     skipped: Final[deque[Any]]

@@ -106,6 +106,9 @@ cdef class Feed(Line):
         What a trace calls it.
     failed : str
         Why items of a worker have ended, if an exception has ended them.
+    watch : callable, optional
+        ``watch()`` is called some ten times a second, when a batch is asked for; it may call anything
+        that a signal handler may.
     """
 
     cdef object __weakref__
@@ -119,6 +122,8 @@ cdef class Feed(Line):
     cdef uint64_t done_count     # which any thread reads: see `cseq_count_u64`
     cdef uint64_t units, before  # of what was taken; before the epoch's first ticket
     cdef object wait_next, read, describe, make, interrupted
+    cdef public object watch
+    cdef bint due              # `watch` is to be called
     cdef bint skip, give
     cdef bint ordered
     cdef public unsigned short number  # in a trace
@@ -335,6 +340,9 @@ cdef class Feed(Line):
         """
         cdef Py_ssize_t k
         while True:
+            if self.due:
+                self.due = False
+                self.watch()
             if not self.run.is_at(generation):
                 raise InterruptedError
             k = self.find()
@@ -431,13 +439,14 @@ cdef class Feed(Line):
         cdef uint64_t waited, now = cseq_now_ns()
         self.now = now
         if not m.first_ns:
-            self.note_first(m)
+            self.waited = self.note_first(m)
             return
         self.waited = waited = cseq_meter_step(m, now, not self.taken_count)
         cseq_store_rlx_u64(&m.since_ns, now)
         if now - m.polled_ns > CSEQ_POLL:
             cseq_meter_poll(m, now, False)
             self.note_history()
+            self.due = self.watch is not None
         if waited:
             for k in range(most):
                 ready += self.is_ready(k)
@@ -445,23 +454,6 @@ cdef class Feed(Line):
                 cseq_count_u64(&m.behind_ns, waited)
             if self.taken_count < self.runners:
                 cseq_count_u64(&m.early_ns, waited)
-
-    cdef void note_first(self, cseq_meter* m) noexcept:
-        """The first batch of all: what was waited until now is the start."""
-        cdef Py_ssize_t k
-        cdef uint32_t owner
-        cdef cseq_meter* runner
-        self.waited = m.waited_ns
-        cseq_store_rlx_u64(&m.start_ns, m.waited_ns)
-        cseq_store_rlx_u64(&m.waited_ns, 0)
-        cseq_store_rlx_u64(&m.since_ns, self.now)
-        for k in range(PyList_GET_SIZE(self.rings)):
-            for owner in range(1, self.r[k].runners + 1):
-                runner = cseq_ring_meter(self.r[k], owner)
-                cseq_store_rlx_u64(&runner.first_ns, cseq_load_rlx_u64(&runner.work.sum))
-        cseq_meter_poll(m, self.now, False)
-        cseq_store_rlx_u64(&m.first_ns, self.now)
-        self.note_history()
 
     cdef void record(self, Ticket* t, cseq_cell* c) noexcept:
         """Record a ticket that was taken."""

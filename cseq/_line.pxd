@@ -6,7 +6,7 @@ cimport cython
 
 from cseq._codec cimport Decoder
 from cseq._core cimport Ring
-from cseq._headers cimport cseq_cell, cseq_history, cseq_ring, cseq_ring_cell, cseq_ring_ready
+from cseq._headers cimport cseq_cell, cseq_history, cseq_meter, cseq_ring, cseq_ring_cell, cseq_ring_ready
 from cseq._source cimport Source
 
 
@@ -71,4 +71,5 @@ cdef class Line:
     cdef void give_up_call(self, uint32_t number) noexcept
     cpdef int sweep(self) except -1
     cdef object drop(self, Py_ssize_t k, Ring ring)
+    cdef uint64_t note_first(self, cseq_meter* m) noexcept
     cdef void note_history(self) noexcept

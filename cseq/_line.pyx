@@ -287,6 +287,24 @@ cdef class Line:
         self.ticket += 1
         return cell, self.ticket - 1
 
+    cdef uint64_t note_first(self, cseq_meter* m) noexcept:
+        """The first batch of all: what was waited until now, which is returned, is the start."""
+        cdef uint64_t waited = m.waited_ns
+        cdef Py_ssize_t k
+        cdef uint32_t owner
+        cdef cseq_meter* runner
+        cseq_store_rlx_u64(&m.start_ns, waited)
+        cseq_store_rlx_u64(&m.waited_ns, 0)
+        cseq_store_rlx_u64(&m.since_ns, self.now)
+        for k in range(PyList_GET_SIZE(self.rings)):
+            for owner in range(1, self.r[k].runners + 1):
+                runner = cseq_ring_meter(self.r[k], owner)
+                cseq_store_rlx_u64(&runner.first_ns, cseq_load_rlx_u64(&runner.work.sum))
+        cseq_meter_poll(m, self.now, False)
+        cseq_store_rlx_u64(&m.first_ns, self.now)
+        self.note_history()
+        return waited
+
     cdef void note_history(self) noexcept:
         """Add a row to the history, if it is time for one. SYNC: history."""
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)

@@ -47,6 +47,10 @@ class Window:
         Part of that in which they computed; None: not known.
     queued, loop_queued : float
         Part of that in which they were ready to run, without a core; the loop's, of all time.
+    loop_cpu : float
+        Part of all time in which the loop's thread computed.
+    cores : int
+        For this process: within its container's quota, one part for each rank of the machine.
     gil : float
         Median of what a thread waits that asks for the GIL.
     computed : float
@@ -78,6 +82,7 @@ class Window:
     cpu: float | None = None
     queued: float = 0.0
     loop_queued: float = 0.0
+    loop_cpu: float = 1.0
     cores: int = 1
     threads: bool = False
     gil: float = 0.0
@@ -116,6 +121,17 @@ class Window:
     def fewest(self) -> int:
         """How many workers would have done what these did."""
         return math.ceil(1.2 * self.workers * self.busy) or 1
+
+    @property
+    def spare(self) -> bool:
+        """Whether so many fewer workers would be enough that it is worth to say so."""
+        return self.busy < 0.4 and self.fewest < self.workers and not self.agents
+
+    @property
+    def room(self) -> int:
+        """How many workers that compute as these there are cores for, beside the loop."""
+        cores = self.cores - min(self.loop_cpu, 1.0)
+        return max(1, int(cores / min(self.cpu or 1.0, 1.0) + 0.5))
 
     @property
     def running(self) -> float:
@@ -254,7 +270,6 @@ def _gil(v: Window) -> Said:
 
 def _loop(v: Window) -> Said:
     said = f"{_waits(v)}: the loop is the bottleneck"
-    fewer = v.fewest
     if v.loop_queued > NO_CORE and v.workers > 1 and v.own >= 0.5:
         return (
             f"{said}, and its thread had to wait for a core {v.loop_queued:.0%} of it",
@@ -262,8 +277,8 @@ def _loop(v: Window) -> Said:
             {"num_workers": max(1, v.workers // 2)},
             1 / (1 - min(v.loop_queued, 0.9)),
         )
-    if v.busy < 0.4 and fewer < v.workers and not v.agents:
-        said += f"; {_count(fewer, 'worker')} would be enough, not {v.workers}"
+    if v.spare:
+        said += f"; {_count(v.fewest, 'worker')} would be enough, not {v.workers}"
     return said, "", {}, 1.0
 
 
@@ -399,7 +414,7 @@ def _medium(v: Window) -> Said:
 
 
 def _workers(v: Window) -> Said:
-    more = v.enough(max(v.cores - 1, 1))
+    more = v.enough(v.room)
     return (
         f"{_waits(v)}; {_busy(v)}{_rest(v)}",
         f"num_workers={more}",

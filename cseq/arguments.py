@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from cseq._core import ALGORITHMS
+from cseq.advice import MOST_READERS
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds
+from cseq.compute import share
 from cseq.indexing import indexer
 from cseq.indexing.dataset import DatasetIndexer
 from cseq.memory.memory_limit import memory_limit_of
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 
         num_converters: int | None
         batch_size: int
-        buffer: int
+        buffer: int | Literal["auto"]
         shuffle: Shuffle
         seed: int | None
 
@@ -75,19 +77,26 @@ __all__ = [
     "MAX_RESTARTS",
     "Job",
     "Size",
+    "Sizes",
     "WorkerOptions",
     "batch_size_of",
     "converters_of",
     "dtype_of",
     "fleet_of",
+    "is_auto",
     "order_of",
     "repeat_of",
     "samples_of",
+    "workers_of_auto",
 ]
 
 MAX_RESTARTS = 100  # in an epoch, where nothing else is said
 MOST_EPOCHS = 2**63
 BATCH_SIZE = 32  # where nothing else is said
+AUTO = "auto"
+AUTO_START, FIRST_BUFFER = 4, 10  # what 'auto' begins with, at most and at least
+LEAST_READERS, AUTO_READERS = 16, 64  # workers that it may take beyond the cores
+AUTO_BUFFER, AUTO_WORDS = 1024, 2**20  # batches, and indices of all of them together
 MOST_BUFFER = 2**14  # each has a mapping in two processes; Linux allows a process some 65000
 MOST_BATCH = 2**32 - 1  # a ticket counts its words in 32 bits
 
@@ -138,13 +147,54 @@ class Size(NamedTuple):
     num_workers: int
     buffer: int
 
+
+class Sizes(NamedTuple):
+    """What a pool begins with, the most there can be, and which of the two are 'auto'."""
+
+    start: Size
+    most: Size
+    auto: tuple[bool, bool]
+
     @classmethod
-    def checked(cls, num_workers: Any, buffer: Any) -> Size:
-        """Check these arguments."""
-        return cls(
-            count("num_workers", num_workers, least=0, most=MOST_WORKERS),
-            count("buffer", buffer, most=MOST_BUFFER),
-        )
+    def checked(cls, num_workers: Any, buffer: Any, thread_type: str, words: int) -> Sizes:
+        """Check `num_workers` and `buffer`; a cell has room for a batch's `words` indices."""
+        auto = is_auto("num_workers", num_workers), is_auto("buffer", buffer)
+        for name, automatic in zip(Size._fields, auto, strict=True):
+            if automatic and thread_type == "ray":
+                raise ValueError(
+                    f"{name}='auto' with thread_type='ray': the trainer cannot tell what other "
+                    f"machines have room for; give {name}=, a number"
+                )
+        if not auto[1]:
+            buffer = count("buffer", buffer, most=MOST_BUFFER)
+        if not auto[0]:
+            num_workers = count("num_workers", num_workers, least=0, most=MOST_WORKERS)
+        start, most = (num_workers, num_workers) if not auto[0] else workers_of_auto()
+        if auto[0] and not auto[1]:  # more than there are batches would do nothing
+            start, most = min(start, buffer), min(most, buffer)
+        if not auto[1]:
+            return cls(Size(start, buffer), Size(most, buffer), auto)
+        first = max(FIRST_BUFFER, 2 * start)
+        cells = max(first, 2 * most, min(AUTO_BUFFER, AUTO_WORDS // words))
+        return cls(Size(start, min(first, MOST_BUFFER)), Size(most, min(cells, MOST_BUFFER)), auto)
+
+
+def is_auto(name: str, value: Any) -> bool:
+    """Tell whether a number is left to cseq; another word is an error."""
+    if isinstance(value, str) and value != AUTO:
+        raise TypeError(f"{name}={value!r} is not an integer; give one, or 'auto'")
+    return isinstance(value, str)
+
+
+def workers_of_auto() -> tuple[int, int]:
+    """Return with how many workers 'auto' begins, and the most that it may take.
+
+    The loop's core is left free at first. Where workers turn out to wait for a disk or a network,
+    there may be more of them than cores.
+    """
+    cores = share()
+    start = max(1, min(AUTO_START, cores - 1))
+    return start, max(cores, min(max(MOST_READERS * cores, LEAST_READERS), AUTO_READERS))
 
 
 class Job(NamedTuple):
@@ -161,7 +211,7 @@ class Job(NamedTuple):
     start : Size
         What a pool begins with.
     auto : (bool, bool)
-        Which of the two change while it runs.
+        Whether `num_workers` and `buffer` change while it runs.
     compat : bool or None
         CUDA conversion in threads; None: as the system requires.
     fleet : Fleet or None

@@ -16,13 +16,25 @@ import contextlib
 import importlib
 import os
 import sys
+from os.path import join
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cseq.cgroup import ROOT, Folder, groups, lines, number
 
 if TYPE_CHECKING:
     import ctypes
     from collections.abc import Mapping
 
-__all__ = ["VARIABLES", "cores", "find_openblas", "limit", "variables"]
+__all__ = [
+    "VARIABLES",
+    "cores",
+    "find_openblas",
+    "limit",
+    "neighbours",
+    "quota",
+    "share",
+    "variables",
+]
 
 OPENMP = "OMP_NUM_THREADS"  # torch reads it, too
 # Where one of these is not set, its library reads OPENMP.
@@ -52,6 +64,8 @@ OPENBLAS = (
     "scipy_openblas_set_num_threads",
     "scipy_openblas_set_num_threads64_",
 )
+LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
 STARTED = "blas_num_threads"  # a variable of OpenBLAS: how many threads it starts
 
 
@@ -60,6 +74,31 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def share() -> int:
+    """Count the cores for this process: within its container's quota, one part for each rank."""
+    allowed = quota()
+    most = cores() if allowed is None else min(cores(), int(allowed + 0.5))
+    return max(1, most // neighbours())
+
+
+def quota(root: Folder = ROOT) -> float | None:
+    """Return how many cores the control groups allow; None: they do not limit them."""
+    limits = []
+    for group, name in groups(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
+        words = " ".join(lines(join(group, name))).split()
+        if name == "cpu.cfs_quota_us":
+            words += [str(number(join(group, "cpu.cfs_period_us")) or 0)]
+        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
+            limits.append(int(words[0]) / int(words[1]))
+    return min(limits, default=None)
+
+
+def neighbours() -> int:
+    """Count the ranks on this machine, as launchers tell (torchrun, Open MPI, MPICH)."""
+    told = (os.environ.get(name, "") for name in LOCAL_SIZES)
+    return next((int(each) for each in told if each.isdecimal() and int(each)), 1)
 
 
 def variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:

@@ -71,15 +71,16 @@ class MSequence(Manager, Generic[B_co]):
     dset_size : int or one-dimensional array or list of int, optional
         Number of samples, or the samples' indices themselves (never written to). None: the
         ``len`` of `worker` if it has one (`from_dataset`, an array), or what `order` says.
-    num_workers : int
-        Worker processes or threads. 0: none, `start` then does what `start_test` does.
+    num_workers : int or 'auto'
+        Worker processes or threads. 0: none, `start` then does what `start_test` does. 'auto': as
+        many as the loop needs, changed while it runs (docs/how-to/auto.md).
     num_converters : int, optional
         Processes or threads that move batches to the CUDA device, at most `num_workers`; none
         without CUDA. None: ``max(num_workers // 4, min(num_workers, 4))``.
     batch_size : int
         Samples in a batch; the last one may be smaller.
-    buffer : int
-        The most batches that are being made or wait for the loop, 1 to 16384.
+    buffer : int or 'auto'
+        The most batches that are being made or wait for the loop, 1 to 16384; or as many as help.
     shuffle : bool or 'feistel'
         Each epoch has an order of its own, a pure function of (seed, epoch, number of samples).
         'feistel': one that needs no table of all samples, for more than some 10**9. Short for
@@ -164,7 +165,7 @@ class MSequence(Manager, Generic[B_co]):
         self,
         worker: Callable[[], Indexer[B_co]],
         dset_size: Any = ...,
-        num_workers: int = ...,
+        num_workers: int | Literal["auto"] = ...,
         *,
         out_type: Literal["null"],
         thread_type: ThreadType = ...,
@@ -176,7 +177,7 @@ class MSequence(Manager, Generic[B_co]):
         self,
         worker: Indexer[B_co],
         dset_size: Any = ...,
-        num_workers: int = ...,
+        num_workers: int | Literal["auto"] = ...,
         *,
         out_type: Literal["null"],
         thread_type: ThreadType = ...,
@@ -188,10 +189,10 @@ class MSequence(Manager, Generic[B_co]):
         self,
         worker: Worker,
         dset_size: Any = ...,
-        num_workers: int = ...,
+        num_workers: int | Literal["auto"] = ...,
         num_converters: int | None = ...,
         batch_size: int = ...,
-        buffer: int = ...,
+        buffer: int | Literal["auto"] = ...,
         shuffle: Shuffle = ...,
         thread_type: ThreadType = ...,
         out_type: OutType = ...,
@@ -203,10 +204,10 @@ class MSequence(Manager, Generic[B_co]):
         self,
         worker: Worker,
         dset_size: Any = None,
-        num_workers: int = 4,
+        num_workers: int | Literal["auto"] = 4,
         num_converters: int | None = None,
         batch_size: int = arguments.BATCH_SIZE,
-        buffer: int = 10,
+        buffer: int | Literal["auto"] = 10,
         shuffle: Shuffle = True,  # noqa: FBT002 - the position is fixed
         thread_type: ThreadType = "proc",
         out_type: OutType = "cuda",
@@ -236,7 +237,6 @@ class MSequence(Manager, Generic[B_co]):
             raise TypeError(f"thread_type={thread_type!r} is unknown; give one of {[*KINDS]}")
         worker, fleet = arguments.fleet_of(worker, thread_type)
         self._thread_type: str = thread_type
-        size = arguments.Size.checked(num_workers, buffer)
         self._drawn = seed is None
         self._own_seed = self._drawn  # other ranks do not have it
         self._shard = shards.given(shard)
@@ -261,19 +261,21 @@ class MSequence(Manager, Generic[B_co]):
             from cseq.fleet.agent import refuse
 
             refuse(options, seed_globals=seed_globals)
+        sizes = arguments.Sizes.checked(num_workers, buffer, thread_type, sampler.words)
         self._job = arguments.Job(
             worker=worker,
             sampler=sampler,
             output=outputs.parse(out_type, arguments.dtype_of(worker, dtype)),
-            num_workers=size.num_workers,
-            num_converters=arguments.converters_of(size.num_workers, num_converters),
-            buffer=size.buffer,
+            num_workers=sizes.most.num_workers,
+            num_converters=arguments.converters_of(sizes.start.num_workers, num_converters),
+            buffer=sizes.most.buffer,
             ordered=flag("ordered", ordered),
             compat=None,
             on_error=choice("on_error", on_error, ("raise", "skip")),
             seed_globals=flag("seed_globals", seed_globals),
             options=options,
-            start=size,
+            start=sizes.start,
+            auto=sizes.auto,
             fleet=fleet,
         )
         self._check_seed(self._shard or shards.ALONE)
@@ -343,8 +345,12 @@ class MSequence(Manager, Generic[B_co]):
             if self._shard is not None:
                 yield "batches", f"{self._sampler.length:,}"
             yield "batch_size", f"{self.batch_size:,}"
-            workers = self._job.num_workers
-            yield "workers", f"{workers} {KINDS[self._thread_type]}" if workers else "0"
+            auto, run = self._job.auto, self._run
+            workers, buffer = run.pool.size if run and any(auto) else self._job.start
+            said = f"{workers} {KINDS[self._thread_type]}" if workers else "0"
+            yield "workers", f"auto: {said}" if auto[0] else said
+            if auto[1]:
+                yield "buffer", f"auto: {buffer}"
             yield "seed", f"{self.seed} (drawn)" if self._own_seed else f"{self.seed}"
             if self._shard is None:
                 yield "shard", "shard='auto'"

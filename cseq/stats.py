@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from cseq.advice import Advice, Window, advise
-from cseq.compute import cores
+from cseq.compute import share
 from cseq.meters import Histogram
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ class Stats:
             start=self.start_waited,
             workers=self.num_workers,
             busy=1 - self.workers_waiting,
-            cores=cores(),
+            cores=share(),
             threads=self.threads,
             computed=_part(self.computed or 0.0, self.elapsed, most=1e9),
             buffer=self.buffer,
@@ -333,6 +333,7 @@ class Stats:
             "cpu": _cpu(float(runners["cpu"].sum()) / 1e9, busy),
             "queued": _part(float(runners["queued"].sum()) / 1e9, busy),
             "loop_queued": _part(float(meters.loop["queued"]) / 1e9, self.elapsed),
+            "loop_cpu": _part(float(meters.loop["cpu"]) / 1e9, self.elapsed) or 1.0,
             "gil": gil.quantile(0.5),
             "behind": _part(behind, self.loop_waited),
             "early": _part(meters.early, self.loop_waited),

@@ -200,8 +200,9 @@ def resize(manager: Any, num_workers: int | None = None, buffer: int | None = No
     if run is None or not run.is_ours:
         raise RuntimeError(f"{type(manager).__name__} is not running here: call start()")
     pool, job = run.pool, manager._job
-    workers = pool.num_workers if num_workers is None else num_workers
-    ahead = pool.buffer if buffer is None else buffer
+    size = pool.size
+    workers = size.num_workers if num_workers is None else num_workers
+    ahead = size.buffer if buffer is None else buffer
     workers = count("num_workers", workers, most=job.num_workers)
     with run.lock.hold():
         pool.resize(workers, count("buffer", ahead, most=job.buffer))

@@ -9,7 +9,7 @@ from os.path import join  # pathlib is slow to import, and every start waits for
 from typing import TYPE_CHECKING
 
 from cseq._memory import ram
-from cseq.cgroup import ROOT, Folder, fields, groups, number
+from cseq.cgroup import ROOT, Folder, fields, groups, lines, number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,6 +86,12 @@ def available_memory(root: Folder = ROOT) -> int | None:
         return None
     free = KIB * (machine["MemAvailable:"] + machine.get("SwapFree:", 0))
     return max(0, min([free, *_free_of_groups(root)]))
+
+
+def private_memory(pid: int | None, root: Folder = ROOT) -> int:
+    """Return how many bytes a process has for itself alone; 0 where the system does not say."""
+    words = "".join(lines(join(root, f"proc/{pid}/statm"))).split()
+    return os.sysconf("SC_PAGE_SIZE") * (int(words[1]) - int(words[2])) if len(words) > 2 else 0
 
 
 def oom_kills(root: Folder = ROOT) -> int | None:

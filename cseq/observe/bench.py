@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from cseq.arguments import Size
 from cseq.compute import cores
 from cseq.indexing.dataset import from_dataset
 from cseq.kinds import MPSequence, MTSequence
@@ -167,7 +168,7 @@ def look(made: Any) -> Made:
     """Say what was made."""
     kind, most = kind_of(made), max(1, cores() - 1)
     if kind == MANAGER:
-        workers = made._job.num_workers
+        workers = made._job.start.num_workers
         is_thread = made._thread_type == "thread"
         text = f"{kind}: {made.dset_size:,} samples, batches of {made.batch_size}"
         current = ("threads" if is_thread else "cseq") if workers else "none"
@@ -228,9 +229,12 @@ def _arguments(loader: Any, workers: int) -> dict[str, Any]:
 
 def _manager_of(manager: Any, kind: str, workers: int) -> Any:
     """Have a manager work with processes, with threads, or with neither; with one seed."""
-    job = manager._job
+    job, count = manager._job, 0 if kind == "none" else workers
     manager._job = job._replace(
-        sampler=job.sampler.changed(seed=SEED), num_workers=0 if kind == "none" else workers
+        sampler=job.sampler.changed(seed=SEED),
+        num_workers=count,
+        start=Size(count, job.start.buffer),
+        auto=(False, job.auto[1]),
     )
     manager._thread_type = "thread" if kind == "threads" else "proc"
     return manager

@@ -27,6 +27,7 @@ import numpy as np
 from cseq._core import now_ns
 from cseq.cgroup import ROOT, Folder, fields, groups, lines, number
 from cseq.compute import VARIABLES, cores, variables
+from cseq.compute import quota as quota_of
 from cseq.errors import CseqError
 from cseq.kinds import MPSequence
 from cseq.memory.descriptors import anonymous_file
@@ -169,7 +170,7 @@ def _version(name: str) -> str | None:
 
 def quota(machine: Machine) -> Iterator[Finding]:
     """Compare the cores with what the control groups allow, and look whether they throttle."""
-    most = _quota(machine.root)
+    most = quota_of(machine.root)
     total = os.cpu_count() or machine.cores
     if most is not None and most < machine.cores:
         workers = max(1, int(most) - 1)
@@ -198,18 +199,6 @@ def quota(machine: Machine) -> Iterator[Finding]:
             "slices so far",
             "start fewer workers, or ask for a larger quota",
         )
-
-
-def _quota(root: Folder) -> float | None:
-    """Return how many cores the control groups allow; None: they do not limit them."""
-    limits = []
-    for group, name in groups(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
-        words = " ".join(lines(join(group, name))).split()
-        if name == "cpu.cfs_quota_us":
-            words += [str(number(join(group, "cpu.cfs_period_us")) or 0)]
-        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
-            limits.append(int(words[0]) / int(words[1]))
-    return min(limits, default=None)
 
 
 def _throttled(root: Folder) -> tuple[int, int]:

@@ -15,12 +15,15 @@ from cseq._codec import Decoder
 from cseq._core import now_ns
 from cseq._feed import Feed
 from cseq._lock import RunState
-from cseq.compute import cores
+from cseq.arguments import Size
+from cseq.compute import neighbours, share
 from cseq.encoding import failure
 from cseq.lanes import Lanes
+from cseq.memory.memory_limit import memory_limit_of
 from cseq.meters import Meters
 from cseq.stage import RAISED
 from cseq.stats import Stats
+from cseq.tuning import Controller
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -175,7 +178,7 @@ class Pool:
             "converters": self._num_converters,
             "threads": int(self._threads),
             "streams": int(self.rings[0].kept is not None),
-            "cores": cores(),
+            "cores": share(),
             "script": sys.argv[0] if sys.argv else "",
         }
 
@@ -336,9 +339,29 @@ class BatchPool(Pool):
         return self._job.sampler.changed()
 
     @property
-    def buffer(self) -> int:
-        """The most batches that are being made or wait for the loop, at present."""
-        return self._ring.limit
+    def size(self) -> Size:
+        """How many workers, and the most batches that are being made or wait, at present."""
+        return Size(self.num_workers, self._ring.limit)
+
+    @property
+    def is_staffed(self) -> bool:
+        """Whether all these workers have made their indexers."""
+        raise NotImplementedError
+
+    def most(self, stats: Stats) -> Size:
+        """Return the most of both that there is memory for, as far as `stats` tell."""
+        size, job = self.size, self._job
+        nbytes = stats.nbytes / max(stats.batches, 1)
+        limit = memory_limit_of(job.options.memory_limit) // neighbours()
+        buffer = min(job.buffer, int(limit / nbytes)) if nbytes and limit else job.buffer
+        return Size(job.num_workers, max(size.buffer, buffer))
+
+    def _fit(self) -> None:
+        """Have the size to begin with; the last step of a constructor."""
+        job = self._job
+        self.resize(*job.start)
+        if any(job.auto):
+            self.feed.watch = Controller(self, job.auto)
 
     def resize(self, num_workers: int, buffer: int) -> None:
         """Go on with another number of workers, and of batches ahead of the loop.

@@ -25,7 +25,7 @@ from cseq.stage import INDEXER
 from cseq.stats import Stats
 
 if TYPE_CHECKING:
-    from cseq.arguments import Job
+    from cseq.arguments import Job, Size
     from cseq.order.place import Place
 
 __all__ = ["InlinePool"]
@@ -83,6 +83,11 @@ class InlinePool(BatchPool):
             raise failure.ordinary(error) from error
         self._indexing.indexer = self._made = made
         indexer.LabelHint(self._job.output, log.warning).watch(self._indexing)
+
+    @property
+    def size(self) -> Size:
+        """What it would be with workers."""
+        return self._job.start
 
     def stats(self) -> Stats:
         """Count what was delivered."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq._lock import await_hangup
 from cseq._work import Runner
+from cseq.compute import neighbours
 from cseq.converter.host import Converter
 from cseq.converter.output import Output, cast_dtype, converter_kind
 from cseq.encoding import failure
@@ -26,6 +27,7 @@ from cseq.encoding.transport import Imports, Objects, SlotReader, SlotSource, Sl
 from cseq.indexing import context, indexer
 from cseq.indexing.seeding import Seeds
 from cseq.lanes import Lanes
+from cseq.memory.memory_limit import available_memory, private_memory
 from cseq.memory.shared import Shared
 from cseq.pools.base import BatchPool, apart, named
 from cseq.pools.thread import ThreadGroup, add_converters, convert
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from cseq.arguments import Job
+    from cseq.arguments import Job, Size
     from cseq.converter.cuda import CudaConverter
     from cseq.converter.export import Receiver
     from cseq.converter.page_locks import PageLocks
@@ -232,7 +234,7 @@ class ProcessPool(BatchPool):
             lanes=lanes,
             tell=self._shared.tell,
         )
-        self.resize(*job.start)
+        self._fit()
 
     def open(self) -> None:
         """Start the processes, and converter threads if converters are threads."""
@@ -254,6 +256,20 @@ class ProcessPool(BatchPool):
         self._ring.apart = apart(buffer)
         self._ring.spin = spins(self._shared.owners - self._job.num_workers + num_workers)
         self.supervisor.resize(num_workers)
+
+    @property
+    def is_staffed(self) -> bool:
+        """Whether all workers have made their indexers."""
+        return all(map(self.supervisor.is_ready, self.supervisor.wanted()))
+
+    def most(self, stats: Stats) -> Size:
+        """Return the most that there is memory for: half of what is left may go to processes."""
+        most, free = super().most(stats), available_memory()
+        each = max(private_memory(pid) for pid in self.supervisor.pids())
+        if free is None or not each:
+            return most
+        more = free // (2 * neighbours() * each)
+        return most._replace(num_workers=min(most.num_workers, self.num_workers + more))
 
     def _task(self, owner: int) -> Task:
         """Return what a worker is to do; called on the supervisor's thread."""

@@ -169,6 +169,7 @@ class ThreadPool(BatchPool):
         self._turn.set()
         self._opened = False
         self._starting: dict[int, int] = {}  # the owner that makes an indexer, and since when
+        self._made: set[int] = set()  # owners that have made theirs
         convert: Callable[[Any], Any] | None = None
         if job.num_converters:
             from cseq.converter.cuda import receive
@@ -185,7 +186,7 @@ class ThreadPool(BatchPool):
             lanes=lanes,
             tell=None if file is None else self._tell,
         )
-        self.resize(*job.start)
+        self._fit()
 
     def _tell(self, told: dict[str, object]) -> None:
         """Have other programs know some facts of the run."""
@@ -206,6 +207,11 @@ class ThreadPool(BatchPool):
         if self._opened:
             self._staff()
             self._group.start()
+
+    @property
+    def is_staffed(self) -> bool:
+        """Whether all workers have made their indexers."""
+        return all(owner in self._made for owner in range(1, self.num_workers + 1))
 
     def _staff(self) -> None:
         """Add the threads that are wanted and not there."""
@@ -243,9 +249,11 @@ class ThreadPool(BatchPool):
         runner = Runner(self._ring, INDEXER, number + 1, last=not job.num_converters)
         indexing = indexer.Indexing(self._objects, made, batch_context, self._converter())
         self._hint.watch(indexing)
+        self._made.add(number + 1)
         try:
             run(runner, indexing.serve)
         finally:
+            self._made.discard(number + 1)
             batch_context.clear()
             del indexing.indexer  # before the first batch, a `_FirstBatch`, which refers back
             indexer.dispose(job.worker, made, copied=False)

@@ -1,0 +1,239 @@
+"""How many workers, how large a buffer: 'auto' takes what the advice names.
+
+`Tuner` is a pure function of the windows that it is shown, one after another. `Controller` shows it
+those of a pool, and changes the pool::
+
+    feed ──ten times a second──► Controller ──Window──► Tuner ──► advise
+                                     │ resize              ▲ Decision
+                                     ▼                     │
+                                    pool ◄─────────────────┘
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, NamedTuple
+
+from cseq._core import now_ns
+from cseq.advice import ENOUGH_BATCHES, LITTLE, advise
+from cseq.arguments import Size
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    from cseq.advice import Window
+    from cseq.stats import Stats
+
+    class Sized(Protocol):
+        """A pool, as a controller sees it."""
+
+        @property
+        def size(self) -> Size: ...
+        @property
+        def is_staffed(self) -> bool: ...
+        def stats(self) -> Stats: ...
+        def most(self, stats: Stats) -> Size: ...
+        def resize(self, num_workers: int, buffer: int) -> None: ...
+
+
+__all__ = ["Controller", "Decision", "Tuner", "log_change"]
+
+log = logging.getLogger("cseq")
+
+SHORT, LONG = 0.5, 8.0  # seconds of the epochs in a window, at least; longer if nothing changes
+EACH = 4  # batches of each worker in a window, at least
+QUICK = 3  # changes after which windows get longer, too
+BETTER, WORSE = 1.05, 0.95  # times the rate: less than that, and a change was of no use; or harm
+PATIENCE = 3  # windows in a row that show too many workers, before there are fewer
+OTHER = 1.5  # times the ratio of the two sides' times, from which old experience is none
+
+
+class Decision(NamedTuple):
+    """Another size, and why."""
+
+    size: Size
+    why: str
+
+
+class _Trial(NamedTuple):
+    """A change of the workers: how many there were, their rate, and what they needed."""
+
+    workers: int
+    rate: float
+    ratio: float
+
+
+class _Bound(NamedTuple):
+    """A number of workers that there are to be at most, or at least, and the ratio at that time."""
+
+    workers: int
+    ratio: float
+
+    def holds(self, ratio: float) -> bool:
+        """Whether the two sides take times as they did."""
+        return ratio / OTHER <= self.ratio <= ratio * OTHER
+
+
+class Tuner:
+    """Decides from one window after another; has no clock of its own.
+
+    Workers go straight to the number that the advice names; a larger buffer is taken as named, and
+    never made smaller. A change of the workers is taken back if it did harm, and more are not tried
+    once more were of no use, for as long as batches and steps take about the times that they took:
+    so it ends.
+
+    Parameters
+    ----------
+    auto : (bool, bool)
+        Whether `num_workers` and `buffer` may change.
+    """
+
+    def __init__(self, auto: tuple[bool, bool]) -> None:
+        self._auto = auto
+        self._span = SHORT
+        self._changes = self._idle = 0
+        self._trial: _Trial | None = None
+        self._enough: _Bound | None = None  # more were of no use
+        self._least: _Bound | None = None  # fewer were too few
+
+    @property
+    def span(self) -> float:
+        """Seconds that the next window is to have, at least."""
+        return self._span
+
+    def is_enough(self, window: Window) -> bool:
+        """Tell whether a window says something."""
+        least = max(ENOUGH_BATCHES, EACH * window.workers)
+        return window.elapsed >= self._span and window.batches >= least
+
+    def look(self, window: Window, size: Size, most: Size) -> Decision | None:
+        """Return what to change `size` to, at most to `most`; None: nothing.
+
+        `window` begins after the last change, when all workers were there.
+        """
+        ratio = window.index / window.step if window.step > 0 else 1e9
+        decision = self._judge(window, size, ratio) or self._next(window, size, most, ratio)
+        if decision is None:
+            self._span = min(2 * self._span, LONG)
+            return None
+        self._idle = 0
+        self._changes += 1
+        self._span = min(SHORT * 2 ** max(0, self._changes - QUICK), LONG)
+        return decision
+
+    def _judge(self, v: Window, size: Size, ratio: float) -> Decision | None:
+        """Learn from the last change of the workers, and take it back if it did harm."""
+        trial, self._trial = self._trial, None
+        if trial is None or trial.workers == size.num_workers:
+            return None
+        rate, waits = v.batches / v.elapsed, v.w >= LITTLE
+        is_worse = waits and rate < trial.rate * WORSE
+        here, there = _Bound(size.num_workers, ratio), _Bound(trial.workers, trial.ratio)
+        if size.num_workers > trial.workers:
+            if is_worse:
+                self._enough = there
+            elif waits and rate < trial.rate * BETTER:
+                self._enough = here
+            else:
+                self._least = _Bound(trial.workers + 1, ratio)
+        elif is_worse:
+            self._least = there
+        elif waits:
+            self._enough = here
+        if not is_worse:
+            return None
+        return Decision(
+            size._replace(num_workers=trial.workers),
+            f"{trial.rate:.3g} batches a second with {trial.workers}, "
+            f"{rate:.3g} with {size.num_workers}",
+        )
+
+    def _next(self, v: Window, size: Size, most: Size, ratio: float) -> Decision | None:
+        """Return what the advice names, within bounds."""
+        advice = advise(v)
+        named, why = advice.change, advice.sentence
+        workers, buffer = size
+        if self._auto[0]:
+            workers = named.get("num_workers", workers)
+            self._idle = self._idle + 1 if advice.cause == "loop" and v.spare else 0
+            if self._idle >= PATIENCE and not named:
+                workers = v.fewest
+            workers = self._bounded(workers, size.num_workers, most.num_workers, ratio)
+        if self._auto[1]:
+            buffer = named.get("buffer", max(buffer, 2 * workers))
+            buffer = max(size.buffer, min(buffer, most.buffer))
+        if (workers, buffer) == size:
+            return None
+        if workers != size.num_workers:
+            self._trial = _Trial(size.num_workers, v.batches / v.elapsed, ratio)
+        return Decision(Size(workers, buffer), why)
+
+    def _bounded(self, workers: int, now: int, most: int, ratio: float) -> int:
+        """Return as many of them as there may be, and as experience says."""
+        if workers > now:
+            if self._enough is not None and self._enough.holds(ratio):
+                most = min(most, self._enough.workers)
+            return max(now, min(workers, most))
+        if workers < now and self._least is not None and self._least.holds(ratio):
+            return min(now, max(workers, self._least.workers))
+        return workers
+
+
+def log_change(before: Size, after: Size, why: str) -> None:
+    """Log what was changed, on one line."""
+    changes = [
+        f"{name} {one} → {other}"
+        for name, one, other in zip(Size._fields, before, after, strict=True)
+        if one != other
+    ]
+    log.info("%s: %s", ", ".join(changes), why)
+
+
+class Controller:
+    """Measures a pool and changes its size; called by the thread that takes its batches.
+
+    An exception of a signal handler may end a call anywhere: the next one goes on.
+    """
+
+    def __init__(self, pool: Sized, auto: tuple[bool, bool]) -> None:
+        self._pool = pool
+        self._tuner = Tuner(auto)
+        self._from: Stats | None = None  # the figures when the window began
+        self._at = 0  # when to look again, in ns of `now_ns`
+        self._resizing: Size | None = None  # `resize` was called, and has not returned
+
+    def __call__(self) -> None:
+        """Look at the pool, if it is time to."""
+        if now_ns() < self._at:
+            return
+        pool, tuner = self._pool, self._tuner
+        if self._resizing is not None:
+            self._resize(self._resizing)
+        if not pool.is_staffed:  # those that are being made have done nothing yet
+            self._from = None
+            return
+        stats = pool.stats()
+        if self._from is None:
+            self._begin(stats)
+            return
+        window = stats.since(self._from).window()
+        if not tuner.is_enough(window):
+            return
+        size = pool.size
+        decision = tuner.look(window, size, pool.most(stats))
+        if decision is None:
+            self._begin(stats)
+            return
+        self._from = None
+        self._resize(decision.size)
+        log_change(size, decision.size, decision.why)
+
+    def _begin(self, stats: Stats) -> None:
+        """Begin a window."""
+        self._from = stats
+        self._at = now_ns() + int(self._tuner.span * 1e9)
+
+    def _resize(self, size: Size) -> None:
+        self._resizing = size
+        self._pool.resize(*size)
+        self._resizing = None

@@ -1,0 +1,184 @@
+"""``num_workers='auto'``, ``buffer='auto'``: both change while a manager runs, no batch does."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from indexers import Augmented
+from kinds import QUICKEST, THREAD, Kind, assert_same, by_name, every_class, expected, make_small
+
+import cseq
+from cseq import testing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SAMPLES, BATCH = 240, 5
+KINDS = [THREAD, QUICKEST]
+AUTO: dict[str, Any] = {"num_workers": "auto", "buffer": "auto"}
+PATIENCE = 60.0  # seconds
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class Slow(Augmented):
+    """Takes its time without computing, so more workers are more batches."""
+
+    def __getitem__(self, indices: Any) -> dict[str, Any]:
+        time.sleep(0.02)
+        return super().__getitem__(indices)
+
+
+def changes(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Give the lines that say what was changed."""
+    return [text for text in caplog.messages if text.startswith(("num_workers", "buffer"))]
+
+
+def take_until_changed(batches: Iterator[Any], caplog: pytest.LogCaptureFixture) -> list[Any]:
+    """Take batches until there are more workers."""
+    got: list[Any] = []
+    until(lambda: got.append(next(batches)) is None and bool(changes(caplog)))
+    return got
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=by_name)
+def test_it_grows_as_one_line_says_and_the_stream_stays(
+    kind: Kind, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From few workers on, in the middle of an epoch."""
+    caplog.set_level(logging.INFO, "cseq")
+    with kind.start(Slow, 10**6, batch_size=1, **AUTO) as manager:
+        first = manager.stats()
+        got = take_until_changed(iter(manager), caplog)
+        after = manager.stats()
+        assert f"workers=auto: {after.num_workers} " in repr(manager)
+        assert f"buffer=auto: {after.buffer}," in repr(manager)
+    line = changes(caplog)[0]
+    assert line.startswith(f"num_workers {first.num_workers} → {after.num_workers}")
+    assert "the loop waits" in line
+    assert after.num_workers > first.num_workers
+    assert first.buffer <= after.buffer >= 2 * after.num_workers
+    with kind.make(Augmented, 10**6, batch_size=1).start_test() as manager:
+        for one, other in zip(manager, got, strict=False):
+            assert_same(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=by_name)
+def test_sizes_at_random_change_no_batch(kind: Kind) -> None:
+    """Beside what 'auto' chooses; workers die meanwhile."""
+    reference = expected(Augmented, SAMPLES, epochs=2, batch_size=BATCH)
+    draw = random.Random(7)
+    got = []
+    with kind.start(Augmented, SAMPLES, batch_size=BATCH, max_restarts=1000, **AUTO) as manager:
+        for _ in range(2):
+            for batch in manager:
+                got.append(batch)
+                time.sleep(0.005)
+                if draw.random() < 0.4:
+                    testing.resize(manager, draw.randint(1, 4), draw.randint(1, 20))
+                if kind.processes and draw.random() < 0.1:
+                    testing.kill(manager, draw.randrange(4))
+    assert len(got) == len(reference)
+    for one, other in zip(got, reference, strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=by_name)
+@pytest.mark.parametrize("how", ["finish", "interrupt", "start"])
+def test_an_end_in_the_middle_of_growing_leaves_nothing(
+    kind: Kind, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Workers that were just asked for, and are not there yet, end with the others."""
+    caplog.set_level(logging.INFO, "cseq")
+    before = threading.active_count()
+    manager = kind.start(Slow, 10**6, batch_size=1, **AUTO)
+    batches = iter(manager)
+    take_until_changed(batches, caplog)
+    if how == "interrupt":
+        again = iter(manager)
+        with pytest.raises(InterruptedError):
+            next(batches)
+        assert next(again) is not None
+    elif how == "start":
+        manager.start()
+        assert next(iter(manager)) is not None
+    manager.finish()
+    until(lambda: threading.active_count() <= before)
+
+
+def test_threads_that_are_new_have_indexers_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    """All of them are closed at the end."""
+    caplog.set_level(logging.INFO, "cseq")
+    made: list[int] = []
+    closed: list[int] = []
+
+    class Counted:
+        def __init__(self) -> None:
+            made.append(threading.get_ident())
+
+        def __getitem__(self, indices: Any) -> Any:
+            time.sleep(0.02)
+            return indices
+
+        def close(self) -> None:
+            closed.append(threading.get_ident())
+
+    manager = THREAD.start(Counted, 10**6, batch_size=1, **AUTO)
+    with manager:
+        batches = iter(manager)
+        take_until_changed(batches, caplog)
+        until(lambda: next(batches) is not None and len(made) == manager.stats().num_workers)
+    assert len(made) > 1
+    assert sorted(closed) == sorted(made)
+
+
+class Fails(Slow):
+    """Cannot be made but by the first worker."""
+
+    def __init__(self) -> None:
+        info = cseq.worker_info()
+        assert info is not None
+        if info.number:
+            raise OSError("no more connections")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=by_name)
+def test_an_error_of_a_new_worker_is_raised_in_the_loop(kind: Kind) -> None:
+    """As that of one of the first."""
+    with kind.start(Fails, 10**6, batch_size=1, **AUTO) as manager:
+        testing.resize(manager, num_workers=1)
+        with pytest.raises(OSError, match="no more connections"):
+            for _ in manager:
+                testing.resize(manager, num_workers=2)
+
+
+def test_test_mode_has_no_sizes() -> None:
+    """It makes the batches of all others."""
+    with make_small(**AUTO).start_test() as manager:
+        assert len(list(manager)) == 1
+
+
+@every_class
+@pytest.mark.parametrize("name", ["num_workers", "buffer"])
+def test_other_words_are_errors(make: Any, name: str) -> None:
+    """They name the argument, the value and what to give."""
+    with pytest.raises(TypeError, match=f"{name}='fast' is not an integer; give one, or 'auto'"):
+        make(Augmented, 10, out_type="null", **{name: "fast"})
+
+
+@pytest.mark.parametrize("name", ["num_workers", "buffer"])
+def test_a_fleet_takes_numbers(name: str) -> None:
+    """The trainer does not know the other machines."""
+    with pytest.raises(ValueError, match=f"{name}='auto' with thread_type='ray': .*give {name}="):
+        cseq.RaySequence(Augmented, 10, out_type="null", **{name: "auto"})

@@ -1,0 +1,234 @@
+"""What 'auto' takes: a pure function of windows, as they were recorded or as a model gives them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cseq import arguments, compute
+from cseq.advice import Window, advise
+from cseq.arguments import Size, Sizes, workers_of_auto
+from cseq.tuning import Tuner, log_change
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BOTH = (True, True)
+MOST = Size(64, 1024)
+
+# Recorded on two cores: threads that sleep 20 ms for a batch, a loop of 3 ms.
+READING = Window(
+    batches=25, elapsed=0.51, waited=0.43, step=0.0032, step_p50=0.0032, step_p99=0.0038,
+    index=0.0203, index_p50=0.0203, index_p99=0.0225, workers=1, busy=0.99, cpu=0.004,
+    loop_cpu=0.05, cores=2, buffer=10, threads=True, computed=0.06, gil=1e-5,
+)  # fmt: skip
+# One batch in twenty takes 150 ms, the others 5 ms; steps of 4 ms.
+UNEVEN = replace(
+    READING, batches=75, elapsed=0.52, waited=0.2, step=0.0042, step_p50=0.0042, step_p99=0.0049,
+    index=0.0125, index_p50=0.0052, index_p99=0.154, workers=5, busy=0.35, behind=0.9,
+)  # fmt: skip
+# Workers of 40 ms that compute, on eight cores; the loop takes 11.5 ms.
+COMPUTING = replace(
+    READING, batches=50, elapsed=1.0, waited=0.45, step=0.0115, step_p50=0.0115, step_p99=0.012,
+    index=0.04, index_p50=0.04, index_p99=0.045, workers=2, busy=1.0, cpu=0.97, loop_cpu=0.9,
+    cores=8, threads=False, computed=0.0, gil=0.0,
+)  # fmt: skip
+
+
+def test_it_takes_what_the_advice_names_at_once() -> None:
+    """In one change; with a buffer for that many workers."""
+    for window, workers in ((READING, 7), (COMPUTING, 4)):
+        named = advise(window).change["num_workers"]
+        decision = Tuner(BOTH).look(window, Size(window.workers, 10), MOST)
+        assert decision is not None
+        assert decision.size == Size(named, max(10, 2 * named)) == Size(workers, max(10, 2 * named))
+        assert decision.why == advise(window).sentence
+
+
+def test_it_stays_within_the_most() -> None:
+    """Also where the advice names more."""
+    decision = Tuner(BOTH).look(READING, Size(1, 10), Size(4, 10))
+    assert decision is not None
+    assert decision.size == (4, 10)
+    assert Tuner(BOTH).look(replace(READING, workers=4), Size(4, 10), Size(4, 10)) is None
+
+
+@pytest.mark.parametrize("auto", [(True, False), (False, True), BOTH])
+def test_it_changes_what_is_auto_alone(auto: tuple[bool, bool]) -> None:
+    """The number that was given stays."""
+    for window in (READING, UNEVEN, COMPUTING):
+        size = Size(window.workers, window.buffer)
+        decision = Tuner(auto).look(window, size, MOST)
+        after = size if decision is None else decision.size
+        assert after.num_workers == size.num_workers or auto[0]
+        assert after.buffer == size.buffer or auto[1]
+
+
+def test_stragglers_get_a_larger_buffer_and_no_more_workers() -> None:
+    """As the advice names it."""
+    decision = Tuner(BOTH).look(UNEVEN, Size(5, 10), MOST)
+    assert decision is not None
+    assert decision.size == (5, advise(UNEVEN).change["buffer"])
+
+
+def test_more_workers_that_did_harm_are_taken_back() -> None:
+    """And not tried again, until a batch takes another time."""
+    tuner = Tuner(BOTH)
+    decision = tuner.look(COMPUTING, Size(2, 10), MOST)
+    assert decision is not None
+    assert decision.size.num_workers == 4
+    slower = replace(COMPUTING, workers=4, batches=40, index=0.1)
+    back = tuner.look(slower, Size(4, 10), MOST)
+    assert back is not None
+    assert back.size.num_workers == 2
+    assert back.why == "50 batches a second with 2, 40 with 4"
+    for _ in range(20):
+        assert tuner.look(COMPUTING, Size(2, 10), MOST) is None
+    dearer = replace(COMPUTING, index=0.08, batches=25)
+    again = tuner.look(dearer, Size(2, 10), MOST)
+    assert again is not None
+    assert again.size.num_workers == 7
+
+
+def test_more_workers_that_were_of_no_use_are_the_last() -> None:
+    """They stay, for the difference may be chance; there are no more of them."""
+    tuner = Tuner(BOTH)
+    assert tuner.look(COMPUTING, Size(2, 10), MOST) is not None
+    same = replace(COMPUTING, workers=4, batches=51)
+    for _ in range(20):
+        assert tuner.look(same, Size(4, 10), MOST) is None
+
+
+def test_fewer_workers_if_there_are_too_many_for_long() -> None:
+    """The number that the advice says would be enough; not after one window, nor with gaps."""
+    idle = replace(COMPUTING, workers=8, busy=0.2, waited=0.0, batches=90)
+    assert "2 workers would be enough" in advise(idle).sentence
+    tuner = Tuner(BOTH)
+    for window in (idle, idle, replace(idle, busy=0.5), idle, idle):
+        assert tuner.look(window, Size(8, 16), MOST) is None
+    decision = tuner.look(idle, Size(8, 16), MOST)
+    assert decision is not None
+    assert decision.size == (2, 16)
+
+
+def test_fewer_workers_that_were_too_few_do_not_come_again() -> None:
+    """What was found too few stays so, while batches and steps take the same time."""
+    idle = replace(COMPUTING, workers=8, busy=0.2, waited=0.0, batches=90)
+    tuner = Tuner(BOTH)
+    decisions = [tuner.look(idle, Size(8, 16), MOST) for _ in range(3)]
+    assert decisions[-1] is not None
+    back = tuner.look(replace(idle, workers=2, busy=1.0, waited=0.5, batches=45), Size(2, 16), MOST)
+    assert back is not None
+    assert back.size.num_workers == 8
+    for _ in range(20):
+        assert tuner.look(idle, Size(8, 16), MOST) is None
+
+
+def test_a_window_has_to_be_long_enough() -> None:
+    """In time and in batches; longer where nothing has changed, up to some seconds."""
+    tuner = Tuner(BOTH)
+    assert tuner.is_enough(READING)
+    assert not tuner.is_enough(replace(READING, elapsed=0.4))
+    assert not tuner.is_enough(replace(READING, workers=8))
+    fed = replace(READING, waited=0.0, workers=7)
+    for _ in range(10):
+        tuner.look(fed, Size(7, 14), MOST)
+    assert 4 <= tuner.span <= 10
+    tuner.look(READING, Size(1, 10), MOST)
+    assert tuner.span < 1
+
+
+def model(workers: int, index: float, step: float, cpu: float, cores: int, buffer: int) -> Window:
+    """Give a second of a machine without chance: workers share its cores, the loop has one."""
+    slowed = max(1.0, workers * cpu / max(cores - 0.5, 0.5))
+    rate = min(workers / (index * slowed), 1 / step)
+    return Window(
+        batches=10**6, elapsed=10**6 / rate, waited=10**6 / rate * (1 - rate * step), step=step,
+        step_p50=step, step_p99=step, index=index * slowed, index_p50=index * slowed,
+        index_p99=index * slowed, workers=workers, busy=min(1.0, rate * index * slowed / workers),
+        cpu=cpu / slowed, queued=1 - 1 / slowed, loop_cpu=0.5, cores=cores, buffer=buffer,
+    )  # fmt: skip
+
+
+@given(
+    st.floats(1e-3, 1.0), st.floats(1e-3, 1.0), st.floats(0.01, 1.0), st.sampled_from([1, 2, 8, 64])
+)
+def test_it_ends_near_the_best_and_then_stays(
+    index: float, step: float, cpu: float, cores: int
+) -> None:
+    """Within a few changes, at nine tenths of what the best number of workers would do."""
+    tuner, size, changes, last = Tuner(BOTH), Size(1, 10), 0, 0
+    for k in range(60):
+        window = model(size.num_workers, index, step, cpu, cores, size.buffer)
+        decision = tuner.look(window, size, MOST)
+        if decision is not None:
+            size, changes = decision.size, changes + 1
+            last = k
+    assert changes <= 8
+    assert last < 20
+    # A worker more than there are cores for is not tried: its place may be the loop's.
+    most = min(MOST.num_workers, max(1, math.floor((cores - 0.5) / cpu)))
+    best = max(
+        1 / w.elapsed for w in (model(k, index, step, cpu, cores, 9) for k in range(1, most + 1))
+    )
+    now = model(size.num_workers, index, step, cpu, cores, 9)
+    assert 1 / now.elapsed >= 0.9 * best
+
+
+def test_a_change_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """What was changed, and why."""
+    with caplog.at_level(logging.INFO, "cseq"):
+        log_change(Size(4, 10), Size(7, 14), "the loop waits 31%")
+        log_change(Size(7, 14), Size(7, 30), "…")
+    assert caplog.messages == [
+        "num_workers 4 → 7, buffer 10 → 14: the loop waits 31%",
+        "buffer 14 → 30: …",
+    ]
+
+
+def test_the_sizes_to_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few workers, a core for the loop; as many at most as may wait for a disk."""
+    monkeypatch.setattr(compute, "cores", lambda: 8)
+    monkeypatch.setattr(arguments, "share", lambda: 8)
+    assert workers_of_auto() == (4, 32)
+    assert Sizes.checked("auto", "auto", "proc", 32) == (Size(4, 10), Size(32, 1024), BOTH)
+    assert Sizes.checked("auto", 6, "proc", 32) == (Size(4, 6), Size(6, 6), (True, False))
+    assert Sizes.checked(9, "auto", "thread", 32) == (Size(9, 18), Size(9, 1024), (False, True))
+    assert Sizes.checked(9, "auto", "thread", 2**32 - 1).most == (9, 18)
+    for share, expected in ((1, (1, 16)), (2, (1, 16)), (64, (4, 64)), (200, (4, 200))):
+        monkeypatch.setattr(arguments, "share", lambda n=share: n)
+        assert workers_of_auto() == expected
+
+
+def test_the_cores_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a quota, and one part for each rank of the machine."""
+    monkeypatch.setattr(compute, "cores", lambda: 16)
+    for name in compute.LOCAL_SIZES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(compute, "quota", lambda: None)
+    assert compute.share() == 16
+    monkeypatch.setattr(compute, "quota", lambda: 5.5)
+    assert compute.share() == 6
+    for value, expected in (("2", 3), ("64", 1), ("0", 6), ("many", 6)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
+        assert compute.share() == expected
+
+
+def test_the_quota_of_a_container(tmp_path: Path) -> None:
+    """The narrowest of all groups above; none of 'max'."""
+    for name, words in (("none", "max 100000"), ("some", "250000 100000")):
+        root = tmp_path / name
+        (root / "proc/self").mkdir(parents=True)
+        (root / "proc/self/cgroup").write_text("0::/a/b\n", encoding="ascii")
+        folder = root / "sys/fs/cgroup/a/b"
+        folder.mkdir(parents=True)
+        (folder / "cpu.max").write_text("max 100000\n", encoding="ascii")
+        (folder.parent / "cpu.max").write_text(f"{words}\n", encoding="ascii")
+    assert compute.quota(tmp_path / "none") is None
+    assert compute.quota(tmp_path / "some") == 2.5
