@@ -9,7 +9,7 @@ import numpy as np
 
 from cseq.advice import Advice, Window, advise
 from cseq.compute import share
-from cseq.meters import Histogram
+from cseq.meters import BUCKETS, Histogram
 
 if TYPE_CHECKING:
     from typing import Any
@@ -22,7 +22,7 @@ __all__ = ["SlowBatch", "Stats", "WorkerStats"]
 
 ADDED: tuple[str, ...] = ("batches", "samples", "nbytes", "restarts", "retries", "skips", "copies")
 ADDED += ("loop_waited", "elapsed", "start_waited", "parcels", "lost", "hedged", "received")
-NOTHING = Histogram([0], 0.0)
+NOTHING = Histogram([0] * BUCKETS, 0.0)
 
 
 class WorkerStats(NamedTuple):

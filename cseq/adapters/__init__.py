@@ -9,6 +9,8 @@
 ``keras``          `Batches`, `SaveState`, `Monitor`
 ``composer``       `SaveState`, `Monitor`
 ``ignite``         `Monitor`
+``prometheus``     `Collector`, for a registry of prometheus_client
+``opentelemetry``  `instrument`, for readers of the metrics API
 ``figures``        what those that measure have in common
 
 None is imported with cseq. Each needs its library, and an ImportError says how to install it. In

@@ -4,18 +4,61 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from cseq.check import count
+from cseq.meters import EDGES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cseq.stats import Stats
 
-__all__ = ["Windows", "needs"]
+__all__ = ["COUNTERS", "ENDS", "GAUGES", "HISTOGRAMS", "Totals", "Windows"]
+__all__ += ["added", "needs", "totals_of"]
 
 log = logging.getLogger("cseq")
+
+
+class Metric(NamedTuple):
+    """A number of `Stats`, as metrics systems name it."""
+
+    name: str
+    unit: str  # of Prometheus: 'seconds', 'bytes' or none
+    read: Callable[[Stats], Any]
+    text: str
+
+
+COUNTERS = [
+    Metric("batches", "", lambda s: s.batches, "Batches that the loop has taken."),
+    Metric("samples", "", lambda s: s.samples, "Samples of those batches."),
+    Metric("delivered", "bytes", lambda s: s.nbytes, "Shared memory of those batches."),
+    Metric("elapsed", "seconds", lambda s: s.elapsed, "Time of epochs, from the first batch on."),
+    Metric("waited", "seconds", lambda s: s.loop_waited, "Part of it that the loop waited."),
+    Metric("restarts", "", lambda s: s.restarts, "Worker processes that were replaced."),
+    Metric("retries", "", lambda s: s.retries, "Batches made again after their worker had died."),
+    Metric("skips", "", lambda s: s.skips, "Batches left out because their indexer raised."),
+    Metric("copies", "", lambda s: s.copies, "Batches copied because too many were held."),
+]
+HISTOGRAMS = [
+    Metric("index", "seconds", lambda s: s.index_seconds, "Time that a batch took its worker."),
+    Metric("step", "seconds", lambda s: s.step_seconds, "Time of the loop's own for a batch."),
+    Metric("wait", "seconds", lambda s: s.wait_seconds, "Time that the loop waited for a batch."),
+]
+GAUGES = [
+    Metric("workers", "", lambda s: s.num_workers, "Workers that make batches."),
+    Metric("buffer", "", lambda s: s.buffer, "Batches ahead of the loop, at most."),
+    Metric("ready", "", lambda s: s.depths[2], "Batches that are ready for the loop."),
+    Metric("start", "seconds", lambda s: s.start_waited, "Time until the loop had a batch."),
+]
+ENDS = EDGES[16:121:4]  # of buckets that are told: octaves from 1 µs to 69 s
+TOTALS = np.dtype(
+    [(name, "f8") for name, *_ in COUNTERS]
+    + [(name, [("sum", "f8"), ("counts", "f8", len(ENDS) + 1)]) for name, *_ in HISTOGRAMS]
+)
 
 
 class Windows:
@@ -53,10 +96,64 @@ class Windows:
                 log.warning("no figures to log: this loader has no worker processes of cseq's")
             self._told = True
             return {}
-        if before is not None:
-            with contextlib.suppress(ValueError):  # started again: figures since then
-                now = now.since(before)
-        return now.as_dict()
+        return added(before, now).as_dict()
+
+
+def added(before: Stats | None, now: Stats) -> Stats:
+    """Return what was counted since then; all of it, if the loader has started again."""
+    if before is None:
+        return now
+    try:
+        return now.since(before)
+    except ValueError:
+        return now
+
+
+class Totals:
+    """What a loader has counted in all its runs; on any thread.
+
+    Nothing goes down: neither with a new run, which counts from 0, nor because what is under way
+    was read while the loop went on, which may make a time a little too long.
+
+    Parameters
+    ----------
+    manager : manager or DataLoader
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._stats = stats_of(manager)
+        self._lock = threading.Lock()
+        self._run = 0
+        self._ended, self._present = np.zeros((2, TOTALS.itemsize // 8))
+
+    def read(self) -> tuple[Stats | None, Any]:
+        """Return what is counted now, None if that is nothing, and what was counted in all."""
+        with self._lock:
+            now = read(self._stats)
+            if now is not None:
+                if self._run not in (0, now._first):
+                    self._ended, self._present = self._ended + self._present, 0 * self._present
+                self._run, self._present = now._first, np.maximum(self._present, counted(now))
+            return now, (self._ended + self._present).view(TOTALS)[0]
+
+
+def counted(stats: Stats) -> Any:
+    """Return what a run has counted, as numbers in a row."""
+    found = np.zeros(1, TOTALS)
+    for metric in COUNTERS:
+        found[metric.name] = metric.read(stats)
+    for metric in HISTOGRAMS:
+        histogram = metric.read(stats)
+        found[metric.name]["sum"] = histogram.total
+        found[metric.name]["counts"] = [*histogram.below(ENDS), histogram.count]
+    return found.view("f8")
+
+
+def totals_of(managers: dict[str, Any]) -> dict[str, Totals]:
+    """Check the loaders that a metrics system gets, with their names."""
+    if not managers:
+        raise TypeError("there is no loader; give a manager or cseq.DataLoader: train=manager")
+    return {name: Totals(manager) for name, manager in managers.items()}
 
 
 def stats_of(manager: Any) -> Callable[[], Stats]:

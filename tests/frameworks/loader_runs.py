@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import samples
+import tqdm
 from torch.utils import data
 
 import cseq
@@ -139,6 +140,7 @@ def loader_class(kind: str, arguments: dict[str, Any]) -> Any:
 
 def main(module: str, folder: str, runs: str) -> None:
     """Train, and write."""
+    tqdm.tqdm.monitor_interval = 0  # its monitor is a thread, and workers are forked here
     if "composer" in module:
         import vision  # noqa: F401 - Composer needs a torchvision
     recipe: Any = importlib.import_module(module)

@@ -14,12 +14,15 @@ if TYPE_CHECKING:
     import numpy as np
     from conftest import RunScript
 
+# Adapters, and the package and the module that each needs.
 LIBRARIES = {
-    "composer": "mosaicml",
-    "ignite": "pytorch-ignite",
-    "keras": "keras",
-    "lightning": "lightning",
-    "transformers": "transformers[torch]",
+    "composer": ("mosaicml", "composer"),
+    "ignite": ("pytorch-ignite", "ignite"),
+    "keras": ("keras", "keras"),
+    "lightning": ("lightning", "lightning"),
+    "opentelemetry": ("opentelemetry-api", "opentelemetry"),
+    "prometheus": ("prometheus-client", "prometheus_client"),
+    "transformers": ("transformers[torch]", "transformers"),
 }
 
 
@@ -127,13 +130,14 @@ def test_adapters_import_no_library(run_script: RunScript) -> None:
 import sys, importlib
 import cseq.adapters
 libraries = {LIBRARIES!r}
-assert not set(libraries) & set(sys.modules)
-for library, package in libraries.items():
-    sys.modules[library] = None
+assert not {{module for _, module in libraries.values()}} & set(sys.modules)
+for adapter, (package, module) in libraries.items():
+    sys.modules[module] = None
     try:
-        importlib.import_module(f"cseq.adapters.{{library}}")
+        importlib.import_module(f"cseq.adapters.{{adapter}}")
     except ImportError as error:
-        print(library, "pip install" in str(error) and package in str(error), error.name)
+        print(adapter, "pip install" in str(error) and package in str(error), error.name)
 """
     done = run_script(script)
-    assert done.stdout.splitlines() == [f"{name} True {name}" for name in LIBRARIES], done.stderr
+    expected = [f"{adapter} True {module}" for adapter, (_, module) in LIBRARIES.items()]
+    assert done.stdout.splitlines() == expected, done.stderr
