@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchSampler", "with_order"]
 
-POSITIONS = "dataset", "batch_size", "shuffle", "sampler", "batch_sampler"
+# torch's arguments that may be given by position.
+POSITIONS = (
+    *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn"),
+    *("pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
+    "generator",
+)
 
 
 class BatchSampler:

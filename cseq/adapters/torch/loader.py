@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils import data
 
-from cseq.adapters.torch import names
+from cseq.adapters.torch import auto, names
 from cseq.adapters.torch.batches import with_order
 from cseq.adapters.torch.fallback import UNUSABLE, make_iterator
 from cseq.adapters.torch.options import ON_ERRORS, RNGS, defaults
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cseq.remake import Remade
     from cseq.run import Run
     from cseq.stats import Stats
+    from cseq.tuning import Tuner
 
 __all__ = ["DataLoader", "StatefulDataLoader"]
 
@@ -70,7 +71,8 @@ class DataLoader(Torchs[T_co]):
         `num_workers`, `collate_fn`, `pin_memory`, `drop_last`, `timeout` (seconds that a batch may
         take), `worker_init_fn`, `multiprocessing_context`, `generator`, `prefetch_factor` (batches
         for each worker), `persistent_workers`, `pin_memory_device`, `in_order`. `sampler` and
-        `batch_sampler` may be a `cseq.Order`, too, such as `Weighted` or `Buckets`.
+        `batch_sampler` may be a `cseq.Order`, too, such as `Weighted` or `Buckets`. With `rng` as
+        'batch', `num_workers` may be 'auto': each `iter` has as many as the epoch before it needed.
     rng : {None, 'worker', 'batch'}
         What the generators of `random`, `numpy.random` and torch begin from. 'worker': each worker
         is seeded once, as torch does it. 'batch': they are seeded before each batch, so batches
@@ -124,6 +126,7 @@ class DataLoader(Torchs[T_co]):
     max_restarts: int = MAX_RESTARTS
     fleet: Any = None
     _wants_states = False  # `state_dict` or `load_state_dict` was called
+    _tuner: Tuner | None = None  # with num_workers='auto'
     _progress: Progress | None = None
     _loaded: dict[str, Any] | None = None
 
@@ -136,7 +139,7 @@ class DataLoader(Torchs[T_co]):
             shuffle: bool | None = None,  # noqa: FBT001 - the positions are torch's
             sampler: data.Sampler[Any] | Iterable[Any] | Order | None = None,
             batch_sampler: data.Sampler[list[Any]] | Iterable[list[Any]] | Order | None = None,
-            num_workers: int = 0,
+            num_workers: int | Literal["auto"] = 0,
             collate_fn: Callable[[list[Any]], Any] | None = None,
             pin_memory: bool = False,  # noqa: FBT001, FBT002
             drop_last: bool = False,  # noqa: FBT001, FBT002
@@ -168,6 +171,7 @@ class DataLoader(Torchs[T_co]):
             fleet: Any = None,
             **kwargs: Any,
         ) -> None:
+            args, kwargs, self._tuner = auto.take(args, kwargs)
             if any(isinstance(each, Order) for each in (*args, *kwargs.values())):
                 args, kwargs = (), with_order(args, kwargs)
             super().__init__(*args, **kwargs)
@@ -180,6 +184,9 @@ class DataLoader(Torchs[T_co]):
                 every = count("snapshot_every_n_steps", every, least=0)
             self.snapshot_every_n_steps = every
             self.max_restarts = count("max_restarts", max_restarts, least=0)
+            if self._tuner is not None:
+                auto.check(self, rng, fleet)
+                self.rng = "batch"
             if fleet is not None:
                 from cseq.adapters.torch.fleet import check
 
@@ -188,6 +195,8 @@ class DataLoader(Torchs[T_co]):
 
     def _get_iterator(self) -> Any:
         """Make an iterator, or go on where the state that was loaded says."""
+        if self._tuner is not None:
+            self.num_workers = self._next_number(self._tuner)
         generator = self.generator
         loaded = (self._loaded or {}).get("generator")
         if generator is not None and loaded is not None:
@@ -212,6 +221,14 @@ class DataLoader(Torchs[T_co]):
             self._progress.watch(generator, before)
         self._loaded = None
         return iterator
+
+    def _next_number(self, tuner: Tuner) -> int:
+        """Return how many workers the next epoch is to have."""
+        try:
+            stats = self.stats()
+        except RuntimeError:  # of an epoch that was left, or torch's own workers made it
+            return self.num_workers
+        return auto.choose(tuner, stats, self.num_workers)
 
     @property
     def _snapshot_every(self) -> int:
