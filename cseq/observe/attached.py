@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import struct
 import time
 from collections import deque
@@ -29,7 +28,7 @@ from cseq.processes.worker import STACK_QUIET, STACK_SECONDS, STACK_SIGNAL
 from cseq.stats import Stats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -49,16 +48,17 @@ __all__ = [
 LOOK = 2.0  # seconds between two searches for runs
 RECENT = 2.0  # seconds that the rate and the share of waiting are of
 WINDOW = 5.0, 4  # seconds between readings that are kept whole, and how many are
-KEPT = 240  # readings whose numbers are kept
+MINUTE = 60.0  # seconds that are drawn
+KEPT = 240  # readings whose numbers are kept: those of a minute, on the screen
 ENOUGH = 8  # batches, for an advice
 
 MAGIC, LAYOUT, FIELDS = 0x63736571, 9, 4  # of include/cseq_ring.h
 HEAD = struct.Struct("=8I96xI764x")  # cseq_ring: its first words, and `closed`
 CELL = np.dtype(
     {
-        "names": ["word", "epoch", "batch", "indexing", "converting"],
-        "formats": ["u8"] * 5,
-        "offsets": [0, 8, 16, 112, 160],
+        "names": ["word", "epoch", "batch", "start", "indexing", "converting"],
+        "formats": ["u8"] * 6,
+        "offsets": [0, 8, 16, 24, 112, 160],
         "itemsize": 256,
     }
 )
@@ -110,6 +110,8 @@ class Attached:
         Those of them that this needs.
     workers, buffer : int
         How many there were of each at the latest reading.
+    length : int
+        Batches in an epoch; 0: not known.
     is_closed : bool
         The trainer has ended the run.
 
@@ -126,6 +128,7 @@ class Attached:
             self.numbers = {name: int(self.facts[name]) for name in NUMBERS}
         except (KeyError, ValueError) as error:
             raise UnreadableError("the file has no facts of a run") from error
+        self.length = self.fact("length")
         self.workers, self.buffer, self.is_closed = self.numbers["workers"], 0, False
         runners = self.workers + self.numbers["converters"]
         if not 0 < self.numbers["rings"] <= MOST_RINGS or self.numbers["width"] < HEAD.size:
@@ -142,6 +145,19 @@ class Attached:
     def is_alive(self) -> bool:
         """Whether the process is there, and is the same."""
         return self.started is not None and starts(self.pid) == self.started
+
+    def fact(self, name: str) -> int:
+        """Return a number of the facts; 0: there is none."""
+        told = self.facts.get(name, "")[:20]  # of 64 bits
+        return int(told) if told.isdecimal() else 0
+
+    def process(self, number: int) -> int:
+        """Return the pid, here, of a worker that is called so where it runs; 0: there is none."""
+        if self.numbers["threads"]:
+            return 0
+        if self.numbers["pid"] == self.pid:
+            return number
+        return next((pid for pid in tree(self.pid) if number and _own_number(pid) == number), 0)
 
     def _read(self, size: int, at: int) -> bytes:
         data = os.pread(self._file.fd, size, at)
@@ -196,7 +212,8 @@ class Attached:
                 cell = cells[k]
                 owner = int(cell["word"]) >> 8 & 0xFFFF
                 runner = k // each if streams else owner - 1
-                epoch, batch = int(cell["epoch"]) - streams, int(cell["batch"])
+                epoch = int(cell["epoch"]) - streams  # tickets of streams count them from 1
+                batch = int(cell["start" if streams else "batch"])
                 tasks[runner] = Task(stage, epoch, batch, int(cell[stage]))
         return stats, tasks, self._place(cells[states != FREE])
 
@@ -282,34 +299,40 @@ def quantiles(buckets: NDArray[np.uint32], p: float) -> NDArray[np.float64]:
     return np.where(below[:, -1] > 0, found, 0.0)
 
 
-def stacks(pid: int) -> str:
-    """Have a worker process write its stacks, and return them; empty: it is none of cseq's."""
-    caught = int(_status(pid, "SigCgt") or "0", 16)
-    if STACK_SIGNAL is None or not caught >> (STACK_SIGNAL - 1) & 1:  # it would end the process
-        return ""
-    with contextlib.suppress(OSError):
-        folder = f"/proc/{pid}/fd"
-        for name in os.listdir(folder):
-            if STACKS in os.path.basename(os.readlink(f"{folder}/{name}")):
-                file = Descriptor(os.open, f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-                return _ask(pid, file.fd)
-    return ""
-
-
-def _ask(pid: int, fd: int) -> str:
-    """Send the signal, and read what comes after what is there, until nothing more comes."""
-    assert STACK_SIGNAL is not None
-    size = begun = os.fstat(fd).st_size
-    grown = 0.0
-    os.kill(pid, signal.Signals(STACK_SIGNAL))
-    deadline = time.monotonic() + STACK_SECONDS
-    while (now := time.monotonic()) < deadline:
-        if (written := os.fstat(fd).st_size) != size:
-            size, grown = written, now
-        elif size > begun and now - grown > STACK_QUIET:
+def stacks(pids: Sequence[int]) -> list[str]:
+    """Have worker processes write their stacks, and return these; empty: it is none of cseq's."""
+    files = [_file_of_stacks(pid) for pid in pids]
+    sizes = begun = [0 if file is None else os.fstat(file.fd).st_size for file in files]
+    for pid, file in zip(pids, files, strict=True):
+        if file is not None and STACK_SIGNAL is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, STACK_SIGNAL)
+    since = grown = time.monotonic()
+    while time.monotonic() < since + STACK_SECONDS:
+        now = [0 if file is None else os.fstat(file.fd).st_size for file in files]
+        if now != sizes:
+            sizes, grown = now, time.monotonic()
+        waiting = any(file and a == b for file, a, b in zip(files, begun, now, strict=True))
+        if not waiting and time.monotonic() - grown > STACK_QUIET:
             break
         time.sleep(0.01)
-    return os.pread(fd, max(size - begun, 0), begun).decode(errors="replace")
+    return [
+        "" if file is None else os.pread(file.fd, max(b - a, 0), a).decode(errors="replace")
+        for file, a, b in zip(files, begun, sizes, strict=True)
+    ]
+
+
+def _file_of_stacks(pid: int) -> Descriptor | None:
+    """Open the file that a worker process writes its stacks to; None: the signal would end it."""
+    caught = int(_status(pid, "SigCgt") or "0", 16)
+    if STACK_SIGNAL is None or not caught >> (STACK_SIGNAL - 1) & 1:
+        return None
+    with contextlib.suppress(OSError):
+        for path in (f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if STACKS in os.path.basename(os.readlink(path)):
+                    return Descriptor(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
+    return None
 
 
 @dataclass
@@ -347,7 +370,7 @@ class Watched:
             return
         try:
             if not self.run.is_alive:
-                self.ended = "its process has ended"
+                self.ended = "ended"
             self.stats, self.tasks, self.place = self.run.read()
             if self.run.is_closed and not self.ended:
                 self.ended = "finished"
@@ -368,13 +391,18 @@ class Watched:
             return 0.0, 0.0
         last = points[-1]
         first = next(each for each in points if last[0] - each[0] <= RECENT)
-        if first is last:  # the only one: since the start
+        if first is last or (self.ended and not back):  # since the start
             first = (last[0] - max(last[2], 1e-9), 0, 0.0, 0.0)
         took, elapsed = last[0] - first[0], last[2] - first[2]
         return (
             (last[1] - first[1]) / took if took > 0 else 0.0,
             min(max((last[3] - first[3]) / elapsed, 0.0), 1.0) if elapsed > 0 else 0.0,
         )
+
+    def minute(self, most: int) -> list[tuple[float, float]]:
+        """Return how both went in the last minute, in so many steps at most."""
+        count = sum(self.points[-1][0] - each[0] <= MINUTE for each in self.points)
+        return [self.recent(back) for back in range(0, count, -(-count // most))][::-1]
 
     def window(self) -> Stats:
         """Return the counts of the last 15 to 20 s, or since the start if these are few."""
@@ -390,12 +418,17 @@ class Watched:
         return advise(replace(self.window().window(), cores=max(1, self.run.numbers["cores"])))
 
     @property
-    def title(self) -> str:
-        """The script and the process."""
-        numbers, told = self.run.numbers, self.run.facts
-        rank = f"  rank {numbers['rank']} of {numbers['world_size']}"
-        script = os.path.basename(told.get("script", "")) or "python"
-        return f"{script}  pid {self.run.pid}" + (rank if numbers["world_size"] > 1 else "")
+    def script(self) -> str:
+        """The name of the program."""
+        return os.path.basename(self.run.facts.get("script", "")) or "python"
+
+    @property
+    def title(self) -> list[str]:
+        """The program, the process and the rank."""
+        numbers, title = self.run.numbers, [self.script, f"pid {self.run.pid}"]
+        if numbers["world_size"] > 1:
+            title.append(f"rank {numbers['rank']} of {numbers['world_size']}")
+        return title
 
 
 class Watcher:
@@ -412,6 +445,7 @@ class Watcher:
         self._pid = pid
         self._found: dict[int, Watched] = {}
         self._looked = 0.0
+        self._shown: Watched | None = None
         self.problems: list[str] = []
 
     @property
@@ -421,6 +455,20 @@ class Watcher:
             self._found.values(),
             key=lambda each: (bool(each.ended), each.run.numbers["rank"], each.run.pid),
         )
+
+    @property
+    def shown(self) -> Watched | None:
+        """The run that all is shown of: the one whose loop waited most, until it ends."""
+        runs = self.runs
+        if self._shown not in runs or (self._shown.ended and not runs[0].ended):
+            self._shown = max(runs, key=lambda run: (not run.ended, run.recent()[1]), default=None)
+        return self._shown
+
+    def show_next(self) -> None:
+        """Show the next run of those that go on, if there are any."""
+        runs = [each for each in self.runs if bool(each.ended) == bool(self.runs[0].ended)]
+        if self._shown in runs:
+            self._shown = runs[(runs.index(self._shown) + 1) % len(runs)]
 
     def update(self) -> None:
         """Look for new runs from time to time, and read all."""

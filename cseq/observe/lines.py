@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import textwrap
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -11,26 +12,35 @@ from cseq.observe.attached import quantiles, stacks
 from cseq.observe.processes import resident
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from cseq.observe.attached import Watched, Watcher
 
-__all__ = [
-    "HEADS",
-    "bar",
-    "cells",
-    "detail",
-    "foot",
-    "head",
-    "overview",
-    "ranks",
-    "spark",
-    "worker_stacks",
-    "workers",
-]
+__all__ = ["bar", "foot", "head", "overview", "ranks", "spark", "worker_stacks", "workers"]
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 LEVELS = "▁▂▃▄▅▆▇█"
+
+
+class Column(NamedTuple):
+    """A column of a table. Where there is no room for all, those with the lowest `order` stay."""
+
+    name: str
+    width: int
+    order: int
+    align: str = ">"
+
+
+RANKS = (
+    Column("rank", 4, 0), Column("pid", 7, 4), Column("script", 16, 8, "<"),
+    Column("workers", 12, 7, "<"), Column("epoch", 5, 5), Column("batch", 16, 6),
+    Column("batch/s", 7, 3), Column("waits", 5, 1), Column("cause", 10, 2, "<"),
+)  # fmt: skip
+WORKERS = (
+    Column("worker", 6, 0), Column("pid", 7, 7), Column("state", 7, 2, "<"),
+    Column("batch", 10, 3), Column("since", 7, 4), Column("busy", 4, 1), Column("", 10, 9, "<"),
+    Column("cpu", 4, 8), Column("p50", 7, 6), Column("p99", 7, 5), Column("memory", 8, 10),
+)  # fmt: skip
 
 
 def bar(share: float, width: int) -> str:
@@ -47,25 +57,53 @@ def spark(values: Sequence[float], width: int, most: float = 0.0) -> str:
     return "".join(LEVELS[min(int(each / top * 8), 7) if each > 0 else 0] for each in shown)
 
 
-def ranks(runs: Sequence[Watched], width: int) -> list[str]:
-    """Write a line for each run, the one whose loop waits most first."""
-    heads = f"{'rank':>4} {'pid':>8}  {'workers':<12} {'epoch':>5} {'batch':>16}"
-    lines = [f"{heads} {'batch/s':>8} {'waits':>5}  cause"]
-    for each in sorted(runs, key=lambda run: (bool(run.ended), -run.recent()[1])):
+def _table(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> list[str]:
+    """Write the names and the cells of the columns that there is room for."""
+    shown: set[Column] = set()
+    for each in sorted(columns, key=lambda column: column.order):
+        if sum(column.width + 1 for column in {*shown, each}) <= width:
+            shown.add(each)
+    return [
+        "".join(
+            f" {cell:{each.align}{each.width}}"
+            for cell, each in zip(row, columns, strict=True)
+            if each in shown
+        ).rstrip()[:width]
+        for row in ([each.name for each in columns], *rows)
+    ]
+
+
+def _filled(said: Iterable[str], width: int) -> list[str]:
+    """Write what is said side by side, on as many lines as it takes."""
+    lines = [""]
+    for each in said:
+        if lines[-1] and len(lines[-1]) + 2 + len(each) > width:
+            lines.append("")
+        lines[-1] += f"{'  ' if lines[-1] else ' '}{each}"
+    return [line[:width] for line in lines]
+
+
+def ranks(watcher: Watcher, width: int) -> list[str]:
+    """Write a line for each run, the one whose loop waits most first; > marks the one shown."""
+    runs = sorted(watcher.runs, key=lambda run: (bool(run.ended), -run.recent()[1]))
+    rows = []
+    for each in runs:
         rate, waits = each.recent()
-        numbers = each.run.numbers
-        epoch, batch = _place(each)
         cause = each.ended or (each.advice().cause if each.stats is not None else "")
-        line = f"{numbers['rank']:>4} {each.run.pid:>8}  {_kind(each):<12} {epoch:>5} {batch:>16}"
-        lines.append(f"{line} {rate:>8,.1f} {waits:>5.0%}  {cause}"[:width])
-    return lines
+        rows.append((
+            str(each.run.numbers["rank"]), str(each.run.pid), each.script[:16], _kind(each),
+            *_place(each), f"{rate:,.0f}" if rate >= 1000 else f"{rate:.1f}", f"{waits:.0%}", cause,
+        ))  # fmt: skip
+    names, *lines = _table(RANKS, rows, width)
+    marks = [">" if each is watcher.shown else " " for each in runs]
+    return [names, *(mark + line[1:] for mark, line in zip(marks, lines, strict=True))]
 
 
 def _kind(watched: Watched) -> str:
-    numbers = watched.run.numbers
-    kind = "thread" if numbers["threads"] else "process"
-    plural = {1: kind}.get(watched.run.workers, f"{kind}s" if kind == "thread" else "processes")
-    return f"{watched.run.workers} {plural}"
+    count, threads = watched.run.workers, watched.run.numbers["threads"]
+    if count == 1:
+        return "1 thread" if threads else "1 process"
+    return f"{count} {'threads' if threads else 'processes'}"
 
 
 def _place(watched: Watched) -> tuple[str, str]:
@@ -73,109 +111,78 @@ def _place(watched: Watched) -> tuple[str, str]:
     if watched.place is None:
         return "–", "–"
     epoch, batch = watched.place
-    if watched.run.numbers["streams"]:
-        return str(epoch), "–"
-    length = watched.run.facts.get("length", "")
-    return str(epoch), f"{batch:,} of {int(length):,}" if length.isdecimal() else f"{batch:,}"
+    return str(epoch), f"{batch:,} of {watched.run.length:,}" if watched.run.length else "–"
 
 
 def head(watched: Watched, width: int) -> list[str]:
     """Write what a run is, where it is, and its rates."""
-    told, stats = watched.run.facts, watched.stats
-    what = f"{_kind(watched)}"
-    if told.get("dset_size", "").isdecimal():
-        what += f", {int(told['dset_size']):,} samples in batches of {told['batch_size']}"
-        what += f", seed {told['seed']}"
-    lines = [f" {watched.title}  {what}"[:width]]
+    run, stats = watched.run, watched.stats
+    said = [*watched.title, _kind(watched)]
+    if run.length:
+        said += [f"{run.fact('dset_size'):,} samples in batches of {run.fact('batch_size'):,}"]
+        said += [f"seed {run.fact('seed')}"]
+    lines = _filled(said, width)
     if stats is None or not stats.meters or not stats.meters.begun:
-        return [*lines, f" {watched.ended or 'no batch so far: workers start'}"[:width]]
-    rate, waits = watched.recent()
-    epoch, batch = _place(watched)
-    at = f" epoch {epoch}  batch {batch}"
-    if watched.place is not None and told.get("length", "0").isdecimal() and width >= 100:
-        at += f"  {bar(watched.place[1] / max(int(told.get('length', 1)), 1), 20)}"
-    step = watched.window().step_seconds.mean
-    lines.append(
-        f"{at}  {rate:,.1f} batches/s  the loop waits {waits:.0%}  step {_time(step)}"[:width]
-    )
+        return lines + _filled([watched.ended or "no batch so far: workers start"], width)
+    (rate, waits), window, (epoch, batch) = watched.recent(), watched.window(), _place(watched)
+    said = [f"epoch {epoch}"]
+    if run.length and watched.place is not None:
+        said += [f"batch {batch}", bar(watched.place[1] / run.length, 20).replace(" ", "░")]
+    said += [f"{rate:,.1f} batches/s"]
+    if window.nbytes and window.elapsed:
+        said += [f"{window.nbytes / 1e6 / window.elapsed:,.1f} MB/s"]
+    said += [f"the loop waits {waits:.0%}", f"step {_time(window.step_seconds.mean)}"]
+    lines += _filled(said, width)
     count = max(10, (width - 24) // 2)
-    history = [watched.recent(back) for back in range(min(len(watched.points), count))][::-1]
-    rates, shares = [each[0] for each in history], [each[1] for each in history]
+    rates, shares = zip(*watched.minute(count), strict=True)
     lines.append(f" batches/s {spark(rates, count)}  waits {spark(shares, count, 1.0)}"[:width])
     posted, middle, ready = stats.depths
-    middle_said = f"  to convert {middle}" if stats.num_converters else ""
-    of = f" of {stats.buffer}" if stats.buffer else ""
-    lines.append(
-        f" to make {posted}{middle_said}  ready {ready}{of}  {stats.nbytes / 1e6:,.0f} MB so far"
-        f"  first batch after {_time(stats.start_waited)}"[:width]
-    )
-    if watched.ended:
-        lines.append(f" {watched.ended}")
-    return lines
+    said = [f"to make {posted}", *([f"to convert {middle}"] if stats.num_converters else [])]
+    said += [f"ready {ready} of {stats.buffer}" if stats.buffer else f"ready {ready}"]
+    said += [f"{stats.batches:,} batches so far", f"first after {_time(stats.start_waited)}"]
+    return lines + _filled([*said, *filter(None, [watched.ended])], width)
 
 
-HEADS = ("worker", "pid", "state", "batch", "since", "busy", "cpu", "p50", "p99", "memory")
-
-
-def workers(watched: Watched, width: int) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each worker's line, as `HEADS` names them."""
+def workers(watched: Watched, width: int, *, by_busy: bool = False) -> list[str]:
+    """Write a line for each worker."""
     stats = watched.stats
     if stats is None or stats.meters is None:
-        return
+        return []
     window = watched.window()
     assert window.meters is not None
     count, elapsed = stats.num_workers, max(window.elapsed, 1e-9)
     records = window.meters.runners[:count]
     p50, p99 = (quantiles(records["work"]["bucket"], p) for p in (0.5, 0.99))
     busy = np.clip(window.meters.busy[:count] / elapsed, 0.0, 1.0)
-    now, room = now_ns(), 8 if width >= 95 else 4
-    for number, record in enumerate(stats.meters.runners[:count]):
-        task, pid = watched.tasks.get(number), int(record["thread"])
-        state = ("work" if pid else "start") if task is None else task.stage.removesuffix("ing")
-        state = "idle" if task is None and pid else state
-        batch = "" if task is None else f"{task.epoch}/{task.batch}"
-        since = "" if task is None or not task.since else _time(max(now - task.since, 0) / 1e9)
+    now, rows = now_ns(), []
+    for number in np.argsort(-busy, kind="stable").tolist() if by_busy else range(count):
+        task, thread = watched.tasks.get(number), int(records["thread"][number])
+        pid = watched.run.process(thread)
+        state = ("idle" if thread else "start") if task is None else task.stage.removesuffix("ing")
         worked = float(busy[number]) * elapsed
-        cpu = f"{float(records['cpu'][number]) / 1e9 / worked:.2f}" if worked > 0 else ""
-        of_process = pid and not watched.run.numbers["threads"]
-        memory = f"{resident(pid) / 1e6:,.0f} MB" if of_process else ""
-        yield (
-            str(number), str(pid or ""), state, batch, since,
-            f"{busy[number]:>4.0%} {bar(float(busy[number]), room)}",
-            cpu, _time(float(p50[number])), _time(float(p99[number])), memory,
-        )  # fmt: skip
+        rows.append((
+            str(number),
+            str(pid or thread or ""),
+            state,
+            "" if task is None else f"{task.epoch}/{task.batch}",
+            "" if task is None or not task.since else _time(max(now - task.since, 0) / 1e9),
+            f"{busy[number]:.0%}",
+            bar(float(busy[number]), 10),
+            f"{float(records['cpu'][number]) / 1e9 / worked:.2f}" if worked > 0 else "",
+            _time(float(p50[number])),
+            _time(float(p99[number])),
+            f"{resident(pid) / 1e6:,.0f} MB" if pid else "",
+        ))  # fmt: skip
+    return _table(WORKERS, rows, width)
 
 
-WIDTHS = (6, 9, 7, 10, 7, 0, 5, 7, 7, 8)  # 0: what is left of it
-
-
-def cells(row: Sequence[str], width: int) -> str:
-    """Write a worker's line."""
-    rest = 15 if width >= 95 else 11
-    shown = (
-        f"{cell:>{each}}" if each else f"  {cell:<{rest - 2}}"
-        for cell, each in zip(row, WIDTHS, strict=True)
-    )
-    return "".join(shown).rstrip()[:width]
-
-
-def foot(watched: Watched) -> list[str]:
+def foot(watched: Watched, width: int) -> list[str]:
     """Write the slowest batches and the advice."""
     if watched.stats is None or not watched.stats.batches:
         return []
-    slowest = watched.window().slowest[:3]
-    said = "   ".join(f"{slow.epoch}/{slow.batch}  {_time(slow.seconds)}" for slow in slowest)
-    return [*([f" slowest: {said}"] if said else []), f" {watched.advice()}"]
-
-
-def detail(watched: Watched, width: int, most: int = 64) -> list[str]:
-    """Write all about a run."""
-    lines = [*head(watched, width), cells(HEADS, width)]
-    rows = list(workers(watched, width))
-    lines += [cells(row, width) for row in rows[:most]]
-    if len(rows) > most:
-        lines.append(f" and {len(rows) - most} more")
-    return [*lines, *foot(watched)]
+    slow = [f"{each.epoch}/{each.batch} {_time(each.seconds)}" for each in watched.window().slowest]
+    said = textwrap.wrap(str(watched.advice()), width - 1)
+    return [*(_filled(["slowest:", *slow[:3]], width) if slow else []), *(f" {a}" for a in said)]
 
 
 def _time(seconds: float) -> str:
@@ -190,24 +197,27 @@ def _time(seconds: float) -> str:
 def worker_stacks(runs: Sequence[Watched]) -> Iterator[str]:
     """Yield the stacks of all worker processes."""
     for each in runs:
+        title = "  ".join(each.title)
         if each.run.numbers["threads"]:
             yield (
-                f"{each.title}: its workers are threads; py-spy dump --pid {each.run.pid} shows "
+                f"{title}: its workers are threads; py-spy dump --pid {each.run.pid} shows "
                 "their stacks\n"
             )
         elif each.stats is not None and each.stats.meters is not None:
-            for number, record in enumerate(each.stats.meters.runners):
-                pid = int(record["thread"])
-                text = stacks(pid) if pid else ""
-                yield f"{each.title}, worker {number}, pid {pid or 'not known'}:\n"
+            pids = [each.run.process(int(one)) for one in each.stats.meters.runners["thread"]]
+            for number, (pid, text) in enumerate(zip(pids, stacks(pids), strict=True)):
+                yield f"{title}, worker {number}, pid {pid or 'not known'}:\n"
                 yield text or "(no stacks: it has not begun, or it has ended)\n"
 
 
-def overview(watcher: Watcher, width: int) -> list[str]:
-    """Write all runs, and all about the one that waits most."""
-    runs = watcher.runs
-    if not runs:
+def overview(watcher: Watcher, width: int, height: int = 0) -> list[str]:
+    """Write a line for each run, if there are several, and all about one, with so many lines."""
+    shown = watcher.shown
+    if shown is None:
         said = [f"no run of cseq's was found: {problem}" for problem in watcher.problems]
         return said or ["no run of cseq's was found among the processes that you may read"]
-    first = max(runs, key=lambda each: (not each.ended, each.recent()[1]))
-    return [*(ranks(runs, width) if len(runs) > 1 else []), *detail(first, width)]
+    several = [*ranks(watcher, width), ""] if len(watcher.runs) > 1 else []
+    top, rows, end = head(shown, width), workers(shown, width), foot(shown, width)
+    room = max(height - len(several) - len(top) - len(end) - 2, 3) if height else len(rows)
+    more = [f" and {len(rows) - room} more"] if len(rows) > room else []
+    return [*several, *top, *rows[:room], *more, *end]

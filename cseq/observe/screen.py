@@ -3,9 +3,10 @@
 ::
 
     ranks      a line for each run, the one whose loop waits most first; if there are several
-    head       the run that the cursor is on: its place, rates, queues
-    workers    a line for each of its workers
+    head       the run that is shown: its place, rates, queues
     foot       its slowest batches, and the advice
+    rows       a line for each of its workers
+    stacks     in place of these, where the workers are
 """
 
 from __future__ import annotations
@@ -17,24 +18,20 @@ from textual.app import App
 from textual.containers import VerticalScroll
 from textual.widgets import Footer, Static
 
-from cseq.observe.lines import HEADS, cells, foot, head, ranks, worker_stacks, workers
+from cseq.observe.lines import foot, head, overview, ranks, worker_stacks, workers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from textual.app import ComposeResult
 
-    from cseq.observe.attached import Watched, Watcher
+    from cseq.observe.attached import Watcher
 
 __all__ = ["Screen"]
 
 EVERY = 0.25  # seconds between two readings
-TABLE_EVERY = 4  # readings between two times that the tables are written
-BUSY = HEADS.index("busy")
-
-
-def _text(lines: Iterable[str]) -> Text:
-    return Text("\n".join(lines))
+TABLE_EVERY = 4  # readings between two times that all is written
+PARTS = ("ranks", "head", "foot", "rows", "stacks")
 
 
 class Screen(App[None]):  # type: ignore[misc]
@@ -43,42 +40,36 @@ class Screen(App[None]):  # type: ignore[misc]
     TITLE = "cseq top"
     ENABLE_COMMAND_PALETTE = False
     CSS = """
-    Static { height: auto; }
-    #ranks { height: auto; max-height: 30%; border-bottom: solid $primary; }
-    #head { padding: 0 0 1 0; }
-    #workers { height: auto; max-height: 60%; }
-    #foot { padding: 1; }
-    #stacks { display: none; border: solid $primary; }
+    VerticalScroll { height: auto; }
+    #ranks-part { max-height: 30%; border-bottom: solid $primary; }
+    #foot { padding: 1 0; }
+    #rows-part, #stacks-part { height: 1fr; }
     """
     BINDINGS: ClassVar = [
-        ("q", "quit", "quit"),
-        ("n", "next", "next rank"),
+        ("q,ctrl+c", "quit", "quit"),
+        ("n", "next", "next"),
         ("s", "sort", "sort"),
         ("d", "stacks", "stacks"),
         ("p", "pause", "pause"),
+        ("l", "light", "light"),
     ]
 
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
         self._watcher = watcher
-        self._shown: Watched | None = None  # chosen; None: the first one
-        self._by_busy = False
-        self._paused = False
+        self._by_busy = self._paused = self._is_light = False
         self._ticks = 0
 
     def compose(self) -> ComposeResult:
         """Make the parts of the screen."""
-        yield Static(id="ranks", markup=False)
-        yield Static(id="head", markup=False)
-        with VerticalScroll(id="workers"):
-            yield Static(id="rows", markup=False)
-        yield Static(id="foot", markup=False)
-        with VerticalScroll(id="stacks"):
-            yield Static(id="text", markup=False)
+        for part in PARTS:
+            with VerticalScroll(id=f"{part}-part"):
+                yield Static(id=part, markup=False)
         yield Footer()
 
     def on_mount(self) -> None:
         """Begin to read."""
+        self.query_one("#stacks-part").display = False
         self.refresh_runs()
         self.set_interval(EVERY, self.tick)
 
@@ -91,39 +82,33 @@ class Screen(App[None]):  # type: ignore[misc]
         if self._ticks % TABLE_EVERY == 0:
             self.refresh_runs()
 
-    @property
-    def shown(self) -> Watched | None:
-        """The run that the screen is about."""
-        runs = self._watcher.runs
-        if self._shown in runs:
-            return self._shown
-        return max(runs, key=lambda each: (not each.ended, each.recent()[1]), default=None)
+    def on_resize(self) -> None:
+        """Fill the new width."""
+        self.refresh_runs()
 
     def refresh_runs(self) -> None:
         """Write all parts of the screen."""
-        width, runs, shown = self.size.width - 2, self._watcher.runs, self.shown
-        several = self.query_one("#ranks", Static)
-        several.display = len(runs) > 1
-        several.update(_text(ranks(runs, width)))
+        width, shown = self.size.width - 2, self._watcher.shown  # a scroll bar takes two
+        several = len(self._watcher.runs) > 1
+        self.query_one("#ranks-part").display = several
+        self._write("ranks", ranks(self._watcher, width) if several else [], 0)
         if shown is None:
-            said = "\n".join(self._watcher.problems) or "no run of cseq's so far"
-            self.query_one("#head", Static).update(_text([f" {said}"]))
+            self._write("head", overview(self._watcher, width))
             return
-        self.query_one("#head", Static).update(_text(head(shown, width)))
-        self.query_one("#foot", Static).update(_text(each.strip() for each in foot(shown)))
-        rows = list(workers(shown, width))
-        if self._by_busy:
-            rows.sort(key=lambda row: -float(row[BUSY].split("%")[0]))
-        text = _text(cells(row, width) for row in (HEADS, *rows))
-        text.stylize("bold", 0, len(cells(HEADS, width)))
-        self.query_one("#rows", Static).update(text)
+        self._write("head", head(shown, width))
+        self._write("foot", foot(shown, width))
+        self._write("rows", workers(shown, width, by_busy=self._by_busy), 0)
+
+    def _write(self, part: str, lines: Sequence[str], bold: int = -1) -> None:
+        text = Text("\n").join(
+            Text(line, "bold" if number == bold else "") for number, line in enumerate(lines)
+        )
+        self.query_one(f"#{part}", Static).update(text)
 
     def action_next(self) -> None:
         """Show the next run."""
-        runs, shown = self._watcher.runs, self.shown
-        if shown is not None:
-            self._shown = runs[(runs.index(shown) + 1) % len(runs)]
-            self.refresh_runs()
+        self._watcher.show_next()
+        self.refresh_runs()
 
     def action_sort(self) -> None:
         """Sort workers by how busy they are, or by their numbers."""
@@ -134,9 +119,15 @@ class Screen(App[None]):  # type: ignore[misc]
         """Read nothing more, or go on."""
         self._paused = not self._paused
 
+    def action_light(self) -> None:
+        """Have dark letters on a light ground, or light ones on a dark ground."""
+        self._is_light = not self._is_light
+        self.theme = "textual-light" if self._is_light else "textual-dark"
+
     def action_stacks(self) -> None:
-        """Show the stacks of the run's workers, or no longer."""
-        panel, shown = self.query_one("#stacks"), self.shown
+        """Show the stacks of the run's workers in place of their lines, or no longer."""
+        panel, shown = self.query_one("#stacks-part"), self._watcher.shown
         panel.display = not panel.display
+        self.query_one("#rows-part").display = not panel.display
         if panel.display and shown is not None:
-            self.query_one("#text", Static).update("".join(worker_stacks([shown])))
+            self._write("stacks", "".join(worker_stacks([shown])).splitlines())

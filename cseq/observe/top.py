@@ -52,8 +52,8 @@ def top(pid: int | None, *, plain: bool, once: bool, dump: bool) -> int | str:
             if watcher.runs or not once:
                 time.sleep(1.0)
                 watcher.update()
-            width = os.get_terminal_size().columns if sys.stdout.isatty() else 120
-            print("\n".join(overview(watcher, width)), flush=True)  # noqa: T201
+            size = os.get_terminal_size() if sys.stdout.isatty() else (120, 0)
+            print("\n".join(overview(watcher, *size)), flush=True)  # noqa: T201
             if once:
                 return 0 if watcher.runs else 1
             print()  # noqa: T201

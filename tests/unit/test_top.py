@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -18,18 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cseq
+from cseq import testing
 from cseq.memory import facts
 from cseq.meters import BUCKETS, Histogram
-from cseq.observe.attached import (
-    Attached,
-    UnreadableError,
-    Watched,
-    Watcher,
-    attach,
-    quantiles,
-    stacks,
-)
-from cseq.observe.lines import HEADS, bar, detail, ranks, spark, workers
+from cseq.observe.attached import Attached, UnreadableError, Watcher, attach, quantiles, stacks
+from cseq.observe.lines import bar, overview, spark, workers
 from cseq.observe.top import top
 
 if TYPE_CHECKING:
@@ -65,10 +57,20 @@ if __name__ == "__main__":
 """
 LOADER = """
 import sys
+import time
 from cseq import DataLoader
 
+class Numbers:
+    def __len__(self):
+        return 4000
+
+    def __getitem__(self, i):
+        if i >= 4 * 31:
+            time.sleep(1000)
+        return i
+
 if __name__ == "__main__":
-    loader = DataLoader(list(range(4000)), batch_size=4, num_workers=2)
+    loader = DataLoader(Numbers(), batch_size=4, num_workers=2)
     iterator = iter(loader)
     for _ in range(30):
         next(iterator)
@@ -103,6 +105,15 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+def written(watcher: Watcher) -> str:
+    """Write all about what was read in several widths, and return the widest."""
+    for width in (60, 80, 140):
+        lines = overview(watcher, width)
+        assert max(map(len, lines)) <= width
+        assert all(lines)
+    return "\n".join(lines)
+
+
 def proceed(process: subprocess.Popen[str]) -> None:
     """Have the script go on to its next line."""
     assert process.stdin is not None
@@ -127,8 +138,8 @@ def test_what_is_read(tmp_path: Path, kind: str) -> None:
         assert run.stats is not None
         assert (run.stats.batches, run.stats.samples, run.stats.num_workers) == (20, 80, 2)
         assert run.place == (0, 20)
-        said = "\n".join(detail(run, 100))
-        assert f"train.py  pid {process.pid}  rank 1 of 2  2 {KINDS[kind]}, 4,000 samples" in said
+        said = written(watcher)
+        assert f"train.py  pid {process.pid}  rank 1 of 2  2 {KINDS[kind]}  4,000 samples" in said
         assert "batch 20 of 500" in said
         proceed(process)
         until(lambda: [watcher.update(), run.ended][1])
@@ -137,7 +148,7 @@ def test_what_is_read(tmp_path: Path, kind: str) -> None:
         process.kill()
         process.wait()
         watcher.update()
-        assert "finished" in "\n".join(detail(run, 100))
+        assert "finished" in written(watcher)
 
 
 KINDS = {"MPSequence": "processes", "MTSequence": "threads"}
@@ -153,11 +164,12 @@ def test_the_trainer_is_killed(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         watcher.update()
-        assert run.ended == "its process has ended"
+        assert run.ended == "ended"
         assert run.stats is not None
         assert run.stats.batches == 20
         watcher.update()
-        assert any("its process has ended" in line for line in ranks(watcher.runs, 120))
+        assert "20 batches so far" in written(watcher)
+        assert written(watcher).count("ended") == 1
 
 
 @pytest.mark.needs("worker processes")
@@ -170,14 +182,39 @@ def test_a_loader_of_torch(tmp_path: Path) -> None:
         (run,) = watcher.runs
         assert run.stats is not None
         assert (run.stats.batches, run.stats.streams, run.stats.num_workers) == (30, True, 2)
-        assert "2 processes" in "\n".join(detail(run, 100))
+        assert "2 processes" in written(watcher)
+
+        def at_work() -> dict[int, tuple[int, int]]:
+            watcher.update()
+            return {k: (task.epoch, task.batch) for k, task in run.tasks.items()}
+
+        until(lambda: at_work() == {0: (0, 32), 1: (0, 31)})
+        assert re.search(r"^ +1 +\d+ index +0/31 ", written(watcher), re.MULTILINE)
 
 
-def pids_shown(pid: int) -> list[str]:
-    """Look at a process once; return the pids of its workers that have begun, else ''."""
+def have_begun(pid: int) -> bool:
+    """Look at a process once, for the pids of all its workers."""
     watcher = Watcher(pid)
     watcher.update()
-    return [row[HEADS.index("pid")] for row in workers(watcher.runs[0], 100)]
+    assert watcher.shown is not None
+    names, *rows = workers(watcher.shown, 140)
+    at = names.index("pid") + len("pid")
+    return all(row[:at].split()[1:] for row in rows)
+
+
+def test_another_number_of_workers() -> None:
+    """Those that there are now are shown, and the buffer that was in use."""
+    manager = cseq.MTSequence(np.arange(640), batch_size=4, num_workers=3, out_type="null", seed=1)
+    watcher = Watcher(os.getpid())
+    with manager.start() as started:
+        next(iter(started))
+        for count in (3, 1, 2):
+            testing.resize(manager, num_workers=count)
+            watcher.update()
+            (run,) = watcher.runs
+            assert run.stats is not None
+            assert (run.run.workers, run.stats.num_workers) == (count, count)
+            assert len(workers(run, 80)) == 1 + count
 
 
 @pytest.mark.needs("worker processes")
@@ -185,7 +222,7 @@ def test_the_command(tmp_path: Path) -> None:
     """Lines once; the stacks of the workers; two ranks, each with a line."""
     command = [sys.executable, "-m", "cseq", "top"]
     with trainer(tmp_path, TRAIN, "MPSequence", 1, 20) as process:
-        until(lambda: all(pids_shown(process.pid)))
+        until(lambda: have_begun(process.pid))
         done = subprocess.run(
             [*command, str(process.pid), "--dump"], capture_output=True, text=True, check=False
         )
@@ -199,8 +236,9 @@ def test_the_command(tmp_path: Path) -> None:
             )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].split()[:3] == ["rank", "pid", "workers"]
-    assert {line.split()[0] for line in lines[1:3]} == {"0", "1"}
+    assert lines[0].split()[:3] == ["rank", "pid", "script"]
+    assert {line[1:].split()[0] for line in lines[1:3]} == {"0", "1"}
+    assert sorted(line[0] for line in lines[1:3]) == [" ", ">"]
     for pid, said in (
         (os.getpid(), "no run of cseq's was found"),
         (999999999, "no process 999999999"),
@@ -220,10 +258,11 @@ def test_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_stacks_of_strangers() -> None:
     """A process that would die of the signal is not sent any."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert stacks(process.pid) == ""
-        assert process.poll() is None
-        process.send_signal(signal.SIGKILL)
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", "print(input())"], **options) as process:
+        assert stacks([process.pid, 0]) == ["", ""]
+        assert process.communicate("still here")[0] == "still here\n"
+        assert process.returncode == 0
 
 
 # -- files that are no runs
@@ -257,26 +296,22 @@ def image() -> bytes:
     raise AssertionError
 
 
-def look_at(data: bytes) -> Watched | None:
-    """Read a file, and write all lines about it."""
-    with file_with(data) as fd:
-        try:
-            watched = Watched(Attached(fd, os.getpid()))
-        except UnreadableError:
-            return None
-        for now in (1.0, 2.0, 9.0):
-            watched.update(now)
-        assert all(len(line) <= 80 for line in ranks([watched], 80))
-        assert detail(watched, 80)
-        return watched
+def look_at(data: bytes) -> Watcher:
+    """Read a file, and write all about it."""
+    watcher = Watcher(os.getpid())
+    with file_with(data):
+        for _ in range(3):
+            watcher.update()
+            assert written(watcher)
+    return watcher
 
 
 @given(data=st.binary(max_size=20_000), facts_first=st.booleans())
 def test_random_bytes(data: bytes, facts_first: bool) -> None:
     """No crash, and no run."""
     text = b"cseq facts 1\n" if facts_first else b""
-    assert look_at(data + text + bytes(facts.ROOM - len(text))) is None
-    assert look_at(text + data) is None
+    for whole in (data + text + bytes(facts.ROOM - len(text)), text + data):
+        assert not look_at(whole).runs
 
 
 @settings(deadline=None)
@@ -297,8 +332,7 @@ IMAGE: dict[str, bytes] = {}
 def test_another_version() -> None:
     """A ring of another layout is named as such; the right one is read."""
     data = bytearray(image())
-    whole = look_at(bytes(data))
-    assert whole is not None
+    (whole,) = look_at(bytes(data)).runs
     assert whole.stats is not None
     assert whole.stats.batches == 10
     data[4] += 1  # the layout's number
@@ -337,28 +371,30 @@ def test_the_screen(tmp_path: Path, size: tuple[int, int]) -> None:
     pytest.importorskip("textual")
     from textual.widgets import Static
 
-    from cseq.observe.screen import Screen
+    from cseq.observe.screen import TABLE_EVERY, Screen
 
     async def use(process: subprocess.Popen[str]) -> None:
-        screen = Screen(Watcher(process.pid))
+        watcher = Watcher(process.pid)
+        watcher.update()
+        screen = Screen(watcher)
         async with screen.run_test(size=size) as pilot:
-            screen.tick()
-            screen.refresh_runs()
+            assert f"{process.pid}" in screen.export_screenshot()
+            assert "the&#160;loop&#160;waits" in screen.export_screenshot()
+            await pilot.press("s", "n", "l", "d")
             await pilot.pause()
-            shown = screen.export_screenshot()
-            assert f"{process.pid}" in shown
-            assert "the&#160;loop&#160;waits" in shown
-            await pilot.press("s", "n", "d")
-            await pilot.pause()
-            assert "most recent call first" in str(screen.query_one("#text", Static).render())
-            await pilot.press("d", "p", "p")
+            assert "most recent call first" in str(screen.query_one("#stacks", Static).render())
+            assert screen.theme == "textual-light"
+            await pilot.press("d", "p")
             process.kill()
             process.wait()
-            screen.tick()
-            screen.refresh_runs()
-            await pilot.pause()
-            assert "has&#160;ended" in screen.export_screenshot()
+            for paused in (True, False):
+                for _ in range(TABLE_EVERY):
+                    screen.tick()
+                await pilot.pause()
+                assert ("&#160;ended" in screen.export_screenshot()) is not paused
+                await pilot.press("p")
             await pilot.press("q")
 
     with trainer(tmp_path, TRAIN, "MPSequence", 1, 20) as process:
+        until(lambda: have_begun(process.pid))
         asyncio.run(use(process))
