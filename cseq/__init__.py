@@ -103,6 +103,7 @@ if typing.TYPE_CHECKING:
     from cseq.fleet.ray import RayFleet as RayFleet
     from cseq.observe.progress import progress as progress
     from cseq.observe.recycled import recycled as recycled
+    from cseq.observe.tune import tune as tune
 
 __version__ = "0.2.0.dev0"
 
@@ -146,6 +147,7 @@ _ELSEWHERE = {
     "RayFleet": "cseq.fleet.ray",
     "progress": "cseq.observe.progress",
     "recycled": "cseq.observe.recycled",
+    "tune": "cseq.observe.tune",
 }
 
 if not typing.TYPE_CHECKING:  # to a type checker, the names above are all there are
@@ -173,4 +175,4 @@ if not typing.TYPE_CHECKING:  # to a type checker, the names above are all there
 
         loaders = ("DataLoader", "StatefulDataLoader") if find_spec("torch") else ()
         fleets = ("RayFleet",) if find_spec("ray") else ()
-        return sorted({*globals(), *loaders, *fleets, "progress", "recycled"})
+        return sorted({*globals(), *loaders, *fleets, "progress", "recycled", "tune"})

@@ -35,9 +35,9 @@ from cseq.observe.processes import cpu_seconds, memory, tree
 from cseq.sequence import MSequence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
-__all__ = ["Figures", "Row", "advise", "bench", "seconds_of"]
+__all__ = ["Figures", "Row", "advise", "bench", "epochs", "seconds_of"]
 
 DEADLINE = 40.0  # seconds for a row, with the start of its process
 MEASURED = 5.0  # seconds for the rate, and as many for the waiting
@@ -326,7 +326,7 @@ def _feed(value: Any, put: Callable[[bytes], object]) -> None:
         put(f"{type(value).__name__} {value!r}".encode())
 
 
-def _epochs(loader: Iterable[Any]) -> Iterator[Any]:
+def epochs(loader: Iterable[Any]) -> Generator[Any, None, None]:
     """Yield the batches of one epoch after another."""
     while True:
         empty = True
@@ -343,7 +343,7 @@ def measure(loader: Any, step: float, seconds: float) -> Iterator[Figures]:
         seed(loader)
         begun = time.perf_counter()
         started = stack.enter_context(loader.start()) if isinstance(loader, MSequence) else loader
-        batches = _epochs(started)
+        batches = epochs(started)
         batch = next(batches)
         known = Figures(first=time.perf_counter() - begun)
         prints = [digest(batch)]
