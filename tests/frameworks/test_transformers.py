@@ -115,6 +115,36 @@ def test_the_monitor_logs_beside_the_loss(folder: Path) -> None:
         assert history == read.figures()
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_monitor_of_a_trainer_with_its_own_loaders(folder: Path, persistent: bool) -> None:
+    """The loader that the Trainer makes, and accelerate wraps, counts once cseq is installed."""
+    from samples import Net, Samples
+    from transformers import Trainer, TrainingArguments
+
+    from cseq.adapters.torch import installed
+    from cseq.adapters.transformers import Monitor
+
+    args = TrainingArguments(
+        "checkpoints",
+        num_train_epochs=3,
+        per_device_train_batch_size=8,
+        dataloader_num_workers=2,
+        dataloader_persistent_workers=persistent,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+    )
+    with installed():
+        trainer = Trainer(Net(), args, train_dataset=Samples())
+        trainer.add_callback(Monitor(every=5, trainer=trainer))
+        trainer.train()
+    history = [(logs["step"], figures_of(logs)) for logs in trainer.state.log_history]
+    figures = [(step, found) for step, found in history if found]
+    assert [step for step, _ in figures] == list(range(5, trainer.state.max_steps + 1, 5))
+    assert len(figures) > 3
+    assert all(found["cseq/batches_per_s"] > 0 for _, found in figures)
+
+
 def test_what_does_not_fit_together_is_refused(folder: Path) -> None:
     """A monitor without a Trainer, batches skipped twice, a checkpoint without a state."""
     import with_transformers

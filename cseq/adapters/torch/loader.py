@@ -18,7 +18,7 @@ from cseq.adapters.torch.order import (
     inner_of,
     state_between,
 )
-from cseq.adapters.torch.state import Progress, Resume, read
+from cseq.adapters.torch.state import Progress, Resume, read, stats_of
 from cseq.arguments import MAX_RESTARTS
 from cseq.check import choice, count
 from cseq.order.base import Order
@@ -294,19 +294,7 @@ class DataLoader(Torchs[T_co]):
         RuntimeError
             There are none: no epoch has begun, or it was left, or the trainer makes the batches.
         """
-        progress = self._progress
-        iterator = None if progress is None else progress.iterator()
-        stats: Stats | None = None
-        if iterator is not None:
-            stats = iterator.stats()
-        elif progress is not None:
-            stats = progress.stats
-        if stats is None:
-            raise RuntimeError(
-                "there are no worker processes of cseq's to count for: begin an epoch, with "
-                "num_workers above 0, and keep its iterator"
-            )
-        return stats
+        return stats_of(self._progress)
 
     def report(
         self, path: str | os.PathLike[str], *, title: str | None = None, remake: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch.utils import data
@@ -11,16 +12,21 @@ from cseq.adapters.torch import names
 from cseq.adapters.torch.fallback import make_iterator, note_own
 from cseq.adapters.torch.loader import DataLoader
 from cseq.adapters.torch.options import defaults
+from cseq.adapters.torch.state import stats_of
 from cseq.adapters.torch.taking import Taking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from cseq.adapters.torch.state import Progress
+    from cseq.stats import Stats
 
 __all__ = ["install", "installed", "is_installed", "uninstall"]
 
 _original: Callable[[Any], Any] | None = None
 _base: Callable[..., None] = names.Base.__init__  # which `install` may find changed
 _class: Any = data.DataLoader
+_progress: dict[int, Progress | None] = {}  # of the loaders that there are, by their ids
 
 
 def _get_iterator(self: Any) -> Any:
@@ -32,9 +38,20 @@ def _get_iterator(self: Any) -> Any:
     assert own is not None
     if isinstance(self, DataLoader):
         return own(self)
+    if id(self) not in _progress:
+        weakref.finalize(self, _progress.pop, id(self), None)
+    _progress[id(self)] = None
     if self.num_workers == 0 and (defaults.rng, defaults.on_error) == ("worker", "raise"):
         return own(self)
-    return make_iterator(self, lambda: own(self), rng=defaults.rng, on_error=defaults.on_error)
+    rng, on_error = defaults.rng, defaults.on_error
+    iterator = make_iterator(self, lambda: own(self), rng=rng, on_error=on_error)
+    _progress[id(self)] = getattr(iterator, "progress", None)
+    return iterator
+
+
+def _stats(self: Any) -> Stats:
+    """Count what the workers have done, and where time went; see `cseq.DataLoader.stats`."""
+    return stats_of(_progress.get(id(self)))
 
 
 def _begin(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
@@ -48,7 +65,7 @@ def install() -> None:
     """Have every DataLoader of torch use cseq's worker processes, from its next `iter` on.
 
     That includes the loaders of frameworks, which make their own, and of subclasses that do not
-    make their iterators themselves. Twice is fine.
+    make their iterators themselves. They get `stats`, as a cseq.DataLoader has. Twice is fine.
 
     Raises
     ------
@@ -66,6 +83,7 @@ def install() -> None:
         )
     _original = found
     setattr(_class, names.SEAM, _get_iterator)
+    _class.stats = _stats
     if names.REASON is None:
         _base = names.Base.__init__
         names.Base.__init__ = _begin
@@ -85,6 +103,7 @@ def uninstall() -> None:
             raise RuntimeError(f"{names.Base.__name__}.__init__ is {begin!r}: undo that first")
         names.Base.__init__ = _base
     setattr(_class, names.SEAM, _original)
+    del _class.stats
     _original = None
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
 import subprocess
 import sys
 import threading
+import weakref
 import zipfile
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,7 @@ def undone() -> Iterator[None]:
     own = data.DataLoader._get_iterator, names.Base.__init__
     yield
     uninstall()
+    assert not hasattr(data.DataLoader, "stats")
     assert (data.DataLoader._get_iterator, names.Base.__init__) == own
 
 
@@ -72,6 +75,26 @@ def test_torchs_class_has_our_workers() -> None:
     uninstall()
     uninstall()
     assert not is_installed()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_loaders_count(kept: bool) -> None:
+    """Torch's loaders say what their workers have done, and are not kept alive for that."""
+    install()
+    loader = data.DataLoader(Plain(6), batch_size=2, persistent_workers=kept, **FORK)
+    with pytest.raises(RuntimeError, match="begin an epoch"):
+        loader.stats()
+    for epoch in (1, 2):
+        list(loader)
+        assert loader.stats().batches == (3 * epoch if kept else 3)
+    seen = weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert seen() is None
+    inline = data.DataLoader(Plain(2))
+    list(inline)
+    with pytest.raises(RuntimeError, match="no worker processes of cseq's"):
+        inline.stats()
 
 
 class Stateful(data.SequentialSampler):
