@@ -33,7 +33,14 @@ class LocalAgent:
 
     def send(self, request: Any, done: Callable[[Any], None]) -> None:
         """Have a thread call the server."""
-        self._threads.submit(self._call, request, done)
+        self._submit(self._call, request, done)
+
+    def _submit(self, call: Callable[..., None], *given: Any) -> None:
+        """Have a thread do it; the last argument gets the answer. One that was closed is lost."""
+        try:
+            self._threads.submit(call, *given)
+        except RuntimeError:
+            given[-1](Lost("it was closed"))
 
     def _call(self, request: Any, done: Callable[[Any], None]) -> None:
         try:
@@ -47,12 +54,11 @@ class LocalAgent:
 
     def ping(self, done: Callable[[Any], None]) -> None:
         """Answer, unless it is stopped or lost."""
+        self._submit(self._answer, done)
 
-        def answer() -> None:
-            self._running.wait()
-            done(Lost("it is lost") if self.is_lost else None)
-
-        self._threads.submit(answer)
+    def _answer(self, done: Callable[[Any], None]) -> None:
+        self._running.wait()
+        done(Lost("it is lost") if self.is_lost else None)
 
     def stop(self) -> None:
         """Answer nothing until `go`."""
