@@ -25,8 +25,8 @@ def write(fd: int, facts: Mapping[str, object]) -> None:
     """Write facts, numbers and lines of text, into a file that ends with room for them."""
     if not sys.platform.startswith("linux"):  # nobody could open it
         return
-    lines = (f"{name}={str(value)[:LONGEST]!r}" for name, value in facts.items())
-    text = MAGIC + "\n".join(lines).encode("ascii", "backslashreplace") + b"\n\n"
+    lines = (f"{name}={str(value)[:LONGEST]}".replace("\n", " ") for name, value in facts.items())
+    text = MAGIC + "\n".join(lines).encode("utf-8", "replace") + b"\n\n"
     os.pwrite(fd, text, os.fstat(fd).st_size - ROOM)
 
 
@@ -37,7 +37,7 @@ def read(fd: int) -> dict[str, str]:
         return {}
     lines, ended, _ = text[len(MAGIC) :].partition(b"\n\n")
     found = {}
-    for line in lines.decode("ascii", "replace").splitlines() if ended else ():
+    for line in lines.decode("utf-8", "replace").split("\n") if ended else ():
         name, _, value = line.partition("=")
-        found[name] = value[1:-1]
+        found[name] = "".join(each if each.isprintable() else "?" for each in value)
     return found

@@ -63,19 +63,7 @@ CELL = np.dtype(
     }
 )
 FREE, POSTED, INDEXING, INDEXED, CONVERTING, READY = range(6)
-MOST_RINGS, MOST_BYTES = 4096, 1 << 28
-NUMBERS = [
-    "pid",
-    "rank",
-    "world_size",
-    "workers",
-    "converters",
-    "threads",
-    "streams",
-    "cores",
-    "rings",
-    "width",
-]
+MOST_BYTES = 1 << 28  # of a ring, without its indices
 STACKS = "cseq-stacks"  # what `/proc` calls the file of a worker's stacks
 
 
@@ -106,8 +94,6 @@ class Attached:
     ----------
     facts : dict of str to str
         See `facts.write`.
-    numbers : dict of str to int
-        Those of them that this needs.
     workers, buffer : int
         How many there were of each at the latest reading.
     length : int
@@ -124,17 +110,14 @@ class Attached:
         self._file = Descriptor(os.dup, fd)
         self.pid, self.started = pid, starts(pid)
         self.facts = facts.read(self._file.fd)
-        try:
-            self.numbers = {name: int(self.facts[name]) for name in NUMBERS}
-        except (KeyError, ValueError) as error:
-            raise UnreadableError("the file has no facts of a run") from error
-        self.length = self.fact("length")
-        self.workers, self.buffer, self.is_closed = self.numbers["workers"], 0, False
-        runners = self.workers + self.numbers["converters"]
-        if not 0 < self.numbers["rings"] <= MOST_RINGS or self.numbers["width"] < HEAD.size:
-            raise UnreadableError(f"the facts are impossible: {self.facts}")
+        self.length, self.threads = self.fact("length"), self.fact("threads")
+        self.workers, self.buffer, self.is_closed = self.fact("workers"), 0, False
+        rings, width, size = self.fact("rings"), self.fact("width"), os.fstat(self._file.fd).st_size
+        if width < HEAD.size or not 0 < rings * width <= size:
+            raise UnreadableError("the file has no facts of a run")
         _, meters = self._rings()
-        if sum(len(each) // METER.itemsize - 1 for each in meters) != runners:
+        runners = sum(len(each) // METER.itemsize - 1 for each in meters)
+        if runners != self.workers + self.fact("converters"):
             raise UnreadableError(f"the facts are impossible: {self.facts}")
 
     def close(self) -> None:
@@ -153,9 +136,9 @@ class Attached:
 
     def process(self, number: int) -> int:
         """Return the pid, here, of a worker that is called so where it runs; 0: there is none."""
-        if self.numbers["threads"]:
+        if self.threads:
             return 0
-        if self.numbers["pid"] == self.pid:
+        if self.fact("pid") == self.pid:
             return number
         return next((pid for pid in tree(self.pid) if number and _own_number(pid) == number), 0)
 
@@ -167,9 +150,8 @@ class Attached:
 
     def _rings(self) -> tuple[NDArray[np.void], list[bytes]]:
         """Return the cells of all rings, and the meters of each."""
-        cells, meters = [], []
-        for k in range(self.numbers["rings"]):
-            at = k * self.numbers["width"]
+        cells, meters, width = [], [], self.fact("width")
+        for at in range(0, self.fact("rings") * width, width):
             words = HEAD.unpack(self._read(HEAD.size, at))
             magic, layout, capacity, _, runners, fields, _, in_use, closed = words
             if magic != MAGIC:
@@ -180,32 +162,31 @@ class Attached:
                 )
             size = capacity * CELL.itemsize
             whole = size + (runners + 1) * METER.itemsize
-            if HEAD.size + whole > min(self.numbers["width"], MOST_BYTES):
+            if HEAD.size + whole > min(width, MOST_BYTES):
                 raise UnreadableError(f"a ring of {capacity} cells does not fit into the file")
             data = self._read(whole, at + HEAD.size)
             cells.append(np.frombuffer(data, CELL, capacity))
             meters.append(data[size:])
         self.is_closed = closed == 1
         if closed > 1:
-            self.workers = min(closed - 1, self.numbers["workers"])
-        self.buffer = 0 if self.numbers["streams"] else in_use
+            self.workers = min(closed - 1, self.fact("workers"))
+        self.buffer = 0 if self.fact("streams") else in_use
         return np.concatenate(cells), meters
 
     def read(self) -> tuple[Stats, dict[int, Task], tuple[int, int] | None]:
         """Return the counts, by runner what it works on, and the loop's place: epoch and batch."""
         cells, copies = self._rings()
-        numbers, meters = self.numbers, Meters(copies, now_ns(), bytes)
+        streams, meters = self.fact("streams"), Meters(copies, now_ns(), bytes)
         states = cells["word"] & np.uint64(0xFF)
         depths = [int((states == state).sum()) for state in (POSTED, INDEXED, READY)]
-        streams = numbers["streams"]
         stats = Stats(
             batches=meters.batches, samples=meters.samples, nbytes=meters.nbytes,
             depths=(depths[0], depths[1], depths[2]), start_waited=meters.start,
             elapsed=meters.elapsed, loop_waited=meters.waited, num_workers=self.workers,
-            num_converters=numbers["converters"], buffer=self.buffer,
-            threads=bool(numbers["threads"]), streams=bool(streams), meters=meters,
+            num_converters=self.fact("converters"), buffer=self.buffer,
+            threads=bool(self.threads), streams=bool(streams), meters=meters,
         )  # fmt: skip
-        each = len(cells) // numbers["rings"]  # cells of a ring
+        each = len(cells) // self.fact("rings")  # cells of a ring
         tasks = {}
         for stage, state in (("indexing", INDEXING), ("converting", CONVERTING)):
             for k in np.flatnonzero(states == state).tolist():
@@ -222,7 +203,7 @@ class Attached:
         if not len(cells):
             return None
         first = cells[np.argmin(cells["word"] >> np.uint64(24))]
-        if self.numbers["streams"]:
+        if self.fact("streams"):
             return int(first["epoch"]) - 1, 0
         return int(first["epoch"]), int(first["batch"])
 
@@ -267,7 +248,7 @@ def attach(pid: int, known: Iterable[int] = ()) -> tuple[dict[int, Attached], se
             except UnreadableError as error:
                 problems.append(str(error))
                 continue
-            if found.numbers["pid"] == _own_number(pid):  # else it was inherited by a fork
+            if found.fact("pid") == _own_number(pid):  # else it was inherited by a fork
                 new[number] = found
     return new, there, problems
 
@@ -415,7 +396,7 @@ class Watched:
 
     def advice(self) -> Advice:
         """Return the advice for that window, on the cores that the program has."""
-        return advise(replace(self.window().window(), cores=max(1, self.run.numbers["cores"])))
+        return advise(replace(self.window().window(), cores=max(1, self.run.fact("cores"))))
 
     @property
     def script(self) -> str:
@@ -425,9 +406,9 @@ class Watched:
     @property
     def title(self) -> list[str]:
         """The program, the process and the rank."""
-        numbers, title = self.run.numbers, [self.script, f"pid {self.run.pid}"]
-        if numbers["world_size"] > 1:
-            title.append(f"rank {numbers['rank']} of {numbers['world_size']}")
+        title, world = [self.script, f"pid {self.run.pid}"], self.run.fact("world_size")
+        if world > 1:
+            title.append(f"rank {self.run.fact('rank')} of {world}")
         return title
 
 
@@ -453,7 +434,7 @@ class Watcher:
         """By rank, and by the time of their start; after these, those that have ended."""
         return sorted(
             self._found.values(),
-            key=lambda each: (bool(each.ended), each.run.numbers["rank"], each.run.pid),
+            key=lambda each: (bool(each.ended), each.run.fact("rank"), each.run.pid),
         )
 
     @property

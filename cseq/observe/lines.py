@@ -91,7 +91,7 @@ def ranks(watcher: Watcher, width: int) -> list[str]:
         rate, waits = each.recent()
         cause = each.ended or (each.advice().cause if each.stats is not None else "")
         rows.append((
-            str(each.run.numbers["rank"]), str(each.run.pid), each.script[:16], _kind(each),
+            str(each.run.fact("rank")), str(each.run.pid), each.script[:16], _kind(each),
             *_place(each), f"{rate:,.0f}" if rate >= 1000 else f"{rate:.1f}", f"{waits:.0%}", cause,
         ))  # fmt: skip
     names, *lines = _table(RANKS, rows, width)
@@ -100,7 +100,7 @@ def ranks(watcher: Watcher, width: int) -> list[str]:
 
 
 def _kind(watched: Watched) -> str:
-    count, threads = watched.run.workers, watched.run.numbers["threads"]
+    count, threads = watched.run.workers, watched.run.threads
     if count == 1:
         return "1 thread" if threads else "1 process"
     return f"{count} {'threads' if threads else 'processes'}"
@@ -198,7 +198,7 @@ def worker_stacks(runs: Sequence[Watched]) -> Iterator[str]:
     """Yield the stacks of all worker processes."""
     for each in runs:
         title = "  ".join(each.title)
-        if each.run.numbers["threads"]:
+        if each.run.threads:
             yield (
                 f"{title}: its workers are threads; py-spy dump --pid {each.run.pid} shows "
                 "their stacks\n"
@@ -214,8 +214,8 @@ def overview(watcher: Watcher, width: int, height: int = 0) -> list[str]:
     """Write a line for each run, if there are several, and all about one, with so many lines."""
     shown = watcher.shown
     if shown is None:
-        said = [f"no run of cseq's was found: {problem}" for problem in watcher.problems]
-        return said or ["no run of cseq's was found among the processes that you may read"]
+        why = watcher.problems or ["there is none among the processes that you may read"]
+        return textwrap.wrap(f"no run of cseq's was found: {'; '.join(why)}", width)
     several = [*ranks(watcher, width), ""] if len(watcher.runs) > 1 else []
     top, rows, end = head(shown, width), workers(shown, width), foot(shown, width)
     room = max(height - len(several) - len(top) - len(end) - 2, 3) if height else len(rows)

@@ -171,7 +171,6 @@ class Pool:
         """Return what another program has to know to read the meters as `stats` does."""
         return {
             "pid": os.getpid(),
-            "started": now_ns(),
             "rank": os.environ.get("RANK", "0"),
             "world_size": os.environ.get("WORLD_SIZE", "1"),
             "workers": self.num_workers,

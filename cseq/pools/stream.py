@@ -111,7 +111,6 @@ class StreamPool(Pool):
             num_workers=num_workers,
             lanes=lanes,
             tell=shared.tell,
-            facts={"unit": unit},
             interrupted="no epoch is under way: none was begun, or it was interrupted, or the "
             "streams were closed; call begin()",
         )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,15 @@ import cseq
 from cseq import testing
 from cseq.memory import facts
 from cseq.meters import BUCKETS, Histogram
-from cseq.observe.attached import Attached, UnreadableError, Watcher, attach, quantiles, stacks
+from cseq.observe.attached import (
+    Attached,
+    UnreadableError,
+    Watched,
+    Watcher,
+    attach,
+    quantiles,
+    stacks,
+)
 from cseq.observe.lines import bar, overview, spark, workers
 from cseq.observe.top import top
 
@@ -169,6 +178,7 @@ def test_the_trainer_is_killed(tmp_path: Path) -> None:
         assert run.stats.batches == 20
         watcher.update()
         assert "20 batches so far" in written(watcher)
+        assert run.recent()[0] == pytest.approx(20 / run.stats.elapsed)
         assert written(watcher).count("ended") == 1
 
 
@@ -257,21 +267,50 @@ def test_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stacks_of_strangers() -> None:
-    """A process that would die of the signal is not sent any."""
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", "print(input())"], **options) as process:
-        assert stacks([process.pid, 0]) == ["", ""]
-        assert process.communicate("still here")[0] == "still here\n"
-        assert process.returncode == 0
+    """A process that would die of the signal is not sent any, whatever files it has."""
+    with file_with(b"", "cseq-stacks") as fd:
+        options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        command = [sys.executable, "-c", "print(input())"]
+        with subprocess.Popen(command, pass_fds=[fd], **options) as process:
+            assert stacks([process.pid, 0]) == ["", ""]
+            assert process.communicate("still here")[0] == "still here\n"
+            assert process.returncode == 0
+
+
+def test_one_of_several_is_shown() -> None:
+    """It stays until another one is asked for, or it ends."""
+    make = partial(cseq.MTSequence, np.arange(64), batch_size=4, num_workers=1, out_type="null")
+    managers = {seed: make(seed=seed) for seed in (1, 2)}
+    watcher = Watcher(os.getpid())
+    try:
+        for manager in managers.values():
+            manager.start()
+            next(iter(manager))
+        watcher.update()
+        first = watcher.shown
+        watcher.update()
+        assert watcher.shown is first
+        watcher.show_next()
+        second = watcher.shown
+        assert first is not None
+        assert second is not None
+        assert {first.run.fact("seed"), second.run.fact("seed")} == {1, 2}
+        assert [line[0] for line in overview(watcher, 80)[1:3]].count(">") == 1
+        managers[second.run.fact("seed")].finish()
+        until(lambda: [watcher.update(), watcher.shown is first][1])
+        assert second.ended == "finished"
+    finally:
+        for manager in managers.values():
+            manager.finish()
 
 
 # -- files that are no runs
 
 
 @contextmanager
-def file_with(data: bytes) -> Iterator[int]:
-    """Make a file of the name that is looked for."""
-    fd = os.memfd_create(facts.FILE)
+def file_with(data: bytes, name: str = facts.FILE) -> Iterator[int]:
+    """Make a file of a name that is looked for."""
+    fd = os.memfd_create(name)
     try:
         os.write(fd, data)
         yield fd
@@ -329,6 +368,16 @@ def test_an_overwritten_run(data: st.DataObject) -> None:
 IMAGE: dict[str, bytes] = {}
 
 
+@given(script=st.text(max_size=300))
+def test_facts_of_any_name(script: str) -> None:
+    """They are read as they were written, without what a terminal would obey."""
+    with file_with(bytes(facts.ROOM)) as fd:
+        facts.write(fd, {"script": script, "pid": 7})
+        said = script[:200].replace("\n", " ")
+        expected = "".join(each if each.isprintable() else "?" for each in said)
+        assert facts.read(fd) == {"script": expected, "pid": "7"}
+
+
 def test_another_version() -> None:
     """A ring of another layout is named as such; the right one is read."""
     data = bytearray(image())
@@ -352,6 +401,18 @@ def test_quantiles_of_many(counts: list[int], p: float) -> None:
     rows = np.array([counts, [0] * BUCKETS], np.uint32)
     expected = [Histogram(row, 1.0).quantile(p) for row in rows]
     assert quantiles(rows, p) == pytest.approx(expected)
+
+
+def test_the_last_minute() -> None:
+    """Its rates, averaged over 2 s each; what was before is left out."""
+    run = Watched(None)  # type: ignore[arg-type]
+    run.points.extend((k / 4, k * k, k / 4, k / 8) for k in range(240))  # k ticks: (2k - 8) / 2 s
+    rates, shares = zip(*run.minute(60), strict=True)
+    assert rates[8:] == pytest.approx([4 * (2 * k - 8) for k in range(35, 240, 4)])
+    assert shares[8:] == pytest.approx([0.5] * 52)
+    assert len(rates) == 60
+    run.points.extend((120 + k, 60_000, 120.0, 30.0) for k in range(10))
+    assert len(run.minute(60)) == 10
 
 
 def test_drawings() -> None:
