@@ -63,7 +63,6 @@ CELL = np.dtype(
     }
 )
 FREE, POSTED, INDEXING, INDEXED, CONVERTING, READY = range(6)
-MOST_BYTES = 1 << 28  # of a ring, without its indices
 STACKS = "cseq-stacks"  # what `/proc` calls the file of a worker's stacks
 
 
@@ -162,13 +161,13 @@ class Attached:
                 )
             size = capacity * CELL.itemsize
             whole = size + (runners + 1) * METER.itemsize
-            if HEAD.size + whole > min(width, MOST_BYTES):
+            if HEAD.size + whole > width:
                 raise UnreadableError(f"a ring of {capacity} cells does not fit into the file")
             data = self._read(whole, at + HEAD.size)
             cells.append(np.frombuffer(data, CELL, capacity))
             meters.append(data[size:])
         self.is_closed = closed == 1
-        if closed > 1:
+        if closed > 1:  # to indexers from this number on
             self.workers = min(closed - 1, self.fact("workers"))
         self.buffer = 0 if self.fact("streams") else in_use
         return np.concatenate(cells), meters

@@ -30,7 +30,7 @@ from cseq.observe.attached import (
     quantiles,
     stacks,
 )
-from cseq.observe.lines import bar, overview, spark, workers
+from cseq.observe.lines import WORKERS, bar, head, overview, spark, workers
 from cseq.observe.top import top
 
 if TYPE_CHECKING:
@@ -119,8 +119,12 @@ def written(watcher: Watcher) -> str:
     for width in (60, 80, 140):
         lines = overview(watcher, width)
         assert max(map(len, lines)) <= width
-        assert all(lines)
     return "\n".join(lines)
+
+
+def parts(line: str) -> list[str]:
+    """Take what a line says apart."""
+    return re.split("  +", line.strip())
 
 
 def proceed(process: subprocess.Popen[str]) -> None:
@@ -147,6 +151,13 @@ def test_what_is_read(tmp_path: Path, kind: str) -> None:
         assert run.stats is not None
         assert (run.stats.batches, run.stats.samples, run.stats.num_workers) == (20, 80, 2)
         assert run.place == (0, 20)
+        names = {name for column in WORKERS for name in [column.name] if name}
+        assert {"busy", "p99"} <= set(workers(run, 60)[0].split()) < names
+        assert names == set(workers(run, 140)[0].split())
+        first, *_, last = head(run, 140)
+        assert {*parts(first), *parts(last)} < {
+            part for line in head(run, 60) for part in parts(line)
+        }
         said = written(watcher)
         assert f"train.py  pid {process.pid}  rank 1 of 2  2 {KINDS[kind]}  4,000 samples" in said
         assert "batch 20 of 500" in said
@@ -297,8 +308,9 @@ def test_one_of_several_is_shown() -> None:
         assert {first.run.fact("seed"), second.run.fact("seed")} == {1, 2}
         assert [line[0] for line in overview(watcher, 80)[1:3]].count(">") == 1
         managers[second.run.fact("seed")].finish()
-        until(lambda: [watcher.update(), watcher.shown is first][1])
+        until(lambda: [watcher.update(), second.ended][1])
         assert second.ended == "finished"
+        assert watcher.shown is first
     finally:
         for manager in managers.values():
             manager.finish()
@@ -359,7 +371,11 @@ def test_an_overwritten_run(data: st.DataObject) -> None:
     """Any words of a run's file may be anything: it is read, or refused."""
     changed = bytearray(IMAGE.setdefault("data", image()))
     for _ in range(data.draw(st.integers(1, 8))):
-        at = data.draw(st.integers(0, 20_000) | st.integers(len(changed) - 4096, len(changed) - 9))
+        at = data.draw(
+            st.integers(0, 140)
+            | st.integers(0, 20_000)
+            | st.integers(len(changed) - 4096, len(changed) - 9)
+        )
         changed[at : at + 8] = data.draw(st.binary(min_size=8, max_size=8))
     size = data.draw(st.just(len(changed)) | st.integers(0, len(changed)))
     look_at(bytes(changed[:size]))
@@ -378,6 +394,18 @@ def test_facts_of_any_name(script: str) -> None:
         assert facts.read(fd) == {"script": expected, "pid": "7"}
 
 
+def test_a_run_that_is_cut_off() -> None:
+    """It is no longer read; what was read stays."""
+    watcher = Watcher(os.getpid())
+    with file_with(image()) as fd:
+        watcher.update()
+        os.ftruncate(fd, 0)
+        watcher.update()
+    (run,) = watcher.runs
+    assert run.ended == "cannot be read: the file ends after 0 bytes"
+    assert "10 batches so far" in written(watcher)
+
+
 def test_another_version() -> None:
     """A ring of another layout is named as such; the right one is read."""
     data = bytearray(image())
@@ -390,6 +418,10 @@ def test_another_version() -> None:
     with file_with(bytes(data)):
         _, _, problems = attach(os.getpid())
         assert "another version of cseq: layout" in problems[0]
+    data[4] -= 1
+    data[11] = 255  # of the number of cells
+    with file_with(bytes(data)) as fd, pytest.raises(UnreadableError, match="does not fit"):
+        Attached(fd, os.getpid())
 
 
 # -- what is written
