@@ -26,10 +26,10 @@ UNITS = {"": "", "bytes": "By", "seconds": "s"}
 def instrument(provider: MeterProvider | None = None, /, **managers: Any) -> None:
     """Make instruments that observe loaders.
 
-    Nothing is measured, and no time is taken, but when a reader of the provider collects. The names
-    begin with ``cseq.``; the attribute `loader` has the names that the loaders are given here.
-    Counters go on when a loader starts again. There are no histograms that can be observed: for
-    each there is a counter of its seconds, and a gauge of what 99 in 100 took at most since the
+    What loaders count anyway is read when a reader of the provider collects, and at no other time.
+    The names begin with ``cseq.``; the attribute `loader` has the names that the loaders are given
+    here. Counters go on when a loader starts again. There are no histograms that can be observed:
+    for each there is a counter of its seconds, and a gauge of what 99 in 100 took at most since the
     gauge was last read.
 
     Parameters

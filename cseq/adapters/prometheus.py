@@ -26,9 +26,9 @@ BOUNDS = [*(repr(float(end)) for end in ENDS), "+Inf"]
 class Collector:
     """Metrics of loaders for a registry of prometheus_client.
 
-    Nothing is measured, and no time is taken, but when a registry collects. The names begin with
-    ``cseq_``; the label `loader` has the names that the loaders are given here. Counters go on when
-    a loader starts again.
+    What loaders count anyway is read when a registry collects, and at no other time. The names
+    begin with ``cseq_``; the label `loader` has the names that the loaders are given here. Counters
+    go on when a loader starts again.
 
     Parameters
     ----------
