@@ -130,8 +130,9 @@ class Window:
     @property
     def room(self) -> int:
         """How many workers that compute as these there are cores for, beside the loop."""
+        computing = (self.cpu or 1.0) / max(1 - self.queued, 0.01)  # if they get a core at once
         cores = self.cores - min(self.loop_cpu, 1.0)
-        return max(1, int(cores / min(self.cpu or 1.0, 1.0) + 0.5))
+        return max(1, int(cores / min(computing, 1.0) + 0.5))
 
     @property
     def running(self) -> float:
@@ -391,6 +392,10 @@ def _cores(v: Window) -> Said:
         )
     if v.own < 0.6 * v.cores and v.queued > NO_CORE:
         said = f"{said}, {v.queued:.0%} of that without a core: other programs use them"
+        if v.workers < v.room:
+            more = v.enough(v.room)
+            action = f"num_workers={more}, which get a larger part, or cores for this process alone"
+            return said, action, {"num_workers": more}, v.most
         return said, "see what else runs here, or give this process cores of its own", {}, v.most
     return (
         f"{said}{computing}: {_count(v.cores, 'core')} are used up",

@@ -56,17 +56,17 @@ class Decision(NamedTuple):
 
 
 class _Trial(NamedTuple):
-    """A change of the workers: how many there were, their rate, and what they needed."""
+    """A change: what there was before, its rate, and what that needed."""
 
-    workers: int
+    size: Size
     rate: float
     ratio: float
 
 
 class _Bound(NamedTuple):
-    """A number of workers that there are to be at most, or at least, and the ratio at that time."""
+    """A number that there is to be at most, or at least, and the ratio at that time."""
 
-    workers: int
+    number: int
     ratio: float
 
     def holds(self, ratio: float) -> bool:
@@ -78,9 +78,9 @@ class Tuner:
     """Decides from one window after another; has no clock of its own.
 
     Workers go straight to the number that the advice names; a larger buffer is taken as named, and
-    never made smaller. A change of the workers is taken back if it did harm, and more are not tried
-    once more were of no use, for as long as batches and steps take about the times that they took:
-    so it ends.
+    never made smaller. A change of the workers is taken back if it did harm. Once more workers, or
+    a larger buffer, were of no use, more are not tried, for as long as batches and steps take about
+    the times that they took: so it ends.
 
     Parameters
     ----------
@@ -93,7 +93,8 @@ class Tuner:
         self._span = SHORT
         self._changes = self._idle = 0
         self._trial: _Trial | None = None
-        self._enough: _Bound | None = None  # more were of no use
+        self._enough: _Bound | None = None  # more workers were of no use
+        self._ahead: _Bound | None = None  # nor a larger buffer
         self._least: _Bound | None = None  # fewer were too few
 
     @property
@@ -125,18 +126,22 @@ class Tuner:
     def _judge(self, v: Window, size: Size, ratio: float) -> Decision | None:
         """Learn from the last change of the workers, and take it back if it did harm."""
         trial, self._trial = self._trial, None
-        if trial is None or trial.workers == size.num_workers:
+        if trial is None:
             return None
-        rate, waits = v.batches / v.elapsed, v.w >= LITTLE
-        is_worse = waits and rate < trial.rate * WORSE
-        here, there = _Bound(size.num_workers, ratio), _Bound(trial.workers, trial.ratio)
-        if size.num_workers > trial.workers:
+        workers, rate, waits = trial.size.num_workers, v.batches / v.elapsed, v.w >= LITTLE
+        is_worse, is_better = waits and rate < trial.rate * WORSE, rate >= trial.rate * BETTER
+        if size.num_workers == workers:
+            if waits and not is_better:
+                self._ahead = _Bound(size.buffer, ratio)
+            return None
+        here, there = _Bound(size.num_workers, ratio), _Bound(workers, trial.ratio)
+        if size.num_workers > workers:
             if is_worse:
                 self._enough = there
-            elif waits and rate < trial.rate * BETTER:
+            elif waits and not is_better:
                 self._enough = here
             else:
-                self._least = _Bound(trial.workers + 1, ratio)
+                self._least = _Bound(workers + 1, ratio)
         elif is_worse:
             self._least = there
         elif waits:
@@ -144,9 +149,8 @@ class Tuner:
         if not is_worse:
             return None
         return Decision(
-            size._replace(num_workers=trial.workers),
-            f"{trial.rate:.3g} batches a second with {trial.workers}, "
-            f"{rate:.3g} with {size.num_workers}",
+            size._replace(num_workers=workers),
+            f"{trial.rate:.3g} batches a second with {workers}, {rate:.3g} with {size.num_workers}",
         )
 
     def _next(self, v: Window, size: Size, most: Size, ratio: float) -> Decision | None:
@@ -161,22 +165,24 @@ class Tuner:
                 workers = v.fewest
             workers = self._bounded(workers, size.num_workers, most.num_workers, ratio)
         if self._auto[1]:
+            limit = most.buffer
+            if self._ahead is not None and self._ahead.holds(ratio):
+                limit = min(limit, max(self._ahead.number, 2 * workers))
             buffer = named.get("buffer", max(buffer, 2 * workers))
-            buffer = max(size.buffer, min(buffer, most.buffer))
+            buffer = max(size.buffer, min(buffer, limit))
         if (workers, buffer) == size:
             return None
-        if workers != size.num_workers:
-            self._trial = _Trial(size.num_workers, v.batches / v.elapsed, ratio)
+        self._trial = _Trial(size, v.batches / v.elapsed, ratio)
         return Decision(Size(workers, buffer), why)
 
     def _bounded(self, workers: int, now: int, most: int, ratio: float) -> int:
         """Return as many of them as there may be, and as experience says."""
         if workers > now:
             if self._enough is not None and self._enough.holds(ratio):
-                most = min(most, self._enough.workers)
+                most = min(most, self._enough.number)
             return max(now, min(workers, most))
         if workers < now and self._least is not None and self._least.holds(ratio):
-            return min(now, max(workers, self._least.workers))
+            return min(now, max(workers, self._least.number))
         return workers
 
 

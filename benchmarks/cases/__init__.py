@@ -24,6 +24,7 @@ MODULES = (
     "memory",
     "idle",
     "advice",
+    "auto",
     "tracing",
     "adapters",
     "keys",

@@ -113,6 +113,9 @@ def test_whose_cores() -> None:
     assert (ours.cause, ours.change) == ("cores", {"num_workers": 1})
     assert (theirs.cause, theirs.change) == ("cores", {})
     assert "other programs" in theirs.sentence
+    part = advise(replace(PLAIN, workers=1, cores=2, cpu=0.4, queued=0.6, loop_cpu=0.1))
+    assert (part.cause, part.change) == ("cores", {"num_workers": 2})
+    assert "other programs" in part.sentence
     slowed = replace(PLAIN, waited=0.1, loop_queued=0.4, busy=0.5)
     assert advise(slowed).change == {"num_workers": 2}
     assert advise(replace(slowed, cpu=0.0)).change == {}

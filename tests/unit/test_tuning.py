@@ -105,6 +105,18 @@ def test_more_workers_that_were_of_no_use_are_the_last() -> None:
         assert tuner.look(same, Size(4, 10), MOST) is None
 
 
+def test_a_larger_buffer_that_was_of_no_use_is_the_last() -> None:
+    """It stays; where the rate got better, a larger one is tried."""
+    for rate, again in ((1.0, False), (1.3, True)):
+        tuner = Tuner(BOTH)
+        decision = tuner.look(UNEVEN, Size(5, 10), MOST)
+        assert decision is not None
+        size = decision.size
+        after = replace(UNEVEN, buffer=size.buffer, batches=int(rate * UNEVEN.batches))
+        assert (tuner.look(after, size, MOST) is not None) == again
+    assert all(Tuner(BOTH).look(after, size, size) is None for _ in range(3))
+
+
 def test_fewer_workers_if_there_are_too_many_for_long() -> None:
     """The number that the advice says would be enough; not after one window, nor with gaps."""
     idle = replace(COMPUTING, workers=8, busy=0.2, waited=0.0, batches=90)

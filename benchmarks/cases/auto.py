@@ -1,0 +1,182 @@
+"""``num_workers='auto'``, ``buffer='auto'``: what they reach, beside the best fixed numbers.
+
+A slow disk is a sleep in the indexer, and the loop's step is one, as a GPU's is. So one kind of
+work alone, the one that computes, needs cores; it says little on a machine that is not idle.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+import cseq
+from harness import usage
+from harness.case import Case, Contender, Goal, scaled
+from work import Floats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SETTLE = scaled(50, 2) / 10  # seconds that 'auto' has
+WARM, MEASURED = scaled(5, 1) / 10, scaled(20, 1) / 10
+SAME = 0.97  # of the best rate: of those, the one that computes least is the best
+STILL = scaled(50, 1) / 10  # seconds in which nothing is to change after that
+AUTO: dict[str, Any] = {"num_workers": "auto", "buffer": "auto"}
+# What a user may have given.
+FIXED = tuple(
+    {"num_workers": workers, "buffer": buffer}
+    for workers, buffer in ((1, 10), (2, 10), (4, 10), (8, 16), (4, 64), (8, 64))
+)[: scaled(6, 1)]
+
+
+class Reads:
+    """An indexer that waits for a disk, now and then for long."""
+
+    def __init__(self, seconds: float, longer: float = 0.0) -> None:
+        self.seconds, self.longer = seconds, longer
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        is_long = self.longer and indices[0] % 20 == 0
+        time.sleep(self.longer if is_long else self.seconds)
+        return indices
+
+
+class Computes:
+    """An indexer that keeps a core busy."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        end = time.process_time() + self.seconds
+        while time.process_time() < end:
+            pass
+        return indices
+
+
+class Kind(NamedTuple):
+    """A kind of work: an indexer, and what the loop's step takes."""
+
+    worker: Callable[[], Any]
+    step: float
+
+
+KINDS = {
+    "cheap": Kind(partial(Floats, 32_000), 0.0005),
+    "computing": Kind(partial(Computes, 0.01), 0.004),
+    "disk": Kind(partial(Reads, 0.02), 0.004),
+    "stragglers": Kind(partial(Reads, 0.005, 0.1), 0.004),
+}
+
+
+class Run(NamedTuple):
+    """What a loop did: batches a second, CPU seconds for a batch, changes that were logged."""
+
+    rate: float
+    cpu: float
+    changes: int
+
+
+class Changes(logging.Handler):
+    """Counts the lines that say what was changed."""
+
+    count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.count += record.getMessage().startswith(("num_workers", "buffer"))
+
+
+def run(kind: Kind, warm: float, measured: float, sizes: dict[str, Any]) -> Run:
+    """Go through a loop for some seconds, and measure it for some more."""
+    options = {"batch_size": 1, "shuffle": False, "out_type": "null"} | sizes
+    manager = cseq.MPSequence(kind.worker, np.arange(32_000), **options, repeat=True)
+    log, handler = logging.getLogger("cseq"), Changes()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        with manager.start() as batches:
+            taken = iter(batches)
+            next(taken)
+            go(taken, kind.step, warm)
+            before, changes = usage.cpu_seconds(os.getpid()), handler.count
+            began = time.perf_counter()
+            count = go(taken, kind.step, measured)
+            took = time.perf_counter() - began
+            cpu = usage.cpu_seconds(os.getpid()) - before
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    return Run(count / took, cpu / count, handler.count - changes)
+
+
+def go(batches: Iterator[Any], step: float, seconds: float) -> int:
+    """Take batches for some seconds; return how many."""
+    end = time.perf_counter() + seconds
+    for number in itertools.count(1):
+        next(batches)
+        time.sleep(step)
+        if time.perf_counter() > end:
+            return number
+    raise AssertionError("unreachable")
+
+
+def beside_the_best(kind: Kind, figure: str) -> Iterator[Callable[[], float]]:
+    """What 'auto' has after some seconds, in percent of what the best fixed numbers have."""
+    runs = [(run(kind, WARM, MEASURED, sizes), sizes) for sizes in FIXED]
+    enough = SAME * max(one.rate for one, _ in runs)
+    _, best = min(((one.cpu, k) for k, (one, _) in enumerate(runs) if one.rate >= enough))
+
+    def once() -> float:
+        fixed = run(kind, WARM, MEASURED, FIXED[best])
+        auto = run(kind, SETTLE, MEASURED, AUTO)
+        return 100 * float(getattr(auto, figure)) / float(getattr(fixed, figure))
+
+    yield once
+
+
+def changes(kind: Kind) -> Iterator[Callable[[], float]]:
+    """How often something is changed once it had time to settle."""
+    yield lambda: run(kind, SETTLE, STILL, AUTO).changes
+
+
+def contenders(make: Callable[..., Iterator[Callable[[], float]]], *more: str) -> Any:
+    """Return one for each kind of work."""
+    return tuple(Contender(n, partial(make, kind, *more), ours=True) for n, kind in KINDS.items())
+
+
+def goals(text: str, **bound: float) -> tuple[Goal, ...]:
+    """Return the same goal for each kind of work."""
+    return tuple(Goal(f"{name}: {text}", lambda f, n=name: f[n], **bound) for name in KINDS)
+
+
+CASES = (
+    Case(
+        "auto_rate",
+        "num_workers='auto', buffer='auto' after 5 s, beside the best numbers given",
+        "% of its rate",
+        contenders(beside_the_best, "rate"),
+        goals=goals("% of the rate", at_least=90),
+        more_is_better=True,
+    ),
+    Case(
+        "auto_cpu",
+        "The same: CPU time of all processes for a batch",
+        "% of its CPU time",
+        contenders(beside_the_best, "cpu"),
+        goals=goals("% of the CPU time", at_most=105),
+    ),
+    Case(
+        "auto_still",
+        "Changes of the numbers from 5 s to 10 s",
+        "changes",
+        contenders(changes),
+        goals=goals("changes", at_most=0),
+    ),
+)
