@@ -207,7 +207,7 @@ class Attached:
         return int(first["epoch"]), int(first["batch"])
 
 
-def attach(pid: int, known: Iterable[int] = ()) -> tuple[dict[int, Attached], set[int], list[str]]:
+def attach(pid: int, known: Iterable[int] = ()) -> tuple[dict[int, Attached], list[str]]:
     """Look for runs of a process.
 
     Parameters
@@ -220,8 +220,6 @@ def attach(pid: int, known: Iterable[int] = ()) -> tuple[dict[int, Attached], se
     -------
     dict of int to Attached
         By number of their files, those that are new.
-    set of int
-        The numbers of all of them.
     list of str
         What could not be read, and why.
 
@@ -230,7 +228,7 @@ def attach(pid: int, known: Iterable[int] = ()) -> tuple[dict[int, Attached], se
     OSError
         The process is gone, or another user's.
     """
-    new, there, problems = {}, set(), []
+    new, problems = {}, []
     folder = f"/proc/{pid}/fd"
     for name in os.listdir(folder):
         path = f"{folder}/{name}"
@@ -238,7 +236,6 @@ def attach(pid: int, known: Iterable[int] = ()) -> tuple[dict[int, Attached], se
             if facts.FILE not in os.path.basename(os.readlink(path)):
                 continue
             number = os.stat(path).st_ino
-            there.add(number)
             if number in known or number in new:
                 continue
             file = Descriptor(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -249,7 +246,7 @@ def attach(pid: int, known: Iterable[int] = ()) -> tuple[dict[int, Attached], se
                 continue
             if found.fact("pid") == _own_number(pid):  # else it was inherited by a fork
                 new[number] = found
-    return new, there, problems
+    return new, problems
 
 
 def _status(pid: int, name: str) -> str:
@@ -464,18 +461,12 @@ class Watcher:
             pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
         else:
             pids = tree(self._pid)
-        problems: list[str] = []
-        there: set[int] = set()
+        self.problems = []
         for pid in pids:
             with contextlib.suppress(OSError):  # gone meanwhile, or another user's
-                new, numbers, said = attach(pid, self._found)
+                new, problems = attach(pid, self._found)
                 self._found.update({number: Watched(run) for number, run in new.items()})
-                there |= numbers
-                problems += said
+                self.problems += problems
         for number, each in list(self._found.items()):
-            if number not in there and not each.ended:
-                each.ended = "finished"
-                each.run.close()
-            elif each.ended and each.run.is_alive:  # another run takes its place
+            if each.ended and each.run.is_alive:  # another run takes its place
                 del self._found[number]
-        self.problems = problems

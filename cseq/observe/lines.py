@@ -107,11 +107,13 @@ def _kind(watched: Watched) -> str:
 
 
 def _place(watched: Watched) -> tuple[str, str]:
-    """Return the epoch, and the batch with the number of all."""
-    if watched.place is None:
+    """Return the epoch, and the batch with the number of all; of streams, how many there were."""
+    if watched.place is None or watched.stats is None:
         return "–", "–"
     epoch, batch = watched.place
-    return str(epoch), f"{batch:,} of {watched.run.length:,}" if watched.run.length else "–"
+    if watched.run.length:
+        return str(epoch), f"{batch:,} of {watched.run.length:,}"
+    return str(epoch), f"{watched.stats.batches:,}"
 
 
 def head(watched: Watched, width: int) -> list[str]:
@@ -139,7 +141,9 @@ def head(watched: Watched, width: int) -> list[str]:
     posted, middle, ready = stats.depths
     said = [f"to make {posted}", *([f"to convert {middle}"] if stats.num_converters else [])]
     said += [f"ready {ready} of {stats.buffer}" if stats.buffer else f"ready {ready}"]
-    said += [f"{stats.batches:,} batches so far", f"first after {_time(stats.start_waited)}"]
+    said += [f"{stats.batches:,} batches so far"]
+    if stats.start_waited:
+        said += [f"first after {_time(stats.start_waited)}"]
     return lines + _filled([*said, *filter(None, [watched.ended])], width)
 
 

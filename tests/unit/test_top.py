@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ import cseq
 from cseq import testing
 from cseq.memory import facts
 from cseq.meters import BUCKETS, Histogram
+from cseq.observe import attached
 from cseq.observe.attached import (
     Attached,
     UnreadableError,
@@ -30,7 +32,7 @@ from cseq.observe.attached import (
     quantiles,
     stacks,
 )
-from cseq.observe.lines import WORKERS, bar, head, overview, spark, workers
+from cseq.observe.lines import WORKERS, bar, head, overview, ranks, spark, workers
 from cseq.observe.top import top
 
 if TYPE_CHECKING:
@@ -85,6 +87,14 @@ if __name__ == "__main__":
         next(iterator)
     print("taken", flush=True)
     sys.stdin.readline()
+"""
+
+
+LAUNCHER = """
+import subprocess
+import sys
+
+subprocess.run([sys.executable, *sys.argv[1:]])
 """
 
 
@@ -175,8 +185,12 @@ KINDS = {"MPSequence": "processes", "MTSequence": "threads"}
 
 
 @pytest.mark.needs("worker processes")
-def test_the_trainer_is_killed(tmp_path: Path) -> None:
-    """What was read stays, and the end is said."""
+@pytest.mark.parametrize("look", [0.0, 1e9])
+def test_the_trainer_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: float
+) -> None:
+    """What was read stays, and the end is said, whether new runs are looked for then or not."""
+    monkeypatch.setattr(attached, "LOOK", look)
     with trainer(tmp_path, TRAIN, "MPSequence", 0, 20) as process:
         watcher = Watcher(process.pid)
         watcher.update()
@@ -194,6 +208,27 @@ def test_the_trainer_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("worker processes")
+def test_a_launcher_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that it has started is still read."""
+    monkeypatch.setattr(attached, "LOOK", 0.0)
+    inner = tmp_path / "inner.py"
+    inner.write_text(TRAIN)
+    with trainer(tmp_path, LAUNCHER, inner, "MPSequence", 0, 20) as process:
+        watcher = Watcher(process.pid)
+        watcher.update()
+        (run,) = watcher.runs
+        try:
+            process.kill()
+            process.wait()
+            watcher.update()
+            assert run.ended == ""
+        finally:
+            os.kill(run.run.pid, signal.SIGKILL)
+        until(lambda: [watcher.update(), run.ended][1])
+        assert run.ended == "ended"
+
+
+@pytest.mark.needs("worker processes")
 def test_a_loader_of_torch(tmp_path: Path) -> None:
     """`cseq.DataLoader` has the same meters: a ring for each worker."""
     pytest.importorskip("torch")
@@ -204,6 +239,7 @@ def test_a_loader_of_torch(tmp_path: Path) -> None:
         assert run.stats is not None
         assert (run.stats.batches, run.stats.streams, run.stats.num_workers) == (30, True, 2)
         assert "2 processes" in written(watcher)
+        assert ranks(watcher, 140)[1].split()[6:8] == ["0", "30"]
 
         def at_work() -> dict[int, tuple[int, int]]:
             watcher.update()
@@ -337,7 +373,7 @@ def image() -> bytes:
         iterator = iter(started)
         for _ in range(10):
             next(iterator)
-        runs, _, _ = attach(os.getpid())
+        runs, _ = attach(os.getpid())
         assert len(runs) == 1
         for name in os.listdir("/proc/self/fd"):
             path = f"/proc/self/fd/{name}"
@@ -416,7 +452,7 @@ def test_another_version() -> None:
     with file_with(bytes(data)) as fd, pytest.raises(UnreadableError, match="another version"):
         Attached(fd, os.getpid())
     with file_with(bytes(data)):
-        _, _, problems = attach(os.getpid())
+        _, problems = attach(os.getpid())
         assert "another version of cseq: layout" in problems[0]
     data[4] -= 1
     data[11] = 255  # of the number of cells
@@ -470,12 +506,18 @@ def test_the_screen(tmp_path: Path, size: tuple[int, int]) -> None:
         watcher = Watcher(process.pid)
         watcher.update()
         screen = Screen(watcher)
+
+        def said(part: str) -> str:
+            return str(screen.query_one(f"#{part}", Static).render())
+
         async with screen.run_test(size=size) as pilot:
-            assert f"{process.pid}" in screen.export_screenshot()
-            assert "the&#160;loop&#160;waits" in screen.export_screenshot()
+            deadline = time.monotonic() + 30
+            while "the&#160;loop&#160;waits" not in screen.export_screenshot():
+                assert time.monotonic() < deadline
+                await pilot.pause(0.05)
+            assert f"pid {process.pid}" in said("head")
             await pilot.press("s", "n", "l", "d")
-            await pilot.pause()
-            assert "most recent call first" in str(screen.query_one("#stacks", Static).render())
+            assert "most recent call first" in said("stacks")
             assert screen.theme == "textual-light"
             await pilot.press("d", "p")
             process.kill()
@@ -483,8 +525,7 @@ def test_the_screen(tmp_path: Path, size: tuple[int, int]) -> None:
             for paused in (True, False):
                 for _ in range(TABLE_EVERY):
                     screen.tick()
-                await pilot.pause()
-                assert ("&#160;ended" in screen.export_screenshot()) is not paused
+                assert ("ended" in said("head")) is not paused
                 await pilot.press("p")
             await pilot.press("q")
 
