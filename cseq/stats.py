@@ -180,11 +180,13 @@ class Stats:
 
     @property
     def workers(self) -> tuple[WorkerStats, ...]:
-        """Each worker's part; of a fleet, all its agents are one."""
+        """Each worker's part, of former ones, too; of a fleet, all its agents are one."""
         if self.meters is None:
             return ()
         found = []
-        for number, record in enumerate(self.meters.runners[self._indexers]):
+        records = self.meters.runners[self._indexers]
+        there = max(self.num_workers, *np.flatnonzero(records["batches"]) + 1, 0)
+        for number, record in enumerate(records[:there]):
             work = self.meters.histogram("work", record)
             busy, cpu = float(self.meters.busy[number]), float(record["cpu"]) / 1e9
             found.append(

@@ -457,7 +457,9 @@ class Over(NamedTuple):
         took = np.diff(edges)
         there = waited + stepped > PAUSE * took
         share = np.divide(waited, waited + stepped, out=np.full(len(took), np.nan), where=there)
-        busy = [np.clip(grown(each) / took, 0, 1) for each in history["busy"].T]
+        ran = np.flatnonzero(history["busy"][-1])  # with 'auto' there may be room for more
+        workers = history["busy"].T[: ran[-1] + 1 if len(ran) else None]
+        busy = [np.clip(grown(each) / took, 0, 1) for each in workers]
         return cls(
             edges,
             share,

@@ -8,6 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from indexers import Augmented
 from kinds import QUICKEST, THREAD, Kind, assert_same, by_name, every_class, expected, make_small
@@ -62,6 +63,7 @@ def test_it_grows_as_one_line_says_and_the_stream_stays(
         first = manager.stats()
         got = take_until_changed(iter(manager), caplog)
         after = manager.stats()
+        assert first.num_workers <= len(after.workers) <= after.num_workers
         assert f"workers=auto: {after.num_workers} " in repr(manager)
         assert f"buffer=auto: {after.buffer}," in repr(manager)
     line = changes(caplog)[0]
@@ -72,6 +74,24 @@ def test_it_grows_as_one_line_says_and_the_stream_stays(
     with kind.make(Augmented, 10**6, batch_size=1).start_test() as manager:
         for one, other in zip(manager, got, strict=False):
             assert_same(one, other)
+
+
+class Large(Slow):
+    """Returns 128 kB."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        return np.zeros((1 << 17,), np.uint8) if super().__getitem__(indices) else None
+
+
+def test_the_buffer_stays_within_the_memory_limit(caplog: pytest.LogCaptureFixture) -> None:
+    """Where two batches for each worker are more than that, it stays as it begins."""
+    caplog.set_level(logging.INFO, "cseq")
+    manager = QUICKEST.start(Large, 10**6, batch_size=1, memory_limit="1MB", **AUTO)
+    with manager:
+        batches = iter(manager)
+        until(lambda: next(batches) is not None and manager.stats().num_workers > 5)
+        assert manager.stats().buffer == 10
+    assert not any("buffer" in text for text in changes(caplog))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)

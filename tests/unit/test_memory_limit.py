@@ -14,6 +14,7 @@ from cseq.memory.memory_limit import (
     default_memory_limit,
     memory_limit_of,
     oom_kills,
+    private_memory,
 )
 
 if TYPE_CHECKING:
@@ -132,3 +133,11 @@ def test_this_machine_has_memory() -> None:
     free = available_memory()
     assert free is not None
     assert free > 0
+
+
+@pytest.mark.needs("POSIX")
+def test_what_a_process_has_for_itself(tmp_path: Path) -> None:
+    """Its pages that are resident, but those that it shares; 0 where that is not known."""
+    root = files(tmp_path, {"proc/7/statm": "900 50 20 1 0 300 0\n", "proc/8/statm": "\n"})
+    assert private_memory(7, root) == 30 * os.sysconf("SC_PAGE_SIZE")
+    assert private_memory(8, root) == private_memory(9, root) == private_memory(None, root) == 0
