@@ -313,6 +313,29 @@ def test_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "needs Linux" in str(top(None, plain=True, once=True, dump=False))
 
 
+def test_without_textual(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The remedy is said, and lines are printed until Ctrl-C."""
+    monkeypatch.setitem(sys.modules, "textual.app", None)
+    monkeypatch.setitem(sys.modules, "rich.text", None)
+    monkeypatch.delitem(sys.modules, "cseq.observe.screen", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(os, "get_terminal_size", lambda: os.terminal_size((60, 24)))
+    naps = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", nap)
+    assert top(os.getpid(), plain=False, once=False, dump=False) == 0
+    out, err = capsys.readouterr()
+    assert "pip install 'cseq-loader[top]'" in err
+    assert out.count("no run of cseq's was found") == 2
+
+
 def test_stacks_of_strangers() -> None:
     """A process that would die of the signal is not sent any, whatever files it has."""
     with file_with(b"", "cseq-stacks") as fd:
