@@ -175,7 +175,7 @@ def workers(watched: Watched, width: int, *, by_busy: bool = False) -> list[str]
             f"{float(records['cpu'][number]) / 1e9 / worked:.2f}" if worked > 0 else "",
             _time(float(p50[number])),
             _time(float(p99[number])),
-            f"{resident(pid) / 1e6:,.0f} MB" if pid else "",
+            f"{memory / 1e6:,.0f} MB" if pid and (memory := resident(pid)) else "",
         ))  # fmt: skip
     return _table(WORKERS, rows, width)
 

@@ -203,6 +203,7 @@ def test_the_trainer_is_killed(
         assert run.stats.batches == 20
         watcher.update()
         assert "20 batches so far" in written(watcher)
+        until(lambda: " MB" not in "".join(workers(run, 140)))  # they end after their trainer
         assert run.recent()[0] == pytest.approx(20 / run.stats.elapsed)
         assert written(watcher).count("ended") == 1
 
