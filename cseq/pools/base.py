@@ -372,6 +372,7 @@ class BatchPool(Pool):
         self.num_workers = num_workers
         self._ring.fit(buffer, num_workers, self._num_converters)
         self._ring.wake_at = wake_at(buffer, num_workers)
+        self.feed.refill()
 
     @property
     def skipped(self) -> list[tuple[int, int, str]]:

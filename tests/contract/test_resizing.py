@@ -165,12 +165,12 @@ def test_a_process_that_leaves_ends_and_another_is_started() -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)
 def test_no_more_batches_are_made_ahead_than_the_buffer(kind: Kind) -> None:
-    """Also when the buffer gets smaller, and larger again."""
+    """Also when the buffer gets smaller, and larger again, which needs no step of the loop."""
     with kind.start(Augmented, 10**6, 2, batch_size=1, buffer=CELLS) as manager:
         batches = iter(manager)
         for ahead in (CELLS, 3, 7, 1):
             testing.resize(manager, buffer=ahead)
-            for _ in range(2 * CELLS):  # what was posted before is taken
+            for _ in range(0 if ahead == 7 else 2 * CELLS):  # what was posted before is taken
                 next(batches)
             until(lambda n=ahead: manager.stats().depths[2] == n)
             assert manager.stats().buffer == ahead
