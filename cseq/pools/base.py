@@ -69,6 +69,14 @@ def apart(buffer: int) -> int:
     return max(1, buffer // 2)
 
 
+def _facts(sampler: Sampler | None) -> dict[str, object]:
+    """Return what `top` shows of the epochs; None: a loader's, whose pool has no order."""
+    if sampler is None:
+        return {}
+    shown = FACTS if sampler.world_size > 1 else FACTS[:-2]
+    return {name: getattr(sampler, name) for name in shown}
+
+
 def named(ring: Ring, cell: int) -> tuple[int, int, list[int], str]:
     """Return epoch, number and indices of the batch in a cell, and its name; on any thread."""
     epoch, batch, count = ring.ticket(cell)
@@ -320,10 +328,7 @@ class BatchPool(Pool):
             errors=job.on_error,  # type: ignore[arg-type]
             interrupted="this iterator was interrupted: the manager was started or finished, or a "
             "newer iterator began; call iter() on the manager again",
-            facts={
-                name: getattr(job.sampler, name)
-                for name in FACTS[: None if job.sampler.world_size > 1 else -2]
-            },
+            facts=_facts(job.sampler),
             **options,
         )
         self._job = job
