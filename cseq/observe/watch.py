@@ -28,6 +28,7 @@ LITTLE = 0.05  # part of the time that a loop may wait
 SPARE = 1.1  # workers for one that is needed
 COMPUTING = 0.5  # part of their time from which workers need a core each
 MOST_READERS = 4  # workers for each core, if they wait for something else than a core
+FREE = "if data were free:"  # begins a line about what a faster loader would gain
 
 
 @dataclass
@@ -38,6 +39,8 @@ class Watched:
     ----------
     dataset : str
         The data set's class.
+    samples : int or None
+        How many it has.
     batch_size : int or None
     num_workers : int
     persistent : bool
@@ -51,6 +54,7 @@ class Watched:
     """
 
     dataset: str
+    samples: int | None
     batch_size: int | None
     num_workers: int
     persistent: bool
@@ -76,7 +80,7 @@ def watch(loaders: dict[Any, Watched]) -> None:
     loaders : dict
         Gets a `Watched` for each kind of loader.
     """
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, IterableDataset
 
     from cseq.adapters.torch import names
 
@@ -90,7 +94,13 @@ def watch(loaders: dict[Any, Watched]) -> None:
         iterator = iterate(loader)
         if type(iterator).__next__ is not names.Base.__next__:
             return iterator  # not torch's own: cseq.DataLoader's, say
-        key = type(loader.dataset), loader.batch_size, loader.num_workers, loader.persistent_workers
+        key = (
+            type(loader.dataset),
+            None if isinstance(loader.dataset, IterableDataset) else _size_of(loader.dataset),
+            loader.batch_size,
+            loader.num_workers,
+            loader.persistent_workers,
+        )
         watched = loaders.get(key)
         if watched is None:
             watched = loaders[key] = Watched(key[0].__name__, *key[1:])
@@ -117,6 +127,14 @@ def watch(loaders: dict[Any, Watched]) -> None:
     names.Base.__next__ = __next__
 
 
+def _size_of(dataset: Any) -> int | None:
+    """Return the number of samples; None where the loader's own sampler alone knows it."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def judge(watched: Watched, cores: int, children: float = 0.0) -> list[str]:
     """Say what a kind of loader has cost, and what would help.
 
@@ -132,11 +150,12 @@ def judge(watched: Watched, cores: int, children: float = 0.0) -> list[str]:
     list of str
         Lines.
     """
-    waits, steps, firsts = (np.asarray(each) for each in _times(watched))
+    waits, steps, firsts = (np.asarray(each) for each in _seconds(watched))
     count, epochs = len(waits) + len(firsts), len(firsts)
     of = "" if epochs == 1 else f" in {epochs} epochs"
-    name = f"DataLoader of {watched.dataset}, batch_size={watched.batch_size}"
-    lines = [f"{name}, num_workers={watched.num_workers}: {count} batches{of}"]
+    size = "" if watched.samples is None else f", {watched.samples:,} samples"
+    name = f"DataLoader of {watched.dataset}{size}, batch_size={watched.batch_size}"
+    lines = [f"{name}, num_workers={watched.num_workers}: {count} batch{'es' * (count > 1)}{of}"]
     if len(waits) < ENOUGH_BATCHES:
         return [
             *lines,
@@ -152,8 +171,7 @@ def judge(watched: Watched, cores: int, children: float = 0.0) -> list[str]:
     if share < LITTLE:
         lines.append("  nothing is to be gained from a faster loader")
     else:
-        more = _more(watched, cores, children)
-        lines.append(f"  if data were free: {1 / (1 - share):.1f} times as fast. {more}")
+        lines.append(f"  {FREE} {_times(1 / (1 - share))}. {_more(watched, cores, children)}")
     whole = waits.sum() + steps.sum() + firsts.sum()
     if watched.num_workers and epochs > 1 and firsts.sum() > LITTLE * whole:
         lines.append(
@@ -163,7 +181,7 @@ def judge(watched: Watched, cores: int, children: float = 0.0) -> list[str]:
     return lines
 
 
-def _times(watched: Watched) -> Iterable[array[float]]:
+def _seconds(watched: Watched) -> Iterable[array[float]]:
     """Return what all its seconds are summed from."""
     return watched.waits, watched.steps, watched.firsts
 
@@ -171,18 +189,29 @@ def _times(watched: Watched) -> Iterable[array[float]]:
 def _more(watched: Watched, cores: int, children: float) -> str:
     """Say how many workers would keep up with the loop."""
     wait, step = float(np.mean(watched.waits)), float(np.mean(watched.steps))
-    whole = sum(float(np.sum(each)) for each in _times(watched))
+    whole = sum(float(np.sum(each)) for each in _seconds(watched))
     now = watched.num_workers
     if now:  # all of them worked all the time
         makes, computes = now * (wait + step), children / (now * whole)
     else:
         makes, computes = wait, watched.computed / (whole - float(np.sum(watched.steps)))
-    wanted = max(now + 1, math.ceil(SPARE * makes / step) if step > 0 else MOST_READERS * cores)
+    enough = max(now + 1, math.ceil(SPARE * makes / step) if step > 0 else MOST_READERS * cores)
     if computes < COMPUTING:  # they wait for a disk, say, and need no core for that
-        return f"num_workers={min(wanted, max(MOST_READERS * cores, now + 1))}"
-    if now >= max(cores - 1, 1):
+        most = max(MOST_READERS * cores, now + 1)
+    elif now < max(cores - 1, 1):
+        most = max(cores - 1, 1)
+    else:
         return f"{now} workers compute on {cores} cores: see what costs the CPU"
-    return f"num_workers={min(wanted, max(cores - 1, 1))}"
+    if enough <= most:
+        return f"num_workers={enough}"
+    gain = _times((wait + step) / max(step, makes / most))
+    return (
+        f"num_workers={most}: at most {gain}; {enough} would keep up, but there are {cores} cores"
+    )
+
+
+def _times(gain: float) -> str:
+    return f"{gain:.1f} times as fast"
 
 
 def _ms(seconds: float) -> str:
@@ -209,8 +238,9 @@ def tell(loaders: dict[Any, Watched], pid: int) -> None:
     times = os.times()
     if not loaders:
         print(before, "no DataLoader of torch was iterated over", file=sys.stderr)  # noqa: T201
-    for watched in loaders.values():
-        for line in judge(watched, available(), times.children_user + times.children_system):
-            print(before, line, file=sys.stderr)  # noqa: T201
-    if loaders:
-        print(before, "cseq's workers in their place: python -m cseq run …", file=sys.stderr)  # noqa: T201
+    children = times.children_user + times.children_system
+    lines = [line for each in loaders.values() for line in judge(each, available(), children)]
+    if any(FREE in line for line in lines):
+        lines.append("cseq's workers in their place: python -m cseq run …")
+    for line in lines:
+        print(before, line, file=sys.stderr)  # noqa: T201

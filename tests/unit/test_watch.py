@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cseq.observe.watch import Watched, judge
+from cseq.observe.watch import Watched, judge, tell
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,6 +23,16 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 class Rows(TensorDataset):
     pass
 
+class Unsized(torch.utils.data.Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __getitem__(self, index):
+        return index
+
+    def __len__(self):
+        raise NotImplementedError
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(6))
@@ -34,6 +44,8 @@ if __name__ == "__main__":
     for epoch in range(2):
         print([batch[0].tolist() for batch in loader])
     print(next(iter(loader)))
+    for data in Rows(torch.arange(9)), Unsized(9):  # other data, in a loader of the same kind
+        print(list(DataLoader(data, sampler=range(9), batch_size=2, **options)))
     print(list(DataLoader(Stream(), batch_size=None)))
     print(sys.argv[1:])
 """
@@ -63,11 +75,21 @@ def test_the_script_does_what_it_did(tmp_path: Path, options: str) -> None:
     assert not plain.stderr
     lines = watched.stderr.splitlines()
     assert all(line.startswith("cseq: ") for line in lines)
-    (rows,) = [line for line in lines if "DataLoader of Rows, batch_size=2" in line]
+    (rows,) = [line for line in lines if "DataLoader of Rows, 64 samples, batch_size=2" in line]
     assert rows.endswith("65 batches in 3 epochs")  # of 32, 32 and 1
+    assert any(line.endswith(": 5 batches") and "of Rows, 9 samples" in line for line in lines)
+    assert any(line.endswith(": 5 batches") and "of Unsized, batch_size" in line for line in lines)
     (stream,) = [line for line in lines if "DataLoader of Stream" in line]
     assert stream.endswith("6 batches")
     assert sum("the loop waits" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("wait", [0.0001, 0.01])
+def test_cseq_is_named_where_it_can_help(wait: float, capsys: pytest.CaptureFixture[str]) -> None:
+    """A script that waits for nothing gets no advice."""
+    tell({0: watched(wait, 0.02, 2)}, os.getpid())
+    _, said = capsys.readouterr()
+    assert ("python -m cseq run" in said) is (wait > 0.001)
 
 
 def test_a_script_without_a_loader(tmp_path: Path) -> None:
@@ -85,7 +107,7 @@ def watched(
 ) -> Watched:
     """Return a loader of 200 batches in two epochs."""
     times = (array("d", [seconds] * 198) for seconds in (wait, step))
-    one = Watched("Images", 32, workers, persistent=False, computed=computed)
+    one = Watched("Images", 3200, 32, workers, persistent=False, computed=computed)
     one.firsts = array("d", [first] * 2)
     one.waits, one.steps = times
     return one
@@ -97,10 +119,14 @@ def watched(
         # it makes a batch in 10 ms and waits for a disk; 6 workers would hide that
         (watched(0.01, 0.002), 0.0, "6.0 times as fast. num_workers=6"),
         # the same, but it computes: 3 workers have a core each
-        (watched(0.01, 0.002, computed=1.9), 0.0, "6.0 times as fast. num_workers=3"),
+        (
+            watched(0.01, 0.002, computed=1.9),
+            0.0,
+            "num_workers=3: at most 3.6 times as fast; 6 would keep up, but there are 4 cores",
+        ),
         # 2 workers, each of which takes 10 ms for a batch
         (watched(0.003, 0.002, 2), 0.1, "2.5 times as fast. num_workers=6"),
-        (watched(0.003, 0.002, 2), 1.8, "2.5 times as fast. num_workers=3"),
+        (watched(0.003, 0.002, 2), 1.8, "2.5 times as fast. num_workers=3: at most 1.5 times"),
         (watched(0.003, 0.002, 3), 2.8, "3 workers compute on 4 cores"),
         (watched(0.0001, 0.02, 2), 0.0, "nothing is to be gained"),
     ],
