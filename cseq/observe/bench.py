@@ -31,7 +31,7 @@ from cseq.arguments import Size
 from cseq.compute import cores
 from cseq.indexing.dataset import from_dataset
 from cseq.kinds import MPSequence, MTSequence
-from cseq.observe.processes import cpu_seconds, memory, tree
+from cseq.observe.processes import cpu_seconds, memory, queued_seconds, tree
 from cseq.sequence import MSequence
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ class Figures(NamedTuple):
         Batches a second; 0: not known.
     cpu : float or None
         CPU seconds of all its processes for a batch.
+    queued : float
+        Seconds for a batch in which these were ready to run, but had no core; 0: not known.
     waits : float or None
         Part of the time that a loop of the given step waits.
     first : float or None
@@ -109,6 +111,7 @@ class Figures(NamedTuple):
 
     rate: float = 0.0
     cpu: float | None = None
+    queued: float = 0.0
     waits: float | None = None
     first: float | None = None
     memory: int = 0
@@ -346,18 +349,25 @@ def measure(loader: Any, step: float, seconds: float) -> Iterator[Figures]:
         batches = epochs(started)
         batch = next(batches)
         known = Figures(first=time.perf_counter() - begun)
+        # Threads were given the order of the first epoch alone.
+        most = min(COMPARED[1], len(loader) if isinstance(loader, MSequence) else sys.maxsize)
         prints = [digest(batch)]
-        prints += [digest(batch) for batch in _some(batches, *COMPARED)]
+        prints += [digest(batch) for batch in _some(batches, COMPARED[0], most - 1)]
         yield (known := known._replace(prints=prints))
         for _ in _some(batches, *WARM):
             pass
         processes = tree(os.getpid())
-        before, begun = cpu_seconds(processes), time.perf_counter()
+        before, queued = cpu_seconds(processes), queued_seconds(processes)
+        begun = time.perf_counter()
         count = sum(1 for _ in _some(batches, seconds, sys.maxsize))
         took = time.perf_counter() - begun
         processes = tree(os.getpid())
-        cpu = max(cpu_seconds(processes) - before, 0.0) / count
-        known = known._replace(rate=count / took, cpu=cpu, memory=memory(processes))
+        known = known._replace(
+            rate=count / took,
+            cpu=max(cpu_seconds(processes) - before, 0.0) / count,
+            queued=max(queued_seconds(processes) - queued, 0.0) / count,
+            memory=memory(processes),
+        )
         yield known
         if step:
             yield known._replace(waits=_waits(batches, step, seconds))
@@ -654,7 +664,8 @@ def _enough(chosen: Figures, workers: int, step: float, cores: int) -> list[str]
     wanted = math.ceil(SPARE * workers / (chosen.rate * step))
     if wanted <= workers:
         return []
-    reads = chosen.cpu is not None and 0 < chosen.cpu * chosen.rate < COMPUTING * workers
+    busy = chosen.rate * ((chosen.cpu or 0.0) + chosen.queued)  # else: they wait for a disk, say
+    reads = bool(chosen.cpu) and busy < COMPUTING * workers
     if wanted <= (MOST_READERS * cores if reads else max(1, cores - 1)):
         return [f"num_workers={wanted} would keep up with it"]
     costs = f"; a batch costs {_time(chosen.cpu)} of CPU" if chosen.cpu else ""

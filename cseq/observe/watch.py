@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cseq.compute import cores as available
+from cseq.observe.processes import queued_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -135,7 +136,7 @@ def _size_of(dataset: Any) -> int | None:
         return None
 
 
-def judge(watched: Watched, cores: int, children: float = 0.0) -> list[str]:
+def judge(watched: Watched, cores: int, children: float = 0.0, crowd: float = 1.0) -> list[str]:
     """Say what a kind of loader has cost, and what would help.
 
     Parameters
@@ -144,6 +145,8 @@ def judge(watched: Watched, cores: int, children: float = 0.0) -> list[str]:
     cores : int
     children : float
         CPU seconds of worker processes that have ended.
+    crowd : float
+        How long whoever computes here for a second takes, where others use the cores as well.
 
     Returns
     -------
@@ -171,7 +174,9 @@ def judge(watched: Watched, cores: int, children: float = 0.0) -> list[str]:
     if share < LITTLE:
         lines.append("  nothing is to be gained from a faster loader")
     else:
-        lines.append(f"  {FREE} {_times(1 / (1 - share))}. {_more(watched, cores, children)}")
+        lines.append(
+            f"  {FREE} {_times(1 / (1 - share))}. {_more(watched, cores, children, crowd)}"
+        )
     whole = waits.sum() + steps.sum() + firsts.sum()
     if watched.num_workers and epochs > 1 and firsts.sum() > LITTLE * whole:
         lines.append(
@@ -186,7 +191,7 @@ def _seconds(watched: Watched) -> Iterable[array[float]]:
     return watched.waits, watched.steps, watched.firsts
 
 
-def _more(watched: Watched, cores: int, children: float) -> str:
+def _more(watched: Watched, cores: int, children: float, crowd: float) -> str:
     """Say how many workers would keep up with the loop."""
     wait, step = float(np.mean(watched.waits)), float(np.mean(watched.steps))
     whole = sum(float(np.sum(each)) for each in _seconds(watched))
@@ -196,7 +201,7 @@ def _more(watched: Watched, cores: int, children: float) -> str:
     else:
         makes, computes = wait, watched.computed / (whole - float(np.sum(watched.steps)))
     enough = max(now + 1, math.ceil(SPARE * makes / step) if step > 0 else MOST_READERS * cores)
-    if computes < COMPUTING:  # they wait for a disk, say, and need no core for that
+    if crowd * computes < COMPUTING:  # they wait for a disk, say, and need no core for that
         most = max(MOST_READERS * cores, now + 1)
     elif now < max(cores - 1, 1):
         most = max(cores - 1, 1)
@@ -239,7 +244,10 @@ def tell(loaders: dict[Any, Watched], pid: int) -> None:
     if not loaders:
         print(before, "no DataLoader of torch was iterated over", file=sys.stderr)  # noqa: T201
     children = times.children_user + times.children_system
-    lines = [line for each in loaders.values() for line in judge(each, available(), children)]
+    crowd = 1 + queued_seconds([pid]) / time.process_time()
+    lines = [
+        line for each in loaders.values() for line in judge(each, available(), children, crowd)
+    ]
     if any(FREE in line for line in lines):
         lines.append("cseq's workers in their place: python -m cseq run …")
     for line in lines:

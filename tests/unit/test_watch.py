@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from array import array
 from typing import TYPE_CHECKING
 
 import pytest
 
+from cseq.observe.processes import queued_seconds
 from cseq.observe.watch import Watched, judge, tell
 
 if TYPE_CHECKING:
@@ -134,6 +136,35 @@ def watched(
 def test_what_would_help(loader: Watched, children: float, said: str) -> None:
     """As many workers as keep up, as far as there are cores for those that compute."""
     assert said in "\n".join(judge(loader, 4, children))
+
+
+def test_others_compute_here() -> None:
+    """Who waits for a core half of the time computes; it does not wait for a disk."""
+    loader = watched(0.01, 0.002, computed=0.8)
+    assert "num_workers=6" in judge(loader, 4)[-1]
+    assert "num_workers=3: at most" in judge(loader, 4, crowd=2.5)[-1]
+
+
+@pytest.mark.needs("Linux")
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity")
+def test_waiting_for_a_core(request: pytest.FixtureRequest) -> None:
+    """Two processes on one core wait for each other; one that sleeps does not."""
+    core = min(os.sched_getaffinity(0))
+    spin = f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script])
+        for script in (spin, spin, "import time; time.sleep(600)")
+    ]
+    for each in processes:
+        request.addfinalizer(each.wait)
+        request.addfinalizer(each.kill)
+    pids = [each.pid for each in processes]
+    deadline = time.monotonic() + 60
+    while min(queued_seconds([pid]) for pid in pids[:2]) < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert queued_seconds(pids) >= 2
+    assert queued_seconds([2**22 + 1]) == 0  # there is none
 
 
 def test_epochs_that_begin_slowly() -> None:
