@@ -6,6 +6,8 @@ from cseq._codec import Decoder
 from cseq._core import Ring
 from cseq._source import Request, Source
 
+PARK_NS: int
+
 @final
 class History:
     def __new__(cls, runners: int) -> Self: ...
