@@ -164,9 +164,11 @@ cdef class Feed(Line):
     def run_clock(self):
         """From here on, time is the epoch's; a pause after the last batch is of none."""
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
+        cdef uint64_t polled = m.polled_ns
         cseq_meter_begin(m, cseq_now_ns())
         if m.first_ns:
-            cseq_meter_poll(m, cseq_now_ns(), False)
+            cseq_meter_poll(m, cseq_now_ns(), False)  # what a pause computes is not the loop's
+            cseq_store_rlx_u64(&m.polled_ns, polled)  # else short epochs never had their 100 ms
 
     def end(self):
         """Give up the epoch; nothing is under way then."""

@@ -181,6 +181,17 @@ def test_how_a_run_went(kind: type[cseq.MTSequence[Any]]) -> None:
     assert str(other.advice()) == str(stats.advice())
 
 
+def test_a_run_of_short_epochs() -> None:
+    """Epochs of less than a tenth of a second have a history, too."""
+    with cseq.MTSequence(np.arange(4), 4, batch_size=1, out_type="null").start() as batches:
+        for _ in range(40):
+            for _ in batches:
+                time.sleep(0.002)
+        rows = batches.stats().history
+    assert len(rows) >= 3
+    assert (np.diff(rows["batches"]) > 0).all()
+
+
 def test_no_history() -> None:
     """Nothing was started, or nothing is measured."""
     assert len(cseq.MTSequence(np.arange(4), 4, out_type="null").stats().history) == 0
