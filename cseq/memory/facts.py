@@ -23,7 +23,7 @@ LONGEST = 200  # characters of a value
 
 def write(fd: int, facts: Mapping[str, object]) -> None:
     """Write facts, numbers and lines of text, into a file that ends with room for them."""
-    if not sys.platform.startswith("linux"):  # nobody could open it
+    if not sys.platform.startswith("linux"):  # only /proc opens it
         return
     lines = (f"{name}={str(value)[:LONGEST]}".replace("\n", " ") for name, value in facts.items())
     text = MAGIC + "\n".join(lines).encode("utf-8", "replace") + b"\n\n"

@@ -31,6 +31,7 @@ from cseq.arguments import Size
 from cseq.compute import cores
 from cseq.indexing.dataset import from_dataset
 from cseq.kinds import MPSequence, MTSequence
+from cseq.observe.figures import duration
 from cseq.observe.processes import cpu_seconds, memory, queued_seconds, tree
 from cseq.sequence import MSequence
 
@@ -554,7 +555,7 @@ WIDTHS = (10, 12, 15, 12, 10, 13)
 
 def _head(step: float) -> str:
     heads = list(HEADS)
-    heads[2] = f"waits at {_time(step)}" if step else ""
+    heads[2] = f"waits at {duration(step)}" if step else ""
     return _columns("", heads, step)
 
 
@@ -571,9 +572,9 @@ def _line(row: Row, figures: Figures, step: float) -> str:
     """Write a row, and its error in the lines after it."""
     cells = [
         f"{figures.rate:,.1f}" if figures.rate else "–",
-        "–" if not figures.cpu else _time(figures.cpu),
+        "–" if not figures.cpu else duration(figures.cpu),
         "–" if figures.waits is None else f"{figures.waits:.0%}",
-        "–" if figures.first is None else _time(figures.first),
+        "–" if figures.first is None else duration(figures.first),
         _size(figures.memory) if figures.memory else "–",
         {None: "", True: "yes", False: "no"}[figures.same],
     ]
@@ -649,7 +650,7 @@ def _gain(
 ) -> str:
     """Say what was measured of the loader that is the best, against the present one."""
     if waits:
-        said = f": a loop of {_time(step)} waits {waits[best]:.0%} of the time"
+        said = f": a loop of {duration(step)} waits {waits[best]:.0%} of the time"
         if best != now and now in waits:
             times = (1 - waits[best]) / max(1 - waits[now], 0.001)
             said += f", not {waits[now]:.0%}: {times:.1f} times as fast"
@@ -668,17 +669,8 @@ def _enough(chosen: Figures, workers: int, step: float, cores: int) -> list[str]
     reads = bool(chosen.cpu) and busy < COMPUTING * workers
     if wanted <= (MOST_READERS * cores if reads else max(1, cores - 1)):
         return [f"num_workers={wanted} would keep up with it"]
-    costs = f"; a batch costs {_time(chosen.cpu)} of CPU" if chosen.cpu else ""
+    costs = f"; a batch costs {duration(chosen.cpu)} of CPU" if chosen.cpu else ""
     return [f"{wanted} workers would keep up, but there are {cores} cores{costs}"]
-
-
-def _time(seconds: float) -> str:
-    """Write a duration with two digits or three."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= 0.995 * scale or unit == "µs":
-            value = seconds / scale
-            return f"{value:.0f} {unit}" if value >= 9.95 else f"{value:.2g} {unit}"
-    raise AssertionError
 
 
 def _size(nbytes: int) -> str:

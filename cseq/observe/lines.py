@@ -9,6 +9,7 @@ import numpy as np
 
 from cseq._core import now_ns
 from cseq.observe.attached import quantiles, stacks
+from cseq.observe.figures import duration
 from cseq.observe.processes import resident
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def head(watched: Watched, width: int) -> list[str]:
     said += [f"{rate:,.1f} batches/s"]
     if window.nbytes and window.elapsed:
         said += [f"{window.nbytes / 1e6 / window.elapsed:,.1f} MB/s"]
-    said += [f"the loop waits {waits:.0%}", f"step {_time(window.step_seconds.mean)}"]
+    said += [f"the loop waits {waits:.0%}", f"step {duration(window.step_seconds.mean)}"]
     lines += _filled(said, width)
     count = max(10, (width - 24) // 2)
     rates, shares = zip(*watched.minute(count), strict=True)
@@ -143,7 +144,7 @@ def head(watched: Watched, width: int) -> list[str]:
     said += [f"ready {ready} of {stats.buffer}" if stats.buffer else f"ready {ready}"]
     said += [f"{stats.batches:,} batches so far"]
     if stats.start_waited:
-        said += [f"first after {_time(stats.start_waited)}"]
+        said += [f"first after {duration(stats.start_waited)}"]
     return lines + _filled([*said, *filter(None, [watched.ended])], width)
 
 
@@ -169,12 +170,12 @@ def workers(watched: Watched, width: int, *, by_busy: bool = False) -> list[str]
             str(pid or thread or ""),
             state,
             "" if task is None else f"{task.epoch}/{task.batch}",
-            "" if task is None or not task.since else _time(max(now - task.since, 0) / 1e9),
+            "" if task is None or not task.since else duration(max(now - task.since, 0) / 1e9),
             f"{busy[number]:.0%}",
             bar(float(busy[number]), 10),
             f"{float(records['cpu'][number]) / 1e9 / worked:.2f}" if worked > 0 else "",
-            _time(float(p50[number])),
-            _time(float(p99[number])),
+            duration(float(p50[number])),
+            duration(float(p99[number])),
             f"{memory / 1e6:,.0f} MB" if pid and (memory := resident(pid)) else "",
         ))  # fmt: skip
     return _table(WORKERS, rows, width)
@@ -184,18 +185,11 @@ def foot(watched: Watched, width: int) -> list[str]:
     """Write the slowest batches and the advice."""
     if watched.stats is None or not watched.stats.batches:
         return []
-    slow = [f"{each.epoch}/{each.batch} {_time(each.seconds)}" for each in watched.window().slowest]
+    slow = [
+        f"{each.epoch}/{each.batch} {duration(each.seconds)}" for each in watched.window().slowest
+    ]
     said = textwrap.wrap(str(watched.advice()), width - 1)
     return [*(_filled(["slowest:", *slow[:3]], width) if slow else []), *(f" {a}" for a in said)]
-
-
-def _time(seconds: float) -> str:
-    """Write a duration with two digits or three."""
-    for scale, unit in ((60.0, "min"), (1.0, "s"), (1e-3, "ms")):
-        if seconds >= 0.995 * scale:
-            value = seconds / scale
-            return f"{value:.0f} {unit}" if value >= 9.95 else f"{value:.2g} {unit}"
-    return f"{seconds * 1e6:.0f} µs"
 
 
 def worker_stacks(runs: Sequence[Watched]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cseq.compute import cores as available
+from cseq.observe.figures import duration
 from cseq.observe.processes import queued_seconds
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def judge(watched: Watched, cores: int, children: float = 0.0, crowd: float = 1.
     children : float
         CPU seconds of worker processes that have ended.
     crowd : float
-        How long whoever computes here for a second takes, where others use the cores as well.
+        Seconds that one second of computing takes here, where others use the cores as well.
 
     Returns
     -------
@@ -166,10 +167,11 @@ def judge(watched: Watched, cores: int, children: float = 0.0, crowd: float = 1.
         ]
     wait, step, first = waits.mean(), steps.mean(), firsts.mean()
     share = wait / (wait + step)
+    late = float(np.quantile(waits, 0.99))
     lines.append(
-        f"  the loop waits {share:.0%} of the time: {_ms(wait)} a batch (p99 "
-        f"{_ms(np.quantile(waits, 0.99))}), its own step takes {_ms(step)}; the first batch of an "
-        f"epoch comes after {_ms(first)}"
+        f"  the loop waits {share:.0%} of the time: {duration(wait)} a batch "
+        f"(p99 {duration(late)}), its own step takes {duration(step)}; "
+        f"the first batch of an epoch comes after {duration(first)}"
     )
     if share < LITTLE:
         lines.append("  nothing is to be gained from a faster loader")
@@ -217,13 +219,6 @@ def _more(watched: Watched, cores: int, children: float, crowd: float) -> str:
 
 def _times(gain: float) -> str:
     return f"{gain:.1f} times as fast"
-
-
-def _ms(seconds: float) -> str:
-    """Write a duration with two digits, or three."""
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.2g} ms"
 
 
 def tell(loaders: dict[Any, Watched], pid: int) -> None:

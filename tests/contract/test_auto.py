@@ -12,25 +12,17 @@ import numpy as np
 import pytest
 from indexers import Augmented
 from kinds import QUICKEST, THREAD, Kind, assert_same, by_name, every_class, expected, make_small
+from waiting import until
 
 import cseq
 from cseq import testing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 SAMPLES, BATCH = 240, 5
 KINDS = [THREAD, QUICKEST]
 AUTO: dict[str, Any] = {"num_workers": "auto", "buffer": "auto"}
-PATIENCE = 60.0  # seconds
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until something holds."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 class Slow(Augmented):

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from indexers import Augmented
 from kinds import QUICKEST, THREAD, Kind, assert_same, by_name, expected
+from waiting import until
 
 import cseq
 from cseq import testing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 MOST, CELLS, SAMPLES, BATCH = 4, 12, 240, 5
 KINDS = [THREAD, QUICKEST]
-PATIENCE = 60.0  # seconds
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until something holds."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def at_random(manager: Any, seed: int, *, kills: bool) -> Iterator[Any]:
