@@ -336,7 +336,7 @@ class Stats:
             "queued": _part(float(runners["queued"].sum()) / 1e9, busy),
             "loop_queued": _part(float(meters.loop["queued"]) / 1e9, self.elapsed),
             "loop_cpu": _part(float(meters.loop["cpu"]) / 1e9, self.elapsed) or 1.0,
-            "gil": gil.quantile(0.5),
+            "gil": gil.quantile(0.8),
             "behind": _part(behind, self.loop_waited),
             "early": _part(meters.early, self.loop_waited),
             "slowest": ""

@@ -1,22 +1,23 @@
-"""Loops that wait, each for another reason: what of it is gone if the advice is taken.
+"""Loops that wait, each for another reason: is it named, and what of it is gone then.
 
-Nothing here computes for long, and a core is never what is missing: so a figure says whether the
-advice is right, and not how fast the machine is.
+Where the advice is taken, nothing computes for long, and a core is never what is missing: so a
+figure says whether the advice is right, and not how fast the machine is.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 import cseq
 from harness.case import Case, Contender, Goal, scaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    import numpy as np
 
     from cseq.advice import Advice
 
@@ -36,24 +37,67 @@ class Sleeps:
         return indices
 
 
+def parse(seconds: float) -> None:
+    """Compute in Python for some CPU time of this thread, with the GIL."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        sum(range(200))
+
+
+NUMBERS = np.random.default_rng(0).random(10_000)
+
+
+def sort(seconds: float, clock: Callable[[], float] = time.thread_time) -> None:
+    """Compute for some CPU time of this thread, or of another clock, without the GIL."""
+    end = clock() + seconds
+    while clock() < end:
+        np.sort(NUMBERS)
+
+
+def multiply(seconds: float) -> None:
+    """Compute with as many threads of torch's as there are cores, for some time of the clock."""
+    import torch
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    square = torch.ones(300, 300)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        square @ square
+
+
+class Works:
+    """An indexer that does several things for a batch; its constructor takes a while."""
+
+    def __init__(self, *parts: tuple[Callable[[float], None], float], start: float = 0.0) -> None:
+        time.sleep(start)
+        self.parts = parts
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        for do, seconds in self.parts:
+            do(seconds)
+        return indices
+
+
 class Script(NamedTuple):
     """A loop: an indexer, the manager's arguments, what a step takes and how often it pauses."""
 
-    cause: str
+    cause: str  # or several: of one that computes on a machine that does other things, too
     worker: Callable[[], Any]
     arguments: dict[str, Any]
     step: float
     pause: float = 0.0
     every: int = 0
+    do: Callable[[float], None] = time.sleep
+    epochs: int = 1
 
     def run(self, **changed: Any) -> tuple[float, Advice]:
         """Go through it: seconds that a batch was waited for, and the advice."""
         arguments = {"batch_size": 1, "out_type": "null", "shuffle": False} | self.arguments
-        manager = cseq.MSequence(self.worker, BATCHES, **arguments | changed)
+        manager = cseq.MSequence(self.worker, BATCHES // self.epochs, **arguments | changed)
         with manager.start() as batches:
-            for number, _ in enumerate(batches, 1):
+            for number, _ in enumerate((b for _ in range(self.epochs) for b in batches), 1):
                 pauses = self.every and number % self.every == EARLY
-                time.sleep(self.pause if pauses else self.step)
+                self.do(self.pause if pauses else self.step)
             stats = manager.stats()
         return stats.loop_waited / stats.batches, stats.advice()
 
@@ -67,6 +111,16 @@ def removed(script: Script) -> Iterator[Callable[[], float]]:
             return 0.0
         after, _ = script.run(**advice.change)
         return 100 * (1 - after / before)
+
+    yield once
+
+
+def named(script: Script) -> Iterator[Callable[[], float]]:
+    """Ask for the cause: 100 if it is the right one, else 0."""
+
+    def once() -> float:
+        _, advice = script.run()
+        return 100.0 * (advice.cause in script.cause.split())
 
     yield once
 
@@ -99,6 +153,41 @@ BAD = {
     }.items()
     for kind, script in scripts
 }
+QUICK, PYTHON = partial(Sleeps, 0.0005), partial(Works, (parse, 0.005))
+HALF = partial(Works, (time.sleep, 0.01), (parse, 0.01))
+SORTS_ON = partial(sort, clock=time.perf_counter)  # as long on a busy machine
+SORTS, MULTIPLIES = partial(Works, (sort, 0.01)), partial(Works, (multiply, 0.01))
+TWO = {"thread_type": "proc", "num_workers": 2}
+MANY = TWO | {"num_workers": 3 * (os.cpu_count() or 1)}
+THREADS = {"thread_type": "thread", "num_workers": 2}
+OTHERS = {
+    f"{name}, {kind}": script
+    for name, scripts in {
+        "a slow loop": [(k, Script("loop", QUICK, a, 0.005)) for k, a in both(num_workers=2)],
+        "a slow start": [
+            (k, Script("start", partial(Works, (time.sleep, 0.001), start=2.5), a, 0.002))
+            for k, a in both(num_workers=2)
+        ],
+        "short epochs": [
+            (k, Script("epochs", partial(Sleeps, 0.03), a, 0.006, epochs=25))
+            for k, a in both(num_workers=6)
+        ],
+        "a disk beside a loop that computes": [
+            (k, Script("medium", DISK, a, 0.004, do=SORTS_ON)) for k, a in both(num_workers=4)
+        ],
+        "a disk beside a slow loop of Python": [
+            (k, Script("loop", DISK, a, 0.02, do=parse)) for k, a in both(num_workers=4)
+        ],
+        "half a disk, half Python": [
+            ("threads", Script("medium cores", HALF, THREADS, 0.001)),
+        ],
+        "Python": [("threads", Script("gil", PYTHON, THREADS, 0.001))],
+        "Python on both sides": [("threads", Script("gil", PYTHON, THREADS, 0.006, do=parse))],
+        "more workers than cores": [("processes", Script("cores", SORTS, MANY, 0.001))],
+        "torch's threads": [("processes", Script("cores", MULTIPLIES, TWO, 0.001))],
+    }.items()
+    for kind, script in scripts
+}
 GOOD = {
     f"{name}, {kind}": script
     for name, worker, step in (
@@ -111,6 +200,20 @@ GOOD = {
 }
 
 CASES = (
+    Case(
+        "causes",
+        "Loops that wait: whether the cause is the right one",
+        "% of the rounds",
+        tuple(
+            Contender(name, partial(named, script), ours=True)
+            for name, script in (BAD | OTHERS).items()
+        ),
+        goals=tuple(
+            Goal(f"{name}: % right", lambda f, name=name: f[name], at_least=100)
+            for name in BAD | OTHERS
+        ),
+        more_is_better=True,
+    ),
     Case(
         "advice",
         "Loops that wait, before and after the advice is taken",

@@ -22,7 +22,7 @@ from cseq._core import now_ns
 from cseq._memory import Descriptor
 from cseq.advice import advise
 from cseq.memory import facts
-from cseq.meters import EDGES, METER, Meters
+from cseq.meters import METER, Meters
 from cseq.observe.processes import starts, tree
 from cseq.processes.worker import STACK_QUIET, STACK_SECONDS, STACK_SIGNAL
 from cseq.stats import Stats
@@ -41,7 +41,6 @@ __all__ = [
     "Watched",
     "Watcher",
     "attach",
-    "quantiles",
     "stacks",
 ]
 
@@ -261,19 +260,6 @@ def _status(pid: int, name: str) -> str:
 def _own_number(pid: int) -> int:
     """Return what a process calls itself, which may be in a container."""
     return int((_status(pid, "NSpid").split() or [str(pid)])[-1])
-
-
-def quantiles(buckets: NDArray[np.uint32], p: float) -> NDArray[np.float64]:
-    """Return for each row of histograms the seconds that a part `p` took at most; 0 of none."""
-    counts = buckets.astype(np.int64)
-    below = counts.cumsum(axis=1)
-    rank = p * below[:, -1]
-    k = np.minimum((below < np.maximum(rank, 1)[:, None]).sum(axis=1), counts.shape[1] - 1)
-    rows = np.arange(len(counts))
-    inside = rank - below[rows, k] + counts[rows, k]
-    part = np.clip(inside / np.maximum(counts[rows, k], 1), 0, 1)
-    found: NDArray[np.float64] = EDGES[k] + (EDGES[k + 1] - EDGES[k]) * part
-    return np.where(below[:, -1] > 0, found, 0.0)
 
 
 def stacks(pids: Sequence[int]) -> list[str]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from cseq._core import now_ns
-from cseq.observe.attached import quantiles, stacks
+from cseq.meters import quantiles
+from cseq.observe.attached import stacks
 from cseq.observe.figures import duration
 from cseq.observe.processes import resident
 

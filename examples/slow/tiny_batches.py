@@ -5,7 +5,7 @@ import numpy as np
 import cseq
 
 
-def train(batch_size=1, batches=400_000):
+def train(batch_size=1, batches=2_000_000):
     numbers = np.arange(batch_size * batches)
     with cseq.MPSequence(
         numbers, len(numbers), batch_size=batch_size, out_type="null", num_workers=1

@@ -27,8 +27,15 @@ CASES = {
         {"threads": True, "gil": 0.004, "computed": 1.0},
         {"threads": True, "gil": 0.004, "computed": 1.0, "waited": 0.1},  # it hides in the step
         {"threads": True, "gil": 0.004, "computed": 1.0, "busy": 0.5, "behind": 1.0},
+        {"threads": True, "gil": 0.004, "computed": 0.4, "cpu": 0.1, "queued": 0.2},  # of others
     ],
-    "loop": [{"waited": 0.4}, {"waited": 0.4, "busy": 0.1}, {"waited": 0.4, "loop_queued": 0.3}],
+    "loop": [
+        {"waited": 0.4},
+        {"waited": 0.4, "busy": 0.1},
+        {"waited": 0.4, "loop_queued": 0.3},
+        {"waited": 0.0, "threads": True, "gil": 0.005, "computed": 1.0, "cpu": 0.01},  # its GIL
+        {"waited": 0.0, "threads": True, "gil": 0.005, "computed": 0.3, "busy": 0.08},  # it is free
+    ],
     "none": [{"batches": 10**6}],
     "fleet": [{"agents": 3, "workers": 12, "busy": 0.1, "cpu": None}],
     "converters": [{"converters": 2, "converting": 0.95, "busy": 0.3}],
@@ -38,7 +45,11 @@ CASES = {
     "stragglers": [{"busy": 0.4, "behind": 0.9, "index_p99": 0.4}],
     "bursts": [{"busy": 0.6, "step_p99": 0.6}],
     "cores": [{"queued": 0.5}, {"cores": 4}, {"cores": 2, "queued": 0.6}],
-    "medium": [{"cpu": 0.02}, {"cpu": 0.02, "threads": True, "computed": 0.1, "gil": 1e-5}],
+    "medium": [
+        {"cpu": 0.02},
+        {"cpu": 0.02, "threads": True, "computed": 0.1, "gil": 1e-5},
+        {"cpu": 0.02, "threads": True, "computed": 0.8, "gil": 0.004},  # the loop's
+    ],
     "workers": [{}, {"cpu": None}, {"threads": True, "computed": 4.0, "gil": 2e-3}],
     "mixed": [{"busy": 0.6}],
 }

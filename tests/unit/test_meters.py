@@ -16,7 +16,7 @@ from ringing import claim, make_ring
 
 import cseq
 from cseq._core import Ring, now_ns, ring_bytes
-from cseq.meters import METER, Histogram, Meters
+from cseq.meters import BUCKETS, METER, Histogram, Meters, quantiles
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -116,6 +116,13 @@ def test_quantiles(times: list[int], p: float) -> None:
     assert histogram.mean == pytest.approx(np.mean(times) / 1e9)
     assert sum(count for _, _, count in histogram.buckets()) == histogram.count == len(times)
     assert 0 <= histogram.mean_below(0.95) <= 1.13 * max(times) / 1e9
+
+
+@given(st.lists(st.integers(0, 1000), min_size=BUCKETS, max_size=BUCKETS), st.floats(0, 1))
+def test_quantiles_of_many(counts: list[int], p: float) -> None:
+    """Each row's are its own."""
+    rows = np.array([[0] * BUCKETS, counts, counts[::-1]], np.uint32)
+    assert quantiles(rows, p) == pytest.approx([Histogram(row, 1.0).quantile(p) for row in rows])
 
 
 def test_the_edges_are_those_of_the_ring() -> None:

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 import cseq
 from cseq import testing
 from cseq.memory import facts
-from cseq.meters import BUCKETS, Histogram
 from cseq.observe import attached
 from cseq.observe.attached import (
     Attached,
@@ -29,7 +28,6 @@ from cseq.observe.attached import (
     Watched,
     Watcher,
     attach,
-    quantiles,
     stacks,
 )
 from cseq.observe.lines import WORKERS, bar, head, overview, ranks, spark, workers
@@ -485,14 +483,6 @@ def test_another_version() -> None:
 
 
 # -- what is written
-
-
-@given(st.lists(st.integers(0, 1000), min_size=BUCKETS, max_size=BUCKETS), st.floats(0, 1))
-def test_quantiles_of_many(counts: list[int], p: float) -> None:
-    """They are those of `Histogram`."""
-    rows = np.array([counts, [0] * BUCKETS], np.uint32)
-    expected = [Histogram(row, 1.0).quantile(p) for row in rows]
-    assert quantiles(rows, p) == pytest.approx(expected)
 
 
 def test_the_last_minute() -> None:
