@@ -154,7 +154,7 @@ BAD = {
     for kind, script in scripts
 }
 QUICK, PYTHON = partial(Sleeps, 0.0005), partial(Works, (parse, 0.005))
-HALF = partial(Works, (time.sleep, 0.01), (parse, 0.01))
+BOTH = partial(Works, (time.sleep, 0.015), (parse, 0.005))
 SORTS_ON = partial(sort, clock=time.perf_counter)  # as long on a busy machine
 SORTS, MULTIPLIES = partial(Works, (sort, 0.01)), partial(Works, (multiply, 0.01))
 TWO = {"thread_type": "proc", "num_workers": 2}
@@ -178,8 +178,8 @@ OTHERS = {
         "a disk beside a slow loop of Python": [
             (k, Script("loop", DISK, a, 0.02, do=parse)) for k, a in both(num_workers=4)
         ],
-        "half a disk, half Python": [
-            ("threads", Script("medium cores", HALF, THREADS, 0.001)),
+        "a disk, then Python": [
+            ("threads", Script("medium cores", BOTH, THREADS, 0.001)),
         ],
         "Python": [("threads", Script("gil", PYTHON, THREADS, 0.001))],
         "Python on both sides": [("threads", Script("gil", PYTHON, THREADS, 0.006, do=parse))],
