@@ -44,6 +44,9 @@ SHORT, LONG = 0.5, 8.0  # seconds of the epochs in a window, at least; longer if
 EACH = 4  # batches of each worker in a window, at least
 QUICK = 3  # changes after which windows get longer, too
 BETTER, WORSE = 1.05, 0.95  # times the rate: less than that, and a change was of no use; or harm
+AHEAD = (
+    3  # batches of the buffer for each new worker: half are ready when those that sleep are woken
+)
 PATIENCE = 3  # windows in a row that show too many workers, before there are fewer
 OTHER = 1.5  # times the ratio of the two sides' times, from which old experience is none
 
@@ -167,8 +170,9 @@ class Tuner:
         if self._auto[1]:
             limit = most.buffer
             if self._ahead is not None and self._ahead.holds(ratio):
-                limit = min(limit, max(self._ahead.number, 2 * workers))
-            buffer = named.get("buffer", max(buffer, 2 * workers))
+                limit = min(limit, max(self._ahead.number, AHEAD * workers))
+            more = AHEAD * workers if workers > size.num_workers else 2 * workers
+            buffer = named.get("buffer", max(buffer, more))
             buffer = max(size.buffer, min(buffer, limit))
         if (workers, buffer) == size:
             return None

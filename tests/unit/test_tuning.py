@@ -47,7 +47,9 @@ def test_it_takes_what_the_advice_names_at_once() -> None:
         named = advise(window).change["num_workers"]
         decision = Tuner(BOTH).look(window, Size(window.workers, 10), MOST)
         assert decision is not None
-        assert decision.size == Size(named, max(10, 2 * named)) == Size(workers, max(10, 2 * named))
+        assert (
+            decision.size == Size(named, max(10, 3 * named)) == Size(workers, max(10, 3 * workers))
+        )
         assert decision.why == advise(window).sentence
 
 
