@@ -182,7 +182,7 @@ class Attached:
             depths=(depths[0], depths[1], depths[2]), start_waited=meters.start,
             elapsed=meters.elapsed, loop_waited=meters.waited, num_workers=self.workers,
             num_converters=self.fact("converters"), buffer=self.buffer,
-            threads=bool(self.threads), streams=bool(streams), meters=meters,
+            threads=bool(self.threads and self.fact("gil")), streams=bool(streams), meters=meters,
         )  # fmt: skip
         each = len(cells) // self.fact("rings")  # cells of a ring
         tasks = {}

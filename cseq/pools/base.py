@@ -15,6 +15,7 @@ from cseq._codec import Decoder
 from cseq._core import now_ns
 from cseq._feed import Feed
 from cseq._lock import RunState
+from cseq._memory import HAS_GIL
 from cseq.arguments import Size
 from cseq.compute import neighbours, share
 from cseq.encoding import failure
@@ -111,7 +112,7 @@ class Pool:
     num_workers, num_converters : int
         How many owners of the rings run the indexers, and, after these, the converters.
     threads : bool
-        Whether they share a GIL with the loop.
+        Whether they are threads of this process.
     lanes : Lanes, optional
         The runners, for traces.
     tell : callable, optional
@@ -184,6 +185,7 @@ class Pool:
             "workers": self.num_workers,
             "converters": self._num_converters,
             "threads": int(self._threads),
+            "gil": int(HAS_GIL),
             "streams": int(self.rings[0].kept is not None),
             "cores": share(),
             "script": sys.argv[0] if sys.argv else "",
@@ -311,7 +313,7 @@ class Pool:
             num_workers=self.num_workers,
             num_converters=self._num_converters,
             buffer=0 if queues else self.rings[0].limit,
-            threads=self._threads,
+            threads=self._threads and HAS_GIL,
             streams=queues,
             meters=meters,
         )

@@ -182,7 +182,7 @@ class ThreadPool(BatchPool):
             convert=convert,
             num_workers=job.num_workers,
             num_converters=job.num_converters,
-            threads=HAS_GIL,
+            threads=True,
             lanes=lanes,
             tell=None if file is None else self._tell,
         )

@@ -423,6 +423,7 @@ def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
     assert not named(trace, "theirs")
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # of torch 2.12
 def test_beside_torchs_profiler(tmp_path: Path) -> None:
     """Both files have one base and one clock: in one file, the order of what happened is right."""
     torch = pytest.importorskip("torch")
