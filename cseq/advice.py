@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["RULES", "Advice", "Rule", "Window", "advise"]
 
 ENOUGH_BATCHES = 8  # for any other answer than 'unknown'
+FED = 0.1  # part of the waits; if the GPU runs dry in less, the waits cost nothing
 LITTLE = 0.05  # part of the time; if the loop waits less, the loop is the bottleneck
 HANDOVER = 50e-6  # seconds a batch; if the loop waits less, nothing is the bottleneck
 BUSY = 0.8  # part of the time; workers that work as much cannot do more
@@ -65,6 +66,8 @@ class Window:
         Of a fleet.
     received : float
         Bytes a second that they sent.
+    dry : float or None
+        Part of the waits after which the GPU had nothing left to do; None: CUDA was not in use.
     slowest : str
         Names the slowest batch.
     """
@@ -97,6 +100,7 @@ class Window:
     copies: int = 0
     agents: int = 0
     received: float = 0.0
+    dry: float | None = None
     slowest: str = ""
 
     @property
@@ -226,6 +230,8 @@ def _waits(v: Window) -> str:
         said += f"; a batch takes the loop {_time(v.step)}"
     elif v.index:
         said += f"; a batch takes a worker {_time(v.index)}, the loop {_time(v.step)}"
+    if v.dry is not None:
+        said += f"; the GPU had run dry after {v.dry:.0%} of the waits"
     return said
 
 
@@ -289,6 +295,10 @@ def _loop(v: Window) -> Said:
     if v.spare:
         said += f"; {_count(v.fewest, 'worker')} would be enough, not {v.workers}"
     return said, "", {}, 1.0
+
+
+def _fed(v: Window) -> Said:
+    return f"{_waits(v)}, and had work left after the others: it is fed", "", {}, 1.0
 
 
 def _none(v: Window) -> Said:
@@ -494,6 +504,13 @@ RULES = (
         "a faster training step; fewer workers may be enough",
         lambda v: v.w < LITTLE,
         _loop,
+    ),
+    Rule(
+        "fed",
+        "The loop waits, but after nine waits in ten the GPU still has work to do.",
+        "a faster training step",
+        lambda v: v.dry is not None and v.dry < FED,
+        _fed,
     ),
     Rule(
         "none",

@@ -29,6 +29,7 @@ __all__ = [
     "VARIABLES",
     "cores",
     "find_openblas",
+    "gpu_is_idle",
     "limit",
     "neighbours",
     "quota",
@@ -99,6 +100,17 @@ def neighbours() -> int:
     """Count the ranks on this machine, as launchers tell (torchrun, Open MPI, MPICH)."""
     told = (os.environ.get(name, "") for name in LOCAL_SIZES)
     return next((int(each) for each in told if each.isdecimal() and int(each)), 1)
+
+
+def gpu_is_idle() -> bool | None:
+    """Whether the GPU has done all that this thread gave it; None: it does not use CUDA."""
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
+    if not hasattr(cuda, "is_initialized") or not cuda.is_initialized():
+        return None
+    if cuda.is_current_stream_capturing():  # a graph, in which nothing may be asked
+        return None
+    idle: bool = cuda.current_stream().query()
+    return idle
 
 
 def variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:

@@ -22,6 +22,7 @@ __all__ = ["SlowBatch", "Stats", "WorkerStats"]
 
 ADDED: tuple[str, ...] = ("batches", "samples", "nbytes", "restarts", "retries", "skips", "copies")
 ADDED += ("loop_waited", "elapsed", "start_waited", "parcels", "lost", "hedged", "received")
+ADDED += ("gpu_waits", "gpu_dry")
 NOTHING = Histogram([0] * BUCKETS, 0.0)
 
 
@@ -109,6 +110,9 @@ class Stats:
         others made them as well.
     received : int
         Bytes that agents have sent.
+    gpu_waits, gpu_dry : int
+        Times that the loop had to wait for a batch while its thread used CUDA; after which the GPU
+        had nothing left to do.
     """
 
     batches: int = 0
@@ -130,6 +134,8 @@ class Stats:
     lost: int = 0
     hedged: int = 0
     received: int = 0
+    gpu_waits: int = 0
+    gpu_dry: int = 0
     threads: bool = field(default=False, repr=False)  # that share a GIL with the loop
     streams: bool = field(default=False, repr=False)
     meters: Meters | None = field(default=None, repr=False, compare=False)
@@ -311,6 +317,7 @@ class Stats:
             copies=self.copies,
             agents=self.agents,
             received=self.received / self.elapsed if self.elapsed else 0.0,
+            dry=self.gpu_dry / self.gpu_waits if self.gpu_waits else None,
             **counted,
         )
 

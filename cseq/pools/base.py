@@ -17,7 +17,7 @@ from cseq._feed import Feed
 from cseq._lock import RunState
 from cseq._memory import HAS_GIL
 from cseq.arguments import Size
-from cseq.compute import neighbours, share
+from cseq.compute import gpu_is_idle, neighbours, share
 from cseq.encoding import failure
 from cseq.lanes import Lanes
 from cseq.memory.memory_limit import memory_limit_of
@@ -157,6 +157,7 @@ class Pool:
         self._seen, self._looked = Stats(), now_ns()  # when a line was last considered
         self._told: set[str] = set()  # causes that were logged
         self._waited = False  # for the first batch
+        self._gpu_waits = self._gpu_dry = 0
         self.feed = Feed(
             self.run,
             rings,
@@ -235,6 +236,9 @@ class Pool:
         if not self._waited:
             self._waited = True
             self._tell_start((now_ns() - since) / 1e9)
+        elif (idle := gpu_is_idle()) is not None:
+            self._gpu_waits += 1
+            self._gpu_dry += idle
 
     def _advance(self) -> bool | None:
         """Post what can be posted; return whether the next ticket is ready."""
@@ -315,6 +319,8 @@ class Pool:
             buffer=0 if queues else self.rings[0].limit,
             threads=self._threads and HAS_GIL,
             streams=queues,
+            gpu_waits=self._gpu_waits,
+            gpu_dry=self._gpu_dry,
             meters=meters,
         )
 

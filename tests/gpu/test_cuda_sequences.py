@@ -116,6 +116,32 @@ def test_while_the_device_is_busy(check: Callable[[str], None]) -> None:
     )
 
 
+@pytest.mark.parametrize(("cycles", "is_fed"), [(200_000_000, True), (1000, False)])
+def test_whether_the_gpu_runs_dry(check: Callable[[str], None], cycles: int, is_fed: bool) -> None:
+    """A loop that waits for batches while its GPU still computes is not short of workers."""
+    check(
+        f"""
+        import time
+
+        class Slow(Rows):
+            def __getitem__(self, indices):
+                time.sleep(0.02)
+                return super().__getitem__(indices)
+
+        Rows = Slow
+        with make(batch_size=8, num_workers=1).start(COMPAT) as running:
+            for batch in running:
+                torch.cuda._sleep({cycles})
+            stats = running.stats()
+        assert stats.gpu_waits >= 20, stats
+        advice = stats.advice()
+        assert (advice.cause == "fed") == {is_fed}, advice
+        assert "the GPU had run dry" in advice.sentence
+        assert (stats.gpu_dry < 0.1 * stats.gpu_waits) == {is_fed}, stats
+        """
+    )
+
+
 def test_leaving_early(check: Callable[[str], None]) -> None:
     """Leaving a loop costs nothing of the next epoch, and the device's memory does not grow."""
     check(

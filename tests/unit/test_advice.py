@@ -36,6 +36,7 @@ CASES = {
         {"waited": 0.0, "threads": True, "gil": 0.005, "computed": 1.0, "cpu": 0.01},  # its GIL
         {"waited": 0.0, "threads": True, "gil": 0.005, "computed": 0.3, "busy": 0.08},  # it is free
     ],
+    "fed": [{"dry": 0.02}, {"dry": 0.02, "busy": 0.3}],
     "none": [{"batches": 10**6}],
     "fleet": [{"agents": 3, "workers": 12, "busy": 0.1, "cpu": None}],
     "converters": [{"converters": 2, "converting": 0.95, "busy": 0.3}],
@@ -50,7 +51,7 @@ CASES = {
         {"cpu": 0.02, "threads": True, "computed": 0.1, "gil": 1e-5},
         {"cpu": 0.02, "threads": True, "computed": 0.8, "gil": 0.004},  # the loop's
     ],
-    "workers": [{}, {"cpu": None}, {"threads": True, "computed": 4.0, "gil": 2e-3}],
+    "workers": [{}, {"cpu": None}, {"dry": 0.5}, {"threads": True, "computed": 4.0, "gil": 2e-3}],
     "mixed": [{"busy": 0.6}],
 }
 

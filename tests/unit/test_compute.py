@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +17,34 @@ from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:
     from conftest import RunScript
+
+
+class Cuda:
+    """Stands for `torch.cuda`: whether it is in use, records a graph, has work to do."""
+
+    def __init__(self, used: bool, records: bool, busy: bool) -> None:
+        self.is_initialized, self.is_current_stream_capturing = lambda: used, lambda: records
+        self.current_stream = lambda: SimpleNamespace(query=lambda: not busy)
+
+
+@pytest.mark.parametrize(
+    ("torch", "found"),
+    [
+        (None, None),
+        (SimpleNamespace(), None),  # another thread imports it just now
+        (SimpleNamespace(cuda=SimpleNamespace()), None),
+        (SimpleNamespace(cuda=Cuda(False, False, False)), None),
+        (SimpleNamespace(cuda=Cuda(True, True, True)), None),
+        (SimpleNamespace(cuda=Cuda(True, False, True)), False),
+        (SimpleNamespace(cuda=Cuda(True, False, False)), True),
+    ],
+)
+def test_the_gpu_is_asked_if_cuda_is_in_use(
+    monkeypatch: pytest.MonkeyPatch, torch: object, found: bool | None
+) -> None:
+    """Never before it is initialised, and not while it records a graph."""
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert compute.gpu_is_idle() is found
 
 
 def test_one_thread_unless_the_user_says_otherwise() -> None:

@@ -389,6 +389,22 @@ def test_the_start_is_no_waiting(tmp_path: Path) -> None:
     assert f"first batch after {stats.start_waited:.3f} s" in str(stats)
 
 
+@both
+def test_whether_the_gpu_had_run_dry(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked after each wait but the first; a loop that waits may have a GPU that does not."""
+    answers = iter([*[None] * 3, True, *[False] * 10**6])
+    monkeypatch.setattr(base, "gpu_is_idle", lambda: next(answers))
+    with make(kind, Slow, 1, 60).start() as batches:
+        for _ in batches:
+            pass
+        stats = batches.stats()
+    assert stats.gpu_dry == 1
+    assert 20 <= stats.gpu_waits < 60
+    assert stats.advice().cause == "fed"
+    assert "the GPU had run dry after" in stats.advice().sentence
+    assert stats.since(stats).window().dry is None
+
+
 def test_little_was_seen() -> None:
     """Test mode and the first few batches say nothing of a bottleneck."""
     m = cseq.MTSequence(np.arange(40), 40, batch_size=1, num_workers=1, out_type="null")
