@@ -41,6 +41,7 @@ def run(*args: object) -> subprocess.CompletedProcess[str]:
 
 # Of cases that are one declaration with several numbers: enough that each number is there once.
 SELECTED = {
+    "advice": ("causes",),
     "small": ("small_processes_touched", "small_threads", "large_buffer", "test_mode"),
     "large": ("large_uint8_touched", "large_float32_touched"),
     "brief": ("brief_0_cpu", "brief_5_cpu", "brief_10_sleeps"),
