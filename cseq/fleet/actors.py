@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cseq.encoding import failure
 from cseq.encoding.pickling import Pickled
 from cseq.fleet.agent import Failed, Lost
+from cseq.fleet.link import Listener
 from cseq.fleet.server import TicketServer
 from cseq.threads import Threads, tell
 
@@ -51,7 +52,7 @@ __all__ = [
 
 log = logging.getLogger("cseq")
 
-CALLS = 5  # of an agent at a time: parcels that it has, one for signs of life, and `watch`
+CALLS = 4  # of an agent at a time: signs of life, the end, and `watch`
 DRAIN_SECONDS = 10.0  # for what an agent has in work that is to leave
 QUIET_SECONDS = 0.5  # without work, after which it ends: trainers know by then that it leaves
 CLOSE_SECONDS = 2.0
@@ -67,6 +68,8 @@ class About(NamedTuple):
     """What an agent says of itself."""
 
     node: str  # its address
+    port: int  # of its listener
+    key: bytes
     pid: int
     system: str  # what has to be the same in the trainer
     workers: int
@@ -243,28 +246,40 @@ class AgentActor:
         _forget_threads()
         self._arguments = num_workers, batch_size, options
         self._seed_globals = seed_globals
+        self._node: str = ray.util.get_node_ip_address()
         self._server: TicketServer | None = None
+        self._listener: Listener | None = None
         self._batches = 0
         self._idle = threading.Condition()
-        self._running = 0  # calls of `make`
-        self._busy = self._began = 0.0  # seconds with calls, and since when there are some
+        self._running = 0  # parcels in work
+        self._busy = self._began = 0.0  # seconds with parcels, and since when there are some
         self._closing = threading.Event()
 
     def about(self, payload: list[Any]) -> About:
         """Give a sign of life; start the server, if it is not started."""
         with self._idle:
-            if self._server is None:
+            if self._listener is None:
                 data, buffers, modules = ray.get(payload[0])
                 worker = Pickled(data, [memoryview(buffer) for buffer in buffers], modules)
                 server = TicketServer(worker, *self._arguments, seed_globals=self._seed_globals)
                 server.start()
                 self._server = server
+                self._listener = Listener(self._node, self._make)
+            listener = self._listener
             busy = self._busy + (time.monotonic() - self._began if self._running else 0.0)
-        node = ray.util.get_node_ip_address()
-        return About(node, os.getpid(), system(), self._arguments[0], self._batches, busy)
+        return About(
+            self._node,
+            listener.port,
+            listener.key,
+            os.getpid(),
+            system(),
+            self._arguments[0],
+            self._batches,
+            busy,
+        )
 
-    def make(self, request: NDArray[np.int64]) -> list[NDArray[np.uint8]] | Failed:
-        """Make the batches of a parcel; `about` was called before."""
+    def _make(self, request: NDArray[np.int64]) -> list[NDArray[np.uint8]] | Failed:
+        """Make the batches of a parcel, on a thread of the listener."""
         assert self._server is not None
         with self._idle:
             self._began = self._began if self._running else time.monotonic()
@@ -279,7 +294,7 @@ class AgentActor:
             if isinstance(error, ModuleNotFoundError):
                 failure.annotate(
                     error,
-                    f"on node {ray.util.get_node_ip_address()}: install the module on all nodes, "
+                    f"on node {self._node}: install the module on all nodes, "
                     "or have Ray bring it there, with runtime_env={'pip': [...]} or "
                     "{'py_modules': [...]}",
                 )
@@ -307,6 +322,8 @@ class AgentActor:
                 self._idle.wait_for(lambda: not self._running, left)
                 if not self._idle.wait_for(lambda: self._running, min(left, QUIET_SECONDS)):
                     break
+        if self._listener is not None:
+            self._listener.close()
         if self._server is not None:
             self._server.close()
 

@@ -77,6 +77,7 @@ class Dispatcher:
         self._measured = 0.0  # when counts were exported last
         self._alone = time.monotonic()  # since when there is no agent
         self._patience = SHORT
+        self._cause = ""  # why an agent was lost last
         self.failure = failure.Failure()
 
     # -- on the loop's thread
@@ -266,8 +267,9 @@ class Dispatcher:
     def _lose(self, name: str, lost: Lost) -> None:
         """Have what an agent had made by others; ask it again later."""
         agent = self._known.get(name)
+        self._cause = f"{agent.name if agent else name} ({lost.cause})"
         try:
-            self._ledger.lost(name, f"{agent.name if agent else name} ({lost.cause})")
+            self._ledger.lost(name, self._cause)
         except TicketLost as error:
             epoch, batch, indices, place = self._named(error.ticket & 0xFFFFFF)
             ends = "; ".join(str(loss.cause) for loss in error.losses)
@@ -298,8 +300,9 @@ class Dispatcher:
             level = logging.INFO if now - self._alone < LONG else logging.WARNING
             tell(
                 level,
-                "no agent is there after %.0f s: %s",
+                "no agent is there after %.0f s: %s%s",
                 now - self._alone,
                 fleet.waits_for,
+                f"; lost last: {self._cause}" if self._cause else "",
             )
             self._patience = max(LONG, 2 * (now - self._alone))

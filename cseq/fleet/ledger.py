@@ -47,12 +47,8 @@ if TYPE_CHECKING:
 __all__ = ["Counts", "Ledger", "Loss", "Parcel", "TicketLost", "chosen"]
 
 AHEAD = 2  # parcels that an agent has beside the one in work
-PARCEL_SECONDS = 0.020  # a parcel grows until it takes this long to make; a call costs about 1 ms
-STORE_SECONDS = 0.080  # the same, of an answer that goes through the store
-PARCEL_BYTES = 32_000_000
-# Ray sends up to 100 KB within a call, for about 1.2 ms of CPU. More goes through its store, which
-# costs 4 ms and more: it pays from so many bytes on that they would be four calls.
-INLINE_BYTES, STORE_BYTES = 96_000, 400_000
+PARCEL_SECONDS = 0.020  # a parcel grows until it takes this long to make
+PARCEL_BYTES = 32_000_000  # or has so many
 TURNS = 64  # parcels of which the median turn-round is taken
 WORKS = 16  # parcels of which the median work on a ticket is taken
 LATE = 4.0  # times that median
@@ -193,8 +189,6 @@ class Ledger:
         self._numbers = 0  # parcels so far
         self._orders = 0  # tickets that were sent for the first time so far
         self._size = 1  # tickets of a parcel, as far as they have grown
-        self._most = 1  # so many at most take 20 ms, and 32 MB
-        self._each = 0.0  # bytes a ticket, of request or answer
         self._turns, self._works = _Median(TURNS), _Median(WORKS)
         self._minute = _Minute()
         self.counts = Counts()
@@ -256,13 +250,8 @@ class Ledger:
 
     @property
     def size(self) -> int:
-        """Tickets of a parcel: none has more bytes than a call takes, and too few for the store."""
-        share = max(1, self._buffer // (2 * max(1, len(self._agents))))
-        size = min(self._size, share)
-        if INLINE_BYTES < size * self._each < STORE_BYTES and self._each <= INLINE_BYTES:
-            large = math.ceil(STORE_BYTES / self._each)
-            return large if large <= min(self._most, share) else int(INLINE_BYTES / self._each)
-        return size
+        """Tickets of a parcel: no more than half of an agent's share of the buffer."""
+        return min(self._size, max(1, self._buffer // (2 * max(1, len(self._agents)))))
 
     @property
     def tickets(self) -> list[int]:
@@ -354,12 +343,10 @@ class Ledger:
         self._turns.add(self._clock() - parcel.sent)
         self._works.add(seconds / len(parcel.tickets))
         if len(parcel.tickets) == self.size:
-            size, most = self.size, max(nbytes, parcel.asked, 1)
+            size = self.size
             work = max(size * self._works.median, 1e-9)
-            longest = PARCEL_SECONDS if most <= INLINE_BYTES else STORE_SECONDS
-            factor = min(longest / work, PARCEL_BYTES / most)
+            factor = min(PARCEL_SECONDS / work, PARCEL_BYTES / max(nbytes, parcel.asked, 1))
             self._size = max(1, int(size * min(2.0, max(0.5, factor))))
-            self._most, self._each = int(size * factor), most / size
         if parcel.first is None:
             counted = [ticket for ticket in parcel.tickets if self._settle(ticket)]
         else:

@@ -1,14 +1,16 @@
 """Fleets of Ray actors: an agent on each of some nodes, with worker processes.
 
-Ray starts the agents, and carries parcels and answers. It restarts no agent and repeats no call:
-the fleet starts another agent for one that is gone, and what is lost is made anew by the ledger of
-the trainer that asked for it. This module and `actors` are the only ones that import ray.
+Ray starts the agents, says which there are and which are gone; parcels and answers go over
+connections of their own (`link`). Ray restarts no agent: the fleet starts another for one that is
+gone, and what is lost is made anew by the ledger of the trainer that asked for it. This module
+and `actors` are the only ones that import ray.
 """
 
 from __future__ import annotations
 
 import _thread
 import contextlib
+import os
 import threading
 import weakref
 from functools import cache
@@ -21,6 +23,7 @@ from cseq.arguments import MAX_RESTARTS, MOST_BATCH, WorkerOptions
 from cseq.encoding import failure
 from cseq.encoding.pickling import dump
 from cseq.fleet.agent import Failed, Lost
+from cseq.fleet.link import Link
 from cseq.indexing.dataset import DatasetIndexer
 from cseq.indexing.indexer import check_worker, length_of
 
@@ -63,6 +66,7 @@ LARGEST = 4096  # samples of a batch that a fleet makes, unless it is made for l
 NAMESPACE = "cseq"
 ANSWER_SECONDS = 2.0  # in which an agent says what it has made
 AGAIN_SECONDS = 0.1  # after which a roster that does not answer is asked again
+NOTHING = np.zeros(1, np.int64)  # a request of no ticket: it is answered at once
 ROSTER_SECONDS = 30.0  # in which a fleet that has a name is started, or ended
 
 
@@ -94,27 +98,51 @@ class RayAgent:
 
     def __init__(self, member: Member) -> None:
         self._member = member
+        self._lock = threading.Lock()
+        self._link: Link | None = None
         self.name = "an agent that is not there yet"
 
     def send(self, request: NDArray[np.int64], done: Callable[[Outcome], None]) -> None:
         """Send a parcel; `done` is called once, with what becomes of it."""
+        member = self._member
 
-        def finish(future: Future[Any]) -> None:
-            done(outcome_of(future))
+        def finish(outcome: Outcome) -> None:
+            explain(member, outcome, done) if isinstance(outcome, Lost) else done(outcome)
 
-        self._member.handle.make.remote(request).future().add_done_callback(finish)
+        assert self._link is not None  # it has answered a ping
+        self._link.send(request, finish)
 
     def ping(self, done: Callable[[Lost | Failed | None], None]) -> None:
-        """Ask for a sign of life; `done` is called with None once it comes."""
+        """Ask for a sign of life; `done` is called with None once it comes.
+
+        Ray is asked first, which knows whether it has ended; then it is, over the connection.
+        """
 
         def finish(future: Future[Any]) -> None:
             found = outcome_of(future)
-            if isinstance(found, About):
-                self.name = f"the agent with pid {found.pid} on node {found.node}"
-                found = None if found.system == system() else self._another_system(found)
-            done(found)
+            if not isinstance(found, About):
+                done(found)
+                return
+            self.name = f"the agent with pid {found.pid} on node {found.node}"
+            if found.system != system():
+                done(self._another_system(found))
+            else:
+                self._connected(found).send(
+                    NOTHING, lambda what: done(None if isinstance(what, list) else what)
+                )
 
         self._member.about().future().add_done_callback(finish)
+
+    def _connected(self, about: About) -> Link:
+        """Return the connection: a new one, if there is none. It ends with this object."""
+        with self._lock:
+            if self._link is None or self._link.lost is not None:
+                self._link = link = Link(about.node, about.port, about.key)
+                # Garbage is collected on any thread.
+                end = weakref.finalize(self, _thread.start_new_thread, link.close, ())
+                end.atexit = False
+                link.open()
+            return self._link
 
     def _another_system(self, about: About) -> Failed:
         """Refuse an agent whose batches could not be read here."""
@@ -440,7 +468,7 @@ class RayFleet:
         answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_SECONDS)
         found = []
         for member, answer in zip(members, asked, strict=True):
-            state, about = "silent", About("", 0, "", member.workers, 0, 0.0)
+            state, about = "silent", About("", 0, b"", 0, "", member.workers, 0, 0.0)
             if answer in answered:
                 try:
                     state, about = "ready", ray.get(answer)
@@ -557,6 +585,19 @@ def drop(agents: Agents) -> None:
     _thread.start_new_thread(aside, (agents.close,))
 
 
+def explain(member: Member, lost: Lost, done: Callable[[Outcome], None]) -> None:
+    """Call `done` with the reason why a connection is lost: Ray's, if the agent is gone."""
+
+    def finish(future: Future[Any]) -> None:
+        found = outcome_of(future)
+        done(found if isinstance(found, Lost) else lost)
+
+    if ray.is_initialized():
+        member.about().future().add_done_callback(finish)
+    else:
+        done(lost)
+
+
 @cache
 def counter(name: str) -> Counter:
     """Return the metric of all sequences of this process that counts something."""
@@ -575,7 +616,18 @@ def is_final(future: Future[Any]) -> bool:
 
 
 def connect() -> None:
-    """Connect to Ray, where that has not been done: as `ray.init()` does."""
+    """Connect to Ray, where that has not been done: as `ray.init()` does.
+
+    Raises
+    ------
+    RuntimeError
+        Ray is to encrypt what it sends.
+    """
+    if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        raise RuntimeError(
+            "RAY_USE_TLS is set, and the batches of a fleet are not encrypted on their way: "
+            "run it without, in a network that is trusted (a VPN, or one of its own)"
+        )
     if not ray.is_initialized():
         ray.init()
 

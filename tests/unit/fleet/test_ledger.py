@@ -331,32 +331,14 @@ def test_parcels_grow_until_they_take_long_enough():
     assert sizes(ledger, 0.001, 8, 1) == [20]
 
 
-def test_no_parcel_is_too_large_for_a_call_and_too_small_for_the_store():
-    """Below 96 KB; or beyond 400 KB at once, where 20 ms and the buffer allow for it."""
-    assert sizes(one_agent()[0], 0.0001, 1000) == [1, 2, 4, 8, 16, 32, 64, 96, 96]
-    assert sizes(one_agent()[0], 0.00002, 1000, 10)[6:] == [64, 400, 800, 1600]
-    assert sizes(one_agent(buffer=400)[0], 0.00002, 1000)[5:] == [32, 64, 96, 96]
-    ledger, _ = one_agent()
-    assert sizes(ledger, 0.00002, 1000)[-1] == 800
-    assert sizes(ledger, 0.001, 1000, 14)[8:] == [2000, 1000, 500, 96, 48, 24]
-    for name in "bcdefghi":
-        ledger.join(name)
-    assert 1000 * ledger.size <= 96_000
-
-
-def test_parcels_that_go_through_the_store_are_larger():
-    """A call that does costs four times as much: 80 ms of work, in place of 20."""
-    assert sizes(one_agent()[0], 0.001, 150_000) == [1, 2, 4, 8, 16, 32, 64, 80, 80]
-
-
 def test_what_is_asked_for_counts_as_what_is_answered():
-    """Requests with many indices go the same way as answers with many bytes."""
+    """Requests with many indices take as long on their way as answers with many bytes."""
     ledger, _ = one_agent()
     for _ in range(9):
         parcel = ledger.send()
-        parcel.asked = 1000 * len(parcel.tickets)
+        parcel.asked = 4_800_000 * len(parcel.tickets)
         ledger.answered(parcel.number, 8 * len(parcel.tickets), 0.0001 * len(parcel.tickets))
-    assert ledger.size == 96
+    assert ledger.size == 6
 
 
 def test_the_buffer_is_shared_by_the_agents():
