@@ -4,9 +4,10 @@
 
 A cluster of three nodes on this machine: the driver is on one without CPUs, an actor on each of the
 others. Wall and CPU time are for one call; CPU time is that of the driver and of all processes of
-Ray together. Last comes a loop over a fleet of three agents on these nodes, and the longest time
-for a batch when one is killed. `scale.py` reads the results. `make check-ray` makes an environment
-that has Ray; cseq has to be on the path (PYTHONPATH).
+Ray together. The same is measured over connections of a fleet (`cseq.fleet.link`). Last come loops
+over fleets on these nodes, and the longest time for a batch when an agent is killed. `scale.py`
+reads the results. `make check-ray` makes an environment that has Ray; cseq has to be on the path
+(PYTHONPATH).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from contextlib import contextmanager
 from functools import partial
@@ -94,6 +96,16 @@ class Agent:
             self.made = np.ones(size, np.uint8)
         return self.made
 
+    def listen(self) -> tuple[str, int, bytes]:
+        """Answer requests for such arrays over connections."""
+        import ray
+
+        from cseq.fleet.link import Listener
+
+        host = ray.util.get_node_ip_address()
+        self.listener = Listener(host, lambda request: [self.array(int(request[0]))])
+        return host, self.listener.port, self.listener.key
+
 
 def alone(actors: list[Any]) -> int:
     """One call after another."""
@@ -121,6 +133,30 @@ def pipelined(method: str, arguments: tuple[int, ...], calls: int, actors: list[
             del waiting[reference]
         del reference, ready
     return calls
+
+
+def linked(size: int, ahead: int, requests: int, actors: list[Any]) -> tuple[Any, ...]:
+    """Keep `ahead` requests for such an array under way over each actor's connection."""
+    import numpy as np
+    import ray
+
+    from cseq.fleet.link import Link
+
+    links = [Link(*address) for address in ray.get([actor.listen.remote() for actor in actors])]
+    for link in links:
+        link.open()
+    request, rooms = np.array([size]), [threading.Semaphore(ahead) for _ in links]
+    before = usage()
+    for number in range(requests):
+        rooms[number % 2].acquire()
+        links[number % 2].send(request, lambda _, room=rooms[number % 2]: room.release())
+    for room in rooms:
+        for _ in range(ahead):
+            room.acquire()
+    taken = [now - then for now, then in zip(usage(), before, strict=True)]
+    for link in links:
+        link.close()
+    return requests, *taken
 
 
 def prepared(size: int, actors: list[Any]) -> tuple[int, float, float, float]:
@@ -170,6 +206,45 @@ class Sleeps:
     def __getitem__(self, indices: Any) -> Any:
         time.sleep(0.001)
         return indices
+
+
+class Images:
+    """An indexer that has its batches of 4.8 MB ready."""
+
+    def __init__(self) -> None:
+        import numpy as np
+
+        self.made = np.ones((32, 3, 224, 224), np.uint8)
+
+    def __getitem__(self, indices: Any) -> Any:
+        return self.made
+
+
+def large(_: list[Any]) -> tuple[int, float, float, float]:
+    """Take batches of 4.8 MB from two agents."""
+    import cseq
+
+    count = 300
+    with cseq.RayFleet(Images, 2, 1, num_cpus=0, resources={"agent": 0.3}) as fleet:
+        sequence = cseq.RaySequence(fleet, 32 * count, batch_size=32, out_type="null", buffer=64)
+        with sequence.start() as batches:
+            for _ in batches:
+                pass
+            before = usage()
+            for _ in batches:
+                pass
+            taken = [now - then for now, then in zip(usage(), before, strict=True)]
+    return count, *taken
+
+
+def copied(_: list[Any]) -> int:
+    """Copy 4.8 MB, in this process alone."""
+    import numpy as np
+
+    there, here = np.ones(4_816_896, np.uint8), np.ones(4_816_896, np.uint8)
+    for _ in range(300):
+        np.copyto(here, there)
+    return 300
 
 
 def gap(agents: list[int], _: list[Any]) -> tuple[int, float, float, float]:
@@ -236,12 +311,18 @@ def measure(rounds: int) -> dict[str, list[tuple[float, float, float]]]:
     for name, size in SIZES.items():
         calls = min(CALLS, BYTES // size)
         cases[f"{name}, pipelined"] = partial(pipelined, "array", (size,), calls), timed
+    cases["nothing over a connection, one at a time"] = partial(linked, 1, 1, CALLS), measured
+    for name, size in SIZES.items():
+        calls = min(CALLS, BYTES // size)
+        cases[f"{name}, over connections"] = partial(linked, size, AHEAD, calls), measured
     size = SIZES["81 MB"]
     cases["81 MB, made beforehand"] = partial(prepared, size), measured
     cases["an actor, until it answers"] = started, timed
     cases["an actor killed, until its call fails"] = partial(killed, 0), measured
     cases["the same, with max_restarts=-1"] = partial(killed, -1), measured
     cases["a first batch, from an agent that is there"] = first, measured
+    cases["4.8 MB, a batch of a loop"] = large, measured
+    cases["4.8 MB, copied once"] = copied, timed
     cases["a loop over three agents, its longest gap"] = partial(gap, []), measured
     cases["the same, when one is killed"] = partial(gap, [1]), measured
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in cases}

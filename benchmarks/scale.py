@@ -2,13 +2,13 @@
 
 A discrete-event model: no figure that it gives was measured on a cluster of this size. What it
 shares with reality is the ledger of each rank, which is cseq's own (`cseq.fleet.ledger`), and what
-a call, a transfer and a death cost, which `ray_costs.py` measured.
+a request, a transfer and a death cost, which `ray_costs.py` measured.
 
 All ranks train in step: a step ends when each rank has its batch and has computed. Each rank has
 6 of the agents, by rendezvous hashing. The agents make batches for all ranks that ask, in turn, on
 their cores; a batch then goes over the rank's connection, one after another. In the course of it
 agents are killed, agents are stopped (they neither work nor answer, and Ray says nothing of it),
-and for a while the store is slow, so that all is late at once.
+and for a while the storage is slow, so that all is late at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CORES = 4  # of an agent; four ranks to an agent keep 2.4 of them busy
 RANKS_PER_AGENT = 4
 BUFFER = 8  # batches ahead of the loop
 AGENTS_OF_A_RANK = 6
-SLOWER = 8.0  # times, while the store is slow
+SLOWER = 8.0  # times, while the storage is slow
 STOPPED = 3.0  # seconds that an agent is stopped
 BACK = 5.0  # seconds until there is another agent in the place of a dead one
 
@@ -63,7 +63,7 @@ PHASES = (
     Phase("quiet", 1.5, 4.0),
     Phase("an agent is killed each second", 4.0, 8.0),
     Phase("an agent is stopped each second", 8.0, 14.0),
-    Phase("the store is slow", 14.0, 18.0),
+    Phase("the storage is slow", 14.0, 18.0),
 )
 SLOW = (14.5, 16.0)
 END = PHASES[-1].end
@@ -80,9 +80,9 @@ class Costs(NamedTuple):
     def read(cls, path: Path) -> Costs:
         """Take a batch's transfer from those of 1 MB and 32 MB."""
         costs = json.loads(path.read_text(encoding="utf-8"))["costs"]
-        small, large = (costs[f"{size} MB, pipelined"]["wall_us"] for size in (1, 32))
+        small, large = (costs[f"{size} MB, over connections"]["wall_us"] for size in (1, 32))
         transfer = small + (large - small) * (BATCH_BYTES / 1e6 - 1) / 31
-        call = costs["null call, one at a time"]["wall_us"]
+        call = costs["nothing over a connection, one at a time"]["wall_us"]
         death = costs["an actor killed, until its call fails"]["wall_us"]
         return cls(call / 1e6, transfer / 1e6, death / 1e6)
 
@@ -402,13 +402,13 @@ ABOUT = """\
 # A fleet at scale: a simulation
 
 By `benchmarks/scale.py` at commit {commit}: a model, no measurement. Real are the ledger, and the
-costs from ray_costs.md: {call:.2f} ms a call, {transfer:.1f} ms for the transfer of a batch of
+costs from ray_costs.md: {call:.2f} ms a request, {transfer:.1f} ms for the transfer of a batch of
 {size:.1f} MB, {death:.3f} s until Ray tells of a death.
 
 All ranks train in step, {step:.0f} ms of computing each. An agent has {cores} cores and takes
 {batch:.0f} ms of one for a batch; a rank has {of_a_rank} agents and {buffer} batches ahead. Three
-agents are killed, three are stopped for {stopped:.0f} s, and the store is {slower:.0f} times slower
-for {slow:.1f} s.
+agents are killed, three are stopped for {stopped:.0f} s, and the storage is {slower:.0f} times
+slower for {slow:.1f} s.
 """
 
 

@@ -89,6 +89,8 @@ class Case:
         For rates.
     fresh : bool
         A new process for every round, without a warm-up: for what can be measured but once.
+    alone : bool
+        The same, with a warm-up: for contenders that take CPU time while others are measured.
     """
 
     name: str
@@ -99,6 +101,7 @@ class Case:
     goals: tuple[Goal, ...] = ()
     more_is_better: bool = False
     fresh: bool = False
+    alone: bool = False
 
     def contender(self, name: str) -> Contender:
         """Find a contender by its name, with or without `BEFORE`."""

@@ -176,7 +176,7 @@ def environment(checkout: Path | None) -> dict[str, str]:
 def run_case(case: Case, contenders: list[Contender], rounds: int) -> list[Result]:
     """Measure the contenders of a case, in turn."""
     results = [Result(contender) for contender in contenders]
-    if case.fresh:
+    if case.fresh or case.alone:
         run_afresh(case, results, rounds)
     else:
         run_together(case, results, rounds)
@@ -190,6 +190,8 @@ def run_afresh(case: Case, results: list[Result], rounds: int) -> None:
             with noting(result):
                 running = Running(case, result.contender)
                 with ending(running, result):
+                    if case.alone:
+                        running.warm_up()
                     if number < rounds:
                         running.round(result)
                     else:

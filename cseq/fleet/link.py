@@ -1,4 +1,4 @@
-"""Connections between trainers and agents: parcels one way, their batches the other.
+"""Connections between trainers and agents: parcels there, their batches back.
 
 ::
 

@@ -251,3 +251,10 @@ def test_threads_of_libraries_share_the_cpus(monkeypatch):
 
     with cseq.RayFleet(Threads, 1, 2, num_cpus=1) as fleet, sequence(fleet).start() as batches:
         assert next(iter(batches)) in (None, "1")
+
+
+def test_a_cluster_that_encrypts_is_refused(cluster, monkeypatch):
+    """What goes over connections of its own would not be encrypted."""
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    with pytest.raises(RuntimeError, match=r"RAY_USE_TLS is set, .* not encrypted"):
+        cseq.RayFleet(Draws, 1, 1).start()
