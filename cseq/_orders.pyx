@@ -141,18 +141,23 @@ cdef class ChunkTable:
         """Chunks that were read so far, by all processes."""
         return cseq_load_rlx_u64(<uint64_t*>(self.memory.data + 16))
 
-    def find(self, uint64_t chunk, uint32_t other=0xFFFFFFFF):
-        """(slot, word, state) of a chunk, in another slot than `other`; slot -1: it is in none."""
+    def find(self, uint64_t chunk):
+        """(slot, word, state) of a chunk; slot -1: it is in none."""
         cdef uint32_t k
         cdef uint64_t word
         for k in range(self.slots):
             word = cseq_load_acq_u64(&self.words[k])  # SYNC: the chunk is written before its word
-            if word >> (64 - CHUNK_BITS) == chunk and word & 3 and k != other:
+            if word >> (64 - CHUNK_BITS) == chunk and word & 3:
                 return k, word, word & 3
         return -1, 0, 0
 
-    def victim(self):
-        """The slot that is to be used next: that of the chunk which was read first."""
+    def victim(self, bint empty):
+        """The slot that is to be used next: an `empty` one, or that of the chunk read first."""
+        cdef uint32_t k
+        if empty:
+            for k in range(self.slots):
+                if not cseq_load_acq_u64(&self.words[k]) & 3:
+                    return k
         return cseq_add_sc_u32(<uint32_t*>(self.memory.data + 8), 1) % self.slots
 
     def set(self, uint32_t slot, uint64_t chunk, uint64_t state):

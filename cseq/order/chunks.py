@@ -7,13 +7,14 @@ All worker processes have one anonymous file of memory in common. It begins with
 
 A process *owns* a slot while it writes to it: it has a lock on that byte of the file, which the
 system takes back from a process that dies, so the next one that wants the chunk reads it again.
+One at a time chooses a slot for its chunk, under a lock on the byte after those of the slots.
 A writer waits for no reader: a reader copies rows out of a slot, and copies again if the slot's
-word says that another chunk was put there meanwhile. The chunk that was read first makes room.
+word says that another chunk was put there meanwhile. If no slot is empty, the chunk that was read
+first makes room.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import struct
@@ -32,8 +33,6 @@ from cseq.indexing.indexer import is_indexer
 from cseq.memory.segment import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import NDArray
 
     from cseq._memory import Memory
@@ -44,6 +43,7 @@ SHARED = sys.platform == "linux"  # elsewhere, each process has a cache of its o
 PAGE = 4096
 MOST_CHUNKS = 2**38 - 1
 STRIPES = 64  # chunks that the threads of a process may read at a time
+TAKEN, NONE_FREE = -1, -2  # in the place of a slot
 FLOCK = "hhqqi"  # type, whence, start, length, pid
 
 
@@ -126,6 +126,7 @@ class ChunkCache:
         self._pid = os.getpid()
         self._made: Any = None
         self._mutex = threading.Lock()
+        self._claims = threading.Lock()
         self._stripes = [threading.Lock() for _ in range(STRIPES)]
         self._busy: set[int] = set()  # slots that threads of this process own
 
@@ -218,23 +219,40 @@ class ChunkCache:
             if state == READY:
                 return None
             if state == LOADING:  # by another process, or by one that has died
-                with self._owned(slot, wait=True) as is_owned:
-                    found, _, state = self._table.find(chunk)
-                    if is_owned and (found, state) == (slot, LOADING):
-                        self._load(slot, chunk)
+                if self._own(slot, wait=True):
+                    try:
+                        found, _, state = self._table.find(chunk)
+                        if (found, state) == (slot, LOADING):
+                            self._load(slot, chunk)
+                    finally:
+                        self._disown(slot)
                 return None
-            for _ in range(2 * self._keep):
-                slot = self._table.victim()
-                with self._owned(slot, wait=False) as is_owned:
-                    if not is_owned:
-                        continue
-                    self._table.set(slot, chunk, LOADING)
-                    if self._table.find(chunk, slot)[0] >= 0:  # another process was first
-                        self._table.set(slot, chunk, EMPTY)
-                        return None
-                    self._load(slot, chunk)
-                    return None
-            return self._shape.arrays(self._read_chunk(chunk, self._shape))
+            slot = self._claim(chunk)
+            if slot == TAKEN:  # another process was first
+                return None
+            if slot == NONE_FREE:
+                return self._shape.arrays(self._read_chunk(chunk, self._shape))
+            try:
+                self._load(slot, chunk)
+            finally:
+                self._disown(slot)
+            return None
+
+    def _claim(self, chunk: int) -> int:
+        """Own a slot that is LOADING a chunk; or TAKEN, or NONE_FREE."""
+        with self._claims:  # one claims at a time, of all threads and processes: no chunk gets two
+            self._lock(self._keep, wait=True)
+            try:
+                if self._table.find(chunk)[0] >= 0:
+                    return TAKEN
+                for attempt in range(1 + 2 * self._keep):
+                    slot = self._table.victim(not attempt)
+                    if self._own(slot, wait=False):
+                        self._table.set(slot, chunk, LOADING)
+                        return slot
+                return NONE_FREE
+            finally:
+                self._unlock(self._keep)
 
     def _load(self, slot: int, chunk: int) -> None:
         """Read a chunk into a slot that is owned."""
@@ -259,26 +277,31 @@ class ChunkCache:
             shape.check(value, chunk, min(self._rows, self._samples - chunk * self._rows))
         return value
 
-    @contextlib.contextmanager
-    def _owned(self, slot: int, *, wait: bool) -> Iterator[bool]:
+    def _own(self, slot: int, *, wait: bool) -> bool:
         """Own a slot, if no other thread and no other process does; `wait` for another process."""
         with self._mutex:
-            is_free = slot not in self._busy
-            if is_free:
-                self._busy.add(slot)
-        if not is_free:
-            yield False
-            return
+            if slot in self._busy:
+                return False
+            self._busy.add(slot)
+        is_owned = False
         try:
-            is_locked = self._lock(slot, wait=wait)
-            try:
-                yield is_locked
-            finally:
-                if is_locked:
-                    self._unlock(slot)
+            is_owned = self._lock(slot, wait=wait)
         finally:
-            with self._mutex:
-                self._busy.discard(slot)
+            if not is_owned:
+                self._free(slot)
+        return is_owned
+
+    def _disown(self, slot: int) -> None:
+        """Let others own it."""
+        try:
+            self._unlock(slot)
+        finally:
+            self._free(slot)
+
+    def _free(self, slot: int) -> None:
+        """Let other threads own it."""
+        with self._mutex:
+            self._busy.discard(slot)
 
     def _lock(self, slot: int, *, wait: bool) -> bool:
         """Lock a slot's byte of the file against other processes."""
