@@ -42,7 +42,7 @@ cdef class SlotEncoder(TicketWriter):
     cdef Py_ssize_t find_own(self, int k, list arrays, Py_ssize_t base) except -2
     cdef int reserve(self, Py_ssize_t count) except -1
     cdef int write_batch(self, Plan plan, list arrays, bytes pickled) except -1
-    cdef int write_raw(self, const char* data, Py_ssize_t nbytes) except -1
+    cdef int fit(self, Py_ssize_t nbytes) except -1
     cpdef int take(self) except -1
     cdef void hand_over(self, Runner runner, cseq_cell* c, uint32_t status) noexcept
 

@@ -192,13 +192,13 @@ cdef class SlotEncoder(TicketWriter):
             end, structure, layout, objects)
         return 0
 
-    cdef int write_raw(self, const char* data, Py_ssize_t nbytes) except -1:
-        """Write what lay in another slot, from its beginning; here it means the same."""
+    cdef int fit(self, Py_ssize_t nbytes) except -1:
+        """Have room for the first `nbytes` of an empty slot."""
         if nbytes <= self.capacity and nbytes <= self.memory.size:
             self.used = nbytes
         else:
             self.place(nbytes)
-        return self.memory.put(0, data, nbytes)
+        return 0
 
     cpdef int take(self) except -1:
         """Take a slot, as the present one."""

@@ -151,13 +151,8 @@ cdef class ChunkTable:
                 return k, word, word & 3
         return -1, 0, 0
 
-    def victim(self, bint empty):
-        """The slot that is to be used next: an `empty` one, or that of the chunk read first."""
-        cdef uint32_t k
-        if empty:
-            for k in range(self.slots):
-                if not cseq_load_acq_u64(&self.words[k]) & 3:
-                    return k
+    def victim(self):
+        """The slot that is to be used next: that of the chunk which was read first."""
         return cseq_add_sc_u32(<uint32_t*>(self.memory.data + 8), 1) % self.slots
 
     def set(self, uint32_t slot, uint64_t chunk, uint64_t state):

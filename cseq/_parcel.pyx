@@ -10,7 +10,8 @@ the machine that makes the batches; and the other way round::
 Batches are in the answer as they lay in their slots. Nothing is decoded on the way. Small ones are at these offsets
 (bytes), multiples of 64. The answer is a list: a batch of `LARGE` bytes or more is an array of its own after the first
 one, the k-th for the offset -k. It is the slot itself, under a lease: a transport that copies what it sends is to have
-nothing copied before. The nanoseconds are those that the workers had this parcel to work on, and none before it.
+nothing copied before; at the other end it is received into a slot (`Carrier.land`). The nanoseconds are those that the
+workers had this parcel to work on, and none before it.
 """
 
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawRealloc
@@ -124,10 +125,28 @@ cdef class ParcelSource(KeySource):
 
 
 @cython.final
+@cython.no_gc
+cdef class Landing(Memory):
+    """A slot that a batch comes to from another machine; free again when this is dropped, unless it was published."""
+
+    cdef Slots slots
+    cdef Memory memory  # its mapping
+    cdef int64_t slot   # -1: it was published
+    cdef Py_ssize_t capacity
+
+    def __cinit__(self):
+        self.slot = -1
+
+    def __dealloc__(self):
+        if self.slot >= 0:
+            self.slots.set_free(<Py_ssize_t>self.slot)
+
+
+@cython.final
 cdef class Carrier:
     """A runner's end of the ring, and of the slots, for a runner that works on many tickets at a time.
 
-    The tickets are made elsewhere. Any thread may call `give_up` and `notify`; all else is called by one thread.
+    The tickets are made elsewhere. Any thread may call `land`, `give_up` and `notify`; one calls all else.
 
     Parameters
     ----------
@@ -144,6 +163,7 @@ cdef class Carrier:
     cdef readonly uint32_t held
     cdef uint64_t floor     # tickets from before this number were given up
     cdef bint has_floor
+    cdef bint closed
 
     def __cinit__(self, Runner runner not None, SlotEncoder writer not None):
         self.runner, self.writer, self.lock = runner, writer, Lock()
@@ -238,6 +258,32 @@ cdef class Carrier:
 
     # -- publish
 
+    def land(self, Py_ssize_t nbytes):
+        """Room for a large batch that is about to come: in a slot, so that `publish` copies nothing.
+
+        Returns
+        -------
+        numpy.ndarray
+            Bytes; the slot is free again when they are dropped unpublished. Without a slot if there is no room, or
+            the carrier is closed.
+        """
+        cdef SlotEncoder writer = self.writer
+        cdef Landing landing = None
+        self.lock.enter()
+        try:
+            if not self.closed:
+                writer.open_ticket(self.runner)
+                writer.fit(nbytes)
+                landing = Landing.__new__(Landing)
+                landing.slots, landing.slot, landing.capacity = writer.slots, writer.slot, writer.capacity
+                landing.memory, landing.data, landing.size = writer.memory, writer.memory.data, nbytes
+                writer.slot = -1
+        except MemoryError:  # the slot that was taken is the next one's
+            pass
+        finally:
+            self.lock.leave()
+        return numpy.empty(nbytes, BYTES) if landing is None else landing.view(0, BYTES, (nbytes,))
+
     def publish(self, list tickets not None, list answer not None):
         """Publish the batches of an answer; those of tickets that are not held any more are dropped.
 
@@ -269,6 +315,7 @@ cdef class Carrier:
         cdef uint32_t status = <uint32_t>head[0]
         cdef uint64_t nbytes = 0
         cdef int64_t at = max(head[1], 0)
+        cdef SlotEncoder writer = self.writer
         cdef cnp.ndarray part
         cdef cseq_cell* c
         cdef int k
@@ -279,31 +326,48 @@ cdef class Carrier:
         part = answer[max(-head[1], 0)]
         if not cnp.PyArray_IS_C_CONTIGUOUS(part) or <uint64_t>at + nbytes > <uint64_t>cnp.PyArray_NBYTES(part):
             raise ValueError(f"an answer of {part.nbytes} bytes ends before its batches do")
-        c = self.open(<uint32_t>cell)
+        c = self.enter(<uint32_t>cell)
         try:
             if not nbytes:  # an exception that there was no room for
                 self.runner.deliver(c, status)
                 return 1
-            try:
-                self.writer.open_ticket(self.runner)
-                self.writer.write_raw(<const char*>cnp.PyArray_DATA(part) + at, <Py_ssize_t>nbytes)
-            except MemoryError:
-                self.runner.deliver(c, RAISED)  # without a slot: that there is no room for it
-                return 1
+            if not self.adopt(part):
+                try:
+                    writer.open_ticket(self.runner)
+                    writer.fit(<Py_ssize_t>nbytes)
+                    writer.memory.put(0, <const char*>cnp.PyArray_DATA(part) + at, <Py_ssize_t>nbytes)
+                except MemoryError:
+                    self.runner.deliver(c, RAISED)  # without a slot: that there is no room for it
+                    return 1
             for k in range(4):
                 c.record[k] = <uint64_t>head[2 + k]
-            self.writer.hand_over(self.runner, c, status)
+            writer.hand_over(self.runner, c, status)
         finally:
-            self.close(<uint32_t>cell)
+            self.leave(<uint32_t>cell)
         return 1
 
-    cdef cseq_cell* open(self, uint32_t cell) noexcept:
+    cdef bint adopt(self, cnp.ndarray part) except -1:
+        """Make the slot that a part of an answer has landed in the writer's present one, if there is such a slot."""
+        cdef SlotEncoder writer = self.writer
+        cdef Landing landing
+        base = cnp.get_array_base(part)
+        if type(base) is not Landing:
+            return False
+        landing = base
+        if landing.slot < 0 or landing.slots is not writer.slots:
+            return False
+        if writer.slot >= 0:  # taken for a ticket that was published without
+            writer.slots.release(writer.slot)
+        writer.slot, writer.capacity, landing.slot = landing.slot, landing.capacity, -1
+        return True
+
+    cdef cseq_cell* enter(self, uint32_t cell) noexcept:
         """Make a ticket that is held the runner's present one."""
         self.runner.cell = <int>cell
         self.runner.c = cseq_ring_cell(self.runner.r, cell)
         return self.runner.c
 
-    cdef void close(self, uint32_t cell) noexcept:
+    cdef void leave(self, uint32_t cell) noexcept:
         """The ticket is not held any more, if it was published."""
         if self.runner.cell < 0:
             self.words[cell] = 0
@@ -325,12 +389,21 @@ cdef class Carrier:
             self.floor, self.has_floor = number, True
             for cell in range(self.runner.r.capacity):
                 if self.words[cell] and self.is_given_up(self.words[cell]):
-                    self.runner.deliver(self.open(cell), RAISED)
-                    self.close(cell)
+                    self.runner.deliver(self.enter(cell), RAISED)
+                    self.leave(cell)
                     count += 1
         finally:
             self.lock.leave()
         return count
+
+    def close(self):
+        """Close the writer; what has landed and was not published is dropped. The ring is closed."""
+        self.lock.enter()
+        try:
+            self.closed = True
+            self.writer.close()
+        finally:
+            self.lock.leave()
 
     # -- wait
 

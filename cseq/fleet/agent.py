@@ -6,17 +6,18 @@ agents that are actors of Ray.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union
 
 from cseq.arguments import MAX_RESTARTS, WorkerOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Agent", "Failed", "Fleet", "Lost", "Outcome", "refuse"]
+__all__ = ["Agent", "Failed", "Fleet", "Land", "Lost", "Outcome", "refuse"]
 
 
 class Lost(NamedTuple):
@@ -33,6 +34,7 @@ class Failed(NamedTuple):
 
 
 Outcome = Union["list[NDArray[Any]]", Lost, Failed]  # of a parcel; a list is its answer
+Land = Callable[[int], "NDArray[np.uint8]"]  # makes room for so many bytes of an answer
 
 
 class Agent(Protocol):
@@ -40,8 +42,11 @@ class Agent(Protocol):
 
     name: str  # where it is, for messages
 
-    def send(self, request: NDArray[np.int64], done: Callable[[Outcome], None]) -> None:
-        """Send a parcel; `done` is called once, with what becomes of it."""
+    def send(self, request: NDArray[np.int64], done: Callable[[Outcome], None], land: Land) -> None:
+        """Send a parcel; `done` is called once, with what becomes of it.
+
+        The parts of its answer after the first one may be received in what `land` returns.
+        """
 
     def ping(self, done: Callable[[Lost | Failed | None], None]) -> None:
         """Ask for a sign of life; `done` is called with None once it comes."""

@@ -193,7 +193,7 @@ class Dispatcher:
         request = self._carrier.request(parcel.tickets)
         parcel.asked = request.nbytes
         done = partial(self._arrived, parcel)
-        self._known[parcel.agent].send(request, done)
+        self._known[parcel.agent].send(request, done, self._carrier.land)
 
     def _arrived(self, parcel: Parcel, outcome: Outcome) -> None:
         """Pass on what has become of a parcel; on any thread."""

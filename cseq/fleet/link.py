@@ -8,8 +8,9 @@
 
 A message is its number, how many parts it has and how large each is, in 64-bit words,
 little-endian; then the bytes of the parts. An answer has the number of its request; answers come
-in any order. First both ends prove that they have the key, without sending it. What they send then
-is neither encrypted nor signed: the network is trusted, as Ray trusts it.
+in any order. Its parts after the first one, which are large, are received where the request says.
+First both ends prove that they have the key, without sending it. What they send then is neither
+encrypted nor signed: the network is trusted, as Ray trusts it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cseq.fleet.agent import Outcome
+    from cseq.fleet.agent import Land, Outcome
 
     Answer = list[NDArray[np.uint8]] | Failed
 
@@ -57,6 +58,11 @@ NONCE = PROOF = 32  # bytes
 HEAD = struct.Struct("<qq")  # of a message: its number, and how many parts it has
 FAILED = -1  # in the place of how many: one part, which is a packed failure
 SMALL = 1 << 16  # bytes of a message that is sent with one call
+
+
+def private(nbytes: int) -> NDArray[np.uint8]:
+    """Make room for what is received: a `Land`."""
+    return np.empty(nbytes, np.uint8)
 
 
 class Listener:
@@ -133,7 +139,7 @@ class Listener:
         try:
             while True:
                 with reading:
-                    number, request = receive(connection)
+                    number, request = receive(connection, lambda _: private)
                 assert not isinstance(request, Failed)
                 answer = self._make(request[0].view(np.int64))
                 with writing:
@@ -177,7 +183,7 @@ class Link:
         self._pid = os.getpid()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._awaited: dict[int, Callable[[Outcome], None]] = {}
+        self._awaited: dict[int, tuple[Callable[[Outcome], None], Land]] = {}
         self._requests: SimpleQueue[tuple[int, NDArray[np.int64]] | None] = SimpleQueue()
         self._socket: socket.socket | None = None
         self.lost: Lost | None = None
@@ -188,12 +194,18 @@ class Link:
         threads.add("cseq-link", self._run)
         threads.start()
 
-    def send(self, request: NDArray[np.int64], done: Callable[[Outcome], None]) -> None:
-        """Send a parcel; `done` is called once, with what becomes of it."""
+    def send(
+        self, request: NDArray[np.int64], done: Callable[[Outcome], None], land: Land = private
+    ) -> None:
+        """Send a parcel; `done` is called once, with what becomes of it.
+
+        The parts of its answer after the first one are received in what `land` returns, which is
+        called on a thread of this link.
+        """
         with self._lock:
             if self.lost is None:
                 number = next(self._numbers)
-                self._awaited[number] = done
+                self._awaited[number] = done, land
                 self._requests.put((number, request))
                 return
         done(self.lost)
@@ -213,7 +225,7 @@ class Link:
             self._requests.put(None)
             if self._socket is not None:
                 shut(self._socket)
-        for done in awaited.values():
+        for done, _ in awaited.values():
             done(lost)
 
     def _run(self) -> None:
@@ -228,14 +240,19 @@ class Link:
             writing.start()
             try:
                 while True:
-                    number, outcome = receive(connection)
+                    number, outcome = receive(connection, self._land)
                     with self._lock:
-                        done = self._awaited.pop(number)
+                        done, _ = self._awaited.pop(number)
                     done(outcome)
                     del outcome  # it may be large, and the next one long in coming
             except (OSError, EOFError, KeyError) as error:  # a KeyError: `_end` was there before
                 self._end(self._cause(error))
             writing.join()
+
+    def _land(self, number: int) -> Land:
+        """Return what says where an answer is received."""
+        with self._lock:
+            return self._awaited[number][1]
 
     def _connect(self) -> socket.socket:
         """Return a connection to an agent that has the key, and has seen that this end has it."""
@@ -313,23 +330,26 @@ def transmit(connection: socket.socket, number: int, answer: Answer) -> None:
         connection.sendall(part.data)
 
 
-def receive(connection: socket.socket) -> tuple[int, Answer]:
-    """Read a message."""
+def receive(connection: socket.socket, land_of: Callable[[int], Land]) -> tuple[int, Answer]:
+    """Read a message; `land_of(number)` makes room for its parts after the first one."""
     number, count = HEAD.unpack(exactly(connection, HEAD.size).data)
     sizes = exactly(connection, 8 * abs(count)).view("<i8").tolist()
-    parts = [exactly(connection, size) for size in sizes]
+    land = land_of(number)
+    parts = [
+        exactly(connection, size, land if place else private) for place, size in enumerate(sizes)
+    ]
     return number, Failed(parts[0].tobytes()) if count == FAILED else parts
 
 
-def exactly(connection: socket.socket, size: int) -> NDArray[np.uint8]:
-    """Read so many bytes.
+def exactly(connection: socket.socket, size: int, land: Land = private) -> NDArray[np.uint8]:
+    """Read so many bytes, into what `land` returns.
 
     Raises
     ------
     EOFError
         The other end has closed the connection before.
     """
-    found = np.empty(size, np.uint8)
+    found = land(size)
     rest = found.data
     while rest:
         count = connection.recv_into(rest)

@@ -69,8 +69,8 @@ class FleetPool(BatchPool):
         self._arena = Arena(job.options.memory_limit, None, tickets=cells)
         segment = self._arena.segment
         slots = Slots(segment.fd, segment.width, segment.slots, INDEXER + 1)
-        self._writer = Writer(segment.fd, segment.width, slots)
-        self._carrier = Carrier(Runner(ring, INDEXER, 1, last=not job.num_converters), self._writer)
+        writer = Writer(segment.fd, segment.width, slots)
+        self._carrier = Carrier(Runner(ring, INDEXER, 1, last=not job.num_converters), writer)
         lanes = Lanes(1, "fleet")
         self._group = ThreadGroup(ring, lanes)
         self._dispatcher = Dispatcher(
@@ -146,7 +146,7 @@ class FleetPool(BatchPool):
         self._ring.close()
         self._dispatcher.close()
         self._group.join(time.monotonic() + CLOSE_SECONDS)
-        self._writer.close()
+        self._carrier.close()
         self._arena.close()
         if self._own is not None:
             self._own.close()

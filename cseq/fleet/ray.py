@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cseq.arguments import Job
-    from cseq.fleet.agent import Outcome
+    from cseq.fleet.agent import Land, Outcome
 
 __all__ = ["AgentState", "RayFleet", "fleet_for"]
 
@@ -102,7 +102,7 @@ class RayAgent:
         self._link: Link | None = None
         self.name = "an agent that is not there yet"
 
-    def send(self, request: NDArray[np.int64], done: Callable[[Outcome], None]) -> None:
+    def send(self, request: NDArray[np.int64], done: Callable[[Outcome], None], land: Land) -> None:
         """Send a parcel; `done` is called once, with what becomes of it."""
         member = self._member
 
@@ -110,7 +110,7 @@ class RayAgent:
             explain(member, outcome, done) if isinstance(outcome, Lost) else done(outcome)
 
         assert self._link is not None  # it has answered a ping
-        self._link.send(request, finish)
+        self._link.send(request, finish, land)
 
     def ping(self, done: Callable[[Lost | Failed | None], None]) -> None:
         """Ask for a sign of life; `done` is called with None once it comes.

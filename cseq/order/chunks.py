@@ -9,12 +9,12 @@ A process *owns* a slot while it writes to it: it has a lock on that byte of the
 system takes back from a process that dies, so the next one that wants the chunk reads it again.
 One at a time chooses a slot for its chunk, under a lock on the byte after those of the slots.
 A writer waits for no reader: a reader copies rows out of a slot, and copies again if the slot's
-word says that another chunk was put there meanwhile. If no slot is empty, the chunk that was read
-first makes room.
+word says that another chunk was put there meanwhile. The chunk that was read first makes room.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import struct
@@ -33,6 +33,8 @@ from cseq.indexing.indexer import is_indexer
 from cseq.memory.segment import Segment
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from cseq._memory import Memory
@@ -43,7 +45,6 @@ SHARED = sys.platform == "linux"  # elsewhere, each process has a cache of its o
 PAGE = 4096
 MOST_CHUNKS = 2**38 - 1
 STRIPES = 64  # chunks that the threads of a process may read at a time
-TAKEN, NONE_FREE = -1, -2  # in the place of a slot
 FLOCK = "hhqqi"  # type, whence, start, length, pid
 
 
@@ -214,45 +215,30 @@ class ChunkCache:
 
     def _fill(self, chunk: int) -> list[NDArray[Any]] | None:
         """Read a chunk into a slot, or wait for who does; its arrays if no slot is free."""
-        with self._stripes[chunk % STRIPES]:
+        with self._stripes[chunk % STRIPES], contextlib.ExitStack() as owned:
             slot, _, state = self._table.find(chunk)
-            if state == READY:
-                return None
             if state == LOADING:  # by another process, or by one that has died
-                if self._own(slot, wait=True):
-                    try:
-                        found, _, state = self._table.find(chunk)
-                        if (found, state) == (slot, LOADING):
-                            self._load(slot, chunk)
-                    finally:
-                        self._disown(slot)
-                return None
-            slot = self._claim(chunk)
-            if slot == TAKEN:  # another process was first
-                return None
-            if slot == NONE_FREE:
+                owned.enter_context(self._owned(slot, wait=True))
+            elif state == EMPTY:
+                slot = self._claim(chunk, owned)
+            if slot == self._keep:
                 return self._shape.arrays(self._read_chunk(chunk, self._shape))
-            try:
+            if self._table.find(chunk)[::2] == (slot, LOADING):
                 self._load(slot, chunk)
-            finally:
-                self._disown(slot)
             return None
 
-    def _claim(self, chunk: int) -> int:
-        """Own a slot that is LOADING a chunk; or TAKEN, or NONE_FREE."""
-        with self._claims:  # one claims at a time, of all threads and processes: no chunk gets two
-            self._lock(self._keep, wait=True)
-            try:
-                if self._table.find(chunk)[0] >= 0:
-                    return TAKEN
-                for attempt in range(1 + 2 * self._keep):
-                    slot = self._table.victim(not attempt)
-                    if self._own(slot, wait=False):
-                        self._table.set(slot, chunk, LOADING)
-                        return slot
-                return NONE_FREE
-            finally:
-                self._unlock(self._keep)
+    def _claim(self, chunk: int, owned: contextlib.ExitStack) -> int:
+        """Own a slot that is LOADING a chunk; -1: another one was first; `keep`: none is free."""
+        # One claims at a time, of all threads and processes: no chunk has two slots.
+        with self._claims, self._owned(self._keep, wait=True):
+            if self._table.find(chunk)[0] >= 0:
+                return -1
+            for _ in range(2 * self._keep):
+                slot = self._table.victim()
+                if owned.enter_context(self._owned(slot, wait=False)):
+                    self._table.set(slot, chunk, LOADING)
+                    return slot
+            return self._keep
 
     def _load(self, slot: int, chunk: int) -> None:
         """Read a chunk into a slot that is owned."""
@@ -277,54 +263,42 @@ class ChunkCache:
             shape.check(value, chunk, min(self._rows, self._samples - chunk * self._rows))
         return value
 
-    def _own(self, slot: int, *, wait: bool) -> bool:
+    @contextlib.contextmanager
+    def _owned(self, slot: int, *, wait: bool) -> Iterator[bool]:
         """Own a slot, if no other thread and no other process does; `wait` for another process."""
         with self._mutex:
-            if slot in self._busy:
-                return False
-            self._busy.add(slot)
-        is_owned = False
+            is_free = slot not in self._busy
+            if is_free:
+                self._busy.add(slot)
+        if not is_free:
+            yield False
+            return
         try:
-            is_owned = self._lock(slot, wait=wait)
+            is_locked = self._lock(slot, "F_WRLCK", wait=wait)
+            try:
+                yield is_locked
+            finally:
+                if is_locked:
+                    self._lock(slot, "F_UNLCK", wait=False)
         finally:
-            if not is_owned:
-                self._free(slot)
-        return is_owned
+            with self._mutex:
+                self._busy.discard(slot)
 
-    def _disown(self, slot: int) -> None:
-        """Let others own it."""
-        try:
-            self._unlock(slot)
-        finally:
-            self._free(slot)
-
-    def _free(self, slot: int) -> None:
-        """Let other threads own it."""
-        with self._mutex:
-            self._busy.discard(slot)
-
-    def _lock(self, slot: int, *, wait: bool) -> bool:
-        """Lock a slot's byte of the file against other processes."""
+    def _lock(self, slot: int, kind: str, *, wait: bool) -> bool:
+        """Set or end this process's lock on a slot's byte of the file."""
         if self._locks is None:
             return True
         import fcntl
 
         how = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
+        lock = struct.pack(FLOCK, getattr(fcntl, kind), 0, slot, 1, 0)
         try:
-            fcntl.fcntl(self._locks.fd, how, struct.pack(FLOCK, fcntl.F_WRLCK, 0, slot, 1, 0))
+            fcntl.fcntl(self._locks.fd, how, lock)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES) and not wait:
                 return False
             raise
         return True
-
-    def _unlock(self, slot: int) -> None:
-        """Unlock it."""
-        if self._locks is not None:
-            import fcntl
-
-            lock = struct.pack(FLOCK, fcntl.F_UNLCK, 0, slot, 1, 0)
-            fcntl.fcntl(self._locks.fd, fcntl.F_OFD_SETLK, lock)
 
 
 def _opened(path: str) -> Descriptor:

@@ -63,7 +63,7 @@ class Trainer:
 
     def close(self) -> None:
         """Drop the mappings."""
-        self.writer.close()
+        self.carrier.close()
         self.arena.close()
 
 

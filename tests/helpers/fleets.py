@@ -17,7 +17,17 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from cseq.fleet.agent import Land
+
 PLAIN = WorkerOptions.checked(None, 100, None, "raise", None, 1, None)
+
+
+def landed(answer: list[Any], land: Land) -> list[Any]:
+    """Copy an answer as a connection does, which receives large parts in what `land` returns."""
+    for place, part in enumerate(answer[1:], 1):
+        answer[place] = land(part.nbytes)
+        answer[place][...] = part
+    return answer
 
 
 class LocalAgent:
@@ -31,9 +41,9 @@ class LocalAgent:
         self.is_lost = False
         self.is_lost_in_work = False  # whenever it gets a parcel
 
-    def send(self, request: Any, done: Callable[[Any], None]) -> None:
+    def send(self, request: Any, done: Callable[[Any], None], land: Land) -> None:
         """Have a thread call the server."""
-        self._submit(self._call, request, done)
+        self._submit(self._call, land, request, done)
 
     def _submit(self, call: Callable[..., None], *given: Any) -> None:
         """Have a thread do it; the last argument gets the answer. One that was closed is lost."""
@@ -42,9 +52,9 @@ class LocalAgent:
         except RuntimeError:
             given[-1](Lost("it was closed"))
 
-    def _call(self, request: Any, done: Callable[[Any], None]) -> None:
+    def _call(self, land: Land, request: Any, done: Callable[[Any], None]) -> None:
         try:
-            outcome: Any = self.server.make(request)
+            outcome: Any = landed(self.server.make(request), land)
         except InterruptedError as error:
             outcome = Lost(str(error), final=True)
         except Exception as error:  # noqa: BLE001 - it is raised in the loop

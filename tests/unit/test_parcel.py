@@ -133,6 +133,95 @@ def test_a_large_batch_is_its_slot(trainer: Trainer, workshop: Workshop) -> None
     assert np.array_equal(trainer.take(1), np.arange(3))
 
 
+def landed(trainer: Trainer, *batches: bytes) -> list[Any]:
+    """Write an answer whose batches have landed."""
+    answer = answer_of(*batches, large=True)
+    rooms = [trainer.carrier.land(len(batch)) for batch in batches]
+    for place, room in enumerate(rooms, 1):
+        room[...] = answer[place]
+        answer[place] = room
+    return answer
+
+
+def held(trainer: Trainer) -> list[int]:
+    """List the slots that the carrier has."""
+    return [slot for slot, owner in enumerate(trainer.arena.slots.owners()) if owner == 1]
+
+
+def test_what_has_landed_is_published_where_it_lies(trainer: Trainer) -> None:
+    """Each batch in the slot that it was received in, however large; the others' are free again."""
+    batches = [bytes([k]) * size for k, size in enumerate((1, FIRST, FIRST + 1, 5_000_000))]
+    numbers = trainer.post(4)
+    tickets = trainer.carrier.claim(4)
+    answer, double = landed(trainer, *batches), landed(trainer, *batches)
+    taken = held(trainer)
+    assert len(taken) == 8
+    assert trainer.carrier.publish(tickets, answer) == 4
+    assert trainer.carrier.publish(tickets, double) == 0
+    del double
+    assert held(trainer) == taken[:4]
+    for number, batch, slot, part in zip(numbers, batches, taken[:4], answer[1:], strict=True):
+        found = trainer.ring.peek(number, number)
+        assert found is not None
+        assert found[1] == slot
+        assert found[2] >= len(batch)
+        mapping = trainer.arena.mapping_of(slot, found[2])
+        assert mapping.view(0, np.dtype("u1"), (len(batch),)).tobytes() == batch == part.tobytes()
+    del answer, part  # a part that was published frees nothing
+    assert held(trainer) == taken[:4]
+
+
+def test_landings_that_come_to_nothing_leave_no_slot(trainer: Trainer) -> None:
+    """Those that are dropped, given up, shorter than the answer says, or another carrier's."""
+    trainer.post(1)
+    tickets = trainer.carrier.claim(1)
+    large = b"x" * (FIRST + 1)
+    cut = landed(trainer, large)
+    cut[1] = cut[1][:-1]
+    with pytest.raises(ValueError, match="ends before"):
+        trainer.carrier.publish(tickets, cut)
+    del cut
+    assert held(trainer) == []
+    other = Trainer()
+    try:
+        answer = landed(other, large)
+        assert trainer.carrier.publish(tickets, answer) == 1  # as a copy
+        assert len(held(other)) == len(held(trainer)) == 1
+        del answer
+        assert held(other) == []
+    finally:
+        other.close()
+    late = landed(trainer, large)
+    trainer.post(1)
+    tickets = trainer.carrier.claim(1)
+    trainer.carrier.give_up(trainer.posted)
+    assert trainer.carrier.publish(tickets, late) == 0
+    del late
+    assert len(held(trainer)) == 1  # of the batch that was published
+
+
+def test_without_room_nothing_lands_in_a_slot(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot that was taken for it is the next one's; a closed carrier has none."""
+
+    def no_room(*_: Any) -> None:
+        raise MemoryError("full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("cseq.memory.writer.commit", no_room)
+        rooms = [trainer.carrier.land(FIRST + 1) for _ in range(2)]
+    assert [(room.nbytes, room.base) for room in rooms] == [(FIRST + 1, None)] * 2
+    [left] = held(trainer)
+    trainer.post(1)
+    answer = landed(trainer, b"x")
+    assert held(trainer) == [left]
+    trainer.ring.close()
+    trainer.carrier.close()
+    assert trainer.carrier.land(1).base is None
+    assert answer[1].tobytes() == b"x"  # its memory stays as long as it
+
+
 def test_an_answer_counts_once(trainer: Trainer) -> None:
     """The first of two answers is published; the second finds its tickets gone, or others there."""
     [number] = trainer.post(1)

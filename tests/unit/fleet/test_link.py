@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from waiting import until
 
 from cseq.fleet import link as links
 from cseq.fleet.agent import Failed, Lost
@@ -67,10 +68,7 @@ def connect() -> Iterator[Connect]:
     yield make
     for both in made:
         both.close()
-    deadline = time.monotonic() + SECONDS
-    while left := set(threading.enumerate()) - before:  # some may not have begun to run
-        assert time.monotonic() < deadline, left
-        time.sleep(0.001)
+    until(lambda: not set(threading.enumerate()) - before)  # some may not have begun to run
 
 
 def echo(request: Any) -> Answer:
@@ -94,6 +92,28 @@ def test_parts_of_any_size_arrive_as_they_were(connect):
         assert len(parts) == number
         for k, part in enumerate(parts):
             np.testing.assert_array_equal(part, pattern(k, sizes[k]))
+
+
+def test_large_parts_are_received_where_their_request_says(connect):
+    """The first part never."""
+    sizes = [3_000_000, 0, 70_000, 1_000_000]
+    both = connect(lambda _: [pattern(k, size) for k, size in enumerate(sizes)])
+    rooms = [np.empty(size, np.uint8) for size in sizes[1:]]
+    asked, left = [], list(rooms)
+
+    def land(nbytes):
+        asked.append(nbytes)
+        return left.pop(0)
+
+    both.link.send(np.array([0]), lambda outcome: both.came.put((0, outcome)), land)
+    both.send(1)
+    for _ in range(2):
+        number, parts = both.next()
+        for k, part in enumerate(parts):
+            np.testing.assert_array_equal(part, pattern(k, sizes[k]))
+        is_there = [any(part is room for room in rooms) for part in parts]
+        assert is_there == ([False] * 4 if number else [False, True, True, True])
+    assert asked == sizes[1:]
 
 
 def test_answers_come_in_any_order(connect):
@@ -134,7 +154,7 @@ def test_without_the_key_nothing_is_made(connect, key, caplog):
     assert not asked
     both.send(6)
     assert both.next()[0] == 6
-    assert "has not the key" in caplog.text
+    until(lambda: "has not the key" in caplog.text)
 
 
 def test_another_listener_is_refused():
