@@ -4,10 +4,11 @@
 
 A cluster of three nodes on this machine: the driver is on one without CPUs, an actor on each of the
 others. Wall and CPU time are for one call; CPU time is that of the driver and of all processes of
-Ray together. The same is measured over connections of a fleet (`cseq.fleet.link`). Last come loops
-over fleets on these nodes, and the longest time for a batch when an agent is killed. `scale.py`
-reads the results. `make check-ray` makes an environment that has Ray; cseq has to be on the path
-(PYTHONPATH).
+Ray together, and, of it, that of the trainer's machine: the driver and its node's raylet, which
+receives objects for it. The same is measured over connections of a fleet (`cseq.fleet.link`). Last
+come loops over fleets on these nodes, and the longest time for a batch when an agent is killed.
+`scale.py` reads the results. `make check-ray` makes an environment that has Ray; cseq has to be on
+the path (PYTHONPATH).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.report import head, machine, row
-from harness.usage import cpu_seconds
+from harness.usage import clock, cpu_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ SIZES = {"8 kB": 8_000, "64 kB": 64_000, "1 MB": 10**6, "32 MB": 32 * 10**6, "81
 AHEAD = 3  # calls that each actor has: one in work and two that wait
 BYTES = 640 * 10**6  # of a round of arrays, at most
 SETTLE = 1.0  # seconds in which actors end: their CPU time is lost, no case may see that
+raylets: list[int] = []  # the processes of the driver's node
 CALLS = 600  # of a round, at most
 BATCHES = 900  # of a loop over a fleet, of a millisecond each
 
@@ -53,7 +55,8 @@ def two_actors() -> Iterator[list[Any]]:
     cluster = Cluster()
     try:
         node = {"object_store_memory": 1 << 30, "node_ip_address": ADDRESS}
-        cluster.add_node(num_cpus=0, include_dashboard=False, **node)
+        first = cluster.add_node(num_cpus=0, include_dashboard=False, **node)
+        raylets[:] = [one.process.pid for one in first.all_processes["raylet"]]
         # Before there are others: Ray would connect to any of the nodes with this address.
         ray.init(address=cluster.address, _node_ip_address=ADDRESS, log_to_driver=False)
         for _ in range(2):
@@ -237,14 +240,15 @@ def large(_: list[Any]) -> tuple[int, float, float, float]:
     return count, *taken
 
 
-def copied(_: list[Any]) -> int:
-    """Copy 4.8 MB, in this process alone."""
+def copied(_: list[Any]) -> tuple[int, float, float, float]:
+    """Copy 4.8 MB from memory to memory, in this process alone: more of it than caches hold."""
     import numpy as np
 
-    there, here = np.ones(4_816_896, np.uint8), np.ones(4_816_896, np.uint8)
-    for _ in range(300):
-        np.copyto(here, there)
-    return 300
+    there, here = (np.ones((32, 4_816_896), np.uint8) for _ in range(2))
+    before = usage()
+    for number in range(320):
+        np.copyto(here[number % 32], there[number % 32])
+    return 320, *(now - then for now, then in zip(usage(), before, strict=True))
 
 
 def gap(agents: list[int], _: list[Any]) -> tuple[int, float, float, float]:
@@ -286,8 +290,9 @@ def first(_: list[Any]) -> tuple[int, float, float, float]:
 
 
 def usage() -> tuple[float, float, float]:
-    """Seconds: of the clock, of all processes' CPU time, of the driver's."""
-    return time.perf_counter(), cpu_seconds(os.getpid()), time.process_time()
+    """Seconds: of the clock, of all processes' CPU time, of that of the trainer's machine."""
+    here = time.process_time() + sum(map(clock, raylets))
+    return time.perf_counter(), cpu_seconds(os.getpid()), here
 
 
 def timed(work: Callable[[list[Any]], int], actors: list[Any]) -> tuple[int, float, float, float]:
@@ -303,7 +308,7 @@ def measured(work: Callable[[list[Any]], Any], actors: list[Any]) -> Any:
 
 
 def measure(rounds: int) -> dict[str, list[tuple[float, float, float]]]:
-    """Measure all, in turn; for each call: microseconds of the clock, of CPU, of the driver's."""
+    """Measure all, in turn: microseconds of a call, of CPU, and of it the trainer's machine's."""
     cases: dict[str, tuple[Callable[[list[Any]], Any], Callable[..., Any]]] = {
         "null call, one at a time": (alone, timed),
         "null calls, pipelined": (partial(pipelined, "null", (), CALLS), timed),
@@ -322,7 +327,7 @@ def measure(rounds: int) -> dict[str, list[tuple[float, float, float]]]:
     cases["the same, with max_restarts=-1"] = partial(killed, -1), measured
     cases["a first batch, from an agent that is there"] = first, measured
     cases["4.8 MB, a batch of a loop"] = large, measured
-    cases["4.8 MB, copied once"] = copied, timed
+    cases["4.8 MB, copied once"] = copied, measured
     cases["a loop over three agents, its longest gap"] = partial(gap, []), measured
     cases["the same, when one is killed"] = partial(gap, [1]), measured
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in cases}
@@ -353,7 +358,7 @@ def main() -> None:
     costs = {
         name: dict(
             zip(
-                ("wall_us", "cpu_us", "driver_us"),
+                ("wall_us", "cpu_us", "here_us"),
                 map(statistics.median, zip(*figures, strict=True)),
                 strict=True,
             )
@@ -364,13 +369,13 @@ def main() -> None:
     lines = [
         head(about, arguments.rounds),
         f"Load before: {load:.1f}. Times are microseconds of one call.\n",
-        row(["what", "wall", "CPU", "of it the driver's", "GB/s"]),
+        row(["what", "wall", "CPU", "of it the trainer's machine's", "GB/s"]),
         row(["---"] * 5),
     ]
     for name, cost in costs.items():
         size = SIZES.get(name.partition(",")[0])
         rate = f"{size / cost['wall_us'] / 1e3:.2f}" if size else ""
-        figures = [f"{cost[key]:.0f}" for key in ("wall_us", "cpu_us", "driver_us")]
+        figures = [f"{cost[key]:.0f}" for key in ("wall_us", "cpu_us", "here_us")]
         lines.append(row([name, *figures, rate]))
     table = "\n".join([*lines, ""])
     (arguments.output / "ray_costs.json").write_text(json.dumps(report, indent=1) + "\n")
