@@ -33,6 +33,10 @@ class ParcelSource(KeySource):
     ) -> Self: ...
 
 @final
+class Landing(Memory):
+    def __new__(cls) -> Self: ...
+
+@final
 class Carrier:
     held: Final[int]
     def __new__(cls, runner: Runner, writer: SlotEncoder) -> Self: ...
