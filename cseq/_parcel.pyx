@@ -134,12 +134,12 @@ cdef class Landing(Memory):
     cdef int64_t slot   # -1: it was published
     cdef Py_ssize_t capacity
 
-    def __cinit__(self):
-        self.slot = -1
-
     def __dealloc__(self):
+        if self.slots is None:
+            return
         if self.slot >= 0:
             self.slots.set_free(<Py_ssize_t>self.slot)
+        cseq_add_sc_u64(&self.slots.held, <uint64_t>-1)  # the table may be unmapped from now on
 
 
 @cython.final
@@ -277,6 +277,7 @@ cdef class Carrier:
                 landing = Landing.__new__(Landing)
                 landing.slots, landing.slot, landing.capacity = writer.slots, writer.slot, writer.capacity
                 landing.memory, landing.data, landing.size = writer.memory, writer.memory.data, nbytes
+                cseq_add_sc_u64(&writer.slots.held, 1)
                 writer.slot = -1
         except MemoryError:  # the slot that was taken is the next one's
             pass
@@ -315,7 +316,6 @@ cdef class Carrier:
         cdef uint32_t status = <uint32_t>head[0]
         cdef uint64_t nbytes = 0
         cdef int64_t at = max(head[1], 0)
-        cdef SlotEncoder writer = self.writer
         cdef cnp.ndarray part
         cdef cseq_cell* c
         cdef int k
@@ -333,15 +333,15 @@ cdef class Carrier:
                 return 1
             if not self.adopt(part):
                 try:
-                    writer.open_ticket(self.runner)
-                    writer.fit(<Py_ssize_t>nbytes)
-                    writer.memory.put(0, <const char*>cnp.PyArray_DATA(part) + at, <Py_ssize_t>nbytes)
+                    self.writer.open_ticket(self.runner)
+                    self.writer.fit(<Py_ssize_t>nbytes)
+                    self.writer.memory.put(0, <const char*>cnp.PyArray_DATA(part) + at, <Py_ssize_t>nbytes)
                 except MemoryError:
                     self.runner.deliver(c, RAISED)  # without a slot: that there is no room for it
                     return 1
             for k in range(4):
                 c.record[k] = <uint64_t>head[2 + k]
-            writer.hand_over(self.runner, c, status)
+            self.writer.hand_over(self.runner, c, status)
         finally:
             self.leave(<uint32_t>cell)
         return 1
