@@ -44,7 +44,6 @@ BATCH_SECONDS = 0.06  # of one core of an agent; the median: it varies by a quar
 CORES = 4  # of an agent; four ranks to an agent keep 2.4 of them busy
 RANKS_PER_AGENT = 4
 BUFFER = 8  # batches ahead of the loop
-AGENTS_OF_A_RANK = 6
 SLOWER = 8.0  # times, while the storage is slow
 STOPPED = 3.0  # seconds that an agent is stopped
 BACK = 5.0  # seconds until there is another agent in the place of a dead one
@@ -134,7 +133,7 @@ class Simulation:
         self.agents = {f"agent {n}": Agent(f"agent {n}") for n in range(ranks // RANKS_PER_AGENT)}
         self.ranks = [Rank(number, lambda: self.now, hedge=hedge) for number in range(ranks)]
         for rank in self.ranks:
-            for name in chosen(rank.number, self.agents, AGENTS_OF_A_RANK):
+            for name in chosen(rank.number, ranks, self.agents):
                 rank.ledger.join(name)
                 self.agents[name].ranks.append(rank)
         self.step = 0
@@ -422,7 +421,7 @@ def scales(costs: Costs) -> dict[str, float]:
         "step": 1e3 * STEP,
         "cores": CORES,
         "batch": 1e3 * BATCH_SECONDS,
-        "of_a_rank": AGENTS_OF_A_RANK,
+        "of_a_rank": ledgers.FEWEST,
         "buffer": BUFFER,
         "stopped": STOPPED,
         "slower": SLOWER,

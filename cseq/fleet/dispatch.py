@@ -17,7 +17,7 @@ from cseq._parcel import outline
 from cseq.encoding import failure
 from cseq.errors import WorkerDied
 from cseq.fleet.agent import Failed, Lost
-from cseq.fleet.ledger import Ledger, Parcel, TicketLost
+from cseq.fleet.ledger import Ledger, Parcel, TicketLost, chosen
 from cseq.meters import Meters
 from cseq.threads import tell
 
@@ -48,6 +48,8 @@ class Dispatcher:
         Its runner.
     fleet : Fleet
         Stays the caller's.
+    rank, ranks : int
+        Which rank this process is, and of how many: each has its own agents, if there are many.
     memory_limit : int
         Bytes of batches that may be under way, or wait for the loop.
     named : callable
@@ -60,17 +62,21 @@ class Dispatcher:
         carrier: Carrier,
         fleet: Fleet,
         *,
+        rank: int,
+        ranks: int,
         memory_limit: int,
         named: Callable[[int], tuple[int, int, list[int], str]],
     ) -> None:
         self._ring, self._carrier = ring, carrier
         self._fleet: Fleet | None = fleet
+        self._rank, self._ranks = rank, ranks
         self._workers = 0  # of the fleet, when this was looked at last
         self._memory_limit, self._named = memory_limit, named
         self._ledger = Ledger(ring.capacity)
         self._events: deque[Callable[[], None]] = deque()  # from other threads
         self._agents: Mapping[int, Agent] = {}  # the fleet's, which change
-        self._known: dict[str, Agent] = {}
+        self._mine: dict[str, Agent] = {}  # those of this rank
+        self._known: dict[str, Agent] = {}  # these, and others that have parcels of it
         self._asked: dict[str, float] = {}  # when to ask lost agents again
         self._received = 0, 0  # tickets, bytes
         self._raised: dict[int, str] = {}  # by ticket: the agent whose indexer has raised
@@ -154,7 +160,7 @@ class Dispatcher:
                 self._measure()
             if not carrier.wait(seen, self._until(), room > 0):
                 self._measure()
-                self._known.clear()  # they hold what the fleet has in a store
+                self._mine, self._known = {}, {}  # they hold what the fleet has in a store
                 return
 
     def _measure(self) -> None:
@@ -231,20 +237,25 @@ class Dispatcher:
     # -- agents
 
     def _look(self) -> None:
-        """Greet new agents, and part with those that are not in the fleet any more."""
+        """Greet new agents of this rank, and part with those that are not its own any more."""
         fleet = self._fleet
         if fleet is not None and fleet.over:
             self._fail(RuntimeError(f"the fleet is over: {fleet.over}"))
         agents = {str(number): agent for number, agent in list(self._agents.items())}
-        for name in self._known.keys() - agents.keys():
+        before = self._mine
+        self._mine = {name: agents[name] for name in chosen(self._rank, self._ranks, agents)}
+        for name in self._known.keys() - self._mine.keys():
             if name in self._ledger.agents:
                 self._ledger.leave(name)
             else:
                 self._known.pop(name)
             self._asked.pop(name, None)
-        for name in agents.keys() - self._known.keys():
-            self._known[name] = agents[name]
-            self._ping(name)
+        for name in self._mine.keys() - (before.keys() & self._known.keys()):
+            self._known[name] = self._mine[name]
+            if name in self._ledger.agents:  # it is leaving
+                self._ledger.join(name)
+            else:
+                self._ping(name)
 
     def _ping(self, name: str) -> None:
         """Ask an agent for a sign of life."""
@@ -260,7 +271,7 @@ class Dispatcher:
             self._lose(name, what)
         elif name in self._ledger.agents:
             self._ledger.pong(name)
-        elif int(name) in self._agents:
+        elif name in self._mine:
             self._ledger.join(name)
             self._alone = 0.0
 
@@ -286,7 +297,7 @@ class Dispatcher:
         if lost.final:
             self._known.pop(name, None)
             self._asked.pop(name, None)
-        elif int(name) in self._agents:
+        elif name in self._mine:
             self._asked[name] = time.monotonic() + AGAIN
 
     def _ask_again(self) -> None:

@@ -42,7 +42,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
 __all__ = ["Counts", "Ledger", "Loss", "Parcel", "TicketLost", "chosen"]
 
@@ -55,19 +55,21 @@ LATE = 4.0  # times that median
 LEAST_LATE = 0.1  # seconds; also how long the answer to a ping is waited for
 HEDGED = 0.05  # share of the parcels of the last minute that may be hedged
 TRIES = 3  # agents that may be lost with the same ticket
+FEWEST, SHARES = 6, 3  # agents of a rank, of many: so many, or so many times its share
 
 
-def chosen(rank: int, agents: Iterable[str], count: int) -> list[str]:
+def chosen(rank: int, ranks: int, agents: Collection[str]) -> list[str]:
     """Choose agents for a rank: each rank has others, and keeps those that stay when some go.
 
-    The `count` with the highest hashes of rank and name (rendezvous hashing): each rank has few
-    connections, all agents have about as many, and an agent more or less concerns few ranks.
+    Six, or three times its share of them, with the highest hashes of rank and name (rendezvous
+    hashing): each rank has few connections, all agents have about as many, and an agent more or
+    less concerns few ranks.
     """
 
     def weight(agent: str) -> bytes:
         return blake2b(f"{rank}/{agent}".encode(), digest_size=8).digest()
 
-    return heapq.nlargest(count, agents, key=weight)
+    return heapq.nlargest(max(FEWEST, -(-SHARES * len(agents) // ranks)), agents, key=weight)
 
 
 class Loss(NamedTuple):

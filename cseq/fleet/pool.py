@@ -77,6 +77,8 @@ class FleetPool(BatchPool):
             ring,
             self._carrier,
             fleet,
+            rank=job.sampler.rank if job.sampler else 0,
+            ranks=job.sampler.world_size if job.sampler else 1,
             memory_limit=self._arena.memory_limit,
             named=partial(named, ring),
         )

@@ -40,9 +40,11 @@ class LocalAgent:
         self._running.set()
         self.is_lost = False
         self.is_lost_in_work = False  # whenever it gets a parcel
+        self.parcels = self.answers = self.pongs = 0  # sent to it, and from it; signs of life
 
     def send(self, request: Any, done: Callable[[Any], None], land: Land) -> None:
         """Have a thread call the server."""
+        self.parcels += 1
         self._submit(self._call, land, request, done)
 
     def _submit(self, call: Callable[..., None], *given: Any) -> None:
@@ -60,6 +62,7 @@ class LocalAgent:
         except Exception as error:  # noqa: BLE001 - it is raised in the loop
             outcome = Failed(failure.pack(error))
         self._running.wait()
+        self.answers += 1
         done(Lost("it was lost") if self.is_lost or self.is_lost_in_work else outcome)
 
     def ping(self, done: Callable[[Any], None]) -> None:
@@ -69,6 +72,7 @@ class LocalAgent:
     def _answer(self, done: Callable[[Any], None]) -> None:
         self._running.wait()
         done(Lost("it is lost") if self.is_lost else None)
+        self.pongs += 1
 
     def stop(self) -> None:
         """Answer nothing until `go`."""

@@ -405,15 +405,22 @@ def test_an_agent_joins_once():
 
 
 def test_ranks_choose_agents_evenly():
-    """Each rank has six of 100; an agent that goes changes the choice of its own ranks alone."""
+    """Each rank has six of 100; an agent that goes changes the choice of its own ranks alone.
+
+    With fewer ranks each has three times its share; one, and ranks of few agents, have all.
+    """
     agents = [f"agent {number}" for number in range(100)]
-    choices = {rank: chosen(rank, agents, 6) for rank in range(250)}
+    choices = {rank: chosen(rank, 250, agents) for rank in range(250)}
     load = Counter(itertools.chain.from_iterable(choices.values()))
     assert all(len(set(choice)) == 6 for choice in choices.values())
     assert 3 <= min(load.values()) <= max(load.values()) <= 35
     for rank, choice in choices.items():
-        after = chosen(rank, agents[1:], 6)
+        after = chosen(rank, 250, agents[1:])
         assert len(set(choice) - set(after)) == (agents[0] in choice)
+    assert [len(chosen(1, ranks, agents)) for ranks in (1, 2, 4, 10, 50, 60)] == [
+        *(100, 100, 75, 30, 6, 6)
+    ]
+    assert sorted(chosen(7, 250, agents[:6])) == agents[:6]
 
 
 def steps(size):

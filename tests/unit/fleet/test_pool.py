@@ -13,9 +13,11 @@ import pytest
 from fleets import LocalFleet
 from indexers import Indices1
 from kinds import assert_same
+from waiting import until
 
 import cseq
 from cseq.arguments import WorkerOptions
+from cseq.fleet import ledger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -172,6 +174,62 @@ def test_agents_come_and_go_in_the_middle_of_an_epoch(fleet: LocalFleet) -> None
                 fleet.remove(2)
         assert batches.stats().agents == 1
     assert_same(got, in_test_mode())
+
+
+@pytest.fixture
+def one_of_two(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A rank that has the second of two agents, and the third of three."""
+    monkeypatch.setattr(ledger, "FEWEST", 1)
+    monkeypatch.setattr(ledger, "SHARES", 1)
+    assert [ledger.chosen(6, 8, names) for names in ("12", "123")] == [["2"], ["3"]]
+    return {"shard": (6, 8), "batch_size": 1}
+
+
+def test_of_many_agents_a_rank_has_few(fleet: LocalFleet, one_of_two: dict[str, Any]) -> None:
+    """Here one: the second, then a new one until that is gone, and again the second one."""
+    one, other = fleet.agents.values()
+    got = []
+    with sequence(fleet, buffer=4, **one_of_two).start() as batches:
+        for k, batch in enumerate(batches):
+            got.append(batch)
+            if k == 20:
+                third = fleet.add()
+                until(lambda agent=third: agent.pongs > 0)
+            if k == 40:
+                before = other.parcels
+            if k == 60:
+                assert [third.parcels > 0, other.parcels] == [True, before]
+                fleet.remove(3)
+        assert batches.stats().agents == 1
+    assert [one.parcels, other.parcels > before] == [0, True]
+    assert_same(got, in_test_mode(**one_of_two))
+
+
+def test_an_agent_that_is_leaving_a_rank_comes_back(
+    fleet: LocalFleet, one_of_two: dict[str, Any]
+) -> None:
+    """While it still has a parcel: the one that took its place is gone again."""
+    one, other = fleet.agents.values()
+
+    def come_and_go() -> None:
+        until(lambda: other.parcels > other.answers)
+        third = fleet.add()
+        until(lambda: third.pongs > 0)
+        fleet.remove(3)
+        other.go()
+
+    thread = threading.Thread(target=come_and_go)
+    got = []
+    with sequence(fleet, buffer=4, **one_of_two).start() as batches:
+        for k, batch in enumerate(batches):
+            got.append(batch)
+            if k == 20:
+                other.stop()
+                thread.start()
+        thread.join()
+        assert batches.stats().agents == 1
+    assert one.parcels == 0
+    assert_same(got, in_test_mode(**one_of_two))
 
 
 def test_what_a_stopped_agent_has_is_made_by_others(fleet: LocalFleet) -> None:
