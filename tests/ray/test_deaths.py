@@ -168,7 +168,7 @@ def test_hedged_parcels_draw_what_test_mode_draws(fleet):
     assert stats.hedged > 0
 
 
-SOAK = float(os.environ.get("CSEQ_SOAK", "8"))  # seconds
+SOAK = float(os.environ.get("CSEQ_SOAK", "8"))  # seconds; of many, pytest -o faulthandler_timeout=0
 
 
 def test_agents_are_killed_at_random_again_and_again(cluster):
