@@ -83,7 +83,10 @@ def test_more_workers_than_cpus_is_logged_once(caplog):
         got = list(batches)
         assert batches.stats().num_workers == 4
     assert_is_test_mode(got)
-    assert [record.message[:18] for record in caplog.records] == ["4 worker processes"]
+    messages = [record.message for record in caplog.records]
+    # On a slow machine, also that none is there yet.
+    messages = [one for one in messages if not one.startswith("no agent is there")]
+    assert [one[:18] for one in messages] == ["4 worker processes"]
 
 
 def test_a_sequence_begins_again_and_is_dropped():
