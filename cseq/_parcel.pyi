@@ -33,8 +33,7 @@ class ParcelSource(KeySource):
     ) -> Self: ...
 
 @final
-class Landing(Memory):
-    def __new__(cls) -> Self: ...
+class Landing(Memory): ...
 
 @final
 class Carrier:

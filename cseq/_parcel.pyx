@@ -126,13 +126,13 @@ cdef class ParcelSource(KeySource):
 
 @cython.final
 @cython.no_gc
+@cython.auto_pickle(False)
 cdef class Landing(Memory):
     """A slot that a batch comes to from another machine; free again when this is dropped, unless it was published."""
 
     cdef Slots slots
     cdef Memory memory  # its mapping
-    cdef int64_t slot   # -1: it was published
-    cdef Py_ssize_t capacity
+    cdef int64_t slot, capacity  # -1: it was published; bytes that are committed
 
     def __dealloc__(self):
         if self.slots is None:
@@ -358,7 +358,7 @@ cdef class Carrier:
             return False
         if writer.slot >= 0:  # taken for a ticket that was published without
             writer.slots.release(writer.slot)
-        writer.slot, writer.capacity, landing.slot = landing.slot, landing.capacity, -1
+        writer.slot, writer.capacity, landing.slot = landing.slot, <Py_ssize_t>landing.capacity, -1
         return True
 
     cdef cseq_cell* enter(self, uint32_t cell) noexcept:
