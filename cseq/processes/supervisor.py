@@ -395,20 +395,21 @@ class Supervisor:
         left = worker.state == LEFT
         what = "end" if left else "death"
         self._lanes.note(what, owner, pid=child.pid, text=text, held=tuple(lost))
-        self.shared.reclaim(owner)
-        if left or not (held or owner in self.wanted()):
-            return
-        if self.failure:
-            return
         was_ready = worker.state == READY
-        error = self.deaths.count(
-            owner - 1,
-            exitcode,
-            held,
-            pid=child.pid,
-            was_ready=was_ready,
-            is_overdue=worker.is_overdue,
-        )
+        counts = not left and (held or owner in self.wanted()) and not self.failure
+        error = None
+        if counts:  # first: what is posted again may end the epoch before this thread goes on
+            error = self.deaths.count(
+                owner - 1,
+                exitcode,
+                held,
+                pid=child.pid,
+                was_ready=was_ready,
+                is_overdue=worker.is_overdue,
+            )
+        self.shared.reclaim(owner)
+        if not counts:
+            return
         if error is not None:
             self._fail(error)
             return
