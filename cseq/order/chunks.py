@@ -218,7 +218,8 @@ class ChunkCache:
         with self._stripes[chunk % STRIPES], contextlib.ExitStack() as owned:
             slot, _, state = self._table.find(chunk)
             if state == LOADING:  # by another process, or by one that has died
-                owned.enter_context(self._owned(slot, wait=True))
+                if not owned.enter_context(self._owned(slot, wait=True)):
+                    return None  # a thread of this process is about to use it for another chunk
             elif state == EMPTY:
                 slot = self._claim(chunk, owned)
             if slot == self._keep:
