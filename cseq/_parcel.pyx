@@ -163,7 +163,6 @@ cdef class Carrier:
     cdef readonly uint32_t held
     cdef uint64_t floor     # tickets from before this number were given up
     cdef bint has_floor
-    cdef bint closed
 
     def __cinit__(self, Runner runner not None, SlotEncoder writer not None):
         self.runner, self.writer, self.lock = runner, writer, Lock()
@@ -265,13 +264,13 @@ cdef class Carrier:
         -------
         numpy.ndarray
             Bytes; the slot is free again when they are dropped unpublished. Without a slot if there is no room, or
-            the carrier is closed.
+            the ring is closed.
         """
         cdef SlotEncoder writer = self.writer
         cdef Landing landing = None
         self.lock.enter()
         try:
-            if not self.closed:
+            if not cseq_ring_closed(self.runner.r):
                 writer.open_ticket(self.runner)
                 writer.fit(nbytes)
                 landing = Landing.__new__(Landing)
@@ -397,10 +396,9 @@ cdef class Carrier:
         return count
 
     def close(self):
-        """Close the writer; what has landed and was not published is dropped. The ring is closed."""
+        """Close the writer; what has landed and was not published is dropped. The ring has to be closed."""
         self.lock.enter()
         try:
-            self.closed = True
             self.writer.close()
         finally:
             self.lock.leave()

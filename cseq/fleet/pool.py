@@ -77,8 +77,8 @@ class FleetPool(BatchPool):
             ring,
             self._carrier,
             fleet,
-            rank=job.sampler.rank if job.sampler else 0,
-            ranks=job.sampler.world_size if job.sampler else 1,
+            rank=0 if job.sampler is None else job.sampler.rank,
+            ranks=1 if job.sampler is None else job.sampler.world_size,
             memory_limit=self._arena.memory_limit,
             named=partial(named, ring),
         )

@@ -133,6 +133,11 @@ def test_a_large_batch_is_its_slot(trainer: Trainer, workshop: Workshop) -> None
     assert np.array_equal(trainer.take(1), np.arange(3))
 
 
+def no_room(*_: Any) -> None:
+    """Refuse memory."""
+    raise MemoryError("full")
+
+
 def landed(trainer: Trainer, *batches: bytes) -> list[Any]:
     """Write an answer whose batches have landed."""
     answer = answer_of(*batches, large=True)
@@ -204,10 +209,6 @@ def test_without_room_nothing_lands_in_a_slot(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slot that was taken for it is the next one's; a closed carrier has none."""
-
-    def no_room(*_: Any) -> None:
-        raise MemoryError("full")
-
     with monkeypatch.context() as patched:
         patched.setattr("cseq.memory.writer.commit", no_room)
         rooms = [trainer.carrier.land(FIRST + 1) for _ in range(2)]
@@ -292,10 +293,6 @@ def test_a_batch_without_room_becomes_an_error(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other batches of the parcel arrive."""
-
-    def no_room(*_: Any) -> None:
-        raise MemoryError("full")
-
     trainer.post(3)
     tickets = trainer.carrier.claim(3)
     with monkeypatch.context() as patched:
