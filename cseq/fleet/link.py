@@ -109,28 +109,41 @@ class Listener:
                 self._connections.add(connection)
             if self._closed.is_set():  # `close` may have looked before this was added
                 shut(connection)
-            thread(partial(self._welcome, connection, host)).start()
+            try:
+                thread(partial(self._welcome, connection, host)).start()
+            except RuntimeError as error:  # there are no more threads
+                self._part(connection, host, error)
 
     def _welcome(self, connection: socket.socket, host: str) -> None:
         """Serve a trainer that has the key, until either end closes the connection."""
+        others: list[threading.Thread] = []
+        refused = None
         try:
             prove(connection, self.key, b"agent", b"trainer")
             reading, writing = threading.Lock(), threading.Lock()
             serve = partial(self._serve, connection, reading, writing)
-            # One for each parcel that it may have here: a trainer that reads no answers stops
-            # these, and no other trainer's.
-            others = [thread(serve) for _ in range(AHEAD)]
-            for other in others:
+            # One for each parcel that it may have here, and one for a ping beside them: a trainer
+            # that reads no answers stops these, and no other trainer's.
+            for _ in range(AHEAD + 1):
+                other = thread(serve)
                 other.start()
+                others.append(other)
             serve()
-            for other in others:
-                other.join()
-        except (OSError, EOFError) as error:
-            log.warning("an agent has refused what came from %s: %s", host, failure.line_of(error))
-        finally:
-            with self._lock:
-                self._connections.discard(connection)
-            connection.close()
+        except (OSError, EOFError, RuntimeError) as error:  # RuntimeError: no more threads
+            refused = error
+            shut(connection)
+        for other in others:
+            other.join()
+        self._part(connection, host, refused)
+
+    def _part(self, connection: socket.socket, host: str, refused: Exception | None) -> None:
+        """Close a connection."""
+        if refused is not None:
+            why = failure.line_of(refused)
+            log.warning("an agent has refused what came from %s: %s", host, why)
+        with self._lock:
+            self._connections.discard(connection)
+        connection.close()
 
     def _serve(
         self, connection: socket.socket, reading: threading.Lock, writing: threading.Lock
@@ -237,17 +250,18 @@ class Link:
             return
         with connection:
             writing = thread(partial(self._write, connection))
-            writing.start()
             try:
+                writing.start()
                 while True:
                     number, outcome = receive(connection, self._land)
                     with self._lock:
-                        done, _ = self._awaited.pop(number)
+                        done = self._awaited.pop(number)[0]
                     done(outcome)
-                    del outcome  # it may be large, and the next one long in coming
-            except (OSError, EOFError, KeyError) as error:  # a KeyError: `_end` was there before
+                    del done, outcome  # they may be large, and the next one long in coming
+            except Exception as error:  # noqa: BLE001 - also no memory, or no thread: all is lost
                 self._end(self._cause(error))
-            writing.join()
+            if writing.ident is not None:
+                writing.join()
 
     def _land(self, number: int) -> Land:
         """Return what says where an answer is received."""
@@ -274,7 +288,7 @@ class Link:
             while (asked := self._requests.get()) is not None:
                 number, request = asked
                 transmit(connection, number, [request.view(np.uint8)])
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - as in `_run`
             self._end(self._cause(error))
 
     def _cause(self, error: BaseException) -> str:

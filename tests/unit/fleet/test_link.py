@@ -7,6 +7,7 @@ import queue
 import socket
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from cseq.fleet.link import Link, Listener
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from functools import partial
 
     Answer = Any
     Connect = Callable[[Callable[[Any], Answer]], "Both"]
@@ -132,6 +134,77 @@ def test_answers_come_in_any_order(connect):
     first = sorted(both.next()[0] for _ in range(2))
     rest.release(2)
     assert [*first, both.next()[0]] == [1, 2, 0]
+
+
+def test_a_ping_is_answered_beside_all_parcels(connect):
+    """An agent that works on as many as it may have gives a sign of life."""
+    over = threading.Event()
+    both = connect(lambda request: echo(request) if not request[0] or over.wait(SECONDS) else [])
+    for _ in range(links.AHEAD + 1):
+        both.send(1)
+    both.send(0)
+    assert both.next()[0] == 0
+    over.set()
+    assert [both.next()[0] for _ in range(links.AHEAD + 1)] == [1] * (links.AHEAD + 1)
+
+
+def test_what_was_answered_is_not_kept(connect):
+    """Not until the next answer, which may be long in coming: it has a whole pool."""
+
+    class Done:
+        def __init__(self) -> None:
+            self.is_called = threading.Event()
+
+        def __call__(self, _: Any) -> None:
+            self.is_called.set()
+
+    both, done = connect(echo), Done()
+    both.link.send(np.array([1]), done)
+    assert done.is_called.wait(SECONDS)
+    here = weakref.ref(done)
+    del done
+    until(lambda: here() is None)
+
+
+def test_without_memory_for_an_answer_the_connection_is_lost(connect):
+    """What else is under way, too: it is made by others."""
+
+    def land(_: int) -> Any:
+        raise MemoryError("no room for it")
+
+    both = connect(lambda _: [pattern(0, 1), pattern(1, 100_000)])
+    both.link.send(np.array([1]), lambda outcome: both.came.put((1, outcome)), land)
+    assert "MemoryError: no room for it" in both.next()[1].cause
+    both.send(2)
+    assert both.next() == (2, both.link.lost)
+
+
+@pytest.mark.parametrize("work", ["_write", "_welcome", "_serve"])
+def test_without_a_thread_the_connection_is_lost_and_the_next_is_served(connect, monkeypatch, work):
+    """Of either end; `_serve`: without the second one of an agent."""
+    both, make, left = connect(echo), links.thread, ["one"] if work == "_serve" else []
+    both.send(0)
+    assert both.next()[0] == 0
+
+    def start() -> None:
+        raise RuntimeError("can't start new thread")
+
+    def thread(target: partial[None]) -> threading.Thread:
+        made = make(target)
+        if target.func.__name__ == work and not (left and left.pop()):
+            monkeypatch.setattr(made, "start", start)
+        return made
+
+    with monkeypatch.context() as patched:
+        patched.setattr(links, "thread", thread)
+        lost = both.connect(both.listener.key)
+        until(lambda: lost.lost is not None)
+    both.send(1, lost)
+    assert both.next() == (1, lost.lost)
+    other = both.connect(both.listener.key)
+    both.send(2, other)
+    assert both.next()[0] == 2
+    other.close()
 
 
 def test_a_failure_arrives_as_itself(connect):
