@@ -33,6 +33,7 @@ __all__ = ["Dispatcher"]
 
 FIRST = 8  # tickets that are claimed before the first answer
 LOOK = 1.0  # seconds: the longest sleep
+NO_ROOM = 0.002  # the longest one while tickets wait for room: the loop, which makes it, wakes none
 AGAIN = 0.2  # seconds after which an agent that was lost is asked again for a sign of life
 SHORT, LONG = 2.0, 10.0  # seconds without an agent: logged as INFO, as WARNING
 KEPT = 1000  # exceptions whose agents are remembered until the loop has them
@@ -81,7 +82,7 @@ class Dispatcher:
         self._received = 0, 0  # tickets, bytes
         self._raised: dict[int, str] = {}  # by ticket: the agent whose indexer has raised
         self._measured = 0.0  # when counts were exported last
-        self._alone = time.monotonic()  # since when there is no agent
+        self._alone = time.monotonic()  # since when there is no agent; 0: there is one
         self._patience = SHORT
         self._cause = ""  # why an agent was lost last
         self.failure = failure.Failure()
@@ -158,7 +159,7 @@ class Dispatcher:
             self._ask_again()
             if time.monotonic() - self._measured > LOOK:
                 self._measure()
-            if not carrier.wait(seen, self._until(), room > 0):
+            if not carrier.wait(seen, self._until(room), room > 0):
                 self._measure()
                 self._mine, self._known = {}, {}  # they hold what the fleet has in a store
                 return
@@ -178,10 +179,12 @@ class Dispatcher:
         }
         self._meter(exported, len(self._ledger.agents))
 
-    def _until(self) -> int:
+    def _until(self, room: int) -> int:
         """Return how long to sleep, in ns."""
-        times = [self._ledger.due(), *self._asked.values(), time.monotonic() + LOOK]
-        return int(max(0.0, min(times) - time.monotonic()) * 1e9)
+        now = time.monotonic()
+        longest = LOOK if room or not self._carrier.waiting else NO_ROOM
+        times = [self._ledger.due(), *self._asked.values(), now + longest]
+        return int(max(0.0, min(times) - now) * 1e9)
 
     def _room(self) -> int:
         """Return how many tickets may be claimed now: so many that their batches have room."""
@@ -273,7 +276,6 @@ class Dispatcher:
             self._ledger.pong(name)
         elif name in self._mine:
             self._ledger.join(name)
-            self._alone = 0.0
 
     def _lose(self, name: str, lost: Lost) -> None:
         """Have what an agent had made by others; ask it again later."""
@@ -292,8 +294,6 @@ class Dispatcher:
                     indices=indices,
                 )
             )
-        if not self._ledger.agents and not self._alone:
-            self._alone, self._patience = time.monotonic(), SHORT
         if lost.final:
             self._known.pop(name, None)
             self._asked.pop(name, None)
@@ -307,6 +307,10 @@ class Dispatcher:
             del self._asked[name]
             self._ping(name)
         fleet = self._fleet
+        if self._ledger.agents:
+            self._alone = 0.0
+        elif not self._alone:
+            self._alone, self._patience = now, SHORT
         if self._alone and now - self._alone > self._patience and fleet is not None:
             level = logging.INFO if now - self._alone < LONG else logging.WARNING
             tell(

@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
-import time
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -141,13 +141,13 @@ class FleetPool(BatchPool):
 
     def stats(self) -> Stats:
         """Return counts and times, of all workers of the fleet."""
-        return self._dispatcher.counted(super().stats())
+        return replace(self._dispatcher.counted(super().stats()), copies=self._arena.copies)
 
     def close(self) -> None:
         """End the threads; a fleet that was given ends with what has made it."""
         self._ring.close()
         self._dispatcher.close()
-        self._group.join(time.monotonic() + CLOSE_SECONDS)
+        self._group.join(CLOSE_SECONDS)
         self._carrier.close()
         self._arena.close()
         if self._own is not None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -306,7 +305,7 @@ class ProcessPool(BatchPool):
         self.supervisor.close()
         if self._receiver is not None:
             self._receiver.clean()
-        self._group.join(time.monotonic() + 1.0)
+        self._group.join(1.0)
         if self._locks is not None:
             self._locks.close()
         self._shared.close()

@@ -85,14 +85,15 @@ class ThreadGroup:
         frame = sys._current_frames().get(next(filter(None, idents), 0))
         return "(not running)\n" if frame is None else "".join(traceback.format_stack(frame))
 
-    def join(self, deadline: float) -> None:
-        """Wait for all threads until `deadline` (of time.monotonic)."""
+    def join(self, seconds: float) -> None:
+        """Wait for all threads, so long in all."""
+        deadline = time.monotonic() + seconds
         stuck = [name for threads in self._started for name in threads.join(deadline)]
         if stuck:
             log.warning(
-                "threads %s did not end within %g s: an indexer hangs; they are left running",
+                "threads %s did not end within %g s: what they call hangs; they are left running",
                 stuck,
-                CLOSE_SECONDS,
+                seconds,
             )
         self._threads, self._started = Threads(), []
 
@@ -307,7 +308,7 @@ class ThreadPool(BatchPool):
         """Close the ring and wait for the threads."""
         self._closed = True
         self._ring.close()
-        self._group.join(time.monotonic() + CLOSE_SECONDS)
+        self._group.join(CLOSE_SECONDS)
         if self._file is not None:
             self._file.close()
         self._job = self._job.without_worker()

@@ -17,7 +17,7 @@ from waiting import until
 
 import cseq
 from cseq.arguments import WorkerOptions
-from cseq.fleet import ledger
+from cseq.fleet import dispatch, ledger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,6 +95,20 @@ def test_two_sequences_share_a_fleet(fleet: LocalFleet) -> None:
         got = list(zip(one, other, strict=False))
     assert_same([pair[0] for pair in got], in_test_mode()[: len(got)])
     assert_same([pair[1] for pair in got], in_test_mode(**options)[: len(got)])
+
+
+def test_room_that_the_loop_makes_is_used_at_once(
+    fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when all tickets are posted, and nothing wakes the dispatcher; copies are counted."""
+    monkeypatch.setattr(dispatch, "LOOK", 3600.0)
+    with sequence(fleet, memory_limit=2 * 10**6).start() as running:
+        batches, got = iter(running), []
+        for left in range(BATCHES, 0, -5):
+            until(lambda left=left: running.stats().depths[2] >= min(5, left))
+            got += [next(batches) for _ in range(min(5, left))]
+        assert running.stats().copies > 0  # all are held
+    assert_same(got, in_test_mode())
 
 
 def test_unordered_batches_come_once_each(fleet: LocalFleet) -> None:
