@@ -318,7 +318,7 @@ cdef class Carrier:
         cdef cnp.ndarray part
         cdef cseq_cell* c
         cdef int k
-        if cell < 0:
+        if cell < 0 or cseq_ring_closed(self.runner.r):  # closed: the slots may be gone
             return 0
         for k in range(4):
             nbytes += <uint64_t>head[2 + k]
@@ -461,9 +461,10 @@ cdef class Parcel(Memory):
         cdef Py_ssize_t k, size
         cdef int64_t* words = words_of(request, 1)
         cdef int64_t* head
+        if not 0 <= words[0] <= (request.nbytes // 8 - 1) // ASKED:
+            raise ValueError(f"a parcel of {request.nbytes} bytes ends before its {words[0]} tickets do")
         self.request, self.count, self.large = request, words[0], []
         size = 1 + ASKED * self.count
-        words_of(request, size)
         for k in range(self.count):
             head = words + 1 + ASKED * k
             if not 0 <= head[5] <= head[4] <= most:

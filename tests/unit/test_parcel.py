@@ -238,6 +238,16 @@ def test_an_answer_counts_once(trainer: Trainer) -> None:
     assert trainer.carrier.publish(new, answer_of(b"new")) == 1
 
 
+def test_nothing_is_published_after_the_end(trainer: Trainer) -> None:
+    """The file of the slots may be closed, and its descriptor another file's."""
+    trainer.post(2)
+    tickets = trainer.carrier.claim(2)
+    assert trainer.carrier.publish(tickets[:1], answer_of(b"a")) == 1
+    trainer.ring.close()
+    assert trainer.carrier.publish(tickets, answer_of(b"a", b"b")) == 0
+    assert trainer.carrier.held == 1
+
+
 def test_a_part_of_a_parcel_is_published_when_the_rest_was_answered(trainer: Trainer) -> None:
     """Two agents may make overlapping parcels."""
     trainer.post(3)
@@ -308,7 +318,9 @@ def test_a_batch_without_room_becomes_an_error(
     ("words", "text"),
     [
         ([], "ends before"),
-        ([2, 0, 0, 0, 0, 1, 0], "ends before"),
+        ([2, 0, 0, 0, 0, 1, 0], "ends before its 2 tickets"),
+        ([-1, 0, 0, 0, 0, 1, 0], "ends before its -1 tickets"),
+        ([2**62, 0, 0, 0, 0, 1, 0], "ends before its 4611686018427387904 tickets"),
         ([1, 0, 0, 0, 0, 2, 0, 7], "ends before"),
         ([1, 0, 0, 0, 0, 5, 0, 1, 2, 3, 4, 5], "a batch of 5 samples exceeds batch_size=4"),
         ([1, 0, 0, 0, 0, -1, 0], "a batch of -1 samples"),
