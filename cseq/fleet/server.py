@@ -45,6 +45,7 @@ __all__ = ["TicketServer"]
 CELLS = 256  # tickets in the ring; what the parcels of a carrier hold bounds their bytes
 PARK_NS = 100_000_000  # longest sleep before the thread looks for errors and deadlines
 CLOSE_SECONDS = 5.0
+EPOCHS = 64  # whose parcels may come in turns, without each counting deaths anew
 
 log = logging.getLogger("cseq")
 
@@ -70,7 +71,7 @@ class TicketServer:
     batch_size : int
         The most samples of a batch.
     options : WorkerOptions
-        Restarts are counted anew whenever a parcel of another epoch comes.
+        Restarts are counted anew when the first parcel of an epoch comes.
     seed_globals : bool
         As in `MSequence`.
     """
@@ -111,7 +112,7 @@ class TicketServer:
         )
         self._coming: deque[_Request] = deque()
         self._requests: dict[int, _Request] = {}  # by the id of the parcel; of this thread alone
-        self._key: tuple[int, int] | None = None
+        self._epochs: deque[tuple[int, int]] = deque(maxlen=EPOCHS)  # keys of the latest
         self._closed = self._ended = False
         self.failure = failure.Failure()
         self._thread = Threads()
@@ -212,8 +213,8 @@ class TicketServer:
         while self._coming:
             asked = self._coming.popleft()
             self._requests[id(asked.parcel)] = asked
-            if asked.key != self._key:
-                self._key = asked.key
+            if asked.key not in self._epochs:
+                self._epochs.append(asked.key)
                 self.supervisor.deaths.begin()
             self._feed.add(asked.parcel)
         self.supervisor.check()

@@ -7,17 +7,21 @@ import os
 import random
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from carrying import Trainer
+from waiting import until
 
 import cseq
 from cseq.arguments import WorkerOptions
 from cseq.encoding import failure
 from cseq.fleet.server import TicketServer
+from cseq.processes.deaths import TRIES
 from cseq.stage import RAISED
 
 if TYPE_CHECKING:
@@ -174,6 +178,45 @@ def test_a_batch_that_kills_its_workers_is_named(start: Start) -> None:
     with pytest.raises(cseq.WorkerDied, match="has ended 3 workers") as caught:
         client.ask(4)
     assert (caught.value.epoch, caught.value.batch, caught.value.indices) == (9, 2, [6, 7, 8])
+
+
+class DiesWithOthers:
+    """Ends its process in one batch, not before another batch was made since."""
+
+    folder = ""
+
+    def __getitem__(self, indices: np.ndarray[Any, Any]) -> Any:
+        if 0 not in indices:
+            Path(self.folder, f"made-{indices[0]}").touch()
+            return indices
+        before = len(os.listdir(self.folder))
+        Path(self.folder, f"begun-{os.getpid()}").touch()
+        while len(os.listdir(self.folder)) <= before + 1:
+            time.sleep(0.01)
+        os._exit(3)
+
+
+def test_deaths_are_counted_while_parcels_of_other_epochs_come(
+    start: Start, tmp_path: Path
+) -> None:
+    """A batch that kills its workers is named, whatever comes in between."""
+
+    class Dies(DiesWithOthers):
+        folder = str(tmp_path)
+
+    server = start(Dies)
+    poison = Client(server, 1)
+    others = [Client(server, 1 + TRIES, epoch=epoch) for epoch in (10, 9)]
+    for other in others:
+        other.trainer.carrier.claim(1)  # the same samples as the poison
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as another:
+        asked = one.submit(poison.ask, 1)
+        for k in range(TRIES):
+            until(lambda k=k: len([*tmp_path.glob("begun-*")]) > k)
+            for other in others:
+                another.submit(other.ask, 1)  # the last ones fail with it
+        with pytest.raises(cseq.WorkerDied, match="has ended 3 workers"):
+            asked.result()
 
 
 def test_a_batch_that_takes_too_long_is_named(start: Start) -> None:
