@@ -247,6 +247,7 @@ class AgentActor:
         self._arguments = num_workers, batch_size, options
         self._seed_globals = seed_globals
         self._node: str = ray.util.get_node_ip_address()
+        self._worker: Pickled | None = None
         self._server: TicketServer | None = None
         self._listener: Listener | None = None
         self._batches = 0
@@ -258,14 +259,17 @@ class AgentActor:
     def about(self, payload: list[Any]) -> About:
         """Give a sign of life; start the server, if it is not started."""
         with self._idle:
-            if self._listener is None:
-                data, buffers, modules = ray.get(payload[0])
-                worker = Pickled(data, [memoryview(buffer) for buffer in buffers], modules)
-                server = TicketServer(worker, *self._arguments, seed_globals=self._seed_globals)
-                server.start()
-                self._server = server
-                self._listener = Listener(self._node, self._make)
             listener = self._listener
+            if listener is None:
+                data, buffers, modules = ray.get(payload[0])
+                self._worker = Pickled(data, [memoryview(buffer) for buffer in buffers], modules)
+                listener = self._listen()
+                try:
+                    self._server = self._serve()
+                except BaseException:
+                    listener.close()
+                    raise
+                self._listener = listener
             busy = self._busy + (time.monotonic() - self._began if self._running else 0.0)
         return About(
             self._node,
@@ -278,15 +282,49 @@ class AgentActor:
             busy,
         )
 
+    def _listen(self) -> Listener:
+        """Listen where the trainers of other nodes reach this one."""
+        try:
+            return Listener(self._node, self._make)
+        except OSError as error:
+            raise RuntimeError(
+                f"an agent cannot listen at {self._node}, which Ray says is the address of its "
+                f"node: {failure.line_of(error)}"
+            ) from error
+
+    def _serve(self) -> TicketServer:
+        """Start a server."""
+        server = TicketServer(self._worker, *self._arguments, seed_globals=self._seed_globals)
+        try:
+            server.start()
+        except BaseException:
+            server.close()
+            raise
+        return server
+
+    def _present(self) -> TicketServer:
+        """Return the server: another one, if this one's workers have ended it."""
+        before = None
+        with self._idle:
+            if self._server is None or self._server.failure:
+                if self._closing.is_set():
+                    raise InterruptedError("the agent is ending")
+                before, self._server = self._server, None
+                self._server = self._serve()
+            server = self._server
+        if before is not None:
+            before.close()
+        return server
+
     def _make(self, request: NDArray[np.int64]) -> list[NDArray[np.uint8]] | Failed:
         """Make the batches of a parcel, on a thread of the listener."""
-        assert self._server is not None
         with self._idle:
             self._began = self._began if self._running else time.monotonic()
             self._running += 1
+        made = 0
         try:
-            answer = self._server.make(request)
-            self._batches += int(request[0])
+            answer = self._present().make(request)
+            made = int(request[0])
             return answer
         except InterruptedError:
             raise
@@ -301,6 +339,7 @@ class AgentActor:
             return Failed(failure.pack(error))
         finally:
             with self._idle:
+                self._batches += made
                 self._running -= 1
                 self._busy += 0.0 if self._running else time.monotonic() - self._began
                 self._idle.notify_all()

@@ -100,6 +100,7 @@ class RayAgent:
         self._member = member
         self._lock = threading.Lock()
         self._link: Link | None = None
+        self._end: weakref.finalize[..., Any] | None = None  # ends the connection with this object
         self.name = "an agent that is not there yet"
 
     def send(self, request: NDArray[np.int64], done: Callable[[Outcome], None], land: Land) -> None:
@@ -134,13 +135,15 @@ class RayAgent:
         self._member.about().future().add_done_callback(finish)
 
     def _connected(self, about: About) -> Link:
-        """Return the connection: a new one, if there is none. It ends with this object."""
+        """Return the connection: a new one, if there is none."""
         with self._lock:
             if self._link is None or self._link.lost is not None:
+                if self._end is not None:
+                    self._end.detach()
                 self._link = link = Link(about.node, about.port, about.key)
                 # Garbage is collected on any thread.
-                end = weakref.finalize(self, _thread.start_new_thread, link.close, ())
-                end.atexit = False
+                self._end = weakref.finalize(self, _thread.start_new_thread, link.close, ())
+                self._end.atexit = False
                 link.open()
             return self._link
 
@@ -319,8 +322,8 @@ class RayFleet:
             if self._roster is None:
                 self._roster = roster_actor().remote()
                 self._show()
-            if self._end is not None:  # copies may outlive this object
-                self._end.detach()
+            if self._made is not None:
+                _pickled.add(self)
         about = self.placement, self.batch_size, absent(self.worker)
         return type(self)._copy, (self._roster, *about)
 
@@ -561,6 +564,7 @@ class RayFleet:
             is_mine = made is not None or self._name is not None
             self._take({})
             self.worker = None
+        _pickled.discard(self)
         self._tell()
         if over or not is_mine or not ray.is_initialized():
             return
@@ -578,6 +582,9 @@ class RayFleet:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_pickled: set[RayFleet] = set()  # copies may be in use: these stay until they are closed
 
 
 def drop(agents: Agents) -> None:

@@ -6,11 +6,15 @@ import importlib
 import logging
 import os
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import ray
 from drawing import (
     BATCHES,
+    OPTIONS,
     SMALL,
     Draws,
     actor_of_this_process,
@@ -23,7 +27,10 @@ from kinds import assert_same
 from local_cluster import until
 
 import cseq
+from cseq.arguments import WorkerOptions
+from cseq.encoding.pickling import dump
 from cseq.fleet import dispatch
+from cseq.fleet.actors import AgentActor
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -131,6 +138,51 @@ def test_an_indexer_fails_at_one_agent_alone(tmp_path):
                     failed.add(error.__notes__[-1].split(" pid ")[1].split()[0])
     assert made
     assert failed == {str(bad)}
+
+
+class Dies(Draws):
+    """Ends its process in one batch."""
+
+    def __getitem__(self, indices):
+        if 77 in indices:
+            os._exit(5)
+        return super().__getitem__(indices)
+
+
+def test_a_fleet_goes_on_after_a_batch_that_kills_its_workers():
+    """The sequence that asked for it fails; those without it do not, whichever agent had it."""
+    with cseq.RayFleet(Dies, 2, 1) as fleet:
+        for _ in range(2):
+            with pytest.raises(cseq.WorkerDied, match="has ended 3 workers"):
+                list(sequence(fleet).start())
+            with cseq.RaySequence(fleet, 76, **OPTIONS).start() as batches:
+                assert_same(list(batches), in_test_mode(samples=76))
+
+
+@ray.remote(num_cpus=0, max_calls=1)
+def not_listening(payload):
+    """Be an agent that Ray has told an address that this machine does not have."""
+    ray.util.get_node_ip_address = lambda: "203.0.113.7"
+    options = WorkerOptions.checked(None, 0, None, "raise", None, 1, None)
+    said = []
+    with ThreadPoolExecutor(1) as threads:  # the main thread's signals stay as they are
+        agent = threads.submit(AgentActor, 1, 4, options, seed_globals=True).result()
+        for _ in range(2):
+            try:
+                threads.submit(agent.about, payload).result()
+            except RuntimeError as error:
+                said.append(str(error))
+    return said, [thread.name for thread in threading.enumerate()]
+
+
+def test_an_agent_that_cannot_listen_starts_no_workers():
+    """It says so, each time that it is asked for a sign of life."""
+    made = dump(Draws(), elsewhere=True)
+    payload = [ray.put((made.data, [*made.buffers], made.modules))]
+    said, threads = ray.get(not_listening.remote(payload))
+    assert len(said) == 2
+    assert "cannot listen at 203.0.113.7" in said[0]
+    assert "cseq-server" not in threads
 
 
 class Refuses:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import os
 import signal
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -108,6 +110,22 @@ def test_a_copy_uses_the_same_agents():
         assert_is_test_mode(copy.deepcopy(ray.get(there)))  # Ray's arrays are read-only
         assert len(fleet.agents) == 2
         assert sum(agent.batches for agent in fleet.agents) >= 2 * BATCHES
+
+
+def test_a_copy_outlives_the_object_that_was_pickled():
+    """A function may make a fleet, and return only the task that it was given to."""
+    fleet = cseq.RayFleet(Draws, 2, 1)
+    made, here = copy.copy(fleet), weakref.ref(fleet)
+    del fleet
+    gc.collect()
+    with sequence(made).start() as batches:
+        assert_is_test_mode(list(batches))
+        kill_agent(here(), 0, signal.SIGKILL)
+        until(lambda: len(made.agents) == 2, "the agent is not replaced")
+        assert_is_test_mode(list(batches), epoch=1)
+    here().close()
+    gc.collect()
+    assert here() is None
 
 
 class Tens:
