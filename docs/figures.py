@@ -97,7 +97,7 @@ NAMES = {
     "cseq threads": "cseq, threads",
     "DataLoader": "torch's DataLoader",
     "DataLoader forkserver": "torch's, fork server",
-    "cseq.DataLoader forkserver": "… fork server",  # below cseq.DataLoader
+    "cseq.DataLoader forkserver": "cseq's, fork server",
 }
 TORCH = ("DataLoader", "DataLoader forkserver")  # the one that is forked, where it was measured
 
