@@ -1,11 +1,14 @@
 """Figures of the pages: bars drawn from committed results, and drawings made by hand.
 
-Both are SVG in the page itself, whose colours are those of the page: light or dark.
+Both are SVG in the page itself, whose colours are those of the page: light or dark. The table of
+the data formats, and the sentences about it, are made of the same results.
 """
 
 from __future__ import annotations
 
+import functools
 import html
+import importlib.util
 import json
 import math
 import statistics
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from docutils import nodes
 from docutils.parsers.rst import Directive, directives
+from sphinx.util.docutils import SphinxDirective
 
 from cseq.observe.figures import Drawing, number
 
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 FORMATS = HERE.parent / "benchmarks" / "results" / "formats.json"
+RUNNER = HERE.parent / "benchmarks" / "formats" / "run.py"
 
 WIDTH, LABEL, BAR, ROW = 500, 168, 205, 26  # of a figure, its names, its longest bar, its lines
 
@@ -55,12 +60,30 @@ def median(way: dict[str, Any] | None, what: str) -> float | None:
     return statistics.median(values) if values else None
 
 
+@functools.cache
+def runner() -> Any:
+    """Import the program that made the results: its table, and what it compares with what."""
+    spec = importlib.util.spec_from_file_location("formats_run", RUNNER)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def results() -> dict[str, Any]:
+    """Read the committed results of `make check-formats`."""
+    return json.loads(FORMATS.read_text(encoding="utf-8"))
+
+
+def rounds_of(report: dict[str, Any]) -> str:
+    """Say of how many rounds the figures are."""
+    return "one round" if report["rounds"] == 1 else f"medians of {report['rounds']} rounds"
+
+
 def formats() -> tuple[dict[str, dict[str, Any]], str]:
-    """Read the committed results of `make check-formats`: name → ways, and when and where."""
-    report = json.loads(FORMATS.read_text(encoding="utf-8"))
+    """Return the committed results: name → ways, and when and where they were made."""
+    report = results()
     about = report["machine"]
-    rounds = "one round" if report["rounds"] == 1 else f"medians of {report['rounds']} rounds"
-    where = f"{about['cpu']}, {about['cores']} cores, {about['date'][:10]}, {rounds}"
+    where = f"{about['cpu']}, {about['cores']} cores, {about['date'][:10]}, {rounds_of(report)}"
     found = {
         one["name"]: {way["way"]: way for way in one["ways"]} | {"title": one["title"]}
         for one in report["formats"]
@@ -73,36 +96,56 @@ NAMES = {
     "cseq fork": "cseq, forked",
     "cseq threads": "cseq, threads",
     "DataLoader": "torch's DataLoader",
+    "DataLoader forkserver": "torch's, fork server",
+    "cseq.DataLoader forkserver": "cseq's, fork server",
 }
+TORCH = ("DataLoader", "DataLoader forkserver")  # the one that is forked, where it was measured
+
+
+def base_of(ways: dict[str, Any], what: str, first: Sequence[str] = ()) -> float | None:
+    """Return the figure of torch's DataLoader: of those in `first`, or of one that there is."""
+    figures = (median(ways.get(name), what) for name in (*first, *TORCH))
+    return next((figure for figure in figures if figure), None)
+
+
+def short(title: str) -> str:
+    """Shorten a format's title to its first words."""
+    title = title.rstrip(".").partition(". ")[2].split(":")[0].split(",")[0]
+    return title.replace("`", "").split(" (")[0]
 
 
 def of_format(name: str) -> str:
     """Draw the rates of a data format: each way that was measured."""
     found, where = formats()
     ways = {way: one for way, one in found[name].items() if way != "title"}
-    base = median(ways.get("DataLoader"), "samples_per_s")
+    base = base_of(ways, "samples_per_s")
     rows: list[tuple[str, float | None, str]] = []
     for way, one in ways.items():
         rate = median(one, "samples_per_s")
         if rate is None:
-            rows.append((NAMES.get(way, way), None, "failed"))
+            if one["errors"]:
+                rows.append((NAMES.get(way, way), None, "failed"))
             continue
-        times = f" · {rate / base:.3g} ×" if base and way != "DataLoader" else ""
+        times = f" · {rate / base:.3g} ×" if base and way not in TORCH else ""
         rows.append((NAMES.get(way, way), rate, number(rate) + times))
     return bars(rows, f"Samples a second, two workers; × torch's DataLoader. {where}.")
 
 
-def of_processes_and_threads() -> str:
-    """Draw, for each format, the rate from threads over that from processes, in logarithms."""
+def rates_of_threads() -> tuple[list[tuple[str, float | None]], str]:
+    """Return, for each format, the rate from threads over that from processes; when and where."""
     found, where = formats()
     rows = []
     for one in found.values():
         processes = median(one.get("cseq"), "samples_per_s")
         threads = median(one.get("cseq threads"), "samples_per_s")
-        title = one["title"].rstrip(".").partition(". ")[2].split(":")[0].split(",")[0]
-        title = title.replace("`", "").split(" (")[0]
         ratio = threads / processes if threads and processes else None
-        rows.append((title, ratio))
+        rows.append((short(one["title"]), ratio))
+    return rows, where
+
+
+def of_processes_and_threads() -> str:
+    """Draw, for each format, the rate from threads over that from processes, in logarithms."""
+    rows, where = rates_of_threads()
     most = max(1.0, *(abs(math.log2(ratio)) for _, ratio in rows if ratio))
     middle, half, label = 470, 105, 308
     caption = f"Rate of the same indexer from two processes and from two threads. {where}."
@@ -127,6 +170,137 @@ def of_processes_and_threads() -> str:
     return figure(drawing.inline(), caption, "wide")
 
 
+# -- the table of the formats, and the sentences about it
+
+
+def table_of_formats() -> str:
+    """Write the table of all formats and ways, below when and where it was measured."""
+    program, report = runner(), results()
+    about = report["machine"]
+    libraries = ", ".join(f"{name} {value}" for name, value in about["versions"].items())
+    made = f"Measured on {about['date']}, {rounds_of(report)} of each way: {about['cpu']}, "
+    made += f"{about['cores']} cores, {about['memory_gib']} GiB; {libraries}."
+    lines = [
+        made,
+        "",
+        program.row(["format", "way", *program.FIGURES.values()]),
+        program.row(["---", "---", *["---:"] * len(program.FIGURES)]),
+    ]
+    for one in report["formats"]:
+        lines += program.lines_of(one)
+    failed = [f"- {line}" for line in program.failures(report)]
+    return "\n".join([*lines, "", *(["What failed:", "", *failed] if failed else [])])
+
+
+def ratios(way: str, what: str, like: Sequence[str] = ()) -> list[tuple[str, float]]:
+    """Return a way's figure over that of torch's like DataLoader, for each format that has both.
+
+    `like`: the DataLoaders to compare with, the first that there is; as in the table if not given.
+    """
+    found, _ = formats()
+    rows = []
+    for one in found.values():
+        ours = median(one.get(way), what)
+        theirs = [median(one.get(name), what) for name in like or runner().LIKE[way]]
+        base = next((value for value in theirs if value), None)
+        if ours and base:
+            rows.append((short(one["title"]), ours / base))
+    return rows
+
+
+def between(rows: Sequence[tuple[str, float]]) -> str:
+    """Say from what to what."""
+    values = [ratio for _, ratio in rows]
+    least, most = (factor(value) for value in (min(values), max(values)))
+    return f"{least} to {most}" if len(rows) > 1 else least
+
+
+def factor(ratio: float) -> str:
+    """Write a ratio with as many digits as its size allows."""
+    if ratio >= 10:
+        return f"{ratio:.0f}"
+    return f"{ratio:.2f}" if ratio >= 0.01 else f"{ratio:.1g}"
+
+
+def words_of_cpu() -> str:
+    """Say how much less CPU time a sample takes with cseq."""
+    found, _ = formats()
+    rows = []
+    for one in found.values():
+        ours = median(one.get("cseq"), "cpu_us")
+        theirs = base_of(one, "cpu_us", runner().LIKE["cseq"])
+        if ours and theirs:
+            rows.append((theirs / ours, short(one["title"])))
+    less = [ratio for ratio, _ in rows if ratio > 1]
+    where = "each format" if len(less) == len(rows) else f"{len(less)} of {len(rows)} formats"
+    (least, first), (most, last) = min(rows), max(rows)
+    return (
+        "**CPU time.** In this run cseq's processes took less CPU per sample than the "
+        f"DataLoader's in {where}: the DataLoader took {least:.1f} times as much ({first}) to "
+        f"{factor(most)} times as much ({last})."
+    )
+
+
+STARTS = {
+    "cseq": "The fork server (*cseq* against *DataLoader forkserver*{}) starts",
+    "cseq fork": '`start_method="fork"` (*cseq fork* against the like DataLoader{}) starts',
+    "cseq threads": "Threads (*cseq threads* against the like DataLoader{}) start",
+}
+
+
+def words_of_start() -> str:
+    """Say, for each way, what its start and memory are beside those of the like DataLoader."""
+    lines = []
+    for way, words in STARTS.items():
+        starts, memory = ratios(way, "first_ms"), ratios(way, "memory_mb")
+        if not starts:
+            continue
+        count = f", {len(starts)} formats" if len(starts) < len(results()["formats"]) else ""
+        above = [f"{title} {ratio:.2f}" for title, ratio in memory if ratio >= 1.005]
+        lines.append(
+            f"- {words.format(count)} in {between(starts)} times the time, with "
+            f"{between(memory)} times the memory."
+            + (f" Above 1: {', '.join(above)}." * bool(above))
+        )
+    forked = ratios("cseq", "first_ms", TORCH[:1])
+    if forked:
+        lines.append(
+            f"- cseq's *fork server* takes {between(forked)} times as long to start as a *forked* "
+            "DataLoader, since the one imports and the other does not; "
+            '`start_method="fork"` and `MTSequence` avoid the import.'
+        )
+    return "\n".join(lines)
+
+
+# Why a way of a format has failed, with its last words, where that is understood.
+KNOWN = {
+    ("arrow_text", "AttributeError: type object 'tqdm' has no attribute '_lock'"): (
+        "Two threads loaded the data set at the same time; in today's cseq, threads make their "
+        "indexers in turn."
+    )
+}
+
+
+def words_of_threads() -> str:
+    """Say where processes had the higher rate, and which formats have no bar."""
+    rows, _ = rates_of_threads()
+    both = [(title, ratio) for title, ratio in rows if ratio]
+    faster = [title for title, ratio in both if ratio > 1]
+    said = "each" if not faster else f"{len(both) - len(faster)}"
+    text = (
+        f"In this run, processes had the higher rate with {said} of the {len(both)} kinds of data"
+    )
+    text += f"; threads with: {', '.join(faster)}." if faster else "."
+    found, _ = formats()
+    for line in runner().failures(results()):
+        name, _, why = line.partition(", cseq threads: ")
+        if why and not found[name]["cseq threads"]["rounds"]:
+            last = why.partition(" rounds: ")[2]
+            text += f" {short(found[name]['title'])} has no bar: threads ended with `{last}`."
+            text += f" {KNOWN[name, last]}" if (name, last) in KNOWN else ""
+    return text
+
+
 def by_hand(name: str) -> str:
     """Put a drawing of docs/drawings into the page."""
     return figure((HERE / "drawings" / f"{name}.svg").read_text(encoding="utf-8"), "")
@@ -148,6 +322,18 @@ class Figure(Directive):
         return [nodes.raw("", type(self).draw(*self.arguments), format="html")]
 
 
+class Text(SphinxDirective):
+    """`{formats-table}`, `{formats-cpu}`, `{formats-start}`, `{threads-words}`."""
+
+    write: ClassVar[Callable[[], str]]
+
+    def run(self) -> list[nodes.Node]:
+        """Parse what is written, as Markdown."""
+        for path in (FORMATS, RUNNER):
+            self.env.note_dependency(str(path))
+        return self.parse_text_to_nodes(type(self).write())
+
+
 def setup(app: Sphinx) -> None:
     """Name the directives."""
     from order_figures import of_order
@@ -159,3 +345,10 @@ def setup(app: Sphinx) -> None:
         "order-figure": of_order,
     }.items():
         app.add_directive(name, type(name, (Figure,), {"draw": staticmethod(draw)}))
+    for name, write in {
+        "formats-table": table_of_formats,
+        "formats-cpu": words_of_cpu,
+        "formats-start": words_of_start,
+        "threads-words": words_of_threads,
+    }.items():
+        app.add_directive(name, type(name, (Text,), {"write": staticmethod(write)}))

@@ -25,3 +25,7 @@ def train(keeps=300, batches=300):
 
 
 AFTER = {"keeps": 10}
+
+
+if __name__ == "__main__":
+    print(train().advice())

@@ -27,3 +27,7 @@ def train(num_workers=1, batches=400):
 
 
 AFTER = {"num_workers": 2}
+
+
+if __name__ == "__main__":
+    print(train().advice())

@@ -21,3 +21,7 @@ def train(buffer=10, batches=440):
 
 
 AFTER = {"buffer": 64}
+
+
+if __name__ == "__main__":
+    print(train().advice())

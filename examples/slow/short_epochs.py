@@ -22,3 +22,7 @@ def train(per_epoch=12, batches=480):
 
 
 AFTER = {"per_epoch": 480}
+
+
+if __name__ == "__main__":
+    print(train().advice())

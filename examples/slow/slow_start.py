@@ -30,3 +30,7 @@ def train(worker=Files, batches=250):
 
 
 AFTER = {"worker": np.arange(1000)}  # read once, before, and given to all workers
+
+
+if __name__ == "__main__":
+    print(train().advice())

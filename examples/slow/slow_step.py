@@ -21,3 +21,7 @@ def train(num_workers=4, batches=250):
 
 
 AFTER = {"num_workers": 1}  # is enough, and gives three cores back
+
+
+if __name__ == "__main__":
+    print(train().advice())

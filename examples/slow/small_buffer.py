@@ -21,3 +21,7 @@ def train(buffer=2, batches=400):
 
 
 AFTER = {"buffer": 16}
+
+
+if __name__ == "__main__":
+    print(train().advice())

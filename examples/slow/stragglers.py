@@ -21,3 +21,7 @@ def train(buffer=10, batches=600):
 
 
 AFTER = {"buffer": 48}
+
+
+if __name__ == "__main__":
+    print(train().advice())

@@ -18,3 +18,7 @@ def train(kind=cseq.MTSequence, batches=300):
 
 
 AFTER = {"kind": cseq.MPSequence}
+
+
+if __name__ == "__main__":
+    print(train().advice())

@@ -16,3 +16,7 @@ def train(batch_size=1, batches=2_000_000):
 
 
 AFTER = {"batch_size": 64, "batches": 200_000}
+
+
+if __name__ == "__main__":
+    print(train().advice())

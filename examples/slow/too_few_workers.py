@@ -21,3 +21,7 @@ def train(num_workers=2, batches=400):
 
 
 AFTER = {"num_workers": 5}
+
+
+if __name__ == "__main__":
+    print(train().advice())

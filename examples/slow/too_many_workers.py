@@ -27,3 +27,7 @@ def train(num_workers=6, batches=800):
 
 
 AFTER = {"num_workers": 2}
+
+
+if __name__ == "__main__":
+    print(train().advice())

@@ -286,7 +286,8 @@ def test_the_reference_names_everything_public() -> None:
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "slow").glob("*.py")), ids=lambda p: p.stem)
 def test_slow_loops(path: Path, output_of: Script) -> None:
     """Each runs, takes what its remedy changes, and is on the page, with what was seen of it."""
-    source = path.read_text(encoding="utf-8")
+    source, run, advice = path.read_text(encoding="utf-8").partition("\n\nif __name__ == ")
+    assert run + advice == '\n\nif __name__ == "__main__":\n    print(train().advice())\n'
     check = "assert set(AFTER) <= set(__import__('inspect').signature(train).parameters)"
     told = output_of(f"{source}\n{check}\nprint(train(batches=16).stats().batches)")
     assert int(told) >= 12
