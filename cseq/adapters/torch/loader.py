@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from cseq.advice import Advice
     from cseq.fleet.ray import RayFleet
     from cseq.remake import Remade
     from cseq.run import Run
@@ -295,6 +296,22 @@ class DataLoader(Torchs[T_co]):
             There are none: no epoch has begun, or it was left, or the trainer makes the batches.
         """
         return stats_of(self._progress)
+
+    def advice(self, since: Stats | None = None) -> Advice:
+        """Return why the loop waits, and what to do: ``print`` it; see `cseq.MSequence.advice`.
+
+        Parameters
+        ----------
+        since : Stats, optional
+            What `stats` returned earlier, of the same workers: only what came after it counts.
+
+        Raises
+        ------
+        RuntimeError
+            There is nothing to tell of; see `stats`.
+        """
+        now = self.stats()
+        return (now if since is None else now.since(since)).advice()
 
     def report(
         self, path: str | os.PathLike[str], *, title: str | None = None, remake: int = 0
