@@ -433,7 +433,9 @@ class DataLoader(Torchs[T_co]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Have the next `iter` go on where a state says.
 
-        A state of a finished epoch makes the next one begin anew, and so does an empty one.
+        A state of a finished epoch makes the next one begin anew, and so does an empty one. What
+        the data set draws at random comes anew after a resume with ``rng='worker'``, the default:
+        workers begin from their seed again. With ``rng='batch'`` it is as without the resume.
 
         Parameters
         ----------
@@ -473,6 +475,14 @@ class DataLoader(Torchs[T_co]):
             self._loaded = before
             raise
         self._iterator = None
+        taken, own = state_dict.get("rng"), self.rng or defaults.rng
+        if taken not in (None, own):
+            log.warning(
+                "the state was taken with rng=%r, and this loader has rng=%r: what the data set "
+                "draws at random is not what it would have drawn; give the same rng",
+                taken,
+                own,
+            )
 
 
 if TYPE_CHECKING:
