@@ -186,6 +186,8 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
 def explain_batch(indexer: object, batch: Any, count: int) -> str | None:
     """Return a warning for what is no batch of so many indices; None: it may be one."""
     name = type(indexer).__name__
+    if batch is None:
+        return f"__getitem__ of {name} returned None: is a `return` missing?"
     if _is_torchs(indexer):
         rows = {count, len(parts())}  # a row for each index, or for each unit of the order
         for shape in (tuple(array.shape) for array in arrays_of(batch)):
@@ -198,7 +200,7 @@ def explain_batch(indexer: object, batch: Any, count: int) -> str | None:
 class FirstBatches:
     """Looks at the first batch of each runner that shares it; warns of the first odd one.
 
-    Of labels that become floats, and of what a data set makes of an array of indices.
+    Of labels that become floats, of None, and of what a data set makes of an array of indices.
 
     Parameters
     ----------

@@ -292,6 +292,15 @@ def test_labels_are_told_of_once() -> None:
     assert "int64 of shape (3,)" in told[0]
 
 
+@pytest.mark.parametrize("kind", FEW, ids=by_name)
+def test_a_forgotten_return(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
+    """The loop gets None, as it was returned; the log says once why that may be."""
+    with kind.start(functools.partial(Returns, None), 8, batch_size=2, out_type="null") as m:
+        assert list(m) == [None] * 4
+    told = "__getitem__ of Returns returned None: is a `return` missing?"
+    assert caplog.messages.count(told) == 1
+
+
 class Squares:
     """As torch's data sets are written: for one index. It takes an array, and makes no batch."""
 
