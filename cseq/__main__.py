@@ -29,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Those of the command line.
     """
     parser = argparse.ArgumentParser(prog="python -m cseq")
+    version = f"cseq {sys.modules['cseq'].__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="command")
     run = commands.add_parser(
         "run",

@@ -24,7 +24,7 @@ __all__ = [
 
 MOST_WORKERS = 2**15 - 1  # with as many converters, they can be numbered in 16 bits
 
-# Keywords of torch's DataLoader that have another name here, or none.
+# Keywords, most of them of torch's DataLoader, that have another name here, or none.
 ELSEWHERE = {
     "batch_sampler": "batches are cut from the order of the epoch: give batch_size, shuffle, "
     "drop_last and shard; samples of your own choice go into dset_size, as an array of indices",
@@ -42,6 +42,7 @@ ELSEWHERE = {
     "sampler": "give shuffle, shard and seed; samples of your own choice go into dset_size, as an "
     "array of indices",
     "worker_init_fn": "give a class as `worker`: its __init__ runs once in every worker",
+    "workers": "that is `num_workers` here",
 }
 
 

@@ -341,11 +341,11 @@ class MSequence(Manager, Generic[B_co]):
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Name the arguments and the state; shard='auto' is not resolved for this."""
         with self._lock.hold():
+            auto, run, sampler = self._job.auto, self._run, self._sampler
             yield "samples", f"{self.dset_size:,}"
             if self._shard is not None:
-                yield "batches", f"{self._sampler.length:,}"
-            yield "batch_size", f"{self.batch_size:,}"
-            auto, run = self._job.auto, self._run
+                yield "batches", f"{sampler.length:,}"
+            yield "batch_size", "the order's" if sampler.order.is_batch else f"{self.batch_size:,}"
             workers, buffer = run.pool.size if run and any(auto) else self._job.start
             said = f"{workers} {KINDS[self._thread_type]}" if workers else "0"
             yield "workers", f"auto: {said}" if auto[0] else said
@@ -356,7 +356,7 @@ class MSequence(Manager, Generic[B_co]):
                 yield "shard", "shard='auto'"
             elif self._shard.world_size > 1:
                 yield "shard", f"rank {self._shard.rank} of {self._shard.world_size}"
-            epoch, position, _ = self._place.now(self._sampler)
+            epoch, position, _ = self._place.now(sampler)
             yield "epoch", f"{epoch}"
             if position:
                 yield "place", f"{position:,} samples in"

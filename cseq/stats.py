@@ -376,12 +376,13 @@ class Stats:
 
     def __str__(self) -> str:
         waiting, middle, ready = self.depths
+        queues = f"queues {waiting} in, {middle} middle, {ready} out; " if any(self.depths) else ""
+        workers = "1 worker was" if self.num_workers == 1 else f"{self.num_workers} workers were"
+        busy = f", {workers} busy {1 - self.workers_waiting:.0%}" if self.num_workers else ""
         return (
-            f"{self.batches} batches, {self.samples} samples, {self.nbytes / 1e6:.1f} MB; "
-            f"queues {waiting} in, {middle} middle, {ready} out; "
+            f"{self.batches} batches, {self.samples} samples, {self.nbytes / 1e6:.1f} MB; {queues}"
             f"first batch after {self.start_waited:.3f} s; of {self.elapsed:.3f} s since then the "
-            f"loop waited {self.loop_waiting:.0%}, {self.num_workers} workers "
-            f"{self.workers_waiting:.0%} (bottleneck: {self.bottleneck}); "
+            f"loop waited {self.loop_waiting:.0%}{busy} (bottleneck: {self.bottleneck}); "
             f"{self.restarts} restarts, {self.retries} retries, {self.skips} skips, "
             f"{self.copies} copies"
         )

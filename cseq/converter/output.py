@@ -163,14 +163,8 @@ def cast_dtype(output: Output) -> Dtype | None:
     return output.dtype if output.kind in ("cuda", "cpu", "array") else None
 
 
-def explain_cast(batch: Batch, output: Output) -> str | None:
-    """Return a warning for arrays that look like labels and will become floats; None: none do.
-
-    These are integer arrays beside other arrays, but not images: ``uint8`` of several dimensions.
-    """
-    dtype = output.dtype
-    if output.kind not in ("cpu", "cuda", "array") or dtype is None or dtype.kind != "f":
-        return None
+def arrays_of(batch: Batch) -> list[Any]:
+    """List the arrays and tensors of a batch."""
     arrays: list[Any] = []
 
     def leaf(value: object) -> object:
@@ -179,6 +173,18 @@ def explain_cast(batch: Batch, output: Output) -> str | None:
         return value
 
     map_leaves(leaf, batch)
+    return arrays
+
+
+def explain_cast(batch: Batch, output: Output) -> str | None:
+    """Return a warning for arrays that look like labels and will become floats; None: none do.
+
+    These are integer arrays beside other arrays, but not images: ``uint8`` of several dimensions.
+    """
+    dtype = output.dtype
+    if output.kind not in ("cpu", "cuda", "array") or dtype is None or dtype.kind != "f":
+        return None
+    arrays = arrays_of(batch)
     labels = []
     for array in arrays if len(arrays) > 1 else ():
         name = str(array.dtype).removeprefix("torch.")

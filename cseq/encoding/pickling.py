@@ -40,6 +40,7 @@ Reduced: TypeAlias = Any  # what a reducer returns: a name, or a tuple
 Reducers: TypeAlias = "dict[type, Callable[[Any], Reduced]]"
 
 IN_BAND = 512  # bytes; buffers below this stay inside the pickle
+FILENAME = 10  # which argument of `types.CodeType` is the file's name
 
 # What pickle raises for classes and functions that it cannot find by their names.
 NAMELESS = (pickle.PicklingError, AttributeError, TypeError)
@@ -324,6 +325,12 @@ def by_value_pickler() -> _ByValue:
 
     base: Any = cloudpickle.Pickler
 
+    def reduce_code(code: types.CodeType) -> Reduced:
+        # cloudpickle writes "<dynamic-code>" for the file, so that a notebook's function has always
+        # the same pickle. Here, tracebacks and stacks of workers are to name file and line.
+        make, args = base.dispatch_table[types.CodeType](code)
+        return make, (*args[:FILENAME], code.co_filename, *args[FILENAME + 1 :])
+
     def prepare(
         self: _ByValue,
         file: io.BytesIO,
@@ -331,7 +338,7 @@ def by_value_pickler() -> _ByValue:
         reducers: Reducers,
         by_name: Callable[[Any], bool],
     ) -> None:
-        self.dispatch_table = ChainMap(reducers, base.dispatch_table)
+        self.dispatch_table = ChainMap(reducers, {types.CodeType: reduce_code}, base.dispatch_table)
         base.__init__(self, file, protocol=5, buffer_callback=keep)
         self.by_name = by_name
 

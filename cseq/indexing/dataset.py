@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["IN_PLACE", "DatasetIndexer", "empty_tensor", "from_dataset"]
+__all__ = ["IN_PLACE", "DatasetIndexer", "empty_tensor", "from_dataset", "refuse_iterable"]
 
 Samples: TypeAlias = "Sequence[Any]"
 
@@ -72,12 +72,7 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
     kind = type(dataset)
     if isinstance(dataset, type):
         raise TypeError(f"dataset is the class {dataset.__name__}; give an object of it")
-    if _is_iterable_style(dataset):
-        raise TypeError(
-            f"dataset is a {kind.__name__}, an IterableDataset, which gives no sample for an "
-            "index; use cseq.DataLoader for it, or give an object with __getitem__(index) and "
-            "__len__()"
-        )
+    refuse_iterable(dataset, "dataset is")
     if not hasattr(kind, "__getitem__"):
         raise TypeError(
             f"dataset is a {kind.__name__}, which gives no sample for an index; give an object "
@@ -95,10 +90,15 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
     return DatasetIndexer(dataset, collate)
 
 
-def _is_iterable_style(dataset: object) -> bool:
-    """Return whether it is torch's iterable style, whose ``__getitem__`` only raises."""
+def refuse_iterable(dataset: object, what: str) -> None:
+    """Refuse torch's iterable style, whose ``__getitem__`` only raises; also a class of these."""
     torch = sys.modules.get("torch.utils.data")
-    return torch is not None and isinstance(dataset, torch.IterableDataset)
+    kind = dataset if isinstance(dataset, type) else type(dataset)
+    if torch is not None and issubclass(kind, torch.IterableDataset):
+        raise TypeError(
+            f"{what} a {kind.__name__}, an IterableDataset, which gives no sample for an index; "
+            "use cseq.DataLoader for it, or give an object with __getitem__ and __len__()"
+        )
 
 
 class DatasetIndexer:

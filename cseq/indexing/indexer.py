@@ -14,9 +14,10 @@ import threading
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cseq._work import BatchMaker
-from cseq.converter.output import explain_cast
+from cseq.converter.output import arrays_of, explain_cast
 from cseq.encoding import failure
-from cseq.indexing.dataset import DatasetIndexer
+from cseq.indexing.context import parts
+from cseq.indexing.dataset import DatasetIndexer, refuse_iterable
 from cseq.processes.launcher.base import end_copy
 
 if TYPE_CHECKING:
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
     from cseq.indexing.seeding import Seeds
 
 __all__ = [
+    "FirstBatches",
     "Indexer",
     "Indexing",
-    "LabelHint",
     "advised",
     "build",
     "build_seeded",
@@ -46,8 +47,8 @@ log = logging.getLogger("cseq")
 # Types whose __getitem__ takes no array of indices.
 PLAIN_CONTAINERS = (list, tuple, dict, str, bytes, bytearray, range, memoryview)
 DATASET_HINT = (
-    "cseq: __getitem__ of a worker gets an array of indices; a data set that takes one index at a "
-    "time becomes a worker with cseq.from_dataset(dataset)"
+    "__getitem__ of a worker gets an array of indices; a data set that takes one index at a time "
+    "becomes a worker with cseq.from_dataset(dataset)"
 )
 
 
@@ -75,6 +76,7 @@ def check_worker(worker: object) -> None:
             "__getitem__ takes the array"
         )
     _refuse_table(worker, "worker is")
+    refuse_iterable(worker, "worker is")
     if not is_indexer(worker) and not callable(worker):
         raise TypeError(
             f"worker={worker!r} can neither be called nor indexed; give a class (or another "
@@ -107,10 +109,13 @@ def is_likely_dataset(indexer: object) -> bool:
     if isinstance(indexer, DatasetIndexer):
         return False
     kind = type(indexer)
+    return _is_torchs(indexer) or (hasattr(kind, "__len__") and not hasattr(kind, "__array__"))
+
+
+def _is_torchs(indexer: object) -> bool:
+    """Tell whether an object is a data set of torch's."""
     torch = sys.modules.get("torch.utils.data")
-    if torch is not None and isinstance(indexer, torch.Dataset):
-        return True
-    return hasattr(kind, "__len__") and not hasattr(kind, "__array__")
+    return torch is not None and isinstance(indexer, torch.Dataset)
 
 
 def advised(indexer: object, error: BaseException) -> BaseException:
@@ -118,7 +123,7 @@ def advised(indexer: object, error: BaseException) -> BaseException:
     if isinstance(error, (TypeError, ValueError, KeyError, IndexError)) and is_likely_dataset(
         indexer
     ):
-        failure.annotate(error, DATASET_HINT)
+        failure.annotate(error, f"cseq: {DATASET_HINT}")
     return error
 
 
@@ -140,6 +145,7 @@ def build(worker: Any) -> Indexer[Any]:
             "an indexer needs __getitem__(indices) -> batch"
         )
     _refuse_table(indexer, f"worker {worker!r} made")
+    refuse_iterable(indexer, f"worker {worker!r} made")
     return indexer
 
 
@@ -177,8 +183,24 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
         log.exception("close() of an indexer raised; it was made by %r", worker)
 
 
-class LabelHint:
-    """Warns of labels that become floats; once for all runners that share it.
+def explain_batch(indexer: object, batch: Any, count: int) -> str | None:
+    """Return a warning for what is no batch of so many indices; None: it may be one."""
+    name = type(indexer).__name__
+    if batch is None:
+        return f"__getitem__ of {name} returned None: is a `return` missing?"
+    if _is_torchs(indexer):
+        rows = {count, len(parts())}  # a row for each index, or for each unit of the order
+        for shape in (tuple(array.shape) for array in arrays_of(batch)):
+            if not shape or shape[0] not in rows:
+                made = f"the first batch of {name} has an array of shape {shape}"
+                return f"{made} for {count} indices: {DATASET_HINT}"
+    return None
+
+
+class FirstBatches:
+    """Looks at the first batch of each runner that shares it; warns of the first odd one.
+
+    Of labels that become floats, of None, and of what a data set makes of an array of indices.
 
     Parameters
     ----------
@@ -195,9 +217,9 @@ class LabelHint:
         """Look at the first batch of a runner, which has its indexer in the attribute `indexer`."""
         owner.indexer = _FirstBatch(owner, self._look)
 
-    def _look(self, batch: Any) -> None:
-        """Look at a batch."""
-        note = explain_cast(batch, self._output)
+    def _look(self, indexer: Any, batch: Any, count: int) -> None:
+        """Look at a batch of so many indices."""
+        note = explain_batch(indexer, batch, count) or explain_cast(batch, self._output)
         if note is not None and self._untold.acquire(blocking=False):
             self._tell(note)
 
@@ -205,7 +227,7 @@ class LabelHint:
 class _FirstBatch:
     """Stands in for the indexer of `owner` until its first call: passes the batch to `look`."""
 
-    def __init__(self, owner: Any, look: Callable[[Any], None]) -> None:
+    def __init__(self, owner: Any, look: Callable[[Any, Any, int], None]) -> None:
         self._owner = owner
         self._indexer = owner.indexer
         self._look = look
@@ -213,8 +235,9 @@ class _FirstBatch:
     def __getitem__(self, indices: NDArray[np.int64], /) -> Any:
         """Return the indexer's batch, and put the indexer back into its place."""
         self._owner.indexer = self._indexer
+        count = len(indices)  # before the indexer may change them
         batch = self._indexer[indices]
-        self._look(batch)
+        self._look(self._indexer, batch, count)
         return batch
 
 

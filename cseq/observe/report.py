@@ -125,9 +125,14 @@ def write(path: str | os.PathLike[str], parts: Sequence[Part], title: str | None
         raise TypeError(f"title={title!r} is not a str; give the page's heading")
     content = page(parts, title)
     begun = f"{name}.{os.getpid()}.part"
-    with open(begun, "w", encoding="utf-8") as file:
-        file.write(content)
-    os.replace(begun, name)
+    try:
+        with open(begun, "w", encoding="utf-8") as file:
+            file.write(content)
+        os.replace(begun, name)
+    except OSError as error:
+        if os.path.exists(begun):
+            os.remove(begun)
+        raise OSError(error.errno, error.strerror, name) from None
 
 
 def of_manager(manager: MSequence, remake: int = 0) -> Part:

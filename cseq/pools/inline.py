@@ -82,7 +82,7 @@ class InlinePool(BatchPool):
                 raise
             raise failure.ordinary(error) from error
         self._indexing.indexer = self._made = made
-        indexer.LabelHint(self._job.output, log.warning).watch(self._indexing)
+        indexer.FirstBatches(self._job.output, log.warning).watch(self._indexing)
 
     @property
     def size(self) -> Size:

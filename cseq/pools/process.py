@@ -124,7 +124,7 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
     def tell(note: str) -> None:
         send_state(sock, NOTED, note.encode())
 
-    indexer.LabelHint(task.output, tell).watch(indexing)
+    indexer.FirstBatches(task.output, tell).watch(indexing)
     run(runner, indexing.serve)
     if not entered.ring.closed:
         send_state(sock, LEFT)

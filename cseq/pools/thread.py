@@ -163,7 +163,7 @@ class ThreadPool(BatchPool):
         self._objects = Objects(job.buffer)
         self._group = ThreadGroup(ring, lanes)
         self._closed = False
-        self._hint = indexer.LabelHint(job.output, log.warning)
+        self._hint = indexer.FirstBatches(job.output, log.warning)
         self._lock = Lock()  # around the next two
         self._present: set[int] = set()  # owners that have a thread
         self._turn = Latch()  # which the thread before the next one sets, when its indexer is made

@@ -285,16 +285,20 @@ class Supervisor:
         """Log, once in a process, which threads of the program a fork does not copy."""
         global _named_threads
         caller = {self._caller, threading.get_ident()}
-        others = [t.name for t in threading.enumerate() if t.ident not in caller]
-        others = [name for name in others if not name.startswith("cseq-")]
-        if others and not _named_threads:
+        others = [t for t in threading.enumerate() if t.ident not in caller]
+        # tqdm's monitor sleeps, and each ten seconds has tqdm's lock for a moment, to look for bars
+        # that stand still: a worker needs that lock only for a bar of its own.
+        others = [t for t in others if type(t).__module__ != "tqdm._monitor"]
+        names = [t.name for t in others if not t.name.startswith("cseq-")]
+        if names and not _named_threads:
             _named_threads = True
             tell(
                 logging.WARNING,
                 "workers are forked while other threads run (%s): a lock that one of them holds "
                 "then stays locked in the worker, which hangs if it needs it. Start the workers "
-                "before such threads, or with start_method='forkserver'",
-                ", ".join(others),
+                "before such threads, or by start_method='forkserver' (of a DataLoader: "
+                "multiprocessing_context='forkserver')",
+                ", ".join(names),
             )
 
     def _staff(self) -> None:

@@ -120,6 +120,7 @@ def test_it_is_not_copied(make: Any, copied: Callable[[object], object]) -> None
         ("dataset", "`worker`"),
         ("multiprocessing_context", "`start_method`"),
         ("in_order", "`ordered`"),
+        ("workers", "`num_workers`"),
         ("num_worker", "did you mean 'num_workers'"),
         ("batchsize", "did you mean 'batch_size'"),
         ("zzz", "there are worker, dset_size, num_workers"),

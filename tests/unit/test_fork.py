@@ -682,7 +682,29 @@ def test_a_fork_beside_other_threads_is_logged_once(
     done = run_script(f"METHOD = {method!r}\n{BESIDE_THREADS}")
     assert done.stdout == "3\n3\n"
     assert done.stderr.count("workers are forked while other threads run (monitor)") == count
+    assert done.stderr.count("(of a DataLoader: multiprocessing_context='forkserver')") == count
     assert len(done.stderr.splitlines()) == count
+
+
+WITH_A_BAR = """
+import io
+import numpy as np
+import tqdm
+import cseq
+
+m = cseq.MPSequence(np.arange(9), 9, 1, batch_size=3, out_type="null", start_method="fork")
+with m.start_test() as batches:  # without processes: the monitor is there before the fork
+    print(len(list(tqdm.tqdm(batches, file=io.StringIO()))), tqdm.tqdm.monitor.is_alive())
+with m.start() as batches:
+    print(len(list(tqdm.tqdm(batches, file=io.StringIO()))))
+"""
+
+
+def test_the_monitor_of_a_bar_is_not_logged(run_script: RunScript) -> None:
+    """Nearly each loop has a bar of tqdm's, and with it a thread whose locks no worker needs."""
+    pytest.importorskip("tqdm")
+    done = run_script(WITH_A_BAR)
+    assert (done.stdout, done.stderr) == ("3 True\n3\n", "")
 
 
 STRAYING = """

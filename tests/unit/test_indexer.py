@@ -13,6 +13,7 @@ import ringing
 from indexers import Indices1, Lasting, NotAnIndexer, Rows
 from kinds import FEW, INLINE, Kind, by_name
 
+import cseq
 from cseq._core import Ring, ring_bytes
 from cseq._memory import Block
 from cseq._work import Runner
@@ -266,16 +267,95 @@ class Owner:
     indexer: Any
 
 
+class Returns:
+    """An indexer of one batch."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __getitem__(self, indices: Any) -> Any:
+        return self.batch
+
+
 def test_labels_are_told_of_once() -> None:
-    """Runners that share a hint tell once, at a first batch; the indexer is then in its place."""
+    """Runners that share a look tell once, at a first batch; the indexer is then in its place."""
     told: list[str] = []
-    hint = indexer.LabelHint(Output("cpu", dtype=np.dtype("float32")), told.append)
+    look = indexer.FirstBatches(Output("cpu", dtype=np.dtype("float32")), told.append)
     labels = {"x": np.zeros(3), "label": np.arange(3)}
     owners = [Owner(), Owner(), Owner()]
     for owner, batch in zip(owners, (np.zeros(3), labels, labels), strict=True):
-        owner.indexer = made = [batch]
-        hint.watch(owner)
-        assert owner.indexer[0] is batch
+        owner.indexer = made = Returns(batch)
+        look.watch(owner)
+        assert owner.indexer[np.arange(3)] is batch
         assert owner.indexer is made
     assert len(told) == 1
     assert "int64 of shape (3,)" in told[0]
+
+
+@pytest.mark.parametrize("kind", FEW, ids=by_name)
+def test_a_forgotten_return(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
+    """The loop gets None, as it was returned; the log says once why that may be."""
+    with kind.start(functools.partial(Returns, None), 8, batch_size=2, out_type="null") as m:
+        assert list(m) == [None] * 4
+    told = "__getitem__ of Returns returned None: is a `return` missing?"
+    assert caplog.messages.count(told) == 1
+
+
+class Squares:
+    """As torch's data sets are written: for one index. It takes an array, and makes no batch."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: Any) -> Any:
+        return np.array([index, index**2]), index % 10
+
+
+class Whole(Squares):
+    """One for arrays of indices."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        return np.stack([indices, indices**2], axis=1), indices % 10
+
+
+def torchs(kind: type, base: str = "Dataset") -> Any:
+    """Make an object of a class that is a data set of torch's, too."""
+    data = pytest.importorskip("torch.utils.data")
+    return type(kind.__name__, (kind, getattr(data, base)), {"__iter__": None})()
+
+
+@pytest.mark.parametrize("kind", FEW, ids=by_name)
+def test_a_data_set_that_takes_an_array(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
+    """Batches that are none are told of, once; those of other classes are the user's own."""
+    for made, count in ((torchs(Squares), 1), (torchs(Whole), 0), (Squares(), 0)):
+        caplog.clear()
+        with kind.start(made, 100, batch_size=50, out_type="null") as m:
+            list(m)
+        found = [text for text in caplog.messages if "cseq.from_dataset(dataset)" in text]
+        assert len(found) == count
+        assert all("Squares has an array of shape (2, 50) for 50 indices" in text for text in found)
+
+
+class Packing(Squares):
+    """One for rows of samples."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        return np.add.reduceat(indices, np.cumsum(cseq.parts()) - cseq.parts())
+
+
+def test_a_data_set_that_packs(caplog: pytest.LogCaptureFixture) -> None:
+    """Its batches have a row for each unit of the order."""
+    order = cseq.Packed([1] * 100, budget=4)
+    with INLINE.start(torchs(Packing), None, batch_size=5, order=order) as m:
+        assert [len(batch) for batch in m] == [5] * 5
+    assert caplog.messages == []
+
+
+def test_an_iterable_data_set_is_no_worker() -> None:
+    """It gives no sample for an index, whoever makes it: the error names what takes it."""
+    stream = torchs(Squares, "IterableDataset")
+    for worker in (stream, type(stream)):
+        with pytest.raises(TypeError, match=r"^worker is a Squares, an Iter.*cseq.DataLoader"):
+            cseq.MPSequence(worker, 8)
+    with pytest.raises(TypeError, match=r"made a Squares, an IterableDataset"):
+        indexer.build(lambda: stream)

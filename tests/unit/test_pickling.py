@@ -28,6 +28,7 @@ from travelling import (
 )
 
 from cseq.encoding.pickling import dump, dumps
+from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -326,6 +327,36 @@ def test_a_script_goes_by_value_and_its_classes_come_back_as_its_own(
     """A worker from ``__main__`` works elsewhere, and what it returns is of the script's class."""
     done = run_script(SCRIPT)
     assert done.stdout == "[37, 37, 37, 37] True\n", done.stderr
+
+
+RAISING = """
+import sys
+import cseq
+
+def helper(indices):
+    raise ValueError("bad")  # this line
+
+class Worker:
+    def __getitem__(self, indices):
+        return helper(indices)
+
+manager = cseq.MPSequence(Worker, 4, 1, out_type="null", start_method=sys.argv[1])
+try:
+    with manager.start() as batches:
+        next(iter(batches))
+except ValueError as error:
+    print(error.__cause__)
+"""
+
+
+@pytest.mark.parametrize("method", [name for name in start_methods() if name != "fork"])
+def test_a_traceback_names_the_line_of_a_script(
+    run_script: RunScript, tmp_path: Path, method: str
+) -> None:
+    """What went by value has its file's name, so that the source is shown."""
+    done = run_script(RAISING, method)
+    line = f"""File "{tmp_path / "script.py"}", line 6, in helper\n    raise ValueError("bad")"""
+    assert line in done.stdout, done.stderr
 
 
 def test_reading_in_the_trainer_leaves_its_main_alone() -> None:

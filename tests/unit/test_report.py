@@ -169,10 +169,14 @@ def test_wrong_types(tmp_path: Path, given: dict[str, Any], what: str) -> None:
 
 
 def test_no_half_of_a_page(tmp_path: Path) -> None:
-    """Where there is no such folder, that is an error; no other file is left."""
-    with pytest.raises(FileNotFoundError):
-        cseq.MTSequence(Rows, 4, batch_size=2, out_type="null").report(tmp_path / "a" / "b.html")
-    assert os.listdir(tmp_path) == []
+    """Where it cannot be, that is an error with the name that was given; nothing else is left."""
+    (tmp_path / "folder").mkdir()
+    manager = cseq.MTSequence(Rows, 4, batch_size=2, out_type="null")
+    for path in tmp_path / "a" / "b.html", tmp_path / "folder":
+        with pytest.raises(OSError, match=r"(html|folder)'$") as caught:
+            manager.report(path)
+        assert caught.value.filename == str(path)
+    assert os.listdir(tmp_path) == ["folder"]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 15, 16, 63, 64, 200])

@@ -54,8 +54,19 @@ def test_batches_and_samples_are_counted(kind: str) -> None:
     assert now.depths == (0, 0, 0)
     assert now.loop_waited >= 0
     assert "14 batches, 100 samples" in str(now)
+    assert f", 4 workers were busy {1 - now.workers_waiting:.0%} (" in str(now)
     with m.start():
         assert m.stats().batches == 0
+
+
+def test_what_is_shown_of_workers_and_queues() -> None:
+    """What the workers worked, as `advice` says it; nothing of queues that are empty."""
+    one = str(cseq.Stats(elapsed=1.0, num_workers=1, depths=(0, 0, 3)))
+    assert "; queues 0 in, 0 middle, 3 out; " in one
+    assert "loop waited 0%, 1 worker was busy 0% (" in one
+    none = str(cseq.Stats(batches=3))  # of test mode
+    assert "queues" not in none
+    assert "loop waited 0% (" in none
 
 
 @pytest.mark.needs("worker processes")

@@ -141,7 +141,12 @@ class BatchSampler:
 def with_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return a DataLoader's arguments by name, with a `BatchSampler` in place of an order."""
     given = dict(zip(POSITIONS, args, strict=False)) | kwargs
-    name = "sampler" if isinstance(given.get("sampler"), Order) else "batch_sampler"
+    name, order = next((name, each) for name, each in given.items() if isinstance(each, Order))
+    if name not in ("sampler", "batch_sampler"):
+        raise TypeError(
+            f"{name}={order!r} of a DataLoader: give it as sampler=, or as batch_sampler= where it "
+            "has batches of its own"
+        )
     order = given.pop(name).over(len(given["dataset"]))
     generator, shuffle = given.get("generator"), given.pop("shuffle", None)
     seed = None if generator is None else generator.initial_seed()

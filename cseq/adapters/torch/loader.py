@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from cseq.advice import Advice
     from cseq.fleet.ray import RayFleet
     from cseq.remake import Remade
     from cseq.run import Run
@@ -296,6 +297,22 @@ class DataLoader(Torchs[T_co]):
         """
         return stats_of(self._progress)
 
+    def advice(self, since: Stats | None = None) -> Advice:
+        """Return why the loop waits, and what to do: ``print`` it; see `cseq.MSequence.advice`.
+
+        Parameters
+        ----------
+        since : Stats, optional
+            What `stats` returned earlier, of the same workers: only what came after it counts.
+
+        Raises
+        ------
+        RuntimeError
+            There is nothing to tell of; see `stats`.
+        """
+        now = self.stats()
+        return (now if since is None else now.since(since)).advice()
+
     def report(
         self, path: str | os.PathLike[str], *, title: str | None = None, remake: int = 0
     ) -> None:
@@ -416,7 +433,9 @@ class DataLoader(Torchs[T_co]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Have the next `iter` go on where a state says.
 
-        A state of a finished epoch makes the next one begin anew, and so does an empty one.
+        A state of a finished epoch makes the next one begin anew, and so does an empty one. What
+        the data set draws at random comes anew after a resume with ``rng='worker'``, the default:
+        workers begin from their seed again. With ``rng='batch'`` it is as without the resume.
 
         Parameters
         ----------
@@ -456,6 +475,14 @@ class DataLoader(Torchs[T_co]):
             self._loaded = before
             raise
         self._iterator = None
+        taken, own = state_dict.get("rng"), self.rng or defaults.rng
+        if taken not in (None, own):
+            log.warning(
+                "the state was taken with rng=%r, and this loader has rng=%r: what the data set "
+                "draws at random is not what it would have drawn; give the same rng",
+                taken,
+                own,
+            )
 
 
 if TYPE_CHECKING:

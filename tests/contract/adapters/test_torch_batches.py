@@ -132,6 +132,8 @@ def test_what_is_refused(options: Any, text: str) -> None:
     """With the argument, its value, and what to do."""
     with pytest.raises(ValueError, match=text):
         DataLoader(list(range(9)), **options)
+    with pytest.raises(TypeError, match=r"order=.* of a DataLoader: give it as sampler="):
+        DataLoader(list(range(9)), order=cseq.Shuffled())  # type: ignore[call-arg]
 
 
 def test_what_a_batch_sampler_refuses() -> None:

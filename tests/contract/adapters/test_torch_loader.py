@@ -764,14 +764,15 @@ def test_its_workers_are_known_to_cseqs_testing_and_counted() -> None:
     stats = made.stats()
     assert (stats.batches, stats.step_seconds.count) == (6, 6)
     assert stats.index_seconds.count >= 6
-    assert str(stats.advice()).startswith(stats.bottleneck)
+    assert str(made.advice()).startswith(stats.bottleneck)
+    assert made.advice(since=stats).cause == "unknown"  # of no batches
     with pytest.raises(RuntimeError, match="not running"):
         cseq.testing.pids(made)
     pickle.loads(pickle.dumps(made))
     without = cseq.DataLoader(Plain(2))
     assert len(list(without)) == 2
     with pytest.raises(RuntimeError, match="no worker processes of cseq"):
-        without.stats()
+        without.advice()
 
 
 @pytest.mark.parametrize("rng", ["worker", "batch"])

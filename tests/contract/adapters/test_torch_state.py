@@ -72,6 +72,17 @@ def test_generators_go_on_with_seeds_for_each_batch(numbers: Any) -> None:
     assert same(without_told(rest), without_told(resumed))
 
 
+@pytest.mark.parametrize("taken", ["worker", "batch"])
+def test_a_state_of_another_rng(taken: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """It counts the same batches, but the data set draws others: the log says so."""
+    state = loader(Plain(2), 0, rng=taken).state_dict()
+    other: Any = {"worker": "batch", "batch": "worker"}[taken]
+    loader(Plain(2), 0, rng=taken).load_state_dict(state)
+    assert caplog.messages == []
+    loader(Plain(2), 0, rng=other).load_state_dict(state)
+    assert f"taken with rng={taken!r}, and this loader has rng={other!r}" in caplog.text
+
+
 class Generated:
     """A sampler with a generator of its own."""
 
