@@ -86,6 +86,8 @@ cdef class KeySource(StreamSource):
     cdef object keys           # the iterator; None: there is none, or it has ended
     cdef object key            # drawn and not yet written; NOTHING: there is none
     cdef list drawn            # `Block`s and `Request`s, to be posted
+    cdef object samples        # how many there are in the item of a key; None: one
+    cdef list counts           # of the keys in `drawn`, unless that is None
     cdef object error          # to be raised after the items of all keys
     cdef object incomplete     # the one of them that is raised until an epoch begins
     cdef object pickle

@@ -75,5 +75,6 @@ class KeySource(StreamSource):
         prefetch: int,
         in_order: bool,
         free: bool,
+        samples: Callable[[Any], int] | None = None,
     ) -> Self: ...
     def open(self) -> None: ...

@@ -357,15 +357,18 @@ cdef class KeySource(StreamSource):
         The items come in the order of the keys: so do the tickets go to the workers in turn.
     free : bool
         A key goes to the worker that has the fewest keys to work on; else to the workers in turn.
+    samples : callable, optional
+        ``samples(key)``: how many samples its item counts for, at least 1. None: one each.
     """
 
     def __cinit__(self, list rings not None, uint64_t epoch, list assignments not None, keys, pickle, *,
-                  uint32_t depth, uint64_t prefetch, bint in_order, bint free, **__):
+                  uint32_t depth, uint64_t prefetch, bint in_order, bint free, samples=None, **__):
         self.keys, self.pickle, self.keyed = keys, pickle, True
         self.in_order, self.in_turn, self.free = in_order, True, free
         self.ahead = min(prefetch, MOST_AHEAD) * <uint64_t>PyList_GET_SIZE(rings)
         self.each = min(prefetch, <uint64_t>depth)
         self.key, self.drawn = NOTHING, []
+        self.samples, self.counts = samples, []
 
     def open(self):
         """The first keys are posted: raise the iterator's exception, or that of writing a key."""
@@ -407,6 +410,7 @@ cdef class KeySource(StreamSource):
     cdef int put(self) except -1:
         """Write the key that was drawn."""
         written = ints_of(self.key, <Py_ssize_t>self.ring(0).r.batch_size - KEY_INTS)
+        count = 1 if self.samples is None else max(1, self.samples(self.key))  # 0: see `publish`
         if written is None:
             try:
                 written = self.pickle(self.key, self.posted + <uint64_t>len(self.drawn))
@@ -414,6 +418,8 @@ cdef class KeySource(StreamSource):
                 self.keys, self.error, self.key = None, error, NOTHING
                 return 0
         self.drawn.append(written)
+        if self.samples is not None:
+            self.counts.append(count)
         self.key = NOTHING
         return 0
 
@@ -441,6 +447,7 @@ cdef class KeySource(StreamSource):
     cdef uint64_t write(self, Py_ssize_t number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
         cdef int64_t* words
         cdef Block ints
+        cdef uint32_t count = 1 if self.samples is None else <uint32_t>self.counts.pop(0)
         self.latest = number
         key = self.drawn.pop(0)
         if type(key) is Block:
@@ -450,7 +457,7 @@ cdef class KeySource(StreamSource):
             memcpy(words + KEY_INTS, ints.data, <size_t>ints.size)
         else:
             refer(ring, cell, <Request>key, self.assignment(number), None)
-        ring.offer(cell, ticket, self.epoch, ASK_ITEM, 1, self.posted, 0)
+        ring.offer(cell, ticket, self.epoch, ASK_ITEM, count, self.posted, 0)
         self.posted += 1
         return 1
 

@@ -81,6 +81,8 @@ class Streams:
         ``show(key)`` is what messages and errors have for a key, if not the key itself.
     lost : str
         What the log adds where it says that a worker was replaced.
+    samples : callable, optional
+        ``samples(key)`` is how many samples `stats` counts for the item of a key; None: one.
     launch : 'now' or 'begin'
         When workers are started: by the constructor; or by the first `ask`, or the first `begin`
         once it has posted what they have to do. A forked worker then makes its first items while
@@ -133,6 +135,7 @@ class Streams:
         unit: str = "item",
         show: Callable[[Any], Any] | None = None,
         lost: str = "",
+        samples: Callable[[Any], int] | None = None,
         launch: Literal["now", "begin"] = "now",
     ) -> None:
         if not callable(producer):
@@ -154,6 +157,7 @@ class Streams:
             unit=unit,
             show=show,
             lost=lost,
+            samples=samples,
         )
         self._run = Run(pool)
         self._feed = pool.give_feed()
@@ -326,7 +330,7 @@ class Streams:
         self._run.close()
 
     def stats(self) -> Stats:
-        """Return counts and times so far: a batch is an item, and so is a sample."""
+        """Return counts and times so far: a batch is an item; so is a sample, but for `samples`."""
         return self._run.pool.stats()
 
     def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:

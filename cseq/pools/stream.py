@@ -69,7 +69,9 @@ class StreamPool(Pool):
         unit: str,
         show: Callable[[Any], Any] | None,
         lost: str,
+        samples: Callable[[Any], int] | None,
     ) -> None:
+        self._samples = samples
         self._unit, self._show = unit, show
         self._patient = patient
         self._prefetch = prefetch
@@ -243,14 +245,14 @@ class StreamPool(Pool):
     def _describe_held(self, owner: int, cell: int) -> Held:
         """Describe the ticket in a cell that a dead worker held, on the supervisor's thread."""
         number = owner - 1
-        epoch, _, count = self.rings[number].ticket(cell)
+        epoch, _, _ = self.rings[number].ticket(cell)
         start = self.rings[number].start(cell)
         try:
             key = self._key(number, cell)
             place = self._named_by(number, cell, key)
         except BaseException:  # noqa: BLE001 - the user's class must not end this thread
             key, place = None, self._named_by(number, cell, None)
-        items = list(range(start, start + count))
+        items = [start]
         if key is not None:
             items = key if isinstance(key, list) else [key]
         return Held(epoch - 1, start, items, place)
@@ -299,6 +301,7 @@ class StreamPool(Pool):
                     prefetch=self._prefetch,
                     in_order=ordered,
                     free=free,
+                    samples=self._samples,
                 )
             feed.begin(source, ordered=ordered)
             self.assignments = requests

@@ -121,6 +121,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             rng == "batch",
             worker.Modes.here() if is_forked else None,
         )
+        counting = worker.count_numbered if rng == "batch" else worker.count
         keys_first = is_forked and (self._is_iterable or leaves_no_trace(self._index_sampler))
         streams = Streams(
             producer,
@@ -134,6 +135,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             errors="return",
             unit="batch",
             show=worker.unnumbered if rng == "batch" else None,
+            samples=counting if self._auto_collation else None,
             lost="" if rng == "batch" else DRAWN_AGAIN,
             launch="begin" if keys_first else "now",
         )

@@ -288,7 +288,8 @@ class DataLoader(Torchs[T_co]):
     def stats(self) -> Stats:
         """Count what the workers have done, and where time went; see `cseq.Stats`.
 
-        They are those of the latest `iter`, also when they have ended with their epoch.
+        They are those of the latest `iter`, also when they have ended with their epoch. Samples are
+        the indices of map-style data; of an IterableDataset, each batch counts as one.
 
         Raises
         ------

@@ -105,6 +105,16 @@ def unnumbered(key: Any) -> Any:
     return key[1:] if type(key) is list else key[1]
 
 
+def count(key: Any) -> int:
+    """Count the samples of the batch of a key."""
+    return len(key) if hasattr(key, "__len__") else 1
+
+
+def count_numbered(key: Any) -> int:
+    """Count those of a key that `numbered` has numbered."""
+    return count(unnumbered(key))
+
+
 class Modes(NamedTuple):
     """Modes of torch that the thread which calls `iter` is in, for a forked worker.
 

@@ -762,7 +762,7 @@ def test_its_workers_are_known_to_cseqs_testing_and_counted() -> None:
     assert made.stats().batches == iterator.stats().batches == 6
     del iterator
     stats = made.stats()
-    assert (stats.batches, stats.step_seconds.count) == (6, 6)
+    assert (stats.batches, stats.samples, stats.step_seconds.count) == (6, 12, 6)
     assert stats.index_seconds.count >= 6
     assert str(made.advice()).startswith(stats.bottleneck)
     assert made.advice(since=stats).cause == "unknown"  # of no batches
@@ -773,6 +773,23 @@ def test_its_workers_are_known_to_cseqs_testing_and_counted() -> None:
     assert len(list(without)) == 2
     with pytest.raises(RuntimeError, match="no worker processes of cseq"):
         without.advice()
+
+
+@pytest.mark.parametrize(
+    ("options", "samples"),
+    [
+        ({"batch_size": 5}, 12),
+        ({"batch_size": 5, "rng": "batch", "drop_last": True}, 10),
+        ({"batch_size": None}, 12),
+        ({"batch_sampler": [(1, 2, 3), (4, 5)], "rng": "batch"}, 5),
+        ({"batch_sampler": [list(range(12)) * 400]}, 4800),  # whose indices are in no ticket
+    ],
+)
+def test_samples_are_counted(options: Any, samples: int) -> None:
+    """Those of map-style data: the indices of each batch."""
+    made = loader(Plain(12), **options)
+    list(made)
+    assert made.stats().samples == samples
 
 
 @pytest.mark.parametrize("rng", ["worker", "batch"])
