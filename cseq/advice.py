@@ -109,6 +109,11 @@ class Window:
         return min(self.waited / self.elapsed, 1.0) if self.elapsed > 0 else 0.0
 
     @property
+    def is_stream(self) -> bool:
+        """Whether it is of a stream, as a DataLoader is one: its arguments have other names."""
+        return not self.buffer
+
+    @property
     def own(self) -> float:
         """How many cores the workers computed on."""
         return self.busy * self.workers * (1.0 if self.cpu is None else self.cpu)
@@ -262,7 +267,9 @@ def _start(v: Window) -> Said:
     return (
         f"the first batch came after {_time(v.start)}; a batch takes {_time(v.index)}",
         (
-            "name the modules that the workers import in preload=, and see what the worker's "
+            "see what the workers import, and what comes to them with the data set"
+            if v.is_stream
+            else "name the modules that the workers import in preload=, and see what the worker's "
             "constructor does"
         ),
         {},
@@ -334,7 +341,7 @@ def _converters(v: Window) -> Said:
 def _memory(v: Window) -> Said:
     return (
         f"{_waits(v)}; {v.copies} of {v.batches} batches were copied, since too many are held",
-        "drop batches after their step, or give a larger memory_limit",
+        f"drop batches after their step{'' if v.is_stream else ', or give a larger memory_limit'}",
         {},
         v.most,
     )
@@ -346,8 +353,8 @@ def _larger(v: Window, least: int) -> tuple[str, dict[str, Any]]:
     Workers that sleep are woken when half of it is to be made again: so it is to be twice as large
     as what is needed ahead of the loop.
     """
-    if not v.buffer:
-        return "a larger prefetch", {}
+    if v.is_stream:
+        return "a larger prefetch (of a DataLoader: prefetch_factor)", {}
     size = min(max(least, v.buffer + 1), 16384)
     return f"buffer={size}", {"buffer": size}
 
@@ -364,7 +371,7 @@ def _stragglers(v: Window) -> Said:
     slow = f" ({v.slowest})" if v.slowest else ""
     return (
         f"{_waits(v)}, but one in a hundred {_time(v.index_p99)}{slow}, for which the others wait",
-        action + ", or ordered=False",
+        f"{action}, or {'in_order' if v.is_stream else 'ordered'}=False",
         change,
         v.most,
     )
@@ -417,7 +424,7 @@ def _cores(v: Window) -> Said:
         return said, "see what else runs here, or give this process cores of its own", {}, v.most
     return (
         f"{said}{computing}: {_count(v.cores, 'core')} are used up",
-        "see what costs the CPU: manager.remake() under a profiler",
+        "see what costs the CPU: remake() under a profiler",
         {},
         v.most,
     )
@@ -449,7 +456,7 @@ def _workers(v: Window) -> Said:
 def _mixed(v: Window) -> Said:
     return (
         (f"{_waits(v)}; {_busy(v)}, {v.behind:.0%} of the waiting ends with other batches ready"),
-        "look at stats().slowest, and make one of these batches again: manager.remake()",
+        "look at stats().slowest, and make one of these batches again: remake()",
         {},
         v.most,
     )

@@ -133,6 +133,14 @@ def test_whose_cores() -> None:
     assert advise(replace(slowed, cpu=0.0)).change == {}
 
 
+@pytest.mark.parametrize("cause", CASES)
+def test_what_a_stream_has_not_is_not_named(cause: str) -> None:
+    """A DataLoader has no such arguments."""
+    for changed in CASES[cause]:
+        action = advise(replace(PLAIN, **changed | {"buffer": 0})).action
+        assert not re.search(r"preload|\bordered=|memory_limit|manager|buffer=", action)
+
+
 def test_the_buffer_of_streams() -> None:
     """They have none to enlarge: the action says so in words."""
     slow = replace(PLAIN, busy=0.4, behind=0.9, buffer=0, slowest="epoch 1, batch 7: 2 s")

@@ -148,10 +148,12 @@ def with_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
             "has batches of its own"
         )
     order = given.pop(name).over(len(given["dataset"]))
-    generator, shuffle = given.get("generator"), given.pop("shuffle", None)
+    generator = given.get("generator")
     seed = None if generator is None else generator.initial_seed()
-    if shuffle:
-        raise ValueError(f"shuffle={shuffle!r} beside {name}={order!r}; give one of them")
+    for other in ("shuffle", "sampler", "batch_sampler"):
+        value = given.pop(other, None)
+        if value is not None and value is not False:
+            raise ValueError(f"{other}={value!r} beside {name}={order!r}; give one of them")
     if name == "batch_sampler":
         if not order.is_batch and order.room == 1:
             raise ValueError(

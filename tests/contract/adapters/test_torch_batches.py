@@ -123,6 +123,8 @@ def test_a_state_of_another_order() -> None:
         ({"batch_sampler": cseq.Shuffled(9)}, "single samples; give sampler="),
         ({"sampler": Pairs(9)}, "batches of its own; give batch_sampler="),
         ({"sampler": cseq.Shuffled(), "shuffle": True}, "shuffle=True beside sampler="),
+        ({"sampler": cseq.Shuffled(), "batch_sampler": [[0]]}, r"batch_sampler=\[\[0\]\] beside"),
+        ({"batch_sampler": Pairs(9), "sampler": [0]}, r"sampler=\[0\] beside batch_sampler="),
         ({"sampler": cseq.Shuffled(), "batch_size": None}, "batch_size=None beside"),
         ({"sampler": cseq.Shuffled(8)}, "is over 8 samples, the data has 9"),
         ({"batch_sampler": Pairs(9), "batch_size": 4}, "mutually exclusive"),
