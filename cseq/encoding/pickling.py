@@ -34,7 +34,7 @@ from cseq.encoding.unpicklable import unpicklable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Pickled", "dump", "dumps", "import_torch", "reducing"]
+__all__ = ["Pickled", "dump", "dumps", "import_torch", "reduce_storage", "reducing"]
 
 Reduced: TypeAlias = Any  # what a reducer returns: a name, or a tuple
 Reducers: TypeAlias = "dict[type, Callable[[Any], Reduced]]"
@@ -178,7 +178,7 @@ def _data_reducers() -> Reducers:
     tensor, storage = getattr(torch, "Tensor", None), getattr(torch, "UntypedStorage", None)
     typed = getattr(getattr(torch, "storage", None), "TypedStorage", None)
     if tensor and storage and typed:  # else another thread is importing torch
-        reducers |= {tensor: _reduce_tensor, storage: _reduce_storage, typed: _reduce_typed}
+        reducers |= {tensor: _reduce_tensor, storage: reduce_storage, typed: _reduce_typed}
     return reducers
 
 
@@ -230,7 +230,7 @@ def _sparse_tensor(layout: Any, data: tuple[Any, ...]) -> Any:
     return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=False)
 
 
-def _reduce_storage(storage: Any) -> Reduced:
+def reduce_storage(storage: Any) -> Reduced:
     """Reduce a storage to its bytes, not copied."""
     if storage.device.type != "cpu":
         return storage.__reduce__()

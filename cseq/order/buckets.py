@@ -50,7 +50,8 @@ class Buckets(Recipes):
     too_long : 'error' or 'drop'
         What becomes of samples that are longer than the budget.
     longest_first : bool
-        Every epoch begins with the longest samples, so that memory runs out at once if it does.
+        A batch of the longest bucket is among the first `together` of every epoch, so that memory
+        runs out at once if it does.
 
     Examples
     --------

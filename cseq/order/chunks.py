@@ -158,7 +158,7 @@ class ChunkCache:
         pid, fd = self._home
         try:
             found = _opened(f"/proc/{pid}/fd/{fd}") if SHARED else None
-            self._open(-1 if found is None else found.fd)
+            self._open(-1 if found is None else _memory_of(found.fd, self._nbytes))
         except (OSError, ValueError, MemoryError):  # on another machine, or its owner is gone
             self._create()
 
@@ -302,6 +302,14 @@ class ChunkCache:
         return True
 
 
+def _memory_of(fd: int, nbytes: int) -> int:
+    """Return a descriptor of a cache's memory; OSError: it is of another file."""
+    found = os.fstat(fd)
+    if found.st_nlink or found.st_size < nbytes:
+        raise OSError(errno.ESTALE, "no memory of a cache")
+    return fd
+
+
 def _opened(path: str) -> Descriptor:
     """Open a file; its locks are not shared with other descriptors of it."""
     return Descriptor(os.open, path, os.O_RDWR | os.O_CLOEXEC)
@@ -319,7 +327,7 @@ class Shape:
     """
 
     def __init__(self, first: Any, rows: int) -> None:
-        self.tree = map_leaves(_checked, first)
+        self.tree = map_leaves(_checked, first)  # None for each array
         arrays = self.arrays(first)
         if not arrays:
             raise ValueError(f"chunk 0 is {first!r}, which has no arrays")
@@ -340,6 +348,9 @@ class Shape:
 
     def check(self, value: Any, chunk: int, rows: int) -> None:
         """Raise ValueError for a chunk that is not as the first one."""
+        tree = repr(map_leaves(lambda _: None, value))  # `==` is blind to the order of a dict
+        if tree != repr(self.tree):
+            raise ValueError(f"chunk {chunk} is built as {tree}, not as {self.tree!r} of chunk 0")
         arrays = self.arrays(value)
         got = [(array.shape, array.dtype) for array in arrays]
         wanted = [((rows, *shape), dtype) for shape, dtype in self.leaves]

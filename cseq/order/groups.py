@@ -24,7 +24,8 @@ class Groups(Order):
 
     The batches of all epochs are one sequence. In a round of it, every class comes once, but for
     those that are too few for another batch, which are others in each round. The samples of a class
-    come once before they come again, but for those that are too few for another batch.
+    come once before they come again, but for those that are too few for another batch, if `classes`
+    divides the number of classes; else some come again before all others came.
 
     Parameters
     ----------

@@ -132,6 +132,8 @@ class Mixture(Order):
     def resumed(self, facts: dict[str, Any], seed: int, epoch: int, consumed: int) -> Self:
         """Return the order that goes on where one with `facts` was, with the present weights."""
         ours = self.facts()
+        if facts == ours:
+            return self
         if facts.get("name") != self.name or ours.keys() - facts.keys():
             return super().resumed(facts, seed, epoch, consumed)
         if consumed > self.units:
@@ -318,8 +320,9 @@ def _phases(
 
 def _weights(weights: Weights, names: list[str]) -> list[float]:
     """Check the weights of a dict."""
+    known = set(names)
     for name in [*weights, *names]:
-        if name not in names:
+        if name not in known:
             raise ValueError(f"weights has {name!r}, which is no source; there are {names}")
         if name not in weights:
             raise ValueError(f"weights has no {name!r}; give its share, or 0 to leave it out")

@@ -2,7 +2,8 @@
 
 A lock, an event, a value or a queue is pickled only for a child that multiprocessing itself starts:
 it asks the child's `Popen`, which is known to the thread meanwhile, to take descriptors there.
-Here another `Popen` is known meanwhile, whose descriptors the workers open by themselves.
+Here another `Popen` is known meanwhile, whose descriptors the workers open by themselves. So they
+do with the file of a tensor in shared memory.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import contextlib
 import copyreg
 import os
 import stat
+import sys
 from multiprocessing import context, reduction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cseq.encoding.pickling import reducing
+from cseq.encoding.pickling import import_torch, reduce_storage, reducing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,10 +88,31 @@ def spawning() -> Iterator[None]:
 
 def _reducers() -> dict[type, Any]:
     """Return how multiprocessing pickles what pickle cannot do itself, by type."""
-    return {
+    storage = getattr(sys.modules.get("torch"), "UntypedStorage", None)
+    shared = {} if storage is None else {storage: _reduce_storage}
+    return shared | {
         cls: reduce
         for cls, reduce in PICKLER._extra_reducers.items()
         if cls not in copyreg.dispatch_table
         and reduce.__module__.startswith("multiprocessing.")
         and reduce.__module__ != "multiprocessing.reduction"
     }
+
+
+def _reduce_storage(storage: Any) -> Any:
+    """Reduce a storage of torch: one in shared memory is the same memory in the workers."""
+    strategy = sys.modules["torch"].multiprocessing.get_sharing_strategy()
+    is_file = storage.device.type == "cpu" and storage.is_shared() and storage.nbytes()
+    if not is_file or strategy != "file_descriptor":
+        return reduce_storage(storage)
+    fd, nbytes = storage._share_fd_cpu_()
+    return _shared_storage, (Workers.DupFd(fd), nbytes)
+
+
+def _shared_storage(descriptor: Descriptor, nbytes: int) -> Any:
+    """Map the memory of a storage in shared memory."""
+    fd = descriptor.detach()
+    try:
+        return import_torch().UntypedStorage._new_shared_fd_cpu(fd, nbytes)
+    finally:
+        os.close(fd)

@@ -46,6 +46,36 @@ if __name__ == "__main__":
     main(sys.argv[1])
 """
 
+TENSORS = """
+import sys
+import numpy as np
+import torch
+import cseq
+
+class Shared:
+    def __init__(self):
+        self.epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self.made = torch.zeros(8).share_memory_()
+        self.twins = self.made[2:], self.made.view(2, 4)
+        self.own = torch.zeros(1)
+    def __getitem__(self, indices):
+        self.made[indices] = torch.from_numpy(indices + 1).float()
+        self.own += 1
+        same = len({one.untyped_storage().data_ptr() for one in (self.made, *self.twins)}) == 1
+        return np.array([self.epoch.item(), same])
+
+if __name__ == "__main__":
+    shared, seen = Shared(), []
+    m = cseq.MPSequence(
+        shared, 8, 2, batch_size=4, out_type="null", start_method=sys.argv[1], shuffle=False
+    )
+    with m.start() as batches:
+        for epoch in range(3):
+            shared.epoch.fill_(epoch)
+            seen += [batch.tolist() for batch in batches]
+    print(seen == [[e, 1] for e in range(3) for _ in range(2)], shared.made.tolist(), shared.own)
+"""
+
 POOLED = """
 import concurrent.futures
 import multiprocessing
@@ -67,6 +97,16 @@ if __name__ == "__main__":
         pids = {int(pid) for batch in batches for pid in batch[:, 1]}
     print(1 <= len(pids) <= 4, [pid for pid in pids if os.path.exists(f"/proc/{pid}")])
 """
+
+
+@pytest.mark.needs("Linux")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", start_methods())
+def test_tensors_in_shared_memory(run_script: RunScript, method: str) -> None:
+    """They are the same memory in all processes; other tensors are each worker's own."""
+    pytest.importorskip("torch")
+    done = run_script(TENSORS, method)
+    assert done.stdout == f"True {[float(k) for k in range(1, 9)]} tensor([0.])\n", done.stderr
 
 
 @pytest.mark.needs("Linux")

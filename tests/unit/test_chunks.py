@@ -253,12 +253,34 @@ def test_a_copy_whose_original_is_gone() -> None:
     assert (is_right(copy[np.arange(30)], np.arange(30)), copy.reads) == (True, 3)
 
 
+@linux
+def test_a_descriptor_that_is_another_files_by_now(tmp_path: Path) -> None:
+    """The original is gone, its number a file's of the program: this stays as it is."""
+    one = cache()
+    state = one.__getstate__()
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    with path.open("r+b") as file:
+        copy = cseq.ChunkCache.__new__(cseq.ChunkCache)
+        copy.__setstate__({**state, "_home": (os.getpid(), file.fileno())})
+        assert is_right(copy[np.arange(30)], np.arange(30))
+    assert path.read_bytes() == bytes(1 << 20)
+
+
 class Odd(Chunks):
     """Has another type in its second chunk."""
 
     def __getitem__(self, number: int) -> Any:
         pair = super().__getitem__(number)
         return pair if number != 1 else pair._replace(images=pair.images.astype("float32"))
+
+
+class Turned:
+    """Has the arrays of its second chunk in another order."""
+
+    def __getitem__(self, number: int) -> Any:
+        rows = np.arange(2)
+        return {"b": -rows, "a": rows} if number else {"a": rows, "b": -rows}
 
 
 class Texts:
@@ -278,6 +300,7 @@ class Texts:
         (lambda: cseq.ChunkCache(Texts, 2, 2, 1), TypeError, "chunk 0 has .* no array of samples"),
         (lambda: cseq.ChunkCache(lambda: [()], 2, 2, 1), ValueError, "has no arrays"),
         (lambda: cache(Odd)[np.array([10])], ValueError, "chunk 1 has arrays"),
+        (lambda: cseq.ChunkCache(Turned, 4, 2, 2)[np.array([2])], ValueError, "chunk 1 is built"),
         (lambda: cache()[np.array([103])], IndexError, r"indices from 103 to 103 are not in"),
         (lambda: cseq.ChunkCache(Chunks, SAMPLES, 7, 1), ValueError, "chunk 0 has arrays"),
     ],

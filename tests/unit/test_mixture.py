@@ -393,3 +393,23 @@ def test_bad_sources() -> None:
     with pytest.raises(ValueError, match="block=65536 is above"):
         cseq.Mixture(shuffled({"a": 5}), one, block=65536)
     assert "1 of a" in cseq.Mixture(shuffled({"a": 5}), one).describe()
+
+
+def test_the_state_of_a_mixture_is_loaded_while_it_runs() -> None:
+    """Back to an earlier place, with the weights that it had: the workers stay."""
+    manager = cseq.MTSequence(
+        np.arange(sum(SIZES.values())),
+        order=mixed(OLD),
+        batch_size=5,
+        out_type="null",
+        num_workers=1,
+        seed=1,
+    )
+    with manager.start() as batches:
+        iterator = iter(batches)
+        for _ in range(3):
+            next(iterator)
+        state = json.loads(json.dumps(manager.state_dict()))
+        rest = [batch.tolist() for batch in iterator]
+        manager.load_state_dict(state)
+        assert [batch.tolist() for batch in batches] == rest

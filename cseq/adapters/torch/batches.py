@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cseq.check import flag
+from cseq.arguments import batch_size_of
+from cseq.check import count, flag
 from cseq.order import checkpoint
 from cseq.order import shard as shards
 from cseq.order.base import Order
@@ -40,7 +41,7 @@ class BatchSampler:
     batch_size : int
         Units of a batch, for each rank.
     seed : int, optional
-        In [0, 2**64). None: torch's initial seed, at the first ``iter()``.
+        In [0, 2**64). None: torch's initial seed, or that of a state. Ranks need the same.
     drop_last : bool
         Leave out the last batch if it is short.
     shard : (rank, world_size), 'auto' or None
@@ -70,21 +71,23 @@ class BatchSampler:
             raise TypeError(f"order={order!r} is no cseq.Order; give one")
         if order.samples is None:
             raise ValueError(f"order={order!r} is over no number of samples; give it one")
-        self._seeded = seed is not None
+        self._takes_any = seed is None  # seed of a state
+        self._seeded, self._drawn = seed is not None, False  # it has one; that is its own alone
         self._shard = shards.given(shard)
         rank, world_size, _ = self._shard or shards.ALONE
         self._sampler = Sampler(
             order.samples,
             order,
-            batch_size=batch_size,
+            batch_size=batch_size_of(batch_size, order),
             seed=0 if seed is None else seed,
             drop_last=flag("drop_last", drop_last),
             rank=rank,
             world_size=world_size,
             pad=flag("pad", pad),
         )
-        self._epoch = self._consumed = 0
-        self._is_begun = False  # the next `iter` begins another epoch
+        self._next = 0, 0  # epoch, and how much of it is over, where the next `iter` begins
+        self._now: tuple[int, int] | None = None  # after the latest batch, unless its epoch is over
+        self._running: object = None  # the latest iterator, while it is used
 
     def __len__(self) -> int:
         """Batches in an epoch, for this rank."""
@@ -92,27 +95,39 @@ class BatchSampler:
         return self._sampler.length
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next ``iter()``."""
-        self._epoch, self._consumed, self._is_begun = epoch, 0, False
+        """Set the epoch of the next ``iter()``; one that goes on stays in its own."""
+        if count("epoch", epoch, least=0) != self._next[0]:
+            self._next = epoch, 0
+        if self._running is None:
+            self._now = None
 
     def __iter__(self) -> Iterator[list[int]]:
         """Begin the next epoch, or go on in the one whose state was loaded."""
         self._settle()
-        if not self._seeded:
-            self._sampler, self._seeded = self._sampler.changed(seed=torch.initial_seed()), True
-        if self._is_begun:
-            self.set_epoch(self._epoch + 1)
-        return self._keys(self._sampler.source(self._epoch, self._consumed, own=True))
+        self._seed()
+        if self._drawn and self._sampler.world_size > 1 and self._sampler.order.is_seeded:
+            raise ValueError(
+                f"{self._shard} needs a seed: ranks that draw their own would go through different "
+                "orders; give all of them the same seed="
+            )
+        self._now = None
+        return self._keys(self._next, self._sampler.source(*self._next, own=True))
 
-    def _keys(self, source: OrderSource) -> Iterator[list[int]]:
+    def _keys(self, begun: tuple[int, int], source: OrderSource) -> Iterator[list[int]]:
         """Return the batches; the state is that after the last one that was drawn."""
-        sampler, consumed = self._sampler, source.consumed
+        sampler, epoch, consumed = self._sampler, begun[0], source.consumed
         end, stride = sampler.end(consumed), sampler.batch_size * sampler.world_size
-        for batch in range(len(source)):
-            self._is_begun = True  # not by `iter`, which torch calls more than once for an epoch
-            self._consumed = min(consumed + (batch + 1) * stride, end)
-            yield source.samples(batch)[0].tolist()
-        self.set_epoch(self._epoch + 1)
+        self._running = me = object()
+        if self._next == begun:  # not by `iter`, which torch calls more than once for an epoch
+            self._next = epoch + 1, 0
+        try:
+            for batch in range(len(source)):
+                self._now = epoch, min(consumed + (batch + 1) * stride, end)
+                yield source.samples(batch)[0].tolist()
+            self._now = None
+        finally:
+            if self._running is me:
+                self._running = None
 
     def _settle(self) -> None:
         """Resolve shard='auto'; the first answer holds."""
@@ -120,10 +135,16 @@ class BatchSampler:
             self._shard = found = shards.resolve()
             self._sampler = self._sampler.changed(rank=found.rank, world_size=found.world_size)
 
+    def _seed(self) -> None:
+        """Draw a seed, unless there is one."""
+        if not self._seeded:
+            self._sampler = self._sampler.changed(seed=torch.initial_seed())
+            self._seeded = self._drawn = True
+
     def state_dict(self) -> dict[str, Any]:
         """Return where the order is, after the last batch that was drawn."""
-        world_size = self._sampler.world_size
-        return checkpoint.make(self._sampler, world_size, self._epoch, self._consumed)
+        self._seed()
+        return checkpoint.make(self._sampler, self._sampler.world_size, *(self._now or self._next))
 
     def state_before(self, epoch: int, batch: int) -> dict[str, Any]:
         """Return what `state_dict` says after so many batches of an epoch."""
@@ -133,9 +154,9 @@ class BatchSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next ``iter()`` go on where a state was taken; see `cseq.MSequence`."""
-        loaded = checkpoint.load(state, self._sampler, any_seed=not self._seeded)
-        self._sampler, self._epoch, self._consumed = loaded
-        self._seeded, self._is_begun = True, False
+        self._sampler, *place = checkpoint.load(state, self._sampler, any_seed=self._takes_any)
+        self._next, self._now, self._running = (place[0], place[1]), None, None
+        self._seeded, self._drawn = True, False
 
 
 def with_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,10 @@ def stack_in_slots() -> None:
 def is_plain(value: Any) -> bool:
     """Whether a value is a tensor of torch's own class with strides, on the CPU."""
     return (
-        type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+        and not value.is_nested
     )
 
 

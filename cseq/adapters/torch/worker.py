@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -107,12 +108,18 @@ def unnumbered(key: Any) -> Any:
 
 def count(key: Any) -> int:
     """Count the samples of the batch of a key."""
-    return len(key) if hasattr(key, "__len__") else 1
+    try:
+        return len(key)
+    except TypeError:  # a number, also as a tensor
+        return 1
 
 
 def count_numbered(key: Any) -> int:
     """Count those of a key that `numbered` has numbered."""
     return count(unnumbered(key))
+
+
+_entered = contextlib.ExitStack()  # of this process, for as long as it lives
 
 
 class Modes(NamedTuple):
@@ -122,6 +129,7 @@ class Modes(NamedTuple):
     """
 
     grad: bool
+    inference: bool
     autocast: tuple[bool, torch.dtype, bool]  # on the CPU; and whether casts are kept
 
     @classmethod
@@ -129,11 +137,13 @@ class Modes(NamedTuple):
         """Return those of this thread."""
         enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         autocast = enabled, dtype, torch.is_autocast_cache_enabled()
-        return cls(torch.is_grad_enabled(), autocast)
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
 
     def enter(self) -> None:
         """Have this thread be in them, too."""
         torch.set_grad_enabled(self.grad)
+        if self.inference:
+            _entered.enter_context(torch.inference_mode())
         enabled, dtype, is_kept = self.autocast
         torch.set_autocast_enabled("cpu", enabled)
         torch.set_autocast_dtype("cpu", dtype)

@@ -95,6 +95,63 @@ def test_a_resume_after_every_batch(workers: int, persistent: bool) -> None:
         assert batches(other) == whole[epoch + 1]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("done", [1, 2, 4])
+def test_a_seed_that_was_drawn_goes_with_the_state(workers: int, done: int) -> None:
+    """A process that resumes draws another one, which its state replaces."""
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return DataLoader(list(range(20)), 5, sampler=cseq.Shuffled(), num_workers=workers)
+
+    loader = make(3)
+    iterator = iter(loader)
+    before = [next(iterator).tolist() for _ in range(done)]
+    state = copy.deepcopy(loader.state_dict())
+    other = make(4)
+    other.load_state_dict(state)
+    assert before + batches(other) == expected(cseq.Shuffled(20), 5, 3, 0)
+    assert batches(other) == expected(cseq.Shuffled(20), 5, 3, 1)
+
+
+def test_a_state_before_the_first_epoch_is_of_the_seed_that_is_drawn() -> None:
+    """So it can be loaded by the sampler that it is of."""
+    torch.manual_seed(6)
+    one = BatchSampler(Pairs(12))
+    state = one.state_dict()
+    assert state["seed"] == 6
+    one.load_state_dict(state)
+    assert list(one) == expected(Pairs(12), 1, 6, 0)
+
+
+def test_an_epoch_that_is_set_while_another_one_goes_on() -> None:
+    """The state stays that of the present one; the next one is the one that was set."""
+    sampler, epochs = (
+        BatchSampler(Pairs(8), seed=3),
+        [expected(Pairs(8), 1, 3, e) for e in range(7)],
+    )
+    iterator = iter(sampler)
+    got = [next(iterator)]
+    sampler.set_epoch(5)
+    again = BatchSampler(Pairs(8), seed=3)
+    again.load_state_dict(sampler.state_dict())
+    again.set_epoch(0)  # a loop that sets each epoch sets that of the state
+    assert got + list(again) == got + list(iterator) == epochs[0]
+    assert list(sampler) == epochs[5]
+    begun = iter(sampler)
+    sampler.set_epoch(2)
+    assert [list(begun), list(sampler), list(sampler)] == [epochs[6], epochs[2], epochs[3]]
+    with pytest.raises(ValueError, match="epoch=-1 is below 0"):
+        sampler.set_epoch(-1)
+
+
+def test_ranks_that_shuffle_need_a_seed() -> None:
+    """Each would draw another one."""
+    with pytest.raises(ValueError, match=r"rank 1 of 2 .* needs a seed"):
+        iter(BatchSampler(cseq.Shuffled(8), 2, shard=(1, 2)))
+    assert list(BatchSampler(cseq.Sequential(4), 1, shard=(1, 2))) == [[1], [3]]
+
+
 def test_ranks_have_parts_of_global_batches() -> None:
     """Each batch once over all ranks."""
     order = Pairs(12)
@@ -144,3 +201,5 @@ def test_what_a_batch_sampler_refuses() -> None:
         BatchSampler([1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="over no number of samples"):
         BatchSampler(cseq.Shuffled())
+    with pytest.raises(ValueError, match=r"batch_size=4: the units of order=.* are batches"):
+        BatchSampler(cseq.Buckets([2, 3, 4], 8), 4)

@@ -775,6 +775,13 @@ def test_its_workers_are_known_to_cseqs_testing_and_counted() -> None:
         without.advice()
 
 
+class Listed(Plain):
+    """Is asked for whole batches, also by their number."""
+
+    def __getitems__(self, indices: Any) -> list[Any]:
+        return [self[int(index)] for index in np.atleast_1d(np.asarray(indices))]
+
+
 @pytest.mark.parametrize(
     ("options", "samples"),
     [
@@ -783,11 +790,12 @@ def test_its_workers_are_known_to_cseqs_testing_and_counted() -> None:
         ({"batch_size": None}, 12),
         ({"batch_sampler": [(1, 2, 3), (4, 5)], "rng": "batch"}, 5),
         ({"batch_sampler": [list(range(12)) * 400]}, 4800),  # whose indices are in no ticket
+        ({"batch_sampler": torch.arange(3), "collate_fn": as_is}, 3),  # they have no length
     ],
 )
 def test_samples_are_counted(options: Any, samples: int) -> None:
     """Those of map-style data: the indices of each batch."""
-    made = loader(Plain(12), **options)
+    made = loader(Listed(12), **options)
     list(made)
     assert made.stats().samples == samples
 

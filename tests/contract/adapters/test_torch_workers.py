@@ -212,6 +212,20 @@ def test_no_grad_is_inherited() -> None:
     assert list(loader(Graded(2), batch_size=None)) == [True, True]
 
 
+@forked
+def test_inference_mode_is_inherited() -> None:
+    """A data set may change a tensor that was made in it."""
+    with torch.inference_mode():
+        counted = torch.zeros(1)
+
+        class Counting(Plain):
+            def __getitem__(self, index: int) -> Any:
+                return counted.add_(1).clone()
+
+        made = loader(Counting(3), batch_size=None, num_workers=1)
+        assert [one.item() for one in made] == [1, 2, 3]
+
+
 # ── errors ─────────────────────────────────────────────────────────────────────────────────
 
 

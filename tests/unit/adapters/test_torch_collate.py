@@ -202,3 +202,12 @@ def test_what_does_not_get_into_the_batch_is_not_put_into_the_slot(room: Room) -
 def test_torchs_own_functions_are_not_watched() -> None:
     for function in (default_collate, default_convert):
         assert collate.collating(function) is function
+
+
+@pytest.mark.usefixtures("room")
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_nested_tensors_are_refused_as_torch_refuses_them() -> None:
+    """With its advice."""
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(RuntimeError, match="custom collate_fn"):
+        default_collate([nested, nested])
