@@ -425,6 +425,8 @@ cdef class MixtureReader(Reader):
             else:
                 block, at = unit // self.length, <uint32_t>(unit % self.length)
                 some = min(self.length - at, self.most)
+                if unit:  # those before `since` are numbered up to 2**64, which may be within a block
+                    some = min(some, <uint64_t>0 - unit)
                 if self.room > 1 or not in_order:
                     some = min(some, count - done)
                 while not self.gather(block, at, <uint32_t>some):

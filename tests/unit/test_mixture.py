@@ -199,6 +199,14 @@ def test_weights_change_at_every_unit_of_two_blocks() -> None:
         assert units(third, 1, 2) == units(again, 1, 2)
 
 
+def test_reading_begins_before_the_weights_changed() -> None:
+    """What comes after that is the same, also for blocks that no power of two is a multiple of."""
+    again = mixed(NEW, block=10).resumed(mixed(OLD, block=10).facts(), 1, 1, 25)
+    whole = again.reader(1).samples(1, 0, 90)[0].tolist()
+    for begin in range(25, 90):
+        assert again.reader(1).samples(1, begin, 90 - begin)[0].tolist() == whole[begin:]
+
+
 def test_weights_change_with_every_unit() -> None:
     """A new mixture for each unit: still each sample of a pass once."""
     order, drawn, shares = mixed(OLD), [], (OLD, NEW)
