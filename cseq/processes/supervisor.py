@@ -65,6 +65,10 @@ ENDING = 0.1  # for a process to end once its socket has
 LAST_GRACE = 2.0  # and to be gone after they were killed
 STARTING = (ENTERED, LOADED)  # states of a worker whose start has a time limit
 
+# Whose threads are in most notebooks, and in loops with a bar. They sleep: each holds a lock for a
+# moment now and then, which a worker needs only for a bar of its own, or to print just then.
+QUIET = {"tqdm", "ipykernel", "IPython"}  # packages; beside their classes, two kinds have names
+
 _named_threads = False  # a start by fork beside other threads was logged in this process
 
 
@@ -286,10 +290,9 @@ class Supervisor:
         global _named_threads
         caller = {self._caller, threading.get_ident()}
         others = [t for t in threading.enumerate() if t.ident not in caller]
-        # tqdm's monitor sleeps, and each ten seconds has tqdm's lock for a moment, to look for bars
-        # that stand still: a worker needs that lock only for a bar of its own.
-        others = [t for t in others if type(t).__module__ != "tqdm._monitor"]
-        names = [t.name for t in others if not t.name.startswith("cseq-")]
+        others = [t for t in others if type(t).__module__.partition(".")[0] not in QUIET]
+        names = [t.name for t in others if not t.name.startswith(("cseq-", "IOPub"))]
+        names = [name for name in names if not name.endswith("(_watch_pipe_fd)")]
         if names and not _named_threads:
             _named_threads = True
             tell(

@@ -707,6 +707,33 @@ def test_the_monitor_of_a_bar_is_not_logged(run_script: RunScript) -> None:
     assert (done.stdout, done.stderr) == ("3 True\n3\n", "")
 
 
+IN_A_NOTEBOOK = """
+import threading
+import numpy as np
+import cseq
+
+class Heartbeat(threading.Thread):
+    __module__ = "ipykernel.heartbeat"
+
+over = threading.Event()
+for kind, name in (
+    (Heartbeat, "Thread-1"),
+    (threading.Thread, "IOPub"),
+    (threading.Thread, "Thread-2 (_watch_pipe_fd)"),
+):
+    kind(target=over.wait, name=name, daemon=True).start()
+m = cseq.MPSequence(np.arange(9), 9, 1, batch_size=3, out_type="null", start_method="fork")
+with m.start() as batches:
+    print(len(list(batches)))
+"""
+
+
+def test_the_threads_of_a_notebook_are_not_logged(run_script: RunScript) -> None:
+    """They are in each notebook, whatever it does."""
+    done = run_script(IN_A_NOTEBOOK)
+    assert (done.stdout, done.stderr) == ("3\n", "")
+
+
 STRAYING = """
 import functools
 import os
