@@ -21,6 +21,10 @@ from ray import train
 
 ray.cloudpickle.register_pickle_by_value(drawing)
 
+# A Ray Train without elastic ranks puts its trainer and the first rank on one node, of one CPU.
+is_older = not hasattr(train.ScalingConfig, "elastic_resize_monitor_interval_s")
+ROOM = {"trainer_resources": {"CPU": 0.5}} if is_older else {}
+
 @ray.remote(num_cpus=0)
 class Seen:
     def __init__(self):
@@ -53,7 +57,9 @@ with local_cluster(2) as cluster:
         TorchTrainer(
             train_a_rank,
             train_loop_config={"fleet": fleet, "seen": seen},
-            scaling_config=train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
+            scaling_config=train.ScalingConfig(
+                num_workers=2, resources_per_worker={"CPU": 0.5}, **ROOM
+            ),
             run_config=train.RunConfig(storage_path=sys.argv[3]),
         ).fit()
     (one, mine), (other, theirs) = sorted(ray.get(seen.all.remote()))
@@ -96,7 +102,9 @@ with local_cluster(2) as cluster:
         TorchTrainer(
             train_a_rank,
             train_loop_config={"fleet": fleet, "seen": seen},
-            scaling_config=train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
+            scaling_config=train.ScalingConfig(
+                num_workers=2, resources_per_worker={"CPU": 0.5}, **ROOM
+            ),
             run_config=train.RunConfig(
                 storage_path=sys.argv[3], failure_config=train.FailureConfig(max_failures=9)
             ),
