@@ -278,7 +278,8 @@ class MSequence(Manager, Generic[B_co]):
             auto=sizes.auto,
             fleet=fleet,
         )
-        self._check_seed(self._shard or shards.ALONE)
+        if self._own_seed:
+            (self._shard or shards.ALONE).check_drawn(self._sampler.order)
         super().__init__()
 
     @staticmethod
@@ -292,14 +293,6 @@ class MSequence(Manager, Generic[B_co]):
         """The epochs."""
         return self._job.sampler
 
-    def _check_seed(self, shard: shards.Shard) -> None:
-        """Raise ValueError if ranks that shuffle would each draw a seed of their own."""
-        if self._own_seed and shard.world_size > 1 and self._sampler.order.is_seeded:
-            raise ValueError(
-                f"{shard} needs a seed: ranks that draw their own would go through different "
-                "orders; give all of them the same one"
-            )
-
     def _settle_shard(self) -> None:
         """Resolve shard='auto'; the first answer holds, another one is an error."""
         if not self._automatic:
@@ -308,7 +301,8 @@ class MSequence(Manager, Generic[B_co]):
             found = shards.agree(self._shard)
             if found is self._shard:
                 return
-            self._check_seed(found)
+            if self._own_seed:
+                found.check_drawn(self._sampler.order)
             if found.world_size > 1:
                 changed = self._sampler.changed(rank=found.rank, world_size=found.world_size)
                 self._job = self._job._replace(sampler=changed)

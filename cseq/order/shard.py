@@ -19,6 +19,8 @@ from cseq.check import count
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cseq.order.base import Order
+
 __all__ = ["PLACES", "Shard", "agree", "given", "resolve"]
 
 log = logging.getLogger("cseq")
@@ -41,6 +43,14 @@ class Shard(NamedTuple):
     def __str__(self) -> str:
         """Return it in words, for messages."""
         return f"rank {self.rank} of {self.world_size} ({self.source or 'nothing said otherwise'})"
+
+    def check_drawn(self, order: Order) -> None:
+        """Raise ValueError if an order depends on a seed that each rank has drawn for itself."""
+        if self.world_size > 1 and order.is_seeded:
+            raise ValueError(
+                f"{self} needs a seed: ranks that draw their own would go through different "
+                "orders; give all of them the same one"
+            )
 
 
 ALONE = Shard(0, 1, "")

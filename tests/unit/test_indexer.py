@@ -352,7 +352,7 @@ def test_a_data_set_that_packs(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_an_iterable_data_set_is_no_worker() -> None:
-    """It gives no sample for an index, whoever makes it: the error names what takes it."""
+    """It gives no sample for an index, nor does its class: the error names what takes it."""
     stream = torchs(Squares, "IterableDataset")
     for worker in (stream, type(stream)):
         with pytest.raises(TypeError, match=r"^worker is a Squares, an Iter.*cseq.DataLoader"):

@@ -72,7 +72,7 @@ class BatchSampler:
         if order.samples is None:
             raise ValueError(f"order={order!r} is over no number of samples; give it one")
         self._takes_any = seed is None  # seed of a state
-        self._seeded, self._drawn = seed is not None, False  # it has one; that is its own alone
+        self._is_drawn = None if seed is None else False  # whether the seed is; None: not yet
         self._shard = shards.given(shard)
         rank, world_size, _ = self._shard or shards.ALONE
         self._sampler = Sampler(
@@ -103,13 +103,10 @@ class BatchSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         """Begin the next epoch, or go on in the one whose state was loaded."""
-        self._settle()
+        shard = self._settle()
         self._seed()
-        if self._drawn and self._sampler.world_size > 1 and self._sampler.order.is_seeded:
-            raise ValueError(
-                f"{self._shard} needs a seed: ranks that draw their own would go through different "
-                "orders; give all of them the same seed="
-            )
+        if self._is_drawn:
+            shard.check_drawn(self._sampler.order)
         self._now = None
         return self._keys(self._next, self._sampler.source(*self._next, own=True))
 
@@ -129,17 +126,18 @@ class BatchSampler:
             if self._running is me:
                 self._running = None
 
-    def _settle(self) -> None:
+    def _settle(self) -> shards.Shard:
         """Resolve shard='auto'; the first answer holds."""
         if self._shard is None:
             self._shard = found = shards.resolve()
             self._sampler = self._sampler.changed(rank=found.rank, world_size=found.world_size)
+        return self._shard
 
     def _seed(self) -> None:
         """Draw a seed, unless there is one."""
-        if not self._seeded:
+        if self._is_drawn is None:
             self._sampler = self._sampler.changed(seed=torch.initial_seed())
-            self._seeded = self._drawn = True
+            self._is_drawn = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the order is, after the last batch that was drawn."""
@@ -156,7 +154,7 @@ class BatchSampler:
         """Have the next ``iter()`` go on where a state was taken; see `cseq.MSequence`."""
         self._sampler, *place = checkpoint.load(state, self._sampler, any_seed=self._takes_any)
         self._next, self._now, self._running = (place[0], place[1]), None, None
-        self._seeded, self._drawn = True, False
+        self._is_drawn = False
 
 
 def with_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
