@@ -1,7 +1,7 @@
 # make build    compile the core into cseq/; CSEQ_DEBUG=1 checks bounds and invariants
-# make test     build into .venv and run every test, in JOBS (3) processes
+# make test     build into .venv and run the tests, in JOBS (3) processes; `make check-nightly` has the rest
 # make quick    the quick ones of them: all but those in tests/slow.txt
-# make lint     ruff, mypy, the stubs, the workflows, which wheels are built, and the C headers for other systems
+# make lint     ruff, mypy, the stubs, the workflows, the layout, the packages, and the C headers for other systems
 # make bench    cseq and its peers, measured: CASES (all), ROUNDS (5) of each, into files called NAME;
 #               BESIDE=PATH measures another built checkout of cseq in the same rounds; benchmarks/README.md
 # make demo     train a small network on handwritten digits (examples/digits.py)
@@ -20,6 +20,7 @@
 #   gpu                benchmarks/gpu
 #   headers            tests/c
 #   interrupts         tests/stress
+#   nightly            tests/nightly
 #   perfetto           tests/perfetto
 #   ray                tests/ray
 #   report             tests/perfetto
@@ -108,10 +109,10 @@ build: $(VENV)/.core
 	$(COMPILE)
 
 test: build $(VENV)/.test
-	$(PY) -m pytest -n $(JOBS) $(ARGS)
+	$(PY) -m pytest -n $(JOBS) -m "not another_way" $(ARGS)
 
 quick: build $(VENV)/.test
-	$(PY) -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+	$(PY) -m pytest -n $(JOBS) -m "not slow and not another_way" $(ARGS)
 
 CORE := $(patsubst cseq/%.pyx,cseq.%,$(wildcard cseq/_*.pyx))
 
@@ -120,7 +121,7 @@ lint: build check-headers $(VENV)/.test $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy cseq
 	$(BIN)/zizmor --offline --no-progress .github
-	$(PY) -m pytest tests/project/test_typing.py tests/project/test_packaging.py
+	$(PY) -m pytest -n $(JOBS) tests/lint
 	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml \
 		--allowlist tests/stubtest.txt --ignore-unused-allowlist $(CORE)
 

@@ -269,15 +269,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpu-times", help="append the CPU time of each test to this file")
 
 
+# Where `make test`, too, starts workers in each way: how that is done, and what users see first.
+EACH_WAY = {
+    "test_launcher.py",
+    "test_launcher_preload.py",
+    "test_supervisor.py",
+    "test_multiprocessing.py",
+    "test_same_as_test_mode",
+    "test_scripts_without_ceremony",
+    "test_other_start_methods",
+}
+
+
+def starts_in_another_way(item: pytest.Item) -> bool:
+    """Say whether a case starts workers in a way that is not the quickest."""
+    case = item.callspec.params if hasattr(item, "callspec") else {}
+    values = [getattr(value, "start_method", value) for value in case.values()]
+    ways = {value for value in values if isinstance(value, str)} & {"fork", "forkserver", "spawn"}
+    if not ways:
+        return False
+    from kinds import QUICKEST
+
+    return QUICKEST.start_method not in ways
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what slow.txt names."""
+    """Mark what slow.txt names, and cases of start methods that `make test` leaves out."""
     listed = Path(__file__).with_name("slow.txt")
     slow = set(listed.read_text(encoding="utf-8").split()) if listed.exists() else set()
     for item in items:
-        file = Path(os.path.relpath(item.path, listed.parent)).as_posix()
+        path = Path(os.path.relpath(item.path, listed.parent))
         name = item.nodeid.partition("::")[2].partition("[")[0]  # with its class, if it has one
-        if f"tests/{file}::{name}" in slow:
+        if f"tests/{path.as_posix()}::{name}" in slow:
             item.add_marker("slow")
+        if starts_in_another_way(item) and not {path.name, name} & EACH_WAY:
+            item.add_marker("another_way")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -6,7 +6,7 @@ check-formats:
 	$(call in,.formats-venv,.formats)
 
 .formats: build $(VENV)/.libraries
-	$(PY) -m pytest tests/project/test_formats.py tests/project/test_examples.py -k "formats or how-to/data" $(ARGS)
+	$(PY) -m pytest tests/nightly/test_formats.py tests/project/test_examples.py -k "formats or how-to/data" $(ARGS)
 	$(PY) benchmarks/formats/run.py --rounds $(ROUNDS) $(FORMATS)
 
 $(VENV)/.libraries: benchmarks/formats/requirements.txt | $(VENV)/.test

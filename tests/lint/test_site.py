@@ -93,11 +93,15 @@ def test_twine_passes_the_readme(tmp_path: Path) -> None:
     assert (done.returncode, "PASSED" in done.stdout) == (0, True), done.stdout
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(DOCS).as_posix())
-def test_relative_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_relative_links_lead_somewhere() -> None:
     """What Sphinx checks of pages, without Sphinx: the file of each relative link is there."""
-    local = [link for link in links_of(page) if not re.match(r"https?:|mailto:|#", link)]
-    paths = [(page.parent / link.partition("#")[0]) for link in local]
+    paths = [
+        page.parent / link.partition("#")[0]
+        for page in PAGES
+        for link in links_of(page)
+        if not re.match(r"https?:|mailto:|#", link)
+    ]
+    assert len(paths) > 100
     assert [str(path) for path in paths if not path.exists()] == []
 
 

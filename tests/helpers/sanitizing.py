@@ -1,0 +1,30 @@
+"""Runs checks of tests/c: programs in C of the core's headers alone."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parents[1]
+CANNOT_RUN = 77  # what run.sh says where the compiler lacks something
+
+needed = [
+    pytest.mark.needs("Linux"),
+    pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler"),
+    pytest.mark.skipif(
+        not (HERE.parent / "cseq" / "include").exists(), reason="the sources are not here"
+    ),
+]
+
+
+def passed(check: str) -> str:
+    """Run a check for two seconds; return what it prints, or skip where it cannot run."""
+    command = ["sh", str(HERE / "c" / "run.sh"), "2", check]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    if done.returncode == CANNOT_RUN:
+        pytest.skip(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

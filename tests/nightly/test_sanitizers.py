@@ -1,0 +1,23 @@
+"""The core's headers alone: sanitizers, kills, interleavings (`make check-sanitizers`: longer)."""
+
+from __future__ import annotations
+
+import pytest
+from sanitizing import needed, passed
+
+pytestmark = needed
+
+
+@pytest.mark.parametrize(
+    "check",
+    ["shuffle", "recipes", "history", "explore", "stress", "tsan", "asan", "kill", "darwin"],
+)
+def test_the_headers_alone(check: str) -> None:
+    """No race, no bad access, no lost wake-up, each ticket once, whoever dies at whatever step."""
+    passed(check)
+
+
+@pytest.mark.parametrize("weakness", ["NO_FLAG", "PLAIN_PUBLISH", "NO_OWNER", "RELAXED_PUBLISH"])
+def test_a_weakened_ring_is_caught(weakness: str) -> None:
+    """The checks can fail: a ring without one of its steps or memory orders does not pass them."""
+    assert f"caught: {weakness}" in passed(f"mutant-{weakness}")

@@ -1,0 +1,14 @@
+"""The core's headers alone: two checks of `make check-nightly`, which has all."""
+
+from __future__ import annotations
+
+import pytest
+from sanitizing import needed, passed
+
+pytestmark = needed
+
+
+@pytest.mark.parametrize("check", ["explore", "kill"])
+def test_the_headers_alone(check: str) -> None:
+    """Each ticket once, under each interleaving, and if a party dies at any step."""
+    passed(check)
