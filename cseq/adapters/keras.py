@@ -30,8 +30,9 @@ class Batches(DataAdapter):  # type: ignore[misc]
         self._manager = manager
 
     @property
-    def num_batches(self) -> int:
-        return len(self._manager)
+    def num_batches(self) -> int | None:
+        # Keras counts its epochs by `steps_per_epoch`, and asks for no new iterator, without it.
+        return len(self._manager) if self._manager._sampler.repeat == 1 else None
 
     def get_numpy_iterator(self) -> Any:
         return self._manager
@@ -58,7 +59,7 @@ class SaveState(Callback):  # type: ignore[misc]
     def __init__(self, manager: Any, folder: str, every: int) -> None:
         super().__init__()
         self._manager, self._folder, self._every = manager, folder, count("every", every)
-        self._weights: str | None = None
+        self._weights: str | None = None  # what the state names, which is on the disk as a whole
 
     def on_train_begin(self, logs: Any = None) -> None:
         try:
@@ -83,13 +84,14 @@ class SaveState(Callback):  # type: ignore[misc]
         """Save a checkpoint in the place of the former one."""
         state = self._manager.state_dict()
         os.makedirs(self._folder, exist_ok=True)
-        # The former weights are there until the state has the name of these.
-        self._weights = "b.weights.h5" if self._weights == "a.weights.h5" else "a.weights.h5"
-        self.model.save_weights(os.path.join(self._folder, self._weights))
+        # The former weights are there until the state has the name of these, also if this fails.
+        weights = "b.weights.h5" if self._weights == "a.weights.h5" else "a.weights.h5"
+        self.model.save_weights(os.path.join(self._folder, weights))
         path = os.path.join(self._folder, "batches.json")
         with open(f"{path}.new", "w", encoding="utf-8") as file:
-            json.dump({"weights": self._weights, "batches": state}, file)
+            json.dump({"weights": weights, "batches": state}, file)
         os.replace(f"{path}.new", path)
+        self._weights = weights
 
 
 class Monitor(Callback):  # type: ignore[misc]

@@ -128,3 +128,81 @@ def test_the_monitor_adds_to_the_logs(
     pytest.importorskip(backend)
     monkeypatch.setenv("KERAS_BACKEND", backend)
     assert run(["-c", MONITORED], folder, recipes).endswith("all is well\n")
+
+
+STEPS = """
+import keras
+import with_keras
+from cseq.adapters.keras import Batches
+from data import batches
+
+
+class Steps(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.done = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.done += 1
+
+    def on_epoch_end(self, epoch, logs=None):
+        taken.append(self.done)
+
+
+taken = []
+for steps in (5, 30):
+    with batches(out_type="null", repeat=True).start() as manager:
+        options = {"epochs": 3, "steps_per_epoch": steps, "verbose": 0, "callbacks": [Steps()]}
+        with_keras.network().fit(Batches(manager), **options)
+assert taken == [5, 5, 5, 30, 30, 30], taken
+print("all is well")
+"""
+
+FAILED = """
+import json
+import with_keras
+from cseq.adapters.keras import SaveState
+
+
+class Manager:
+    def state_dict(self):
+        return {}
+
+
+def full(path):
+    with open(path, "w") as file:
+        file.write("half")
+    raise OSError(28, "No space left on device")
+
+
+saver, net = SaveState(Manager(), "saved", 1), with_keras.network()
+net.build((None, 2))
+saver.set_model(net)
+for _ in range(2):
+    saver.save()
+    with open("saved/batches.json") as file:
+        named = json.load(file)["weights"]
+    with open(f"saved/{named}", "rb") as file:
+        whole = file.read()
+    whole_save, net.save_weights = net.save_weights, full
+    for _ in range(3):
+        try:
+            saver.save()
+        except OSError:
+            pass
+    net.save_weights = whole_save
+    with open("saved/batches.json") as file:
+        assert json.load(file)["weights"] == named
+    with open(f"saved/{named}", "rb") as file:
+        assert file.read() == whole
+print("all is well")
+"""
+
+
+@pytest.mark.parametrize("script", [STEPS, FAILED], ids=["steps_per_epoch", "failed saves"])
+def test_what_goes_on(
+    script: str, recipes: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manager that repeats gives each epoch its steps; a failed save leaves the last one."""
+    pytest.importorskip("torch")
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    assert run(["-c", script], folder, recipes).endswith("all is well\n")

@@ -52,7 +52,7 @@ def check(loader: Any, rng: str | None, fleet: Any) -> None:
             f"{said} with rng={rng or defaults.rng!r}: what the workers draw depends on how many "
             "there are; give rng='batch', or a number"
         )
-    if is_stateful(dataset) and loader.snapshot_every_n_steps != 0:
+    if is_stateful(dataset) and loader.snapshot_every_n_steps:
         raise ValueError(
             f"{said} beside dataset={dataset!r}, which has state_dict(): each worker has a state "
             "of its own; give a number, or snapshot_every_n_steps=0"

@@ -150,6 +150,13 @@ class BatchSampler:
         consumed = min(batch * sampler.batch_size * sampler.world_size, sampler.end(0))
         return checkpoint.make(sampler, sampler.world_size, epoch, consumed)
 
+    def state_after(self, state: dict[str, Any], batches: int) -> dict[str, Any]:
+        """Return what `state_dict` says so many batches after a state of the same epoch."""
+        sampler, consumed = self._sampler, state["consumed"]
+        end, stride = sampler.end(consumed), sampler.batch_size * sampler.world_size
+        place = state["epoch"], min(consumed + batches * stride, end)
+        return checkpoint.make(sampler, sampler.world_size, *place)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next ``iter()`` go on where a state was taken; see `cseq.MSequence`."""
         self._sampler, *place = checkpoint.load(state, self._sampler, any_seed=self._takes_any)

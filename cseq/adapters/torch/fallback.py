@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from cseq.adapters.torch.state import Resume
 
-__all__ = ["UNUSABLE", "Engine", "engines", "make_iterator", "note_own"]
+__all__ = ["UNUSABLE", "Engine", "engines", "make_iterator", "note_own", "reason_against"]
 
 log = logging.getLogger("cseq")
 
@@ -117,8 +117,8 @@ def make_iterator(
     resume: Resume | None = None,
     snapshot_every: int | None = None,
     max_restarts: int = MAX_RESTARTS,
-) -> Any:
-    """Make an iterator of cseq's, or, where that cannot be, torch's own by `otherwise`.
+) -> tuple[Any, str | None]:
+    """Make an iterator of cseq's, or, where that cannot be, torch's own by `otherwise`: and why.
 
     The options are those of `WorkersIterator`.
 
@@ -134,7 +134,7 @@ def make_iterator(
         "resume": resume,
         "snapshot_every": snapshot_every,
     }
-    reason = _reason_against(loader)
+    reason = reason_against(loader)
     fleet = getattr(loader, "fleet", None)
     if fleet is not None:
         if reason is not None:
@@ -143,13 +143,13 @@ def make_iterator(
 
         from_fleet = FleetIterator(loader, **options, max_restarts=max_restarts)
         _note(loader, None)
-        return from_fleet
+        return from_fleet, None
     if reason is not None:
         return fall_back(reason)
     if loader.num_workers == 0:
         inline = InlineIterator(loader, **options)
         _note(loader, None)
-        return inline
+        return inline, None
     if getattr(loader, "_tuner", None) is None:  # else they were counted, and may wait for a disk
         loader.check_worker_number_rationality()
     is_forked = start_method_of(loader) == "fork"  # then nothing is pickled
@@ -164,10 +164,10 @@ def make_iterator(
         chosen.set_state(before[1])
         return fall_back(str(error).replace("producer.fetching.", ""))
     _note(loader, None)
-    return iterator
+    return iterator, None
 
 
-def _reason_against(loader: data.DataLoader[Any]) -> str | None:
+def reason_against(loader: data.DataLoader[Any]) -> str | None:
     """Say why a loader cannot have an iterator of cseq's, if it cannot."""
     if names.REASON is not None:
         return names.REASON
@@ -197,7 +197,7 @@ def _fall_back(
     resume: Resume | None,
     reason: str,
     **options: str,
-) -> Any:
+) -> tuple[Any, str]:
     """Make torch's own iterator; log why, and which options it does not have, once for a loader."""
     if resume is not None:
         raise ValueError(f"{UNUSABLE}, since {reason}; load_state_dict({{}}) drops the state")
@@ -215,4 +215,4 @@ def _fall_back(
     finally:
         _falling.loader = outer
     _note(loader, reason)
-    return iterator
+    return iterator, reason

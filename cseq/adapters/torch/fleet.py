@@ -11,7 +11,7 @@ from cseq.adapters.torch.iterator import WorkersIterator
 from cseq.adapters.torch.stateful import is_stateful
 from cseq.arguments import MAX_RESTARTS
 from cseq.encoding.unpicklable import UnpicklableError
-from cseq.fleet.pool import AHEAD, KeyPool
+from cseq.fleet.pool import KeyPool
 from cseq.run import Run
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def check(loader: Any, fleet: Any, rng: str | None) -> None:
             f"rng={rng!r} beside fleet=: which worker makes a batch is a matter of time; give "
             "rng='batch', or leave it out"
         )
-    if is_stateful(dataset) and loader.snapshot_every_n_steps != 0:
+    if is_stateful(dataset) and loader.snapshot_every_n_steps:
         raise ValueError(
             f"fleet= beside dataset={dataset!r}, which has state_dict(): each of the workers would "
             "have a state of its own; give snapshot_every_n_steps=0 to leave it out of states"
@@ -130,5 +130,5 @@ class FleetIterator(WorkersIterator):
 
     def _begin_keys(self, resume: Resume | None) -> None:
         """Begin an epoch."""
-        keys = self._keys(AHEAD, resume)
+        keys = self._keys(resume)
         self._streams.begin(keys, seed=self._base_seed, first=self.progress.yielded)

@@ -47,7 +47,7 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
         )
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-        self._in_order = True
+        self._in_order, self._asks_dataset = True, bool(snapshot_every)
         # `_received` has the next key, and after it its batch, if that is made.
         self._incomplete: RuntimeError | None = None  # raised where the keys seem to end
         self._begin(resume)
@@ -61,7 +61,8 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
         progress = self.progress
         fetching = worker.Fetching.of(self)
         self._dataset_fetcher = self._seeded(0, lambda: fetching.open(state))  # as in a worker
-        progress.inline = DatasetState(self._dataset, self._dataset_fetcher)
+        if self._asks_dataset:
+            progress.inline = DatasetState(self._dataset, self._dataset_fetcher)
         if self._is_iterable:
             for number in range(state.get("made", 0), progress.yielded):
                 key = next(self._sampler_iter)
@@ -72,7 +73,7 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
                 except Exception:  # noqa: BLE001 - it was raised in the loop then
                     continue
             return
-        self._sampler_iter = self._keys(0, resume)
+        self._sampler_iter = self._keys(resume)
 
     # -- the next batch
 

@@ -178,7 +178,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
     def _begin_keys(self, resume: Resume | None) -> None:
         """Begin an epoch of map-style data."""
         progress = self.progress
-        keys = self._keys(self._prefetch_factor * self._num_workers, resume)
+        keys = self._keys(resume)
         if self._rng == "batch":
             keys = worker.numbered(keys, progress.yielded)
         free = self._rng == "batch" and not is_stateful(self._dataset)
@@ -299,12 +299,6 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         self._ended = self.progress.finished = True
         if not self._persistent_workers:
             self._shutdown_workers()
-
-    def send_states(self) -> None:
-        """Have workers that send no states send one with each batch from now on."""
-        if self._is_iterable and not self._snapshot_every and not self._ended:
-            self._streams.ask("send_states")
-            self._snapshot_every = 1
 
     # -- exceptions
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,7 +11,7 @@ from torch.utils import data
 
 from cseq.adapters.torch import auto, names
 from cseq.adapters.torch.batches import with_order
-from cseq.adapters.torch.fallback import UNUSABLE, make_iterator
+from cseq.adapters.torch.fallback import UNUSABLE, make_iterator, reason_against
 from cseq.adapters.torch.options import ON_ERRORS, RNGS, defaults
 from cseq.adapters.torch.order import (
     OWN,
@@ -19,6 +20,7 @@ from cseq.adapters.torch.order import (
     state_between,
 )
 from cseq.adapters.torch.state import Progress, Resume, read, stats_of
+from cseq.adapters.torch.stateful import is_stateful
 from cseq.arguments import MAX_RESTARTS
 from cseq.check import choice, count
 from cseq.order.base import Order
@@ -84,11 +86,10 @@ class DataLoader(Torchs[T_co]):
         'skip' logs it and leaves out its batch, which `skipped` then lists. None:
         `defaults.on_error`, which is 'raise'.
     snapshot_every_n_steps : int, optional
-        How often an IterableDataset that has a state is asked for it: after every so many batches
-        of a worker. Batches between that and the last one delivered are made again at a resume. A
-        map-style data set that has a state is asked after every batch. 0: never. None: 1, but for
-        an IterableDataset in workers that are not persistent only from the first `state_dict` or
-        `load_state_dict` on; what was made in the epoch before that is made again at a resume.
+        How often a data set that has a state is asked for it: an IterableDataset after every so
+        many batches of a worker, a map-style one after every batch. What an IterableDataset gave
+        between that and the last batch delivered is made again at a resume. None or 0: never, so
+        all of the epoch is made again; a `StatefulDataLoader` has 1.
     max_restarts : int
         Worker processes that may die and be replaced in an epoch. With ``rng='worker'`` the
         generators of a replacement begin from its seed, so numbers are drawn again, which the log
@@ -126,7 +127,8 @@ class DataLoader(Torchs[T_co]):
     snapshot_every_n_steps: int | None = None
     max_restarts: int = MAX_RESTARTS
     fleet: Any = None
-    _wants_states = False  # `state_dict` or `load_state_dict` was called
+    _reason: str | None = None  # why the latest iterator is torch's own
+    _is_told = False  # what `state_dict` leaves out
     _tuner: Tuner | None = None  # with num_workers='auto'
     _progress: Progress | None = None
     _loaded: dict[str, Any] | None = None
@@ -208,13 +210,13 @@ class DataLoader(Torchs[T_co]):
             if own is not None:
                 own.set_state(resume.generator)
         before = None if generator is None else generator.get_state()
-        iterator = make_iterator(
+        iterator, self._reason = make_iterator(
             self,
             getattr(super(), names.SEAM),
             rng=self.rng or defaults.rng,
             on_error=self.on_error or defaults.on_error,
             resume=resume,
-            snapshot_every=self._snapshot_every,
+            snapshot_every=self.snapshot_every_n_steps or 0,
             max_restarts=self.max_restarts,
         )
         self._progress = getattr(iterator, "progress", None)
@@ -232,14 +234,6 @@ class DataLoader(Torchs[T_co]):
         return auto.choose(tuner, stats, self.num_workers)
 
     @property
-    def _snapshot_every(self) -> int:
-        """How often workers send a state: not before one is asked for, if they begin anew then."""
-        if self.snapshot_every_n_steps is not None:
-            return self.snapshot_every_n_steps
-        begins_anew = self._dataset_kind == names.ITERABLE and not self.persistent_workers
-        return 0 if begins_anew and not self._wants_states else 1
-
-    @property
     def _draws_seed(self) -> bool:
         """Whether the next epoch draws a seed before its keys: torch's persistent workers do not.
 
@@ -252,15 +246,17 @@ class DataLoader(Torchs[T_co]):
         """Read the state that was loaded."""
         if self._loaded is None:
             return None
-        if names.REASON is not None:
-            raise ValueError(f"{UNUSABLE}, since {names.REASON}")
-        return read(
+        resume = read(
             self._loaded,
             iterable=self._dataset_kind == names.ITERABLE,
             num_workers=self.num_workers,
             keeps=self.num_workers == 0 or self.persistent_workers,
             batching=self._batching(),
         )
+        reason = resume and reason_against(self)
+        if reason:
+            raise ValueError(f"{UNUSABLE}, since {reason}; load_state_dict({{}}) drops the state")
+        return resume
 
     def _batching(self) -> dict[str, Any]:
         """Return what the batches of an epoch are numbered by; None: that is not known."""
@@ -393,22 +389,24 @@ class DataLoader(Torchs[T_co]):
         -------
         dict
             For `load_state_dict`, of numbers, texts, tensors of generators' states, and the states
-            of the sampler and of the data set where these have any. With torch's own samplers it is
-            of the same size at any place. Its keys are no interface; an empty one is that of a
-            loader that torch's own iterator serves.
+            of the sampler and, with `snapshot_every_n_steps`, of the data set, where these have
+            any. With torch's own samplers it is of the same size at any place. Its keys are no
+            interface; it is empty, which a warning in the log says, where torch's own iterator is
+            used.
 
         Examples
         --------
         See `load_state_dict`.
         """
-        if self._loaded is not None or names.REASON is not None:  # torch's own iterator has none
-            return dict(self._loaded or {})
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded)
         progress = self._progress
-        if not self._wants_states:
-            self._wants_states = True
-            iterator = None if progress is None else progress.iterator()
-            if iterator is not None and self.snapshot_every_n_steps is None:
-                iterator.send_states()
+        reason = self._reason
+        if progress is None and reason is None:  # no epoch has begun
+            reason = reason_against(self)
+        self._tell_of_state(reason)
+        if reason is not None:
+            return {}
         if progress is None:
             progress = Progress(
                 iterable=self._dataset_kind == names.ITERABLE,
@@ -430,6 +428,31 @@ class DataLoader(Torchs[T_co]):
                 "it, those that overtook others come again, and these are lost"
             )
         return {**progress.as_dict(), **self._batching(), "draws_seed": self._draws_seed}
+
+    def _tell_of_state(self, reason: str | None) -> None:
+        """Log, once, what a state of this loader leaves out.
+
+        `reason`: why torch's own iterator is used, if it is.
+        """
+        is_asked = reason is None and self.snapshot_every_n_steps is not None
+        if self._is_told or is_asked or not (reason or is_stateful(self.dataset)):
+            return
+        self._is_told = True
+        if reason is not None:
+            log.warning(
+                "the state of a DataLoader is empty: torch's own iterator is used, since %s. "
+                "A run that loads it begins its epoch anew",
+                reason,
+            )
+            return
+        log.warning(
+            "dataset=%s has state_dict(), which a DataLoader does not ask: a resume %s; "
+            "StatefulDataLoader, or snapshot_every_n_steps=1, keeps its state, and 0 is silent",
+            type(self.dataset).__name__,
+            "makes the epoch's batches again"
+            if self._dataset_kind == names.ITERABLE
+            else "begins with the data set as it is made",
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Have the next `iter` go on where a state says.
@@ -468,8 +491,7 @@ class DataLoader(Torchs[T_co]):
         """
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict={state_dict!r}: give the dict that state_dict() returned")
-        self._wants_states = True
-        before, self._loaded = self._loaded, dict(state_dict) or None
+        before, self._loaded = self._loaded, copy.deepcopy(state_dict) or None
         try:
             self._resume()
         except BaseException:
@@ -493,7 +515,7 @@ else:
 
 
 class StatefulDataLoader(Ours[T_co]):
-    """A `DataLoader` that takes states from the first batch on, as torchdata's.
+    """A `DataLoader` that asks its data set for states, as torchdata's.
 
     Parameters are those of `DataLoader`.
 

@@ -147,7 +147,10 @@ _OF_ITERATORS = attrgetter(
 
 
 def _use() -> None:
-    """Use each name once. Nothing of the caller's is drawn from, and no process started."""
+    """Use each name once. Nothing of the caller's is drawn from, and no process started.
+
+    On the CPU, whatever device is the default where cseq is imported: a generator is of one device.
+    """
     samples: Any = [0]
     loader: Any = data.DataLoader(samples, generator=torch.Generator())
     loader.check_worker_number_rationality()
@@ -175,7 +178,8 @@ def _reason() -> str | None:
         what = "has no torch.autograd._profiler_enabled"
     else:
         try:
-            _use()
+            with torch.device("cpu"):
+                _use()
         except Exception as error:  # noqa: BLE001 - of any type: a name has another meaning
             what = f"differs from those that cseq knows ({type(error).__name__}: {error})"
     return what and f"this torch, {torch.__version__}, {what}"

@@ -1,10 +1,10 @@
 """The order of an epoch: the keys of the index sampler, drawn one by one.
 
 An index sampler is what a loader takes its keys from: its batch sampler, or its sampler if it does
-not batch. One with ``state_dict``, or whose iterator has it, is asked for its state after the key
-of the last batch delivered. The keys of any other are drawn again and dropped: what it draws from
-with ``iter`` or its first key is noted (`sources_of`) and set to what it was. Of torch's
-RandomSampler without a generator, that is the seed that it draws.
+not batch. For a resume its keys are drawn again and dropped. One with ``state_dict``, or whose
+iterator has it, is set to its state at the epoch's begin. Of any other, what it draws from with
+``iter`` or its first key is noted (`sources_of`) and set to what it was. Of torch's RandomSampler
+without a generator, that is the seed that it draws.
 
 After the end of an epoch the state is what the next one begins with: the sampler's, or that of its
 generator. What is drawn from a global generator is the trainer's.
@@ -174,9 +174,9 @@ def _drawn_from(before: State, after: State) -> State:
 def order_of(
     index_sampler: Any,
     iterator: Any,
-    ahead: int | None,
     begun: State | None = None,
     *,
+    keeps_state: bool,
     seeded: bool = False,
 ) -> Order:
     """Choose how the keys of a sampler are kept track of.
@@ -185,20 +185,20 @@ def order_of(
     ----------
     iterator : iterator
         ``iter(index_sampler)``.
-    ahead : int, optional
-        The most keys that are drawn ahead of the batches delivered. None: no state is asked for.
     begun : dict, optional
         What `states_before` returned before that call.
+    keeps_state : bool
+        Whether states may be asked for.
     seeded : bool
         A seed is given for the epoch; it goes before a generator.
     """
     inner = inner_of(index_sampler)
-    if ahead is None or type(inner) is SequentialSampler:
+    if not keeps_state or type(inner) is SequentialSampler:
         return Order(index_sampler, iterator)
     if is_stateful(iterator) or is_stateful(index_sampler) or is_stateful(inner):
         sampler = index_sampler if is_stateful(index_sampler) else inner
         stateful = sampler if is_stateful(sampler) else None
-        return StatefulOrder(index_sampler, iterator, stateful, ahead)
+        return StatefulOrder(index_sampler, iterator, stateful)
     if type(inner) is RandomSampler and (seeded or inner.generator is None):
         return SeededOrder(index_sampler, iterator)
     return ReplayedOrder(index_sampler, iterator, begun)
@@ -317,14 +317,7 @@ class ReplayedOrder(Order):
         """Say that a resume is not exact, if it is not."""
         if self._late and not self._is_told:
             self._is_told = True
-            log.warning(
-                "%s draws from a global generator (%s) with later keys than its first: a resume "
-                "in the middle of an epoch cannot draw the same again, so samples may come twice "
-                "or not at all; have it draw all at once, or from a generator of its own, or give "
-                "it state_dict and load_state_dict",
-                type(inner_of(self._index_sampler)).__name__,
-                ", ".join(sorted(self._late)),
-            )
+            _tell_of_late(self._index_sampler, self._late)
 
     def state(self, yielded: int, *, finished: bool = False) -> State:
         """Return the states; as they would be if the first key came now."""
@@ -344,6 +337,16 @@ class ReplayedOrder(Order):
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def _tell_of_late(index_sampler: Any, drawn: State) -> None:
+    log.warning(
+        "%s draws from a global generator (%s) with later keys than its first: a resume in the "
+        "middle of an epoch cannot draw the same again, so samples may come twice or not at all; "
+        "have it draw all at once, or from a generator of its own",
+        type(inner_of(index_sampler)).__name__,
+        ", ".join(sorted(drawn)),
+    )
 
 
 class SeededOrder(Order):
@@ -394,59 +397,58 @@ def _draw_seed(generator: torch.Generator) -> int:
 class StatefulOrder(Order):
     """An epoch's keys, of a sampler or an iterator that has a state.
 
-    Keys are drawn ahead of the batches delivered: a state is taken with each, and kept as long as
-    its batch may be the last one delivered.
+    It is asked for that before its first key, and once more after that key, with which many draw
+    their order. A resume sets it to there, and drops keys.
     """
 
-    def __init__(self, index_sampler: Any, iterator: Any, sampler: Any, ahead: int) -> None:
+    def __init__(self, index_sampler: Any, iterator: Any, sampler: Any) -> None:
         super().__init__(index_sampler, iterator)
         self._sampler = sampler  # the one that has a state, if any
-        # By the number of keys drawn: of the last batch, the one that is taken, and those ahead.
-        self._taken: deque[tuple[int, State]] = deque(maxlen=ahead + 2)
-        self._last: State | None = None  # once it has no more keys: for the next epoch
+        self._base = 0  # the keys before `_state`
+        self._state: State = {}
+        self._first: State | None = None  # the state after the first key
         self._batch_size = index_sampler.batch_size if type(index_sampler) is BatchSampler else 0
-        self._is_last = False  # the key that was drawn last is a short batch
 
     def _begin(self, yielded: int, state: State) -> Iterator[Any]:
-        skip = yielded
-        if state.get("sampler") is not None and self._sampler is not None:
-            self._sampler.load_state_dict(state["sampler"])
+        given: State = {name: state[name] for name in ("sampler", "iterator") if name in state}
+        if self._sampler is None:
+            given.pop("sampler", None)
+        if "sampler" in given:
+            self._sampler.load_state_dict(copy.deepcopy(given["sampler"]))
             self._iterator = iter(self._index_sampler)
-            skip = state.get("skip", 0)
-        if state.get("iterator") is not None and is_stateful(self._iterator):
-            self._iterator.load_state_dict(state["iterator"])
-            skip = state.get("skip", 0)
-        self._is_last = state.get("is_last", False)
-        taken = self._take()
-        if skip:  # it has to be drawn again after a state that is taken now
-            taken["skip"] = skip
-        for name in taken.keys() & state.keys() & {"sampler", "iterator"}:
-            if state[name] is not None:  # some say what they were given with their next key only
-                taken[name] = copy.deepcopy(state[name])
-        self._taken.append((yielded, taken))
-        return self._draw(islice(self._iterator, skip, None), yielded)
+        if not is_stateful(self._iterator):
+            given.pop("iterator", None)
+        if "iterator" in given:
+            self._iterator.load_state_dict(copy.deepcopy(given["iterator"]))
+        skip = state.get("skip", 0) if given else yielded
+        # What was given goes first: some tell of it only after their next key.
+        self._base, self._state = yielded - skip, {**self._take(), **copy.deepcopy(given)}
+        return self._draw(skip)
 
-    def _draw(self, keys: Iterator[Any], drawn: int) -> Iterator[Any]:
-        for key in () if self._is_last else keys:
-            drawn += 1
-            self._is_last = self._is_short(len(key)) if self._batch_size else False
-            self._taken.append((drawn, self._take()))
+    def _draw(self, skip: int) -> Iterator[Any]:
+        keys = self._iterator if self._base else chain(self._begun(), self._iterator)
+        if skip:  # what these draw from global generators is not drawn from the trainer's
+            before = look()
+            try:
+                deque(islice(keys, skip), maxlen=0)
+            finally:
+                drawn = _drawn_from(before, look())
+                put(drawn)
+            if drawn:
+                _tell_of_late(self._index_sampler, drawn)
+        yield from keys
+
+    def _begun(self) -> Iterator[Any]:
+        """Yield the first key of the epoch, and take the state after it."""
+        for key in islice(self._iterator, 1):
+            # A short batch is one at which the sampler has come to its end: its state is another.
+            if not self._batch_size or len(key) == self._batch_size:
+                self._first = self._take()
             yield key
-        self._last = self._take()
-        self._last.pop("is_last", None)
-
-    def _is_short(self, samples: int | None) -> bool:
-        """Whether the last key of so many samples is a short batch.
-
-        The sampler came to its end for that: its state is that of its next epoch.
-        """
-        return bool(samples and self._batch_size and samples % self._batch_size)
 
     def _take(self) -> State:
         """Take the present state."""
         state: State = {}
-        if self._is_last:
-            state["is_last"] = True
         if self._sampler is not None:
             state["sampler"] = copy.deepcopy(self._sampler.state_dict())
         if is_stateful(self._iterator):
@@ -454,12 +456,16 @@ class StatefulOrder(Order):
         return state
 
     def state(self, yielded: int, *, finished: bool = False) -> State:
-        """Return the state after the key of the last batch delivered; drop earlier ones."""
-        if finished and self._last is not None:
+        """Return a state, and how many keys come between it and the last batch delivered."""
+        if finished:
             if self._sampler is None:
                 return super().state(yielded, finished=True)
-            return copy.deepcopy(self._last)
-        taken = self._taken
-        while len(taken) > 1 and taken[0][0] < yielded:
-            taken.popleft()
-        return copy.deepcopy(taken[0][1])
+            return {"sampler": copy.deepcopy(self._sampler.state_dict())}
+        base, state = self._base, self._state
+        if yielded > base and self._first is not None:
+            base, state = base + 1, self._first
+        after = getattr(self._index_sampler, "state_after", None)
+        if after is not None:  # of cseq's BatchSampler, which need not draw what comes before
+            return {"sampler": after(state["sampler"], yielded - base)}
+        state = copy.deepcopy(state)
+        return {**state, "skip": yielded - base} if yielded > base else state

@@ -44,7 +44,7 @@ def _get_iterator(self: Any) -> Any:
     if self.num_workers == 0 and (defaults.rng, defaults.on_error) == ("worker", "raise"):
         return own(self)
     rng, on_error = defaults.rng, defaults.on_error
-    iterator = make_iterator(self, lambda: own(self), rng=rng, on_error=on_error)
+    iterator, _ = make_iterator(self, lambda: own(self), rng=rng, on_error=on_error)
     _progress[id(self)] = getattr(iterator, "progress", None)
     return iterator
 

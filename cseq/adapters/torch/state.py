@@ -192,7 +192,7 @@ class Progress:
     def _dataset_states(self) -> list[State | None]:
         """Return the states of the data set."""
         if self.inline:
-            return [self.inline.take(self.yielded)]
+            return [copy.deepcopy(self.inline.take(self.yielded))]
         return [None if each is None else pickle.loads(each) for each in self.states]
 
     def __getstate__(self) -> State:

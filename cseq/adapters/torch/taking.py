@@ -65,14 +65,14 @@ class Taking(names.Base):  # type: ignore[misc]
                 self._base_seed = resume.base_seed
         self.progress.begin(self._base_seed, resume)
 
-    def _keys(self, ahead: int, resume: Resume | None) -> Any:
-        """Return the epoch's keys, of which so many are drawn ahead at most."""
+    def _keys(self, resume: Resume | None) -> Any:
+        """Return the epoch's keys."""
         progress, state = self.progress, resume.sampler if resume else {}
         progress.order = order_of(
             self._index_sampler,
             self._sampler_iter,
-            ahead if self._keeps_state else None,
             self._begun,
+            keeps_state=self._keeps_state,
             seeded=progress.yielded > 0 and "seed" in state,
         )
         return progress.order.keys(progress.yielded, state)

@@ -219,20 +219,11 @@ class Batches:
         self._has_begun = False  # and the data set with it, where it was to
         self._seeds: BatchSeeds | None = None
         self._depth = fork_depth()
-        self._sends_states = False  # though the epoch says nothing of that
 
     def begin(self, epoch: Epoch) -> None:
         """Begin an epoch. What the user has written is called with the first batch of it."""
-        self._epoch = epoch._replace(snapshot_every=1) if self._sends_states else epoch
+        self._epoch = epoch
         self._is_open = False
-
-    def send_states(self) -> None:
-        """Send the data set's state with each batch of this epoch from now on."""
-        self._sends_states = True
-        if self._epoch is not None:
-            self._epoch = self._epoch._replace(snapshot_every=1)
-            if self._fetcher is not None:
-                self._state = DatasetState(self._dataset, self._fetcher)
 
     def make(self, key: Any) -> Any:
         """Return the batch of a key, or `Raised`."""

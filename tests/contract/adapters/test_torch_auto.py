@@ -117,7 +117,11 @@ def test_by_position_in_copies_and_pickles() -> None:
         (Slow, {"rng": "worker"}, "with rng='worker'.*give rng='batch', or a number"),
         (Slow, {"rng": None}, "with rng='worker'.*give rng='batch', or a number"),
         (Stream, {}, "beside the IterableDataset dataset=.*give a number"),
-        (Stateful, {}, "beside dataset=.*give a number, or snapshot_every_n_steps=0"),
+        (
+            Stateful,
+            {"snapshot_every_n_steps": 1},
+            "beside dataset=.*give a number, or snapshot_every_n_steps=0",
+        ),
         (
             Slow,
             {"persistent_workers": True},

@@ -345,7 +345,11 @@ class Stateful(Plain):
         (Plain(), {"max_restarts": 3}, r"max_restarts=3 beside fleet=.*give it to RayFleet"),
         (Plain(), {"fleet": 7}, r"fleet=7 is no cseq.RayFleet; give one"),
         (Sharded(3), {}, r"IterableDataset.*use num_workers="),
-        (Stateful(), {}, r"state_dict\(\).*give snapshot_every_n_steps=0"),
+        (
+            Stateful(),
+            {"snapshot_every_n_steps": 1},
+            r"state_dict\(\).*give snapshot_every_n_steps=0",
+        ),
     ],
     ids=["num_workers", "rng", "max_restarts", "fleet", "iterable", "stateful"],
 )
@@ -356,8 +360,8 @@ def test_what_cannot_be_is_refused_at_once(dataset: Any, options: Any, complaint
 
 
 def test_a_data_set_with_a_state_is_left_out_of_states(fleet: LateFleet) -> None:
-    """If the user says so."""
-    loader = cseq.DataLoader(Stateful(6), fleet=fleet, snapshot_every_n_steps=0)
+    """Nothing asks for it, as in any DataLoader."""
+    loader = cseq.DataLoader(Stateful(6), fleet=fleet)
     assert len(list(loader)) == 6
     assert loader.state_dict()
 

@@ -225,7 +225,12 @@ class Case:
         if self.kind in ("derived", "ordered"):
             self.batch_size = 2
         self.has_state = self.kind not in ITERABLE and chosen.random() < 0.2
-        self.every = chosen.choice([1, 3, 100])
+        self.every = chosen.choice([0, 1, 3, 100])
+        if self.has_state or self.kind in (
+            "counted",
+            "own iterator",
+        ):  # what an epoch leaves counts
+            self.every = self.every or 1
         self.rng = chosen.choice(["worker", "batch"])
         self.is_kept = self.num_workers > 0 and chosen.random() < 0.4
         self.drop_last = self.batch_size is not None and chosen.random() < 0.2

@@ -30,7 +30,6 @@ import cseq  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 from torch_states import Cycle, Rotated, left_and_resumed, loader, taken  # noqa: E402
 
 pytestmark = [
@@ -668,16 +667,83 @@ def test_a_sampler_goes_on_behind_a_finished_epoch(num_workers: int, epochs: int
     assert list(again) == rest == [(k + epochs) % 4 for k in range(4)]
 
 
-def test_states_of_a_sampler_are_not_kept_for_long() -> None:
-    made = loader(Plain(90), 2, sampler=Cycle(90), batch_size=None)
-    iterator = iter(made)
-    taken(iterator, 70)
-    assert len(iterator.progress.order._taken) <= 2 * 2 + 2
+class Drawn(Cycle):
+    """Draws its order with its first key, or chunk by chunk; counts how often it is asked."""
+
+    asked = 0
+
+    def __init__(self, length: int, chunk: int) -> None:
+        super().__init__(length)
+        self.chunk, self.order, self.goes_on = chunk, [0] * length, False
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.goes_on:
+            self.at, self.order = 0, []
+        self.goes_on = False
+        while self.at < self.length:
+            if self.at == len(self.order):
+                self.order += (self.at + torch.randperm(self.chunk)).tolist()
+            self.at += 1
+            yield self.order[self.at - 1]
+
+    def state_dict(self) -> Any:
+        self.asked += 1
+        return {"at": self.at, "order": self.order}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at, self.order, self.goes_on = state["at"], state["order"], True
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", [cseq.DataLoader, cseq.StatefulDataLoader])
+@pytest.mark.parametrize("batch_size", [None, 4, 40])
+def test_a_sampler_is_asked_for_its_state_where_the_epoch_begins(
+    num_workers: int, kind: Any, batch_size: int | None
+) -> None:
+    """Not with each key, whatever the number of batches; it may draw its order with its first."""
+
+    def make() -> Any:
+        context = QUICKEST.start_method if num_workers else None
+        options: Any = {"multiprocessing_context": context, "batch_size": batch_size}
+        return kind(Plain(30), sampler=Drawn(30, 30), num_workers=num_workers, **options)
+
+    for count in (0, 1, 5, 30):
+        made = make()
+        iterator = iter(made)
+        first = taken(iterator, min(count, len(made)))
+        assert made.sampler.asked <= 2
+        states = [pickle.loads(pickle.dumps(made.state_dict())) for _ in range(2)]
+        assert same(*states)
+        rest = list(iterator)
+        assert made.sampler.asked <= 3
+        torch.manual_seed(99)  # resumed elsewhere
+        made = make()
+        made.load_state_dict(states[0])
+        if not count:  # it draws with its first key: another order
+            assert len(list(made)) == len(rest)
+            continue
+        iterator = iter(made)
+        resumed = taken(iterator, min(1, len(rest)))
+        made.load_state_dict(made.state_dict())
+        resumed += made
+        assert same(resumed, rest)
+        flat = torch.as_tensor(first + rest) if batch_size is None else torch.cat(first + rest)
+        assert sorted(flat.tolist()) == list(range(30))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_with_a_state_that_draws_on_is_told(
+    num_workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its later keys are drawn again, and not the same."""
+    made = loader(Plain(30), num_workers, sampler=Drawn(30, 3), batch_size=None)
+    taken(iter(made), 10)
     state = made.state_dict()
-    rest = list(iterator)
-    again = loader(Plain(90), 2, sampler=Cycle(90), batch_size=None)
-    again.load_state_dict(state)
-    assert list(again) == rest
+    assert not caplog.records
+    made = loader(Plain(30), num_workers, sampler=Drawn(30, 3), batch_size=None)
+    made.load_state_dict(state)
+    assert len(list(made)) == 20
+    assert "Drawn draws from a global generator (torch) with later keys" in caplog.text
 
 
 class Shuffling(data.IterableDataset[int]):
@@ -815,68 +881,3 @@ def test_a_state_does_not_count_a_samplers_batches() -> None:
     before = torch.get_rng_state()
     made.load_state_dict(made.state_dict())
     assert torch.equal(torch.get_rng_state(), before)
-
-
-class Asked(data.IterableDataset[int]):
-    """Counts how often it is asked for its state, where the tests can read it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < 40:
-            self.at += 1
-            yield self.at - 1
-
-    def state_dict(self) -> dict[str, int]:
-        with self.path.open("a") as file:
-            file.write(f"{self.at}\n")
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-    def asked(self) -> list[int]:
-        return [int(line) for line in self.path.read_text().split()]
-
-
-def test_no_states_are_taken_before_one_is_asked_for(tmp_path: Path) -> None:
-    """The first one in mid-epoch is exact, too: earlier batches are made again."""
-    context = QUICKEST.start_method
-    options: Any = {"num_workers": 1, "batch_size": 2, "multiprocessing_context": context}
-    dataset = Asked(tmp_path / "asked")
-    dataset.path.touch()
-    made = cseq.DataLoader(dataset, **options)
-    assert len(list(made)) == 20
-    assert dataset.asked() == []
-
-    iterator = iter(made)
-    got = taken(iterator, 3)
-    assert dataset.asked() == []
-    first = made.state_dict()
-    got += taken(iterator, 10)
-    later = made.state_dict()
-    rest = [batch.tolist() for batch in iterator]
-    assert min(dataset.asked()) > 2 * 3
-    assert first["workers"] == [None]
-    assert later["workers"][0]["made"] == 13
-
-    for state, expected in ((first, 17), (later, 7)):
-        again = cseq.DataLoader(dataset, **options)
-        again.load_state_dict(state)
-        resumed = [batch.tolist() for batch in again]
-        assert len(resumed) == expected
-        assert resumed[-7:] == rest
-
-    dataset.path.write_text("")
-    iterator = iter(made)  # states are wanted by now
-    next(iterator)
-    assert 2 in dataset.asked()
-    for asks in (
-        cseq.StatefulDataLoader(dataset, **options),
-        cseq.DataLoader(dataset, snapshot_every_n_steps=1, **options),
-    ):
-        dataset.path.write_text("")
-        next(iter(asks))
-        assert 2 in dataset.asked()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from kinds import QUICKEST  # noqa: E402
+from torch.utils import data  # noqa: E402
 from torch_data import (  # noqa: E402
     Plain,
     Sharded,
@@ -16,7 +18,12 @@ from torch_data import (  # noqa: E402
 )
 from torch_states import Counted, Counting, Epochs, Rotated, left_and_resumed, loader, taken  # noqa: E402
 
+import cseq  # noqa: E402
 from cseq import testing  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = [
     pytest.mark.needs("quick processes"),
@@ -202,3 +209,117 @@ def test_a_data_set_that_is_its_own_iterator(num_workers: int) -> None:
     )
     assert rest == resumed
     assert rest
+
+
+def test_a_state_that_is_kept_or_given_stays_as_it_is() -> None:
+    """What a data set or a sampler goes on to change is its own."""
+    for num_workers in (0, 1):
+
+        def make(num_workers: int = num_workers) -> Any:
+            return loader(Packing(), num_workers, batch_size=None)
+
+        made = make()
+        iterator = iter(made)
+        taken(iterator, 2)
+        state = made.state_dict()
+        before = pickle.dumps(state)
+        rest = list(iterator)
+        assert pickle.dumps(state) == before
+        again = make()
+        again.load_state_dict(state)
+        assert list(again) == rest == [3, 4, 5, 6, 7, 8]
+        assert pickle.dumps(state) == before
+        again.load_state_dict(state)
+        again.state_dict()["workers"].clear()
+        state["workers"].clear()
+        assert list(again) == rest
+
+
+class Packing(data.IterableDataset[int]):
+    """Keeps a buffer, which its state has, as packing and shuffling data sets do."""
+
+    def __init__(self) -> None:
+        self.buffer: list[int] = []
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> int:
+        if len(self.buffer) == 8:
+            raise StopIteration
+        self.buffer.append(len(self.buffer) + 1)
+        return self.buffer[-1]
+
+    def state_dict(self) -> Any:
+        return {"buffer": self.buffer}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.buffer = state["buffer"]
+
+
+class Asked(data.IterableDataset[int]):
+    """Counts how often it is asked for its state, where the tests can read it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 40:
+            self.at += 1
+            yield self.at - 1
+
+    def state_dict(self) -> dict[str, int]:
+        with self.path.open("a") as file:
+            file.write(f"{self.at}\n")
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+    def asked(self) -> list[int]:
+        return [int(line) for line in self.path.read_text().split()]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_data_loader_asks_no_data_set_for_a_state(
+    num_workers: int, persistent: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A resume makes the epoch's batches again; the first state says what would spare that."""
+    context = QUICKEST.start_method if num_workers else None
+    options: Any = {"num_workers": num_workers, "batch_size": 2, "multiprocessing_context": context}
+    options["persistent_workers"] = persistent and num_workers > 0
+    dataset = Asked(tmp_path / "asked")
+    dataset.path.touch()
+    made = cseq.DataLoader(dataset, **options)
+    iterator = iter(made)
+    taken(iterator, 13)
+    assert not caplog.records
+    states = [made.state_dict() for _ in range(2)]
+    assert states[0]["workers"] == [None]
+    [told] = caplog.messages
+    assert told.startswith("dataset=Asked has state_dict(), which a DataLoader does not ask: a res")
+    assert "StatefulDataLoader" in told
+    rest = [batch.tolist() for batch in iterator]
+    assert len(rest) == 7
+    dataset = Asked(dataset.path)
+    again = cseq.DataLoader(dataset, **options)
+    again.load_state_dict(states[0])
+    assert [batch.tolist() for batch in again] == rest
+    assert dataset.asked() == []
+    made._iterator = again._iterator = None
+    caplog.clear()
+    cseq.DataLoader(dataset, snapshot_every_n_steps=0, **options).state_dict()
+    for kind, every in (
+        (cseq.StatefulDataLoader, {}),
+        (cseq.DataLoader, {"snapshot_every_n_steps": 1}),
+    ):
+        dataset = Asked(dataset.path)
+        dataset.path.write_text("")
+        asks = kind(dataset, **every, **options)
+        taken(iter(asks), 1)
+        asks.state_dict()
+        assert 2 in dataset.asked()
+        asks._iterator = None
+    assert not caplog.records

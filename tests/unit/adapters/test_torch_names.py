@@ -279,4 +279,18 @@ def test_a_name_that_torch_lacks(change: str, reason: str) -> None:
     told, *lines = loads(change)
     assert "torch's own iterator is used, since this torch, " in told
     assert reason in told
+    assert lines.pop(4).startswith("the state of a DataLoader is empty: torch's own iterator")
     assert lines == [f"{BATCHES} torch.utils.data.dataloader"] * 4 + [BATCHES, "True"]
+
+
+def test_a_default_device_where_cseq_is_imported() -> None:
+    """The names are tried on the CPU: torch's loader does not work on this device."""
+    code = "import torch; torch.set_default_device('meta'); from cseq.adapters.torch import names; "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}print(names.REASON, torch.empty(1).device)"],
+        env=os.environ | {"PYTHONPATH": import_path()},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["None", "meta"]

@@ -21,12 +21,13 @@ torch = pytest.importorskip("torch")
 from conftest import import_path  # noqa: E402
 from kinds import QUICKEST  # noqa: E402
 from torch.utils import data  # noqa: E402
-from torch_data import Augmented, Plain, same, seed_all, without_told  # noqa: E402
+from torch_data import Augmented, Plain, Sharded, same, seed_all, without_told  # noqa: E402
 
 import cseq  # noqa: E402
 from cseq.adapters.torch import (  # noqa: E402
     defaults,
     engines,
+    fallback,
     install,
     installed,
     is_installed,
@@ -222,7 +223,7 @@ def test_a_datapipe(seeds: list[int], caplog: pytest.LogCaptureFixture) -> None:
 
     loader = cseq.DataLoader(IterableWrapper([1, 2]), batch_size=None, **FORK)
     check_fallback(loader, caplog, "datapipe")
-    assert loader.state_dict()["_num_yielded"] == 0
+    assert loader.state_dict() == {}
 
 
 def test_a_context_that_is_not_known(seeds: list[int], caplog: pytest.LogCaptureFixture) -> None:
@@ -307,6 +308,8 @@ def test_all_options_that_are_lost_are_named(
 
 def test_a_state_that_would_be_lost(seeds: list[int]) -> None:
     """A fallback would begin at the first batch again."""
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
     made = cseq.DataLoader(Plain(4), **FORK)
     iterator = iter(made)
     next(iterator)
@@ -321,9 +324,67 @@ def test_a_state_that_would_be_lost(seeds: list[int]) -> None:
         with pytest.raises(ValueError, match=r"state .* cannot be used: .* stays here"):
             iter(loader)
     assert loader.state_dict() == state
+    pipe = cseq.DataLoader(IterableWrapper(range(6)), **FORK)
+    stream = cseq.DataLoader(Sharded(6, 6), **FORK)
+    next(iter(stream))
+    with pytest.raises(ValueError, match=r"cannot be used: .*, since its data set is a datapipe"):
+        pipe.load_state_dict(stream.state_dict())
     loader.load_state_dict({})
     with pytest.raises(Made):
         iter(loader)
+
+
+class Owned(type(multiprocessing.get_context(QUICK))):  # type: ignore[misc]
+    """A context that may start processes of its own."""
+
+
+@pytest.mark.parametrize(
+    ("reason", "options"),
+    [
+        ("this torch is another", {"num_workers": 0}),
+        ("worker_method='thread'", {"num_workers": 0}),
+        ("datapipe", {"num_workers": 0}),
+        ("multiprocessing_context is <", {"num_workers": 1, "multiprocessing_context": Owned()}),
+        ("does not start processes by 'spawn' here", SPAWN),
+        ("stays here", SPAWN),
+    ],
+)
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_the_state_of_a_loader_with_torchs_own_iterator(
+    reason: str,
+    options: Any,
+    is_begun: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is empty, which the log says, and no state that says that nothing was taken."""
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
+    def make(self: Any, loader: Any) -> None:
+        names.Base.__init__(self, loader)
+        self._shutdown = True
+
+    monkeypatch.setattr(names.Workers, "__init__", make)
+    dataset: Any = IterableWrapper(range(6)) if reason == "datapipe" else Plain(6)
+    if reason == "this torch is another":
+        monkeypatch.setattr(names, "REASON", reason)
+    if "spawn" in reason:
+        monkeypatch.setattr(fallback, "start_methods", lambda: ("fork",))
+    monkeypatch.setitem(names.UNKNOWN, "worker_method", "multiprocessing")
+    dataset = Unsent() if reason == "stays here" else dataset
+    loader = cseq.DataLoader(dataset, **options)
+    loader.worker_method = "thread" if "thread" in reason else "multiprocessing"  # type: ignore[attr-defined]
+    if is_begun:
+        iterator = iter(loader)
+        if loader.num_workers == 0:
+            next(iterator)
+    elif reason == "stays here":
+        pytest.skip("it is found out where workers would begin")
+    caplog.clear()
+    assert [loader.state_dict(), loader.state_dict()] == [{}, {}]
+    [told] = caplog.messages
+    assert told.startswith("the state of a DataLoader is empty: torch's own iterator is used")
+    assert reason in told
 
 
 # ── the command ────────────────────────────────────────────────────────────────────────────
