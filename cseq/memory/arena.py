@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("cseq")
 
-MAX_LEASED = 1024  # slots; a process can have some 65000 mappings
+MAX_LEASED = 16384  # slots, each a mapping: a process can have 65530, for all that it does
 SLACK = BULKY  # bytes; a slot shrinks if its excess is more than this and than what is needed
 
 
@@ -212,12 +212,16 @@ class Arena:
                 self.memory_limit,
             )
         elif self.copies == 1:
+            held, most = self.slots.leased_bytes, self._most_leased()
+            limit, remedy = f"{most} batches is the most", ""
+            if self.slots.leased < most:
+                limit = f"memory_limit={self.memory_limit} is the most"
+                remedy = "; a sequence, not a DataLoader, takes a larger memory_limit"
             logger.warning(
-                "%d batches are held in %d bytes of shared memory (at most %d batches and "
-                "memory_limit=%d bytes): until some are dropped, further batches are copied. "
-                "Hold fewer batches, or raise memory_limit",
+                "%d batches are held in %d bytes of shared memory, and %s: until some are dropped, "
+                "further batches are copied. Hold fewer, or copies of what you need of them%s",
                 self.slots.leased,
-                self.slots.leased_bytes,
-                self._most_leased(),
-                self.memory_limit,
+                held,
+                limit,
+                remedy,
             )

@@ -280,12 +280,14 @@ class Pool:
 
         `awaited`: the tickets that are waited for, if not those of the feed.
         """
-        feed = self.feed
+        feed, began = self.feed, now_ns()
         while True:
             seen = feed.notices()
             if self.run.generation != generation:
                 raise InterruptedError
             self._check(awaited)
+            if not self._waited and self.supervisor is not None:
+                self.supervisor.check_silence(began)
             found = look()
             if found is not None:
                 return found

@@ -17,14 +17,16 @@ import contextlib
 import contextvars
 import logging
 import math
+import os
 import selectors
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from cseq._core import now_ns
 from cseq.encoding import codec, failure
 from cseq.encoding.pickling import Pickled, dump
 from cseq.errors import WorkerTimeout
@@ -70,6 +72,7 @@ STARTING = (ENTERED, LOADED)  # states of a worker whose start has a time limit
 QUIET = {"tqdm", "ipykernel", "IPython"}  # packages; beside their classes, two kinds have names
 
 _named_threads = False  # a start by fork beside other threads was logged in this process
+_named_silence = False  # and that nothing came of workers that were forked beside some
 
 
 class Supervisor:
@@ -131,6 +134,7 @@ class Supervisor:
         self._caller = 0  # that thread
         self._missing: list[int] = []  # owners to be forked while the loop's thread waits
         self._waiting: deque[Latch] = deque()  # of threads that wait for that, in `check`
+        self._beside = ""  # the threads of libraries beside which workers were forked
         self._object: Segment | None = None  # and where they read it
         self._record: codec.Record | None = None
         self._workers: dict[int, WorkerProcess] = {}
@@ -288,6 +292,7 @@ class Supervisor:
     def _name_threads(self) -> None:
         """Log, once in a process, which threads of the program a fork does not copy."""
         global _named_threads
+        self._beside = _native_threads()
         caller = {self._caller, threading.get_ident()}
         others = [t for t in threading.enumerate() if t.ident not in caller]
         others = [t for t in others if type(t).__module__.partition(".")[0] not in QUIET]
@@ -450,6 +455,30 @@ class Supervisor:
         if waited > self._patience:
             self._log_start(waited)
 
+    def check_silence(self, began: int) -> None:
+        """Log, once in a process, what may keep forked workers from a first item.
+
+        `began`: when the wait for it did (ns of `now_ns`).
+        """
+        global _named_silence
+        seconds = (now_ns() - began) / 1e9
+        workers = self._snapshot()
+        if seconds < LONG or _named_silence or not self._beside or not workers:
+            return
+        worker = next((w for w in workers if self.shared.held(w.owner)), workers[0])
+        _named_silence = True
+        tell(
+            logging.WARNING,
+            "nothing has come in %.0f s from workers that were forked beside threads of libraries "
+            "(%s): a lock that one of them held then stays locked in a worker, which waits for it "
+            "for ever. If it does, start workers by start_method='forkserver' (of a DataLoader: "
+            "multiprocessing_context='forkserver'). Worker %d is here:\n%s",
+            seconds,
+            self._beside,
+            worker.owner - 1,
+            worker.stack(),
+        )
+
     def _await_forks(self) -> None:
         """Let the supervisor's thread fork what replaces the dead, and wait for that."""
         forked = Latch()
@@ -589,3 +618,16 @@ class Supervisor:
             worker.close()
         if self._object is not None:
             self._object.close()
+
+
+def _native_threads() -> str:
+    """Name the threads of this process that are not Python's, which a fork does not copy."""
+    names: Counter[str] = Counter()
+    pythons = {str(thread.native_id) for thread in threading.enumerate()} | {str(os.getpid())}
+    try:
+        for tid in set(os.listdir("/proc/self/task")) - pythons:
+            with contextlib.suppress(OSError), open(f"/proc/self/task/{tid}/comm") as file:
+                names[file.read().strip()] += 1
+    except OSError:  # there is no /proc
+        return ""
+    return ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in names.items())

@@ -171,11 +171,20 @@ def test_too_many_held_batches_are_copied(
     arena.close()
 
 
-def test_too_many_slots_held(arena: Arena, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_slots_held(
+    arena: Arena,
+    writer: Writer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """The number of lent slots is limited as well: each is a mapping of its own."""
     monkeypatch.setattr(arena_module, "MAX_LEASED", 3)
     memories = [filled(arena, writer, value, SMALL + 1) for value in range(5)]
     assert (arena.slots.leased, arena.copies) == (3, 2)
+    [told] = caplog.messages  # that limit, and no remedy for the other one
+    assert told.startswith("3 batches are held in ")
+    assert ", and 3 batches is the most: until some are dropped" in told
+    assert "memory_limit" not in told
     assert [whole(memory, 1)[0] for memory in memories] == list(range(5))
 
 

@@ -686,6 +686,59 @@ def test_a_fork_beside_other_threads_is_logged_once(
     assert len(done.stderr.splitlines()) == count
 
 
+SILENT = """
+import _thread, logging, os, threading
+import cseq
+from cseq import DataLoader
+from cseq.processes import supervisor
+
+supervisor.LONG = 0.2
+told, tell = os.pipe()
+
+
+class Handler(logging.Handler):
+    def emit(self, record):
+        print(record.getMessage())
+        os.write(tell, b"!")
+
+
+class Waiting:
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return os.read(told, 1)  # until the log has said what it waits for
+
+
+logging.getLogger("cseq").addHandler(Handler())
+lock = threading.Lock()
+with lock:
+    for _ in range(IS_BESIDE):
+        _thread.start_new_thread(lock.acquire, ())  # which threading does not know: a library's
+    if not IS_BESIDE:
+        os.write(tell, b"!")
+    for _ in range(2):
+        loader = DataLoader(Waiting(), num_workers=1, multiprocessing_context="fork")
+        print(list(loader))
+        os.write(tell, b"!")  # it is said once
+"""
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_workers_that_hang_after_a_fork_beside_a_librarys_threads(
+    run_script: RunScript, is_beside: bool
+) -> None:
+    """The log says which threads there were, where the worker is, and what to do."""
+    pytest.importorskip("torch")
+    done = run_script(f"IS_BESIDE = {int(is_beside)}\n{SILENT}")
+    assert done.stdout.count("[[b'!']]\n") == 2
+    assert done.stdout.count("workers that were forked beside threads of libraries") == is_beside
+    if is_beside:
+        assert "Worker 0 is here:" in done.stdout
+        assert "__getitem__" in done.stdout
+        assert "multiprocessing_context='forkserver'" in done.stdout
+
+
 WITH_A_BAR = """
 import io
 import numpy as np

@@ -149,7 +149,6 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         resume: Resume | None = None,
     ) -> None:
         """Begin an epoch; what is left of the one before is dropped."""
-        self._pinner.wait()  # no worker is forked in the middle of it
         self._pinner.forget()
         if not first_iter:
             if self._rng == "worker" and not self._ended:

@@ -14,7 +14,7 @@ from cseq.threads import Latch, Threads
 
 __all__ = ["Pinner"]
 
-EXIT_SECONDS = 15.0  # how long the interpreter's end waits for a batch that is being pinned
+EXIT_SECONDS = 15.0  # how long the end, and a fork, wait for a batch that is being pinned
 
 
 class Pinner:
@@ -33,7 +33,8 @@ class Pinner:
         self._pid = os.getpid()
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._threads = Threads()
-        self._job: Job | None = None  # that was begun last
+        self._job: Job | None = None  # that was begun last, unless it is forgotten
+        self._done: Latch | None = None  # of the job that was begun last
         _pinners.add(self)
 
     def pin(self, item: Any, batch: Any) -> Any:
@@ -54,6 +55,7 @@ class Pinner:
                 self._threads = Threads()
                 return
         self._job = Job(item, batch, self._device)
+        self._done = self._job.done
         self._jobs.put(self._job)  # no handler runs between this and the line before
 
     def forget(self) -> None:
@@ -62,8 +64,8 @@ class Pinner:
 
     def wait(self, seconds: float = -1.0) -> bool:
         """Wait until nothing is being pinned. False: not by then, or not in this process."""
-        job = self._job
-        return job is None or (self._pid == os.getpid() and job.done.wait(seconds))
+        done = self._done
+        return done is None or (self._pid == os.getpid() and done.wait(seconds))
 
     def close(self) -> None:
         """End the thread, without waiting for it."""
@@ -108,6 +110,13 @@ _pinners: weakref.WeakSet[Pinner] = weakref.WeakSet()
 
 @atexit.register
 def _wait_for_all() -> None:
-    """Keep the interpreter from ending in the middle of a call of the device's library."""
+    """Keep the process from ending, or being forked, in a call of the device's library.
+
+    A copy of the process would have its locks as they are there, and no thread to release them.
+    """
     for pinner in list(_pinners):
         pinner.wait(EXIT_SECONDS)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_wait_for_all)

@@ -329,7 +329,10 @@ class Noting(Plain):
         return index, self.is_pinning
 
 
-def test_no_worker_is_forked_while_a_batch_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("whose", ["its own", "another's"])
+def test_no_worker_is_forked_while_a_batch_is_pinned(
+    whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next epoch waits for that, and gets nothing that was pinned for the one before."""
     dataset = Noting(8)
     begun, ended = threading.Event(), threading.Event()
@@ -344,22 +347,20 @@ def test_no_worker_is_forked_while_a_batch_is_pinned(monkeypatch: pytest.MonkeyP
         return "of the epoch before"
 
     monkeypatch.setattr(names, "pin", pin)
-    made = loader(
-        dataset,
-        batch_size=None,
-        num_workers=1,
-        persistent_workers=True,
-        multiprocessing_context="fork",
-    )
+    options: Any = {"num_workers": 1, "multiprocessing_context": "fork", "batch_size": None}
+    made = loader(dataset, persistent_workers=True, **options)
     iterator = pinned_by(iter(made))
     testing.await_workers(made)
     taken = 0
     while not begun.wait(0.01):  # until a batch was ready when another one was returned
         assert next(iterator) == [taken, False]
         taken += 1
-    testing.kill(made, 0)
-    while testing.ready(made)[0]:  # until its death is known
-        time.sleep(0.001)
+    if whose == "its own":
+        testing.kill(made, 0)
+        while testing.ready(made)[0]:  # until its death is known
+            time.sleep(0.001)
+    else:
+        made = loader(dataset, **options)
     threading.Timer(0.2, ended.set).start()
     assert list(made) == [[number, False] for number in range(8)]
 
