@@ -51,10 +51,18 @@ DEFAULTS = {
     "shuffle": None,
     "error": None,
     "stop": False,
+    "stateful": False,
+    "context": False,
     "steps": ["epoch"],
 }
 
-STREAMS = {"stream": parts.Stream, "counted": parts.Counted, "iterator": parts.Steps}
+STREAMS = {
+    "stream": parts.Stream,
+    "counted": parts.Counted,
+    "iterator": parts.Steps,
+    "state": parts.Stateful,
+    "pipe": parts.pipe,
+}
 ITEMS = [
     *[
         "tuple",
@@ -90,6 +98,11 @@ class Case(dict):
     def streams(self) -> bool:
         return self.dataset in STREAMS
 
+    @property
+    def falls_back(self) -> bool:
+        """Whether no iterator but torch's own can serve it."""
+        return self.dataset == "pipe" or self.context
+
     def fails(self, where: str) -> bool:
         return bool(self.error) and self.error["where"] == where
 
@@ -124,7 +137,9 @@ def generate(rng: random.Random, methods: bool = True) -> Case:
         "stream",
         "counted",
         "iterator",
+        "state",
     )
+    maybe(0.03, "dataset", "pipe")
     maybe(0.55, "draws", ["torch"], ["numpy"], ["random"], ["torch", "numpy", "random"])
     maybe(0.3, "info", True)
     maybe(0.3, "generator", True)
@@ -136,6 +151,7 @@ def generate(rng: random.Random, methods: bool = True) -> Case:
         if maybe(0.55, "sampler", *own, *own, *torchs):
             maybe(0.5, "key", "str", "tuple", "numpy", "tensor", "bool")
             maybe(0.5, "group", "tuple", "dict", "array", "tensor", "generator")
+            maybe(0.4, "stateful", True)
         else:
             maybe(0.6, "shuffle", True, False)
     if case["num_workers"]:
@@ -147,6 +163,7 @@ def generate(rng: random.Random, methods: bool = True) -> Case:
         maybe(0.02 if methods else 0, "method", "spawn", "forkserver")
         maybe(0.1, "method_object", True)
         maybe(0.1, "timeout", 50)
+        maybe(0.04, "context", True)
     maybe(0.05, "pin_memory", True)
     if rng.random() < 0.3:
         where = (
@@ -165,6 +182,8 @@ def generate(rng: random.Random, methods: bool = True) -> Case:
     )
     steps += [f"num_workers {rng.randrange(1, 4)}", "collate count", "generator", "forever 3"]
     case["steps"] = [rng.choice(steps) for _ in range(rng.randrange(1, 4))] + ["epoch"]
+    if rng.random() < 0.25:
+        case["steps"] = [f"resume {rng.randrange(5)}"]
     if case.get("method") in FRESH:
         case |= {"num_workers": min(case["num_workers"], 2), "steps": case["steps"][-2:]}
     if rng.random() < 0.04:  # often one that the constructor, or `iter`, refuses
@@ -185,6 +204,20 @@ def generate(rng: random.Random, methods: bool = True) -> Case:
 def settle(options: dict) -> Case:
     """Leave out what is at its default, means nothing here, or would depend on the clock."""
     case = Case(options)
+    resume = [step for step in case.steps if step.startswith("resume")]
+    if resume:  # what was drawn, or counted, before it is drawn anew: only the samples go on
+        for name in ("draws", "info", "error", "init", "in_order"):
+            case.pop(name, None)
+        if case.collate in ("count", "draw"):
+            case.pop("collate")
+        case["steps"] = resume[:1]
+    if case.context:
+        for name in ("method", "method_object"):
+            case.pop(name, None)
+        if not case.num_workers > 0:
+            case.pop("context")
+    if case.fails("iter") and case.dataset == "pipe":
+        case.pop("error")
     if case.dataset in ("tensor", "stack"):
         for name in ("item", "draws", "info"):
             case.pop(name, None)
@@ -206,7 +239,8 @@ def settle(options: dict) -> Case:
     if case.fails("sampler") and case.num_workers > 0:
         case.pop("draws", None)  # the lost batch: see `observe.alike`
         case.pop("stop", None)
-    if case.init == "dataset" and case.dataset not in ("map", "bulk", *STREAMS):
+    plain = ("map", "bulk", *(name for name in STREAMS if name != "pipe"))
+    if case.init == "dataset" and case.dataset not in plain:
         case.pop("init")
     if case.is_unordered:
         # Which worker makes a batch, and which one comes first, is a matter of time.
@@ -229,6 +263,7 @@ def settle(options: dict) -> Case:
         case.pop("error", None)
     if case.sampler not in ("own", "eager", "own batches", "eager batches"):
         case.pop("key", None)
+        case.pop("stateful", None)
     if case.sampler not in ("own batches", "eager batches"):
         case.pop("group", None)
     return Case({name: value for name, value in case.items() if value != DEFAULTS[name]})
@@ -287,7 +322,8 @@ def sampler(case: Case, length: int) -> Any:
     error = case.error if case.fails("sampler") else None
     if case.sampler in ("own", "eager", "own batches", "eager batches"):
         group = case.group if "batches" in case.sampler else ""
-        return parts.Sampler(length, case.key, "eager" in case.sampler, error, group)
+        kind = parts.StatefulSampler if case.stateful else parts.Sampler
+        return kind(length, case.key, "eager" in case.sampler, error, group)
     return {
         "random": lambda: RandomSampler(range(length)),
         "random generator": lambda: RandomSampler(
@@ -340,4 +376,6 @@ def loader(case: Case, cls: type) -> Any:
         options["multiprocessing_context"] = (
             multiprocessing.get_context(case.method) if known else case.method
         )
+    if case.context:
+        options["multiprocessing_context"] = parts.Context()
     return cls(data, **options)

@@ -369,6 +369,59 @@ class DrawsInTrainer(Changed):
             return super().__next__()
 
 
+class Resuming(DataLoader):
+    """Has a state that is right: how many batches there were."""
+
+    latest: Any = None
+    skip = 0
+
+    def _get_iterator(self) -> Any:
+        self.latest = super()._get_iterator()
+        for _ in range(self.skip):
+            next(self.latest)
+        return self.latest
+
+    def state_dict(self) -> dict[str, Any]:
+        falls_back = type(self.multiprocessing_context).__name__ == "Context"
+        return {} if falls_back else {"yielded": [self.latest._num_yielded]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        [self.skip] = state["yielded"]
+
+
+class GoesOnLater(Resuming):
+    """Leaves out a batch at a resume."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.skip = state["yielded"][0] + 1
+
+
+class BeginsAgain(Resuming):
+    """Has a state of torch's own iterator, which says that nothing was taken."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() or {"yielded": [0]}
+
+
+class ChangesState(Resuming):
+    """Goes on to change a state that was given to it."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        state["yielded"].append(0)
+
+
+class AsksSampler(Changed):
+    """Asks a sampler for its state with each batch."""
+
+    class iterator(_MultiProcessingDataLoaderIter):
+        def _next_index(self) -> Any:
+            index = super()._next_index()
+            asked = getattr(self._index_sampler, "sampler", self._index_sampler)
+            getattr(asked, "state_dict", dict)()
+            return index
+
+
 FAILING = {"where": "sample", "at": 1, "type": "ValueError"}
 
 MUTANTS: dict[str, dict] = {
@@ -408,4 +461,8 @@ MUTANTS: dict[str, dict] = {
     "MemoryReused": {"num_workers": 1, "item": "tensor"},
     "BeginsAnew": {"num_workers": 1},
     "DrawsInTrainer": {"num_workers": 1},
+    "GoesOnLater": {"steps": ["resume 1"]},
+    "BeginsAgain": {"num_workers": 1, "context": True, "steps": ["resume 1"]},
+    "ChangesState": {"steps": ["resume 1"]},
+    "AsksSampler": {"num_workers": 1, "sampler": "own", "stateful": True},
 }

@@ -146,6 +146,7 @@ class Trainer:
         self.events: list[Event] = []
         self.warned: list[warnings.WarningMessage] = []
         self.loader: Any = None
+        self.begun = 0  # iterators
         self.kept: list[tuple[Any, Any]] = []  # batches of this step, as they were and as they are
 
     def see(self, name: str, *values: Any) -> None:
@@ -183,8 +184,10 @@ class Trainer:
                         getattr(self, name)(value)
                     self.drop()
                     gc.collect()
-                    self.see(f"after {step}", generators(self.loader))
+                    if name != "resume":  # a new loader draws for itself
+                        self.see(f"after {step}", generators(self.loader))
                 self.see("attributes", plain(attributes(self.loader)))
+                self.see("asked for a state with each key", self.asks())
         return self.events
 
     def batch(self, iterator: Any, name: str) -> bool:
@@ -218,13 +221,18 @@ class Trainer:
         samplers = (self.loader.batch_sampler, self.loader.sampler)
         return [sampler.taken for sampler in samplers if isinstance(sampler, parts.Sampler)]
 
-    def take(self, iterator: Any, name: str, most: int = MOST) -> None:
-        for number in range(most):
-            if not self.batch(iterator, f"{name} {number}"):
-                break
+    def asks(self) -> bool:
+        """Whether a sampler that has a state was asked for it more often than twice an epoch."""
+        samplers = (self.loader.batch_sampler, self.loader.sampler)
+        return any(getattr(each, "asked", 0) > 2 * self.begun + 1 for each in samplers)
+
+    def take(self, iterator: Any, name: str, most: int = MOST) -> bool:
+        """Take batches; false if they have come to an end."""
+        return all(self.batch(iterator, f"{name} {number}") for number in range(most))
 
     def begin(self) -> Any:
         iterator = iter(self.loader)
+        self.begun += 1
         self.see("iter", iterator is iter(iterator), *self.taken())
         with self.seeing("len of iter"):
             self.see("len of iter", len(iterator))
@@ -241,6 +249,7 @@ class Trainer:
     def forever(self, value: str) -> None:
         """Epochs of which each begins at once where the last one ended."""
         for _ in range(int(value)):
+            self.begun += 1
             self.take(iter(self.loader), "batch")
 
     def break_(self, value: str) -> None:
@@ -255,6 +264,44 @@ class Trainer:
             self.batch(second, f"second {number}")
         del second
         self.take(first, "first")
+
+    def resume(self, value: str) -> None:
+        """The rest of an epoch: if there are states, of a new loader, while the old one goes on.
+
+        A state that is kept stays as it is. It is empty where torch's own iterator is used.
+        """
+        iterator = self.begin()
+        if not self.take(iterator, "batch", int(value)):
+            return
+        stays, old = True, iterator
+        if hasattr(self.loader, "state_dict"):
+            state = self.loader.state_dict()
+            was = pickle.dumps(state)
+            stays = bool(state) != self.case.falls_back
+            if state:
+                self.loader = cases.loader(self.case, self.cls)
+                self.loader.load_state_dict(state)
+                iterator = iter(self.loader)
+                self.rest(old, 2)
+            rest = self.rest(iterator)
+            stays = stays and pickle.dumps(state) == was
+        else:
+            rest = self.rest(iterator)
+        self.warned.clear()  # of one loader more
+        self.see("rest", rest)
+        self.see("state stays", stays)
+
+    def rest(self, iterator: Any, most: int = MOST) -> list[Any]:
+        """Return the next batches."""
+        found: list[Any] = []
+        for _ in range(most):
+            try:
+                found.append(plain(next(iterator)))
+            except StopIteration:
+                break
+            except Exception as error:
+                found.append(failure(error))
+        return found
 
     def len(self, value: str) -> None:
         self.see("len", len(self.loader))

@@ -6,6 +6,7 @@ the same contract give the same.
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -187,6 +188,40 @@ class Step:
         return (item, *self.start) if self.start else item
 
 
+class Stateful(Stream):
+    """A stream whose iterator has a state: a list that it goes on to change."""
+
+    def __iter__(self) -> Place:
+        return Place(self.items, self.numbers())
+
+
+class Place:
+    def __init__(self, items: Items, numbers: list[int]) -> None:
+        self.items = items
+        self.left = numbers
+
+    def __iter__(self) -> Place:
+        return self
+
+    def __next__(self) -> Any:
+        if not self.left:
+            raise StopIteration
+        return self.items.item(self.left.pop(0))
+
+    def state_dict(self) -> dict[str, list[int]]:
+        return {"left": self.left}
+
+    def load_state_dict(self, state: dict[str, list[int]]) -> None:
+        self.left = state["left"]
+
+
+def pipe(length: int, items: Items) -> Any:
+    """Return a datapipe, which has torch's own iterator in any loader."""
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
+    return IterableWrapper([items.item(number) for number in range(length)])
+
+
 class Sampler:
     """Keys of a kind, counted as they are taken; `eager` draws their order in `__iter__` itself."""
 
@@ -209,13 +244,18 @@ class Sampler:
         return -(-self.length // 3) if self.group else self.length
 
     def __iter__(self) -> Iterator[Any]:
-        order = torch.randperm(self.length).tolist() if self.eager else list(range(self.length))
+        return self.counted(self.keys(self.order()))
+
+    def order(self) -> list[int]:
+        return torch.randperm(self.length).tolist() if self.eager else list(range(self.length))
+
+    def keys(self, order: list[int]) -> list[Any]:
         keys = [keyed(self.key, number) for number in order]
         if self.group:
-            keys = [
+            return [
                 grouped(self.group, keys[start : start + 3]) for start in range(0, self.length, 3)
             ]
-        return self.counted(keys)
+        return keys
 
     def counted(self, keys: list[Any]) -> Iterator[Any]:
         for place, key in enumerate(keys):
@@ -223,6 +263,33 @@ class Sampler:
                 raise ERRORS[self.error["type"]]()
             self.taken += 1
             yield key
+
+
+class StatefulSampler(Sampler):
+    """Its state is its order, drawn with the first key, and a list of what it has given."""
+
+    asked = 0
+    goes_on = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.goes_on:
+            self.drawn, self.given = self.order(), []
+        self.goes_on = False
+        keys = self.keys(self.drawn)
+        for key in self.counted(keys[len(self.given) :]):
+            self.given.append(len(self.given))
+            yield key
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"drawn": getattr(self, "drawn", []), "given": getattr(self, "given", [])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn, self.given, self.goes_on = state["drawn"], state["given"], bool(state["given"])
+
+
+class Context(type(multiprocessing.get_context("fork"))):
+    """A context that is none of multiprocessing's own."""
 
 
 def keyed(kind: str, number: int) -> Any:

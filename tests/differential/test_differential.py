@@ -53,6 +53,19 @@ def test_hang_and_crash_are_differences(name, monkeypatch):
     assert name == "Crashing" or "__iter__" in events[0][2]
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"steps": ["resume 1"]},
+        {"num_workers": 1, "context": True, "steps": ["resume 1"]},
+        {"num_workers": 2, "sampler": "own", "stateful": True, "steps": ["resume 3"]},
+    ],
+)
+@pytest.mark.parametrize("path", ["mutants:Resuming", run_differential.DEFAULT])
+def test_a_state_that_is_right_is_no_difference(case, path):
+    assert compare(Case(case), OWN, path) is None
+
+
 # -- what is the same
 
 
