@@ -464,5 +464,5 @@ MUTANTS: dict[str, dict] = {
     "GoesOnLater": {"steps": ["resume 1"]},
     "BeginsAgain": {"num_workers": 1, "context": True, "steps": ["resume 1"]},
     "ChangesState": {"steps": ["resume 1"]},
-    "AsksSampler": {"num_workers": 1, "sampler": "own", "stateful": True},
+    "AsksSampler": {"num_workers": 1, "length": 12, "sampler": "own", "stateful": True},
 }
