@@ -39,7 +39,7 @@ cdef class SlotEncoder(TicketWriter):
     cdef uint64_t fields[4]  # the record of what was laid down last
     cdef Plan find_plan(self, batch, cast)
     cdef void forget(self) noexcept
-    cdef Py_ssize_t find_own(self, int k, list arrays, Py_ssize_t base) except -2
+    cdef Py_ssize_t find_own(self, int k, Plan plan, list arrays, Py_ssize_t base) except -2
     cdef int reserve(self, Py_ssize_t count) except -1
     cdef int write_batch(self, Plan plan, list arrays, bytes pickled) except -1
     cdef int fit(self, Py_ssize_t nbytes) except -1
@@ -99,7 +99,6 @@ cdef class Decoder:
     cdef Slots slots
     cdef list mapped
     cdef Reader reader
-    cdef Py_ssize_t most
     cdef object lend, convert, leaf_for
     cdef bint passes      # batches are objects that are handed over as they are
     cdef dict converters  # by plan

@@ -58,7 +58,7 @@ class Decoder:
         *,
         objects: ObjectTable | None = None,
         slots: Slots | None = None,
-        small: tuple[list[Mapping | None], Reader, int, Callable[[int, int, int], Memory]]
+        known: tuple[list[Mapping | None], Reader, Callable[[int, int, int], Memory | None]]
         | None = None,
         convert: Callable[[Any], Any] | None = None,
         leaf_for: Callable[[Any], Any] | None = None,

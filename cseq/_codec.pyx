@@ -10,17 +10,20 @@ cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport *
-from cseq._memory cimport MAX_DIMS, MOST_COPIED, MOST_KEPT, Block, Mapping, Memory, array_at
-from cseq._plan cimport ARRAY, MOST_KNOWN, RECENT, Leaf, Plan, aligned, cseq_set_own
+from cseq._memory cimport (LEAST, LOOSE, MAX_DIMS, MOST_COPIED, ROWS, STRIDED, Block, Mapping, Memory,
+                           array_at, layout_of)
+from cseq._plan cimport ARRAY, MOST_KNOWN, RECENT, Leaf, Plan, aligned, cseq_set_own, size_of
 from cseq._slots cimport Slots
 from cseq._work cimport Runner, TicketWriter
+
+from cseq._memory import flat_of
 
 cnp.import_array()
 
 cdef object UNREAD = object()  # in place of a batch: Python is to decode it
 
 cdef Leaf BUFFER  # how the buffers of pickles lie in the slot
-BUFFER.kind, BUFFER.nd, BUFFER.fortran, BUFFER.casts, BUFFER.itemsize = ARRAY, 1, False, False, 1
+BUFFER.kind, BUFFER.nd, BUFFER.words, BUFFER.itemsize = ARRAY, 1, 2, 1
 
 cdef extern from "numpy/arrayobject.h":
     int PyArray_CopyInto(cnp.ndarray target, cnp.ndarray source) except -1
@@ -89,18 +92,20 @@ cdef class SlotEncoder(TicketWriter):
         finally:
             self.arrays = self.objects = None
 
-    cdef Py_ssize_t find_own(self, int k, list arrays, Py_ssize_t base) except -2:
+    cdef Py_ssize_t find_own(self, int k, Plan plan, list arrays, Py_ssize_t base) except -2:
         """Where in the slot an array lies already, unless an earlier array does; else -1."""
         cdef Py_ssize_t at = self.find(arrays[k])
-        cdef Py_ssize_t nbytes = cnp.PyArray_NBYTES(<cnp.ndarray>arrays[k])
-        cdef Py_ssize_t other
+        cdef Py_ssize_t nbytes
+        cdef Py_ssize_t other, size
         cdef int j
+        cdef Leaf* leaf
         cdef int64_t* word = self.words
+        layout_of(<cnp.ndarray>arrays[k], &nbytes)
         for j in range(k if at >= 0 else 0):
-            other = word[0]
-            word += 1 + cnp.PyArray_NDIM(<cnp.ndarray>arrays[j])
-            if (other < base and at < other + cnp.PyArray_NBYTES(<cnp.ndarray>arrays[j])
-                    and at + nbytes > other):
+            leaf = &plan.leaf[j] if j < plan.leaf_count else &BUFFER
+            other, size = word[0], size_of(leaf, <const char*>word)
+            word += leaf.words
+            if other < base and at < other + size and at + nbytes > other:
                 return -1
         return at
 
@@ -145,9 +150,9 @@ cdef class SlotEncoder(TicketWriter):
         cdef Py_ssize_t layout = 8 * plan.words
         cdef Py_ssize_t table = 8 * (2 * (count - leaves) + 1)  # of buffers
         cdef Py_ssize_t objects = 0 if pickled is None else len(pickled) + table
-        cdef Py_ssize_t at, nbytes, size
+        cdef Py_ssize_t at, nbytes
         cdef int64_t* word
-        cdef int k, i, nd
+        cdef int k, i
         cdef Leaf* leaf
         cdef cnp.ndarray array
         cdef Memory memory
@@ -156,19 +161,19 @@ cdef class SlotEncoder(TicketWriter):
         for k in range(count):
             leaf = &plan.leaf[k] if k < leaves else &BUFFER
             array = <cnp.ndarray>PyList_GET_ITEM(arrays, k)
-            size = leaf.itemsize
             for i in range(leaf.nd):
                 set_word(&word[1 + i], cnp.PyArray_DIM(array, i))
-                size *= word[1 + i]
+                if leaf.order == STRIDED:
+                    set_word(&word[1 + leaf.nd + i], cnp.PyArray_STRIDE(array, i)
+                             // cnp.PyArray_ITEMSIZE(array) * leaf.itemsize)
             at = -1
-            if self.loaned and not leaf.casts and (
-                    cnp.PyArray_IS_C_CONTIGUOUS(array) or cnp.PyArray_IS_F_CONTIGUOUS(array)):
-                at = self.find_own(k, arrays, base)
+            if self.loaned and not leaf.casts:
+                at = self.find_own(k, plan, arrays, base)
             if at < 0:
                 at = end
-                end += aligned(size)
+                end += aligned(size_of(leaf, <const char*>word))
             set_word(&word[0], at)
-            word += 1 + leaf.nd
+            word += leaf.words
         word[0] = count - leaves
         nbytes = end + structure + layout + objects
         if self.target is None and nbytes <= self.capacity and nbytes <= self.memory.size:
@@ -182,7 +187,7 @@ cdef class SlotEncoder(TicketWriter):
             leaf = &plan.leaf[k] if k < leaves else &BUFFER
             if word[0] >= base:
                 write_array(memory, word, leaf, <cnp.ndarray>PyList_GET_ITEM(arrays, k))
-            word += 1 + leaf.nd
+            word += leaf.words
         memcpy(memory.data + end, plan.text, structure)
         memcpy(memory.data + end + structure, self.words, layout)
         if pickled is not None:
@@ -216,9 +221,9 @@ cdef class SlotEncoder(TicketWriter):
         self.take()
         mapping = self.mapped.get(self.slot)
         nbytes = self.slots.committed(self.slot)
-        if (mapping is None or <uint64_t>mapping.size < nbytes or nbytes < MOST_COPIED
+        if (mapping is None or <uint64_t>mapping.size < nbytes or nbytes < LEAST
                 or self.slots.is_excessive(nbytes)
-                or (self.placement is not None and nbytes > MOST_COPIED)):
+                or (self.placement is not None and nbytes > LEAST)):
             self.begin()
             return 0
         self.memory = mapping
@@ -287,14 +292,17 @@ cdef inline void set_word(int64_t* word, int64_t value) noexcept:
 cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array) except -1:
     """Copy an array to where its layout says, and cast it."""
     cdef cnp.npy_intp dims[MAX_DIMS]
-    cdef int i
-    if not leaf.casts and (leaf.fortran or cnp.PyArray_IS_C_CONTIGUOUS(array)):
-        return memory.put(word[0], <const char*>cnp.PyArray_DATA(array), cnp.PyArray_NBYTES(array))
-    for i in range(leaf.nd):
+    cdef Py_ssize_t size = size_of(leaf, <const char*>word)
+    cdef int i, nd = leaf.nd
+    if not leaf.casts and (leaf.order != ROWS or cnp.PyArray_IS_C_CONTIGUOUS(array)):
+        return memory.put(word[0], <const char*>cnp.PyArray_DATA(array), size)
+    for i in range(nd):
         dims[i] = word[1 + i]
-    memory.inside(word[0], leaf.itemsize * cnp.PyArray_SIZE(array))
-    PyArray_CopyInto(
-        array_at(memory, word[0], <cnp.dtype>leaf.dtype, leaf.nd, dims, leaf.fortran), array)
+    if leaf.order != ROWS:
+        nd, dims[0] = 1, size // leaf.itemsize
+        array = flat_of(array)
+    memory.inside(word[0], size)
+    PyArray_CopyInto(array_at(memory, word[0], <cnp.dtype>leaf.dtype, nd, dims, False, NULL), array)
     return 0
 
 
@@ -355,21 +363,20 @@ cdef class Decoder:
         The batches of threads.
     slots : Slots, optional
         The slots of processes; without it, tickets have no slot.
-    small : tuple, optional
-        ``(mapped, reader, most, lend)``: batches of a structure that the `Reader` knows are decoded;
-        arrays of at most `most` bytes together are copied, and others are views of what `lend` (see
-        `Arena`) returns. `mapped` lists the `Mapping` of each slot, or None.
+    known : tuple, optional
+        ``(mapped, reader, lend)``: batches of a structure that the `Reader` knows are decoded, with `lend`
+        as it has it. `mapped` lists the `Mapping` of each slot, or None.
     convert : callable, optional
         Applied to a batch; the pool applies it to those that are not decoded here.
     leaf_for : callable, optional
         The same for single leaves, if that is possible: see `Plan.converters`.
     """
 
-    def __cinit__(self, *, ObjectTable objects=None, Slots slots=None, small=None, convert=None,
+    def __cinit__(self, *, ObjectTable objects=None, Slots slots=None, known=None, convert=None,
                   leaf_for=None):
         self.objects, self.slots, self.convert, self.leaf_for = objects, slots, convert, leaf_for
-        if small is not None:
-            self.mapped, self.reader, self.most, self.lend = small
+        if known is not None:
+            self.mapped, self.reader, self.lend = known
         self.passes = objects is not None and slots is None and convert is None
         self.converters = {}
 
@@ -392,31 +399,22 @@ cdef class Decoder:
         """The batch in a cell's slot, if its structure is known; else UNREAD."""
         cdef Mapping slot
         cdef Plan plan
-        cdef Memory memory
         cdef uint64_t* f = c.record
-        cdef uint64_t end = f[0] + f[1] + f[2] + f[3]
-        cdef bint small = f[0] <= <uint64_t>self.most
         if (c.stage or self.mapped is None or not f[1]
                 or c.slot >= <uint64_t>PyList_GET_SIZE(self.mapped)):
             return UNREAD
         slot = self.mapped[c.slot]
         if slot is None or <uint64_t>slot.size < c.capacity:
             return UNREAD
-        if small and c.capacity > MOST_KEPT and self.slots.is_due():  # for `Arena.tidy`
+        if c.capacity > MOST_COPIED and self.slots.is_due():  # for `Arena.tidy`
             return UNREAD
         plan = self.found
         if plan is None or not plan.is_of(slot, f):  # the reader is shared, and has a lock
             plan = self.found = self.reader.find(slot, f)
         if plan is None:
             return UNREAD
-        memory, objects = slot, None
-        if not small:
-            memory = self.lend(c.slot, end, c.capacity)
-        if f[3]:
-            if small and not self.reader.is_in_band(slot, f):
-                return UNREAD
-            objects = self.reader.load(memory, end - f[3], f[3])
-        return plan.read(memory, f, small, objects, self.conversion(plan) if leaves else None)
+        return plan.read(slot, f, self.lend, c.slot, c.capacity, self.reader.load,
+                         self.conversion(plan) if leaves else None)
 
     cdef list conversion(self, Plan plan):
         """The converters of the leaves of a plan's batches."""

@@ -13,7 +13,14 @@ cdef enum:
     LARGE = 65536  # bytes; copies of this size or more release the GIL
     MOST_KEPT = 4194304  # bytes; the arena shrinks larger slots at times (arena.SLACK)
     WINDOW = 32  # batches, at least, between two times that memory is given back
-    MOST_COPIED = 16384  # bytes; batches up to this are copied out of their slots: cheaper than a lease
+    LEAST = 16384  # bytes of a slot that are committed before it is used
+    MOST_COPIED = 65536  # bytes; leaves up to this are copied out of their slots, together as many as fit
+
+    # How the elements of an array lie in memory.
+    ROWS = 0
+    COLUMNS = 1
+    STRIDED = 2  # in another order, or some in several places, and no more bytes than all elements have
+    LOOSE = 3    # the rest: with gaps, backwards
 
 cdef cseq_list* in_use   # leases and windows, which a fork copies
 
@@ -23,7 +30,8 @@ cdef uint64_t* freed_due  # ns of `cseq_now_ns`: when to call `give_freed_back`
 cdef void give_freed_back() noexcept
 
 cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
-                     bint fortran)
+                     bint fortran, cnp.npy_intp* strides)
+cdef int layout_of(cnp.ndarray array, Py_ssize_t* span) noexcept
 cdef void* zeroed(uint64_t count, uint64_t size, str what) except NULL
 cdef int fork_keeping(cseq_kept* kept) except -1
 

@@ -206,7 +206,8 @@ DEBUG = bool(CSEQ_POISON)
 HAS_GIL = bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
-SMALL = MOST_COPIED
+COPIED = MOST_COPIED
+SMALL = LEAST
 BULKY = MOST_KEPT
 
 
@@ -267,7 +268,7 @@ cdef class Memory:
                 raise ValueError(f"shape {shape} of {dtype} is too large")
             nbytes *= dims[i]
         self.inside(offset, nbytes)
-        return array_at(self, offset, dtype, nd, dims, fortran)
+        return array_at(self, offset, dtype, nd, dims, fortran, NULL)
 
     @cython.final
     cdef int put(self, Py_ssize_t offset, const char* source, Py_ssize_t nbytes) except -1:
@@ -322,15 +323,91 @@ def copy_of(Memory source not None, Py_ssize_t nbytes, Py_ssize_t offset=0):
 
 
 cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
-                     bint fortran):
-    """An array on a memory, which it keeps alive."""
+                     bint fortran, cnp.npy_intp* strides):
+    """An array on a memory, which it keeps alive. `strides`: in bytes; NULL: it has no gaps."""
+    return array_on(memory, memory.data + offset, dtype, nd, dims, strides,
+                    cnp.NPY_ARRAY_FARRAY if fortran else cnp.NPY_ARRAY_CARRAY)
+
+
+cdef object array_on(object owner, char* data, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
+                     cnp.npy_intp* strides, int flags):
     Py_INCREF(dtype)  # PyArray_NewFromDescr takes it over
     array = PyArray_NewFromDescr(
-        <PyTypeObject*>cnp.ndarray, dtype, nd, dims, NULL, memory.data + offset,
-        cnp.NPY_ARRAY_FARRAY if fortran else cnp.NPY_ARRAY_CARRAY, NULL)
-    Py_INCREF(memory)  # PyArray_SetBaseObject takes it over
-    PyArray_SetBaseObject(array, memory)
+        <PyTypeObject*>cnp.ndarray, dtype, nd, dims, strides, data, flags, NULL)
+    Py_INCREF(owner)  # PyArray_SetBaseObject takes it over
+    PyArray_SetBaseObject(array, owner)
     return array
+
+
+# -- how arrays lie: most without gaps, so that their bytes can be copied as they are
+
+cdef int layout_of(cnp.ndarray array, Py_ssize_t* span) noexcept:
+    """How an array lies in memory; `span`: the bytes from its first element to the end of its last.
+
+    Strides of dimensions of one element count: torch says them, and has formats that differ in them alone.
+    """
+    cdef Py_ssize_t nbytes = cnp.PyArray_NBYTES(array)
+    cdef Py_ssize_t itemsize = cnp.PyArray_ITEMSIZE(array)
+    cdef Py_ssize_t step = itemsize, end = itemsize
+    cdef cnp.npy_intp* dims = cnp.PyArray_DIMS(array)
+    cdef cnp.npy_intp* strides = cnp.PyArray_STRIDES(array)
+    cdef int nd = cnp.PyArray_NDIM(array)
+    cdef int order = (ROWS if cnp.PyArray_IS_C_CONTIGUOUS(array)
+                      else COLUMNS if cnp.PyArray_IS_F_CONTIGUOUS(array) else STRIDED)
+    cdef int k, i
+    span[0] = nbytes
+    if not nbytes:
+        return order
+    if order != STRIDED:
+        for k in range(nd):
+            i = k if order == COLUMNS else nd - 1 - k
+            if strides[i] != step:
+                break
+            step *= dims[i]
+        else:
+            return order
+    for k in range(nd):
+        if strides[k] < 0 or strides[k] % itemsize:
+            return LOOSE
+        end += (dims[k] - 1) * strides[k]
+    if end > nbytes:
+        return LOOSE
+    span[0] = end
+    return STRIDED
+
+
+def order_of(cnp.ndarray array not None):
+    """How an array lies in a slot: ROWS, COLUMNS or STRIDED."""
+    cdef Py_ssize_t span
+    cdef int order = layout_of(array, &span)
+    return ROWS if order == LOOSE else order
+
+
+def flat_of(cnp.ndarray array not None):
+    """The elements of an array as they lie in memory, in one dimension; None: there are gaps between them."""
+    cdef Py_ssize_t span
+    cdef cnp.npy_intp itemsize = cnp.PyArray_ITEMSIZE(array)
+    cdef cnp.npy_intp count
+    if layout_of(array, &span) == LOOSE:
+        return None
+    count = span // itemsize if itemsize else cnp.PyArray_SIZE(array)
+    return array_on(array, <char*>cnp.PyArray_DATA(array), array.descr, 1, &count, &itemsize,
+                    cnp.PyArray_FLAGS(array) & cnp.NPY_ARRAY_WRITEABLE)
+
+
+def laid_as(cnp.ndarray flat not None, cnp.ndarray array not None):
+    """An array on `flat`, which has elements for those of `flat_of(array)`: of that array's shape and order."""
+    cdef cnp.npy_intp strides[MAX_DIMS]
+    cdef Py_ssize_t span
+    cdef Py_ssize_t itemsize = max(<Py_ssize_t>cnp.PyArray_ITEMSIZE(array), 1)
+    cdef int k
+    if (layout_of(array, &span) == LOOSE or not cnp.PyArray_IS_C_CONTIGUOUS(flat)
+            or cnp.PyArray_SIZE(flat) < span // itemsize):
+        raise ValueError(f"{span // itemsize} elements do not lie on an array of {cnp.PyArray_SIZE(flat)}")
+    for k in range(cnp.PyArray_NDIM(array)):
+        strides[k] = cnp.PyArray_STRIDE(array, k) // itemsize * cnp.PyArray_ITEMSIZE(flat)
+    return array_on(flat, <char*>cnp.PyArray_DATA(flat), flat.descr, cnp.PyArray_NDIM(array),
+                    cnp.PyArray_DIMS(array), strides, cnp.PyArray_FLAGS(flat) & cnp.NPY_ARRAY_WRITEABLE)
 
 
 @cython.final

@@ -1,13 +1,14 @@
 """Plans: what batches of one structure have in common."""
 
 from cpython.ref cimport PyObject
-from libc.stdint cimport uint64_t
+from libc.stdint cimport int64_t, uint64_t
+from libc.string cimport memcpy
 
 cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport LINE
-from cseq._memory cimport Block, Memory
+from cseq._memory cimport STRIDED, Block, Memory
 
 
 cdef extern from *:
@@ -27,6 +28,7 @@ cdef enum:
     MOST_KNOWN = 64  # structures that a reader remembers
     RECENT = 4       # of them, and of a writer's: those that are compared one by one
     MOST_SEARCHED = 4  # containers inside one another, in the search for leaves that are not pickled
+    BLOCKS = 8       # of copied leaves, that a plan keeps to use them again
 
     # Kinds of leaves, which lie in the slot as arrays; of what is pickled; of containers.
     ARRAY = 0
@@ -40,13 +42,18 @@ cdef enum:
 cdef struct Leaf:
     int kind
     int nd
-    bint fortran
+    int order             # ROWS, COLUMNS or STRIDED
+    int words             # of its layout: where it begins, its shape, and strides if it is STRIDED
     bint casts            # its type differs from its source's
     Py_ssize_t itemsize
     PyObject* dtype       # in the slot
     PyObject* source      # of what is written; NULL in a reader
     PyObject* torch_dtype  # of a tensor, if numpy lacks it; else NULL
     PyObject* bits         # and one of torch's that numpy has
+
+cdef struct Part:        # of a slot: a leaf
+    Py_ssize_t offset
+    Py_ssize_t nbytes
 
 cdef struct Node:
     int kind
@@ -66,9 +73,24 @@ cdef inline Py_ssize_t aligned(Py_ssize_t nbytes) noexcept:
     return (nbytes + (LINE - 1)) & ~<Py_ssize_t>(LINE - 1)
 
 
-cdef inline bint is_fortran(cnp.ndarray array) noexcept:
-    """Whether an array is column-major and not row-major as well."""
-    return not cnp.PyArray_IS_C_CONTIGUOUS(array) and cnp.PyArray_IS_F_CONTIGUOUS(array)
+cdef Py_ssize_t MOST_BYTES
+
+cdef inline Py_ssize_t size_of(Leaf* leaf, const char* word) noexcept:
+    """Bytes that a leaf takes, as the words of its layout say; -1: more than there can be."""
+    cdef int64_t size, stride
+    cdef Py_ssize_t nbytes = leaf.itemsize, span = leaf.itemsize
+    cdef int i
+    for i in range(leaf.nd):
+        memcpy(&size, word + 8 * (1 + i), 8)
+        if size < 0 or (size and nbytes > MOST_BYTES // size):
+            return -1
+        nbytes *= size
+        if leaf.order == STRIDED:
+            memcpy(&stride, word + 8 * (1 + leaf.nd + i), 8)
+            if stride < 0 or (size > 1 and stride > (MOST_BYTES - span) // (size - 1)):
+                return -1
+            span += stride * (size - 1)
+    return span if leaf.order == STRIDED and nbytes else nbytes
 
 
 @cython.final
@@ -89,7 +111,7 @@ cdef class Plan:
     cdef int leaf_count, node_count, room, made, objects
     cdef Py_ssize_t words  # of a layout
     cdef list kept         # what nodes and leaves point to
-    cdef PyObject* blocks[2]  # of the latest copied batches
+    cdef PyObject* blocks[BLOCKS]  # the latest
     cdef int turn             # which of them is replaced next
     cdef bint is_of(self, Memory memory, uint64_t* record) noexcept
     cdef PyObject* keep(self, object value)
@@ -102,11 +124,14 @@ cdef class Plan:
     cdef bint match_node(self, int* at, object value, list arrays, list objects) except -1
     cdef bint match_child(self, Node* n, int* at, Py_ssize_t k, object value, list arrays,
                           list objects) except -1
-    cdef object read(self, Memory memory, uint64_t* record, bint copied, list objects,
-                     list converters)
-    cdef Block block_of(self, Memory memory, Py_ssize_t nbytes)
-    cdef object read_leaf(self, int k, Memory memory, Memory home, char** word, uint64_t end,
-                          bint copied)
+    cdef object read(self, Memory memory, uint64_t* record, object lend, Py_ssize_t slot,
+                     uint64_t capacity, object load, list converters)
+    cdef object read_parts(self, Part* parts, Memory memory, uint64_t* record, object lend,
+                           Py_ssize_t slot, uint64_t capacity, object load, list converters)
+    cdef bint measure(self, Part* parts, Memory memory, uint64_t* record) except -1
+    cdef Block block_of(self, Memory memory, Py_ssize_t offset, Py_ssize_t nbytes)
+    cdef Py_ssize_t run_of(self, Part* parts, int k) noexcept
+    cdef object read_leaf(self, int k, Memory memory, Py_ssize_t offset, const char* word)
     cdef object build_leaf(self, int k, list arrays, list converters)
     cdef object build_child(self, Node* n, Cursor* at, int k, list arrays, list objects,
                             list converters)
@@ -118,9 +143,9 @@ cdef bint is_object(object value, int depth, bint plain) except -1
 
 @cython.final
 cdef class Reader:
-    cdef object parse, load
+    cdef object parse
+    cdef readonly object load
     cdef readonly dict plans  # by structure
     cdef list recent
     cdef Plan find(self, Memory memory, uint64_t* record)
-    cdef bint is_in_band(self, Memory memory, uint64_t* record) except -1
     cdef Plan learn(self, bytes structure)

@@ -13,7 +13,7 @@ LONG: Final[int]
 class Plan:
     structure: Final[bytes]
     token: Final[Any]
-    leaves: Final[list[tuple[np.dtype[Any], int, bool]]]
+    leaves: Final[list[tuple[np.dtype[Any], int, int]]]
     sources: Final[list[np.dtype[Any]] | None]
     cast: Final[np.dtype[Any] | None]
     casts: Final[list[bool]]
@@ -21,7 +21,7 @@ class Plan:
         cls,
         structure: bytes,
         token: Any,
-        leaves: list[tuple[np.dtype[Any], int, bool]],
+        leaves: list[tuple[np.dtype[Any], int, int]],
         cast: np.dtype[Any] | None = None,
         sources: list[np.dtype[Any]] | None = None,
     ) -> Self: ...
@@ -33,12 +33,20 @@ class Plan:
 
 @final
 class Reader:
+    load: Final[Callable[[Memory, int, int, Memory | None], list[Any]]]
     plans: Final[dict[bytes, Plan]]
     def __new__(
         cls,
         parse: Callable[[bytes], Plan],
-        load: Callable[[Memory, int, int], list[Any]],
+        load: Callable[[Memory, int, int, Memory | None], list[Any]],
     ) -> Self: ...
-    def decode(self, memory: Memory, record: Sequence[int], copied: bool = False) -> Any: ...
+    def decode(
+        self,
+        memory: Memory,
+        record: Sequence[int],
+        lend: Callable[[int, int, int], Memory | None] | None = None,
+        slot: int = -1,
+        capacity: int = 0,
+    ) -> Any: ...
 
 def is_plain(value: object) -> bool: ...

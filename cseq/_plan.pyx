@@ -13,7 +13,8 @@ cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport LINE
-from cseq._memory cimport MAX_DIMS, MOST_COPIED, Block, Memory, array_at
+from cseq._memory cimport (COLUMNS, LOOSE, MAX_DIMS, MOST_COPIED, ROWS, STRIDED, Block, Memory, array_at,
+                           layout_of)
 from cseq._references cimport cseq_is_unique
 
 from importlib import import_module
@@ -31,7 +32,10 @@ cdef extern from "Python.h":
 cdef extern from "numpy/arrayobject.h":
     bint PyArray_EquivTypes(cnp.dtype one, cnp.dtype other) noexcept
 
-cdef Py_ssize_t PY_SSIZE_T_MAX = <Py_ssize_t>(<size_t>-1 >> 1)
+MOST_BYTES = <Py_ssize_t>(<size_t>-1 >> 1)
+
+cdef enum:
+    FEW = 32  # leaves
 
 ALIGNMENT = LINE
 LONG = MOST_PICKLED
@@ -52,7 +56,7 @@ cdef class Plan:
     token : str or tuple
         The tree of containers and leaves: see `codec`.
     leaves : list of tuple
-        (dtype, dimensions, Fortran order) of each leaf that lies in the slot as an array.
+        (dtype, dimensions, order as `order_of` has it) of each leaf that lies in the slot as an array.
     cast : numpy.dtype, optional
         What numbers are cast to.
     sources : list of numpy.dtype, optional
@@ -81,12 +85,14 @@ cdef class Plan:
             raise MemoryError(f"no memory for {len(leaves)} leaves")
         for k in range(self.leaf_count):
             leaf = &self.leaf[k]
-            dtype, leaf.nd, leaf.fortran = leaves[k]
-            if not isinstance(dtype, cnp.dtype) or dtype.hasobject or not 0 <= leaf.nd <= MAX_DIMS:
+            dtype, leaf.nd, leaf.order = leaves[k]
+            if (not isinstance(dtype, cnp.dtype) or dtype.hasobject or not 0 <= leaf.nd <= MAX_DIMS
+                    or not ROWS <= leaf.order <= STRIDED):
                 raise ValueError(f"leaf {leaves[k]!r} cannot lie in raw memory")
             leaf.dtype = <PyObject*>dtype
             leaf.itemsize = dtype.itemsize
-            self.words += 1 + leaf.nd
+            leaf.words = 1 + (2 * leaf.nd if leaf.order == STRIDED else leaf.nd)
+            self.words += leaf.words
             if sources is not None:
                 leaf.source = <PyObject*>sources[k]
                 leaf.casts = sources[k] is not dtype
@@ -97,10 +103,11 @@ cdef class Plan:
             raise ValueError(f"a tree of {self.made} arrays does not fit {self.leaf_count} leaves")
 
     def __dealloc__(self):
+        cdef PyObject* one
         PyMem_RawFree(self.leaf)
         PyMem_RawFree(self.nodes)
-        Py_XDECREF(self.blocks[0])
-        Py_XDECREF(self.blocks[1])
+        for one in self.blocks:
+            Py_XDECREF(one)
 
     cdef bint is_of(self, Memory memory, uint64_t* record) noexcept:
         """Whether the batch in a memory has this structure."""
@@ -186,10 +193,15 @@ cdef class Plan:
     cdef bint match_array(self, int k, object value, list arrays) except -1:
         cdef Leaf* leaf = &self.leaf[k]
         cdef cnp.ndarray array
+        cdef Py_ssize_t span
+        cdef int order
         if type(value) is not cnp.ndarray and type(value) is not MEMMAP:
             return False
         array = <cnp.ndarray>value
-        if cnp.PyArray_NDIM(array) != leaf.nd or is_fortran(array) != leaf.fortran:
+        if cnp.PyArray_NDIM(array) != leaf.nd:
+            return False
+        order = layout_of(array, &span)
+        if order != leaf.order and (order != LOOSE or leaf.order != ROWS):
             return False
         if <PyObject*>cnp.PyArray_DESCR(array) is not leaf.source and (
                 cnp.PyArray_TYPE(array) == cnp.NPY_VOID  # np.record, which is equal to np.void
@@ -270,47 +282,130 @@ cdef class Plan:
 
     # -- reading
 
-    cdef object read(self, Memory memory, uint64_t* record, bint copied, list objects,
-                     list converters):
-        """Make a batch: its arrays are copies, or views that keep the memory alive.
-
-        The arrays of a small batch are copied together: to keep one of them keeps them all.
+    cdef object read(self, Memory memory, uint64_t* record, object lend, Py_ssize_t slot,
+                     uint64_t capacity, object load, list converters):
+        """Make a batch: its arrays are views that keep the memory alive, or what `lend` says.
 
         Parameters
         ----------
         record : uint64_t[4]
-        objects : list or None
-            What was pickled.
+        lend, slot, capacity
+            See `Reader.decode`.
+        load : callable
+            See `Reader`.
         converters : list or None
             What `converters` has returned.
         """
-        cdef Cursor at
-        cdef list arrays
-        cdef Memory home = memory
-        cdef int k
-        cdef char* word
+        cdef Part few[FEW]
+        cdef Part* parts = few
         if record[0] > <uint64_t>memory.size or record[1] > <uint64_t>memory.size:
             memory.inside(record[0], record[1])
         memory.inside(<Py_ssize_t>(record[0] + record[1]), <Py_ssize_t>record[2])
         if record[2] != <uint64_t>(8 * self.words):
             raise IndexError(f"a layout of {record[2]} bytes does not fit a structure that needs "
                              f"{8 * self.words}")
-        if copied and record[0] <= MOST_COPIED:
-            home = self.block_of(memory, <Py_ssize_t>record[0])
-        word = memory.data + record[0] + record[1]
-        if self.is_array:
-            array = self.read_leaf(0, memory, home, &word, record[0], copied)
-            return array if converters is None or converters[0] is None else converters[0](array)
-        # All of them first: no Python code runs while the memory is read.
-        arrays = [None] * self.leaf_count
+        if self.leaf_count > FEW:
+            parts = <Part*>PyMem_RawCalloc(self.leaf_count, sizeof(Part))
+            if parts == NULL:
+                raise MemoryError(f"no memory for {self.leaf_count} leaves")
+        try:
+            return self.read_parts(parts, memory, record, lend, slot, capacity, load, converters)
+        finally:
+            if parts != few:
+                PyMem_RawFree(parts)
+
+    cdef object read_parts(self, Part* parts, Memory memory, uint64_t* record, object lend,
+                           Py_ssize_t slot, uint64_t capacity, object load, list converters):
+        """`read`, with room for what is known of each leaf."""
+        cdef Cursor at
+        cdef list objects = None
+        cdef list arrays = None if self.is_array else [None] * self.leaf_count
+        cdef Memory home = memory  # of large leaves
+        cdef Memory base = memory
+        cdef Memory block = None   # of small ones, from `begin` to `end`
+        cdef Py_ssize_t begin = 0, end = 0, offset
+        cdef bint large = self.measure(parts, memory, record)
+        cdef const char* word = memory.data + record[0] + record[1]
+        cdef int k
+        if lend is not None:
+            home = lend(slot, record[0] + record[1] + record[2] + record[3], capacity) if large else None
+        # All leaves first: the slot may be another batch's in a process that Python code forks.
         for k in range(self.leaf_count):
-            arrays[k] = self.read_leaf(k, memory, home, &word, record[0], copied)
+            offset = parts[k].offset
+            if self.leaf[k].kind == BYTES:
+                arrays[k] = memory.data[offset:offset + parts[k].nbytes]
+                word += 8 * self.leaf[k].words
+                continue
+            if lend is not None:
+                if parts[k].nbytes <= MOST_COPIED:
+                    if block is None or offset < begin or offset + parts[k].nbytes > end:
+                        begin, end = offset, self.run_of(parts, k)
+                        block = self.block_of(memory, begin, end - begin)
+                    base = block
+                    offset -= begin
+                elif home is not None:
+                    base = home
+                else:
+                    base = copy_of(memory, parts[k].nbytes, offset)
+                    offset = 0
+            array = self.read_leaf(k, base, offset, word)
+            if self.is_array:
+                return array if converters is None or converters[0] is None else converters[0](array)
+            arrays[k] = array
+            word += 8 * self.leaf[k].words
+        if record[3]:
+            objects = load(memory, record[0] + record[1] + record[2], record[3], home)
         at.node = 0
         at.object = 0
         return self.build_node(&at, arrays, objects, converters)
 
-    cdef Block block_of(self, Memory memory, Py_ssize_t nbytes):
-        """A copy of the first bytes of a memory.
+    cdef bint measure(self, Part* parts, Memory memory, uint64_t* record) except -1:
+        """Find where each leaf lies; whether any, or a buffer of what was pickled, is too large to be copied."""
+        cdef const char* word = memory.data + record[0] + record[1]
+        cdef const char* last
+        cdef Py_ssize_t end = <Py_ssize_t>record[0]
+        cdef int64_t offset, size
+        cdef uint64_t count
+        cdef bint large = False
+        cdef int k
+        for k in range(self.leaf_count):
+            memcpy(&offset, word, 8)
+            size = size_of(&self.leaf[k], word)
+            if size < 0:
+                raise IndexError(f"array {k} of a batch is larger than its {end} bytes")
+            if offset < 0 or offset > end or size > end - offset:
+                raise IndexError(f"array {k} of a batch is outside its {end} bytes")
+            parts[k].offset, parts[k].nbytes = offset, size
+            large = large or (size > MOST_COPIED and self.leaf[k].kind != BYTES)
+            word += 8 * self.leaf[k].words
+        if record[3]:
+            memory.inside(<Py_ssize_t>(record[0] + record[1] + record[2]), <Py_ssize_t>record[3])
+            last = memory.data + record[0] + record[1] + record[2] + record[3] - 8
+            memcpy(&count, last, 8)
+            if record[3] < 8 or count > (record[3] - 8) // 16:
+                raise IndexError(f"{count} buffers of a batch are outside its {record[3]} bytes")
+            for k in range(<int>count):
+                memcpy(&offset, last - 16 * (k + 1), 8)
+                memcpy(&size, last - 16 * (k + 1) + 8, 8)
+                memory.inside(offset, size)
+                large = large or size > MOST_COPIED
+        return large
+
+    cdef Py_ssize_t run_of(self, Part* parts, int k) noexcept:
+        """Where the leaves end that are copied together with this one: the next small ones that follow on it."""
+        cdef Py_ssize_t begin = parts[k].offset
+        cdef Py_ssize_t end = begin + parts[k].nbytes
+        for k in range(k + 1, self.leaf_count):
+            if parts[k].nbytes > MOST_COPIED or self.leaf[k].kind == BYTES:
+                continue
+            if (parts[k].offset < end or parts[k].offset > aligned(end)
+                    or parts[k].offset + parts[k].nbytes > begin + MOST_COPIED):
+                break
+            end = parts[k].offset + parts[k].nbytes
+        return end
+
+    cdef Block block_of(self, Memory memory, Py_ssize_t offset, Py_ssize_t nbytes):
+        """A copy of bytes of a memory.
 
         It is in the block of an earlier batch, if nothing refers to that any more: a loop that drops
         its batches has two of them in turn, and nothing is allocated for the data of its arrays.
@@ -319,46 +414,35 @@ cdef class Plan:
         cdef PyObject* one
         with cython.critical_section(self):
             for one in self.blocks:
-                if one != NULL and cseq_is_unique(one) and (<Block>one).size >= nbytes:
+                if one == NULL:
+                    break
+                if cseq_is_unique(one) and (<Block>one).size >= nbytes:
                     block = <Block>one
-                    memcpy(block.data, memory.data, nbytes)
+                    memcpy(block.data, memory.data + offset, nbytes)
                     return block
-        block = copy_of(memory, nbytes)
+        block = copy_of(memory, nbytes, offset)
         with cython.critical_section(self):
             Py_INCREF(block)
             Py_XDECREF(self.blocks[self.turn])
             self.blocks[self.turn] = <PyObject*>block
-            self.turn ^= 1
+            self.turn = (self.turn + 1) % BLOCKS
         return block
 
-    cdef object read_leaf(self, int k, Memory memory, Memory home, char** word, uint64_t end,
-                          bint copied):
-        """Make the array, or the bytes, that the layout describes from `word` on.
-
-        `word` is then after that. The array is a view of `home`, which `memory` has been copied to, or
-        a copy if `home` is still `memory`.
-        """
+    cdef object read_leaf(self, int k, Memory memory, Py_ssize_t offset, const char* word):
+        """Make the array, at an offset of a memory, whose layout begins at `word`."""
         cdef Leaf* leaf = &self.leaf[k]
-        cdef int i
-        cdef int64_t offset, size
-        cdef uint64_t nbytes = <uint64_t>leaf.itemsize
         cdef cnp.npy_intp dims[MAX_DIMS]
-        memcpy(&offset, word[0], 8)
-        word[0] += 8
+        cdef cnp.npy_intp strides[MAX_DIMS]
+        cdef int64_t size
+        cdef int i
         for i in range(leaf.nd):
-            memcpy(&size, word[0], 8)
-            word[0] += 8
-            if size < 0 or (size and nbytes > <uint64_t>PY_SSIZE_T_MAX // <uint64_t>size):
-                raise IndexError(f"array {k} of a batch is larger than its {end} bytes")
-            nbytes *= <uint64_t>size
+            memcpy(&size, word + 8 * (1 + i), 8)
             dims[i] = <cnp.npy_intp>size
-        if offset < 0 or <uint64_t>offset > end or nbytes > end - <uint64_t>offset:
-            raise IndexError(f"array {k} of a batch is outside its {end} bytes")
-        if leaf.kind == BYTES:
-            return memory.data[offset:offset + <int64_t>nbytes]
-        if copied and home is memory:
-            home, offset = copy_of(memory, nbytes, offset), 0
-        return array_at(home, offset, <cnp.dtype>leaf.dtype, leaf.nd, dims, leaf.fortran)
+            if leaf.order == STRIDED:
+                memcpy(&size, word + 8 * (1 + leaf.nd + i), 8)
+                strides[i] = <cnp.npy_intp>size
+        return array_at(memory, offset, <cnp.dtype>leaf.dtype, leaf.nd, dims, leaf.order == COLUMNS,
+                        strides if leaf.order == STRIDED else NULL)
 
     cdef object build_leaf(self, int k, list arrays, list converters):
         cdef object value = <object>PyList_GET_ITEM(arrays, k)
@@ -484,7 +568,8 @@ cdef class Reader:
     parse : callable
         ``parse(structure)`` → Plan.
     load : callable
-        ``load(memory, offset, nbytes)`` → list: the objects that went by pickle.
+        ``load(memory, offset, nbytes, home)`` → list: the objects that went by pickle. `home`: what large
+        buffers lie on; None: on copies. Others are copied, unless it is `memory`.
     """
 
     def __cinit__(self, parse, load):
@@ -500,8 +585,8 @@ cdef class Reader:
         cdef list recent
         cdef char* at = memory.data + record[0]
         if record[0] > <uint64_t>memory.size or record[1] > <uint64_t>memory.size - record[0]:
-            memory.inside(<Py_ssize_t>min(record[0], <uint64_t>PY_SSIZE_T_MAX),
-                          <Py_ssize_t>min(record[1], <uint64_t>PY_SSIZE_T_MAX))
+            memory.inside(<Py_ssize_t>min(record[0], <uint64_t>MOST_BYTES),
+                          <Py_ssize_t>min(record[1], <uint64_t>MOST_BYTES))
         with cython.critical_section(self):
             recent = self.recent
             for k in range(PyList_GET_SIZE(recent)):
@@ -518,14 +603,6 @@ cdef class Reader:
                 self.recent = [plan, *self.recent[:RECENT - 1]]
         return plan
 
-    cdef bint is_in_band(self, Memory memory, uint64_t* record) except -1:
-        """Whether the objects of a batch are a pickle and nothing else."""
-        cdef uint64_t count
-        cdef uint64_t end = record[0] + record[1] + record[2] + record[3]
-        memory.inside(<Py_ssize_t>end - 8, 8)
-        memcpy(&count, memory.data + end - 8, 8)
-        return count == 0
-
     cdef Plan learn(self, bytes structure):
         """Make the plan of a structure, and remember it."""
         cdef Plan plan = self.parse(structure)
@@ -535,7 +612,7 @@ cdef class Reader:
             self.plans[structure] = plan
         return plan
 
-    def decode(self, Memory memory not None, record, bint copied=False):
+    def decode(self, Memory memory not None, record, lend=None, Py_ssize_t slot=-1, uint64_t capacity=0):
         """Read a batch.
 
         Parameters
@@ -543,8 +620,12 @@ cdef class Reader:
         memory : Memory
         record : sequence of int
             See `codec.Record`.
-        copied : bool
-            Arrays are copies, not views of `memory`.
+        lend : callable, optional
+            Arrays of up to `COPIED` bytes are copies; larger ones lie on what
+            ``lend(slot, used, capacity)`` returns, a memory of the same bytes, or are copies of their own
+            where that is None. Without it, all are views of `memory`.
+        slot, capacity : int
+            For `lend`.
 
         Raises
         ------
@@ -562,10 +643,7 @@ cdef class Reader:
         memory.inside(0, f[0] + f[1] + f[2] + f[3])
         if not f[1]:
             return bytearray(memory.data[f[0]:f[0] + f[3]])
-        if copied and f[3]:
-            return self.decode(copy_of(memory, f[0] + f[1] + f[2] + f[3]), record)
         plan = self.find(memory, f)
         if plan is None:
             plan = self.learn(memory.data[f[0]:f[0] + f[1]])
-        objects = self.load(memory, f[0] + f[1] + f[2], f[3]) if f[3] else None
-        return plan.read(memory, f, copied, objects, None)
+        return plan.read(memory, f, lend, slot, capacity, self.load, None)

@@ -12,7 +12,7 @@ cimport numpy as cnp
 
 from cseq._core cimport Ring
 from cseq._headers cimport *
-from cseq._memory cimport MOST_COPIED, WINDOW, forks_here, freed_due, give_freed_back
+from cseq._memory cimport LEAST, WINDOW, forks_here, freed_due, give_freed_back
 from cseq._references cimport cseq_is_unique
 from cseq._trace cimport copied, marks
 
@@ -194,7 +194,7 @@ cdef class Runner:
         if not (cseq_is_unique(<PyObject*>self.room) and cseq_is_fresh(self.room, n)):
             self.room = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT64, 0)
         array = self.room
-        if n > MOST_COPIED // 8:  # not kept: it may lie in the batch's slot (cseq_place.h)
+        if n > LEAST // 8:  # not kept: it may lie in the batch's slot (cseq_place.h)
             self.room = NOTHING
         CSEQ_POINT("slice")
         memcpy(cnp.PyArray_DATA(array), cseq_ring_indices(self.r, <uint32_t>self.cell),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cseq.converter.export import Counts, pack
-from cseq.converter.host import Host, copy, is_array, is_usable, target_of
+from cseq.converter.host import Host, is_array, is_usable, target_of
+from cseq.encoding.codec import map_leaves, recast
 from cseq.converter.lane import Lane, UnderWay, open_lane
-from cseq.encoding.codec import map_leaves
 
 if TYPE_CHECKING:
     from cseq.converter import Array, Batch, Event, Tensor
@@ -118,13 +118,13 @@ class CudaConverter:
             return array
         if is_usable(array, target[0]):
             return self._host.from_numpy(array)
-        # The memory order is the array's own, as in `Host.array`.
-        shape = array.T.shape if array.flags.fnc else array.shape
-        staged = self._host.torch.empty(shape, dtype=target[1], pin_memory=self._lane.pins)
-        if array.flags.fnc:
-            staged = staged.permute(*range(staged.dim())[::-1])
-        copy(array, staged.numpy())
-        return staged
+        torch, pins = self._host.torch, self._lane.pins
+
+        def make(shape: tuple[int, ...], _: object) -> Array:
+            made: Array = torch.empty(shape, dtype=target[1], pin_memory=pins).numpy()
+            return made
+
+        return self._host.from_numpy(recast(array, target[0], make))
 
     def _page_lock(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the wanted type that the device can read: this one, or a copy."""

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 
+from cseq._memory import flat_of
 from cseq.encoding import failure
-from cseq.encoding.codec import castable, map_leaves, torch_type
+from cseq.encoding.codec import castable, map_leaves, recast, recast_tensor, torch_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,9 +34,10 @@ def target_of(dtype: Dtype, cast: Dtype | None) -> tuple[Dtype, TorchType] | Non
     Numbers are cast to `cast`; all else keeps its type, in native byte order. None where torch has
     no such type (text, dates, records).
     """
+    if dtype.kind not in "biufc":
+        return None
     target = cast if cast is not None and castable(dtype) else dtype.newbyteorder("=")
-    if target.kind in "biufc":
-        target = np.dtype(target.str)  # of types that numpy holds equal, the one that torch knows
+    target = np.dtype(target.str)  # of types that numpy holds equal, the one that torch knows
     try:
         return target, torch_type(target)
     except TypeError:
@@ -46,17 +48,10 @@ def is_usable(array: Array, target: Dtype) -> bool:
     """Tell whether a tensor can be laid on the array as it is.
 
     It must be writable, because a tensor cannot be marked read-only and a write into, say, a
-    read-only mapped file kills the process; and contiguous, as in a slot, so that a batch has the
-    same strides whichever pool it came through.
+    read-only mapped file kills the process; and lie as in a slot, so that a batch has the same
+    strides whichever pool it came through.
     """
-    flags = array.flags
-    return array.dtype == target and flags.behaved and flags.forc
-
-
-def copy(array: Array, into: Array) -> Array:
-    """Copy and cast an array; the only way there is, in a worker or here."""
-    np.copyto(into, array, casting="unsafe")
-    return into
+    return array.dtype == target and array.flags.behaved and flat_of(array) is not None
 
 
 def from_numpy() -> Callable[[Array], Tensor]:
@@ -90,15 +85,15 @@ class Host:
         if target is None:
             return array
         if not is_usable(array, target[0]):
-            array = copy(array, np.empty(array.shape, target[0], "F" if array.flags.fnc else "C"))
+            array = recast(array, target[0])
         tensor = self.from_numpy(array)
         return tensor if self.late is None else self.tensor(tensor)
 
     def tensor(self, tensor: Tensor) -> Tensor:
         """Cast a CPU tensor; complex and quantised ones keep their type, as complex arrays do."""
-        if not self.casts(tensor):
+        if not self.casts(tensor) or tensor.dtype == self.wanted:
             return tensor
-        return tensor.to(self.wanted)
+        return recast_tensor(tensor, self.wanted)
 
     def casts(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is to be cast."""
@@ -179,8 +174,7 @@ def _make_array(output: Output) -> Convert:
         return _make_null(output)
 
     def function(array: Array) -> Array:
-        numeric = castable(array.dtype)
-        return array.astype(cast, order="A", copy=False) if numeric else array
+        return recast(array, cast) if castable(array.dtype) and array.dtype != cast else array
 
     return _on_arrays(function)
 
@@ -202,7 +196,7 @@ def _make_cpu(output: Output) -> Convert:
     def convert(batch: Batch) -> Batch:
         if type(batch) is not np.ndarray:
             return map_leaves(leaf, batch)
-        if batch.dtype is ready and batch.flags.carray:
+        if batch.dtype is ready and is_usable(batch, ready):
             return from_numpy(batch)
         return array(batch)
 

@@ -11,17 +11,20 @@ in the slot as well.
                                                            ▲ offset    └── lengths ───────┘  Record
 
 *Structure* is the containers, types and memory orders: a pickle, made and read only when it
-changes. *Layout* is where the arrays begin, and their shapes: integers. *Objects* are the other
-leaves: one pickle, and where its buffers are. All of it lies in the slot, so a batch can be read
-without any other batch. A `bytearray` alone has neither structure nor layout.
+changes. *Layout* is where the arrays begin, their shapes, and of some their strides: integers.
+*Objects* are the other leaves: one pickle, and where its buffers are. All of it lies in the slot,
+so a batch can be read without any other batch. A `bytearray` alone has neither structure nor layout.
 
 At both ends, a structure is held as a `Plan`. A batch that matches one of the writer's last plans
 is written in C; any other batch is surveyed here, which makes a plan for the next ones.
 
 The guarantee: the batch that is read equals the one written, in types and bits, and is writable.
-Arrays arrive C- or Fortran-contiguous as they were, any other layout as C. An array in two places
-of a plan arrives as two, and so does a container of arrays; in objects, what is one stays one. A
-tensor arrives without its graph (a leaf that requires gradients if it did).
+Arrays and tensors arrive with their strides, and take what they took, unless that is more than
+their elements do (gaps), or strides are negative: these are written out row by row. An array in two
+places of a plan arrives as two, and so does a container of arrays; in objects, what is one stays
+one. A tensor arrives without its graph (a leaf that requires gradients if it did).
+
+The trainer copies leaves of up to 64 KiB (`COPIED`), of objects too; larger ones lie in the slot.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy import ndarray
 
+from cseq._memory import COPIED, copy_of, flat_of, laid_as, order_of
 from cseq._plan import LONG, Plan, Reader, is_plain
 from cseq.encoding.importable import named_here
 from cseq.encoding.pickling import dumps, import_torch
@@ -55,7 +59,7 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]
-Leaf: TypeAlias = tuple[Dtype, int, bool]  # dtype, dimensions, Fortran order
+Leaf: TypeAlias = tuple[Dtype, int, int]  # dtype, dimensions, order (`order_of`)
 
 __all__ = [
     "LONG",
@@ -67,6 +71,8 @@ __all__ = [
     "encode",
     "encode_pickled",
     "map_leaves",
+    "recast",
+    "recast_tensor",
     "used",
 ]
 
@@ -326,7 +332,7 @@ def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
     if writer.watched:
         casts = plan.casts + [False] * (len(arrays) - len(plan.casts))
         plain = zip(arrays, casts, strict=True)
-        writer.learn([array for array, casts in plain if not casts and array.flags.forc])
+        writer.learn([array for array, casts in plain if not casts and flat_of(array) is not None])
     return _record(writer.encode(plan, arrays, pickled))
 
 
@@ -346,7 +352,7 @@ def plan_for(batch: Any, writer: Writer, cast: Dtype | None) -> tuple[Plan, list
     arrays = survey.arrays
     sources = [array.dtype for array in arrays]
     pairs = zip(survey.kinds, arrays, strict=True)
-    leaves: list[Leaf] = [(kind, array.ndim, array.flags.fnc) for kind, array in pairs]
+    leaves: list[Leaf] = [(kind, array.ndim, order_of(array)) for kind, array in pairs]
     for plan in writer.plans:  # `match` does not recognise it where tensors are cast
         same = plan.cast is cast and plan.token == tree
         if same and plan.leaves == leaves and plan.sources == sources:
@@ -409,22 +415,29 @@ def _explained(batch: Any) -> Iterator[None]:
 def _prepared(leaf: Any, writer: Writer, cast: Dtype | None) -> Any:
     """Return a leaf as it is to be pickled: cast, writable, with a storage of its own size."""
     if type(leaf) is ndarray or type(leaf) is np.memmap:
-        kind, flags = _target(leaf.dtype, cast), leaf.flags
-        ready = type(leaf) is ndarray and kind is leaf.dtype and flags.writeable and flags.forc
-        if ready or not _is_flat(leaf.dtype):
+        kind = _target(leaf.dtype, cast)
+        ready = type(leaf) is ndarray and kind is leaf.dtype and leaf.flags.writeable
+        if not _is_flat(leaf.dtype) or (ready and flat_of(leaf) is not None):
             return leaf
-        make = writer.empty if leaf.nbytes >= LONG else _small
-        made = make(leaf.shape, kind, fortran=flags.fnc)
-        np.copyto(made, leaf, casting="unsafe")
-        return made
+        return recast(leaf, kind, writer.empty if leaf.nbytes >= LONG else np.empty)
     if type(leaf) is getattr(sys.modules.get("torch"), "Tensor", None):
         return _ByHandle(leaf) if leaf.is_cuda else _plain_tensor(leaf, cast)
     return leaf
 
 
-def _small(shape: tuple[int, ...], dtype: Dtype, *, fortran: bool) -> Array:
-    """Make an array that is not worth a place in the slot."""
-    return np.empty(shape, dtype, "F" if fortran else "C")
+def recast(array: Array, dtype: Dtype, make: Callable[..., Array] = np.empty) -> Array:
+    """Copy and cast an array, with the strides that it has behind a slot.
+
+    `make`: makes an array of a shape and a type.
+    """
+    flat = flat_of(array)
+    if flat is None:
+        made = make(array.shape, dtype)
+        np.copyto(made, array, casting="unsafe")
+        return made
+    made = make(flat.shape, dtype)
+    np.copyto(made, flat, casting="unsafe")
+    return laid_as(made, array)
 
 
 def _plain_tensor(tensor: Any, cast: Dtype | None) -> Any:
@@ -434,13 +447,24 @@ def _plain_tensor(tensor: Any, cast: Dtype | None) -> Any:
     if tensor.is_quantized or tensor.is_nested:
         return tensor
     plain = tensor.detach().resolve_conj().resolve_neg()
-    if cast is not None and not plain.is_complex():
-        plain = plain.to(torch_type(cast))
-    if plain.untyped_storage().nbytes() > plain.nbytes:
-        plain = plain.clone()
+    if cast is not None and not plain.is_complex() and plain.dtype != torch_type(cast):
+        plain = recast_tensor(plain, torch_type(cast))
+    elif plain.untyped_storage().nbytes() > plain.nbytes:
+        plain = recast_tensor(plain, plain.dtype)
     if plain.data_ptr() == tensor.data_ptr() and plain.dtype == tensor.dtype:
         return tensor
     return plain.requires_grad_() if tensor.requires_grad else plain
+
+
+def recast_tensor(tensor: Any, dtype: Any) -> Any:
+    """Copy and cast a CPU tensor; one whose elements are in several places keeps its strides."""
+    if tensor.layout is import_torch().strided and not tensor.is_nested and not tensor.is_quantized:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        span = 1 + sum((size - 1) * step for size, step in steps)
+        if 0 < span < tensor.numel():
+            flat = tensor.as_strided((span,), (1,)).to(dtype, copy=True)
+            return flat.as_strided(tensor.shape, tensor.stride())
+    return tensor.to(dtype, copy=True)
 
 
 class _ByHandle:
@@ -471,15 +495,26 @@ def _parse(structure: bytes) -> Plan:
     return Plan(structure, *pickle.loads(structure))
 
 
-def _load_objects(memory: Memory, offset: int, nbytes: int) -> list[Any]:
-    """Read the leaves that were pickled; after the pickle lies the table of its buffers."""
+def _load_objects(memory: Memory, offset: int, nbytes: int, home: Memory | None) -> list[Any]:
+    """Read the leaves that were pickled; after the pickle lies the table of its buffers.
+
+    `home`: see `Reader`. What is unpickled may run any code, so a fork, and in the forked process a
+    slot is another batch's soon: unless all are views, the pickle is copied, too.
+    """
     view = memoryview(memory)
-    data = view[offset : offset + nbytes]
+    data: Any = view[offset : offset + nbytes]
+    if home is not memory:
+        data = bytes(data)
     count = int.from_bytes(data[-8:], sys.byteorder)
     if not count:
         return pickle.loads(data)  # type: ignore[no-any-return]
     numbers = iter(machine_array("q", bytes(data[len(data) - 8 - 16 * count : -8])))
-    buffers = [view[at : at + size] for at, size in zip(numbers, numbers, strict=True)]
+    buffers = [
+        memoryview(copy_of(memory, size, at))
+        if home is None or (home is not memory and size <= COPIED)
+        else memoryview(home)[at : at + size]
+        for at, size in zip(numbers, numbers, strict=True)
+    ]
     objects: list[Any] = pickle.loads(data, buffers=buffers)
     return objects
 
@@ -487,7 +522,7 @@ def _load_objects(memory: Memory, offset: int, nbytes: int) -> list[Any]:
 def decode_pickled(memory: Memory, record: Record) -> Any:
     """Read what `encode_pickled` has written, from a mapping that need not be shared."""
     offset = record.offset + record.structure + record.layout
-    return _load_objects(memory, offset, record.objects)[0]
+    return _load_objects(memory, offset, record.objects, memory)[0]
 
 
 reader = Reader(_parse, _load_objects)

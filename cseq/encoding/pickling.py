@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from cseq._lock import Lock
+from cseq._memory import flat_of
 from cseq.encoding.importable import MAIN, Importable, named_here
 from cseq.encoding.unpicklable import unpicklable
 
@@ -183,17 +184,18 @@ def _data_reducers() -> Reducers:
 
 
 def _reduce_array(array: _Array) -> Reduced:
-    """Reduce an array to its buffer; one that is not contiguous to that of a copy."""
-    dtype, flags = array.dtype, array.flags
+    """Reduce an array to its buffer and strides; one with gaps to the buffer of a copy."""
+    dtype, flat = array.dtype, flat_of(array)
     if dtype.kind not in "biufcmMSU" or not dtype.itemsize:
         return array.__reduce_ex__(5)
-    plain: Any = array if flags.forc else np.ascontiguousarray(array)
-    if dtype.kind in "mM":  # numpy gives no buffer of dates and times
-        plain = plain.view(np.int64)
+    if flat is None:
+        array = np.ascontiguousarray(array)
+        flat = array.reshape(-1)
+    plain: Any = flat.view(np.int64) if dtype.kind in "mM" else flat  # numpy gives no buffer of dates
     data: Any = pickle.PickleBuffer(plain)
-    if array.nbytes < IN_BAND:
-        data = bytearray(data.raw()) if flags.writeable else bytes(data.raw())
-    return np.ndarray, (array.shape, dtype.str, data, 0, None, "F" if flags.fnc else "C")
+    if plain.nbytes < IN_BAND:
+        data = bytearray(data.raw()) if array.flags.writeable else bytes(data.raw())
+    return np.ndarray, (array.shape, dtype.str, data, 0, array.strides)
 
 
 def _reduce_tensor(tensor: Any) -> Reduced:

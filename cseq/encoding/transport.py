@@ -12,7 +12,6 @@ import logging
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from cseq._codec import ObjectTable, ObjectWriter
-from cseq._memory import SMALL
 from cseq.encoding import codec, failure
 from cseq.stage import BATCH, CONVERTER, ENDED, RAISED
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
         objects: ObjectTable
         slots: Slots
-        small: tuple[list[Mapping | None], Reader, int, Callable[[int, int, int], Memory]]
+        known: tuple[list[Mapping | None], Reader, Callable[[int, int, int], Memory | None]]
 
 
 __all__ = [
@@ -97,7 +96,7 @@ class Objects:
     def ends(self) -> Ends:
         """The objects, by cell, and the slots of the stage before."""
         below: Ends = {} if self._below is None else self._below.ends
-        below.pop("small", None)
+        below.pop("known", None)
         return {**below, "objects": self._held}
 
     def write(self, runner: Runner, batch: Any) -> tuple[int, ...]:
@@ -192,20 +191,18 @@ class SlotReader:
 
     @property
     def ends(self) -> Ends:
-        """The slots, and where a small array is found."""
+        """The slots, and how batches of a known structure are read."""
         if not self.in_c:
             return {"slots": self._arena.slots}
         return {
             "slots": self._arena.slots,
-            "small": (self._arena.mapped, codec.reader, SMALL, self._arena.lend),
+            "known": (self._arena.mapped, codec.reader, self._arena.lease),
         }
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
-        """Decode the batch: views on the slot, or on a copy if it is small or many are held."""
-        used = codec.used(record)
-        if used <= SMALL:
-            return codec.decode(self._arena.mapping_of(slot, capacity), record, copied=True)
-        return codec.decode(self._arena.lend(slot, used, capacity), record)
+        """Decode the batch: large leaves are views on the slot, unless many are held; others copies."""
+        memory = self._arena.mapping_of(slot, capacity)
+        return codec.decode(memory, record, self._arena.lease, slot, capacity)
 
     def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
         """Restore the exception."""
@@ -217,9 +214,10 @@ class SlotReader:
 
     def fetch(self, runner: Runner) -> Any:
         """Decode the batch of the present ticket, in a converter thread; then it has no slot."""
-        slot = runner.slot
-        batch = self.decode(runner.cell, slot, runner.capacity, runner.record)
-        self._arena.slots.adopt(slot, codec.used(runner.record))
+        slot, used = runner.slot, codec.used(runner.record)
+        # All of it where it lies: page-locked, and dropped once it is on the device.
+        batch = codec.decode(self._arena.lend(slot, used, runner.capacity), runner.record)
+        self._arena.slots.adopt(slot, used)
         runner.detach()
         self._arena.slots.vacate(slot)
         return batch
@@ -265,8 +263,7 @@ class Imports(SlotReader):
         token = self._ring.token(cell)
         if token == self._fetched[0]:
             return self._convert_here(cell, "an exception was raised while it was fetched")
-        memory = self._arena.lend(slot, codec.used(record), capacity)
-        packed = codec.decode(memory, record)
+        packed = super().decode(cell, slot, capacity, record)
         self._fetched = token, packed
         try:
             return self._importer.unpack(packed)

@@ -54,7 +54,7 @@ class Arena:
     ----------
     memory_limit : int, str or None
         Most bytes of slots that may be leased, or free and committed beyond what the tickets need;
-        further batches are copied out of their slots. See `memory_limit_of`.
+        large leaves of further batches are copied out of their slots. See `memory_limit_of`.
     locks : Locks, optional
         Registers every mapping that is made, until a larger one replaces it.
     tickets : int
@@ -67,7 +67,7 @@ class Arena:
     memory_limit : int
         In bytes.
     copies : int
-        Batches copied because too many were held; small ones, which always are, do not count.
+        Batches with large leaves that were copied because too many were held.
     mapped : list of Mapping or None
         The present mapping of every slot; None: it was not mapped yet.
     slots : Slots
@@ -113,26 +113,26 @@ class Arena:
                 self.slots.shrink(slot, 0, owner)
 
     def lend(self, slot: int, used: int, capacity: int) -> Memory:
+        """Return the first `used` bytes of a taken slot: its lease, or a copy; see `lease`."""
+        lease = self.lease(slot, used, capacity) if used > SMALL else None
+        return copy_of(self.mapping_of(slot, capacity), used) if lease is None else lease
+
+    def lease(self, slot: int, used: int, capacity: int) -> Memory | None:
         """Return the first `used` bytes of a taken slot, valid while there are references to them.
 
-        Either the slot itself, under a lease that begins with `Slots.adopt`: the slot is free
-        again when the last view of the memory is gone. Or a copy, of a small batch or if too many
-        batches are held.
+        The lease begins with `Slots.adopt`: the slot is free again when the last view of the memory
+        is gone. None: too many slots are leased, and what is to be held has to be copied.
 
         `capacity`: bytes of the slot that are committed, as the worker says. MemoryError if there
-        is no room for the copy, or for a mapping.
+        is no room for a mapping.
         """
-        if used <= SMALL:
-            return copy_of(self.mapping_of(slot, capacity), used)
-        lease: Memory | None = None
         with self._lock.hold():
             mapping = self._look(slot, capacity)
             may_be_held = self.slots.leased_bytes + capacity <= self.memory_limit
             if may_be_held and self.slots.leased < self._most_leased():
-                lease = self.slots.lend(slot, mapping, used)
-            else:
-                self._count_copy(capacity)
-        return copy_of(mapping, used) if lease is None else lease
+                return self.slots.lend(slot, mapping, used)
+            self._count_copy(capacity)
+        return None
 
     def mapping_of(self, slot: int, capacity: int) -> Mapping:
         """Return the memory of a taken slot itself, valid while the slot stays taken."""

@@ -27,6 +27,7 @@ from cseq._memory import (
     Window,
     address_of,
     commit,
+    flat_of,
 )
 from cseq._plan import ALIGNMENT
 from cseq.check import dimensions
@@ -218,14 +219,14 @@ class Writer(SlotEncoder):
     def find(self, array: Array) -> int:
         """Return the offset (bytes) of an array's data in the used part of the slot, or -1.
 
-        All mappings of this ticket are searched. Only contiguous and aligned arrays are found.
+        All mappings of this ticket are searched. Only aligned arrays without gaps are found.
         """
-        flags = array.flags
-        if flags.forc and flags.aligned and array.nbytes:
-            start = address_of(array)
+        flat = array if array.flags.forc else flat_of(array)
+        if flat is not None and flat.flags.aligned and flat.nbytes:
+            start = address_of(flat)
             for memory in (self.memory, *self.older):
                 offset = start - memory.address
-                if offset >= 0 and offset + array.nbytes <= min(self.used, memory.nbytes):
+                if offset >= 0 and offset + flat.nbytes <= min(self.used, memory.nbytes):
                     return offset
         return -1
 

@@ -64,6 +64,8 @@ ARRAYS: dict[str, Any] = {
     "read-only of another type": read_only(RNG.random((3, 4))),
     "backwards": RNG.random((3, 4), np.float32)[::-1, ::-2],
     "repeated": np.broadcast_to(np.float32(1.5), (3, 4)),
+    "repeated and of another type": np.broadcast_to(RNG.random((2, 1, 4)), (3, 2, 5, 4)),
+    "one row, backwards": RNG.random((1, 4), np.float32)[::-1],
     "columns": RNG.random((3, 4), np.float32)[:, 1:3],
     "Fortran": np.asfortranarray(RNG.random((3, 4, 5), np.float32)),
     "Fortran of another type": np.asfortranarray(RNG.random((3, 4, 5))),

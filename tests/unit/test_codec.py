@@ -83,8 +83,7 @@ def test_arrays_alone_one_after_another(
     writer = writer_of(arena)
     for array, cast in [pair for pair in sequence for _ in range(2)]:
         with np.errstate(all="ignore"):
-            wanted = array.astype(cast) if cast is not None and castable(array.dtype) else array
-            assert_same_arrays(wanted, sent(writer, array, cast))
+            assert_same_arrays(array, sent(writer, array, cast), cast)
     writer.close()
     arena.close()
 
@@ -95,8 +94,7 @@ def test_arrays_alone_of_one_shape_and_several_layouts(writer: Writer) -> None:
     wide = np.arange(96.0).reshape(8, 12)
     for cast in (None, FLOAT32):
         for array in (rows, np.asfortranarray(rows), rows, wide[::2, ::2], rows):
-            wanted = array if cast is None else array.astype(cast)
-            assert_same_arrays(wanted, sent(writer, array, cast))
+            assert_same_arrays(array, sent(writer, array, cast), cast)
 
 
 def test_an_array_alone_in_a_smaller_slot(arena: Arena) -> None:
@@ -259,37 +257,42 @@ SOME = st.integers(-9, 200)
 
 
 @given(
-    words=st.dictionaries(st.integers(0, 6), st.integers(-(2**63), 2**63 - 1) | SOME),
+    words=st.dictionaries(st.integers(0, 10), st.integers(-(2**63), 2**63 - 1) | SOME),
     record=st.dictionaries(st.integers(2, 3), st.integers(-(2**70), 2**70) | SOME),
-    copied=st.booleans(),
+    lend=st.sampled_from([None, lambda *_: None]),
 )
 def test_a_layout_that_lies_does_not_leave_the_memory(
     words: dict[int, int],
     record: dict[int, int],
-    copied: bool,
+    lend: Any,
 ) -> None:
     """Whatever the numbers say, arrays lie in the memory, or it is an error."""
     arena = Arena()
     writer = writer_of(arena)
-    true = encode([np.arange(4), np.ones((2, 3)), np.ones(()).T], writer)
+    spread = np.broadcast_to(np.arange(3.0), (2, 3))
+    true = encode([np.arange(4), spread, np.ones(()).T], writer)
     block = copy_of(writer.memory, true.used)
     writer.close()
     arena.close()
     numbers = block.view(true.offset + true.structure, np.dtype("i8"), (true.layout // 8,))
-    assert numbers.tolist() == [0, 4, 64, 2, 3, 128]
+    assert numbers.tolist() == [0, 4, 64, 2, 3, 0, 8, 128]
     for at, word in words.items():
         if at < len(numbers):
             numbers[at] = word
     said = [record.get(number, word) for number, word in enumerate(true)]
     try:
-        arrays = codec.reader.decode(block, said, copied)
+        arrays = codec.reader.decode(block, said, lend)
     except (IndexError, ValueError, EOFError, pickle.UnpicklingError):
         return
     start = block.address
     for array in arrays:
-        at = array.ctypes.data - start
-        assert copied or 0 <= at <= at + array.nbytes <= true.offset
-        array.sum()
+        if lend is None:
+            ends = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
+            at = array.ctypes.data - start
+            assert 0 <= at <= true.offset
+            assert not array.size or at + array.itemsize + sum(ends) <= true.offset
+        if array.size < 10**6:  # an element may be in any number of places
+            array.sum()
 
 
 def test_a_record_may_have_more_words(writer: Writer) -> None:

@@ -17,7 +17,7 @@ from cseq._codec import Decoder, ObjectTable
 from cseq._core import RangeReader, Ring, now_ns, ring_bytes
 from cseq._feed import Feed, FeedIterator
 from cseq._lock import RunState
-from cseq._memory import Block, Mapping, commit
+from cseq._memory import COPIED, Block, Mapping, commit
 from cseq._slots import Lease, Slots
 from cseq._source import ItemSource, OrderSource, Request
 from cseq._work import Runner
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 GRAIN = 1 << 16  # bytes; a mapping can begin at any multiple of it, on any system
+WIDTH = 4 * GRAIN
 
 
 class Failed(Exception):
@@ -271,19 +272,20 @@ class Slotted:
     """A feed of batches in slots: a ring of one cell, or of several."""
 
     def __init__(
-        self, most: int = 1000, reader: Any = None, cells: int = 1, **options: Any
+        self, reader: Any = None, cells: int = 1, *, lends: bool = True, **options: Any
     ) -> None:
-        segment = Segment.create(GRAIN, 8)
-        commit(segment.fd, 0, 8 * GRAIN)
-        self.slots = Slots(segment.fd, GRAIN, 8)
-        self.worker = Slots(segment.fd, GRAIN, 8, 1)
-        self.mapped = [Mapping(segment.fd, slot * GRAIN, GRAIN) for slot in range(8)]
+        self.lends = lends
+        segment = Segment.create(WIDTH, 8)
+        commit(segment.fd, 0, 8 * WIDTH)
+        self.slots = Slots(segment.fd, WIDTH, 8)
+        self.worker = Slots(segment.fd, WIDTH, 8, 1)
+        self.mapped = [Mapping(segment.fd, slot * WIDTH, WIDTH) for slot in range(8)]
         segment.close()
         self.ring = Ring(Block(ring_bytes(cells, 1, 1), zero=True), cells, 1, 1)
         self.runner = Runner(self.ring, 0, 1, last=True)
-        small = None if reader is None else (self.mapped, reader, most, self.lend)
+        known = None if reader is None else (self.mapped, reader, self.lend)
         self.feed = Feed(
-            RunState(), [self.ring], Decoder(slots=self.slots, small=small, **options),
+            RunState(), [self.ring], Decoder(slots=self.slots, known=known, **options),
             self.wait, self.decode, self.describe,
         )  # fmt: skip
         cut = (0, 9, 9, 0, 1, 1, 0, 0, 0)
@@ -301,7 +303,7 @@ class Slotted:
     def lend(self, slot: int, used: int, capacity: int) -> Any:
         """Lend a slot."""
         assert used <= capacity
-        return self.slots.lend(slot, self.mapped[slot])
+        return self.slots.lend(slot, self.mapped[slot]) if self.lends else None
 
     def decode(
         self, ring: int, cell: int, status: int, slot: int, capacity: int, record: Any
@@ -356,15 +358,15 @@ def test_lent_twice() -> None:
 class Holder:
     """Any object with an array, which a pickle does not hold itself."""
 
-    def __init__(self) -> None:
-        self.array = np.arange(200)
+    def __init__(self, length: int = 200) -> None:
+        self.array = np.arange(length)
 
 
 class Written(Slotted):
     """A feed of batches that were encoded as workers do it, and a reader that learns."""
 
-    def __init__(self, most: int = 3000, **options: Any) -> None:
-        super().__init__(most, codec.reader, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(codec.reader, **options)
         self.scratch = Scratch()
 
     def write(self, batch: Any) -> None:
@@ -374,7 +376,8 @@ class Written(Slotted):
         self.scratch.clear()
         record = codec.encode(batch, self.scratch)
         self.mapped[slot].store_from(0, self.scratch.memory, record.used)
-        self.runner.publish(0, record, GRAIN, slot)
+        self.runner.publish(0, record, WIDTH, slot)
+        self.slots.peak()  # nothing is to be tidied for a second
 
     def learn(self, batch: Any) -> Any:
         """Decode a batch of this structure by `codec.decode`."""
@@ -464,26 +467,66 @@ def test_a_batch_with_objects(convert: Any) -> None:
 
 
 def test_objects_with_buffers() -> None:
-    """Those that lie in the slot are for Python to decode."""
+    """Small ones are copied; a large one takes the slot along."""
     bench = Written()
-    bench.learn([ARRAY, Holder()])
-    bench.write([ARRAY, Holder()])
-    assert isinstance(bench.next(), Lease)  # what `decode` returns here
+    bench.learn([ARRAY, Holder(), Holder()])
+    for length, leased in [(200, 0), (10_000, 1)]:
+        bench.write([ARRAY, Holder(length), Holder()])
+        got = bench.next()
+        assert [len(each.array) for each in got[1:]] == [length, 200]
+        assert bench.slots.leased == leased
+        small = got.pop()
+        del got
+        assert bench.slots.leased == 0
+        assert small.array.tolist() == list(range(200))
 
 
 def test_a_large_batch() -> None:
     """What is not small is a view of the slot, and takes it along."""
-    bench = Written(960)
-    bench.learn([np.zeros(120)])
-    bench.write([np.full(121, 7.0)])
+    bench = Written()
+    most = COPIED // 8
+    bench.learn([np.zeros(most)])
+    bench.write([np.full(most + 1, 7.0)])
     got = bench.next()
-    assert got[0].tolist() == [7] * 121
+    assert (got[0] == 7).all()
     assert bench.slots.leased == 1
-    bench.write([np.zeros(120)])
-    assert bench.next()[0].tolist() == [0] * 120
+    bench.write([np.zeros(most)])
+    assert not bench.next()[0].any()
     assert bench.slots.leased == 1
     del got
     assert bench.slots.leased == 0
+
+
+def test_small_leaves_of_a_large_batch() -> None:
+    """They are copied, together up to 64 KiB: what is kept of them holds no slot, and no more."""
+    bench = Written()
+    batch = {"first": np.arange(3), "text": b"x" * COPIED, "large": np.arange(10_000)}
+    batch |= {f"{number}": np.arange(2000) + number for number in range(6)}
+    bench.learn(batch)
+    for _ in range(2):
+        bench.write(batch)
+        got = bench.next()
+        assert repr(got) == repr(batch)
+        assert bench.slots.leased == 1
+        del got["large"]
+        assert bench.slots.leased == 0
+        bases = {name: leaf.base for name, leaf in got.items() if name != "text"}
+        assert bases["0"] is bases["3"] is not bases["4"]
+        assert bases["4"] is bases["5"] is not bases["first"]
+        assert all(base.nbytes <= COPIED for base in bases.values())
+        assert bases["first"].nbytes == 24
+
+
+def test_beyond_the_limit_leaves_are_copied_one_by_one() -> None:
+    """Where the slot is not lent, a large leaf is a copy of its own."""
+    bench = Written(lends=False)
+    batch = [np.arange(9000), np.arange(9001), Holder(9002), np.arange(3)]
+    bench.learn(batch)
+    bench.write(batch)
+    one, two, held, small = bench.next()
+    assert bench.slots.leased == 0
+    assert [each.base.nbytes for each in (one, two, small)] == [72_000, 72_008, 24]
+    assert (one[-1], two[-1], held.array[-1], small[-1]) == (8999, 9000, 9001, 2)
 
 
 def negative(array: Any) -> Any:
@@ -513,16 +556,12 @@ def test_leaves_are_converted() -> None:
         assert got["b"][1][0].tolist() == [-1]
 
 
-@pytest.mark.parametrize("most", [3000, 0])
 @pytest.mark.parametrize("batch", BATCHES, ids=repr)
-def test_a_batch_of_tensors(batch: Any, most: int) -> None:
-    """Copied or not, arrays are the tensors that `torch.from_numpy` makes of them.
-
-    Copied ones have a storage of their own each.
-    """
+def test_a_batch_of_tensors(batch: Any) -> None:
+    """Arrays are the tensors that `torch.from_numpy` makes of them; each has a storage of its own."""
     torch = pytest.importorskip("torch", reason="tensors are torch's")
     converter = Converter(parse("cpu", None))
-    bench = Written(most, convert=converter.convert, leaf_for=converter.leaf_for)
+    bench = Written(convert=converter.convert, leaf_for=converter.leaf_for)
     plain: list[Any] = []
     codec.map_leaves(plain.append, bench.learn(batch))
     for _ in range(3):
@@ -534,7 +573,7 @@ def test_a_batch_of_tensors(batch: Any, most: int) -> None:
             assert (type(leaf), repr(leaf)) == (type(want), repr(want))
             if isinstance(value, np.ndarray):
                 assert leaf.stride() == want.stride()
-                assert not most or leaf.untyped_storage().nbytes() == value.nbytes
+                assert leaf.untyped_storage().nbytes() == value.nbytes
 
 
 def test_tensors_of_a_batch() -> None:

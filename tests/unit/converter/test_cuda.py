@@ -29,6 +29,8 @@ def test_a_lane_gives_the_same(name: str, dtype: str | None) -> None:
     if at_once is array:
         assert got is array
         return
+    if name.startswith("repeated"):  # written out for the device, as by `Tensor.to`
+        at_once = at_once.contiguous()
     assert same_bits(got, at_once)
     assert not array.size or got.data_ptr() != array.ctypes.data
 
