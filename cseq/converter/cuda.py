@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from cseq.converter.export import Counts, pack
 from cseq.converter.host import Host, is_array, is_usable, target_of
-from cseq.encoding.codec import map_leaves, recast
 from cseq.converter.lane import Lane, UnderWay, open_lane
+from cseq.encoding.codec import map_leaves, recast
 
 if TYPE_CHECKING:
     from cseq.converter import Array, Batch, Event, Tensor

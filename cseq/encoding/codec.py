@@ -13,7 +13,7 @@ in the slot as well.
 *Structure* is the containers, types and memory orders: a pickle, made and read only when it
 changes. *Layout* is where the arrays begin, their shapes, and of some their strides: integers.
 *Objects* are the other leaves: one pickle, and where its buffers are. All of it lies in the slot,
-so a batch can be read without any other batch. A `bytearray` alone has neither structure nor layout.
+so a batch can be read without any other one. A `bytearray` alone has neither structure nor layout.
 
 At both ends, a structure is held as a `Plan`. A batch that matches one of the writer's last plans
 is written in C; any other batch is surveyed here, which makes a plan for the next ones.

@@ -191,7 +191,8 @@ def _reduce_array(array: _Array) -> Reduced:
     if flat is None:
         array = np.ascontiguousarray(array)
         flat = array.reshape(-1)
-    plain: Any = flat.view(np.int64) if dtype.kind in "mM" else flat  # numpy gives no buffer of dates
+    # numpy gives no buffer of dates and times.
+    plain: Any = flat.view(np.int64) if dtype.kind in "mM" else flat
     data: Any = pickle.PickleBuffer(plain)
     if plain.nbytes < IN_BAND:
         data = bytearray(data.raw()) if array.flags.writeable else bytes(data.raw())

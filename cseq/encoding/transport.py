@@ -200,7 +200,7 @@ class SlotReader:
         }
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
-        """Decode the batch: large leaves are views on the slot, unless many are held; others copies."""
+        """Decode the batch: small leaves are copies; large ones lie in the slot if they may."""
         memory = self._arena.mapping_of(slot, capacity)
         return codec.decode(memory, record, self._arena.lease, slot, capacity)
 

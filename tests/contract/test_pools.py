@@ -26,6 +26,7 @@ from indexers import (
     Indices1,
     InPlace,
     Killing,
+    Labelled,
     Large,
     Lasting,
     Nested,
@@ -282,6 +283,28 @@ def test_beyond_the_memory_limit() -> None:
     with QUICKEST.start(Large, 60, batch_size=2, buffer=2, memory_limit="500KiB") as manager:
         held = [batch for _ in range(2) for batch in manager]
     check_large(held, [i for e in range(2) for i in cseq.permutation(60, 42, e).tolist()])
+
+
+def test_labels_that_are_kept_hold_no_batch() -> None:
+    """What is kept counts for `memory_limit` by what it weighs, not by its batches."""
+    with QUICKEST.start(Labelled, 160, batch_size=2, shuffle=False, memory_limit="4MiB") as manager:
+        kept = [labels for _, labels, _ in manager]
+        assert manager.stats().copies == 0
+    assert [labels.tolist() for labels in kept] == [[k, k + 1] for k in range(0, 160, 2)]
+
+
+@every_pool
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_strides_are_kept(kind: Kind, dtype: str | None) -> None:
+    """Those of permuted and expanded arrays are the same through all pools, also after a cast."""
+    pytest.importorskip("torch")
+    with kind.start(Labelled, 4, batch_size=2, out_type="cpu", dtype=dtype) as manager:
+        for images, _, mask in manager:
+            assert images.stride() == (64 * 64 * 8, 1, 64 * 8, 8)
+            assert (mask.stride(), mask.untyped_storage().nbytes()) == (
+                (0, 0, 1), 512 * mask.itemsize,
+            )  # fmt: skip
+            assert mask[1, 7].tolist() == np.arange(512, dtype=np.uint8).tolist()
 
 
 @every_pool

@@ -43,6 +43,8 @@ DEFAULTS = {
     "in_order": True,
     "generator": False,
     "collate": None,
+    "layout": None,
+    "kept": False,
     "init": None,
     "method": None,
     "method_object": False,
@@ -79,6 +81,7 @@ ITEMS = [
     ],
     *["named", "nested", "ragged", "none", "empty", "half", "mixed"],
 ]
+LAYOUTS = ["expanded", "channels last", "transposed", "one row", "large"]
 FRESH = ("spawn", "forkserver")  # workers that begin as new interpreters: seconds each
 
 
@@ -198,6 +201,8 @@ def generate(rng: random.Random, methods: bool = True) -> Case:
         odd |= {"method": "thread", "init": "draw"}
         name = rng.choice(sorted(odd))
         case[name] = odd[name]
+    maybe(0.2, "layout", *LAYOUTS)
+    maybe(0.2, "kept", True)
     return settle(case)
 
 
@@ -232,6 +237,8 @@ def settle(options: dict) -> Case:
         case.pop("error")
     if case.fails("collate") and case.collate is None:
         case["collate"] = "draw"
+    if case.layout and case.collate != "same":
+        case["collate"] = "draw"
     if case.fails("init") or case.fails("iter"):
         # torch's worker answers its first task with this error, and later ones with one of its own.
         case["stop"] = True
@@ -244,14 +251,14 @@ def settle(options: dict) -> Case:
         case.pop("init")
     if case.is_unordered:
         # Which worker makes a batch, and which one comes first, is a matter of time.
-        for name in ("draws", "info", "error", "collate", "init"):
+        for name in ("draws", "info", "error", "collate", "layout", "init"):
             case.pop(name, None)
         steps = [step for step in case.steps if step in ("epoch", "len", "draw", "generator")]
         case["steps"] = steps or ["epoch"]
     left = case.stop or any(step.startswith(("break", "two")) for step in case.steps)
     if left and case.streams and case.persistent_workers and case.num_workers > 1:
         # Torch asks the others for one more when it hears that a worker has ended: if in time.
-        for name in ("draws", "info", "collate", "init"):
+        for name in ("draws", "info", "collate", "layout", "init"):
             case.pop(name, None)
         case["steps"] = [step for step in case.steps if not step.startswith("collate")]
     if case.num_workers < 2:
@@ -365,7 +372,10 @@ def loader(case: Case, cls: type) -> Any:
         options["generator"] = torch.Generator().manual_seed(7)
     if case.collate:
         options["collate_fn"] = parts.Collate(
-            case.collate, case.draws, case.error if case.fails("collate") else None
+            case.collate,
+            case.draws,
+            case.error if case.fails("collate") else None,
+            case.layout,
         )
     if case.init or case.fails("init"):
         options["worker_init_fn"] = parts.Init(

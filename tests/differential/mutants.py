@@ -342,6 +342,29 @@ class MemoryReused(Changed):
             return self.memory.copy_(data)
 
 
+class WrittenOut(Changed):
+    """Gives each tensor in the order of its dimensions."""
+
+    class iterator(_MultiProcessingDataLoaderIter):
+        def _next_data(self) -> Any:
+            data = super()._next_data()
+            return [each.contiguous() if isinstance(each, torch.Tensor) else each for each in data]
+
+
+class LeafOverwritten(Changed):
+    """Writes a batch over what is left of the one before the last."""
+
+    class iterator(_MultiProcessingDataLoaderIter):
+        older: tuple[Any, ...] = ()
+
+        def _next_data(self) -> Any:
+            data = super()._next_data()
+            for each in self.older[:-1]:
+                each.zero_()
+            self.older = (*self.older[-1:], data[0])
+            return data
+
+
 class BeginsAnew(Changed):
     """Begins anew after the end."""
 
@@ -459,6 +482,8 @@ MUTANTS: dict[str, dict] = {
     "TuplesLost": {"num_workers": 1, "item": "named"},
     "Swapped": {"num_workers": 1},
     "MemoryReused": {"num_workers": 1, "item": "tensor"},
+    "WrittenOut": {"num_workers": 1, "item": "tensor", "collate": "same", "layout": "expanded"},
+    "LeafOverwritten": {"num_workers": 1, "kept": True},
     "BeginsAnew": {"num_workers": 1},
     "DrawsInTrainer": {"num_workers": 1},
     "GoesOnLater": {"steps": ["resume 1"]},

@@ -52,7 +52,10 @@ def plain(value: Any) -> Any:
         bits = ""
         if value.numel():  # or its strides may be those of numpy's arrays: zero
             bits = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex()
-        return [name, str(value.dtype), list(value.shape), value.requires_grad, shown(value), bits]
+        about = [name, str(value.dtype), list(value.shape), value.requires_grad]
+        if value.numel() > 1000:
+            return [*about, value.stride(), hashlib.sha256(bits.encode()).hexdigest()]
+        return [*about, value.stride() if bits else [], shown(value), bits]
     if isinstance(value, (np.ndarray, np.generic)):
         writeable = isinstance(value, np.generic) or value.flags.writeable
         return [
@@ -86,6 +89,13 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (dict, list, tuple)):
         for each in value.values() if isinstance(value, dict) else value:
             yield from tensors(each)
+
+
+def fill(tensor: torch.Tensor) -> None:
+    """Write to all memory of a tensor; torch refuses to where elements are in several places."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    if tensor.numel():
+        tensor.as_strided((1 + sum((size - 1) * step for size, step in steps),), (1,)).fill_(0)
 
 
 def shown(value: Any) -> str:
@@ -148,6 +158,7 @@ class Trainer:
         self.loader: Any = None
         self.begun = 0  # iterators
         self.kept: list[tuple[Any, Any]] = []  # batches of this step, as they were and as they are
+        self.leaves: list[tuple[Any, Any]] = []  # of all batches, the smallest tensor of each
 
     def see(self, name: str, *values: Any) -> None:
         for warning in self.warned:
@@ -186,6 +197,7 @@ class Trainer:
                     gc.collect()
                     if name != "resume":  # a new loader draws for itself
                         self.see(f"after {step}", generators(self.loader))
+                self.see("leaves", all(plain(leaf) == was for was, leaf in self.leaves))
                 self.see("attributes", plain(attributes(self.loader)))
                 self.see("asked for a state with each key", self.asks())
         return self.events
@@ -201,7 +213,11 @@ class Trainer:
             self.see(f"{name}: error", *failure(error))
             return not self.case.stop
         was = plain(batch)
-        self.kept.append((was, batch))
+        if not self.case.kept:
+            self.kept.append((was, batch))
+        else:
+            leaves = sorted(tensors(batch), key=torch.Tensor.numel)[:1]
+            self.leaves += [(plain(leaf), leaf) for leaf in leaves]
         self.see(name, was, *self.taken())
         return True
 
@@ -213,7 +229,7 @@ class Trainer:
         if made or not self.case.persistent_workers:
             for _, batch in self.kept:
                 for tensor in tensors(batch):
-                    tensor.fill_(0)
+                    fill(tensor)
         self.kept.clear()
 
     def taken(self) -> list[Any]:

@@ -320,13 +320,24 @@ def grouped(kind: str, keys: list[Any]) -> Any:
 class Collate:
     """A collate function of a kind, which may fail at its n-th call in a process."""
 
-    def __init__(self, kind: str, draws: tuple[str, ...] = (), error: dict | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        draws: tuple[str, ...] = (),
+        error: dict | None = None,
+        layout: str | None = None,
+    ) -> None:
         self.kind = kind
         self.draws = list(draws)
         self.error = error or {}
+        self.layout = layout
         self.calls = 0
 
     def __call__(self, samples: Any) -> Any:
+        batch = self.collated(samples)
+        return batch if self.layout is None else laid(self.layout, batch)
+
+    def collated(self, samples: Any) -> Any:
         self.calls += 1
         if self.error and self.calls - 1 == self.error["at"]:
             raise ERRORS[self.error["type"]]()
@@ -338,6 +349,26 @@ class Collate:
             return {"text": {repr(samples)}, "none": None, "whole": 2**70, "class": Pair}
         batch = default_collate(samples) if isinstance(samples, list) else samples
         return {"batch": batch, "drawn": drawn(self.draws or ["torch", "numpy", "random"])}
+
+
+def laid(layout: str, batch: Any) -> Any:
+    """Return a batch with each tensor in a layout; large: with more beside each."""
+    if isinstance(batch, (tuple, list)):
+        return [laid(layout, each) for each in batch]
+    if isinstance(batch, dict):
+        return {key: laid(layout, each) for key, each in batch.items()}
+    if not isinstance(batch, torch.Tensor) or not batch.numel():
+        return batch
+    first = batch.reshape(-1)[0]
+    return {
+        "expanded": lambda: batch.expand(3, *batch.shape),
+        "channels last": lambda: (
+            torch.zeros(2, 3, 4, 5, dtype=batch.dtype).to(memory_format=torch.channels_last) + first
+        ),
+        "transposed": lambda: batch.permute(*reversed(range(batch.dim()))),
+        "one row": lambda: batch.reshape(-1).as_strided((1, batch.numel(), 1), (7, 1, 9)),
+        "large": lambda: [batch, torch.arange(40_000, dtype=torch.int32) + first, batch + first],
+    }[layout]()
 
 
 class Init:

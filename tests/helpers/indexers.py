@@ -89,6 +89,15 @@ def nested(indices: Indices) -> Any:
     }
 
 
+class Labelled:
+    """Images with a mask that is expanded, and labels."""
+
+    def __getitem__(self, indices: Indices) -> Any:
+        images = np.ones((len(indices), 64, 64, 8), np.float32)
+        mask = np.broadcast_to(np.arange(512, dtype=np.uint8), (len(indices), 4096, 512))
+        return images.transpose(0, 3, 1, 2), indices, mask
+
+
 class Nested:
     def __getitem__(self, indices: Indices) -> Any:
         return nested(indices)

@@ -287,7 +287,9 @@ def test_a_layout_that_lies_does_not_leave_the_memory(
     start = block.address
     for array in arrays:
         if lend is None:
-            ends = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
+            ends = [
+                (size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)
+            ]
             at = array.ctypes.data - start
             assert 0 <= at <= true.offset
             assert not array.size or at + array.itemsize + sum(ends) <= true.offset

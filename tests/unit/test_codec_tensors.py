@@ -71,6 +71,25 @@ def test_tensors_of_other_layouts(torch: Any) -> None:
     assert copied(base.T).stride() == base.T.stride()
 
 
+def test_strides_of_tensors(torch: Any, writer: Writer) -> None:
+    """They are kept, and what has its elements in several places takes what these do."""
+    images = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    one = torch.rand(2, 1, 4, 5).to(memory_format=torch.channels_last)
+    mask = torch.rand(1, 100, 1, 100).expand(50, 100, 8, 100)
+    brain = mask[:1, :, :1].bfloat16().expand(50, 100, 8, 100)
+    assert one.is_contiguous()
+    for made in (tuple, lambda batch: Sample(batch[:2], batch[2:])):
+        for cast in (None, np.dtype("f8"), FLOAT32):
+            writer.used = 0
+            batch = [images, mask, one, brain]
+            read = reread(writer, made(batch), cast)
+            assert writer.used < 400_000
+            read = read if isinstance(read, tuple) else read.image + read.label
+            for sent_one, got in zip(batch, read, strict=True):
+                assert got.stride() == sent_one.stride()
+                assert torch.equal(got, sent_one.to(got.dtype))
+
+
 def test_tensors_keep_whether_they_require_gradients(torch: Any) -> None:
     """A tensor arrives as a leaf that requires gradients if it did; its graph stays behind."""
     leaf = torch.ones(3, requires_grad=True)

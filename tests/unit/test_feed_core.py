@@ -558,7 +558,7 @@ def test_leaves_are_converted() -> None:
 
 @pytest.mark.parametrize("batch", BATCHES, ids=repr)
 def test_a_batch_of_tensors(batch: Any) -> None:
-    """Arrays are the tensors that `torch.from_numpy` makes of them; each has a storage of its own."""
+    """Arrays are the tensors that `torch.from_numpy` makes of them, on storages of their own."""
     torch = pytest.importorskip("torch", reason="tensors are torch's")
     converter = Converter(parse("cpu", None))
     bench = Written(convert=converter.convert, leaf_for=converter.leaf_for)

@@ -33,6 +33,44 @@ pytestmark = [
 ]
 
 
+# ── a batch behind its way ─────────────────────────────────────────────────────────────────
+
+
+class Labelled(Plain):
+    """Images and labels."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((8, 64, 64), float(index)), index
+
+
+def laid_out(samples: Any) -> Any:
+    """Collate to a batch of several layouts."""
+    images, labels = data.default_collate(samples)
+    mask = torch.tril(torch.ones(512, 512, dtype=torch.bool)).expand(32, 4, 512, 512)
+    last = images.to(memory_format=torch.channels_last)
+    return {"labels": labels, "last": last, "mask": mask, "rows": images.permute(2, 0, 3, 1)}
+
+
+def test_labels_that_are_kept_hold_no_batch() -> None:
+    """What is kept of a batch holds no slot."""
+    batches, kept = loader(Labelled(64), batch_size=4), []
+    for _, labels in batches:
+        kept.append(labels)
+        assert cseq.testing.slots(batches).leased <= 2
+    assert torch.cat(kept).tolist() == list(range(64))
+
+
+def test_strides_are_those_of_torch() -> None:
+    """Expanded and permuted tensors have their strides, and take what their storage weighs."""
+    options: dict[str, Any] = {"batch_size": 4, "collate_fn": laid_out}
+    theirs = list(data.DataLoader(Labelled(8), **FORK, **options))
+    for batch, other in zip(loader(Labelled(8), **options), theirs, strict=True):
+        for name, tensor in batch.items():
+            assert tensor.stride() == other[name].stride(), name
+            assert torch.equal(tensor, other[name])
+        assert batch["mask"].untyped_storage().nbytes() == 512 * 512
+
+
 # ── in a worker ────────────────────────────────────────────────────────────────────────────
 
 

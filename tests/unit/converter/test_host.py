@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from slots import acquire
 
+from cseq.converter.cuda import CudaConverter, receive
 from cseq.converter.host import Converter
 from cseq.converter.output import cast_dtype, parse, rehearse, resolve
 from cseq.encoding import codec
@@ -114,6 +115,17 @@ def test_untouched_arrays(name: str) -> None:
     """Arrays of kinds that torch lacks are kept as they are."""
     for dtype in ("float32", None, "bfloat16"):
         assert lone(parse("cpu", dtype))(UNTOUCHED[name]) is UNTOUCHED[name]
+
+
+def test_texts_of_any_length_stay_arrays() -> None:
+    """An array of NumPy's `StringDType`, of which there are no byte orders, is kept as it is."""
+    if not hasattr(np.dtypes, "StringDType"):
+        pytest.skip("numpy is older than StringDType")
+    texts = np.array(["abc", "d" * 40], np.dtypes.StringDType())
+    for dtype in ("float32", None, "bfloat16"):
+        assert lone(parse("cpu", dtype))(texts) is texts
+        assert receive(CudaConverter(rehearse(parse("cuda", dtype))).convert(texts)) is texts
+        assert Converter(parse("cpu", dtype)).leaf_for(texts.dtype) is None
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
