@@ -128,7 +128,7 @@ cdef class Plan:
                      uint64_t capacity, object load, list converters)
     cdef object read_parts(self, Part* parts, Memory memory, uint64_t* record, object lend,
                            Py_ssize_t slot, uint64_t capacity, object load, list converters)
-    cdef bint measure(self, Part* parts, Memory memory, uint64_t* record) except -1
+    cdef Py_ssize_t measure(self, Part* parts, Memory memory, uint64_t* record, bint* large) except -1
     cdef Block block_of(self, Memory memory, Py_ssize_t offset, Py_ssize_t nbytes)
     cdef Py_ssize_t run_of(self, Part* parts, int k) noexcept
     cdef object read_leaf(self, int k, Memory memory, Py_ssize_t offset, const char* word)

@@ -16,6 +16,7 @@ from cseq._headers cimport LINE
 from cseq._memory cimport (COLUMNS, LOOSE, MAX_DIMS, MOST_COPIED, ROWS, STRIDED, Block, Memory, array_at,
                            layout_of)
 from cseq._references cimport cseq_is_unique
+from cseq._slots cimport Lease
 
 from importlib import import_module
 
@@ -324,11 +325,17 @@ cdef class Plan:
         cdef Memory base = memory
         cdef Memory block = None   # of small ones, from `begin` to `end`
         cdef Py_ssize_t begin = 0, end = 0, offset
-        cdef bint large = self.measure(parts, memory, record)
+        cdef bint large = False
+        cdef bint apart = lend is not None  # small leaves are copied
+        cdef Py_ssize_t small = self.measure(parts, memory, record, &large)
         cdef const char* word = memory.data + record[0] + record[1]
         cdef int k
         if lend is not None:
-            home = lend(slot, record[0] + record[1] + record[2] + record[3], capacity) if large else None
+            home = None
+            if large or small > MOST_COPIED:
+                home = lend(slot, record[0] + record[1] + record[2] + record[3], capacity)
+            # To copy many takes longer than a lease. A loop that keeps leaves has other batches' soon.
+            apart = small <= MOST_COPIED or type(home) is not Lease or not (<Lease>home).early
         # All leaves first: the slot may be another batch's in a process that Python code forks.
         for k in range(self.leaf_count):
             offset = parts[k].offset
@@ -337,7 +344,7 @@ cdef class Plan:
                 word += 8 * self.leaf[k].words
                 continue
             if lend is not None:
-                if parts[k].nbytes <= MOST_COPIED:
+                if apart and parts[k].nbytes <= MOST_COPIED:
                     if block is None or offset < begin or offset + parts[k].nbytes > end:
                         begin, end = offset, self.run_of(parts, k)
                         block = self.block_of(memory, begin, end - begin)
@@ -359,14 +366,17 @@ cdef class Plan:
         at.object = 0
         return self.build_node(&at, arrays, objects, converters)
 
-    cdef bint measure(self, Part* parts, Memory memory, uint64_t* record) except -1:
-        """Find where each leaf lies; whether any, or a buffer of what was pickled, is too large to be copied."""
+    cdef Py_ssize_t measure(self, Part* parts, Memory memory, uint64_t* record, bint* large) except -1:
+        """Find where each leaf lies; return how many bytes small ones have.
+
+        `large`: whether a leaf, or a buffer of what was pickled, is too large to be copied.
+        """
         cdef const char* word = memory.data + record[0] + record[1]
         cdef const char* last
         cdef Py_ssize_t end = <Py_ssize_t>record[0]
         cdef int64_t offset, size
         cdef uint64_t count
-        cdef bint large = False
+        cdef Py_ssize_t small = 0
         cdef int k
         for k in range(self.leaf_count):
             memcpy(&offset, word, 8)
@@ -376,7 +386,12 @@ cdef class Plan:
             if offset < 0 or offset > end or size > end - offset:
                 raise IndexError(f"array {k} of a batch is outside its {end} bytes")
             parts[k].offset, parts[k].nbytes = offset, size
-            large = large or (size > MOST_COPIED and self.leaf[k].kind != BYTES)
+            if self.leaf[k].kind == BYTES:
+                pass
+            elif size > MOST_COPIED:
+                large[0] = True
+            else:
+                small += size
             word += 8 * self.leaf[k].words
         if record[3]:
             memory.inside(<Py_ssize_t>(record[0] + record[1] + record[2]), <Py_ssize_t>record[3])
@@ -388,8 +403,9 @@ cdef class Plan:
                 memcpy(&offset, last - 16 * (k + 1), 8)
                 memcpy(&size, last - 16 * (k + 1) + 8, 8)
                 memory.inside(offset, size)
-                large = large or size > MOST_COPIED
-        return large
+                if size > MOST_COPIED:
+                    large[0] = True
+        return small
 
     cdef Py_ssize_t run_of(self, Part* parts, int k) noexcept:
         """Where the leaves end that are copied together with this one: the next small ones that follow on it."""

@@ -77,6 +77,7 @@ cdef class Slots:
 @cython.final
 @cython.no_gc
 cdef class Lease(Memory):
+    cdef readonly bint early  # when it was made, hardly any other batch was held
     cdef Mapping mapping
     cdef Slots slots  # None: the slot still belongs to its ticket
     cdef Py_ssize_t slot

@@ -18,6 +18,7 @@ cdef enum:
     FREE = 0
     FAR = 64  # slots: a search over more raises the hint
     SECOND = 1000000000
+    HARDLY_ANY = 3  # leases: what a loop has that drops its batches
 
 TRAINER = 0xFFFFFFFF
 
@@ -273,6 +274,7 @@ cdef class Slots:
         lease.size = min(mapping.size, <Py_ssize_t>self.committed(slot) or mapping.size)
         lease.mapping = mapping
         lease.slot = slot
+        lease.early = cseq_load_acq_u64(&self.held) < HARDLY_ANY
         if used:
             cseq_span_add(in_use, &lease.span, lease.data, used if used > 0 else lease.size)
         self.lent[slot] = lease

@@ -498,10 +498,14 @@ def test_a_large_batch() -> None:
 
 
 def test_small_leaves_of_a_large_batch() -> None:
-    """They are copied, together up to 64 KiB: what is kept of them holds no slot, and no more."""
+    """They are copied: what is kept of them holds no slot."""
     bench = Written()
-    batch = {"first": np.arange(3), "text": b"x" * COPIED, "large": np.arange(10_000)}
-    batch |= {f"{number}": np.arange(2000) + number for number in range(6)}
+    batch = {
+        "a": np.arange(3),
+        "text": b"x" * COPIED,
+        "large": np.arange(10_000),
+        "b": np.arange(9),
+    }
     bench.learn(batch)
     for _ in range(2):
         bench.write(batch)
@@ -510,11 +514,33 @@ def test_small_leaves_of_a_large_batch() -> None:
         assert bench.slots.leased == 1
         del got["large"]
         assert bench.slots.leased == 0
-        bases = {name: leaf.base for name, leaf in got.items() if name != "text"}
-        assert bases["0"] is bases["3"] is not bases["4"]
-        assert bases["4"] is bases["5"] is not bases["first"]
-        assert all(base.nbytes <= COPIED for base in bases.values())
-        assert bases["first"].nbytes == 24
+        assert (got["a"].base.nbytes, got["b"].base.nbytes) == (24, 72)
+
+
+@pytest.mark.parametrize("large", [1, 10_000])
+def test_many_small_leaves(large: int) -> None:
+    """Where they take more than 64 KiB, they lie in the slot until three are leased.
+
+    From then on they are copied, as many together as take 64 KiB.
+    """
+    bench = Written()
+    batch = {f"{number}": np.arange(2000) + number for number in range(8)}
+    batch |= {"large": np.arange(large), "last": np.arange(3)}
+    bench.learn(batch)
+    kept = []
+    for number in range(5):
+        bench.write(batch)
+        got = bench.next()
+        assert repr(got) == repr(batch)
+        kept.append(got.pop("last"))
+        assert bench.slots.leased == min(number + 1, 3 + (large > 1))
+        bases = [got[f"{each}"].base for each in range(8)]
+        if number >= 3:
+            assert all(base.nbytes <= COPIED for base in bases)
+            assert bases[0] is bases[3] is not bases[4] is bases[7]
+        del got, bases
+        assert bench.slots.leased == min(number + 1, 3)
+    assert [leaf.tolist() for leaf in kept] == [[0, 1, 2]] * 5
 
 
 def test_beyond_the_limit_leaves_are_copied_one_by_one() -> None:
