@@ -9,7 +9,8 @@ TRAINER: Final[int]
 def fork_worker() -> tuple[int, Inherited]: ...
 
 @final
-class Lease(Memory): ...
+class Lease(Memory):
+    early: Final[bool]
 
 @final
 class Inherited:
