@@ -361,7 +361,7 @@ class LeafOverwritten(Changed):
             data = super()._next_data()
             for each in self.older[:-1]:
                 each.zero_()
-            self.older = (*self.older[-1:], data[0])
+            self.older = (*self.older[-1:], data[-1])
             return data
 
 
