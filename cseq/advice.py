@@ -37,7 +37,7 @@ class Window:
     elapsed, waited : float
         Of the epochs; what of it the loop waited.
     start : float
-        Until the first batch.
+        Until the first batch: not a part of `elapsed`, and no cause of what was waited in that.
     step, step_p50, step_p99 : float
         The loop's own time for a batch: the mean without the longest twentieth, quantiles.
     index, index_p50, index_p99 : float
@@ -183,6 +183,9 @@ class Advice:
         The same as arguments of the manager, if they say it: ``{'num_workers': 4}``.
     gain : float
         At most so many times as fast; 1: no faster.
+    start : str
+        What the loop waited for its first batch, if that was long, and what helps. The rest is of
+        the time after it.
     """
 
     cause: str
@@ -190,11 +193,17 @@ class Advice:
     action: str = ""
     change: dict[str, Any] = field(default_factory=dict)
     gain: float = 1.0
+    start: str = ""
 
     def __str__(self) -> str:
+        start = f"\nstart: {self.start}." if self.start else ""
+        return f"{self.cause}: {self.sentence}{self.remedy and f' → {self.remedy}.'}{start}"
+
+    @property
+    def remedy(self) -> str:
+        """The action, with what it can gain."""
         gained = f": at most {self.gain:.1f} times as fast" if self.gain > 1.05 else ""
-        action = f" → {self.action}{gained}." if self.action else ""
-        return f"{self.cause}: {self.sentence}{action}"
+        return f"{self.action}{gained}" if self.action else ""
 
 
 Said = tuple[str, str, dict[str, Any], float]  # sentence, action, change, gain
@@ -211,11 +220,10 @@ class Rule(NamedTuple):
 
 
 def advise(window: Window) -> Advice:
-    """Return the advice of the first rule that holds."""
+    """Return the advice of the first rule that holds, and what is to be said of the start."""
     for rule in RULES:
         if rule.test(window):
-            sentence, action, change, gain = rule.say(window)
-            return Advice(rule.cause, sentence, action, change, gain)
+            return Advice(rule.cause, *rule.say(window), start=_start(window))
     raise AssertionError("the last rule holds for every window")
 
 
@@ -233,6 +241,8 @@ def _waits(v: Window) -> str:
     said = f"the loop waits {v.w:.0%} of the time"
     if v.agents:
         said += f"; a batch takes the loop {_time(v.step)}"
+    elif v.index and not v.workers:
+        said += f"; a batch takes {_time(v.index)} to make, the loop {_time(v.step)}"
     elif v.index:
         said += f"; a batch takes a worker {_time(v.index)}, the loop {_time(v.step)}"
     if v.dry is not None:
@@ -259,22 +269,31 @@ def _rest(v: Window) -> str:
     return "; the rest goes with handing batches over"
 
 
+def _start(v: Window) -> str:
+    """Say what the start took, and what helps; empty: it was short."""
+    if v.start <= max(START, 20 * v.index, LITTLE * v.elapsed):
+        return ""
+    remedy = (
+        "see what the workers import, and what comes to them with the data set"
+        if v.is_stream
+        else "name the modules that the workers import in preload=, and see what the worker's "
+        "constructor does"
+    )
+    return f"the first batch came after {_time(v.start)} → {remedy}"
+
+
+def _inline(v: Window) -> Said:
+    said = "num_workers=0 (or test mode): the loop makes its batches itself"
+    if v.elapsed <= 0:
+        return said, "num_workers=2", {"num_workers": 2}, 1.0
+    computes = v.cpu is None or v.cpu >= 0.5
+    more = v.enough(v.room if computes else MOST_READERS * v.cores)
+    gain = (v.index + v.step) * more / v.index if v.index > 0 else v.most
+    return f"{said}; {_waits(v)}", f"num_workers={more}", {"num_workers": more}, min(v.most, gain)
+
+
 def _unknown(_: Window) -> Said:
     return f"fewer than {ENOUGH_BATCHES} batches were measured", "", {}, 1.0
-
-
-def _start(v: Window) -> Said:
-    return (
-        f"the first batch came after {_time(v.start)}; a batch takes {_time(v.index)}",
-        (
-            "see what the workers import, and what comes to them with the data set"
-            if v.is_stream
-            else "name the modules that the workers import in preload=, and see what the worker's "
-            "constructor does"
-        ),
-        {},
-        (v.elapsed + v.start) / max(v.elapsed, 1e-9),
-    )
 
 
 def _gil(v: Window) -> Said:
@@ -424,7 +443,7 @@ def _cores(v: Window) -> Said:
         return said, "see what else runs here, or give this process cores of its own", {}, v.most
     return (
         f"{said}{computing}: {_count(v.cores, 'core')} are used up",
-        "see what costs the CPU: remake() under a profiler",
+        f"see what costs the CPU{'' if v.is_stream else ': remake() under a profiler'}",
         {},
         v.most,
     )
@@ -462,6 +481,11 @@ def _mixed(v: Window) -> Said:
     )
 
 
+def _timed(v: Window) -> bool:
+    """Tell whether there are times; where the loop makes its batches itself, there need be none."""
+    return v.workers > 0 or v.elapsed > 0
+
+
 def _in_turns(v: Window) -> bool:
     """Tell whether several threads compute on no more than one core."""
     return v.threads and v.cores > 1 and v.computed <= ONE_CORE
@@ -486,17 +510,17 @@ def _idle(v: Window) -> bool:
 RULES = (
     Rule(
         "unknown",
-        "Fewer than 8 batches were taken, or it is test mode.",
+        "Fewer than 8 batches were taken.",
         "",
-        lambda v: v.batches < ENOUGH_BATCHES or not v.workers or v.elapsed <= 0,
+        lambda v: v.batches < ENOUGH_BATCHES or v.elapsed <= 0 if _timed(v) else not v.batches,
         _unknown,
     ),
     Rule(
-        "start",
-        "The first batch took more than 2 s, longer than all waiting since.",
-        "`preload=`, a quicker constructor",
-        lambda v: v.start > max(START, 20 * v.index, v.waited, LITTLE * v.elapsed),
-        _start,
+        "inline",
+        "The loop makes its batches itself: `num_workers=0`, or test mode.",
+        "`num_workers=2`",
+        lambda v: not v.workers and (v.w >= LITTLE or not _timed(v)),
+        _inline,
     ),
     Rule(
         "gil",

@@ -57,6 +57,7 @@ class Manager:
         self._place = Place()
         self._stats = Stats()  # of the last run, when nothing runs
         self._skipped: list[tuple[int, int, str]] = []
+        self._told: set[str] = set()  # causes that the log has said
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied: two would share an order, or workers, or neither."""
@@ -75,6 +76,7 @@ class Manager:
 
     def _open(self, pool: BatchPool) -> None:
         """Start a pool; nothing runs."""
+        pool.told = self._told
         self._run = run = Run(pool)
         try:
             run.close_with(self)
@@ -213,7 +215,7 @@ class Manager:
         >>> with manager.start_test() as batches:
         ...     count = sum(1 for _ in batches)
         ...     print(manager.advice())
-        unknown: fewer than 8 batches were measured
+        inline: num_workers=0 (or test mode): the loop makes its batches itself → num_workers=2.
         """
         now = self.stats()
         return (now if since is None else now.since(since)).advice()

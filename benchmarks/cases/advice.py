@@ -121,7 +121,8 @@ def named(script: Script) -> Iterator[Callable[[], float]]:
 
     def once() -> float:
         _, advice = script.run()
-        return 100.0 * (advice.cause in script.cause.split())
+        causes = script.cause.split()
+        return 100.0 * (advice.cause in causes or ("start" in causes and advice.start != ""))
 
     yield once
 

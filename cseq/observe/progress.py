@@ -65,7 +65,7 @@ def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
 
     class Progress(tqdm):  # type: ignore[misc]
         def display(self, *args: Any, **kwargs: Any) -> Any:
-            self.postfix = str(waiting)
+            self.postfix = waiting.said(self.n - self.initial)
             return super().display(*args, **kwargs)
 
     told: Iterable[B] = Progress(loader, **options)
@@ -77,7 +77,6 @@ class _Waiting:
 
     def __init__(self, stats: Callable[[], Stats]) -> None:
         self._stats, self._before = stats, self._read(stats)
-        self._said = "starting"
 
     @staticmethod
     def _read(stats: Callable[[], Stats]) -> Stats | None:
@@ -87,17 +86,18 @@ class _Waiting:
         except RuntimeError:
             return None
 
-    def __str__(self) -> str:
+    def said(self, taken: float) -> str:
+        """Say it, after so many batches; nothing where the loader has no figures."""
         now = self._read(self._stats)
-        if now is None or not now.batches:
-            return self._said
+        if not taken or now is None:
+            return "" if taken else "starting"
+        if not now.num_workers:
+            return "num_workers=0"
         try:
             if self._before is not None:
                 now = now.since(self._before)
         except ValueError:  # it was started again meanwhile
             self._before = None
         cause = now.bottleneck
-        self._said = f"waits {now.loop_waiting:.0%}".replace("%", " %")
-        if cause not in NO_CAUSES:
-            self._said += f": {cause}"
-        return self._said
+        said = f"waits {now.loop_waiting:.0%}".replace("%", " %")
+        return said if cause in NO_CAUSES else f"{said}: {cause}"

@@ -49,6 +49,7 @@ SHOWN_ROWS = 32  # of more than that, those that differ most
 SLOWEST = 8  # batches in the table
 INDICES = 6  # samples that a batch of it begins with
 GOOD = ("loop", "none")
+FULL = ("cores", "gil")  # causes with which there is no room for more workers
 LITTLE = 0.2  # part of the time that a loop may wait without a red edge
 
 RULES = (
@@ -319,11 +320,12 @@ def verdict(advice: Advice, window: Window) -> str:
         kind = "open"
     else:
         kind = "good" if advice.cause in GOOD else "fair" if window.w < LITTLE else "poor"
-    gained = f": at most {advice.gain:.1f} times as fast" if advice.gain > 1.05 else ""
-    action = f"<p><strong>→ {escape(advice.action + gained)}</strong></p>" if advice.action else ""
+    action = f"<p><strong>→ {escape(advice.remedy)}</strong></p>" if advice.action else ""
+    start = f"<p>Start: {escape(advice.start)}.</p>" if advice.start else ""
     said = advice.sentence[:1].upper() + advice.sentence[1:]
     words = f"waits {window.w:.0%}: {advice.cause}" if window.elapsed else advice.cause
-    return f'<div class="verdict {kind}"><b>{escape(words)}</b><p>{escape(said)}.</p>{action}</div>'
+    told = f"<b>{escape(words)}</b><p>{escape(said)}.</p>{action}"
+    return f'<div class="verdict {kind}">{told}</div>{start}'
 
 
 def tiles(stats: Stats, window: Window) -> str:
@@ -581,7 +583,10 @@ def enough(stats: Stats, window: Window) -> Drawn:
     else:
         chart.dot(now, measured, f"{now} now", "warm")
     if wanted is None:
-        said += " More of them would not help here."
+        if advice.cause in FULL:
+            said += " More of them would not help here."
+        elif advice.cause != "unknown":
+            said += " Something else than their number holds the loop up: see the advice."
     elif wanted != now:
         reached = min(window.rate(wanted), alone)
         word = "enough" if reached > 0.95 * alone else "advised"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from cseq._codec import Decoder
@@ -45,7 +46,8 @@ T = TypeVar("T")
 
 log = logging.getLogger("cseq")
 
-LONG = 20.0  # seconds that are looked at for a line in the log, at least
+LONG = 20.0  # seconds that are looked at for a line in the log, at least: at an epoch's end
+OFTEN = 600.0  # and in the middle of one
 FACTS = ("dset_size", "batch_size", "length", "seed", "rank", "world_size")  # of a sampler
 TOLD, WARNED = 0.05, 0.2  # parts of it that the loop waits, for a line and for a warning
 SLOW_START = 5.0  # seconds until the first batch, for a line
@@ -124,6 +126,8 @@ class Pool:
         The generation of what is under way, and the lock for the calls of this pool.
     supervisor : Supervisor or None
         The worker processes, if there are any.
+    told : set of str
+        Causes that were logged; its owner has the same set for each of its pools.
     """
 
     supervisor: Supervisor | None = None
@@ -155,7 +159,7 @@ class Pool:
         self._threads = threads
         self.run = RunState()
         self._seen, self._looked = Stats(), now_ns()  # when a line was last considered
-        self._told: set[str] = set()  # causes that were logged
+        self.told: set[str] = set()
         self._waited = False  # for the first batch
         self._gpu_waits = self._gpu_dry = 0
         self.feed = Feed(
@@ -239,13 +243,14 @@ class Pool:
         elif (idle := gpu_is_idle()) is not None:
             self._gpu_waits += 1
             self._gpu_dry += idle
+        self._advise(OFTEN)
 
     def _advance(self) -> bool | None:
         """Post what can be posted; return whether the next ticket is ready."""
         ready = self.feed.advance()
         if ready is None:
             if self.feed.ended:
-                self._advise()
+                self._advise(LONG)
             raise StopIteration
         return ready or None
 
@@ -259,17 +264,17 @@ class Pool:
         imports = f"; imports for all workers: {took}" if took else ""
         log.info("the first batch came after %.1f s%s", seconds, imports)
 
-    def _advise(self) -> None:
-        """Log at an epoch's end why the loop has waited, if it has, once for each cause."""
-        if now_ns() - self._looked < LONG * 1e9 or os.environ.get("CSEQ_ADVICE") == "0":
+    def _advise(self, seconds: float) -> None:
+        """Log why the loop has waited, if it has and the last look is so long ago, once a cause."""
+        if now_ns() - self._looked < seconds * 1e9 or os.environ.get("CSEQ_ADVICE") == "0":
             return
         before, self._seen, self._looked = self._seen, self.stats(), now_ns()
         seen = self._seen.since(before)
         if seen.elapsed < LONG or seen.loop_waiting < TOLD:
             return
-        advice = seen.advice()
-        if advice.cause not in self._told:
-            self._told.add(advice.cause)
+        advice = replace(seen.advice(), start="")  # which `_tell_start` has told
+        if advice.cause not in {"unknown", *self.told}:
+            self.told.add(advice.cause)
             level = logging.WARNING if seen.loop_waiting >= WARNED else logging.INFO
             log.log(level, "%s (CSEQ_ADVICE=0 switches this off)", advice)
 

@@ -21,8 +21,8 @@ PLAIN = Window(
 )  # fmt: skip
 
 CASES = {
-    "unknown": [{"batches": 7}, {"workers": 0}, {"elapsed": 0.0}],
-    "start": [{"start": 6.0}],
+    "unknown": [{"batches": 7}, {"elapsed": 0.0}, {"batches": 0, "elapsed": 0.0, "workers": 0}],
+    "inline": [{"workers": 0}, {"workers": 0, "batches": 1, "elapsed": 0.0}],
     "gil": [
         {"threads": True, "gil": 0.004, "computed": 1.0},
         {"threads": True, "gil": 0.004, "computed": 1.0, "waited": 0.1},  # it hides in the step
@@ -33,6 +33,7 @@ CASES = {
         {"waited": 0.4},
         {"waited": 0.4, "busy": 0.1},
         {"waited": 0.4, "loop_queued": 0.3},
+        {"waited": 0.4, "workers": 0},
         {"waited": 0.0, "threads": True, "gil": 0.005, "computed": 1.0, "cpu": 0.01},  # its GIL
         {"waited": 0.0, "threads": True, "gil": 0.005, "computed": 0.3, "busy": 0.08},  # it is free
     ],
@@ -94,7 +95,6 @@ def test_any_window(window: Window) -> None:
     assert advice.cause in CASES
     assert re.search(r"\d", advice.sentence)
     assert 1 <= advice.gain <= max(window.most, 1) + 1e-9 or advice.cause in (
-        "start",
         "gil",
         "loop",
     )
@@ -104,6 +104,7 @@ def test_any_window(window: Window) -> None:
     for name, value in advice.change.items():
         assert f"{name}={value}" in advice.action
     assert str(advice).startswith(f"{advice.cause}: {advice.sentence}")
+    assert advice == replace(advise(replace(window, start=0.0)), start=advice.start)
 
 
 def test_how_many_workers() -> None:
@@ -174,6 +175,29 @@ def test_numbers_do_not_contradict_each_other(workers: int, index: float, step: 
         window, elapsed=2 * took, waited=waited
     )  # the loop's mean step is not all of it
     assert re.search("some steps|handing", advise(longer).sentence) or longer.w < 0.05
+
+
+def test_the_start_is_a_line_of_its_own() -> None:
+    """The rest is of the time after the first batch, whatever came before that took."""
+    slow = advise(replace(PLAIN, start=30.0))
+    told, start = str(slow).splitlines()
+    assert told == str(advise(PLAIN))
+    assert start.startswith("start: the first batch came after 30 s → name the modules")
+    for short in {"start": 1.9}, {"start": 30.0, "elapsed": 1000.0}, {"start": 2.5, "index": 0.2}:
+        assert not advise(replace(PLAIN, **short)).start
+    assert "preload" not in advise(replace(PLAIN, start=30.0, buffer=0)).start
+
+
+def test_a_loop_that_makes_its_batches_itself() -> None:
+    """As many workers as would keep up, where there are times; else two."""
+    assert advise(Window(batches=1)).change == {"num_workers": 2}
+    # it makes a batch in 10 ms, and takes 2 ms for it: 6 would keep up
+    reads = Window(batches=200, elapsed=2.4, waited=2.0, step=0.002, index=0.01, cores=4, cpu=0.0)
+    assert advise(reads).change == {"num_workers": 6}
+    assert math.isclose(advise(reads).gain, 6.0)
+    burns = advise(replace(reads, cpu=0.9))  # 3 have a core each
+    assert burns.change == {"num_workers": 3}
+    assert math.isclose(burns.gain, 3.6)
 
 
 def test_what_a_fleet_needs() -> None:

@@ -68,13 +68,31 @@ def test_a_cause_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             return iter(range(3))
 
         def stats(self) -> Any:
-            return cseq.Stats(batches=9, loop_waited=3.0, elapsed=10.0)
+            return cseq.Stats(batches=9, loop_waited=3.0, elapsed=10.0, num_workers=1)
 
     monkeypatch.setattr(cseq.Stats, "bottleneck", property(lambda _: Loader.cause))
     monkeypatch.setattr(cseq.Stats, "since", lambda self, _: self)
     assert "waits 30 %: stragglers" in drawn(Loader())[1]
     Loader.cause = "loop"
     assert "waits 30 %]" in drawn(Loader())[1]
+
+
+def test_a_loop_that_makes_its_batches_itself() -> None:
+    """It waits for nothing that could be measured; where there are no figures, nothing is said."""
+    manager = cseq.MTSequence(Rows, 640, 0, out_type="null", seed=1)
+    with manager.start() as batches:
+        text = drawn(batches)[1]
+    assert "num_workers=0" in text
+    assert "waits" not in text
+
+    class Loader:
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+        def stats(self) -> Any:
+            raise RuntimeError("there are none")
+
+    assert "starting" not in drawn(Loader())[1].splitlines()[-1].rpartition("3batch")[2]
 
 
 def test_a_manager_that_is_started_again() -> None:

@@ -241,6 +241,27 @@ def test_how_many_would_be_enough() -> None:
     assert window.saturating == 32
 
 
+def test_the_verdict_and_its_figure_agree() -> None:
+    """A slow start is no reason to say that more workers would not help; it has its own line."""
+    window = Window(
+        batches=100, elapsed=10.0, waited=7.0, start=30.0, step=0.03, index=0.2, workers=2,
+        busy=1.0, cpu=0.01, cores=2, buffer=10,
+    )  # fmt: skip
+
+    class Told(Stats):
+        def window(self) -> Window:
+            return window
+
+    told = Told(batches=100, elapsed=10.0)
+    said = report.verdict(told.advice(), window)
+    assert re.search("waits 70%: medium.*num_workers=8.*<p>Start: the first batch", said)
+    assert "would not help" not in report.enough(told, window)[2]
+    window = replace(window, cpu=0.9)
+    assert "More of them would not help" in report.enough(told, window)[2]
+    window = replace(window, busy=0.4, behind=0.9)  # stragglers
+    assert "Something else than their number" in report.enough(told, window)[2]
+
+
 @pytest.mark.parametrize("queued", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("cpu", [None, 1e-6, 0.5, 1.0, 30.0])
 @pytest.mark.parametrize("step", [0.0, 1e-7, 10.0])

@@ -329,19 +329,21 @@ NAMES = [
 def test_the_log_says_why_a_loop_has_waited(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At an epoch's end, once for each cause in a run."""
+    """At an epoch's end, once for each cause, however often the manager is started."""
     monkeypatch.setattr(base, "LONG", 0.0)
     caplog.set_level(logging.INFO, logger="cseq")
     m = make(kind, Slow, 1, 20)
-    with m.start() as batches:
-        for _ in range(4):
-            list(batches)
+    for _ in range(2):
+        with m.start() as batches:
+            for _ in range(2):
+                list(batches)
     said = [record for record in caplog.records if "the loop waits" in record.message]
     causes = [record.message.partition(":")[0] for record in said]
     assert len(causes) == len(set(causes)) >= 1  # one, but where something else uses the cores
     assert {record.levelno for record in said} == {logging.WARNING}
     monkeypatch.setenv("CSEQ_ADVICE", "0")
     caplog.clear()
+    m = make(kind, Slow, 1, 20)
     with m.start() as batches:
         list(batches)
     monkeypatch.delenv("CSEQ_ADVICE")
@@ -349,6 +351,21 @@ def test_the_log_says_why_a_loop_has_waited(
     with m.start() as batches:
         list(batches)
     assert "the loop waits" not in caplog.text
+
+
+@both
+def test_the_log_says_it_in_the_middle_of_a_long_epoch(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A training may have one epoch, or one without end."""
+    monkeypatch.setattr(base, "LONG", 0.0)
+    monkeypatch.setattr(base, "OFTEN", 0.2)  # for some batches
+    caplog.set_level(logging.INFO, logger="cseq")
+    with make(kind, Slow, 1, 10**6).start() as batches:
+        for _ in batches:
+            if "the loop waits" in caplog.text:
+                break
+    assert "(CSEQ_ADVICE=0 switches this off)" in caplog.text
 
 
 @pytest.mark.needs("worker processes")
@@ -421,7 +438,7 @@ def test_little_was_seen() -> None:
     m = cseq.MTSequence(np.arange(40), 40, batch_size=1, num_workers=1, out_type="null")
     with m.start_test() as batches:
         list(batches)
-        assert m.stats().bottleneck == "unknown"
+        assert m.stats().bottleneck == "inline"
     with m.start() as batches:
         assert m.stats().bottleneck == "unknown"
         assert m.stats().loop_waiting == m.stats().workers_waiting == 0

@@ -139,6 +139,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             lost="" if rng == "batch" else DRAWN_AGAIN,
             launch="begin" if keys_first else "now",
         )
+        streams._run.pool.told = vars(loader).setdefault("_cseq_told", set())
         self._workers = [WorkerProcess(streams, n) for n in range(self._num_workers)]
         return streams
 

@@ -21,6 +21,7 @@ from cseq.adapters.torch.order import (
 )
 from cseq.adapters.torch.state import Progress, Resume, read, stats_of
 from cseq.adapters.torch.stateful import is_stateful
+from cseq.advice import Window, advise
 from cseq.arguments import MAX_RESTARTS
 from cseq.check import choice, count
 from cseq.order.base import Order
@@ -305,8 +306,10 @@ class DataLoader(Torchs[T_co]):
         Raises
         ------
         RuntimeError
-            There is nothing to tell of; see `stats`.
+            There is nothing to tell of; see `stats`. With ``num_workers=0``, there always is.
         """
+        if not self.num_workers and self.fleet is None:
+            return advise(Window(batches=1))
         now = self.stats()
         return (now if since is None else now.since(since)).advice()
 

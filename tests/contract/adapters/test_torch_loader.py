@@ -772,7 +772,8 @@ def test_its_workers_are_known_to_cseqs_testing_and_counted() -> None:
     without = cseq.DataLoader(Plain(2))
     assert len(list(without)) == 2
     with pytest.raises(RuntimeError, match="no worker processes of cseq"):
-        without.advice()
+        without.stats()
+    assert without.advice().change == {"num_workers": 2}
 
 
 class Listed(Plain):

@@ -24,6 +24,7 @@ from torch.utils import data  # noqa: E402
 from torch_data import Augmented, Plain, Sharded, same, seed_all, without_told  # noqa: E402
 
 import cseq  # noqa: E402
+from cseq import advice  # noqa: E402
 from cseq.adapters.torch import (  # noqa: E402
     defaults,
     engines,
@@ -35,6 +36,7 @@ from cseq.adapters.torch import (  # noqa: E402
     uninstall,
 )
 from cseq.adapters.torch.iterator import WorkersIterator  # noqa: E402
+from cseq.pools import base  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,6 +98,21 @@ def test_loaders_count(kept: bool) -> None:
     list(inline)
     with pytest.raises(RuntimeError, match="no worker processes of cseq's"):
         inline.stats()
+
+
+def test_the_log_says_a_cause_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of each loader, though each of its epochs has workers of its own."""
+    monkeypatch.setattr(base, "LONG", 0.0)
+    monkeypatch.setattr(base, "TOLD", 0.0)
+    monkeypatch.setattr(advice, "RULES", advice.RULES[-1:])  # one cause
+    caplog.set_level("INFO", logger="cseq")
+    loaders = [cseq.DataLoader(Plain(16), num_workers=1) for _ in range(2)]
+    for loader in loaders:
+        for _ in range(2):
+            list(loader)
+    assert caplog.text.count("mixed: ") == 2
 
 
 class Stateful(data.SequentialSampler):
