@@ -86,7 +86,7 @@ class Manager:
             self._state = State.RUNNING
         except BaseException as error:
             if self._run is run:
-                self._end()
+                self._end(error)
                 raise
             run.close()  # a signal handler has finished the manager while it was being opened
             if isinstance(error, Exception) and not isinstance(error, InterruptedError):
@@ -135,8 +135,11 @@ class Manager:
             self._trace = trace = Trace(path, rank=rank)
             trace.begin()
 
-    def _end(self) -> None:
-        """End what runs, if anything does; where a signal handler raises, another call goes on."""
+    def _end(self, ended: BaseException | None = None) -> None:
+        """End what runs, if anything does; where a signal handler raises, another call goes on.
+
+        `ended`: the exception that is under way.
+        """
         self._state = State.IDLE
         run = self._run
         if run is not None:
@@ -146,7 +149,7 @@ class Manager:
             self._run = None
         trace, self._trace = self._trace, None
         if trace is not None:
-            trace.end()
+            trace.end(ended)
 
     def _refuse_inside_with(self, verb: str) -> None:
         """Raise OSError inside the manager's own ``with``, which needs what runs."""
@@ -175,7 +178,7 @@ class Manager:
         if self._state is State.ENTERED:  # before any call: `finish` is to work after an interrupt
             self._state = State.RUNNING
         with self._lock.hold():
-            self._end()
+            self._end(error)
 
     def stats(self) -> Stats:
         """Return counts and times since the last start.

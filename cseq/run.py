@@ -80,9 +80,14 @@ class Run(Generic[P]):
 
     def close(self) -> None:
         """End the iterators and the pool; in a forked process there is no pool to end."""
-        if not self.is_ended and self.is_ours:
-            for told in on_close:
-                told(self)
+        try:
+            if not self.is_ended and self.is_ours:
+                for told in on_close:
+                    told(self)
+        finally:  # what looks at runs may raise: this one is ended all the same
+            self._end()
+
+    def _end(self) -> None:
         self.is_ended = True
         self.interrupt()
         if self.is_ours:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gzip
 import itertools
 import json
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from cseq.lanes import Event, Lanes
 
-__all__ = ["Trace", "full", "record_as_told", "trace"]
+__all__ = ["Trace", "full", "record_as_told", "trace", "whole"]
 
 log = logging.getLogger("cseq")
 
@@ -170,12 +171,13 @@ class Trace:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.end()
+        self.end(error)
 
-    def end(self) -> None:
+    def end(self, ended: BaseException | None = None) -> None:
         """Record no more, and write the file; once.
 
-        On a thread of its own, which goes on if a Ctrl-C ends the wait for it.
+        On a thread of its own, which goes on if a Ctrl-C ends the wait for it. If that fails, it
+        raises, but for a program that `ended` has ended, which is to come out: then it logs.
         """
         with _guard:
             if _present is not self:
@@ -188,8 +190,11 @@ class Trace:
             self._write()
         else:
             writing.join()
-        if self._error is not None:
+        if self._error is None:
+            return
+        if ended is None:
             raise self._error
+        log.error("the trace %s was not written: %s", self.path, self._error)
 
     def _stop(self) -> None:
         """Record no more; `_guard` is held."""
@@ -207,23 +212,41 @@ class Trace:
 
     def _write(self) -> None:
         """Write the file, whole or not at all."""
-        part = f"{self.path}.{os.getpid()}.part"
         try:
-            with _open(part, packed=self.path.endswith(".gz")) as file:
+            with whole(self.path) as file:
                 for text in Writing(self).file():
                     file.write(text)
-            os.replace(part, self.path)
         except BaseException as error:  # noqa: BLE001 - raised by `end`
             self._error = error
-            if os.path.exists(part):
+
+
+@contextlib.contextmanager
+def whole(path: str) -> Iterator[IO[str]]:
+    """Write a file of text, packed if it ends in .gz, which then is there as a whole or not at all.
+
+    An OSError names it. What lies where it is written first, a link say, is not followed.
+    """
+    part = f"{path}.{os.getpid()}.part"
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(part)  # of an earlier process with that number, which was killed
+        try:
+            with _open(part, packed=path.endswith(".gz")) as file:
+                yield file
+            os.replace(part, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
                 os.remove(part)
+            raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
 
 
 def _open(path: str, *, packed: bool) -> IO[str]:
-    """Open a file to be written."""
+    """Open a new file to be written."""
     if packed:
-        return gzip.open(path, "wt", compresslevel=4, encoding="utf-8")
-    return open(path, "w", encoding="utf-8")
+        return gzip.open(path, "xt", compresslevel=4, encoding="utf-8")
+    return open(path, "x", encoding="utf-8")
 
 
 def full(path: str, rank: int | None = None) -> str:

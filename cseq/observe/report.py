@@ -25,7 +25,7 @@ from cseq.observe.figures import FONT, Chart, duration, number, style
 from cseq.pools.base import BatchPool
 from cseq.remake import locate
 from cseq.run import on_close, present
-from cseq.tracing import full
+from cseq.tracing import full, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +49,7 @@ SHOWN_ROWS = 32  # of more than that, those that differ most
 SLOWEST = 8  # batches in the table
 INDICES = 6  # samples that a batch of it begins with
 GOOD = ("loop", "none")
+NAMES = {"thread": "MTSequence", "fleet": "RaySequence"}
 FULL = ("cores", "gil")  # causes with which there is no room for more workers
 LITTLE = 0.2  # part of the time that a loop may wait without a red edge
 
@@ -125,15 +126,8 @@ def write(path: str | os.PathLike[str], parts: Sequence[Part], title: str | None
     if title is not None and not isinstance(title, str):
         raise TypeError(f"title={title!r} is not a str; give the page's heading")
     content = page(parts, title)
-    begun = f"{name}.{os.getpid()}.part"
-    try:
-        with open(begun, "w", encoding="utf-8") as file:
-            file.write(content)
-        os.replace(begun, name)
-    except OSError as error:
-        if os.path.exists(begun):
-            os.remove(begun)
-        raise OSError(error.errno, error.strerror, name) from None
+    with whole(name) as file:
+        file.write(content)
 
 
 def of_manager(manager: MSequence, remake: int = 0) -> Part:
@@ -179,7 +173,7 @@ def of_loader(
 def of_run(run: Run[Any]) -> Part:
     """Look at what runs, whatever it belongs to."""
     pool, stats = run.pool, run.pool.stats()
-    if not isinstance(pool, BatchPool):
+    if not isinstance(pool, BatchPool) or not pool.has_order:
         return of_loader("DataLoader" if run.about else "Streams", run.about, stats)
     sampler, place = pool.sampler, pool.feed.place
 
@@ -189,7 +183,7 @@ def of_run(run: Run[Any]) -> Part:
 
     facts = f"samples={sampler.dset_size:,}, batches={sampler.length:,}, "
     facts += f"batch_size={sampler.batch_size:,}, workers={stats.num_workers}, seed={sampler.seed}"
-    name = "MTSequence" if stats.threads else "MPSequence"
+    name = NAMES.get(pool.lanes.kind, "MPSequence")
     return Part(name, facts, stats, list(_rows(stats, indices)), stats.history)
 
 

@@ -353,6 +353,11 @@ class BatchPool(Pool):
         """Start the runners. If this raises, or a signal handler does, `close` ends them."""
 
     @property
+    def has_order(self) -> bool:
+        """Whether its batches are of samples in an order, not of the keys of a loader."""
+        return self._job.sampler is not None
+
+    @property
     def sampler(self) -> Sampler:
         """The epochs, with a reader of its own."""
         return self._job.sampler.changed()

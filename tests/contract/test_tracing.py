@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -317,6 +319,46 @@ def test_wrong_paths(path: Any, error: type[Exception], message: str, tmp_path: 
         path = str(tmp_path / path)
     with pytest.raises(error, match=message), cseq.trace(path):
         pytest.fail("it began")
+
+
+@pytest.mark.parametrize("how", ["trace", "start"])
+def test_a_trace_that_cannot_be_written(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An OSError that names it; an exception of the training's own comes out, and the log tells."""
+    path = tmp_path / "run.json"
+
+    def train(error: Exception | None) -> None:
+        manager = POOLS["threads"]()
+        tracing = cseq.trace(path) if how == "trace" else contextlib.nullcontext()
+        with tracing, manager.start(trace=None if how == "trace" else path) as batches:
+            next(iter(batches))
+            path.mkdir(exist_ok=True)  # in the way
+            if error is not None:
+                raise error
+
+    with pytest.raises(OSError, match=r"run\.json") as caught:
+        train(None)
+    assert caught.value.filename == str(path)
+    path.rmdir()
+    with pytest.raises(ZeroDivisionError, match="of the training"):
+        train(ZeroDivisionError("of the training"))
+    assert f"the trace {path} was not written: " in caplog.text
+    assert os.listdir(tmp_path) == ["run.json"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links")
+def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
+    """Others may write into the folder: what a link leads to is not overwritten."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    for name in "run.json", "run.json.gz":
+        (tmp_path / f"{name}.{os.getpid()}.part").symlink_to(victim)
+        with cseq.trace(tmp_path / name):
+            pass
+        read(tmp_path / name)
+    assert victim.read_text() == "precious"
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_wrong_numbers() -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
 
+import fleets
 import numpy as np
 import pytest
 from conftest import import_path
@@ -18,6 +19,7 @@ from conftest import import_path
 import cseq
 from cseq.advice import Window
 from cseq.observe import report
+from cseq.run import present
 from cseq.stats import Stats
 from cseq.stream import Streams
 
@@ -179,6 +181,17 @@ def test_no_half_of_a_page(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["folder"]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="links")
+def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
+    """Others may write into the folder: what a link leads to is not overwritten."""
+    victim, path = tmp_path / "victim", tmp_path / "loader.html"
+    victim.write_text("precious")
+    (tmp_path / f"loader.html.{os.getpid()}.part").symlink_to(victim)
+    cseq.MTSequence(Rows, 4, batch_size=2, out_type="null").report(path)
+    assert victim.read_text() == "precious"
+    assert path.read_text(encoding="utf-8").startswith("<!DOCTYPE")
+
+
 @pytest.mark.parametrize("workers", [1, 2, 15, 16, 63, 64, 200])
 @pytest.mark.parametrize("rows", [4, 60, 512])
 def test_figures_over_time(workers: int, rows: int) -> None:
@@ -291,6 +304,29 @@ def test_in_a_notebook() -> None:
     assert "batch_size" in page.words
     idle = cseq.MTSequence(Rows, 4, batch_size=2, out_type="null")
     assert Parsed(idle._repr_html_()).tags[0] == "table"
+
+
+@pytest.mark.needs("worker processes")
+def test_what_runs_has_its_own_name() -> None:
+    """Of a fleet's batches, those of a loader's keys have no order of samples."""
+    with (
+        fleets.LocalFleet(Rows, 1) as fleet,
+        cseq.RaySequence(fleet, 8, batch_size=4, out_type="null", seed=1).start() as batches,
+    ):
+        list(batches)
+        assert [report.of_run(run).name for run in present()] == ["RaySequence"]
+    with cseq.MTSequence(Rows, 8, 1, out_type="null").start() as batches:
+        list(batches)
+        assert [report.of_run(run).name for run in present()] == ["MTSequence"]
+    pytest.importorskip("torch")
+    with fleets.LateFleet(1) as fleet:
+        loader = cseq.DataLoader([1, 2, 3], fleet=fleet)
+        batches = iter(loader)
+        next(batches)
+        (part,) = (report.of_run(run) for run in present())
+        assert part.name == "DataLoader"
+        assert part.facts.startswith("list, batch_size=1")
+        assert len(list(batches)) == 2
 
 
 class Items:

@@ -6,8 +6,10 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+import cseq
 from cseq import run
 from cseq.processes.launcher import start_methods
 
@@ -152,3 +154,18 @@ def test_what_is_closed_is_kept_by_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     first[0]()
     assert kept() is None
     run.await_closings(60)
+
+
+def test_what_looks_at_its_end_may_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is closed all the same."""
+
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(run, "on_close", [fail])
+    manager = cseq.MTSequence(np.arange(8), 8, 1, out_type="null").start()
+    threads = threading.active_count()
+    with pytest.raises(ZeroDivisionError):
+        manager.finish()
+    assert not run.present()
+    assert threading.active_count() < threads
