@@ -14,8 +14,8 @@ The modules; imports point down. Those with a star are a batch's way: read them 
 
     cseq/
     ├── testing.py      for tests of training scripts: kill workers, count what is held
-    ├── __main__.py     python -m cseq: run a script with cseq's DataLoader in torch's place
-    ├── observe/        for people who look: reports; python -m cseq doctor, watch, bench, top
+    ├── __main__.py     cseq, the command: run a script with cseq's DataLoader in torch's place
+    ├── observe/        for people who look: reports; cseq run --watch, bench, doctor, top
     ├── adapters/       other libraries' interfaces: loaders, frameworks, metrics systems
     ├── kinds.py        MPSequence, MTSequence, RaySequence: of processes, threads, a Ray fleet
     ├── sequence.py     ★ MSequence: its arguments, epochs and states

@@ -1,4 +1,4 @@
-"""``python -m cseq``: a script with cseq's DataLoader, or a look at the machine."""
+"""``cseq``, or ``python -m cseq``: a script with cseq's DataLoader, or a look at the machine."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+RAW = argparse.RawDescriptionHelpFormatter
+DESCRIPTION = "Feed training loops: run scripts with cseq's workers, and see why loops wait."
+EXAMPLES = """examples:
+  cseq run --watch train.py --lr 0.1        what torch's DataLoaders cost this script
+  cseq run --report loader.html train.py    with cseq's workers, and a page about what they did
+  cseq bench data.py:make --step 30ms       loaders of this data, for a loop of 30 ms a batch
+  cseq doctor torchvision --data images/    this machine, an import, the disk of the data
+  cseq top                                  what the loaders of running programs do"""
+DOCS = "documentation: https://cseq-loader.github.io/cseq/stable/how-to/slow.html"
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what the command line says.
@@ -28,17 +38,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments : sequence of str, optional
         Those of the command line.
     """
-    parser = argparse.ArgumentParser(prog="python -m cseq")
+    parser = argparse.ArgumentParser(
+        prog="cseq", description=DESCRIPTION, epilog=f"{EXAMPLES}\n\n{DOCS}", formatter_class=RAW
+    )
     version = f"cseq {sys.modules['cseq'].__version__}"
     parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(required=True, metavar="command")
-    run = commands.add_parser(
-        "run",
-        help="run a script; every DataLoader of torch in it has cseq's worker processes",
-        allow_abbrev=False,
-    )
-    watch = commands.add_parser(
-        "watch", help="run a script, and say what its DataLoaders cost it", allow_abbrev=False
+    commands = parser.add_subparsers(metavar="command")
+
+    def command(name: str, about: str, look: object) -> argparse.ArgumentParser:
+        examples = [line for line in EXAMPLES.splitlines() if f"cseq {name} " in line]
+        made = commands.add_parser(
+            name,
+            help=about,
+            description=f"{about[:1].upper()}{about[1:]}.",
+            epilog="\n".join([EXAMPLES.splitlines()[0], *examples, "", DOCS]),
+            formatter_class=RAW,
+            allow_abbrev=False,
+        )
+        made.set_defaults(look=look)
+        return made
+
+    run = command("run", "run a script with cseq's worker processes in torch's DataLoaders", _run)
+    run.add_argument(
+        "--watch",
+        action="store_true",
+        help="leave torch's workers, and say at the end what they cost the script, and what helps",
     )
     run.add_argument(
         "--rng",
@@ -47,44 +71,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     run.add_argument("--report", metavar="FILE", help="a page of HTML about all that has run")
     run.add_argument("--trace", metavar="FILE", help="a trace of every batch: .json or .json.gz")
-    for each in run, watch:
-        each.add_argument("-m", dest="is_module", action="store_true", help="a module's name")
-        # One argument for both: after one of its own, argparse drops a `--` of the script's.
-        each.add_argument(
-            "script", nargs=argparse.PARSER, metavar="script", help="and its arguments"
-        )
-    watch.set_defaults(prepare=_watch)
-    run.set_defaults(prepare=_replace)
-    doctor = commands.add_parser(
-        "doctor", help="say what is wrong with this machine or container", allow_abbrev=False
-    )
-    doctor.add_argument("modules", nargs="*", metavar="MODULE", help="whose import is timed")
-    doctor.add_argument("--data", metavar="PATH", help="a file or folder that is read from")
-    doctor.add_argument("--json", action="store_true", help="a list of objects, not lines")
-    doctor.set_defaults(look=_doctor)
-    bench = commands.add_parser(
-        "bench", help="measure a data set or a loader, with and without cseq", allow_abbrev=False
-    )
+    run.add_argument("-m", dest="is_module", action="store_true", help="a module's name")
+    # One argument for both: after one of its own, argparse drops a `--` of the script's.
+    run.add_argument("script", nargs=argparse.PARSER, metavar="script", help="and its arguments")
+    bench = command("bench", "measure a data set or a loader, with and without cseq", _bench)
     bench.add_argument("target", metavar="FILE.py:make", help="a function that returns it")
     bench.add_argument("--step", metavar="30ms", help="what the loop does with a batch")
     bench.add_argument("--json", metavar="FILE", help="where the figures go, beside the table")
     bench.add_argument(
         "--seconds", type=float, default=5.0, help="for each row's rate, and again for its waiting"
     )
-    bench.set_defaults(look=_bench)
-    top = commands.add_parser(
-        "top", help="show the runs of other processes, live (Linux)", allow_abbrev=False
-    )
+    doctor = command("doctor", "say what is wrong with this machine or container", _doctor)
+    doctor.add_argument("modules", nargs="*", metavar="MODULE", help="whose import is timed")
+    doctor.add_argument("--data", metavar="PATH", help="a file or folder that is read from")
+    doctor.add_argument("--json", action="store_true", help="a list of objects, not lines")
+    top = command("top", "show the runs of other processes, live (Linux)", _top)
     top.add_argument("pid", nargs="?", type=int, metavar="PID", help="with all its descendants")
     top.add_argument("--all", action="store_true", help="all runs of this user: the default")
     top.add_argument("--plain", action="store_true", help="lines of text, once a second")
     top.add_argument("--once", action="store_true", help="the same, once, after a second")
     top.add_argument("--dump", action="store_true", help="print the stacks of all workers")
-    top.set_defaults(look=_top)
-    given = parser.parse_args(arguments)
-    if hasattr(given, "look"):
-        sys.exit(given.look(given))
-    given.prepare(given)
+    words = sys.argv[1:] if arguments is None else [*arguments]
+    if words[:1] == ["watch"]:
+        parser.error("watch is an option of run now: cseq run --watch train.py")
+    given = parser.parse_args(words)
+    if not words:
+        parser.print_help()
+        return
+    status = given.look(given)
+    if status is not None:
+        sys.exit(status)
+
+
+def _run(given: argparse.Namespace) -> str | None:
+    """Run a script, or a module."""
+    if not given.watch:
+        _replace(given)
+    elif (given.rng, given.report, given.trace) != (None, None, None):
+        return "cseq run: --watch leaves torch's workers: give it without --rng, --report, --trace"
+    else:
+        _watch()
     sys.argv = given.script
     if sys.argv[0] == "--" and sys.argv[1:]:
         del sys.argv[0]  # it ends our own options
@@ -92,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _run_module(sys.argv[0])
     else:
         _run_script(sys.argv[0])
+    return None
 
 
 def _doctor(given: argparse.Namespace) -> int:
@@ -106,11 +133,11 @@ def _bench(given: argparse.Namespace) -> int | str:
     try:
         step = seconds_of(given.step) if given.step else 0.0
     except ValueError as error:
-        return f"python -m cseq bench: --step {error}"
+        return f"cseq bench: --step {error}"
     try:
         return bench(given.target, step, given.json, given.seconds)
     except OSError as error:
-        return f"python -m cseq bench: {error}"
+        return f"cseq bench: {error}"
 
 
 def _top(given: argparse.Namespace) -> int | str:
@@ -139,11 +166,11 @@ def _replace(given: argparse.Namespace) -> None:
 
             atexit.register(Recorder(given.report).end)
     except (OSError, ValueError) as error:  # of a name
-        sys.exit(f"python -m cseq run: {error}")
+        sys.exit(f"cseq run: {error}")
     atexit.register(_tell_engines, os.getpid())
 
 
-def _watch(_: argparse.Namespace) -> None:
+def _watch() -> None:
     """Time every DataLoader, and leave it as it is."""
     from cseq.observe.watch import Watched, tell, watch
 

@@ -1,6 +1,6 @@
 """What other programs may know of a run: the last bytes of the file of its rings.
 
-``python -m cseq top`` opens that file through ``/proc/<pid>/fd`` and reads the meters in it; the
+``cseq top`` opens that file through ``/proc/<pid>/fd`` and reads the meters in it; the
 facts say where they are, and what they are of. They are written once, and read by nothing else.
 """
 

@@ -1,4 +1,4 @@
-"""``python -m cseq bench FILE.py:make``: one data set, through several loaders.
+"""``cseq bench FILE.py:make``: one data set, through several loaders.
 
 Each row is measured in a process of its own, which calls ``make()`` there and writes what it knows
 so far into a file; the parent reads that when the process has ended, or was ended::
@@ -13,7 +13,6 @@ import hashlib
 import importlib
 import itertools
 import json
-import math
 import os
 import random
 import signal
@@ -27,6 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from cseq.advice import Window
+from cseq.advice import advise as why
 from cseq.arguments import Size
 from cseq.compute import cores
 from cseq.indexing.dataset import from_dataset
@@ -48,9 +49,8 @@ DRAWN = 2.0, 100_000  # the same, for the batches' indices, which threads are gi
 BATCH_SIZE = 32  # of a data set
 LITTLE = 0.05  # part of the time that a loop may wait
 BETTER = 1.1  # times the rate, from which a difference is one
-SPARE = 1.1  # workers for one that is needed
-COMPUTING = 0.5  # part of their time from which workers need a core each
-MOST_READERS = 4  # workers for each core, where they wait for something else than a core
+ENOUGH = 1000  # batches that an advice is asked about
+FREE = ", and what it would gain if data were free"
 SEED = 1
 BAD = 2  # exit status
 MANAGER, LOADER, DATASET = "a manager of cseq", "a torch DataLoader", "a data set"
@@ -453,7 +453,7 @@ def _ask(target: tuple[str, str], kind: str, *numbers: float) -> tuple[Any, str]
         answer = os.path.join(folder, "answer")
         with open(os.path.join(folder, "said"), "w+b") as said:
             process = subprocess.Popen(
-                [sys.executable, "-m", "cseq.observe.bench", *target, kind,
+                [sys.executable, "-W", "ignore", "-m", "cseq.observe.bench", *target, kind,
                  *map(repr, numbers), answer],
                 stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
             )  # fmt: skip
@@ -545,7 +545,7 @@ def bench(
 
 
 def _complain(message: str) -> int:
-    print(f"python -m cseq bench: {message}", file=sys.stderr)  # noqa: T201
+    print(f"cseq bench: {message}", file=sys.stderr)  # noqa: T201
     return BAD
 
 
@@ -589,7 +589,7 @@ def _same(figures: Figures, first: Figures) -> bool | None:
 
 
 def advise(made: Made, measured: Mapping[str, Figures], step: float, cores: int) -> list[str]:
-    """Say which of the loaders to take, and with how many workers.
+    """Say what free data would gain, and which of the loaders to take: one of them.
 
     The first one that is about as good as the best, in this order: as it is, no workers, torch's,
     `cseq.DataLoader`, threads (if these make the same batches).
@@ -621,12 +621,15 @@ def advise(made: Made, measured: Mapping[str, Figures], step: float, cores: int)
         best = next(kind for kind, each in found.items() if each.rate >= least)
     else:
         return ["nothing could be measured: see above"]
-    lines = [f"{_change(made, best)}{_gain(found, waits, made.current, best, step)}"]
-    if waits and waits[best] >= LITTLE:
-        lines += _enough(found[best], made.workers if best != "none" else 1, step, cores)
-    elif not step:
-        lines.append("with --step 30ms, say: how much a loop waits that takes as long for a batch")
-    return lines
+    said = f"{_change(made, best)}{_gain(found, waits, made.current, best, step)}"
+    if waits and waits[best] >= LITTLE and best != "none":
+        said += _more(found[best], made.workers, step, cores)
+    if made.current in waits:
+        free = 1 / max(1 - waits[made.current], 0.001)
+        return [f"if data were free, a loop of {duration(step)} would be {_times(free)}", said]
+    if not step:
+        return [said, f"with --step 30ms, say: how much such a loop waits{FREE}"]
+    return [said]
 
 
 def _change(made: Made, best: str) -> str:
@@ -645,6 +648,10 @@ def _change(made: Made, best: str) -> str:
     return f"{change}, num_workers={made.workers}"
 
 
+def _times(gain: float) -> str:
+    return f"{gain:.1f} times as fast"
+
+
 def _gain(
     found: Mapping[str, Figures], waits: Mapping[str, float], now: str, best: str, step: float
 ) -> str:
@@ -653,24 +660,30 @@ def _gain(
         said = f": a loop of {duration(step)} waits {waits[best]:.0%} of the time"
         if best != now and now in waits:
             times = (1 - waits[best]) / max(1 - waits[now], 0.001)
-            said += f", not {waits[now]:.0%}: {times:.1f} times as fast"
+            said += f", not {waits[now]:.0%}: {_times(times)}"
         return said
     if best == now:
         return f": no other one has {BETTER} times its rate"
     return f": {found[best].rate / found[now].rate:.1f} times the rate" if now in found else ""
 
 
-def _enough(chosen: Figures, workers: int, step: float, cores: int) -> list[str]:
-    """Say how many workers would keep up with a step, if there can be as many."""
-    wanted = math.ceil(SPARE * workers / (chosen.rate * step))
-    if wanted <= workers:
-        return []
-    busy = chosen.rate * ((chosen.cpu or 0.0) + chosen.queued)  # else: they wait for a disk, say
-    reads = bool(chosen.cpu) and busy < COMPUTING * workers
-    if wanted <= (MOST_READERS * cores if reads else max(1, cores - 1)):
-        return [f"num_workers={wanted} would keep up with it"]
-    costs = f"; a batch costs {duration(chosen.cpu)} of CPU" if chosen.cpu else ""
-    return [f"{wanted} workers would keep up, but there are {cores} cores{costs}"]
+def _more(chosen: Figures, workers: int, step: float, cores: int) -> str:
+    """Say what may help beside that, which was not measured: more workers, if there are cores."""
+    assert chosen.waits is not None
+    each = chosen.rate / workers  # batches a second of a worker, which is busy all the time then
+    window = Window(
+        batches=ENOUGH, elapsed=ENOUGH * step / (1 - chosen.waits),
+        waited=ENOUGH * step * chosen.waits / (1 - chosen.waits), step=step, index=1 / each,
+        workers=workers, busy=1.0, cpu=chosen.cpu and chosen.cpu * each,
+        queued=chosen.queued * each, loop_cpu=0.0, cores=cores,
+    )  # fmt: skip
+    more = why(window)
+    if min(more.gain, window.most) < BETTER:
+        return ""
+    if more.cause in ("medium", "workers"):
+        return f"; {more.action} may do better"
+    cost = chosen.cpu and f": a batch costs {duration(chosen.cpu)} of CPU"
+    return f"; more workers need more than {cores} cores{cost or ''}"
 
 
 def _size(nbytes: int) -> str:

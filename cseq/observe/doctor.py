@@ -1,4 +1,4 @@
-"""``python -m cseq doctor``: what is wrong with a machine or a container.
+"""``cseq doctor``: what is wrong with a machine or a container.
 
 Each check is a function that returns findings; a finding that is not fine says what to do::
 

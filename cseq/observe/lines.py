@@ -1,4 +1,4 @@
-"""What `python -m cseq top` shows, as lines of text."""
+"""What `cseq top` shows, as lines of text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The screen of ``python -m cseq top``, with textual.
+"""The screen of ``cseq top``, with textual.
 
 ::
 

@@ -1,4 +1,4 @@
-"""``python -m cseq top``: what the loaders of running programs do, live."""
+"""``cseq top``: what the loaders of running programs do, live."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def top(pid: int | None, *, plain: bool, once: bool, dump: bool) -> int | str:
         The same, once; the stacks of all workers.
     """
     if not sys.platform.startswith("linux"):
-        return "python -m cseq top needs Linux: it reads the meters through /proc"
+        return "cseq top needs Linux: it reads the meters through /proc"
     if pid is not None and not os.path.isdir(f"/proc/{pid}"):
-        return f"python -m cseq top: there is no process {pid}"
+        return f"cseq top: there is no process {pid}"
     watcher = Watcher(pid)
     watcher.update()
     if dump:

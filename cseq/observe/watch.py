@@ -1,12 +1,13 @@
-"""``python -m cseq watch``: what torch's DataLoaders cost the loops of a script.
+"""``cseq run --watch``: what torch's DataLoaders cost the loops of a script.
 
-Nothing of them is changed: two of their methods are timed, and at the end each kind of loader has
-its lines.
+Nothing of them is changed: three of their methods are timed, and at the end each kind of loader has
+its lines, with the advice for what was measured::
+
+    __iter__ ──► Turn: an epoch, its workers ──► Watched: a kind of loader ──► Window ──► advise
 """
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -16,20 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq.compute import cores as available
+from cseq.advice import ENOUGH_BATCHES, LITTLE, Window, advise
+from cseq.compute import share
 from cseq.observe.figures import duration
-from cseq.observe.processes import queued_seconds
+from cseq.observe.processes import cpu_seconds, queued_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
-__all__ = ["Watched", "judge", "tell", "watch"]
+__all__ = ["Watched", "tell", "told", "watch", "window_of"]
 
-ENOUGH_BATCHES = 8  # for a verdict
-LITTLE = 0.05  # part of the time that a loop may wait
-SPARE = 1.1  # workers for one that is needed
-COMPUTING = 0.5  # part of their time from which workers need a core each
-MOST_READERS = 4  # workers for each core, if they wait for something else than a core
 FREE = "if data were free:"  # begins a line about what a faster loader would gain
 
 
@@ -47,12 +44,15 @@ class Watched:
     num_workers : int
     persistent : bool
         Workers stay from one epoch to the next.
-    computed : float
-        CPU seconds of the loop's thread while it waited.
+    computed, queued : float
+        CPU seconds of what made the batches, the workers or the loop's own thread, after the first
+        one of each epoch; and seconds that it was ready to run without a core.
     firsts : array of float
         Seconds from each `iter` to its first batch.
     waits, steps : array of float
         Seconds that the loop waited for each other batch, and what it did between two.
+    turns : list of Turn
+        Epochs that are under way.
     """
 
     dataset: str
@@ -61,17 +61,39 @@ class Watched:
     num_workers: int
     persistent: bool
     computed: float = 0.0
+    queued: float = 0.0
     firsts: array[float] = field(default_factory=lambda: array("d"))
     waits: array[float] = field(default_factory=lambda: array("d"))
     steps: array[float] = field(default_factory=lambda: array("d"))
+    turns: list[Turn] = field(default_factory=list)
 
 
-class _Turn:
-    """Where an iterator is: when the loop got its last batch, or asked for the first."""
+class Turn:
+    """An epoch: when the loop got its last batch, or asked for the first; its workers.
+
+    Parameters
+    ----------
+    watched : Watched
+    begun : float
+    """
 
     def __init__(self, watched: Watched, begun: float) -> None:
         self.watched, self.begun = watched, begun
         self.given = 0.0
+        self._pids: Sequence[int] = ()
+
+    def begin(self, pids: Sequence[int]) -> None:
+        """Note the workers, when they have made the first batch."""
+        self._pids = pids
+        self._computed, self._queued = cpu_seconds(pids), queued_seconds(pids)
+        self.watched.turns.append(self)
+
+    def end(self) -> None:
+        """Note what they have computed, before they end; once."""
+        if self in self.watched.turns:
+            self.watched.turns.remove(self)
+            self.watched.computed += max(cpu_seconds(self._pids) - self._computed, 0.0)
+            self.watched.queued += max(queued_seconds(self._pids) - self._queued, 0.0)
 
 
 def watch(loaders: dict[Any, Watched]) -> None:
@@ -89,6 +111,7 @@ def watch(loaders: dict[Any, Watched]) -> None:
     kind: Any = DataLoader
     iterate: Any = kind.__iter__
     following: Any = names.Base.__next__
+    shut: Any = names.Workers._shutdown_workers
     clock = time.perf_counter
 
     def __iter__(loader: Any) -> Any:  # noqa: N807
@@ -106,27 +129,45 @@ def watch(loaders: dict[Any, Watched]) -> None:
         watched = loaders.get(key)
         if watched is None:
             watched = loaders[key] = Watched(key[0].__name__, *key[1:])
-        iterator._cseq_turn = _Turn(watched, begun)
+        end(iterator)  # of persistent workers, the epoch before
+        iterator._cseq_turn = Turn(watched, begun)
         return iterator
 
     def __next__(iterator: Any) -> Any:  # noqa: N807
-        turn: _Turn | None = getattr(iterator, "_cseq_turn", None)
+        turn: Turn | None = getattr(iterator, "_cseq_turn", None)
         if turn is None:  # made by a subclass without `__iter__`
             return following(iterator)
         begun, before = clock(), time.thread_time()
-        batch = following(iterator)
+        try:
+            batch = following(iterator)
+        except StopIteration:
+            turn.end()
+            raise
         now = clock()
-        turn.watched.computed += time.thread_time() - before
         if turn.given:
             turn.watched.steps.append(begun - turn.given)
             turn.watched.waits.append(now - begun)
+            if not turn.watched.num_workers:
+                turn.watched.computed += time.thread_time() - before
         else:
             turn.watched.firsts.append(now - turn.begun)
+            turn.begin([worker.pid for worker in getattr(iterator, "_workers", ())])
+            now = clock()
         turn.given = now
         return batch
 
+    def end(iterator: Any) -> None:
+        turn: Turn | None = getattr(iterator, "_cseq_turn", None)
+        if turn is not None:
+            turn.end()
+
+    def _shutdown_workers(iterator: Any) -> None:
+        end(iterator)
+        shut(iterator)
+
     kind.__iter__ = __iter__
     names.Base.__next__ = __next__
+    names.Workers._shutdown_workers = _shutdown_workers
 
 
 def _size_of(dataset: Any) -> int | None:
@@ -137,24 +178,46 @@ def _size_of(dataset: Any) -> int | None:
         return None
 
 
-def judge(watched: Watched, cores: int, children: float = 0.0, crowd: float = 1.0) -> list[str]:
+def window_of(watched: Watched, cores: int) -> Window:
+    """Return what `advise` looks at.
+
+    Where the loop waits, workers are taken to have worked all the time.
+
+    Parameters
+    ----------
+    watched : Watched
+    cores : int
+    """
+    waits, steps = np.asarray(watched.waits), np.asarray(watched.steps)
+    count, workers, waited = len(waits), watched.num_workers, float(waits.sum())
+    elapsed = waited + float(steps.sum())
+    worked = elapsed * workers if workers else waited
+    if not count:
+        return Window(workers=workers, cores=cores)
+    is_known = not workers or sys.platform.startswith("linux")
+    half, rare = np.quantile(steps, (0.5, 0.99)).tolist()
+    return Window(
+        batches=count, elapsed=elapsed, waited=waited, step=float(steps.mean()), step_p50=half,
+        step_p99=rare, index=worked / count if waited >= LITTLE * elapsed else 0.0, workers=workers,
+        busy=float(workers > 0), cpu=watched.computed / worked if is_known else None,
+        queued=min(watched.queued / worked, 1.0), cores=cores,
+    )  # fmt: skip
+
+
+def told(watched: Watched, cores: int) -> list[str]:
     """Say what a kind of loader has cost, and what would help.
 
     Parameters
     ----------
     watched : Watched
     cores : int
-    children : float
-        CPU seconds of worker processes that have ended.
-    crowd : float
-        Seconds that one second of computing takes here, where others use the cores as well.
 
     Returns
     -------
     list of str
         Lines.
     """
-    waits, steps, firsts = (np.asarray(each) for each in _seconds(watched))
+    waits, firsts = np.asarray(watched.waits), np.asarray(watched.firsts)
     count, epochs = len(waits) + len(firsts), len(firsts)
     of = "" if epochs == 1 else f" in {epochs} epochs"
     size = "" if watched.samples is None else f", {watched.samples:,} samples"
@@ -165,60 +228,26 @@ def judge(watched: Watched, cores: int, children: float = 0.0, crowd: float = 1.
             *lines,
             f"  fewer than {ENOUGH_BATCHES + 1} in a row: too few to say what they cost",
         ]
-    wait, step, first = waits.mean(), steps.mean(), firsts.mean()
-    share = wait / (wait + step)
-    late = float(np.quantile(waits, 0.99))
-    lines.append(
-        f"  the loop waits {share:.0%} of the time: {duration(wait)} a batch "
-        f"(p99 {duration(late)}), its own step takes {duration(step)}; "
-        f"the first batch of an epoch comes after {duration(first)}"
-    )
-    if share < LITTLE:
-        lines.append("  nothing is to be gained from a faster loader")
+    window, late = window_of(watched, cores), float(np.quantile(waits, 0.99))
+    if window.w < LITTLE:
+        lines.append(
+            f"  the loop waits {window.w:.0%} of the time: nothing is to be gained from a faster "
+            "loader"
+        )
     else:
         lines.append(
-            f"  {FREE} {_times(1 / (1 - share))}. {_more(watched, cores, children, crowd)}"
+            f"  {FREE} {window.most:.1f} times as fast; a batch comes after "
+            f"{duration(waits.mean())} (p99 {duration(late)}), the first one of an epoch after "
+            f"{duration(firsts.mean())}"
         )
-    whole = waits.sum() + steps.sum() + firsts.sum()
+        lines.append(f"  {advise(window)}")
+    whole = window.elapsed + firsts.sum()
     if watched.num_workers and epochs > 1 and firsts.sum() > LITTLE * whole:
         lines.append(
             f"  {firsts.sum() / whole:.0%} of all time went with first batches of epochs"
             + ("" if watched.persistent else ": persistent_workers=True keeps the workers")
         )
     return lines
-
-
-def _seconds(watched: Watched) -> Iterable[array[float]]:
-    """Return what all its seconds are summed from."""
-    return watched.waits, watched.steps, watched.firsts
-
-
-def _more(watched: Watched, cores: int, children: float, crowd: float) -> str:
-    """Say how many workers would keep up with the loop."""
-    wait, step = float(np.mean(watched.waits)), float(np.mean(watched.steps))
-    whole = sum(float(np.sum(each)) for each in _seconds(watched))
-    now = watched.num_workers
-    if now:  # all of them worked all the time
-        makes, computes = now * (wait + step), children / (now * whole)
-    else:
-        makes, computes = wait, watched.computed / (whole - float(np.sum(watched.steps)))
-    enough = max(now + 1, math.ceil(SPARE * makes / step) if step > 0 else MOST_READERS * cores)
-    if crowd * computes < COMPUTING:  # they wait for a disk, say, and need no core for that
-        most = max(MOST_READERS * cores, now + 1)
-    elif now < max(cores - 1, 1):
-        most = max(cores - 1, 1)
-    else:
-        return f"{now} workers compute on {cores} cores: see what costs the CPU"
-    if enough <= most:
-        return f"num_workers={enough}"
-    gain = _times((wait + step) / max(step, makes / most))
-    return (
-        f"num_workers={most}: at most {gain}; {enough} would keep up, but there are {cores} cores"
-    )
-
-
-def _times(gain: float) -> str:
-    return f"{gain:.1f} times as fast"
 
 
 def tell(loaders: dict[Any, Watched], pid: int) -> None:
@@ -235,15 +264,16 @@ def tell(loaders: dict[Any, Watched], pid: int) -> None:
         return
     rank = os.environ.get("RANK", "")
     before = f"cseq (rank {rank}):" if rank else "cseq:"
-    times = os.times()
     if not loaders:
         print(before, "no DataLoader of torch was iterated over", file=sys.stderr)  # noqa: T201
-    children = times.children_user + times.children_system
-    crowd = 1 + queued_seconds([pid]) / time.process_time()
-    lines = [
-        line for each in loaders.values() for line in judge(each, available(), children, crowd)
-    ]
+    crowd = queued_seconds([pid]) / time.process_time()
+    for each in loaders.values():
+        for turn in list(each.turns):
+            turn.end()
+        if not each.num_workers:
+            each.queued = crowd * each.computed
+    lines = [line for each in loaders.values() for line in told(each, share())]
     if any(FREE in line for line in lines):
-        lines.append("cseq's workers in their place: python -m cseq run …")
+        lines.append("cseq's workers in their place: cseq run …")
     for line in lines:
         print(before, line, file=sys.stderr)  # noqa: T201

@@ -92,7 +92,7 @@ def check_whole(*ranks: dict[str, Any]) -> None:
 
 @needs("accelerate")
 def test_accelerate(runs: Runs) -> None:
-    """The unchanged script, run by `python -m cseq run`; a resume is what torch's is."""
+    """The unchanged script, run by `cseq run`; a resume is what torch's is."""
     trainings = [{}, {"options": {"resume": "1-5"}}]
     [theirs] = runs("loader_accelerate", trainings)
     [ours] = runs("loader_accelerate", trainings, launcher=CSEQ_RUN)
@@ -169,7 +169,7 @@ def test_the_trainer(runs: Runs) -> None:
 
 @needs("transformers")
 def test_the_trainer_on_two_ranks(runs: Runs) -> None:
-    """An unchanged script, which torchrun starts by `python -m cseq run`."""
+    """An unchanged script, which torchrun starts by `cseq run`."""
     trainings = [{}, {"options": {"resume": "checkpoints/checkpoint-10"}}]
     theirs = runs("loader_transformers", trainings, launcher=TORCHRUN, ranks=2)
     ours = runs("loader_transformers", trainings, launcher=(*TORCHRUN, *CSEQ_RUN), ranks=2)

@@ -392,7 +392,7 @@ sys.exit(int(sys.argv[1]))
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m cseq run``."""
+    """Run ``cseq run``."""
     return subprocess.run(
         [sys.executable, "-m", "cseq", "run", *arguments],
         cwd=folder,
@@ -432,4 +432,4 @@ def test_a_script_without_batches(tmp_path: Path) -> None:
     assert not (tmp_path / "run.html").exists()
     done = command(tmp_path, "--report", "no/run.html", "train.py")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("python -m cseq run: ")
+    assert done.stderr.startswith("cseq run: ")

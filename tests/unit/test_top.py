@@ -1,4 +1,4 @@
-"""`python -m cseq top` reads runs of other processes, and survives whatever it finds there."""
+"""`cseq top` reads runs of other processes, and survives whatever it finds there."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Engine(NamedTuple):
     reason: str | None
 
     def __str__(self) -> str:
-        """Return the line that ``python -m cseq run`` prints."""
+        """Return the line that ``cseq run`` prints."""
         number = "1 iterator" if self.iterators == 1 else f"{self.iterators} iterators"
         whose = "cseq's" if self.reason is None else f"torch's own, since {self.reason}"
         return f"{self.loader}: {number}, {whose}"

@@ -1,4 +1,4 @@
-"""`install`: torch's own DataLoader class with cseq's workers; `python -m cseq run`."""
+"""`install`: torch's own DataLoader class with cseq's workers; `cseq run`."""
 
 from __future__ import annotations
 
