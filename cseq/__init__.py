@@ -170,9 +170,9 @@ if not typing.TYPE_CHECKING:  # to a type checker, the names above are all there
             raise AttributeError(str(error), name=name) from error
 
     def __dir__() -> list[str]:
-        """Name what needs torch and Ray, too, where these are there."""
+        """Name what is public; what needs torch and Ray, too, where these are there."""
         from importlib.util import find_spec
 
         loaders = ("DataLoader", "StatefulDataLoader") if find_spec("torch") else ()
-        fleets = ("RayFleet",) if find_spec("ray") else ()
-        return sorted({*globals(), *loaders, *fleets, "progress", "recycled", "tune"})
+        missing = () if find_spec("ray") else ("RayFleet",)
+        return sorted({*__all__, *_ELSEWHERE, *loaders, "__version__"}.difference(missing))

@@ -160,10 +160,14 @@ class Meters:
     @cached_property
     def busy(self) -> Any:
         """Seconds that each runner worked since the first batch, with the ticket in hand."""
-        records = self.runners
-        now = np.uint64(self._now)
-        began = np.where(records["since"] > 0, np.minimum(records["since"], now), now)
-        return (records["work"]["sum"] - records["first"] + (now - began)) / 1e9
+        now, since = np.uint64(self._now), self.runners["since"]
+        began = np.where(since > 0, np.minimum(since, now), now)
+        return (self._ended + (now - began).astype(np.int64)) / 1e9
+
+    @property
+    def _ended(self) -> Any:
+        """The same without the ticket in hand, in ns."""
+        return (self.runners["work"]["sum"] - self.runners["first"]).astype(np.int64)
 
     @property
     def behind(self) -> float:
@@ -195,7 +199,10 @@ class Meters:
         )
         added.waits, added.begun = self.waits, self.begun
         added._past, added._from, added._now = self._past, earlier._now, self._now
-        added.busy = np.maximum(self.busy - earlier.busy, 0)
+        # A ticket that was under way then: of a worker that was replaced since, it never ended.
+        stays = self.runners["thread"] == earlier.runners["thread"]
+        begun = np.where(stays, earlier.busy, earlier._ended / 1e9)
+        added.busy = np.maximum(self.busy - begun, 0)
         for name in ("loop", "runners"):
             now, then = getattr(self, name), getattr(earlier, name)
             records = now.copy()

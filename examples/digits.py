@@ -18,7 +18,6 @@ import argparse
 import functools
 import hashlib
 import sys
-import time
 from pathlib import Path
 
 import h5py
@@ -65,20 +64,21 @@ def write_digits(path: Path) -> None:
 
 
 def train_epoch(batches: cseq.MSequence, title: str) -> tuple[float, float, float, str]:
-    """Train on one epoch; return its mean loss, the seconds it took and waited, and its hash."""
-    losses, waited, digest = [], 0.0, hashlib.sha256()
+    """Train on one epoch; return its mean loss, the seconds it took and waited, and its hash.
+
+    The seconds are those of `stats`, from the first batch of all on: the start is not in them.
+    """
+    losses, digest, before = [], hashlib.sha256(), batches.stats()
     bar = tqdm(batches, desc=title, unit="batch", leave=False, disable=None) if tqdm else batches
-    start = asked = time.perf_counter()
     for batch in bar:
-        waited += time.perf_counter() - asked
         digest.update(content(batch))
         loss = nn.functional.cross_entropy(network(batch["images"]), batch["labels"])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        asked = time.perf_counter()
-    return float(np.mean(losses)), asked - start, waited, digest.hexdigest()
+    epoch = batches.stats().since(before)
+    return float(np.mean(losses)), epoch.elapsed, epoch.loop_waited, digest.hexdigest()
 
 
 def test_mode_hash(batches: cseq.MSequence, epoch: int) -> str:
@@ -167,7 +167,8 @@ draw(history, picture)
 train.report(report)
 seconds, waits = np.sum(times, axis=0)
 print(f"all epochs: {args.epochs * train.dset_size / seconds:.0f} samples per second")
-print(f"waited for data: {waits / seconds:.1%} of the time, the start of the workers included")
+print(f"waited for data: {waits / seconds:.1%} of the time")
+print(f"before the first batch: {train.stats().start_waited:.1f} s, for the start of the workers")
 repeated = test_mode_hash(train, args.epochs - 1)
 print(f"hash of all batches of the last epoch\n  start()      {digest}\n  start_test() {repeated}")
 print(f"picture of the run: {picture}")

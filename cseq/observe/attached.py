@@ -12,7 +12,7 @@ import contextlib
 import os
 import struct
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -229,7 +229,7 @@ def attach(pid: int, known: Iterable[int] = ()) -> tuple[dict[int, Attached], li
     """
     new, problems = {}, []
     folder = f"/proc/{pid}/fd"
-    for name in os.listdir(folder):
+    for name in sorted(os.listdir(folder), key=int):  # as they were opened
         path = f"{folder}/{name}"
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             if facts.FILE not in os.path.basename(os.readlink(path)):
@@ -315,6 +315,8 @@ class Watched:
     place : (int, int) or None
     ended : str
         Why nothing more is read.
+    number : int
+        Of the run, among those that its process has begun since they are watched.
     """
 
     run: Attached
@@ -326,6 +328,7 @@ class Watched:
     tasks: dict[int, Task] = field(default_factory=dict)
     place: tuple[int, int] | None = None
     ended: str = ""
+    number: int = 1
 
     def update(self, now: float) -> None:
         """Read it; what is left of one that has ended is kept."""
@@ -391,6 +394,8 @@ class Watched:
         title, world = [self.script, f"pid {self.run.pid}"], self.run.fact("world_size")
         if world > 1:
             title.append(f"rank {self.run.fact('rank')} of {world}")
+        if self.number > 1:
+            title.append(f"run {self.number}")
         return title
 
 
@@ -409,7 +414,13 @@ class Watcher:
         self._found: dict[int, Watched] = {}
         self._looked = 0.0
         self._shown: Watched | None = None
+        self._counts: Counter[int] = Counter()  # runs of each process so far
         self.problems: list[str] = []
+
+    def label(self, watched: Watched) -> str:
+        """Return the rank; where its process has had several runs, with the number of this one."""
+        rank = str(watched.run.fact("rank"))
+        return f"{rank}.{watched.number}" if self._counts[watched.run.pid] > 1 else rank
 
     @property
     def runs(self) -> list[Watched]:
@@ -451,7 +462,9 @@ class Watcher:
         for pid in pids:
             with contextlib.suppress(OSError):  # gone meanwhile, or another user's
                 new, problems = attach(pid, self._found)
-                self._found.update({number: Watched(run) for number, run in new.items()})
+                for number, run in new.items():
+                    self._counts[pid] += 1
+                    self._found[number] = Watched(run, number=self._counts[pid])
                 self.problems += problems
         for number, each in list(self._found.items()):
             if each.ended and each.run.is_alive:  # another run takes its place

@@ -35,8 +35,9 @@ class Column(NamedTuple):
 
 RANKS = (
     Column("rank", 4, 0), Column("pid", 7, 4), Column("script", 16, 8, "<"),
-    Column("workers", 12, 7, "<"), Column("epoch", 5, 5), Column("batch", 16, 6),
-    Column("batch/s", 7, 3), Column("waits", 5, 1), Column("cause", 10, 2, "<"),
+    Column("data", 14, 9, "<"), Column("workers", 12, 7, "<"), Column("epoch", 5, 5),
+    Column("batch", 16, 6), Column("batch/s", 7, 3), Column("waits", 5, 1),
+    Column("cause", 10, 2, "<"),
 )  # fmt: skip
 WORKERS = (
     Column("worker", 6, 0), Column("pid", 7, 7), Column("state", 7, 2, "<"),
@@ -93,12 +94,18 @@ def ranks(watcher: Watcher, width: int) -> list[str]:
         rate, waits = each.recent()
         cause = each.ended or (each.advice().cause if each.stats is not None else "")
         rows.append((
-            str(each.run.fact("rank")), str(each.run.pid), each.script[:16], _kind(each),
+            watcher.label(each), str(each.run.pid), each.script[:16], _data(each), _kind(each),
             *_place(each), f"{rate:,.0f}" if rate >= 1000 else f"{rate:.1f}", f"{waits:.0%}", cause,
         ))  # fmt: skip
     names, *lines = _table(RANKS, rows, width)
     marks = [">" if each is watcher.shown else " " for each in runs]
     return [names, *(mark + line[1:] for mark, line in zip(marks, lines, strict=True))]
+
+
+def _data(watched: Watched) -> str:
+    """Return samples and batch size, by which the managers of a program are told apart."""
+    run = watched.run
+    return f"{run.fact('dset_size'):,} / {run.fact('batch_size'):,}" if run.length else ""
 
 
 def _kind(watched: Watched) -> str:
@@ -165,7 +172,6 @@ def workers(watched: Watched, width: int, *, by_busy: bool = False) -> list[str]
         task, thread = watched.tasks.get(number), int(records["thread"][number])
         pid = watched.run.process(thread)
         state = ("idle" if thread else "start") if task is None else task.stage.removesuffix("ing")
-        worked = float(busy[number]) * elapsed
         rows.append((
             str(number),
             str(pid or thread or ""),
@@ -174,7 +180,7 @@ def workers(watched: Watched, width: int, *, by_busy: bool = False) -> list[str]
             "" if task is None or not task.since else duration(max(now - task.since, 0) / 1e9),
             f"{busy[number]:.0%}",
             bar(float(busy[number]), 10),
-            f"{float(records['cpu'][number]) / 1e9 / worked:.2f}" if worked > 0 else "",
+            f"{float(records['cpu'][number]) / 1e9 / elapsed:.2f}",
             duration(float(p50[number])),
             duration(float(p99[number])),
             f"{memory / 1e6:,.0f} MB" if pid and (memory := resident(pid)) else "",

@@ -366,11 +366,11 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
 def _details(stats: Stats) -> str:
     """Write all figures, folded."""
     figures = [(name, f"{value:.6g}") for name, value in stats.as_dict("").items()]
-    heads = ("worker", "pid", "batches", "busy", "computing", "p50", "p99")
+    heads = ("worker", "pid", "batches", "busy", "cores", "p50", "p99")
     cells = "".join(f'<th class="n">{head}</th>' for head in heads)
     rows = [f"<tr>{cells}</tr>"]
     for one in stats.workers:
-        cpu = "–" if one.cpu is None else f"{one.cpu:.0%}"
+        cpu = "–" if one.cpu is None else f"{one.cpu * one.busy:.2f}"
         shown = (one.number, one.pid or "–", one.batches, f"{one.busy:.0%}", cpu)
         values = (*shown, duration(one.p50), duration(one.p99))
         rows.append("<tr>" + "".join(f'<td class="n">{value}</td>' for value in values) + "</tr>")

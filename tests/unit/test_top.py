@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 import cseq
 from cseq import testing
 from cseq.memory import facts
+from cseq.meters import METER, Meters
 from cseq.observe import attached
 from cseq.observe.attached import (
     Attached,
@@ -32,6 +34,7 @@ from cseq.observe.attached import (
 )
 from cseq.observe.lines import WORKERS, bar, head, overview, ranks, spark, workers
 from cseq.observe.top import top
+from cseq.stats import Stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -365,6 +368,8 @@ def test_one_of_several_is_shown() -> None:
         assert second is not None
         assert {first.run.fact("seed"), second.run.fact("seed")} == {1, 2}
         assert [line[0] for line in overview(watcher, 80)[1:3]].count(">") == 1
+        assert sorted(map(watcher.label, watcher.runs)) == ["0.1", "0.2"]
+        assert all("64 / 4" in line for line in ranks(watcher, 140)[1:])
         managers[second.run.fact("seed")].finish()
         until(lambda: [watcher.update(), second.ended][1])
         assert second.ended == "finished"
@@ -372,6 +377,37 @@ def test_one_of_several_is_shown() -> None:
     finally:
         for manager in managers.values():
             manager.finish()
+
+
+def measured(now: int, **of_worker: int) -> Meters:
+    """Return the meters of a loop and one worker, in ns."""
+    records = np.zeros(2, METER)
+    records[0]["first"] = 1
+    records[0]["work"]["sum"] = now
+    records[1]["work"]["sum"] = of_worker.pop("worked", 0)
+    for name, value in of_worker.items():
+        records[1][name] = value
+    return Meters([records.tobytes()], now, bytes)
+
+
+def test_workers_that_were_replaced() -> None:
+    """The ticket that one had in hand does not make what the next one does seem less."""
+    second = 10**9
+    before = measured(6 * second, since=second, thread=5)
+    for thread, busy in (5, 0.0), (6, 2.0):
+        after = measured(16 * second, worked=2 * second, thread=thread, cpu=second)
+        assert after.since(before).busy.tolist() == [busy]
+
+
+def test_the_cores_of_an_idle_worker() -> None:
+    """They are of all the time: waking up takes more than a tiny batch does."""
+    second = 10**9
+    meters = measured(10 * second, worked=1000, thread=5, cpu=second)
+    run = SimpleNamespace(process=lambda _: 0)
+    shown = Watched(run, stats=Stats(num_workers=1, elapsed=10.0, meters=meters))  # type: ignore[arg-type]
+    shown.whole.append((0.0, shown.stats))  # type: ignore[arg-type]
+    names, line = workers(shown, 140)
+    assert line[: names.index("cpu") + 3].split()[-1] == "0.10"
 
 
 # -- files that are no runs

@@ -861,4 +861,5 @@ def test_without_torch_errors_say_what_to_install() -> None:
     assert len(printed) == 4
     assert all("pip install 'cseq-loader[torch]'" in line for line in printed[1:])
     assert hasattr(cseq, "DataLoader")
-    assert "DataLoader" in dir(cseq)
+    assert {"DataLoader", "progress", "__version__", *cseq.__all__} <= {*dir(cseq)}
+    assert not {"kinds", "lanes", "pools", "sys", "typing", "annotations"} & {*dir(cseq)}

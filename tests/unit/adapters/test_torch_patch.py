@@ -535,9 +535,9 @@ def test_a_script_that_is_not_there(scripts: Path, arguments: list[str]) -> None
 
 def test_the_command_without_a_script(tmp_path: Path) -> None:
     assert called(tmp_path, "-m", "cseq", "--version").stdout == f"cseq {cseq.__version__}\n"
-    done = called(tmp_path, "-m", "cseq")
+    done = called(tmp_path, "-m", "cseq", "run")
     assert done.returncode == 2
-    assert "required: command" in done.stderr
+    assert "required: script" in done.stderr
 
 
 ENGINES = """
