@@ -504,6 +504,14 @@ def test_a_script_sees_what_python_shows_it(scripts: Path, arguments: list[str])
     assert done.returncode == 0
 
 
+def test_the_command_as_it_is_installed(scripts: Path) -> None:
+    """It lies in a folder of its own, where no modules are looked for."""
+    (scripts / "cseq").write_text("import sys\nfrom cseq.__main__ import main\nsys.exit(main())\n")
+    arguments = ["./shows.py", "--", "a"]
+    expected = called(scripts / "own", *arguments)
+    assert called(scripts / "own", "../cseq", "run", *arguments).stdout == expected.stdout
+
+
 @pytest.mark.parametrize("program", ["program", "program.pyz"])
 def test_a_folder_and_an_archive(scripts: Path, program: str) -> None:
     done = called(scripts / "own", *RUN, program, "--", "a")
