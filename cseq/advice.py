@@ -283,13 +283,15 @@ def _start(v: Window) -> str:
 
 
 def _inline(v: Window) -> Said:
-    said = "num_workers=0 (or test mode): the loop makes its batches itself"
+    said = "the loop makes its batches itself"
     if v.elapsed <= 0:
+        said = f"num_workers=0 (or test mode): {said}"
         return said, "num_workers=2", {"num_workers": 2}, 1.0
     computes = v.cpu is None or v.cpu >= 0.5 or v.queued > NO_CORE
     more = v.enough(v.room if computes else MOST_READERS * v.cores)
     gain = (v.index + v.step) * more / v.index if v.index > 0 else v.most
-    return f"{said}; {_waits(v)}", f"num_workers={more}", {"num_workers": more}, min(v.most, gain)
+    said = f"num_workers=0: {said}; {_waits(v)}"
+    return said, f"num_workers={more}", {"num_workers": more}, min(v.most, gain)
 
 
 def _unknown(_: Window) -> Said:
