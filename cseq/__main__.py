@@ -1,4 +1,4 @@
-"""``cseq``, or ``python -m cseq``: a script with cseq's DataLoader, or a look at the machine."""
+"""``cseq``: a script with cseq's DataLoader, or a look at loops and machines."""
 
 from __future__ import annotations
 
