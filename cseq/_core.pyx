@@ -637,14 +637,17 @@ cdef class Ring:
         cdef uint32_t c
         return [c for c in range(self.r.capacity) if self.holder(c)[0] == owner]
 
-    def repost(self, uint32_t owner):
-        """Post the tickets of `owner` again, which has certainly ended: their cells."""
+    def repost(self, uint32_t owner, uint32_t status=0):
+        """Post the tickets of `owner` again, which has certainly ended: their cells.
+
+        With a `status`, publish them with that instead: they are given up.
+        """
         cdef uint32_t count, k
         cdef uint32_t* held = <uint32_t*>PyMem_RawMalloc(4 * <size_t>self.r.capacity)
         if held == NULL:
             raise MemoryError(f"no memory for {self.r.capacity} cells")
         try:
-            count = cseq_ring_repost(self.r, owner, held)
+            count = cseq_ring_repost(self.r, owner, held, status)
             return [held[k] for k in range(count)]
         finally:
             PyMem_RawFree(held)

@@ -38,7 +38,7 @@ class Feed(Line):
         decode: Callable[
             [int, int, int, int, int, tuple[int, ...]], tuple[Any, BaseException | None]
         ],
-        describe: Callable[[int, int, BaseException], tuple[BaseException, Any]],
+        describe: Callable[[int, int, Any], tuple[Any, Any]],
         *,
         errors: Literal["raise", "skip", "return"] = "raise",
         make: Callable[[], None] | None = None,

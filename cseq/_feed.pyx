@@ -3,12 +3,12 @@
 
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.ref cimport Py_INCREF, PyObject
+from cpython.ref cimport Py_INCREF, PyObject, PyTypeObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 cimport cython
 
-from cseq._codec cimport UNREAD, Decoder
+from cseq._codec cimport STRIDE, UNREAD, Decoder
 from cseq._core cimport Ring
 from cseq._headers cimport *
 from cseq._lock cimport Lock, RunState
@@ -20,6 +20,7 @@ from cseq._trace cimport cseq_log_begin, cseq_log_end, cseq_taken, log, thread_i
 from collections import deque
 
 from cseq._line import wait_any
+from cseq.indexing.leaving import Partial
 
 MOST_SKIPPED = 1000  # batches that were left out are listed, the latest
 
@@ -28,6 +29,7 @@ cdef enum:
     MOST_LOOKS = 64  # at tickets, when the loop has waited
 
 cdef uint64_t NONE = <uint64_t>-1
+cdef PyTypeObject* PARTIAL = <PyTypeObject*>Partial
 
 
 @cython.final
@@ -79,7 +81,8 @@ cdef class Feed(Line):
         its place, if that is not an exception of the decoding itself, as the second.
     describe : callable
         ``describe(ring, cell, error)``: the exception to be raised in the loop, and a note: the entry of
-        `skipped`; or of a worker's own items, why these have ended.
+        `skipped`; or of a worker's own items, why these have ended. Of a `Partial` in place of the
+        exception: the batch, and a list of such entries.
     errors : 'raise', 'skip' or 'return'
         Raise what takes the place of a batch; note it and leave the batch out; or return an
         `ItemFailure`.
@@ -97,7 +100,7 @@ cdef class Feed(Line):
     done : int
         Units of these; those of a ticket that has raised count only once the loop has gone on.
     skipped : deque
-        The notes of the batches left out.
+        The notes of the batches left out, and of samples.
     place : Place or None
         Epoch, and units before its first ticket, of what was begun; None: nothing is under way.
     ended : bool
@@ -391,7 +394,9 @@ cdef class Feed(Line):
             self.give_up(t.ring)
             return 0
         if self.decoder.passes and not c.status:
-            pass  # `take` takes it out of its place
+            # `take` takes it out of its place; no reference is counted here.
+            if self.decoder.objects.items[STRIDE * t.cell].ob_type is PARTIAL:
+                batch = self.decoder.objects.get(t.cell)
         else:
             try:
                 batch = self.decoder.decode(t.cell, c)
@@ -406,6 +411,8 @@ cdef class Feed(Line):
                 error, note = self.describe(t.ring, t.cell, error)
                 if self.give:
                     batch, error = ItemFailure(error, t.ring), None
+        if (<PyObject*>batch).ob_type is PARTIAL:
+            batch, note = self.describe(t.ring, t.cell, batch)
         self.decoded, self.batch, self.error, self.note = t.number, batch, error, note
         return 0
 
@@ -503,7 +510,9 @@ cdef class Feed(Line):
                 self.skips += 1
                 self.commit(k, True)
                 continue
-            if self.decoder.passes:
+            if isinstance(self.note, list):
+                self.skipped.extend(self.note)
+            if self.decoder.passes and self.note is None:
                 taken = self.decoder.objects.take(self.at(k).cell)
             else:
                 Py_INCREF(batch)

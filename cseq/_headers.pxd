@@ -186,7 +186,7 @@ cdef extern from "cseq_ring.h" nogil:
     int cseq_ring_retract(cseq_ring* r, uint32_t cell) noexcept
     int cseq_ring_cancel(cseq_ring* r, uint32_t cell) noexcept
     void cseq_ring_retire(cseq_ring* r, uint32_t cell) noexcept
-    uint32_t cseq_ring_repost(cseq_ring* r, uint32_t owner, uint32_t* held) noexcept
+    uint32_t cseq_ring_repost(cseq_ring* r, uint32_t owner, uint32_t* held, uint32_t status) noexcept
     uint32_t cseq_ring_notices(const cseq_ring* r) noexcept
     cseq_gate* cseq_ring_output(cseq_ring* r) noexcept
     void cseq_ring_wait_any(cseq_ring** rings, const uint32_t* cells, uint32_t count, uint32_t seen,

@@ -38,7 +38,7 @@ cdef class Runner:
         """Post the ticket in hand again: its batch was interrupted, and is to be made from the beginning."""
         cdef uint32_t cell
         self.cell = -1
-        cseq_ring_repost(self.r, self.owner, &cell)
+        cseq_ring_repost(self.r, self.owner, &cell, 0)
     cdef inline void poll(self) noexcept:
         """Count what the system knows; between threads, how long this one waits if it asks for the GIL."""
         cdef uint32_t word = 0

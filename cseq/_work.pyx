@@ -648,6 +648,9 @@ cdef class BatchMaker(Work):
             self.batch_state.drawn, self.batch_state.ticket = None, runner
         self.writer.open_ticket(runner)
         batch = self.index(runner)
+        if batch is None:
+            raise TypeError(f"`__getitem__` of {type(self.indexer).__name__} returned None: is a "
+                            "`return` missing?")
         return batch if self.convert is None else self.convert(batch)
 
     cdef object index(self, Runner runner):

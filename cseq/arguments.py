@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from cseq._core import ALGORITHMS
@@ -9,7 +10,7 @@ from cseq.advice import MOST_READERS
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds
 from cseq.compute import share
 from cseq.indexing import indexer
-from cseq.indexing.dataset import DatasetIndexer
+from cseq.indexing.dataset import is_torchs, unasked
 from cseq.memory.memory_limit import memory_limit_of
 from cseq.order.base import Order
 from cseq.order.shuffled import Sequential, Shuffled
@@ -169,6 +170,8 @@ class Sizes(NamedTuple):
             buffer = count("buffer", buffer, most=MOST_BUFFER)
         if not auto[0]:
             num_workers = count("num_workers", num_workers, least=0, most=MOST_WORKERS)
+            if thread_type == "proc" and num_workers > workers_of_auto()[1]:
+                _warn_of_many(num_workers)
         start, most = (num_workers, num_workers) if not auto[0] else workers_of_auto()
         if auto[0] and not auto[1]:  # more than there are batches would do nothing
             start, most = min(start, buffer), min(most, buffer)
@@ -177,6 +180,16 @@ class Sizes(NamedTuple):
         first = max(FIRST_BUFFER, 2 * start)
         cells = max(first, 2 * most, min(AUTO_BUFFER, AUTO_WORDS // words))
         return cls(Size(start, min(first, MOST_BUFFER)), Size(most, min(cells, MOST_BUFFER)), auto)
+
+
+def _warn_of_many(num_workers: int) -> None:
+    """Warn of more worker processes than can be of use."""
+    warnings.warn(
+        f"num_workers={num_workers} worker processes on {share()} cores: more than "
+        f"{workers_of_auto()[1]} slow down the start, and the machine; num_workers='auto' has as "
+        "many as help",
+        stacklevel=5,  # where an MPSequence is made
+    )
 
 
 def is_auto(name: str, value: Any) -> bool:
@@ -242,7 +255,8 @@ def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:
     """Check `worker`: return it, and the fleet that was given in its place, or None."""
     if not hasattr(worker, "attach") or not hasattr(worker, "waits_for"):
         indexer.check_worker(worker)
-        return worker, None
+        is_dataset = is_torchs(worker) and not isinstance(worker, type)
+        return unasked(worker) if is_dataset else worker, None
     if thread_type != "ray":
         raise TypeError(f"worker={worker!r} is a fleet: give it to a RaySequence")
     if worker.worker is None and not worker.over:
@@ -322,7 +336,7 @@ def dtype_of(worker: Any, dtype: Any) -> Any:
     """Resolve 'auto': a data set's samples keep their types, as with a DataLoader."""
     if not isinstance(dtype, str) or dtype != "auto":
         return dtype
-    return None if isinstance(worker, DatasetIndexer) else "float32"
+    return None if indexer.takes_samples(worker) else "float32"
 
 
 def samples_of(worker: Any, order: Order) -> int:

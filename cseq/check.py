@@ -30,6 +30,7 @@ ELSEWHERE = {
     "drop_last and shard; samples of your own choice go into dset_size, as an array of indices",
     "collate_fn": "the worker's __getitem__(indices) gets the indices of a whole batch and returns "
     "the batch: collate there",
+    "device": "that is `out_type` here: 'cuda', 'cuda:1' or 'cpu'",
     "dataset": "give `worker`, a class that makes an object with __getitem__(indices) -> batch, "
     "and `dset_size`, the number of samples",
     "generator": "give seed, an integer: generator.initial_seed()",
@@ -45,10 +46,22 @@ ELSEWHERE = {
     "workers": "that is `num_workers` here",
 }
 
+# The same beside a data set.
+OF_DATASET = {
+    "collate": "give cseq.from_dataset(dataset, collate=...) as `worker`",
+    "collate_fn": "give cseq.from_dataset(dataset, collate=...) as `worker`",
+}
 
-def unexpected(caller: str, name: str, known: Iterable[str]) -> TypeError:
-    """Make the error for an unknown keyword; it says what to write instead."""
-    instead = ELSEWHERE.get(name)
+
+def unexpected(
+    caller: str, name: str, known: Iterable[str], *, is_dataset: bool = False
+) -> TypeError:
+    """Make the error for an unknown keyword; it says what to write instead.
+
+    `is_dataset`: beside a data set, whose samples cseq collates.
+    """
+    instead = OF_DATASET.get(name) if is_dataset else None
+    instead = instead or ELSEWHERE.get(name)
     if instead is None:
         import difflib
 

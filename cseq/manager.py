@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cseq.advice import Advice
+    from cseq.indexing.leaving import Skipped
     from cseq.pools.base import BatchPool
 
 __all__ = ["Manager", "reporting"]
@@ -56,7 +57,7 @@ class Manager:
         self._trace: Trace | None = None  # that of the last start
         self._place = Place()
         self._stats = Stats()  # of the last run, when nothing runs
-        self._skipped: list[tuple[int, int, str]] = []
+        self._skipped: list[Skipped] = []
         self._told: set[str] = set()  # causes that the log has said
 
     def __reduce__(self) -> NoReturn:
@@ -250,10 +251,11 @@ class Manager:
         reporting().write(path, [reporting().of_manager(self, remake)], title)
 
     @property
-    def skipped(self) -> list[tuple[int, int, str]]:
-        """Batches that ``on_error='skip'`` left out since the last start: epoch, batch, error.
+    def skipped(self) -> list[Skipped]:
+        """What ``on_error='skip'`` left out since the last start: samples, and whole batches.
 
-        The latest 1000 of them; `stats` counts all.
+        The latest 1000 of them, each with ``epoch``, ``batch``, ``sample`` (None: the whole batch),
+        ``error`` and ``indices``. `stats` counts all batches.
         """
         with self._lock.hold():
             return list(self._skipped) if self._run is None else self._run.pool.skipped

@@ -13,6 +13,7 @@ from cseq import remake as remaking
 from cseq._feed import FeedIterator
 from cseq.check import choice, count, flag, unexpected
 from cseq.converter import output as outputs
+from cseq.indexing.indexer import takes_samples
 from cseq.manager import Manager, reporting
 from cseq.order import checkpoint
 from cseq.order import shard as shards
@@ -67,7 +68,8 @@ class MSequence(Manager, Generic[B_co]):
         ``__getitem__(indices) -> batch``, where `indices` is a one-dimensional ``int64`` array of
         its own. Called once in every worker process or thread, in threads one after another. An
         object that already has ``__getitem__`` (an array, a data set) is taken too, and copied to
-        the processes. If the indexer has ``close()``, it is called when its worker ends.
+        the processes; a ``Dataset`` of torch's, or a class of these, is what `from_dataset` makes
+        of it. If the indexer has ``close()``, it is called when its worker ends.
     dset_size : int or one-dimensional array or list of int, optional
         Number of samples, or the samples' indices themselves (never written to). None: the
         ``len`` of `worker` if it has one (`from_dataset`, an array), or what `order` says.
@@ -110,7 +112,8 @@ class MSequence(Manager, Generic[B_co]):
         initialised torch process group, else of the variables of torchrun, Lightning, Open MPI,
         MPICH or srun, at the first `start` or ``len``; a shard that differs later is an error.
     on_error : 'raise' or 'skip'
-        Whether an exception of the indexer is raised in the loop, or logged and its batch left out.
+        Whether an exception of the indexer is raised in the loop, or logged and its batch left out;
+        of `from_dataset`, its sample, so that the batch is smaller. `skipped` lists both.
     max_restarts : int
         Worker processes that may die and be replaced in an epoch.
     timeout : float, optional
@@ -232,7 +235,8 @@ class MSequence(Manager, Generic[B_co]):
         **unknown: Any,
     ) -> None:
         if unknown:
-            raise unexpected(type(self).__name__, next(iter(unknown)), self._parameters())
+            name, is_dataset = next(iter(unknown)), takes_samples(worker)
+            raise unexpected(type(self).__name__, name, self._parameters(), is_dataset=is_dataset)
         if thread_type not in KINDS:
             raise TypeError(f"thread_type={thread_type!r} is unknown; give one of {[*KINDS]}")
         worker, fleet = arguments.fleet_of(worker, thread_type)

@@ -83,6 +83,9 @@ class Streams:
         What the log adds where it says that a worker was replaced.
     samples : callable, optional
         ``samples(key)`` is how many samples `stats` counts for the item of a key; None: one.
+    lethal : 'raise' or 'return'
+        In an epoch of keys, what an item does that has ended three workers: its `WorkerDied` ends
+        the streams, or takes its place.
     launch : 'now' or 'begin'
         When workers are started: by the constructor; or by the first `ask`, or the first `begin`
         once it has posted what they have to do. A forked worker then makes its first items while
@@ -136,6 +139,7 @@ class Streams:
         show: Callable[[Any], Any] | None = None,
         lost: str = "",
         samples: Callable[[Any], int] | None = None,
+        lethal: Literal["raise", "return"] = "raise",
         launch: Literal["now", "begin"] = "now",
     ) -> None:
         if not callable(producer):
@@ -158,6 +162,7 @@ class Streams:
             show=show,
             lost=lost,
             samples=samples,
+            gives_up=choice("lethal", lethal, ("raise", "return")) == "return",
         )
         self._run = Run(pool)
         self._feed = pool.give_feed()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import copy
 import pickle
+import reprlib
 import signal
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "Failure", "annotate", "ends_program", "line_of", "named", "ordinary", "pack",
+    "Failure", "annotate", "ends_program", "line_of", "listed", "named", "ordinary", "pack",
     "pack_text", "str_of", "told", "unpack", "where",
 ]  # fmt: skip
 
@@ -38,6 +39,7 @@ ARGS, CAUSE, TRACE = (vars(BaseException)[name] for name in ("args", "__cause__"
 PLAIN = (BaseException.__str__, KeyError.__str__, OSError.__str__)
 
 SHOWN = 16  # indices of a batch that a message shows
+MOST = 1024  # that one of a death shows
 
 
 def pack(error: BaseException) -> bytes:
@@ -273,11 +275,18 @@ def line_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def where(epoch: int, batch: int, indices: Sequence[int]) -> str:
+def where(epoch: int, batch: int, indices: Sequence[int], most: int = SHOWN) -> str:
     """Name a batch in a message."""
-    shown = ", ".join(map(str, indices[:SHOWN]))
-    more = f", … {len(indices) - SHOWN} more" if len(indices) > SHOWN else ""
-    return f"epoch {epoch}, batch {batch}, indices [{shown}{more}]"
+    return f"epoch {epoch}, batch {batch}, indices {listed(indices, most)}"
+
+
+def listed(indices: Any, most: int = SHOWN) -> str:
+    """Show the indices of a batch; what is no list of them is cut as `reprlib` does."""
+    if not isinstance(indices, (list, tuple)):
+        return reprlib.repr(indices)
+    shown = ", ".join(map(reprlib.repr, indices[:most]))
+    more = f", … {len(indices) - most} more" if len(indices) > most else ""
+    return f"[{shown}{more}]"
 
 
 def ordinary(error: BaseException) -> BaseException:

@@ -97,7 +97,7 @@ def dump(obj: object, *, name: str = "worker", elsewhere: bool = False) -> Pickl
             data = _dump_by_value(obj, modules, buffers)
     except MemoryError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - its traceback is no news: the path says where
         probed = Importable(elsewhere=elsewhere)
         raise unpicklable(
             obj,
@@ -106,7 +106,7 @@ def dump(obj: object, *, name: str = "worker", elsewhere: bool = False) -> Pickl
             probe=lambda part: _dump_by_value(part, probed, None),
             known=probed.has,
             remedy=REMEDY.format(name=name, otherwise=OTHERWISE.get(name, THREADS)),
-        ) from error
+        ) from None
     return Pickled(data, buffers, modules.importable())
 
 

@@ -124,15 +124,13 @@ class FleetPool(BatchPool):
         """Free the cells of all tickets before this one: they were given up."""
         self._dispatcher.give_up(ticket)
 
-    def _describe(
-        self, number: int, cell: int, error: BaseException
-    ) -> tuple[BaseException, tuple[int, int, str]]:
+    def _describe(self, number: int, cell: int, what: Any) -> tuple[Any, Any]:
         """Name the batch in an exception, and the agent."""
         agent = self._dispatcher.agent_of(cell)
-        error, entry = super()._describe(number, cell, error)
-        if agent is not None:
-            failure.annotate(error, f"made by {agent}")
-        return error, entry
+        told, entry = super()._describe(number, cell, what)
+        if agent is not None and isinstance(told, BaseException):
+            failure.annotate(told, f"made by {agent}")
+        return told, entry
 
     def _check(self, _: Awaited | None) -> None:
         """Raise what has ended a thread, or what no agent can make good."""

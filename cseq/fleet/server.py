@@ -23,9 +23,9 @@ from cseq.converter.output import Output
 from cseq.encoding import failure
 from cseq.lanes import Lanes
 from cseq.memory.shared import Shared
-from cseq.pools.base import in_work, named
+from cseq.pools.base import held_in, in_work
 from cseq.pools.process import ENTRY, Task
-from cseq.processes.deaths import Deaths, Held
+from cseq.processes.deaths import Deaths
 from cseq.processes.launcher import make_launcher
 from cseq.processes.supervisor import Supervisor
 from cseq.stage import INDEXER
@@ -106,7 +106,7 @@ class TicketServer:
             self._shared,
             readers=num_workers,
             task=self._task,
-            describe=lambda _, cell: Held(*named(ring, cell)),
+            describe=lambda _, cell: held_in(ring, cell),
             deaths=Deaths(options.max_restarts, num_workers, "batch", advice),
             lanes=Lanes(num_workers, "process"),
         )
@@ -126,6 +126,7 @@ class TicketServer:
             last=True,
             seed=0,
             seed_globals=self._seed_globals,
+            on_error="raise",  # the batch is left out where the loop is
             cast=None,  # the trainer casts
             output=Output("null"),
         )

@@ -468,8 +468,10 @@ CSEQ_INLINE void cseq_ring_notify_all(cseq_ring *r) {
 
 /* Post the tickets of `owner` again, which has certainly ended and is not yet replaced; their cells
  * into `held`. Runners look at the oldest of them first; in a queue there is one at most.
+ * With a `status` they are published with that instead, in no slot of the owner's: given up.
  * SYNC: ticket visible to runner; SYNC: start visible with owner (the compare-and-swap) */
-CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *held) {
+CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *held,
+                                      uint32_t status) {
     uint32_t count = 0;
     uint64_t oldest = 0;
     cseq_store_rlx_u64(&cseq_ring_meter(r, owner)->since_ns, 0);
@@ -478,14 +480,19 @@ CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *he
         uint64_t w = cseq_load_sc_u64(&cell->word);
         int state = CSEQ_STATE(w);
         if (CSEQ_OWNER(w) != owner || (state != CSEQ_INDEXING && state != CSEQ_CONVERTING)) continue;
-        uint64_t again = CSEQ_WORD(CSEQ_TICKET(w), 0, state - 1);
+        uint64_t again = CSEQ_WORD(CSEQ_TICKET(w), 0, status ? CSEQ_READY : state - 1);
         cseq_store_rlx_u64(&cseq_cell_stint(cell, state == CSEQ_CONVERTING)->started_ns, 0);
         if (state == CSEQ_INDEXING) /* it may have died just before it published a slot */
             cseq_store_rlx_u32(&cell->slot, CSEQ_NO_SLOT);
+        if (status) {
+            cell->status = status;
+            cell->stage = state == CSEQ_CONVERTING;
+        }
         if (!cseq_cas_sc_u64(&cell->word, w, again)) continue; /* a second repost of this owner */
         if (count == 0 || cseq_before(CSEQ_TICKET(w), oldest)) {
             oldest = CSEQ_TICKET(w);
-            if (c < cseq_ring_round(r)) cseq_store_rlx_u32(&r->hint[state == CSEQ_CONVERTING], c);
+            if (c < cseq_ring_round(r))
+                cseq_store_rlx_u32(&r->hint[state == CSEQ_CONVERTING], status ? c + 1 : c);
         }
         held[count++] = c;
     }

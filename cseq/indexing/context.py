@@ -70,7 +70,7 @@ class BatchContext(BatchState):
     an indexer; each ticket has the seed of its batch.
     """
 
-    __slots__ = ("allocator", "num_workers", "number", "seed")
+    __slots__ = ("allocator", "left", "num_workers", "number", "seed")
 
     ticket: Ticket | None
     drawn: np.random.Generator | None
@@ -80,6 +80,7 @@ class BatchContext(BatchState):
         self.num_workers = num_workers
         self.seed = seed
         self.allocator: Writer | None = None  # makes arrays in the batch's slot
+        self.left: Sequence[tuple[int, Any, str]] = ()  # samples left out: `Leaving.left`
 
     def rng(self) -> np.random.Generator:
         """Return the batch's generator: the same object throughout the batch."""
@@ -172,7 +173,8 @@ def parts() -> NDArray[np.int64]:
     -------
     numpy.ndarray
         Shape (units of the batch,), int64: how many of the indices belong to each unit of the
-        order; for `Packed`, to each row. Their sum is the number of indices.
+        order; for `Packed`, to each row. Their sum is the number of indices; in the collate
+        function of `from_dataset`, the number of samples that ``on_error='skip'`` has left.
 
     Raises
     ------
@@ -195,7 +197,12 @@ def parts() -> NDArray[np.int64]:
         raise RuntimeError(
             "cseq.parts() belongs to the batch of a sequence: call it in __getitem__ of its indexer"
         )
-    return ticket.parts()
+    sizes: NDArray[np.int64] = ticket.parts()
+    ends = sizes.cumsum()
+    assert batch_context is not None
+    for position, _, _ in batch_context.left:
+        sizes[np.searchsorted(ends, position, side="right")] -= 1
+    return sizes
 
 
 def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:

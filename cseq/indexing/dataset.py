@@ -13,13 +13,25 @@ from cseq._memory import SMALL
 from cseq.encoding import failure
 from cseq.encoding.pickling import import_torch
 from cseq.indexing import context
+from cseq.indexing.leaving import Leaving, none_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-__all__ = ["IN_PLACE", "DatasetIndexer", "empty_tensor", "from_dataset", "refuse_iterable"]
+    from cseq.indexing.context import BatchContext
+
+__all__ = [
+    "IN_PLACE",
+    "DatasetIndexer",
+    "LeavingIndexer",
+    "empty_tensor",
+    "from_dataset",
+    "is_torchs",
+    "refuse_iterable",
+    "unasked",
+]
 
 Samples: TypeAlias = "Sequence[Any]"
 
@@ -90,6 +102,20 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
     return DatasetIndexer(dataset, collate)
 
 
+def is_torchs(thing: object) -> bool:
+    """Tell whether something is a map-style data set of torch's, or a class of these."""
+    torch = sys.modules.get("torch.utils.data")
+    kind = thing if isinstance(thing, type) else type(thing)
+    return torch is not None and issubclass(kind, torch.Dataset)
+
+
+def unasked(dataset: Any) -> DatasetIndexer:
+    """Return `from_dataset` of a data set of torch's that was given as a worker itself."""
+    made = from_dataset(dataset)
+    made.is_unasked = True
+    return made
+
+
 def refuse_iterable(dataset: object, what: str) -> None:
     """Refuse torch's iterable style, whose ``__getitem__`` only raises; also a class of these."""
     torch = sys.modules.get("torch.utils.data")
@@ -104,6 +130,8 @@ def refuse_iterable(dataset: object, what: str) -> None:
 class DatasetIndexer:
     """The worker that `from_dataset` makes: ``__getitem__`` takes an array of indices."""
 
+    is_unasked = False  # made of a data set of torch's that may be meant for arrays
+
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
         self.dataset = dataset
         self.collate = default_collate if collate is None else collate
@@ -113,38 +141,63 @@ class DatasetIndexer:
         """Samples in the data set when this was made."""
         return self._length
 
+    def close(self) -> None:
+        """Close the data set, if that can be closed."""
+        close = getattr(self.dataset, "close", None)
+        if callable(close):
+            close()
+
     def __repr__(self) -> str:
         return f"cseq.from_dataset({type(self.dataset).__name__} of {self._length} samples)"
 
     def __getitem__(self, indices: NDArray[np.int64]) -> Any:
         """Return the batch of these indices."""
+        is_plain = self.collate is default_collate
+        return self.make(indices, Leaving(self.dataset, skips=False, refuses_none=is_plain))
+
+    def make(self, indices: NDArray[np.int64], leaving: Leaving) -> Any:
+        """Return the batch of these indices, or what `leaving` has of it."""
         numbers: list[int] = indices.tolist()
-        dataset = self.dataset
-        if hasattr(dataset, "__getitems__"):
-            samples = list(dataset.__getitems__(numbers))
-        elif self.collate is default_collate:
-            samples = _with_rows(self._samples(numbers), len(numbers))
+        fetched = leaving.fetch(numbers)
+        if self.collate is default_collate and not hasattr(self.dataset, "__getitems__"):
+            samples = _with_rows(fetched, len(numbers))
         else:
-            samples = list(self._samples(numbers))
+            samples = list(fetched)
         try:
-            return self.collate(samples)
+            batch = self.collate(samples)
+            if batch is None:
+                raise TypeError(f"{self.collate!r} returned None: is a `return` missing?")
         except Exception as error:
+            for index, sample in zip(numbers, samples, strict=False):
+                if sample is None and not leaving.left:
+                    failure.annotate(error, f"cseq: {none_text(index, self.dataset)}")
             failure.annotate(
-                error, f"cseq: collating {len(samples)} samples, of indices {numbers[:16]}"
+                error,
+                f"cseq: collating {len(samples)} samples, of indices {failure.listed(numbers)}",
             )
             raise
+        return batch
 
-    def _samples(self, numbers: list[int]) -> Iterator[Any]:
-        """Fetch samples, one by one."""
-        dataset = self.dataset
-        for number in numbers:
-            try:
-                sample = dataset[number]
-            except Exception as error:
-                failure.annotate(error, f"cseq: sample {number} of {type(dataset).__name__}")
-                raise
-            yield sample
-            del sample  # it is dropped before the next one is made
+
+class LeavingIndexer(DatasetIndexer):
+    """The same where samples that raise are left out: its batches may be `Partial`.
+
+    Parameters
+    ----------
+    indexer : DatasetIndexer
+    batch_context : BatchContext
+        Of the thread that calls it: `parts` then counts the samples that are left.
+    """
+
+    def __init__(self, indexer: DatasetIndexer, batch_context: BatchContext) -> None:
+        super().__init__(indexer.dataset, indexer.collate)
+        is_plain = self.collate is default_collate
+        self._leaving = Leaving(self.dataset, skips=True, refuses_none=is_plain)
+        batch_context.left = self._leaving.left
+
+    def __getitem__(self, indices: NDArray[np.int64]) -> Any:
+        """Return the batch of these indices, without those that raise."""
+        return self._leaving.whole(self.make(indices, self._leaving))
 
 
 def default_collate(samples: Samples) -> Any:
@@ -354,8 +407,8 @@ def _taken(sample: Any, number: int, plan: _Plan) -> Any:
 def _stack_rows(parts: Samples) -> Any:
     """Return the stack that the parts are rows of, or stack rows and others."""
     stack = parts[0].stack
-    if all(isinstance(part, _Row) for part in parts):
-        return stack.whole
+    if all(isinstance(part, _Row) for part in parts):  # fewer, if samples were left out
+        return stack.whole if len(parts) == len(stack.whole) else stack.whole[: len(parts)]
     arrays = [part.stack.whole[part.number] if isinstance(part, _Row) else part for part in parts]
     return default_collate(arrays)
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 import threading
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cseq._work import BatchMaker
-from cseq.converter.output import arrays_of, explain_cast
+from cseq.converter.output import explain_cast
 from cseq.encoding import failure
-from cseq.indexing.context import parts
-from cseq.indexing.dataset import DatasetIndexer, refuse_iterable
+from cseq.indexing.dataset import (
+    DatasetIndexer,
+    LeavingIndexer,
+    is_torchs,
+    refuse_iterable,
+    unasked,
+)
 from cseq.processes.launcher.base import end_copy
 
 if TYPE_CHECKING:
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 
     from cseq._work import Runner
     from cseq.converter.output import Output
+    from cseq.indexing.context import BatchContext
     from cseq.indexing.seeding import Seeds
 
 __all__ = [
@@ -39,7 +44,9 @@ __all__ = [
     "build_seeded",
     "check_worker",
     "dispose",
+    "leaving",
     "length_of",
+    "takes_samples",
 ]
 
 log = logging.getLogger("cseq")
@@ -49,6 +56,10 @@ PLAIN_CONTAINERS = (list, tuple, dict, str, bytes, bytearray, range, memoryview)
 DATASET_HINT = (
     "__getitem__ of a worker gets an array of indices; a data set that takes one index at a time "
     "becomes a worker with cseq.from_dataset(dataset)"
+)
+INDEXER_HINT = (
+    "a worker that is a Dataset of torch's is asked for one index at a time, as cseq.from_dataset "
+    "does it; an indexer of whole batches derives from no Dataset"
 )
 
 
@@ -82,6 +93,27 @@ def check_worker(worker: object) -> None:
             f"worker={worker!r} can neither be called nor indexed; give a class (or another "
             "callable without arguments) that makes an object with __getitem__(indices)"
         )
+    if not is_indexer(worker):
+        _refuse_arguments(worker)
+
+
+def _refuse_arguments(worker: Any) -> None:
+    """Refuse a class or function that cannot be called without arguments."""
+    try:
+        inspect.signature(worker).bind()
+    except TypeError as error:
+        raise TypeError(
+            f"worker={worker!r} cannot be called without arguments ({error}): worker is a class or "
+            "object with __getitem__(indices) -> batch; give functools.partial(…) of a class that "
+            "takes arguments, or an object of it"
+        ) from None
+    except ValueError:  # of C, which does not tell
+        pass
+
+
+def takes_samples(worker: object) -> bool:
+    """Tell whether a worker is a data set, whose samples are collated here."""
+    return isinstance(worker, DatasetIndexer) or is_torchs(worker)
 
 
 def _refuse_table(worker: object, what: str) -> None:
@@ -106,21 +138,16 @@ def length_of(worker: object) -> int | None:
 
 def is_likely_dataset(indexer: object) -> bool:
     """Tell whether an object may take one index at a time, as a map-style data set does."""
-    if isinstance(indexer, DatasetIndexer):
-        return False
     kind = type(indexer)
-    return _is_torchs(indexer) or (hasattr(kind, "__len__") and not hasattr(kind, "__array__"))
-
-
-def _is_torchs(indexer: object) -> bool:
-    """Tell whether an object is a data set of torch's."""
-    torch = sys.modules.get("torch.utils.data")
-    return torch is not None and isinstance(indexer, torch.Dataset)
+    return hasattr(kind, "__len__") and not hasattr(kind, "__array__")
 
 
 def advised(indexer: object, error: BaseException) -> BaseException:
     """Add the remedy to an exception of an indexer's first batch, if it may be a data set."""
-    if isinstance(error, (TypeError, ValueError, KeyError, IndexError)) and is_likely_dataset(
+    if isinstance(indexer, DatasetIndexer):
+        if indexer.is_unasked and isinstance(error, (TypeError, ValueError, AttributeError)):
+            failure.annotate(error, f"cseq: {INDEXER_HINT}")
+    elif isinstance(error, (TypeError, ValueError, KeyError, IndexError)) and is_likely_dataset(
         indexer
     ):
         failure.annotate(error, f"cseq: {DATASET_HINT}")
@@ -135,17 +162,18 @@ def build(worker: Any) -> Indexer[Any]:
     TypeError
         What the worker made has no ``__getitem__``.
     """
+    indexer: Indexer[Any] = worker if is_indexer(worker) else worker()
+    if is_torchs(indexer):
+        refuse_iterable(indexer, f"worker {worker!r} made")
+        return unasked(indexer)
     if is_indexer(worker):
-        indexer: Indexer[Any] = worker
         return indexer
-    indexer = worker()
     if not hasattr(type(indexer), "__getitem__"):
         raise TypeError(
             f"worker {worker!r} made a {type(indexer).__name__}, which has no __getitem__; "
             "an indexer needs __getitem__(indices) -> batch"
         )
     _refuse_table(indexer, f"worker {worker!r} made")
-    refuse_iterable(indexer, f"worker {worker!r} made")
     return indexer
 
 
@@ -163,6 +191,13 @@ def build_seeded(worker: Any, seeds: Seeds | None, *, copied: bool) -> Indexer[A
         seeds.seed_present()
         made = build(worker)
     return made
+
+
+def leaving(indexer: Indexer[Any], batch_context: BatchContext, on_error: str) -> Indexer[Any]:
+    """Return an indexer that leaves out samples, where it can: one of a whole batch cannot."""
+    if on_error == "skip" and isinstance(indexer, DatasetIndexer):
+        return LeavingIndexer(indexer, batch_context)
+    return indexer
 
 
 def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> None:
@@ -183,24 +218,10 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
         log.exception("close() of an indexer raised; it was made by %r", worker)
 
 
-def explain_batch(indexer: object, batch: Any, count: int) -> str | None:
-    """Return a warning for what is no batch of so many indices; None: it may be one."""
-    name = type(indexer).__name__
-    if batch is None:
-        return f"__getitem__ of {name} returned None: is a `return` missing?"
-    if _is_torchs(indexer):
-        rows = {count, len(parts())}  # a row for each index, or for each unit of the order
-        for shape in (tuple(array.shape) for array in arrays_of(batch)):
-            if not shape or shape[0] not in rows:
-                made = f"the first batch of {name} has an array of shape {shape}"
-                return f"{made} for {count} indices: {DATASET_HINT}"
-    return None
-
-
 class FirstBatches:
     """Looks at the first batch of each runner that shares it; warns of the first odd one.
 
-    Of labels that become floats, of None, and of what a data set makes of an array of indices.
+    Of labels that become floats.
 
     Parameters
     ----------
@@ -217,9 +238,9 @@ class FirstBatches:
         """Look at the first batch of a runner, which has its indexer in the attribute `indexer`."""
         owner.indexer = _FirstBatch(owner, self._look)
 
-    def _look(self, indexer: Any, batch: Any, count: int) -> None:
-        """Look at a batch of so many indices."""
-        note = explain_batch(indexer, batch, count) or explain_cast(batch, self._output)
+    def _look(self, batch: Any) -> None:
+        """Look at a batch."""
+        note = explain_cast(batch, self._output)
         if note is not None and self._untold.acquire(blocking=False):
             self._tell(note)
 
@@ -227,7 +248,7 @@ class FirstBatches:
 class _FirstBatch:
     """Stands in for the indexer of `owner` until its first call: passes the batch to `look`."""
 
-    def __init__(self, owner: Any, look: Callable[[Any, Any, int], None]) -> None:
+    def __init__(self, owner: Any, look: Callable[[Any], None]) -> None:
         self._owner = owner
         self._indexer = owner.indexer
         self._look = look
@@ -235,9 +256,8 @@ class _FirstBatch:
     def __getitem__(self, indices: NDArray[np.int64], /) -> Any:
         """Return the indexer's batch, and put the indexer back into its place."""
         self._owner.indexer = self._indexer
-        count = len(indices)  # before the indexer may change them
         batch = self._indexer[indices]
-        self._look(self._indexer, batch, count)
+        self._look(batch)
         return batch
 
 

@@ -114,10 +114,13 @@ class Shared:
         ring = self.rings[at]
         return [(cell, ring.holder(cell)[1]) for cell in ring.held(number)]
 
-    def reclaim(self, owner: int) -> None:
-        """Post the tickets of a worker that has certainly ended again, and free its slots."""
+    def reclaim(self, owner: int, status: int = 0) -> None:
+        """Post the tickets of a worker that has certainly ended again, and free its slots.
+
+        With a `status`, they are given up: published with that.
+        """
         at, number = self._locate(owner)
-        self.rings[at].repost(number)
+        self.rings[at].repost(number, status)
         self.arena.reclaim(owner, self.rings)
 
     def notify_all(self) -> None:

@@ -125,9 +125,8 @@ class Order:
         for key in [*ours, *facts]:
             if ours.get(key) != facts.get(key):
                 raise ValueError(
-                    f"the state has an order with {key}={facts.get(key)!r}, this manager has one "
-                    f"with {key}={ours.get(key)!r}; make it with the same, or do not load this "
-                    "state"
+                    f"the state has an order with {key}={facts.get(key)!r}, but here it has "
+                    f"{key}={ours.get(key)!r}; make it with the same, or do not load this state"
                 )
         return self
 

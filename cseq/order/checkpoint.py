@@ -71,8 +71,8 @@ def load(state: dict[str, Any], sampler: Sampler, *, any_seed: bool) -> tuple[Sa
     order = sampler.order.resumed(facts, seed, epoch, consumed)
     if seed != sampler.seed and not any_seed:
         raise ValueError(
-            f"the state has seed={seed}, this manager has seed={sampler.seed}; make it with the "
-            "same, or do not load this state"
+            f"the state has seed={seed}, but here it is seed={sampler.seed}; make it with the same "
+            "(generator= of a DataLoader), or do not load this state"
         )
     if consumed > order.units:
         raise ValueError(f"the state has consumed={consumed} of {order.units} units of an epoch")

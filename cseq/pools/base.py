@@ -20,9 +20,11 @@ from cseq._memory import HAS_GIL
 from cseq.arguments import Size
 from cseq.compute import gpu_is_idle, neighbours, share
 from cseq.encoding import failure
+from cseq.indexing.leaving import Partial, Skipped, note_batch, note_samples
 from cseq.lanes import Lanes
 from cseq.memory.memory_limit import memory_limit_of
 from cseq.meters import Meters
+from cseq.processes.deaths import Held
 from cseq.stage import RAISED
 from cseq.stats import Stats
 from cseq.tuning import Controller
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     Awaited = list[tuple[int, int]]  # ring and cell of tickets
     Working = list[tuple[int, int, str]]  # owner, since when (ns of `now_ns`), on what
 
-__all__ = ["BatchPool", "Pool", "apart", "in_work", "named", "wake_at"]
+__all__ = ["BatchPool", "Pool", "apart", "held_in", "in_work", "named", "wake_at"]
 
 T = TypeVar("T")
 
@@ -85,6 +87,12 @@ def named(ring: Ring, cell: int) -> tuple[int, int, list[int], str]:
     epoch, batch, count = ring.ticket(cell)
     indices: list[int] = ring.indices(cell)[:count].tolist()
     return epoch, batch, indices, failure.where(epoch, batch, indices)
+
+
+def held_in(ring: Ring, cell: int) -> Held:
+    """Describe the batch in a cell that a dead worker held: with all its indices."""
+    epoch, batch, indices, _ = named(ring, cell)
+    return Held(epoch, batch, indices, failure.where(epoch, batch, indices, failure.MOST))
 
 
 def in_work(ring: Ring, cells: Iterable[int]) -> Working:
@@ -217,19 +225,20 @@ class Pool:
         assert options.timeout is not None
         supervisor.check_time(working, options.timeout, restart=options.on_timeout == "restart")
 
-    def _describe(self, _: int, cell: int, error: BaseException) -> tuple[BaseException, Any]:
-        """Name the ticket in an exception; see `Feed`."""
+    def _describe(self, _: int, cell: int, what: Any) -> tuple[Any, Any]:
+        """Name the ticket in an exception, or take a `Partial` batch apart; see `Feed`."""
         raise NotImplementedError
 
     # -- for the feed
 
     def _decode(
-        self, _: int, cell: int, status: int, slot: int, capacity: int, record: tuple[int, ...]
+        self, number: int, cell: int, status: int, slot: int, capacity: int, record: tuple[int, ...]
     ) -> tuple[Any, BaseException | None]:
         """Decode what C does not; see `Feed`."""
         batch_reader = self._batch_reader
         if status & RAISED:
-            return None, batch_reader.error(cell, slot, capacity, record)
+            died = None if self.supervisor is None else self.supervisor.died_of(number, cell)
+            return None, died or batch_reader.error(cell, slot, capacity, record)
         batch = batch_reader.decode(cell, slot, capacity, record)
         return batch if self._convert is None else self._convert(batch), None
 
@@ -400,8 +409,8 @@ class BatchPool(Pool):
         self.feed.refill()
 
     @property
-    def skipped(self) -> list[tuple[int, int, str]]:
-        """Batches that were left out for an error: epoch, batch, what was raised."""
+    def skipped(self) -> list[Skipped]:
+        """Samples and batches that were left out for an error."""
         return list(self.feed.skipped)
 
     def begin(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
@@ -426,16 +435,14 @@ class BatchPool(Pool):
     def _release(self, ticket: int) -> None:
         """Have runners let go of tickets from before this one, which were given up."""
 
-    def _describe(
-        self, _: int, cell: int, error: BaseException
-    ) -> tuple[BaseException, tuple[int, int, str]]:
-        """Name the batch in an exception, and log the exception if the batch is left out."""
-        epoch, batch, _indices, place = named(self._ring, cell)
-        error = failure.ordinary(error)
-        entry = epoch, batch, failure.line_of(error)
+    def _describe(self, _: int, cell: int, what: Any) -> tuple[Any, Any]:
+        """Name the batch in an exception; log what is left out: this batch, or samples of it."""
+        epoch, batch, indices, place = named(self._ring, cell)
+        if type(what) is Partial:
+            return what.batch, note_samples(epoch, batch, what.left)
+        error, entry = failure.ordinary(what), None
         if self._job.on_error == "skip" and isinstance(error, Exception):
-            # As text: a log record that keeps the exception keeps its traceback, and the ring.
-            log.error("skipped %s: %s", place, entry[2])
+            entry = note_batch(place, epoch, batch, error, indices)
         return failure.named(error, place), entry
 
     def in_work(self) -> Working:

@@ -81,7 +81,8 @@ class InlinePool(BatchPool):
             if failure.ends_program(error):
                 raise
             raise failure.ordinary(error) from error
-        self._indexing.indexer = self._made = made
+        self._made = made
+        self._indexing.indexer = indexer.leaving(made, self._batch_context, self._job.on_error)
         indexer.FirstBatches(self._job.output, log.warning).watch(self._indexing)
 
     @property

@@ -28,9 +28,9 @@ from cseq.indexing.seeding import Seeds
 from cseq.lanes import Lanes
 from cseq.memory.memory_limit import available_memory, private_memory
 from cseq.memory.shared import Shared
-from cseq.pools.base import BatchPool, apart, named
+from cseq.pools.base import BatchPool, apart, held_in
 from cseq.pools.thread import ThreadGroup, add_converters, convert
-from cseq.processes.deaths import Deaths, Held
+from cseq.processes.deaths import Deaths
 from cseq.processes.launcher import make_launcher
 from cseq.processes.launcher.forks import in_forked_children
 from cseq.processes.supervisor import Supervisor
@@ -69,6 +69,7 @@ class Task(NamedTuple):
     last: bool
     seed: int
     seed_globals: bool
+    on_error: str
     cast: np.dtype[Any] | None
     output: Output
 
@@ -119,7 +120,8 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
     # In a process that the indexer forks, `cseq.empty` is numpy's.
     in_forked_children(partial(setattr, batch_context, "allocator", None))
     batch_writer = SlotWriter(entered.writer, task.cast)
-    indexing = indexer.Indexing(batch_writer, made, batch_context, seeds=seeds)
+    working = indexer.leaving(made, batch_context, task.on_error)
+    indexing = indexer.Indexing(batch_writer, working, batch_context, seeds=seeds)
 
     def tell(note: str) -> None:
         send_state(sock, NOTED, note.encode())
@@ -203,8 +205,14 @@ class ProcessPool(BatchPool):
             self._shared,
             readers=job.num_workers,
             task=self._task,
-            describe=lambda _, cell: Held(*named(ring, cell)),
-            deaths=Deaths(options.max_restarts, job.num_workers, "batch", advice),
+            describe=lambda _, cell: held_in(ring, cell),
+            deaths=Deaths(
+                options.max_restarts,
+                job.num_workers,
+                "batch",
+                advice,
+                gives_up=job.on_error == "skip",
+            ),
             lanes=lanes,
         )
         self._group = ThreadGroup(ring, lanes)
@@ -280,6 +288,7 @@ class ProcessPool(BatchPool):
             last=stage == CONVERTER or not job.num_converters,
             seed=job.sampler.seed,
             seed_globals=job.seed_globals,
+            on_error=job.on_error,
             cast=cast_dtype(job.output),
             output=job.output._replace(function=None),  # the trainer applies the function
         )

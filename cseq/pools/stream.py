@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import reprlib
 import weakref
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -70,6 +69,7 @@ class StreamPool(Pool):
         show: Callable[[Any], Any] | None,
         lost: str,
         samples: Callable[[Any], int] | None,
+        gives_up: bool,
     ) -> None:
         self._samples = samples
         self._unit, self._show = unit, show
@@ -100,7 +100,14 @@ class StreamPool(Pool):
             readers=num_workers,
             task=lambda _: num_workers,
             describe=self._describe_held,
-            deaths=Deaths(options.max_restarts, num_workers, unit, "look at what makes it", lost),
+            deaths=Deaths(
+                options.max_restarts,
+                num_workers,
+                unit,
+                "look at what makes it",
+                lost,
+                gives_up=gives_up,
+            ),
             lanes=lanes,
         )
         self._arena = shared.arena
@@ -217,7 +224,7 @@ class StreamPool(Pool):
             kept = self.rings[number].kept[cell]
             return f"{kept[-1] if kept else 'a call'} in worker {number}"
         named = f"{self._unit} {self.rings[number].start(cell)}"
-        of_key = "" if key is None else f" ({reprlib.repr(key)})"
+        of_key = "" if key is None else f" ({failure.listed(key, failure.MOST)})"
         return f"{named}{of_key} of worker {number}, epoch {epoch - 1}"
 
     def _key(self, number: int, cell: int) -> Any:
@@ -245,7 +252,7 @@ class StreamPool(Pool):
     def _describe_held(self, owner: int, cell: int) -> Held:
         """Describe the ticket in a cell that a dead worker held, on the supervisor's thread."""
         number = owner - 1
-        epoch, _, _ = self.rings[number].ticket(cell)
+        epoch, kind, _ = self.rings[number].ticket(cell)
         start = self.rings[number].start(cell)
         try:
             key = self._key(number, cell)
@@ -255,7 +262,7 @@ class StreamPool(Pool):
         items = [start]
         if key is not None:
             items = key if isinstance(key, list) else [key]
-        return Held(epoch - 1, start, items, place)
+        return Held(epoch - 1, start, items, place, kind == ITEM)
 
     def _describe(self, number: int, cell: int, error: BaseException) -> tuple[BaseException, str]:
         """Name the item in an exception; say why a worker's items have ended, if they have."""

@@ -248,7 +248,8 @@ class ThreadPool(BatchPool):
         if made is None:
             return
         runner = Runner(self._ring, INDEXER, number + 1, last=not job.num_converters)
-        indexing = indexer.Indexing(self._objects, made, batch_context, self._converter())
+        working = indexer.leaving(made, batch_context, job.on_error)
+        indexing = indexer.Indexing(self._objects, working, batch_context, self._converter())
         self._hint.watch(indexing)
         self._made.add(number + 1)
         try:

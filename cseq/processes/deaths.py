@@ -24,6 +24,7 @@ class Held(NamedTuple):
     batch: int
     indices: list[int]
     place: str  # epoch, batch and indices, as text
+    is_batch: bool = True  # of the loop's, which can go on without it
 
 
 class Deaths:
@@ -37,12 +38,21 @@ class Deaths:
         For messages: what a ticket stands for ('batch'), and what to do if it ends its workers.
     lost : str
         What the log adds where it says that a worker was replaced.
+    gives_up : bool
+        A batch that ends its workers is given up, and ends nothing else.
     """
 
     def __init__(
-        self, budget: int, num_workers: int, unit: str, advice: str, lost: str = ""
+        self,
+        budget: int,
+        num_workers: int,
+        unit: str,
+        advice: str,
+        lost: str = "",
+        *,
+        gives_up: bool = False,
     ) -> None:
-        self.lost = lost
+        self.lost, self._gives_up = lost, gives_up
         self._budget = budget
         self._starts = TRIES * num_workers  # all of them may die at once while they start
         self._unit, self._advice = unit, advice
@@ -50,6 +60,7 @@ class Deaths:
         self._unready = 0
         self._by_place: Counter[str] = Counter()
         self._oom_kills = oom_kills()
+        self.is_given_up = False  # what the latest death has ended
         self.restarts = 0
         self.retries = 0  # tickets that ran again
 
@@ -70,16 +81,22 @@ class Deaths:
     ) -> WorkerDied | None:
         """Count a death; return the error if it is one too many.
 
+        Then `is_given_up` says whether only its batch is lost, and the run goes on without it.
+
         `is_overdue`: the worker was killed because it took longer than its timeout.
         """
         self._deaths += 1
         self._unready = 0 if was_ready else self._unready + 1
-        epoch, batch, indices, place = held[0] if held else (None, None, [], "")
+        epoch, batch, indices, place, is_batch = held[0] if held else (None, None, [], "", False)
         if held:
             self._by_place[place] += 1
         reason = self._too_many(place)
-        if reason is None:
+        self.is_given_up = self._gives_up and self._is_lethal(place) and is_batch
+        if self.is_given_up and self._deaths > self._budget:
+            self.is_given_up, reason = False, self._over_budget()
+        if reason is None or self.is_given_up:
             self.restarts += 1
+        if reason is None:
             self.retries += len(held)
             return None
         how = f"{describe_exit(exitcode)}{self._oom(exitcode)}"
@@ -97,19 +114,25 @@ class Deaths:
 
     def _too_many(self, place: str) -> str | None:
         """Return why this death is one too many, or None."""
-        if place and self._by_place[place] >= TRIES:
+        if self._is_lethal(place):
             return f"this {self._unit} has ended {TRIES} workers: {self._advice}"
         if self._unready >= self._starts:
             return (
                 f"{self._unready} workers in a row died before they were ready: look at how they "
                 "start"
             )
-        if self._deaths > self._budget:
-            return (
-                f"{self._deaths} workers died in this epoch, max_restarts={self._budget} allows "
-                "no more replacements"
-            )
-        return None
+        return self._over_budget() if self._deaths > self._budget else None
+
+    def _is_lethal(self, place: str) -> bool:
+        """Whether a ticket has ended so many workers that it is not tried again."""
+        return bool(place) and self._by_place[place] >= TRIES
+
+    def _over_budget(self) -> str:
+        """Say that too many workers have died."""
+        return (
+            f"{self._deaths} workers died in this epoch, max_restarts={self._budget} allows no "
+            "more replacements"
+        )
 
     def _oom(self, exitcode: int | None) -> str:
         """Return how many kills for lack of memory the system counted, as a part of a message."""

@@ -46,13 +46,14 @@ from cseq.processes.worker import (
     Setup,
     WorkerProcess,
 )
-from cseq.stage import START_SHARE, overdue
+from cseq.stage import RAISED, START_SHARE, overdue
 from cseq.threads import Latch, Threads, await_told, tell
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
 
+    from cseq.errors import WorkerDied
     from cseq.memory.shared import Shared
     from cseq.processes.deaths import Deaths, Held
     from cseq.processes.launcher import Child, Launcher
@@ -138,6 +139,7 @@ class Supervisor:
         self._object: Segment | None = None  # and where they read it
         self._record: codec.Record | None = None
         self._workers: dict[int, WorkerProcess] = {}
+        self._given_up: dict[str, WorkerDied] = {}  # batches, by their places
         self._noted = False
         self._unready = math.inf  # since when there should be a ready worker, and is none
         self._event = "the start"  # what was then
@@ -419,10 +421,13 @@ class Supervisor:
                 was_ready=was_ready,
                 is_overdue=worker.is_overdue,
             )
-        self.shared.reclaim(owner)
+        given_up = error is not None and self.deaths.is_given_up
+        if error is not None and given_up:
+            self._given_up[held[0].place] = error  # before it is published
+        self.shared.reclaim(owner, RAISED if given_up else 0)
         if not counts:
             return
-        if error is not None:
+        if error is not None and not given_up:
             self._fail(error)
             return
         if was_ready and not any(other.state == READY for other in self._workers.values()):
@@ -440,6 +445,12 @@ class Supervisor:
         self.shared.notify_all()
 
     # -- on any thread
+
+    def died_of(self, number: int, cell: int) -> WorkerDied | None:
+        """Return the error of a batch that was given up, since it has ended its workers."""
+        if not self._given_up:
+            return None
+        return self._given_up.pop(self._describe(number + 1, cell).place, None)
 
     def check(self) -> None:
         """Raise errors of workers and of the supervisor's thread.

@@ -112,7 +112,7 @@ def test_a_batch_that_was_left_out() -> None:
     one = manager("threads", Odd, on_error="skip")
     with one.start() as batches:
         list(batches)
-    [(epoch, batch, _)] = one.skipped
+    [(epoch, batch, *_)] = one.skipped
     with pytest.raises(LookupError, match="five is odd"):
         one.remake(epoch, batch)
     assert 5 in one.indices(epoch, batch)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import pickle
 import re
 import threading
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -121,6 +123,7 @@ def test_it_is_not_copied(make: Any, copied: Callable[[object], object]) -> None
         ("multiprocessing_context", "`start_method`"),
         ("in_order", "`ordered`"),
         ("workers", "`num_workers`"),
+        ("device", "`out_type` here: 'cuda'"),
         ("num_worker", "did you mean 'num_workers'"),
         ("batchsize", "did you mean 'batch_size'"),
         ("zzz", "there are worker, dset_size, num_workers"),
@@ -272,6 +275,26 @@ def test_bad_arguments(name: str, value: Any, kind: type[Exception]) -> None:
     assert type(caught.value) is kind
     if name != "worker" and value is not None and not isinstance(value, list):
         assert str(value)[:3] in str(caught.value)
+
+
+@pytest.mark.parametrize("keyword", ["collate", "collate_fn"])
+def test_a_collate_function_beside_a_data_set(keyword: str) -> None:
+    """It is an argument of `from_dataset`."""
+    options: Any = {keyword: list}
+    with pytest.raises(TypeError, match=r"give cseq.from_dataset\(dataset, collate=...\)"):
+        cseq.MPSequence(cseq.from_dataset([1, 2]), **options)
+
+
+def test_more_processes_than_can_be_of_use() -> None:
+    """They are warned of, where the manager is made; threads, and the default number, are not."""
+    many = 64 * (os.cpu_count() or 1)
+    with pytest.warns(UserWarning, match=f"num_workers={many} worker processes on") as caught:
+        cseq.MPSequence(Indices1, 10, num_workers=many)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cseq.MPSequence(Indices1, 10)
+        cseq.MTSequence(Indices1, 10, num_workers=many)
 
 
 @pytest.mark.parametrize("shard", [(2, 2), (-1, 2), (0, 0), (0.5, 2)])

@@ -46,7 +46,7 @@ for batch in cseq.DataLoader(Squares(), sampler=[3, 1], multiprocessing_context=
     assert_type(batch, Any)
 state: dict[str, Any] = loader.state_dict()
 loader.load_state_dict(state)
-left_out: list[tuple[int, str]] = loader.skipped
+left_out: list[int] = [one.batch for one in loader.skipped]
 
 DataLoader()  # refused
 DataLoader(Squares(), 4, shufle=True)  # refused

@@ -70,7 +70,7 @@ def test_a_state_of_version_1() -> None:
 )
 def test_a_state_of_another_order(other: dict[str, Any], name: str) -> None:
     """Another order is an error that names what differs."""
-    with pytest.raises(ValueError, match=f"the state has {name}, this manager has"):
+    with pytest.raises(ValueError, match=f"the state has {name}, but here it"):
         checkpoint.load(checkpoint.make(sampler(**other), 1, 0, 0), sampler(), any_seed=False)
 
 

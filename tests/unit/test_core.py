@@ -256,6 +256,17 @@ def test_a_queue() -> None:
             make_ring(cells=5, runners=runners, calls=calls)
 
 
+def test_a_ticket_that_is_given_up() -> None:
+    """It is published with a status, in no slot; a queue goes on behind it."""
+    ring = make_ring(cells=5, runners=1, calls=2)
+    for cell in range(2):
+        ring.post(cell, cell, 9, cell, 1)
+    assert claim(ring).cell == 0
+    assert ring.repost(1, 1) == [0]
+    assert ring.peek(0, 0)[:2] == (1, 0xFFFFFFFF)
+    assert claim(ring).cell == 1
+
+
 def test_what_a_dead_runner_held() -> None:
     """`held` and `repost` know what a runner works on; it is posted again, oldest first."""
     ring = make_ring()

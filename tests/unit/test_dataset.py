@@ -126,6 +126,86 @@ def test_the_index_that_failed(kind: Kind) -> None:
     assert "from_dataset" not in notes
 
 
+# -- samples that are left out
+
+
+class Holed(Squares):
+    """Some samples raise, one is None; each draws, and has a large array."""
+
+    def __init__(self, *, large: bool = False, together: bool = False) -> None:
+        super().__init__(12)
+        self.large = large
+        if together:
+            self.__getitems__ = lambda indices: [self[index] for index in indices]
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = np.random.random()  # noqa: NPY002 - the one that cseq seeds
+        if index in (1, 8, 9, 10, 11):
+            raise OSError(f"no sample {index}")
+        rows = np.full((300, 100) if self.large else 2, index, np.float64)
+        return None if index == 6 else (index, drawn, rows)
+
+
+LEFT_OUT = [1, 6]
+
+
+@pytest.mark.parametrize("options", [{}, {"large": True}, {"together": True}], ids=str)
+def test_a_sample_that_raises_is_left_out(options: Any) -> None:
+    """Its batch is smaller, in every kind of pool; one without samples is left out."""
+    streams = []
+    for kind in FEW:
+        worker = cseq.from_dataset(Holed(**options))
+        with kind.start(
+            worker, None, batch_size=4, shuffle=False, seed=3, on_error="skip", out_type="cpu"
+        ) as m:
+            streams.append([[np.asarray(part) for part in batch] for batch in m])
+            one, none, whole = m.skipped
+        assert one == (0, 0, 1, "OSError: no sample 1", [1])
+        assert none[:3] == (0, 1, 6)
+        assert none.error == "TypeError: sample 6 of Holed is None: is a `return` missing?"
+        assert whole == (0, 2, None, "OSError: no sample 8", [8, 9, 10, 11])
+        assert [batch[0].tolist() for batch in streams[-1]] == [[0, 2, 3], [4, 5, 7]]
+        for numbers, _, rows in streams[-1]:
+            assert (rows.reshape(3, -1) == numbers[:, None]).all()
+    seeded = [kept for kind, kept in zip(FEW, streams, strict=True) if kind.name != "thread"]
+    assert_same(seeded[0], seeded[-1])  # what is drawn, too
+
+
+@pytest.mark.parametrize("kind", FEW, ids=by_name)
+def test_ranks_have_equally_many_batches(kind: Kind) -> None:
+    """Each as many as `len` says, whatever samples they lose."""
+    worker = cseq.from_dataset(Holed(), total)
+    for rank in range(2):
+        with kind.start(
+            worker, [0, 1, 2, 3, 4, 5, 7, 0], batch_size=2, shard=(rank, 2), seed=1, on_error="skip"
+        ) as m:
+            assert len(list(m)) == len(m) == 2
+
+
+def rows_of(samples: list[Any]) -> Any:
+    """Return how many samples each row has."""
+    assert cseq.parts().sum() == len(samples)
+    return cseq.parts()
+
+
+@pytest.mark.parametrize("kind", FEW, ids=by_name)
+def test_the_parts_of_a_batch_that_lacks_samples(kind: Kind) -> None:
+    """They are of what is there."""
+    worker = cseq.from_dataset(Holed(), rows_of)
+    order = cseq.Packed([2] * 12, budget=6)
+    with kind.start(worker, range(12), batch_size=2, order=order, seed=1, on_error="skip") as m:
+        sizes = np.concatenate([*m])
+    assert sizes.max() == 3
+    assert sizes.sum() == 12 - 5 or len(m.skipped) < 5
+
+
+def test_a_collate_function_that_returns_nothing() -> None:
+    """It is named as an indexer's is."""
+    worker = cseq.from_dataset(Squares(), lambda samples: None)
+    with pytest.raises(TypeError, match=r"returned None: is a `return` missing\?"):
+        worker[np.arange(2)]
+
+
 # -- what is refused
 
 

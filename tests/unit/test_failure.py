@@ -363,7 +363,7 @@ def test_awkward_exceptions(kind: Kind, make: Callable[[], BaseException]) -> No
     worker = functools.partial(Raising, make, 5)
     with kind.start(worker, 12, batch_size=2, shuffle=False, on_error="skip") as m:
         assert [b.tolist() for b in m] == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]
-        ((epoch, batch, text),) = m.skipped
+        ((epoch, batch, _, text, _),) = m.skipped
         assert (epoch, batch) == (0, 2)
         assert type(make()).__name__ in text
         assert m.stats().restarts == 0
@@ -452,7 +452,7 @@ def test_what_would_end_the_loop(kind: Kind, make: Callable[[], BaseException]) 
             assert "epoch 0, batch 2, indices [4, 5]" in shown
     with kind.start(worker, 12, batch_size=2, shuffle=False, on_error="skip") as m:
         assert [b.tolist() for b in m] == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]
-        ((epoch, batch, text),) = m.skipped
+        ((epoch, batch, _, text, _),) = m.skipped
         assert (epoch, batch) == (0, 2)
         assert text.startswith(f"RuntimeError: the worker raised {name}")
 

@@ -250,8 +250,8 @@ def test_skipped(caplog: pytest.LogCaptureFixture) -> None:
     stage.raising = {0, 4, 9}
     stage.begin(3)
     assert stage.drain() == [PAIRS[1], PAIRS[3]]
-    assert [(epoch, batch) for epoch, batch, _ in stage.pool.skipped] == [(3, 0), (3, 2), (3, 4)]
-    assert "Broken: [4, 5]" in stage.pool.skipped[1][2]
+    assert [(epoch, batch) for epoch, batch, *_ in stage.pool.skipped] == [(3, 0), (3, 2), (3, 4)]
+    assert "Broken: [4, 5]" in stage.pool.skipped[1].error
     assert [r.levelno for r in caplog.records] == [logging.ERROR] * 3
     assert "epoch 3, batch 2, indices [4, 5]" in caplog.text
     assert stage.pool.feed.position == 10

@@ -265,7 +265,7 @@ def test_states_that_do_not_belong() -> None:
     order = mixed(OLD)
     with pytest.raises(ValueError, match=r"source 'math': .*samples=30.*samples=31.*another name"):
         mixed(OLD, math=31).resumed(order.facts(), 1, 0, 5)
-    with pytest.raises(ValueError, match="name='feistel-v1', this manager has one with name='mix"):
+    with pytest.raises(ValueError, match="name='feistel-v1', but here it has name='mix"):
         order.resumed(cseq.Shuffled(5).facts(), 1, 0, 0)
     small = cseq.Mixture(shuffled(SIZES), OLD, block=32, epoch_size=10)
     with pytest.raises(ValueError, match=r"unit 50 of an epoch.*have 10 units; give epoch_size=90"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from cseq.arguments import batch_size_of
 from cseq.check import count, flag
@@ -173,7 +174,14 @@ def with_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
             f"{name}={order!r} of a DataLoader: give it as sampler=, or as batch_sampler= where it "
             "has batches of its own"
         )
-    order = given.pop(name).over(len(given["dataset"]))
+    dataset = given.get("dataset")
+    if dataset is None or isinstance(dataset, IterableDataset):
+        what = "no data set" if dataset is None else f"dataset={dataset!r}, an IterableDataset"
+        raise TypeError(
+            f"{name}={order!r} beside {what}: an order is of the indices of a data set; give "
+            "dataset=, with __getitem__(index) and __len__()"
+        )
+    order = given.pop(name).over(len(dataset))
     generator = given.get("generator")
     seed = None if generator is None else generator.initial_seed()
     for other in ("shuffle", "sampler", "batch_sampler"):

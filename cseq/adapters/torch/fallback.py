@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import threading
 import weakref
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from cseq.adapters.torch.order import look, put
 from cseq.arguments import MAX_RESTARTS
 from cseq.encoding.unpicklable import UnpicklableError
 from cseq.processes.launcher import start_methods
+from cseq.processes.spawning import spawning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -157,14 +160,31 @@ def make_iterator(
     before = None if is_forked else (look(), chosen.get_state())
     try:
         iterator = WorkersIterator(loader, **options, max_restarts=max_restarts)
-    except UnpicklableError as error:  # torch's own way may know what to do with it
-        if before is None:
+    except UnpicklableError as error:
+        told = str(error).replace("producer.fetching.", "").replace("the producer", "the data set")
+        if before is None or not _can_torch(loader):
+            error.args = (told,)
             raise
         put(before[0])  # what the beginning of an iterator may have drawn from
         chosen.set_state(before[1])
-        return fall_back(str(error).replace("producer.fetching.", ""))
+        return fall_back(told)
     _note(loader, None)
     return iterator, None
+
+
+def _can_torch(loader: data.DataLoader[Any]) -> bool:
+    """Tell whether torch's own workers can be sent what cseq's cannot: multiprocessing's pickler.
+
+    A library may have told that how its objects travel.
+    """
+    if os.name == "nt":  # it needs the child's process
+        return True
+    try:
+        with spawning():
+            ForkingPickler.dumps((loader.dataset, loader.collate_fn, loader.worker_init_fn))
+    except Exception:  # noqa: BLE001 - whatever the user's class raises
+        return False
+    return True
 
 
 def reason_against(loader: data.DataLoader[Any]) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,9 @@ from cseq.adapters.torch import names, worker
 from cseq.adapters.torch.seeds import BatchSeeds
 from cseq.adapters.torch.stateful import DatasetState
 from cseq.adapters.torch.taking import Taking
+from cseq.encoding import failure
 from cseq.indexing import context
+from cseq.indexing.leaving import Partial, indices_of
 from cseq.indexing.seeding import call_here
 
 if TYPE_CHECKING:
@@ -86,14 +87,18 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
             self._seeded(self.progress.yielded, self._make)
         if self._error is not None:
             self._place = self._name(received[0]) if len(received) < 2 else None
+            self._indices = [] if self._is_iterable else indices_of(received[0])
             raise self._error
         if len(received) < 2:
             self.progress.finished = True
             raise StopIteration
+        batch, self._left = received[1], ()
+        if type(batch) is Partial:
+            batch, self._left = batch
         if not self._pin_memory:
-            return received[1]
+            return batch
         try:
-            return names.pin(received[1], self._pin_memory_device)
+            return names.pin(batch, self._pin_memory_device)
         except Exception as error:
             self._error, self._place = error, None
             raise
@@ -150,7 +155,7 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
         """Name a batch."""
         if self._is_iterable:
             return f"batch {self.progress.yielded}"
-        return f"the batch of {reprlib.repr(key)}"
+        return f"the batch of {failure.listed(key)}"
 
     def _seeded(self, number: int, make: Callable[[], Any]) -> Any:
         """Call a function; with rng="batch", with the generators as they are for a batch."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import signal
 import weakref
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from cseq.adapters.torch.stateful import is_stateful
 from cseq.adapters.torch.taking import Taking
 from cseq.encoding import failure
 from cseq.errors import WorkerDied, WorkerTimeout
+from cseq.indexing.leaving import indices_of
 from cseq.processes.launcher import direct  # noqa: F401 - the first `iter` would import it, for a fork
 from cseq.stream import ItemFailure, Streams
 
@@ -136,6 +136,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             unit="batch",
             show=worker.unnumbered if rng == "batch" else None,
             samples=counting if self._auto_collation else None,
+            lethal="return" if self._skips_errors and not self._is_iterable else "raise",
             lost="" if rng == "batch" else DRAWN_AGAIN,
             launch="begin" if keys_first else "now",
         )
@@ -228,16 +229,18 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             self._ended = True  # as a generator ends after an exception
             died.args = (self._told(died),)
             raise
-        number, state = self.progress.turn, None
+        number, state, self._left = self.progress.turn, None, ()
         kind = type(item)
         if kind is worker.Stated:
-            number, state, item = item.worker, item.state, item.batch
+            number, state, self._left, item = item.worker, item.state, item.left, item.batch
         elif kind is worker.Raised or kind is ItemFailure:
-            number = item.worker
+            number, self._indices = item.worker, []
             if kind is ItemFailure:  # the batch could not be sent
                 error, self._place = item.error, f"batch {self.progress.yielded}"
+                self._indices = error.indices if isinstance(error, WorkerDied) else []
             else:
                 error, self._place = self._error_of(item), None if item.is_setup else item.place
+                self._indices = indices_of(item.key)
             self._error, self._after = error, (number, state)
             try:
                 raise error
@@ -308,14 +311,10 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         return failure.told(failure.named(error, raised.place))
 
     def _told(self, died: WorkerDied) -> str:
-        """Return what to say of a death: in torch's words, which people search for, and in ours."""
+        """Return what to say of a death: it begins in torch's words, which people search for."""
         if died.pid is None:  # agents of a fleet were lost
             return str(died)
-        text = f"DataLoader worker (pid(s) {died.pid}) exited unexpectedly"
-        if died.exitcode is not None and died.exitcode < 0:
-            killed = f"is killed by signal: {signal.strsignal(-died.exitcode)}. "
-            text = f"{text}: DataLoader worker (pid {died.pid}) {killed}"
-        return f"{text}\n{died}"
+        return f"DataLoader worker (pid(s) {died.pid}) exited unexpectedly: {died}"
 
     # -- the end
 

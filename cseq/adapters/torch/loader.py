@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils import data
 
 from cseq.adapters.torch import auto, names
-from cseq.adapters.torch.batches import with_order
+from cseq.adapters.torch.batches import BatchSampler, with_order
 from cseq.adapters.torch.fallback import UNUSABLE, make_iterator, reason_against
 from cseq.adapters.torch.options import ON_ERRORS, RNGS, defaults
 from cseq.adapters.torch.order import (
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from cseq.advice import Advice
     from cseq.fleet.ray import RayFleet
+    from cseq.indexing.leaving import Skipped
     from cseq.remake import Remade
     from cseq.run import Run
     from cseq.stats import Stats
@@ -44,6 +45,18 @@ if TYPE_CHECKING:
 __all__ = ["DataLoader", "StatefulDataLoader"]
 
 log = logging.getLogger("cseq")
+
+# What managers of cseq call an argument, and its name here.
+ELSEWHERE = {
+    "buffer": "that is `prefetch_factor` here: batches for each worker",
+    "collate": "that is `collate_fn` here",
+    "device": "batches are made on the CPU: give pin_memory=True, and move them in the loop",
+    "out_type": "batches are made on the CPU: give pin_memory=True, and move them in the loop",
+    "seed": "give generator=torch.Generator().manual_seed(seed); with rng='batch', what the data "
+    "set draws does not depend on the workers, either",
+    "shard": "give a sampler with this rank's indices, such as torch's DistributedSampler",
+    "start_method": "that is `multiprocessing_context` here",
+}
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -83,9 +96,10 @@ class DataLoader(Torchs[T_co]):
         are the same for any number of workers, after a worker's death, and after a resume.
         None: `defaults.rng`, which is 'worker'.
     on_error : {None, 'raise', 'skip'}
-        What an exception in the data set, or in `collate_fn`, does: 'raise' raises it in the loop,
-        'skip' logs it and leaves out its batch, which `skipped` then lists. None:
-        `defaults.on_error`, which is 'raise'.
+        What an exception in the data set, or in `collate_fn`, does: 'raise' raises it in the loop.
+        'skip' logs it and leaves out its sample, so that the batch is smaller; of an
+        IterableDataset, of `collate_fn`, without automatic batching, or where no sample is left,
+        its whole batch. `skipped` lists both. None: `defaults.on_error`, which is 'raise'.
     snapshot_every_n_steps : int, optional
         How often a data set that has a state is asked for it: an IterableDataset after every so
         many batches of a worker, a map-style one after every batch. What an IterableDataset gave
@@ -175,6 +189,9 @@ class DataLoader(Torchs[T_co]):
             fleet: Any = None,
             **kwargs: Any,
         ) -> None:
+            for name in ELSEWHERE.keys() & kwargs.keys():
+                told = f"got an unexpected keyword argument {name!r}: {ELSEWHERE[name]}"
+                raise TypeError(f"{type(self).__name__}() {told}")
             args, kwargs, self._tuner = auto.take(args, kwargs)
             if any(isinstance(each, Order) for each in (*args, *kwargs.values())):
                 args, kwargs = (), with_order(args, kwargs)
@@ -272,8 +289,12 @@ class DataLoader(Torchs[T_co]):
         }
 
     @property
-    def skipped(self) -> list[tuple[int, str]]:
-        """Batches of the latest epoch that ``on_error='skip'`` left out: number, error."""
+    def skipped(self) -> list[Skipped]:
+        """What ``on_error='skip'`` left out of the latest epoch: samples, and whole batches.
+
+        The latest 1000, each with ``batch``, ``sample`` (None: the whole batch), ``error`` and
+        ``indices``.
+        """
         return [] if self._progress is None else list(self._progress.skipped)
 
     @property
@@ -496,7 +517,14 @@ class DataLoader(Torchs[T_co]):
             raise TypeError(f"state_dict={state_dict!r}: give the dict that state_dict() returned")
         before, self._loaded = self._loaded, copy.deepcopy(state_dict) or None
         try:
-            self._resume()
+            resume = self._resume()
+            own: Any = None if resume is None else resume.sampler.get("sampler")
+            order = self.batch_sampler
+            if own is not None and isinstance(order, BatchSampler):
+                try:
+                    copy.copy(order).load_state_dict(own)  # to see whether it can
+                except RuntimeError as error:  # of a tensor, which is neither true nor false
+                    raise ValueError(f"the state of the order is malformed: {error}") from None
         except BaseException:
             self._loaded = before
             raise

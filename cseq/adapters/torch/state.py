@@ -5,23 +5,27 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import random
+import reprlib
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
 from cseq._feed import MOST_SKIPPED
 from cseq.adapters.torch.stateful import left_by
 from cseq.check import count
-from cseq.encoding import failure
 from cseq.encoding.pickling import dumps
+from cseq.indexing.leaving import note_batch, note_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
-
     from cseq.adapters.torch.order import Order
     from cseq.adapters.torch.stateful import DatasetState
+    from cseq.indexing.leaving import Skipped
     from cseq.stats import Stats
 
 __all__ = ["VERSION", "Progress", "Resume", "read"]
@@ -35,6 +39,8 @@ NEEDED = (
     "kind", "num_workers", "base_seed", "_num_yielded", "_sampler_iter_yielded",
     "_iterator_finished", "sampler", "counts", "ended", "turn", "workers",
 )  # fmt: skip
+
+BATCHING = int, bool, type(None)  # what these facts of batches are
 
 State = dict[str, Any]
 
@@ -99,8 +105,8 @@ class Progress:
         Of the data set in each worker, pickled; also what an earlier epoch has left it in.
     inline : DatasetState, optional
         Of the data set, where the trainer makes the batches.
-    skipped : deque of tuple
-        The latest batches of this epoch that were left out: number, error.
+    skipped : deque of Skipped
+        The latest samples and batches of this epoch that were left out.
     generator : torch.Generator, optional
         The loader's own one, from which the seeds of its epochs are drawn.
     before : torch.Tensor, optional
@@ -126,7 +132,7 @@ class Progress:
         self.base_seed = base_seed
         self.yielded = resume.yielded if resume else 0
         self.finished = False
-        self.skipped: deque[tuple[int, str]] = deque(maxlen=MOST_SKIPPED)
+        self.skipped: deque[Skipped] = deque(maxlen=MOST_SKIPPED)
         self.order: Order | Kept | None = None
         self.inline: DatasetState | None = None
         self.counts = list(resume.counts) if resume and resume.counts else [0] * several
@@ -136,7 +142,7 @@ class Progress:
         states = (left if resume is None else resume.states) or [None] * several
         self.states = [None if each is None else dumps(each) for each in states]
 
-    def skip(self, error: BaseException, place: str) -> bool:
+    def skip(self, error: BaseException, place: str, indices: list[Any]) -> bool:
         """Note, and log, that the next batch is left out, since it is an error.
 
         Returns
@@ -146,12 +152,18 @@ class Progress:
         """
         if not isinstance(error, Exception):
             return False
-        entry = self.yielded, failure.line_of(error)
-        # The latest already, if a signal handler has raised after it was noted.
-        if not self.skipped or entry != self.skipped[-1]:
-            self.skipped.append(entry)
-            log.error("skipped %s: %s", place, entry[1])
+        if not self._is_noted():
+            self.skipped.append(note_batch(place, None, self.yielded, error, indices))
         return True
+
+    def leave(self, left: tuple[tuple[Any, str], ...]) -> None:
+        """Note, and log, which samples are left out of the next batch."""
+        if not self._is_noted():
+            self.skipped.extend(note_samples(None, self.yielded, left))
+
+    def _is_noted(self) -> bool:
+        """Tell whether the next batch is listed: a signal handler has raised after that."""
+        return bool(self.skipped) and self.skipped[-1].batch == self.yielded
 
     def as_dict(self) -> State:
         """Return it as `state_dict` does: another dict each time."""
@@ -273,13 +285,14 @@ def read(
             "its epoch with that loader, then begin the next one with this loader, without a state"
         )
     version = state.get("version")
-    if version != VERSION:
+    if type(version) is not int or version != VERSION:
         raise ValueError(f"the state has version {version!r}, a DataLoader's have {VERSION}")
     missing = [name for name in NEEDED if name not in state]
     if missing:
         raise ValueError(
             f"the state lacks {missing}; give what state_dict() of a DataLoader returned"
         )
+    _check_form(state)
     kind = "iterable" if iterable else "map"
     if state["kind"] != kind:
         raise ValueError(
@@ -330,6 +343,77 @@ def read(
         turn=turn,
         states=states,
     )
+
+
+def _check_form(state: State) -> None:
+    """Raise ValueError, or TypeError, for what no `state_dict` returns."""
+    workers = max(1, count("num_workers", state["num_workers"], 0, MOST))
+    count("turn", state["turn"], 0, workers - 1)
+    flags = state["_iterator_finished"], state.get("draws_seed", True)
+    for name, is_fine in (
+        ("kind", state["kind"] in ("map", "iterable")),
+        ("_iterator_finished", _is_list(flags[:1], bool)),
+        ("draws_seed", _is_list(flags[1:], bool)),
+        ("counts", _is_list(state["counts"], int, size=workers)),
+        ("ended", _is_list(state["ended"], bool, size=workers)),
+        ("workers", _is_list(state["workers"], dict, type(None), size=workers)),
+        ("sampler", _is_sampler(state["sampler"])),
+        ("generator", state.get("generator") is None or _are_generators(state)),
+        *(
+            (name, type(state.get(name)) in BATCHING)
+            for name in ("batch_size", "shuffle", "batches")
+        ),
+    ):
+        if not is_fine:
+            raise ValueError(
+                f"the state is malformed, with {name}={reprlib.repr(state.get(name))}; give what "
+                "state_dict() of a DataLoader returned"
+            )
+
+
+def _is_list(value: Any, *kinds: type, size: int | None = None) -> bool:
+    """Tell whether a value is a list of these, none of them below 0."""
+    return (
+        isinstance(value, (list, tuple))
+        and size in (None, len(value))
+        and all(
+            type(each) in kinds and (type(each) is not int or 0 <= each <= MOST) for each in value
+        )
+    )
+
+
+def _is_sampler(state: Any) -> bool:
+    """Tell whether a value is what orders keep of a sampler, but for the sampler's own state."""
+    if not isinstance(state, dict):
+        return False
+    numbers = [state[name] for name in ("seed", "epoch", "skip") if state.get(name) is not None]
+    both = state.get("generators", {"iter": {}, "first": {}})
+    return (
+        _is_list(numbers, int)
+        and isinstance(state.get("is_last", False), bool)
+        and isinstance(both, dict)
+        and both.keys() == {"iter", "first"}
+        and all(map(_are_generators, (state, *both.values())))
+    )
+
+
+def _are_generators(states: Any) -> bool:
+    """Tell whether the states of generators, by name, can be set."""
+    if not isinstance(states, dict):
+        return False
+    own = torch.Generator()
+    sources: dict[str, Callable[[Any], object]] = {
+        "generator": own.set_state,
+        "torch": own.set_state,
+        "random": lambda saved: random.Random().setstate((saved[0], tuple(saved[1]), saved[2])),
+        "numpy": np.random.RandomState().set_state,
+    }
+    try:
+        for name in sources.keys() & states.keys():
+            sources[name](states[name])
+    except Exception:  # noqa: BLE001 - of any type
+        return False
+    return True
 
 
 def _check_batches(state: State, batching: State) -> None:

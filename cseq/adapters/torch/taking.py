@@ -56,6 +56,8 @@ class Taking(names.Base):  # type: ignore[misc]
         self._after: tuple[int, bytes | None] = (0, None)  # its worker, and the state after it
         self._error: BaseException | None = None  # what is raised instead of its batch
         self._place: str | None = None  # that batch, if it can be left out
+        self._indices: list[Any] = []  # of that batch, as far as they are known
+        self._left: tuple[tuple[Any, str], ...] = ()  # samples that are left out of a batch
 
     def _begin(self, resume: Resume | None) -> None:
         """Begin an epoch, or go on with one."""
@@ -106,7 +108,9 @@ class Taking(names.Base):  # type: ignore[misc]
                 progress = self.progress
                 is_left_out = False
                 if failed is not None and self._skips_errors and self._place is not None:
-                    is_left_out = progress.skip(failed, self._place)
+                    is_left_out = progress.skip(failed, self._place, self._indices)
+                elif failed is None and self._left:
+                    progress.leave(self._left)
                 progress.yielded += 1
                 number, state = self._after
                 if state is not None:

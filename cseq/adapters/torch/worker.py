@@ -7,10 +7,12 @@ import multiprocessing
 import os
 import pickle
 import platform
-import reprlib
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils.data import default_collate
 
 from cseq._memory import fork_depth
 from cseq.adapters.torch import names
@@ -21,6 +23,7 @@ from cseq.encoding import failure
 from cseq.encoding.pickling import dumps
 from cseq.fleet import keys
 from cseq.indexing import context
+from cseq.indexing.leaving import Leaving, Partial, none_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,6 +45,7 @@ class Raised(NamedTuple):
     packed: bytes
     place: str  # names the batch
     is_setup: bool = False  # there is no data set to fetch it from: the next ones will raise, too
+    key: Any = None  # of a map-style data set's batch
 
 
 class Stated(NamedTuple):
@@ -51,6 +55,44 @@ class Stated(NamedTuple):
     worker: int
     state: bytes | None
     is_over: bool = False  # there is no batch: this worker's data set has come to its end
+    left: tuple[tuple[Any, str], ...] = ()  # samples that are left out: see `Partial`
+
+
+class LeavingFetcher:
+    """Fetches the batches of a map-style data set, without samples that raise."""
+
+    def __init__(self, dataset: Any, collate_fn: Any) -> None:
+        self._collate = collate_fn
+        is_plain = collate_fn is default_collate
+        self._leaving = Leaving(dataset, skips=True, refuses_none=is_plain)
+
+    def fetch(self, key: Any) -> Any:
+        """Return the batch of a key, or a `Partial`."""
+        return self._leaving.whole(self._collate([*self._leaving.fetch(key)]))
+
+
+class NamingFetcher:
+    """Fetches the batches of a map-style data set as torch's does; names a sample that is None."""
+
+    def __init__(self, dataset: Any, collate_fn: Any, make: Callable[..., Any]) -> None:
+        self._dataset, self._function = dataset, collate_fn
+        self._fetch = make(collate_fn=self._collate).fetch
+        self._key: Any = ()
+
+    def fetch(self, key: Any) -> Any:
+        """Return the batch of a key."""
+        self._key = key
+        return self._fetch(key)
+
+    def _collate(self, samples: Any) -> Any:
+        """Collate the samples of the present key."""
+        try:
+            return self._function(samples)
+        except Exception as error:
+            gone = (index for index, one in zip(self._key, samples, strict=False) if one is None)
+            for index in islice(gone, 1):
+                failure.annotate(error, f"cseq: {none_text(index, self._dataset)}")
+            raise
 
 
 class Fetching(NamedTuple):
@@ -61,6 +103,7 @@ class Fetching(NamedTuple):
     auto_collation: bool
     collate_fn: Any
     drop_last: bool
+    skips: bool  # leaves out what raises
 
     @classmethod
     def of(cls, iterator: Any) -> Fetching:
@@ -71,6 +114,7 @@ class Fetching(NamedTuple):
             iterator._auto_collation,
             iterator._collate_fn,
             iterator._drop_last,
+            iterator._skips_errors,
         )
 
     def open(self, state: dict[str, Any]) -> Any:
@@ -80,13 +124,18 @@ class Fetching(NamedTuple):
         """
         if state.get("dataset") is not None:
             self.dataset.load_state_dict(state["dataset"])
-        fetcher = names.make_fetcher(
+        make = partial(
+            names.make_fetcher,
             self.kind,
             self.dataset,
             auto_collation=self.auto_collation,
-            collate_fn=self.collate_fn,
             drop_last=self.drop_last,
         )
+        if self.auto_collation and self.kind != names.ITERABLE:
+            if self.skips:
+                return LeavingFetcher(self.dataset, self.collate_fn)
+            return NamingFetcher(self.dataset, self.collate_fn, make)
+        fetcher = make(collate_fn=self.collate_fn)
         if state.get("iterator") is not None:
             fetcher.dataset_iter.load_state_dict(state["iterator"])
         if state.get("ended"):
@@ -169,6 +218,7 @@ class Worker(NamedTuple):
             ours.dataset is theirs.dataset
             and ours.collate_fn is theirs.collate_fn
             and ours.auto_collation == theirs.auto_collation
+            and ours.skips == theirs.skips
             and self.init_fn is other.init_fn
         )
 
@@ -320,18 +370,22 @@ class Batches:
                 raise  # this process is a copy, which the data set has forked
             if isinstance(error, StopIteration) and self._worker.fetching.kind == names.ITERABLE:
                 return END
-            return Raised(self._number, _packed(error), self._place(key))
+            key = None if self._worker.fetching.kind == names.ITERABLE else key
+            return Raised(self._number, _packed(error), self._place(key), key=key)
         epoch = self._epoch
+        left: tuple[tuple[Any, str], ...] = ()
         assert epoch is not None
+        if type(batch) is Partial:
+            batch, left = batch
         if self._state and not self._made % epoch.snapshot_every:
-            return self._stated(batch)
-        return Stated(batch, self._number, None) if epoch.tagged else batch
+            return self._stated(batch, left=left)
+        return Stated(batch, self._number, None, left=left) if epoch.tagged or left else batch
 
-    def _stated(self, batch: Any, *, is_over: bool = False) -> Stated:
+    def _stated(self, batch: Any, *, is_over: bool = False, left: Any = ()) -> Stated:
         """Return a batch with the state after it."""
         assert self._state is not None
         state = dumps(self._state.take(self._made))
-        return Stated(batch, self._number, state, is_over)
+        return Stated(batch, self._number, state, is_over, left)
 
     def _raised(self) -> Raised:
         """Return what kept the worker from getting ready, in place of a batch."""
@@ -343,7 +397,7 @@ class Batches:
         """Name a batch."""
         if self._worker.fetching.kind == names.ITERABLE:
             return f"batch {self._made - 1} of worker {self._number}"
-        return f"the batch of {reprlib.repr(key)} in worker {self._number}"
+        return f"the batch of {failure.listed(key)} in worker {self._number}"
 
 
 class KeyIndexer:

@@ -195,6 +195,44 @@ def test_what_is_refused(options: Any, text: str) -> None:
         DataLoader(list(range(9)), order=cseq.Shuffled())  # type: ignore[call-arg]
 
 
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Has no indices."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+@pytest.mark.parametrize("name", ["sampler", "batch_sampler"])
+def test_an_order_of_no_data_set(name: str) -> None:
+    """The error says what is missing, also of one that has no indices."""
+    options: Any = {name: cseq.Sequential(4)}
+    with pytest.raises(TypeError, match=f"{name}=.* beside no data set: an order is of the"):
+        DataLoader(**options)
+    with pytest.raises(TypeError, match=f"{name}=.* beside dataset=.*, an IterableDataset: an"):
+        DataLoader(Stream(), **options)
+
+
+@pytest.mark.parametrize(("name", "hint"), [("seed", "generator="), ("device", "pin_memory=")])
+def test_names_that_managers_have(name: str, hint: str) -> None:
+    """An argument of a manager says what it is here."""
+    options: Any = {name: 3}
+    with pytest.raises(TypeError, match=rf"^DataLoader\(\) got an .*argument '{name}': .*{hint}"):
+        DataLoader([1, 2], **options)
+
+
+def test_a_state_with_another_seed() -> None:
+    """It is refused when it is loaded; the text is not of managers."""
+
+    def make(seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        return DataLoader(list(range(8)), sampler=cseq.Shuffled(8), generator=generator)
+
+    made = make(1)
+    next(iter(made))
+    with pytest.raises(ValueError, match=r"^the state has seed=1, but here it is seed=2; make it"):
+        make(2).load_state_dict(made.state_dict())
+
+
 def test_what_a_batch_sampler_refuses() -> None:
     """What is no order, and an order that has no size."""
     with pytest.raises(TypeError, match=r"order=\[1\] is no cseq.Order"):

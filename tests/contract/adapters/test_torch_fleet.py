@@ -156,12 +156,12 @@ def test_exceptions_have_torchs_form(fleet: LateFleet) -> None:
     assert [batch.tolist() for batch in iterator] == [[4, 5], [6, 7], [8, 9]]
 
 
-def test_failing_batches_are_left_out(fleet: LateFleet) -> None:
+def test_failing_samples_are_left_out(fleet: LateFleet) -> None:
     """And listed."""
     loader = cseq.DataLoader(Failing(), batch_size=2, fleet=fleet, on_error="skip")
-    assert [batch.tolist() for batch in loader] == [[0, 1], [4, 5], [6, 7], [8, 9]]
-    [(number, error)] = loader.skipped
-    assert (number, error) == (1, "LookupError: three is missing")
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2], [4, 5], [6, 7], [8, 9]]
+    [entry] = loader.skipped
+    assert entry == (None, 1, 3, "LookupError: three is missing", [3])
 
 
 class Unsent(Plain):

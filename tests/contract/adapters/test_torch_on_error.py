@@ -1,4 +1,4 @@
-"""`on_error="skip"`: batches that raise are left out, logged, counted, and not made again."""
+"""`on_error="skip"`: samples and batches that raise are left out, logged, and not made again."""
 
 from __future__ import annotations
 
@@ -84,11 +84,10 @@ def test_broken_samples(num_workers: int, rng: str, caplog: pytest.LogCaptureFix
     for _ in range(2):
         caplog.clear()
         assert list(made) == [0, 1, 4, 5, 6, 8, 9]
-        assert made.skipped == [(k, f"LookupError: no sample {k}") for k in BROKEN]
+        assert made.skipped == [(None, k, None, f"LookupError: no sample {k}", [k]) for k in BROKEN]
         errors = [each.getMessage() for each in caplog.records if each.levelno == logging.ERROR]
-        assert [text.split(":", 1)[1] for text in errors] == [
-            f" LookupError: no sample {k}" for k in BROKEN
-        ]
+        for text, k in zip(errors, BROKEN, strict=True):
+            assert f": LookupError: no sample {k} (the whole batch" in text
         assert all("the batch of" in text for text in errors)
 
 
@@ -96,24 +95,26 @@ def test_broken_samples(num_workers: int, rng: str, caplog: pytest.LogCaptureFix
 def test_broken_items_of_an_iterable_data_set(num_workers: int) -> None:
     made = loader(BrokenItems(), num_workers)
     assert sorted(made) == [0, 1, 4, 5, 6, 8, 9]
-    assert sorted(error for _, error in made.skipped) == [
+    assert sorted(one.error for one in made.skipped) == [
         f"LookupError: no sample {k}" for k in BROKEN
     ]
 
 
 def test_a_whole_batch_is_left_out() -> None:
-    """Also one whose collate function raises."""
+    """One whose collate function raises, and one of which no sample is left."""
 
     def collate(samples: list[int]) -> Any:
         if sum(samples) == 9:
             raise ValueError("nine")
         return samples
 
-    made = loader(Broken(), 2, batch_size=2, collate_fn=collate, in_order=False)
-    assert sorted(made) == [[0, 1], [8, 9]]
-    assert sorted(error for _, error in made.skipped) == [
-        "LookupError: no sample 2", "LookupError: no sample 7", "ValueError: nine"
-    ]  # fmt: skip
+    made = loader(Broken(), 2, batch_size=2, collate_fn=collate)
+    assert list(made) == [[0, 1], [6], [8, 9]]
+    assert made.skipped == [
+        (None, 1, None, "LookupError: no sample 2", [2, 3]),
+        (None, 2, None, "ValueError: nine", [4, 5]),
+        (None, 3, 7, "LookupError: no sample 7", [7]),
+    ]
 
 
 @pytest.mark.parametrize("numbers", [(0, 0), (2, 0), (0, 2), (2, 3)], ids=str)
@@ -127,7 +128,7 @@ def test_a_resume(numbers: tuple[int, int]) -> None:
     again = loader(Broken(), second)
     again.load_state_dict(made.state_dict())
     assert list(again) == list(iterator) == [5, 6, 8, 9]
-    assert [number for number, _ in again.skipped] == [7]
+    assert [one.batch for one in again.skipped] == [7]
 
 
 def not_ready(number: int) -> None:
@@ -166,9 +167,9 @@ def test_a_batch_that_cannot_be_pickled(in_order: bool) -> None:
     made = loader(Unsendable(), 2, in_order=in_order)
     assert sorted(made) == [0, 1, 4, 5, 6, 8, 9]
     assert len(made.skipped) == len(BROKEN)
-    assert all("lock" in error for _, error in made.skipped)
+    assert all("lock" in one.error for one in made.skipped)
     if in_order:
-        assert [number for number, _ in made.skipped] == [*BROKEN]
+        assert [one.batch for one in made.skipped] == [*BROKEN]
         iterator = iter(made)
         assert [next(iterator) for _ in range(3)] == [0, 1, 4]
         made.load_state_dict(made.state_dict())
@@ -215,15 +216,130 @@ def test_a_batch_of_an_iterable_data_set_that_cannot_be_pickled(
     )
 
 
-def test_a_worker_that_dies_of_a_batch_is_no_error_of_it() -> None:
-    class Deadly(Plain):
-        def __getitem__(self, index: int) -> int:
-            if index == 4:
-                kill(os.getpid())
-            return index
+class Deadly(Plain):
+    """A sample ends its worker."""
 
-    with pytest.raises(cseq.WorkerDied):
-        list(loader(Deadly(), 2))
+    def __getitem__(self, index: int) -> int:
+        if index == 4:
+            kill(os.getpid())
+        return index
+
+
+@pytest.mark.parametrize("rng", ["worker", "batch"])
+def test_a_batch_that_ends_three_workers(rng: str) -> None:
+    """It is left out, in each epoch, with all its indices; a resume begins behind it."""
+    made = loader(Deadly(), 2, batch_size=3, rng=rng)
+    for _ in range(2):
+        iterator = iter(made)
+        first = [next(iterator).tolist() for _ in range(2)]
+        assert first == [[0, 1, 2], [6, 7, 8]]
+        [entry] = made.skipped
+        assert (entry.batch, entry.sample, entry.indices) == (1, None, [3, 4, 5])
+        assert entry.error.startswith("WorkerDied: worker ")
+        again = loader(Deadly(), 2, batch_size=3, rng=rng)
+        again.load_state_dict(made.state_dict())
+        assert [batch.tolist() for batch in again] == [[9]]
+        assert [batch.tolist() for batch in iterator] == [[9]]
+
+
+def test_too_many_deaths_are_no_error_of_a_batch() -> None:
+    with pytest.raises(cseq.WorkerDied, match="max_restarts=2"):
+        list(loader(Deadly(), 2, max_restarts=2))
+
+
+def test_a_death_names_all_indices() -> None:
+    with pytest.raises(cseq.WorkerDied, match=r"\(\[0, 1, 2, 3, 4, 5, 6, 7, 8, 9\]\)"):
+        list(loader(Deadly(), 1, batch_size=10, on_error="raise"))
+
+
+# -- samples
+
+
+class Drawing(Broken):
+    """Samples that draw, also before they raise; with `__getitems__` and None, if it is told."""
+
+    def __init__(self, *, together: bool = False) -> None:
+        super().__init__(10)
+        if together:
+            self.__getitems__ = self._together
+
+    def _together(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = torch.rand(()).item()
+        return super().__getitem__(index), drawn
+
+
+def samples_of(made: Any) -> list[Any]:
+    """Return the samples of an epoch, batch by batch."""
+    return [list(zip(*(part.tolist() for part in batch), strict=True)) for batch in made]
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
+def test_a_sample_is_left_out(together: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The batch is smaller; the stream is the same for any number of workers."""
+    streams = []
+    for num_workers in (0, 1, 3):
+        torch.manual_seed(5)
+        caplog.clear()
+        made = loader(Drawing(together=together), num_workers, batch_size=4, rng="batch")
+        streams.append(samples_of(made))
+        assert len(streams[-1]) == len(made) == 3
+        assert [[k for k, _ in batch] for batch in streams[-1]] == [[0, 1], [4, 5, 6], [8, 9]]
+        assert made.skipped == [
+            (None, k // 4, k, f"LookupError: no sample {k}", [k]) for k in BROKEN
+        ]
+        assert "skipped sample 7 of batch 1: LookupError: no sample 7" in caplog.text
+    assert streams[0] == streams[1] == streams[2]
+
+
+@pytest.mark.parametrize("kind", [cseq.DataLoader, cseq.StatefulDataLoader])
+@pytest.mark.parametrize("numbers", [(0, 2), (2, 0), (3, 1)], ids=str)
+def test_a_resume_behind_a_sample(kind: Any, numbers: tuple[int, int]) -> None:
+    """A batch that lacks samples counts as one."""
+
+    def make(number: int) -> Any:
+        more = {"multiprocessing_context": QUICK} if number else {}
+        return kind(Drawing(), 2, num_workers=number, rng="batch", on_error="skip", **more)
+
+    torch.manual_seed(5)
+    made = make(numbers[0])
+    iterator = iter(made)
+    [first], second = (samples_of([next(iterator)]) for _ in range(2))
+    assert [k for k, _ in first] == [0, 1]
+    again = make(numbers[1])
+    again.load_state_dict(made.state_dict())
+    assert second
+    assert samples_of(again) == samples_of(iterator)
+
+
+def test_ranks_have_equally_many_batches() -> None:
+    """What one rank loses shortens its batches, not its epoch."""
+    for rank in range(2):
+        sampler = data.DistributedSampler(Broken(), 2, rank, shuffle=False)
+        assert len(list(loader(Broken(), 2, batch_size=2, sampler=sampler))) == 3
+
+
+class Forgetful(Plain):
+    """A `return` is missing for one sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        return None if index == 4 else index
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sample_that_is_none(num_workers: int) -> None:
+    """It is named, or left out; a collate function of one's own may take it."""
+    told = "sample 4 of Forgetful is None: is a `return` missing?"
+    with pytest.raises(RuntimeError, match="NoneType") as caught:
+        list(loader(Forgetful(), num_workers, batch_size=5, on_error="raise"))
+    assert told in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    made = loader(Forgetful(), num_workers, batch_size=5)
+    assert [batch.tolist() for batch in made] == [[0, 1, 2, 3], [5, 6, 7, 8, 9]]
+    assert made.skipped == [(None, 0, 4, f"TypeError: {told}", [4])]
+    made = loader(Forgetful(), num_workers, batch_size=5, collate_fn=list)
+    assert list(made) == [[0, 1, 2, 3, None], [5, 6, 7, 8, 9]]
 
 
 def test_the_default_of_the_process(

@@ -323,3 +323,45 @@ def test_a_data_loader_asks_no_data_set_for_a_state(
         assert 2 in dataset.asked()
         asks._iterator = None
     assert not caplog.records
+
+
+ODD = [None, -1, 10**30, 1.5, "x", [], ["x"], {}, {"a": 1}, object(), torch.zeros(3)]
+FREE = {"rng", "base_seed", "draws_seed", "batch_size", "shuffle", "batches", "generator"}
+
+
+@pytest.mark.parametrize("kind", ["map", "iterable", "order"])
+def test_a_malformed_state(kind: str) -> None:
+    """It is named when it is loaded, and the loader begins as if it had not been given."""
+
+    def make() -> Any:
+        if kind == "order":
+            return cseq.DataLoader(Plain(8), 2, sampler=cseq.Shuffled(8))
+        dataset = Sharded(8) if kind == "iterable" else Plain(8)
+        return loader(dataset, 0, shuffle=True if kind == "map" else None)
+
+    made = make()
+    taken(iter(made), 2)
+    state = made.state_dict()
+    for name in state:
+        for value in ODD:
+            again = make()
+            try:
+                again.load_state_dict({**state, name: value})
+            except (ValueError, TypeError):
+                again.load_state_dict({})
+            else:
+                assert name in FREE or (name == "sampler" and isinstance(value, dict))
+            list(again)  # what was taken is fine
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [{"seed": "x"}, {"seed": 2**64}, {"epoch": [1]}, {"generators": {}}, {"generator": 3},
+     {"skip": -1}, {"generators": {"iter": {}, "first": {"torch": None}}},
+     {"generators": {"iter": {}, "first": {"random": (3, (1,), None)}}}],
+)  # fmt: skip
+def test_a_malformed_state_of_a_sampler(sampler: Any) -> None:
+    made = loader(Plain(8), 0, shuffle=True)
+    taken(iter(made), 2)
+    with pytest.raises(ValueError, match="the state is malformed, with sampler="):
+        made.load_state_dict({**made.state_dict(), "sampler": sampler})

@@ -103,7 +103,7 @@ def interrupt_anywhere(made: Any, *files: str) -> None:
             seed_all()
             assert own == drawn()
             taken = made.state_dict()["_num_yielded"]
-            left_out = sum(number < taken for number, _ in made.skipped)
+            left_out = sum(one.sample is None and one.batch < taken for one in made.skipped)
             assert taken == len(got) - got.count("end") + left_out
             got += everything(iterator)
             got = [each for each in got if each != "end"]
@@ -287,8 +287,7 @@ def test_a_batch_that_kills_again_and_again_is_an_error() -> None:
     with pytest.raises(cseq.WorkerDied, match=told) as caught:
         next(iterator)
     died = caught.value
-    if os.name == "posix":
-        assert f"DataLoader worker (pid {died.pid}) is killed by signal" in str(died)
+    assert str(died).count(": worker 1 ") == 1  # what has happened is said once
     assert died.indices == [1]
     assert list(iterator) == []
 

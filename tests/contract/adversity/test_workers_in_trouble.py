@@ -244,9 +244,37 @@ def test_skip_leaves_out_the_batch_that_raised(kind: str, caplog: pytest.LogCapt
         got = digest(m)
         assert m.stats().skips == 1
         assert [s[:2] for s in m.skipped] == [(0, number)]
-        assert "sample 123 is broken" in m.skipped[0][2]
+        assert "sample 123 is broken" in m.skipped[0].error
     assert got == [d for k, d in enumerate(reference()) if k != number]
     assert sum("sample 123 is broken" in r.getMessage() for r in caplog.records) == 1
+
+
+class Lethal(Squares):
+    """A sample ends each worker."""
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+        if 123 in indices:
+            kill_myself()
+        return super().__getitem__(indices)
+
+
+@pytest.mark.parametrize("method", start_methods())
+def test_skip_leaves_out_a_batch_that_ends_three_workers(method: str) -> None:
+    """All other batches come; it is listed with its indices, and counted."""
+    m = cseq.MPSequence(
+        Lethal, SAMPLES, batch_size=BATCH, seed=11,
+        out_type="null", on_error="skip", start_method=method, num_workers=2,
+    )  # fmt: skip
+    order = cseq.permutation(SAMPLES, 11, 0).tolist()
+    number = order.index(123) // BATCH
+    with m.start():
+        got = digest(m)
+        assert m.stats().skips == 1
+        [entry] = m.skipped
+    assert entry[:3] == (0, number, None)
+    assert entry.indices == order[number * BATCH : (number + 1) * BATCH]
+    assert entry.error.startswith("WorkerDied: ")
+    assert got == [d for k, d in enumerate(reference()) if k != number]
 
 
 class Never:
@@ -265,7 +293,7 @@ def test_the_list_of_skipped_batches_is_bounded(kind: str) -> None:
     with m.start_test() if kind == "test" else m.start():
         assert list(m) == []
         assert m.stats().skips == 1100
-        assert [batch for _, batch, _ in m.skipped] == list(range(100, 1100))
+        assert [batch for _, batch, *_ in m.skipped] == list(range(100, 1100))
     assert (m.stats().skips, len(m.skipped)) == (1100, 1000)
 
 
@@ -291,7 +319,7 @@ def test_an_exception_without_a_name_is_skipped_too(kind: str) -> None:
     m = cseq.MTSequence(RaisesNameless, SAMPLES, batch_size=BATCH, out_type="null", on_error="skip")
     with m.start_test() if kind == "test" else m.start():
         assert len(list(m)) == SAMPLES // BATCH - 1
-        assert "Nameless" in m.skipped[0][2]
+        assert "Nameless" in m.skipped[0].error
 
 
 def refuse(array: np.ndarray) -> np.ndarray:
@@ -321,7 +349,7 @@ def test_a_batch_that_cannot_be_converted(kind: str, on_error: str) -> None:
                 break
             except ValueError as error:
                 raised.append(str(error))
-        skips = [batch for _, batch, _ in m.skipped]
+        skips = [batch for _, batch, *_ in m.skipped]
     assert got == expected
     at = order.ravel().tolist().index(123) // BATCH
     assert (len(raised), skips) == ((1, []) if on_error == "raise" else (0, [at]))

@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 import zipfile
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -273,19 +274,6 @@ def test_an_argument_that_is_not_known(
     check_fallback(loader, caplog, "worker_method='thread'")
 
 
-def test_what_cannot_be_pickled(seeds: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    """The generators are as if nothing had been tried: torch's own draws the same seed."""
-    options: Any = {"num_workers": 1, "multiprocessing_context": "spawn"}
-    dataset = Plain(4)
-    dataset.lock = threading.Lock()  # type: ignore[attr-defined]
-    seed_all()
-    check_fallback(cseq.DataLoader(dataset, **options), caplog, "lock")
-    seed_all()
-    with pytest.raises(Made):
-        iter(data.DataLoader(dataset, **options))
-    assert seeds[0] == seeds[2]
-
-
 SPAWN: Any = {"num_workers": 1, "multiprocessing_context": "spawn"}
 
 
@@ -301,11 +289,40 @@ class Unsent(Plain):
         raise TypeError("this data set stays here")
 
 
+class Known(Unsent):
+    """multiprocessing has been told how it travels."""
+
+
+ForkingPickler.register(Known, lambda _: (Plain, (4,)))
+
+
+def test_what_cannot_be_pickled(seeds: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    """The generators are as if nothing had been tried: torch's own draws the same seed."""
+    seed_all()
+    check_fallback(cseq.DataLoader(Known(), **SPAWN), caplog, "stays here")
+    seed_all()
+    with pytest.raises(Made):
+        iter(data.DataLoader(Known(), **SPAWN))
+    assert seeds[0] == seeds[2]
+
+
+def test_what_torch_cannot_pickle_either(seeds: list[int]) -> None:
+    """Its way is not tried: one sentence says which part it is, and what to do."""
+    dataset = Plain(4)
+    dataset.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(
+        TypeError, match=r"^dataset\.lock: cannot pickle .*of the data set"
+    ) as caught:
+        iter(cseq.DataLoader(dataset, **SPAWN))
+    assert caught.value.__suppress_context__
+    assert not seeds
+
+
 def test_what_cannot_be_is_tried_once(seeds: list[int]) -> None:
     """Also where torch's class has cseq's workers."""
     tried = []
     for context in (contextlib.nullcontext(), installed()):
-        dataset = Unsent()
+        dataset = Known()
         with context, pytest.raises(Made):
             iter(cseq.DataLoader(dataset, **SPAWN))
         tried.append(dataset.tried)
@@ -315,11 +332,11 @@ def test_what_cannot_be_is_tried_once(seeds: list[int]) -> None:
 def test_all_options_that_are_lost_are_named(
     seeds: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    loader = cseq.DataLoader(Unsent(), **SPAWN, rng="batch", on_error="skip")
+    loader = cseq.DataLoader(Known(), **SPAWN, rng="batch", on_error="skip")
     check_fallback(loader, caplog, "it cannot do rng='batch', on_error='skip'")
     caplog.clear()
     with pytest.raises(Made):
-        iter(cseq.DataLoader(Unsent(), **SPAWN))
+        iter(cseq.DataLoader(Known(), **SPAWN))
     assert "cannot do" not in caplog.text
 
 
@@ -332,7 +349,7 @@ def test_a_state_that_would_be_lost(seeds: list[int]) -> None:
     next(iterator)
     state = made.state_dict()
     list(iterator)
-    loader = cseq.DataLoader(Unsent(), **SPAWN)
+    loader = cseq.DataLoader(Known(), **SPAWN)
     loader.load_state_dict(made.state_dict())  # its epoch is over
     with pytest.raises(Made):
         iter(loader)

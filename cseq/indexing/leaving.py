@@ -1,0 +1,188 @@
+"""What ``on_error='skip'`` leaves out: samples that raise, and batches.
+
+The worker fetches the samples of a batch one by one (`Leaving`), and sends what is left of it, and
+what is not, as a `Partial`. The loop's end lists the rest (`Skipped`), and logs it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cseq._memory import fork_depth
+from cseq.encoding import failure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = [
+    "Leaving", "Partial", "Skipped", "indices_of", "none_text", "note_batch", "note_samples",
+]  # fmt: skip
+
+log = logging.getLogger("cseq")
+
+WHOLE = (
+    "the whole batch is left out, so this rank has one less than len() says: ranks that have more "
+    "wait for it without end, as in DDP"
+)
+
+
+class Skipped(NamedTuple):
+    """What ``on_error='skip'`` has left out: a sample, or a whole batch.
+
+    Attributes
+    ----------
+    epoch : int or None
+        None: of a `cseq.DataLoader`, whose list is that of the latest epoch.
+    batch : int
+        Its number in the epoch, from 0.
+    sample : object
+        The sample's index, or its key in a sampler of torch's; None: the whole batch is left out.
+    error : str
+        Type and text of the exception.
+    indices : list
+        What the loop does not get: the sample, or those of the batch, as far as they are known.
+    """
+
+    epoch: int | None
+    batch: int
+    sample: Any
+    error: str
+    indices: list[Any]
+
+
+class Partial(NamedTuple):
+    """A batch without the samples that have raised, and these: index, and type and text."""
+
+    batch: Any
+    left: tuple[tuple[Any, str], ...]
+
+
+def note_batch(
+    place: str, epoch: int | None, batch: int, error: BaseException, indices: Sequence[Any]
+) -> Skipped:
+    """Log that a batch is left out, and return its entry.
+
+    As text: a log record that keeps the exception keeps its traceback, and all that refers to.
+    """
+    text = failure.line_of(error)
+    log.error("skipped %s: %s (%s)", place, text, WHOLE)
+    return Skipped(epoch, batch, None, text, list(indices))
+
+
+def note_samples(epoch: int | None, batch: int, left: Sequence[tuple[Any, str]]) -> list[Skipped]:
+    """Log which samples of a batch are left out, and return their entries."""
+    place = f"batch {batch}" if epoch is None else f"epoch {epoch}, batch {batch}"
+    for sample, text in left:
+        log.error("skipped sample %s of %s: %s", sample, place, text)
+    return [Skipped(epoch, batch, sample, text, [sample]) for sample, text in left]
+
+
+def indices_of(key: Any) -> list[Any]:
+    """Return the indices that a key consists of."""
+    return key if isinstance(key, list) else [] if key is None else [key]
+
+
+def none_text(index: Any, dataset: object) -> str:
+    """Say that a sample is None."""
+    return f"sample {index} of {type(dataset).__name__} is None: is a `return` missing?"
+
+
+class Leaving:
+    """Fetches the samples of one batch after another, without those that raise.
+
+    What such a sample has drawn from the generators stays drawn: the samples after it in its batch
+    draw what follows. So a batch depends on its indices and its seeds alone, as any other.
+
+    Parameters
+    ----------
+    dataset : object
+        With ``__getitem__(index)``, or ``__getitems__(indices)``, or both.
+    skips : bool
+        False: a sample that raises is raised.
+    refuses_none : bool
+        A sample that is None is an error: what collates cannot do with it.
+
+    Attributes
+    ----------
+    left : list of tuple
+        Of the latest batch: position, index, and type and text of the exception.
+    """
+
+    def __init__(self, dataset: Any, *, skips: bool, refuses_none: bool) -> None:
+        self.dataset = dataset
+        self._skips, self._refuses_none = skips, refuses_none
+        self._depth = fork_depth()
+        self.left: list[tuple[int, Any, str]] = []
+        self._first: Exception | None = None  # that was left out
+
+    def fetch(self, indices: Sequence[Any]) -> Iterator[Any]:
+        """Return the samples; one by one as they are taken, if the data set has them so.
+
+        Raises
+        ------
+        Exception
+            Of the first sample, if all of them raise, or if that is not to be left out.
+        """
+        self.left.clear()
+        self._first = None
+        together = getattr(self.dataset, "__getitems__", None)
+        if not together:
+            return self._one_by_one(indices)
+        try:
+            return iter([*self._checked(together(indices), indices)])
+        except Exception as error:
+            if not self._may_leave() or not hasattr(self.dataset, "__getitem__"):
+                raise
+            self._first = error.with_traceback(
+                None
+            )  # raised if one by one nothing can be had, either
+        return self._one_by_one(indices)
+
+    def _checked(self, samples: Any, indices: Sequence[Any]) -> Iterator[Any]:
+        """Yield samples that were fetched together."""
+        if not self._refuses_none:
+            yield from samples
+            return
+        for index, sample in zip(indices, samples, strict=True):
+            if sample is None:
+                raise self._none(index)
+            yield sample
+
+    def _one_by_one(self, indices: Sequence[Any]) -> Iterator[Any]:
+        """Fetch samples one by one."""
+        dataset = self.dataset
+        for position, index in enumerate(indices):
+            try:
+                sample = dataset[index]
+                if sample is None and self._refuses_none:
+                    raise self._none(index)
+            except Exception as error:
+                if not self._may_leave():
+                    failure.annotate(error, f"cseq: sample {index} of {type(dataset).__name__}")
+                    raise
+                self.left.append((position, index, failure.line_of(error)))
+                self._first = self._first or error.with_traceback(None)
+                continue
+            yield sample
+            del sample  # it is dropped before the next one is made
+        first, self._first = self._first, None
+        if first is not None and len(self.left) == len(indices):
+            try:
+                raise first
+            finally:
+                del first  # its traceback refers to this frame
+
+    def _may_leave(self) -> bool:
+        """Tell whether samples are left out, and this is no process that the data set forked."""
+        return self._skips and fork_depth() == self._depth
+
+    def _none(self, index: Any) -> TypeError:
+        """Make the error for a sample that is None."""
+        return TypeError(none_text(index, self.dataset))
+
+    def whole(self, batch: Any) -> Any:
+        """Return the batch that was made of the samples, with what is missing in it."""
+        if not self.left:
+            return batch
+        return Partial(batch, tuple((index, text) for _, index, text in self.left))
