@@ -286,7 +286,7 @@ def listed(indices: Any, most: int = SHOWN) -> str:
         return reprlib.repr(indices)
     shown = ", ".join(map(reprlib.repr, indices[:most]))
     more = f", … {len(indices) - most} more" if len(indices) > most else ""
-    return f"[{shown}{more}]"
+    return f"({shown}{more})" if isinstance(indices, tuple) else f"[{shown}{more}]"
 
 
 def ordinary(error: BaseException) -> BaseException:
