@@ -395,8 +395,7 @@ cdef class Feed(Line):
             return 0
         if self.decoder.passes and not c.status:
             # `take` takes it out of its place; no reference is counted here.
-            if self.decoder.objects.items[STRIDE * t.cell].ob_type is PARTIAL:
-                batch = self.decoder.objects.get(t.cell)
+            if self.decoder.objects.items[STRIDE * t.cell].ob_type is PARTIAL: batch = self.decoder.objects.get(t.cell)
         else:
             try:
                 batch = self.decoder.decode(t.cell, c)
@@ -411,8 +410,7 @@ cdef class Feed(Line):
                 error, note = self.describe(t.ring, t.cell, error)
                 if self.give:
                     batch, error = ItemFailure(error, t.ring), None
-        if (<PyObject*>batch).ob_type is PARTIAL:
-            batch, note = self.describe(t.ring, t.cell, batch)
+        if (<PyObject*>batch).ob_type is PARTIAL: batch, note = self.describe(t.ring, t.cell, batch)
         self.decoded, self.batch, self.error, self.note = t.number, batch, error, note
         return 0
 
@@ -510,8 +508,7 @@ cdef class Feed(Line):
                 self.skips += 1
                 self.commit(k, True)
                 continue
-            if isinstance(self.note, list):
-                self.skipped.extend(self.note)
+            if isinstance(self.note, list): self.skipped.extend(self.note)
             if self.decoder.passes and self.note is None:
                 taken = self.decoder.objects.take(self.at(k).cell)
             else:

@@ -648,17 +648,14 @@ cdef class BatchMaker(Work):
             self.batch_state.drawn, self.batch_state.ticket = None, runner
         self.writer.open_ticket(runner)
         batch = self.index(runner)
-        if batch is None:
-            raise TypeError(f"`__getitem__` of {type(self.indexer).__name__} returned None: is a "
-                            "`return` missing?")
+        if batch is None: raise self.forgotten()
         return batch if self.convert is None else self.convert(batch)
 
     cdef object index(self, Runner runner):
         """Call the indexer; once more if it has drawn from generators that it imported just now."""
         cdef cseq_cell* c = runner.held()
         indexer = self.indexer  # the first call changes it
-        if self.seeds is None:
-            return indexer[runner.indices()]
+        if self.seeds is None: return indexer[runner.indices()]
         self.seeds.seed_batch(c.seed, c.epoch, c.start)
         try:
             batch = indexer[runner.indices()]

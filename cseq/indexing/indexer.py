@@ -269,6 +269,11 @@ class Indexing(BatchMaker):
 
     end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)
 
+    def forgotten(self) -> TypeError:
+        """Make the error for a batch that is None."""
+        name = type(self.indexer).__name__
+        return TypeError(f"`__getitem__` of {name} returned None: is a `return` missing?")
+
     def fail(self, runner: Runner, error: BaseException) -> None:
         """Publish the present ticket with an exception; that of a first batch may get advice."""
         if not runner.ring.published(runner.owner):
