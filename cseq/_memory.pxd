@@ -12,7 +12,6 @@ cdef enum:
     MAX_DIMS = 64
     LARGE = 65536  # bytes; copies of this size or more release the GIL
     MOST_KEPT = 4194304  # bytes; the arena shrinks larger slots at times (arena.SLACK)
-    WINDOW = 32  # batches, at least, between two times that memory is given back
     LEAST = 16384  # bytes of a slot that are committed before it is used
     MOST_COPIED = 65536  # bytes; leaves up to this are copied out of their slots, together as many as fit
 
@@ -25,9 +24,6 @@ cdef enum:
 cdef cseq_list* in_use   # leases and windows, which a fork copies
 
 cdef long* forks_here    # see `fork_depth`
-
-cdef uint64_t* freed_due  # ns of `cseq_now_ns`: when to call `give_freed_back`
-cdef void give_freed_back() noexcept
 
 cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
                      bint fortran, cnp.npy_intp* strides)

@@ -48,59 +48,22 @@ cdef Py_ssize_t PY_SSIZE_T_MAX = <Py_ssize_t>(<size_t>-1 >> 1)
 cdef extern from *:
     """
     #include <stdlib.h> /* defines __GLIBC__ */
-    static uint64_t cseq_freed_due = UINT64_MAX; /* ns; written by keep_freed, then by what claims tickets */
-
     #ifdef __GLIBC__
-    #include <fcntl.h>
     #include <malloc.h>
-    #include <stdio.h>
-    #include <unistd.h>
     enum {
-        CSEQ_MOST_FREED = 64 << 20, /* bytes more than after the last time that are not given back */
-        CSEQ_BYTES_PER_NS = 4,      /* that the system clears, when they are needed again */
-        CSEQ_FREED_SHARE = 1000     /* of the time that all this may take: one part in so many */
+        CSEQ_MAPPED = 64 << 20, /* bytes; larger blocks are mapped: zero at once, and given back at once */
+        CSEQ_MOST_MAPPED = 32 << 20, /* glibc before 2.35 takes no more than this */
+        CSEQ_FREED = 2 * CSEQ_MAPPED /* bytes that stay at the end of the heap, as glibc itself has it */
     };
-    static uint64_t cseq_least_bytes; /* of this process's own memory, since it was last given back */
-
     static int cseq_keep_freed(void) {
-        if (!mallopt(M_MMAP_MAX, 0) || !mallopt(M_TRIM_THRESHOLD, -1)) return 0;
-        cseq_freed_due = 0;
-        return 1;
-    }
-
-    /* Memory of this process that is resident and no file's, nor shared; 0 where there is no /proc. */
-    static uint64_t cseq_own_bytes(void) {
-        char text[96];
-        unsigned long long resident, shared;
-        const int fd = cseq_lift(open("/proc/self/statm", O_RDONLY | O_CLOEXEC));
-        const ssize_t size = fd < 0 ? 0 : read(fd, text, sizeof(text) - 1);
-        if (fd >= 0) close(fd);
-        text[size > 0 ? size : 0] = 0;
-        if (sscanf(text, "%*u %llu %llu", &resident, &shared) != 2) return 0;
-        return (resident - shared) * (uint64_t)sysconf(_SC_PAGESIZE);
-    }
-
-    /* What malloc says that it keeps is no measure: it counts what was given back inside of a heap. */
-    static void cseq_give_freed_back(void) {
-        const uint64_t begun = cseq_now_ns(), own = cseq_own_bytes();
-        uint64_t now, cost = 0;
-        if (own < cseq_least_bytes) cseq_least_bytes = own;
-        if (own - cseq_least_bytes > CSEQ_MOST_FREED) {
-            malloc_trim(0);
-            cseq_least_bytes = cseq_own_bytes();
-            if (own > cseq_least_bytes) cost = (own - cseq_least_bytes) / CSEQ_BYTES_PER_NS;
-        }
-        now = cseq_now_ns();
-        cseq_freed_due = now + CSEQ_FREED_SHARE * (now - begun + cost);
+        return (mallopt(M_MMAP_THRESHOLD, CSEQ_MAPPED) || mallopt(M_MMAP_THRESHOLD, CSEQ_MOST_MAPPED))
+            && mallopt(M_TRIM_THRESHOLD, CSEQ_FREED);
     }
     #else
     static int cseq_keep_freed(void) { return 0; }
-    static void cseq_give_freed_back(void) {}
     #endif
     """
-    uint64_t cseq_freed_due
     int cseq_keep_freed() noexcept nogil
-    void cseq_give_freed_back() noexcept nogil
 
 cdef extern from "cseq_fault.h":
     int CSEQ_POISON
@@ -162,7 +125,6 @@ if cseq_fork_install():
     raise MemoryError("no memory for a handler of forks")
 in_use = &cseq_in_use
 forks_here = &cseq_forks
-freed_due = &cseq_freed_due
 
 
 def fork_depth():
@@ -542,19 +504,9 @@ def address_of(cnp.ndarray array not None):
 
 
 def keep_freed():
-    """Make this process's malloc keep freed blocks, of any size, instead of unmapping them, since
-    the system clears the pages of new ones. Return whether it does (glibc)."""
+    """Make this process's malloc keep freed blocks of up to 64 MB, since the system clears the pages
+    of new ones; larger ones are mapped and unmapped. Return whether it does (glibc)."""
     return bool(cseq_keep_freed())
-
-
-cdef void give_freed_back() noexcept:
-    """Make malloc give back what it keeps, if that may be much, and set when to look again.
-
-    Called by the thread that claims tickets, between two of them. The system has to clear again what
-    the next batches need of it: with that, it takes at most a thousandth of the time.
-    """
-    with nogil:
-        cseq_give_freed_back()
 
 
 # -- arrays made in place: numpy allocates them in the batch's slot (cseq_place.h)

@@ -30,7 +30,6 @@ cdef class Runner:
     cdef public uint64_t park  # ns that `claim` waits at most
     cdef bint last
     cdef uint64_t since        # when a ticket was claimed or published last; when none came
-    cdef uint32_t claimed      # tickets, since malloc was last made to give memory back
     cdef cnp.ndarray room      # for the indices of a ticket
     cdef void hold(self, int cell, uint64_t now) noexcept
     cdef bint claim_at_once(self, uint64_t now) noexcept

@@ -12,7 +12,7 @@ cimport numpy as cnp
 
 from cseq._core cimport Ring
 from cseq._headers cimport *
-from cseq._memory cimport LEAST, WINDOW, forks_here, freed_due, give_freed_back
+from cseq._memory cimport LEAST, forks_here
 from cseq._references cimport cseq_is_unique
 from cseq._trace cimport copied, marks
 
@@ -104,9 +104,6 @@ cdef class Runner:
         cdef uint64_t awake
         if self.cell >= 0:
             raise RuntimeError(f"cell {self.cell} is still in hand: publish it first")
-        if self.claimed >= WINDOW and self.since >= freed_due[0]:
-            self.claimed = 0
-            give_freed_back()
         if self.since - self.meter.polled_ns >= CSEQ_POLL:
             self.poll()
         if not cseq_ring_leaves(self.r, self.stage, self.owner):
@@ -118,7 +115,6 @@ cdef class Runner:
                 self.since = cseq_now_ns()
                 cseq_histogram_add(&self.meter.gil, self.since - awake)
         if cell < 0:
-            self.claimed = WINDOW  # idle: a good time to give memory back
             return None if cell == CSEQ_CLOSED else False
         self.hold(cell, cseq_now_ns())
         return True
@@ -126,7 +122,6 @@ cdef class Runner:
     cdef void hold(self, int cell, uint64_t now) noexcept:
         """Begin with the ticket in a cell that was claimed."""
         self.cell = cell
-        self.claimed += 1
         self.c = cseq_ring_cell(self.r, cell)
         self.since = now
         cseq_store_rlx_u64(&cseq_cell_stint(self.c, self.stage).started_ns, now)

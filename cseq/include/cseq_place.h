@@ -76,24 +76,39 @@ CSEQ_INLINE cseq_region *cseq_place_find(cseq_place *p, const void *address) {
     return 0;
 }
 
-CSEQ_INLINE void *cseq_place_malloc(void *ctx, size_t size) {
-    cseq_place *p = (cseq_place *)ctx;
-    if (!p->active || size < CSEQ_PLACE_LEAST || p->count >= CSEQ_PLACE_SEEN)
-        return p->malloc(p->ctx, size);
+/* Whether an allocation is one to number. */
+CSEQ_INLINE int cseq_place_counts(const cseq_place *p, size_t size) {
+    return p->active && size >= CSEQ_PLACE_LEAST && p->count < CSEQ_PLACE_SEEN;
+}
+
+/* Number an allocation; its memory, if it is served from the slot. */
+CSEQ_INLINE void *cseq_place_next(cseq_place *p, size_t size) {
     uint32_t k = p->count++;
-    void *made = p->wanted >> k & 1 ? cseq_place_take(p, size) : 0;
-    if (!made) made = p->malloc(p->ctx, size);
-    p->seen[k].p = (char *)made;
-    p->seen[k].size = made ? size : 0;
+    return p->wanted >> k & 1 ? cseq_place_take(p, size) : 0;
+}
+
+/* Note where the allocation that was numbered last is; NULL: there was no memory. */
+CSEQ_INLINE void *cseq_place_note(cseq_place *p, void *made, size_t size) {
+    p->seen[p->count - 1].p = (char *)made;
+    p->seen[p->count - 1].size = made ? size : 0;
     return made;
 }
 
+CSEQ_INLINE void *cseq_place_malloc(void *ctx, size_t size) {
+    cseq_place *p = (cseq_place *)ctx;
+    if (!cseq_place_counts(p, size)) return p->malloc(p->ctx, size);
+    void *made = cseq_place_next(p, size);
+    return cseq_place_note(p, made ? made : p->malloc(p->ctx, size), size);
+}
+
+/* Memory that is not the slot's is cleared by the allocator, which knows what is zero already. */
 CSEQ_INLINE void *cseq_place_calloc(void *ctx, size_t count, size_t size) {
     cseq_place *p = (cseq_place *)ctx;
-    if (!p->active || (size && count > (size_t)-1 / size) || count * size < CSEQ_PLACE_LEAST)
+    if ((size && count > (size_t)-1 / size) || !cseq_place_counts(p, count * size))
         return p->calloc(p->ctx, count, size);
-    void *made = cseq_place_malloc(ctx, count * size);
-    return made ? memset(made, 0, count * size) : 0;
+    void *made = cseq_place_next(p, count * size);
+    made = made ? memset(made, 0, count * size) : p->calloc(p->ctx, count, size);
+    return cseq_place_note(p, made, count * size);
 }
 
 CSEQ_INLINE void cseq_place_free(void *ctx, void *address, size_t size) {

@@ -120,8 +120,7 @@ class Entered(NamedTuple):
 
 def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) -> Entered:
     """Set up a worker process; it ends when the trainer closes `sock`, or `grace_ns` later."""
-    if os.environ.get("CSEQ_MALLOC", "") != "default":
-        keep_freed()
+    keep_freed()
     setup, (ring_fd, arena_fd, *more) = _receive_setup(sock)
     if DEBUG:  # see cseq_fault.h
         os.environ["CSEQ_WORKER"] = str(setup.number)

@@ -102,6 +102,12 @@ def fresh() -> Any:
     return SOURCE + 1
 
 
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_what_was_in_the_last_batch_is_made_in_the_slot(bench: Bench) -> None:
     """From the third batch on, an array is made where it is going to lie, and not copied."""
     lives = []
@@ -297,6 +303,23 @@ def test_zeros_are_zero_in_a_used_slot(bench: Bench) -> None:
     bench.learn(fresh)
     batch = bench.batch(lambda: np.zeros(SIZE, np.float32))
     assert not batch.any()
+
+
+def test_zeros_beside_the_slot_take_no_memory(bench: Bench) -> None:
+    """What the system gives is zero, and is not cleared once more."""
+    grown = 0
+
+    def beside() -> Any:
+        nonlocal grown
+        before = resident()
+        zeros = np.zeros(1 << 29, np.uint8)
+        zeros[0] = 1
+        grown = resident() - before
+        return fresh()
+
+    bench.learn(fresh)
+    np.testing.assert_array_equal(bench.batch(beside), SOURCE + 1)
+    assert grown < 1 << 27
 
 
 def test_an_array_in_two_places_arrives_as_two(bench: Bench) -> None:
