@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cseq._lock import Latch
@@ -21,7 +22,7 @@ from cseq._lock import Latch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Latch", "Threads", "await_told", "tell"]
+__all__ = ["Latch", "Threads", "await_told", "later", "tell"]
 
 log = logging.getLogger("cseq")
 
@@ -101,14 +102,18 @@ def tell(level: int, text: str, *args: object) -> None:
     Handlers of `logging` are the user's: one may raise, or wait for a server. That must not keep a
     thread from its work that others wait for. What a handler raises is printed.
     """
+    if log.isEnabledFor(level):
+        later(partial(log.log, level, text, *args))
+
+
+def later(call: Callable[[], object]) -> None:
+    """Call a function of logging, as `tell` does."""
     global _telling
-    if not log.isEnabledFor(level):
-        return
     before, _telling = _telling, Threads()
 
     def emit() -> None:
         before.join(time.monotonic() + FOREVER)
-        log.log(level, text, *args)
+        call()
 
     _telling.add("cseq-log", emit)
     with contextlib.suppress(RuntimeError):  # no more threads: the interpreter is ending

@@ -29,7 +29,7 @@ from cseq.encoding.transport import SlotWriter
 from cseq.indexing import context, indexer
 from cseq.processes.launcher.base import end_copy
 from cseq.processes.launcher.forks import in_forked_children
-from cseq.processes.worker import FAILED, READY, enter, send_state
+from cseq.processes.worker import FAILED, enter, send_state
 from cseq.stage import ENDED, INDEXER, RAISED, run
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def main(sock: socket.socket, local: Any = None) -> None:
     except BaseException as error:  # noqa: BLE001 - it is raised in the trainer
         send_state(sock, FAILED, failure.pack(error))
         return
-    send_state(sock, READY)
+    entered.ready()
     entered.writer.place_arrays()
     # In a process that the producer forks, `cseq.empty` is numpy's.
     in_forked_children(partial(setattr, batch_context, "allocator", None))

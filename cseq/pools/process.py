@@ -34,7 +34,7 @@ from cseq.processes.deaths import Deaths
 from cseq.processes.launcher import make_launcher
 from cseq.processes.launcher.forks import in_forked_children
 from cseq.processes.supervisor import Supervisor
-from cseq.processes.worker import FAILED, LEFT, NOTED, READY, enter, send_state
+from cseq.processes.worker import FAILED, LEFT, NOTED, enter, send_state
 from cseq.stage import CONVERTER, INDEXER, run, spins
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
     except BaseException as error:  # noqa: BLE001 - it is raised in the loop
         send_state(sock, FAILED, failure.pack(error))
         return
-    send_state(sock, READY)
+    entered.ready()
     batch_context.allocator = entered.writer
     entered.writer.place_arrays()
     # In a process that the indexer forks, `cseq.empty` is numpy's.
@@ -144,7 +144,7 @@ def _convert(sock: socket.socket, task: Task, runner: Runner, entered: Entered) 
         send_state(sock, FAILED, failure.pack(error))
         return
     threading.Thread(target=_tidy_on_hangup, args=(sock, converter), daemon=True).start()
-    send_state(sock, READY)
+    entered.ready()
     source, batch_writer = SlotSource(entered.writer), SlotWriter(entered.writer, None)
     run(runner, partial(convert, source, converter.export, batch_writer), idle=converter.reap)
     converter.close()

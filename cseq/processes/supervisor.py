@@ -36,11 +36,13 @@ from cseq.memory.writer import Writer
 from cseq.processes.launcher import describe_exit
 from cseq.processes.launcher.base import FOREVER, KILL, KILLED
 from cseq.processes.launcher.forks import pair
+from cseq.processes.logs import Records, levels
 from cseq.processes.worker import (
     ENTERED,
     FAILED,
     LEFT,
     LOADED,
+    LOGGED,
     NO_STACK,
     READY,
     Setup,
@@ -141,6 +143,7 @@ class Supervisor:
         self._workers: dict[int, WorkerProcess] = {}
         self._given_up: dict[str, WorkerDied] = {}  # batches, by their places
         self._noted = False
+        self._records = Records()
         self._unready = math.inf  # since when there should be a ready worker, and is none
         self._event = "the start"  # what was then
         self._patience = SHORT  # seconds after that, when the log says what is waited for
@@ -361,7 +364,8 @@ class Supervisor:
         reads = owner <= self._readers
         place = self.shared.place(owner, has_slots=reads)
         record, marks = self._record if reads else None, self.shared.marks_at(owner)
-        setup = Setup(owner - 1, *place, self._task(owner), marks, record)
+        known = None if self.takes_objects else levels()
+        setup = Setup(owner - 1, *place, self._task(owner), marks, record, known)
         fds = [self._object.fd] if reads and self._object is not None else []
         worker.handshake(setup, *self.shared.fds, *fds)
 
@@ -381,6 +385,8 @@ class Supervisor:
         for state, body in messages:
             if state == FAILED:
                 self._fail(failure.unpack(body, worker.owner - 1))
+            elif state == LOGGED:
+                self._records.take(body)
             elif not self._noted:  # all workers would send the same
                 self._noted = True
                 tell(logging.WARNING, "%s", body.decode())

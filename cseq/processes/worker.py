@@ -9,8 +9,8 @@
 
 A worker sends ENTERED before it reads the user's object, which imports the user's modules, LOADED
 when it has it (a forked worker at once), then READY. FAILED comes with the exception that kept it
-from getting ready, NOTED with a warning, at any time; LEFT from one that was asked to leave an open
-ring, before it ends.
+from getting ready; NOTED with a warning, and LOGGED with a record of `logging`, at any time; LEFT
+from one that was asked to leave an open ring, before it ends.
 
 On a signal, a worker writes its stacks to an anonymous file that it shares with the trainer, not to
 the socket: the signal handler may run while a message is being sent.
@@ -28,6 +28,8 @@ import struct
 import sys
 import threading
 import time
+from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from cseq._core import Ring, now_ns
@@ -40,6 +42,7 @@ from cseq.memory import descriptors
 from cseq.memory.writer import Writer
 from cseq.processes.launcher import reading
 from cseq.processes.launcher.child import introduce
+from cseq.processes.logs import Sender
 from cseq.threads import Latch
 
 if TYPE_CHECKING:
@@ -47,12 +50,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cseq.processes.launcher import Child
+    from cseq.processes.logs import Levels
 
 __all__ = [
     "ENTERED",
     "FAILED",
     "LEFT",
     "LOADED",
+    "LOGGED",
     "NOTED",
     "NO_STACK",
     "READY",
@@ -65,6 +70,7 @@ __all__ = [
 ]
 
 ENTERED, LOADED, READY, FAILED, NOTED, LEFT = b"E", b"L", b"R", b"F", b"N", b"X"
+LOGGED = b"G"
 HEADER = struct.Struct("<cQ")  # one of the above, and the length of what follows
 LENGTH = struct.Struct("<Q")  # of the setup that follows
 
@@ -88,6 +94,7 @@ class Setup(NamedTuple):
     task: Any  # of its pool: what it has to do
     marks: int  # where in the rings' file its marks lie; see `_trace`
     record: codec.Record | None  # where the user's object lies in its file, if there is one
+    levels: Levels | None = None  # of the trainer's loggers; None: it is forked, and has them
 
 
 # ── in the worker ──────────────────────────────────────────────────────────────────────────
@@ -101,6 +108,7 @@ class Entered(NamedTuple):
     ring: Ring
     writer: Writer
     object_fd: list[int]
+    sender: Sender | None  # of what it logs
 
     def read(self, local: Any) -> Any:
         """Return the user's object: read from its file, or `local`, which a fork has inherited.
@@ -116,6 +124,12 @@ class Entered(NamedTuple):
         introduce()
         send_state(self.sock, LOADED)
         return worker
+
+    def ready(self) -> None:
+        """Tell the trainer that this worker is ready."""
+        if self.sender is not None:
+            self.sender.settle()
+        send_state(self.sock, READY)
 
 
 def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) -> Entered:
@@ -136,7 +150,10 @@ def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) 
     Descriptor(int, ring_fd).close()
     owner = setup.number + 1
     slots = Slots(arena_fd, setup.width, setup.slots, owner) if setup.slots else None
-    return Entered(sock, setup, ring, Writer(arena_fd, setup.width, slots), more)
+    sender = None
+    if setup.levels is not None:
+        sender = Sender(setup.number, setup.levels, partial(send_state, sock, LOGGED))
+    return Entered(sock, setup, ring, Writer(arena_fd, setup.width, slots), more, sender)
 
 
 def _receive_setup(sock: socket.socket) -> tuple[Setup, list[int]]:
@@ -152,9 +169,27 @@ def _leave() -> NoReturn:
     os._exit(1)
 
 
+_outgoing: deque[bytes] = deque()
+_sending = threading.RLock()  # whose owner sends what is outgoing
+_is_sending = False
+
+
 def send_state(sock: socket.socket, state: bytes, body: bytes = b"") -> None:
-    """Send the trainer a message: the state of this worker, or NOTED, a warning."""
-    sock.sendall(HEADER.pack(state, len(body)) + body)
+    """Send the trainer a message: the state of this worker, NOTED or LOGGED.
+
+    Any thread may, and a signal handler in the middle of another message: that one is sent first.
+    """
+    global _is_sending
+    with _sending:
+        _outgoing.append(HEADER.pack(state, len(body)) + body)
+        if _is_sending:
+            return
+        _is_sending = True
+        try:
+            while _outgoing:
+                sock.sendall(_outgoing.popleft())
+        finally:
+            _is_sending = False
 
 
 # ── in the trainer ─────────────────────────────────────────────────────────────────────────
@@ -217,7 +252,7 @@ class WorkerProcess:
             del buffer[:end]
             if not self.state:
                 self.entered = now_ns()
-            if state != NOTED:
+            if state not in (NOTED, LOGGED):
                 self.state = state
             if body:
                 messages.append((state, body))

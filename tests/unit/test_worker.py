@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import pickle
 import socket
 import sys
+import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cseq.processes import logs
 from cseq.processes import worker as worker_module
 from cseq.processes.worker import (
     ENTERED,
     FAILED,
     HEADER,
     LOADED,
+    LOGGED,
     NO_STACK,
     NOTED,
     READY,
@@ -24,7 +29,7 @@ from cseq.processes.worker import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from conftest import RunScript
 
@@ -64,6 +69,57 @@ def test_messages_arrive_in_any_pieces(
         assert messages == [*failed, (NOTED, b"look")]
         assert worker.state == last
         assert worker.entered > 0
+
+
+def test_messages_are_sent_whole(ends: tuple[WorkerProcess, socket.socket]) -> None:
+    """By threads, and by a signal handler in the middle of one: that comes after it."""
+    worker, theirs = ends
+
+    class Halves:
+        """Sends in two parts, between which a handler sends a message of its own."""
+
+        nested = False
+
+        def sendall(self, data: bytes) -> None:
+            theirs.sendall(data[:5])
+            if not self.nested:
+                self.nested = True
+                send_state(sock, LOGGED, b"handler's")
+            theirs.sendall(data[5:])
+
+    sock: Any = Halves()
+    threads = [
+        threading.Thread(target=send_state, args=(sock, LOGGED, b"%d" % k)) for k in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    send_state(sock, READY)
+    bodies = [body for _, body in worker.receive() or []]
+    assert bodies[1] == b"handler's"
+    assert sorted(bodies[:1] + bodies[2:]) == [b"%d" % k for k in range(8)]
+    assert worker.state == READY
+
+
+def test_more_records_than_handlers_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits is bounded; the log says what is left out."""
+    calls: list[Callable[[], object]] = []
+    texts: list[str] = []
+    monkeypatch.setattr(logs, "MOST", 3)
+    monkeypatch.setattr(logs, "later", calls.append)
+    monkeypatch.setattr(logs.log, "handle", lambda record: texts.append(record.getMessage()))
+    monkeypatch.setattr(logs.log, "level", logging.INFO)
+    records = logs.Records()
+    for k in range(5):
+        records.take(pickle.dumps({"name": "cseq", "levelno": logging.INFO, "msg": str(k)}))
+    for _ in range(2):
+        for call in calls:
+            call()
+        calls.clear()
+        records.take(pickle.dumps({"name": "cseq", "levelno": logging.INFO, "msg": "later"}))
+    assert texts[0].startswith("2 records that workers logged are left out")
+    assert texts[1:] == ["0", "1", "2", "later"]
 
 
 def test_the_end_of_a_worker(ends: tuple[WorkerProcess, socket.socket]) -> None:
