@@ -61,7 +61,7 @@ cdef enum:
     SCRATCH = 1 << 16 # samples of sources that a mixture reads together, unless a unit has more
 
 
-def integers_of(double[::1] weights not None):
+def integers_of(const double[::1] weights not None):
     """The weights of samples as integers: their cumulative sums, of uint64, and the guide to these.
 
     Each is ``weight * 2**k``, rounded half to even, and at least 1 unless the weight is 0; k is the

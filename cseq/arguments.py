@@ -108,7 +108,7 @@ class WorkerOptions(NamedTuple):
     Attributes
     ----------
     memory_limit : int or None
-        In bytes; None: a quarter of the memory of the machine that has them.
+        In bytes; None: a quarter of the memory of the machine that has them, or a rank's part.
     """
 
     start_method: str | None

@@ -124,7 +124,8 @@ class MSequence(Manager, Generic[B_co]):
     memory_limit : int, str or None
         Most shared memory that held batches may occupy, in bytes or as '2GiB'; beyond it, batches
         are copied. Free shared memory that no batch in flight needs counts as well, and is given
-        back beyond the limit. None: a quarter of the machine's or the container's memory.
+        back beyond the limit. None: a quarter of the machine's or the container's memory, divided
+        by the ranks on it.
     pad : bool
         False: ranks repeat no sample, so that each comes once over all ranks; some ranks may then
         have one batch, or one sample, less than others.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from cseq._memory import ram
 from cseq.cgroup import ROOT, Folder, fields, groups, lines, number
+from cseq.compute import neighbours
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,8 +37,9 @@ def memory_limit_of(value: int | str | None) -> int:
     Parameters
     ----------
     value : int, str or None
-        Bytes; or a number and a unit, as ``'2GiB'``, ``'500 MB'``; or None, a quarter of the
-        memory that this machine, or its control group, has. 0: never lend a slot, always copy.
+        Bytes; or a number and a unit, as ``'2GiB'``, ``'500 MB'``; or None, this rank's part of a
+        quarter of the memory that this machine, or its control group, has. 0: never lend a slot,
+        always copy.
 
     Raises
     ------
@@ -74,9 +76,9 @@ def _parse_size(text: str) -> int:
 
 
 def default_memory_limit(root: Folder = ROOT) -> int:
-    """Return a quarter of the memory that this process may use, in bytes."""
+    """Return one rank's part of a quarter of the memory that this process may use, in bytes."""
     limits = [number(join(group, limit)) for group, limit in _groups(root)]
-    return min([_ram(), *(limit for limit in limits if limit is not None)]) // 4
+    return min([_ram(), *(limit for limit in limits if limit is not None)]) // (4 * neighbours())
 
 
 def available_memory(root: Folder = ROOT) -> int | None:

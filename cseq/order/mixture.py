@@ -136,15 +136,12 @@ class Mixture(Order):
             return self
         if facts.get("name") != self.name or ours.keys() - facts.keys():
             return super().resumed(facts, seed, epoch, consumed)
+        before, known = _before(facts)
         if consumed > self.units:
             raise ValueError(
                 f"the state is at unit {consumed} of an epoch, and epochs of this mixture have "
                 f"{self.units} units; give epoch_size={facts['units']}"
             )
-        known = dict(facts["sources"])
-        before = _Plan(
-            list(known), facts["weights"], facts["block"], facts["since"], facts["taken"]
-        )
         taken = before.drawn(seed, epoch * facts["units"] + consumed)
         order = copy.copy(self)
         order.sources = {
@@ -199,6 +196,23 @@ class Mixture(Order):
         ]
         more = [f"{len(shares) - SHOWN} more"] if len(shares) > SHOWN else []
         return f"{self.units:,} units in blocks of {block}: {', '.join(shares[:SHOWN] + more)}"
+
+
+def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
+    """Check the facts of a state; return their plan, and the facts of each source."""
+    try:
+        known = {name: dict(each) for name, each in facts["sources"]}
+        names = list(known)
+        weights = [(unit, dict(zip(names, each, strict=True))) for unit, each in facts["weights"]]
+        taken = {name: count(f"taken[{name!r}]", n, 0, WORD) for name, n in facts["taken"].items()}
+        block = count("block", facts["block"], 1, MOST_BLOCK)
+        since = count("since", facts["since"], 0, WORD)
+        count("units", facts["units"], 1, MOST_SAMPLES)
+        return _Plan(names, _phases(weights, names), block, since, taken), known
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"the state of a Mixture is damaged: {error}; give what state_dict() returned"
+        ) from error
 
 
 class _Plan:

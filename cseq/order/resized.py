@@ -43,6 +43,7 @@ class Resized(Order):
         size = count("epoch_size", epoch_size, 1, MOST_SAMPLES)
         self.order, self._size = order, size
         self.samples, self.room, self.is_batch = order.samples, order.room, order.is_batch
+        self.is_seeded = order.is_seeded
         self.units = size if order.units else 0
 
     def over(self, samples: int) -> Self:

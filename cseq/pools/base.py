@@ -18,7 +18,7 @@ from cseq._feed import Feed
 from cseq._lock import RunState
 from cseq._memory import HAS_GIL
 from cseq.arguments import Size
-from cseq.compute import gpu_is_idle, neighbours, share
+from cseq.compute import gpu_is_idle, share
 from cseq.encoding import failure
 from cseq.indexing.leaving import Partial, Skipped, note_batch, note_samples
 from cseq.lanes import Lanes
@@ -385,7 +385,7 @@ class BatchPool(Pool):
         """Return the most of both that there is memory for, as far as `stats` tell."""
         size, job = self.size, self._job
         nbytes = stats.nbytes / max(stats.batches, 1)
-        limit = memory_limit_of(job.options.memory_limit) // neighbours()
+        limit = memory_limit_of(job.options.memory_limit)
         buffer = min(job.buffer, int(limit / nbytes)) if nbytes and limit else job.buffer
         return Size(job.num_workers, max(size.buffer, buffer))
 

@@ -70,9 +70,7 @@ class Sender(logging.Handler):
                 self._usual.handle(record)
         elif self not in logging.root.handlers or logging.root.handlers == [self]:
             try:
-                with contextlib.suppress(
-                    ConnectionError
-                ):  # the trainer is gone
+                with contextlib.suppress(ConnectionError):  # the trainer is gone
                     self._send(_packed(record, self._name))
             except Exception:  # noqa: BLE001 - as handlers do: printed, and the worker goes on
                 self.handleError(record)

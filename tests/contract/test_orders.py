@@ -16,6 +16,7 @@ from cseq.testing import check_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 LENGTHS = np.array([(7 * k * k + 3) % 19 + 1 for k in range(60)])
 LABELS = np.array(list("abcde"))[np.arange(60) % 13 % 5]
@@ -235,3 +236,31 @@ def test_the_order_says_how_many_samples_there_are() -> None:
         assert [batch.tolist() for batch in got] == order.batches(seed=1)
     with pytest.raises(TypeError, match="dset_size is missing"):
         cseq.MTSequence(lambda: np.arange(6), order=cseq.Shuffled(), seed=1)
+
+
+OF_ARRAYS: dict[str, tuple[Callable[[Any], cseq.Order], Any]] = {
+    "buckets": (lambda lengths: cseq.Buckets(lengths, 40), LENGTHS),
+    "of labels": (lambda labels: cseq.Buckets.of(labels, dict.fromkeys("abcde", 2)), LABELS),
+    "of numbers": (lambda labels: cseq.Buckets.of(labels, {0: 2, 1: 3}), np.arange(60) % 2),
+    "packed": (lambda lengths: cseq.Packed(lengths, 30), LENGTHS),
+    "groups": (lambda labels: cseq.Groups(labels, 2, 3), LABELS),
+    "weighted": (cseq.Weighted, LENGTHS.astype(np.float64)),
+    "weighted by integers": (cseq.Weighted, LENGTHS),
+    "replaced": (lambda w: cseq.Weighted(w, replacement=True), LENGTHS.astype(np.float64)),
+    "balanced": (cseq.Weighted.balanced, LABELS),
+}
+
+
+@pytest.mark.parametrize("name", OF_ARRAYS)
+def test_memory_maps_are_taken(name: str, tmp_path: Path) -> None:
+    """Files that cannot be written to stand for arrays, in steps, too."""
+    make_order, values = OF_ARRAYS[name]
+    np.save(tmp_path / "values.npy", np.repeat(values, 2))
+    mapped = np.load(tmp_path / "values.npy", mmap_mode="r")
+    expected = make_order(values)
+    for given in (mapped[::2], np.load(tmp_path / "values.npy", mmap_mode="r")[:60]):
+        order = make_order(given)
+        if given.flags.contiguous:
+            expected = make_order(np.repeat(values, 2)[:60])
+        assert order.facts() == expected.facts()
+        assert order.batches(seed=3) == expected.batches(seed=3)

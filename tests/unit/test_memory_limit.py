@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from cseq.compute import LOCAL_SIZES
 from cseq.memory.memory_limit import (
     GIB,
     available_memory,
@@ -60,6 +61,17 @@ def test_the_default_is_a_quarter_of_the_machine(tmp_path: Path) -> None:
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert default_memory_limit(tmp_path) == ram // 4
     assert 0 < memory_limit_of(None) <= ram // 4
+
+
+@pytest.mark.parametrize("name", LOCAL_SIZES)
+def test_ranks_share_the_default(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight ranks of a machine take a quarter of it together; a limit that is given is for each."""
+    for each in LOCAL_SIZES:
+        monkeypatch.delenv(each, raising=False)
+    alone = memory_limit_of(None)
+    monkeypatch.setenv(name, "8")
+    assert abs(8 * memory_limit_of(None) - alone) < 8
+    assert memory_limit_of("2GiB") == 2 * GIB
 
 
 V2 = "sys/fs/cgroup"

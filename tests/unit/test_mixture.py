@@ -272,6 +272,31 @@ def test_states_that_do_not_belong() -> None:
         small.resumed(order.facts(), 1, 0, 50)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("block", 2**31, "block=2147483648 is above 65535"),
+        ("block", 0, "block=0"),
+        ("since", 2**64, "since=18446744073709551616"),
+        ("units", 2**60, "units=1152921504606846976"),
+        ("taken", {"text": -1}, r"taken\['text'\]=-1"),
+        ("taken", 5, "damaged"),
+        ("sources", 5, "damaged"),
+        ("sources", [["text", 5]], "damaged"),
+        ("weights", [[1, [1, 1]]], "damaged"),
+        ("weights", [[0, [1, 1, 1]]], "damaged"),
+        ("weights", [[0, [1, "x"]]], "damaged"),
+        ("weights", [[0, [0, 0]]], "all weights are 0"),
+        ("weights", [], "damaged"),
+    ],
+)
+def test_states_that_are_damaged(key: str, value: Any, says: str) -> None:
+    """Numbers that no mixture can have are refused before anything is made of them."""
+    order = cseq.Mixture(shuffled({"text": 50, "code": 40}), {"text": 3, "code": 1}, epoch_size=90)
+    with pytest.raises(ValueError, match=says):
+        order.resumed(order.facts() | {key: value}, 1, 0, 5)
+
+
 # ── at its limits ─────────────────────────────────────────────────────────────────────────────
 
 

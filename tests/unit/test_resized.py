@@ -83,6 +83,19 @@ def test_a_mixture_inside_goes_on_with_other_weights() -> None:
     assert units(third, 1, 2) == units(again, 1, 2)
 
 
+def test_ranks_without_a_seed() -> None:
+    """They need one if the order does that is resized."""
+
+    def rank(order: cseq.Order) -> cseq.MTSequence[Any]:
+        worker = lambda: range(10)  # noqa: E731 - never made
+        return cseq.MTSequence(worker, 10, order=cseq.Resized(order, 4), shard=(1, 2))
+
+    assert rank(cseq.Sequential(10)).epoch == 0
+    assert rank(cseq.Resized(cseq.Sequential(10), 3)).epoch == 0
+    with pytest.raises(ValueError, match="needs a seed"):
+        rank(cseq.Shuffled(10))
+
+
 def test_bad_arguments() -> None:
     """The message names the argument and its value."""
     with pytest.raises(TypeError, match="order=5 is no"):

@@ -182,16 +182,6 @@ def test_balanced() -> None:
     assert order.units == 10
 
 
-def test_the_weights_are_not_written_to() -> None:
-    """A memory map for reading, and one that is not contiguous, are taken as they are."""
-    weights = np.arange(1.0, 9)
-    weights.flags.writeable = False
-    assert (
-        drawn(cseq.Weighted(weights[::2]), 1).tolist()
-        == drawn(cseq.Weighted([1, 3, 5, 7]), 1).tolist()
-    )
-
-
 @pytest.fixture(scope="module", params=["", "-DCSEQ_PORTABLE_MUL"], ids=["native", "portable"])
 def header(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Compile the header on its own, with the compiler's wide multiplication and without."""
