@@ -11,7 +11,7 @@ cimport cython
 from cseq._codec cimport STRIDE, UNREAD, Decoder
 from cseq._core cimport Ring
 from cseq._headers cimport *
-from cseq._lock cimport Lock, RunState
+from cseq._lock cimport Lock, RunState, is_deep
 from cseq._references cimport cseq_given
 from cseq._line cimport Line, Ticket
 from cseq._source cimport Source
@@ -402,9 +402,9 @@ cdef class Feed(Line):
                 if batch is UNREAD:
                     batch, error = self.read(t.ring, t.cell, c.status, c.slot, c.capacity,
                                              (f[0], f[1], f[2], f[3]))
-            except MemoryError:
-                raise  # the next attempt may find more memory
-            except Exception as raised:
+            except Exception as raised:  # the next attempt may find more memory, or a shorter stack
+                if isinstance(raised, MemoryError) or isinstance(raised, RecursionError) and is_deep():
+                    raise
                 error = raised
             if error is not None:
                 error, note = self.describe(t.ring, t.cell, error)

@@ -11,6 +11,10 @@ cdef extern from "pythread.h":
     unsigned long PyThread_get_thread_ident() noexcept
 
 
+cpdef int check_depth() except -1
+cpdef bint is_deep(int depth=*) except -1
+
+
 @cython.final
 @cython.no_gc
 cdef class Lock:

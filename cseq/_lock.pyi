@@ -2,6 +2,9 @@ from typing import final
 
 from typing_extensions import Self
 
+def check_depth() -> int: ...
+def is_deep(depth: int = 0) -> bool: ...
+
 @final
 class Lock:
     def acquire(self, timeout: float = -1.0) -> bool: ...

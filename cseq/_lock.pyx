@@ -8,9 +8,14 @@ cimport cython
 
 from cseq._headers cimport *
 
+from sys import _getframe
+
 cseq_wait_choose()
 
 cdef uint64_t PARK_NS = 100_000_000  # longest sleep before a sleeper runs signal handlers
+
+cdef enum:
+    ROOM = 100  # frames, for a sampler or an iterator of keys
 
 
 cdef extern from *:
@@ -36,6 +41,29 @@ cdef extern from *:
 
 if cseq_locks_install():
     raise MemoryError("no memory for a handler of forks")
+
+
+cdef extern from "Python.h":
+    int Py_GetRecursionLimit() noexcept
+
+
+cpdef int check_depth() except -1:
+    """Raise RecursionError if the stack has no room for code that must not be left in its middle."""
+    cdef int limit = Py_GetRecursionLimit()
+    if is_deep(max(limit - ROOM, limit // 2)):
+        raise RecursionError("the stack is too deep to take a batch: take it with fewer calls around it, "
+                             "or raise sys.setrecursionlimit(); nothing was taken")
+    return 0
+
+
+cpdef bint is_deep(int depth=0) except -1:
+    """Whether the stack has so many frames; 0: half of what there may be. Then a RecursionError may be
+    due to the caller's stack, not to what it called."""
+    try:
+        _getframe(depth or Py_GetRecursionLimit() // 2)
+    except ValueError:
+        return False
+    return True
 
 
 cdef uint64_t ns_of(double seconds) noexcept:

@@ -13,6 +13,7 @@ cimport numpy as cnp
 
 from cseq._core cimport Reader, Ring
 from cseq._headers cimport *
+from cseq._lock cimport check_depth
 from cseq._memory cimport Block
 from cseq._slots cimport Slots
 
@@ -392,6 +393,7 @@ cdef class KeySource(StreamSource):
         once. The iterator is asked again afterwards; if it has ended, as a generator has, that is
         an error, which is raised again and again until an epoch begins.
         """
+        check_depth()
         try:
             self.key = next(self.keys)
         except StopIteration:

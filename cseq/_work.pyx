@@ -678,9 +678,9 @@ cdef class BatchMaker(Work):
         if runner.cell >= 0:
             raise RuntimeError("this manager's indexer is making a batch: it, and a signal handler in "
                                "its middle, cannot take batches from the same manager")
+        left = here.batch_context  # nothing is claimed yet: this may raise
         if not runner.claim_at_once(cseq_now_ns()):
             return
-        left = here.batch_context
         try:
             here.batch_context = self.batch_state
             if self.seeds is not None:

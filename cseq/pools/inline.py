@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cseq._core import Ring, ring_bytes
+from cseq._lock import is_deep
 from cseq._memory import Block
 from cseq._work import Runner
 from cseq.converter.host import Converter
@@ -42,6 +43,8 @@ class Indexing(indexer.Indexing):
     def fail(self, runner: Runner, error: BaseException) -> None:
         """Publish the present ticket with an exception; raise what is not the indexer's own."""
         if failure.ends_program(error) or not isinstance(error, (Exception, SystemExit)):
+            raise error
+        if isinstance(error, RecursionError) and is_deep():
             raise error
         super().fail(runner, error)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from cseq._lock import check_depth, is_deep
 from cseq.adapters.torch import names, worker
 from cseq.adapters.torch.seeds import BatchSeeds
 from cseq.adapters.torch.stateful import DatasetState
@@ -81,6 +82,8 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
     def _next_data(self) -> Any:
         """Return the batch that `__next__` takes out, or raise `_error`, which it takes out too."""
         received = self._received
+        if len(received) < 2 and self._error is None:
+            check_depth()
         if not received:
             self._draw()
         if len(received) < 2 and self._error is None:
@@ -141,7 +144,9 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
         fetch = self._dataset_fetcher.fetch if self._is_iterable else self._fetch
         try:
             received.extend(map(fetch, (received[0],)))
-        except Exception as error:  # noqa: BLE001 - `__next__` raises it
+        except Exception as error:  # `__next__` raises it
+            if isinstance(error, RecursionError) and is_deep():
+                raise
             self._error = error
 
     def _fetch(self, key: Any) -> Any:

@@ -1,0 +1,98 @@
+"""Batches are asked for deep in the stack: a RecursionError there loses none."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from kinds import QUICK, QUICKEST, Kind, by_name
+
+import cseq
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+SAMPLES, FRAMES = 24, 120
+
+
+def deep(frames: int, call: Callable[[], Any]) -> Any:
+    """Call a function so many frames deeper."""
+    return deep(frames - 1, call) if frames else call()
+
+
+def taken_deep(items: Iterable[Any]) -> tuple[list[Any], int]:
+    """Take all items, each where one frame is left of the stack, then two, …, until it comes.
+
+    Also return how often it did not.
+    """
+    iterator, taken, failed = iter(items), [], 0
+    frame, left = sys._getframe(), sys.getrecursionlimit()
+    while frame is not None:  # type: ignore[comparison-overlap]
+        frame, left = frame.f_back, left - 1  # type: ignore[assignment]
+    while True:
+        for room in range(1, FRAMES + 40):
+            try:
+                taken.append(deep(left - room, partial(next, iterator)))
+                break
+            except RecursionError:
+                failed += 1
+            except StopIteration:
+                return taken, failed
+        else:
+            raise AssertionError(f"no item after {len(taken)}, with {FRAMES} frames and more left")
+
+
+class Indexer:
+    """Needs some frames."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        return deep(20, partial(np.array, indices))
+
+
+@pytest.mark.parametrize("kind", QUICK, ids=by_name)
+def test_managers(kind: Kind) -> None:
+    """Also where Python decodes each batch, or makes it in test mode."""
+    decode = lambda array: deep(20, array.tolist)  # noqa: E731
+    manager = kind.make(Indexer, SAMPLES, batch_size=2, shuffle=False, out_type=decode)
+    with kind.begin(manager) as batches:
+        taken, failed = taken_deep(batches)
+    assert taken == [[k, k + 1] for k in range(0, SAMPLES, 2)]
+    assert failed > 5 * len(taken)
+
+
+@pytest.mark.parametrize("kind", QUICK, ids=by_name)
+def test_a_batch_that_is_too_deep_itself(kind: Kind) -> None:
+    """It raises once, where the stack is not deep, and is over."""
+
+    def decode(array: Any) -> Any:
+        return deep(sys.getrecursionlimit() if array[0] == 2 else 0, array.tolist)
+
+    manager = kind.make(Indexer, 8, batch_size=2, shuffle=False, out_type=decode)
+    with kind.begin(manager) as batches:
+        iterator = iter(batches)
+        assert next(iterator) == [0, 1]
+        with pytest.raises(RecursionError):
+            next(iterator)
+        assert list(iterator) == [[4, 5], [6, 7]]
+
+
+@pytest.mark.needs("quick processes")
+@pytest.mark.parametrize("rng", ["worker", "batch"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_loaders(num_workers: int, rng: str, shuffle: bool) -> None:
+    """A sampler, which is a generator that an exception would end, is not called there."""
+    pytest.importorskip("torch")
+    options: dict[str, Any] = {"num_workers": num_workers, "rng": rng, "shuffle": shuffle}
+    if num_workers:
+        options["multiprocessing_context"] = QUICKEST.start_method
+    made = cseq.DataLoader(list(range(SAMPLES)), 2, **options)
+    taken, failed = taken_deep(made)
+    rows = [batch.tolist() for batch in taken]
+    assert sorted(chain.from_iterable(rows)) == list(range(SAMPLES))
+    assert shuffle or rows == [[k, k + 1] for k in range(0, SAMPLES, 2)]
+    assert failed > 5 * len(taken)
