@@ -1,4 +1,4 @@
-"""What a worker process logs, at both ends: sent to the trainer, and handled by its handlers.
+"""What a worker process logs: sent to the trainer, and handled by its handlers.
 
 A worker that is forked from the trainer has these, and sends nothing; nor does one whose root
 logger has handlers of its own.

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-
-from cseq.processes.launcher import start_methods
+from kinds import PROCESSES
 
 if TYPE_CHECKING:
     from conftest import RunScript
 
 pytestmark = pytest.mark.needs("worker processes")
 
-METHODS = start_methods()
+METHODS = [kind.name for kind in PROCESSES]
 ANEW = [name for name in METHODS if name != "fork"]  # without what the script has configured
 
 LOADERS = """

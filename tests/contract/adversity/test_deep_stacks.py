@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from functools import partial
 from itertools import chain
@@ -30,9 +31,9 @@ def taken_deep(items: Iterable[Any]) -> tuple[list[Any], int]:
     Also return how often it did not.
     """
     iterator, taken, failed = iter(items), [], 0
-    frame, left = sys._getframe(), sys.getrecursionlimit()
-    while frame is not None:  # type: ignore[comparison-overlap]
-        frame, left = frame.f_back, left - 1  # type: ignore[assignment]
+    frame, left = inspect.currentframe(), sys.getrecursionlimit()
+    while frame is not None:
+        frame, left = frame.f_back, left - 1
     while True:
         for room in range(1, FRAMES + 40):
             try:
