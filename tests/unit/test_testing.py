@@ -31,7 +31,7 @@ class Wide:
 
     def __getitem__(self, indices: np.ndarray) -> tuple[np.ndarray, int | None, int]:
         info = cseq.worker_info()
-        return np.repeat(indices, 1 << 12), info.number if info else None, os.getpid()
+        return np.repeat(indices, 1 << 13), info.number if info else None, os.getpid()
 
 
 class Counting:

@@ -405,7 +405,7 @@ def test_the_state_of_a_loader_with_torchs_own_iterator(
     if "spawn" in reason:
         monkeypatch.setattr(fallback, "start_methods", lambda: ("fork",))
     monkeypatch.setitem(names.UNKNOWN, "worker_method", "multiprocessing")
-    dataset = Unsent() if reason == "stays here" else dataset
+    dataset = Known() if reason == "stays here" else dataset
     loader = cseq.DataLoader(dataset, **options)
     loader.worker_method = "thread" if "thread" in reason else "multiprocessing"  # type: ignore[attr-defined]
     if is_begun:

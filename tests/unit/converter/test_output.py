@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from converting import FLOAT, same_bits
+from indexers import Indices1
 
 import cseq
 from cseq.converter.host import Converter
@@ -283,6 +284,6 @@ def test_no_cuda_is_said_once(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     say_once.cache_clear()
     for _ in range(2):
-        with cseq.MTSequence(np.arange, 4, num_workers=1).start():
+        with cseq.MTSequence(Indices1, 4, num_workers=1).start():
             pass
     assert len([r for r in caplog.records if "CUDA" in r.getMessage()]) == 1
