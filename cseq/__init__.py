@@ -41,9 +41,9 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── lanes.py        the runners of a pool, as a trace shows them
     ├── stage.py        the loop of every runner: claim, work, publish
     ├── compute.py      cores, and the threads that libraries of a worker process compute with
-    ├── cgroup.py       what the control groups of a container say
     ├── check.py        checks of arguments
-    ├── threads.py      threads that a signal handler cannot break
+    ├── threads.py      threads that a signal handler cannot break; what is logged on another thread
+    ├── cgroup.py       what the control groups of a container say
     ├── _line.pyx       ★ the tickets that are outstanding: posted, given up
     ├── _parcel.pyx     tickets on their way to another machine, and their batches on the way back
     ├── _source.pyx     ★ what an epoch asks for: samples in an order, items of workers, keys

@@ -20,6 +20,7 @@ from cseq._trace cimport cseq_log_begin, cseq_log_end, cseq_taken, log, thread_i
 from collections import deque
 
 from cseq._line import wait_any
+from cseq.encoding.failure import ends_program
 from cseq.indexing.leaving import Partial
 
 MOST_SKIPPED = 1000  # batches that were left out are listed, the latest
@@ -402,8 +403,9 @@ cdef class Feed(Line):
                 if batch is UNREAD:
                     batch, error = self.read(t.ring, t.cell, c.status, c.slot, c.capacity,
                                              (f[0], f[1], f[2], f[3]))
-            except Exception as raised:  # the next attempt may find more memory, or a shorter stack
-                if isinstance(raised, MemoryError) or isinstance(raised, RecursionError) and is_deep():
+            except (Exception, SystemExit) as raised:
+                # The next attempt may find more memory, or a shorter stack; a handler's exit is no batch's.
+                if isinstance(raised, MemoryError) or isinstance(raised, RecursionError) and is_deep() or ends_program(raised):
                     raise
                 error = raised
             if error is not None:

@@ -340,12 +340,12 @@ cdef class Lease(Memory):
         cseq_span_remove(in_use, &self.span)
         if self.slots is None:
             return
-        cseq_add_sc_u64(&self.slots.held, <uint64_t>-1)
-        cseq_add_sc_u64(&self.slots.held_bytes, -<uint64_t>self.size)
         if self.slots.end_use(self.slot):
             if CSEQ_POISON:
                 memset(self.data, 0xDB, self.size)
             self.slots.set_free(self.slot)
+        cseq_add_sc_u64(&self.slots.held_bytes, -<uint64_t>self.size)
+        cseq_add_sc_u64(&self.slots.held, <uint64_t>-1)  # the table may be unmapped from now on
 
 
 @cython.final

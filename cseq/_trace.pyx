@@ -57,6 +57,7 @@ marks = &here_marks
 cdef Marks here = None   # whose memory `here_marks` is
 cdef dict names = {}     # of this process's marks: number of each
 cdef dict sums = {}      # of its counters
+cdef object guard = object()  # of the critical sections around a new name, and a sum
 cdef uint32_t own = 0    # the thread that has attached
 cdef Block room = None   # of the log
 
@@ -189,8 +190,11 @@ cdef uint64_t mark_of(str name, uint64_t kind) except? 0:
     known = names.get(name)
     if known is None:
         data = name.encode("utf-8", "replace")[:255]
-        added = cseq_marks_name(here_marks, data, len(data))
-        known = names[name] = NAMELESS if added < 0 else added
+        with cython.critical_section(guard):
+            known = names.get(name)
+            if known is None:  # no other thread has added it meanwhile
+                added = cseq_marks_name(here_marks, data, len(data))
+                known = names[name] = NAMELESS if added < 0 else added
     number = known
     return <uint64_t>(0 if thread == own else thread) << 32 | number << 16 | kind
 
@@ -305,6 +309,7 @@ def count(str name not None, double n=1.0):
     >>> cseq.count("bytes read", 4096)
     """
     if cseq_load_rlx_u32(&here_marks.on):
-        total = sums.get(name, 0.0) + n
-        sums[name] = total
+        with cython.critical_section(guard):
+            total = sums.get(name, 0.0) + n
+            sums[name] = total
         cseq_marks_add(here_marks, cseq_now_ns(), cseq_bits_of(total), mark_of(name, CSEQ_COUNT))

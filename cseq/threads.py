@@ -14,19 +14,26 @@ import logging
 import os
 import threading
 import time
+import traceback
+from collections import deque
 from functools import partial
+from os.path import join
 from typing import TYPE_CHECKING
 
-from cseq._lock import Latch
+from cseq._lock import Latch, Lock
+from cseq.cgroup import ROOT, groups, number
+
+try:
+    import resource
+except ModuleNotFoundError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Latch", "Threads", "await_told", "later", "tell"]
+__all__ = ["Latch", "Threads", "await_told", "later", "tell", "thread_limits"]
 
 log = logging.getLogger("cseq")
-
-FOREVER = 1e6  # seconds
 
 
 class Threads:
@@ -56,23 +63,30 @@ class Threads:
         RuntimeError
             The system has no more threads.
         """
-        try:
-            self.begun = True  # no handler runs between this and the call
-            _thread.start_new_thread(self._start, ())
-        except RuntimeError:
-            self._started.set()
-            raise
-        self._started.wait()
+        if _thread.get_ident() != threading.main_thread().ident:  # no handler runs here
+            self.begun = True
+            self._start()
+        else:
+            try:
+                self.begun = True  # no handler runs between this and the call
+                _thread.start_new_thread(self._start, ())
+            except RuntimeError as error:
+                self.begun, self._error = False, error
+                self._started.set()
+            self._started.wait()
+        if isinstance(self._error, RuntimeError):
+            raise RuntimeError(f"{self._error}: {thread_limits()}") from self._error
         if self._error is not None:
             raise self._error
 
     def _start(self) -> None:
-        """Start them, in a thread of its own."""
+        """Start them, where no signal handler runs."""
         try:
             for thread in self._threads:
                 thread.start()
         except BaseException as error:  # noqa: BLE001 - it is raised in `start`
             self._error = error
+            self.begun = any(thread.ident is not None for thread in self._threads)
         finally:
             self._started.set()
 
@@ -93,7 +107,30 @@ class Threads:
         return None
 
 
-_telling = Threads()  # of the latest message
+def thread_limits(root: str = ROOT) -> str:
+    """Say how many threads and processes there may be, for an error where there are no more."""
+    found = []
+    if resource is not None and hasattr(resource, "RLIMIT_NPROC"):
+        soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        if soft != resource.RLIM_INFINITY:
+            found.append(f"ulimit -u is {soft} for this user")
+    for folder, name in groups(root, "pids", "pids.max", "pids.max"):
+        most, used = number(join(folder, name)), number(join(folder, "pids.current"))
+        if most is not None:
+            found.append(f"pids.max of the control group is {most}, {used} in use")
+    limits = f" ({'; '.join(found)})" if found else ""
+    return (
+        f"the system starts no more threads or processes{limits}: raise that limit (ulimit -u; "
+        "docker run --pids-limit), or use fewer workers"
+    )
+
+
+# -- what is logged on another thread
+
+_pending: deque[Callable[[], object]] = deque()
+_writer = Threads()  # the thread that logs it; it ends when nothing is pending
+_writing = False
+_guard = Lock()  # around all three
 
 
 def tell(level: int, text: str, *args: object) -> None:
@@ -108,27 +145,49 @@ def tell(level: int, text: str, *args: object) -> None:
 
 def later(call: Callable[[], object]) -> None:
     """Call a function of logging, as `tell` does."""
-    global _telling
-    before, _telling = _telling, Threads()
+    global _writer, _writing
+    with _guard.hold():
+        _pending.append(call)
+        if _writing:
+            return
+        _writer = Threads()
+        _writer.add("cseq-log", _write)
+        try:
+            _writing = True
+            _writer.start()
+        except RuntimeError:  # no more threads: the next message tries again
+            pass
+        finally:  # a signal handler may raise, too
+            _writing = _writer.begun
 
-    def emit() -> None:
-        before.join(time.monotonic() + FOREVER)
-        call()
 
-    _telling.add("cseq-log", emit)
-    with contextlib.suppress(RuntimeError):  # no more threads: the interpreter is ending
-        _telling.start()
+
+def _write() -> None:
+    """Log what is pending, until nothing is."""
+    global _writing
+    while True:
+        with _guard.hold():
+            if not _pending:
+                _writing = False
+                return
+            call = _pending.popleft()
+        try:
+            call()
+        except BaseException:  # noqa: BLE001 - of the user's handler
+            with contextlib.suppress(Exception):  # there is nothing to print to
+                traceback.print_exc()
 
 
 def await_told(deadline: float) -> None:
     """Wait until all messages are logged, or `deadline` (of time.monotonic)."""
-    _telling.join(deadline)
+    _writer.join(deadline)
 
 
 def _forget_messages() -> None:
     """Forget the messages of the process that has forked this one."""
-    global _telling
-    _telling = Threads()
+    global _writer, _writing
+    _pending.clear()
+    _writer, _writing = Threads(), False
 
 
 if hasattr(os, "register_at_fork"):

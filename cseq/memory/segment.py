@@ -57,7 +57,13 @@ class Segment:
         if os.name == "nt":
             return cls(Descriptor(section, nbytes * slots), nbytes, slots)
         file, sealable = anonymous_file(name)
-        os.ftruncate(file.fd, nbytes * slots)
+        try:
+            os.ftruncate(file.fd, nbytes * slots)
+        except OSError as error:
+            text = f"no sparse file of {nbytes * slots:,} bytes for shared memory: {error.strerror}"
+            raise OSError(
+                error.errno, f"{text}; is the size of files limited (ulimit -f)?"
+            ) from error
         if sealable:
             _seal(file.fd)
         return cls(file, nbytes, slots)
@@ -77,11 +83,7 @@ class Segment:
                 if error.errno in (errno.EMFILE, errno.ENFILE):  # of any size
                     raise
                 last = error
-        raise OSError(
-            last.errno,
-            f"no sparse file of {width * slots >> 30} GiB for shared memory: "
-            f"{last.strerror}; is the size of files limited (ulimit -f)?",
-        ) from last
+        raise last
 
     def close(self) -> None:
         """Close the descriptor; mappings stay. Closing twice is fine."""

@@ -228,7 +228,7 @@ class WorkerProcess:
         stacks_fd = [] if self._stacks is None else [self._stacks.fd]
         fds = [ring_fd, arena_fd, *stacks_fd, *object_fd]
         # If the worker is dead already, the socket will be at end of file.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        with contextlib.suppress(ConnectionError):
             descriptors.send(self.child.sock, LENGTH.pack(len(body)), fds, self.child.handle)
             self.child.sock.sendall(body)
 
@@ -236,7 +236,7 @@ class WorkerProcess:
         """Read from the socket; return the complete messages with a body, None at end of file."""
         try:
             data = self.child.sock.recv(65536)
-        except ConnectionResetError:  # the worker died with unread data in its socket
+        except ConnectionError:  # the worker died with unread data in its socket
             data = b""
         if not data:
             return None

@@ -457,6 +457,36 @@ def test_what_would_end_the_loop(kind: Kind, make: Callable[[], BaseException]) 
         assert text.startswith(f"RuntimeError: the worker raised {name}")
 
 
+class Ending:
+    """Ends the program where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return sys.exit, (0,)
+
+
+class HasEnding:
+    """Has one of these in its batch 2."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        return [indices, Ending() if 5 in indices else None]
+
+
+def test_an_object_that_ends_the_program() -> None:
+    """`sys.exit` in the unpickling of a batch is an error of that batch, in the trainer too."""
+    made = cseq.MPSequence(HasEnding, 12, batch_size=2, shuffle=False, out_type="null")
+    with made.start() as m:
+        iterator = iter(m)
+        got = [next(iterator)[0][0], next(iterator)[0][0]]
+        with pytest.raises(RuntimeError, match="the worker raised SystemExit: 0"):
+            next(iterator)
+        assert [*got, *(batch[0][0] for batch in iterator)] == [0, 2, 6, 8, 10]
+    made = cseq.MPSequence(
+        HasEnding, 12, batch_size=2, shuffle=False, out_type="null", on_error="skip"
+    )
+    with made.start() as m:
+        assert [batch[0][0] for batch in m] == [0, 2, 6, 8, 10]
+
+
 class Unfinished:
     """Cannot be made, or unpickled; what is raised would end a loop or the program."""
 

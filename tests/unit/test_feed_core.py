@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 import sys
 import threading
 from collections import OrderedDict
@@ -188,6 +189,29 @@ def test_a_conversion_that_fails() -> None:
             counter.next()
         assert caught.value.args == (batch + 1, 100 + batch)
     assert (counter.feed.taken, counter.feed.done) == (2, 0)
+
+
+def test_an_exit_of_a_conversion() -> None:
+    """It is an error of that batch; that of a signal handler ends the program, with none taken."""
+
+    def convert(batch: Any) -> Any:
+        if batch == "signal":
+            signal.raise_signal(signal.SIGINT)
+        sys.exit(0)
+
+    counter = Counter(convert)
+    counter.work("first")
+    counter.work("signal")
+    with pytest.raises(SystemExit) as caught:
+        counter.next()
+    assert (caught.value.args, counter.feed.taken) == ((0, 100), 1)
+    before = signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
+    try:
+        with pytest.raises(SystemExit) as caught:
+            counter.next()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (caught.value.args, counter.feed.taken) == ((7,), 1)
 
 
 def test_skipped() -> None:

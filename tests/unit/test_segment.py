@@ -97,6 +97,21 @@ def test_a_file_system_without_long_files(monkeypatch: pytest.MonkeyPatch) -> No
     segment.close()
 
 
+@pytest.mark.needs("POSIX")
+def test_a_file_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of slots or of a ring: the error names the size, and the limit that may be the reason."""
+
+    def refuse(fd: int, length: int) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    for make in (Segment.for_slots, lambda: Segment.create(3 << 20)):
+        with pytest.raises(OSError, match=r"bytes .*: File too large; .*ulimit -f") as caught:
+            make()
+        assert caught.value.errno == errno.EFBIG
+    assert "3,145,728 bytes" in str(caught.value)
+
+
 @pytest.mark.parametrize(("tickets", "width"), [(0, 512), (64, 512), (65, 256), (140, 128)])
 def test_more_tickets_make_narrower_slots_on_windows(tickets: int, width: int) -> None:
     """There are slots for the tickets of two epochs and as many leases; 128 GiB, or 64, do."""

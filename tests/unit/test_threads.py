@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 from interrupting import interrupted
 
-from cseq.threads import Latch, Threads
+from cseq.threads import Latch, Threads, await_told, tell, thread_limits
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from conftest import RunScript
@@ -133,10 +136,53 @@ def test_a_system_without_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(RuntimeError, match="new thread"):
+    with pytest.raises(RuntimeError, match="new thread: the system starts no more threads"):
         threads.start()
+    assert threads.begun
     go.set()
     assert threads.join(time.monotonic() + SOON) == []
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_a_system_without_any_thread(main: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has begun, so there is nothing to wait for."""
+    threads, go = Threads(), Latch()
+    threads.add("one", lambda: None)
+
+    def start() -> None:
+        go.wait()
+        with pytest.raises(RuntimeError, match=r"^can't start new thread: the system"):
+            threads.start()
+        assert not threads.begun
+        assert threads.join(time.monotonic() + SOON) == []
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with ThreadPoolExecutor(1) as others:
+        other = others.submit(go.wait if main else start)
+        with monkeypatch.context() as patch:
+            patch.setattr("_thread.start_new_thread", refuse)
+            patch.setattr(threading.Thread, "start", refuse)
+            go.set()
+            other.result()
+            if main:
+                start()
+
+
+def test_the_limits_of_threads(tmp_path: Path) -> None:
+    """Those of the system that there are, with numbers, and the remedy."""
+    group = tmp_path / "sys/fs/cgroup/box"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/box\n")
+    (group / "pids.max").write_text("100\n")
+    (group / "pids.current").write_text("99\n")
+    text = thread_limits(str(tmp_path))
+    assert "pids.max of the control group is 100, 99 in use" in text
+    assert "use fewer workers" in text
+    (group / "pids.max").write_text("max\n")
+    assert "pids.max" not in thread_limits(str(tmp_path))
 
 
 def test_ctrl_c_anywhere_in_start_and_join() -> None:
@@ -160,6 +206,117 @@ def test_ctrl_c_anywhere_in_start_and_join() -> None:
         if not struck.is_set():
             break
     assert countdown > 10
+
+
+# -- what is logged on another thread
+
+
+class Handler(logging.Handler):
+    """Notes messages, and on which thread; does something at one of them."""
+
+    def __init__(self, act: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.act = act
+        self.got: list[str] = []
+        self.threads: set[int] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.threads.add(threading.get_ident())
+        if record.getMessage() == "act":
+            self.act()
+        self.got.append(record.getMessage())
+
+
+@pytest.fixture
+def handler() -> Iterator[Handler]:
+    """Handle what is logged."""
+    added, log = Handler(), logging.getLogger("cseq")
+    log.addHandler(added)
+    yield added
+    await_told(time.monotonic() + SOON)
+    log.removeHandler(added)
+
+
+def test_messages_are_logged_by_one_thread(handler: Handler) -> None:
+    """In their order, however many wait for a slow handler; the thread ends after the last."""
+    go, acts = Latch(), Latch()
+
+    def act() -> None:
+        acts.set()
+        go.wait()
+
+    handler.act = act
+    before = threading.active_count()
+    tell(logging.WARNING, "act")
+    acts.wait()
+    for k in range(50):
+        tell(logging.WARNING, "message %d", k)
+    tell(logging.DEBUG, "not wanted")
+    assert handler.got == []
+    assert threading.active_count() == before + 1
+    await_told(time.monotonic())  # the slow one holds nothing up
+    go.set()
+    await_told(time.monotonic() + SOON)
+    assert handler.got == ["act", *(f"message {k}" for k in range(50))]
+    assert len(handler.threads) == 1
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("error", [OSError, SystemExit])
+def test_a_handler_of_logging_that_raises(
+    error: type[BaseException], handler: Handler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is printed; later messages come."""
+
+    def act() -> None:
+        raise error("no answer")
+
+    handler.act = act
+    tell(logging.WARNING, "act")
+    tell(logging.WARNING, "later")
+    await_told(time.monotonic() + SOON)
+    assert handler.got == ["later"]
+    assert f"{error.__name__}: no answer" in capsys.readouterr().err
+
+
+def test_a_handler_of_logging_that_tells(handler: Handler) -> None:
+    """What it tells comes after what it handles."""
+    handler.act = lambda: tell(logging.WARNING, "nested")
+    tell(logging.WARNING, "act")
+    await_told(time.monotonic() + SOON)
+    await_told(time.monotonic() + SOON)
+    assert handler.got == ["act", "nested"]
+
+
+def test_messages_without_a_thread(handler: Handler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come as soon as there is one."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("_thread.start_new_thread", refuse)
+        tell(logging.WARNING, "first")
+    tell(logging.WARNING, "second")
+    await_told(time.monotonic() + SOON)
+    assert handler.got == ["first", "second"]
+
+
+def test_ctrl_c_anywhere_in_tell(handler: Handler) -> None:
+    """Wherever a handler raises: what is told later comes, and each message once at most."""
+    told = []
+    for countdown in itertools.count(1):
+        with interrupted(countdown, "threads.py") as struck:
+            tell(logging.WARNING, "struck %d", countdown)
+        tell(logging.WARNING, "later %d", countdown)
+        await_told(time.monotonic() + SOON)
+        assert handler.got[-1] == f"later {countdown}"
+        told.append(f"later {countdown}")
+        if not struck.is_set():
+            break
+    assert [text for text in handler.got if text.startswith("later")] == told
+    assert len(set(handler.got)) == len(handler.got)
+    assert countdown > 5
 
 
 def test_an_import_from_within_an_import(run_script: RunScript, tmp_path: Path) -> None:

@@ -149,6 +149,44 @@ def test_a_handshake_with_the_dead(ends: tuple[WorkerProcess, socket.socket]) ->
     assert worker.receive() is None
 
 
+class Broken:
+    """A socket whose connection the system has ended, as Windows does when it kills a process."""
+
+    def __init__(self, error: type[ConnectionError]) -> None:
+        self.error = error
+
+    def recv(self, _: int) -> bytes:
+        raise self.error
+
+    sendall = sendmsg = recv
+
+    def fileno(self) -> int:
+        return -1
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.needs("POSIX")
+@pytest.mark.parametrize("error", [ConnectionResetError, ConnectionAbortedError, BrokenPipeError])
+def test_however_a_connection_ends(
+    error: type[ConnectionError],
+    ends: tuple[WorkerProcess, socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is the end of that worker, and of nothing else."""
+    worker, _ = ends
+
+    def refuse(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("socket.send_fds", refuse)
+    with worker.child.sock:
+        worker.child.sock = Broken(error)
+    worker.handshake(SETUP, 3, 4)
+    assert worker.receive() is None
+
+
 def test_no_stack(ends: tuple[WorkerProcess, socket.socket]) -> None:
     """A worker that has not said anything yet, or is closed, is not asked for its stacks."""
     worker, theirs = ends

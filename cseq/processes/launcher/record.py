@@ -41,7 +41,7 @@ def receive(sock: socket.socket) -> Record | None:
     """Receive a record; None at end of file."""
     fds: list[int] = []
     data = b""
-    with contextlib.suppress(ConnectionResetError):
+    with contextlib.suppress(ConnectionError):
         while len(data) < RECORD.size:
             more, new = descriptors.receive(sock, RECORD.size - len(data), 1)
             fds += new
