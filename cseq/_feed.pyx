@@ -404,8 +404,9 @@ cdef class Feed(Line):
                     batch, error = self.read(t.ring, t.cell, c.status, c.slot, c.capacity,
                                              (f[0], f[1], f[2], f[3]))
             except (Exception, SystemExit) as raised:
-                # The next attempt may find more memory, or a shorter stack; a handler's exit is no batch's.
-                if isinstance(raised, MemoryError) or isinstance(raised, RecursionError) and is_deep() or ends_program(raised):
+                # The next attempt may find more memory, or a shorter stack; a handler's exit is its own.
+                if (isinstance(raised, MemoryError) or isinstance(raised, RecursionError) and is_deep()
+                        or ends_program(raised)):
                     raise
                 error = raised
             if error is not None:

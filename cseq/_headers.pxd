@@ -18,6 +18,7 @@ cdef extern from "cseq_atomic.h" nogil:
     uint64_t cseq_add_sc_u64(uint64_t* p, uint64_t v) noexcept
     uint32_t cseq_add_sc_u32(uint32_t* p, uint32_t v) noexcept
     uint32_t cseq_load_acq_u32(const uint32_t* p) noexcept
+    uint32_t cseq_load_sc_u32(const uint32_t* p) noexcept
     uint32_t cseq_load_rlx_u32(const uint32_t* p) noexcept
     void cseq_count_u64(uint64_t* p, uint64_t more) noexcept
 

@@ -19,6 +19,10 @@ cpdef bint is_deep(int depth=*) except -1
 @cython.no_gc
 cdef class Lock:
     cdef cseq_lock lock
+    cdef uint32_t due   # there are
+    cdef list calls     # that were put off
+    cdef int make_calls(self) except -1
+    cdef object next_call(self)
     cdef bint sleep(self, uint64_t ns) except -1
     cpdef int refuse_mine(self) except -1
     cdef int await_free(self) except -1
@@ -32,9 +36,10 @@ cdef class Lock:
         if cseq_lock_is_mine(&self.lock, PyThread_get_thread_ident()):
             return self.refuse_mine()
         return self.enter()
-    cdef inline void leave(self) noexcept:
-        """Give it back; the caller has it."""
+    cdef inline int leave(self) except -1:
+        """Give it back; the caller has it. Then make the calls that were put off until now."""
         cseq_lock_release(&self.lock)
+        return self.make_calls() if cseq_load_sc_u32(&self.due) else 0  # SYNC: calls
 
 
 @cython.final

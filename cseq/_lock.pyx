@@ -79,17 +79,24 @@ cdef class Lock:
     of Python.
 
     A signal handler runs before it is taken, or in the middle of what it protects, where it may take
-    it again, or must not (`refuse_mine`). In Python, take it by ``with lock.hold()``: an exception of a handler may otherwise come
-    between the taking and the body, and the lock stay taken. From Python 3.14 on, handlers run there.
+    it again to look, must not (`refuse_mine`), or puts off what it wants (`put_off`). In Python, take it
+    by ``with lock.hold()``: an exception of a handler may otherwise come between the taking and the body,
+    and the lock stay taken. From Python 3.14 on, handlers run there.
 
     In a forked process it is free, unless the thread that forked has it: the others are not there.
     """
 
     def __cinit__(self):
+        self.calls = []
         cseq_list_add(&cseq_all, &self.lock.link)
 
     def __dealloc__(self):
         cseq_lock_remove(&cseq_all, &self.lock)
+
+    @property
+    def is_mine(self):
+        """Whether this thread has it: it is in the middle of what the lock protects."""
+        return bool(cseq_lock_is_mine(&self.lock, PyThread_get_thread_ident()))
 
     def hold(self, double timeout=-1):
         """A `Hold`, for a ``with``: see there."""
@@ -103,8 +110,8 @@ cdef class Lock:
             raise RuntimeError(
                 "this thread is in the middle of another call of the same object: a signal handler, or "
                 "whatever else that call runs, can neither take a batch there nor begin or set an epoch, "
-                "start or load; it may raise an exception, or call state_dict(), stats() or finish(). Let a "
-                "handler set a flag, and look at it after the call")
+                "start or load; it may raise an exception, call state_dict() or stats(), or finish(), which "
+                "ends the run once that call is over. Let a handler set a flag, and look at it after the call")
         return 0
 
     def acquire(self, double timeout=-1):
@@ -129,9 +136,33 @@ cdef class Lock:
 
     def release(self):
         """Give it back, as often as it was taken."""
-        if not cseq_lock_is_mine(&self.lock, PyThread_get_thread_ident()):
+        if not self.is_mine:
             raise RuntimeError("this thread does not have the lock")
-        cseq_lock_release(&self.lock)
+        self.leave()
+
+    def put_off(self, call not None):
+        """Have the thread that has it make a call, ``call()``, once it has given it back; this one does so
+        at once if none has it."""
+        self.calls.append(call)
+        cseq_swap_sc_u32(&self.due, 1)  # SYNC: calls
+        if cseq_lock_try(&self.lock, PyThread_get_thread_ident()):
+            self.leave()
+
+    cdef int make_calls(self) except -1:
+        """Make the calls that were put off, unless this thread has it still."""
+        if cseq_lock_is_mine(&self.lock, PyThread_get_thread_ident()) or not cseq_swap_sc_u32(&self.due, 0):
+            return 0
+        try:
+            while (call := self.next_call()) is not None:
+                call()
+        finally:
+            if self.calls:  # one has raised
+                cseq_swap_sc_u32(&self.due, 1)
+        return 0
+
+    @cython.critical_section
+    cdef object next_call(self):
+        return self.calls.pop(0) if self.calls else None
 
     cdef bint sleep(self, uint64_t ns) except -1:
         """Sleep until it is free, but not for long; run signal handlers. Return whether it was taken."""

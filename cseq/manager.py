@@ -14,6 +14,7 @@ from cseq.tracing import Trace
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
     from types import TracebackType
 
     from typing_extensions import Self
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from cseq.pools.base import BatchPool
 
 __all__ = ["Manager", "reporting"]
-
-MEANWHILE = "a signal handler has finished the manager meanwhile"
 
 
 def reporting() -> Any:
@@ -75,6 +74,25 @@ class Manager:
         self._lock.refuse_mine()
         return self._lock.hold()
 
+    def _look(self) -> Hold:
+        """Hold the lock, to look at what it protects; in the middle of a call, if it is free.
+
+        Who has it then may wait for that very call.
+        """
+        within = self._run is not None and self._run.lock.is_mine
+        return self._lock.hold(0 if within else -1)
+
+    def _put_off(self, call: Callable[[], object]) -> bool:
+        """Put a call off to the end of the one that this thread is in, if it is in one."""
+        run = self._run
+        for lock in (self._lock,) if run is None else (self._lock, run.lock):
+            if lock.is_mine:
+                if run is not None:
+                    run.interrupt()
+                lock.put_off(call)
+                return True
+        return False
+
     def _open(self, pool: BatchPool) -> None:
         """Start a pool; nothing runs."""
         pool.told = self._told
@@ -82,23 +100,21 @@ class Manager:
         try:
             run.close_with(self)
             pool.open()  # not before: a signal handler may raise anywhere
-            if self._run is not run:
-                raise InterruptedError(MEANWHILE)
             self._state = State.RUNNING
         except BaseException as error:
-            if self._run is run:
-                self._end(error)
-                raise
-            run.close()  # a signal handler has finished the manager while it was being opened
-            if isinstance(error, Exception) and not isinstance(error, InterruptedError):
-                raise InterruptedError(MEANWHILE) from error
+            self._end(error)
             raise
+
+    def _started(self) -> Self:
+        """Return the manager, at the end of a start; what that has called may have finished it."""
+        if self._run is None:
+            raise InterruptedError("finish() was called while the manager was being started")
+        return self
 
     def _present(self) -> Run[BatchPool]:
         """Return what runs, for an iterator of this process."""
         run = self._run
-        if run is None:
-            raise InterruptedError(MEANWHILE)
+        assert run is not None
         if not run.is_ours:
             raise OSError(
                 "this manager was started by the process that forked this one; call "
@@ -106,29 +122,24 @@ class Manager:
             )
         return run
 
-    def _begin(
-        self, run: Run[BatchPool], place: Place, epoch: int, consumed: int, generation: int
-    ) -> None:
-        """Begin an epoch; InterruptedError if the manager was finished meanwhile."""
-        try:
-            run.pool.begin(place, epoch, consumed, generation)
-        except Exception:
-            if self._run is run:
-                raise
-        if self._run is not run:
-            raise InterruptedError(MEANWHILE)
-
     def finish(self) -> None:
         """Stop the workers; returns within a bounded time. Calling it twice is fine.
+
+        In the middle of a call of the manager (by a signal handler, an order, a destructor), it
+        only marks: that call takes no batch any more, and ends the run on its way out.
+
+        Where an exception is under way (Ctrl-C), workers that are in a batch are not waited for.
 
         Raises
         ------
         OSError
             Inside the manager's own ``with``, whose end calls it.
         """
-        with self._lock.hold():
-            self._refuse_inside_with("finish")
-            self._end()
+        self._refuse_inside_with("finish")
+        if not self._put_off(self.finish):
+            with self._lock.hold():
+                self._refuse_inside_with("finish")
+                self._end()
 
     def _begin_trace(self, path: str | os.PathLike[str] | None, rank: int) -> None:
         """Record until `_end`, if there is a path; nothing runs."""
@@ -178,8 +189,9 @@ class Manager:
     ) -> None:
         if self._state is State.ENTERED:  # before any call: `finish` is to work after an interrupt
             self._state = State.RUNNING
-        with self._lock.hold():
-            self._end(error)
+        if not self._put_off(self.finish):
+            with self._lock.hold():
+                self._end(error)
 
     def stats(self) -> Stats:
         """Return counts and times since the last start.
@@ -197,7 +209,7 @@ class Manager:
         ...     manager.stats().batches
         4
         """
-        with self._lock.hold():
+        with self._look():
             return self._stats if self._run is None else self._run.pool.stats()
 
     def advice(self, since: Stats | None = None) -> Advice:
@@ -257,5 +269,5 @@ class Manager:
         The latest 1000 of them, each with ``epoch``, ``batch``, ``sample`` (None: the whole batch),
         ``error`` and ``indices``. `stats` counts all batches.
         """
-        with self._lock.hold():
+        with self._look():
             return list(self._skipped) if self._run is None else self._run.pool.skipped

@@ -10,14 +10,17 @@ import _thread
 import atexit
 import contextlib
 import os
+import sys
 import threading
 import time
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from cseq import tracing
 from cseq.processes.launcher.forks import in_forked_children
-from cseq.threads import Latch
+from cseq.stage import HURRY
+from cseq.threads import Latch, await_told
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +32,8 @@ __all__ = ["Run", "await_closings", "close_elsewhere", "on_close", "present"]
 NAME = "cseq-close"  # of the threads that close dropped runs
 
 EXIT_SECONDS = 15.0  # how long the interpreter's end waits for runs that are being closed
-LOCK_SECONDS = 5.0  # how long `close` waits for a batch that another thread makes or takes
+TOLD_SECONDS = 2.0  # and for what is still to be logged
+LOCK_SECONDS = 5.0  # how long `close` waits for a call that another thread is in
 
 
 P = TypeVar("P", bound="Pool")
@@ -78,8 +82,16 @@ class Run(Generic[P]):
             self.pool.notify_all()
         return generation
 
-    def close(self) -> None:
-        """End the iterators and the pool; in a forked process there is no pool to end."""
+    def close(self, *, hurried: bool = False) -> None:
+        """End the iterators and the pool; in a forked process there is no pool to end.
+
+        `hurried`: the program ends, and a worker that is busy with a batch is not waited for. So it
+        is where an exception is under way (Ctrl-C).
+
+        A pool is never closed in the middle of a call: in one of this thread, or of another one
+        that goes on for `LOCK_SECONDS`, this only marks the run, and the call closes it.
+        """
+        self.pool.is_hurried = hurried or sys.exc_info()[0] is not None
         try:
             if not self.is_ended and self.is_ours:
                 for told in on_close:
@@ -90,12 +102,21 @@ class Run(Generic[P]):
     def _end(self) -> None:
         self.is_ended = True
         self.interrupt()
-        if self.is_ours:
-            with self.lock.hold(LOCK_SECONDS):  # the inline pool cannot be interrupted
-                self.pool.lanes.end()
-                self.pool.close()
+        if self.is_ours and not self._close_pool():
+            self.lock.put_off(partial(self.close, hurried=self.pool.is_hurried))
+            return
         if self._finalizer is not None:
             self._finalizer.detach()  # not before: an interrupted close is called again
+
+    def _close_pool(self) -> bool:
+        """Close the pool, unless a call is under way; return whether it is closed."""
+        if self.lock.is_mine:
+            return False
+        with self.lock.hold(LOCK_SECONDS) as hold:
+            if hold.has:
+                self.pool.lanes.end()
+                self.pool.close()
+            return hold.has
 
 
 _runs: weakref.WeakSet[Run[Any]] = weakref.WeakSet()
@@ -151,10 +172,15 @@ def await_closings(seconds: float) -> None:
 @atexit.register
 def _close_all() -> None:
     """Close all runs at the interpreter's end, and wait for those that are being closed."""
+    deadline = time.monotonic() + HURRY
+    for run in list(_runs):
+        if run.is_ours and run.pool.supervisor is not None:
+            run.pool.supervisor.hurry(deadline)
     await_closings(EXIT_SECONDS)
     with contextlib.ExitStack() as stack:  # all of them, also if one raises
         for run in list(_runs):
-            stack.callback(run.close)
+            stack.callback(run.close, hurried=True)
+    await_told(time.monotonic() + TOLD_SECONDS)
 
 
 def _interrupt_all() -> None:

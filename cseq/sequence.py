@@ -339,7 +339,7 @@ class MSequence(Manager, Generic[B_co]):
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Name the arguments and the state; shard='auto' is not resolved for this."""
-        with self._lock.hold():
+        with self._look():
             auto, run, sampler = self._job.auto, self._run, self._sampler
             yield "samples", f"{self.dset_size:,}"
             if self._shard is not None:
@@ -421,7 +421,7 @@ class MSequence(Manager, Generic[B_co]):
                     if place.begun or not hold.has:  # another thread is taking the first batch
                         self._place = Place(number)
                     else:  # the iterator stays, and so does its place
-                        self._begin(run, place, number, 0, run.pool.feed.generation)
+                        run.pool.begin(place, number, 0, run.pool.feed.generation)
 
     @property
     def sampler(self) -> RankSampler:
@@ -524,7 +524,8 @@ class MSequence(Manager, Generic[B_co]):
         """
         compat = None if compat is None else flag("compat", compat)
         with self._alone():
-            return self._start("start", self._job.output, self._kind, compat, trace)
+            self._start("start", self._job.output, self._kind, compat, trace)
+        return self._started()
 
     @property
     def _kind(self) -> str:
@@ -559,7 +560,8 @@ class MSequence(Manager, Generic[B_co]):
         """
         output = outputs.for_test(self._job.output, test_mode)
         with self._alone():
-            return self._start("start_test", output, "inline", None)
+            self._start("start_test", output, "inline", None)
+        return self._started()
 
     def _start(
         self,
@@ -568,7 +570,7 @@ class MSequence(Manager, Generic[B_co]):
         kind: str,
         compat: bool | None,  # noqa: FBT001
         trace: str | os.PathLike[str] | None = None,
-    ) -> Self:
+    ) -> None:
         """End what runs, and start a pool."""
         self._refuse_inside_with(verb)
         self._settle_shard()
@@ -579,7 +581,6 @@ class MSequence(Manager, Generic[B_co]):
         pool = _pool_of(kind)(job)
         self._begin_trace(trace, (self._shard or shards.resolve()).rank)
         self._open(pool)
-        return self
 
     def __iter__(self) -> Iterator[B_co]:
         """Return an iterator over the next epoch; earlier iterators are interrupted.
@@ -606,7 +607,7 @@ class MSequence(Manager, Generic[B_co]):
             generation = run.interrupt()
             with run.lock.hold():  # from here on, no batch is delivered
                 self._place = place = self._place.next(self._sampler)
-                self._begin(run, place, place.first, place.consumed, generation)
+                run.pool.begin(place, place.first, place.consumed, generation)
             return FeedIterator(run.pool.feed, generation, self)
 
     # -- checkpoint and resume
@@ -625,7 +626,7 @@ class MSequence(Manager, Generic[B_co]):
         ValueError
             In the middle of an epoch with ``ordered=False``, which no number of samples describes.
         """
-        with self._lock.hold():
+        with self._look():
             place = self._place
             epoch, position, is_over = place.now(self._sampler)
             if is_over:
@@ -680,12 +681,11 @@ class MSequence(Manager, Generic[B_co]):
             sampler, *at = checkpoint.load(state, self._sampler, any_seed=self._drawn)
             if sampler is not self._sampler:
                 self._refuse_inside_with("load_state_dict")
-            if self._run is not None:
-                self._run.interrupt()  # its batches are of another place
-            self._place = Place(*at)
-            if sampler is not self._sampler:
                 self._end()
-                self._job = self._job._replace(sampler=sampler)
+            elif self._run is not None:
+                self._run.interrupt()  # its batches are of another place
+            job = self._job._replace(sampler=sampler)
+            self._place, self._job = Place(*at), job  # at once: a signal handler may look at both
             self._own_seed = False
 
 

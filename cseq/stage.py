@@ -21,6 +21,7 @@ __all__ = [
     "BATCH",
     "CONVERTER",
     "ENDED",
+    "HURRY",
     "INDEXER",
     "RAISED",
     "overdue",
@@ -37,6 +38,7 @@ IDLE_NS = 1_000_000_000  # an idle runner wakes up once a second
 SPIN_NS = 20_000  # about the cost of a sleep and its wake-up
 MOST_SPIN_NS = 200_000  # whatever a wake-up costs
 
+HURRY = 0.5  # seconds that a busy runner gets where nothing waits for its batch any more
 START_SHARE = 10  # times `timeout` that a worker may take to get ready
 
 

@@ -136,9 +136,12 @@ class Pool:
         The worker processes, if there are any.
     told : set of str
         Causes that were logged; its owner has the same set for each of its pools.
+    is_hurried : bool
+        `close` waits no longer than `HURRY` seconds for a runner that is busy with a batch.
     """
 
     supervisor: Supervisor | None = None
+    is_hurried = False
 
     def __init__(
         self,

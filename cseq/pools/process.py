@@ -311,7 +311,7 @@ class ProcessPool(BatchPool):
         self.supervisor.closed = True
         if self._receiver is not None:  # it may still read the converter processes' memory
             self._receiver.close()
-        self.supervisor.close()
+        self.supervisor.close(hurried=self.is_hurried)
         if self._receiver is not None:
             self._receiver.clean()
         self._group.join(1.0)

@@ -384,7 +384,12 @@ class StreamPool(Pool):
         if answer is None:
             raise InterruptedError("a signal handler has made another call")
         if not answer[0] & RAISED:
-            reply = self._slots.decode(cell, *answer[1:])
+            try:
+                reply = self._slots.decode(cell, *answer[1:])
+            except SystemExit as ending:
+                if failure.ends_program(ending):
+                    raise
+                raise failure.ordinary(ending) from ending
             self.feed.dismiss(number, cell, ticket)
             return reply
         error = self._slots.error(cell, *answer[1:])
@@ -400,7 +405,7 @@ class StreamPool(Pool):
 
     def close(self) -> None:
         """End the workers and free the memory; returns within a bounded time."""
-        self.supervisor.close()
+        self.supervisor.close(hurried=self.is_hurried)
         for writer in self._writers:
             writer.close()
         self._shared.close()

@@ -23,7 +23,7 @@ from cseq.lanes import Lanes
 from cseq.memory import facts
 from cseq.memory.segment import Segment, whole_grains
 from cseq.pools.base import BatchPool, apart
-from cseq.stage import CONVERTER, INDEXER, overdue, run, spin_ns
+from cseq.stage import CONVERTER, HURRY, INDEXER, overdue, run, spin_ns
 from cseq.threads import Latch, Threads
 
 if TYPE_CHECKING:
@@ -85,11 +85,11 @@ class ThreadGroup:
         frame = sys._current_frames().get(next(filter(None, idents), 0))
         return "(not running)\n" if frame is None else "".join(traceback.format_stack(frame))
 
-    def join(self, seconds: float) -> None:
-        """Wait for all threads, so long in all."""
-        deadline = time.monotonic() + seconds
+    def join(self, seconds: float, *, hurried: bool = False) -> None:
+        """Wait for all threads, so long in all; `hurried`: not longer than `HURRY`."""
+        deadline = time.monotonic() + (HURRY if hurried else seconds)
         stuck = [name for threads in self._started for name in threads.join(deadline)]
-        if stuck:
+        if stuck and not hurried:
             log.warning(
                 "threads %s did not end within %g s: what they call hangs; they are left running",
                 stuck,
@@ -309,7 +309,7 @@ class ThreadPool(BatchPool):
         """Close the ring and wait for the threads."""
         self._closed = True
         self._ring.close()
-        self._group.join(CLOSE_SECONDS)
+        self._group.join(CLOSE_SECONDS, hurried=self.is_hurried)
         if self._file is not None:
             self._file.close()
         self._job = self._job.without_worker()

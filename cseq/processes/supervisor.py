@@ -48,8 +48,8 @@ from cseq.processes.worker import (
     Setup,
     WorkerProcess,
 )
-from cseq.stage import RAISED, START_SHARE, overdue
-from cseq.threads import Latch, Threads, await_told, tell
+from cseq.stage import HURRY, RAISED, START_SHARE, overdue
+from cseq.threads import Latch, Threads, await_told, tell, thread_limits
 
 if TYPE_CHECKING:
     import socket
@@ -260,6 +260,8 @@ class Supervisor:
                 self._selector.register(woken, selectors.EVENT_READ, None)
                 self._waker = waker  # `close` sets `closed` before it looks for it
                 self._serve()
+        except BlockingIOError as error:  # of a fork
+            self._fail(BlockingIOError(error.errno, f"{error.strerror}: {thread_limits()}"))
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
             self._fail(error)
         try:
@@ -602,11 +604,12 @@ class Supervisor:
 
     # -- the end
 
-    def close(self) -> None:
+    def close(self, *, hurried: bool = False) -> None:
         """Close the rings and end all workers; kill those that do not end within `GRACE` seconds.
 
         Those that do not have the user's object yet, and may be importing its modules, are killed
-        at once. Calling it twice is fine, also if a signal handler has raised in the first call.
+        at once; if it is `hurried`, those that are not ready, or in a batch, after `HURRY` seconds.
+        Calling it twice is fine, also if a signal handler has raised in the first call.
 
         Raises
         ------
@@ -618,12 +621,8 @@ class Supervisor:
         self._wanted.set()
         self._launcher.cancel()
         self._wake()
-        if self._thread.begun and not self._ended.wait(GRACE):
-            for worker in self._snapshot():
-                number = worker.owner - 1
-                tell(logging.WARNING, "worker %d is busy: killed after %g s", number, GRACE)
-                worker.child.kill()
-            self._ended.wait(LAST_GRACE)
+        if self._thread.begun:
+            self._await_end(hurried=hurried)
         if not self._gone:  # the thread was not started, or hangs; or processes lived on
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         await_told(time.monotonic() + LAST_GRACE)
@@ -635,6 +634,26 @@ class Supervisor:
             worker.close()
         if self._object is not None:
             self._object.close()
+
+    def hurry(self, deadline: float) -> None:
+        """Kill the workers that are busy at `deadline`, if `close` was called; on any thread."""
+        if not (self.closed and self._thread.begun):
+            return
+        if not self._ended.wait(max(0.0, deadline - time.monotonic())):
+            for worker in self._snapshot():  # others close their indexers
+                if worker.state != READY or self.shared.held(worker.owner):
+                    worker.child.kill()
+
+    def _await_end(self, *, hurried: bool) -> None:
+        """Wait until all workers have ended; kill those that are busy for too long."""
+        if hurried:
+            self.hurry(time.monotonic() + HURRY)
+        if not self._ended.wait(GRACE):
+            for worker in self._snapshot():
+                number = worker.owner - 1
+                tell(logging.WARNING, "worker %d is busy: killed after %g s", number, GRACE)
+                worker.child.kill()
+            self._ended.wait(LAST_GRACE)
 
 
 def _native_threads() -> str:

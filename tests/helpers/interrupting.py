@@ -27,11 +27,7 @@ FINALIZERS = ("__del__", "_remove", "remove")  # and weak references' callbacks
 
 def is_mine(lock: Lock) -> bool:
     """Whether this thread has a lock."""
-    try:
-        lock.refuse_mine()
-    except RuntimeError:
-        return True
-    return False
+    return lock.is_mine
 
 
 class Signal(int):

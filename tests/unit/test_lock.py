@@ -157,6 +157,48 @@ def test_an_exception_between_the_taking_and_the_body() -> None:
     assert not is_mine(lock)
 
 
+def test_calls_that_are_put_off() -> None:
+    """They are made once the lock is free: by the thread that had it, or here if none has."""
+    lock, made = Lock(), []
+
+    def call() -> None:
+        made.append((threading.get_ident(), lock.is_mine))
+
+    here = (threading.get_ident(), False)
+    lock.put_off(call)
+    assert made == [here]
+    with lock.hold():
+        with lock.hold():
+            lock.put_off(call)
+        lock.put_off(call)
+        assert len(made) == 1
+    assert made == [here] * 3
+    with taken_elsewhere(lock):
+        lock.put_off(call)
+        assert len(made) == 3
+    assert len(made) == 4
+    assert made[3][0] != here[0]
+    with lock.hold():
+        pass
+    assert len(made) == 4
+
+
+def test_a_call_that_is_put_off_and_raises() -> None:
+    """Where the lock is given back; those behind it are made where it is given back next."""
+    lock, made = Lock(), []
+
+    def fail() -> None:
+        raise Struck
+
+    with pytest.raises(Struck), lock.hold():
+        lock.put_off(fail)
+        lock.put_off(lambda: made.append(1))
+    assert (made, lock.is_mine) == ([], False)
+    with lock.hold():
+        pass
+    assert made == [1]
+
+
 def strike_behind(taken: object) -> None:
     """Raise when a lock has just been taken."""
     raise Struck

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -61,6 +62,10 @@ def obey(sock: socket.socket, local: Any = None) -> None:
             threading.Event().wait()
         elif order == ord("C"):
             until_closed(runner)
+        elif order == ord("T"):
+            runner.claim()
+        elif order == ord("P"):
+            time.sleep(0.3)
         elif order == ord("3"):
             os._exit(3)
     until_closed(runner)
@@ -434,6 +439,57 @@ def test_close_kills_the_busy(
     two.close()
     assert [event[0] for event in two.events.all] == ["task", "task"]
     assert "worker 0 is busy: killed" in caplog.text
+
+
+def test_a_hurried_close(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Who is in a batch, or not ready, is killed soon and without a word; who closes has time."""
+    monkeypatch.setattr(supervisor_module, "HURRY", 0.05)
+    monkeypatch.setattr(supervisor_module, "GRACE", 3600.0)
+    three = Pool(b"RTS", b"LNS", b"RCP", owners=3)
+    (ring,) = three.shared.rings
+    ring.post(0, 0, 0, 0, 1)
+    supervisor = three.start()
+    for owner in (1, 3):
+        three.await_ready(owner)
+    seen = threading.Event()
+    while not three.shared.held(1) or "noted" not in caplog.text:
+        seen.wait(0.001)
+    caplog.clear()
+    supervisor.close(hurried=True)
+    assert [supervisor.processes[number].code for number in range(3)] == [KILLED, KILLED, 0]
+    assert caplog.messages == []
+    three.close()
+
+
+def test_a_system_without_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so, and there is nothing to wait for at the end."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(supervisor_module, "GRACE", 3600.0)
+    one = Pool(b"R")
+    with monkeypatch.context() as patch:
+        patch.setattr("_thread.start_new_thread", refuse)
+        with pytest.raises(RuntimeError, match="new thread: the system starts no more threads"):
+            one.start()
+    one.close()
+
+
+def test_a_system_without_more_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the limits; the system's own has its number alone."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "try later")
+
+    one = Pool(b"R")
+    monkeypatch.setattr(one.launcher, "launch", refuse)
+    with contextlib.suppress(BlockingIOError):  # where forked workers are waited for
+        one.start()
+    one.await_failure()
+    with pytest.raises(BlockingIOError, match="try later: the system starts no more threads or"):
+        one.supervisor.check()
+    one.close()
 
 
 @pytest.mark.parametrize("method", start_methods())

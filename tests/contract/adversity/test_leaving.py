@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import signal
 import sysconfig
 import threading
 from pathlib import Path
@@ -17,7 +19,7 @@ import cseq
 from cseq import testing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from conftest import RunScript
 
@@ -53,6 +55,80 @@ def test_finish_inside_the_loop_interrupts_it(kind: str) -> None:
     with pytest.raises(InterruptedError):
         for _ in m:
             m.finish()
+
+
+class Acting(cseq.Order):
+    """An order that does something when it is read, once."""
+
+    name = "acting-v1"
+    samples = units = 4096
+
+    def __init__(self, act: Callable[[], object], read: int) -> None:
+        self.act, self.left = act, read
+
+    def read(self, seed: int, epoch: int, start: int, count: int) -> Any:
+        """In order."""
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+        return np.arange(start, start + count), None
+
+
+@pytest.mark.parametrize("kind", ["test", "proc", "thread"])
+@pytest.mark.parametrize("where", ["iter", "next", "handler", "out_type", "indexer"])
+def test_finish_in_the_middle_of_a_call(kind: str, where: str) -> None:
+    """Of an order, a handler, a conversion, an indexer: the call ends the run on its way out."""
+    if (kind, where) in {("proc", "indexer"), ("thread", "indexer"), ("thread", "out_type")}:
+        pytest.skip("there, it is not called on the loop's thread")
+    calls = itertools.count()
+    closed = []
+
+    class Indexer:
+        def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+            if where == "indexer" and next(calls) == 3:
+                m.finish()
+                assert not closed
+            return indices
+
+        def close(self) -> None:
+            closed.append(os.getpid())
+
+    def convert(batch: np.ndarray) -> np.ndarray:
+        if where == "out_type" and next(calls) == 3:
+            m.finish()
+        return batch
+
+    def act() -> None:
+        if where == "handler":
+            signal.raise_signal(signal.SIGINT)
+            return
+        m.finish()
+        for verb in (m.start, m.start_test, lambda: iter(m), lambda: m.load_state_dict(state)):
+            with pytest.raises(RuntimeError, match="in the middle of another call"):
+                verb()
+        assert m.state_dict().keys() == state.keys()
+        assert m.stats().batches <= 20
+
+    read = {"iter": 1, "next": 3, "handler": 3}.get(where, 0)
+    m = cseq.MSequence(
+        np.arange(4096) if kind == "proc" else Indexer, batch_size=200, num_workers=2,
+        order=Acting(act, read), out_type=convert,
+        thread_type="thread" if kind == "thread" else "proc",
+    )  # fmt: skip
+    state = m.state_dict()
+    start = m.start_test if kind == "test" else m.start
+    before = signal.signal(signal.SIGINT, lambda *_: m.finish())
+    try:
+        start()
+        with pytest.raises(InterruptedError, match="interrupted"):
+            list(m)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert closed == {"test": [os.getpid()], "proc": [], "thread": [os.getpid()] * 2}[kind]
+    m.finish()
+    m.load_state_dict(state)
+    assert np.concatenate(list(start())).tolist() == list(range(4096))
+    m.finish()
 
 
 @pytest.mark.parametrize("kind", ["proc", "thread"])

@@ -470,9 +470,9 @@ for number, batch in enumerate(m):
 
 @pytest.mark.parametrize("how", ["group", "thread"])
 def test_ctrl_c_gives_one_traceback(tmp_path: Path, how: str) -> None:
-    """KeyboardInterrupt comes out of the loop while it waits; workers print nothing.
+    """KeyboardInterrupt comes out of the loop while it waits; nothing is printed behind it.
 
-    Behind it, only that those which the indexer keeps busy were killed.
+    Workers that the indexer keeps busy are killed without a word, long before their batch is over.
     """
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED)
@@ -482,9 +482,7 @@ def test_ctrl_c_gives_one_traceback(tmp_path: Path, how: str) -> None:
         start_new_session=True, capture_output=True, text=True, timeout=GUARD, check=False,
     )  # fmt: skip
     assert done.stderr.count("Traceback") == 1
-    _, found, behind = done.stderr.rpartition("\nKeyboardInterrupt\n")
-    assert found, done.stderr
-    assert sorted(behind.splitlines()) == [f"worker {k} is busy: killed after 5 s" for k in (0, 1)]
+    assert done.stderr.endswith("\nKeyboardInterrupt\n")
 
 
 PREEMPTED = """
