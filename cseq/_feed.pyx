@@ -190,8 +190,7 @@ cdef class Feed(Line):
             self.give_up(k)
         self.source, self.ordered, self.place = source, ordered, place
         self.forget()
-        self.ended, self.failed = False, ""
-        self.only, self.units = -1, 0
+        self.ended, self.failed, self.only, self.units = False, "", -1, 0
         self.before = 0 if source is None else source.consumed
         cseq_store_rlx_u64(&self.taken_count, 0)
         cseq_store_rlx_u64(&self.done_count, 0)
@@ -404,9 +403,8 @@ cdef class Feed(Line):
                     batch, error = self.read(t.ring, t.cell, c.status, c.slot, c.capacity,
                                              (f[0], f[1], f[2], f[3]))
             except (Exception, SystemExit) as raised:
-                # The next attempt may find more memory, or a shorter stack; a handler's exit is its own.
                 if (isinstance(raised, MemoryError) or isinstance(raised, RecursionError) and is_deep()
-                        or ends_program(raised)):
+                        or ends_program(raised)):  # the next attempt may find more
                     raise
                 error = raised
             if error is not None:

@@ -161,7 +161,6 @@ def later(call: Callable[[], object]) -> None:
             _writing = _writer.begun
 
 
-
 def _write() -> None:
     """Log what is pending, until nothing is."""
     global _writing
