@@ -252,8 +252,7 @@ cdef class Feed(Line):
     cdef inline void forget(self) noexcept:
         """Forget what is decoded."""
         self.decoded, self.batch = NONE, None
-        if self.note is not None or self.error is not None:
-            self.error = self.note = None
+        self.error = self.note = None
 
     # -- waiting, for `wait`
 
