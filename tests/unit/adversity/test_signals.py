@@ -440,7 +440,7 @@ class Wide:
     """Batches that are handed out where they lie."""
 
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        return np.repeat(indices[:, None], 512, axis=1)
+        return np.repeat(indices[:, None], 1024, axis=1)
 
 
 INTERRUPTED = """
