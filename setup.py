@@ -194,8 +194,6 @@ FAMILIES = [
     "_lock",
     "_core",
     "_orders",
-    "_recipes",
-    "_draws",
     "_work",
     "_codec",
     "_source",

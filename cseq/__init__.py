@@ -49,9 +49,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── _source.pyx     ★ what an epoch asks for: samples in an order, items of workers, keys
     ├── _codec.pyx      ★ batches on their way: into a cell or a slot, and out of it
     ├── _work.pyx       ★ runners, and their work: batches made, published
-    ├── _recipes.pyx    samples by class: readers of buckets, packed rows and groups
-    ├── _draws.pyx      readers of orders by weight, of mixtures, of blocks
-    ├── _orders.pyx     readers of orders that are made of others, or of the user's own code
+    ├── _orders.pyx     permutations; readers of orders that are written in Python
     ├── _core.pyx       ★ the ring, the shuffle, readers of orders
     ├── _lock.pyx       locks and latches that a signal handler cannot break, a run's generation
     ├── _plan.pyx       plans: the structure that batches have in common
@@ -86,11 +84,9 @@ from cseq.kinds import MPSequence, MTSequence, RaySequence
 from cseq.order.base import Order
 from cseq.order.blocks import Blocks
 from cseq.order.buckets import Buckets
-from cseq.order.chunks import ChunkCache
 from cseq.order.groups import Groups
-from cseq.order.mixture import Mixture
+from cseq.order.mixture import Mixture, Resized
 from cseq.order.packed import Packed
-from cseq.order.resized import Resized
 from cseq.order.shuffled import Sequential, Shuffled
 from cseq.order.weighted import Weighted
 from cseq.sequence import MSequence
@@ -110,7 +106,6 @@ __version__ = "0.2.0.dev0"
 __all__ = [
     "Blocks",
     "Buckets",
-    "ChunkCache",
     "CseqError",
     "Groups",
     "Indexer",

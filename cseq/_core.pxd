@@ -17,6 +17,9 @@ cdef enum:
     SLICE = 1 << 20  # steps between two checks for signals
 
 
+cdef object shuffled(uint64_t size, uint64_t* state)
+
+
 cdef class Reader:
     cdef readonly uint64_t units, seed
     cdef readonly uint32_t room

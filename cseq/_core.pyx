@@ -52,6 +52,24 @@ def derive(seed, epoch, uint64_t purpose, Py_ssize_t count):
     return tuple([words[k] for k in range(count)])
 
 
+cdef object shuffled(uint64_t size, uint64_t* state):
+    """0 … size-1 in the order of fisher-yates-v1: a new array, uint32 up to 2**32, else int64."""
+    cdef uint32_t width = cseq_table_width(size)
+    cdef uint64_t start = 0, end
+    cdef cnp.ndarray result = numpy.empty(size, numpy.uint32 if width == 4 else numpy.int64)
+    cdef void* data = cnp.PyArray_DATA(result)
+    if size <= BRIEF:
+        cseq_permute(data, width, size, 0, size, state)
+        return result
+    while start < size:
+        end = min(start + SLICE, size)
+        with nogil:
+            cseq_permute(data, width, size, start, end, state)
+        PyErr_CheckSignals()
+        start = end
+    return result
+
+
 def permutation(n, seed, epoch=0, algorithm=ALGORITHMS[0]):
     """The order of the samples in an epoch of a manager with `n` samples and this seed.
 
@@ -88,28 +106,18 @@ def permutation(n, seed, epoch=0, algorithm=ALGORITHMS[0]):
     """
     cdef uint64_t size = natural(n, "n", MOST_SAMPLES)
     cdef uint64_t state[4]
-    cdef uint32_t width = cseq_table_width(size)
     cdef uint64_t start = 0, end
     cseq_derive(natural(seed, "seed", <uint64_t>-1), natural(epoch, "epoch", <uint64_t>-1),
                 CSEQ_PURPOSE_SHUFFLE, state, 4)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r} is not one of {ALGORITHMS}")
-    cdef cnp.ndarray result = numpy.empty(size, numpy.uint32 if width == 4 else numpy.int64)
-    cdef void* data = cnp.PyArray_DATA(result)
-    if algorithm == ALGORITHMS[1] and size >= CSEQ_FEISTEL_LEAST:
-        reader = FeistelReader(size, seed)
-        while start < size:
-            end = min(start + SLICE, size)
-            result[start:end] = reader.samples(epoch, start, end - start)[0]
-            PyErr_CheckSignals()
-            start = end
-        return result
-    if size <= BRIEF:
-        cseq_permute(data, width, size, 0, size, state)
-    while start < size and size > BRIEF:
+    if algorithm == ALGORITHMS[0] or size < CSEQ_FEISTEL_LEAST:
+        return shuffled(size, state)
+    result = numpy.empty(size, numpy.uint32 if cseq_table_width(size) == 4 else numpy.int64)
+    reader = FeistelReader(size, seed)
+    while start < size:
         end = min(start + SLICE, size)
-        with nogil:
-            cseq_permute(data, width, size, start, end, state)
+        result[start:end] = reader.samples(epoch, start, end - start)[0]
         PyErr_CheckSignals()
         start = end
     return result

@@ -217,38 +217,17 @@ cdef extern from "cseq_feistel.h" nogil:
         CSEQ_PURPOSE_FEISTEL
         CSEQ_ROUNDS
 
+    uint64_t CSEQ_NO_KEY
+
     ctypedef struct cseq_feistel:
         uint64_t n
 
     void cseq_feistel_init(cseq_feistel* f, uint64_t n, const uint64_t* words) noexcept
     void cseq_feistel_read(const cseq_feistel* f, uint64_t start, uint64_t count, int64_t* out) noexcept
+    void cseq_feistel_gather(const cseq_feistel* f, const int64_t* places, uint64_t count, int64_t* out) noexcept
     uint64_t cseq_feistel_find(const cseq_feistel* f, uint64_t sample) noexcept
-
-
-cdef extern from "cseq_permutation.h" nogil:
-    enum:
-        CSEQ_PURPOSE_BLOCKS
-        CSEQ_PURPOSE_WINDOW
-        CSEQ_PURPOSE_UNITS
-        CSEQ_PURPOSE_MEMBERS
-        CSEQ_PURPOSE_MIXTURE
-        CSEQ_PURPOSE_SOURCE
-        CSEQ_PURPOSE_WEIGHTS
-        CSEQ_PURPOSE_GROUPS
-
-    uint64_t CSEQ_NO_KEY
-
-    ctypedef struct cseq_permutation:
-        uint64_t n
-        cseq_feistel feistel
-
     void cseq_derive_keyed(uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t key, uint64_t* words,
                            size_t count) noexcept
-    size_t cseq_permutation_entries(uint64_t n) noexcept
-    void cseq_permutation_init(cseq_permutation* p, uint64_t n, uint64_t seed, uint64_t epoch,
-                               uint64_t purpose, uint64_t key, uint32_t* table) noexcept
-    void cseq_permutation_read(const cseq_permutation* p, uint64_t start, uint64_t count,
-                               int64_t* out) noexcept
     uint64_t cseq_fold(uint64_t z, const uint64_t* words, size_t count) noexcept
 
 
@@ -257,8 +236,9 @@ cdef extern from "cseq_shuffle.h" nogil:
         CSEQ_PURPOSE_SHUFFLE
         CSEQ_TWISTER
 
-    uint64_t CSEQ_IV
+    uint64_t CSEQ_IV, CSEQ_GOLDEN
     uint64_t cseq_mix(uint64_t v) noexcept
+    uint64_t cseq_stream(uint64_t seed, uint64_t epoch, uint64_t purpose) noexcept
     uint64_t cseq_multiply(uint64_t a, uint64_t b, uint64_t* low) noexcept
 
     ctypedef struct cseq_order:

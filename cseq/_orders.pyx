@@ -1,21 +1,22 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Readers of orders that are made of others, or of the user's own code."""
+"""Permutations that orders are made of; readers of orders written in Python."""
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint64_t
 from libc.string cimport memcpy
 
 cimport cython
 cimport numpy as cnp
 
-from cseq._core cimport Reader
+from cseq._core cimport Reader, shuffled
 from cseq._headers cimport *
-from cseq._memory cimport Memory
 
 import numpy
 
 cnp.import_array()
 
 CHUNK = 1 << 16  # values that are converted together
+# What words are for; those below 6 are in cseq_shuffle.h and context.py, 6 is feistel-v1's.
+BLOCKS, WINDOW, UNITS, MEMBERS, MIXTURE, SOURCE, WEIGHTS, GROUPS = range(7, 15)
 
 
 def fingerprint(array):
@@ -33,31 +34,78 @@ def fingerprint(array):
     return z
 
 
+def shuffle(uint64_t n, uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t key):
+    """0 … n-1 in the order of fisher-yates-v1 by the words of these four: uint32, or int64."""
+    cdef uint64_t words[4]
+    cseq_derive_keyed(seed, epoch, purpose, key, words, 4)
+    return shuffled(n, words)
+
+
+def seed_of(uint64_t seed, str name not None):
+    """The seed of a mixture's source: word 0 of (seed, 0, `SOURCE`, word of its name)."""
+    cdef uint64_t word, key = 0
+    cdef unsigned char byte
+    for byte in name.encode():
+        key = cseq_mix(key ^ byte)
+    cseq_derive_keyed(seed, 0, SOURCE, key, &word, 1)
+    return word
+
+
+def drawn(const int64_t[::1] places, uint64_t below, uint64_t seed, uint64_t epoch, uint64_t purpose,
+          uint64_t key=CSEQ_NO_KEY):
+    """Independent numbers below `below`, each by the word at a place of the stream of these four."""
+    cdef Py_ssize_t k
+    cdef uint64_t low, z = cseq_stream(seed, epoch, purpose)
+    if key != CSEQ_NO_KEY:
+        z = cseq_mix(z ^ key)
+    out = numpy.empty(places.shape[0], numpy.uint64)
+    cdef uint64_t* numbers = <uint64_t*>cnp.PyArray_DATA(out)
+    for k in range(places.shape[0]):
+        numbers[k] = cseq_multiply(cseq_mix(z + <uint64_t>places[k] * CSEQ_GOLDEN), below, &low)
+    return out
+
+
 @cython.final
-cdef class ChosenReader(Reader):
-    """Another reader, of positions in `indices`: one-dimensional integers, read and never written."""
+@cython.auto_pickle(False)
+cdef class Permutation:
+    """0 … n-1 in an order of their own for (seed, epoch, purpose, key): `perm` of docs/inside/orders.md.
 
-    cdef Reader reader
-    cdef object indices
+    From `FEISTEL_LEAST` elements on it takes no memory; below, 4 bytes for each, and as many steps to
+    make it.
+    """
 
-    def __cinit__(self, Reader reader not None, indices):
-        self.reader, self.indices = reader, indices
-        self.units, self.room, self.seed = reader.units, reader.room, reader.seed
+    cdef readonly object table  # None: it is computed
+    cdef cseq_feistel network
 
-    cdef int64_t choose(self, int64_t count, int64_t* out) except -1:
-        cdef cnp.npy_intp size = count
-        chosen = cnp.PyArray_SimpleNewFromData(1, &size, cnp.NPY_INT64, out)
-        chosen[...] = self.indices[chosen]
-        return count
+    def __cinit__(self, uint64_t n, uint64_t seed, uint64_t epoch, uint64_t purpose,
+                  uint64_t key=CSEQ_NO_KEY):
+        cdef uint64_t words[2 * CSEQ_ROUNDS]
+        cseq_derive_keyed(seed, epoch, purpose, key, words, 2 * CSEQ_ROUNDS)
+        self.network.n = n
+        if n < CSEQ_FEISTEL_LEAST:
+            self.table = shuffled(n, words)
+        else:
+            cseq_feistel_init(&self.network, n, words)
 
-    cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
-                      int64_t* sizes) except -1:
-        return self.choose(self.reader.read(epoch, start, count, out, sizes), out)
+    def at(self, places not None):
+        """The elements at these places: an array as `places`, which are int64 and below n."""
+        cdef cnp.ndarray out
+        if self.table is not None:
+            return self.table[places]
+        if len(places) and not 0 <= places.min() <= places.max() < self.network.n:
+            raise IndexError(f"places {places} are not all below {self.network.n}")
+        cdef const int64_t[::1] wanted = places
+        out = numpy.empty(wanted.shape[0], numpy.int64)
+        if wanted.shape[0]:
+            cseq_feistel_gather(&self.network, &wanted[0], wanted.shape[0],
+                                <int64_t*>cnp.PyArray_DATA(out))
+        return out
 
-    cdef int64_t read_batch(self, uint64_t epoch, uint64_t first, uint64_t together, uint64_t start,
-                            uint64_t count, int64_t* out, int64_t* sizes) except -1:
-        return self.choose(
-            self.reader.read_batch(epoch, first, together, start, count, out, sizes), out)
+    def find(self, uint64_t element):
+        """The place of an element, which is below n."""
+        if self.table is not None:
+            return int(numpy.flatnonzero(self.table == element)[0])
+        return cseq_feistel_find(&self.network, element)
 
 
 cdef int64_t copied(object values, str what, uint64_t count, uint64_t most, int64_t* out) except -1:
@@ -98,87 +146,109 @@ cdef class CallReader(Reader):
         return written
 
 
-cdef enum:
-    CHUNK_BITS = 38  # of a word: chunk | generation of the slot, 24 bits | state, 2 bits
-    TABLE_HEAD = 64  # bytes: the identity, where the next victim is looked for, chunks that were read
-    IS_EMPTY = 0
-    IS_LOADING = 1
-    IS_READY = 2
-
-EMPTY, LOADING, READY = IS_EMPTY, IS_LOADING, IS_READY
+AHEAD = 4096  # samples that are read together, or about as many
 
 
 @cython.final
-cdef class ChunkTable:
-    """Which slot of a cache has which chunk, in memory that several processes may share.
+cdef class ArrayReader(Reader):
+    """An order that is computed with arrays: many units cost it little more than one.
 
-    A slot's word is written by the process that owns the slot, alone: see `order.chunks`. A reader copies
-    out of a slot, and then looks whether its word is the same: the copy is of no use if it is not.
+    What is read in a row, batch by batch, is read ahead: `ahead` samples, or about as many. All that is
+    kept is replaced between two calls of Python code, so that signal handlers may read, or raise.
 
     Parameters
     ----------
-    memory : Memory
-        Begins with the table, which is zero at first.
-    slots : int
-    identity : int
-        Not 0. Of another table than the one that is there: ValueError.
+    order : Order or Reader
+        Whose units are read.
+    read : callable
+        ``read(epoch, units)`` → the samples of any units, and the size of each; None: one each.
+    share : callable, optional
+        ``share(epoch, first, together, start, count)`` → the units that a rank gets of the global batch
+        [first, first + together) in the place of [start, start + count).
     """
 
-    cdef Memory memory
-    cdef uint64_t* words
-    cdef readonly uint32_t slots
+    cdef readonly object call, share
+    cdef object samples_kept, sizes_kept
+    cdef uint64_t ahead
+    # `batches` of `count` units each are kept: the first one is [start, start + count), or the share of
+    # the global batch that begins at `first`, the next ones `together` further each.
+    cdef uint64_t epoch, first, together, start, count, batches
+    cdef double mean  # samples of a unit, in what is kept
 
-    def __cinit__(self, Memory memory not None, uint32_t slots, uint64_t identity):
-        memory.inside(0, TABLE_HEAD + 8 * <Py_ssize_t>slots)
-        self.memory, self.slots = memory, slots
-        self.words = <uint64_t*>(memory.data + TABLE_HEAD)
-        cseq_cas_sc_u64(<uint64_t*>memory.data, 0, identity)
-        if (<uint64_t*>memory.data)[0] != identity:
-            raise ValueError("the memory has a table of another cache")
+    def __cinit__(self, order, uint64_t seed, read, share=None, uint64_t ahead=AHEAD):
+        self.units, self.room, self.seed = order.units, order.room, seed
+        self.call, self.share, self.ahead, self.mean = read, share, ahead, 1
 
-    @property
-    def reads(self):
-        """Chunks that were read so far, by all processes."""
-        return cseq_load_rlx_u64(<uint64_t*>(self.memory.data + 16))
+    cdef int fetch(self, uint64_t epoch, uint64_t first, uint64_t together, uint64_t start,
+                   uint64_t count, uint64_t batches) except -1:
+        """Read batches, and keep them."""
+        if self.share is None or together == count:
+            units = numpy.arange(start, start + count, dtype=numpy.int64)
+            if batches > 1:
+                units = (numpy.arange(batches)[:, None] * together + units).ravel()
+        else:
+            units = numpy.concatenate(
+                [self.share(epoch, first + k * together, together, start + k * together, count)
+                 for k in range(batches)])
+        samples, sizes = gather(self, epoch, units)
+        if sizes is not None:
+            sizes = numpy.append(0, numpy.cumsum(sizes, dtype=numpy.int64))
+        self.samples_kept, self.sizes_kept, self.mean = samples, sizes, len(samples) / len(units)
+        self.epoch, self.first, self.together, self.start = epoch, first, together, start
+        self.count, self.batches = count, batches
+        return 0
 
-    def find(self, uint64_t chunk):
-        """(slot, word, state) of a chunk; slot -1: it is in none."""
-        cdef uint32_t k
-        cdef uint64_t word
-        for k in range(self.slots):
-            word = cseq_load_acq_u64(&self.words[k])  # SYNC: the chunk is written before its word
-            if word >> (64 - CHUNK_BITS) == chunk and word & 3:
-                return k, word, word & 3
-        return -1, 0, 0
+    cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
+                      int64_t* sizes) except -1:
+        return self.read_batch(epoch, start, count, start, count, out, sizes)
 
-    def victim(self):
-        """The slot that is to be used next: that of the chunk which was read first."""
-        return cseq_add_sc_u32(<uint32_t*>(self.memory.data + 8), 1) % self.slots
+    cdef int64_t read_batch(self, uint64_t epoch, uint64_t first, uint64_t together, uint64_t start,
+                            uint64_t count, int64_t* out, int64_t* sizes) except -1:
+        cdef uint64_t k, batch = self.batches + 1, more = 1
+        cdef int64_t begin, written
+        cdef int64_t* ends
+        if not count:
+            return 0
+        if (self.batches and epoch == self.epoch and together == self.together and count == self.count
+                and start - first == self.start - self.first and first >= self.first
+                and (first - self.first) % together == 0):
+            batch = (first - self.first) // together
+        if batch >= self.batches:
+            if batch == self.batches:  # the next one
+                more = min(<uint64_t>(self.ahead / (self.mean * count)), (self.units - first) // together)
+                more = min(more, 4 * self.batches)
+            self.fetch(epoch, first, together, start, count, max(more, <uint64_t>1))
+            batch = 0
+        begin, written = batch * count, count
+        if self.sizes_kept is not None:
+            ends = <int64_t*>cnp.PyArray_DATA(self.sizes_kept) + batch * count
+            begin, written = ends[0], ends[count] - ends[0]
+            if sizes != NULL:
+                for k in range(count):
+                    sizes[k] = ends[k + 1] - ends[k]
+        memcpy(out, <int64_t*>cnp.PyArray_DATA(self.samples_kept) + begin, 8 * <size_t>written)
+        return written
 
-    def set(self, uint32_t slot, uint64_t chunk, uint64_t state):
-        """Write the word of a slot, by its owner; the generation grows unless it becomes READY."""
-        cdef uint64_t word = self.words[slot]
-        cdef uint64_t generation = (word >> 2) + (state != IS_READY) & 0xFFFFFF
-        if state == IS_READY:
-            cseq_add_sc_u64(<uint64_t*>(self.memory.data + 16), 1)
-        # SYNC: the chunk is written before its word
-        # SYNC: no copy goes on after it
-        word = cseq_swap_sc_u64(&self.words[slot], chunk << (64 - CHUNK_BITS) | generation << 2 | state)
 
-    def gather(self, uint32_t slot, uint64_t word, Py_ssize_t at, Py_ssize_t nbytes, rows, places,
-               cnp.ndarray out not None):
-        """Copy rows of `nbytes` each, from byte `at` of the memory on, to places in `out`; return
-        whether the chunk is still there."""
-        cdef const int64_t[::1] row = rows
-        cdef const int64_t[::1] place = places
-        cdef Py_ssize_t k, count = row.shape[0]
-        cdef const char* source = self.memory.data + at
-        cdef char* target = <char*>cnp.PyArray_DATA(out)
-        for k in range(count):
-            self.memory.inside(at + row[k] * nbytes, nbytes)
-            if not 0 <= place[k] < cnp.PyArray_DIM(out, 0):
-                raise IndexError(f"row {place[k]} is not one of {out.shape[0]}")
-        with nogil:
-            for k in range(count):
-                memcpy(target + place[k] * nbytes, source + row[k] * nbytes, <size_t>nbytes)
-        return bool(cseq_cas_sc_u64(&self.words[slot], word, word))  # SYNC: no copy goes on after it
+def gather(Reader reader not None, uint64_t epoch, units not None):
+    """The samples of any units, and the size of each: int64 arrays; no sizes where all are 1."""
+    cdef Py_ssize_t start = 0, end, count = len(units)
+    cdef int64_t written = 0
+    if isinstance(reader, ArrayReader):
+        samples, sizes = (<ArrayReader>reader).call(epoch, units)
+        return numpy.ascontiguousarray(samples, dtype=numpy.int64), sizes
+    cdef const int64_t[::1] unit = units
+    samples = numpy.empty(count * <Py_ssize_t>reader.room, numpy.int64)
+    sizes = numpy.empty(count, numpy.int64) if reader.room > 1 else None
+    cdef int64_t* out = <int64_t*>cnp.PyArray_DATA(samples)
+    cdef int64_t* lengths = NULL if sizes is None else <int64_t*>cnp.PyArray_DATA(sizes)
+    while start < count:
+        end = start + 1
+        while end < count and unit[end] == unit[end - 1] + 1:
+            end += 1
+        if unit[start] < 0 or <uint64_t>unit[end - 1] >= reader.units:
+            raise IndexError(f"units [{unit[start]}, {unit[end - 1]}] exceed {reader.units}")
+        written += reader.read(epoch, unit[start], end - start, out + written,
+                               NULL if lengths == NULL else lengths + start)
+        start = end
+    return samples[:written], sizes

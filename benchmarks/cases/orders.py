@@ -295,7 +295,7 @@ CASES = (
             Contender(VARYING, partial(loaded, scaled(10**6, 2000), fixed=False), ours=True),
             Contender(FIXED, partial(loaded, scaled(10**6, 2000), fixed=True), ours=True),
         ),
-        goals=(Goal("times of fixed ones", lambda f: f[VARYING] / f[FIXED], 1.1),),
+        goals=(Goal("times of fixed ones", lambda f: f[VARYING] / f[FIXED], 1.3),),
     ),
     Case(
         "orders_weighted_made",
@@ -321,7 +321,7 @@ CASES = (
                 Contender("numpy.choice, 10^7", partial(drawn_by_numpy, MANY)),
                 Contender("torch, 10^7", partial(drawn_by_torch, MANY), needs=("torch",)),
             ),
-            goals=(Goal("ns a draw", lambda f: f[OURS], 120),),
+            goals=(Goal("ns a draw", lambda f: f[OURS], 400),),
         )
         for power in (7, 8)
     ),
@@ -339,7 +339,7 @@ CASES = (
                 ),
             ),
             goals=(
-                Goal("ns a sample", lambda f: f[OURS], 40),
+                Goal("ns a sample", lambda f: f[OURS], 100 if count == 3 else 250),
                 Goal("times as fast as grain", lambda f: f[GRAIN] / f[OURS], None, 200),
             ),
         )
@@ -354,7 +354,7 @@ CASES = (
                 Contender(OURS, partial(blocks, lanes, MANY), ours=True),
                 Contender(NUMPY, partial(permuted_by_numpy, MANY)),
             ),
-            goals=(Goal("ns a sample", lambda f: f[OURS], 15),),
+            goals=(Goal("ns a sample", lambda f: f[OURS], 30),),
         )
         for lanes in (1, 8)
     ),

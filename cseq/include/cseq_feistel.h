@@ -24,6 +24,24 @@ typedef struct {
     uint64_t x[CSEQ_ROUNDS], m[CSEQ_ROUNDS];
 } cseq_feistel;
 
+#define CSEQ_NO_KEY UINT64_MAX
+
+/* The first `count` words of (seed, epoch, purpose), and of `key` if it is not CSEQ_NO_KEY. */
+static inline void cseq_derive_keyed(uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t key,
+                                     uint64_t *words, size_t count)
+{
+    uint64_t z = cseq_stream(seed, epoch, purpose);
+    cseq_words(key == CSEQ_NO_KEY ? z : cseq_mix(z ^ key), words, count);
+}
+
+/* Fold words into `z`, in their order: a fingerprint. */
+static inline uint64_t cseq_fold(uint64_t z, const uint64_t *words, size_t count)
+{
+    for (size_t k = 0; k < count; k++)
+        z = cseq_mix(z ^ words[k]);
+    return z;
+}
+
 /* ceil(sqrt(n)), for n >= 1. */
 static inline uint64_t cseq_ceil_sqrt(uint64_t n)
 {
@@ -99,6 +117,24 @@ static inline void cseq_feistel_read(const cseq_feistel *f, uint64_t start, uint
                 column = 0;
                 row++;
             }
+        }
+        cseq_feistel_rounds(f, rows, columns, CSEQ_LANES);
+        for (uint64_t k = 0; k < lanes; k++)
+            out[done + k] = (int64_t)cseq_feistel_walk(f, rows[k] * f->b + columns[k]);
+    }
+}
+
+/* The same for any positions. */
+static inline void cseq_feistel_gather(const cseq_feistel *f, const int64_t *places, uint64_t count,
+                                       int64_t *out)
+{
+    uint64_t rows[CSEQ_LANES], columns[CSEQ_LANES];
+    for (uint64_t done = 0; done < count; done += CSEQ_LANES) {
+        uint64_t lanes = count - done < CSEQ_LANES ? count - done : CSEQ_LANES;
+        for (uint64_t k = 0; k < CSEQ_LANES; k++) {
+            uint64_t place = (uint64_t)places[done + (k < lanes ? k : 0)];
+            rows[k] = place / f->b;
+            columns[k] = place % f->b;
         }
         cseq_feistel_rounds(f, rows, columns, CSEQ_LANES);
         for (uint64_t k = 0; k < lanes; k++)

@@ -9,22 +9,25 @@ no special case.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cseq._orders import CallReader
+import numpy as np
+
+from cseq._orders import CallReader, gather
 from cseq.check import count
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
     from typing_extensions import Self
 
     from cseq._core import Reader
 
-__all__ = ["MOST_SAMPLES", "MOST_SEED", "Order"]
+__all__ = ["MOST_SAMPLES", "MOST_SEED", "WORD", "Ints", "Order", "Read", "passes", "spans"]
 
 MOST_SAMPLES = 2**48
-MOST_SEED = 2**64 - 1
+MOST_SEED = WORD = 2**64 - 1
+Ints: TypeAlias = "NDArray[np.int64]"
+Read: TypeAlias = "tuple[NDArray[np.integer[Any]], Ints | None]"  # samples; the size of each unit
 
 
 class Order:
@@ -166,3 +169,24 @@ class Order:
             reader.samples(epoch, k * size, min(size, self.units - k * size))[0].tolist()
             for k in range(count("start", start, 0), last)
         ]
+
+
+def spans(starts: Ints, counts: Ints) -> Ints:
+    """Return ranges, one after the other: from each start on, so many numbers."""
+    ends = counts.cumsum()
+    return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1])
+
+
+def passes(reader: Reader, numbers: NDArray[np.uint64]) -> Read:
+    """Read units of the endless sequence of a reader's epochs: numbers in a row, modulo 2**64."""
+    epochs, units = np.divmod(numbers, np.uint64(reader.units))
+    places = units.view(np.int64)
+    if epochs[0] == epochs[-1]:
+        return gather(reader, int(epochs[0]), places)
+    cuts = np.flatnonzero(np.diff(epochs)) + 1
+    parts = [
+        gather(reader, int(epochs[a]), places[a:b])
+        for a, b in zip([0, *cuts.tolist()], [*cuts.tolist(), len(epochs)], strict=True)
+    ]
+    sizes = [size for _, size in parts if size is not None]
+    return np.concatenate([part for part, _ in parts]), np.concatenate(sizes) if sizes else None

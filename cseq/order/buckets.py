@@ -10,8 +10,7 @@ import numpy as np
 
 from cseq._orders import fingerprint
 from cseq.check import count, flag
-from cseq.order.classes import MOST_BUDGET, MOST_SAMPLES, Labels, Lengths
-from cseq.order.recipes import Recipes
+from cseq.order.classes import MOST_BUDGET, MOST_SAMPLES, Labels, Lengths, Recipes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,85 +1,89 @@
-"""Samples by class: those of a class can stand in for each other."""
+"""Samples by class: they can stand in for each other. Recipes of units of them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from cseq._core import FEISTEL_LEAST
-from cseq._orders import CHUNK, fingerprint
-from cseq._recipes import sort_classes
-from cseq.check import choice
+from cseq._orders import CHUNK, MEMBERS, UNITS, ArrayReader, Permutation, drawn, fingerprint
+from cseq.check import choice, count
+from cseq.order.base import Order, spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["MOST_BUDGET", "MOST_SAMPLES", "Classes", "Labels", "Lengths"]
+    from cseq._core import Reader
+    from cseq.order.base import Ints, Read
+
+__all__ = ["MOST_BUDGET", "MOST_SAMPLES", "Classes", "Labels", "Lengths", "Members", "Recipes"]
 
 MOST_SAMPLES = 2**32  # a sample takes 4 bytes of the table
 MOST_BUDGET = 2**62
-DENSE = (
-    2**16
-)  # a range of values that is this much longer than their number is looked up in a table
+Drawn: TypeAlias = "tuple[Permutation, int, int, Members]"  # `turn` is added to a group's number
+DENSE = 2**16  # a range that is at most this much longer than the values is looked up in a table
 
 
 class Classes:
-    """A table of samples, class after class.
+    """A table of samples, class after class: 4 bytes each.
 
-    Parameters
-    ----------
-    of : numpy.ndarray of uint32
-        The class of each sample; `count` of one that is left out.
-    count : int
-        Classes.
-
-    Attributes
-    ----------
-    table : numpy.ndarray of uint32
-        The samples.
-    offsets, sizes : numpy.ndarray of int64
-        Where each class begins in the table, and where the last one ends; the samples of each.
-    places : numpy.ndarray of int64
-        Where a reader keeps the order of each: that of a small class among `tabled` samples, that
-        of a large one is one of `computed`.
+    `of` has the class of each sample, and `count` for one that is left out; `offsets` says where
+    each class begins in the table, and where the last one ends.
     """
 
     def __init__(self, of: NDArray[np.uint32], count: int) -> None:
-        table, offsets = sort_classes(of, count + 1)
         self.count = count
-        self.table, self.offsets = table[: offsets[count]], offsets[: count + 1]
+        self.offsets = np.zeros(count + 1, np.int64)
+        np.cumsum(np.bincount(of, minlength=count)[:count], out=self.offsets[1:])
         self.sizes = np.diff(self.offsets)
-        large = self.sizes >= FEISTEL_LEAST
-        small = np.where(large, 0, self.sizes)
-        self.places = np.where(large, np.cumsum(large) - 1, np.cumsum(small) - small)
-        self.tabled, self.computed = int(small.sum()), int(large.sum())
-        for array in (self.table, self.offsets, self.sizes, self.places):
+        order = of.astype(np.uint16).argsort(kind="stable")  # in linear time, half by half
+        if count >= 2**16:
+            order = order[(of >> np.uint32(16)).astype(np.uint16)[order].argsort(kind="stable")]
+        self.table = order[: self.offsets[count]].astype(np.uint32)
+        for array in (self.table, self.offsets, self.sizes):
             array.flags.writeable = False
+
+
+class Members:
+    """The samples of classes, those of each in an order of their own: its key is the class."""
+
+    def __init__(self, classes: Classes, seed: int, epoch: int, purpose: int) -> None:
+        self.classes, self.words = classes, (seed, epoch, purpose)
+        self.made = np.zeros(classes.count, np.bool_)
+        self.samples = np.empty(len(classes.table), np.uint32)  # of the classes that are made
+        self.computed: dict[int, Permutation] = {}  # of large classes
+
+    def read(self, classes: Ints, ranks: Ints, counts: Ints) -> NDArray[np.uint32]:
+        """Return some samples of each of these classes, from a rank on."""
+        table, offsets = self.classes.table, self.classes.offsets
+        for c in set(classes[~self.made[classes]].tolist()):
+            order = Permutation(int(self.classes.sizes[c]), *self.words, c)
+            if order.table is None:
+                self.computed[c] = order
+            else:
+                part = slice(offsets[c], offsets[c + 1])
+                self.samples[part] = table[part].take(order.table)
+            self.made[c] = True
+        places = spans(offsets.take(classes) + ranks, counts)
+        found = self.samples.take(places)
+        for c in self.computed.keys() & set(classes.tolist()) if self.computed else ():
+            ours = (offsets[c] <= places) & (places < offsets[c + 1])
+            found[ours] = table[offsets[c] + self.computed[c].at(places[ours] - offsets[c])]
+        return found
 
 
 class Lengths:
     """The lengths of samples, checked. They are read in pieces, and not written to.
 
-    Parameters
-    ----------
-    lengths : array of int
-    budget : int
-        What is longer is left out if `too_long` is 'drop', and refused if it is 'error'.
-
-    Attributes
-    ----------
-    count, dropped : int
-        Samples, and how many of them are left out.
-    shortest, longest, total : int, int, float
-        The least, the greatest and the sum of the others' lengths.
-    fingerprint : int
-        Of all lengths.
+    What exceeds `budget` is dropped if `too_long` is 'drop', and refused if it is 'error';
+    `shortest`, `longest` and `total` are the others'.
     """
 
     def __init__(self, lengths: ArrayLike, budget: int, too_long: str) -> None:
-        self.values = _one_dimensional("lengths", lengths)
+        self.values = one_dimensional("lengths", lengths)
         self.count = len(self.values)
         drop = choice("too_long", too_long, ("error", "drop")) == "drop"
         if self.values.dtype.kind not in "iu":
@@ -111,51 +115,136 @@ class Lengths:
             raise ValueError(f"all {self.count} lengths exceed budget={budget}; give a larger one")
         self.fingerprint = fingerprint(self.values)
 
-    def distinct(self) -> NDArray[np.int64]:
-        """Return each length once, ascending, without those that are left out."""
-        return _distinct(self.values, self.shortest, self.longest)
+    @property
+    def _is_dense(self) -> bool:
+        """Whether a table of all lengths from the shortest to the longest is small."""
+        return self.longest - self.shortest <= self.count + DENSE
 
-    def classes(self, bounds: NDArray[np.int64]) -> Classes:
+    def distinct(self) -> Ints:
+        """Return each length once, ascending, without those that are left out."""
+        if not self._is_dense:
+            return np.unique(self.values[self.values <= self.longest]).astype(np.int64)
+        seen = np.zeros(self.longest - self.shortest + 1, np.bool_)
+        for _, chunk in _chunks(self.values):
+            seen[chunk[chunk <= self.longest].astype(np.int64) - self.shortest] = True
+        return np.flatnonzero(seen) + self.shortest
+
+    def classes(self, bounds: Ints) -> Classes:
         """Sort the samples by class, that of the first bound that is not below their length."""
-        found = _search(self.values, bounds, self.shortest, self.longest)
+        found = np.empty(self.count, np.uint32)
+        low, high = self.shortest, self.longest
+        table = bounds.searchsorted(np.arange(low, high + 1)) if self._is_dense else None
+        for start, chunk in _chunks(self.values):
+            inside = chunk <= high
+            kept = np.where(inside, chunk, low).astype(np.int64)
+            places = bounds.searchsorted(kept) if table is None else table.take(kept - low)
+            found[start : start + CHUNK] = np.where(inside, places, len(bounds))
         return Classes(found, len(bounds))
 
 
 class Labels:
-    """The labels of samples, checked; they become numbers of classes, in the order of the labels.
-
-    Parameters
-    ----------
-    labels : array of int or of str
-
-    Attributes
-    ----------
-    values : numpy.ndarray
-        Each label once, ascending.
-    classes : Classes
-    fingerprint : int
-        Of the numbers of the samples' classes.
-    """
+    """The labels of samples, checked, and as `numbers`: their places in `values`, ascending."""
 
     def __init__(self, labels: ArrayLike) -> None:
-        given = _one_dimensional("labels", labels)
-        if given.dtype.kind in "iu" and given.max() < 2**63:
-            low, high = int(given.min()), int(given.max())
-            self.values: NDArray[Any] = _distinct(given, low, high)
-            numbers = _search(given, self.values, low, high)
-        elif given.dtype.kind in "bUS":
-            self.values, inverse = np.unique(given, return_inverse=True)
-            numbers = inverse.astype(np.uint32)
-        else:
+        given = one_dimensional("labels", labels)
+        if given.dtype.kind not in "iubUS" or (given.dtype == np.uint64 and given.max() >= 2**63):
             raise TypeError(
                 f"labels has values of type {given.dtype}, such as {given[0]!r}; give integers "
                 "below 2**63, or strings"
             )
-        self.classes = Classes(numbers, len(self.values))
-        self.fingerprint = fingerprint(numbers)
+        self.values, inverse = np.unique(given, return_inverse=True)
+        self.numbers = inverse.astype(np.uint32)
+        self.classes = Classes(self.numbers, len(self.values))
+        self.fingerprint = fingerprint(self.numbers)
 
 
-def _one_dimensional(name: str, given: ArrayLike) -> NDArray[Any]:
+class Recipes(Order):
+    """An order whose units are copies of recipes: the same in every epoch, of other samples.
+
+    Parameters
+    ----------
+    samples, classes :
+        Those of no class are left out.
+    copies, first : numpy.ndarray
+        Units of each recipe; the first part of each, and the number of parts.
+    parts : numpy.ndarray
+        Of each part a class, samples of it in a unit, and the rank of the first one in the recipe's
+        first unit.
+    together : int
+        Consecutive units, in the order of the recipes, that come together.
+    longest : int, optional
+        The unit whose group comes first.
+    """
+
+    _facts: dict[str, Any]  # beside those of all recipes
+
+    def __init__(
+        self,
+        samples: int,
+        classes: Classes,
+        copies: Ints,
+        first: Ints,
+        parts: Ints,
+        *,
+        together: int = 1,
+        longest: int | None = None,
+    ) -> None:
+        self.samples = samples
+        self.classes = classes
+        self.starts = np.append(0, np.cumsum(copies))
+        self.first, self.parts = first, parts
+        self.together = count("together", together, 1, MOST_SAMPLES)
+        self.longest = longest
+        self.sizes = sizes = np.add.reduceat(parts[:, 1], first[:-1])
+        self.units, self.fewest, self.room = int(copies.sum()), int(sizes.min()), int(sizes.max())
+        for array in (self.starts, first, parts):
+            array.flags.writeable = False
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the order depends on."""
+        ours = {"name": self.name, "samples": self.samples, "together": self.together}
+        return ours | self._facts
+
+    def reader(self, seed: int) -> Reader:
+        """Return what reads the order."""
+        begin = lru_cache(1)(partial(self._begin, seed))
+        return ArrayReader(self, seed, lambda epoch, units: self._read(begin(epoch), units))
+
+    def _begin(self, seed: int, epoch: int) -> Drawn:
+        """Draw an epoch: the order of its groups, what comes before the short one, and members."""
+        groups, rest = divmod(self.units, self.together)
+        order = Permutation(groups, seed, epoch, UNITS, 0)
+        members = Members(self.classes, seed, epoch, MEMBERS)
+        if self.longest is None or not groups:
+            at = int(drawn(np.zeros(1, np.int64), groups + 1, seed, epoch, UNITS, 1)[0])
+            return order, at, 0, members
+        at = groups if self.longest < rest else 0
+        wanted = (self.longest - (0 if at else rest)) // self.together
+        return order, at, wanted - int(order.at(np.zeros(1, np.int64))[0]), members
+
+    def _read(self, epoch: Drawn, units: Ints) -> Read:
+        """Return the samples of units, and their sizes."""
+        order, at, turn, members = epoch
+        size = self.together
+        groups, rest = divmod(self.units, size)
+        numbers = units + (at - groups) * size  # of those in the short group
+        grouped = units < groups * size
+        if groups:
+            places, inside = np.divmod(units[grouped], size)
+            group = (order.at(places).astype(np.int64) + turn) % groups
+            numbers[grouped] = group * size + inside + (group >= at) * rest
+        recipes = self.starts.searchsorted(numbers, "right") - 1
+        copies, parts = numbers - self.starts.take(recipes), recipes
+        if len(self.parts) > len(self.sizes):  # some recipes have several parts
+            first = self.first.take(recipes)
+            counts = self.first.take(recipes + 1) - first
+            copies, parts = copies.repeat(counts), spans(first, counts)
+        classes, many, base = self.parts.take(parts, 0).T
+        samples = members.read(classes, base + copies * many, many)
+        return samples, self.sizes.take(recipes)
+
+
+def one_dimensional(name: str, given: ArrayLike) -> NDArray[Any]:
     """Return an argument as an array, with one value at least."""
     try:
         values = np.asarray(given)
@@ -174,43 +263,3 @@ def _chunks(values: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
     """Go through an array, which may be a memory map, in pieces."""
     for start in range(0, len(values), CHUNK):
         yield start, values[start : start + CHUNK]
-
-
-def _is_dense(values: NDArray[Any], low: int, high: int) -> bool:
-    """Tell whether a table of the numbers from `low` to `high` is small beside the samples'."""
-    return high - low <= len(values) + DENSE
-
-
-def _distinct(values: NDArray[Any], low: int, high: int) -> NDArray[np.int64]:
-    """Return each integer of an array once, ascending, from `low`, the least, to `high`."""
-    if not _is_dense(values, low, high):
-        return np.unique(values[values <= high]).astype(np.int64)
-    seen = np.zeros(high - low + 1, np.bool_)
-    for _, chunk in _chunks(values):
-        seen[chunk[chunk <= high].astype(np.int64) - low] = True
-    return np.flatnonzero(seen) + low
-
-
-def _search(
-    values: NDArray[Any], bounds: NDArray[np.int64], low: int, high: int
-) -> NDArray[np.uint32]:
-    """Return the number of the first bound that is not below each integer of an array.
-
-    `low` is the least of them; those above `high` get the number of bounds.
-    """
-    found = np.empty(len(values), np.uint32)
-    if not _is_dense(values, low, high):
-        for start, chunk in _chunks(values):
-            inside = chunk <= high
-            places = np.searchsorted(bounds, np.where(inside, chunk, low).astype(np.int64))
-            found[start : start + CHUNK] = np.where(inside, places, len(bounds))
-        return found
-    table = np.append(np.searchsorted(bounds, np.arange(low, high + 1)), len(bounds))
-    table = table.astype(np.uint32)
-    for start, chunk in _chunks(values):
-        inside = chunk <= high
-        places = chunk.astype(np.int64) - low
-        if not inside.all():
-            places[~inside] = len(table) - 1
-        np.take(table, places, out=found[start : start + CHUNK])
-    return found

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from cseq._recipes import GroupsReader
+import numpy as np
+
+from cseq._orders import GROUPS, ArrayReader, Permutation
 from cseq.check import count, flag
 from cseq.order.base import MOST_SAMPLES, Order
 from cseq.order.classes import Labels
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
+    from numpy.typing import ArrayLike, NDArray
 
     from cseq._core import Reader
+    from cseq.order.base import Ints, Read
 
 __all__ = ["Groups"]
 
 MOST_ROOM = 2**31  # samples of a batch
+KEPT = 1024  # orders of classes that a reader keeps
 
 
 class Groups(Order):
@@ -104,4 +109,35 @@ class Groups(Order):
 
     def reader(self, seed: int) -> Reader:
         """Return what reads the order."""
-        return GroupsReader(self, seed)
+        table, offsets = self.classes.table, self.classes.offsets.tolist()
+        sizes = self.classes.sizes.tolist()
+        a_round, each = self.classes.count // self.chosen, self.each
+
+        @lru_cache(1)
+        def classes_of(turn: int) -> Permutation:
+            return Permutation(self.classes.count, seed, 0, GROUPS, turn)
+
+        @lru_cache(KEPT)
+        def members_of(c: int, number: int) -> Permutation | NDArray[np.uint32]:
+            order = Permutation(sizes[c], seed, 0, GROUPS, ((c + 1 << 32) + number) % 2**64)
+            if order.table is None:
+                return order
+            members = table[offsets[c] : offsets[c + 1]][order.table]
+            return np.resize(members, max(each, sizes[c]))  # too few are repeated
+
+        def read(epoch: int, units: Ints) -> Read:
+            first, parts = epoch * self.units % 2**63, []
+            for unit in units.tolist():
+                turn, place = divmod((first + unit) % 2**63, a_round)
+                at = np.arange(place * self.chosen, (place + 1) * self.chosen, dtype=np.int64)
+                for c in classes_of(turn).at(at).tolist():
+                    number, piece = divmod(turn, sizes[c] // each or 1)
+                    members = members_of(c, number)
+                    if isinstance(members, Permutation):
+                        ranks = np.arange(piece * each, (piece + 1) * each, dtype=np.int64)
+                        parts.append(table[members.at(ranks) + offsets[c]])
+                    else:
+                        parts.append(members[piece * each : (piece + 1) * each])
+            return np.concatenate(parts), np.full(len(units), self.room)
+
+        return ArrayReader(self, seed, read)

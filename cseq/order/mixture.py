@@ -1,34 +1,37 @@
-"""Several orders at once, in exact shares."""
+"""Orders made of others: several in exact shares, one in epochs of another size."""
 
 from __future__ import annotations
 
 import bisect
 import copy
+import itertools
 import math
 from collections.abc import Mapping
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from cseq._draws import MixtureReader, block_order, seed_of
+from cseq._orders import AHEAD, MIXTURE, ArrayReader, seed_of, shuffle
 from cseq.check import choice, count
-from cseq.order.base import MOST_SAMPLES, MOST_SEED, Order
+from cseq.order.base import MOST_SAMPLES, WORD, Order, passes, spans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
     from typing_extensions import Self
 
     from cseq._core import Reader
+    from cseq.order.base import Ints, Read
 
-__all__ = ["Mixture"]
+__all__ = ["Mixture", "Resized"]
 
 MOST_BLOCK = 2**16 - 1
 SHOWN = 5  # sources that are described
-WORD = MOST_SEED  # units and draws are counted modulo 2**64
+FEW = 64  # units of each source that are worth a call of its reader
 
 Weights: TypeAlias = Mapping[str, float]
 
@@ -100,11 +103,8 @@ class Mixture(Order):
     def _end(self, stop: str) -> int:
         """Return the units of an epoch, in whole blocks of the first weights."""
         block = self._plan.block
-        pairs = [
-            (order.units, quota, name)
-            for (name, order), quota in zip(self.sources.items(), self._plan.quotas[0], strict=True)
-            if quota
-        ]
+        quotas = zip(self.sources.items(), self._plan.first, strict=True)
+        pairs = [(order.units, quota, name) for (name, order), quota in quotas if quota]
         if stop == "all":
             return block * max(-(-units // quota) for units, quota, _ in pairs)
         units, quota, name = min(pairs, key=lambda pair: pair[0] // pair[1])
@@ -173,29 +173,112 @@ class Mixture(Order):
 
     def reader(self, seed: int) -> Reader:
         """Return what reads the order."""
-        sizes = [order.samples or 0 for order in self.sources.values()]
+        readers = [order.reader(seed_of(seed, name)) for name, order in self.sources.items()]
+        firsts = [0, *itertools.accumulate(order.samples or 0 for order in self.sources.values())]
         plan = self._plan
-        return MixtureReader(
-            [order.reader(seed_of(seed, name)) for name, order in self.sources.items()],
-            np.cumsum([0, *sizes], dtype=np.int64),
-            block=plan.block,
-            units=self.units,
-            seed=seed,
-            since=plan.since,
-            blocks=np.array(plan.blocks, np.uint64),
-            quotas=np.array(plan.quotas, np.uint32),
-            taken=np.array(plan.before, np.uint64),
-        )
+        block_of = lru_cache(1)(partial(plan.block_of, seed))
+
+        def read(epoch: int, units: Ints) -> Read:
+            numbers = units.view(np.uint64) + np.uint64(epoch * self.units - plan.since & WORD)
+            blocks, places = np.divmod(numbers, np.uint64(plan.block))
+            cuts = [0, *(np.flatnonzero(blocks[1:] != blocks[:-1]) + 1).tolist(), len(units)]
+            owners, draws = np.empty(len(units), np.uint16), np.empty(len(units), np.uint64)
+            for start, stop in itertools.pairwise(cuts):
+                at = places[start:stop].view(np.int64)
+                owner, draw = block_of(int(blocks[start]))
+                owners[start:stop], draws[start:stop] = owner.take(at), draw.take(at)
+            by_owner = owners.argsort(kind="stable")
+            draws, ends = draws.take(by_owner), np.bincount(owners).cumsum().tolist()
+            samples: list[NDArray[np.integer[Any]]] = []
+            sizes: list[Ints] = []
+            for s, (start, stop) in enumerate(itertools.pairwise([0, *ends])):
+                if start < stop:
+                    part, size = passes(readers[s], draws[start:stop])
+                    samples.append(part + firsts[s])
+                    sizes.append(np.ones(stop - start, np.int64) if size is None else size)
+            values = np.concatenate(samples)
+            if self.room == 1:
+                mixed = np.empty_like(values)
+                mixed[by_owner] = values
+                return mixed, None
+            each, begins = np.concatenate(sizes), np.empty((2, len(units)), np.int64)
+            begins[:, by_owner] = each, each.cumsum() - each
+            return values[spans(begins[1], begins[0])], begins[0]
+
+        return ArrayReader(self, seed, read, ahead=AHEAD + FEW * len(readers))
 
     def describe(self) -> str:
         """Say what an epoch consists of."""
         block = self._plan.block
         shares = [
             f"{quota / block:.3g} of {name}"
-            for name, quota in zip(self.sources, self._plan.quotas[0], strict=True)
+            for name, quota in zip(self.sources, self._plan.first, strict=True)
         ]
         more = [f"{len(shares) - SHOWN} more"] if len(shares) > SHOWN else []
         return f"{self.units:,} units in blocks of {block}: {', '.join(shares[:SHOWN] + more)}"
+
+
+class Resized(Order):
+    """The epochs of another order, one after the other, cut into epochs of `epoch_size`.
+
+    So a part of the data makes an epoch, and every sample comes before any comes again; or an epoch
+    has the samples several times.
+
+    Parameters
+    ----------
+    order : Order
+    epoch_size : int
+        Its units in an epoch.
+
+    Examples
+    --------
+    >>> order = cseq.Resized(cseq.Sequential(5), 2)
+    >>> [order.batches(2, seed=1, epoch=epoch) for epoch in range(3)]
+    [[[0, 1]], [[2, 3]], [[4, 0]]]
+    """
+
+    name = "resized-v1"
+
+    def __init__(self, order: Order, epoch_size: int) -> None:
+        if not isinstance(order, Order):
+            raise TypeError(f"order={order!r} is no cseq.Order; give one")
+        size = count("epoch_size", epoch_size, 1, MOST_SAMPLES)
+        self.order, self._size = order, size
+        self.samples, self.room, self.is_batch = order.samples, order.room, order.is_batch
+        self.is_seeded = order.is_seeded
+        self.units = size if order.units else 0
+
+    def over(self, samples: int) -> Self:
+        """Return the order over so many samples."""
+        order = self.order.over(samples)
+        return self if order is self.order else type(self)(order, self._size)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the order depends on."""
+        return {"name": self.name, "units": self._size, "order": self.order.facts()}
+
+    def resumed(self, facts: dict[str, Any], seed: int, epoch: int, consumed: int) -> Self:
+        """Return the order that goes on where a state is."""
+        inner = facts.get("order")
+        if facts | {"order": None} != self.facts() | {"order": None} or not isinstance(inner, dict):
+            return super().resumed(facts, seed, epoch, consumed)
+        at = divmod(epoch * self._size + consumed, self.order.units)
+        order = self.order.resumed(inner, seed, *at)
+        return self if order is self.order else type(self)(order, self._size)
+
+    def reader(self, seed: int) -> Reader:
+        """Return what reads the order."""
+        inner = self.order.reader(seed)
+
+        def read(epoch: int, units: Ints) -> Read:
+            first = np.uint64(epoch * self._size & WORD)
+            return passes(inner, units.view(np.uint64) + first)
+
+        return ArrayReader(self, seed, read)
+
+    def describe(self) -> str:
+        """Say what an epoch consists of."""
+        return f"{self._size:,} units at a time of {self.order.describe()}"
 
 
 def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
@@ -218,15 +301,8 @@ def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
 class _Plan:
     """How many units of each source a block has, from where on.
 
-    Parameters
-    ----------
-    names : list of str
-    phases : list of (int, list of number)
-        From which unit on weights hold.
-    block, since : int
-        Units of a block; the unit that block 0 begins with.
-    taken : dict
-        How often a source was drawn before that, also one that is there no more.
+    The weights of `phases` hold from a unit on. Block 0 begins with unit `since`; `taken` says how
+    often each source was drawn before, also one that is there no more.
     """
 
     def __init__(
@@ -239,27 +315,40 @@ class _Plan:
     ) -> None:
         self.names, self.phases, self.block, self.since = names, phases, block, since
         self.taken = {**dict.fromkeys(names, 0), **taken}
-        self.quotas = [_quotas(weights, block) for _, weights in phases]
+        quotas = [_quotas(weights, block) for _, weights in phases]
+        self.first, self.quotas = quotas[0], np.array(quotas, np.uint64)
         self.blocks = [max(0, -(-(unit - since) // block)) for unit, _ in phases]
-        self.before = [[self.taken[name] for name in names]]  # each phase
-        for k, quotas in enumerate(self.quotas[:-1]):
-            more = self.blocks[k + 1] - self.blocks[k]
-            self.before.append(_plus(self.before[k], quotas, more))
+        before = np.array([self.taken[name] for name in names], np.uint64)
+        more = np.diff(np.array(self.blocks, np.uint64))[:, None] * self.quotas[:-1]
+        self.before = np.cumsum([before, *more], 0, np.uint64)  # each phase, modulo 2**64
+
+    def block_of(self, seed: int, block: int) -> tuple[NDArray[np.uint16], NDArray[np.uint64]]:
+        """Return the source of each unit of a block, and which draw of that source it is."""
+        phase = bisect.bisect_right(self.blocks, block) - 1
+        quotas = self.quotas[phase]
+        sources = np.repeat(np.arange(len(quotas), dtype=np.uint16), quotas.view(np.int64))
+        owners = sources[shuffle(self.block, seed, 0, MIXTURE, block)]
+        first = self.before_block(block) - quotas.cumsum() + quotas
+        draws = np.empty(self.block, np.uint64)
+        draws[owners.argsort(kind="stable")] = first[sources] + np.arange(
+            self.block, dtype=np.uint64
+        )
+        return owners, draws
+
+    def before_block(self, block: int) -> NDArray[np.uint64]:
+        """Return how often each source was drawn before a block."""
+        phase = bisect.bisect_right(self.blocks, block) - 1
+        more = self.quotas[phase] * np.uint64(block - self.blocks[phase])
+        before: NDArray[np.uint64] = self.before[phase] + more
+        return before
 
     def drawn(self, seed: int, unit: int) -> dict[str, int]:
         """Return how often each source was drawn before a unit of all epochs."""
         block, at = divmod(unit - self.since & WORD, self.block)
-        phase = bisect.bisect_right(self.blocks, block) - 1
-        quotas = self.quotas[phase]
-        counts = _plus(self.before[phase], quotas, block - self.blocks[phase])
-        owners = np.repeat(np.arange(len(quotas)), quotas)
-        part = np.bincount(owners[block_order(self.block, seed, block)[:at]], minlength=len(quotas))
-        return {**self.taken, **dict(zip(self.names, _plus(counts, part.tolist(), 1), strict=True))}
-
-
-def _plus(counts: list[int], more: list[int], times: int) -> list[int]:
-    """Add to what was drawn of each source, modulo 2**64, as the core does."""
-    return [count + times * each & WORD for count, each in zip(counts, more, strict=True)]
+        owners, _ = self.block_of(seed, block)
+        part = np.bincount(owners[:at], minlength=len(self.names)).astype(np.uint64)
+        counts = (self.before_block(block) + part).tolist()
+        return {**self.taken, **dict(zip(self.names, counts, strict=True))}
 
 
 def _quotas(weights: Sequence[float], block: int) -> list[int]:
@@ -345,9 +434,9 @@ def _weights(weights: Weights, names: list[str]) -> list[float]:
             raise TypeError(f"weights[{name!r}]={weight!r} is not a number; give one of at least 0")
         if not 0 <= weight < math.inf:
             raise ValueError(f"weights[{name!r}]={weight!r}; give a finite number of at least 0")
-    plain = [weights[name] for name in names]
     plain = [
-        int(weight) if isinstance(weight, (int, np.integer)) else float(weight) for weight in plain
+        int(weight) if isinstance(weight, (int, np.integer)) else float(weight)
+        for weight in map(weights.__getitem__, names)
     ]
     if not any(plain):
         raise ValueError(f"all weights are 0: {dict(weights)}; give one above 0 at least")

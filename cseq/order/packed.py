@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from bisect import bisect_left, insort
+from collections import deque
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from cseq._recipes import best_fit
 from cseq.check import count
-from cseq.order.classes import MOST_BUDGET, Lengths
-from cseq.order.recipes import Recipes
+from cseq.order.classes import MOST_BUDGET, Lengths, Recipes
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
+    from cseq.order.base import Ints
+
 __all__ = ["Packed"]
 
 MOST_ROOMS = 2**27
+
+Contents: TypeAlias = "tuple[int, int, Contents] | None"  # class, samples of it, what there was
 
 
 class Packed(Recipes):
@@ -83,3 +87,52 @@ class Packed(Recipes):
             f"{self.units:,} rows, {100 * self._used:.4g} % of tokens used, "
             f"{self.fewest:,}–{self.room:,} samples a row{self._left_out}"
         )
+
+
+def best_fit(lengths: Ints, counts: Ints, budget: int) -> tuple[Ints, Ints, Ints]:
+    """Return recipes of rows that samples are packed into, by best fit decreasing.
+
+    Each class has a length, ascending and in [1, `budget`], and so many samples. Returns `copies`,
+    `first` and `parts` of `Recipes`.
+    """
+    rooms: list[int] = []  # ascending, those that rows have left
+    kinds: dict[int, deque[tuple[int, Contents]]] = {}  # with each room: rows, what is in each
+
+    def add(room: int, rows: int, contents: Contents) -> None:
+        if room not in kinds:
+            insort(rooms, room)
+            kinds[room] = deque()
+        kinds[room].append((rows, contents))
+
+    for c in reversed(range(len(lengths))):
+        length, left = int(lengths[c]), int(counts[c])
+        while left:
+            k = bisect_left(rooms, length)
+            if k == len(rooms):
+                many = budget // length
+                for rows, size in ((left // many, many), (1, left % many)):
+                    if rows and size:
+                        add(budget - size * length, rows, (c, size, None))
+                break
+            room = rooms[k]
+            there, before = kinds[room].popleft()
+            many = min(room // length, left)
+            rows = min(there, left // many)
+            if rows < there:
+                kinds[room].appendleft((there - rows, before))
+            elif not kinds[room]:
+                del kinds[room], rooms[k]
+            add(room - many * length, rows, (c, many, before))
+            left -= rows * many
+    copies, first, ranks = [], [0], [0] * len(lengths)
+    parts: list[tuple[int, int, int]] = []
+    for rows, left_in in (kind for room in rooms for kind in kinds[room]):
+        unit, contents = [], left_in
+        while contents is not None:
+            c, many, contents = contents
+            unit.append((c, many, ranks[c]))
+            ranks[c] += rows * many
+        copies.append(rows)
+        parts += reversed(unit)
+        first.append(len(parts))
+    return np.array(copies, np.int64), np.array(first, np.int64), np.array(parts, np.int64)

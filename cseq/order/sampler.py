@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cseq._orders import ChosenReader
+from cseq._orders import AHEAD, ArrayReader, CallReader, gather
 from cseq._source import OrderSource
 from cseq.check import count
 from cseq.order.base import MOST_SAMPLES, MOST_SEED
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cseq._core import Reader
-    from cseq.order.base import Order
+    from cseq.order.base import Ints, Order, Read
 
 __all__ = ["RankSampler", "Sampler"]
 
@@ -139,8 +139,17 @@ class Sampler:
 
     def _make_reader(self) -> Reader:
         """Make what reads the order: for one thread at a time."""
-        reader = self.order.reader(self.seed)
-        return reader if self.indices is None else ChosenReader(reader, self.indices)
+        reader, indices = self.order.reader(self.seed), self.indices
+        if indices is None:
+            return reader
+
+        def read(epoch: int, units: Ints) -> Read:
+            samples, sizes = gather(reader, epoch, units)
+            return indices[samples], sizes
+
+        share = reader.share if isinstance(reader, ArrayReader) else None
+        ahead = 0 if isinstance(reader, CallReader) else AHEAD  # the user's own code, at its turn
+        return ArrayReader(reader, self.seed, read, share, ahead)
 
     @property
     def words(self) -> int:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq._draws import WeightedReader, integers_of
-from cseq._orders import fingerprint
+from cseq._orders import CHUNK, WEIGHTS, ArrayReader, Permutation, drawn, fingerprint
 from cseq.check import count, flag
 from cseq.order.base import MOST_SAMPLES, Order
+from cseq.order.classes import Labels, one_dimensional
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
+    from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
 
     from cseq._core import Reader
+    from cseq.order.base import Ints, Read
 
-__all__ = ["Weighted"]
+__all__ = ["Weighted", "integers_of"]
 
-MOST_WEIGHTS = 2**32 - 1
+MOST_TOTAL = 2**62  # the integers add up to less
+STEPS = 8  # from sample to sample, before the rest is searched for
+DIGIT = 15  # bits that are divided together: with a size of 48 bits, they fit into 64
 
 
 class Weighted(Order):
@@ -50,12 +55,16 @@ class Weighted(Order):
     def __init__(
         self, weights: ArrayLike, size: int | None = None, *, replacement: bool = False
     ) -> None:
-        array = _weights(weights)
+        array = one_dimensional("weights", weights)
+        if array.dtype.kind not in "iufb":
+            raise TypeError(f"weights has dtype {array.dtype}; give real numbers")
+        array = array.astype(np.float64, copy=False)
         self.samples = len(array)
         self.units = count("size", self.samples if size is None else size, 1, MOST_SAMPLES)
         self.replacement = flag("replacement", replacement)
         self._fingerprint = fingerprint(array)
-        self._integers = integers_of(array)
+        self._sums = integers_of(array)
+        self._guide = Guide(self._sums)
 
     @classmethod
     def balanced(
@@ -70,15 +79,9 @@ class Weighted(Order):
         size, replacement :
             See `Weighted`.
         """
-        array = np.asarray(labels)
-        if array.ndim != 1 or not len(array):
-            raise ValueError(
-                f"labels has shape {array.shape}; give the class of each sample, one at least"
-            )
-        if array.dtype.kind not in "iubUS":
-            raise TypeError(f"labels has dtype {array.dtype}; give integers or strings")
-        _, classes, sizes = np.unique(array, return_inverse=True, return_counts=True)
-        return cls((1 / sizes)[classes], size, replacement=replacement)
+        checked = Labels(labels)
+        shares = 1 / checked.classes.sizes
+        return cls(shares[checked.numbers], size, replacement=replacement)
 
     def facts(self) -> dict[str, Any]:
         """Return what the order depends on."""
@@ -92,7 +95,7 @@ class Weighted(Order):
 
     def describe(self) -> str:
         """Say what an epoch consists of."""
-        sums = self._integers[0]
+        sums = self._sums
         most = int(max(sums[0], np.diff(sums).max(initial=0))) * self.units / int(sums[-1])
         way = "independent draws" if self.replacement else "draws"
         there = f"{self.samples:,} samples, one at most {most:.3g} times"
@@ -100,19 +103,100 @@ class Weighted(Order):
 
     def reader(self, seed: int) -> Reader:
         """Return what reads the order."""
-        return WeightedReader(self._integers, self.units, seed, self.replacement)
+        size, total = self.units, int(self._sums[-1])
+
+        @lru_cache(1)
+        def begin(epoch: int) -> tuple[Permutation, int]:
+            offset = drawn(np.array([16], np.int64), total, seed, epoch, WEIGHTS)
+            return Permutation(size, seed, epoch, WEIGHTS), int(offset[0])
+
+        def read(epoch: int, units: Ints) -> Read:
+            if self.replacement:
+                numbers = drawn(units, total, seed, epoch, WEIGHTS, 1)
+            else:
+                places, offset = begin(epoch)
+                numbers = spread(places.at(units).astype(np.uint64), total, offset, size)
+            return self._guide.first_above(numbers), None
+
+        return ArrayReader(self, seed, read)
 
 
-def _weights(weights: ArrayLike) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return weights as a contiguous array of float64; one that is such is not copied."""
-    try:
-        array = np.asarray(weights)
-    except ValueError as error:  # of lists of unequal length, for one
-        raise TypeError(f"weights is no array of numbers: {error}") from error
-    if array.dtype.kind not in "iufb":
-        raise TypeError(f"weights has dtype {array.dtype}; give real numbers")
-    if array.ndim != 1:
-        raise ValueError(f"weights has shape {array.shape}; give one number for each sample")
-    if not 1 <= len(array) <= MOST_WEIGHTS:
-        raise ValueError(f"weights has {len(array)} numbers; give 1 to {MOST_WEIGHTS}")
-    return np.ascontiguousarray(array, dtype=np.float64)
+class Guide:
+    """Where to look for a number: the sample of the first one of each range of 2**shift numbers.
+
+    Ranges have some four samples each. `numpy.searchsorted` alone waits for memory thrice as long.
+    """
+
+    def __init__(self, sums: NDArray[np.uint64]) -> None:
+        self.sums, last = sums, int(sums[-1]) - 1
+        self.shift = np.uint64(max(0, last.bit_length() - (len(sums) // 4).bit_length()))
+        self.first = np.empty((last >> int(self.shift)) + 1, np.uint32)
+        for at in range(0, len(self.first), CHUNK):
+            marks = np.arange(at, min(at + CHUNK, len(self.first)), dtype=np.uint64) << self.shift
+            self.first[at : at + CHUNK] = np.searchsorted(sums, marks, "right")
+
+    def first_above(self, numbers: NDArray[np.uint64]) -> Ints:
+        """Return the first sample with a sum above each number."""
+        found: Ints = self.first.take((numbers >> self.shift).view(np.int64)).astype(np.int64)
+        left = np.flatnonzero(self.sums.take(found) <= numbers)
+        for _ in range(STEPS):
+            found[left] += 1
+            left = left[self.sums.take(found[left]) <= numbers[left]]
+        found[left] = np.searchsorted(self.sums, numbers[left], "right")
+        return found
+
+
+def spread(places: NDArray[np.uint64], total: int, offset: int, size: int) -> NDArray[np.uint64]:
+    """Return ``(place * total + offset) // size`` of places below `size`, exactly, in 64 bits.
+
+    With total = size * a + b and offset = size * c + d, this is place * a + c, and
+    (place * b + d) // size, which is divided digit by digit of the place.
+    """
+    (a, b), (c, d) = divmod(total, size), divmod(offset, size)
+    quotient, rest = np.zeros((2, len(places)), np.uint64)
+    for shift in reversed(range(0, size.bit_length(), DIGIT)):
+        digit = places >> np.uint64(shift) & np.uint64(2**DIGIT - 1)
+        rest = (rest << np.uint64(DIGIT)) + digit * np.uint64(b)
+        if not shift:
+            rest += np.uint64(d)
+        more, rest = np.divmod(rest, np.uint64(size))
+        quotient = (quotient << np.uint64(DIGIT)) + more
+    quotient += places * np.uint64(a) + np.uint64(c)
+    return quotient
+
+
+@np.errstate(under="ignore")
+def integers_of(weights: NDArray[np.float64]) -> NDArray[np.uint64]:
+    """Return the weights of samples as integers: their cumulative sums.
+
+    Each is ``weight * 2**k``, rounded half to even, and at least 1 unless the weight is 0; k is the
+    largest for which the total is below 2**62.
+    """
+    pieces = [(at, weights[at : at + CHUNK]) for at in range(0, len(weights), CHUNK)]
+    most = 0.0
+    for at, piece in pieces:
+        bad = np.flatnonzero(~((piece >= 0) & (piece < math.inf)))
+        if len(bad):
+            raise ValueError(
+                f"weights has {piece[bad[0]]} for sample {at + bad[0]}; give finite numbers of at "
+                "least 0"
+            )
+        most = max(most, float(piece.max()))
+    if not most:
+        raise ValueError(f"all of the {len(weights)} weights are 0; give one above 0 at least")
+    scale = -math.frexp(most)[1]  # the largest one becomes a number in [0.5, 1)
+    total = sum(float(np.ldexp(piece, scale).sum()) for _, piece in pieces)
+    mantissa, exponent = math.frexp(total)  # it may be wrong by some 10**-6
+    k = scale + 63 - exponent - (mantissa > 0.5001)
+    sums = np.empty(len(weights), np.uint64)
+    while True:  # once, as a rule
+        before = 0
+        for at, piece in pieces:
+            whole = np.rint(np.ldexp(piece, k)).astype(np.uint64)
+            np.maximum(whole, piece > 0, out=whole)
+            whole[0] += np.uint64(before)
+            np.cumsum(whole, out=sums[at : at + CHUNK])
+            before = int(sums[at + len(piece) - 1])
+        if before < MOST_TOTAL:
+            return sums
+        k -= 1

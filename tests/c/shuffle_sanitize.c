@@ -1,4 +1,4 @@
-/* cseq_shuffle.h for AddressSanitizer and UndefinedBehaviorSanitizer.
+/* cseq_shuffle.h and cseq_feistel.h for AddressSanitizer and UndefinedBehaviorSanitizer.
  *
  *   shuffle_sanitize SEED
  *
@@ -9,7 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "cseq_shuffle.h"
+#include "cseq_feistel.h"
 
 #define REQUIRE(condition) \
     do {                   \
@@ -103,6 +103,25 @@ static void one_permutation(uint64_t n, uint32_t width) {
     orders++;
 }
 
+/* Any positions at once, from memory of just their size; and back. */
+static void one_network(uint64_t n) {
+    uint64_t words[2 * CSEQ_ROUNDS], count = below(40);
+    int64_t *places = bytes(8 * count), *out = bytes(8 * count), alone;
+    cseq_feistel f;
+    cseq_derive_keyed(cseq_next(rng), 9, 14, below(2) ? CSEQ_NO_KEY : below(99), words, 2 * CSEQ_ROUNDS);
+    cseq_feistel_init(&f, n, words);
+    for (uint64_t k = 0; k < count; k++) places[k] = (int64_t)below(n);
+    cseq_feistel_gather(&f, places, count, out);
+    for (uint64_t k = 0; k < count; k++) {
+        cseq_feistel_read(&f, (uint64_t)places[k], 1, &alone);
+        REQUIRE(alone == out[k]);
+        REQUIRE(cseq_feistel_find(&f, (uint64_t)alone) == (uint64_t)places[k]);
+    }
+    free(places);
+    free(out);
+    orders++;
+}
+
 int main(int argc, char **argv) {
     static const uint64_t edges[] = {0, 1, 2, 3, 31, CSEQ_AHEAD, 2 * CSEQ_AHEAD, 512, 1024, 1536, 2048, 4096, 70000};
     uint64_t seed = argc > 1 ? strtoull(argv[1], 0, 0) : 1;
@@ -115,6 +134,8 @@ int main(int argc, char **argv) {
                 one_order(n, width, UINT32_MAX - (uint32_t)below(2));
                 one_permutation(n, width);
             }
+    for (int shift = 16; shift < 48; shift++)
+        one_network((UINT64_C(1) << shift) + below(3));
     for (int shift = 31; shift < 48; shift++) /* sizes without a table */
         for (uint64_t n = ((uint64_t)1 << shift) - 1; n <= ((uint64_t)1 << shift) + 1; n++) {
             at_n = n;

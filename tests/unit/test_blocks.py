@@ -59,7 +59,7 @@ def test_page_shows_the_golden_file() -> None:
 
 @given(shapes(), st.integers(0, 2**64 - 1), st.integers(0, 9))
 def test_reference(shape: tuple[int, int, int, int], seed: int, epoch: int) -> None:
-    """The compiled order is that of the reference: short last blocks, lanes of unequal length."""
+    """It is that of the reference: short last blocks, lanes of unequal length."""
     expected, _ = blocks(*shape, seed, epoch)
     order = made(*shape)
     assert drawn(order, seed, epoch).tolist() == expected

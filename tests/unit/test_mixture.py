@@ -18,7 +18,7 @@ from ranked import Rows, check, check_page, units
 from reference_draws import mixture, plain, quotas
 
 import cseq
-from cseq._draws import seed_of
+from cseq._orders import seed_of
 from cseq.order.sampler import Sampler
 
 HERE = Path(__file__).parents[1]
@@ -62,7 +62,7 @@ def test_page_shows_the_golden_file() -> None:
 @settings(max_examples=60)
 @given(st.data())
 def test_reference(data: Any) -> None:
-    """The compiled order is that of the reference, also for rows and mixtures of mixtures."""
+    """It is that of the reference, also for rows and mixtures of mixtures."""
     count = data.draw(st.integers(1, 5))
     weight = st.one_of(st.integers(0, 5), st.floats(0, 9))
     weights = st.lists(weight, min_size=count, max_size=count).filter(any)

@@ -107,7 +107,7 @@ some_labels = st.lists(st.integers(-3, 5), min_size=1, max_size=120)
 def test_buckets_are_those_of_the_reference(
     lengths: list[int], budget: int, seed: int, epoch: int, data: st.DataObject
 ) -> None:
-    """The compiled code gives what the definition says, for any arguments."""
+    """It is what the definition says, for any arguments."""
     options = {
         "ratio": data.draw(st.sampled_from([1, 1.05, 1.1, 2.5])),
         "boundaries": data.draw(st.sampled_from([None, [7], [5, 15, 20], [2, 90]])),
@@ -126,7 +126,7 @@ def test_buckets_are_those_of_the_reference(
 def test_rows_are_those_of_the_reference(
     lengths: list[int], budget: int, quantum: int, seed: int, epoch: int
 ) -> None:
-    """The compiled code gives what the definition says, for any arguments."""
+    """It is what the definition says, for any arguments."""
     if min(lengths) > budget:
         return
     order = cseq.Packed(lengths, budget, quantum=quantum, too_long="drop")
@@ -138,7 +138,7 @@ def test_rows_are_those_of_the_reference(
 def test_groups_are_those_of_the_reference(
     labels: list[int], chosen: int, each: int, size: int, seed: int, epoch: int
 ) -> None:
-    """The compiled code gives what the definition says, for any arguments."""
+    """It is what the definition says, for any arguments."""
     chosen = min(chosen, len(set(labels)))
     order = cseq.Groups(labels, chosen, each, epoch_size=size, repeat_small=True)
     expected = groups(labels, chosen, each, size, seed, epoch)

@@ -23,11 +23,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import GOLDEN, LEAST, WORD, bounded, derive, feistel, mix, order, words
+from reference_draws import perm, stream
 
 import cseq
 from cseq._core import FeistelReader, RangeReader, Reader, TableReader
 from cseq._core import derive as core_derive
-from cseq._orders import ChosenReader
+from cseq._orders import Permutation, gather
+from cseq.order.sampler import Sampler
 from cseq.order.shuffled import Shuffled
 
 HERE = Path(__file__).parents[1]
@@ -288,9 +290,10 @@ def test_indices(dtype: Any, shuffle: bool) -> None:
     indices = np.arange(200, 100, -1).astype(np.uint8).astype(dtype)[::2]
     before = indices.copy()
     indices.flags.writeable = False
-    made = ChosenReader(TableReader(50, 3) if shuffle else RangeReader(50), indices)
+    order = cseq.Shuffled(algorithm="fisher-yates-v1") if shuffle else cseq.Sequential()
+    made = Sampler(indices, order, batch_size=50, seed=3, drop_last=False)
     positions = cseq.permutation(50, 3, 4) if shuffle else np.arange(50)
-    read = made.samples(4, 0, 50)[0]
+    read = made.source(4).samples(0)[0]
     assert read.dtype == np.int64
     assert read.tolist() == before[positions].tolist()
     assert indices.tolist() == before.tolist()
@@ -381,6 +384,33 @@ def test_beyond_the_end(start: int, count: int) -> None:
     for made in (TableReader(10, 1), RangeReader(10)):
         with pytest.raises(IndexError, match="exceed 10"):
             made.samples(0, start, count)
+
+
+@given(
+    st.one_of(st.integers(1, 300), st.integers(LEAST, LEAST + 9), st.integers(LEAST, 2**48)),
+    st.integers(0, WORD),
+    st.none() | st.integers(0, WORD - 1),
+    st.data(),
+)
+def test_permutations_that_orders_are_made_of(
+    n: int, seed: int, key: int | None, data: st.DataObject
+) -> None:
+    """Any elements at once are those of the reference, with a key and without; and back."""
+    made = Permutation(n, seed, 3, 14, *([] if key is None else [key]))
+    expected = perm(n, stream(seed, 3, 14, key))
+    places = data.draw(st.lists(st.integers(0, n - 1), max_size=20))
+    assert made.at(np.array(places, np.int64)).tolist() == [expected(place) for place in places]
+    assert all(made.find(expected(place)) == place for place in places)
+
+
+def test_places_of_a_permutation_are_checked() -> None:
+    """Those beyond the end are an IndexError, also of a reader."""
+    for n in (LEAST - 1, LEAST):
+        with pytest.raises(IndexError):
+            Permutation(n, 1, 0, 14).at(np.array([0, n]))
+    for units in ([0, 10], [-1], [9, 10]):
+        with pytest.raises(IndexError, match="exceed 10"):
+            gather(RangeReader(10), 0, np.array(units))
 
 
 # ── below the extension: what no sane number of samples reaches ───────────────────────────────
