@@ -145,7 +145,7 @@ static void bury(pid_t pid, int status) {
     REQUIRE(WTERMSIG(status) == SIGKILL, "runner %u died of signal %d", owner, WTERMSIG(status));
     if (shared->place[owner]) count_place(shared->place[owner]);
     kills++;
-    cseq_ring_repost(boss.ring, owner, held);
+    cseq_ring_repost(boss.ring, owner, held, 0);
     if (!cseq_ring_closed(boss.ring)) start(owner);
 }
 

@@ -315,7 +315,7 @@ static void watcher_body(void) {
         wait_for(anybody_gone);
         for (uint32_t f = 1; f <= plan.runners; f++) {
             if (!gone[f]) continue;
-            cseq_ring_repost(seats[f].ring, seats[f].owner, held);
+            cseq_ring_repost(seats[f].ring, seats[f].owner, held, 0);
             gone[f] = 0;
             if (deaths > plan.restarts) {
                 left[f] = 1;

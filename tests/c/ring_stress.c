@@ -144,10 +144,10 @@ static void *watch(void *argument) {
         kills++;
         pthread_mutex_unlock(&lock);
 #ifdef M_REPOST_EARLY
-        cseq_ring_repost(boss.ring, 1 + below(&own_rng, plan.runners), held);
+        cseq_ring_repost(boss.ring, 1 + below(&own_rng, plan.runners), held, 0);
 #endif
         pthread_join(runners[owner].thread, 0);
-        cseq_ring_repost(boss.ring, owner, held);
+        cseq_ring_repost(boss.ring, owner, held, 0);
         start(owner);
         pthread_mutex_lock(&lock);
     }
