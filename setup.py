@@ -199,7 +199,6 @@ FAMILIES = [
     "_source",
     "_line",
     "_feed",
-    "_parcel",
 ]
 
 # CSEQ_PREBUILT=1 installs what `build_ext --inplace` has compiled: an editable installation would

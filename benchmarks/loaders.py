@@ -355,25 +355,6 @@ def grain_processes(work: Work) -> Rounds:
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 
 
-def fleet_batches(work: Work, fleet: Any) -> Any:
-    """Start the batches of a work, from a fleet."""
-    options = {"batch_size": work.batch_size, "buffer": work.buffer, "shuffle": work.shuffle}
-    manager = cseq.RaySequence(fleet, work.samples, out_type="null", seed=1, **options)
-    return manager.start()
-
-
-def cseq_fleet(work: Work) -> Rounds:
-    """`RaySequence`, with agents in this process in the place of other machines."""
-    sys.path.append(str(TESTS / "helpers"))
-    from fleets import LocalFleet
-
-    with (
-        LocalFleet(work.indexer, work.num_workers, 1, work.batch_size) as fleet,
-        fleet_batches(work, fleet) as batches,
-    ):
-        yield functools.partial(work.measure, batches)
-
-
 @contextlib.contextmanager
 def ray_cluster(nodes: int, **more: Any) -> Iterator[None]:
     """Connect to a cluster of several nodes on this machine, whose processes find our modules.
@@ -392,10 +373,14 @@ def ray_cluster(nodes: int, **more: Any) -> Iterator[None]:
 
 def cseq_ray(work: Work) -> Rounds:
     """`RaySequence`, with an agent on each of several nodes."""
+    options = {"batch_size": work.batch_size, "buffer": work.buffer, "shuffle": work.shuffle}
+    options["seed"] = 1
     with (
         ray_cluster(work.num_workers),
-        cseq.RayFleet(work.indexer, work.num_workers, 1, batch_size=work.batch_size) as fleet,
-        fleet_batches(work, fleet) as batches,
+        cseq.RayFleet(work.indexer, work.num_workers, 1) as fleet,
+        cseq.RaySequence(
+            fleet, work.samples, out_type="null", seed=1, **options
+        ).start() as batches,
     ):
         yield functools.partial(work.measure, batches)
 

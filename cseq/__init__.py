@@ -24,7 +24,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── manager.py      ★ a manager's lifecycle: started, used in a `with`, finished
     ├── run.py          one start of a manager, up to its end
     ├── tracing.py      a trace of every batch: recorded, written as JSON
-    ├── fleet/          batches from other machines: parcels of tickets, and who makes them
+    ├── fleet/          batches from other machines: a pool of threads, each of which asks an actor
     ├── pools/          ★ the loop's end of all runners: inline (test mode), thread, process, stream
     ├── _feed.pyx       ★ takes batches and items out
     ├── tuning.py       how many workers, how large a buffer: what 'auto' takes
@@ -45,7 +45,6 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── threads.py      threads that a signal handler cannot break; what is logged on another thread
     ├── cgroup.py       what the control groups of a container say
     ├── _line.pyx       ★ the tickets that are outstanding: posted, given up
-    ├── _parcel.pyx     tickets on their way to another machine, and their batches on the way back
     ├── _source.pyx     ★ what an epoch asks for: samples in an order, items of workers, keys
     ├── _codec.pyx      ★ batches on their way: into a cell or a slot, and out of it
     ├── _work.pyx       ★ runners, and their work: batches made, published

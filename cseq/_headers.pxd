@@ -169,8 +169,6 @@ cdef extern from "cseq_ring.h" nogil:
     void cseq_gate_sleep(cseq_gate* g, uint32_t seen, uint64_t ns) noexcept
     void cseq_gate_notify_all(cseq_gate* g) noexcept
     void cseq_gate_notify(cseq_gate* g) noexcept
-    int cseq_before(uint64_t a, uint64_t b) noexcept
-    int cseq_ring_find_open(const cseq_ring* r, uint32_t stage, uint64_t* word) noexcept
     int cseq_ring_claim(cseq_ring* r, uint32_t stage, uint32_t owner) noexcept
     void cseq_ring_publish(cseq_ring* r, uint32_t cell, int next) noexcept
     void cseq_ring_post(cseq_ring* r, uint32_t cell, uint64_t ticket) noexcept

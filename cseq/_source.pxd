@@ -82,6 +82,7 @@ cdef class ItemSource(StreamSource):
     cdef uint32_t beginning    # 1 until `open`
 
 
+@cython.final
 cdef class KeySource(StreamSource):
     cdef object keys           # the iterator; None: there is none, or it has ended
     cdef object key            # drawn and not yet written; NOTHING: there is none

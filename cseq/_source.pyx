@@ -338,6 +338,7 @@ cdef Block ints_of(key, Py_ssize_t most):
     return block
 
 
+@cython.final
 cdef class KeySource(StreamSource):
     """Items that are named by keys, which an iterator gives: so many ahead, then one for each item taken.
 

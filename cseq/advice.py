@@ -63,9 +63,7 @@ class Window:
     converting : float
         Part of the time that converters worked.
     agents : int
-        Of a fleet.
-    received : float
-        Bytes a second that they sent.
+        Worker processes of a fleet; `workers` are then the threads that ask them.
     dry : float or None
         Part of the waits after which the GPU had nothing left to do; None: CUDA was not in use.
     slowest : str
@@ -99,7 +97,6 @@ class Window:
     converting: float = 0.0
     copies: int = 0
     agents: int = 0
-    received: float = 0.0
     dry: float | None = None
     slowest: str = ""
 
@@ -335,15 +332,9 @@ def _none(v: Window) -> Said:
 
 def _fleet(v: Window) -> Said:
     more = math.ceil(v.agents / (1 - min(v.w, 0.75)))
-    return (
-        (
-            f"{_waits(v)}; {_count(v.agents, 'agent')} with {_count(v.workers, 'worker')} in all "
-            f"send {v.batches / v.elapsed:.3g} batches and {v.received / 1e6:.3g} MB a second"
-        ),
-        f"fleet.resize({more}), or a larger num_workers of the fleet",
-        {},
-        v.most,
-    )
+    rate = f"{v.batches / v.elapsed:.3g} batches a second"
+    said = f"{_waits(v)}; {_count(v.agents, 'worker')} of a fleet made {rate}"
+    return said, f"a fleet of {_count(more, 'worker')}", {}, v.most
 
 
 def _converters(v: Window) -> Said:
@@ -555,7 +546,7 @@ RULES = (
     Rule(
         "fleet",
         "The loop waits for a fleet.",
-        "more agents, more workers in each",
+        "more workers in it",
         lambda v: v.agents > 0,
         _fleet,
     ),

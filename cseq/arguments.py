@@ -160,12 +160,11 @@ class Sizes(NamedTuple):
     def checked(cls, num_workers: Any, buffer: Any, thread_type: str, words: int) -> Sizes:
         """Check `num_workers` and `buffer`; a cell has room for a batch's `words` indices."""
         auto = is_auto("num_workers", num_workers), is_auto("buffer", buffer)
-        for name, automatic in zip(Size._fields, auto, strict=True):
-            if automatic and thread_type == "ray":
-                raise ValueError(
-                    f"{name}='auto' with thread_type='ray': the trainer cannot tell what other "
-                    f"machines have room for; give {name}=, a number"
-                )
+        if auto[0] and thread_type == "ray":
+            raise ValueError(
+                "num_workers='auto' with thread_type='ray': the trainer cannot tell what other "
+                "machines have room for; give num_workers=, a number"
+            )
         if not auto[1]:
             buffer = count("buffer", buffer, most=MOST_BUFFER)
         if not auto[0]:
@@ -227,8 +226,8 @@ class Job(NamedTuple):
         Whether `num_workers` and `buffer` change while it runs.
     compat : bool or None
         CUDA conversion in threads; None: as the system requires.
-    fleet : Fleet or None
-        That `worker` is given to, or in place of it.
+    fleet : RayFleet or None
+        That was given in place of `worker`.
     """
 
     worker: Any
@@ -253,14 +252,12 @@ class Job(NamedTuple):
 
 def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:
     """Check `worker`: return it, and the fleet that was given in its place, or None."""
-    if not hasattr(worker, "attach") or not hasattr(worker, "waits_for"):
+    if not hasattr(worker, "ask") or not hasattr(worker, "handles"):
         indexer.check_worker(worker)
         is_dataset = is_torchs(worker) and not isinstance(worker, type)
         return unasked(worker) if is_dataset else worker, None
     if thread_type != "ray":
         raise TypeError(f"worker={worker!r} is a fleet: give it to a RaySequence")
-    if worker.worker is None and not worker.over:
-        raise TypeError(f"worker={worker!r} has no worker: make it as RayFleet(worker, …)")
     return worker.worker, worker
 
 

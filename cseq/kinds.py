@@ -24,13 +24,12 @@ __all__ = ["MPSequence", "MTSequence", "RaySequence"]
 
 BUFFER_AT = 5  # places among the arguments
 THREAD_TYPE_AT = 7
-FLEET_BUFFER = 2048  # batches: several parcels for each agent; `memory_limit` bounds their bytes
 
 
 class _Kind(MSequence[B_co]):
     """An `MSequence` whose class sets `thread_type`: the arguments after it move up by one."""
 
-    _buffer: int | None = None  # the default of `buffer`, if it is another one
+    _buffer: str | None = None  # the default of `buffer`, if it is another one
 
     @staticmethod
     def _parameters() -> Iterable[str]:
@@ -125,9 +124,9 @@ class RaySequence(_Kind[B_co]):
 
     Takes the parameters of `MSequence` but ``thread_type``; in the place of `worker` also a
     `RayFleet`, which then has the workers. Without one, `start` makes a fleet that `finish` ends:
-    `num_workers` processes in all, spread over the nodes by their CPUs, with the other options
-    that concern workers. It connects to Ray as ``ray.init()`` does, where that has not been done.
-    `buffer` is 2048: parcels of many batches travel at a time.
+    `num_workers` processes in all, of a CPU each, spread over the nodes, with `timeout`, `threads`
+    and `seed_globals`. It connects to Ray as ``ray.init()`` does, where that has not been done.
+    `buffer` is 'auto', which `memory_limit` bounds.
 
     Examples
     --------
@@ -138,7 +137,7 @@ class RaySequence(_Kind[B_co]):
     """
 
     _thread_type = "ray"
-    _buffer = FLEET_BUFFER
+    _buffer = "auto"
 
 
 def _sign() -> None:

@@ -62,7 +62,7 @@ class Lanes:
     ----------
     num_workers : int
         The runners after these are converters.
-    kind : 'process', 'thread', 'inline' or 'fleet'
+    kind : 'process', 'thread' or 'inline'
 
     Attributes
     ----------

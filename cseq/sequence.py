@@ -262,10 +262,10 @@ class MSequence(Manager, Generic[B_co]):
         options = arguments.WorkerOptions.checked(
             start_method, max_restarts, timeout, on_timeout, memory_limit, threads, preload
         )
-        if fleet is not None:
-            from cseq.fleet.agent import refuse
+        if thread_type == "ray":
+            from cseq.fleet import refuse
 
-            refuse(options, seed_globals=seed_globals)
+            refuse(options, seed_globals=seed_globals, given=fleet is not None)
         sizes = arguments.Sizes.checked(num_workers, buffer, thread_type, sampler.words)
         self._job = arguments.Job(
             worker=worker,
@@ -692,7 +692,7 @@ class MSequence(Manager, Generic[B_co]):
 def _pool_of(kind: str) -> Callable[[arguments.Job], BatchPool]:
     """Return the class of pools of a kind."""
     if kind == "ray":
-        from cseq.fleet.pool import FleetPool
+        from cseq.fleet.ray import FleetPool
 
         return FleetPool
     return pool_of(kind)

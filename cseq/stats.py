@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["SlowBatch", "Stats", "WorkerStats"]
 
 ADDED: tuple[str, ...] = ("batches", "samples", "nbytes", "restarts", "retries", "skips", "copies")
-ADDED += ("loop_waited", "elapsed", "start_waited", "parcels", "lost", "hedged", "received")
+ADDED += ("loop_waited", "elapsed", "start_waited")
 ADDED += ("gpu_waits", "gpu_dry")
 NOTHING = Histogram([0] * BUCKETS, 0.0)
 
@@ -104,12 +104,7 @@ class Stats:
     buffer : int
         Batches ahead of the loop, at most; 0 of streams.
     agents : int
-        Of a fleet: those that can be sent something at this moment.
-    parcels, lost, hedged : int
-        Parcels that were sent to agents; whose agents were lost; whose agents were late, so that
-        others made them as well.
-    received : int
-        Bytes that agents have sent.
+        Of a fleet: its worker processes; `num_workers` are the threads that ask them.
     gpu_waits, gpu_dry : int
         Times that the loop had to wait for a batch while its thread used CUDA; after which the GPU
         had nothing left to do.
@@ -130,10 +125,6 @@ class Stats:
     num_converters: int = 0
     buffer: int = 0
     agents: int = 0
-    parcels: int = 0
-    lost: int = 0
-    hedged: int = 0
-    received: int = 0
     gpu_waits: int = 0
     gpu_dry: int = 0
     threads: bool = field(default=False, repr=False)  # that share a GIL with the loop
@@ -186,7 +177,7 @@ class Stats:
 
     @property
     def workers(self) -> tuple[WorkerStats, ...]:
-        """Each worker's part, of former ones, too; of a fleet, all its agents are one."""
+        """Each worker's part, of former ones, too."""
         if self.meters is None:
             return ()
         found = []
@@ -316,7 +307,6 @@ class Stats:
             converting=1 - _part(self.converters_waited, self.elapsed * self.num_converters),
             copies=self.copies,
             agents=self.agents,
-            received=self.received / self.elapsed if self.elapsed else 0.0,
             dry=self.gpu_dry / self.gpu_waits if self.gpu_waits else None,
             **counted,
         )

@@ -125,15 +125,15 @@ def kill(running: Any, worker: int, number: int = KILL) -> int | None:
 
 
 def kill_agent(fleet: Any, agent: int, number: int | None = KILL) -> int:
-    """Send an agent of a fleet a signal: the process of Ray's that has worker processes.
+    """Send an agent of a fleet, a worker process of Ray's, a signal.
 
     Parameters
     ----------
     fleet : RayFleet
     agent : int
-        Its place in ``fleet.agents``.
+        Its place in ``fleet.handles``.
     number : int or None
-        The signal's number. None: end it as ``ray.kill`` does.
+        The signal's number. None: end it as ``ray.kill`` does; Ray starts it again.
 
     Returns
     -------
@@ -145,7 +145,14 @@ def kill_agent(fleet: Any, agent: int, number: int | None = KILL) -> int:
     IndexError
         There is no such agent.
     """
-    pid: int = fleet.signal(agent, number)
+    import ray
+
+    handle = fleet.handles[agent]
+    pid: int = ray.get(fleet.ask(handle))[0]
+    if number is None:
+        ray.kill(handle, no_restart=False)
+    else:
+        handle.signal.remote(number)
     return pid
 
 

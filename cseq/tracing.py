@@ -393,12 +393,6 @@ class Writing:
             if not merged:
                 yield from self._flow(one, row, row2, loop)
         for row, made in groups.items():
-            if lanes.kind == "fleet":
-                for one, _ in made:
-                    name, more = f"remote {_place(one)}", {"id": next(self._flows), "cat": "fleet"}
-                    yield self._event("b", name, one["started"], row, **more)
-                    yield self._event("e", name, one["indexed"], row, **more)
-                continue
             at = 0
             while at < len(made):
                 end = at + 1

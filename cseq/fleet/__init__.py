@@ -1,11 +1,22 @@
-"""Batches from other machines.
+"""Batches from other machines: threads that each ask a Ray actor for one.
 
-``ledger``    which tickets are in which parcel, at which agent
-``agent``     what a fleet and its agents are to the trainer
-``server``    worker processes that make the batches of parcels: an agent's end
-``dispatch``  the trainer's thread that sends tickets to agents, and publishes answers
-``pool``      the loop's end of a fleet
-``keys``      keys of a loader's batches in tickets
-``ray``       fleets of Ray actors, as their users and a trainer see them
-``actors``    what runs on the nodes of a Ray cluster; only these two modules import ray
+``ray``   a fleet, as its users see it; its actors; the threads that ask them
+``wire``  the connection between a thread and an actor
 """
+
+from __future__ import annotations
+
+from cseq.arguments import MAX_RESTARTS, WorkerOptions
+
+__all__ = ["refuse"]
+
+
+def refuse(options: WorkerOptions, *, seed_globals: bool, given: bool) -> None:
+    """Refuse what a sequence is told of worker processes that Ray starts; `given`: has started."""
+    plain = WorkerOptions(None, MAX_RESTARTS, None, "raise", options.memory_limit, 1, None)
+    told = {**options._asdict(), "seed_globals": seed_globals}
+    for name, default in {**plain._asdict(), "seed_globals": True}.items():
+        own = name in ("timeout", "threads", "seed_globals")
+        if told[name] != default and (given or not own):
+            to_do = "give it to the fleet" if own else "Ray starts these; see RayFleet"
+            raise TypeError(f"{name}={told[name]!r} concerns a fleet's workers: {to_do}")

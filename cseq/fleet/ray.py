@@ -1,659 +1,567 @@
-"""Fleets of Ray actors: an agent on each of some nodes, with worker processes.
+"""Fleets of Ray actors, and the pool of threads that ask them for batches.
 
-Ray starts the agents, says which there are and which are gone; parcels and answers go over
-connections of their own (`link`). Ray restarts no agent: the fleet starts another for one that is
-gone, and what is lost is made anew by the ledger of the trainer that asked for it. This module
-and `actors` are the only ones that import ray.
+::
+
+    loop ◄── ring ◄── thread ──► place ═══ numbers ══► agent (a process of Ray's) ──► indexer
+                                       ◄══ batch ════
+
+A thread asks one agent for one batch over one connection: nothing has to be matched, and a death is
+the end of the connection. Ray starts the agents, spreads them, and starts again those that died.
 """
 
 from __future__ import annotations
 
-import _thread
 import contextlib
+import logging
+import math
 import os
+import pickle
+import queue
+import signal
+import socket
+import sys
 import threading
-import weakref
-from functools import cache
+import time
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cseq import check
-from cseq.arguments import MAX_RESTARTS, MOST_BATCH, WorkerOptions
+from cseq import check, compute
+from cseq._memory import keep_freed
+from cseq.arguments import MOST_BUFFER, Size
 from cseq.encoding import failure
-from cseq.encoding.pickling import dump
-from cseq.fleet.agent import Failed, Lost
-from cseq.fleet.link import Link
-from cseq.indexing.dataset import DatasetIndexer
-from cseq.indexing.indexer import check_worker, length_of
+from cseq.encoding.pickling import dump, dumps
+from cseq.errors import WorkerDied
+from cseq.fleet.wire import PROOF_SECONDS, SMALL, Buffers, Connection, Listener
+from cseq.indexing import context
+from cseq.indexing.indexer import advised, build_seeded, check_worker, leaving
+from cseq.indexing.seeding import Seeds
+from cseq.pools.thread import ThreadPool
+from cseq.threads import Threads, tell
 
 try:
     import ray
     from ray import exceptions
-    from ray.util.metrics import Counter, Gauge
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
     raise ImportError(
         "RaySequence and RayFleet need Ray, which is not installed here or has no build for this "
         "Python: pip install 'cseq-loader[ray]'"
     ) from error
 
-from cseq.fleet.actors import (
-    READERS,
-    About,
-    Agents,
-    Member,
-    Placement,
-    Roster,
-    Spec,
-    aside,
-    outcome_of,
-    system,
-)
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from concurrent.futures import Future
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
     from typing_extensions import Self
 
+    from cseq._memory import Memory
     from cseq.arguments import Job
-    from cseq.fleet.agent import Land, Outcome
+    from cseq.fleet.wire import Message
+    from cseq.stats import Stats
 
-__all__ = ["AgentState", "RayFleet", "fleet_for"]
+__all__ = ["FleetPool", "RayFleet"]
 
-LARGEST = 4096  # samples of a batch that a fleet makes, unless it is made for larger ones
-NAMESPACE = "cseq"
-ANSWER_SECONDS = 2.0  # in which an agent says what it has made
-AGAIN_SECONDS = 0.1  # after which a roster that does not answer is asked again
-NOTHING = np.zeros(1, np.int64)  # a request of no ticket: it is answered at once
-ROSTER_SECONDS = 30.0  # in which a fleet that has a name is started, or ended
+AHEAD = 2  # batches that a sequence asks an agent for at a time: one in work, one that waits
+TRIES = 3  # agents that may be lost with a batch
+CALLS = 8  # of Ray's that an agent answers at a time
+STARTING = 10  # times as long as another batch: what the first one of an agent may take
+LOOK_SECONDS = 0.5  # how often a thread that waits for Ray looks whether the sequence is finished
+PAUSES = 0.05, 2.0  # seconds between two tries to connect: the first and the longest one
+SHORT = 10.0  # seconds without an agent, after which the log says why
+CLOSE_SECONDS = 5.0
+LOST = EOFError, OSError, exceptions.RayActorError  # what a call raises whose agent is gone
+OVER = (  # what Ray raises of an agent that it does not start, or not again
+    exceptions.ActorDiedError,
+    exceptions.ActorUnschedulableError,
+    exceptions.RayTaskError,
+    exceptions.RuntimeEnvSetupError,
+)
+INSTALL = (
+    "on node {}: install the module on all nodes, or have Ray bring it there, with "
+    "runtime_env={{'pip': [...]}} or {{'py_modules': [...]}}"
+)
 
 
-class AgentState(NamedTuple):
-    """One of `RayFleet.agents`.
+# -- on the nodes
 
-    Attributes
-    ----------
-    node : str
-        Its address; empty while the agent does not answer.
-    pid : int
-    state : str
-        'ready'; 'silent': it does not answer, and may be starting; 'lost': it is being replaced.
-    workers : int
-        Worker processes.
-    batches : int
-        That it has made, for all its trainers.
+
+class Raised(NamedTuple):
+    """What a batch is where an exception was raised instead."""
+
+    packed: bytes
+    is_setup: bool  # the indexer could not be made: the next batches will raise, too
+
+
+def system() -> str:
+    """Name what two processes must have in common to exchange batches."""
+    python, numpy = ".".join(map(str, sys.version_info[:2])), np.__version__.partition(".")[0]
+    return f"cseq {sys.modules['cseq'].__version__}, Python {python} and numpy {numpy}"
+
+
+def unpickled(payload: list[Any]) -> Any:
+    """Return the worker that was put into Ray's store."""
+    data, buffers, _ = ray.get(payload[0])
+    return pickle.loads(data, buffers=[memoryview(one) for one in buffers])[0]
+
+
+def killed(pid: int) -> None:
+    """End a process of this node."""
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.kill(pid, signal.SIGKILL)
+
+
+class Agent:
+    """A worker process: makes batches, one after another, on one thread."""
+
+    def __init__(
+        self, number: int, of: int, timeout: float | None, threads: int | None, *, seeds: bool
+    ) -> None:
+        keep_freed()
+        self._timeout, self._threads = timeout, threads
+        self._context = context.BatchContext(number, of)
+        self._seeds = Seeds(self._context) if seeds else None
+        self._indexer: Any = None
+        self._made, self._works = 0, False
+        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._node: str = ray.util.get_node_ip_address()
+        self._listener = Listener(self._node, self._serve)
+        threading.Thread(target=self._run, name="cseq-agent", daemon=True).start()
+
+    def about(self, payload: list[Any]) -> tuple[int, str, str, str, int, bytes]:
+        """Say where it is, and take the worker, which Ray does not keep for a constructor."""
+        self._payload, at = payload, self._listener
+        node_id = ray.get_runtime_context().get_node_id()
+        return os.getpid(), node_id, system(), self._node, at.port, at.key
+
+    def signal(self, number: int) -> None:
+        """Send this process a signal, for tests."""
+        os.kill(os.getpid(), number)
+
+    def ahead(self) -> int:
+        """Count the batches that are to be made before another one, as `timeout` counts them."""
+        return self._asked.qsize() + self._works + (0 if self._made else STARTING - 1)
+
+    def make(self, *asked: Any) -> Message:
+        """Make a batch, over Ray."""
+        data, buffers = self._answer(lambda: None, *asked)
+        return data, [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+
+    def _serve(self, connection: Connection) -> None:
+        """Make the batches that a trainer asks for, over a connection."""
+        while True:
+            asked = pickle.loads(connection.receive()[0])
+            if self._timeout is not None:
+                connection.send(b"%d" % self.ahead(), [])
+            connection.send(*self._answer(partial(connection.send, b"begun", []), *asked))
+
+    def _answer(self, *asked: Any) -> Message:
+        answer: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._asked.put((answer, *asked))
+        return answer.get()
+
+    def _run(self) -> None:
+        context.enter(self._context)
+        while True:
+            answer, begin, *asked = self._asked.get()
+            self._works = True
+            try:
+                begin()
+                answer.put(self._message(*asked))
+            except OSError:  # the trainer does not wait any more
+                answer.put((b"", []))
+            self._works = False
+            del answer, begin
+
+    def _message(self, *asked: Any) -> Message:
+        """Return a batch, or what was raised in its place."""
+        buffers: list[memoryview] = []
+        try:
+            batch = self._batch(*asked)
+            if batch is None:
+                name = type(self._indexer).__name__
+                raise TypeError(f"`__getitem__` of {name} returned None: is a `return` missing?")
+            data = dumps(batch, buffers)
+            del batch  # what refers to its arrays from here on is the indexer's
+            self._made += 1
+            return data, [one if is_alone(one) else memoryview(bytes(one)) for one in buffers]
+        except BaseException as error:  # noqa: BLE001 - it is raised in the loop
+            if isinstance(error, ModuleNotFoundError):
+                failure.annotate(error, INSTALL.format(self._node))
+            if not self._made:
+                advised(self._indexer, error)
+            return dumps(Raised(failure.pack(error), self._indexer is None)), []
+
+    def _batch(self, numbers: context.Numbers, indices: NDArray[np.int64], on_error: str) -> Any:
+        """Make a batch: once more, if it has drawn from a generator that it imported just now."""
+        if self._indexer is None:
+            limit_threads(self._threads)
+            self._indexer = build_seeded(unpickled(self._payload), self._seeds, copied=True)
+        self._context.left = ()
+        indexer = leaving(self._indexer, self._context, on_error)
+        while True:
+            self._context.set(numbers)
+            if self._seeds is not None:
+                self._seeds.seed_present()
+            batch = indexer[indices.copy()]
+            if self._seeds is None or not self._seeds.has_drawn():
+                return batch
+
+
+def limit_threads(threads: int | None) -> None:
+    """Limit the threads of libraries; None: leave that to Ray, which allows one for each CPU."""
+    if threads is not None:
+        own = ray.get_runtime_context().runtime_env.get("env_vars") or {}
+        if compute.OPENMP not in own:
+            os.environ.pop(compute.OPENMP, None)  # Ray's
+        compute.limit(threads)
+
+
+def is_alone(buffer: memoryview) -> bool:
+    """Whether a buffer is a large, whole array that nothing else refers to: it is not copied.
+
+    What an indexer keeps, it may fill with the next batch while this one is being sent.
     """
-
-    node: str
-    pid: int
-    state: str
-    workers: int
-    batches: int
+    whole = isinstance(buffer.obj, np.ndarray) and buffer.obj.flags.owndata
+    return bool(whole) and buffer.nbytes > SMALL and sys.getrefcount(buffer.obj) == ALONE
 
 
-class RayAgent:
-    """An agent, as a trainer sees it."""
-
-    def __init__(self, member: Member) -> None:
-        self._member = member
-        self._lock = threading.Lock()
-        self._link: Link | None = None
-        self._end: weakref.finalize[..., Any] | None = None  # ends the connection with this object
-        self.name = "an agent that is not there yet"
-
-    def send(self, request: NDArray[np.int64], done: Callable[[Outcome], None], land: Land) -> None:
-        """Send a parcel; `done` is called once, with what becomes of it."""
-        member = self._member
-
-        def finish(outcome: Outcome) -> None:
-            explain(member, outcome, done) if isinstance(outcome, Lost) else done(outcome)
-
-        assert self._link is not None  # it has answered a ping
-        self._link.send(request, finish, land)
-
-    def ping(self, done: Callable[[Lost | Failed | None], None]) -> None:
-        """Ask for a sign of life; `done` is called with None once it comes.
-
-        Ray is asked first, which knows whether it has ended; then it is, over the connection.
-        """
-
-        def finish(future: Future[Any]) -> None:
-            found = outcome_of(future)
-            if not isinstance(found, About):
-                done(found)
-                return
-            self.name = f"the agent with pid {found.pid} on node {found.node}"
-            if found.system != system():
-                done(self._another_system(found))
-            else:
-                self._connected(found).send(
-                    NOTHING, lambda what: done(None if isinstance(what, list) else what)
-                )
-
-        self._member.about().future().add_done_callback(finish)
-
-    def _connected(self, about: About) -> Link:
-        """Return the connection: a new one, if there is none."""
-        with self._lock:
-            if self._link is None or self._link.lost is not None:
-                if self._end is not None:
-                    self._end.detach()
-                self._link = link = Link(about.node, about.port, about.key)
-                # Garbage is collected on any thread.
-                self._end = weakref.finalize(self, _thread.start_new_thread, link.close, ())
-                self._end.atexit = False
-                link.open()
-            return self._link
-
-    def _another_system(self, about: About) -> Failed:
-        """Refuse an agent whose batches could not be read here."""
-        return Failed(
-            failure.pack(
-                RuntimeError(
-                    f"{self.name} has {about.system}, and the trainer {system()}: "
-                    "install the same on all nodes, or give runtime_env="
-                )
-            )
-        )
+ALONE = sys.getrefcount(memoryview(np.empty(1)).obj)  # type: ignore[arg-type]
 
 
-class Absent:
-    """What a copy of a fleet has in place of its worker."""
-
-    def __getitem__(self, _: object) -> Any:
-        raise RuntimeError(
-            "this process has a copy of a fleet, and not its worker: batches can be made by the "
-            "fleet (start) or where it was made (start_test, remake)"
-        )
-
-
-class AbsentSamples(Absent):
-    """The same, of a worker that has a length."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-
-def absent(worker: Any) -> Any:
-    """Return what says of a worker what a sequence asks: its length, and of which kind it is."""
-    length = length_of(worker)
-    if length is None:
-        return Absent()
-    samples = AbsentSamples(length)
-    return DatasetIndexer(samples, None) if isinstance(worker, DatasetIndexer) else samples
+# -- in a trainer
 
 
 class RayFleet:
-    """Agents on the nodes of a Ray cluster, each with worker processes that make batches.
+    """Worker processes on the nodes of a Ray cluster: actors, which make batches.
 
     Give it to `RaySequence` in the place of `worker`. Several sequences, with other seeds and batch
     sizes, and several ranks can use one fleet at a time: pickled (as an argument of a Ray task, or
-    of a `TorchTrainer`), it refers to the same agents, which end with the fleet that made them.
+    of a `TorchTrainer`), it refers to the same actors. These are started here, and not waited for;
+    where that has not been done, ``ray.init()`` connects to Ray first.
 
     Parameters
     ----------
-    worker : object, optional
-        As in `MSequence`. Made once in each worker process. None: the fleet is for one
-        `DataLoader`, which gives it what makes its batches.
-    nodes : int or (int, int), optional
-        Agents. None: one on every node that has CPUs when the fleet starts. (least, most): it
-        starts with the least; one is added when all were busy for the last ten seconds, and one
-        ended when they were idle for half of the last minute.
-    num_workers : int, optional
-        Worker processes of each agent. None: its `num_cpus`; without these, all CPUs of its node.
-    batch_size : int
-        The most samples of a batch that is asked for.
-    num_cpus, num_gpus, resources, memory, label_selector, runtime_env
-        What each agent gets: see `ray.remote`.
-    name : str, optional
-        The fleet outlives its maker, and other jobs find it: `RayFleet.find`. `close` ends it.
-    start_method, max_restarts, timeout, on_timeout, memory_limit, threads, preload, seed_globals
-        As in `MSequence`, for the worker processes of each agent.
+    worker : object
+        As in `MSequence`; made once in each actor. Its arrays are in each node's memory once, and
+        cannot be written to.
+    nodes, num_workers : int, optional
+        There are so many nodes times so many worker processes, which Ray spreads. None: the nodes
+        that have the CPUs when the fleet starts; as many as their CPUs allow.
+    num_cpus : float
+        Of each worker process.
+    timeout : float, optional
+        Seconds that a batch may take, ten times as many for an actor's first one. Ray then starts
+        the actor again, and another one makes the batch.
+    threads : int or None
+        That libraries compute with in each worker process. None: as Ray says, one for each CPU.
+    seed_globals : bool
+        As in `MSequence`.
+    **options
+        Others of `ray.remote` for each actor, such as `num_gpus`, `resources`, `runtime_env`;
+        `scheduling_strategy` is 'SPREAD' where none is given, and `max_restarts` -1.
 
     Attributes
     ----------
-    worker : object
-        In the process that has made the fleet, until it is closed; elsewhere what has its length.
-        None: a `DataLoader` may set it.
-    placement : Placement
-        Where its agents are, and what each has.
-    over : str
-        Why there will be no agents any more; empty: there may be.
+    handles : list
+        The actors.
+
+    Raises
+    ------
+    TypeError
+        The worker cannot be pickled, or another argument is wrong.
+    ValueError
+        An argument is wrong; or no node has the CPUs, and `nodes` or `num_workers` is None.
     """
 
     def __init__(
         self,
-        worker: Any = None,
-        nodes: int | tuple[int, int] | None = None,
+        worker: Any,
+        nodes: int | None = None,
         num_workers: int | None = None,
         *,
-        batch_size: int = LARGEST,
-        num_cpus: float | None = None,
-        num_gpus: float | None = None,
-        resources: dict[str, float] | None = None,
-        memory: float | None = None,
-        label_selector: dict[str, str] | None = None,
-        runtime_env: dict[str, Any] | None = None,
-        name: str | None = None,
-        start_method: str | None = None,
-        max_restarts: int = MAX_RESTARTS,
+        num_cpus: float = 1,
         timeout: float | None = None,
-        on_timeout: str = "raise",
-        memory_limit: int | str | None = None,
         threads: int | None = 1,
-        preload: Any = None,
         seed_globals: bool = True,
+        **options: Any,
     ) -> None:
-        if worker is not None:
-            check_worker(worker)
-        self.worker = worker
-        self.batch_size = check.count("batch_size", batch_size, most=MOST_BATCH // 2)
-        own = {
-            "num_cpus": num_cpus,
-            "num_gpus": num_gpus,
-            "resources": resources,
-            "memory": memory,
-            "label_selector": label_selector,
-            "runtime_env": runtime_env,
-        }
-        least, most = nodes if isinstance(nodes, tuple) else (nodes, 0)
-        if most:
-            most = check.count("nodes[1]", most, least=check.count("nodes[0]", least))
-        self.placement = Placement(
-            None if least is None else check.count("nodes", least),
-            None if num_workers is None else check.count("num_workers", num_workers),
-            {key: value for key, value in own.items() if value is not None},
-            most=most,
-        )
-        self._options = WorkerOptions.checked(
-            start_method, max_restarts, timeout, on_timeout, memory_limit, threads, preload
-        )
-        self._seed_globals = check.flag("seed_globals", seed_globals)
-        self._refer(name, None)
+        check_worker(worker)
+        nodes = None if nodes is None else check.count("nodes", nodes)
+        num_workers = None if num_workers is None else check.count("num_workers", num_workers)
+        self.timeout = check.seconds("timeout", timeout)
+        threads = None if threads is None else check.count("threads", threads)
+        seeds = check.flag("seed_globals", seed_globals)
+        self.options: dict[str, Any] = {"num_cpus": num_cpus, **options}
+        ours: dict[str, Any] = {"scheduling_strategy": "SPREAD", "max_restarts": -1}
+        make = ray.remote(Agent).options(**ours | self.options, max_concurrency=CALLS).remote
+        data, views, modules = dump(worker, elsewhere=True)
+        if not ray.is_initialized():
+            ray.init()
+        total = self._count(nodes, num_workers)
+        buffers = [np.frombuffer(view, np.uint8) for view in views]
+        self._payload = [ray.put((data, buffers, modules))]
+        self._worker, self._is_copy, self.is_over = worker, False, False
+        self.handles: list[Any] = [
+            make(number, total, self.timeout, threads, seeds=seeds) for number in range(total)
+        ]
 
-    def _refer(self, name: str | None, roster: Any) -> None:
-        """Begin without agents; a roster tells of those of another fleet."""
-        self._name, self._roster = name, roster
-        self._lock = threading.RLock()
-        self._made: Agents | None = None  # those that this object has started
-        self._end: weakref.finalize[..., Any] | None = None  # ends these
-        self._seen = 0  # the roster's version
-        self._asks = False  # the roster was asked for a newer one
-        self._members: dict[int, Member] = {}
-        self._agents: dict[int, RayAgent] = {}
-        self._watchers: list[Callable[[], None]] = []
-        self.over = ""
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle what refers to the actors."""
+        return {**self.__dict__, "_worker": None, "_is_copy": True}
 
-    @classmethod
-    def find(cls, name: str) -> Self:
-        """Find the fleet that was started with a name, by this or another job.
+    @property
+    def worker(self) -> Any:
+        """What makes an indexer; in a copy, a copy of it."""
+        if self._worker is None:
+            self._worker = unpickled(self._payload)
+        return self._worker
 
-        Raises
-        ------
-        ValueError
-            There is none.
-        """
-        connect()
-        try:
-            roster = ray.get_actor(name, namespace=NAMESPACE)
-        except ValueError:
-            raise ValueError(f"name={name!r}: no such fleet runs in this cluster") from None
-        found = cls._copy(roster, *ray.get(roster.about.remote()))
-        found._name = name  # its `close` ends the fleet
-        return found
-
-    @classmethod
-    def _copy(cls, roster: Any, placement: Placement, batch_size: int, worker: Any) -> Self:
-        """Make a fleet that refers to the agents of another one."""
-        made = cls.__new__(cls)
-        made.worker, made.placement, made.batch_size = worker, placement, batch_size
-        made._refer(None, roster)
-        return made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a reference to the agents; they are started here if they are not yet."""
-        self.start()
-        with self._lock:
-            if self._roster is None:
-                self._roster = roster_actor().remote()
-                self._show()
-            if self._made is not None:
-                _pickled.add(self)
-        about = self.placement, self.batch_size, absent(self.worker)
-        return type(self)._copy, (self._roster, *about)
-
-    def start(self) -> Self:
-        """Start the agents, unless they are started; do not wait until they are there.
-
-        Connects to Ray first, where that has not been done: as `ray.init()` does.
-
-        Raises
-        ------
-        RuntimeError
-            There is no worker, or the fleet was closed.
-        TypeError
-            The worker cannot be pickled.
-        ValueError
-            ``nodes=None``, and no node of the cluster has the CPUs.
-        """
-        with self._lock:
-            if self.over:
-                raise RuntimeError(f"this fleet is over: {self.over}")
-            if self._made is not None or self._roster is not None:
-                return self
-            if self.worker is None:
-                raise RuntimeError(
-                    "this fleet has no worker: make it with one, or give it to a cseq.DataLoader, "
-                    "whose first iter() starts it"
-                )
-            connect()
-            pickled = dump(self.worker, elsewhere=True)
-            buffers = [np.frombuffer(view, np.uint8) for view in pickled.buffers]
-            payload = pickled.data, buffers, pickled.modules
-            spec = Spec(
-                payload,
-                absent(self.worker),
-                self.batch_size,
-                self._options,
-                self._seed_globals,
-                self.placement,
+    def _count(self, nodes: int | None, num_workers: int | None) -> int:
+        """Say how many actors there are to be."""
+        cpus = self.options["num_cpus"] or 1
+        rooms = [int(n["Resources"].get("CPU", 0) // cpus) for n in ray.nodes() if n["Alive"]]
+        rooms = [room for room in rooms if room]
+        if not rooms and not (nodes and num_workers):
+            raise ValueError(
+                f"num_cpus={cpus:g}, and no node of the cluster has as many now: give nodes= and "
+                "num_workers= to have Ray wait for some"
             )
-            if self._name is None:
-                here = weakref.ref(self)
+        if nodes is None and num_workers is None:
+            return sum(rooms)
+        return (nodes or len(rooms)) * (num_workers or max(rooms))
 
-                def changed() -> None:
-                    fleet = here()
-                    if fleet is not None:
-                        fleet._changed()
-
-                self._made = Agents(spec, changed)
-                self._end = weakref.finalize(self, drop, self._made)
-                self._end.atexit = False  # they end with the connection
-                self._changed()
-                return self
-            try:
-                self._roster = roster_actor(self._name).remote(spec)
-                ray.get(self._roster.about.remote(), timeout=ROSTER_SECONDS)
-            except ValueError as error:
-                self._roster = None
-                raise ValueError(
-                    f"name={self._name!r}: a fleet of this name runs: use RayFleet.find"
-                ) from error
-        return self
-
-    # -- who the agents are
-
-    def _changed(self) -> None:
-        """Take over who the agents are that this object has started, and tell the copies."""
-        with self._lock:
-            if self._made is None:
-                return
-            self._take(self._made.present)
-            if self._roster is not None:
-                self._show()
-        self._tell()
-
-    def _show(self) -> None:
-        """Tell the roster which agents there are, and again when Ray has restarted it."""
-        here = weakref.ref(self)
-
-        def ended(future: Future[Any]) -> None:
-            fleet = here()
-            if fleet is not None and future.exception() is not None and not is_final(future):
-                aside(fleet._changed, AGAIN_SECONDS)
-
-        assert self._made is not None
-        self._roster.show.remote(self._made.present).future().add_done_callback(ended)
-
-    def _take(self, members: Mapping[int, Member]) -> None:
-        """Have these agents, and no others."""
-        self._members = dict(members)
-        for number in self._agents.keys() - members.keys():
-            del self._agents[number]
-        for number in members.keys() - self._agents.keys():
-            self._agents[number] = RayAgent(members[number])
-
-    def _ask(self) -> None:
-        """Ask the roster which agents there are, once it knows others."""
-        here = weakref.ref(self)
-
-        def arrived(future: Future[Any]) -> None:
-            fleet = here()
-            if fleet is not None:
-                fleet._heard(future)
-
-        self._asks, roster = True, self._roster
-        if roster is None:  # it was closed
-            return
-        roster.present.remote(self._seen).future().add_done_callback(arrived)
-
-    def _heard(self, future: Future[Any]) -> None:
-        """Take over what the roster knows; without it, there will be no agents."""
-        with self._lock:
-            if self.over:
-                return
-            if future.exception() is None:
-                self._seen, members = future.result()
-                self._take(members)
-            elif is_final(future):
-                self.over = "what has made it has ended, and its agents with it"
-                self._take({})
-            else:
-                self._seen = -1  # it was restarted
-            self._asks = bool(self._watchers) and not self.over
-            if self._asks:
-                aside(self._ask, AGAIN_SECONDS) if self._seen < 0 else self._ask()
-        self._tell()
-
-    def _tell(self) -> None:
-        """Tell the dispatchers that the agents are others."""
-        for notify in list(self._watchers):
-            notify()
-
-    def _settled(self) -> dict[int, Member]:
-        """Return the present agents, as the roster of a copy has them."""
-        roster = self.start()._roster
-        if self._made is not None:
-            return self._members
-        # Not with the lock: `_heard`, on the thread that brings the answer, takes it.
-        return dict(ray.get(roster.present.remote(-1), timeout=ROSTER_SECONDS)[1])
-
-    @property
-    def agents(self) -> list[AgentState]:
-        """The agents, in the order in which they were started."""
-        members = [member for _, member in sorted(self._settled().items())]
-        asked = [member.about() for member in members]
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_SECONDS)
-        found = []
-        for member, answer in zip(members, asked, strict=True):
-            state, about = "silent", About("", 0, b"", 0, "", member.workers, 0, 0.0)
-            if answer in answered:
-                try:
-                    state, about = "ready", ray.get(answer)
-                except exceptions.RayError:
-                    state = "lost"
-            found.append(AgentState(about.node, about.pid, state, member.workers, about.batches))
-        return found
-
-    def resize(self, nodes: int) -> None:
-        """Have another number of agents, also in the middle of an epoch.
-
-        Those that go make what they have. An elastic fleet goes on from there.
-        """
-        nodes = check.count("nodes", nodes)
-        self.start()
-        if self._made is not None:
-            self._made.resize(nodes)
-        elif self._name is not None:
-            ray.get(self._roster.resize.remote(nodes), timeout=ROSTER_SECONDS)
-        else:
-            raise RuntimeError("this fleet is a copy: resize the one that was started")
-
-    def signal(self, agent: int, number: int | None) -> int:
-        """End an agent for `cseq.testing.kill_agent`; return the process id that it has had."""
-        member = [member for _, member in sorted(self._settled().items())][agent]
-        pid: int = ray.get(member.about()).pid
-        if number is None:
-            ray.kill(member.handle)
-        else:
-            member.handle.signal.remote(number)
-        return pid
-
-    # -- for the pool
-
-    @property
-    def waits_for(self) -> str:
-        """What agents wait for that are not there yet."""
-        wants = self.placement.resources or {"num_cpus": "as many as there are workers"}
-        with contextlib.suppress(Exception):  # the connection may be gone
-            there = {
-                name: total
-                for name, total in ray.cluster_resources().items()
-                if name in ("CPU", "GPU", "memory", *(wants.get("resources") or ()))
-            }
-            free = ray.available_resources()
-            free = {name: free.get(name, 0) for name in there}
-            return f"each asks for {wants}; the cluster has {there}, of which are free {free}"
-        return f"each asks for {wants}"
-
-    @property
-    def workers(self) -> int:
-        """Worker processes of all agents."""
-        return sum(member.workers for member in list(self._members.values()))
-
-    def meter(self) -> Callable[[dict[str, float], int], None]:
-        """Return what adds the counts of a sequence to Ray's metrics."""
-        before: dict[str, float] = {}
-
-        def export(counts: dict[str, float], agents: int) -> None:
-            for name, value in counts.items():
-                if value > before.get(name, 0):
-                    counter(name).inc(value - before.get(name, 0))
-                    before[name] = value
-            gauge().set(agents)
-
-        return export
-
-    def attach(self, notify: Callable[[], None]) -> Mapping[int, RayAgent]:
-        """Return the present agents, by number; `notify` is called when they change."""
-        self.start()
-        with self._lock:
-            self._watchers.append(notify)
-            if self._made is None and not self._asks:
-                self._seen = -1
-                self._ask()
-        return self._agents
-
-    def detach(self, notify: Callable[[], None]) -> None:
-        """Do not call `notify` any more."""
-        with contextlib.suppress(ValueError):
-            self._watchers.remove(notify)
-
-    # -- the end
+    def ask(self, handle: Any) -> Any:
+        """Ask an actor for a sign of life."""
+        return handle.about.remote(self._payload)
 
     def close(self) -> None:
-        """End the agents and their workers. A fleet that was unpickled only forgets them."""
-        with self._lock:
-            over, self.over = self.over, self.over or "it was closed"
-            made, self._made, roster, self._roster = self._made, None, self._roster, None
-            is_mine = made is not None or self._name is not None
-            self._take({})
-            self.worker = None
-        _pickled.discard(self)
-        self._tell()
-        if over or not is_mine or not ray.is_initialized():
-            return
-        if made is not None:
-            made.close()
-        if self._end is not None:
-            self._end.detach()
-        if roster is not None:
-            ray.wait([roster.close.remote()], timeout=ROSTER_SECONDS)
-            ray.kill(roster)
+        """End the actors. A fleet that was unpickled only forgets them."""
+        handles, self.handles, self._payload, self.is_over = self.handles, [], [], True
+        for handle in handles if ray.is_initialized() and not self._is_copy else ():
+            ray.kill(handle)
 
     def __enter__(self) -> Self:
-        """Start it; a fleet without a worker is started by its loader."""
-        return self if self.worker is None and not self.over else self.start()
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-_pickled: set[RayFleet] = set()  # copies may be in use: these stay until they are closed
+class Place:
+    """Room for one batch at an agent, with a connection; with RAY_USE_TLS, for a call of Ray's."""
+
+    def __init__(self, handle: Any, fleet: RayFleet, look: Callable[[], None]) -> None:
+        self.handle, self._fleet, self._look = handle, fleet, look
+        self._by_ray = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+        self._connection: Connection | None = None
+        self.name, self.has_begun = "an agent", False  # the batch, as far as is known
+
+    def open(self) -> None:
+        """Connect to the agent, once Ray has started it."""
+        *self._process, has, host, port, key = self._result(self._fleet.ask(self.handle))
+        self.name = f"the agent with pid {self._process[0]} on node {host}"
+        if has != system():
+            raise ImportError(
+                f"{self.name} has {has}, and the trainer {system()}: install the same on all "
+                "nodes, or give runtime_env="
+            )
+        if not self._by_ray:
+            raw = socket.create_connection((host, port), PROOF_SECONDS)
+            self._connection = Connection(raw, key, is_agent=False)
+
+    def make(self, asked: tuple[Any, ...], take: Callable[[int], Memory]) -> Message:
+        """Have the agent make a batch; raise one of `LOST` if that is lost."""
+        there, limit = self._connection, self._fleet.timeout
+        self.has_begun = there is None
+        if there is None:
+            if limit is not None:
+                limit *= 1 + self._result(self.handle.ahead.remote(), limit)
+            data, buffers = self._result(self.handle.make.remote(*asked), limit)
+            own = [memoryview(take(one.nbytes)) for one in buffers]  # Ray's cannot be written to
+            for mine, buffer in zip(own, buffers, strict=True):
+                mine[:] = buffer
+            return data, own
+        there.wait_for(limit)
+        there.send(pickle.dumps(asked), [])
+        if limit is not None:
+            there.wait_for(limit * (1 + int(there.receive()[0])))
+        there.receive()
+        self.has_begun = True
+        return there.receive(take)
+
+    def _result(self, call: Any, limit: float | None = None) -> Any:
+        """Wait for a call of Ray's."""
+        end = math.inf if limit is None else time.monotonic() + limit
+        while not ray.wait([call], timeout=LOOK_SECONDS)[0]:
+            self._look()
+            if time.monotonic() > end:
+                raise TimeoutError(f"no answer within {limit:g} s")
+        return ray.get(call)
+
+    def restart(self) -> None:
+        """Have Ray start the agent again, also one that is stopped, which older Rays ask to end."""
+        pid, node_id = self._process
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        ray.remote(killed).options(num_cpus=0, scheduling_strategy=there).remote(pid)
+        ray.kill(self.handle, no_restart=False)
+
+    def close(self) -> None:
+        """End the connection; a call that waits for an answer raises."""
+        if self._connection is not None:
+            self._connection.close()
 
 
-def drop(agents: Agents) -> None:
-    """End the agents of a fleet that was not closed: garbage is collected on any thread."""
-    _thread.start_new_thread(aside, (agents.close,))
+class Remote:
+    """The indexer of all threads: an agent makes the batch, and another one if that is lost.
 
-
-def explain(member: Member, lost: Lost, done: Callable[[Outcome], None]) -> None:
-    """Call `done` with the reason why a connection is lost: Ray's, if the agent is gone."""
-
-    def finish(future: Future[Any]) -> None:
-        found = outcome_of(future)
-        done(found if isinstance(found, Lost) else lost)
-
-    if ray.is_initialized():
-        member.about().future().add_done_callback(finish)
-    else:
-        done(lost)
-
-
-@cache
-def counter(name: str) -> Counter:
-    """Return the metric of all sequences of this process that counts something."""
-    return Counter(f"cseq_{name}_total", f"cseq.Stats: {name.replace('_', ' ')}")
-
-
-@cache
-def gauge() -> Gauge:
-    """Return the metric that says how many agents a sequence of this process has."""
-    return Gauge("cseq_agents", "Agents that can be sent something")
-
-
-def is_final(future: Future[Any]) -> bool:
-    """Whether the call of an actor has failed because that is gone, and is not restarted."""
-    return isinstance(future.exception(), exceptions.ActorDiedError)
-
-
-def connect() -> None:
-    """Connect to Ray, where that has not been done: as `ray.init()` does.
-
-    Raises
-    ------
-    RuntimeError
-        Ray is to encrypt what it sends.
+    `fail` has an exception raised in the loop that no other agent can make good.
     """
-    if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-        raise RuntimeError(
-            "RAY_USE_TLS is set, and the batches of a fleet are not encrypted on their way: "
-            "run it without, in a network that is trusted (a VPN, or one of its own)"
+
+    def __init__(self, fleet: RayFleet, job: Job, fail: Callable[[BaseException], None]) -> None:
+        self._fleet, self._fail, self._take = fleet, fail, Buffers().take
+        self._on_error, rank = job.on_error, job.sampler
+        first = rank.rank * len(fleet.handles) // rank.world_size  # each rank begins elsewhere
+        handles = fleet.handles[first:] + fleet.handles[:first]
+        self._places = [Place(one, fleet, self._look) for one in handles * AHEAD]
+        self._free: queue.SimpleQueue[Place | None] = queue.SimpleQueue()  # None: it is closed
+        self._closed = threading.Event()
+        self._due, self._why = time.monotonic() + SHORT, ""  # when to say that no agent is there
+        self._threads: list[Threads] = []
+
+    def __getitem__(self, indices: NDArray[np.int64]) -> Any:
+        at: Any = context.here.batch_context
+        now = at.ticket
+        numbers = context.Numbers(now.seed, now.epoch, now.batch, now.start, now.parts())
+        lost: list[str] = []
+        while len(lost) < TRIES:
+            place = self._free.get()
+            if place is None or self._closed.is_set():
+                self._free.put(None)  # for the next thread
+                raise InterruptedError("the sequence was finished")
+            try:
+                data, buffers = place.make((numbers, indices, self._on_error), self._take)
+            except LOST as error:
+                place.close()
+                if isinstance(error, TimeoutError):
+                    place.restart()
+                if place.has_begun:  # else it is another batch that ends agents
+                    lost.append(f"{place.name}: {failure.line_of(error)}")
+                self.connect([place])
+                continue
+            self._free.put(place)
+            made = pickle.loads(data, buffers=buffers)
+            if type(made) is not Raised:
+                return made
+            raised = failure.ordinary(failure.unpack(made.packed))
+            failure.annotate(raised, f"raised by {place.name}")
+            if made.is_setup:
+                self._fail(raised)
+            raise raised
+        where = failure.where(now.epoch, now.batch, indices.tolist(), failure.MOST)
+        died = WorkerDied(
+            f"{where} was lost with {TRIES} agents: {'; '.join(lost)}",
+            epoch=now.epoch,
+            batch=now.batch,
+            indices=indices.tolist(),
         )
-    if not ray.is_initialized():
-        ray.init()
+        if self._on_error != "skip":
+            self._fail(died)
+        raise died
+
+    def connect(self, places: list[Place] | None = None) -> None:
+        """Connect these places, or all, each on a thread of its own."""
+        threads = Threads()
+        for place in self._places if places is None else places:
+            threads.add("cseq-fleet", partial(self._connect, place))
+        self._threads.append(threads)
+        threads.start()
+
+    def _connect(self, place: Place) -> None:
+        """Connect a place when its agent is there."""
+        pause, longest = PAUSES
+        while not self._closed.wait(pause):
+            pause = min(2 * pause, longest)
+            try:
+                place.open()
+            except OVER as error:
+                line = failure.line_of(error)
+                self._fail(RuntimeError(f"an agent has ended, or did not start: {line}"))
+                return
+            except LOST as error:
+                self._why = f"; {place.name}: {failure.line_of(error)}"
+            except BaseException as error:  # noqa: BLE001 - it is raised in the loop
+                self._fail(error)
+                return
+            else:
+                self._due = math.inf
+                self._free.put(place)
+                break
+        if self._closed.is_set():
+            place.close()
+
+    def _look(self) -> None:
+        """End what waits for a finished sequence; say once why no agent is there."""
+        if self._closed.is_set():
+            raise EOFError("the sequence was finished")
+        if time.monotonic() > self._due:
+            self._due = math.inf
+            wanted, there = self._fleet.options, ray.available_resources()
+            text = "no agent is there yet: each asks for %s, and there is %s%s"
+            tell(logging.WARNING, text, wanted, there, self._why)
+
+    def close(self) -> None:
+        """End all connections, and what waits for one."""
+        self._closed.set()
+        self._free.put(None)
+        for place in self._places:
+            place.close()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for threads in self._threads:
+            threads.join(deadline)
 
 
-def roster_actor(name: str | None = None) -> Any:
-    """Return what starts a roster; one with a name outlives this job."""
-    lasting = {"name": name, "namespace": NAMESPACE, "lifetime": "detached"} if name else {}
-    return ray.remote(Roster).options(
-        num_cpus=0, max_restarts=-1, max_concurrency=READERS, **lasting
-    )
+class FleetPool(ThreadPool):
+    """Threads, each of which asks an agent for a batch, and hands it over."""
 
+    _own: RayFleet | None = None  # where none was given
 
-def fleet_for(job: Job) -> RayFleet:
-    """Make the fleet of a sequence that is given none: its workers are spread over all nodes."""
-    fleet = RayFleet(
-        job.worker,
-        batch_size=job.sampler.words,
-        seed_globals=job.seed_globals,
-        **job.options._asdict(),
-    )
-    fleet.placement = Placement(None, job.num_workers, {}, is_total=True)
-    return fleet
+    def __init__(self, job: Job) -> None:
+        fleet, options = job.fleet, job.options
+        if fleet is not None and fleet.is_over:
+            raise RuntimeError("this fleet is over: it was closed")
+        if fleet is None:
+            own: dict[str, Any] = {"timeout": options.timeout, "threads": options.threads}
+            own["seed_globals"] = job.seed_globals
+            fleet = self._own = RayFleet(job.worker, 1, job.num_workers, **own)
+        threads, buffer = AHEAD * len(fleet.handles), job.start.buffer
+        if job.auto[1]:
+            buffer = min(max(buffer, 2 * threads), MOST_BUFFER)
+        self._remote = Remote(fleet, job, lambda error: self._group.fail(error))  # noqa: PLW0108
+        super().__init__(
+            job._replace(
+                worker=self._remote,
+                num_workers=threads,
+                buffer=max(job.buffer, buffer),
+                start=Size(threads, buffer),
+                options=options._replace(timeout=None),  # that of an agent
+            )
+        )
+
+    def open(self) -> None:
+        """Connect, and start the threads."""
+        self._remote.connect()
+        super().open()
+
+    def stats(self) -> Stats:
+        """Return counts and times."""
+        return replace(super().stats(), agents=self.num_workers // AHEAD)
+
+    def close(self) -> None:
+        """End the threads, and the agents of a fleet that was not given."""
+        self._remote.close()
+        super().close()
+        if self._own is not None:
+            self._own.close()

@@ -32,12 +32,13 @@ PURPOSE_ITEM = 3  # generators that adapters seed, for each item
 
 
 class Numbers(NamedTuple):
-    """What identifies work of an adapter, which no ticket of a ring asks for by these numbers."""
+    """What identifies work that no ticket of a ring asks for here: an adapter's, a fleet's."""
 
     seed: int  # of the order of the epoch, and of the generators
     epoch: int
     batch: int  # its running number within the epoch
     start: int  # position of its first sample in the order of the epoch
+    units: NDArray[np.int64] | None = None  # of a batch of a sequence: what `parts` returns
 
 
 Ticket: TypeAlias = Runner | Numbers  # identifies the present batch
@@ -193,11 +194,12 @@ def parts() -> NDArray[np.int64]:
     """
     batch_context = here.batch_context
     ticket = None if batch_context is None else batch_context.ticket
-    if not isinstance(ticket, Runner):
+    divided = ticket.units if isinstance(ticket, Numbers) else ticket and ticket.parts()
+    if divided is None:
         raise RuntimeError(
             "cseq.parts() belongs to the batch of a sequence: call it in __getitem__ of its indexer"
         )
-    sizes: NDArray[np.int64] = ticket.parts()
+    sizes: NDArray[np.int64] = divided.copy()
     ends = sizes.cumsum()
     assert batch_context is not None
     for position, _, _ in batch_context.left:

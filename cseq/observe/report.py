@@ -49,7 +49,7 @@ SHOWN_ROWS = 32  # of more than that, those that differ most
 SLOWEST = 8  # batches in the table
 INDICES = 6  # samples that a batch of it begins with
 GOOD = ("loop", "none")
-NAMES = {"thread": "MTSequence", "fleet": "RaySequence"}
+NAMES = {"thread": "MTSequence"}
 FULL = ("cores", "gil")  # causes with which there is no room for more workers
 LITTLE = 0.2  # part of the time that a loop may wait without a red edge
 
@@ -173,7 +173,7 @@ def of_loader(
 def of_run(run: Run[Any]) -> Part:
     """Look at what runs, whatever it belongs to."""
     pool, stats = run.pool, run.pool.stats()
-    if not isinstance(pool, BatchPool) or not pool.has_order:
+    if not isinstance(pool, BatchPool):
         return of_loader("DataLoader" if run.about else "Streams", run.about, stats)
     sampler, place = pool.sampler, pool.feed.place
 
@@ -183,7 +183,7 @@ def of_run(run: Run[Any]) -> Part:
 
     facts = f"samples={sampler.dset_size:,}, batches={sampler.length:,}, "
     facts += f"batch_size={sampler.batch_size:,}, workers={stats.num_workers}, seed={sampler.seed}"
-    name = NAMES.get(pool.lanes.kind, "MPSequence")
+    name = "RaySequence" if stats.agents else NAMES.get(pool.lanes.kind, "MPSequence")
     return Part(name, facts, stats, list(_rows(stats, indices)), stats.history)
 
 

@@ -74,10 +74,8 @@ def apart(buffer: int) -> int:
     return max(1, buffer // 2)
 
 
-def _facts(sampler: Sampler | None) -> dict[str, object]:
-    """Return what `top` shows of the epochs; None: a loader's, whose pool has no order."""
-    if sampler is None:
-        return {}
+def _facts(sampler: Sampler) -> dict[str, object]:
+    """Return what `top` shows of the epochs."""
     shown = FACTS if sampler.world_size > 1 else FACTS[:-2]
     return {name: getattr(sampler, name) for name in shown}
 
@@ -363,11 +361,6 @@ class BatchPool(Pool):
 
     def open(self) -> None:
         """Start the runners. If this raises, or a signal handler does, `close` ends them."""
-
-    @property
-    def has_order(self) -> bool:
-        """Whether its batches are of samples in an order, not of the keys of a loader."""
-        return self._job.sampler is not None
 
     @property
     def sampler(self) -> Sampler:

@@ -189,8 +189,16 @@ def test_other_words_are_errors(make: Any, name: str) -> None:
         make(Augmented, 10, out_type="null", **{name: "fast"})
 
 
-@pytest.mark.parametrize("name", ["num_workers", "buffer"])
-def test_a_fleet_takes_numbers(name: str) -> None:
-    """The trainer does not know the other machines."""
-    with pytest.raises(ValueError, match=f"{name}='auto' with thread_type='ray': .*give {name}="):
-        cseq.RaySequence(Augmented, 10, out_type="null", **{name: "auto"})
+def test_a_fleet_takes_a_number_of_workers() -> None:
+    """The trainer does not know the other machines; how large a buffer is, it does."""
+    with pytest.raises(ValueError, match="num_workers='auto' with thread_type='ray': "):
+        cseq.RaySequence(Augmented, 10, out_type="null", num_workers="auto")
+    cseq.RaySequence(Augmented, 10, out_type="null", buffer="auto")
+
+
+@pytest.mark.parametrize("name", ["start_method", "preload", "max_restarts", "on_timeout"])
+def test_a_fleet_has_no_processes_that_cseq_starts(name: str) -> None:
+    """What concerns those is refused, with its value."""
+    given = {"start_method": "spawn", "preload": False, "max_restarts": 3, "on_timeout": "restart"}
+    with pytest.raises(TypeError, match=f"{name}=.*concerns a fleet's workers: Ray starts these"):
+        cseq.RaySequence(Augmented, 10, out_type="null", **{name: given[name]})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from indexers import Units
-from kinds import FLEET, QUICK, Kind, by_name
+from kinds import QUICK, Kind, by_name
 
 import cseq
 from cseq.testing import check_order
@@ -121,7 +121,7 @@ def test_an_order_keeps_its_promises(name: str) -> None:
 
 
 @every_order
-@pytest.mark.parametrize("kind", [*QUICK, FLEET], ids=by_name)
+@pytest.mark.parametrize("kind", QUICK, ids=by_name)
 def test_all_pools_give_the_order(name: str, kind: Kind) -> None:
     """Two epochs, wherever they are made: the order's units, and generators alike."""
     manager = make(name, kind)

@@ -38,7 +38,6 @@ from indexers import (
     Where,
 )
 from kinds import (
-    FLEET,
     INLINE,
     KINDS,
     PROCESSES,
@@ -59,8 +58,8 @@ if TYPE_CHECKING:
 
     from conftest import RunScript
 
-every_kind = pytest.mark.parametrize("kind", [*KINDS, FLEET], ids=by_name)
-every_pool = pytest.mark.parametrize("kind", [*QUICK, FLEET], ids=by_name)
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=by_name)
+every_pool = pytest.mark.parametrize("kind", QUICK, ids=by_name)
 every_process = pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
 
 

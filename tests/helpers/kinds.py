@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fleets import OwnFleet
 from indexers import Indices1
 
 import cseq
@@ -35,27 +34,10 @@ class Kind:
     def make(self, worker: Any, dset_size: Any, num_workers: int = 2, **options: Any) -> Any:
         """Make a manager, for this kind of pool if it is started by `start`."""
         options = {"out_type": "null", "seed": 42, "num_workers": num_workers} | options
-        if self.name == "fleet":
-            return self._on_a_fleet(worker, dset_size, **options)
         if self.processes:
             options["start_method"] = self.start_method
             return cseq.MPSequence(worker, dset_size, **options)
         return cseq.MTSequence(worker, dset_size, **options)
-
-    def _on_a_fleet(self, worker: Any, dset_size: Any, **options: Any) -> Any:
-        """Make a manager on a fleet in this process, of an agent for each worker."""
-        own = ("max_restarts", "timeout", "on_timeout", "threads", "preload", "memory_limit")
-        passed = {name: options.pop(name) for name in own if name in options}
-        limit = {"memory_limit": passed["memory_limit"]} if "memory_limit" in passed else {}
-        fleet = OwnFleet(
-            worker,
-            options["num_workers"],
-            batch_size=max(64, options.get("batch_size", 32)),
-            start_method=self.start_method,
-            seed_globals=options.pop("seed_globals", True),
-            **passed,
-        )
-        return cseq.RaySequence(fleet, dset_size, **options, **limit)
 
     def begin(self, manager: Any) -> Any:
         """Start a manager."""
@@ -77,7 +59,6 @@ FEW = [INLINE, THREAD, FIRST_PROCESS]  # where it does not matter how processes 
 # when workers are there (order, rings, slots, leases) is the same code for all start methods.
 QUICKEST = next(kind for kind in PROCESSES[::-1] if CHOSEN in (kind.name, None))
 QUICK = [INLINE, THREAD, QUICKEST]
-FLEET = Kind("fleet", QUICKEST.start_method)
 
 
 def by_name(kind: Kind) -> str:

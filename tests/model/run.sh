@@ -1,5 +1,5 @@
 #!/bin/sh
-# Checks ring.pml, commit.pml and carrier.pml with spin: they must hold, and every mutant of them must be caught.
+# Checks ring.pml and commit.pml with spin: they must hold, and every mutant of them must be caught.
 #
 #   tests/model/run.sh [short | normal | long]
 #
@@ -118,21 +118,6 @@ short   fails        commit  -DM_REPOST_WITH_SLOT -DTICKETS=2 -DEPOCHS=2 -DDEATH
 short   fails        commit  -DM_RECLAIM_NAMED -DTICKETS=2 -DDEATHS=1
 short   fails        commit  -DM_NO_RECLAIM -DTICKETS=2 -DDEATHS=1
 short   fails        commit  -DM_LAUNCH_FIRST -DTICKETS=2 -DDEATHS=1
-
-# ── a runner that holds many tickets, and epochs that are given up: what is delivered is the ticket's, each of the
-#    last epoch once, all cells free although no answer may ever come
-short   holds        carrier
-short   holds        carrier -DCELLS=1
-normal  holds        carrier -DTICKETS=3
-long    holds        carrier -DEPOCHS=3
-
-# ── mutants of these: each must fail
-short   fails        carrier -DM_NO_LOCK
-short   fails        carrier -DM_BY_CELL
-short   fails        carrier -DM_NO_FLOOR
-short   fails        carrier -DM_CARRIER_FIRST -DCELLS=1
-short   fails        carrier -DM_CARRIER_KEEPS -DCELLS=1
-short   fails        carrier -DM_STAYS_HELD
 TABLE
 }
 

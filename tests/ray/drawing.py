@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import os
 import random
 import time
 from typing import Any
 
 import numpy as np
+import ray
 from kinds import assert_same
 from local_cluster import until
 
@@ -44,24 +45,6 @@ class DrawsSlowly(Draws):
         return super().__getitem__(indices)
 
 
-class ByProcess(Draws):
-    """Says which process has made a batch, and that one's parents; the rest is `Draws`'s."""
-
-    def __getitem__(self, indices: np.ndarray[Any, Any]) -> Any:
-        return os.getpid(), super().__getitem__(indices)
-
-
-def actor_of_this_process() -> int:
-    """Return the id of the process of Ray's that has started this worker."""
-    pid = os.getpid()
-    while True:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            if file.read().startswith(b"ray::"):
-                return pid
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            pid = int(file.read().rpartition(b")")[2].split()[1])
-
-
 def sequence(fleet: Any, **options: Any) -> Any:
     """Make a sequence on a fleet."""
     return cseq.RaySequence(fleet, SAMPLES, 2, **OPTIONS | options)
@@ -81,11 +64,23 @@ def assert_is_test_mode(got: list[Any], worker: Any = Draws, epoch: int = 0) -> 
     assert_same(got, in_test_mode(worker, epoch))
 
 
-def await_agents(fleet, count=2):
-    """Wait until agents answer."""
-    until(lambda: ready(fleet) == count, f"the agents are {fleet.agents}")
+def pids(fleet: Any) -> list[int]:
+    """List the process ids of the agents that answer now."""
+    calls = [fleet.ask(handle) for handle in fleet.handles]
+    found = []
+    for call in ray.wait(calls, num_returns=len(calls), timeout=2)[0]:
+        with contextlib.suppress(ray.exceptions.RayError):  # it is being started again
+            found.append(ray.get(call)[0])
+    return found
 
 
-def ready(fleet):
-    """Count the agents that answer."""
-    return sum(agent.state == "ready" for agent in fleet.agents)
+def await_agents(fleet: Any, count: int = 2, without: Any = ()) -> list[int]:
+    """Wait until so many agents answer, none of which is one of these; return their ids."""
+    there: list[int] = []
+
+    def look() -> bool:
+        there[:] = set(pids(fleet)) - set(without)
+        return len(there) == count
+
+    until(look, f"there are {there}")
+    return there

@@ -21,10 +21,10 @@ from drawing import (
     SMALL,
     DrawsSlowly,
     assert_is_test_mode,
+    pids,
     sequence,
 )
 from local_cluster import STORE, at_work, kill, processes_of, shared_names, until
-from ray.util import metrics
 
 import cseq
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 
 def test_an_epoch_that_is_left_delivers_nothing_later(fleet):
-    """By break, a second iter(), set_epoch, an exception and finish, with parcels in flight."""
+    """By break, a second iter(), set_epoch, an exception and finish, with batches in flight."""
     with sequence(fleet).start() as batches:
         for k, _ in enumerate(batches):
             if k == 5:
@@ -49,17 +49,17 @@ def test_an_epoch_that_is_left_delivers_nothing_later(fleet):
 
 def test_a_loop_that_leaves_waits_for_no_agent(fleet):
     """All agents are stopped, and hold all tickets."""
-    pids = [agent.pid for agent in fleet.agents]
+    there = pids(fleet)
     with sequence(fleet, **SMALL).start() as batches:
         next(iter(batches))
         try:
-            for pid in pids:
+            for pid in there:
                 os.kill(pid, signal.SIGSTOP)
             iter(batches)
             batches.set_epoch(7)
             iter(batches)
         finally:
-            for pid in pids:
+            for pid in there:
                 os.kill(pid, signal.SIGCONT)
         batches.set_epoch(0)
         assert_is_test_mode(list(batches), DrawsSlowly)
@@ -130,7 +130,7 @@ with local_cluster(2) as cluster:
     with manager.start() as batches:
         for k, batch in enumerate(batches):
             if k == 40:
-                until(lambda: len(cluster.at_work()) >= 4, "the agents and their workers are late")
+                until(lambda: len(cluster.at_work()) >= 2, "the agents are late")
                 print(cluster.folder, flush=True)
                 if sys.argv[1] == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -161,6 +161,7 @@ def test_a_driver_that_ends_leaves_nothing(run_script, way):
     here = Path(__file__).parent
     before = shared_names()
     done = run_script(DRIVER, way, str(here), str(here.parent / "helpers"))
+    assert done.stdout.strip(), done.stderr
     kept = Path(done.stdout.strip())
     try:
         assert done.returncode == {"killed": -9, "exits": 3}[way], done.stderr
@@ -174,25 +175,23 @@ def test_a_driver_that_ends_leaves_nothing(run_script, way):
 
 
 def test_counts_are_of_the_whole_run(fleet):
-    """Batches, parcels, bytes."""
+    """Batches, and who made them."""
     with sequence(fleet).start() as batches:
         list(batches)
         stats = batches.stats()
-    assert (stats.batches, stats.agents, stats.num_workers) == (BATCHES, 2, 2)
-    assert 0 < stats.parcels <= BATCHES
-    assert stats.received > 0
+    assert (stats.batches, stats.agents, stats.num_workers) == (BATCHES, 2, 4)
 
 
-def test_counts_are_metrics_of_rays(fleet, monkeypatch):
-    """Of a sequence after another, the second one's are added."""
-    seen = Counter()
-    monkeypatch.setattr(
-        metrics.Counter, "inc", lambda self, value, *_: seen.update({self.info["name"]: value})
-    )
-    for _ in range(2):
-        with sequence(fleet).start() as batches:
-            list(batches)
-    assert seen["cseq_batches_total"] == 2 * BATCHES
-    assert seen["cseq_received_bytes_total"] > 0
-    assert seen["cseq_loop_waited_seconds_total"] > 0
-    assert seen["cseq_parcels_lost_total"] == 0
+def test_the_memory_of_large_batches_is_used_again():
+    """It is that of a batch which the loop has dropped; of one that it holds, it is not."""
+    with cseq.RayFleet(Large, 2, 1) as fleet:
+        options = OPTIONS | {"batch_size": 1, "buffer": 4, "shuffle": False}
+        with cseq.RaySequence(fleet, 60, 2, **options).start() as batches:
+            places, held = Counter(), []
+            for k, batch in enumerate(batches):
+                places[batch.ctypes.data] += 1
+                if k % 20 == 0:
+                    held.append((k, batch))
+                assert (batch == k).all()
+            assert all((batch == k).all() for k, batch in held)
+    assert len(places) <= 16

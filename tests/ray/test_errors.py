@@ -6,31 +6,25 @@ import importlib
 import logging
 import os
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import ray
 from drawing import (
     BATCHES,
     OPTIONS,
     SMALL,
     Draws,
-    actor_of_this_process,
     assert_is_test_mode,
     await_agents,
     in_test_mode,
+    pids,
     sequence,
 )
 from kinds import assert_same
 from local_cluster import until
 
 import cseq
-from cseq.arguments import WorkerOptions
-from cseq.encoding.pickling import dump
-from cseq.fleet import dispatch
-from cseq.fleet.actors import AgentActor
+from cseq.fleet import ray as fleets
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -81,7 +75,7 @@ def test_exceptions_of_indexers_arrive_as_themselves():
                 break
             except Exception as error:  # noqa: BLE001
                 errors.append(error)
-        pids = {agent.pid for agent in fleet.agents}
+        there = pids(fleet)
     assert_same(got, without([100, 200, 300]))
     own = next(error for error in errors if isinstance(error, OwnError))
     assert own.sample == 100
@@ -93,7 +87,8 @@ def test_exceptions_of_indexers_arrive_as_themselves():
     for error in errors:
         assert isinstance(error.__cause__, cseq.RemoteTraceback)
         assert "epoch 0, batch" in "".join(error.__notes__)
-        assert any(f"agent with pid {pid} on node 127.0.0.2" in error.__notes__[-1] for pid in pids)
+        notes = "".join(error.__notes__)
+        assert any(f"the agent with pid {pid} on node 127.0.0.2" in notes for pid in there)
 
 
 def test_failing_batches_are_left_out():
@@ -112,7 +107,7 @@ class FailsWithoutFile(Draws):
     folder = ""
 
     def __getitem__(self, indices):
-        if not os.path.exists(f"{self.folder}/{actor_of_this_process()}"):
+        if not os.path.exists(f"{self.folder}/{os.getpid()}"):
             raise OSError("this node has no data")
         return super().__getitem__(indices)
 
@@ -124,8 +119,7 @@ def test_an_indexer_fails_at_one_agent_alone(tmp_path):
         folder = str(tmp_path)
 
     with cseq.RayFleet(Fails, 2, 1) as fleet:
-        await_agents(fleet)
-        bad, good = [agent.pid for agent in fleet.agents]
+        bad, good = await_agents(fleet)
         (tmp_path / str(good)).touch()
         made, failed = 0, set()
         with sequence(fleet, **SMALL).start() as batches:
@@ -135,54 +129,9 @@ def test_an_indexer_fails_at_one_agent_alone(tmp_path):
                     next(iterator)
                     made += 1
                 except OSError as error:
-                    failed.add(error.__notes__[-1].split(" pid ")[1].split()[0])
+                    failed.add("".join(error.__notes__).split(" pid ")[1].split()[0])
     assert made
     assert failed == {str(bad)}
-
-
-class Dies(Draws):
-    """Ends its process in one batch."""
-
-    def __getitem__(self, indices):
-        if 77 in indices:
-            os._exit(5)
-        return super().__getitem__(indices)
-
-
-def test_a_fleet_goes_on_after_a_batch_that_kills_its_workers():
-    """The sequence that asked for it fails; those without it do not, whichever agent had it."""
-    with cseq.RayFleet(Dies, 2, 1) as fleet:
-        for _ in range(2):
-            with pytest.raises(cseq.WorkerDied, match="has ended 3 workers"):
-                list(sequence(fleet).start())
-            with cseq.RaySequence(fleet, 76, **OPTIONS).start() as batches:
-                assert_same(list(batches), in_test_mode(samples=76))
-
-
-@ray.remote(num_cpus=0, max_calls=1)
-def not_listening(payload):
-    """Be an agent that Ray has told an address that this machine does not have."""
-    ray.util.get_node_ip_address = lambda: "203.0.113.7"
-    options = WorkerOptions.checked(None, 0, None, "raise", None, 1, None)
-    said = []
-    with ThreadPoolExecutor(1) as threads:  # the main thread's signals stay as they are
-        agent = threads.submit(AgentActor, 1, 4, options, seed_globals=True).result()
-        for _ in range(2):
-            try:
-                threads.submit(agent.about, payload).result()
-            except RuntimeError as error:
-                said.append(str(error))
-    return said, [thread.name for thread in threading.enumerate()]
-
-
-def test_an_agent_that_cannot_listen_starts_no_workers():
-    """It says so, each time that it is asked for a sign of life."""
-    made = dump(Draws(), elsewhere=True)
-    payload = [ray.put((made.data, [*made.buffers], made.modules))]
-    said, threads = ray.get(not_listening.remote(payload))
-    assert len(said) == 2
-    assert "cannot listen at 203.0.113.7" in said[0]
-    assert "cseq-server" not in threads
 
 
 class Refuses:
@@ -207,32 +156,35 @@ def test_an_agent_whose_environment_cannot_be_made_is_an_error():
     fleet = cseq.RayFleet(Draws, 1, 1, runtime_env={"working_dir": "file:///no/such.zip"})
     with fleet, sequence(fleet).start() as batches:
         iterator = iter(batches)
-        with pytest.raises(RuntimeError, match="an agent did not start"):
+        with pytest.raises(RuntimeError, match="an agent has ended, or did not start"):
             next(iterator)
 
 
 def test_what_cannot_be_scheduled_is_logged(caplog):
     """What the agents ask for, and what the cluster has; the loop can be left."""
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, "cseq"):
-        patch.setattr(dispatch, "SHORT", 0.2)
+        patch.setattr(fleets, "SHORT", 0.2)
         with cseq.RayFleet(Draws, 1, 1, resources={"unobtainable": 1}) as fleet:
             manager = sequence(fleet)
             with manager.start() as batches:
                 iter(batches)
                 until(lambda: "no agent is there" in caplog.text, "nothing is logged")
-    assert "each asks for {'resources': {'unobtainable': 1}}" in caplog.text
-    assert "the cluster has {" in caplog.text
+    assert "each asks for {'num_cpus': 1, 'resources': {'unobtainable': 1}}" in caplog.text
     assert "'CPU': 2.0" in caplog.text
 
 
+OTHERS = r"has cseq 0\.[2-9].*, Python 3.* and numpy 2, and the trainer cseq 0\.0\.1.* numpy 1"
+
+
 def test_another_version_is_refused(monkeypatch):
-    """With both named."""
+    """With both named: of cseq, Python, and the numpy that arrays are pickled by."""
     with cseq.RayFleet(Draws, 1, 1) as fleet:
         await_agents(fleet, 1)
         monkeypatch.setattr(cseq, "__version__", "0.0.1")
+        monkeypatch.setattr(np, "__version__", "1.26.0")
         with sequence(fleet).start() as batches:
             iterator = iter(batches)
-            with pytest.raises(RuntimeError, match=r"has cseq 0\.[2-9].*the trainer cseq 0\.0\.1"):
+            with pytest.raises(ImportError, match=OTHERS):
                 next(iterator)
 
 
@@ -293,20 +245,83 @@ def test_a_module_that_agents_lack_is_named(tmp_path, monkeypatch):
     assert "py_modules" in notes
 
 
-def test_threads_of_libraries_share_the_cpus(monkeypatch):
-    """Ray gives an actor as many as it has CPUs; each worker process gets one."""
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "1"),
+        ({"threads": 3}, "3"),
+        ({"threads": 3, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "2"}}}, "2"),
+    ],
+)
+def test_threads_of_libraries(monkeypatch, options, expected):
+    """Those of `threads`, unless the runtime_env says another number."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     class Threads:
         def __getitem__(self, indices):
             return os.environ.get("OMP_NUM_THREADS")
 
-    with cseq.RayFleet(Threads, 1, 2, num_cpus=1) as fleet, sequence(fleet).start() as batches:
-        assert next(iter(batches)) in (None, "1")
+    with cseq.RayFleet(Threads, 1, 1, **options) as fleet, sequence(fleet).start() as batches:
+        assert next(iter(batches)) == expected
 
 
-def test_a_cluster_that_encrypts_is_refused(cluster, monkeypatch):
-    """What goes over connections of its own would not be encrypted."""
+def test_a_cluster_that_encrypts_carries_the_batches(monkeypatch):
+    """No agent is connected to: calls of Ray's bring the same stream, writable, and errors."""
     monkeypatch.setenv("RAY_USE_TLS", "1")
-    with pytest.raises(RuntimeError, match=r"RAY_USE_TLS is set, .* not encrypted"):
-        cseq.RayFleet(Draws, 1, 1).start()
+    monkeypatch.delattr(fleets, "Connection")
+    with cseq.RayFleet(Draws, 2, 1) as fleet, sequence(fleet).start() as batches:
+        assert_is_test_mode(list(batches))
+    fleet = cseq.RayFleet(Fails, 2, 1)
+    with fleet, sequence(fleet, on_error="skip").start() as batches:
+        assert_same(list(batches), without([100, 200, 300]))
+
+
+class Keeps:
+    """Fills one array with each batch."""
+
+    def __init__(self):
+        self.kept = np.zeros(1 << 18, np.uint8)
+
+    def __getitem__(self, indices):
+        self.kept[:] = indices[0] % 251
+        return indices, self.kept, {"a view": self.kept[1:]}
+
+
+def test_what_an_indexer_keeps_is_copied():
+    """The next batch is made while this one is sent; what the loop keeps is not written to."""
+    kept = []
+    with cseq.RayFleet(Keeps, 1, 1) as fleet, sequence(fleet).start() as batches:
+        for indices, array, views in batches:
+            kept.append((array, indices[0] % 251))
+            assert (array == indices[0] % 251).all()
+            assert (views["a view"] == indices[0] % 251).all()
+    assert all((array == value).all() for array, value in kept)
+
+
+def test_what_concerns_workers_is_given_to_the_fleet():
+    """As is a fleet to a sequence of fleets."""
+    with cseq.RayFleet(Draws, 1, 1) as fleet:
+        for options in ({"timeout": 3.0}, {"threads": 2}, {"seed_globals": False}):
+            with pytest.raises(TypeError, match="give it to the fleet"):
+                cseq.RaySequence(fleet, 8, **options)
+        with pytest.raises(TypeError, match="is a fleet: give it to a RaySequence"):
+            cseq.MPSequence(fleet, 8)
+        manager = cseq.RaySequence(fleet, 8, **OPTIONS)
+    with pytest.raises(RuntimeError, match="this fleet is over: it was closed"):
+        manager.start()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"nodes": 0}, "nodes=0 is below 1"),
+        ({"num_workers": "many"}, "num_workers='many' is not an integer"),
+        ({"timeout": -1}, "timeout=-1"),
+        ({"threads": 0}, "threads=0 is below 1"),
+        ({"preload": ["numpy"]}, "preload"),
+    ],
+)
+def test_wrong_arguments_are_named(options, text):
+    """At once; Ray refuses what it does not know."""
+    with pytest.raises((TypeError, ValueError), match=text):
+        cseq.RayFleet(Draws, **options)

@@ -1,14 +1,11 @@
-"""Fleets: a sequence's own, one with copies in other processes, one with a name, one that grows."""
+"""Fleets: a sequence's own, one with copies in other processes, one of several sequences."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import logging
 import os
-import signal
 import time
-import weakref
 
 import numpy as np
 import pytest
@@ -17,20 +14,16 @@ from drawing import (
     BATCHES,
     OPTIONS,
     SAMPLES,
-    SMALL,
     Draws,
     DrawsAlone,
-    DrawsSlowly,
     assert_is_test_mode,
     await_agents,
     in_test_mode,
     sequence,
 )
 from kinds import assert_same
-from local_cluster import until
 
 import cseq
-from cseq.fleet import actors
 from cseq.testing import kill_agent
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -38,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 @ray.remote(num_cpus=0)
 class Rank:
-    """A process beside the driver that goes through an epoch on a fleet, or makes one."""
+    """A process beside the driver that goes through an epoch on a fleet."""
 
     def epoch(self, fleet, **options):
         with sequence(fleet, **options).start() as batches:
@@ -53,16 +46,6 @@ class Rank:
                 time.sleep(0.01)
             return [first, *iterator]
 
-    def make(self, **options):
-        self.fleet = cseq.RayFleet(DrawsSlowly, 2, 1, **options)
-        return self.fleet.start()
-
-    def kill_first(self):
-        kill_agent(self.fleet, 0, None)
-
-    def resize(self, nodes):
-        self.fleet.resize(nodes)
-
 
 def own(workers=2, **options):
     """Make a sequence with a fleet of its own."""
@@ -70,35 +53,35 @@ def own(workers=2, **options):
 
 
 def test_a_sequence_has_a_fleet_of_its_own():
-    """Its workers are on all nodes; `finish` ends them, and leaves Ray."""
-    with own().start() as batches:
-        got = list(batches)
-        stats = batches.stats()
-        assert (stats.num_workers, stats.batches) == (2, BATCHES)
-    assert_is_test_mode(got)
-    assert ray.is_initialized()
-
-
-def test_more_workers_than_cpus_is_logged_once(caplog):
-    """The default of four workers on two nodes with a CPU each: they share."""
-    with caplog.at_level(logging.WARNING, "cseq"), own(4).start() as batches:
-        got = list(batches)
-        assert batches.stats().num_workers == 4
-    assert_is_test_mode(got)
-    messages = [record.message for record in caplog.records]
-    # On a slow machine, also that none is there yet.
-    messages = [one for one in messages if not one.startswith("no agent is there")]
-    assert [one[:18] for one in messages] == ["4 worker processes"]
-
-
-def test_a_sequence_begins_again_and_is_dropped():
-    """Each start has a fleet; without `finish`, it ends with the manager."""
+    """`finish` ends it, and leaves Ray; the sequence begins again, and may be dropped."""
     manager = own()
     with manager.start() as batches:
-        next(iter(batches))
+        got = list(batches)
+        stats = batches.stats()
+        assert (stats.agents, stats.batches) == (2, BATCHES)
+    assert_is_test_mode(got)
+    assert ray.is_initialized()
     manager.start()
     assert_is_test_mode(list(manager), epoch=1)
     del manager
+
+
+def test_more_workers_than_cpus_are_waited_for():
+    """The default of four workers on two nodes with a CPU each: two of them come."""
+    with own(4).start() as batches:
+        assert_is_test_mode(list(batches))
+
+
+def test_a_fleet_has_what_the_nodes_have_room_for():
+    """A worker process for each CPU, unless more is said."""
+    with cseq.RayFleet(Draws) as fleet:
+        assert len(fleet.handles) == 2
+    with cseq.RayFleet(Draws, num_cpus=0.5) as fleet:
+        assert len(fleet.handles) == 4
+    with cseq.RayFleet(Draws, num_workers=3, num_cpus=0.1) as fleet:
+        assert len(fleet.handles) == 6
+    with pytest.raises(ValueError, match="num_cpus=64, and no node of the cluster has as many"):
+        cseq.RayFleet(Draws, num_cpus=64)
 
 
 def test_a_copy_uses_the_same_agents():
@@ -108,24 +91,20 @@ def test_a_copy_uses_the_same_agents():
         there = rank.epoch.remote(fleet)
         assert_is_test_mode(list(sequence(fleet).start()))
         assert_is_test_mode(copy.deepcopy(ray.get(there)))  # Ray's arrays are read-only
-        assert len(fleet.agents) == 2
-        assert sum(agent.batches for agent in fleet.agents) >= 2 * BATCHES
 
 
 def test_a_copy_outlives_the_object_that_was_pickled():
-    """A function may make a fleet, and return only the task that it was given to."""
+    """Its agents are started again, too; they end with the last copy."""
     fleet = cseq.RayFleet(Draws, 2, 1)
-    made, here = copy.copy(fleet), weakref.ref(fleet)
+    made = copy.copy(fleet)
     del fleet
     gc.collect()
     with sequence(made).start() as batches:
         assert_is_test_mode(list(batches))
-        kill_agent(here(), 0, signal.SIGKILL)
-        until(lambda: len(made.agents) == 2, "the agent is not replaced")
+        kill_agent(made, 0)
         assert_is_test_mode(list(batches), epoch=1)
-    here().close()
-    gc.collect()
-    assert here() is None
+        await_agents(made)
+        made.close()  # it forgets them
 
 
 class Tens:
@@ -140,25 +119,20 @@ class Tens:
 
 @ray.remote(num_cpus=0)
 def from_copy(fleet):
-    """Go through an epoch; also say what is raised in test mode."""
+    """Go through an epoch, and make a batch of it here."""
     manager = cseq.RaySequence(fleet, **OPTIONS)
     with manager.start() as batches:
-        got = list(batches)
-    try:
-        with manager.start_test() as batches:
-            next(iter(batches))
-    except RuntimeError as error:
-        return got, str(error)
+        return list(batches), manager.remake(0, 5).batch
 
 
 def test_a_copy_knows_how_many_samples_there_are_and_of_which_type():
-    """It says what it lacks, where test mode wants it."""
+    """As the fleet's maker, from the worker."""
     with cseq.RayFleet(cseq.from_dataset(Tens()), 2, 1) as fleet:
         here = list(cseq.RaySequence(fleet, **OPTIONS).start())
-        there, text = ray.get(from_copy.remote(fleet))
+        there, again = ray.get(from_copy.remote(fleet))
     assert {batch.dtype for batch in here + there} == {np.dtype(np.int64)}
     assert [batch.tolist() for batch in there] == [batch.tolist() for batch in here]
-    assert "has a copy of a fleet, and not its worker" in text
+    assert again.tolist() == here[5].tolist()
 
 
 def test_a_rank_that_sleeps_holds_no_other_up(tmp_path):
@@ -175,139 +149,21 @@ def test_a_rank_that_sleeps_holds_no_other_up(tmp_path):
     assert seen == list(range(SAMPLES))
 
 
-def test_resize_and_replacements_reach_copies():
-    """In the middle of an epoch of a copy."""
-    rank = Rank.remote()
-    fleet = ray.get(rank.make.remote())
-    got = []
-    with sequence(fleet, **SMALL).start() as batches:
-        for k, batch in enumerate(batches):
-            got.append(batch)
-            if k == 30:
-                rank.resize.remote(3)
-                until(lambda: fleet.workers == 3, "the agent is not known")
-            if k == 60:
-                kill_agent(fleet, 1, None)
-            if k == 100:
-                rank.resize.remote(1)
-                until(lambda: fleet.workers == 1, "the agents are still known")
-    assert_is_test_mode(got)
-    with pytest.raises(RuntimeError, match="this fleet is a copy"):
-        fleet.resize(2)
+class Rows:
+    """Says how its indices are divided."""
+
+    def __getitem__(self, indices):
+        return indices, cseq.parts()
 
 
-@pytest.mark.parametrize("name", [None, "shared"])
-def test_a_roster_that_dies_is_restarted(cluster, name):
-    """A copy learns from the new one which agents there are, and which come later."""
-    rank = Rank.remote()
-    fleet = ray.get(rank.make.remote(name=name))
-    got = []
-    with sequence(fleet, **SMALL).start() as batches:
-        for k, batch in enumerate(batches):
-            got.append(batch)
-            if k == 30:
-                (roster,) = [pid for pid, title in cluster.at_work().items() if "Roster" in title]
-                os.kill(roster, signal.SIGKILL)
-                until(lambda: is_known(fleet), "the roster is not restarted")
-                if name is None:
-                    rank.resize.remote(1)
-                    until(lambda: fleet.workers == 1, "the agents are still known")
-    assert_is_test_mode(got)
-    if name is not None:
-        cseq.RayFleet.find(name).close()
-
-
-def is_known(fleet):
-    """Whether a roster tells of agents."""
-    try:
-        return bool(fleet.agents)
-    except ray.exceptions.RayActorError:
-        return False
-
-
-def test_a_copy_whose_maker_dies_says_so():
-    """Its agents are gone; the loop ends with an error."""
-    rank = Rank.remote()
-    fleet = ray.get(rank.make.remote())
-    with sequence(fleet, **SMALL).start() as batches:
-        iterator = iter(batches)
-        next(iterator)
-        ray.kill(rank)
-        with pytest.raises(RuntimeError, match="the fleet is over: what has made it has ended"):
-            list(iterator)
-
-
-def test_a_fleet_with_a_name_outlives_its_maker():
-    """Another process finds, resizes and ends it."""
-    rank = Rank.remote()
-    ray.get(rank.make.remote(name="shared"))
-    ray.kill(rank)
-    del rank
-    with cseq.RayFleet.find("shared") as fleet:
-        assert_is_test_mode(list(sequence(fleet).start()))
-        with pytest.raises(ValueError, match="a fleet of this name runs"):
-            cseq.RayFleet(Draws, 2, 1, name="shared").start()
-        got = []
-        with sequence(fleet, **SMALL).start() as batches:
-            for k, batch in enumerate(batches):
-                got.append(batch)
-                if k == 40:
-                    kill_agent(fleet, 0, None)
-                if k == 80:
-                    fleet.resize(1)
-        assert_is_test_mode(got)
-    with pytest.raises(ValueError, match="no such fleet"):
-        cseq.RayFleet.find("shared")
-
-
-def test_agents_come_and_go_in_the_middle_of_an_epoch(cluster, added_node):
-    """More of them get work within 80 batches (of 4 ms); those that go make what they have."""
-    got = []
-    with cseq.RayFleet(DrawsSlowly, 1, 1) as fleet:
-        await_agents(fleet, 1)
-        with sequence(fleet, **SMALL).start() as batches:
-            for k, batch in enumerate(batches):
-                got.append(batch)
-                if k == 20:
-                    fleet.resize(3)
-                    await_agents(fleet, 3)
-                if k == 100:
-                    until(  # their workers may still be starting
-                        lambda: all(agent.batches for agent in fleet.agents), "one has no work"
-                    )
-                if k == 120:
-                    fleet.resize(1)
-            assert batches.stats().agents == 1
-    assert_is_test_mode(got)
-
-
-def test_an_elastic_fleet_grows_while_its_agents_are_busy(monkeypatch):
-    """And shrinks while they are not; the stream is the same."""
-    monkeypatch.setattr(actors, "SCALE_SECONDS", 0.3)
-    monkeypatch.setattr(actors, "BUSY", 0.8)  # of an agent that shares two cores with others
-    with cseq.RayFleet(DrawsSlowly, (1, 3), 1, num_cpus=0.5) as fleet:
-        await_agents(fleet, 1)
-        got = []
-        with sequence(fleet, repeat=100).start() as batches:
-            for batch in batches:
-                got.append(batch)
-                if len(got) == BATCHES:
-                    assert_is_test_mode(got, epoch=batches.epoch)
-                    got = []
-                    if fleet.workers == 3:
-                        break
-            assert fleet.workers == 3
-            until(lambda: fleet.workers == 1, "no agent ends")
-        assert len(fleet.agents) == 1
-
-
-@pytest.mark.parametrize(
-    ("nodes", "text"), [((3, 2), r"nodes\[1\]=2 is below 3"), ((0, 2), r"nodes\[0\]=0 is below 1")]
-)
-def test_bounds_that_are_none_are_refused(nodes, text):
-    """At once."""
-    with pytest.raises(ValueError, match=text):
-        cseq.RayFleet(Draws, nodes)
+def test_rows_are_divided_as_in_test_mode():
+    """What `cseq.parts` says in an agent."""
+    packed = cseq.Packed(np.arange(60) % 7 + 1, 16)
+    options = {"order": packed, "batch_size": 3, "seed": 3, "out_type": "null"}
+    with cseq.RayFleet(Rows, 2, 1) as fleet, cseq.RaySequence(fleet, **options).start() as batches:
+        got = list(batches)
+    with cseq.MPSequence(Rows, **options).start_test() as batches:
+        assert_same(got, list(batches))
 
 
 def test_sequences_share_a_fleet():

@@ -27,7 +27,6 @@ from stress import left_behind
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 
-from fleets import OwnFleet
 from streaming import lost_slots
 
 import cseq
@@ -119,9 +118,6 @@ class Worker:
         return indices, content(int(indices[0]))
 
 
-TYPES = {"proc": "proc", "fleet": "ray"}
-
-
 class Sequence(Loop):
     """An `MSequence`: a batch's name is its place in the epoch."""
 
@@ -131,12 +127,10 @@ class Sequence(Loop):
         self.processes = kind == "proc"
         self.count, self.seed = rng.choice([30, 4000]), rng.randrange(2**32)
         worker, workers = partial(Worker, rng.choice([0, 1e-4])), rng.randint(1, 3)
-        if kind == "fleet":
-            worker = OwnFleet(worker, workers, start_method="fork")
         self.m = cseq.MSequence(
             worker, self.count, batch_size=4,
             num_workers=workers, buffer=rng.choice([1, 3, 8]), seed=self.seed,
-            thread_type=TYPES.get(kind, "thread"), out_type="null", ordered=ordered,
+            thread_type="proc" if self.processes else "thread", out_type="null", ordered=ordered,
             **({"start_method": "fork"} if self.processes else {}),
         )  # fmt: skip
         self.m.start_test() if kind == "test" else self.m.start()
@@ -434,8 +428,6 @@ KINDS = {
     "threads unordered": Kind(partial(Sequence, kind="thread", ordered=False)),
     "processes": Kind(partial(Sequence, kind="proc")),
     "processes unordered": Kind(partial(Sequence, kind="proc", ordered=False)),
-    "fleet": Kind(partial(Sequence, kind="fleet")),
-    "fleet unordered": Kind(partial(Sequence, kind="fleet", ordered=False)),
     "test mode": Kind(partial(Sequence, kind="test")),
     "streams": Kind(Stream),
     "streams unordered": Kind(partial(Stream, ordered=False)),

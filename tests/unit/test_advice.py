@@ -39,7 +39,7 @@ CASES = {
     ],
     "fed": [{"dry": 0.02}, {"dry": 0.02, "busy": 0.3}],
     "none": [{"batches": 10**6}],
-    "fleet": [{"agents": 3, "workers": 12, "busy": 0.1, "cpu": None}],
+    "fleet": [{"agents": 3, "workers": 6, "busy": 0.1, "cpu": None}],
     "converters": [{"converters": 2, "converting": 0.95, "busy": 0.3}],
     "memory": [{"copies": 200}],
     "buffer": [{"busy": 0.4, "buffer": 2}, {"busy": 0.4, "buffer": 5, "behind": 0.9}],
@@ -202,11 +202,10 @@ def test_a_loop_that_makes_its_batches_itself() -> None:
 
 def test_what_a_fleet_needs() -> None:
     """Agents, in proportion to what the loop could take; its workers are not the manager's."""
-    slow = replace(PLAIN, agents=3, workers=12, received=5e7)
+    slow = replace(PLAIN, agents=3, workers=6)
     assert str(advise(slow)) == (
-        "fleet: the loop waits 50% of the time; a batch takes the loop 5.0 ms; 3 agents with 12 "
-        "workers in all send 100 batches and 50 MB a second → fleet.resize(6), or a larger "
-        "num_workers of the fleet: at most 2.0 times as fast."
+        "fleet: the loop waits 50% of the time; a batch takes the loop 5.0 ms; 3 workers of a "
+        "fleet made 100 batches a second → a fleet of 6 workers: at most 2.0 times as fast."
     )
     idle = advise(replace(slow, waited=0.1, busy=0.1))
     assert (idle.cause, idle.change) == ("loop", {})

@@ -11,7 +11,6 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
 
-import fleets
 import numpy as np
 import pytest
 from conftest import import_path
@@ -308,25 +307,13 @@ def test_in_a_notebook() -> None:
 
 @pytest.mark.needs("worker processes")
 def test_what_runs_has_its_own_name() -> None:
-    """Of a fleet's batches, those of a loader's keys have no order of samples."""
-    with (
-        fleets.LocalFleet(Rows, 1) as fleet,
-        cseq.RaySequence(fleet, 8, batch_size=4, out_type="null", seed=1).start() as batches,
-    ):
+    """Of threads, and of processes."""
+    with cseq.MPSequence(Rows, 8, 1, out_type="null").start() as batches:
         list(batches)
-        assert [report.of_run(run).name for run in present()] == ["RaySequence"]
+        assert [report.of_run(run).name for run in present()] == ["MPSequence"]
     with cseq.MTSequence(Rows, 8, 1, out_type="null").start() as batches:
         list(batches)
         assert [report.of_run(run).name for run in present()] == ["MTSequence"]
-    pytest.importorskip("torch")
-    with fleets.LateFleet(1) as fleet:
-        loader = cseq.DataLoader([1, 2, 3], fleet=fleet)
-        batches = iter(loader)
-        next(batches)
-        (part,) = (report.of_run(run) for run in present())
-        assert part.name == "DataLoader"
-        assert part.facts.startswith("list, batch_size=1")
-        assert len(list(batches)) == 2
 
 
 class Items:

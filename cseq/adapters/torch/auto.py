@@ -37,11 +37,9 @@ def take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Tuner
     return args, kwargs, Tuner((True, False))
 
 
-def check(loader: Any, rng: str | None, fleet: Any) -> None:
+def check(loader: Any, rng: str | None) -> None:
     """Refuse 'auto' where the number of workers can be seen in the batches, or cannot change."""
     said, dataset = "num_workers='auto'", loader.dataset
-    if fleet is not None:
-        raise ValueError(f"{said} beside fleet=, whose workers make the batches; leave it out")
     if loader._dataset_kind == names.ITERABLE:
         raise ValueError(
             f"{said} beside the IterableDataset dataset={dataset!r}, which shares itself out among "

@@ -138,15 +138,6 @@ def make_iterator(
         "snapshot_every": snapshot_every,
     }
     reason = reason_against(loader)
-    fleet = getattr(loader, "fleet", None)
-    if fleet is not None:
-        if reason is not None:
-            raise RuntimeError(f"fleet={fleet!r} cannot make the batches, since {reason}")
-        from cseq.adapters.torch.fleet import FleetIterator
-
-        from_fleet = FleetIterator(loader, **options, max_restarts=max_restarts)
-        _note(loader, None)
-        return from_fleet, None
     if reason is not None:
         return fall_back(reason)
     if loader.num_workers == 0:

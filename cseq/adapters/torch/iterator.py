@@ -220,8 +220,6 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             self._end()
             raise
         except WorkerTimeout as late:
-            if not self._timeout:  # that of a fleet
-                raise
             raise LoaderTimeout(
                 f"DataLoader timed out after {self._timeout} seconds: {late}"
             ) from None
@@ -312,8 +310,6 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
 
     def _told(self, died: WorkerDied) -> str:
         """Return what to say of a death: it begins in torch's words, which people search for."""
-        if died.pid is None:  # agents of a fleet were lost
-            return str(died)
         return f"DataLoader worker (pid(s) {died.pid}) exited unexpectedly: {died}"
 
     # -- the end

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     import torch
 
     from cseq.advice import Advice
-    from cseq.fleet.ray import RayFleet
     from cseq.indexing.leaving import Skipped
     from cseq.remake import Remade
     from cseq.run import Run
@@ -109,11 +108,6 @@ class DataLoader(Torchs[T_co]):
         Worker processes that may die and be replaced in an epoch. With ``rng='worker'`` the
         generators of a replacement begin from its seed, so numbers are drawn again, which the log
         says; with 0, `WorkerDied` is raised in the loop.
-    fleet : RayFleet, optional
-        One without a worker, whose agents make the batches of a map-style data set, as with
-        ``rng='batch'`` and any `num_workers`, which is left out. The first `iter` starts it: the
-        data set, `collate_fn` and `worker_init_fn` are sent once. The fleet is the caller's to
-        close.
 
     Raises
     ------
@@ -141,7 +135,6 @@ class DataLoader(Torchs[T_co]):
     on_error: str | None = None
     snapshot_every_n_steps: int | None = None
     max_restarts: int = MAX_RESTARTS
-    fleet: Any = None
     _reason: str | None = None  # why the latest iterator is torch's own
     _is_told = False  # what `state_dict` leaves out
     _tuner: Tuner | None = None  # with num_workers='auto'
@@ -174,7 +167,6 @@ class DataLoader(Torchs[T_co]):
             on_error: Literal["raise", "skip"] | None = None,
             snapshot_every_n_steps: int | None = None,
             max_restarts: int = MAX_RESTARTS,
-            fleet: RayFleet | None = None,
         ) -> None: ...
 
     else:
@@ -186,7 +178,6 @@ class DataLoader(Torchs[T_co]):
             on_error: str | None = None,
             snapshot_every_n_steps: int | None = None,
             max_restarts: int = MAX_RESTARTS,
-            fleet: Any = None,
             **kwargs: Any,
         ) -> None:
             for name in ELSEWHERE.keys() & kwargs.keys():
@@ -206,13 +197,8 @@ class DataLoader(Torchs[T_co]):
             self.snapshot_every_n_steps = every
             self.max_restarts = count("max_restarts", max_restarts, least=0)
             if self._tuner is not None:
-                auto.check(self, rng, fleet)
+                auto.check(self, rng)
                 self.rng = "batch"
-            if fleet is not None:
-                from cseq.adapters.torch.fleet import check
-
-                check(self, fleet, rng)
-                self.fleet, self.rng = fleet, "batch"
 
     def _get_iterator(self) -> Any:
         """Make an iterator, or go on where the state that was loaded says."""
@@ -329,7 +315,7 @@ class DataLoader(Torchs[T_co]):
         RuntimeError
             There is nothing to tell of; see `stats`. With ``num_workers=0``, there always is.
         """
-        if not self.num_workers and self.fleet is None:
+        if not self.num_workers:
             return advise(Window(batches=1))
         now = self.stats()
         return (now if since is None else now.since(since)).advice()

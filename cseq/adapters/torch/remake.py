@@ -32,7 +32,7 @@ def remake(loader: Any, progress: Progress | None, batch: int, *, samples: bool)
         raise RuntimeError("no epoch has begun of which to make a batch again: call iter() first")
     state = progress.order.state(progress.yielded)
     twin, timed = copy.copy(loader), Timed(loader.dataset) if samples else None
-    twin.__dict__.update(num_workers=0, timeout=0, fleet=None)  # torch's refuses some by `setattr`
+    twin.__dict__.update(num_workers=0, timeout=0)  # torch's refuses some by `setattr`
     if timed is not None:
         twin.__dict__["dataset"] = timed
     if isinstance(loader.batch_sampler, BatchSampler):

@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import platform
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,17 +20,14 @@ from cseq.adapters.torch.seeds import BatchSeeds, seed_worker
 from cseq.adapters.torch.stateful import DatasetState
 from cseq.encoding import failure
 from cseq.encoding.pickling import dumps
-from cseq.fleet import keys
 from cseq.indexing import context
 from cseq.indexing.leaving import Leaving, Partial, none_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from numpy.typing import NDArray
-
 __all__ = [
-    "Batches", "Epoch", "Fetching", "KeyIndexer", "Raised", "Stated", "Worker", "numbered",
+    "Batches", "Epoch", "Fetching", "Raised", "Stated", "Worker", "numbered",
     "unnumbered",
 ]  # fmt: skip
 
@@ -211,17 +207,6 @@ class Worker(NamedTuple):
         """Make it."""
         return Batches(self, number, num_workers)
 
-    def is_like(self, other: Worker) -> bool:
-        """Whether it makes the batches of another loader, too."""
-        ours, theirs = self.fetching, other.fetching
-        return (
-            ours.dataset is theirs.dataset
-            and ours.collate_fn is theirs.collate_fn
-            and ours.auto_collation == theirs.auto_collation
-            and ours.skips == theirs.skips
-            and self.init_fn is other.init_fn
-        )
-
 
 class Epoch(NamedTuple):
     """What a worker has to know of an epoch.
@@ -398,30 +383,6 @@ class Batches:
         if self._worker.fetching.kind == names.ITERABLE:
             return f"batch {self._made - 1} of worker {self._number}"
         return f"the batch of {failure.listed(key)} in worker {self._number}"
-
-
-class KeyIndexer:
-    """The indexer in a fleet's worker process: makes the batches of keys, as the workers here do.
-
-    The seed of a ticket is the epoch's, and its batch the number of the key.
-    """
-
-    def __init__(self, worker: Worker) -> None:
-        here: Any = context.here.batch_context
-        self._here, self._batches = here, worker(here.number, here.num_workers)
-        self._seed: int | None = None
-
-    def __getitem__(self, indices: NDArray[Any]) -> Any:
-        """Return the batch, or `Raised`."""
-        ticket = self._here.ticket
-        number, seed, key = ticket.batch, ticket.seed, keys.read(indices, ticket.parts())
-        if seed != self._seed:
-            self._batches.begin(Epoch(seed))
-            self._seed = seed
-        made = self._batches.make([number, *key] if type(key) is list else (number, key))
-        if type(made) is Raised:
-            return made._replace(place=f"{made.place} on {platform.node()}, pid {os.getpid()}")
-        return made
 
 
 def _packed(error: BaseException) -> bytes:

@@ -127,7 +127,6 @@ def test_by_position_in_copies_and_pickles() -> None:
             {"persistent_workers": True},
             "with persistent_workers=True.*leave it out",
         ),
-        (Slow, {"fleet": object()}, "beside fleet=.*leave it out"),
     ],
 )
 def test_where_the_number_would_be_seen(dataset: Any, options: dict[str, Any], said: str) -> None:
