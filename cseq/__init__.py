@@ -97,8 +97,6 @@ if typing.TYPE_CHECKING:
     from cseq.adapters.torch import StatefulDataLoader as StatefulDataLoader
     from cseq.fleet.ray import RayFleet as RayFleet
     from cseq.observe.progress import progress as progress
-    from cseq.observe.recycled import recycled as recycled
-    from cseq.observe.tune import tune as tune
 
 __version__ = "0.2.0.dev0"
 
@@ -140,8 +138,6 @@ __all__ = [
 _ELSEWHERE = {
     "RayFleet": "cseq.fleet.ray",
     "progress": "cseq.observe.progress",
-    "recycled": "cseq.observe.recycled",
-    "tune": "cseq.observe.tune",
 }
 
 if not typing.TYPE_CHECKING:  # to a type checker, the names above are all there are
