@@ -76,12 +76,6 @@ class Histogram:
             for k in np.flatnonzero(self._buckets)
         ]
 
-    def below(self, edges: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Count what took less than each of these, which are of `EDGES`."""
-        below = np.concatenate([[0], np.cumsum(self._buckets)])
-        found: NDArray[np.int64] = below[np.searchsorted(EDGES, edges)]
-        return found
-
     def __repr__(self) -> str:
         return (
             f"Histogram(count={self.count}, mean={self.mean:.3g} s, "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from cseq.advice import Advice, Window, advise
+from cseq.check import count
 from cseq.compute import share
 from cseq.meters import BUCKETS, Histogram
 
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 
     from cseq.meters import Meters
 
-__all__ = ["SlowBatch", "Stats", "WorkerStats"]
+__all__ = ["Every", "SlowBatch", "Stats", "WorkerStats", "counting"]
+
+log = logging.getLogger("cseq")
 
 ADDED: tuple[str, ...] = ("batches", "samples", "nbytes", "restarts", "retries", "skips", "copies")
 ADDED += ("loop_waited", "elapsed", "start_waited")
@@ -287,6 +291,34 @@ class Stats:
         }
         return {prefix + name: float(value) for name, value in figures.items()}
 
+    @staticmethod
+    def every(n: int, manager: Any) -> Every:
+        """Return what gives the figures of each `n` steps of a loop, from here on.
+
+        Parameters
+        ----------
+        n : int
+        manager : manager or DataLoader
+
+        Returns
+        -------
+        Every
+            Its `at(step)`, with steps from 1 on, is `as_dict` of the last `n` steps after each `n`
+            of them, and empty otherwise.
+
+        Examples
+        --------
+        >>> manager = cseq.MPSequence(np.arange(24), batch_size=2, out_type="null")
+        >>> with manager.start_test() as batches:
+        ...     every = cseq.Stats.every(5, batches)
+        ...     for step, batch in enumerate(batches, 1):
+        ...         if figures := every.at(step):
+        ...             print(step, len(figures))
+        5 17
+        10 17
+        """
+        return Every(manager, n)
+
     def window(self) -> Window:
         """Return what `advice` looks at."""
         counted: dict[str, Any] = {}
@@ -376,6 +408,53 @@ class Stats:
             f"{self.restarts} restarts, {self.retries} retries, {self.skips} skips, "
             f"{self.copies} copies"
         )
+
+
+def counting(manager: Any) -> Any:
+    """Check that something counts, and return it."""
+    if not hasattr(manager, "stats"):
+        raise TypeError(
+            f"manager={manager!r} has no stats(); give a manager of cseq or a cseq.DataLoader"
+        )
+    return manager
+
+
+class Every:
+    """Figures of a loader for each so many steps, whatever starts and ends in between.
+
+    Parameters
+    ----------
+    manager : manager or DataLoader
+    n : int
+    """
+
+    def __init__(self, manager: Any, n: int) -> None:
+        self._manager, self._n, self._told = counting(manager), count("n", n), False
+        self._before = self._read()
+
+    def at(self, step: int) -> dict[str, float]:
+        """Return the figures of the last steps if `step`, counted from 1, ends them, or {}."""
+        if step % self._n:
+            return {}
+        before, now = self._before, self._read()
+        self._before = now
+        if now is None:
+            if not self._told:
+                log.warning("no figures to log: this loader has no worker processes of cseq's")
+            self._told = True
+            return {}
+        try:
+            return (now if before is None else now.since(before)).as_dict()
+        except ValueError:  # it has started again: all that it has done since
+            return now.as_dict()
+
+    def _read(self) -> Stats | None:
+        """Read what was counted; None: nothing, of a DataLoader without workers at this moment."""
+        try:
+            stats: Stats = self._manager.stats()
+        except RuntimeError:
+            return None
+        return stats
 
 
 def _part(seconds: float, of: float, most: float = 1.0) -> float:

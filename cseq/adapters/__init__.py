@@ -6,13 +6,29 @@
 
 ``lightning``      `DataModule`; `Monitor`, which hands figures to the framework's loggers
 ``transformers``   `BatchTrainer`, `SaveState`, `Monitor`
-``keras``          `Batches`, `SaveState`, `Monitor`
-``composer``       `SaveState`, `Monitor`
-``ignite``         `Monitor`
-``prometheus``     `Collector`, for a registry of prometheus_client
-``opentelemetry``  `instrument`, for readers of the metrics API
-``figures``        what those that measure have in common
+``keras``          `Batches`, `SaveState`
 
 None is imported with cseq. Each needs its library, and an ImportError says how to install it. In
 an adapter, ``import NAME`` imports the library of that name, not the adapter.
 """
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["needs"]
+
+
+@contextlib.contextmanager
+def needs(library: str, package: str) -> Iterator[None]:
+    """Import a library in this block, or say how to install it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != library:
+            raise
+        raise ImportError(f"this needs {library}: pip install {package}", name=library) from error

@@ -1,4 +1,4 @@
-"""Keras: managers for `fit` (torch's and JAX's backends), their state, a monitor."""
+"""Keras: managers for `fit` (torch's and JAX's backends), and their state."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 import os
 from typing import Any
 
-from cseq.adapters.figures import Windows, needs, stats_of
+from cseq.adapters import needs
 from cseq.check import count
 
 with needs("keras", "keras"):
     from keras.callbacks import Callback
     from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
-__all__ = ["Batches", "Monitor", "SaveState"]
+__all__ = ["Batches", "SaveState"]
 
 
 class Batches(DataAdapter):  # type: ignore[misc]
@@ -26,7 +26,8 @@ class Batches(DataAdapter):  # type: ignore[misc]
     """
 
     def __init__(self, manager: Any) -> None:
-        stats_of(manager)
+        if not hasattr(manager, "_sampler"):
+            raise TypeError(f"manager={manager!r} is no manager of cseq")
         self._manager = manager
 
     @property
@@ -92,43 +93,3 @@ class SaveState(Callback):  # type: ignore[misc]
             json.dump({"weights": weights, "batches": state}, file)
         os.replace(f"{path}.new", path)
         self._weights = weights
-
-
-class Monitor(Callback):  # type: ignore[misc]
-    """Adds a manager's figures to Keras' logs, for the callbacks that come after it.
-
-    Those of `Stats.as_dict`. The logs of a batch have them from the first `every` batches on, for
-    the last `every` ones; the logs of an epoch, and so its history, those of the whole epoch. A bar
-    of progress shows all logs, unless ``keras.callbacks.ProgbarLogger()`` comes before the monitor.
-
-    Parameters
-    ----------
-    manager : manager or DataLoader
-        Which `fit` trains with.
-    every : int
-        Batches from one time to the next.
-    """
-
-    def __init__(self, manager: Any, every: int = 50) -> None:
-        super().__init__()
-        stats_of(manager)
-        self._batches, self._epoch = Windows(manager, every), Windows(manager, every)
-        self._seen = 0
-        self._figures: dict[str, float] = {}
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._seen, self._figures = 0, {}
-        self._batches.begin()
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch.begin()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._seen += 1
-        self._figures = self._batches.at(self._seen) or self._figures
-        if logs is not None:
-            logs.update(self._figures)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if logs is not None:
-            logs.update(self._epoch.end())

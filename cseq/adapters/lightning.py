@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cseq.adapters.figures import Windows, needs
+from cseq.adapters import needs
+from cseq.check import count
+from cseq.stats import Every, counting
 
 with needs("lightning", "lightning"):
     from lightning.pytorch import Callback, LightningDataModule
@@ -95,14 +97,16 @@ class Monitor(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, manager: Any = None, every: int = 50) -> None:
-        self._windows = Windows(manager, every)
+        self._manager = None if manager is None else counting(manager)
+        self._n = count("every", every)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._windows.begin(trainer.train_dataloader)
+        loader = trainer.train_dataloader if self._manager is None else self._manager
+        self._every = Every(loader, self._n)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         loop = trainer.fit_loop.epoch_loop
-        figures = self._windows.at(loop.total_batch_idx + 1)
+        figures = self._every.at(loop.total_batch_idx + 1)
         for logger in trainer.loggers if figures else ():
             # The step that Lightning's own callbacks give: the figures lie beside the loss.
             logger.log_metrics(figures, step=loop._batches_that_stepped)

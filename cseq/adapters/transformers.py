@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cseq.adapters.figures import Windows, needs
+from cseq.adapters import needs
+from cseq.check import count
+from cseq.stats import Every, counting
 
 with needs("transformers", "'transformers[torch]'"):
     from transformers import Trainer, TrainerCallback
@@ -90,7 +92,8 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
         self, manager: Any = None, every: int = 50, trainer: Trainer | None = None
     ) -> None:
         self.trainer = trainer
-        self._windows = Windows(manager, every)
+        self._manager = None if manager is None else counting(manager)
+        self._n = count("every", every)
 
     def on_train_begin(
         self,
@@ -105,10 +108,10 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
                 "Monitor has no Trainer to log with; after the Trainer is made, call "
                 "trainer.add_callback(Monitor(manager, trainer=trainer))"
             )
-        self._windows.begin(train_dataloader)
+        self._every = Every(train_dataloader if self._manager is None else self._manager, self._n)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        figures = self._windows.at(state.global_step)
+        figures = self._every.at(state.global_step)
         if figures and self.trainer is not None:
             wanted = control.should_log  # of this step's loss, which `log` would take as done
             self.trainer.log(figures)

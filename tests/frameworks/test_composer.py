@@ -61,43 +61,43 @@ def test_its_epochs_and_its_resumes(recipes: Path, folder: Path) -> None:
 
 
 MONITORED = """
+from itertools import pairwise
+
 import vision
 import torch
 import with_composer
 from composer import Trainer
 from composer.loggers import InMemoryLogger
-from cseq.adapters.composer import Monitor
 from data import batches
-from recipes import LENGTH, Read, figures_of
+from recipes import LENGTH, figures_of
 
-model = with_composer.Model()
-for own in (False, True):
-    logger = InMemoryLogger()
-    with batches().start() as manager:
-        read = Read(manager)
-        trainer = Trainer(
-            model=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=1e-4),
-            train_dataloader=manager,
-            max_duration="3ep",
-            device="cpu",
-            callbacks=[Monitor(None if own else read, every=5)],
-            loggers=[logger],
-        )
-        trainer.fit()
-        trainer.close()
-    logged = figures_of(logger.data)
-    steps = list(range(5, 3 * LENGTH + 1, 5))
-    assert len(logged) == 17
-    for name, values in logged.items():
-        assert [int(timestamp.batch) for timestamp, _ in values] == steps
-        if not own:
-            expected = [figures[name] for figures in read.figures()]
-            assert [value for _, value in values] == expected
+model, logger = with_composer.Model(), InMemoryLogger()
+with batches().start() as manager:
+    read = manager.stats
+    readings = []
+    manager.stats = lambda: readings.append(read()) or readings[-1]
+    trainer = Trainer(
+        model=model,
+        optimizers=torch.optim.SGD(model.parameters(), lr=1e-4),
+        train_dataloader=manager,
+        max_duration="3ep",
+        device="cpu",
+        callbacks=[with_composer.Figures(5)],
+        loggers=[logger],
+    )
+    trainer.fit()
+    trainer.close()
+logged = figures_of(logger.data)
+steps = list(range(5, 3 * LENGTH + 1, 5))
+expected = [now.since(before).as_dict() for before, now in pairwise(readings)]
+assert len(logged) == 17
+for name, values in logged.items():
+    assert [int(timestamp.batch) for timestamp, _ in values] == steps
+    assert [value for _, value in values] == [figures[name] for figures in expected]
 print("all is well")
 """
 
 
-def test_the_monitor_logs_figures(recipes: Path, folder: Path) -> None:
+def test_its_loggers_have_figures(recipes: Path, folder: Path) -> None:
     """Every fifth batch, what stats() says of the batches since, under that batch's timestamp."""
     assert run(["-c", MONITORED], folder, recipes).endswith("all is well\n")

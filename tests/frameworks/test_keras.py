@@ -59,15 +59,14 @@ def test_its_epochs_and_its_resumes(
     assert [json.loads(line) for line in found] == batches
 
 
-MONITORED = """
-import json, os, sys
+FIGURES = """
 import keras
 import with_keras
-from cseq.adapters.keras import Batches, Monitor, SaveState
+from cseq.adapters.keras import Batches
 from data import batches
-from recipes import LENGTH, Read, figures_of
+from recipes import LENGTH, figures_of
 
-logged, shown = {}, []
+logged, shown = [], []
 
 
 class Logger(keras.callbacks.Callback):
@@ -77,7 +76,9 @@ class Logger(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.step += 1
         assert "loss" in logs
-        logged[self.step] = figures_of(logs)
+        if found := figures_of(logs):
+            assert len(found) == 17
+            logged.append(self.step)
 
 
 class Bar(keras.callbacks.ProgbarLogger):
@@ -87,48 +88,12 @@ class Bar(keras.callbacks.ProgbarLogger):
 
 net = with_keras.network()
 with batches(out_type="null").start() as manager:
-    read = Read(manager)
-    callbacks = [
-        Bar(),
-        Monitor(read, every=5),
-        SaveState(manager, "saved", LENGTH),
-        Logger(),
-        keras.callbacks.CSVLogger("log.csv"),
-    ]
-    history = net.fit(Batches(manager), epochs=3, callbacks=callbacks, verbose=0).history
-
-# The monitor reads as training begins, as an epoch begins and ends, and after each fifth batch.
-readings = iter(read.readings)
-before, current, step = next(readings), {}, 0
-for epoch in range(3):
-    begin = next(readings)
-    for _ in range(LENGTH):
-        step += 1
-        if step % 5 == 0:
-            now = next(readings)
-            assert now.since(before).batches == 5
-            before, current = now, now.since(before).as_dict()
-        assert logged[step] == current, (step, logged[step], current)
-    whole = next(readings).since(begin)
-    assert whole.batches == LENGTH
-    assert figures_of({name: values[epoch] for name, values in history.items()}) == whole.as_dict()
-assert next(readings, None) is None
+    callbacks = [Bar(), with_keras.Figures(manager, 5), Logger()]
+    net.fit(Batches(manager), epochs=3, callbacks=callbacks, verbose=0)
+assert logged == list(range(5, 3 * LENGTH + 1, 5)), logged
 assert shown == [{}] * (3 * LENGTH)
-with open("log.csv") as file:
-    assert set(current) <= set(file.readline().strip().split(","))
 print("all is well")
 """
-
-
-@pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_the_monitor_adds_to_the_logs(
-    backend: str, recipes: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What stats() says, in the logs of batches, of epochs, and in the history; not in the bar."""
-    pytest.importorskip(backend)
-    monkeypatch.setenv("KERAS_BACKEND", backend)
-    assert run(["-c", MONITORED], folder, recipes).endswith("all is well\n")
-
 
 STEPS = """
 import keras
@@ -198,11 +163,13 @@ print("all is well")
 """
 
 
-@pytest.mark.parametrize("script", [STEPS, FAILED], ids=["steps_per_epoch", "failed saves"])
+@pytest.mark.parametrize(
+    "script", [FIGURES, STEPS, FAILED], ids=["figures", "steps", "failed saves"]
+)
 def test_what_goes_on(
     script: str, recipes: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A manager that repeats gives each epoch its steps; a failed save leaves the last one."""
+    """Logs have figures; with `repeat`, epochs have their steps; a failed save changes nothing."""
     pytest.importorskip("torch")
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     assert run(["-c", script], folder, recipes).endswith("all is well\n")

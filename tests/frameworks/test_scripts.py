@@ -27,6 +27,8 @@ SCRIPTS = [
     ("with_jax", "flax", ()),
     ("with_keras", "keras", ()),
     ("with_lightning", "lightning", ()),
+    ("with_opentelemetry", "opentelemetry", ()),
+    ("with_prometheus", "prometheus_client", ()),
     ("with_skorch", "skorch", ()),
     ("with_transformers", "transformers", ()),
 ]

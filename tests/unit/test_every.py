@@ -1,4 +1,4 @@
-"""What monitors measure: windows of so many steps, whatever starts and ends in between."""
+"""Figures of each so many steps, whatever starts and ends in between."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import cseq
-from cseq.adapters.figures import Windows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,12 +15,8 @@ if TYPE_CHECKING:
 
 # Adapters, and the package and the module that each needs.
 LIBRARIES = {
-    "composer": ("mosaicml", "composer"),
-    "ignite": ("pytorch-ignite", "ignite"),
     "keras": ("keras", "keras"),
     "lightning": ("lightning", "lightning"),
-    "opentelemetry": ("opentelemetry-api", "opentelemetry"),
-    "prometheus": ("prometheus-client", "prometheus_client"),
     "transformers": ("transformers[torch]", "transformers"),
 }
 
@@ -48,13 +43,12 @@ def test_windows_end_with_each_so_many_steps() -> None:
     """The figures are those since the one before, also in another epoch."""
     with cseq.MTSequence(Numbers, 32, batch_size=4, out_type="null").start() as manager:
         read = Read(manager)
-        windows = Windows(read, every=3)
-        windows.begin()
+        every = cseq.Stats.every(3, read)
         before, step = read.last, 0
         for _ in range(2):
             for _ in manager:
                 step += 1
-                figures = windows.at(step)
+                figures = every.at(step)
                 assert bool(figures) == (step % 3 == 0)
                 if figures:
                     added = read.last.since(before)
@@ -68,25 +62,23 @@ def test_a_new_start_begins_a_window() -> None:
     """What was counted before it is of another run, also where that had fewer batches."""
     manager = cseq.MTSequence(Numbers, 32, batch_size=4, out_type="null")
     read = Read(manager)
-    windows = Windows(read, every=1)
     with manager.start():
         next(iter(manager))
-        windows.begin()
+        every = cseq.Stats.every(8, read)
     with manager.start():
         for _ in manager:
             pass
-        assert windows.end() == read.last.as_dict()
+        assert every.at(8) == read.last.as_dict()
         assert read.last.batches == 8
 
 
 def test_a_loader_without_workers_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """There are no figures of it; training goes on."""
     loader = cseq_loader(num_workers=0)
-    windows = Windows(None, every=1)
     with caplog.at_level(logging.WARNING, "cseq"):
-        windows.begin(loader)
+        every = cseq.Stats.every(1, loader)
         for step, _ in enumerate(loader, 1):
-            assert windows.at(step) == {}
+            assert every.at(step) == {}
     assert [record.getMessage() for record in caplog.records] == [
         "no figures to log: this loader has no worker processes of cseq's"
     ]
@@ -97,13 +89,12 @@ def test_each_epoch_of_a_loader_has_workers_of_its_own() -> None:
     """A window that began with those of the epoch before has what the new ones have done."""
     loader = cseq_loader(num_workers=1)
     read = Read(loader)
-    windows = Windows(read, every=3)
-    windows.begin()
+    every = cseq.Stats.every(3, read)
     step, found = 0, []
     for _ in range(2):
         for _ in loader:
             step += 1
-            if windows.at(step):
+            if every.at(step):
                 found.append(read.last.batches)
     assert found == [3, 2]  # of epochs of four batches
 
@@ -117,11 +108,9 @@ def cseq_loader(**options: Any) -> Any:
 def test_what_does_not_count_is_refused() -> None:
     """At once, with the remedy."""
     with pytest.raises(TypeError, match=r"manager=\[\] has no stats\(\); give a manager of cseq"):
-        Windows([], every=1)
-    with pytest.raises(TypeError, match=r"manager=None has no stats"):
-        Windows(None, every=1).begin()
-    with pytest.raises(ValueError, match="every=0 is below 1"):
-        Windows(None, every=0)
+        cseq.Stats.every(1, [])
+    with pytest.raises(ValueError, match="n=0 is below 1"):
+        cseq.Stats.every(0, Read(None))
 
 
 def test_adapters_import_no_library(run_script: RunScript) -> None:
