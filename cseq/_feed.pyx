@@ -467,14 +467,11 @@ cdef class Feed(Line):
         cdef cseq_taken* r = cseq_log_begin(log)
         r.waited_ns = <float>min(self.waited, self.now - log.begun_ns)
         r.started_ns, r.indexed_ns = c.indexing.started_ns, c.indexing.published_ns
-        # A claim may bear the time of the publish before it.
-        r.taken_ns, r.queued_ns = self.now, <float>max(<int64_t>(r.started_ns - c.posted_ns), 0)
+        r.taken_ns = self.now
         r.converting_ns = r.converted_ns = -1
-        if c.stage:
+        if c.stage:  # a claim may bear the time of the publish before it
             r.converting_ns = <float>max(<int64_t>(c.converting.started_ns - r.indexed_ns), 0)
             r.converted_ns = <float>(c.converting.published_ns - c.converting.started_ns)
-        slots = self.decoder.slots
-        r.held_bytes = 0 if slots is None else <float>cseq_load_rlx_u64(&slots.held_bytes)
         r.epoch = <uint32_t>(c.epoch - 1 if self.queues else c.epoch)  # items count them from 1
         r.batch = <uint32_t>(c.start if self.queues else c.batch)
         r.thread, r.feed, r.status = thread_id(), self.number, <unsigned short>c.status

@@ -10,20 +10,16 @@ from cseq._memory cimport Memory
 cdef extern from "cseq_trace.h" nogil:
     enum:
         CSEQ_MARKS
-        CSEQ_NAME_BYTES
         CSEQ_SPAN
         CSEQ_COUNT
-        CSEQ_COPY
 
     ctypedef struct cseq_taken:
         uint64_t started_ns
         uint64_t indexed_ns
         uint64_t taken_ns
-        float queued_ns      # from the post to `started_ns`
         float converting_ns  # from `indexed_ns` to the converter's claim; no converter: -1
         float converted_ns   # from there to its publish
         float waited_ns
-        float held_bytes
         uint32_t batch
         uint32_t epoch
         uint32_t thread
@@ -48,15 +44,13 @@ cdef extern from "cseq_trace.h" nogil:
 
     ctypedef struct cseq_marks:
         uint32_t on
-        uint32_t name_bytes
         uint64_t begun
-        char* names
 
     cseq_taken* cseq_log_begin(cseq_log* l) noexcept
     void cseq_log_end(cseq_log* l) noexcept
-    void cseq_marks_add(cseq_marks* m, uint64_t begin_ns, uint64_t value, uint64_t what) noexcept
+    void cseq_marks_add(
+        cseq_marks* m, uint64_t begin_ns, uint64_t value, uint64_t what, const char* name, size_t length) noexcept
     int cseq_marks_read(const cseq_marks* m, uint64_t number, cseq_mark* out) noexcept
-    int cseq_marks_name(cseq_marks* m, const char* name, size_t length) noexcept
     uint64_t cseq_bits_of(double value) noexcept
 
 

@@ -9,10 +9,8 @@ from cseq._memory import Memory
 
 MARKS: int
 MARKS_BYTES: int
-NAME_BYTES: int
 SPAN: int
 COUNT: int
-COPY: int
 TAKEN: np.dtype[Any]
 MARK: np.dtype[Any]
 
@@ -29,7 +27,6 @@ class Marks:
     @property
     def begun(self) -> int: ...
     def attach(self) -> None: ...
-    def names(self) -> dict[int, str]: ...
     def read(self, first: int = 0) -> NDArray[Any]: ...
 
 @final

@@ -6,6 +6,7 @@ from libc.string cimport memcpy, memset
 
 cimport cython
 cimport numpy as cnp
+from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 
 from cseq._headers cimport *
 from cseq._memory cimport Block, Memory
@@ -34,19 +35,18 @@ cdef extern from *:
     void cseq_thread_forget() noexcept
 
 
-MARKS, NAME_BYTES = CSEQ_MARKS, CSEQ_NAME_BYTES
-SPAN, COUNT, COPY = CSEQ_SPAN, CSEQ_COUNT, CSEQ_COPY
+MARKS = CSEQ_MARKS
+SPAN, COUNT = CSEQ_SPAN, CSEQ_COUNT
 MARKS_BYTES = sizeof(cseq_marks)
 cdef uint64_t LEAST_NS = 2000  # shorter copies are not recorded
-cdef uint64_t NAMELESS = 0xFFFF  # the name of marks for whose names there is no room
 
 TAKEN = numpy.dtype([  # cseq_taken
-    ("started", "u8"), ("indexed", "u8"), ("taken", "u8"), ("queued", "f4"), ("converting", "f4"),
-    ("converted", "f4"), ("waited", "f4"), ("held", "f4"), ("batch", "u4"), ("epoch", "u4"),
-    ("thread", "u4"), ("feed", "u2"), ("worker", "u2"), ("converter", "u2"), ("status", "u2")])
+    ("started", "u8"), ("indexed", "u8"), ("taken", "u8"), ("converting", "f4"), ("converted", "f4"),
+    ("waited", "f4"), ("batch", "u4"), ("epoch", "u4"), ("thread", "u4"), ("feed", "u2"),
+    ("worker", "u2"), ("converter", "u2"), ("status", "u2"), ("pad", "u8")])
 MARK = numpy.dtype([  # cseq_mark
-    ("number", "u8"), ("begin", "u8"), ("value", "u8"), ("kind", "u2"), ("name", "u2"),
-    ("thread", "u4")])
+    ("number", "u8"), ("begin", "u8"), ("value", "u8"), ("kind", "u4"), ("thread", "u4"),
+    ("name", "S32")])
 
 cdef cseq_log here_log
 cdef cseq_marks nowhere  # that of a process which records nothing
@@ -55,9 +55,8 @@ log = &here_log
 marks = &here_marks
 
 cdef Marks here = None   # whose memory `here_marks` is
-cdef dict names = {}     # of this process's marks: number of each
 cdef dict sums = {}      # of its counters
-cdef object guard = object()  # of the critical sections around a new name, and a sum
+cdef object guard = object()  # of the critical section around a sum
 cdef uint32_t own = 0    # the thread that has attached
 cdef Block room = None   # of the log
 
@@ -135,20 +134,7 @@ cdef class Marks:
         """Have this process's threads write their marks here: those of this thread first."""
         global here, here_marks, own
         forget()
-        for name, number in self.names().items():
-            names[number] = name
         here, own, here_marks = self, cseq_thread(), self.m
-
-    def names(self):
-        """Names by their numbers."""
-        cdef uint32_t upto = min(cseq_load_acq_u32(&self.m.name_bytes), <uint32_t>CSEQ_NAME_BYTES)  # SYNC: name is whole
-        cdef uint32_t at = 0
-        cdef bytes data = self.m.names[:upto]
-        found = {}
-        while at < upto:
-            found[at] = data[at + 1:at + 1 + data[at]].decode("utf-8", "replace")
-            at += 1 + data[at]
-        return found
 
     def read(self, uint64_t first=0):
         """The marks from number `first` on that are still there: an array of `MARK`, the oldest first."""
@@ -172,7 +158,6 @@ def forget():
     here_marks = &nowhere
     cseq_thread_forget()
     here = None
-    names.clear()
     sums.clear()
 
 
@@ -182,30 +167,23 @@ def in_forked_child():
     forget()
 
 
-cdef uint64_t mark_of(str name, uint64_t kind) except? 0:
-    """The word that says what a mark is."""
-    cdef uint64_t number = NAMELESS
-    cdef uint32_t thread = cseq_thread()
-    cdef int added
-    known = names.get(name)
-    if known is None:
-        data = name.encode("utf-8", "replace")[:255]
-        with cython.critical_section(guard):
-            known = names.get(name)
-            if known is None:  # no other thread has added it meanwhile
-                added = cseq_marks_name(here_marks, data, len(data))
-                known = names[name] = NAMELESS if added < 0 else added
-    number = known
-    return <uint64_t>(0 if thread == own else thread) << 32 | number << 16 | kind
+cdef int mark(str name, uint64_t kind, uint64_t begin_ns, uint64_t value) except -1:
+    """Record a mark of this thread."""
+    cdef uint64_t thread = cseq_thread()
+    cdef Py_ssize_t length
+    cdef const char* text
+    if not name.isascii():
+        name = name.encode("utf-8", "replace").decode()
+    text = PyUnicode_AsUTF8AndSize(name, &length)
+    cseq_marks_add(here_marks, begin_ns, value, (0 if thread == own else thread << 32) | kind, text, length)
+    return 0
 
 
 cdef void copied(uint64_t begin_ns, uint64_t end_ns) noexcept:
     """A batch was written into its slot by this thread, unless that was a pointer's copy."""
     cdef uint64_t thread = cseq_thread()
-    if end_ns - begin_ns < LEAST_NS:
-        return
-    cseq_marks_add(here_marks, begin_ns, end_ns,
-                   (0 if thread == own else thread << 32) | NAMELESS << 16 | CSEQ_COPY)
+    if end_ns - begin_ns >= LEAST_NS:
+        cseq_marks_add(here_marks, begin_ns, end_ns, (0 if thread == own else thread << 32) | CSEQ_SPAN, "copy", 4)
 
 
 @cython.final
@@ -223,7 +201,7 @@ cdef class Span:
 
     def __exit__(self, kind, error, trace):
         if here_marks.on and self.begun:
-            cseq_marks_add(here_marks, self.begun, cseq_now_ns(), mark_of(self.name, CSEQ_SPAN))
+            mark(self.name, CSEQ_SPAN, self.begun, cseq_now_ns())
 
 
 @cython.binding(False)
@@ -257,7 +235,7 @@ def span(str name not None):
     Parameters
     ----------
     name : str
-        How the trace shows it. The first 16 KiB of different names of a process are kept.
+        How the trace shows it: its first 32 bytes.
 
     Returns
     -------
@@ -312,4 +290,4 @@ def count(str name not None, double n=1.0):
         with cython.critical_section(guard):
             total = sums.get(name, 0.0) + n
             sums[name] = total
-        cseq_marks_add(here_marks, cseq_now_ns(), cseq_bits_of(total), mark_of(name, CSEQ_COUNT))
+        mark(name, CSEQ_COUNT, cseq_now_ns(), cseq_bits_of(total))

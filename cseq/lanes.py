@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Event", "Lanes", "all_lanes", "on_new"]
 
-MOST_EVENTS = 10_000  # of a pool, that are remembered
+MOST_EVENTS = 1000  # of a pool, that are remembered
 
 _numbers = itertools.count(1)
 _alive: weakref.WeakSet[Lanes] = weakref.WeakSet()
@@ -36,7 +36,7 @@ class Event(NamedTuple):
     Attributes
     ----------
     what : str
-        'start', 'ready', 'death', 'restart', 'stall' or 'import'.
+        'start', 'death' or 'import'.
     owner : int
         The runner; 0: none.
     since : int

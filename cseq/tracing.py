@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gzip
-import itertools
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ from cseq.order import shard
 from cseq.processes.launcher.forks import in_forked_children
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from types import TracebackType
 
     from typing_extensions import Self
@@ -41,8 +40,6 @@ log = logging.getLogger("cseq")
 
 TICKETS = 100_000
 MOST_TICKETS = 1 << 24
-MERGED = 64  # tickets in a slice, if they are
-SHORT_NS = 50_000  # a step; shorter ones are merged
 QUARTER = (
     7_889_238 * 10**9
 )  # ns: what `baseTimeNanoseconds` is a multiple of, as torch's profiler has it
@@ -274,7 +271,6 @@ class Writing:
         self._lanes = {lanes.number: lanes for lanes in trace._lanes if self._was_active(lanes)}
         self._rows: dict[Lane, str] = {}  # the name of each row
         self._processes: dict[int, str] = {}
-        self._flows = itertools.count(1)
         self._starts: dict[tuple[int, int], list[Event]] = defaultdict(list)
         self._deaths: dict[tuple[int, int], list[Event]] = defaultdict(list)
         for lanes in trace._lanes:
@@ -336,109 +332,37 @@ class Writing:
     # -- the loop, and what it took
 
     def _loop(self, taken: np.ndarray[Any, Any], thread: int) -> Iterator[str]:
-        """Tell of what one thread took."""
+        """Tell of what one thread took: how it waits for each batch, and what it does with it."""
         inline = [n for n, lanes in self._lanes.items() if lanes.kind == "inline"]
         waited = taken["taken"] - np.maximum(taken["waited"], 0).astype(np.uint64)
         begun = np.where(np.isin(taken["feed"], inline), taken["started"], waited)
         asked = np.maximum(np.minimum(begun, waited), np.r_[np.uint64(0), taken["taken"][:-1]])
         asked = np.minimum(asked, taken["taken"])
-        short = np.zeros(len(taken), bool)
-        for k in range(0, len(taken), MERGED):
-            times = taken["taken"][k : k + MERGED]
-            short[k : k + MERGED] = (times[-1] - times[0]) < SHORT_NS * (len(times) - 1)
         lane = self._row(Lane(self._pid, MADE_UP + thread % MADE_UP), "loop")
-        for k in range(0, len(taken), MERGED):
-            part = slice(k, k + MERGED)
-            if short[k]:
-                name = _span_of(taken[part])
-                end = taken["taken"][part][-1]
-                yield self._slice(name, asked[k], end, lane, waited_us=_us(taken["waited"][part]))
-                continue
-            for n in range(k, min(k + MERGED, len(taken))):
-                yield from self._step(taken, asked, n, lane)
-        for number, lanes in self._lanes.items():
-            mine = taken["feed"] == number
-            if mine.any():
-                yield from self._indexed(taken[mine], short[mine], lanes, lane)
-                yield from self._counters(taken[mine], short[mine], lanes)
+        for n, one in enumerate(taken):
+            if one["waited"] > 0 and asked[n] < one["taken"]:
+                yield self._slice(f"wait {_place(one)}", asked[n], one["taken"], lane)
+            if n + 1 < len(taken):
+                after = taken[n + 1]
+                over = after["feed"] == one["feed"] and after["epoch"] != one["epoch"]
+                name = f"after epoch {one['epoch']}" if over else f"train {_place(one)}"
+                yield self._slice(name, one["taken"], asked[n + 1], lane)
+            yield from self._made(one, self._lanes[int(one["feed"])])
 
-    def _step(
-        self, taken: np.ndarray[Any, Any], asked: np.ndarray[Any, Any], n: int, lane: Lane
-    ) -> Iterator[str]:
-        """Tell how the loop waits for a batch, and what it does with it."""
-        one = taken[n]
-        if one["waited"] > 0 and asked[n] < one["taken"]:
-            yield self._slice(f"wait {_place(one)}", asked[n], one["taken"], lane)
-        if n + 1 < len(taken):
-            after = taken[n + 1]
-            over = after["feed"] == one["feed"] and after["epoch"] != one["epoch"]
-            name = f"after epoch {one['epoch']}" if over else f"train {_place(one)}"
-            yield self._slice(name, one["taken"], asked[n + 1], lane)
-
-    def _indexed(
-        self, taken: np.ndarray[Any, Any], short: np.ndarray[Any, Any], lanes: Lanes, loop: Lane
-    ) -> Iterator[str]:
-        """Tell what the workers and converters of a pool made."""
-        groups: dict[Lane, list[tuple[Record, bool]]] = defaultdict(list)
-        order = np.argsort(taken["started"], kind="stable")
-        for one, merged in zip(taken[order], short[order], strict=True):
-            row = self._lane(lanes, int(one["worker"]), int(one["started"]), int(one["thread"]))
-            groups[row].append((one, bool(merged)))
-            converted = one["converting"] >= 0
-            row2 = row
-            if converted:
-                row2 = self._lane(lanes, int(one["converter"]), _ready(one))
-                start = int(one["indexed"]) + int(one["converting"])
-                yield self._slice(f"convert {_place(one)}", start, _ready(one), row2)
-            if not merged:
-                yield from self._flow(one, row, row2, loop)
-        for row, made in groups.items():
-            at = 0
-            while at < len(made):
-                end = at + 1
-                while made[at][1] and end < min(len(made), at + MERGED) and made[end][1]:
-                    end += 1
-                some = [one for one, _ in made[at:end]]
-                name = f"index {_place(some[0]) if len(some) == 1 else _span_of(some)}"
-                yield self._slice(name, some[0]["started"], some[-1]["indexed"], row)
-                at = end
-
-    def _flow(self, one: Record, worker: Lane, converter: Lane, loop: Lane) -> Iterator[str]:
-        """Draw the way of a batch from its worker to the loop."""
-        number = next(self._flows)
-        more = {"id": number, "cat": "batch"}
-        end = max(int(one["started"]), int(one["indexed"]) - 1)
-        yield self._event("s", "batch", end, worker, **more)
-        if converter != worker:
-            start = int(one["indexed"]) + int(one["converting"])
-            yield self._event("t", "batch", max(start, _ready(one) - 1), converter, **more)
-        yield self._event("f", "batch", int(one["taken"]) + 1, loop, bp="e", **more)
-
-    def _counters(
-        self, taken: np.ndarray[Any, Any], short: np.ndarray[Any, Any], lanes: Lanes
-    ) -> Iterator[str]:
-        """Count the tickets in each queue whenever that changes; of merged ones, at their ends."""
-        row, first, last = Lane(self._pid, 0), self._of._begun, taken["taken"][-1]
-        posted = taken["started"] - taken["queued"].astype(np.uint64)
-        has = taken["converting"] >= 0
-        claimed = taken["indexed"] + np.where(has, taken["converting"], 0).astype(np.uint64)
-        ready = claimed + np.where(has, taken["converted"], 0).astype(np.uint64)
-        ways = [posted, taken["started"], taken["indexed"], claimed, ready, taken["taken"]]
-        ends = short & (np.arange(len(taken)) % MERGED == MERGED - 1)
-        at = np.unique(np.concatenate([*(way[~short] for way in ways), taken["taken"][ends]]))
-        at = at[(at >= first) & (at <= last)]
-        past = [np.searchsorted(np.sort(way), at, "right").astype(int) for way in ways]
-        names, counts = ["to index", "ready"], [past[0] - past[1], past[4] - past[5]]
-        if has.any():
-            names.insert(1, "middle")
-            counts.insert(1, past[2] - past[3])
-        title = self._titled("tickets", lanes)
-        for ns, *depths in zip(at.tolist(), *(each.tolist() for each in counts), strict=True):
-            yield self._event("C", title, ns, row, args=dict(zip(names, depths, strict=True)))
-        title = self._titled("held", lanes)
-        held = taken[~short | ends]
-        for ns, nbytes in zip(held["taken"].tolist(), held["held"].tolist(), strict=True):
-            yield self._event("C", title, ns, row, args={"bytes": int(nbytes)})
+    def _made(self, one: Record, lanes: Lanes) -> Iterator[str]:
+        """Tell who made a batch, and how much the loop holds with it."""
+        row = self._lane(lanes, int(one["worker"]), int(one["started"]), int(one["thread"]))
+        if lanes.kind == "fleet":
+            name, more = f"remote {_place(one)}", {"id": _place(one), "cat": "fleet"}
+            yield self._event("b", name, one["started"], row, **more)
+            yield self._event("e", name, one["indexed"], row, **more)
+        else:
+            yield self._slice(f"index {_place(one)}", one["started"], one["indexed"], row)
+        if one["converting"] >= 0:
+            begin = int(one["indexed"]) + int(one["converting"])
+            end = begin + int(one["converted"])
+            row = self._lane(lanes, int(one["converter"]), end)
+            yield self._slice(f"convert {_place(one)}", begin, end, row)
 
     # -- what happened to runners, and what they tell
 
@@ -466,17 +390,14 @@ class Writing:
         self, marks: _trace.Marks, first: int, lanes: Lanes | None, owner: int
     ) -> Iterator[str]:
         """Tell of a process's spans and counters."""
-        found, names = marks.read(first), marks.names()
+        found = marks.read(first)
         missing = marks.begun - first - len(found)
         if missing > 0:
             who = "the trainer" if lanes is None else self._titled(lanes.name(owner), lanes)
             self._dropped[f"spans of {who}"] = missing
         values = found["value"].view(np.float64)
         for one, value in zip(found, values, strict=True):
-            thread, name = (
-                int(one["thread"]),
-                names.get(int(one["name"]), "(no room for names)"),
-            )
+            thread, name = int(one["thread"]), one["name"].decode("utf-8", "ignore")
             if lanes is None:
                 lane = Lane(self._pid, thread or self._of._thread)
                 if not thread:
@@ -487,7 +408,6 @@ class Writing:
             if one["kind"] == _trace.COUNT:
                 yield self._event("C", name, one["begin"], lane, args={"sum": float(value)})
             else:
-                name = "copy" if one["kind"] == _trace.COPY else name
                 yield self._slice(name, one["begin"], one["value"], lane)
 
     # -- rows
@@ -555,25 +475,9 @@ class Writing:
         return f'{text},"ts":{self._time(begin)},"dur":{lasts // 1000}.{lasts % 1000:03}{rest}}}'
 
 
-def _span_of(some: Sequence[Record] | np.ndarray[Any, Any]) -> str:
-    """Name tickets that are merged."""
-    return f"{_place(some[0])} to {_place(some[-1])} ({len(some)} batches)"
-
-
 def _place(one: Record) -> str:
     """Name a ticket."""
     return f"{one['epoch']}/{one['batch']}"
-
-
-def _ready(one: Record) -> int:
-    """Return when a batch was ready."""
-    if one["converting"] < 0:
-        return int(one["indexed"])
-    return int(one["indexed"]) + int(one["converting"]) + int(one["converted"])
-
-
-def _us(ns: Sequence[float] | np.ndarray[Any, Any]) -> float:
-    return round(float(np.sum(ns)) / 1000, 3)
 
 
 def _clocks() -> Iterator[tuple[int, int, int]]:

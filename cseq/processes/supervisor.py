@@ -382,8 +382,6 @@ class Supervisor:
             self._lanes.note("start", worker.owner, pid=worker.child.pid)
         if worker.state == READY:
             self._unready = math.inf
-            if before != READY:
-                self._lanes.note("ready", worker.owner, pid=worker.child.pid)
         for state, body in messages:
             if state == FAILED:
                 self._fail(failure.unpack(body, worker.owner - 1))
@@ -443,7 +441,6 @@ class Supervisor:
             self._unready = time.monotonic()
         done = "its tickets go to others"
         if owner in self.wanted():
-            self._lanes.note("restart", owner)
             done = "replaced"
         tell(logging.WARNING, "worker %d %s: %s%s", owner - 1, text, done, self.deaths.lost)
 
@@ -553,7 +550,6 @@ class Supervisor:
             if not restart:
                 raise WorkerTimeout(message)
             tell(logging.ERROR, "%sworker %d is restarted", message, owner - 1)
-            self._lanes.note("stall", owner, text=took)
             if worker is not None:  # this very process: it may have been replaced meanwhile
                 worker.is_overdue = True
                 worker.child.kill()

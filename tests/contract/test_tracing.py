@@ -32,7 +32,7 @@ POOLS = {
     "threads": lambda: cseq.MTSequence(Spanned, 24, batch_size=2, num_workers=2, out_type="null"),
     "test mode": lambda: cseq.MPSequence(Spanned, 24, batch_size=2, num_workers=0, out_type="null"),
 }
-STEP = 0.001  # seconds, at least: the tickets are not merged
+STEP = 0.001  # seconds, at least
 
 
 class Spanned:
@@ -112,8 +112,6 @@ def check(trace: Any) -> None:
         "i": {"s"},
         "C": {"args"},
         "M": {"args"},
-        "s": {"id"},
-        "f": {"id", "bp"},
     }
     by_lane = defaultdict(list)
     for event in trace["traceEvents"]:
@@ -133,7 +131,7 @@ def check(trace: Any) -> None:
 
 @pytest.mark.parametrize("kind", POOLS)
 def test_every_batch(kind: str, tmp_path: Path) -> None:
-    """Of each: by whom and when it was made, when the loop had it, and the way between."""
+    """Of each: by whom and when it was made, and when the loop had it."""
     path = tmp_path / "run.json"
     with cseq.trace(path), POOLS[kind]().start() as batches:
         assert go_through(batches) == 12
@@ -153,10 +151,6 @@ def test_every_batch(kind: str, tmp_path: Path) -> None:
             and (e["pid"], e["tid"]) == (span["pid"], span["tid"])
         ]
         assert span["dur"] <= around["dur"]
-    starts, ends = named(trace, "batch", "s"), named(trace, "batch", "f")
-    assert len(starts) == len(ends) == 12
-    ends_by = {e["id"]: e for e in ends}
-    assert all(e["ts"] <= ends_by[e["id"]]["ts"] for e in starts)
     sums = Counter[int]()
     for event in named(trace, "samples", "C"):
         sums[event["pid"]] = max(sums[event["pid"]], int(event["args"]["sum"]))
@@ -171,7 +165,7 @@ def test_every_batch(kind: str, tmp_path: Path) -> None:
         "worker 1",
         "indexer (test mode)",
     }
-    assert names[ends[0]["pid"], ends[0]["tid"]] == "loop"
+    assert {names[e["pid"], e["tid"]] for e in named(trace, "train")} == {"loop"}
 
 
 def test_streams(tmp_path: Path) -> None:
@@ -188,23 +182,8 @@ def test_streams(tmp_path: Path) -> None:
     assert len(named(trace, "decode")) == 12
 
 
-def test_counters(tmp_path: Path) -> None:
-    """The queues are counted whenever a ticket goes on."""
-    path = tmp_path / "run.json"
-    manager = POOLS["processes"]()
-    with manager.start(trace=path) as batches:
-        go_through(batches)
-    trace = read(path)
-    depths = [e["args"] for e in named(trace, "tickets", "C")]
-    assert all(set(each) == {"to index", "ready"} for each in depths)
-    assert depths[-1] == {"to index": 0, "ready": 0}
-    assert 1 <= max(each["ready"] for each in depths) <= 10
-    assert min(min(each.values()) for each in depths) >= 0
-    assert max(e["args"]["bytes"] for e in named(trace, "held", "C")) >= 2 * 20_000 * 8
-
-
 def test_a_worker_dies(tmp_path: Path) -> None:
-    """Its end, its replacement, and the batch that was lost are there; so are its last spans."""
+    """Its end, its replacement's start, and the lost batch are there; so are its last spans."""
     path = tmp_path / "run.json"
     worker = Mortal(tmp_path / "mark")
     manager = cseq.MPSequence(
@@ -214,8 +193,7 @@ def test_a_worker_dies(tmp_path: Path) -> None:
         assert go_through(batches) == 12
     trace = read(path)
     check(trace)
-    [death], [restart] = named(trace, "death", "i"), named(trace, "restart", "i")
-    assert death["ts"] <= restart["ts"]
+    [death] = named(trace, "death", "i")
     [lost] = [e for e in named(trace, "index") if e["name"] == "index 0/3 (lost)"]
     assert lost["pid"] == death["args"]["pid"]
     assert len([e for e in named(trace, "index") if e["name"] == "index 0/3"]) == 1
@@ -247,25 +225,6 @@ def test_the_newest_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert trace["otherData"]["tickets"] == 5
     assert trace["otherData"]["dropped tickets"] == 7
     assert "dropped: 7 tickets" in caplog.text
-
-
-def test_short_steps_are_merged(tmp_path: Path) -> None:
-    """64 to a slice, of the loop and of the worker; none is left out."""
-    path = tmp_path / "run.json"
-    manager = cseq.MTSequence(np.arange(4000), batch_size=2, num_workers=1, out_type="null")
-    with manager.start() as batches:
-        taken = iter(batches)
-        next(taken)
-        with cseq.trace(path):
-            assert sum(1 for _ in taken) == 1999
-    trace = read(path)
-    check(trace)
-    made = named(trace, "index")
-    merged = [e for e in made if e["name"].endswith("batches)")]
-    counts = [int(e["name"].rpartition("(")[2].split()[0]) for e in merged]
-    assert merged
-    assert max(counts) == 64
-    assert sum(counts) + len(made) - len(merged) == 1999
 
 
 def test_two_managers(tmp_path: Path) -> None:
@@ -402,18 +361,18 @@ def test_nothing_records() -> None:
         cseq.count(None, 1)  # type: ignore[arg-type]
 
 
-def test_too_many_names_and_spans(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The newest are kept; names have room of their own, and what is beyond says so."""
+def test_too_many_spans(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The newest are kept; of a name, its first 32 bytes: whole letters."""
     path = tmp_path / "run.json"
     with caplog.at_level(logging.ERROR, "cseq"), cseq.trace(path):
-        for k in range(40_000):
-            with cseq.span(f"a rather long name, of number {k % 1000}"):
+        for k in range(20_000):
+            with cseq.span(f"a {k % 1000:03} {'é' * 20}"):
                 pass
     trace = read(path)
-    assert trace["otherData"]["dropped spans of the trainer"] == 40_000 - 32_768
-    nameless = [e for e in trace["traceEvents"] if e["name"] == "(no room for names)"]
-    assert len(nameless) + len(named(trace, "a")) == 32_768
-    assert nameless
+    assert trace["otherData"]["dropped spans of the trainer"] == 20_000 - 16_384
+    names = {e["name"] for e in named(trace, "a")}
+    assert names == {f"a {k:03} {'é' * 13}" for k in range(1000)}
+    assert len(named(trace, "a")) == 16_384
 
 
 SCRIPT = """
