@@ -25,7 +25,7 @@ EXAMPLES = """examples:
   cseq run --watch train.py --lr 0.1        what torch's DataLoaders cost this script
   cseq run --report loader.html train.py    with cseq's workers, and a page about what they did
   cseq bench data.py:make --step 30ms       loaders of this data, for a loop of 30 ms a batch
-  cseq doctor torchvision --data images/    this machine, an import, the disk of the data
+  cseq doctor                               what slows this machine or container down
   cseq top                                  what the loaders of running programs do"""
 DOCS = "documentation: https://cseq-loader.github.io/cseq/stable/how-to/slow.html"
 
@@ -81,10 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bench.add_argument(
         "--seconds", type=float, default=5.0, help="for each row's rate, and again for its waiting"
     )
-    doctor = command("doctor", "say what is wrong with this machine or container", _doctor)
-    doctor.add_argument("modules", nargs="*", metavar="MODULE", help="whose import is timed")
-    doctor.add_argument("--data", metavar="PATH", help="a file or folder that is read from")
-    doctor.add_argument("--json", action="store_true", help="a list of objects, not lines")
+    command("doctor", "say what slows this machine or container down", _doctor)
     top = command("top", "show the runs of other processes, live (Linux)", _top)
     top.add_argument("pid", nargs="?", type=int, metavar="PID", help="with all its descendants")
     top.add_argument("--all", action="store_true", help="all runs of this user: the default")
@@ -121,10 +118,10 @@ def _run(given: argparse.Namespace) -> str | None:
     return None
 
 
-def _doctor(given: argparse.Namespace) -> int:
+def _doctor(_: argparse.Namespace) -> int:
     from cseq.observe.doctor import report
 
-    return report(given.modules, given.data, as_json=given.json)
+    return report()
 
 
 def _bench(given: argparse.Namespace) -> int | str:

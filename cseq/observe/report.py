@@ -7,6 +7,8 @@ No script, nothing from a network; light, dark and on paper::
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import math
 import os
 import platform
@@ -259,7 +261,7 @@ def page(parts: Sequence[Part], title: str | None = None) -> str:
     title = title or script or "cseq"
     sections = "".join(section(part) for part in parts)
     now = time.strftime("%Y-%m-%d %H:%M")
-    versions = next(doctor.versions()).text
+    versions = _versions()
     about = " · ".join(filter(None, (script if script != title else "", now, versions)))
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
@@ -378,6 +380,15 @@ def _details(stats: Stats) -> str:
     return f"<details><summary>All figures</summary>{_table(figures)}{workers}</details>"
 
 
+def _versions() -> str:
+    """Say which versions there are, without importing what is not needed."""
+    found = [f"Python {sys.version.split()[0]}"]
+    for name in ("cseq-loader", "numpy", "torch"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(found)
+
+
 def _machine() -> str:
     """Write where it ran, folded: the environment, and what the doctor finds."""
     rank = os.environ.get("RANK")
@@ -389,10 +400,7 @@ def _machine() -> str:
         *([("rank", f"{rank} of {os.environ.get('WORLD_SIZE', '?')}")] if rank else []),
         *((name, value) for name, value in os.environ.items() if name.startswith("CSEQ_")),
     ]
-    found = [
-        (doctor.MARKS[each.level], f"{each.text}: {each.remedy}" if each.remedy else each.text)
-        for each in doctor.look(doctor.Machine())
-    ]
+    found = [(each.text, each.remedy) for each in doctor.look(doctor.Machine())]
     return (
         f"<footer><details><summary>Environment</summary>{_table(rows)}</details>"
         f"<details><summary>What the doctor finds</summary>{_table(found)}</details></footer>"
