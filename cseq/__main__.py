@@ -85,8 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     top = command("top", "show the runs of other processes, live (Linux)", _top)
     top.add_argument("pid", nargs="?", type=int, metavar="PID", help="with all its descendants")
     top.add_argument("--all", action="store_true", help="all runs of this user: the default")
-    top.add_argument("--plain", action="store_true", help="lines of text, once a second")
-    top.add_argument("--once", action="store_true", help="the same, once, after a second")
+    top.add_argument("--once", action="store_true", help="once, after a second")
     top.add_argument("--dump", action="store_true", help="print the stacks of all workers")
     words = sys.argv[1:] if arguments is None else [*arguments]
     if words[:1] == ["watch"]:
@@ -140,9 +139,7 @@ def _bench(given: argparse.Namespace) -> int | str:
 def _top(given: argparse.Namespace) -> int | str:
     from cseq.observe.top import top
 
-    return top(
-        None if given.all else given.pid, plain=given.plain, once=given.once, dump=given.dump
-    )
+    return top(None if given.all else given.pid, once=given.once, dump=given.dump)
 
 
 def _replace(given: argparse.Namespace) -> None:

@@ -47,8 +47,7 @@ __all__ = [
 LOOK = 2.0  # seconds between two searches for runs
 RECENT = 2.0  # seconds that the rate and the share of waiting are of
 WINDOW = 5.0, 4  # seconds between readings that are kept whole, and how many are
-MINUTE = 60.0  # seconds that are drawn
-KEPT = 240  # readings whose numbers are kept: those of a minute, on the screen
+KEPT = 8  # readings whose numbers are kept
 ENOUGH = 8  # batches, for an advice
 
 MAGIC, LAYOUT, FIELDS = 0x63736571, 9, 4  # of include/cseq_ring.h
@@ -350,25 +349,19 @@ class Watched:
         if self.ended:
             self.run.close()
 
-    def recent(self, back: int = 0) -> tuple[float, float]:
-        """Return batches a second and the share of waiting, lately or so many readings before."""
-        points = list(self.points)[: len(self.points) - back]
-        if not points:
+    def recent(self) -> tuple[float, float]:
+        """Return batches a second and the share of waiting, lately; of one that ended, in all."""
+        if not self.points:
             return 0.0, 0.0
-        last = points[-1]
-        first = next(each for each in points if last[0] - each[0] <= RECENT)
-        if first is last or (self.ended and not back):  # since the start
+        last = self.points[-1]
+        first = next(each for each in self.points if last[0] - each[0] <= RECENT)
+        if first is last or self.ended:  # since the start
             first = (last[0] - max(last[2], 1e-9), 0, 0.0, 0.0)
         took, elapsed = last[0] - first[0], last[2] - first[2]
         return (
             (last[1] - first[1]) / took if took > 0 else 0.0,
             min(max((last[3] - first[3]) / elapsed, 0.0), 1.0) if elapsed > 0 else 0.0,
         )
-
-    def minute(self, most: int) -> list[tuple[float, float]]:
-        """Return how both went in the last minute, in so many steps at most."""
-        count = sum(self.points[-1][0] - each[0] <= MINUTE for each in self.points)
-        return [self.recent(back) for back in range(0, count, -(-count // most))][::-1]
 
     def window(self) -> Stats:
         """Return the counts of the last 15 to 20 s, or since the start if these are few."""
@@ -437,12 +430,6 @@ class Watcher:
         if self._shown not in runs or (self._shown.ended and not runs[0].ended):
             self._shown = max(runs, key=lambda run: (not run.ended, run.recent()[1]), default=None)
         return self._shown
-
-    def show_next(self) -> None:
-        """Show the next run of those that go on, if there are any."""
-        runs = [each for each in self.runs if bool(each.ended) == bool(self.runs[0].ended)]
-        if self._shown in runs:
-            self._shown = runs[(runs.index(self._shown) + 1) % len(runs)]
 
     def update(self) -> None:
         """Look for new runs from time to time, and read all."""

@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
     from cseq.observe.attached import Watched, Watcher
 
-__all__ = ["bar", "foot", "head", "overview", "ranks", "spark", "worker_stacks", "workers"]
+__all__ = ["bar", "foot", "head", "overview", "ranks", "worker_stacks", "workers"]
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-LEVELS = "▁▂▃▄▅▆▇█"
 
 
 class Column(NamedTuple):
@@ -51,13 +50,6 @@ def bar(share: float, width: int) -> str:
     eighths = round(min(max(share, 0.0), 1.0) * width * 8)
     full, rest = divmod(eighths, 8)
     return ("█" * full + (EIGHTHS[rest] if rest else "")).ljust(width)
-
-
-def spark(values: Sequence[float], width: int, most: float = 0.0) -> str:
-    """Draw the last values, against `most` or the largest of them."""
-    shown = values[-width:]
-    top = most or max(shown, default=0.0) or 1.0
-    return "".join(LEVELS[min(int(each / top * 8), 7) if each > 0 else 0] for each in shown)
 
 
 def _table(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> list[str]:
@@ -144,9 +136,6 @@ def head(watched: Watched, width: int) -> list[str]:
         said += [f"{window.nbytes / 1e6 / window.elapsed:,.1f} MB/s"]
     said += [f"the loop waits {waits:.0%}", f"step {duration(window.step_seconds.mean)}"]
     lines += _filled(said, width)
-    count = max(10, (width - 24) // 2)
-    rates, shares = zip(*watched.minute(count), strict=True)
-    lines.append(f" batches/s {spark(rates, count)}  waits {spark(shares, count, 1.0)}"[:width])
     posted, middle, ready = stats.depths
     said = [f"to make {posted}", *([f"to convert {middle}"] if stats.num_converters else [])]
     said += [f"ready {ready} of {stats.buffer}" if stats.buffer else f"ready {ready}"]
@@ -156,7 +145,7 @@ def head(watched: Watched, width: int) -> list[str]:
     return lines + _filled([*said, *filter(None, [watched.ended])], width)
 
 
-def workers(watched: Watched, width: int, *, by_busy: bool = False) -> list[str]:
+def workers(watched: Watched, width: int) -> list[str]:
     """Write a line for each worker."""
     stats = watched.stats
     if stats is None or stats.meters is None:
@@ -168,7 +157,7 @@ def workers(watched: Watched, width: int, *, by_busy: bool = False) -> list[str]
     p50, p99 = (quantiles(records["work"]["bucket"], p) for p in (0.5, 0.99))
     busy = np.clip(window.meters.busy[:count] / elapsed, 0.0, 1.0)
     now, rows = now_ns(), []
-    for number in np.argsort(-busy, kind="stable").tolist() if by_busy else range(count):
+    for number in range(count):
         task, thread = watched.tasks.get(number), int(records["thread"][number])
         pid = watched.run.process(thread)
         state = ("idle" if thread else "start") if task is None else task.stage.removesuffix("ing")
