@@ -20,7 +20,7 @@ import numpy as np
 
 from cseq._core import now_ns
 from cseq._memory import Descriptor
-from cseq.advice import advise
+from cseq.advice import ENOUGH_BATCHES, advise
 from cseq.memory import facts
 from cseq.meters import METER, Meters
 from cseq.observe.processes import starts, tree
@@ -48,7 +48,6 @@ LOOK = 2.0  # seconds between two searches for runs
 RECENT = 2.0  # seconds that the rate and the share of waiting are of
 WINDOW = 5.0, 4  # seconds between readings that are kept whole, and how many are
 KEPT = 8  # readings whose numbers are kept
-ENOUGH = 8  # batches, for an advice
 
 MAGIC, LAYOUT, FIELDS = 0x63736571, 9, 4  # of include/cseq_ring.h
 HEAD = struct.Struct("=8I96xI764x")  # cseq_ring: its first words, and `closed`
@@ -368,7 +367,7 @@ class Watched:
         assert self.stats is not None
         with contextlib.suppress(ValueError):  # it counts less than before
             recent = self.stats.since(self.whole[0][1])
-            if recent.batches >= ENOUGH:
+            if recent.batches >= ENOUGH_BATCHES:
                 return recent
         return self.stats
 

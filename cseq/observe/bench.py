@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cseq.advice import Window
+from cseq.advice import ENOUGH_BATCHES, LITTLE, Window
 from cseq.advice import advise as why
 from cseq.arguments import Size
 from cseq.compute import cores
@@ -47,9 +47,7 @@ COMPARED = 2.0, 64  # seconds, and batches, at most
 WARM = 0.5, 20  # the same, before anything is counted
 DRAWN = 2.0, 100_000  # the same, for the batches' indices, which threads are given
 BATCH_SIZE = 32  # of a data set
-LITTLE = 0.05  # part of the time that a loop may wait
 BETTER = 1.1  # times the rate, from which a difference is one
-ENOUGH = 1000  # batches that an advice is asked about
 FREE = ", and what it would gain if data were free"
 SEED = 1
 BAD = 2  # exit status
@@ -672,8 +670,8 @@ def _more(chosen: Figures, workers: int, step: float, cores: int) -> str:
     assert chosen.waits is not None
     each = chosen.rate / workers  # batches a second of a worker, which is busy all the time then
     window = Window(
-        batches=ENOUGH, elapsed=ENOUGH * step / (1 - chosen.waits),
-        waited=ENOUGH * step * chosen.waits / (1 - chosen.waits), step=step, index=1 / each,
+        batches=ENOUGH_BATCHES, elapsed=ENOUGH_BATCHES * step / (1 - chosen.waits),
+        waited=ENOUGH_BATCHES * step * chosen.waits / (1 - chosen.waits), step=step, index=1 / each,
         workers=workers, busy=1.0, cpu=chosen.cpu and chosen.cpu * each,
         queued=chosen.queued * each, loop_cpu=0.0, cores=cores,
     )  # fmt: skip
