@@ -1,4 +1,4 @@
-"""``cseq doctor``: what slows a machine or a container down, and no other tool shows.
+"""``cseq doctor``: what slows a machine down, and no other tool shows.
 
 Each check is a function that returns findings; a finding that is not fine says what to do.
 """
