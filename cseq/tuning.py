@@ -105,11 +105,10 @@ class Tuner:
         """Seconds that the next window is to have, at least."""
         return self._span
 
-    def is_enough(self, window: Window, seconds: float | None = None) -> bool:
-        """Tell whether a window says something; `seconds`: its least length, if not `span`."""
-        least = self._span if seconds is None else seconds
+    def is_enough(self, window: Window) -> bool:
+        """Tell whether a window says something."""
         batches = max(ENOUGH_BATCHES, EACH * window.workers)
-        return window.elapsed >= least and window.batches >= batches
+        return window.elapsed >= self._span and window.batches >= batches
 
     def look(self, window: Window, size: Size, most: Size) -> Decision | None:
         """Return what to change `size` to, at most to `most`; None: nothing.

@@ -11,7 +11,6 @@ docs/how-to/from-dataloader.md has both.
         taking.py  the next batch
         pinning.py pins the one after it
         batches.py orders of cseq
-        auto.py    how many workers the next epoch has
         order.py   keys of the sampler  ── Streams.begin ─►   seeds.py     the generators
         state.py   where the epoch is   ◄── slots ─────────   collate.py   stacks into the slot
 

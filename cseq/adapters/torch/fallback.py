@@ -144,8 +144,7 @@ def make_iterator(
         inline = InlineIterator(loader, **options)
         _note(loader, None)
         return inline, None
-    if getattr(loader, "_tuner", None) is None:  # else they were counted, and may wait for a disk
-        loader.check_worker_number_rationality()
+    loader.check_worker_number_rationality()
     is_forked = start_method_of(loader) == "fork"  # then nothing is pickled
     chosen = loader.generator or torch.default_generator
     before = None if is_forked else (look(), chosen.get_state())

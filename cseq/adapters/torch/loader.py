@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils import data
 
-from cseq.adapters.torch import auto, names
+from cseq.adapters.torch import names
 from cseq.adapters.torch.batches import BatchSampler, with_order
 from cseq.adapters.torch.fallback import UNUSABLE, make_iterator, reason_against
 from cseq.adapters.torch.options import ON_ERRORS, RNGS, defaults
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from cseq.remake import Remade
     from cseq.run import Run
     from cseq.stats import Stats
-    from cseq.tuning import Tuner
 
 __all__ = ["DataLoader", "StatefulDataLoader"]
 
@@ -87,8 +86,7 @@ class DataLoader(Torchs[T_co]):
         `num_workers`, `collate_fn`, `pin_memory`, `drop_last`, `timeout` (seconds that a batch may
         take), `worker_init_fn`, `multiprocessing_context`, `generator`, `prefetch_factor` (batches
         for each worker), `persistent_workers`, `pin_memory_device`, `in_order`. `sampler` and
-        `batch_sampler` may be a `cseq.Order`, too, such as `Weighted` or `Buckets`. With `rng` as
-        'batch', `num_workers` may be 'auto': each `iter` has as many as the epoch before it needed.
+        `batch_sampler` may be a `cseq.Order`, too, such as `Weighted` or `Buckets`.
     rng : {None, 'worker', 'batch'}
         What the generators of `random`, `numpy.random` and torch begin from. 'worker': each worker
         is seeded once, as torch does it. 'batch': they are seeded before each batch, so batches
@@ -137,7 +135,6 @@ class DataLoader(Torchs[T_co]):
     max_restarts: int = MAX_RESTARTS
     _reason: str | None = None  # why the latest iterator is torch's own
     _is_told = False  # what `state_dict` leaves out
-    _tuner: Tuner | None = None  # with num_workers='auto'
     _progress: Progress | None = None
     _loaded: dict[str, Any] | None = None
 
@@ -150,7 +147,7 @@ class DataLoader(Torchs[T_co]):
             shuffle: bool | None = None,  # noqa: FBT001 - the positions are torch's
             sampler: data.Sampler[Any] | Iterable[Any] | Order | None = None,
             batch_sampler: data.Sampler[list[Any]] | Iterable[list[Any]] | Order | None = None,
-            num_workers: int | Literal["auto"] = 0,
+            num_workers: int = 0,
             collate_fn: Callable[[list[Any]], Any] | None = None,
             pin_memory: bool = False,  # noqa: FBT001, FBT002
             drop_last: bool = False,  # noqa: FBT001, FBT002
@@ -183,7 +180,9 @@ class DataLoader(Torchs[T_co]):
             for name in ELSEWHERE.keys() & kwargs.keys():
                 told = f"got an unexpected keyword argument {name!r}: {ELSEWHERE[name]}"
                 raise TypeError(f"{type(self).__name__}() {told}")
-            args, kwargs, self._tuner = auto.take(args, kwargs)
+            if kwargs.get("num_workers") == "auto":
+                told = "num_workers='auto' is for MPSequence and MTSequence; give a number"
+                raise ValueError(f"{told}: advice() says which, after an epoch")
             if any(isinstance(each, Order) for each in (*args, *kwargs.values())):
                 args, kwargs = (), with_order(args, kwargs)
             super().__init__(*args, **kwargs)
@@ -196,14 +195,9 @@ class DataLoader(Torchs[T_co]):
                 every = count("snapshot_every_n_steps", every, least=0)
             self.snapshot_every_n_steps = every
             self.max_restarts = count("max_restarts", max_restarts, least=0)
-            if self._tuner is not None:
-                auto.check(self, rng)
-                self.rng = "batch"
 
     def _get_iterator(self) -> Any:
         """Make an iterator, or go on where the state that was loaded says."""
-        if self._tuner is not None:
-            self.num_workers = self._next_number(self._tuner)
         generator = self.generator
         loaded = (self._loaded or {}).get("generator")
         if generator is not None and loaded is not None:
@@ -228,14 +222,6 @@ class DataLoader(Torchs[T_co]):
             self._progress.watch(generator, before)
         self._loaded = None
         return iterator
-
-    def _next_number(self, tuner: Tuner) -> int:
-        """Return how many workers the next epoch is to have."""
-        try:
-            stats = self.stats()
-        except RuntimeError:  # of an epoch that was left, or torch's own workers made it
-            return self.num_workers
-        return auto.choose(tuner, stats, self.num_workers)
 
     @property
     def _draws_seed(self) -> bool:

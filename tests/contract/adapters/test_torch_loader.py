@@ -829,6 +829,11 @@ def test_replacements_can_be_forbidden() -> None:
         loader(Plain(1), max_restarts=-1)
 
 
+def test_a_number_of_workers_is_a_number() -> None:
+    with pytest.raises(ValueError, match="num_workers='auto' is for MPSequence"):
+        cseq.DataLoader([1], num_workers="auto")  # type: ignore[arg-type]
+
+
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None
