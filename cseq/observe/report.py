@@ -159,16 +159,9 @@ def _rows(
         yield slow, f'{again}<div class="about">samples {shown}{more}</div>'
 
 
-def of_loader(
-    name: str, facts: str, stats: Stats, again: Callable[..., Remade] | None = None, remake: int = 0
-) -> Part:
-    """Look at a loader of torch's interface, whose batches `again` makes once more, if it can."""
-    times, slowest = checked("remake", remake, least=0), []
-    for k, slow in enumerate(stats.slowest[:SLOWEST]):
-        about = "" if again is None else f"<code>loader.remake({slow.batch})</code>"
-        if again is not None and k < times:
-            about += f'<div class="about">{escape(_again(partial(again, slow.batch)))}</div>'
-        slowest.append((slow, about))
+def of_loader(name: str, facts: str, stats: Stats) -> Part:
+    """Look at a loader of torch's interface, whose batches nothing makes once more."""
+    slowest = [(slow, "") for slow in stats.slowest[:SLOWEST]]
     return Part(name, facts, stats, slowest, stats.history)
 
 

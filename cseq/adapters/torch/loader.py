@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from cseq.advice import Advice
     from cseq.indexing.leaving import Skipped
-    from cseq.remake import Remade
     from cseq.run import Run
     from cseq.stats import Stats
 
@@ -306,9 +305,7 @@ class DataLoader(Torchs[T_co]):
         now = self.stats()
         return (now if since is None else now.since(since)).advice()
 
-    def report(
-        self, path: str | os.PathLike[str], *, title: str | None = None, remake: int = 0
-    ) -> None:
+    def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         """Write a page of HTML about what `stats` counts: why the loop waited, and what would help.
 
         Parameters
@@ -317,64 +314,19 @@ class DataLoader(Torchs[T_co]):
             What is there is replaced, as a whole.
         title : str, optional
             The page's heading; the script's name, if it is left out.
-        remake : int
-            How many of the slowest batches are made once more, here, to time their samples, where
-            `remake` can.
 
         Raises
         ------
         RuntimeError
             There is nothing to tell of; see `stats`.
         """
-        from cseq.adapters.torch.remake import refuse
         from cseq.manager import reporting
 
-        stats, again = self.stats(), None if self.persistent_workers else self.remake
-        assert self._progress is not None  # there are stats
-        try:
-            refuse(self, self._progress, samples=False)
-        except ValueError:
-            again = None
+        stats = self.stats()
         facts = f"{type(self.dataset).__name__}, batch_size={self.batch_size}, "
         facts += f"num_workers={self.num_workers}"
-        part = reporting().of_loader(type(self).__name__, facts, stats, again, remake)
+        part = reporting().of_loader(type(self).__name__, facts, stats)
         reporting().write(path, [part], title)
-
-    def remake(self, batch: int, *, samples: bool = False) -> Remade:
-        """Make a batch of the latest epoch once more, in the calling thread, as the loop got it.
-
-        For a batch that was slow, odd or left out (`stats().slowest`, `skipped`): here it can be
-        looked at with a debugger or a profiler. What runs, and what the loop draws, is left alone;
-        the sampler is asked for its keys once more, `worker_init_fn` is not called.
-
-        Parameters
-        ----------
-        batch : int
-            Its number in the epoch, from 0.
-        samples : bool
-            Time each sample, too.
-
-        Raises
-        ------
-        IndexError
-            The epoch has fewer batches.
-        RuntimeError
-            No epoch has begun.
-        ValueError
-            Batches depend on more than their number: with ``rng='worker'``, an IterableDataset, a
-            data set or a sampler with a state of its own.
-
-        Examples
-        --------
-        >>> from cseq import DataLoader
-        >>> loader = DataLoader(list(range(6)), batch_size=4, rng="batch")
-        >>> _ = list(loader)
-        >>> loader.remake(1).batch
-        tensor([4, 5])
-        """
-        from cseq.adapters.torch.remake import remake
-
-        return remake(self, self._progress, batch, samples=samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the latest epoch is, after the last batch that was delivered.
