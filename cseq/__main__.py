@@ -175,11 +175,11 @@ def _watch() -> None:
 
 def _tell_engines(pid: int) -> None:
     """Say of each kind of loader which engine it had; not in a copy of the process."""
-    from cseq.adapters.torch import engines
+    from cseq.adapters.torch.fallback import lines
 
     if os.getpid() == pid and sys.stderr is not None:
-        for engine in engines():
-            print("cseq:", engine, file=sys.stderr)  # noqa: T201
+        for line in lines():
+            print("cseq:", line, file=sys.stderr)  # noqa: T201
 
 
 def _run_module(name: str) -> None:

@@ -420,9 +420,9 @@ def _serve(path: str, name: str, kind: str, *numbers: str) -> None:
         known = known._replace(error=_told(error))
         tell(known._asdict())
     if kind == "cseq" and not known.error:
-        from cseq.adapters.torch import engines
+        from cseq.adapters.torch.fallback import made
 
-        reasons = [each.reason for each in engines() if each.reason]
+        reasons = [reason for _, reason in made if reason]
         if reasons:
             tell(known._replace(error=f"torch's own workers, since {reasons[0]}")._asdict())
 

@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cseq.adapters.torch.batches import BatchSampler as BatchSampler
-    from cseq.adapters.torch.fallback import Engine as Engine
-    from cseq.adapters.torch.fallback import engines as engines
     from cseq.adapters.torch.iterator import LoaderTimeout as LoaderTimeout
     from cseq.adapters.torch.loader import DataLoader as DataLoader
     from cseq.adapters.torch.loader import StatefulDataLoader as StatefulDataLoader
@@ -40,11 +38,9 @@ MISSING = "cseq.DataLoader needs torch; install it with: pip install 'cseq-loade
 _HOMES = {
     "BatchSampler": "batches",
     "DataLoader": "loader",
-    "Engine": "fallback",
     "LoaderTimeout": "iterator",
     "StatefulDataLoader": "loader",
     "defaults": "options",
-    "engines": "fallback",
     "install": "patch",
     "installed": "patch",
     "is_installed": "patch",

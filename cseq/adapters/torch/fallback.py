@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import threading
 import weakref
+from collections import Counter
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import data
@@ -25,11 +25,11 @@ from cseq.processes.launcher import start_methods
 from cseq.processes.spawning import spawning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from cseq.adapters.torch.state import Resume
 
-__all__ = ["UNUSABLE", "Engine", "engines", "make_iterator", "note_own", "reason_against"]
+__all__ = ["ALONE", "UNUSABLE", "lines", "made", "make_iterator", "note", "reason_against"]
 
 log = logging.getLogger("cseq")
 
@@ -39,76 +39,24 @@ UNUSABLE = (
 )
 
 
-class Engine(NamedTuple):
-    """What the iterators of one kind of loader are.
+ALONE = "with num_workers=0 the loop makes the batches"
 
-    Attributes
-    ----------
-    loader : str
-        The loader's class.
-    iterators : int
-        How many were made: one for each epoch, or one for all with persistent workers.
-    reason : str or None
-        Why they are torch's; None: they are cseq's.
-    """
-
-    loader: str
-    iterators: int
-    reason: str | None
-
-    def __str__(self) -> str:
-        """Return the line that ``cseq run`` prints."""
-        number = "1 iterator" if self.iterators == 1 else f"{self.iterators} iterators"
-        whose = "cseq's" if self.reason is None else f"torch's own, since {self.reason}"
-        return f"{self.loader}: {number}, {whose}"
+# How many iterators there were, by their loader's class, and why they were torch's, if they were.
+made: Counter[tuple[str, str | None]] = Counter()
 
 
-class _Falling(threading.local):
-    """The loader whose own iterator this thread makes, for a reason that is noted."""
-
-    loader: Any = None
-
-
-_falling = _Falling()
-
-# As long as there are iterators: appending is one step, in any thread.
-_made: dict[tuple[str, str | None], list[None]] = {}
-
-
-def engines() -> list[Engine]:
-    """Tell whether the iterators that were made in this process are cseq's, and why not.
-
-    Those that torch's `_get_iterator` does not make, or makes without workers, are seen while
-    `install` is in effect.
-    """
-    return [Engine(name, len(each), reason) for (name, reason), each in list(_made.items())]
-
-
-def _note(loader: Any, reason: str | None) -> bool:
-    """Note an iterator; return whether it is the first of its kind."""
+def note(loader: Any, reason: str | None) -> None:
+    """Count an iterator, for the lines that ``cseq run`` ends with."""
     kind = type(loader)
-    each = _made.setdefault((f"{kind.__module__}.{kind.__qualname__}", reason), [])
-    each.append(None)
-    return len(each) == 1
+    made[f"{kind.__module__}.{kind.__qualname__}", reason] += 1
 
 
-def note_own(loader: Any) -> None:
-    """Note an iterator of torch's own, unless `make_iterator` has it made; log the first, and why.
-
-    What has it made may be any object that torch's iterators take for a loader.
-    """
-    if _falling.loader is loader:
-        return
-    if loader.num_workers == 0:
-        reason = "with num_workers=0 the loop makes the batches"
-    elif isinstance(loader, data.DataLoader) and (
-        getattr(type(loader), names.SEAM) is not getattr(data.DataLoader, names.SEAM)
-    ):
-        reason = f"its class has a {names.SEAM} of its own"
-    else:
-        reason = "the program makes torch's iterator itself"
-    if _note(loader, reason):
-        log.debug("%s: torch's own iterator is used, since %s", type(loader).__qualname__, reason)
+def lines() -> Iterator[str]:
+    """Tell whether the iterators of each class of loaders were cseq's, and why not."""
+    for (loader, reason), count in made.items():
+        number = "1 iterator" if count == 1 else f"{count} iterators"
+        whose = "cseq's" if reason is None else f"torch's own, since {reason}"
+        yield f"{loader}: {number}, {whose}"
 
 
 def make_iterator(
@@ -142,7 +90,7 @@ def make_iterator(
         return fall_back(reason)
     if loader.num_workers == 0:
         inline = InlineIterator(loader, **options)
-        _note(loader, None)
+        note(loader, None)
         return inline, None
     loader.check_worker_number_rationality()
     is_forked = start_method_of(loader) == "fork"  # then nothing is pickled
@@ -158,7 +106,7 @@ def make_iterator(
         put(before[0])  # what the beginning of an iterator may have drawn from
         chosen.set_state(before[1])
         return fall_back(told)
-    _note(loader, None)
+    note(loader, None)
     return iterator, None
 
 
@@ -219,10 +167,5 @@ def _fall_back(
         )
         more = lost and f"; it cannot do {lost}"
         log.warning("DataLoader: torch's own iterator is used, since %s%s", reason, more)
-    outer, _falling.loader = _falling.loader, loader
-    try:
-        iterator = otherwise()
-    finally:
-        _falling.loader = outer
-    _note(loader, reason)
-    return iterator, reason
+    note(loader, reason)
+    return otherwise(), reason

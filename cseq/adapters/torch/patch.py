@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch.utils import data
 
 from cseq.adapters.torch import names
-from cseq.adapters.torch.fallback import make_iterator, note_own
+from cseq.adapters.torch.fallback import ALONE, make_iterator, note
 from cseq.adapters.torch.loader import DataLoader
 from cseq.adapters.torch.options import defaults
 from cseq.adapters.torch.state import stats_of
-from cseq.adapters.torch.taking import Taking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["install", "installed", "is_installed", "uninstall"]
 
 _original: Callable[[Any], Any] | None = None
-_base: Callable[..., None] = names.Base.__init__  # which `install` may find changed
 _class: Any = data.DataLoader
 _progress: dict[int, Progress | None] = {}  # of the loaders that there are, by their ids
 
@@ -42,6 +40,7 @@ def _get_iterator(self: Any) -> Any:
         weakref.finalize(self, _progress.pop, id(self), None)
     _progress[id(self)] = None
     if self.num_workers == 0 and (defaults.rng, defaults.on_error) == ("worker", "raise"):
+        note(self, ALONE)
         return own(self)
     rng, on_error = defaults.rng, defaults.on_error
     iterator, _ = make_iterator(self, lambda: own(self), rng=rng, on_error=on_error)
@@ -52,13 +51,6 @@ def _get_iterator(self: Any) -> Any:
 def _stats(self: Any) -> Stats:
     """Count what the workers have done, and where time went; see `cseq.DataLoader.stats`."""
     return stats_of(_progress.get(id(self)))
-
-
-def _begin(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-    """Note an iterator of torch's own, whatever makes it: the constructor of all iterators."""
-    _base(self, loader, *args, **kwargs)
-    if not isinstance(self, Taking):
-        note_own(loader)
 
 
 def install() -> None:
@@ -72,7 +64,7 @@ def install() -> None:
     RuntimeError
         Something else has changed torch's class already.
     """
-    global _original, _base
+    global _original
     if is_installed():
         return
     found = getattr(_class, names.SEAM)
@@ -84,9 +76,6 @@ def install() -> None:
     _original = found
     setattr(_class, names.SEAM, _get_iterator)
     _class.stats = _stats
-    if names.REASON is None:
-        _base = names.Base.__init__
-        names.Base.__init__ = _begin
 
 
 def uninstall() -> None:
@@ -97,11 +86,6 @@ def uninstall() -> None:
     found = getattr(_class, names.SEAM)
     if found is not _get_iterator:
         raise RuntimeError(f"DataLoader.{names.SEAM} is {found!r}: undo that first")
-    if names.REASON is None:
-        begin = names.Base.__init__
-        if begin is not _begin:
-            raise RuntimeError(f"{names.Base.__name__}.__init__ is {begin!r}: undo that first")
-        names.Base.__init__ = _base
     setattr(_class, names.SEAM, _original)
     del _class.stats
     _original = None
