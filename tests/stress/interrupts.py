@@ -355,64 +355,6 @@ class TorchData(Loop):
         self.loader.shutdown()
 
 
-def cloned(batch: Any, _: Any) -> Any:
-    """Stand in for pinning."""
-    name, data = batch
-    return name, data.clone()
-
-
-class TorchLoader(Loop):
-    """`cseq.DataLoader`, with workers that persist, or without any."""
-
-    def __init__(
-        self,
-        rng: random.Random,
-        *,
-        ordered: bool = True,
-        has_workers: bool = True,
-        pins: bool = False,
-    ) -> None:
-        super().__init__(rng)
-        from cseq.adapters.torch import DataLoader, names
-
-        self.ordered, self.pins = ordered, pins
-        names.pin = cloned  # without an accelerator nothing can be pinned
-        self.chosen: list[int] = []
-        workers: dict[str, Any] = {
-            "num_workers": rng.randint(1, 3),
-            "prefetch_factor": rng.choice([1, 2, 8]),
-            "persistent_workers": True,
-            "in_order": ordered,
-            "multiprocessing_context": "fork",
-        }
-        options = workers if has_workers else {"rng": rng.choice(["worker", "batch"])}
-        self.loader: Any = DataLoader(Dataset(), batch_size=None, sampler=self, **options)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.chosen)
-
-    def begin(self) -> list[int]:
-        self.chosen = self.names()
-        self.broken = False
-        self.items = iter(self.loader)
-        if self.pins:  # as it does where there is an accelerator
-            self.items._pin_memory = True  # type: ignore[attr-defined]
-        return self.chosen
-
-    def take(self) -> bool:
-        try:
-            return super().take()
-        except RuntimeError as error:  # the sampler's iterator is a generator of torch's adapter
-            if "the rest of the epoch may be missing" not in str(error):
-                raise
-            self.broken = True
-            return True
-
-    def close(self) -> None:
-        self.items = iter(())
-        self.loader = None  # its workers end with it
-
-
 # -- what goes through them
 
 
@@ -438,10 +380,6 @@ KINDS = {
     "keys peek": Kind(partial(Peeking, keyed=True)),
     "returnn": Kind(Returnn, ("returnn",)),
     "torchdata": Kind(TorchData, ("torch", "torchdata")),
-    "torch": Kind(TorchLoader, ("torch",)),
-    "torch pinned": Kind(partial(TorchLoader, pins=True), ("torch",)),
-    "torch unordered": Kind(partial(TorchLoader, ordered=False), ("torch",)),
-    "torch inline": Kind(partial(TorchLoader, has_workers=False), ("torch",)),
 }
 
 

@@ -50,8 +50,7 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._in_order, self._asks_dataset = True, bool(snapshot_every)
-        # `_received` has the next key, and after it its batch, if that is made.
-        self._incomplete: RuntimeError | None = None  # raised where the keys seem to end
+        self._drawn: list[Any] = []  # the key whose batch is being made
         self._begin(resume)
         self._batch_context = context.BatchContext(0, 0)
         is_seeded = rng == "batch"
@@ -81,21 +80,24 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
 
     def _next_data(self) -> Any:
         """Return the batch that `__next__` takes out, or raise `_error`, which it takes out too."""
-        received = self._received
-        if len(received) < 2 and self._error is None:
-            check_depth()
-        if not received:
-            self._draw()
-        if len(received) < 2 and self._error is None:
-            self._seeded(self.progress.yielded, self._make)
-        if self._error is not None:
-            self._place = self._name(received[0]) if len(received) < 2 else None
-            self._indices = [] if self._is_iterable else indices_of(received[0])
-            raise self._error
-        if len(received) < 2:
+        check_depth()
+        if not self._drawn:
+            self._drawn.append(self._draw())
+        key, self._left, self._place = self._drawn[0], (), None
+        fetch = self._dataset_fetcher.fetch if self._is_iterable else self._fetch
+        try:
+            batch = self._seeded(self.progress.yielded, partial(fetch, key))
+        except StopIteration:
             self.progress.finished = True
-            raise StopIteration
-        batch, self._left = received[1], ()
+            raise
+        except Exception as error:
+            if isinstance(error, RecursionError) and is_deep():
+                raise  # the next call makes the batch of this key
+            self._place, self._error = self._name(key), error
+            self._indices = [] if self._is_iterable else indices_of(key)
+            self._drawn.clear()
+            raise
+        self._drawn.clear()
         if type(batch) is Partial:
             batch, self._left = batch
         if not self._pin_memory:
@@ -103,51 +105,16 @@ class InlineIterator(Taking, names.Inline):  # type: ignore[misc]
         try:
             return names.pin(batch, self._pin_memory_device)
         except Exception as error:
-            self._error, self._place = error, None
-            raise
-
-    def _draw(self) -> None:
-        """Put the next key into `_received`, without a call, so that no signal handler loses it.
-
-        Raises
-        ------
-        StopIteration
-            There is none.
-        RuntimeError
-            A signal handler has raised in the code of the sampler, whose keys have ended with that.
-        """
-        keys = map(next, (self._sampler_iter,))  # which need not be an iterable, too
-        try:
-            for key in keys:
-                self._received[:] = (key,)
-                self._incomplete = None
-                return
-        except Exception:
-            raise
-        except BaseException as cause:
-            self._incomplete = RuntimeError(
-                f"the iterator of keys was interrupted ({type(cause).__name__}) and has ended: the "
-                "rest of the epoch may be missing"
-            )
-            raise
-        if self._incomplete is not None:
-            raise self._incomplete
-        self.progress.finished = True
-        raise StopIteration
-
-    def _make(self) -> None:
-        """Put the batch after its key, in C, so that no signal handler loses it; or set `_error`.
-
-        Neither: an iterable data set has no more.
-        """
-        received = self._received
-        fetch = self._dataset_fetcher.fetch if self._is_iterable else self._fetch
-        try:
-            received.extend(map(fetch, (received[0],)))
-        except Exception as error:  # `__next__` raises it
-            if isinstance(error, RecursionError) and is_deep():
-                raise
             self._error = error
+            raise
+
+    def _draw(self) -> Any:
+        """Draw the next key."""
+        try:
+            return next(self._sampler_iter)
+        except StopIteration:
+            self.progress.finished = True
+            raise
 
     def _fetch(self, key: Any) -> Any:
         """Fetch the batch of a key of map-style data, which has no end."""

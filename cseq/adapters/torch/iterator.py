@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import weakref
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -165,8 +164,6 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             self._base_seed = drawn.item()
         self._ended = False
-        self._received.clear()
-        self._error = None
         self._begin(resume)
         if self._is_iterable:
             self._streams.begin(self._epochs(), ordered=self._in_order)
@@ -215,7 +212,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         if self._ended:
             raise StopIteration
         try:
-            item = self._next_item()
+            received = item = self._next_item()
         except StopIteration:
             self._end()
             raise
@@ -247,7 +244,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         self._after = number, state
         if self._pin_memory:
             try:
-                item = self._pinner.pin(self._received[0], item)
+                item = self._pinner.pin(received, item)
             except Exception as error:
                 self._error, self._place = error, None
                 raise
@@ -266,32 +263,26 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             self._pinner.begin(following, batch)
 
     def _next_item(self) -> Any:
-        """Return the item that is received, or receive the next one; see `worker`."""
-        progress, received = self.progress, self._received
+        """Receive the next item; see `worker`."""
+        progress = self.progress
         while True:
-            if not received:
-                self._receive()
-            item = received[0]
+            item = self._receive()
             if type(item) is not worker.Stated or not item.is_over:
                 return item
             progress.states[item.worker] = item.state
             progress.ended[item.worker] = True
-            del received[0]
 
-    def _receive(self) -> None:
-        """Put the next item into `_received`; in C, so that no signal handler comes between."""
-        progress, received = self.progress, self._received
+    def _receive(self) -> Any:
+        """Receive what comes next, also the end of a worker's data set."""
+        progress = self.progress
         if not self._is_iterable or not self._in_order:
-            received.extend(islice(self._items, 1))
-            if not received:
-                raise StopIteration
-            return
+            return next(self._items)
         while not all(progress.ended):  # of those that have more, the worker whose turn it is
             if not progress.ended[progress.turn]:
-                received.extend(map(self._streams.next, (progress.turn,)))
-                if received:
-                    return
-                progress.ended[progress.turn] = True
+                try:
+                    return self._streams.next(progress.turn)
+                except StopIteration:
+                    progress.ended[progress.turn] = True
             progress.turn = (progress.turn + 1) % self._num_workers
         raise StopIteration
 

@@ -152,18 +152,12 @@ class Progress:
         """
         if not isinstance(error, Exception):
             return False
-        if not self._is_noted():
-            self.skipped.append(note_batch(place, None, self.yielded, error, indices))
+        self.skipped.append(note_batch(place, None, self.yielded, error, indices))
         return True
 
     def leave(self, left: tuple[tuple[Any, str], ...]) -> None:
         """Note, and log, which samples are left out of the next batch."""
-        if not self._is_noted():
-            self.skipped.extend(note_samples(None, self.yielded, left))
-
-    def _is_noted(self) -> bool:
-        """Tell whether the next batch is listed: a signal handler has raised after that."""
-        return bool(self.skipped) and self.skipped[-1].batch == self.yielded
+        self.skipped.extend(note_samples(None, self.yielded, left))
 
     def as_dict(self) -> State:
         """Return it as `state_dict` does: another dict each time."""

@@ -1,4 +1,4 @@
-"""The step that takes a batch out of an iterator; no signal handler can split it."""
+"""The step that takes a batch out of an iterator, and counts it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ class Taking(names.Base):  # type: ignore[misc]
         self._keeps_state = keeps_state
         self._several = max(1, self._num_workers)  # what makes the batches in turn
         self.progress = Progress(iterable=self._is_iterable, num_workers=self._num_workers, rng=rng)
-        self._received: list[Any] = []  # what is taken out, as far as it is there
         self._after: tuple[int, bytes | None] = (0, None)  # its worker, and the state after it
         self._error: BaseException | None = None  # what is raised instead of its batch
         self._place: str | None = None  # that batch, if it can be left out
@@ -82,11 +81,8 @@ class Taking(names.Base):  # type: ignore[misc]
     def __next__(self) -> Any:
         """Return the next batch, or raise what was raised instead of it.
 
-        If a signal handler raises (Ctrl-C), nothing has been taken, and the next call returns it.
-        The interpreter runs handlers after calls and where loops turn back. So the item stays in
-        `_received` while anything is called for it, and all that takes it out is without a call.
-        A batch that is left out (`on_error`) is noted before that; if then interrupted, again.
-        For one thread at a time: a lock's release would be such a call.
+        It is counted last, without a call: if a signal handler raises (Ctrl-C), a state does not
+        have the batch, which this iterator may have lost, as torch's. For one thread at a time.
         """
         me = get_ident()
         if self._taker not in (0, me):
@@ -94,7 +90,7 @@ class Taking(names.Base):  # type: ignore[misc]
         self._taker = me
         try:
             while True:
-                count, failed = self._num_yielded, None
+                count, failed, self._error = self._num_yielded, None, None
                 try:
                     if self._IterableDataset_len_called is not None or names.profiler_enabled():
                         batch = names.Base.__next__(self)  # with warnings, and named in a profile
@@ -111,6 +107,7 @@ class Taking(names.Base):  # type: ignore[misc]
                     is_left_out = progress.skip(failed, self._place, self._indices)
                 elif failed is None and self._left:
                     progress.leave(self._left)
+                self._error = None
                 progress.yielded += 1
                 number, state = self._after
                 if state is not None:
@@ -119,8 +116,6 @@ class Taking(names.Base):  # type: ignore[misc]
                     progress.counts[number] += 1
                     if self._in_order:
                         progress.turn = (number + 1) % self._several
-                self._error = None
-                del self._received[:]
                 if failed is None:
                     self._num_yielded = count + 1
                     return batch
