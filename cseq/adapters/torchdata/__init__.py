@@ -10,8 +10,7 @@ The graph of datapipes is cut into at most three parts::
 
 Workers are the streams of one `Streams`, the dispatching process is the only stream of another.
 Items of workers go to the main process through slots of shared memory. A worker asks the main
-process for items of the dispatching process (`Relay`): the main process outlives both, either of
-which may die, be replaced and begin again.
+process for items of the dispatching process (`Relay`).
 """
 
 from __future__ import annotations
@@ -27,20 +26,21 @@ from cseq.adapters.torchdata.ends import Outlet, Reader
 from cseq.adapters.torchdata.engine import Engine
 from cseq.adapters.torchdata.graph import (
     dispatched_root,
+    initialized,
     pause_all,
     replaced,
     replicable_root,
     resume_all,
-    shard_and_init,
+    shard,
 )
 from cseq.adapters.torchdata.library import (
     CheckpointableReadingServiceInterface,
     DataLoader2,
     SeedGenerator,
     WorkerInfo,
+    _DummyIterDataPipe,
     set_graph_random_seed,
 )
-from cseq.adapters.torchdata.relay import Dispatched
 from cseq.adapters.torchdata.worker import Worker
 from cseq.check import count, flag, seconds
 from cseq.run import close_elsewhere
@@ -48,7 +48,7 @@ from cseq.run import close_elsewhere
 if TYPE_CHECKING:
     import types
 
-    from cseq.adapters.torchdata.library import DataPipe, GraphFn, InitFn, LimitFn, ResetFn
+    from cseq.adapters.torchdata.library import DataPipe, GraphFn, InitFn, ResetFn
     from cseq.pools.stream import StreamPool
     from cseq.run import Run
     from cseq.stats import Stats
@@ -82,7 +82,8 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     max_restarts : int
         Processes that may die and be replaced in an epoch. A replacement repeats the epoch and
         leaves out the items that the dead process had delivered, so this requires a graph that
-        gives the same items for the same seeds. 0: the first death raises `cseq.WorkerDied`.
+        gives the same items for the same seeds, and has no dispatching process. 0: the first
+        death raises `cseq.WorkerDied`.
     timeout : float, optional
         Seconds that an item may take before `cseq.WorkerTimeout` is raised.
     repeat_epochs : bool
@@ -151,7 +152,9 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         if self.num_workers:
             self._end_datapipe = self._start(datapipe)
         else:
-            self._end_datapipe = shard_and_init(datapipe, WorkerInfo(1, 0), self.worker_init_fn)
+            info = WorkerInfo(1, 0)
+            shard(datapipe, info)
+            self._end_datapipe = initialized(datapipe, info, self.worker_init_fn)
         self._outlet = Outlet(self._end_datapipe)
         return self._outlet
 
@@ -160,7 +163,12 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         try:
             dispatched = dispatched_root(datapipe)
             if dispatched is not None:
-                datapipe = self._cut(datapipe, dispatched, Dispatched())
+                if self.max_restarts:
+                    raise ValueError(
+                        f"max_restarts={self.max_restarts} with a sharding_round_robin_dispatch: "
+                        "what was dispatched to a worker that dies is gone; give 0"
+                    )
+                datapipe = self._cut(datapipe, dispatched, _DummyIterDataPipe())
             root = replicable_root(datapipe)
             self._engine = Engine(
                 self.num_workers,
@@ -288,7 +296,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         self._restored = state
         return adapted
 
-    # -- pause, resume, limit
+    # -- pause, resume
 
     def _pause(self, pause_fn: GraphFn | None = None) -> None:
         """Pause every thread of the graph in every process; items made ahead are kept."""
@@ -302,15 +310,8 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         engine.ask("resume", resume_fn, first_dispatched=True)
         resume_all(self._end_datapipe)
 
-    def _limit(self, num_batches: int | None, limit_fn: LimitFn | None = None) -> None:
-        """Pass a limit on to the workers, by the function of another reading service."""
-        if limit_fn is None or self._engine is None:
-            return
-        for worker in range(self.num_workers):
-            share = None
-            if num_batches is not None:
-                share = num_batches // self.num_workers + (worker < num_batches % self.num_workers)
-            self._engine.streams.ask("limit", limit_fn, share, worker=worker)
+    def _limit(self, num_batches: int | None, limit_fn: Any = None) -> None:
+        """Do nothing: a DataLoader2 counts itself, and warns where there is no such method."""
 
     def _needs_workers(self, verb: str) -> Engine:
         """Return the engine; there is none without workers."""

@@ -10,87 +10,27 @@ from cseq.adapters.torchdata.library import (
     MapDataPipe,
     PinMemory,
     Prefetcher,
-    ShardingRoundRobinDispatcher,
+    _find_replicable_branches,
     apply_sharding,
+    find_lca_round_robin_sharding_dp,
+    find_non_dispatching_branches,
     list_dps,
     replace_dp,
     traverse_dps,
 )
-from cseq.adapters.torchdata.relay import Dispatched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from cseq.adapters.torchdata.library import DataPipe, InitFn
 
 
-class Graph:
-    """The datapipes that one of them is made from, itself included."""
-
-    def __init__(self, end: DataPipe) -> None:
-        self.end = id(end)
-        self.pipes: dict[int, DataPipe] = {}
-        self.sources: dict[int, list[int]] = {}
-        self._add(traverse_dps(end))
-
-    def _add(self, graph: dict[int, Any]) -> None:
-        """Flatten what `traverse_dps` returns, a tree in which shared datapipes are repeated."""
-        for number, (pipe, below) in graph.items():
-            self.pipes[number] = pipe
-            known = self.sources.setdefault(number, [])
-            known += [source for source in below if source not in known]
-            self._add(below)
-
-    def above(self, start: int, *, without: int | None = None) -> set[int]:
-        """All datapipes that one is made from, itself included; not by paths through `without`."""
-        found: set[int] = set()
-        todo = [start]
-        while todo:
-            number = todo.pop()
-            if number != without and number not in found:
-                found.add(number)
-                todo += self.sources[number]
-        return found
-
-    def having(self, test: Callable[[DataPipe], bool]) -> set[int]:
-        """Those datapipes of which something is true."""
-        return {number for number, pipe in self.pipes.items() if test(pipe)}
-
-    def tops(self, good: set[int]) -> list[DataPipe]:
-        """Of the datapipes made from good ones alone, those that no other of them reads."""
-        pure = {number for number in self.pipes if self.above(number) <= good}
-        read = {source for number in pure for source in self.sources[number]}
-        return [self.pipes[number] for number in self.pipes if number in pure - read]
-
-
-def _is_dispatcher(pipe: DataPipe) -> bool:
-    """Whether everything up to this datapipe belongs in the dispatching process."""
-    return type(pipe) is ShardingRoundRobinDispatcher
-
-
-def _is_replicable(pipe: DataPipe) -> bool:
-    """Whether each worker may have a copy of this datapipe: by default, yes."""
-    asked = getattr(pipe, "is_replicable", None)
-    return asked is None or bool(asked())
-
-
 def dispatched_root(end: DataPipe) -> DataPipe:
-    """Find the end of the dispatching process's part of the graph; None if there is none.
-
-    It is where all paths to a dispatcher meet.
-    """
-    graph = Graph(end)
-    dispatchers = graph.having(_is_dispatcher)
-    if not dispatchers:
-        return None
-    gates = [n for n in graph.pipes if not graph.above(graph.end, without=n) & dispatchers]
-    return graph.pipes[min(gates, key=lambda n: len(graph.above(n)))]
+    """Find the end of the dispatching process's part of the graph; None if there is none."""
+    return find_lca_round_robin_sharding_dp(traverse_dps(end))
 
 
 def replicable_root(end: DataPipe) -> DataPipe:
     """Find the end of that part of the graph that every worker gets a copy of."""
-    graph = Graph(end)
-    roots = graph.tops(graph.having(_is_replicable))
+    roots = _find_replicable_branches(traverse_dps(end))
     if len(roots) != 1:
         raise AssertionError(
             "MultiProcessingReadingService only supports single replicable branch currently; "
@@ -107,13 +47,16 @@ def replaced(end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
     return end
 
 
-def shard_and_init(pipe: DataPipe, info: Any, init_fn: InitFn | None) -> DataPipe:
-    """Shard a worker's copy of the graph, but for what the dispatcher feeds, and initialise it."""
-    graph = Graph(pipe)
-    for branch in graph.tops(graph.having(lambda each: not isinstance(each, Dispatched))):
+def shard(pipe: DataPipe, info: Any) -> None:
+    """Shard a worker's copy of the graph, but for what the dispatcher feeds."""
+    for branch in find_non_dispatching_branches(traverse_dps(pipe)):
         apply_sharding(
             branch, info.num_workers, info.worker_id, SHARDING_PRIORITIES.MULTIPROCESSING
         )
+
+
+def initialized(pipe: DataPipe, info: Any, init_fn: InitFn | None) -> DataPipe:
+    """Call the user's function."""
     return pipe if init_fn is None else as_pipe(init_fn(pipe, info), "worker_init_fn")
 
 

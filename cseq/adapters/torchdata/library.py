@@ -16,19 +16,25 @@ try:
         warnings.filterwarnings("ignore", r"[\s#]*WARNING!\s+The 'datapipes'", UserWarning)
         from torchdata.dataloader2 import DataLoader2
         from torchdata.dataloader2.graph import (
+            find_dps,
             list_dps,
             replace_dp,
             set_datapipes_seed,
             set_graph_random_seed,
         )
+        from torchdata.dataloader2.graph.utils import _find_replicable_branches
         from torchdata.dataloader2.random import SeedGenerator
         from torchdata.dataloader2.reading_service import CheckpointableReadingServiceInterface
         from torchdata.dataloader2.utils import WorkerInfo
+        from torchdata.dataloader2.utils.dispatch import (
+            _DummyIterDataPipe,
+            find_lca_round_robin_sharding_dp,
+            find_non_dispatching_branches,
+        )
         from torchdata.datapipes.iter import (
             IterDataPipe,
             PinMemory,
             Prefetcher,
-            ShardingRoundRobinDispatcher,
         )
         from torchdata.datapipes.map import MapDataPipe
 except ImportError as error:
@@ -45,7 +51,6 @@ if TYPE_CHECKING:
     InitFn: TypeAlias = Callable[[DataPipe, Any], DataPipe]
     ResetFn: TypeAlias = Callable[[DataPipe, Any, Any], DataPipe]
     GraphFn: TypeAlias = Callable[[DataPipe], DataPipe]
-    LimitFn: TypeAlias = Callable[[DataPipe, int | None], Any]
 
 __all__ = [
     "SHARDING_PRIORITIES",
@@ -57,9 +62,13 @@ __all__ = [
     "PinMemory",
     "Prefetcher",
     "SeedGenerator",
-    "ShardingRoundRobinDispatcher",
     "WorkerInfo",
+    "_DummyIterDataPipe",
+    "_find_replicable_branches",
     "apply_sharding",
+    "find_dps",
+    "find_lca_round_robin_sharding_dp",
+    "find_non_dispatching_branches",
     "list_dps",
     "replace_dp",
     "set_datapipes_seed",

@@ -1,7 +1,7 @@
-"""From the dispatching process to the workers, by way of the main process.
+"""From the dispatching process to the workers, by way of the main process, which outlives both.
 
-That outlives both: either may die, be replaced, and begin again. An item is pickled where it is
-made and unpickled in its worker, which asks for it through a connection of `multiprocessing`.
+An item is pickled where it is made and unpickled in its worker, which asks for it through a
+connection of `multiprocessing`.
 """
 
 from __future__ import annotations
@@ -40,32 +40,23 @@ DISPATCHING = "in dispatching process"
 class Dispatched(IterDataPipe):  # type: ignore[misc]
     """In a worker: the items that the dispatching process makes for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: Address, worker: int) -> None:
         self.epoch = 0
-        self._worker = 0
-        self._connection: Connection[Any, Any] | None = None
-        self._lock: threading.Lock | None = None
-
-    def connect(self, address: Address, worker: int) -> None:
-        """Connect to the relay in the main process."""
         self._worker = worker
         self._lock = threading.Lock()
-        self._connection = Client(address[0], authkey=address[1])
+        self._connection: Connection[Any, Any] = Client(address[0], authkey=address[1])
 
-    def _ask(self, epoch: int, position: int) -> tuple[list[bytes], bytes | None]:
-        """Ask for the items from `position` on; threads of an epoch that was given up do, too."""
-        assert self._lock is not None
-        assert self._connection is not None
+    def _ask(self, epoch: int) -> tuple[list[bytes], bytes | None]:
+        """Ask for the next items; threads of an epoch that was given up do, too."""
         with self._lock:
-            self._connection.send((self._worker, epoch, position))
+            self._connection.send((self._worker, epoch))
             answer: tuple[list[bytes], bytes | None] = self._connection.recv()
             return answer
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, position = self.epoch, 0
+        epoch = self.epoch
         while True:
-            items, error = self._ask(epoch, position)
-            position += len(items)
+            items, error = self._ask(epoch)
             yield from map(pickle.loads, items)
             if error is not None:
                 raise failure.unpack(error)
@@ -77,8 +68,7 @@ class Relay:
     """In the main process: hands the dispatching process's item i to worker i mod N, when asked.
 
     A thread for each worker answers it. It pulls from the stream until it reaches an item for this
-    worker; items for other workers are queued, without bound. A worker that asks for what was sent
-    before has replaced a dead one: then the stream is begun again.
+    worker; items for other workers are queued, without bound.
     """
 
     def __init__(self, streams: Streams, num_workers: int) -> None:
@@ -86,12 +76,10 @@ class Relay:
         self._num_workers = num_workers
         self._lock = Lock()  # around the stream and all that is below
         self._epoch: Epoch | None = None
-        self._sent = [0] * num_workers
         self._next = 0  # number of the stream's next item
         self._is_over = False
         self._error: bytes | None = None
         self._waiting: list[deque[bytes]] = []  # of each worker: items not yet sent
-        self._rewind()
         self._secret = os.urandom(16)
         self._listener: Listener | None = None
         self._name: Any = None
@@ -126,17 +114,13 @@ class Relay:
             while True:
                 caller.send(self._answer(*caller.recv()))
 
-    def _answer(self, worker: int, epoch: int, position: int) -> tuple[list[bytes], bytes | None]:
-        """Return items of a worker from `position` on, and the exception raised after them.
+    def _answer(self, worker: int, epoch: int) -> tuple[list[bytes], bytes | None]:
+        """Return the next items of a worker, and the exception raised after them.
 
         No items: there are no more, or the epoch is over.
         """
         with self._lock.hold(), contextlib.suppress(InterruptedError):
             if self._epoch is not None and self._epoch.number == epoch:
-                if position < self._sent[worker]:  # what the other workers were sent is left out
-                    self._rewind()
-                    self._streams.begin([self._epoch])
-                self._sent[worker] = position
                 waiting = self._waiting[worker]
                 while not waiting and self._pull():
                     pass
@@ -144,7 +128,6 @@ class Relay:
                     self._pull()
                 items = list(waiting)
                 waiting.clear()
-                self._sent[worker] += len(items)
                 return items, self._error
         return [], None
 
@@ -161,25 +144,16 @@ class Relay:
             if not isinstance(error, StopIteration):
                 self._error = failure.pack(_of_dispatching(error))
             return False
-        place, owner = divmod(self._next, self._num_workers)
+        self._waiting[self._next % self._num_workers].append(item)
         self._next += 1
-        if place >= self._sent[owner]:
-            self._waiting[owner].append(item)
         return True
-
-    def _rewind(self) -> None:
-        """Reset to the beginning of the stream."""
-        self._next = 0
-        self._is_over = False
-        self._error = None
-        self._waiting = [deque() for _ in range(self._num_workers)]
 
     def begin(self, epoch: Epoch) -> None:
         """Begin an epoch in the dispatching process."""
         self.stop()
         with self._lock.hold():
-            self._rewind()
-            self._sent = [0] * self._num_workers
+            self._next, self._is_over, self._error = 0, False, None
+            self._waiting = [deque() for _ in range(self._num_workers)]
             self._streams.begin([epoch])
             self._epoch = epoch
 

@@ -11,12 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq.adapters.torchdata.graph import Graph, as_pipe, pause_all, resume_all, shard_and_init
+from cseq.adapters.torchdata.graph import (
+    as_pipe,
+    initialized,
+    pause_all,
+    replaced,
+    resume_all,
+    shard,
+)
 from cseq.adapters.torchdata.library import (
     Epoch,
     IterDataPipe,
     MapDataPipe,
     WorkerInfo,
+    _DummyIterDataPipe,
+    find_dps,
     list_dps,
     set_datapipes_seed,
     set_graph_random_seed,
@@ -29,7 +38,7 @@ from cseq.encoding.pickling import dumps
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from cseq.adapters.torchdata.library import DataPipe, GraphFn, InitFn, LimitFn, ResetFn
+    from cseq.adapters.torchdata.library import DataPipe, GraphFn, InitFn, ResetFn
     from cseq.adapters.torchdata.relay import Address
 
 
@@ -71,11 +80,6 @@ class _Pipeline:
         with _named(self.where):
             self._apply(function)
             resume_all(self._graph)
-
-    def limit(self, function: LimitFn, share: int | None) -> None:
-        """Limit the graph to this worker's share."""
-        with _named(self.where):
-            function(self._graph, share)
 
     @property
     def _graph(self) -> DataPipe:
@@ -137,10 +141,13 @@ class Worker(_Pipeline):
 
     def _make_ready(self) -> None:
         """Shard, connect, call the user's function: once, where exceptions reach the loop."""
+        pipe = self._pipe
+        shard(pipe, self._info)
         if self._address is not None:
-            (self._source,) = (p for p in Graph(self._pipe).pipes.values() if type(p) is Dispatched)
-            self._source.connect(self._address, self._info.worker_id)
-        self._pipe = shard_and_init(self._pipe, self._info, self._init_fn)
+            (stand_in,) = find_dps(traverse_dps(pipe), _DummyIterDataPipe)
+            self._source = Dispatched(self._address, self._info.worker_id)
+            pipe = replaced(pipe, stand_in, self._source)
+        self._pipe = initialized(pipe, self._info, self._init_fn)
         self._is_ready = True
 
 

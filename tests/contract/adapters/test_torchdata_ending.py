@@ -37,7 +37,6 @@ from torchdata_graphs import (  # noqa: E402
     double,
     loader,
     numbers,
-    random_dispatched_graph,
     random_graph,
     service,
     slowly,
@@ -159,7 +158,7 @@ def test_ctrl_c_in_the_first_iter() -> None:
             assert list(loaded) == list(range(0, 24, 2))
         return struck.is_set()
 
-    assert first_hits(step, 11) > 20
+    assert first_hits(step, 11) > 5
 
 
 def test_ctrl_c_in_shutdown() -> None:
@@ -304,10 +303,9 @@ def test_killed_worker_that_was_idle() -> None:
             list(loaded)
 
 
-@pytest.mark.parametrize("make", [random_graph, random_dispatched_graph])
-def test_replaced_workers(make: Any) -> None:
-    """With `max_restarts`, workers and dispatcher are replaced, and the items are the same."""
-    first, second = make().map(with_pid), make().map(with_pid)
+def test_replaced_workers() -> None:
+    """With `max_restarts`, workers are replaced, and the items are the same."""
+    first, second = random_graph().map(with_pid), random_graph().map(with_pid)
     with loader(first) as calm, loader(second, max_restarts=10) as shaken:
         for loaded in (calm, shaken):
             loaded.seed(11)
@@ -322,16 +320,12 @@ def test_replaced_workers(make: Any) -> None:
         assert shaken.reading_service.stats().restarts > 0
 
 
-def test_replaced_dispatching_process() -> None:
-    """A dispatching process that is replaced goes on where the dead one was."""
-    pipe = IterableWrapper(range(300)).map(with_pid).sharding_round_robin_dispatch(MULTI)
-    with loader(pipe.map(double), max_restarts=3, worker_prefetch_cnt=0) as loaded:
-        items = iter(loaded)
-        got = [next(items)]
-        kill(got[0][1])
-        got += items
-    assert [item[0] for item in got] == list(range(300))
-    assert len({item[1] for item in got}) == 2
+def test_no_worker_is_replaced_beside_a_dispatching_process() -> None:
+    with (
+        loader(dispatched(), max_restarts=3) as loaded,
+        pytest.raises(ValueError, match="max_restarts=3 with a sharding_round_robin_dispatch"),
+    ):
+        iter(loaded)
 
 
 @pytest.mark.needs("POSIX")
