@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cseq.adapters.torch import names, worker
-from cseq.adapters.torch.order import leaves_no_trace, states_before
+from cseq.adapters.torch.order import Keys, leaves_no_trace
 from cseq.adapters.torch.pinning import Pinner
 from cseq.adapters.torch.processes import WorkerProcess
 from cseq.adapters.torch.stateful import is_stateful
@@ -158,7 +158,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             generator = loader.generator
             self.progress.watch(generator, None if generator is None else generator.get_state())
         if self._rng == "worker" or not first_iter:  # torch asks a sampler for two iterators first
-            self._begun = states_before(loader._index_sampler)
+            self._order = Keys(loader._index_sampler, keeps_state=self._keeps_state)
             names.Base._reset(self, loader, first_iter)
         if self._rng == "batch" and not first_iter:  # as a new iterator does it
             drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)

@@ -23,7 +23,7 @@ from cseq.indexing.leaving import note_batch, note_samples
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cseq.adapters.torch.order import Order
+    from cseq.adapters.torch.order import Keys
     from cseq.adapters.torch.stateful import DatasetState
     from cseq.indexing.leaving import Skipped
     from cseq.stats import Stats
@@ -56,7 +56,7 @@ class Resume:
     base_seed : int or None
         None: a new one is drawn, for an epoch that begins where the data set has come to.
     sampler : dict
-        See `Order.keys`.
+        See `Keys.draw`.
     counts, ended, turn
         See `Progress`.
     states : list of (dict or None)
@@ -93,7 +93,7 @@ class Progress:
         Batches delivered.
     finished : bool
         Whether the epoch is over.
-    order : Order or Kept, optional
+    order : Keys or Kept, optional
         Of the keys.
     counts : list of int
         Batches delivered of each worker, if the data set is an IterableDataset.
@@ -133,7 +133,7 @@ class Progress:
         self.yielded = resume.yielded if resume else 0
         self.finished = False
         self.skipped: deque[Skipped] = deque(maxlen=MOST_SKIPPED)
-        self.order: Order | Kept | None = None
+        self.order: Keys | Kept | None = None
         self.inline: DatasetState | None = None
         self.counts = list(resume.counts) if resume and resume.counts else [0] * several
         self.ended = list(resume.ended) if resume and resume.ended else [False] * several
@@ -380,11 +380,9 @@ def _is_sampler(state: Any) -> bool:
     """Tell whether a value is what orders keep of a sampler, but for the sampler's own state."""
     if not isinstance(state, dict):
         return False
-    numbers = [state[name] for name in ("seed", "epoch", "skip") if state.get(name) is not None]
     both = state.get("generators", {"iter": {}, "first": {}})
     return (
-        _is_list(numbers, int)
-        and isinstance(state.get("is_last", False), bool)
+        state.get("base", 0) in (0, 1)
         and isinstance(both, dict)
         and both.keys() == {"iter", "first"}
         and all(map(_are_generators, (state, *both.values())))
@@ -401,6 +399,7 @@ def _are_generators(states: Any) -> bool:
         "torch": own.set_state,
         "random": lambda saved: random.Random().setstate((saved[0], tuple(saved[1]), saved[2])),
         "numpy": np.random.RandomState().set_state,
+        "epoch": lambda epoch: count("epoch", epoch, 0, MOST),
     }
     try:
         for name in sources.keys() & states.keys():

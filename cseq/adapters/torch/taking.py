@@ -6,7 +6,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from cseq.adapters.torch import names
-from cseq.adapters.torch.order import order_of, states_before
+from cseq.adapters.torch.order import Keys
 from cseq.adapters.torch.state import Progress
 
 if TYPE_CHECKING:
@@ -41,15 +41,15 @@ class Taking(names.Base):  # type: ignore[misc]
     def __init__(
         self, loader: Any, torchs: Any, *, rng: str, on_error: str, keeps_state: bool
     ) -> None:
-        self._begun = states_before(loader._index_sampler)
+        self._is_iterable = loader._dataset_kind == names.ITERABLE
+        self._keeps_state = keeps_state and not self._is_iterable
+        self._order = Keys(loader._index_sampler, keeps_state=self._keeps_state)
         names.Base.__init__(self, loader)
         self._profile_name = names.profile_name(torchs)
         self._base_seed: Any
         self._sampler_iter: Any
-        self._is_iterable = self._dataset_kind == names.ITERABLE
         self._rng = rng
         self._skips_errors = on_error == "skip"
-        self._keeps_state = keeps_state
         self._several = max(1, self._num_workers)  # what makes the batches in turn
         self.progress = Progress(iterable=self._is_iterable, num_workers=self._num_workers, rng=rng)
         self._after: tuple[int, bytes | None] = (0, None)  # its worker, and the state after it
@@ -68,15 +68,9 @@ class Taking(names.Base):  # type: ignore[misc]
 
     def _keys(self, resume: Resume | None) -> Any:
         """Return the epoch's keys."""
-        progress, state = self.progress, resume.sampler if resume else {}
-        progress.order = order_of(
-            self._index_sampler,
-            self._sampler_iter,
-            self._begun,
-            keeps_state=self._keeps_state,
-            seeded=progress.yielded > 0 and "seed" in state,
-        )
-        return progress.order.keys(progress.yielded, state)
+        self.progress.order = self._order
+        state = resume.sampler if resume else {}
+        return self._order.draw(self._sampler_iter, self.progress.yielded, state)
 
     def __next__(self) -> Any:
         """Return the next batch, or raise what was raised instead of it.
