@@ -329,7 +329,7 @@ BUDGET = {
     "cseq without adapters, fleet, orders": 23_928,  # 1070 of them what users met
     "what users look with": 5_658,  # 1485 measuring and its rules, 3080 `observe`, 1095 a trace
     "of these compiled: C, Cython": 8_790,  # 400 of them measure, 30 ask for a trace
-    "adapters": 6_402,  # 160 of them batch samplers, 570 frameworks, 255 metrics
+    "adapters": 6_370,  # 160 of them batch samplers, 570 frameworks, 255 metrics
     "fleet": 762,  # 175 of them connections
     "the longest file of cseq": 699,
     "the longest file of tests": 900,

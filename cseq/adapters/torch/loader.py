@@ -209,7 +209,7 @@ class DataLoader(Torchs[T_co]):
         before = None if generator is None else generator.get_state()
         iterator, self._reason = make_iterator(
             self,
-            getattr(super(), names.SEAM),
+            super()._get_iterator,
             rng=self.rng or defaults.rng,
             on_error=self.on_error or defaults.on_error,
             resume=resume,
@@ -496,9 +496,6 @@ def _signature() -> inspect.Signature:
     added = [each for name, each in ours.items() if name != "self" and each.kind not in kinds]
     return inspect.Signature([*theirs.values(), *added])
 
-
-if names.SEAM == "__iter__":
-    DataLoader.__iter__ = DataLoader._get_iterator  # type: ignore[method-assign, assignment]
 
 # Frameworks make a loader again of those of its attributes that are arguments.
 DataLoader.__init__.__signature__ = _signature()  # type: ignore[attr-defined]

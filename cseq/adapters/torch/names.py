@@ -24,7 +24,6 @@ __all__ = [
     "DATAPIPES",
     "ITERABLE",
     "REASON",
-    "SEAM",
     "UNKNOWN",
     "Base",
     "Inline",
@@ -41,40 +40,15 @@ __all__ = [
     "tensor_entry",
 ]
 
-_lacks: list[str] = []
-
-
-def _find(name: str, otherwise: Any = None) -> Any:
-    """Return what has a name in torch.utils.data; note one that is not there."""
-    try:
-        return attrgetter(name)(data)
-    except AttributeError:
-        _lacks.append(f"torch.utils.data.{name}")
-        return otherwise
-
-
-Base: Any = _find("dataloader._BaseDataLoaderIter", object)
-Inline: Any = _find("dataloader._SingleProcessDataLoaderIter", object)
-Workers: Any = _find("dataloader._MultiProcessingDataLoaderIter", object)
-_kinds: Any = _find("dataloader._DatasetKind")
-
 # Deprecated: one day there are none.
 DATAPIPES = tuple(getattr(data, name, ()) or () for name in ("IterDataPipe", "MapDataPipe"))
 
-ITERABLE: int = getattr(_kinds, "Iterable", 1)  # what `DataLoader._dataset_kind` may be
+Base: Any = object
+Inline: Any = object
+Workers: Any = object
+ITERABLE = 1  # what `DataLoader._dataset_kind` may be
 
-collate_map: dict[Any, Any] = _find("_utils.collate.default_collate_fn_map")
-tensor_entry: Any = _find("_utils.collate.collate_tensor_fn")
-array_entry: Any = _find("_utils.collate.collate_numpy_array_fn")
-
-pin: Any = _find("_utils.pin_memory.pin_memory")
-
-worker: Any = _find("_utils.worker")
-
-profiler_enabled: Any = getattr(torch.autograd, "_profiler_enabled", None)
-
-# The method that makes an iterator; without it, `__iter__` can be told only to use torch's own.
-SEAM = "_get_iterator" if hasattr(data.DataLoader, "_get_iterator") else "__iter__"
+REASON: str | None = None  # why no loader can have an iterator of cseq's with this torch, if so
 
 
 def settle_pinning(device: str | None) -> Any:
@@ -155,7 +129,7 @@ def _use() -> None:
     loader: Any = data.DataLoader(samples, generator=torch.Generator())
     loader.check_worker_number_rationality()
     attrgetter("_index_sampler", "_dataset_kind", "_auto_collation")(loader)
-    attrgetter("_iterator", "_IterableDataset_len_called")(loader)
+    attrgetter("_iterator", "_IterableDataset_len_called", "_get_iterator")(loader)
     iterator = Base(loader)
     _OF_ITERATORS(iterator)
     iterator._reset(loader, False)  # noqa: FBT003 - as torch calls it
@@ -167,22 +141,20 @@ def _use() -> None:
     profiler_enabled()
 
 
-def _reason() -> str | None:
-    """Say why no loader can have an iterator of cseq's with this torch, if so."""
-    what = None
-    if _lacks:
-        what = f"has no {', no '.join(_lacks)}"
-    elif SEAM != "_get_iterator":
-        what = "has no DataLoader._get_iterator"
-    elif profiler_enabled is None:
-        what = "has no torch.autograd._profiler_enabled"
-    else:
-        try:
-            with torch.device("cpu"):
-                _use()
-        except Exception as error:  # noqa: BLE001 - of any type: a name has another meaning
-            what = f"differs from those that cseq knows ({type(error).__name__}: {error})"
-    return what and f"this torch, {torch.__version__}, {what}"
-
-
-REASON = _reason()
+try:
+    Base = data.dataloader._BaseDataLoaderIter
+    Inline = data.dataloader._SingleProcessDataLoaderIter
+    Workers = data.dataloader._MultiProcessingDataLoaderIter
+    _kinds: Any = data.dataloader._DatasetKind
+    ITERABLE = _kinds.Iterable
+    collate_map: Any = data._utils.collate.default_collate_fn_map
+    tensor_entry: Any = data._utils.collate.collate_tensor_fn
+    array_entry: Any = data._utils.collate.collate_numpy_array_fn
+    pin: Any = data._utils.pin_memory.pin_memory
+    worker: Any = data._utils.worker
+    profiler_enabled: Any = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+    with torch.device("cpu"):
+        _use()
+except Exception as error:  # noqa: BLE001 - of any type: a name has another meaning
+    _what = f"{type(error).__name__}: {error}"
+    REASON = f"this torch, {torch.__version__}, differs from those that cseq knows ({_what})"

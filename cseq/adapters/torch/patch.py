@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils import data
 
-from cseq.adapters.torch import names
 from cseq.adapters.torch.fallback import ALONE, make_iterator, note
 from cseq.adapters.torch.loader import DataLoader
 from cseq.adapters.torch.options import defaults
@@ -67,14 +66,14 @@ def install() -> None:
     global _original
     if is_installed():
         return
-    found = getattr(_class, names.SEAM)
+    found = _class._get_iterator
     if getattr(found, "__module__", None) != "torch.utils.data.dataloader":
         raise RuntimeError(
-            f"DataLoader.{names.SEAM} is not torch's own any more, but {found!r}: install cseq "
+            f"DataLoader._get_iterator is not torch's own any more, but {found!r}: install cseq "
             "first, or leave out the other one"
         )
     _original = found
-    setattr(_class, names.SEAM, _get_iterator)
+    _class._get_iterator = _get_iterator
     _class.stats = _stats
 
 
@@ -83,10 +82,10 @@ def uninstall() -> None:
     global _original
     if not is_installed():
         return
-    found = getattr(_class, names.SEAM)
+    found = _class._get_iterator
     if found is not _get_iterator:
-        raise RuntimeError(f"DataLoader.{names.SEAM} is {found!r}: undo that first")
-    setattr(_class, names.SEAM, _original)
+        raise RuntimeError(f"DataLoader._get_iterator is {found!r}: undo that first")
+    _class._get_iterator = _original
     del _class.stats
     _original = None
 
