@@ -1,7 +1,7 @@
-"""From the dispatching process to the workers, by way of the main process, which outlives both.
+"""From the dispatching process to the workers, by way of the main process.
 
-An item is pickled where it is made and unpickled in its worker, which asks for it through a
-connection of `multiprocessing`.
+That outlives both. An item is pickled where it is made and unpickled in its worker, which asks for
+it through a connection of `multiprocessing`.
 """
 
 from __future__ import annotations
