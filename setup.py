@@ -123,7 +123,8 @@ class BuildCore(build_ext):
         due = [one.name for one in self.extensions if not self.is_built(one)]
         if due:
             names = ", ".join(name.removeprefix("cseq.") for name in due)
-            print(f"cseq: compiling {len(due)} of {len(self.extensions)} modules: {names}")
+            told = f"cseq: compiling {len(due)} of {len(self.extensions)} modules: {names}\n"
+            sys.stdout.write(told)
             sys.stdout.flush()
         super().build_extensions()
 
