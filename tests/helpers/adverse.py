@@ -27,7 +27,7 @@ class Squares:
     """Indices and their squares, large enough to be leased, with the maker's process id."""
 
     def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
-        wide = np.repeat(indices[:, None] ** 2, 512, axis=1)
+        wide = np.repeat(indices[:, None] ** 2, 1100, axis=1)
         return {"indices": indices, "squares": wide, "draw": cseq.rng().random(4)}
 
 

@@ -36,7 +36,7 @@ from cseq.stream import Streams
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-LARGE = 2100  # int64 of an item that is handed out where it lies; others are copied
+LARGE = 8400  # int64 of an item that is handed out where it lies; others are copied
 EPOCHS = 20  # of what is started once
 PATIENCE = 10.0  # seconds that a worker may take for a batch of an epoch that was left
 WRONG = ("lost", "doubled", "misplaced", "slots left")

@@ -60,7 +60,7 @@ def test_a_killed_worker_is_the_one_of_that_number() -> None:
     with m.start() as batches:
         got = []
         for number, (indices, worker, pid) in enumerate(batches):
-            got += indices[:: 1 << 12].tolist()
+            got += indices[:: 1 << 13].tolist()
             assert pid == testing.pids(m)[worker] or number > 5
             if number == 5:
                 before = testing.pids(m)

@@ -32,7 +32,7 @@ __all__ = ["VERSION", "Progress", "Resume", "read"]
 
 log = logging.getLogger("cseq")
 
-VERSION = 1
+VERSION = 2  # 1 had other words for a sampler
 NUMBERS = ("_num_yielded", "_sampler_iter_yielded")
 MOST = 2**63 - 1
 NEEDED = (
