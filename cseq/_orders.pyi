@@ -46,6 +46,7 @@ _Share: TypeAlias = Callable[[int, int, int, int, int], _Ints]
 
 @final
 class ArrayReader(Reader):
+    call: Final[Callable[[int, _Ints], _Read]]
     share: Final[_Share | None]
     def __new__(
         cls,

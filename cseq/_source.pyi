@@ -60,7 +60,7 @@ class ItemSource(StreamSource):
     ) -> Self: ...
     def open(self) -> None: ...
 
-@disjoint_base
+@final
 class KeySource(StreamSource):
     def __new__(
         cls,
