@@ -238,7 +238,7 @@ def settle(options: dict) -> Case:
     if case.fails("collate") and case.collate is None:
         case["collate"] = "draw"
     if case.layout and case.collate != "same":
-        case["collate"] = "draw"
+        case["collate"] = "same" if resume else "draw"
     if case.fails("init") or case.fails("iter"):
         # torch's worker answers its first task with this error, and later ones with one of its own.
         case["stop"] = True

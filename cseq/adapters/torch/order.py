@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
+from base64 import b64decode, b64encode
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -103,10 +104,25 @@ def _set_python(state: Any) -> None:
     random.setstate((version, tuple(words), gauss))
 
 
+def _torch_state() -> str:
+    """Return the state of torch's global generator as text, which JSON can hold."""
+    return b64encode(torch.default_generator.get_state().numpy().tobytes()).decode()
+
+
+def from_text(state: str) -> torch.Tensor:
+    """Return the state of a generator of torch's from its text."""
+    return torch.frombuffer(bytearray(b64decode(state)), dtype=torch.uint8)
+
+
+def _set_torch(state: str) -> None:
+    """Set the state of torch's global generator."""
+    torch.default_generator.set_state(from_text(state))
+
+
 GLOBAL: dict[str, Source] = {
     "random": (random.getstate, _set_python),
     "numpy": (_numpy_state, numpy.random.set_state),
-    "torch": (torch.default_generator.get_state, torch.default_generator.set_state),
+    "torch": (_torch_state, _set_torch),
 }
 
 

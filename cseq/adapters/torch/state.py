@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from cseq._feed import MOST_SKIPPED
+from cseq.adapters.torch.order import from_text
 from cseq.adapters.torch.stateful import left_by
 from cseq.check import count
 from cseq.encoding.pickling import dumps
@@ -32,7 +33,7 @@ __all__ = ["VERSION", "Progress", "Resume", "read"]
 
 log = logging.getLogger("cseq")
 
-VERSION = 2  # 1 had other words for a sampler
+VERSION = 3  # 1 had other words for a sampler, and a manager's states have 2
 NUMBERS = ("_num_yielded", "_sampler_iter_yielded")
 MOST = 2**63 - 1
 NEEDED = (
@@ -396,7 +397,7 @@ def _are_generators(states: Any) -> bool:
     own = torch.Generator()
     sources: dict[str, Callable[[Any], object]] = {
         "generator": own.set_state,
-        "torch": own.set_state,
+        "torch": lambda saved: own.set_state(from_text(saved)),
         "random": lambda saved: random.Random().setstate((saved[0], tuple(saved[1]), saved[2])),
         "numpy": np.random.RandomState().set_state,
         "epoch": lambda epoch: count("epoch", epoch, 0, MOST),
