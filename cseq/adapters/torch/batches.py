@@ -145,12 +145,6 @@ class BatchSampler:
         self._seed()
         return checkpoint.make(self._sampler, self._sampler.world_size, *(self._now or self._next))
 
-    def state_before(self, epoch: int, batch: int) -> dict[str, Any]:
-        """Return what `state_dict` says after so many batches of an epoch."""
-        sampler = self._sampler
-        consumed = min(batch * sampler.batch_size * sampler.world_size, sampler.end(0))
-        return checkpoint.make(sampler, sampler.world_size, epoch, consumed)
-
     def state_after(self, state: dict[str, Any], batches: int) -> dict[str, Any]:
         """Return what `state_dict` says so many batches after a state of the same epoch."""
         sampler, consumed = self._sampler, state["consumed"]
