@@ -114,7 +114,7 @@ test: build $(VENV)/.test
 quick: build $(VENV)/.test
 	$(PY) -m pytest -n $(JOBS) -m "not slow and not another_way" $(ARGS)
 
-CORE := $(patsubst cseq/%.pyx,cseq.%,$(wildcard cseq/_*.pyx))
+CORE := $(patsubst cseq/%.pyi,cseq.%,$(wildcard cseq/_*.pyi))
 
 lint: build check-headers $(VENV)/.test $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -71,19 +71,21 @@ def c_folder() -> str | None:
     return folder.as_posix()
 
 
-# Modules of cseq that a .pyx or .pxd cimports.
+# Modules of cseq that a .pyx or .pxd cimports; files that a .pyx includes.
 CIMPORTED = re.compile(r"^ *from cseq\.(\w+) cimport ", re.MULTILINE)
+INCLUDED = re.compile(r'^include "(.+)"$', re.MULTILINE)
 
 
 def sources_of(path: Path) -> set[Path]:
-    """Return a .pyx or .pxd with each .pxd that it needs: its own and what these cimport."""
+    """Return a .pyx, what it includes, its .pxd, and each .pxd that these cimport."""
     found, left = set(), [path, path.with_suffix(".pxd")]
     while left:
         one = left.pop()
         if one not in found and one.exists():
             found.add(one)
-            names = CIMPORTED.findall(one.read_text(encoding="utf-8"))
-            left += [one.with_name(f"{name}.pxd") for name in names]
+            text = one.read_text(encoding="utf-8")
+            left += [one.with_name(f"{name}.pxd") for name in CIMPORTED.findall(text)]
+            left += [one.parent / name for name in INCLUDED.findall(text)]
     return found
 
 
@@ -186,21 +188,8 @@ def normalise(archive: Path, epoch: int) -> None:
     archive.write_bytes(packed)
 
 
-# One extension module for each family; a module includes what headers it needs.
-FAMILIES = [
-    "_memory",
-    "_trace",
-    "_slots",
-    "_plan",
-    "_lock",
-    "_core",
-    "_orders",
-    "_work",
-    "_codec",
-    "_source",
-    "_line",
-    "_feed",
-]
+# The extension modules, from the bottom up.
+MODULES = ["_memory", "_core", "_work", "_feed"]
 
 # CSEQ_PREBUILT=1 installs what `build_ext --inplace` has compiled: an editable installation would
 # compile it once more, in a folder that is thrown away.
@@ -221,6 +210,6 @@ core = [
         extra_compile_args=WINDOWS_FLAGS if WINDOWS else UNIX_FLAGS,
         extra_link_args=[] if WINDOWS else ["-pthread"],
     )
-    for name in ([] if os.environ.get("CSEQ_PREBUILT") else FAMILIES)
+    for name in ([] if os.environ.get("CSEQ_PREBUILT") else MODULES)
 ]
 setup(cmdclass={"build_ext": BuildCore, "sdist": WriteSources}, ext_modules=core)

@@ -26,7 +26,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── tracing.py      a trace of every batch: recorded, written as JSON
     ├── fleet/          batches from other machines: a pool of threads, each of which asks an actor
     ├── pools/          ★ the loop's end of all runners: inline (test mode), thread, process, stream
-    ├── _feed.pyx       ★ takes batches and items out
+    ├── _feed.pyx       ★ posts tickets (include/line.pxi), takes batches and items out
     ├── tuning.py       how many workers, how large a buffer: what 'auto' takes
     ├── arguments.py    the arguments of MSequence, and those of Streams, too: types and checks
     ├── order/          ★ which samples, in which order, for which rank; the loop's place
@@ -44,17 +44,10 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── check.py        checks of arguments
     ├── threads.py      threads that a signal handler cannot break; what is logged on another thread
     ├── cgroup.py       what the control groups of a container say
-    ├── _line.pyx       ★ the tickets that are outstanding: posted, given up
-    ├── _source.pyx     ★ what an epoch asks for: samples in an order, items of workers, keys
-    ├── _codec.pyx      ★ batches on their way: into a cell or a slot, and out of it
-    ├── _work.pyx       ★ runners, and their work: batches made, published
-    ├── _orders.pyx     permutations; readers of orders that are written in Python
-    ├── _core.pyx       ★ the ring, the shuffle, readers of orders
-    ├── _lock.pyx       locks and latches that a signal handler cannot break, a run's generation
-    ├── _plan.pyx       plans: the structure that batches have in common
-    ├── _slots.pyx      the table of slots: the owner of each
-    ├── _trace.pyx      what a trace records: tickets, spans, counters
-    ├── _memory.pyx     memory that arrays are made on, in place too
+    ├── _work.pyx       ★ runners, and their work: batches made, published; include/codec.pxi: read
+    ├── _core.pyx       ★ the ring, the shuffle, readers of orders; in include/: source.pxi, what an
+    │                   epoch asks for; orders.pxi, lock.pxi, trace.pxi
+    ├── _memory.pyx     memory that arrays are made on; in include/: slots.pxi, plan.pxi
     └── errors.py       every error, drawn as a tree
 """
 
@@ -74,7 +67,7 @@ except ModuleNotFoundError as error:
         "cseq is installed elsewhere, start Python in another folder",
         name=error.name,
     ) from None
-from cseq._trace import count, span
+from cseq._core import count, span
 from cseq.errors import CseqError, RemoteTraceback, WorkerDied, WorkerError, WorkerTimeout
 from cseq.indexing.context import WorkerInfo, empty, parts, rng, worker_info
 from cseq.indexing.dataset import from_dataset

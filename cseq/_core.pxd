@@ -5,11 +5,8 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 cimport cython
 cimport numpy as cnp
 
-from cseq._headers cimport (
-    cseq_cell, cseq_count_u64, cseq_feistel, cseq_gil, cseq_histogram_add, cseq_meter,
-    cseq_meter_slept, cseq_now_ns, cseq_order, cseq_ring, cseq_ring_retire, cseq_store_rlx_u64,
-)
-from cseq._memory cimport Memory
+from cseq._headers cimport *
+from cseq._memory cimport Block, Memory, Slots
 
 
 cdef enum:
@@ -99,3 +96,218 @@ cdef class Ring:
         cseq_meter_slept(self.meter, before, now)
     cdef bint retract(self, uint32_t cell) noexcept
     cpdef bint expect(self, uint32_t cell, uint32_t last, uint32_t seen) noexcept
+
+
+# What a trace records: tickets that were taken; spans and counters.
+
+cdef extern from "cseq_trace.h" nogil:
+    enum:
+        CSEQ_MARKS
+        CSEQ_SPAN
+        CSEQ_COUNT
+
+    ctypedef struct cseq_taken:
+        uint64_t started_ns
+        uint64_t indexed_ns
+        uint64_t taken_ns
+        float converting_ns  # from `indexed_ns` to the converter's claim; no converter: -1
+        float converted_ns   # from there to its publish
+        float waited_ns
+        uint32_t batch
+        uint32_t epoch
+        uint32_t thread
+        unsigned short feed
+        unsigned short worker
+        unsigned short converter
+        unsigned short status
+
+    ctypedef struct cseq_log:
+        uint32_t on
+        uint64_t begun
+        uint64_t done
+        uint64_t begun_ns
+        uint64_t mask
+        cseq_taken* taken
+
+    ctypedef struct cseq_mark:
+        uint64_t number
+        uint64_t begin_ns
+        uint64_t value
+        uint64_t what
+
+    ctypedef struct cseq_marks:
+        uint32_t on
+        uint64_t begun
+
+    cseq_taken* cseq_log_begin(cseq_log* l) noexcept
+    void cseq_log_end(cseq_log* l) noexcept
+    void cseq_marks_add(
+        cseq_marks* m, uint64_t begin_ns, uint64_t value, uint64_t what, const char* name, size_t length) noexcept
+    int cseq_marks_read(const cseq_marks* m, uint64_t number, cseq_mark* out) noexcept
+    uint64_t cseq_bits_of(double value) noexcept
+
+
+cdef cseq_log* log       # of this process's trace
+cdef cseq_marks** marks  # where this process writes its own
+
+cdef uint32_t thread_id() noexcept
+cdef void copied(uint64_t begin_ns, uint64_t end_ns) noexcept
+
+
+@cython.final
+cdef class Marks:
+    cdef cseq_marks* m
+    cdef readonly Memory memory
+
+
+# Locks and latches for threads, which the core takes without a call of Python.
+
+cdef extern from "pythread.h":
+    unsigned long PyThread_get_thread_ident() noexcept
+
+
+cpdef int check_depth() except -1
+cpdef bint is_deep(int depth=*) except -1
+
+
+@cython.final
+@cython.no_gc
+cdef class Lock:
+    cdef cseq_lock lock
+    cdef uint32_t due   # there are
+    cdef list calls     # that were put off
+    cdef int make_calls(self) except -1
+    cdef object next_call(self)
+    cdef bint sleep(self, uint64_t ns) except -1
+    cpdef int refuse_mine(self) except -1
+    cdef int await_free(self) except -1
+    cdef inline int enter(self) except -1:
+        """Take it, as `acquire` without a time limit does."""
+        if cseq_lock_try(&self.lock, PyThread_get_thread_ident()):
+            return 0
+        return self.await_free()
+    cdef inline int enter_anew(self) except -1:
+        """Take it; RuntimeError if this thread has it."""
+        if cseq_lock_is_mine(&self.lock, PyThread_get_thread_ident()):
+            return self.refuse_mine()
+        return self.enter()
+    cdef inline int leave(self) except -1:
+        """Give it back; the caller has it. Then make the calls that were put off until now."""
+        cseq_lock_release(&self.lock)
+        return self.make_calls() if cseq_load_sc_u32(&self.due) else 0  # SYNC: calls
+
+
+@cython.final
+@cython.no_gc
+cdef class Hold:
+    cdef Lock lock
+    cdef double timeout
+    cdef readonly bint has
+
+
+@cython.final
+@cython.no_gc
+cdef class Latch:
+    cdef uint32_t word
+
+
+@cython.final
+cdef class RunState:
+    cdef uint64_t number
+    cdef readonly Lock lock
+    cdef inline bint is_at(self, uint64_t generation) noexcept:
+        """Whether this is the present generation."""
+        return cseq_load_acq_u64(&self.number) == generation
+
+
+# What an epoch asks for, ticket by ticket.
+
+cdef enum:
+    ASK_ITEM = 0       # kinds of tickets of a stream; see producer.py
+    ASK_BEGIN = 1
+    ASK_CALL = 2
+    REQUEST_WORDS = 6  # where a request lies: slot, bytes committed, record
+    # A cell's words: the call or key, and the assignment, both requests; and after these:
+    KEY_LENGTH = 12    # how many ints the key has; or one of these:
+    WITHOUT_KEY = -1
+    KEY_IN_REQUEST = -2
+    KEY_INTS = 13
+
+
+cdef class Source:
+    cdef readonly uint64_t epoch
+    cdef readonly uint64_t consumed  # units before the first ticket
+    cdef readonly bint keyed         # its items are named by keys
+    cdef bint is_ready(self, uint64_t taken) noexcept
+    cdef int prepare(self, uint64_t taken) except -1
+    cdef Py_ssize_t target(self) noexcept
+    cdef uint64_t write(self, Py_ssize_t number, Ring ring, uint32_t cell, uint64_t ticket) noexcept
+    cdef void end(self, Py_ssize_t number) noexcept
+    cdef bint is_over(self, Py_ssize_t number) noexcept
+    cdef int finish(self) except -1
+
+
+@cython.final
+cdef class OrderSource(Source):
+    cdef readonly Reader reader
+    # Batch k has the number `first` + k. For k < `full` it is `size` units from position `start` + k *
+    # `stride` on, and counts `stride`; the one after them is `part` units from `part_start` on, and
+    # counts `rest`.
+    cdef uint64_t posted, batches, first, full, start, stride, part_start, rest
+    cdef uint32_t size, part
+    cdef object later     # how the epochs after this one are cut
+    cdef uint64_t more    # how many there are
+    cdef uint64_t most    # units of a batch
+    # What was read of batches `posted` to `known`.
+    cdef uint64_t known
+    cdef Block data
+    cdef int64_t* samples_read
+    cdef int64_t* sizes_read  # of their units; NULL: each is one sample
+    cdef int64_t* sizes       # where those of all that was read are
+    cdef int divide(self, cut) except -1
+    cdef uint64_t at(self, uint64_t batch) noexcept
+    cdef int64_t read(self, uint64_t batch, int64_t* out, int64_t* sizes) except -1
+
+
+@cython.final
+@cython.no_gc
+cdef class Request:
+    cdef Slots slots
+    cdef readonly Py_ssize_t slot
+    cdef int64_t words[REQUEST_WORDS]
+
+
+cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, str name) noexcept
+
+
+cdef class StreamSource(Source):
+    cdef list rings
+    cdef list assignments      # by worker: the `Request` that a ticket refers to
+    cdef uint32_t depth        # the most tickets of a worker
+    cdef Py_ssize_t latest     # the worker of the last ticket
+    cdef Ring ring(self, Py_ssize_t worker)
+    cdef Request assignment(self, Py_ssize_t worker)
+
+
+@cython.final
+cdef class ItemSource(StreamSource):
+    cdef uint64_t* asked       # by worker: tickets so far; or ENDED
+    cdef uint32_t beginning    # 1 until `open`
+
+
+@cython.final
+cdef class KeySource(StreamSource):
+    cdef object keys           # the iterator; None: there is none, or it has ended
+    cdef object key            # drawn and not yet written; NOTHING: there is none
+    cdef list drawn            # `Block`s and `Request`s, to be posted
+    cdef object samples        # how many there are in the item of a key; None: one
+    cdef list counts           # of the keys in `drawn`, unless that is None
+    cdef object error          # to be raised after the items of all keys
+    cdef object incomplete     # the one of them that is raised until an epoch begins
+    cdef object pickle
+    cdef bint in_order, in_turn, free
+    cdef uint64_t ahead        # keys that are drawn ahead of what was taken
+    cdef uint64_t each         # the most of one worker that are posted and not taken
+    cdef uint64_t posted
+    cdef int draw(self) except -1
+    cdef int put(self) except -1

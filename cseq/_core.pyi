@@ -1,10 +1,13 @@
-from typing import Any, Final, SupportsIndex, final
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Final, SupportsIndex, TypeAlias, final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from typing_extensions import Self, disjoint_base
 
-from cseq._memory import Memory
+from cseq._memory import Memory, Slots
+from cseq.order.base import Order
 
 FIELDS: Final[int]
 ALGORITHMS: Final[tuple[str, str]]
@@ -109,3 +112,208 @@ class Ring:
     def close(self) -> None: ...
 
 def now_ns() -> int: ...
+
+MARKS: int
+MARKS_BYTES: int
+SPAN: int
+COUNT: int
+TAKEN: np.dtype[Any]
+MARK: np.dtype[Any]
+
+def begin_log(least: int) -> None: ...
+def end_log() -> tuple[NDArray[Any], int]: ...
+def forget() -> None: ...
+def in_forked_child() -> None: ...
+
+@final
+class Marks:
+    memory: Memory
+    on: bool
+    def __new__(cls, memory: Memory, at: int = 0) -> Self: ...
+    @property
+    def begun(self) -> int: ...
+    def attach(self) -> None: ...
+    def read(self, first: int = 0) -> NDArray[Any]: ...
+
+@final
+class Span:
+    def __enter__(self) -> None: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+def enter_nothing() -> None: ...
+def exit_nothing(kind: object, error: object, trace: object) -> None: ...
+
+class NoSpan:
+    def __enter__(self) -> None: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+def span(name: str, /) -> Span | NoSpan: ...
+def count(name: str, n: float = 1.0) -> None: ...
+def check_depth() -> int: ...
+def is_deep(depth: int = 0) -> bool: ...
+
+@final
+class Lock:
+    @property
+    def is_mine(self) -> bool: ...
+    def acquire(self, timeout: float = -1.0) -> bool: ...
+    def release(self) -> None: ...
+    def hold(self, timeout: float = -1.0) -> Hold: ...
+    def refuse_mine(self) -> int: ...
+    def put_off(self, call: Callable[[], object]) -> None: ...
+
+@final
+class Hold:
+    @property
+    def has(self) -> bool: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *error: object) -> None: ...
+
+@final
+class Latch:
+    def set(self) -> None: ...
+    def wait(self, timeout: float = -1.0) -> bool: ...
+
+@final
+class RunState:
+    @property
+    def generation(self) -> int: ...
+    @property
+    def lock(self) -> Lock: ...
+    def __new__(cls) -> Self: ...
+    def interrupt(self) -> int: ...
+
+def await_hangup(socket: int) -> None: ...
+def exit_on_hangup(socket: int, grace_ns: int = 0) -> None: ...
+
+_Ints: TypeAlias = NDArray[np.int64]
+_Read: TypeAlias = tuple[NDArray[np.integer[Any]], _Ints | None]
+
+CHUNK: Final[int]
+AHEAD: Final[int]
+BLOCKS: Final[int]
+WINDOW: Final[int]
+UNITS: Final[int]
+MEMBERS: Final[int]
+MIXTURE: Final[int]
+SOURCE: Final[int]
+WEIGHTS: Final[int]
+GROUPS: Final[int]
+
+def fingerprint(array: ArrayLike) -> int: ...
+def shuffle(
+    n: int, seed: int, epoch: int, purpose: int, key: int
+) -> NDArray[np.uint32] | NDArray[np.int64]: ...
+def seed_of(seed: int, name: str) -> int: ...
+def drawn(
+    places: _Ints, below: int, seed: int, epoch: int, purpose: int, key: int = ...
+) -> NDArray[np.uint64]: ...
+
+@final
+class Permutation:
+    table: Final[NDArray[np.uint32] | None]
+    def __new__(cls, n: int, seed: int, epoch: int, purpose: int, key: int = ...) -> Self: ...
+    def at(self, places: _Ints) -> NDArray[np.uint32] | _Ints: ...
+    def find(self, element: int) -> int: ...
+
+@final
+class CallReader(Reader):
+    def __new__(cls, order: Order, seed: int) -> Self: ...
+
+_Share: TypeAlias = Callable[[int, int, int, int, int], _Ints]
+
+@final
+class ArrayReader(Reader):
+    call: Final[Callable[[int, _Ints], _Read]]
+    share: Final[_Share | None]
+    def __new__(
+        cls,
+        order: Order | Reader,
+        seed: int,
+        read: Callable[[int, _Ints], _Read],
+        share: _Share | None = None,
+        ahead: int = ...,
+    ) -> Self: ...
+
+def gather(reader: Reader, epoch: int, units: _Ints) -> tuple[_Ints, _Ints | None]: ...
+
+ITEM: Final[int]
+BEGIN: Final[int]
+CALL: Final[int]
+CALLED: Final[slice]
+ASSIGNED: Final[slice]
+KEY: Final[int]
+KEYS: Final[int]
+NO_KEY: Final[int]
+IN_REQUEST: Final[int]
+
+@disjoint_base
+class Source:
+    epoch: Final[int]
+    consumed: Final[int]
+    keyed: Final[bool]
+
+@final
+class OrderSource(Source):
+    reader: Final[Reader]
+    def __new__(
+        cls,
+        reader: Reader,
+        epoch: int,
+        cut: Sequence[int],
+        later: Sequence[int] | None = None,
+        more: int = 0,
+    ) -> Self: ...
+    def __len__(self) -> int: ...
+    def samples(self, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+
+@final
+class Request:
+    slot: Final[int]
+    def __new__(cls, slots: Slots) -> Self: ...
+    def locate(self, capacity: int, record: Sequence[int]) -> None: ...
+
+@disjoint_base
+class StreamSource(Source): ...
+
+@final
+class ItemSource(StreamSource):
+    def __new__(
+        cls,
+        rings: list[Ring],
+        epoch: int,
+        assignments: list[Request],
+        *,
+        depth: int,
+        first: int = 0,
+    ) -> Self: ...
+    def open(self) -> None: ...
+
+@final
+class KeySource(StreamSource):
+    def __new__(
+        cls,
+        rings: list[Ring],
+        epoch: int,
+        assignments: list[Request],
+        keys: Iterator[Any],
+        pickle: Callable[[Any, int], Request],
+        *,
+        depth: int,
+        first: int,
+        prefetch: int,
+        in_order: bool,
+        free: bool,
+        samples: Callable[[Any], int] | None = None,
+    ) -> Self: ...
+    def open(self) -> None: ...

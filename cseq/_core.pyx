@@ -7,16 +7,22 @@ arguments, release the GIL where something can take long, and turn status codes 
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.long cimport PyLong_AsLongLongAndOverflow
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
+from cpython.unicode cimport PyUnicode_AsUTF8AndSize
+from libc.stdint cimport int64_t, intptr_t, uint32_t, uint64_t
+from libc.string cimport memcpy, memset
 
 cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport *
-from cseq._memory cimport Mapping, Memory
+from cseq._memory cimport Block, Mapping, Memory, Slots
 
 import numpy
+from sys import _getframe
 
 cnp.import_array()
 
@@ -268,7 +274,8 @@ cdef class TableReader(Reader):
         return count
 
 
-PARK_NS = 100_000_000  # longest sleep before a sleeper checks signals, workers and deadlines
+cdef uint64_t PARK = 100_000_000  # ns: longest sleep before a sleeper checks signals, workers, deadlines
+PARK_NS = PARK
 
 
 def ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners):
@@ -298,7 +305,7 @@ cdef class Ring:
         claims in the order of the posts, and looks at the last `calls` cells first.
     at : int
         Bytes from the beginning of the memory to the ring. The trainer sleeps at the gate of the
-        ring at 0, so it can wait for several rings in one memory (`_line.wait_any`).
+        ring at 0, so it can wait for several rings in one memory (`_feed.wait_any`).
     limit : int
         The most tickets that are outstanding, at first; 0: as many as there are cells.
     threads : bool
@@ -688,3 +695,9 @@ cdef class Ring:
 def now_ns():
     """Nanoseconds on a monotonic clock, that of `Ring.holder`."""
     return cseq_now_ns()
+
+
+include "include/trace.pxi"
+include "include/lock.pxi"
+include "include/orders.pxi"
+include "include/source.pxi"

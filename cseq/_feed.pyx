@@ -1,27 +1,29 @@
 # cython: language_level=3, freethreading_compatible=True
 """The trainer's end of the rings: takes what a source has asked for."""
 
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.ref cimport Py_INCREF, PyObject, PyTypeObject
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
+from cpython.ref cimport PyObject, PyTypeObject, Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 cimport cython
 
-from cseq._codec cimport STRIDE, UNREAD, Decoder
-from cseq._core cimport Ring
+from cseq._core cimport (
+    ASK_CALL, Lock, Request, Ring, RunState, Source, cseq_log_begin, cseq_log_end, cseq_taken, is_deep,
+    log, refer, thread_id,
+)
 from cseq._headers cimport *
-from cseq._lock cimport Lock, RunState, is_deep
-from cseq._references cimport cseq_given
-from cseq._line cimport Line, Ticket
-from cseq._source cimport Source
-from cseq._trace cimport cseq_log_begin, cseq_log_end, cseq_taken, log, thread_id
+from cseq._work cimport STRIDE, UNREAD, Decoder
 
 from collections import deque
 
-from cseq._line import wait_any
+from cseq._core import PARK_NS
 from cseq.encoding.failure import ends_program
 from cseq.indexing.leaving import Partial
+
+include "include/line.pxi"
 
 MOST_SKIPPED = 1000  # batches that were left out are listed, the latest
 
@@ -29,7 +31,6 @@ cdef enum:
     ENDED = 2        # a bit of a ticket's status: see stage.py
     MOST_LOOKS = 64  # at tickets, when the loop has waited
 
-cdef uint64_t NONE = <uint64_t>-1
 cdef PyTypeObject* PARTIAL = <PyTypeObject*>Partial
 
 
@@ -483,7 +484,7 @@ cdef class Feed(Line):
     cdef PyObject* take(self, uint64_t generation) except NULL:
         """Take the next batch: the caller, who has the lock, has the reference.
 
-        Of an object that is handed over as it is, no reference is counted: see `_references`.
+        Of an object that is handed over as it is, no reference is counted: see `_headers`.
 
         Raises
         ------

@@ -1,6 +1,7 @@
 """The functions and structs of the headers in `include/`, for every module of the core."""
 
 cimport cython
+from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, intptr_t, uint32_t, uint64_t
 
 
@@ -316,3 +317,28 @@ cdef extern from "cseq_place.h":
     uint64_t cseq_place_end(cseq_place* p) noexcept
     int cseq_place_holds(const cseq_place* p, const void* base) noexcept
     void cseq_place_learn(cseq_place* p, const void* address, uint64_t* wanted) noexcept
+
+
+# References to objects: whether there are others, and how one is handed on.
+# Without a GIL, to count a reference to an object of another thread takes an atomic operation, and
+# memory that goes from core to core.
+
+cdef extern from *:
+    """
+    /* Whether no other reference to an object exists, and no other thread can make one. */
+    static inline int cseq_is_unique(PyObject *one) {
+    #ifndef Py_GIL_DISABLED
+        return Py_REFCNT(one) == 1;
+    #elif PY_VERSION_HEX >= 0x030E0000
+        return PyUnstable_Object_IsUniquelyReferenced(one);
+    #else
+        return _Py_IsOwnedByCurrentThread(one)
+            && _Py_atomic_load_uint32_relaxed(&one->ob_ref_local) == 1
+            && _Py_atomic_load_ssize_relaxed(&one->ob_ref_shared) == 0;
+    #endif
+    }
+    /* The reference that the caller has is the result's now. */
+    static inline PyObject *cseq_given(PyObject *one) { return one; }
+    """
+    bint cseq_is_unique(PyObject* one) noexcept
+    object cseq_given(PyObject* one)

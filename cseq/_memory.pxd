@@ -1,11 +1,16 @@
 """Memory that arrays are made on."""
 
-from libc.stdint cimport uint64_t
+from cpython.ref cimport PyObject
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.string cimport memcpy
 
 cimport cython
 cimport numpy as cnp
 
-from cseq._headers cimport cseq_kept, cseq_list, cseq_span
+from cseq._headers cimport (
+    LINE, cseq_cell, cseq_kept, cseq_list, cseq_load_acq_u64, cseq_load_rlx_u64, cseq_span,
+    cseq_store_rlx_u64,
+)
 
 
 cdef enum:
@@ -51,3 +56,223 @@ cdef class Block(Memory):
 @cython.no_gc
 cdef class Mapping(Memory):
     pass
+
+
+# Slots of shared memory: the owner of each, and how large it is.
+
+cdef enum:
+    CHUNK = 1024   # slots
+    PAGE = 4096    # bytes
+
+cdef struct slot_chunk:
+    uint32_t owner[CHUNK]   # FREE, a worker's number, or TRAINER
+    uint32_t uses[CHUNK]    # of the trainer: its lease, and the forked workers that may read it
+    uint64_t nbytes[CHUNK]  # committed; written by the owner
+
+cdef struct slot_table:
+    uint64_t made  # slots; written once they are there
+    uint64_t hint  # no free slot is below it, as far as is known
+    uint64_t room  # what slots are to shrink to that are much larger; 0: none
+    char pad[PAGE - 24]
+    slot_chunk chunk[1]
+
+
+@cython.final
+@cython.no_gc
+cdef class Slots:
+    cdef Mapping mapping
+    cdef slot_table* table
+    cdef int fd
+    cdef uint64_t width
+    cdef Py_ssize_t most     # slots that there can be
+    cdef readonly uint32_t owner
+    cdef long depth          # forks that lie before this process; its copies change nothing
+    cdef uint64_t held       # leases alive
+    cdef uint64_t held_bytes  # their slots' bytes
+    cdef uint64_t peak_bytes, peak_held  # since `peak` was called
+    cdef uint64_t peaked_ns  # when that was
+    cdef dict lent           # by slot: leases of tickets that are still in the ring
+    cdef inline slot_chunk* chunk(self, Py_ssize_t slot) noexcept nogil:
+        return &self.table.chunk[slot // CHUNK]
+    cdef inline uint32_t* word(self, Py_ssize_t slot) noexcept nogil:
+        return &self.chunk(slot).owner[slot % CHUNK]
+    cdef inline uint32_t* uses(self, Py_ssize_t slot) noexcept nogil:
+        return &self.chunk(slot).uses[slot % CHUNK]
+    cdef inline Py_ssize_t count(self) noexcept nogil:
+        """Slots made so far."""
+        return 0 if self.table == NULL else <Py_ssize_t>cseq_load_acq_u64(&self.table.made)  # SYNC: entries of slots are there
+    cdef inline uint64_t committed(self, Py_ssize_t slot) noexcept nogil:
+        """Bytes of a slot; exact for the owner, a hint for others."""
+        return cseq_load_rlx_u64(&self.chunk(slot).nbytes[slot % CHUNK])
+    cdef inline void set_committed(self, Py_ssize_t slot, uint64_t nbytes) noexcept nogil:
+        """Set how many bytes of a slot are committed; the caller has it."""
+        cseq_store_rlx_u64(&self.chunk(slot).nbytes[slot % CHUNK], nbytes)
+    cdef inline bint is_excessive(self, uint64_t nbytes) noexcept:
+        """Whether a slot of so many bytes is to shrink before it is used again."""
+        cdef uint64_t room = cseq_load_rlx_u64(&self.table.room)
+        return room and nbytes > max(2 * room, room + MOST_KEPT)
+    cdef int check(self, Py_ssize_t slot) except -1
+    cdef Py_ssize_t search(self, Py_ssize_t first) noexcept nogil
+    cdef void lower(self, Py_ssize_t slot) noexcept nogil
+    cdef int extend(self) except -1
+    cdef int commit(self, uint64_t offset, uint64_t nbytes) except -1
+    cpdef Py_ssize_t take(self) except -1
+    cdef int punch(self, Py_ssize_t slot, uint64_t nbytes) noexcept
+    cdef void set_free(self, Py_ssize_t slot) noexcept nogil
+    cpdef int adopt(self, Py_ssize_t slot, uint64_t used) except -1
+    cpdef int vacate(self, Py_ssize_t slot) except -1
+    cdef int detach(self, cseq_cell* c) except -1
+    cpdef bint is_due(self) noexcept
+    cdef bint end_use(self, Py_ssize_t slot) noexcept nogil
+
+
+@cython.final
+@cython.no_gc
+cdef class Lease(Memory):
+    cdef readonly bint early  # when it was made, hardly any other batch was held
+    cdef Mapping mapping
+    cdef Slots slots  # None: the slot still belongs to its ticket
+    cdef Py_ssize_t slot
+    cdef cseq_span span
+
+
+# Plans: what batches of one structure have in common.
+
+cdef extern from *:
+    """
+    /* Set an item of a list that no other thread uses: without the list's lock. */
+    static inline void cseq_set_own(PyObject *list, Py_ssize_t k, PyObject *value) {
+        PyObject *before = PyList_GET_ITEM(list, k);
+        PyList_SET_ITEM(list, k, Py_NewRef(value));
+        Py_DECREF(before);
+    }
+    """
+    void cseq_set_own(list one, Py_ssize_t k, object value) noexcept
+
+
+cdef enum:
+    MOST_PICKLED = 4096  # bytes; longer `bytes` are leaves
+    MOST_KNOWN = 64  # structures that a reader remembers
+    RECENT = 4       # of them, and of a writer's: those that are compared one by one
+    MOST_SEARCHED = 4  # containers inside one another, in the search for leaves that are not pickled
+    BLOCKS = 8       # of copied leaves, that a plan keeps to use them again
+
+    # Kinds of leaves, which lie in the slot as arrays; of what is pickled; of containers.
+    ARRAY = 0
+    TENSOR = 1
+    BYTES = 2
+    OBJECT = 3
+    TUPLE = 4   # named ones too
+    LIST = 5
+    DICT = 6
+
+cdef struct Leaf:
+    int kind
+    int nd
+    int order             # ROWS, COLUMNS or STRIDED
+    int words             # of its layout: where it begins, its shape, and strides if it is STRIDED
+    bint casts            # its type differs from its source's
+    Py_ssize_t itemsize
+    PyObject* dtype       # in the slot
+    PyObject* source      # of what is written; NULL in a reader
+    PyObject* torch_dtype  # of a tensor, if numpy lacks it; else NULL
+    PyObject* bits         # and one of torch's that numpy has
+
+cdef struct Part:        # of a slot: a leaf
+    Py_ssize_t offset
+    Py_ssize_t nbytes
+
+cdef struct Node:
+    int kind
+    int count             # children
+    int leaf              # of a leaf; of a container that has arrays only: the first; else -1
+    PyObject* cls
+    PyObject* keys        # of a dict
+    PyObject* blank       # the dict of these keys, each with None
+
+cdef struct Cursor:
+    int node
+    Py_ssize_t object
+
+
+cdef inline Py_ssize_t aligned(Py_ssize_t nbytes) noexcept:
+    """Round up to whole cache lines."""
+    return (nbytes + (LINE - 1)) & ~<Py_ssize_t>(LINE - 1)
+
+
+cdef Py_ssize_t MOST_BYTES
+
+cdef inline Py_ssize_t size_of(Leaf* leaf, const char* word) noexcept:
+    """Bytes that a leaf takes, as the words of its layout say; -1: more than there can be."""
+    cdef int64_t size, stride
+    cdef Py_ssize_t nbytes = leaf.itemsize, span = leaf.itemsize
+    cdef int i
+    for i in range(leaf.nd):
+        memcpy(&size, word + 8 * (1 + i), 8)
+        if size < 0 or (size and nbytes > MOST_BYTES // size):
+            return -1
+        nbytes *= size
+        if leaf.order == STRIDED:
+            memcpy(&stride, word + 8 * (1 + leaf.nd + i), 8)
+            if stride < 0 or (size > 1 and stride > (MOST_BYTES - span) // (size - 1)):
+                return -1
+            span += stride * (size - 1)
+    return span if leaf.order == STRIDED and nbytes else nbytes
+
+
+@cython.final
+cdef class Plan:
+    cdef readonly bytes structure
+    cdef const char* text       # its bytes
+    cdef Py_ssize_t text_bytes
+    cdef readonly object token
+    cdef readonly object cast
+    cdef readonly list leaves
+    cdef readonly list sources
+    cdef readonly list casts
+    cdef bint is_array  # the batch is one array
+    cdef object torch  # the module, if there are tensors
+    cdef object tensor, to_array, from_numpy
+    cdef Leaf* leaf
+    cdef Node* nodes
+    cdef int leaf_count, node_count, room, made, objects
+    cdef Py_ssize_t words  # of a layout
+    cdef list kept         # what nodes and leaves point to
+    cdef PyObject* blocks[BLOCKS]  # the latest
+    cdef int turn             # which of them is replaced next
+    cdef bint is_of(self, Memory memory, uint64_t* record) noexcept
+    cdef PyObject* keep(self, object value)
+    cdef int add_leaves(self, int kind, int count) except -1
+    cdef int add(self, token) except -1
+    cdef int add_tensor(self, Leaf* leaf, str name) except -1
+    cdef bint match(self, object batch, list arrays, list objects) except -1
+    cdef bint match_array(self, int k, object value, list arrays) except -1
+    cdef bint match_leaf(self, Node* n, object value, list arrays, list objects) except -1
+    cdef bint match_node(self, int* at, object value, list arrays, list objects) except -1
+    cdef bint match_child(self, Node* n, int* at, Py_ssize_t k, object value, list arrays,
+                          list objects) except -1
+    cdef object read(self, Memory memory, uint64_t* record, object lend, Py_ssize_t slot,
+                     uint64_t capacity, object load, list converters)
+    cdef object read_parts(self, Part* parts, Memory memory, uint64_t* record, object lend,
+                           Py_ssize_t slot, uint64_t capacity, object load, list converters)
+    cdef Py_ssize_t measure(self, Part* parts, Memory memory, uint64_t* record, bint* large) except -1
+    cdef Block block_of(self, Memory memory, Py_ssize_t offset, Py_ssize_t nbytes)
+    cdef Py_ssize_t run_of(self, Part* parts, int k) noexcept
+    cdef object read_leaf(self, int k, Memory memory, Py_ssize_t offset, const char* word)
+    cdef object build_leaf(self, int k, list arrays, list converters)
+    cdef object build_child(self, Node* n, Cursor* at, int k, list arrays, list objects,
+                            list converters)
+    cdef object build_node(self, Cursor* at, list arrays, list objects, list converters)
+
+
+cdef bint is_object(object value, int depth, bint plain) except -1
+
+
+@cython.final
+cdef class Reader:
+    cdef object parse
+    cdef readonly object load
+    cdef readonly dict plans  # by structure
+    cdef list recent
+    cdef Plan find(self, Memory memory, uint64_t* record)
+    cdef Plan learn(self, bytes structure)

@@ -2,26 +2,32 @@
 """Memory that arrays are made on, private or shared, and what a fork copies."""
 
 from cpython.buffer cimport PyBuffer_FillInfo
-from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
+from cpython.dict cimport PyDict_Copy, PyDict_Next, PyDict_SetItem
+from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc, PyMem_RawRealloc
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
-from cpython.ref cimport Py_DECREF, Py_INCREF
+from cpython.ref cimport PyObject, Py_DECREF, Py_INCREF, Py_XDECREF
+from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.errno cimport errno
-from libc.string cimport memcpy
-from libc.stdint cimport uint8_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uint8_t, uintptr_t
+from libc.stdlib cimport free
+from libc.string cimport memcmp, memcpy, memset, strcmp, strerror
 
 cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport *
 
+import numpy
 import os
 import sys
+from importlib import import_module
 
 cnp.import_array()
 
 cdef extern from "Python.h":
     ctypedef struct PyTypeObject:
-        pass
+        const char* tp_name
 
 cdef extern from "numpy/arrayobject.h":
     ctypedef struct PyDataMemAllocator:
@@ -599,3 +605,7 @@ cdef class SlotAllocator:
     def holds(self, Mapping slot not None):
         """Whether arrays are alive in a slot after its `end`."""
         return bool(cseq_place_holds(&cseq_placed, slot.data))
+
+
+include "include/slots.pxi"
+include "include/plan.pxi"

@@ -1,7 +1,10 @@
+# cython: language_level=3, freethreading_compatible=True
 """Runners, and their work: batches made, and published; the global generators."""
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.dict cimport PyDict_Contains, PyDict_Size
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
 from cpython.ref cimport PyObject
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
@@ -10,15 +13,17 @@ from libc.string cimport memcpy
 cimport cython
 cimport numpy as cnp
 
-from cseq._core cimport Ring
+from cseq._core cimport Ring, copied, marks
 from cseq._headers cimport *
-from cseq._memory cimport LEAST, forks_here
-from cseq._references cimport cseq_is_unique
-from cseq._trace cimport copied, marks
+from cseq._memory cimport (
+    ARRAY, LEAST, LOOSE, MAX_DIMS, MOST_COPIED, MOST_KNOWN, RECENT, ROWS, STRIDED, Block, Leaf,
+    Mapping, Memory, Plan, Slots, aligned, array_at, cseq_set_own, forks_here, layout_of, size_of,
+)
 
 import numpy
 
 from cseq._core import PARK_NS
+from cseq._memory import flat_of
 
 cnp.import_array()
 
@@ -692,3 +697,6 @@ cdef class BatchMaker(Work):
             here.batch_context = left
             if self.seeds is not None:
                 self.seeds.restore()
+
+
+include "include/codec.pxi"

@@ -14,7 +14,7 @@ from cseq._core import now_ns
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cseq._trace import Marks
+    from cseq._core import Marks
 
 __all__ = ["Event", "Lanes", "all_lanes", "on_new"]
 

@@ -6,7 +6,7 @@ import enum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from cseq._lock import Hold, Lock
+from cseq._core import Hold, Lock
 from cseq.order.place import Place
 from cseq.run import Run
 from cseq.stats import Stats

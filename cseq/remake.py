@@ -18,7 +18,7 @@ from cseq.run import Run
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from cseq._source import OrderSource
+    from cseq._core import OrderSource
     from cseq.arguments import Job
     from cseq.order.sampler import Sampler
 

@@ -421,7 +421,8 @@ class MSequence(Manager, Generic[B_co]):
                     if place.begun or not hold.has:  # another thread is taking the first batch
                         self._place = Place(number)
                     else:  # the iterator stays, and so does its place
-                        run.pool.begin(place, number, 0, run.pool.feed.generation)
+                        pool = run.pool
+                        pool.begin(place, number, 0, pool.feed.generation)
 
     @property
     def sampler(self) -> RankSampler:

@@ -27,8 +27,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cseq._memory import DEBUG
-from cseq._slots import TRAINER
+from cseq._memory import DEBUG, TRAINER
 from cseq.check import count, seconds
 from cseq.order.checking import check_order
 from cseq.processes.launcher.base import KILL

@@ -20,7 +20,7 @@ from functools import partial
 from os.path import join
 from typing import TYPE_CHECKING
 
-from cseq._lock import Latch, Lock
+from cseq._core import Latch, Lock
 from cseq.cgroup import ROOT, groups, number
 
 try:

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cseq import _trace
+from cseq import _core
 from cseq._core import now_ns
 from cseq._memory import Block
 from cseq.check import count
@@ -46,7 +46,7 @@ QUARTER = (
 MADE_UP = 1 << 30  # thread ids of lanes that are no thread's
 SUPERVISOR, AGENTS = MADE_UP - 1, MADE_UP - 1000
 
-Record = Any  # a row of `_trace.TAKEN`
+Record = Any  # a row of `_core.TAKEN`
 
 
 class Lane(NamedTuple):
@@ -133,11 +133,11 @@ class Trace:
                     "one first (or unset CSEQ_TRACE, if it has begun it)"
                 )
             self.path = path
-            self._marks = _trace.Marks(Block(_trace.MARKS_BYTES, zero=True))
+            self._marks = _core.Marks(Block(_core.MARKS_BYTES, zero=True))
             self._marks.attach()
             self._pid, self._thread = os.getpid(), threading.get_native_id()
             self._begun = now_ns()
-            _trace.begin_log(self._tickets)
+            _core.begin_log(self._tickets)
             self._marks.on = True
             _present = self
             on_new.append(self.watch)
@@ -201,10 +201,10 @@ class Trace:
         for lanes in self._lanes:
             for marks in lanes.marks.values():
                 marks.on = False
-        taken, self._ever = _trace.end_log()
+        taken, self._ever = _core.end_log()
         self._taken = taken[-self._tickets :]
         self._ended = now_ns()
-        _trace.forget()
+        _core.forget()
         _present = None
 
     def _write(self) -> None:
@@ -387,7 +387,7 @@ class Writing:
                 yield self._slice(f"index {place} (lost)", since, event.ns, lane)
 
     def _marks(
-        self, marks: _trace.Marks, first: int, lanes: Lanes | None, owner: int
+        self, marks: _core.Marks, first: int, lanes: Lanes | None, owner: int
     ) -> Iterator[str]:
         """Tell of a process's spans and counters."""
         found = marks.read(first)
@@ -405,7 +405,7 @@ class Writing:
             else:
                 lane = self._lane(lanes, owner, int(one["begin"]))
                 lane = Lane(lane.pid, thread or lane.tid)
-            if one["kind"] == _trace.COUNT:
+            if one["kind"] == _core.COUNT:
                 yield self._event("C", name, one["begin"], lane, args={"sum": float(value)})
             else:
                 yield self._slice(name, one["begin"], one["value"], lane)
@@ -512,7 +512,7 @@ def _forget() -> None:
     global _told, _present, _guard
     _told, _present, _guard = True, None, threading.Lock()
     on_new.clear()
-    _trace.in_forked_child()
+    _core.in_forked_child()
 
 
 in_forked_children(_forget)

@@ -44,8 +44,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy import ndarray
 
-from cseq._memory import COPIED, copy_of, flat_of, laid_as, order_of
-from cseq._plan import LONG, Plan, Reader, is_plain
+from cseq._memory import COPIED, LONG, Plan, Reader, copy_of, flat_of, is_plain, laid_as, order_of
 from cseq.encoding.importable import named_here
 from cseq.encoding.pickling import dumps, import_torch
 from cseq.encoding.unpicklable import unpicklable
@@ -507,7 +506,7 @@ def _load_objects(memory: Memory, offset: int, nbytes: int, home: Memory | None)
         data = bytes(data)
     count = int.from_bytes(data[-8:], sys.byteorder)
     if not count:
-        return pickle.loads(data)  # type: ignore[no-any-return]
+        return pickle.loads(data)
     numbers = iter(machine_array("q", bytes(data[len(data) - 8 - 16 * count : -8])))
     buffers = [
         memoryview(copy_of(memory, size, at))

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from cseq._lock import Lock
+from cseq._core import Lock
 from cseq._memory import flat_of
 from cseq.encoding.importable import MAIN, Importable, named_here
 from cseq.encoding.unpicklable import unpicklable

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from cseq._codec import ObjectTable, ObjectWriter
+from cseq._work import ObjectTable, ObjectWriter
 from cseq.encoding import codec, failure
 from cseq.stage import BATCH, CONVERTER, ENDED, RAISED
 
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypedDict
 
     from cseq._core import Ring
-    from cseq._memory import Mapping, Memory
-    from cseq._plan import Reader
-    from cseq._slots import Slots
+    from cseq._memory import Mapping, Memory, Reader, Slots
     from cseq._work import Runner
     from cseq.memory.arena import Arena
     from cseq.memory.writer import Writer

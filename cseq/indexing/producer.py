@@ -21,8 +21,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from cseq._core import ASSIGNED, BEGIN, CALLED, ITEM, KEY, KEYS, NO_KEY
 from cseq._memory import copy_of
-from cseq._source import ASSIGNED, BEGIN, CALLED, ITEM, KEY, KEYS, NO_KEY
 from cseq._work import NO_MORE, Runner, Work
 from cseq.encoding import codec, failure
 from cseq.encoding.transport import SlotWriter

@@ -20,9 +20,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Protocol
 
-from cseq._lock import Lock
-from cseq._memory import BULKY, SMALL, Mapping, Memory, commit, copy_of
-from cseq._slots import Slots
+from cseq._core import Lock
+from cseq._memory import BULKY, SMALL, Mapping, Memory, Slots, commit, copy_of
 from cseq.memory.memory_limit import memory_limit_of
 from cseq.memory.segment import FIRST, Segment, room_for
 

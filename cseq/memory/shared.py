@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cseq._core import Ring, ring_bytes
+from cseq._core import MARKS_BYTES, Marks, Ring, ring_bytes
 from cseq._memory import Mapping, commit
-from cseq._trace import MARKS_BYTES, Marks
 from cseq.memory import facts
 from cseq.memory.arena import Arena
 from cseq.memory.segment import GRAIN, Segment, whole_grains

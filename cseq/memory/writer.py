@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from cseq._codec import SlotEncoder
 from cseq._memory import (
+    ALIGNMENT,
     HAS_GIL,
     SMALL,
     Block,
@@ -29,7 +29,7 @@ from cseq._memory import (
     commit,
     flat_of,
 )
-from cseq._plan import ALIGNMENT
+from cseq._work import SlotEncoder
 from cseq.check import dimensions
 from cseq.memory.memory_limit import MIB, check_available
 from cseq.memory.segment import FIRST, room_for
@@ -37,7 +37,7 @@ from cseq.memory.segment import FIRST, room_for
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cseq._slots import Slots
+    from cseq._memory import Slots
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from cseq._orders import CallReader, gather
+from cseq._core import CallReader, gather
 from cseq.check import count
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq._orders import AHEAD, BLOCKS, WINDOW, ArrayReader, Permutation, shuffle
+from cseq._core import AHEAD, BLOCKS, WINDOW, ArrayReader, Permutation, shuffle
 from cseq.check import count
 from cseq.order.shuffled import Samples
 

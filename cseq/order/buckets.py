@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq._orders import fingerprint
+from cseq._core import fingerprint
 from cseq.check import count, flag
 from cseq.order.classes import MOST_BUDGET, MOST_SAMPLES, Labels, Lengths, Recipes
 

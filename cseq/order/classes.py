@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from cseq._orders import CHUNK, MEMBERS, UNITS, ArrayReader, Permutation, drawn, fingerprint
+from cseq._core import CHUNK, MEMBERS, UNITS, ArrayReader, Permutation, drawn, fingerprint
 from cseq.check import choice, count
 from cseq.order.base import Order, spans
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from cseq._orders import AHEAD, MIXTURE, ArrayReader, seed_of, shuffle
+from cseq._core import AHEAD, MIXTURE, ArrayReader, seed_of, shuffle
 from cseq.check import choice, count
 from cseq.order.base import MOST_SAMPLES, WORD, Order, passes, spans
 

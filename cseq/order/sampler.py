@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cseq._orders import AHEAD, ArrayReader, CallReader, gather
-from cseq._source import OrderSource
+from cseq._core import AHEAD, ArrayReader, CallReader, OrderSource, gather
 from cseq.check import count
 from cseq.order.base import MOST_SAMPLES, MOST_SEED
 

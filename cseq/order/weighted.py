@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq._orders import CHUNK, WEIGHTS, ArrayReader, Permutation, drawn, fingerprint
+from cseq._core import CHUNK, WEIGHTS, ArrayReader, Permutation, drawn, fingerprint
 from cseq.check import count, flag
 from cseq.order.base import MOST_SAMPLES, Order
 from cseq.order.classes import Labels, one_dimensional

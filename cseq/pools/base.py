@@ -12,11 +12,10 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from cseq._codec import Decoder
-from cseq._core import now_ns
+from cseq._core import RunState, now_ns
 from cseq._feed import Feed
-from cseq._lock import RunState
 from cseq._memory import HAS_GIL
+from cseq._work import Decoder
 from cseq.arguments import Size
 from cseq.compute import gpu_is_idle, share
 from cseq.encoding import failure

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cseq._lock import await_hangup
+from cseq._core import await_hangup
 from cseq._work import Runner
 from cseq.compute import neighbours
 from cseq.converter.host import Converter

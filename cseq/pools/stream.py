@@ -6,9 +6,7 @@ import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from cseq._core import now_ns, ring_bytes
-from cseq._memory import Mapping
-from cseq._source import (
+from cseq._core import (
     BEGIN,
     CALL,
     CALLED,
@@ -19,7 +17,10 @@ from cseq._source import (
     ItemSource,
     KeySource,
     Request,
+    now_ns,
+    ring_bytes,
 )
+from cseq._memory import Mapping
 from cseq.encoding import codec, failure
 from cseq.encoding.pickling import Pickled, dump, dumps
 from cseq.encoding.transport import SlotReader
@@ -319,8 +320,11 @@ class StreamPool(Pool):
             self.supervisor.launch()
             replies = []
             if keys is None:
-                begun = [(k, *feed.tickets(k)[0]) for k in range(self.num_workers)]
-                replies = [self._reply(*post, generation) for post in begun]
+                begun = [feed.tickets(number)[0] for number in range(self.num_workers)]
+                replies = [
+                    self._reply(number, cell, ticket, generation)
+                    for number, (cell, ticket) in enumerate(begun)
+                ]
             feed.check(generation)
         except BaseException as error:
             self._end()

@@ -10,8 +10,7 @@ import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cseq._core import Ring, now_ns, ring_bytes
-from cseq._lock import Lock
+from cseq._core import Lock, Ring, now_ns, ring_bytes
 from cseq._memory import HAS_GIL, Block, Mapping, commit
 from cseq._work import Runner
 from cseq.converter.host import Converter

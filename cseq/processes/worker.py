@@ -32,11 +32,8 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from cseq._core import Ring, now_ns
-from cseq._lock import exit_on_hangup
-from cseq._memory import DEBUG, Descriptor, Mapping, keep_freed
-from cseq._slots import Slots
-from cseq._trace import MARKS_BYTES, Marks
+from cseq._core import MARKS_BYTES, Marks, Ring, exit_on_hangup, now_ns
+from cseq._memory import DEBUG, Descriptor, Mapping, Slots, keep_freed
 from cseq.encoding import codec
 from cseq.memory import descriptors
 from cseq.memory.writer import Writer
@@ -92,7 +89,7 @@ class Setup(NamedTuple):
     width: int  # bytes between the slots in their file
     slots: int  # that it can take; 0: it takes none
     task: Any  # of its pool: what it has to do
-    marks: int  # where in the rings' file its marks lie; see `_trace`
+    marks: int  # where in the rings' file its marks lie
     record: codec.Record | None  # where the user's object lies in its file, if there is one
     levels: Levels | None = None  # of the trainer's loggers; None: it is forked, and has them
 

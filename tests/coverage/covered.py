@@ -18,7 +18,9 @@ def is_whole(file: Path) -> bool:
     data = coverage.CoverageData(str(file))
     try:
         data.read()
-        return all(data.file_tracer(one) for one in data.measured_files() if one.endswith(".pyx"))
+        return all(
+            data.file_tracer(one) for one in data.measured_files() if one.endswith((".pyx", ".pxi"))
+        )
     except DataError:
         return False
     finally:
@@ -33,7 +35,7 @@ def main() -> None:
     measured.combine(whole, keep=True)
     measured.report(show_missing=True, skip_covered=True)
     print(f"{len(whole)} processes measured, {len(files) - len(whole)} were killed as they wrote")
-    for name, pattern in (("Python", "*.py"), ("Cython", "*.pyx")):
+    for name, pattern in (("Python", "*.py"), ("Cython", "*.px[yi]")):
         share = measured.report(include=[pattern], file=io.StringIO())
         print(f"{name}: {share:.1f} % of the lines")
 

@@ -18,7 +18,7 @@ import cseq
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cseq._lock import Lock
+    from cseq._core import Lock
 
 PACKAGE = os.path.join(Path(cseq.__file__).parent, "")
 LIBRARY = os.path.join(Path(threading.__file__).parent, "")

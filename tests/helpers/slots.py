@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq._memory import Block, commit
-from cseq._slots import Slots
+from cseq._memory import Block, Slots, commit
 from cseq.memory.segment import Segment
 from cseq.memory.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cseq._memory import Mapping
-    from cseq._slots import Lease
+    from cseq._memory import Lease, Mapping
     from cseq.memory.arena import Arena
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cseq._slots import TRAINER
-from cseq._source import Request
+from cseq._core import Request
+from cseq._memory import TRAINER
 
 if TYPE_CHECKING:
     from cseq.stream import Streams

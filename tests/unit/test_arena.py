@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slots import acquire, filled, whole
 
-from cseq._memory import SMALL, Block, Mapping
-from cseq._slots import TRAINER, Lease, Slots
+from cseq._memory import SMALL, TRAINER, Block, Lease, Mapping, Slots
 from cseq.memory import arena as arena_module
 from cseq.memory import writer as writer_module
 from cseq.memory.arena import Arena

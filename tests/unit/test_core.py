@@ -23,10 +23,9 @@ import ringing
 from ringing import claim, make_ring
 from slots import PAGE, file_of
 
-from cseq import _core, _line
+from cseq import _core, _feed
 from cseq._core import FIELDS, PARK_NS, Ring, now_ns, ring_bytes
-from cseq._memory import Block, Mapping, address_of
-from cseq._slots import TRAINER, Slots
+from cseq._memory import TRAINER, Block, Mapping, Slots, address_of
 from cseq._work import Runner
 from cseq.memory.arena import Arena
 from cseq.meters import Meters
@@ -441,19 +440,19 @@ def test_rings_in_one_memory() -> None:
     seen = rings[0].notices()
     attached[2].notify_all()
     assert {ring.notices() for ring in rings} == {seen + 1}
-    _line.wait_any(rings, cells, seen)  # it has changed
+    _feed.wait_any(rings, cells, seen)  # it has changed
     for k in (2, 0, 1):
         claim(attached[k]).publish()
-        _line.wait_any(rings[k:], cells[k:], rings[0].notices())
+        _feed.wait_any(rings[k:], cells[k:], rings[0].notices())
         assert take(rings[k]) == k + 1
     for wrong in (lambda: Ring(memory, 4, 2, 1, at=3 * nbytes), lambda: Ring(memory, at=-1)):
         with pytest.raises((ValueError, IndexError)):
             wrong()
     with pytest.raises(IndexError):
-        _line.wait_any(rings, [0, 4, 0], 0)
+        _feed.wait_any(rings, [0, 4, 0], 0)
     for nothing in (([], []), (rings, cells[1:])):
         with pytest.raises(ValueError, match="give a ring or more, and a cell of each"):
-            _line.wait_any(*nothing, 0)
+            _feed.wait_any(*nothing, 0)
 
 
 def test_several_tickets_are_waited_for() -> None:
@@ -469,7 +468,7 @@ def test_several_tickets_are_waited_for() -> None:
         publisher = threading.Thread(target=runners[chosen].publish)
         publisher.start()
         while rings[chosen].depths()[2] == 0:
-            _line.wait_any(rings, cells, rings[0].notices())
+            _feed.wait_any(rings, cells, rings[0].notices())
         publisher.join()
         runners[1 - chosen].publish()
         assert [take(ring) for ring in rings] == [1, 1]

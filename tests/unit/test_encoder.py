@@ -13,10 +13,8 @@ import ringing
 from ringing import claim, make_ring
 from slots import shared
 
-from cseq._codec import SlotEncoder
-from cseq._memory import Descriptor, Mapping, commit
-from cseq._plan import Plan
-from cseq._slots import Slots
+from cseq._memory import Descriptor, Mapping, Plan, Slots, commit
+from cseq._work import SlotEncoder
 
 
 class Slot(SlotEncoder):

@@ -14,14 +14,19 @@ import pytest
 from interrupting import is_mine
 from slots import Scratch
 
-from cseq._codec import Decoder, ObjectTable
-from cseq._core import RangeReader, Ring, now_ns, ring_bytes
+from cseq._core import (
+    ItemSource,
+    OrderSource,
+    RangeReader,
+    Request,
+    Ring,
+    RunState,
+    now_ns,
+    ring_bytes,
+)
 from cseq._feed import Feed, FeedIterator
-from cseq._lock import RunState
-from cseq._memory import COPIED, Block, Mapping, commit
-from cseq._slots import Lease, Slots
-from cseq._source import ItemSource, OrderSource, Request
-from cseq._work import Runner
+from cseq._memory import COPIED, Block, Lease, Mapping, Slots, commit
+from cseq._work import Decoder, ObjectTable, Runner
 from cseq.converter.host import Converter
 from cseq.converter.output import parse
 from cseq.encoding import codec

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from slots import lease, shared
 
-from cseq._memory import Mapping, Window
-from cseq._slots import fork_worker
+from cseq._memory import Mapping, Window, fork_worker
 from cseq.memory.memory_limit import MIB
 from cseq.memory.segment import Segment
 
@@ -243,7 +242,7 @@ LIMITED = """
 import mmap, os, resource, sys
 import numpy as np
 from cseq._memory import Mapping
-from cseq._slots import Slots
+from cseq._memory import Slots
 from cseq.memory.memory_limit import MIB
 from cseq.memory.segment import Segment
 

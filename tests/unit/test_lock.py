@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import pytest
 from interrupting import is_mine
 
-from cseq import _lock
-from cseq._lock import Lock, RunState
+from cseq import _core
+from cseq._core import Lock, RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -299,7 +299,7 @@ def test_a_hangup_ends_the_process() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         source = (
-            "import sys, threading; from cseq._lock import exit_on_hangup as run\n"
+            "import sys, threading; from cseq._core import exit_on_hangup as run\n"
             "threading.Thread(target=run, args=(int(sys.argv[1]),), daemon=True).start()\n"
             "print('here', flush=True); threading.Event().wait()"
         )
@@ -307,7 +307,7 @@ def test_a_hangup_ends_the_process() -> None:
             [sys.executable, "-c", source, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(Path(_lock.__file__).parents[1])},
+            env=os.environ | {"PYTHONPATH": str(Path(_core.__file__).parents[1])},
         ) as process:
             theirs.close()
             assert process.stdout is not None

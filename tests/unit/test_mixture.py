@@ -18,7 +18,7 @@ from ranked import Rows, check, check_page, units
 from reference_draws import mixture, plain, quotas
 
 import cseq
-from cseq._orders import seed_of
+from cseq._core import seed_of
 from cseq.order.sampler import Sampler
 
 HERE = Path(__file__).parents[1]

@@ -16,8 +16,7 @@ import ringing
 
 from cseq import MPSequence, empty
 from cseq._core import Ring, ring_bytes
-from cseq._memory import Block, Mapping, SlotAllocator
-from cseq._slots import Slots
+from cseq._memory import Block, Mapping, SlotAllocator, Slots
 from cseq._work import Runner
 from cseq.encoding import codec, failure
 from cseq.encoding.transport import SlotReader, SlotWriter

@@ -28,7 +28,7 @@ from reference_recipes import buckets as reference_buckets
 from reference_recipes import packed as reference_packed
 
 import cseq
-from cseq._orders import fingerprint as core_fingerprint
+from cseq._core import fingerprint as core_fingerprint
 from cseq.order.sampler import Sampler
 
 if TYPE_CHECKING:

@@ -26,9 +26,8 @@ from reference import GOLDEN, LEAST, WORD, bounded, derive, feistel, mix, order,
 from reference_draws import perm, stream
 
 import cseq
-from cseq._core import FeistelReader, RangeReader, Reader, TableReader
+from cseq._core import FeistelReader, Permutation, RangeReader, Reader, TableReader, gather
 from cseq._core import derive as core_derive
-from cseq._orders import Permutation, gather
 from cseq.order.sampler import Sampler
 from cseq.order.shuffled import Shuffled
 

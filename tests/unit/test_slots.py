@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from slots import PAGE, file_of, lease, shared
 
-from cseq._memory import Mapping
-from cseq._slots import TRAINER, Lease, Slots
+from cseq._memory import TRAINER, Lease, Mapping, Slots
 
 
 def test_the_lowest_free_slot() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import cseq
-from cseq import _trace
+from cseq import _core
 from cseq._core import Ring, ring_bytes
 from cseq._feed import FeedIterator
 from cseq._memory import Block
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def marks() -> Iterator[_trace.Marks]:
+def marks() -> Iterator[_core.Marks]:
     """Record the marks of this process in memory of the test's."""
-    marks = _trace.Marks(Block(_trace.MARKS_BYTES, zero=True))
+    marks = _core.Marks(Block(_core.MARKS_BYTES, zero=True))
     marks.attach()
     marks.on = True
     yield marks
-    _trace.forget()
+    _core.forget()
 
 
-def test_marks(marks: _trace.Marks) -> None:
+def test_marks(marks: _core.Marks) -> None:
     """The newest, in the order of their ends, by number; not while they are not wanted."""
     with cseq.span("outer"), cseq.span("inner"):
         cseq.count("n", 2)
@@ -49,7 +49,7 @@ def test_marks(marks: _trace.Marks) -> None:
     read = marks.read()
     assert read["name"].tolist() == [b"n", b"inner", b"outer"]
     assert read["number"].tolist() == [1, 2, 3]
-    assert read["kind"].tolist() == [_trace.COUNT, _trace.SPAN, _trace.SPAN]
+    assert read["kind"].tolist() == [_core.COUNT, _core.SPAN, _core.SPAN]
     assert not read["thread"].any()
     _, inner, outer = read
     assert outer["begin"] <= inner["begin"] <= inner["value"] <= outer["value"]
@@ -57,7 +57,7 @@ def test_marks(marks: _trace.Marks) -> None:
     assert marks.read(9).tolist() == []
 
 
-def test_a_span_that_a_trace_ends_in(marks: _trace.Marks) -> None:
+def test_a_span_that_a_trace_ends_in(marks: _core.Marks) -> None:
     """It is not recorded; nor is one that has begun before."""
     marks.on = False
     with cseq.span("before"):
@@ -67,7 +67,7 @@ def test_a_span_that_a_trace_ends_in(marks: _trace.Marks) -> None:
     assert marks.begun == 0
 
 
-def test_a_span_that_was_not_entered(marks: _trace.Marks) -> None:
+def test_a_span_that_was_not_entered(marks: _core.Marks) -> None:
     """Its end records nothing."""
     cseq.span("never").__exit__(None, None, None)
     assert marks.begun == 0
@@ -76,7 +76,7 @@ def test_a_span_that_was_not_entered(marks: _trace.Marks) -> None:
 def test_the_memory_is_long_enough() -> None:
     """Marks lie inside of their memory."""
     with pytest.raises(IndexError):
-        _trace.Marks(Block(_trace.MARKS_BYTES - 1, zero=True))
+        _core.Marks(Block(_core.MARKS_BYTES - 1, zero=True))
 
 
 class TwoStages(BatchPool):

@@ -10,14 +10,10 @@ import pytest
 from slots import acquire
 
 import cseq
-from cseq._codec import Decoder
-from cseq._core import RangeReader, Ring, ring_bytes
+from cseq._core import OrderSource, RangeReader, Ring, RunState, ring_bytes
 from cseq._feed import Feed, FeedIterator
-from cseq._lock import RunState
-from cseq._memory import SMALL, Block
-from cseq._slots import Slots
-from cseq._source import OrderSource
-from cseq._work import Runner
+from cseq._memory import SMALL, Block, Slots
+from cseq._work import Decoder, Runner
 from cseq.encoding import failure
 from cseq.encoding.transport import Imports, Objects, SlotReader, SlotSource, SlotWriter
 from cseq.memory.arena import Arena

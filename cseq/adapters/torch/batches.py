@@ -17,7 +17,7 @@ from cseq.order.sampler import Sampler
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cseq._source import OrderSource
+    from cseq._core import OrderSource
 
 __all__ = ["BatchSampler", "with_order"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cseq._lock import check_depth, is_deep
+from cseq._core import check_depth, is_deep
 from cseq.adapters.torch import names, worker
 from cseq.adapters.torch.seeds import BatchSeeds
 from cseq.adapters.torch.stateful import DatasetState

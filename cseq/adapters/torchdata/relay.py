@@ -18,7 +18,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener
 from typing import TYPE_CHECKING, Any, cast
 
-from cseq._lock import Lock
+from cseq._core import Lock
 from cseq.adapters.torchdata.library import Epoch, IterDataPipe
 from cseq.encoding import failure
 from cseq.errors import WorkerDied, WorkerTimeout

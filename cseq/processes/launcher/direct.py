@@ -7,7 +7,7 @@ from contextvars import Context
 from typing import TYPE_CHECKING
 
 from cseq import compute
-from cseq._slots import fork_worker
+from cseq._memory import fork_worker
 from cseq.processes.launcher.base import LAST, Launcher, flush_output
 from cseq.processes.launcher.child import begin_as_copy
 from cseq.processes.launcher.forks import handing_over, pair

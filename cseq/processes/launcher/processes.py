@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from cseq import compute
-from cseq._lock import Lock
+from cseq._core import Lock
 from cseq.memory.descriptors import anonymous_file
 from cseq.processes.launcher.base import KILL, KILLED, SHIELDED
 from cseq.processes.launcher.waiting import PidFd

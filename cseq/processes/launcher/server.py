@@ -12,8 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from cseq._core import now_ns
-from cseq._lock import Lock
+from cseq._core import Lock, now_ns
 from cseq._memory import Descriptor
 from cseq.processes.launcher.base import FOREVER, KILL, LAST, START, Launcher, describe_exit
 from cseq.processes.launcher.forks import in_forked_children, pair

@@ -31,7 +31,7 @@ from streaming import lost_slots
 
 import cseq
 import cseq.processes.deaths
-from cseq._slots import Lease
+from cseq._memory import Lease
 from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:

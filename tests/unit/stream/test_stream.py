@@ -34,7 +34,7 @@ from streaming import lost_slots
 import cseq
 import cseq.processes.deaths
 from cseq import testing
-from cseq._slots import Lease
+from cseq._memory import Lease
 from cseq.stream import Streams
 
 if TYPE_CHECKING:

@@ -1,18 +1,4 @@
-# cython: language_level=3, freethreading_compatible=True
-"""Slots of shared memory: the owner of each, and how large it is."""
-
-from cpython.ref cimport Py_DECREF
-from libc.stdlib cimport free
-from libc.string cimport memset, strerror
-from libc.stdint cimport uint32_t, uint64_t
-
-cimport cython
-
-from cseq._headers cimport *
-from cseq._memory cimport Mapping, Memory, fork_keeping, forks_here, in_use
-
-cdef extern from "cseq_fault.h":
-    int CSEQ_POISON
+# Slots of shared memory: the owner of each, and how large it is.
 
 cdef enum:
     FREE = 0

@@ -1,20 +1,10 @@
-# cython: language_level=3, freethreading_compatible=True
-"""The line of outstanding tickets: posted, given up, taken out of their cells."""
+# The line of outstanding tickets: posted, given up, taken out of their cells.
 
-from cpython.bytes cimport PyBytes_FromStringAndSize
-from cpython.exc cimport PyErr_CheckSignals
-from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
-from libc.stdint cimport uint32_t, uint64_t
-
-cimport cython
-
-from cseq._codec cimport Decoder
-from cseq._core cimport Ring
-from cseq._headers cimport *
-from cseq._source cimport ASK_CALL, Request, Source, refer
-
-from cseq._core import PARK_NS
+cdef struct Ticket:
+    uint64_t number
+    uint64_t units  # that it counts for; 0: a reply
+    uint32_t ring
+    uint32_t cell
 
 cdef enum:
     FIXED = 5  # words of a row of a history that are not of runners
@@ -31,6 +21,8 @@ cdef class History:
     ----------
     runners : int
     """
+
+    cdef cseq_history h
 
     def __cinit__(self, uint64_t runners):
         self.h.width = FIXED + runners
@@ -113,6 +105,47 @@ cdef class Line:
     history : History
         Of all rings.
     """
+
+    cdef readonly History history
+    cdef readonly Source source
+    cdef readonly uint64_t ticket
+    cdef uint64_t taken_count  # tickets of this epoch, which any thread reads: see `cseq_count_u64`
+    cdef uint64_t now          # ns, of the present step: when a ticket was taken, and the next one posted
+    cdef list rings
+    cdef cseq_ring** r         # of these
+    cdef Decoder decoder
+    cdef object discard
+    cdef bint queues           # each worker has a ring of its own
+    cdef uint64_t runners      # of all rings
+    cdef Ticket* buffer        # circular
+    cdef Py_ssize_t room, first, length
+    cdef Ticket* abandoned     # given up, and still in their cells
+    cdef readonly Py_ssize_t abandoned_count
+    @cython.final
+    cdef inline Ticket* at(self, Py_ssize_t k) noexcept:
+        """The ticket at a position of the line."""
+        cdef Py_ssize_t i = self.first + k
+        return &self.buffer[i if i < self.room else i - self.room]
+    @cython.final
+    cdef inline cseq_cell* cell(self, Ticket* t) noexcept:
+        return cseq_ring_cell(self.r[t.ring], t.cell)
+    @cython.final
+    cdef inline bint is_ready(self, Py_ssize_t k) noexcept:
+        """Whether the ticket at a position is answered."""
+        return cseq_ring_ready(self.r[self.at(k).ring], self.at(k).cell)
+    @cython.final
+    cdef inline void remove(self, Py_ssize_t k) noexcept:
+        """Remove a ticket from the line."""
+        while k > 0:
+            self.at(k)[0] = self.at(k - 1)[0]
+            k -= 1
+        self.first = 0 if self.first + 1 == self.room else self.first + 1
+        self.length -= 1
+    @cython.final
+    cdef inline void rotate(self) noexcept:
+        """Move the first ticket of the line to its end."""
+        self.at(self.length)[0] = self.at(0)[0]
+        self.first = 0 if self.first + 1 == self.room else self.first + 1
 
     def __cinit__(self, run, list rings not None, Decoder decoder not None, *_, discard=None, **__):
         cdef Ring ring

@@ -1,20 +1,4 @@
-# cython: language_level=3, freethreading_compatible=True
-"""What a trace records: tickets that were taken; spans and counters."""
-
-from libc.stdint cimport uint32_t, uint64_t
-from libc.string cimport memcpy, memset
-
-cimport cython
-cimport numpy as cnp
-from cpython.unicode cimport PyUnicode_AsUTF8AndSize
-
-from cseq._headers cimport *
-from cseq._memory cimport Block, Memory
-
-import numpy
-
-cnp.import_array()
-
+# What a trace records: tickets that were taken; spans and counters.
 
 cdef extern from *:
     """

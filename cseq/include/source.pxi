@@ -1,26 +1,4 @@
-# cython: language_level=3, freethreading_compatible=True
-"""What an epoch asks for: samples in an order, items of workers, or keys."""
-
-from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.long cimport PyLong_AsLongLongAndOverflow
-from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
-from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
-from libc.string cimport memcpy, memset
-from libc.stdint cimport int64_t, uint32_t, uint64_t
-
-cimport cython
-cimport numpy as cnp
-
-from cseq._core cimport Reader, Ring
-from cseq._headers cimport *
-from cseq._lock cimport check_depth
-from cseq._memory cimport Block
-from cseq._slots cimport Slots
-
-import numpy
-
-cnp.import_array()
-
+# What an epoch asks for: samples in an order, items of workers, or keys.
 
 # For `producer`, and `stream`.
 ITEM, BEGIN, CALL = ASK_ITEM, ASK_BEGIN, ASK_CALL

@@ -1,18 +1,5 @@
-# cython: language_level=3, freethreading_compatible=True
-"""Locks and latches that outlive signal handlers; a run's generation; hangups."""
+# Locks and latches that outlive signal handlers; a run's generation; hangups.
 
-from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport intptr_t, uint32_t, uint64_t
-
-cimport cython
-
-from cseq._headers cimport *
-
-from sys import _getframe
-
-cseq_wait_choose()
-
-cdef uint64_t PARK_NS = 100_000_000  # longest sleep before a sleeper runs signal handlers
 
 cdef enum:
     ROOM = 100  # frames, for a sampler or an iterator of keys
@@ -169,14 +156,14 @@ cdef class Lock:
         cdef uint64_t me = PyThread_get_thread_ident()
         cdef int taken
         with nogil:
-            taken = cseq_lock_await(&self.lock, me, min(ns, PARK_NS))
+            taken = cseq_lock_await(&self.lock, me, min(ns, PARK))
         if not taken:
             PyErr_CheckSignals()
         return taken
 
     cdef int await_free(self) except -1:
         """Take it once it is free."""
-        while not self.sleep(PARK_NS):
+        while not self.sleep(PARK):
             pass
         return 0
 
@@ -234,7 +221,7 @@ cdef class Latch:
         begun = cseq_now_ns()
         while waited < limit and not cseq_load_acq_u32(&self.word):
             with nogil:
-                cseq_wait(&self.word, 0, min(limit - waited, PARK_NS), 0)
+                cseq_wait(&self.word, 0, min(limit - waited, PARK), 0)
             PyErr_CheckSignals()
             waited = cseq_now_ns() - begun
         return bool(cseq_load_acq_u32(&self.word))

@@ -1,24 +1,4 @@
-# cython: language_level=3, freethreading_compatible=True
-"""Batches on their way: into a cell or a slot, and out of it."""
-
-from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
-from libc.string cimport memcpy
-from libc.stdint cimport int64_t, uint32_t, uint64_t
-
-cimport cython
-cimport numpy as cnp
-
-from cseq._headers cimport *
-from cseq._memory cimport (LEAST, LOOSE, MAX_DIMS, MOST_COPIED, ROWS, STRIDED, Block, Mapping, Memory,
-                           array_at, layout_of)
-from cseq._plan cimport ARRAY, MOST_KNOWN, RECENT, Leaf, Plan, aligned, cseq_set_own, size_of
-from cseq._slots cimport Slots
-from cseq._work cimport Runner, TicketWriter
-
-from cseq._memory import flat_of
-
-cnp.import_array()
+# Batches on their way: into a cell or a slot, and out of it.
 
 cdef object UNREAD = object()  # in place of a batch: Python is to decode it
 

@@ -1,18 +1,4 @@
-# cython: language_level=3, freethreading_compatible=True
-"""Permutations that orders are made of; readers of orders written in Python."""
-
-from libc.stdint cimport int64_t, uint64_t
-from libc.string cimport memcpy
-
-cimport cython
-cimport numpy as cnp
-
-from cseq._core cimport Reader, shuffled
-from cseq._headers cimport *
-
-import numpy
-
-cnp.import_array()
+# Permutations that orders are made of; readers of orders written in Python.
 
 CHUNK = 1 << 16  # values that are converted together
 # What words are for; those below 6 are in cseq_shuffle.h and context.py, 6 is feistel-v1's.
@@ -108,7 +94,7 @@ cdef class Permutation:
         return cseq_feistel_find(&self.network, element)
 
 
-cdef int64_t copied(object values, str what, uint64_t count, uint64_t most, int64_t* out) except -1:
+cdef int64_t taken_over(object values, str what, uint64_t count, uint64_t most, int64_t* out) except -1:
     """Write integers that user code returned, at most `most` of them."""
     array = numpy.ascontiguousarray(values, dtype=numpy.int64)
     if array.ndim != 1 or array.size > most:
@@ -130,7 +116,7 @@ cdef class CallReader(Reader):
     cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
                       int64_t* sizes) except -1:
         indices, lengths = self.order.read(self.seed, epoch, start, count)
-        cdef int64_t written = copied(indices, "indices", count, count * self.room, out)
+        cdef int64_t written = taken_over(indices, "indices", count, count * self.room, out)
         if lengths is None:
             if self.room == 1 and <uint64_t>written == count:
                 return written
@@ -142,7 +128,7 @@ cdef class CallReader(Reader):
             raise ValueError(f"read() of {self.order!r} returned sizes {lengths} for {count} units with "
                              f"{written} indices; give one for each unit, in [1, {self.room}]")
         if sizes != NULL:
-            copied(lengths, "sizes", count, count, sizes)
+            taken_over(lengths, "sizes", count, count, sizes)
         return written
 
 

@@ -1,34 +1,4 @@
-# cython: language_level=3, freethreading_compatible=True
-"""Plans: what batches of one structure have in common, and how they are read."""
-
-from cpython.dict cimport PyDict_Copy, PyDict_Next, PyDict_SetItem
-from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawRealloc
-from cpython.ref cimport Py_INCREF, Py_XDECREF, PyObject
-from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
-from libc.string cimport memcmp, memcpy, memset, strcmp
-from libc.stdint cimport int64_t, uint64_t
-
-cimport cython
-cimport numpy as cnp
-
-from cseq._headers cimport LINE
-from cseq._memory cimport (COLUMNS, LOOSE, MAX_DIMS, MOST_COPIED, ROWS, STRIDED, Block, Memory, array_at,
-                           layout_of)
-from cseq._references cimport cseq_is_unique
-from cseq._slots cimport Lease
-
-from importlib import import_module
-
-import numpy
-
-from cseq._memory import copy_of
-
-cnp.import_array()
-
-cdef extern from "Python.h":
-    ctypedef struct PyTypeObject:
-        const char* tp_name
+# Plans: what batches of one structure have in common, and how they are read.
 
 cdef extern from "numpy/arrayobject.h":
     bint PyArray_EquivTypes(cnp.dtype one, cnp.dtype other) noexcept
