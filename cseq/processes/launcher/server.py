@@ -10,13 +10,13 @@ import socket
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cseq._core import Lock, now_ns
 from cseq._memory import Descriptor
 from cseq.processes.launcher.base import FOREVER, KILL, LAST, START, Launcher, describe_exit
 from cseq.processes.launcher.forks import in_forked_children, pair
-from cseq.processes.launcher.processes import describe_start, executable_of, signals_blocked, spawn
+from cseq.processes.launcher.processes import describe_start, signals_blocked, spawn
 from cseq.processes.launcher.record import (
     BORN,
     EXIT,
@@ -46,7 +46,7 @@ LOOK = 0.25  # seconds after which a thread that waits for a server looks whethe
 # Modules that a server must not import, as this process has found, and why.
 _unfit: dict[str, str] = {}
 
-# The servers of this process that workers may be forked from: by `_setting`.
+# The servers of this process that workers may be forked from: by what they were started with.
 _servers: dict[str, ForkServer] = {}
 _guard = threading.Lock()  # for `_servers`, and their users
 
@@ -58,21 +58,6 @@ def _forget_servers() -> None:
 
 
 in_forked_children(_forget_servers)
-
-
-def _setting(entry: str, threads: int | None) -> str:
-    """Return all that a new server, and so its workers, would inherit from this process now."""
-    inherited: list[Any] = [describe_start("server", entry), threads, executable_of(os.name)]
-    for each in (os.curdir, 1, 2):  # the working directory and the output streams
-        try:
-            inherited.append(os.stat(each)[:3])
-        except OSError:  # it is closed
-            inherited.append(None)
-    names = ("getresuid", "getresgid", "getgroups")
-    inherited += [getattr(os, name)() for name in names if hasattr(os, name)]
-    if hasattr(os, "sched_getaffinity"):
-        inherited.append(sorted(os.sched_getaffinity(0)))
-    return repr(inherited)
 
 
 def _stamp(module: str) -> int:
@@ -373,7 +358,7 @@ class ForkServerLauncher(Launcher):
                 return server
             if server is not None and server.lost:
                 server.close(time.monotonic() + LAST)
-            setting = _setting(self._entry, self._threads)
+            setting = repr((describe_start("server", self._entry), self._threads))
             server = None if self._alone else _servers.get(setting)
             if server is None or not server.is_usable():
                 server = ForkServer()
