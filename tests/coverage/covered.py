@@ -35,7 +35,7 @@ def main() -> None:
     measured.combine(whole, keep=True)
     measured.report(show_missing=True, skip_covered=True)
     print(f"{len(whole)} processes measured, {len(files) - len(whole)} were killed as they wrote")
-    for name, pattern in (("Python", "*.py"), ("Cython", "*.px[yi]")):
+    for name, pattern in (("Python", "*.py"), ("Cython", "*.p[yx][xi]")):
         share = measured.report(include=[pattern], file=io.StringIO())
         print(f"{name}: {share:.1f} % of the lines")
 

@@ -128,7 +128,7 @@ def test_the_messages_on_the_page_of_errors_are_in_the_sources() -> None:
     """Each message that errors.md quotes is a text of cseq, so that a search for it succeeds."""
     package = Path(cseq.__file__).parent
     code = "".join(path.read_text("utf-8") for path in sorted(package.rglob("*.py")))
-    code += "".join(path.read_text("utf-8") for path in sorted(package.rglob("*.px[yi]")))
+    code += "".join(path.read_text("utf-8") for path in sorted(package.rglob("*.p[yx][xi]")))
     code = re.sub(r"\"\s*\n\s*f?\"", "", code)  # a text on several lines is one text
     page = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([`*].*?) \| .* \| .* \|$", page.partition("## Find")[2], re.MULTILINE)
