@@ -70,7 +70,7 @@ class Weighted(Order):
     def balanced(
         cls, labels: ArrayLike, size: int | None = None, *, replacement: bool = False
     ) -> Self:
-        """Return an order in which every class comes equally often.
+        """Return an order in which every class comes about equally often.
 
         Parameters
         ----------
