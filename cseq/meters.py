@@ -163,16 +163,6 @@ class Meters:
         """The same without the ticket in hand, in ns."""
         return (self.runners["work"]["sum"] - self.runners["first"]).astype(np.int64)
 
-    @property
-    def behind(self) -> float:
-        """Seconds that the loop waited while others than the awaited batch were ready."""
-        return float(self.loop["behind"]) / 1e9
-
-    @property
-    def early(self) -> float:
-        """Seconds that the loop waited for the first batches of an epoch."""
-        return float(self.loop["early"]) / 1e9
-
     def histogram(self, name: str, *records: Any) -> Histogram:
         """Sum up the histograms of some records: 'work', 'wait' or 'gil'."""
         found = [record[name] for record in records]
@@ -182,7 +172,9 @@ class Meters:
         )
 
     def since(self, earlier: Meters) -> Meters:
-        """Return what was added since `earlier`, which is of the same run."""
+        """Return what was added since `earlier`, which is of the same run, or of none."""
+        if not len(earlier.runners):
+            return self
         added = object.__new__(Meters)
         vars(added).update(
             {

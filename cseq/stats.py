@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cseq.advice import Advice, Window, advise
+from cseq.advice import Advice, Window, advise, duration
 from cseq.check import count
 from cseq.compute import share
-from cseq.meters import BUCKETS, Histogram
+from cseq.meters import METER, Meters
 
 if TYPE_CHECKING:
     from typing import Any
 
     from numpy.typing import NDArray
 
-    from cseq.meters import Meters
+    from cseq.meters import Histogram
 
 __all__ = ["Every", "SlowBatch", "Stats", "WorkerStats", "counting"]
 
@@ -27,7 +27,7 @@ log = logging.getLogger("cseq")
 ADDED: tuple[str, ...] = ("batches", "samples", "nbytes", "restarts", "retries", "skips", "copies")
 ADDED += ("loop_waited", "elapsed", "start_waited")
 ADDED += ("gpu_waits", "gpu_dry")
-NOTHING = Histogram([0] * BUCKETS, 0.0)
+NOTHING = Meters([bytes(METER.itemsize)], 0, bytes)  # a loop without a runner, before its start
 
 
 class WorkerStats(NamedTuple):
@@ -133,7 +133,7 @@ class Stats:
     gpu_dry: int = 0
     threads: bool = field(default=False, repr=False)  # that share a GIL with the loop
     streams: bool = field(default=False, repr=False)
-    meters: Meters | None = field(default=None, repr=False, compare=False)
+    meters: Meters = field(default=NOTHING, repr=False, compare=False)
 
     @property
     def loop_waiting(self) -> float:
@@ -143,47 +143,26 @@ class Stats:
     @property
     def workers_waiting(self) -> float:
         """Part of the time that an indexer waited, from 0 to 1, the mean of all of them."""
-        return _part(self.workers_waited, self.elapsed * self.num_workers)
-
-    @property
-    def workers_waited(self) -> float:
-        """Seconds that indexers waited for tickets, summed over all indexers."""
-        return self._idle(self._indexers, self.num_workers)
-
-    @property
-    def converters_waited(self) -> float:
-        """Seconds that converters waited for batches, summed over all converters."""
-        return self._idle(self._converters, self.num_converters)
-
-    @property
-    def computed(self) -> float | None:
-        """Seconds that the loop and its worker threads computed together; None: of processes."""
-        if not self.threads or self.meters is None:
-            return None
-        return (int(self.meters.runners["cpu"].sum()) + int(self.meters.loop["cpu"])) / 1e9
+        return self._waiting(self.meters.busy[self._indexers], self.num_workers)
 
     @property
     def index_seconds(self) -> Histogram:
         """What batches took their workers, from claim to delivery."""
-        if self.meters is None:
-            return NOTHING
         return self.meters.histogram("work", self.meters.runners[self._indexers])
 
     @property
     def step_seconds(self) -> Histogram:
         """What the loop took for a batch of its own time, without waiting."""
-        return NOTHING if self.meters is None else self.meters.histogram("work", self.meters.loop)
+        return self.meters.histogram("work", self.meters.loop)
 
     @property
     def wait_seconds(self) -> Histogram:
         """What the loop waited for a batch, each time that one was not ready."""
-        return NOTHING if self.meters is None else self.meters.histogram("wait", self.meters.loop)
+        return self.meters.histogram("wait", self.meters.loop)
 
     @property
     def workers(self) -> tuple[WorkerStats, ...]:
         """Each worker's part, of former ones, too."""
-        if self.meters is None:
-            return ()
         found = []
         records = self.meters.runners[self._indexers]
         there = max(self.num_workers, *np.flatnonzero(records["batches"]) + 1, 0)
@@ -206,8 +185,6 @@ class Stats:
     @property
     def slowest(self) -> tuple[SlowBatch, ...]:
         """The eight slowest batches of each worker, the slowest first."""
-        if self.meters is None:
-            return ()
         found = [
             SlowBatch(epoch - self.streams, batch, ns / 1e9, k)
             for k, record in enumerate(self.meters.runners[self._indexers])
@@ -225,11 +202,9 @@ class Stats:
         `batches`; `waited` and `stepped`, seconds of the loop; `busy`, seconds of each worker,
         shape (workers,); and `ready`, batches that were ready for the loop at that moment.
         """
-        workers = self._indexers.stop or 0
+        workers = len(self.meters.runners[self._indexers])
         fields = [("seconds", "f8"), ("batches", "i8"), ("waited", "f8"), ("stepped", "f8")]
         row = np.dtype([*fields, ("ready", "i4"), ("busy", "f8", (workers,))])
-        if self.meters is None:
-            return np.zeros(0, row)
         past = self.meters.history
         found = np.zeros(len(past), row)
         loop = self.meters.loop
@@ -261,9 +236,7 @@ class Stats:
         if earlier.batches > self.batches or earlier._first not in (0, self._first):
             raise ValueError("`earlier` is of another run: give stats() of before, of this run")
         added = {name: getattr(self, name) - getattr(earlier, name) for name in ADDED}
-        if self.meters is not None and earlier.meters is not None:
-            added["meters"] = self.meters.since(earlier.meters)
-        return replace(self, **added)
+        return replace(self, meters=self.meters.since(earlier.meters), **added)
 
     def as_dict(self, prefix: str = "cseq/") -> dict[str, float]:
         """Return the figures that a logger wants, flat, under names that never change."""
@@ -321,80 +294,67 @@ class Stats:
 
     def window(self) -> Window:
         """Return what `advice` looks at."""
-        counted: dict[str, Any] = {}
-        if self.meters is not None:
-            counted = self._measured(self.meters)
+        meters = self.meters
+        runners, loop = meters.runners[self._indexers], meters.loop
+        index, step = self.index_seconds, self.step_seconds
+        even = step.quantile(0.99) <= 3 * step.quantile(0.5)  # else pauses are left out
+        busy = float(meters.busy[self._indexers].sum())
+        computed = int(meters.runners["cpu"].sum()) + int(loop["cpu"]) if self.threads else 0
+        ready, behind = self.depths[2], float(loop["behind"]) / 1e9
+        if meters.waits and ready and ready >= sum(self.depths[:2]):
+            behind += meters.waits  # the present wait, which has not ended
+        slowest = next(iter(self.slowest), None)
         return Window(
             batches=self.batches,
             elapsed=self.elapsed,
             waited=self.loop_waited,
             start=self.start_waited,
+            step=step.mean if even else step.mean_below(0.95),
+            step_p50=step.quantile(0.5),
+            step_p99=step.quantile(0.99),
+            index=index.mean,
+            index_p99=index.quantile(0.99),
             workers=self.num_workers,
             busy=1 - self.workers_waiting,
+            cpu=_cpu(float(runners["cpu"].sum()) / 1e9, busy),
+            queued=_part(float(runners["queued"].sum()) / 1e9, busy),
+            loop_queued=_part(float(loop["queued"]) / 1e9, self.elapsed),
+            loop_cpu=_part(float(loop["cpu"]) / 1e9, self.elapsed) or 1.0,
             cores=share(),
             threads=self.threads,
-            computed=_part(self.computed or 0.0, self.elapsed, most=1e9),
+            gil=meters.histogram("gil", loop, meters.runners).quantile(0.8),
+            computed=_part(computed / 1e9, self.elapsed, most=1e9),
             buffer=self.buffer,
+            behind=_part(behind, self.loop_waited),
+            early=_part(float(loop["early"]) / 1e9, self.loop_waited),
             converters=self.num_converters,
-            converting=1 - _part(self.converters_waited, self.elapsed * self.num_converters),
+            converting=1 - self._waiting(meters.busy[self._converters], self.num_converters),
             copies=self.copies,
             agents=self.agents,
             dry=self.gpu_dry / self.gpu_waits if self.gpu_waits else None,
-            **counted,
-        )
-
-    def _measured(self, meters: Meters) -> dict[str, Any]:
-        """Return the part of a window that comes from histograms and from the system."""
-        index, step = self.index_seconds, self.step_seconds
-        even = step.quantile(0.99) <= 3 * step.quantile(0.5)  # else pauses are left out
-        runners = meters.runners[self._indexers]
-        busy = float(meters.busy[self._indexers].sum())
-        gil = meters.histogram("gil", meters.loop, meters.runners)
-        ready, behind = self.depths[2], meters.behind
-        if meters.waits and ready and ready >= sum(self.depths[:2]):
-            behind += meters.waits  # the present wait, which has not ended
-        slowest = max(self.slowest, key=lambda slow: slow.seconds, default=None)
-        return {
-            "step": step.mean if even else step.mean_below(0.95),
-            "step_p50": step.quantile(0.5),
-            "step_p99": step.quantile(0.99),
-            "index": index.mean,
-            "index_p50": index.quantile(0.5),
-            "index_p99": index.quantile(0.99),
-            "cpu": _cpu(float(runners["cpu"].sum()) / 1e9, busy),
-            "queued": _part(float(runners["queued"].sum()) / 1e9, busy),
-            "loop_queued": _part(float(meters.loop["queued"]) / 1e9, self.elapsed),
-            "loop_cpu": _part(float(meters.loop["cpu"]) / 1e9, self.elapsed) or 1.0,
-            "gil": gil.quantile(0.8),
-            "behind": _part(behind, self.loop_waited),
-            "early": _part(meters.early, self.loop_waited),
-            "slowest": ""
+            slowest=""
             if slowest is None
-            else f"epoch {slowest.epoch}, batch {slowest.batch}: {slowest.seconds:.2g} s",
-        }
+            else f"epoch {slowest.epoch}, batch {slowest.batch}: {duration(slowest.seconds)}",
+        )
 
     @property
     def _indexers(self) -> slice:
         """Where the indexers' records are: before those of the converters."""
-        return slice(0, None if self.meters is None else self._runners - self.num_converters)
-
-    @property
-    def _first(self) -> int:
-        """When the first batch was taken, on the system's clock: each run has its own; 0: never."""
-        return 0 if self.meters is None else int(self.meters.loop["first"])
+        return slice(0, max(0, len(self.meters.runners) - self.num_converters))
 
     @property
     def _converters(self) -> slice:
         return slice(self._indexers.stop, None)
 
     @property
-    def _runners(self) -> int:
-        return 0 if self.meters is None else len(self.meters.runners)
+    def _first(self) -> int:
+        """When the first batch was taken, on the system's clock: each run has its own; 0: never."""
+        return int(self.meters.loop["first"])
 
-    def _idle(self, which: slice, count: int) -> float:
-        """Return what some runners have not worked."""
-        busy = 0.0 if self.meters is None else float(self.meters.busy[which].sum())
-        return max(self.elapsed * count - busy, 0.0)
+    def _waiting(self, busy: NDArray[np.float64], count: int) -> float:
+        """Return the part of the time that so many runners have not worked."""
+        of = self.elapsed * count
+        return _part(of - float(busy.sum()), of)
 
     def __str__(self) -> str:
         waiting, middle, ready = self.depths

@@ -43,7 +43,7 @@ def bars(rows: Sequence[tuple[str, float | None, str]], caption: str) -> str:
         length = 0 if value is None else max(2.0, BAR * value / most)
         if length:
             kind = "ours" if name.startswith("cseq") else "theirs"
-            drawing.bar(LABEL, LABEL + length, y + 5, 16, kind)
+            drawing.rect(LABEL, y + 5, length, 16, kind)
         drawing.text(LABEL + length + 8, y + 17, words, "faint")
     return figure(drawing.inline(), caption)
 
@@ -161,7 +161,7 @@ def of_processes_and_threads() -> str:
             continue
         length = max(2.0, half * abs(math.log2(ratio)) / most)
         end = middle + length if ratio > 1 else middle - length
-        drawing.bar(middle, end, y + 5, 16, "ours" if ratio > 1 else "other")
+        drawing.rect(min(middle, end), y + 5, length, 16, "ours" if ratio > 1 else "other")
         words = f"{max(ratio, 1 / ratio):.2g} ×"
         if ratio > 1:
             drawing.text(end + 6, y + 17, words, "faint")

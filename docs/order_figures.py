@@ -30,7 +30,7 @@ def lines(found: Iterable[list[tuple[float, str]]], scale: float, caption: str) 
         y, x = LINE * number, float(LEFT)
         drawing.text(LEFT - 12, y + 12, f"batch {number}", "small faint end")
         for width, kind in pieces:
-            drawing.bar(x, x + width * scale - 1.5, y + 1, 13, kind)
+            drawing.rect(x, y + 1, max(2, width * scale - 1.5), 13, kind)
             x += width * scale
     return figure(drawing.inline(), caption, "wide")
 

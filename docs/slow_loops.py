@@ -14,7 +14,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cseq.observe.report import Over, waiting
+from cseq.observe.report import drawn
 
 if TYPE_CHECKING:
     from cseq.stats import Stats
@@ -26,10 +26,9 @@ FOUND = HERE / "drawings" / "slow"
 
 def draw(stats: Stats, name: str) -> None:
     """Draw the waiting over time."""
-    over = Over.of(stats.history)
-    if over is None:
+    heading, chart, _ = next(drawn(stats))
+    if heading != "Waiting over time":
         raise SystemExit(f"{name} was over too soon to be drawn")
-    _, chart, _ = waiting(over)
     (FOUND / f"{name}.svg").write_text(chart.file(), encoding="utf-8")
 
 

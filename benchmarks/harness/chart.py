@@ -48,7 +48,7 @@ def group(
         colour = ("first", "second")[mine.index(name) % 2] if name in mine else "other"
         base, end = axis.place(1), axis.place(rate)
         drawing.text(NAMES, top + 12, name, "end" if name in mine else "end faint")
-        drawing.bar(base, end, top - 1, BAR, colour, f"{name}: {shown(rate)}")
+        drawing.rect(min(base, end), top - 1, max(2, abs(end - base)), BAR, colour)
         drawing.text(max(end, base) + 7, top + 12, shown(rate), "strong" * (name in mine))
 
 

@@ -15,7 +15,6 @@ import platform
 import sys
 import threading
 import time
-from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,66 +22,55 @@ import numpy as np
 
 from cseq.check import count as checked
 from cseq.observe import doctor
-from cseq.observe.figures import FONT, Chart, duration, number, style
+from cseq.observe.figures import STYLE, Chart, duration, number
 from cseq.pools.base import BatchPool
-from cseq.remake import locate
 from cseq.run import on_close, present
+from cseq.stats import WorkerStats
 from cseq.tracing import full, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from cseq.advice import Advice, Window
-    from cseq.remake import Remade
     from cseq.run import Run
     from cseq.sequence import MSequence
     from cseq.stats import SlowBatch, Stats
 
 __all__ = ["Part", "Recorder", "in_notebook", "of_loader", "of_manager", "page", "write"]
 
-WIDTH, HEIGHT = 540, 240  # of a figure
 INTERVALS = 120  # in which a run is drawn over time
 LEAST_POINTS = 4  # of a history, for figures over time
-PAUSE = 0.02  # part of an interval; if epochs take less of it, it is a pause
-SORTED_FROM, MOST_ROWS = 16, 64  # workers in a heat map
-SHOWN_ROWS = 32  # of more than that, those that differ most
+MOST_ROWS = 16  # workers over time: of more than that, those that differ most
 SLOWEST = 8  # batches in the table
 INDICES = 6  # samples that a batch of it begins with
-GOOD = ("loop", "none")
-NAMES = {"thread": "MTSequence"}
-FULL = ("cores", "gil")  # causes with which there is no room for more workers
-LITTLE = 0.2  # part of the time that a loop may wait without a red edge
+GOOD = ("loop", "none")  # causes with which a faster loader gains nothing
+RANKS = ("RANK", "WORLD_SIZE")
 
-RULES = (
-    "{0}{{color:var(--ink);background:var(--paper);font:16px/1.5 {1};padding:1.2em;"
-    "box-sizing:border-box;overflow-wrap:anywhere}}"
-    "{0} h1{{font-size:1.3em;margin:0}}{0} h2{{font-size:1.15em;margin:2em 0 .5em}}"
-    "{0} h3{{font-size:1em;margin:0 0 .2em}}{0} p{{margin:.3em 0}}"
-    "{0} .about{{color:var(--faint);font-size:.85em}}"
-    "{0} .verdict{{border-left:6px solid var(--edge);padding:.3em 0 .3em 1em;margin:1em 0}}"
-    "{0} .verdict b{{font-size:1.6em;line-height:1.25;display:block}}"
-    "{0} .grid{{display:grid;gap:1.6em 2em;"
-    "grid-template-columns:repeat(auto-fit,minmax(min(100%,28em),1fr))}}"
-    "{0} .tiles{{display:grid;gap:.6em;margin:1em 0;"
-    "grid-template-columns:repeat(auto-fit,minmax(min(47%,10em),1fr))}}"
-    "{0} .tiles div{{border:1px solid var(--line);border-radius:6px;padding:.5em .8em}}"
-    "{0} .tiles b{{font-size:1.2em;display:block}}"
-    "{0} figure{{margin:0;break-inside:avoid}}{0} svg{{width:100%;height:auto;display:block}}"
-    "{0} table{{border-collapse:collapse;width:auto;font-size:.9em}}"
-    "{0} th{{text-align:left;font-weight:600}}"
-    "{0} th,{0} td{{padding:.25em 1.2em .25em 0;vertical-align:top;background:none;color:inherit;"
-    "border-bottom:1px solid var(--line)}}"
-    "{0} th{{overflow-wrap:normal}}{0} .n{{text-align:right}}"
-    "{0} td.n,{0} code{{white-space:nowrap}}"
-    "@media(max-width:600px){{{0} table{{font-size:.8em}}{0} th,{0} td{{padding-right:.8em}}}}"
-    "@media print{{{0}{{font-size:11px}}}}"
-    "{0} code{{font:.95em ui-monospace,Menlo,Consolas,monospace;color:inherit;background:none}}"
-    "{0} .scroll{{overflow-x:auto}}{0} summary{{cursor:pointer;margin:.4em 0}}"
-    "{0} .good{{--edge:var(--first)}}{0} .fair{{--edge:var(--warm)}}{0} .poor{{--edge:var(--bad)}}"
-    "{0} .open{{--edge:var(--other)}}"
-)
+RULES = """
+.cseq{color:var(--ink);background:var(--paper);padding:1.2em;overflow-wrap:anywhere;
+font:16px/1.5 system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}
+.cseq h1,.cseq h2,.cseq h3{font-size:1.1em;margin:1.2em 0 .3em}
+.cseq p,.cseq figure{margin:.3em 0}
+.cseq .about{color:var(--faint);font-size:.85em}
+.cseq .verdict{border-left:6px solid var(--warm);padding:.3em 1em;margin:1em 0}
+.cseq .verdict.good{border-color:var(--first)}
+.cseq .verdict b{font-size:1.6em}
+.cseq .grid{display:grid;gap:1em 2em;
+grid-template-columns:repeat(auto-fit,minmax(min(100%,28em),1fr))}
+.cseq .tiles{display:grid;gap:.6em;grid-template-columns:repeat(auto-fit,minmax(9em,1fr))}
+.cseq .tiles div{border:1px solid var(--line);border-radius:6px;padding:.5em .8em}
+.cseq .tiles b{font-size:1.2em;display:block}
+.cseq figure{break-inside:avoid}
+.cseq svg{width:100%;height:auto;display:block}
+.cseq table{border-collapse:collapse;font-size:.9em;width:auto}
+.cseq th,.cseq td{padding:.25em .9em .25em 0;text-align:left;vertical-align:top;
+background:none;color:inherit;border-bottom:1px solid var(--line)}
+.cseq code{color:inherit;background:none}
+.cseq .scroll{overflow-x:auto}
+@media print{.cseq{font-size:11px}}
+"""
+SHEET = STYLE + RULES
 
 
 class Part(NamedTuple):
@@ -95,16 +83,13 @@ class Part(NamedTuple):
         A line about it.
     stats : Stats
     slowest : sequence of (SlowBatch, str)
-        With what is known of each: its first samples, the line that makes it again, as HTML.
-    history : numpy.ndarray
-        Of the whole run: see `Stats.history`.
+        With what is known of each, as HTML: the line that makes it again, its first samples.
     """
 
     name: str
     facts: str
     stats: Stats
     slowest: Sequence[tuple[SlowBatch, str]]
-    history: NDArray[Any]
 
 
 def write(path: str | os.PathLike[str], parts: Sequence[Part], title: str | None = None) -> None:
@@ -136,33 +121,48 @@ def of_manager(manager: MSequence, remake: int = 0) -> Part:
     """Look at a manager; of so many of its slowest batches, time the samples."""
     times, stats = checked("remake", remake, least=0), manager.stats()
     name, *facts = repr(manager).removesuffix(")").split("(", 1)
-    slowest = list(_rows(stats, lambda slow: manager.indices(slow.epoch, slow.batch)))
-    for k, (slow, about) in enumerate(slowest[:times]):
-        made = _again(partial(manager.remake, slow.epoch, slow.batch)) if about else ""
-        slowest[k] = slow, f'{about}<div class="about">{escape(made)}</div>'
-    return Part(name, "".join(facts), stats, slowest, stats.history)
+    slowest = [
+        (slow, _about(manager, slow, is_made=k < times))
+        for k, slow in enumerate(stats.slowest[:SLOWEST])
+    ]
+    return Part(name, "".join(facts), stats, slowest)
 
 
-def _rows(
-    stats: Stats, indices: Callable[[SlowBatch], NDArray[np.int64]]
-) -> Iterator[tuple[SlowBatch, str]]:
-    """Say of the slowest batches of a manager what makes them again, and their first samples."""
-    for slow in stats.slowest[:SLOWEST]:
-        try:
-            samples = indices(slow)
-        except IndexError:  # the epoch was resumed elsewhere since, and is numbered otherwise
-            yield slow, ""
-            continue
-        shown = ", ".join(map(str, samples[:INDICES].tolist()))
-        more = f" … ({len(samples)})" if len(samples) > INDICES else ""
-        again = f"<code>manager.remake({slow.epoch}, {slow.batch})</code>"
-        yield slow, f'{again}<div class="about">samples {shown}{more}</div>'
+def _about(manager: MSequence, slow: SlowBatch, *, is_made: bool) -> str:
+    """Say what makes a batch again, and its first samples; with what these take, if it is made."""
+    try:
+        samples = manager.indices(slow.epoch, slow.batch)
+    except IndexError:  # the epoch was resumed elsewhere since, and is numbered otherwise
+        return ""
+    shown = ", ".join(map(str, samples[:INDICES].tolist()))
+    more = f" … ({len(samples)})" if len(samples) > INDICES else ""
+    about = f'{_remake(slow)}<div class="about">samples {shown}{more}</div>'
+    return f'{about}<div class="about">{_made(manager, slow)}</div>' if is_made else about
+
+
+def _remake(slow: SlowBatch) -> str:
+    """Write the line that makes a batch again."""
+    return f"<code>manager.remake({slow.epoch}, {slow.batch})</code>"
+
+
+def _made(manager: MSequence, slow: SlowBatch) -> str:
+    """Make a batch again, and say what its samples take, where they can be timed."""
+    try:
+        made = manager.remake(slow.epoch, slow.batch, samples=True)
+    except ValueError:  # its samples are not asked for one by one
+        made = manager.remake(slow.epoch, slow.batch)
+    said = f"made again in {duration(made.seconds)}"
+    each = made.sample_seconds
+    if each is None or not len(each):
+        return said
+    longest = np.argsort(-each, kind="stable")[:3]
+    told = ", ".join(f"{made.indices[k]}: {duration(float(each[k]))}" for k in longest)
+    return f"{said}; its slowest samples are {told}; half of all take {duration(np.median(each))}"
 
 
 def of_loader(name: str, facts: str, stats: Stats) -> Part:
     """Look at a loader of torch's interface, whose batches nothing makes once more."""
-    slowest = [(slow, "") for slow in stats.slowest[:SLOWEST]]
-    return Part(name, facts, stats, slowest, stats.history)
+    return Part(name, facts, stats, [(slow, "") for slow in stats.slowest[:SLOWEST]])
 
 
 def of_run(run: Run[Any]) -> Part:
@@ -170,16 +170,12 @@ def of_run(run: Run[Any]) -> Part:
     pool, stats = run.pool, run.pool.stats()
     if not isinstance(pool, BatchPool):
         return of_loader("DataLoader" if run.about else "Streams", run.about, stats)
-    sampler, place = pool.sampler, pool.feed.place
-
-    def indices(slow: SlowBatch) -> NDArray[np.int64]:
-        consumed = place.consumed if place is not None and place.first == slow.epoch else 0
-        return locate(sampler, slow.epoch, slow.batch, consumed)[0].samples(0)[0]
-
+    sampler = pool.sampler
     facts = f"samples={sampler.dset_size:,}, batches={sampler.length:,}, "
     facts += f"batch_size={sampler.batch_size:,}, workers={stats.num_workers}, seed={sampler.seed}"
-    name = "RaySequence" if stats.agents else NAMES.get(pool.lanes.kind, "MPSequence")
-    return Part(name, facts, stats, list(_rows(stats, indices)), stats.history)
+    kind = "MTSequence" if pool.lanes.kind == "thread" else "MPSequence"
+    slowest = [(slow, _remake(slow)) for slow in stats.slowest[:SLOWEST]]
+    return Part("RaySequence" if stats.agents else kind, facts, stats, slowest)
 
 
 class Recorder:
@@ -194,7 +190,7 @@ class Recorder:
     def __init__(self, path: str) -> None:
         self._path, self._pid = full(path), os.getpid()
         os.stat(os.path.join(os.path.dirname(self._path), ""))  # raises where there is no folder
-        self._kept: dict[tuple[str, str], tuple[Part, int]] = {}
+        self._kept: dict[tuple[str, str], Part] = {}
         self._guard = threading.RLock()  # runs end on any thread, and in signal handlers
         on_close.append(self.note)
 
@@ -204,10 +200,9 @@ class Recorder:
             return
         part = of_run(run)
         with self._guard:
-            longest, count = self._kept.get((part.name, part.facts), (part, 0))
-            if part.stats.elapsed > longest.stats.elapsed:
-                longest = part
-            self._kept[part.name, part.facts] = longest, count + 1
+            kept = self._kept.setdefault((part.name, part.facts), part)
+            if part.stats.elapsed > kept.stats.elapsed:
+                self._kept[part.name, part.facts] = part
 
     def end(self) -> None:
         """Write the page; not in a copy of the process."""
@@ -215,34 +210,12 @@ class Recorder:
             return
         for run in present():
             self.note(run)
-        parts = [
-            part
-            if count == 1
-            else part._replace(facts=f"{part.facts}; the longest of {count} runs")
-            for part, count in self._kept.values()
-        ]
         said = "no report: nothing was made by workers of cseq's"
-        if parts:
-            write(self._path, parts)
+        if self._kept:
+            write(self._path, [*self._kept.values()])
             said = f"the report is {self._path}"
         if sys.stderr is not None:
             print("cseq:", said, file=sys.stderr)  # noqa: T201
-
-
-def _again(remake: Callable[..., Remade]) -> str:
-    """Make a batch again, and say what its samples take, where they can be timed."""
-    try:
-        made = remake(samples=True)
-    except ValueError:  # its samples are not asked for one by one
-        made = remake()
-    said = f"made again in {duration(made.seconds)}"
-    each = made.sample_seconds
-    if each is None or not len(each):
-        return said
-    longest = np.argsort(-each, kind="stable")[:3]
-    found = zip(longest, made.indices[longest], strict=True)
-    told = ", ".join(f"{index}: {duration(float(each[k]))}" for k, index in found)
-    return f"{said}; its slowest samples are {told}; half of all take {duration(np.median(each))}"
 
 
 # -- the page
@@ -251,153 +224,99 @@ def _again(remake: Callable[..., Remade]) -> str:
 def page(parts: Sequence[Part], title: str | None = None) -> str:
     """Return the whole file."""
     script = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else ""
-    title = title or script or "cseq"
+    title = escape(title or script or "cseq")
     sections = "".join(section(part) for part in parts)
-    now = time.strftime("%Y-%m-%d %H:%M")
-    versions = _versions()
-    about = " · ".join(filter(None, (script if script != title else "", now, versions)))
+    about = f"{script}, {time.strftime('%Y-%m-%d %H:%M')}"
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>:root{{color-scheme:light dark}}body{{margin:0}}"
-        f"{rules('.cseq')}.cseq>*{{max-width:75em;margin-left:auto;margin-right:auto}}</style>"
-        f'</head><body class="cseq"><header><h1>{escape(title)}</h1>'
-        f'<p class="about">{escape(about)}</p></header>{sections}{_machine()}</body></html>\n'
+        f"<title>{title}</title><style>:root{{color-scheme:light dark}}{SHEET}"
+        "body.cseq{max-width:75em;margin:0 auto}</style></head>"
+        f'<body class="cseq"><h1>{title}</h1><p class="about">{escape(about)}</p>'
+        f"{sections}{_machine()}</body></html>\n"
     )
-
-
-def rules(scope: str) -> str:
-    """Return the style sheet of a part of a page."""
-    return style(scope) + RULES.format(scope, FONT)
 
 
 def section(part: Part) -> str:
     """Show one manager, loader or stream."""
     stats = part.stats
-    window = stats.window()
     figures = "".join(
-        f"<figure><h3>{escape(heading)}</h3>{chart.inline()}"
-        f'<figcaption class="about">{escape(caption)}</figcaption></figure>'
-        for heading, chart, caption in drawn(stats, window, part.history)
+        f"<figure><h3>{heading}</h3>{chart.inline()}"
+        f'<figcaption class="about">{caption}</figcaption></figure>'
+        for heading, chart, caption in drawn(stats)
     )
+    rows = (
+        (f"{slow.epoch} / {slow.batch}", duration(slow.seconds), slow.worker, about)
+        for slow, about in part.slowest
+    )
+    slowest = _table(rows, ("slowest: epoch / batch", "took", "worker", ""))
     return (
-        f'<main><h2>{escape(part.name)}</h2><p class="about">{escape(part.facts)}</p>'
-        f'{verdict(stats.advice(), window)}{tiles(stats, window)}<div class="grid">{figures}</div>'
-        f"{_slowest(part.slowest)}{_details(stats)}</main>"
+        f'<h2>{escape(part.name)}</h2><p class="about">{escape(part.facts)}</p>'
+        f'{verdict(stats)}{tiles(stats)}<div class="grid">{figures}</div>'
+        f"{slowest if part.slowest else ''}{_details(stats)}"
     )
 
 
 def in_notebook(stats: Stats, rows: Sequence[tuple[str, str]]) -> str:
     """Return what a notebook shows: the verdict, the tiles, one figure, and rows of facts."""
+    facts = _table((escape(name), escape(value)) for name, value in rows)
     if not stats.batches:
-        return _table(rows)
-    window = stats.window()
-    found = drawn(stats, window, stats.history)
-    figures = (
-        f"<figure><h3>{escape(name)}</h3>{each.inline()}</figure>" for name, each, _ in found
-    )
-    shown = f"{verdict(stats.advice(), window)}{tiles(stats, window)}{next(figures, '')}"
-    return (
-        f'<div class="cseq"><style>{rules(".cseq")}.cseq figure{{max-width:40em}}</style>'
-        f"{shown}{_table(rows)}</div>"
-    )
+        return facts
+    figures = (f"<figure><h3>{name}</h3>{each.inline()}</figure>" for name, each, _ in drawn(stats))
+    shown = f"{verdict(stats)}{tiles(stats)}{next(figures, '')}{facts}"
+    return f'<div class="cseq"><style>{SHEET}.cseq figure{{max-width:40em}}</style>{shown}</div>'
 
 
-def verdict(advice: Advice, window: Window) -> str:
+def verdict(stats: Stats) -> str:
     """Write the advice, large."""
-    if advice.cause == "unknown":
-        kind = "open"
-    else:
-        kind = "good" if advice.cause in GOOD else "fair" if window.w < LITTLE else "poor"
+    advice, waits = stats.advice(), f"waits {stats.loop_waiting:.0%}: " * (stats.elapsed > 0)
     action = f"<p><strong>→ {escape(advice.remedy)}</strong></p>" if advice.action else ""
     start = f"<p>Start: {escape(advice.start)}.</p>" if advice.start else ""
     said = advice.sentence[:1].upper() + advice.sentence[1:]
-    words = f"waits {window.w:.0%}: {advice.cause}" if window.elapsed else advice.cause
-    told = f"<b>{escape(words)}</b><p>{escape(said)}.</p>{action}"
+    kind = "good" if advice.cause in GOOD else ""
+    told = f"<b>{waits}{advice.cause}</b><p>{escape(said)}.</p>{action}"
     return f'<div class="verdict {kind}">{told}</div>{start}'
 
 
-def tiles(stats: Stats, window: Window) -> str:
+def tiles(stats: Stats) -> str:
     """Write the five figures that matter most."""
-    rate = stats.batches / stats.elapsed if stats.elapsed else 0.0
-    each = stats.samples / stats.batches if stats.batches else 0.0
-    samples = f"{number(rate * each)} samples/s" if each > 1 else f"{stats.batches:,} batches"
-    lost = f"{stats.restarts} / {stats.copies} / {stats.skips}"
-    busy = "busy, the worker" if stats.num_workers == 1 else f"busy, {stats.num_workers} workers"
+    rates, count = stats.as_dict(""), stats.num_workers
     shown = (
-        (f"{number(rate)} batches/s" if rate else "–", samples),
-        (f"{window.w:.0%}", "waiting of the loop"),
-        (f"{window.busy:.0%}" if stats.num_workers else "–", busy),
+        (number(rates["batches_per_s"]), "batches a second"),
+        (f"{stats.loop_waiting:.0%}", "waiting of the loop"),
+        (f"{rates['worker_busy']:.0%}", f"busy, {count} worker{'s' * (count != 1)}"),
         (duration(stats.start_waited), "until the first batch"),
-        (lost, "restarts / copies / skips"),
+        (f"{stats.restarts} / {stats.copies} / {stats.skips}", "restarts / copies / skips"),
     )
-    found = (f"<div><b>{escape(of)}</b>{escape(what)}</div>" for of, what in shown)
-    return f'<div class="tiles">{"".join(found)}</div>'
+    return f'<div class="tiles">{"".join(f"<div><b>{a}</b>{b}</div>" for a, b in shown)}</div>'
 
 
-def _slowest(slowest: Sequence[tuple[SlowBatch, str]]) -> str:
-    """Write the table of the slowest batches."""
-    if not slowest:
-        return ""
-    rows = "".join(
-        f'<tr><td class="n">{slow.epoch} / {slow.batch}</td><td class="n">{duration(slow.seconds)}'
-        f'</td><td class="n">{slow.worker}</td><td>{about}</td></tr>'
-        for slow, about in slowest
-    )
-    heads = "".join(f'<th class="n">{head}</th>' for head in ("epoch / batch", "took", "worker"))
-    made = "<th>to make it again</th>" if any(about for _, about in slowest) else "<th></th>"
-    return f"<h2>Slowest batches</h2><table><tr>{heads}{made}</tr>{rows}</table>"
-
-
-def _table(rows: Sequence[tuple[str, str]]) -> str:
-    """Write names and values."""
-    return (
-        "<table>"
-        + "".join(f"<tr><th>{escape(a)}</th><td>{escape(b)}</td></tr>" for a, b in rows)
-        + "</table>"
-    )
+def _table(rows: Iterable[Sequence[object]], heads: Sequence[str] = ()) -> str:
+    """Write cells of HTML, below their heads."""
+    lines = ["".join(f"<th>{head}</th>" for head in heads)]
+    lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
+    return f'<div class="scroll"><table><tr>{"</tr><tr>".join(lines)}</tr></table></div>'
 
 
 def _details(stats: Stats) -> str:
     """Write all figures, folded."""
-    figures = [(name, f"{value:.6g}") for name, value in stats.as_dict("").items()]
-    heads = ("worker", "pid", "batches", "busy", "cores", "p50", "p99")
-    cells = "".join(f'<th class="n">{head}</th>' for head in heads)
-    rows = [f"<tr>{cells}</tr>"]
-    for one in stats.workers:
-        cpu = "–" if one.cpu is None else f"{one.cpu * one.busy:.2f}"
-        shown = (one.number, one.pid or "–", one.batches, f"{one.busy:.0%}", cpu)
-        values = (*shown, duration(one.p50), duration(one.p99))
-        rows.append("<tr>" + "".join(f'<td class="n">{value}</td>' for value in values) + "</tr>")
-    workers = f'<div class="scroll"><table>{"".join(rows)}</table></div>' if rows[1:] else ""
-    return f"<details><summary>All figures</summary>{_table(figures)}{workers}</details>"
-
-
-def _versions() -> str:
-    """Say which versions there are, without importing what is not needed."""
-    found = [f"Python {sys.version.split()[0]}"]
-    for name in ("cseq-loader", "numpy", "torch"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return ", ".join(found)
+    workers = [[f"{x:.3g}" if isinstance(x, float) else x for x in one] for one in stats.workers]
+    figures = _table((name, f"{value:.6g}") for name, value in stats.as_dict("").items())
+    table = _table(workers, WorkerStats._fields)
+    return f"<details><summary>All figures</summary>{figures}{table}</details>"
 
 
 def _machine() -> str:
-    """Write where it ran, folded: the environment, and what the doctor finds."""
-    rank = os.environ.get("RANK")
-    rows = [
-        ("command", " ".join(sys.argv)),
-        ("Python", f"{sys.version.split()[0]}, {sys.executable}"),
-        ("system", platform.platform()),
-        ("cores", str(doctor.Machine().cores)),
-        *([("rank", f"{rank} of {os.environ.get('WORLD_SIZE', '?')}")] if rank else []),
-        *((name, value) for name, value in os.environ.items() if name.startswith("CSEQ_")),
-    ]
-    found = [(each.text, each.remedy) for each in doctor.look(doctor.Machine())]
-    return (
-        f"<footer><details><summary>Environment</summary>{_table(rows)}</details>"
-        f"<details><summary>What the doctor finds</summary>{_table(found)}</details></footer>"
-    )
+    """Write where it ran, folded: versions, the environment, and what the doctor finds."""
+    rows = [("command", " ".join(sys.argv)), ("system", platform.platform())]
+    rows += [("Python", f"{sys.version.split()[0]}, {sys.executable}")]
+    for name in ("cseq-loader", "numpy", "torch"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            rows.append((name, importlib.metadata.version(name)))
+    rows += [item for item in os.environ.items() if item[0] in RANKS or item[0].startswith("CSEQ_")]
+    rows += [("doctor", str(each)) for each in doctor.look(doctor.Machine())]
+    found = _table((name, escape(value)) for name, value in rows)
+    return f"<details><summary>Environment</summary>{found}</details>"
 
 
 # -- figures
@@ -405,20 +324,23 @@ def _machine() -> str:
 Drawn = tuple[str, Chart, str]  # its heading, itself, what it says
 
 
-def drawn(stats: Stats, window: Window, history: NDArray[Any]) -> Iterator[Drawn]:
+def drawn(stats: Stats) -> Iterator[Drawn]:
     """Draw all figures that there are measurements for."""
-    over = Over.of(history)
+    over = Over.of(stats.history)
     if over is not None:
-        yield waiting(over)
-    if window.index > 0 and stats.elapsed > 0 and stats.num_workers:
-        yield enough(stats, window)
+        said = "Part of the time that the loop waits."
+        yield over.area("Waiting over time", over.waiting, "warm", said, is_part=True)
+    if stats.index_seconds.count and stats.elapsed > 0 and stats.num_workers:
+        yield enough(stats)
     if stats.index_seconds.count:
         yield batch_times(stats)
     if over is not None:
-        yield ready(over, stats.buffer)
-        yield rate(over)
+        of = f" At most {stats.buffer:,} batches are ahead of the loop." if stats.buffer else ""
+        said = f"Waiting for the loop: 0 starves it.{of}"
+        yield over.area("Batches ready", over.ready[:-1], "cold", said)
+        yield over.area("Batches a second", over.rate, "second", "That the loop took.")
         if len(over.busy):
-            yield heat(over)
+            yield workers(over)
 
 
 class Over(NamedTuple):
@@ -429,7 +351,7 @@ class Over(NamedTuple):
     edges : numpy.ndarray
         Seconds since the start, one more than intervals.
     waiting, rate : numpy.ndarray
-        In each interval: part of the time, NaN in a pause; batches a second.
+        In each interval: part of the time; batches a second.
     ready : numpy.ndarray
         At the edges.
     busy : numpy.ndarray
@@ -445,145 +367,93 @@ class Over(NamedTuple):
     @classmethod
     def of(cls, history: NDArray[Any]) -> Over | None:
         """Cut a history into intervals; None: it is too short."""
-        if len(history) < LEAST_POINTS:
-            return None
         at = history["seconds"]
-        edges = np.linspace(at[0], at[-1], min(len(at), INTERVALS + 1))
-        if edges[-1] <= edges[0]:
+        if len(history) < LEAST_POINTS or at[-1] <= at[0]:
             return None
+        edges = np.linspace(at[0], at[-1], min(len(at), INTERVALS + 1))
 
         def grown(values: NDArray[Any]) -> NDArray[np.float64]:
             return np.diff(np.interp(edges, at, values))
 
-        waited, stepped = grown(history["waited"]), grown(history["stepped"])
         took = np.diff(edges)
-        there = waited + stepped > PAUSE * took
-        share = np.divide(waited, waited + stepped, out=np.full(len(took), np.nan), where=there)
         ran = np.flatnonzero(history["busy"][-1])  # with 'auto' there may be room for more
-        workers = history["busy"].T[: ran[-1] + 1 if len(ran) else None]
-        busy = [np.clip(grown(each) / took, 0, 1) for each in workers]
-        return cls(
-            edges,
-            share,
-            grown(history["batches"]) / took,
-            np.interp(edges, at, history["ready"]),
-            np.array(busy).reshape(-1, len(took)),
-        )
+        rows = history["busy"].T[: ran[-1] + 1 if len(ran) else None]
+        busy = np.array([np.clip(grown(each) / took, 0, 1) for each in rows])
+        ready = np.interp(edges, at, history["ready"])
+        waited = np.clip(grown(history["waited"]) / took, 0, 1)
+        return cls(edges, waited, grown(history["batches"]) / took, ready, busy)
 
-    def chart(self, title: str, most: float, left: float = 56) -> Chart:
+    def chart(self, title: str, most: float, y: Callable[[float], str] | None = number) -> Chart:
         """Make a chart over time."""
         span = (float(self.edges[0]), float(self.edges[-1]))
-        return Chart(WIDTH, HEIGHT, title, span, (0, most), left=left, times=True)
+        chart = Chart(f"{title}, over time", span, (0, most), times=True)
+        chart.grid(duration, y)
+        return chart
+
+    def area(
+        self, heading: str, values: NDArray[Any], kind: str, said: str, *, is_part: bool = False
+    ) -> Drawn:
+        """Draw a value, or a part of the time, over time."""
+        most = 1.0 if is_part else max(float(values.max()) * 1.1, 1.0)
+        chart = self.chart(heading, most, "{:.0%}".format if is_part else number)
+        chart.steps(self.edges.tolist(), values.tolist(), kind)
+        return heading, chart, said
 
 
-def percent(value: float) -> str:
-    """Write a part of the time."""
-    return f"{value:.0%}"
-
-
-def waiting(over: Over) -> Drawn:
-    """Draw the part of the time that the loop waits."""
-    chart = over.chart("Part of the time that the loop waits, over time", 1)
-    chart.grid(duration, percent)
-    chart.steps(over.edges.tolist(), over.waiting.tolist(), "warm")
-    return "Waiting over time", chart, "Part of the time that the loop waits. Gaps are pauses."
-
-
-def rate(over: Over) -> Drawn:
-    """Draw the batches a second."""
-    chart = over.chart("Batches a second, over time", float(over.rate.max()) * 1.05 or 1)
-    chart.grid(duration)
-    chart.steps(over.edges.tolist(), over.rate.tolist(), "second")
-    return "Batches a second", chart, "That the loop took."
-
-
-def ready(over: Over, buffer: int) -> Drawn:
-    """Draw how many batches were ready."""
-    most = max(float(over.ready.max()) * 1.1, 5.0)
-    chart = over.chart("Batches that are ready for the loop, over time", most)
-    chart.grid(duration)
-    chart.steps(over.edges.tolist(), over.ready[:-1].tolist(), "cold")
-    of = f" At most {buffer:,} batches are ahead of the loop (buffer)." if buffer else ""
-    return "Batches ready", chart, f"Waiting for the loop: 0 starves it.{of}"
-
-
-def heat(over: Over) -> Drawn:
-    """Draw who worked when."""
-    names, rows = np.arange(len(over.busy)), over.busy
-    means, about = rows.mean(axis=1), ""
-    if len(rows) >= MOST_ROWS:
-        differing = np.argsort(-abs(means - np.median(means)), kind="stable")[:SHOWN_ROWS]
-        about = f" Of {len(rows)} workers, the {SHOWN_ROWS} that differ most."
-        names, rows, means = names[differing], rows[differing], means[differing]
-    if len(over.busy) >= SORTED_FROM:
-        order = np.argsort(-means, kind="stable")
-        names, rows = names[order], rows[order]
-        about += " The busiest are on top."
-    chart = over.chart("Part of the time that each worker works, over time", 1)
-    chart.grid(duration, None)
-    chart.heat(rows.tolist(), [str(name) for name in names], "first")
-    return (
-        "Workers over time",
-        chart,
-        f"A row for each worker: the stronger the colour, the busier.{about}",
-    )
+def workers(over: Over) -> Drawn:
+    """Draw who worked when: a row for each worker, an area in it."""
+    names, about = np.arange(len(over.busy)), ""
+    if len(names) > MOST_ROWS:
+        means = over.busy.mean(axis=1)
+        names = np.sort(np.argsort(-abs(means - np.median(means)), kind="stable")[:MOST_ROWS])
+        about = f" Of {len(over.busy)} workers, the {MOST_ROWS} that differ most."
+    chart = over.chart("Part of the time that each worker works", len(names), None)
+    every = math.ceil(len(names) / 8)
+    for k, name in enumerate(names.tolist()):
+        floor = len(names) - 1.0 - k
+        chart.steps(over.edges.tolist(), (0.9 * over.busy[name]).tolist(), "first", floor)
+        if not k % every:
+            chart.text(chart.x.start - 8, chart.y.place(floor), str(name), "faint end")
+    said = f"A row for each worker: the higher the area, the busier.{about}"
+    return "Workers over time", chart, said
 
 
 def batch_times(stats: Stats) -> Drawn:
     """Draw what batches take a worker."""
-    times = stats.index_seconds
+    times, title = stats.index_seconds, "What batches take a worker"
     found = times.buckets()
     low, high = found[0][0], found[-1][1]
     if high < 4 * low:
         low, high = low / 2, high * 2
-    most = max(count for _, _, count in found) * 1.25
-    title = "What batches take a worker"
-    chart = Chart(WIDTH, HEIGHT, title, (low, high), (0, most), logarithmic=True)
+    most = max(count for _, _, count in found) * 1.3
+    chart = Chart(title, (low, high), (0, most), logarithmic=True)
     chart.grid(duration)
-    bars = (
-        (start, end, count, f"{duration(start)} to {duration(end)}: {count:,}")
-        for start, end, count in found
-    )
-    chart.bars(bars, "first")
+    chart.bars(found, "first")
     half, rare = times.quantile(0.5), times.quantile(0.99)
-    chart.marks([(half, f"p50 {duration(half)}"), (rare, f"p99 {duration(rare)}")])
-    said = f"{times.count:,} batches; half of them take at most {duration(half)}, 99 in 100 "
-    return title, chart, f"{said}{duration(rare)}. From left to right, times are logarithmic."
+    chart.mark(half, f"p50 {duration(half)}")
+    chart.mark(rare, f"p99 {duration(rare)}")
+    return title, chart, f"{times.count:,} batches. From left to right, times are logarithmic."
 
 
-def enough(stats: Stats, window: Window) -> Drawn:
+def enough(stats: Stats) -> Drawn:
     """Draw the rate that more or fewer workers would give, from what was measured."""
-    now, advice = window.workers, stats.advice()
-    wanted = advice.change.get("num_workers")
-    if wanted is None and advice.cause in GOOD:
-        wanted = min(window.fewest, now)
+    window, title = stats.window(), "How many workers would be enough"
+    now, wanted = window.workers, stats.advice().change.get("num_workers")
     most = max(2 * now, math.ceil(1.3 * (wanted or 0)), 4)
     measured = stats.batches / stats.elapsed
     alone = 1 / window.step if window.step > 0 else math.inf
-    counts = sorted({*range(most + 1), *np.linspace(0, most, 60).tolist()})
-    line = [(n, min(window.rate(n), alone)) for n in counts]
-    highest = max(measured, *(value for _, value in line)) * 1.25
-    title = "How many workers would be enough"
-    chart = Chart(WIDTH, HEIGHT, title, (0, most), (0, highest))
+    line = [(n, min(window.rate(n), alone)) for n in (*range(most + 1), min(window.room, most))]
+    chart = Chart(title, (0, most), (0, 1.5 * max(measured, *(rate for _, rate in line))))
     chart.grid(number)
-    chart.line(line, "second")
-    at = window.saturating
-    if at < most:
-        full = "1 core is full" if window.cores == 1 else f"{window.cores} cores are full"
-        chart.marks([(at, full)], "faint")
-    said = f"A batch takes a worker {duration(window.index)}, the loop {duration(window.step)}. "
-    said += "The line: batches a second of workers that never wait."
-    if wanted == now:
-        chart.dot(now, measured, f"{now} now, enough", "first")
-    else:
-        chart.dot(now, measured, f"{now} now", "warm")
-    if wanted is None:
-        if advice.cause in FULL:
-            said += " More of them would not help here."
-        elif advice.cause != "unknown":
-            said += " Something else than their number holds the loop up: see the advice."
-    elif wanted != now:
-        reached = min(window.rate(wanted), alone)
-        word = "enough" if reached > 0.95 * alone else "advised"
-        chart.dot(wanted, reached, f"{wanted} {word}", "first")
+    chart.line(sorted(line))
+    chart.dot(now, measured, "warm")
+    chart.mark(now, f"{now} now")
+    if wanted not in (None, now):
+        chart.mark(wanted, f"{wanted} advised")
+    if window.room < most:
+        chart.mark(window.room, f"{window.room} have cores", "faint")
+    said = (
+        f"A batch takes a worker {duration(window.index)}, the loop {duration(window.step)}. The "
+    )
+    said += "line: batches a second of workers that never wait; the dot: what was measured."
     return title, chart, said

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cseq.advice import RULES, Advice, Window, advise
+from cseq.advice import RULES, Advice, Window, advise, duration
 
 # 1000 batches in 10 seconds: 4 of 9 cores' workers, 40 ms a batch, steps of 5 ms.
 PLAIN = Window(
     batches=1000, elapsed=10.0, waited=5.0, step=0.005, step_p50=0.005, step_p99=0.006,
-    index=0.04, index_p50=0.04, index_p99=0.05, workers=4, busy=1.0, cpu=0.95, cores=9, buffer=10,
+    index=0.04, index_p99=0.05, workers=4, busy=1.0, cpu=0.95, cores=9, buffer=10,
 )  # fmt: skip
 
 CASES = {
@@ -156,7 +156,7 @@ def test_the_buffer_of_streams() -> None:
     list(itertools.product([1, 2, 7], [0.038, 0.2], [0.001, 0.009])),
 )
 def test_numbers_do_not_contradict_each_other(workers: int, index: float, step: float) -> None:
-    """Where all workers are busy, w = 1 - n * s / t; else the sentence says what takes the time."""
+    """Where all workers are busy, w = 1 - n * s / t."""
     batches = 1000
     took = batches * max(index / workers, step)
     waited = took - batches * step
@@ -170,11 +170,6 @@ def test_numbers_do_not_contradict_each_other(workers: int, index: float, step: 
         return
     assert f"{window.w:.0%}" in advice.sentence
     assert abs(window.w - (1 - workers * step / index)) <= 0.05
-    assert not re.search("some steps|handing", advice.sentence)
-    longer = replace(
-        window, elapsed=2 * took, waited=waited
-    )  # the loop's mean step is not all of it
-    assert re.search("some steps|handing", advise(longer).sentence) or longer.w < 0.05
 
 
 def test_the_start_is_a_line_of_its_own() -> None:
@@ -204,7 +199,7 @@ def test_what_a_fleet_needs() -> None:
     """Agents, in proportion to what the loop could take; its workers are not the manager's."""
     slow = replace(PLAIN, agents=3, workers=6)
     assert str(advise(slow)) == (
-        "fleet: the loop waits 50% of the time; a batch takes the loop 5.0 ms; 3 workers of a "
+        "fleet: the loop waits 50% of the time; a batch takes the loop 5 ms; 3 workers of a "
         "fleet made 100 batches a second → a fleet of 6 workers: at most 2.0 times as fast."
     )
     idle = advise(replace(slow, waited=0.1, busy=0.1))
@@ -215,17 +210,43 @@ def test_what_a_fleet_needs() -> None:
 def test_how_it_is_written() -> None:
     """The whole text: cause, two numbers, one action, the most it can gain."""
     assert str(advise(PLAIN)) == (
-        "workers: the loop waits 50% of the time; a batch takes a worker 40 ms, the loop 5.0 ms; "
-        "4 workers are busy 100% of the time → num_workers=8: at most 2.0 times as fast."
+        "workers: the loop waits 50% of the time; a batch takes a worker 40 ms, the loop 5 ms; "
+        "4 workers are busy 100% of the time, computing 95% of that → num_workers=8: at most 2.0 "
+        "times as fast."
     )
     assert str(Advice("loop", "nothing to do")) == "loop: nothing to do"
 
 
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0, "0"),
+        (3e-9, "3 ns"),
+        (38e-6, "38 µs"),
+        (0.0012, "1.2 ms"),
+        (0.9996, "1 s"),
+        (90, "90 s"),
+        (300, "5 min"),
+        (9000, "2.5 h"),
+    ],
+)
+def test_durations(seconds: float, words: str) -> None:
+    """Two digits, or three, and the unit."""
+    assert duration(seconds) == words
+
+
+def test_the_rate_of_more_workers() -> None:
+    """It grows with them, up to the cores that the loop leaves."""
+    window = replace(PLAIN, index=0.2, cpu=0.5, cores=16)
+    assert window.room == 30
+    assert window.rate(2) == pytest.approx(10)
+    assert window.rate(50) == window.rate(30) == pytest.approx(150)
+
+
 def test_the_table_of_the_documentation() -> None:
-    """docs/how-to/slow.md has the rules as they are, in their order."""
+    """docs/how-to/slow.md has the rules in their order."""
     docs = Path(__file__).parents[2] / "docs" / "how-to" / "slow.md"
     if not docs.exists():
         pytest.skip("the package is installed without its docs")
-    rows = [f"| `'{rule.cause}'` | {rule.seen} | {rule.helps} |" for rule in RULES]
-    found = re.findall(r"^\| `'.*$", docs.read_text(encoding="utf-8"), re.MULTILINE)
-    assert found == rows
+    found = re.findall(r"^\| `'(\w+)'` ", docs.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found == [rule.cause for rule in RULES]
