@@ -11,21 +11,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from cseq.advice import ENOUGH_BATCHES, LITTLE, Window, advise
+from cseq.advice import LITTLE, Window, advise, duration
 from cseq.compute import share
-from cseq.observe.figures import duration
 from cseq.observe.processes import cpu_seconds, queued_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Watched", "tell", "told", "watch", "window_of"]
+__all__ = ["Watched", "tell", "watch"]
 
 FREE = "if data were free:"  # begins a line about what a faster loader would gain
 
@@ -36,36 +32,69 @@ class Watched:
 
     Attributes
     ----------
-    dataset : str
-        The data set's class.
-    samples : int or None
-        How many it has.
-    batch_size : int or None
+    name : str
+        What they are: their data set's class and size, their arguments.
     num_workers : int
     persistent : bool
         Workers stay from one epoch to the next.
     computed, queued : float
         CPU seconds of what made the batches, the workers or the loop's own thread, after the first
         one of each epoch; and seconds that it was ready to run without a core.
-    firsts : array of float
+    epochs, batches : int
+        First batches of epochs; all others.
+    started : float
         Seconds from each `iter` to its first batch.
-    waits, steps : array of float
-        Seconds that the loop waited for each other batch, and what it did between two.
+    waited, stepped : float
+        Seconds that the loop waited for the other batches, and what it did between two.
     turns : list of Turn
         Epochs that are under way.
     """
 
-    dataset: str
-    samples: int | None
-    batch_size: int | None
+    name: str
     num_workers: int
-    persistent: bool
+    persistent: bool = False
     computed: float = 0.0
     queued: float = 0.0
-    firsts: array[float] = field(default_factory=lambda: array("d"))
-    waits: array[float] = field(default_factory=lambda: array("d"))
-    steps: array[float] = field(default_factory=lambda: array("d"))
+    epochs: int = 0
+    batches: int = 0
+    started: float = 0.0
+    waited: float = 0.0
+    stepped: float = 0.0
     turns: list[Turn] = field(default_factory=list)
+
+    def window(self, cores: int) -> Window:
+        """Return what `advise` looks at. Where the loop waits, workers are taken to work always."""
+        count, workers, elapsed = self.batches, self.num_workers, self.waited + self.stepped
+        worked = elapsed * workers if workers else self.waited
+        if not worked:
+            return Window(workers=workers, cores=cores)
+        is_known = not workers or sys.platform.startswith("linux")
+        return Window(
+            batches=count, elapsed=elapsed, waited=self.waited, step=self.stepped / count,
+            index=worked / count if self.waited >= LITTLE * elapsed else 0.0, workers=workers,
+            busy=float(workers > 0), cpu=self.computed / worked if is_known else None,
+            queued=min(self.queued / worked, 1.0), cores=cores,
+        )  # fmt: skip
+
+    def lines(self, cores: int) -> list[str]:
+        """Say what they have cost, and what would help."""
+        window, advice = self.window(cores), advise(self.window(cores))
+        count, of = self.batches + self.epochs, f" in {self.epochs} epochs" * (self.epochs > 1)
+        lines = [f"{self.name}: {count} batch{'es' * (count > 1)}{of}"]
+        if advice.cause == "unknown":
+            return [*lines, f"  {advice}"]
+        if window.w >= LITTLE:
+            lines.append(
+                f"  {FREE} {window.most:.1f} times as fast; a batch comes after "
+                f"{duration(self.waited / self.batches)}, the first one of an epoch after "
+                f"{duration(self.started / self.epochs)}"
+            )
+        lines.append(f"  {advice}")
+        starts = self.started / (window.elapsed + self.started)
+        if self.num_workers and self.epochs > 1 and starts > LITTLE:
+            kept = "" if self.persistent else ": persistent_workers=True keeps the workers"
+            lines.append(f"  {starts:.0%} of all time went with first batches of epochs{kept}")
+        return lines
 
 
 class Turn:
@@ -119,16 +148,11 @@ def watch(loaders: dict[Any, Watched]) -> None:
         iterator = iterate(loader)
         if type(iterator).__next__ is not names.Base.__next__:
             return iterator  # not torch's own: cseq.DataLoader's, say
-        key = (
-            type(loader.dataset),
-            None if isinstance(loader.dataset, IterableDataset) else _size_of(loader.dataset),
-            loader.batch_size,
-            loader.num_workers,
-            loader.persistent_workers,
-        )
-        watched = loaders.get(key)
-        if watched is None:
-            watched = loaders[key] = Watched(key[0].__name__, *key[1:])
+        size = "" if isinstance(loader.dataset, IterableDataset) else _size_of(loader.dataset)
+        name = f"DataLoader of {type(loader.dataset).__name__}{size}"
+        name += f", batch_size={loader.batch_size}, num_workers={loader.num_workers}"
+        watched = Watched(name, loader.num_workers, loader.persistent_workers)
+        watched = loaders.setdefault((name, watched.persistent), watched)
         end(iterator)  # of persistent workers, the epoch before
         iterator._cseq_turn = Turn(watched, begun)
         return iterator
@@ -145,12 +169,14 @@ def watch(loaders: dict[Any, Watched]) -> None:
             raise
         now = clock()
         if turn.given:
-            turn.watched.steps.append(begun - turn.given)
-            turn.watched.waits.append(now - begun)
+            turn.watched.batches += 1
+            turn.watched.stepped += begun - turn.given
+            turn.watched.waited += now - begun
             if not turn.watched.num_workers:
                 turn.watched.computed += time.thread_time() - before
         else:
-            turn.watched.firsts.append(now - turn.begun)
+            turn.watched.epochs += 1
+            turn.watched.started += now - turn.begun
             turn.begin([worker.pid for worker in getattr(iterator, "_workers", ())])
             now = clock()
         turn.given = now
@@ -170,84 +196,12 @@ def watch(loaders: dict[Any, Watched]) -> None:
     names.Workers._shutdown_workers = _shutdown_workers
 
 
-def _size_of(dataset: Any) -> int | None:
-    """Return the number of samples; None where the loader's own sampler alone knows it."""
+def _size_of(dataset: Any) -> str:
+    """Say how many samples there are; nothing where the loader's own sampler alone knows it."""
     try:
-        return len(dataset)
+        return f", {len(dataset):,} samples"
     except (TypeError, NotImplementedError):
-        return None
-
-
-def window_of(watched: Watched, cores: int) -> Window:
-    """Return what `advise` looks at.
-
-    Where the loop waits, workers are taken to have worked all the time.
-
-    Parameters
-    ----------
-    watched : Watched
-    cores : int
-    """
-    waits, steps = np.asarray(watched.waits), np.asarray(watched.steps)
-    count, workers, waited = len(waits), watched.num_workers, float(waits.sum())
-    elapsed = waited + float(steps.sum())
-    worked = elapsed * workers if workers else waited
-    if not count:
-        return Window(workers=workers, cores=cores)
-    is_known = not workers or sys.platform.startswith("linux")
-    half, rare = np.quantile(steps, (0.5, 0.99)).tolist()
-    return Window(
-        batches=count, elapsed=elapsed, waited=waited, step=float(steps.mean()), step_p50=half,
-        step_p99=rare, index=worked / count if waited >= LITTLE * elapsed else 0.0, workers=workers,
-        busy=float(workers > 0), cpu=watched.computed / worked if is_known else None,
-        queued=min(watched.queued / worked, 1.0), cores=cores,
-    )  # fmt: skip
-
-
-def told(watched: Watched, cores: int) -> list[str]:
-    """Say what a kind of loader has cost, and what would help.
-
-    Parameters
-    ----------
-    watched : Watched
-    cores : int
-
-    Returns
-    -------
-    list of str
-        Lines.
-    """
-    waits, firsts = np.asarray(watched.waits), np.asarray(watched.firsts)
-    count, epochs = len(waits) + len(firsts), len(firsts)
-    of = "" if epochs == 1 else f" in {epochs} epochs"
-    size = "" if watched.samples is None else f", {watched.samples:,} samples"
-    name = f"DataLoader of {watched.dataset}{size}, batch_size={watched.batch_size}"
-    lines = [f"{name}, num_workers={watched.num_workers}: {count} batch{'es' * (count > 1)}{of}"]
-    if len(waits) < ENOUGH_BATCHES:
-        return [
-            *lines,
-            f"  fewer than {ENOUGH_BATCHES + 1} in a row: too few to say what they cost",
-        ]
-    window, late = window_of(watched, cores), float(np.quantile(waits, 0.99))
-    if window.w < LITTLE:
-        lines.append(
-            f"  the loop waits {window.w:.0%} of the time: nothing is to be gained from a faster "
-            "loader"
-        )
-    else:
-        lines.append(
-            f"  {FREE} {window.most:.1f} times as fast; a batch comes after "
-            f"{duration(waits.mean())} (p99 {duration(late)}), the first one of an epoch after "
-            f"{duration(firsts.mean())}"
-        )
-        lines.append(f"  {advise(window)}")
-    whole = window.elapsed + firsts.sum()
-    if watched.num_workers and epochs > 1 and firsts.sum() > LITTLE * whole:
-        lines.append(
-            f"  {firsts.sum() / whole:.0%} of all time went with first batches of epochs"
-            + ("" if watched.persistent else ": persistent_workers=True keeps the workers")
-        )
-    return lines
+        return ""
 
 
 def tell(loaders: dict[Any, Watched], pid: int) -> None:
@@ -272,7 +226,7 @@ def tell(loaders: dict[Any, Watched], pid: int) -> None:
             turn.end()
         if not each.num_workers:
             each.queued = crowd * each.computed
-    lines = [line for each in loaders.values() for line in told(each, share())]
+    lines = [line for each in loaders.values() for line in each.lines(share())]
     if any(FREE in line for line in lines):
         lines.append("cseq's workers in their place: cseq run …")
     for line in lines:
