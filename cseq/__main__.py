@@ -11,8 +11,8 @@ import pkgutil
 import runpy
 import sys
 from importlib.machinery import SourceFileLoader
-from types import CodeType, ModuleType
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,15 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(metavar="command")
 
     def command(name: str, about: str, look: object) -> argparse.ArgumentParser:
-        examples = [line for line in EXAMPLES.splitlines() if f"cseq {name} " in line]
-        made = commands.add_parser(
-            name,
-            help=about,
-            description=f"{about[:1].upper()}{about[1:]}.",
-            epilog="\n".join([EXAMPLES.splitlines()[0], *examples, "", DOCS]),
-            formatter_class=RAW,
-            allow_abbrev=False,
-        )
+        options: dict[str, Any] = {"help": about, "epilog": DOCS, "allow_abbrev": False}
+        made = commands.add_parser(name, description=f"{about[:1].upper()}{about[1:]}.", **options)
         made.set_defaults(look=look)
         return made
 
@@ -77,7 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bench = command("bench", "measure a data set or a loader, with and without cseq", _bench)
     bench.add_argument("target", metavar="FILE.py:make", help="a function that returns it")
     bench.add_argument("--step", metavar="30ms", help="what the loop does with a batch")
-    bench.add_argument("--json", metavar="FILE", help="where the figures go, beside the table")
     bench.add_argument(
         "--seconds", type=float, default=5.0, help="for each row's rate, and again for its waiting"
     )
@@ -87,11 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     top.add_argument("--all", action="store_true", help="all runs of this user: the default")
     top.add_argument("--once", action="store_true", help="once, after a second")
     top.add_argument("--dump", action="store_true", help="print the stacks of all workers")
-    words = sys.argv[1:] if arguments is None else [*arguments]
-    if words[:1] == ["watch"]:
-        parser.error("watch is an option of run now: cseq run --watch train.py")
-    given = parser.parse_args(words)
-    if not words:
+    given = parser.parse_args(arguments)
+    if not hasattr(given, "look"):
         parser.print_help()
         return
     status = given.look(given)
@@ -130,10 +119,7 @@ def _bench(given: argparse.Namespace) -> int | str:
         step = seconds_of(given.step) if given.step else 0.0
     except ValueError as error:
         return f"cseq bench: --step {error}"
-    try:
-        return bench(given.target, step, given.json, given.seconds)
-    except OSError as error:
-        return f"cseq bench: {error}"
+    return bench(given.target, step, given.seconds)
 
 
 def _top(given: argparse.Namespace) -> int | str:
@@ -204,7 +190,8 @@ def _run_script(script: str) -> None:
         runpy.run_path(path, run_name="__main__")  # which enters it
         return
     try:
-        code = _code_of(path)
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec")
     except OSError as error:
         what = f"[Errno {error.errno}] {error.strerror}"
         print(f"{sys.executable}: can't open file {path!r}: {what}", file=sys.stderr)  # noqa: T201
@@ -222,16 +209,6 @@ def _run_script(script: str) -> None:
     )
     sys.modules["__main__"] = module
     exec(code, module.__dict__)
-
-
-def _code_of(path: str) -> CodeType:
-    """Read a script: its source, or what it was compiled to."""
-    with io.open_code(path) as file:
-        code: CodeType | None = pkgutil.read_code(file)
-    if code is not None:
-        return code
-    with io.open_code(path) as file:
-        return compile(file.read(), path, "exec")
 
 
 def _enter(folder: str | None) -> None:

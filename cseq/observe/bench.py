@@ -1,4 +1,4 @@
-"""``cseq bench FILE.py:make``: one data set, through several loaders.
+"""``cseq bench FILE.py:make``: one loader, with cseq's workers and without.
 
 Each row is measured in a process of its own, which calls ``make()`` there and writes what it knows
 so far into a file; the parent reads that when the process has ended, or was ended::
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -26,32 +27,32 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cseq.advice import ENOUGH_BATCHES, LITTLE, Window
-from cseq.advice import advise as why
-from cseq.arguments import Size
+from cseq.advice import ENOUGH_BATCHES, duration
 from cseq.compute import cores
 from cseq.indexing.dataset import from_dataset
-from cseq.kinds import MPSequence, MTSequence
-from cseq.observe.figures import duration
-from cseq.observe.processes import cpu_seconds, memory, queued_seconds, tree
+from cseq.kinds import MPSequence
+from cseq.observe.processes import cpu_seconds, tree
 from cseq.sequence import MSequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
-__all__ = ["Figures", "Row", "advise", "bench", "epochs", "seconds_of"]
+__all__ = ["Figures", "bench", "digest", "epochs", "seconds_of"]
 
 DEADLINE = 40.0  # seconds for a row, with the start of its process
 MEASURED = 5.0  # seconds for the rate, and as many for the waiting
 COMPARED = 2.0, 64  # seconds, and batches, at most
 WARM = 0.5, 20  # the same, before anything is counted
-DRAWN = 2.0, 100_000  # the same, for the batches' indices, which threads are given
 BATCH_SIZE = 32  # of a data set
-BETTER = 1.1  # times the rate, from which a difference is one
-FREE = ", and what it would gain if data were free"
 SEED = 1
 BAD = 2  # exit status
-MANAGER, LOADER, DATASET = "a manager of cseq", "a torch DataLoader", "a data set"
+HEADS = ("batches/s", "CPU a batch", "first batch", "same batches")
+LABELS = {
+    "torch": "torch DataLoader",
+    "none": "no workers, in process",
+    "cseq": "cseq.DataLoader",
+    "manager": "the manager's workers",
+}
 
 
 class Made(NamedTuple):
@@ -61,30 +62,22 @@ class Made(NamedTuple):
     ----------
     text : str
         The line about it.
-    kind : str
-        Of what is measured: a data set is put into torch's DataLoader, if there is torch.
+    kinds : sequence of str
+        The rows that are measured; the first one has the batches that the others should have.
     current : str
         The row that is as it was made.
     workers : int
-        That are to be tried.
+        Of torch's loader and cseq's.
     """
 
     text: str
-    kind: str
+    kinds: Sequence[str]
     current: str
     workers: int
 
 
-class Row(NamedTuple):
-    """One of the loaders: 'none', 'torch', 'cseq' or 'threads', and what it is called."""
-
-    kind: str
-    label: str
-    workers: int
-
-
 class Figures(NamedTuple):
-    """What was measured of a loader, as far as it came.
+    """What was measured of a row, as far as it came.
 
     Attributes
     ----------
@@ -92,30 +85,24 @@ class Figures(NamedTuple):
         Batches a second; 0: not known.
     cpu : float or None
         CPU seconds of all its processes for a batch.
-    queued : float
-        Seconds for a batch in which these were ready to run, but had no core; 0: not known.
     waits : float or None
         Part of the time that a loop of the given step waits.
     first : float or None
         Seconds from ``iter()`` to the first batch.
-    memory : int
-        Bytes of all its processes, where what they share counts once; 0: not known.
     prints : sequence of str
         Digests of the first batches.
-    same : bool or None
-        Whether these are those of the first row.
+    advice : str
+        What cseq's workers say of that loop.
     error : str
         Why it was not measured, or not to its end.
     """
 
     rate: float = 0.0
     cpu: float | None = None
-    queued: float = 0.0
     waits: float | None = None
     first: float | None = None
-    memory: int = 0
     prints: Sequence[str] = ()
-    same: bool | None = None
+    advice: str = ""
     error: str = ""
 
 
@@ -145,137 +132,57 @@ def load(path: str, name: str) -> Callable[[], Any]:
     return function
 
 
-def kind_of(made: Any) -> str:
-    """Name the kind of what ``make()`` has returned; ValueError if it is none."""
+def loader_of(made: Any) -> Any:
+    """Return what ``make()`` has returned, or a loader of it; ValueError if it is no data set."""
     data = sys.modules.get("torch.utils.data")
-    if isinstance(made, MSequence):
-        return MANAGER
-    if data is not None and isinstance(made, data.DataLoader):
-        return LOADER
-    if _is_stream(made) or all(hasattr(type(made), each) for each in ("__getitem__", "__len__")):
-        return DATASET
-    raise ValueError(
-        f"make() returned an object of {type(made).__name__}; let it return a data set (with "
-        "__getitem__ and __len__, or torch's IterableDataset), a torch DataLoader, or a manager of "
-        "cseq"
-    )
+    is_stream = data is not None and isinstance(made, data.IterableDataset)
+    if isinstance(made, MSequence) or (data is not None and isinstance(made, data.DataLoader)):
+        return made
+    if not is_stream and not all(hasattr(type(made), each) for each in ("__getitem__", "__len__")):
+        raise ValueError(
+            f"make() returned an object of {type(made).__name__}; let it return a data set (with "
+            "__getitem__ and __len__, or torch's IterableDataset), a torch DataLoader, or a "
+            "manager of cseq"
+        )
+    if importlib.util.find_spec("torch") is None:
+        options: dict[str, Any] = {"batch_size": BATCH_SIZE, "out_type": "null", "seed": SEED}
+        return MPSequence(from_dataset(made), num_workers=max(1, cores() - 1), **options)
+    from torch.utils.data import DataLoader
 
-
-def _is_stream(dataset: Any) -> bool:
-    data = sys.modules.get("torch.utils.data")
-    return data is not None and isinstance(dataset, data.IterableDataset)
+    return DataLoader(made, BATCH_SIZE, shuffle=not is_stream)
 
 
 def look(made: Any) -> Made:
     """Say what was made."""
-    kind, most = kind_of(made), max(1, cores() - 1)
-    if kind == MANAGER:
-        workers = made._job.start.num_workers
-        is_thread = made._thread_type == "thread"
-        text = f"{kind}: {made.dset_size:,} samples, batches of {made.batch_size}"
-        current = ("threads" if is_thread else "cseq") if workers else "none"
-        return Made(f"{text}, num_workers={workers}", kind, current, workers or most)
-    dataset = made.dataset if kind == LOADER else made
-    size = f"{len(dataset):,} samples" if hasattr(type(dataset), "__len__") else "a stream"
-    text = f"{kind}, {type(dataset).__name__}: {size}"
-    if kind == LOADER:
-        workers = made.num_workers
-        text = f"{text}, batches of {made.batch_size}, num_workers={workers}"
-        return Made(text, kind, "torch" if workers else "none", workers or most)
-    text = f"{text}; taken in shuffled batches of {BATCH_SIZE}"
-    return Made(text, LOADER if _has_torch() else kind, "none", most)
+    loader = loader_of(made)
+    if isinstance(loader, MSequence):
+        return Made(f"{loader!r}", ("none", "manager"), "manager", 0)
+    size = f"{len(loader.dataset):,} samples" if hasattr(loader.dataset, "__len__") else "a stream"
+    text = f"a torch DataLoader of {type(loader.dataset).__name__}: {size}, batches of "
+    text += f"{loader.batch_size}, num_workers={loader.num_workers}"
+    current = "torch" if loader.num_workers else "none"
+    return Made(text, ("torch", "none", "cseq"), current, loader.num_workers or max(1, cores() - 1))
 
 
-def _has_torch() -> bool:
-    return importlib.util.find_spec("torch") is not None
+def row_of(loader: Any, kind: str, workers: int) -> Any:
+    """Return what a row iterates over, in a ``with`` that starts it."""
+    if isinstance(loader, MSequence):
+        return loader.start_test() if kind == "none" else loader.start()
+    from torch.utils import data
 
-
-def loader_of(made: Any, kind: str, workers: int) -> Any:
-    """Return the loader of a row: something to iterate over, or a manager."""
-    what = kind_of(made)
-    if what == DATASET and _has_torch():
-        from torch.utils.data import DataLoader
-
-        made = DataLoader(made, BATCH_SIZE, shuffle=not _is_stream(made))
-    elif what == DATASET:
-        options: dict[str, Any] = {"batch_size": BATCH_SIZE, "out_type": "null", "seed": SEED}
-        type_ = MTSequence if kind == "threads" else MPSequence
-        return type_(from_dataset(made), num_workers=0 if kind == "none" else workers, **options)
-    elif what == MANAGER:
-        return _manager_of(made, kind, workers)
-    if kind == "threads":
-        return _threads_of(made, workers)
-    if kind == "torch" and made.num_workers == workers:
-        return made
-    if kind == "cseq":
-        from cseq.adapters.torch import DataLoader
-    else:
-        from torch.utils.data import DataLoader
-    return DataLoader(made.dataset, **_arguments(made, 0 if kind == "none" else workers))
-
-
-def _arguments(loader: Any, workers: int) -> dict[str, Any]:
-    """Return the arguments that a loader was made with, for another number of workers."""
+    if kind == "torch" and loader.num_workers == workers:
+        return contextlib.nullcontext(loader)
+    library: Any = data if kind != "cseq" else importlib.import_module("cseq.adapters.torch")
     names = ["collate_fn", "pin_memory", "worker_init_fn", "generator"]
-    if workers and loader.num_workers:
+    if kind != "none" and loader.num_workers:
         names += ["timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers"]
-    if _is_stream(loader.dataset):
+    if isinstance(loader.dataset, data.IterableDataset):
         names += ["batch_size", "drop_last"]
     else:
-        names += ["batch_sampler"] if loader.batch_sampler is not None else ["sampler"]
-    found = {name: getattr(loader, name) for name in names}
-    if "sampler" in found:
-        found["batch_size"] = None
-    return {**found, "num_workers": workers}
-
-
-def _manager_of(manager: Any, kind: str, workers: int) -> Any:
-    """Have a manager work with processes, with threads, or with neither; with one seed."""
-    job, count = manager._job, 0 if kind == "none" else workers
-    manager._job = job._replace(
-        sampler=job.sampler.changed(seed=SEED),
-        num_workers=count,
-        start=Size(count, job.start.buffer),
-        auto=(False, job.auto[1]),
-    )
-    manager._thread_type = "thread" if kind == "threads" else "proc"
-    return manager
-
-
-def _threads_of(loader: Any, workers: int) -> Any:
-    """Return a manager of threads that makes the batches of torch's loader, in its order."""
-    if _is_stream(loader.dataset) or loader.batch_size is None or loader.batch_sampler is None:
-        raise ValueError("threads take batches of a data set with __getitem__ alone")
-    indices: list[int] = []
-    for batch in _some(_batches_of_indices(loader), *DRAWN):
-        indices += batch
-    return MTSequence(
-        from_dataset(loader.dataset, loader.collate_fn),
-        np.asarray(indices, np.int64),
-        workers,
-        batch_size=loader.batch_size,
-        shuffle=False,
-        out_type="null",
-        drop_last=loader.drop_last,
-    )
-
-
-class _Numbers:
-    """A data set whose samples are their indices."""
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def _batches_of_indices(loader: Any) -> Iterable[list[int]]:
-    """Return what torch would make batches of, after the draws that torch makes."""
-    from torch.utils.data import DataLoader
-
-    numbers: Any = _Numbers()
-    seed(loader)
-    return DataLoader(
-        numbers, batch_sampler=loader.batch_sampler, generator=loader.generator, collate_fn=list
-    )
+        names += ["batch_size", "sampler"] if loader.batch_sampler is None else ["batch_sampler"]
+    options = {name: getattr(loader, name) for name in names}
+    count = 0 if kind == "none" else workers
+    return contextlib.nullcontext(library.DataLoader(loader.dataset, num_workers=count, **options))
 
 
 def _some(batches: Iterable[Any], seconds: float, most: int) -> Iterator[Any]:
@@ -339,37 +246,46 @@ def epochs(loader: Iterable[Any]) -> Generator[Any, None, None]:
             raise ValueError("the loader has no batches")
 
 
-def measure(loader: Any, step: float, seconds: float) -> Iterator[Figures]:
-    """Measure a loader for some seconds, twice with a step; yield what is known, more each time."""
-    with contextlib.ExitStack() as stack:
-        seed(loader)
-        begun = time.perf_counter()
-        started = stack.enter_context(loader.start()) if isinstance(loader, MSequence) else loader
-        batches = epochs(started)
+def measure(loader: Any, kind: str, workers: int, step: float, seconds: float) -> Iterator[Figures]:
+    """Measure a row for some seconds, twice with a step; yield what is known, more each time."""
+    seed(loader)
+    begun = time.perf_counter()
+    with row_of(loader, kind, workers) as row:
+        batches = epochs(row)
         batch = next(batches)
         known = Figures(first=time.perf_counter() - begun)
-        # Threads were given the order of the first epoch alone.
-        most = min(COMPARED[1], len(loader) if isinstance(loader, MSequence) else sys.maxsize)
-        prints = [digest(batch)]
-        prints += [digest(batch) for batch in _some(batches, COMPARED[0], most - 1)]
-        yield (known := known._replace(prints=prints))
+        if not isinstance(loader, MSequence):  # of which each may have drawn a seed
+            prints = [digest(each) for each in _some(itertools.chain([batch], batches), *COMPARED)]
+            known = known._replace(prints=prints)
+        yield known
         for _ in _some(batches, *WARM):
             pass
-        processes = tree(os.getpid())
-        before, queued = cpu_seconds(processes), queued_seconds(processes)
-        begun = time.perf_counter()
+        before, begun = cpu_seconds(tree(os.getpid())), time.perf_counter()
         count = sum(1 for _ in _some(batches, seconds, sys.maxsize))
         took = time.perf_counter() - begun
-        processes = tree(os.getpid())
-        known = known._replace(
-            rate=count / took,
-            cpu=max(cpu_seconds(processes) - before, 0.0) / count,
-            queued=max(queued_seconds(processes) - queued, 0.0) / count,
-            memory=memory(processes),
-        )
-        yield known
-        if step:
-            yield known._replace(waits=_waits(batches, step, seconds))
+        cpu = max(cpu_seconds(tree(os.getpid())) - before, 0.0) / count
+        error = _fallen_back() if kind == "cseq" else ""
+        yield (known := known._replace(rate=count / took, cpu=cpu, error=error))
+        if not step:
+            return
+        asked = row.stats() if kind in ("cseq", "manager") and not error else None
+        yield (known := known._replace(waits=_waits(batches, step, seconds)))
+        if asked is not None:
+            for _ in _some(batches, seconds, 2 * ENOUGH_BATCHES):  # an epoch may just have begun
+                time.sleep(step)
+                if row.stats().batches >= ENOUGH_BATCHES:
+                    break
+            now = row.stats()
+            with contextlib.suppress(ValueError):  # of an epoch with other workers
+                now = now.since(asked)
+            yield known._replace(advice=str(now.advice()))
+
+
+def _fallen_back() -> str:
+    """Say why torch's own workers have worked in the place of cseq's; empty: they have not."""
+    from cseq.adapters.torch.fallback import made
+
+    return next((f"torch's own workers, since {reason}" for _, reason in made if reason), "")
 
 
 def _waits(batches: Iterator[Any], step: float, seconds: float) -> float:
@@ -405,26 +321,17 @@ def _serve(path: str, name: str, kind: str, *numbers: str) -> None:
             json.dump(value, file)
         os.replace(f"{answer}.new", answer)
 
-    if kind == "look":
-        try:
-            tell(look(load(path, name)()))
-        except Exception as error:  # noqa: BLE001 - it is told
-            tell(_told(error))
-        return
     known = Figures()
     try:
-        loader = loader_of(load(path, name)(), kind, int(workers))
-        for known in measure(loader, float(step), float(seconds)):
+        made = load(path, name)()
+        if kind == "look":
+            tell(look(made))
+            return
+        for known in measure(loader_of(made), kind, int(workers), float(step), float(seconds)):
             tell(known._asdict())
     except Exception as error:  # noqa: BLE001 - it is told
         known = known._replace(error=_told(error))
-        tell(known._asdict())
-    if kind == "cseq" and not known.error:
-        from cseq.adapters.torch.fallback import made
-
-        reasons = [reason for _, reason in made if reason]
-        if reasons:
-            tell(known._replace(error=f"torch's own workers, since {reasons[0]}")._asdict())
+        tell(known.error if kind == "look" else known._asdict())
 
 
 # -- in the parent
@@ -483,19 +390,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def rows_of(made: Made) -> list[Row]:
-    """Return what is to be measured; the first one has the batches that the others should have."""
-    workers, rows = made.workers, [Row("none", "no loader, in process", 0)]
-    if made.kind == LOADER:
-        rows.insert(0, Row("torch", f"torch DataLoader, {workers}", workers))
-    name = "cseq.DataLoader" if made.kind == LOADER else "cseq processes"
-    rows.append(Row("cseq", f"{name}, {workers}", workers))
-    return [*rows, Row("threads", f"cseq threads, {workers}", workers)]
-
-
-def bench(
-    target: str, step: float = 0.0, output: str | None = None, seconds: float = MEASURED
-) -> int:
+def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int:
     """Measure all rows, and print a table; return the exit status.
 
     Parameters
@@ -504,41 +399,28 @@ def bench(
         FILE.py:make.
     step : float
         Seconds; 0: no waiting is measured.
-    output : str, optional
-        A file for the figures, as JSON.
     seconds : float
         How long each row is measured for its rate, and again for its waiting.
     """
     path, _, name = target.rpartition(":")
     if not path or not name.isidentifier():
         return _complain(f"{target!r} is not FILE.py:make: a file, and a function in it")
-    if output is not None:
-        with open(output, "a", encoding="utf-8"):  # an OSError comes now, not after a minute
-            pass
     found, problem = _ask((path, name), "look", 0, 0.0, 0.0)
     if not isinstance(found, list):
         return _complain(f"{target}: {found or problem}")
     made = Made(*found)
+    waits = f"waits at {duration(step)}" if step else ""
     print(f"{name}() returned {made.text}")  # noqa: T201
-    print(_head(step), flush=True)  # noqa: T201
-    rows = rows_of(made)
+    print(_columns("", *HEADS, waits), flush=True)  # noqa: T201
     measured: dict[str, Figures] = {}
-    for row in rows:
-        told, problem = _ask((path, name), row.kind, row.workers, step, seconds)
-        figures = Figures(**(told or {}))
+    for kind in made.kinds:
+        told, problem = _ask((path, name), kind, made.workers, step, seconds)
+        measured[kind] = Figures(**(told or {}))
         if problem:
-            figures = figures._replace(error=problem)
-        if measured:
-            figures = figures._replace(same=_same(figures, measured[rows[0].kind]))
-        measured[row.kind] = figures
-        print(_line(row, figures, step), flush=True)  # noqa: T201
-    said = advise(made, measured, step, cores())
-    for line in said:
+            measured[kind] = measured[kind]._replace(error=problem)
+        print(_line(kind, made, measured), flush=True)  # noqa: T201
+    for line in said(measured, made.current, step):
         print(f" → {line}")  # noqa: T201
-    if output is not None:
-        with open(output, "w", encoding="utf-8") as file:
-            each = {row.label: measured[row.kind]._asdict() for row in rows}
-            json.dump({"made": made.text, "step": step, "rows": each, "advice": said}, file)
     return 0
 
 
@@ -547,145 +429,56 @@ def _complain(message: str) -> int:
     return BAD
 
 
-HEADS = ("batches/s", "CPU a batch", "", "first batch", "memory", "same batches")
-WIDTHS = (10, 12, 15, 12, 10, 13)
+def _columns(label: str, *cells: str) -> str:
+    return f" {label:<24}{''.join(f'{cell:>15}' for cell in cells)}".rstrip()
 
 
-def _head(step: float) -> str:
-    heads = list(HEADS)
-    heads[2] = f"waits at {duration(step)}" if step else ""
-    return _columns("", heads, step)
-
-
-def _columns(label: str, cells: Sequence[str], step: float) -> str:
-    shown = [
-        f"{cell:>{width}}"
-        for k, (cell, width) in enumerate(zip(cells, WIDTHS, strict=True))
-        if step or k != 2
-    ]
-    return f" {label:<24}" + "".join(shown)
-
-
-def _line(row: Row, figures: Figures, step: float) -> str:
+def _line(kind: str, made: Made, measured: Mapping[str, Figures]) -> str:
     """Write a row, and its error in the lines after it."""
-    cells = [
+    figures, first = measured[kind], measured[made.kinds[0]]
+    pairs = [a == b for a, b in zip(figures.prints, first.prints, strict=False)]
+    label = LABELS[kind] + (f", {made.workers}" if kind in ("torch", "cseq") else "")
+    row = _columns(
+        label,
         f"{figures.rate:,.1f}" if figures.rate else "–",
         "–" if not figures.cpu else duration(figures.cpu),
-        "–" if figures.waits is None else f"{figures.waits:.0%}",
         "–" if figures.first is None else duration(figures.first),
-        _size(figures.memory) if figures.memory else "–",
-        {None: "", True: "yes", False: "no"}[figures.same],
-    ]
-    lines = [_columns(row.label, cells, step)]
-    return "\n".join(lines + [f"     {line}" for line in figures.error.splitlines()]).rstrip()
+        "" if figures is first or not pairs else "yes" if all(pairs) else "no",
+        "" if figures.waits is None else f"{figures.waits:.0%}",
+    )
+    return "\n".join([row, *(f"     {line}" for line in figures.error.splitlines())])
 
 
-def _same(figures: Figures, first: Figures) -> bool | None:
-    """Tell whether two loaders' first batches are the same; None: one has none."""
-    pairs = list(zip(figures.prints, first.prints, strict=False))
-    return all(ours == theirs for ours, theirs in pairs) if pairs else None
-
-
-def advise(made: Made, measured: Mapping[str, Figures], step: float, cores: int) -> list[str]:
-    """Say what free data would gain, and which of the loaders to take: one of them.
-
-    The first one that is about as good as the best, in this order: as it is, no workers, torch's,
-    `cseq.DataLoader`, threads (if these make the same batches).
+def said(measured: Mapping[str, Figures], current: str, step: float) -> list[str]:
+    """Say what free data would gain, and what cseq's workers advise.
 
     Parameters
     ----------
-    made : Made
     measured : dict
         By kind of row.
+    current : str
+        The row that is as it was made.
     step : float
         Seconds; 0: not known.
-    cores : int
 
     Returns
     -------
     list of str
         Lines.
     """
-    order = dict.fromkeys((made.current, "none", "torch", "cseq", "threads"))
-    found = {kind: measured[kind] for kind in order if kind in measured and measured[kind].rate}
-    if made.kind == LOADER and found.get("threads", Figures()).same is False:
-        del found["threads"]
-    waits = {kind: each.waits for kind, each in found.items() if each.waits is not None}
-    if waits:
-        most = max(LITTLE, min(waits.values()) + LITTLE)
-        best = next(kind for kind, share in waits.items() if share <= most)
-    elif found:
-        least = max(each.rate for each in found.values()) / BETTER
-        best = next(kind for kind, each in found.items() if each.rate >= least)
-    else:
+    if not any(each.rate for each in measured.values()):
         return ["nothing could be measured: see above"]
-    said = f"{_change(made, best)}{_gain(found, waits, made.current, best, step)}"
-    if waits and waits[best] >= LITTLE and best != "none":
-        said += _more(found[best], made.workers, step, cores)
-    if made.current in waits:
-        free = 1 / max(1 - waits[made.current], 0.001)
-        return [f"if data were free, a loop of {duration(step)} would be {_times(free)}", said]
     if not step:
-        return [said, f"with --step 30ms, say: how much such a loop waits{FREE}"]
-    return [said]
-
-
-def _change(made: Made, best: str) -> str:
-    """Write what to write into a script."""
-    if best == made.current:
-        return "leave it as it is"
-    if best == "none":
-        return "num_workers=0"
-    kind = {LOADER: "from cseq import DataLoader", MANAGER: "thread_type='proc'"}
-    change = kind.get(made.kind, "cseq.MPSequence(cseq.from_dataset(dataset), …)")
-    if best == "threads":
-        kind = {LOADER: "cseq.MTSequence(cseq.from_dataset(dataset, collate_fn), …)"}
-        change = kind.get(made.kind, "thread_type='thread'")
-    elif best == "torch":
-        return f"num_workers={made.workers}"
-    return f"{change}, num_workers={made.workers}"
-
-
-def _times(gain: float) -> str:
-    return f"{gain:.1f} times as fast"
-
-
-def _gain(
-    found: Mapping[str, Figures], waits: Mapping[str, float], now: str, best: str, step: float
-) -> str:
-    """Say what was measured of the loader that is the best, against the present one."""
-    if waits:
-        said = f": a loop of {duration(step)} waits {waits[best]:.0%} of the time"
-        if best != now and now in waits:
-            times = (1 - waits[best]) / max(1 - waits[now], 0.001)
-            said += f", not {waits[now]:.0%}: {_times(times)}"
-        return said
-    if best == now:
-        return f": no other one has {BETTER} times its rate"
-    return f": {found[best].rate / found[now].rate:.1f} times the rate" if now in found else ""
-
-
-def _more(chosen: Figures, workers: int, step: float, cores: int) -> str:
-    """Say what may help beside that, which was not measured: more workers, if there are cores."""
-    assert chosen.waits is not None
-    each = chosen.rate / workers  # batches a second of a worker, which is busy all the time then
-    window = Window(
-        batches=ENOUGH_BATCHES, elapsed=ENOUGH_BATCHES * step / (1 - chosen.waits),
-        waited=ENOUGH_BATCHES * step * chosen.waits / (1 - chosen.waits), step=step, index=1 / each,
-        workers=workers, busy=1.0, cpu=chosen.cpu and chosen.cpu * each,
-        queued=chosen.queued * each, loop_cpu=0.0, cores=cores,
-    )  # fmt: skip
-    more = why(window)
-    if min(more.gain, window.most) < BETTER:
-        return ""
-    if more.cause in ("medium", "workers"):
-        return f"; {more.action} may do better"
-    cost = chosen.cpu and f": a batch costs {duration(chosen.cpu)} of CPU"
-    return f"; more workers need more than {cores} cores{cost or ''}"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
+        return ["with --step 30ms, say: how long such a loop waits, and what helps"]
+    lines = []
+    waits = measured[current].waits
+    if waits is not None:
+        gain = 1 / max(1 - waits, 0.001)
+        lines.append(
+            f"if data were free, a loop of {duration(step)} would be {gain:.1f} times as fast"
+        )
+    lines += [f"{LABELS[kind]}: {each.advice}" for kind, each in measured.items() if each.advice]
+    return lines
 
 
 if __name__ == "__main__":

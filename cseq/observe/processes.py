@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["cpu_seconds", "memory", "queued_seconds", "resident", "starts", "tree"]
+__all__ = ["cpu_seconds", "queued_seconds", "resident", "starts", "tree"]
 
 PROC = "/proc"
 
@@ -35,17 +35,6 @@ def tree(pid: int) -> list[int]:
     for each in found:
         found += children.get(each, ())
     return found
-
-
-def memory(pids: Iterable[int]) -> int:
-    """Return the bytes that processes have; those that they share count once; 0: not known."""
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(OSError), open(f"{PROC}/{pid}/smaps_rollup", "rb") as file:
-            for line in file:
-                if line.startswith(b"Pss:"):
-                    total += int(line.split()[1]) << 10
-    return total
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:

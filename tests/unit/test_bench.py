@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cseq.observe import bench
-from cseq.observe.bench import Figures, Made, advise, digest, seconds_of
+from cseq.observe.bench import Figures, digest, said, seconds_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,51 +84,42 @@ def run(folder: Path, source: str, target: str, *options: str) -> subprocess.Com
 
 
 @pytest.mark.needs("quick processes")
-@pytest.mark.parametrize(("name", "same"), [("rows", True), ("noisy", False)])
-def test_a_loader_of_torch(tmp_path: Path, name: str, same: bool) -> None:
-    """All four loaders, over several epochs; threads draw other random numbers than processes."""
+@pytest.mark.parametrize(("name", "same"), [("rows", "yes"), ("noisy", "no")])
+def test_a_loader_of_torch(tmp_path: Path, name: str, same: str) -> None:
+    """Over several epochs; a loop without workers draws other random numbers than workers."""
     pytest.importorskip("torch")
-    options = "--step", "1ms", "--seconds", "0.1", "--json", "told.json"
-    done = run(tmp_path, TORCH, f"data.py:{name}", *options)
+    done = run(tmp_path, TORCH, f"data.py:{name}", "--step", "1ms", "--seconds", "0.1")
     assert done.returncode == 0, done.stderr
-    kind = "Rows" if same else "Noisy"
-    first = f"{name}() returned a torch DataLoader, {kind}: 160 samples, batches of 8"
-    assert done.stdout.startswith(f"{first}, num_workers=2\n")
-    told = json.loads((tmp_path / "told.json").read_text())
-    rows = told["rows"]
-    assert [*rows] == [
-        "torch DataLoader, 2", "no loader, in process", "cseq.DataLoader, 2", "cseq threads, 2"
-    ]  # fmt: skip
-    for each in rows.values():
-        assert not each["error"]
-        assert each["rate"] > 0
-        assert each["first"] > 0
-        assert 0 <= each["waits"] <= 1
-        assert len(each["prints"]) > 1
-        assert (each["memory"] > 0) == sys.platform.startswith("linux")
-    assert [each["same"] for each in rows.values()] == [None, same, True, same]
-    assert told["advice"]
-    assert all(f" → {line}" in done.stdout for line in told["advice"])
+    first, _, *rows = done.stdout.splitlines()
+    kind = "Rows" if same == "yes" else "Noisy"
+    made = f"{name}() returned a torch DataLoader of {kind}: 160 samples, batches of 8"
+    assert first == f"{made}, num_workers=2"
+    cells = [re.split("  +", row.strip()) for row in rows[:3]]
+    names = ["torch DataLoader, 2", "no workers, in process", "cseq.DataLoader, 2"]
+    assert [row[0] for row in cells] == names
+    assert [row[-2] for row in cells[1:]] == [same, "yes"]
+    assert all(row[-1].endswith("%") for row in cells)
+    assert rows[3].startswith(" → if data were free, a loop of 1 ms would be ")
+    assert rows[4].startswith(" → cseq.DataLoader: ")
+    assert "the loop waits" in rows[4]
 
 
 @pytest.mark.needs("quick processes")
 @pytest.mark.parametrize("name", ["rows", "alone", "left_to_it"])
 def test_a_manager(tmp_path: Path, name: str) -> None:
-    """It is tried with processes and with threads, which make what test mode makes."""
-    told = tmp_path / "told.json"
-    done = run(tmp_path, PLAIN, f"data.py:{name}", "--seconds", "0.1", "--json", str(told))
+    """As it is, and in test mode."""
+    done = run(tmp_path, PLAIN, f"data.py:{name}", "--seconds", "0.1")
     assert done.returncode == 0, done.stderr
-    rows = json.loads(told.read_text())["rows"]
-    count = [*rows][-1].rpartition(" ")[2]
-    assert count == "2" or name != "rows"
-    names = {"no loader, in process", f"cseq processes, {count}", f"cseq threads, {count}"}
-    assert {*rows} == names
-    assert [each["same"] for each in rows.values()] == [None, True, True]
-    assert "--step 30ms" in done.stdout
+    first, _, *rows, last = done.stdout.splitlines()
+    assert first.startswith(f"{name}() returned MTSequence(samples=640")
+    assert [re.split(r"  +", row)[0] for row in rows] == [
+        " no workers, in process", " the manager's workers"
+    ]  # fmt: skip
+    assert "--step 30ms" in last
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "told"),
     [
         ("data.py", "'data.py' is not FILE.py:make"),
         ("none.py:rows", "there is no file none.py"),
@@ -137,24 +128,20 @@ def test_a_manager(tmp_path: Path, name: str) -> None:
         ("data.py:fails", "OSError: no disk"),
     ],
 )
-def test_what_cannot_be_measured(tmp_path: Path, target: str, said: str) -> None:
+def test_what_cannot_be_measured(tmp_path: Path, target: str, told: str) -> None:
     """A message says what is wrong, and the status is not 0."""
     done = run(tmp_path, PLAIN, target)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert told in done.stderr
     assert "cseq/observe" not in done.stderr  # no frames of ours
     assert not done.stdout
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [(["--step", "3 days"], "'3 days' is no duration"), (["--json", "a/b"], "a/b")],
-)
-def test_bad_options(tmp_path: Path, options: list[str], said: str) -> None:
+def test_bad_options(tmp_path: Path) -> None:
     """They are refused before anything is measured."""
-    done = run(tmp_path, PLAIN, "data.py:rows", *options)
+    done = run(tmp_path, PLAIN, "data.py:rows", "--step", "3 days")
     assert done.returncode == 1
-    assert said in done.stderr
+    assert "'3 days' is no duration" in done.stderr
     assert not done.stdout
 
 
@@ -168,9 +155,9 @@ def test_a_deadline(
     path = tmp_path / "data.py"
     path.write_text(PLAIN)
     assert bench.bench(f"{path}:hangs") == 0
-    said, _ = capfd.readouterr()
-    assert said.count("not done after 4 s") == 3
-    assert "nothing could be measured" in said
+    printed, _ = capfd.readouterr()
+    assert printed.count("not done after 4 s") == 2
+    assert "nothing could be measured" in printed
     pids = {int(pid) for pid in (tmp_path / "pids").read_text().split()}
     assert len(pids) >= 2
     deadline = time.monotonic() + 30
@@ -188,74 +175,19 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def figures(rate: float, waits: float | None = None, same: bool = True) -> Figures:
-    """Return what was measured of a loader that computes all the time."""
-    return Figures(rate, cpu=1 / rate, waits=waits, same=same)
-
-
-LOADER = Made("", bench.LOADER, "torch", 2)
-
-
-@pytest.mark.parametrize(
-    ("measured", "step", "free", "said"),
-    [
-        # torch waits, cseq does not
-        ({"torch": figures(50, 0.5), "cseq": figures(110, 0.02)}, 0.01, 2.0,
-         ("from cseq import DataLoader, num_workers=2: a loop of 10 ms waits 2% of the time, not "
-          "50%: 2.0 times as fast")),
-        # both keep up
-        ({"torch": figures(105, 0.04), "cseq": figures(110, 0.0)}, 0.01, 1.0,
-         "leave it as it is: a loop of 10 ms waits 4% of the time"),
-        # no worker is needed
-        ({"none": figures(1000, 0.01), "torch": figures(900, 0.2), "cseq": figures(900, 0.0)}, 0.01,
-         1.2, "num_workers=0: a loop of 10 ms waits 1% of the time, not 20%: 1.2 times as fast"),
-        # little is left to be gained: no other number
-        ({"torch": figures(50, 0.5), "cseq": figures(80, 0.07)}, 0.01, 2.0,
-         ("from cseq import DataLoader, num_workers=2: a loop of 10 ms waits 7% of the time, not "
-          "50%: 1.9 times as fast")),
-        # threads, but their batches are others
-        ({"torch": figures(50, 0.5), "cseq": figures(80, 0.2), "threads": figures(99, 0, False)},
-         0.01, 2.0,
-         ("from cseq import DataLoader, num_workers=2: a loop of 10 ms waits 20% of the time, not "
-           "50%: 1.6 times as fast; num_workers=3 may do better")),
-        # more than there are cores for
-        ({"torch": figures(40, 0.9), "cseq": figures(80, 0.8)}, 0.01, 10.0,
-         ("from cseq import DataLoader, num_workers=2: a loop of 10 ms waits 80% of the time, not "
-          "90%: 2.0 times as fast; more workers need more than 2 cores: "
-          "a batch costs 12 ms of CPU")),
-        # the same batches, but they wait for a disk
-        ({"torch": figures(10, 0.9), "cseq": Figures(20, 0.001, waits=0.8, same=True)}, 0.01, 10.0,
-         ("from cseq import DataLoader, num_workers=2: a loop of 10 ms waits 80% of the time, not "
-          "90%: 2.0 times as fast; num_workers=8 may do better")),
-        # they wait for a core, since others compute here
-        ({"torch": figures(10, 0.9), "cseq": Figures(20, 0.001, 0.06, 0.8, same=True)}, 0.01, 10.0,
-         ("from cseq import DataLoader, num_workers=2: a loop of 10 ms waits 80% of the time, not "
-          "90%: 2.0 times as fast; more workers need more than 2 cores: "
-          "a batch costs 1 ms of CPU")),
-        # without a step, by the rate
-        ({"torch": figures(50), "cseq": figures(54)}, 0.0, 0.0,
-         "leave it as it is: no other one has 1.1 times its rate"),
-    ],
-)  # fmt: skip
-def test_the_advice(measured: dict[str, Figures], step: float, free: float, said: str) -> None:
-    """What free data would gain; the first loader that is about as good as the best."""
-    told = advise(LOADER, measured, step, 2 if len(measured) < 3 else 4)
-    assert said in told
-    other = f"would be {free:.1f} times as fast" if free else "with --step 30ms"
-    assert [other in line for line in told if line != said] == [True]
-
-
-def test_nothing_was_measured() -> None:
-    """The errors are in the table."""
+def test_what_is_said() -> None:
+    """What free data would gain the loader as it is; what cseq's workers advise."""
+    torch = Figures(50, waits=0.5)
+    measured = {"torch": torch, "cseq": Figures(80, waits=0.1, advice="workers: …")}
+    assert said(measured, "torch", 0.01) == [
+        "if data were free, a loop of 10 ms would be 2.0 times as fast",
+        "cseq.DataLoader: workers: …",
+    ]
+    assert said({"torch": torch._replace(waits=None)}, "torch", 0.01) == []
+    (hint,) = said(measured, "torch", 0.0)
+    assert hint.startswith("with --step 30ms, say")
     failed = {"torch": Figures(error="it fails")}
-    assert advise(LOADER, failed, 0.0, 4) == ["nothing could be measured: see above"]
-
-
-def test_the_advice_for_a_manager() -> None:
-    """It says which kind of workers."""
-    made = Made("", bench.MANAGER, "cseq", 2)
-    said = advise(made, {"cseq": figures(50, 0.5), "threads": figures(200, 0.0)}, 0.01, 4)
-    assert said[1].startswith("thread_type='thread', num_workers=2: ")
+    assert said(failed, "torch", 0.0) == ["nothing could be measured: see above"]
 
 
 def test_digests() -> None:
