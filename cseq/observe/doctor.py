@@ -34,14 +34,11 @@ class Finding(NamedTuple):
 
     Attributes
     ----------
-    about : str
-        The check's name, which stays the same.
     text : str
     remedy : str
         What to do; empty where all is fine.
     """
 
-    about: str
     text: str
     remedy: str = ""
 
@@ -85,11 +82,8 @@ def look(machine: Machine) -> Iterator[Finding]:
 def quota(machine: Machine) -> Iterator[Finding]:
     """Compare the cores with what the control groups allow, and look whether they throttle."""
     most = quota_of(machine.root)
-    if most is None or most >= machine.cores:
-        yield Finding("cores", f"{machine.cores} cores")
-    else:
+    if most is not None and most < machine.cores:
         yield Finding(
-            "cores",
             f"{machine.cores} cores, but this container may use {most:g} of them at a time",
             "count these for num_workers, as 'auto' does",
         )
@@ -98,7 +92,6 @@ def quota(machine: Machine) -> Iterator[Finding]:
     throttled, periods = max(seen, default=(0, 0))
     if periods and throttled / periods > THROTTLED:
         yield Finding(
-            "throttled",
             f"the quota of this container stopped it in {throttled / periods:.0%} of the time "
             "slices so far",
             "start fewer workers, or ask for a larger quota",
@@ -112,7 +105,6 @@ def pressure(machine: Machine) -> Iterator[Finding]:
         share = float(dict(pair.split("=") for pair in pairs).get("avg10", 0))
         if kind == "some" and share > PRESSED:
             yield Finding(
-                "pressure",
                 f"others compute here, too: in {share:.0f} % of the last 10 s, some task waited "
                 "for a core",
                 "leave them cores (fewer workers), or expect uneven times",
@@ -125,7 +117,6 @@ def threads(machine: Machine) -> Iterator[Finding]:
         value = machine.environ.get(name, "1")
         if value.isdigit() and int(value) > 1:
             yield Finding(
-                "threads",
                 f"{name}={value} is set: each worker will compute with {value} threads",
                 "unset it: cseq then sets 1 for workers, and the loop has all cores",
             )
@@ -136,7 +127,6 @@ def kills(machine: Machine) -> Iterator[Finding]:
     killed = oom_kills(machine.root)
     if killed:
         yield Finding(
-            "killed",
             f"{killed} processes of this container were killed for lack of memory so far",
             "give fewer workers, a smaller buffer or memory_limit, or a larger limit",
         )
@@ -149,15 +139,9 @@ def clock(
     best = min(_duration(read, times) for _ in range(5)) / times
     folder = "sys/devices/system/clocksource/clocksource0/current_clocksource"
     source = " ".join(lines(join(machine.root, folder))) or "the system's"
+    slow = "choose tsc, if the machine has it (kernel option clocksource=tsc)"
     text = f"clock: {source}, {best:.0f} ns a reading"
-    if best <= SLOW_CLOCK:
-        yield Finding("clock", text)
-        return
-    yield Finding(
-        "clock",
-        f"{text}: slow, and read a few times for each batch",
-        "choose tsc, if the machine has it (kernel option clocksource=tsc)",
-    )
+    yield Finding(text, slow if best > SLOW_CLOCK else "")
 
 
 def _duration(function: Callable[[], object], times: int) -> int:
@@ -178,7 +162,6 @@ def processes(machine: Machine) -> Iterator[Finding]:
     base, each = PROCESSES
     if left and min(left) < base + each * machine.cores:
         yield Finding(
-            "processes",
             f"this container may have {max(0, min(left))} more processes and threads",
             "raise its limit of pids (docker run --pids-limit)",
         )

@@ -43,7 +43,6 @@ INTERVALS = 120  # in which a run is drawn over time
 LEAST_POINTS = 4  # of a history, for figures over time
 MOST_ROWS = 16  # workers over time: of more than that, those that differ most
 SLOWEST = 8  # batches in the table
-INDICES = 6  # samples that a batch of it begins with
 GOOD = ("loop", "none")  # causes with which a faster loader gains nothing
 RANKS = ("RANK", "WORLD_SIZE")
 
@@ -83,7 +82,7 @@ class Part(NamedTuple):
         A line about it.
     stats : Stats
     slowest : sequence of (SlowBatch, str)
-        With what is known of each, as HTML: the line that makes it again, its first samples.
+        With what is known of each, as HTML: the line that makes it again.
     """
 
     name: str
@@ -122,22 +121,10 @@ def of_manager(manager: MSequence, remake: int = 0) -> Part:
     times, stats = checked("remake", remake, least=0), manager.stats()
     name, *facts = repr(manager).removesuffix(")").split("(", 1)
     slowest = [
-        (slow, _about(manager, slow, is_made=k < times))
+        (slow, _remake(slow) + (_made(manager, slow) if k < times else ""))
         for k, slow in enumerate(stats.slowest[:SLOWEST])
     ]
     return Part(name, "".join(facts), stats, slowest)
-
-
-def _about(manager: MSequence, slow: SlowBatch, *, is_made: bool) -> str:
-    """Say what makes a batch again, and its first samples; with what these take, if it is made."""
-    try:
-        samples = manager.indices(slow.epoch, slow.batch)
-    except IndexError:  # the epoch was resumed elsewhere since, and is numbered otherwise
-        return ""
-    shown = ", ".join(map(str, samples[:INDICES].tolist()))
-    more = f" … ({len(samples)})" if len(samples) > INDICES else ""
-    about = f'{_remake(slow)}<div class="about">samples {shown}{more}</div>'
-    return f'{about}<div class="about">{_made(manager, slow)}</div>' if is_made else about
 
 
 def _remake(slow: SlowBatch) -> str:
@@ -149,15 +136,16 @@ def _made(manager: MSequence, slow: SlowBatch) -> str:
     """Make a batch again, and say what its samples take, where they can be timed."""
     try:
         made = manager.remake(slow.epoch, slow.batch, samples=True)
+    except IndexError:  # the epoch was resumed elsewhere since, and is numbered otherwise
+        return ""
     except ValueError:  # its samples are not asked for one by one
         made = manager.remake(slow.epoch, slow.batch)
-    said = f"made again in {duration(made.seconds)}"
-    each = made.sample_seconds
-    if each is None or not len(each):
-        return said
-    longest = np.argsort(-each, kind="stable")[:3]
-    told = ", ".join(f"{made.indices[k]}: {duration(float(each[k]))}" for k in longest)
-    return f"{said}; its slowest samples are {told}; half of all take {duration(np.median(each))}"
+    said, each = f"made again in {duration(made.seconds)}", made.sample_seconds
+    if each is not None and len(each):
+        longest = np.argsort(-each, kind="stable")[:3]
+        told = ", ".join(f"{made.indices[k]}: {duration(float(each[k]))}" for k in longest)
+        said += f"; its slowest samples are {told}; half of all take {duration(np.median(each))}"
+    return f'<div class="about">{said}</div>'
 
 
 def of_loader(name: str, facts: str, stats: Stats) -> Part:
@@ -309,7 +297,7 @@ def _details(stats: Stats) -> str:
 def _machine() -> str:
     """Write where it ran, folded: versions, the environment, and what the doctor finds."""
     rows = [("command", " ".join(sys.argv)), ("system", platform.platform())]
-    rows += [("Python", f"{sys.version.split()[0]}, {sys.executable}")]
+    rows += [("Python", sys.version), ("cores", str(doctor.Machine().cores))]
     for name in ("cseq-loader", "numpy", "torch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             rows.append((name, importlib.metadata.version(name)))

@@ -44,7 +44,7 @@ def machine(folder: Path, cores: int = 8, environ: dict[str, str] | None = None)
 
 def wrong(findings: Iterable[Finding]) -> list[str]:
     """Return what is not fine."""
-    return [each.about for each in findings if each.remedy]
+    return [each.text for each in findings if each.remedy]
 
 
 def test_nothing_is_wrong_on_a_sound_machine(tmp_path: Path) -> None:
@@ -57,11 +57,16 @@ def test_nothing_is_wrong_on_a_sound_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("check", "about", "cores", "changed"),
     [
-        ("quota", "cores", 8, {f"{GROUP}/cpu.max": "600000 100000\n"}),
-        ("quota", "throttled", 8, {f"{GROUP}/cpu.stat": "nr_periods 1000\nnr_throttled 180\n"}),
-        ("pressure", "pressure", 8, {"proc/pressure/cpu": "some avg10=35.00 avg60=9 total=1\n"}),
-        ("kills", "killed", 8, {f"{GROUP}/memory.events": "oom_kill 2\n"}),
-        ("processes", "processes", 8, {f"{GROUP}/pids.max": "40\n"}),
+        ("quota", "may use 6 of them", 8, {f"{GROUP}/cpu.max": "600000 100000\n"}),
+        (
+            "quota",
+            "stopped it in 18%",
+            8,
+            {f"{GROUP}/cpu.stat": "nr_periods 1000\nnr_throttled 180\n"},
+        ),
+        ("pressure", "in 35 %", 8, {"proc/pressure/cpu": "some avg10=35.00 avg60=9 total=1\n"}),
+        ("kills", "2 processes of", 8, {f"{GROUP}/memory.events": "oom_kill 2\n"}),
+        ("processes", "may have 28 more", 8, {f"{GROUP}/pids.max": "40\n"}),
     ],
 )
 def test_what_a_container_lacks(
@@ -71,7 +76,8 @@ def test_what_a_container_lacks(
     broken = machine(tmp_path, cores)
     for name, text in changed.items():
         (tmp_path / name).write_text(text, encoding="ascii")
-    assert wrong(getattr(doctor, check)(broken)) == [about]
+    (text,) = wrong(getattr(doctor, check)(broken))
+    assert about in text
 
 
 def test_a_quota_of_either_version(tmp_path: Path) -> None:
@@ -93,8 +99,8 @@ def test_variables_of_many_threads(tmp_path: Path) -> None:
     """One thread in each worker is what cseq would set."""
     environ = {"OMP_NUM_THREADS": "64", "MKL_NUM_THREADS": "1"}
     found = list(doctor.threads(machine(tmp_path, environ=environ)))
-    assert wrong(found) == ["threads"]
-    assert "OMP_NUM_THREADS=64" in found[0].text
+    (text,) = wrong(found)
+    assert "OMP_NUM_THREADS=64" in text
 
 
 def test_a_slow_clock(tmp_path: Path) -> None:
@@ -108,8 +114,8 @@ def test_a_slow_clock(tmp_path: Path) -> None:
         return sum(range(10_000))
 
     found = list(doctor.clock(where, slow, 10))
-    assert wrong(found) == ["clock"]
-    assert "hpet" in found[0].text
+    (text,) = wrong(found)
+    assert "hpet" in text
 
 
 def test_the_program(capfd: pytest.CaptureFixture[str]) -> None:

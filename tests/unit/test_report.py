@@ -123,8 +123,6 @@ def test_a_page_of_a_run_that_is_over(tmp_path: Path) -> None:
     assert len(text) < 60_000
     slowest = manager.stats().slowest[0]
     assert f"manager.remake({slowest.epoch}, {slowest.batch})" in page.words
-    first = manager.indices(slowest.epoch, slowest.batch)
-    assert f"samples {', '.join(map(str, first))}" in page.words
     assert sum("made again in" in words for words in page.words) == 1
     for name, value in manager.stats().as_dict("").items():
         assert name in page.words
