@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cseq.check import count as checked
+from cseq.compute import cores
 from cseq.observe import doctor
 from cseq.observe.figures import STYLE, Chart, duration, number
 from cseq.pools.base import BatchPool
@@ -297,12 +298,12 @@ def _details(stats: Stats) -> str:
 def _machine() -> str:
     """Write where it ran, folded: versions, the environment, and what the doctor finds."""
     rows = [("command", " ".join(sys.argv)), ("system", platform.platform())]
-    rows += [("Python", sys.version), ("cores", str(doctor.Machine().cores))]
+    rows += [("Python", sys.version), ("cores", str(cores()))]
     for name in ("cseq-loader", "numpy", "torch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             rows.append((name, importlib.metadata.version(name)))
     rows += [item for item in os.environ.items() if item[0] in RANKS or item[0].startswith("CSEQ_")]
-    rows += [("doctor", str(each)) for each in doctor.look(doctor.Machine())]
+    rows += [("doctor", str(each)) for each in doctor.look()]
     found = _table((name, escape(value)) for name, value in rows)
     return f"<details><summary>Environment</summary>{found}</details>"
 

@@ -10,7 +10,6 @@ import pytest
 
 from cseq.memory.memory_limit import GIB
 from cseq.observe import doctor
-from cseq.observe.doctor import Machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,13 +32,17 @@ SOUND = {
 }
 
 
-def machine(folder: Path, cores: int = 8, environ: dict[str, str] | None = None) -> Machine:
-    """Write the files of a sound machine."""
+@pytest.fixture(autouse=True)
+def _sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write the files of a sound machine of 8 cores, and look there."""
     for name, text in SOUND.items():
-        path = folder / name
+        path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="ascii")
-    return Machine(folder, environ or {}, cores)
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    monkeypatch.setattr(doctor, "cores", lambda: 8)
+    for name in doctor.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
 
 
 def wrong(findings: Iterable[Finding]) -> list[str]:
@@ -47,74 +50,66 @@ def wrong(findings: Iterable[Finding]) -> list[str]:
     return [each.text for each in findings if each.remedy]
 
 
-def test_nothing_is_wrong_on_a_sound_machine(tmp_path: Path) -> None:
+def test_nothing_is_wrong_on_a_sound_machine() -> None:
     """All that looks at a machine is fine there."""
-    sound = machine(tmp_path)
     for check in (doctor.quota, doctor.pressure, doctor.kills, doctor.threads, doctor.processes):
-        assert wrong(check(sound)) == []
+        assert wrong(check()) == []
 
 
 @pytest.mark.parametrize(
-    ("check", "about", "cores", "changed"),
+    ("check", "about", "changed"),
     [
-        ("quota", "may use 6 of them", 8, {f"{GROUP}/cpu.max": "600000 100000\n"}),
+        ("quota", "may use 6 of them", {f"{GROUP}/cpu.max": "600000 100000\n"}),
         (
             "quota",
             "stopped it in 18%",
-            8,
             {f"{GROUP}/cpu.stat": "nr_periods 1000\nnr_throttled 180\n"},
         ),
-        ("pressure", "in 35 %", 8, {"proc/pressure/cpu": "some avg10=35.00 avg60=9 total=1\n"}),
-        ("kills", "2 processes of", 8, {f"{GROUP}/memory.events": "oom_kill 2\n"}),
-        ("processes", "may have 28 more", 8, {f"{GROUP}/pids.max": "40\n"}),
+        ("pressure", "in 35 %", {"proc/pressure/cpu": "some avg10=35.00 avg60=9 total=1\n"}),
+        ("kills", "2 processes of", {f"{GROUP}/memory.events": "oom_kill 2\n"}),
+        ("processes", "may have 28 more", {f"{GROUP}/pids.max": "40\n"}),
     ],
 )
 def test_what_a_container_lacks(
-    tmp_path: Path, check: str, about: str, cores: int, changed: dict[str, str]
+    tmp_path: Path, check: str, about: str, changed: dict[str, str]
 ) -> None:
     """Quotas, throttling, other programs, kills and few processes are found."""
-    broken = machine(tmp_path, cores)
     for name, text in changed.items():
         (tmp_path / name).write_text(text, encoding="ascii")
-    (text,) = wrong(getattr(doctor, check)(broken))
+    (text,) = wrong(getattr(doctor, check)())
     assert about in text
 
 
 def test_a_quota_of_either_version(tmp_path: Path) -> None:
     """The quota of the narrowest group counts, in both versions of control groups."""
-    broken = machine(tmp_path)
     (tmp_path / "sys/fs/cgroup/cpu.max").write_text("250000 100000\n", encoding="ascii")
-    assert "2.5" in next(doctor.quota(broken)).text
+    assert "2.5" in next(doctor.quota()).text
     (tmp_path / "proc/self/cgroup").write_text("3:cpu,cpuacct:/pod\n", encoding="ascii")
     folder = tmp_path / "sys/fs/cgroup/cpu/pod"
     folder.mkdir(parents=True)
     (folder / "cpu.cfs_quota_us").write_text("400000\n", encoding="ascii")
     (folder / "cpu.cfs_period_us").write_text("100000\n", encoding="ascii")
-    assert "use 4 of them" in next(doctor.quota(broken)).text
+    assert "use 4 of them" in next(doctor.quota()).text
     (folder / "cpu.cfs_quota_us").write_text("-1\n", encoding="ascii")  # none
-    assert wrong(doctor.quota(broken)) == []
+    assert wrong(doctor.quota()) == []
 
 
-def test_variables_of_many_threads(tmp_path: Path) -> None:
+def test_variables_of_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread in each worker is what cseq would set."""
-    environ = {"OMP_NUM_THREADS": "64", "MKL_NUM_THREADS": "1"}
-    found = list(doctor.threads(machine(tmp_path, environ=environ)))
-    (text,) = wrong(found)
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
+    monkeypatch.setenv("MKL_NUM_THREADS", "1")
+    (text,) = wrong(doctor.threads())
     assert "OMP_NUM_THREADS=64" in text
 
 
-def test_a_slow_clock(tmp_path: Path) -> None:
+def test_a_slow_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock whose reading takes long is named."""
-    where = machine(tmp_path)
     folder = tmp_path / "sys/devices/system/clocksource/clocksource0"
     folder.mkdir(parents=True)
     (folder / "current_clocksource").write_text("hpet\n", encoding="ascii")
-
-    def slow() -> int:
-        return sum(range(10_000))
-
-    found = list(doctor.clock(where, slow, 10))
-    (text,) = wrong(found)
+    monkeypatch.setattr(doctor, "READINGS", 10)
+    monkeypatch.setattr(doctor, "now_ns", lambda: sum(range(10_000)))
+    (text,) = wrong(doctor.clock())
     assert "hpet" in text
 
 
