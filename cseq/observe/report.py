@@ -375,7 +375,7 @@ class Over(NamedTuple):
     def chart(self, title: str, most: float, y: Callable[[float], str] | None = number) -> Chart:
         """Make a chart over time."""
         span = (float(self.edges[0]), float(self.edges[-1]))
-        chart = Chart(f"{title}, over time", span, (0, most), times=True)
+        chart = Chart(title, span, (0, most), times=True)
         chart.grid(duration, y)
         return chart
 
