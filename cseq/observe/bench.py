@@ -45,7 +45,6 @@ COMPARED = 2.0, 64  # seconds, and batches, at most
 WARM = 0.5, 20  # the same, before anything is counted
 BATCH_SIZE = 32  # of a data set
 SEED = 1
-BAD = 2  # exit status
 HEADS = ("batches/s", "CPU a batch", "first batch", "same batches")
 LABELS = {
     "torch": "torch DataLoader",
@@ -390,8 +389,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int:
-    """Measure all rows, and print a table; return the exit status.
+def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | str:
+    """Measure all rows, and print a table; return the exit status, or what is wrong.
 
     Parameters
     ----------
@@ -404,10 +403,10 @@ def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int:
     """
     path, _, name = target.rpartition(":")
     if not path or not name.isidentifier():
-        return _complain(f"{target!r} is not FILE.py:make: a file, and a function in it")
+        return f"cseq bench: {target!r} is not FILE.py:make: a file, and a function in it"
     found, problem = _ask((path, name), "look", 0, 0.0, 0.0)
     if not isinstance(found, list):
-        return _complain(f"{target}: {found or problem}")
+        return f"cseq bench: {target}: {found or problem}"
     made = Made(*found)
     waits = f"waits at {duration(step)}" if step else ""
     print(f"{name}() returned {made.text}")  # noqa: T201
@@ -422,11 +421,6 @@ def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int:
     for line in said(measured, made.current, step):
         print(f" → {line}")  # noqa: T201
     return 0
-
-
-def _complain(message: str) -> int:
-    print(f"cseq bench: {message}", file=sys.stderr)  # noqa: T201
-    return BAD
 
 
 def _columns(label: str, *cells: str) -> str:
