@@ -131,37 +131,6 @@ class Breaking(Shares):
         return super()._collect_single_seq(seq_idx)
 
 
-class Own(CachedDataset2):
-    """Sequences of what its own generators draw, as in RETURNN's datasets of audio and text."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.num_inputs = 2
-        self.num_outputs = {"data": (2, 2)}
-        self._audio_random = np.random.RandomState(1)
-        self.targets = self
-        self.rnd = np.random.RandomState(1)
-
-    def set_random_seed(self, seed: int) -> None:
-        self.rnd.seed(seed)
-
-    def get_data_keys(self) -> list[str]:
-        return ["data"]
-
-    def get_current_seq_order(self) -> Any:
-        return self.order
-
-    def init_seq_order(self, epoch: Any = None, seq_order: Any = None, **given: Any) -> bool:
-        super().init_seq_order(epoch, **given)
-        self.order = range(5) if seq_order is None else seq_order
-        self._num_seqs = len(self.order)
-        return True
-
-    def _collect_single_seq(self, seq_idx: int) -> DatasetSeq | None:
-        drawn = [self._audio_random.random_sample(), self.rnd.random_sample()]
-        return DatasetSeq(seq_idx, np.array([drawn]), seq_tag=f"seq-{self.order[seq_idx]}")
-
-
 def add_noise(data: Any, *, rng: np.random.RandomState, **_: Any) -> Any:
     """Augment, as a user of `PostprocessingDataset` does."""
     array = data.data["data"].raw_tensor

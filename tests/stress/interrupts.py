@@ -283,11 +283,15 @@ class Returnn(Loop):
         self.alone.init_seq_order(epoch=self.epoch)
         self.count = self.dataset.num_seqs
         self.at = self.loaded = 0
-        self.found = []
+        self.found, self.broken = [], False
         return list(range(self.count))
 
     def take(self) -> bool:
-        self.dataset.load_seqs(self.at, self.at + 8)
+        try:
+            self.dataset.load_seqs(self.at, self.at + 8)
+        except RuntimeError:  # an interrupt has ended the epoch
+            self.broken = True
+            return True
         self.loaded = self.at + 8
         return self.loaded >= self.count
 

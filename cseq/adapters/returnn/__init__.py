@@ -21,8 +21,9 @@ shards, and workers that end first are left out of the round.
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ except ModuleNotFoundError as missing:
         name="returnn",
     ) from missing
 
-from cseq.adapters.returnn.worker import Maker, Plan, Request
+from cseq.adapters.returnn.worker import CONFIGURATION, Producer, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -57,14 +58,6 @@ __all__ = ["MultiProcDataset", "install"]
 SHARDING_METHODS = ("seq_order", "dedicated")
 
 _installed: Callable[[], None] | None = None  # `install`, once it was called
-
-
-class EpochRecord(NamedTuple):
-    """The record of an epoch's sequences so far."""
-
-    taken: int  # sequences
-    complete: float  # greatest `complete_frac`
-    frames: dict[str, int]  # by key of the data
 
 
 def install() -> None:
@@ -131,8 +124,9 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     In a worker, Python's, NumPy's and torch's global generators are seeded for each sequence from
     `random_seed_offset`, the epoch and the sequence's position in it, so that augmentation that
     draws from them differs between sequences and is the same for any number of workers
-    ('seq_order').
-    The same holds for the ``rng`` of a `PostprocessingDataset`.
+    ('seq_order'). The same holds for the ``rng`` of a `PostprocessingDataset`.
+
+    An exception in `load_seqs` ends the epoch: of a sequence, or of a signal handler (Ctrl-C).
     """
 
     num_inputs: Any
@@ -176,13 +170,17 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._timeout = timeout
         self._on_timeout = on_timeout
         self._memory_limit = memory_limit
-        self._meta: dict[str, Any] = {}  # what the wrapped dataset has answered
-        self._learn(_meta_info_cache or {})
+        self._meta = dict(_meta_info_cache or {})  # what the wrapped dataset has answered
+        if self._meta:
+            self._describe()
         self._serial = 0
-        self._asked: tuple[Any, Any, Any] | None = None  # arguments of the last `init_seq_order`
+        self._asked: Request | None = None  # by the last `init_seq_order`
         self._order: Sequence[int] | None = None  # of the epoch, once it is known
         self._begun = False  # whether an epoch is under way
-        self._record = EpochRecord(0, 0.0, {})
+        self._items: Iterator[Any] = iter(())  # of the epoch
+        self._taken = 0  # of these
+        self._complete = 0.0  # greatest `complete_frac` so far
+        self._frames: dict[str, int] = {}  # so far, by key of the data
 
     # -- copies ---------------------------------------------------------------------------------
 
@@ -204,24 +202,15 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._describe()
         super().initialize()
 
-    def _learn(self, answers: dict[str, Any]) -> None:
-        """Remember what the wrapped dataset has answered."""
-        self._meta.update(answers)
-        if "num_outputs" in self._meta:
-            self.num_inputs = self._meta["num_inputs"]
-            self.num_outputs = self._meta["num_outputs"]
-            self.labels = self._meta["labels"]
-
     def _describe(self) -> None:
-        """Ask for the properties that every dataset knows when it is made."""
-        if not self.num_outputs:
-            with self._guarded() as streams:
-                self._learn(streams.ask("describe", worker=0))
+        """Have the description of the wrapped dataset."""
+        self.num_inputs, self.num_outputs, self.labels = map(
+            self._answer, ("num_inputs", "num_outputs", "labels")
+        )
 
     def _answer(self, question: str) -> Any:
         """Ask for a constant property; NotImplementedError if the wrapped dataset lacks it."""
         if question not in self._meta:
-            self._describe()
             with self._guarded() as streams:
                 self._meta[question] = streams.ask("answer", question, worker=0)
         answer = self._meta[question]
@@ -231,7 +220,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     def get_data_keys(self) -> list[str]:
         """Return the keys of the data, in the wrapped dataset's order."""
-        return list(self._answer("data_keys"))
+        return list(self._answer("get_data_keys"))
 
     def get_data_dtype(self, key: str) -> str:
         """Return the dtype of a key's data, as a string."""
@@ -243,19 +232,18 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         Raises NotImplementedError where the wrapped dataset does not know. `fast` changes nothing,
         except that no worker is started for the answer.
         """
-        if fast and "total_num_seqs" not in self._meta and not self._is_running():
+        if fast and "get_total_num_seqs" not in self._meta and not self._is_running():
             raise NotImplementedError(f"{self}: no worker is running that could be asked")
-        answer: int = self._answer("total_num_seqs")
+        answer: int = self._answer("get_total_num_seqs")
         return answer
 
     def get_all_tags(self) -> list[str]:
         """Return the tags of all sequences, all parts of the epoch together."""
-        return list(self._answer("all_tags"))
+        return list(self._answer("get_all_tags"))
 
     def supports_sharding(self) -> bool:
         """Whether the wrapped dataset can be one of several shards."""
-        self._describe()
-        return bool(self._meta["supports_sharding"])
+        return bool(self._answer("supports_sharding"))
 
     def supports_seq_order_sorting(self) -> bool:
         """Whether the wrapped dataset can sort by length."""
@@ -276,8 +264,6 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         super().set_sharding(num_shards=num_shards, shard_index=shard_index)
         self.dataset["_num_shards"] = num_shards
         self.dataset["_shard_index"] = shard_index
-        if not self._begun:  # else the order is that of the epoch under way
-            self._order = None
 
     # -- the workers ----------------------------------------------------------------------------
 
@@ -289,8 +275,9 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         """Return the workers; start them at the first call, and again in a forked process."""
         if self._streams is None or not self._is_running():
             self._begun = False
+            plan = CONFIGURATION, self.dataset, self._sharding_method, self.name, _installed
             self._streams = Streams(
-                Maker(Plan(self.dataset, self._sharding_method, self.name, _installed)),
+                partial(Producer, *plan),
                 self.num_workers,
                 prefetch=self.buffer_size,
                 start_method=self._start_method,
@@ -307,19 +294,14 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         streams = self._workers()
         try:
             yield streams
-        except Exception as error:
-            self._give_up(error)
+        except (WorkerDied, WorkerTimeout):
+            self.close()  # the next use starts new ones
             raise
-
-    def _give_up(self, error: Exception) -> None:
-        """End the workers after WorkerDied or WorkerTimeout; the next use starts new ones."""
-        if isinstance(error, (WorkerDied, WorkerTimeout)):
-            self.close()
 
     def close(self) -> None:
         """End the workers now rather than with this object; a later use starts new ones."""
         streams, self._streams = self._streams, None
-        self._begun = False
+        self._begun, self._items = False, iter(())
         if streams is not None:
             streams.close()  # in a forked process, that does nothing
 
@@ -358,7 +340,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
             Numbers in the corpus of the sequences to load, in order.
         """
         self._begun = False  # first: if the rest is interrupted, no epoch is under way
-        self._record = EpochRecord(0, 0.0, {})
+        self._taken, self._complete, self._frames = 0, 0.0, {}
         super().init_seq_order(epoch=epoch, seq_list=seq_list, seq_order=seq_order)
         self._order = None
         self._serial += 1
@@ -366,29 +348,20 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
             self._asked = None
             self._num_seqs = 0
             return True
-        self._asked = (epoch, seq_list, seq_order)
-        requests = self._requests()
+        shards = self.dataset["_num_shards"], self.dataset["_shard_index"]
+        self._asked = Request(self._serial, epoch, seq_list, seq_order, *shards)
+        requests = [self._asked] * self.num_workers
+        if self._sharding_method == "seq_order":
+            order = self.get_current_seq_order()
+            shares = (order[number :: self.num_workers] for number in range(self.num_workers))
+            requests = [self._asked._replace(seq_list=None, seq_order=share) for share in shares]
         with self._guarded() as streams:
             lengths = streams.begin(requests)
+            self._items = iter(streams)
         self._num_seqs = None if None in lengths else sum(lengths)
         self.reached_final_seq = self._num_seqs == 0
         self._begun = True
         return True
-
-    def _request(self) -> Request:
-        """Return the request of the last `init_seq_order`."""
-        epoch, seq_list, seq_order = self._asked or (None, None, None)
-        num_shards, shard_index = (self.dataset[f"_{key}"] for key in ("num_shards", "shard_index"))
-        return Request(self._serial, epoch, seq_list, seq_order, num_shards, shard_index)
-
-    def _requests(self) -> list[Request]:
-        """Return each worker's request."""
-        request = self._request()
-        if self._sharding_method == "dedicated":
-            return [request] * self.num_workers
-        order = self.get_current_seq_order()
-        shares = (order[number :: self.num_workers] for number in range(self.num_workers))
-        return [request._replace(seq_list=None, seq_order=share) for share in shares]
 
     def get_current_seq_order(self) -> Sequence[int]:
         """Return the order of the epoch that `init_seq_order` began last, also if it has ended.
@@ -405,9 +378,9 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         """Ask worker 0 for the order of all sequences, or each worker for that of its shard."""
         with self._guarded() as streams:
             if self._sharding_method == "seq_order":
-                order: Sequence[int] = streams.ask("order", self._request(), worker=0)
+                order: Sequence[int] = streams.ask("order", self._asked, worker=0)
                 return order
-            orders = streams.ask("shard_order", self._request())
+            orders = streams.ask("order", self._asked)
         for answer in orders:
             if isinstance(answer, NotImplementedError):
                 raise type(answer)(*answer.args)
@@ -440,61 +413,46 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         assert start >= self.expected_load_seq_start, (
             f"{self}: sequence {start} was dropped when {self.expected_load_seq_start} was loaded"
         )
+        if self._asked is not None and not (self._begun and self._is_running()):
+            raise RuntimeError(f"{self}: no epoch is under way; begin one with init_seq_order")
         if start > self.expected_load_seq_start:
             self._cleanup_old_seqs(start)
             self.expected_load_seq_start = start
-        while self._record.taken < end and (
-            self._num_seqs is None or self._record.taken < self._num_seqs
-        ):
-            self._load_next(start)
-
-    def _load_next(self, start: int) -> None:
-        """Take the next sequence; keep it unless it is before `start`.
-
-        The record of the epoch is updated between `peek` and `commit`, so that a second update
-        changes nothing: after an interrupt (Ctrl-C) the next call gets the same sequence, with its
-        number.
-        """
-        streams = self._streams
-        if not self._begun or streams is None or not streams._run.is_ours:
-            raise RuntimeError(f"{self}: no epoch is under way; begin one with init_seq_order")
+        self._begun = False  # an exception ends the epoch, also that of a signal handler
         try:
-            number, item = streams.peek()
+            while self._taken < (end if self._num_seqs is None else min(end, self._num_seqs)):
+                self._take(start)
         except StopIteration:
             self._check_length()
-            return
-        except Exception as error:
-            self._give_up(error)
+        except (WorkerDied, WorkerTimeout):
+            self.close()
             raise
-        if number == self._record.taken:
-            self._write(number, item, start)
-        streams.commit(number)
+        self._begun = True
 
-    def _write(self, number: int, item: Any, start: int) -> None:
-        """Record a sequence."""
-        tag, fraction, features = item
-        complete, frames = self._record.complete, self._record.frames.copy()
+    def _take(self, start: int) -> None:
+        """Take the next sequence; keep it unless it is before `start`."""
+        tag, fraction, features = next(self._items)
+        number, self._taken = self._taken, self._taken + 1
         if fraction is not None:
-            fraction = complete = max(fraction, complete)
+            fraction = self._complete = max(fraction, self._complete)
         for key, value in features.items():
-            frames[key] = frames.get(key, 0) + (len(value) if value.ndim else 1)
-        if number >= start and (not self.added_data or self.added_data[-1].seq_idx < number):
+            self._frames[key] = self._frames.get(key, 0) + (len(value) if value.ndim else 1)
+        if number >= start:
             loaded = DatasetSeq(number, features, seq_tag=tag, complete_frac=fraction)
             self.added_data.append(loaded)
-        self.reached_final_seq = number + 1 == self._num_seqs
-        self._record = EpochRecord(number + 1, complete, frames)
+        self.reached_final_seq = self._taken == self._num_seqs
 
     def _check_length(self) -> None:
         """Set the number of sequences, since there are no more."""
         if self._num_seqs is not None:
             raise RuntimeError(
-                f"{self}: the wrapped dataset has {self._record.taken} sequences in this epoch, "
+                f"{self}: the wrapped dataset has {self._taken} sequences in this epoch, "
                 f"but its num_seqs was {self._num_seqs}"
             )
         self.reached_final_seq = True
-        self._num_seqs = self._record.taken
+        self._num_seqs = self._taken
 
     def get_num_timesteps(self) -> Any:
         """Return how many frames there were, after the last sequence."""
         assert self.reached_final_seq
-        return NumbersDict(self._record.frames)
+        return NumbersDict(self._frames)

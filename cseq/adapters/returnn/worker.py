@@ -2,10 +2,10 @@
 
 ::
 
-    Plan ── pickle: the configuration first ──► Maker(number, N) ──► Producer
-                                                  │  begin, items      ▲
-                                                  ▼                    │ ask: describe, answer, …
-                                                 tag, fraction, data ── trainer
+    pickle: the configuration first ──► Producer(…, number, N)
+                                          │  begin, items  ▲
+                                          ▼                │ ask: answer, order, finish
+                                         tag, fraction, data ── trainer
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from cseq.processes.launcher.child import set_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["Maker", "Plan", "Producer", "Request"]
+__all__ = ["CONFIGURATION", "Producer", "Request"]
 
 
 # The classes and functions of RETURNN's configuration are in a module that has no file; a worker
-# has this module once it has the configuration, which is unpickled first (`_Restored`).
+# has this module once it has the configuration, which is unpickled first (`CONFIGURATION`).
 promise("__returnn_config__")
 
 
@@ -46,20 +46,8 @@ class Request(NamedTuple):
     shard_index: int
 
 
-# ── on the way to a worker ─────────────────────────────────────────────────────────────────
-
-
-class Plan(NamedTuple):
-    """What a worker gets, to make its dataset."""
-
-    dataset: dict[str, Any]
-    sharding_method: str
-    name: str
-    install: Callable[[], None] | None  # called first
-
-
-class _Restored:
-    """Pickles as the configuration, which is restored where it is unpickled."""
+class _Configuration:
+    """Pickles as RETURNN's configuration, which is restored where it is unpickled."""
 
     def __reduce__(self) -> Any:
         return _restore, (pickle.dumps(SubProcCopyGlobalConfigPreInitFunc()),)
@@ -70,48 +58,37 @@ def _restore(pickled: bytes) -> None:
     pickle.loads(pickled)()
 
 
-class Maker:
-    """Makes a worker's producer; its pickle restores RETURNN's configuration before the plan."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-
-    def __reduce__(self) -> Any:
-        return _make, (_Restored(), tuple(self._plan))
-
-    def __call__(self, number: int, num_workers: int) -> Producer:
-        """Make the producer of one of `num_workers` workers, in its process."""
-        if self._plan.install is not None:
-            self._plan.install()
-        name = f"{self._plan.name} worker proc {number + 1}/{num_workers}"
-        multiprocessing.current_process().name = name
-        set_name(f"MPD worker {number}")
-        return Producer(self._plan, number, num_workers)
-
-
-def _make(_: None, plan: tuple[Any, ...]) -> Maker:
-    """Make the maker again."""
-    return Maker(Plan(*plan))
-
-
-# ── in a worker ────────────────────────────────────────────────────────────────────────────
+CONFIGURATION = _Configuration()
 
 
 class Producer:
-    """The producer of one worker: its dataset, and the position in it."""
+    """The producer of one of `num_workers` workers: its dataset, and the position in it."""
 
-    def __init__(self, plan: Plan, number: int, num_workers: int) -> None:
+    def __init__(
+        self,
+        _: Any,  # `CONFIGURATION`, first: the rest may be unpickled once it is there
+        plan: dict[str, Any],
+        sharding_method: str,
+        name: str,
+        install: Callable[[], None] | None,
+        number: int,
+        num_workers: int,
+    ) -> None:
+        if install is not None:
+            install()
+        multiprocessing.current_process().name = f"{name} worker proc {number + 1}/{num_workers}"
+        set_name(f"MPD worker {number}")
         self._plan = plan
+        self._dedicated = sharding_method == "dedicated"
         self._number = number
         self._num_workers = num_workers
-        self._dedicated = plan.sharding_method == "dedicated"
         self._dataset: Any = None  # made when it is needed, and again after `finish`
         self._serial: int | None = None  # of the request that the dataset was prepared for
         self._keys: list[str] | None = None  # of its data, in this epoch
-        self._batch_context = context.BatchContext(number, num_workers)
-        context.enter(self._batch_context)
-        self._seeds = SequenceSeeds(self._batch_context)
-        self._shards = self._shards_of(plan.dataset["_num_shards"], plan.dataset["_shard_index"])
+        batch_context = context.BatchContext(number, num_workers)
+        context.enter(batch_context)
+        self._seeds = SequenceSeeds(batch_context)
+        self._shards = self._shards_of(plan["_num_shards"], plan["_shard_index"])
 
     def _shards_of(self, num_shards: int, shard_index: int) -> tuple[int, int]:
         """Return the number of shards, and which one this worker is."""
@@ -123,10 +100,9 @@ class Producer:
         """Return the dataset; make it first if need be."""
         if self._dataset is None:
             num_shards, shard_index = self._shards
-            plan: dict[str, Any] = self._seeds.wrapped(self._plan.dataset)
-            plan |= {"_num_shards": num_shards, "_shard_index": shard_index}
-            self._dataset = init_dataset(plan)
-            self._seeds.find(self._dataset)
+            shards = {"_num_shards": num_shards, "_shard_index": shard_index}
+            self._dataset = init_dataset({**self._plan, **shards})
+            self._seeds.hook()
         return self._dataset
 
     def _prepare(self, request: Request) -> Any:
@@ -146,48 +122,31 @@ class Producer:
 
     # -- what the trainer asks ------------------------------------------------------------------
 
-    def describe(self) -> dict[str, Any]:
-        """Return the properties that every dataset knows when it is made."""
-        dataset = self._made()
-        return {
-            "num_inputs": dataset.num_inputs,
-            "num_outputs": dataset.num_outputs,
-            "labels": dataset.labels,
-            "supports_sharding": dataset.supports_sharding(),
-        }
-
     def answer(self, question: str) -> Any:
-        """Return a property that not every dataset has; else a NotImplementedError."""
+        """Return a property of the dataset; a NotImplementedError if it lacks that."""
         dataset = self._made()
         try:
             if question == "data_dtypes":
                 return {key: dataset.get_data_dtype(key) for key in dataset.get_data_keys()}
-            if question.startswith(("have_", "supports_")):
-                return getattr(dataset, question)()
-            found = getattr(dataset, f"get_{question}")()
-            return found if isinstance(found, (int, float)) else list(found)
+            found = getattr(dataset, question)
+            found = found() if callable(found) else found
         except NotImplementedError as error:
             return _bare(error)
+        return found if found is None or isinstance(found, (int, float, dict)) else list(found)
 
     def order(self, request: Request) -> Any:
-        """Return the order of an epoch's sequences, of all workers together."""
-        dataset = self._prepare(request)
+        """Return the order of an epoch's sequences: of this worker's shard, else of all."""
+        prepared = self._dataset is not None and self._serial == request.serial
+        dataset = self._dataset if self._dedicated and prepared else self._prepare(request)
         try:
             return dataset.get_current_seq_order()
         except NotImplementedError as error:
+            if self._dedicated:
+                return _bare(error)
             raise NotImplementedError(
                 f"{dataset} does not say in which order its sequences come "
                 "(get_current_seq_order); use sharding_method='dedicated'"
             ) from error
-
-    def shard_order(self, request: Request) -> Any:
-        """Return the order of this worker's sequences."""
-        prepared = self._dataset is not None and self._serial == request.serial
-        dataset = self._dataset if prepared else self._prepare(request)
-        try:
-            return dataset.get_current_seq_order()
-        except NotImplementedError as error:
-            return _bare(error)
 
     def finish(self, free_resources: bool) -> None:  # noqa: FBT001 - `ask` passes by position
         """End an epoch."""
@@ -196,7 +155,6 @@ class Producer:
             self._dataset.finish_epoch(free_resources=free_resources)
         if free_resources:
             self._dataset = None
-            self._seeds = SequenceSeeds(self._batch_context)
             gc.collect()
 
     # -- an epoch -------------------------------------------------------------------------------
@@ -221,7 +179,7 @@ class Producer:
         before `start`, too; so does any `PostprocessingDataset`.
         """
         length = self._length(self._dataset)
-        number = 0 if length is None or self._seeds.in_order else start
+        number = 0 if length is None or self._seeds.passed else start
         while self._load(number, length):
             if number >= start:
                 yield self._loaded(number)
