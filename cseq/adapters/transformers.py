@@ -47,20 +47,13 @@ class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
         state = None if self.batches is None else self.batches.state_dict()
         return {"args": {}, "attributes": {"saved": state}}
 
-    def on_train_begin(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        train_dataloader: Any,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not args.ignore_data_skip:
             raise ValueError(
                 "ignore_data_skip=False makes the Trainer skip batches that the state has left "
                 "out already; give TrainingArguments(ignore_data_skip=True)"
             )
-        self.batches = train_dataloader
+        self.batches = kwargs["train_dataloader"]
         kept = state.stateful_callbacks.get("SaveState")
         if kept is None:
             raise ValueError(
@@ -69,7 +62,7 @@ class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
             )
         saved = kept["attributes"]["saved"]
         if saved is not None:
-            train_dataloader.load_state_dict(saved)
+            self.batches.load_state_dict(saved)
 
 
 class Monitor(TrainerCallback):  # type: ignore[misc]
@@ -95,20 +88,14 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
         self._manager = None if manager is None else counting(manager)
         self._n = count("every", every)
 
-    def on_train_begin(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        train_dataloader: Any,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer is None:
             raise ValueError(
                 "Monitor has no Trainer to log with; after the Trainer is made, call "
                 "trainer.add_callback(Monitor(manager, trainer=trainer))"
             )
-        self._every = Every(train_dataloader if self._manager is None else self._manager, self._n)
+        loader = kwargs["train_dataloader"] if self._manager is None else self._manager
+        self._every = Every(loader, self._n)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         figures = self._every.at(state.global_step)
