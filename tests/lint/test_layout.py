@@ -258,7 +258,6 @@ PUBLIC = {
 # Inside, and reached all the same: private names of torch, and who may connect.
 INSIDE = {
     "cseq.adapters.torch.names",
-    "cseq.adapters.torchdata.engine",
     "cseq.adapters.torchdata.relay",
 }
 

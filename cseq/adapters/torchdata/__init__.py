@@ -16,39 +16,41 @@ process for items of the dispatching process (`Relay`).
 from __future__ import annotations
 
 import pickle
-import sys
 import warnings
 from functools import partial
 from multiprocessing import get_all_start_methods
 from typing import TYPE_CHECKING, Any
 
+try:
+    with warnings.catch_warnings():
+        # Every process would print the deprecation warning again.
+        warnings.filterwarnings("ignore", r"[\s#]*WARNING!\s+The 'datapipes'", UserWarning)
+        from torch.utils.data.graph import traverse_dps
+        from torchdata.dataloader2.graph import set_graph_random_seed
+        from torchdata.dataloader2.graph.utils import _find_replicable_branches
+        from torchdata.dataloader2.random import SeedGenerator
+        from torchdata.dataloader2.reading_service import CheckpointableReadingServiceInterface
+        from torchdata.dataloader2.utils import WorkerInfo
+        from torchdata.dataloader2.utils.dispatch import (
+            _DummyIterDataPipe,
+            find_lca_round_robin_sharding_dp,
+        )
+except ImportError as error:
+    raise ImportError(
+        "cseq.adapters.torchdata needs torch and torchdata 0.9, the last release with DataLoader2; "
+        "install them with: pip install 'cseq-loader[torchdata]'"
+    ) from error
+
 from cseq.adapters.torchdata.ends import Outlet, Reader
-from cseq.adapters.torchdata.engine import Engine
-from cseq.adapters.torchdata.graph import (
-    dispatched_root,
-    initialized,
-    pause_all,
-    replaced,
-    replicable_root,
-    resume_all,
-    shard,
-)
-from cseq.adapters.torchdata.library import (
-    CheckpointableReadingServiceInterface,
-    DataLoader2,
-    SeedGenerator,
-    WorkerInfo,
-    _DummyIterDataPipe,
-    set_graph_random_seed,
-)
-from cseq.adapters.torchdata.worker import Worker
+from cseq.adapters.torchdata.graph import initialized, pause_all, replaced, resume_all, shard
+from cseq.adapters.torchdata.relay import Relay, telling
+from cseq.adapters.torchdata.worker import Dispatcher, Epoch, Worker
 from cseq.check import count, flag, seconds
 from cseq.run import close_elsewhere
+from cseq.stream import Streams
 
 if TYPE_CHECKING:
-    import types
-
-    from cseq.adapters.torchdata.library import DataPipe, GraphFn, InitFn, ResetFn
+    from cseq.adapters.torchdata.graph import DataPipe, GraphFn, InitFn, ResetFn
     from cseq.pools.stream import StreamPool
     from cseq.run import Run
     from cseq.stats import Stats
@@ -98,7 +100,9 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         `multiprocessing_context` is not a start method of this system.
     """
 
-    _engine: Engine | None = None  # of the class: `__del__` may come before `__init__`
+    # Of the class: `__del__` may come before `__init__`.
+    _streams: Streams | None = None  # the workers
+    _relay: Relay | None = None  # of the dispatching process
     _outlet: Outlet | None = None
 
     def __init__(
@@ -134,6 +138,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         self.repeat_epochs = flag("repeat_epochs", repeat_epochs)
         self._end_datapipe: DataPipe = None  # the last of the user's datapipes in this process
         self._cuts: list[tuple[DataPipe, DataPipe]] = []  # datapipes put in, and those replaced
+        self._number = 0  # of the epoch
         self._epoch: dict[str, Any] = {}  # the epoch's part of a state, but for the position
         self._restored: dict[str, Any] | None = None
 
@@ -147,7 +152,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         datapipe : DataPipe
             The end of the graph, which is changed in place.
         """
-        self._finalize()
+        self.finalize()
         datapipe = self._mended(datapipe)
         if self.num_workers:
             self._end_datapipe = self._start(datapipe)
@@ -160,8 +165,15 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
 
     def _start(self, datapipe: DataPipe) -> DataPipe:
         """Start the processes; return the end of what is left of the graph."""
+        options: dict[str, Any] = {
+            "start_method": self.multiprocessing_context,
+            "max_restarts": self.max_restarts,
+            "timeout": self.timeout,
+        }
+        workers, ahead = self.num_workers, 1 + self.worker_prefetch_cnt
+        address = None
         try:
-            dispatched = dispatched_root(datapipe)
+            dispatched = find_lca_round_robin_sharding_dp(traverse_dps(datapipe))
             if dispatched is not None:
                 if self.max_restarts:
                     raise ValueError(
@@ -169,21 +181,23 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
                         "what was dispatched to a worker that dies is gone; give 0"
                     )
                 datapipe = self._cut(datapipe, dispatched, _DummyIterDataPipe())
-            root = replicable_root(datapipe)
-            self._engine = Engine(
-                self.num_workers,
-                self.worker_prefetch_cnt,
-                self.main_prefetch_cnt,
-                start_method=self.multiprocessing_context,
-                max_restarts=self.max_restarts,
-                timeout=self.timeout,
-            )
-            make_worker = partial(Worker, root, self.worker_init_fn, self.worker_reset_fn)
-            self._engine.open(make_worker, dispatched)
-            return self._cut(datapipe, root, Reader(self._engine))
+                make = partial(Dispatcher, dispatched)
+                self._relay = Relay(Streams(make, 1, prefetch=workers * ahead, **options), workers)
+                self._relay.open()
+                address = self._relay.address
+            roots = _find_replicable_branches(traverse_dps(datapipe))
+            if len(roots) != 1:
+                raise AssertionError(
+                    "MultiProcessingReadingService only supports single replicable branch "
+                    f"currently; this graph has {len(roots)}"
+                )
+            worker = partial(Worker, roots[0], self.worker_init_fn, self.worker_reset_fn, address)
+            ahead -= -self.main_prefetch_cnt // workers
+            self._streams = Streams(worker, workers, prefetch=ahead, **options)
+            return self._cut(datapipe, roots[0], Reader(self._streams, self._relay))
         except BaseException:
             self._mended(datapipe)
-            self._finalize()
+            self.finalize()
             raise
 
     def _cut(self, end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
@@ -213,56 +227,43 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         """
         if self._outlet is None:
             raise RuntimeError("initialize_iteration() comes after initialize()")
-        self._stop()
-        seeds, skip = self._where_to_begin(seed_generator)
-        self._epoch = {"seeds": _copied(seeds), "seeded": _is_seeded(seeds)}
+        _stop(self._outlet, self._streams, self._relay)
+        seeds, skip = seed_generator, 0
+        state, self._restored = self._restored, None
+        if (
+            state is not None
+            and state["position"] is not None
+            # Else `_restore_checkpoint_beginning_of_epoch` was called.
+            and not (state["seeded"] and _peeked(seeds) == _peeked(state["seeds"]))
+        ):
+            seeds, skip = state["seeds"], state["position"]
+        # Without `DataLoader2.seed`, the seeds are those of a new generator.
+        is_seeded = _peeked(seeds) != _peeked(SeedGenerator())
+        self._epoch = {"seeds": _copied(seeds), "seeded": is_seeded}
         set_graph_random_seed(self._end_datapipe, seeds)
-        if self._engine is not None:
-            self._engine.begin(seeds, iter_reset_fn)
+        if self._streams is not None:
+            self._number += 1
+            epochs = [
+                Epoch(self._number, seeds.spawn(worker), iter_reset_fn)
+                for worker in range(self.num_workers)
+            ]
+            with telling(self._relay):
+                if self._relay is not None:
+                    self._relay.begin(epochs[0])
+                self._streams.begin(epochs)
             if not self.repeat_epochs:
                 seeds.seed(seeds.generate_shared_seed())
         self._outlet.begin(skip)
         return None
 
-    def _where_to_begin(self, given: SeedGenerator) -> tuple[SeedGenerator, int]:
-        """Choose the epoch's seeds, and how many of its items to leave out at the beginning."""
-        state, self._restored = self._restored, None
-        if state is None or state["position"] is None:
-            return given, 0
-        before = state["seeds"]
-        if state["seeded"] and _peeked(given) == _peeked(before):
-            return given, 0  # `_restore_checkpoint_beginning_of_epoch` was called
-        return before, state["position"]
-
     def finalize(self) -> None:
-        """Stop everything, in any state, also twice. A loader that is dropped does not wait."""
-        if _is_dropping():
-            self.__del__()
-        else:
-            self._finalize()
+        """Stop everything, in any state, also twice; another thread waits until it has ended."""
+        parts = self._outlet, self._streams, self._relay
+        if parts != (None, None, None):
+            close_elsewhere(partial(_close, *parts))
+        self._outlet = self._streams = self._relay = None
 
-    def __del__(self) -> None:
-        """Stop everything, on another thread if there are workers to wait for."""
-        engine, self._engine = self._engine, None
-        outlet, self._outlet = self._outlet, None
-        if engine is not None:
-            close_elsewhere(partial(_end, engine, outlet))
-        elif outlet is not None:
-            outlet.close()
-
-    def _finalize(self) -> None:
-        """Stop everything, and wait until it has ended."""
-        self._stop()
-        if self._engine is not None:
-            self._engine.close()  # if this is interrupted, it can be done again
-            self._engine = None
-
-    def _stop(self) -> None:
-        """End reading in this process, also by threads of the tail."""
-        if self._engine is not None:
-            self._engine.stop()
-        if self._outlet is not None:
-            self._outlet.close()
+    __del__ = finalize
 
     # -- the state of a DataLoader2
 
@@ -300,56 +301,63 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
 
     def _pause(self, pause_fn: GraphFn | None = None) -> None:
         """Pause every thread of the graph in every process; items made ahead are kept."""
-        engine = self._needs_workers("pause")
+        streams = self._needs_workers("pause")
         pause_all(self._end_datapipe)
-        engine.ask("pause", pause_fn)
+        with telling(self._relay):
+            streams.ask("pause", pause_fn, behind=True)
+            if self._relay is not None:
+                self._relay.ask("pause", pause_fn)
 
     def _resume(self, resume_fn: GraphFn | None = None) -> None:
         """Go on after `_pause`."""
-        engine = self._needs_workers("resume")
-        engine.ask("resume", resume_fn, first_dispatched=True)
+        streams = self._needs_workers("resume")
+        with telling(self._relay):
+            if self._relay is not None:
+                self._relay.ask("resume", resume_fn)
+            streams.ask("resume", resume_fn, behind=True)
         resume_all(self._end_datapipe)
 
     def _limit(self, num_batches: int | None, limit_fn: Any = None) -> None:
         """Do nothing: a DataLoader2 counts itself, and warns where there is no such method."""
 
-    def _needs_workers(self, verb: str) -> Engine:
-        """Return the engine; there is none without workers."""
-        if self._engine is None:
+    def _needs_workers(self, verb: str) -> Streams:
+        """Return the workers; there are none for ``num_workers=0``."""
+        if self._streams is None:
             raise RuntimeError(
                 f"cannot {verb}: there are no worker processes (num_workers={self.num_workers}); "
                 "use `InProcessReadingService`, or call this after the first iter()"
             )
-        return self._engine
+        return self._streams
 
     # -- ours
 
     def stats(self) -> Stats:
         """Return counts and times of the workers so far; see `cseq.Stats`."""
-        return self._needs_workers("count").streams.stats()
+        return self._needs_workers("count").stats()
 
     @property
     def _run(self) -> Run[StreamPool] | None:
         """The running workers, for `cseq.testing`."""
-        return self._engine.streams._run if self._engine is not None else None
+        return self._streams._run if self._streams is not None else None
 
 
-def _end(engine: Engine, outlet: Outlet | None) -> None:
-    """End what a reading service has started."""
-    engine.stop()
+def _stop(outlet: Outlet | None, streams: Streams | None, relay: Relay | None) -> None:
+    """End an epoch in all processes, also for threads that wait for an item of it."""
+    if relay is not None:
+        relay.stop()
+    if streams is not None:
+        streams.interrupt()
     if outlet is not None:
         outlet.close()
-    engine.close()
 
 
-def _is_dropping() -> bool:
-    """Whether the caller is ``DataLoader2.__del__``, which calls `finalize` as others do."""
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is DataLoader2.__del__.__code__:
-            return True
-        frame = frame.f_back
-    return False
+def _close(outlet: Outlet | None, streams: Streams | None, relay: Relay | None) -> None:
+    """End the epoch, and the processes."""
+    _stop(outlet, streams, relay)
+    if streams is not None:
+        streams.close()
+    if relay is not None:
+        relay.close()
 
 
 def _check_state(state: dict[str, Any], num_workers: int) -> None:
@@ -373,8 +381,3 @@ def _peeked(seeds: SeedGenerator) -> tuple[int, int]:
     """Return what a seed generator would draw next, to compare two of them."""
     copy = _copied(seeds)
     return copy.generate_shared_seed(), copy.generate_seed()
-
-
-def _is_seeded(seeds: SeedGenerator) -> bool:
-    """Whether `DataLoader2.seed` was called; otherwise the seeds are those of a new generator."""
-    return _peeked(seeds) != _peeked(SeedGenerator())

@@ -7,13 +7,16 @@ import itertools
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
-from cseq.adapters.torchdata.library import IterDataPipe
+from torchdata.datapipes.iter import IterDataPipe
+
+from cseq.adapters.torchdata.relay import telling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cseq.adapters.torchdata.engine import Engine
-    from cseq.adapters.torchdata.library import DataPipe
+    from cseq.adapters.torchdata.graph import DataPipe
+    from cseq.adapters.torchdata.relay import Relay
+    from cseq.stream import Streams
 
 __all__ = ["Outlet", "Reader"]
 
@@ -31,11 +34,13 @@ class _Unhooked:
 class Reader(_Unhooked, IterDataPipe):  # type: ignore[misc]
     """Where the workers' items come out; the source of what is left of the graph here."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, streams: Streams, relay: Relay | None) -> None:
+        self._streams = streams
+        self._relay = relay
 
     def _iterate(self) -> Iterator[Any]:
-        return iter(self._engine.streams)
+        with telling(self._relay):
+            yield from self._streams
 
 
 class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]

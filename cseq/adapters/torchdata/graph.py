@@ -1,42 +1,24 @@
-"""The graph of datapipes: found, cut, paused."""
+"""The graph of datapipes: changed, sharded, paused."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cseq.adapters.torchdata.library import (
-    SHARDING_PRIORITIES,
-    IterDataPipe,
-    MapDataPipe,
-    PinMemory,
-    Prefetcher,
-    _find_replicable_branches,
-    apply_sharding,
-    find_lca_round_robin_sharding_dp,
-    find_non_dispatching_branches,
-    list_dps,
-    replace_dp,
-    traverse_dps,
-)
+from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
+from torch.utils.data.graph import traverse_dps
+from torch.utils.data.graph_settings import apply_sharding
+from torchdata.dataloader2.graph import list_dps, replace_dp
+from torchdata.dataloader2.utils.dispatch import find_non_dispatching_branches
+from torchdata.datapipes.iter import IterDataPipe, PinMemory, Prefetcher
+from torchdata.datapipes.map import MapDataPipe
 
 if TYPE_CHECKING:
-    from cseq.adapters.torchdata.library import DataPipe, InitFn
+    from collections.abc import Callable
 
-
-def dispatched_root(end: DataPipe) -> DataPipe:
-    """Find the end of the dispatching process's part of the graph; None if there is none."""
-    return find_lca_round_robin_sharding_dp(traverse_dps(end))
-
-
-def replicable_root(end: DataPipe) -> DataPipe:
-    """Find the end of that part of the graph that every worker gets a copy of."""
-    roots = _find_replicable_branches(traverse_dps(end))
-    if len(roots) != 1:
-        raise AssertionError(
-            "MultiProcessingReadingService only supports single replicable branch currently; "
-            f"this graph has {len(roots)}"
-        )
-    return roots[0]
+DataPipe: TypeAlias = Any  # an IterDataPipe or a MapDataPipe
+InitFn: TypeAlias = "Callable[[DataPipe, Any], DataPipe]"
+ResetFn: TypeAlias = "Callable[[DataPipe, Any, Any], DataPipe]"
+GraphFn: TypeAlias = "Callable[[DataPipe], DataPipe]"
 
 
 def replaced(end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
@@ -55,16 +37,16 @@ def shard(pipe: DataPipe, info: Any) -> None:
         )
 
 
-def initialized(pipe: DataPipe, info: Any, init_fn: InitFn | None) -> DataPipe:
-    """Call the user's function."""
-    return pipe if init_fn is None else as_pipe(init_fn(pipe, info), "worker_init_fn")
-
-
 def as_pipe(value: Any, origin: str) -> DataPipe:
     """Check that a function of the user's has returned a datapipe."""
     if not isinstance(value, (IterDataPipe, MapDataPipe)):
         raise TypeError(f"{origin} returned {value!r}, which is no datapipe; return its argument")
     return value
+
+
+def initialized(pipe: DataPipe, info: Any, init_fn: InitFn | None) -> DataPipe:
+    """Call the user's function."""
+    return pipe if init_fn is None else as_pipe(init_fn(pipe, info), "worker_init_fn")
 
 
 def pause_all(end: DataPipe) -> None:

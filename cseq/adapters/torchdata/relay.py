@@ -1,7 +1,7 @@
 """From the dispatching process to the workers, by way of the main process.
 
-That outlives both. An item is pickled where it is made and unpickled in its worker, which asks for
-it through a connection of `multiprocessing`.
+That outlives both. An item is pickled where it is made and unpickled in its worker, which calls the
+main process for it.
 """
 
 from __future__ import annotations
@@ -10,31 +10,27 @@ import contextlib
 import os
 import pickle
 import sys
-import threading
 import time
 from collections import deque
-from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
+
+from torchdata.datapipes.iter import IterDataPipe
 
 from cseq._core import Lock
-from cseq.adapters.torchdata.library import Epoch, IterDataPipe
 from cseq.encoding import failure
-from cseq.errors import WorkerDied, WorkerTimeout
+from cseq.errors import RemoteTraceback, WorkerDied, WorkerTimeout
 from cseq.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from multiprocessing.connection import Connection
 
-    from cseq.adapters.torchdata.library import GraphFn
     from cseq.stream import Streams
 
     Address = tuple[Any, bytes]  # of the relay, and the secret that its callers know
 
-ENDING = 10.0  # seconds that a thread without work may take to end
-DISPATCHING = "in dispatching process"
+ENDING = 10.0  # seconds that the relay's thread may take to end
 
 
 class Dispatched(IterDataPipe):  # type: ignore[misc]
@@ -42,133 +38,117 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
 
     def __init__(self, address: Address, worker: int) -> None:
         self.epoch = 0
+        self._address, self._secret = address
         self._worker = worker
-        self._lock = threading.Lock()
-        self._connection: Connection[Any, Any] = Client(address[0], authkey=address[1])
-
-    def _ask(self, epoch: int) -> tuple[list[bytes], bytes | None]:
-        """Ask for the next items; threads of an epoch that was given up do, too."""
-        with self._lock:
-            self._connection.send((self._worker, epoch))
-            answer: tuple[list[bytes], bytes | None] = self._connection.recv()
-            return answer
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self.epoch
         while True:
-            items, error = self._ask(epoch)
+            items, has_failed = self._ask(epoch)
             yield from map(pickle.loads, items)
-            if error is not None:
-                raise failure.unpack(error)
+            if has_failed:
+                raise DispatchingFailed
             if not items:
                 return
+
+    def _ask(self, epoch: int) -> tuple[list[bytes], bool]:
+        """Ask for the next items; threads of an epoch that was given up do, too."""
+        with Client(self._address, authkey=self._secret) as relay:
+            relay.send((self._worker, epoch))
+            answer: tuple[list[bytes], bool] = relay.recv()
+            return answer
 
 
 class Relay:
     """In the main process: hands the dispatching process's item i to worker i mod N, when asked.
 
-    A thread for each worker answers it. It pulls from the stream until it reaches an item for this
-    worker; items for other workers are queued, without bound.
+    Its thread answers one call after another. It takes items until it has one for the worker that
+    calls; those for other workers are queued, without bound.
     """
 
     def __init__(self, streams: Streams, num_workers: int) -> None:
         self._streams = streams
         self._num_workers = num_workers
-        self._lock = Lock()  # around the stream and all that is below
-        self._epoch: Epoch | None = None
-        self._next = 0  # number of the stream's next item
-        self._is_over = False
-        self._error: bytes | None = None
+        self._lock = Lock()  # around the stream and the next four
+        self._epoch = 0  # that is under way; 0: none
+        self._items: Iterator[tuple[int, bytes]] = iter(())  # numbered
         self._waiting: list[deque[bytes]] = []  # of each worker: items not yet sent
-        self._secret = os.urandom(16)
-        self._listener: Listener | None = None
-        self._name: Any = None
+        self.error: Exception | None = None  # what has ended the items
         self._is_closed = False
-        self._accepting = Threads()
-        self._serving: list[threading.Thread] = []
-
-    def open(self) -> Address:
-        """Listen for workers, and return the address; if anything is raised, call `close`."""
+        self._thread = Threads()
         # An abstract name leaves no file.
         name = f"\0cseq-{os.urandom(16).hex()}" if sys.platform == "linux" else None
-        self._listener = Listener(name, backlog=self._num_workers, authkey=self._secret)
-        self._name = self._listener.address
-        self._accepting.add("cseq-relay", self._accept)
-        self._accepting.start()
-        return self._name, self._secret
+        secret = os.urandom(16)
+        self._listener = Listener(name, backlog=num_workers, authkey=secret)
+        self.address: Address = self._listener.address, secret
 
-    def _accept(self) -> None:
-        """Accept the workers' connections, until `close`."""
-        assert self._listener is not None
+    def open(self) -> None:
+        """Answer workers from now on; if anything is raised, call `close`."""
+        self._thread.add("cseq-relay", self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        """Answer calls until `close`."""
         while not self._is_closed:
             # A caller may have died, or not know the secret.
-            with contextlib.suppress(OSError, EOFError, AuthenticationError):
-                serve = partial(self._serve, self._listener.accept())
-                thread = threading.Thread(target=serve, name="cseq-relay", daemon=True)
-                self._serving.append(thread)
-                thread.start()
-
-    def _serve(self, caller: Connection[Any, Any]) -> None:
-        """Answer one worker until it is gone."""
-        with caller, contextlib.suppress(EOFError, OSError):
-            while True:
+            with (
+                contextlib.suppress(OSError, EOFError, AuthenticationError),
+                self._listener.accept() as caller,
+            ):
                 caller.send(self._answer(*caller.recv()))
 
-    def _answer(self, worker: int, epoch: int) -> tuple[list[bytes], bytes | None]:
-        """Return the next items of a worker, and the exception raised after them.
+    def _answer(self, worker: int, epoch: int) -> tuple[list[bytes], bool]:
+        """Return the next items of a worker, and whether there is an exception after them.
 
         No items: there are no more, or the epoch is over.
         """
-        with self._lock.hold(), contextlib.suppress(InterruptedError):
-            if self._epoch is not None and self._epoch.number == epoch:
-                waiting = self._waiting[worker]
-                while not waiting and self._pull():
-                    pass
-                for _ in range(self._streams.stats().depths[-1]):  # those that are ready
-                    self._pull()
-                items = list(waiting)
-                waiting.clear()
-                return items, self._error
-        return [], None
+        with self._lock.hold():
+            if epoch != self._epoch:
+                return [], False
+            waiting = self._waiting[worker]
+            try:
+                with naming_dispatching():
+                    while not waiting:
+                        self._pull()
+                    for _ in range(self._streams.stats().depths[-1]):  # those that are ready
+                        self._pull()
+            except InterruptedError:
+                return [], False
+            except StopIteration:
+                pass
+            except Exception as error:  # noqa: BLE001 - it is raised where the item is asked for
+                self.error = error
+            items = list(waiting)
+            waiting.clear()
+            return items, self.error is not None
 
-    def _pull(self) -> bool:
-        """Take an item from the stream and queue it for its worker; False: there are no more."""
-        if self._is_over:
-            return False
-        try:
-            item = self._streams.next(0)
-        except InterruptedError:
-            raise
-        except Exception as error:  # noqa: BLE001 - it is raised where the item is asked for
-            self._is_over = True
-            if not isinstance(error, StopIteration):
-                self._error = failure.pack(_of_dispatching(error))
-            return False
-        self._waiting[self._next % self._num_workers].append(item)
-        self._next += 1
-        return True
+    def _pull(self) -> None:
+        """Take an item from the stream and queue it for its worker."""
+        number, item = next(self._items)
+        self._waiting[number % self._num_workers].append(item)
 
-    def begin(self, epoch: Epoch) -> None:
+    def begin(self, epoch: Any) -> None:
         """Begin an epoch in the dispatching process."""
         self.stop()
-        with self._lock.hold():
-            self._next, self._is_over, self._error = 0, False, None
+        with self._lock.hold(), naming_dispatching():
             self._waiting = [deque() for _ in range(self._num_workers)]
+            self.error = None
             self._streams.begin([epoch])
-            self._epoch = epoch
+            self._items = enumerate(self._streams)
+            self._epoch = epoch.number
 
-    def ask(self, verb: str, function: GraphFn | None) -> None:
+    def ask(self, verb: str, function: Any) -> None:
         """Make the dispatching process pause or resume."""
-        with self._lock.hold():
+        with self._lock.hold(), naming_dispatching():
             self._streams.ask(verb, function, behind=True)
 
     def stop(self) -> None:
         """End the epoch: a worker that waits or asks for an item of it gets none."""
-        self._epoch = None
+        self._epoch = 0
         self._streams.interrupt()
 
     def close(self) -> None:
-        """End the dispatching process and the threads; the workers have ended before.
+        """End the dispatching process and the thread; the workers have ended before.
 
         Calling it twice is fine, also if the first call was interrupted.
         """
@@ -176,27 +156,49 @@ class Relay:
         if not self._streams._run.is_ours:  # those of the process that forked this one
             return
         self._is_closed = True
-        deadline = time.monotonic() + ENDING
-        if self._listener is not None:
-            with contextlib.suppress(OSError, EOFError):  # it was closed
-                Client(self._name).close()  # which ends `accept`
-            self._accepting.join(deadline)
-            self._listener.close()
-        for thread in self._serving:
-            if thread is not threading.current_thread():  # garbage collection may run in one
-                thread.join(max(0.0, deadline - time.monotonic()))
+        with contextlib.suppress(OSError, EOFError):  # it was closed
+            Client(self.address[0]).close()  # which ends `accept`
+        self._thread.join(time.monotonic() + ENDING)
+        self._listener.close()
         self._streams.close()
 
 
-def _of_dispatching(error: Exception) -> Exception:
-    """Name the dispatching process in an error about its death or timeout."""
-    made: Any
-    text = f"the dispatching process: {error}"
-    if isinstance(error, WorkerDied):
-        made = WorkerDied(text, exitcode=error.exitcode)
-    elif isinstance(error, WorkerTimeout):
-        made = WorkerTimeout(text)
-    else:
-        return error
-    made._cseq_where = DISPATCHING
-    return cast("Exception", made)
+# -- exceptions
+
+
+class DispatchingFailed(Exception):
+    """Stands in a worker for what the dispatching process has raised, which is `Relay.error`."""
+
+
+class InDispatching(RemoteTraceback):
+    """A traceback in the dispatching process."""
+
+    place = "dispatching process"
+
+
+@contextlib.contextmanager
+def naming_dispatching() -> Iterator[None]:
+    """In this context, have exceptions name the dispatching process."""
+    try:
+        yield
+    except (WorkerDied, WorkerTimeout) as error:
+        error.args = (f"the dispatching process: {error}",)
+        raise
+    except Exception as error:
+        if isinstance(error.__cause__, RemoteTraceback):
+            error.__cause__ = InDispatching(*error.__cause__.args)
+        raise
+
+
+@contextlib.contextmanager
+def telling(relay: Relay | None) -> Iterator[None]:
+    """In this context, have exceptions say in their text where they were raised, as torch does."""
+    try:
+        yield
+    except DispatchingFailed:
+        assert relay is not None
+        assert relay.error is not None
+        raise failure.told(relay.error) from relay.error.__cause__
+    except Exception as error:
+        failure.told(error)
+        raise

@@ -26,7 +26,8 @@ from torchdata.datapipes.iter import IterableWrapper, IterDataPipe  # noqa: E402
 
 import cseq  # noqa: E402
 from cseq import testing  # noqa: E402
-from cseq.adapters.torchdata import MultiProcessingReadingService, engine  # noqa: E402
+from cseq.adapters.torchdata import MultiProcessingReadingService  # noqa: E402
+from cseq.stream import Streams  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -590,16 +591,16 @@ def test_workers_use_one_thread() -> None:
         assert list(loaded) == [1, 1]
 
 
-def test_a_loader_that_is_dropped_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its workers are ended on another thread; `shutdown` waits for them."""
+def test_the_end_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are ended on another thread: of a loader that is dropped, and by `shutdown`."""
     ended = []
-    end = engine.Engine.close
+    end = Streams.close
 
-    def close(engine: Any) -> None:
+    def close(streams: Streams) -> None:
         ended.append(threading.current_thread().name)
-        end(engine)
+        end(streams)
 
-    monkeypatch.setattr(engine.Engine, "close", close)
+    monkeypatch.setattr(Streams, "close", close)
     made = loader(numbers())
     assert next(iter(made)) == 0
     pids = [pid for pid in testing.pids(made.reading_service) if pid]
@@ -611,7 +612,7 @@ def test_a_loader_that_is_dropped_does_not_wait(monkeypatch: pytest.MonkeyPatch)
     assert set(ended) == {"cseq-close"}
     assert len(pids) == 2
     assert not any(map(is_alive, pids))
-    ended.clear()
     with loader(numbers()) as made:
         assert next(iter(made)) == 0
-    assert ended == [threading.current_thread().name]
+    await_closings(60)
+    assert ended == ["cseq-close"] * 2

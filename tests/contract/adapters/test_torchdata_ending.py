@@ -116,7 +116,7 @@ def test_shutdown_from_another_thread() -> None:
 
 # -- 11: Ctrl-C
 
-STEPS = tuple(f"adapters/torchdata/{name}.py" for name in ("__init__", "engine", "ends", "relay"))
+STEPS = tuple(f"adapters/torchdata/{name}.py" for name in ("__init__", "ends", "relay"))
 STARTING = (*STEPS, "adapters/torchdata/graph.py")
 
 
@@ -144,7 +144,7 @@ def test_ctrl_c_in_an_epoch(verb: str) -> None:
             assert got + list(items) == list(range(0, 24, 2))
             return struck.is_set()
 
-        assert first_hits(step) > 30
+        assert first_hits(step) > 10
 
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of sockets that were just made
@@ -171,7 +171,7 @@ def test_ctrl_c_in_shutdown() -> None:
             loaded.shutdown()
         return struck.is_set()  # `nothing_left_behind` looks
 
-    assert first_hits(step, 5) > 5
+    assert first_hits(step) > 1
 
 
 def test_a_graph_that_could_not_be_started_is_whole() -> None:
@@ -226,9 +226,9 @@ def test_exception_in_the_dispatching_process(num_workers: int) -> None:
 
 @pytest.mark.parametrize("make", [numbers, dispatched])
 def test_exceptions_that_are_made_otherwise(make: Any) -> None:
-    """KeyError shows its text in full; one that cannot be made from a text is a RuntimeError."""
-    for error, expected in ((KeyError("lost"), KeyError), (Odd(1, 2), RuntimeError)):
-        with loader(Raising(make(), 0, error)) as loaded, pytest.raises(expected) as caught:
+    """KeyError shows its text in full; so does one whose constructor wants two things."""
+    for error in (KeyError("lost"), Odd(1, 2)):
+        with loader(Raising(make(), 0, error)) as loaded, pytest.raises(type(error)) as caught:
             list(loaded)
         assert f"Caught {type(error).__name__} in worker process 0.\n" in str(caught.value)
 
@@ -243,8 +243,13 @@ def forget(pipe: Any, *more: Any) -> None:
     """Return nothing, as a function does whose return was forgotten."""
 
 
+def doubled() -> Any:
+    """A graph whose workers' part is more than what is dispatched."""
+    return dispatched().map(double)
+
+
 @pytest.mark.parametrize("name", ["worker_init_fn", "worker_reset_fn"])
-@pytest.mark.parametrize("make", [numbers, dispatched])
+@pytest.mark.parametrize("make", [numbers, doubled])
 def test_exception_in_a_worker_function(name: str, make: Any) -> None:
     """What the worker functions raise comes out of `iter()`, again each time."""
     with loader(make(), **{name: raise_in_one}) as loaded:

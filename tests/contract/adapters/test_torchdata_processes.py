@@ -78,13 +78,14 @@ def test_a_script_that_just_ends(run_script: RunScript) -> None:
 def test_a_caller_that_does_not_know_the_secret() -> None:
     """Any process of this user can call the relay: it is turned away, and the next one is not."""
     made = relay.Relay(Streams(Nothing, 1, start_method=QUICK), 1)
-    address, secret = made.open()
+    address, secret = made.address
+    made.open()
     try:
         with pytest.raises(AuthenticationError):
             Client(address, authkey=b"a guess")
         with Client(address, authkey=secret) as caller:
             caller.send((0, 1))  # there is no epoch
-            assert caller.recv() == ([], None)
+            assert caller.recv() == ([], False)
     finally:
         made.close()
 
