@@ -338,7 +338,7 @@ def test_no_worker_is_replaced_beside_a_dispatching_process() -> None:
 def test_timeout() -> None:
     """An item that takes longer than `timeout` is an error that shows where its worker is."""
     pipe = numbers().map(functools.partial(slowly, 1e6))
-    with loader(pipe, timeout=0.2) as loaded, pytest.raises(cseq.WorkerTimeout, match="slowly"):
+    with loader(pipe, timeout=1.0) as loaded, pytest.raises(cseq.WorkerTimeout, match="slowly"):
         list(loaded)
 
 
@@ -346,7 +346,7 @@ def test_timeout() -> None:
 def test_timeout_of_the_dispatching_process() -> None:
     """Where it hangs, the error names it, or shows the worker that waits for it."""
     pipe = IterableWrapper(range(9)).map(functools.partial(slowly, 1e6))
-    with loader(pipe.sharding_round_robin_dispatch(MULTI), timeout=0.3) as loaded:
+    with loader(pipe.sharding_round_robin_dispatch(MULTI), timeout=1.0) as loaded:
         items = iter(loaded)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("cseq.processes.supervisor.GRACE", 0.1)
