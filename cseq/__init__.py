@@ -34,11 +34,11 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── converter/      stage 2: batch → tensors, on the CPU or a CUDA device
     ├── processes/      worker processes: started, replaced when they die, ended
     ├── encoding/       ★ how a batch, an exception, the user's worker travel to another process
+    ├── lanes.py        the runners of a pool, as a trace shows them; the file of marks
     ├── memory/         the shared memory that batches lie in
     ├── stats.py        counts and times of a run, or of a part of it
     ├── advice.py       why a loop waits, and what helps: one table of rules
     ├── meters.py       what each party of a ring has measured
-    ├── lanes.py        the runners of a pool, as a trace shows them
     ├── stage.py        the loop of every runner: claim, work, publish
     ├── compute.py      cores, and the threads that libraries of a worker process compute with
     ├── check.py        checks of arguments

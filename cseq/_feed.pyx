@@ -6,13 +6,12 @@ from cpython.exc cimport PyErr_CheckSignals
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
 from cpython.ref cimport PyObject, PyTypeObject, Py_INCREF
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 
 cimport cython
 
 from cseq._core cimport (
-    ASK_CALL, Lock, Request, Ring, RunState, Source, cseq_log_begin, cseq_log_end, cseq_taken, is_deep,
-    log, refer, thread_id,
+    ASK_CALL, Lock, Request, Ring, RunState, Source, cseq_log_add, is_deep, log, refer, thread_id,
 )
 from cseq._headers cimport *
 from cseq._work cimport STRIDE, UNREAD, Decoder
@@ -427,7 +426,8 @@ cdef class Feed(Line):
         self.note_step()
         ring.retired(self.cell(&t), self.now)
         if log.on:
-            self.record(&t, self.cell(&t))
+            cseq_log_add(log, self.cell(&t), self.now, self.waited, thread_id(), self.number,
+                         <int>t.ring if self.queues else -1)
         self.units += t.units
         cseq_count_u64(&self.taken_count, 1)
         if done:
@@ -462,24 +462,6 @@ cdef class Feed(Line):
                 cseq_count_u64(&m.behind_ns, waited)
             if self.taken_count < self.runners:
                 cseq_count_u64(&m.early_ns, waited)
-
-    cdef void record(self, Ticket* t, cseq_cell* c) noexcept:
-        """Record a ticket that was taken."""
-        cdef cseq_taken* r = cseq_log_begin(log)
-        r.waited_ns = <float>min(self.waited, self.now - log.begun_ns)
-        r.started_ns, r.indexed_ns = c.indexing.started_ns, c.indexing.published_ns
-        r.taken_ns = self.now
-        r.converting_ns = r.converted_ns = -1
-        if c.stage:  # a claim may bear the time of the publish before it
-            r.converting_ns = <float>max(<int64_t>(c.converting.started_ns - r.indexed_ns), 0)
-            r.converted_ns = <float>(c.converting.published_ns - c.converting.started_ns)
-        r.epoch = <uint32_t>(c.epoch - 1 if self.queues else c.epoch)  # items count them from 1
-        r.batch = <uint32_t>(c.start if self.queues else c.batch)
-        r.thread, r.feed, r.status = thread_id(), self.number, <unsigned short>c.status
-        r.worker, r.converter = c.owner[0], c.owner[1]
-        if self.queues:
-            r.worker += <unsigned short>t.ring
-        cseq_log_end(log)
 
     cdef PyObject* take(self, uint64_t generation) except NULL:
         """Take the next batch: the caller, who has the lock, has the reference.

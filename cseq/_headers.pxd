@@ -152,6 +152,7 @@ cdef extern from "cseq_ring.h" nogil:
         uint32_t calls       # cells of a queue that are not in its round
         uint32_t round       # the others, as far as runners look at them
         uint32_t closed
+        uint32_t traced      # the number of the trace that records spans of worker processes
         uint32_t spin        # ns that a party spins before it sleeps, at least
         uint32_t spin_most   # at most
         int64_t output       # bytes from the ring to the gate that the trainer sleeps at

@@ -13,7 +13,7 @@ from libc.string cimport memcpy
 cimport cython
 cimport numpy as cnp
 
-from cseq._core cimport Ring, copied, marks
+from cseq._core cimport Ring
 from cseq._headers cimport *
 from cseq._memory cimport (
     ARRAY, LEAST, LOOSE, MAX_DIMS, MOST_COPIED, MOST_KNOWN, RECENT, ROWS, STRIDED, Block, Leaf,
@@ -583,7 +583,6 @@ cdef class Work:
 
     cdef int work(self, Runner runner) except -1:
         """Make what the present ticket asks for, and publish it, or the exception raised."""
-        cdef uint64_t made
         try:
             batch = self.make_batch(runner)
             if forks_here[0] != self.depth:
@@ -591,12 +590,10 @@ cdef class Work:
             if batch is NO_MORE:
                 self.batch_writer.end_items(runner)
                 return 0
-            made = cseq_now_ns() if marks[0].on else 0
             if not self.writer.publish_batch(runner, batch):
                 record = self.batch_writer.write(runner, batch)
                 del batch  # publish checks whether the user's code has kept arrays in the slot
                 self.batch_writer.publish(runner, record)
-            if made: copied(made, runner.since)
         except BaseException as error:  # SystemExit, too, is the user's to see
             if forks_here[0] != self.depth:
                 self.end_copy(error)

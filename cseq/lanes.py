@@ -1,58 +1,82 @@
-"""The runners of a pool, as a trace shows them, and what has happened to them."""
+"""The runners of a pool, as a trace shows them; the file of marks."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from cseq._core import now_ns
+from cseq.memory.descriptors import appended_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cseq._core import Marks
+    from cseq._core import Ring
 
-__all__ = ["Event", "Lanes", "all_lanes", "on_new"]
+__all__ = ["Event", "Lanes", "MarksFile", "alive", "forget", "marks_file", "on_new"]
 
 MOST_EVENTS = 1000  # of a pool, that are remembered
 
 _numbers = itertools.count(1)
-_alive: weakref.WeakSet[Lanes] = weakref.WeakSet()
+alive: weakref.WeakSet[Lanes] = weakref.WeakSet()  # those of all pools
 on_new: list[Callable[[Lanes], object]] = []  # called with each, while a trace records
+_guard = threading.Lock()  # around the next one
+_file: weakref.ref[MarksFile] | None = None
 
 
-def all_lanes() -> list[Lanes]:
-    """List those of all pools that are alive."""
-    return list(_alive)
+class MarksFile:
+    """A file that this process and its workers append marks to; see `appended_file`."""
+
+    def __init__(self) -> None:
+        self.file, self.fd = appended_file("cseq-marks")
+
+    def __del__(self) -> None:
+        self.file.close()
+
+    def take(self) -> bytes:
+        """Read all of it, and empty it."""
+        self.file.seek(0)
+        found = self.file.read()
+        self.file.seek(0)
+        self.file.truncate()
+        return found
+
+
+def marks_file() -> MarksFile:
+    """Return that file: there is one, for as long as a worker process or a trace has it."""
+    global _file
+    with _guard:
+        found = (None if _file is None else _file()) or MarksFile()
+        _file = weakref.ref(found)
+        return found
+
+
+def forget() -> None:
+    """Have a file of its own: this process is a copy of the one that had that file."""
+    global _file, _guard
+    _file, _guard = None, threading.Lock()
+    on_new.clear()
 
 
 class Event(NamedTuple):
-    """Something that has happened to a runner, or to the processes that they are started from.
+    """A runner's start, death or (if it was to leave) end.
 
     Attributes
     ----------
-    what : str
-        'start', 'death' or 'import'.
-    owner : int
-        The runner; 0: none.
-    since : int
-        When it began, if it took its time; else 0.
     held : tuple
         Tickets that are made again: since when (ns), and which.
     """
 
     ns: int
     what: str
-    owner: int = 0
-    pid: int = 0
-    tid: int = 0
-    text: str = ""
-    since: int = 0
-    held: tuple[tuple[int, str], ...] = ()
+    owner: int
+    pid: int
+    tid: int
+    text: str
+    held: tuple[tuple[int, str], ...]
 
 
 class Lanes:
@@ -68,46 +92,39 @@ class Lanes:
     ----------
     number : int
         What records of tickets have as their feed.
-    marks : dict
-        By owner, those of each process that shares memory with this one.
-    commit : callable
-        Allocates the memory of `marks`.
+    rings : list of Ring
     """
 
     def __init__(self, num_workers: int, kind: str) -> None:
         self.number = next(_numbers) & 0xFFFF
         self.num_workers, self.kind = num_workers, kind
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
-        self.marks: dict[int, Marks] = {}
-        self.commit: Callable[[], object] = lambda: None
-        _alive.add(self)
+        self.rings: list[Ring] = []
 
-    def announce(self) -> None:
-        """Have a trace that records look at these, too; they are complete."""
+    def begin(self, rings: list[Ring]) -> None:
+        """Have traces look at these, which are complete; also one that records."""
+        self.rings = rings
+        alive.add(self)
         for watch in on_new:
             watch(self)
 
     def end(self) -> None:
         """No trace that begins after this looks at these; one that records has them."""
-        _alive.discard(self)
+        alive.discard(self)
+        self.rings = []
 
     def note(
         self,
         what: str,
-        owner: int = 0,
+        owner: int,
+        pid: int,
+        tid: int = 0,
         *,
-        pid: int = 0,
         text: str = "",
-        since: int = 0,
         held: tuple[tuple[int, str], ...] = (),
     ) -> None:
-        """Remember an event; any thread may."""
-        self.events.append(Event(now_ns(), what, owner, pid, 0, text, since, held))
-
-    def note_thread(self, owner: int) -> None:
-        """Remember that this thread is a runner from now on."""
-        ids = os.getpid(), threading.get_native_id()
-        self.events.append(Event(now_ns(), "start", owner, *ids))
+        """Remember an event; any thread may. The main thread of a process has its number."""
+        self.events.append(Event(now_ns(), what, owner, pid, tid or pid, text, held))
 
     def name(self, owner: int) -> str:
         """Name a runner."""

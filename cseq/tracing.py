@@ -14,15 +14,14 @@ import threading
 import time
 from bisect import bisect_right
 from collections import defaultdict
+from itertools import count as counting
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cseq import _core
+from cseq import _core, lanes
 from cseq._core import now_ns
-from cseq._memory import Block
 from cseq.check import count
-from cseq.lanes import all_lanes, on_new
 from cseq.order import shard
 from cseq.processes.launcher.forks import in_forked_children
 
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from cseq._core import Ring
     from cseq.lanes import Event, Lanes
 
 __all__ = ["Trace", "full", "record_as_told", "trace", "whole"]
@@ -40,11 +40,9 @@ log = logging.getLogger("cseq")
 
 TICKETS = 100_000
 MOST_TICKETS = 1 << 24
-QUARTER = (
-    7_889_238 * 10**9
-)  # ns: what `baseTimeNanoseconds` is a multiple of, as torch's profiler has it
+QUARTER = 7_889_238 * 10**9  # ns: `baseTimeNanoseconds` is a multiple, as torch's profiler has it
 MADE_UP = 1 << 30  # thread ids of lanes that are no thread's
-SUPERVISOR, AGENTS = MADE_UP - 1, MADE_UP - 1000
+SUPERVISOR = MADE_UP - 1
 
 Record = Any  # a row of `_core.TAKEN`
 
@@ -56,6 +54,7 @@ class Lane(NamedTuple):
     tid: int
 
 
+_numbers = counting(1)  # of traces
 _guard = threading.Lock()  # around beginnings and ends of traces
 _present: Trace | None = None
 
@@ -72,7 +71,8 @@ def trace(path: str | os.PathLike[str], *, tickets: int = TICKETS) -> Trace:
         Ends in ``.json`` or ``.json.gz``. ``%p`` in it becomes the process id, ``%r`` the rank (0
         where there is one process).
     tickets : int
-        How many batches are kept, the newest ones; 64 bytes of memory for each. What was dropped is
+        How many batches are kept, the newest ones; 72 bytes of memory for each. Of spans and
+        counts, the first 262 144 of each process are kept, with 64 bytes each. What was dropped is
         written into the file, and logged.
 
     Returns
@@ -118,7 +118,7 @@ class Trace:
         self._rank = rank
         self._tickets = count("tickets", tickets, most=MOST_TICKETS)
         self._lanes: list[Lanes] = []
-        self._firsts: dict[tuple[int, int], int] = {}
+        self._rings: list[Ring] = []  # of these
         self._error: BaseException | None = None
 
     def begin(self) -> None:
@@ -133,17 +133,17 @@ class Trace:
                     "one first (or unset CSEQ_TRACE, if it has begun it)"
                 )
             self.path = path
-            self._marks = _core.Marks(Block(_core.MARKS_BYTES, zero=True))
-            self._marks.attach()
             self._pid, self._thread = os.getpid(), threading.get_native_id()
-            self._begun = now_ns()
+            self._number, self._begun = next(_numbers), now_ns()
+            self._file = lanes.marks_file()
+            _core.attach_marks(self._file.fd)
             _core.begin_log(self._tickets)
-            self._marks.on = True
+            _core.trace_here(self._number)
             _present = self
-            on_new.append(self.watch)
+            lanes.on_new.append(self.watch)
             try:
-                for lanes in all_lanes():
-                    self.watch(lanes)
+                for each in sorted(lanes.alive, key=lambda pool: pool.number):
+                    self.watch(each)
             except BaseException:
                 self._stop()
                 raise
@@ -152,15 +152,13 @@ class Trace:
         self.begin()
         return self
 
-    def watch(self, lanes: Lanes) -> None:
+    def watch(self, pool: Lanes) -> None:
         """Record a pool, too."""
-        if lanes in self._lanes:
-            return
-        self._lanes.append(lanes)
-        lanes.commit()
-        for owner, marks in lanes.marks.items():
-            self._firsts[lanes.number, owner] = marks.begun
-            marks.on = True
+        if pool not in self._lanes:
+            self._lanes.append(pool)
+            self._rings += pool.rings
+        for ring in pool.rings:
+            _core.trace_workers(ring, self._number)
 
     def __exit__(
         self,
@@ -196,15 +194,15 @@ class Trace:
     def _stop(self) -> None:
         """Record no more; `_guard` is held."""
         global _present
-        on_new.remove(self.watch)
-        self._marks.on = False
-        for lanes in self._lanes:
-            for marks in lanes.marks.values():
-                marks.on = False
-        taken, self._ever = _core.end_log()
-        self._taken = taken[-self._tickets :]
+        lanes.on_new.remove(self.watch)
+        _core.trace_here(0)
+        while self._rings:
+            _core.trace_workers(self._rings.pop(), 0)
+        self._taken, self._ever = _core.end_log()
         self._ended = now_ns()
-        _core.forget()
+        said = self._file.take()
+        del self._file
+        self._marks = np.frombuffer(said, _core.MARK, len(said) // _core.MARK.itemsize)
         _present = None
 
     def _write(self) -> None:
@@ -266,32 +264,24 @@ class Writing:
     """Makes the text of a trace's file."""
 
     def __init__(self, trace: Trace) -> None:
-        self._of = trace
-        self._pid = trace._pid
-        self._lanes = {lanes.number: lanes for lanes in trace._lanes if self._was_active(lanes)}
-        self._rows: dict[Lane, str] = {}  # the name of each row
-        self._processes: dict[int, str] = {}
+        self._of, self._pid = trace, trace._pid
+        self._pools = {pool.number: pool for pool in trace._lanes}
         self._starts: dict[tuple[int, int], list[Event]] = defaultdict(list)
-        self._deaths: dict[tuple[int, int], list[Event]] = defaultdict(list)
-        for lanes in trace._lanes:
-            for event in lanes.events:
-                if event.what in ("start", "death"):
-                    key = lanes.number, event.owner
-                    (self._starts if event.what == "start" else self._deaths)[key].append(event)
+        self._ends: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self._names = {Lane(self._pid, trace._thread): "main"}  # of rows, of which some are used
+        self._used: dict[Lane, None] = {}
+        for pool in trace._lanes:
+            for event in pool.events:
+                key = pool.number, event.owner
+                if event.what != "start":
+                    self._ends[key].append(event.ns)
+                    continue
+                self._starts[key].append(event)
+                self._names[Lane(event.pid, event.tid)] = self._title(pool, event.owner)
         shift = min((abs(b - a), t - (a + b) // 2) for a, t, b in _clocks())[1]
         self._base = (trace._begun + shift) // QUARTER * QUARTER
         self._shift = shift - self._base
-        self._dropped: dict[str, int] = {}
-
-    def _was_active(self, lanes: Lanes) -> bool:
-        """Whether there is anything to tell of a pool."""
-        trace = self._of
-        firsts = trace._firsts
-        return (
-            bool((trace._taken["feed"] == lanes.number).any())
-            or any(trace._begun <= event.ns <= trace._ended for event in lanes.events)
-            or any(m.begun > firsts[lanes.number, k] for k, m in lanes.marks.items())
-        )
+        self._dropped: list[str] = []
 
     def file(self) -> Iterator[str]:
         """Make the whole text."""
@@ -304,175 +294,140 @@ class Writing:
         yield json.dumps(head)[:-1] + ', "traceEvents": [\n'
         for text in self._events():
             yield text + ",\n"
-        dropped = {f"dropped {what}": n for what, n in self._dropped.items()}
-        if dropped:
-            text = ", ".join(f"{n} {what}" for what, n in self._dropped.items())
-            log.warning("the trace %s has the newest events; dropped: %s", self._of.path, text)
-        other = {"cseq": _version(), "tickets": len(self._of._taken), **dropped}
+        other = {"cseq": _version(), "tickets": len(self._of._taken)}
+        if self._dropped:
+            other["dropped"] = text = ", ".join(self._dropped)
+            log.warning("the trace %s does not have all; dropped: %s", self._of.path, text)
         last = self._event("i", "end", self._of._ended, Lane(self._pid, SUPERVISOR), s="t")
         yield last + '\n], "otherData": ' + json.dumps(other) + "}\n"
 
     def _events(self) -> Iterator[str]:
         taken = self._of._taken
-        dropped = self._of._ever - len(taken)
-        if dropped:
-            self._dropped["tickets"] = dropped
-        known = np.isin(taken["feed"], list(self._lanes))
-        taken = taken[known]
+        if self._of._ever > len(taken):
+            self._dropped.append(f"the first {self._of._ever - len(taken)} tickets")
+        taken = taken[np.isin(taken["feed"], list(self._pools))]
         for thread in np.unique(taken["thread"]):
             yield from self._loop(taken[taken["thread"] == thread], int(thread))
-        for number, lanes in self._lanes.items():
-            yield from self._happenings(lanes)
-            for owner, marks in lanes.marks.items():
-                first = self._of._firsts[number, owner]
-                yield from self._marks(marks, first, lanes, owner)
-        yield from self._marks(self._of._marks, 0, None, 0)
-        yield from self._names()
+        for pool in self._pools.values():
+            yield from self._happenings(pool)
+        yield from self._marks()
+        yield from self._rows()
 
     # -- the loop, and what it took
 
     def _loop(self, taken: np.ndarray[Any, Any], thread: int) -> Iterator[str]:
         """Tell of what one thread took: how it waits for each batch, and what it does with it."""
-        inline = [n for n, lanes in self._lanes.items() if lanes.kind == "inline"]
-        waited = taken["taken"] - np.maximum(taken["waited"], 0).astype(np.uint64)
-        begun = np.where(np.isin(taken["feed"], inline), taken["started"], waited)
-        asked = np.maximum(np.minimum(begun, waited), np.r_[np.uint64(0), taken["taken"][:-1]])
+        inline = [number for number, pool in self._pools.items() if pool.kind == "inline"]
+        is_inline = np.isin(taken["feed"], inline)
+        asked = np.where(is_inline, taken["started"], taken["asked"])
+        asked = np.maximum(asked, np.r_[self._of._begun, taken["taken"][:-1]].astype(np.uint64))
         asked = np.minimum(asked, taken["taken"])
-        lane = self._row(Lane(self._pid, MADE_UP + thread % MADE_UP), "loop")
+        lane = Lane(self._pid, MADE_UP + thread % MADE_UP)
+        self._names[lane] = "loop"
         for n, one in enumerate(taken):
-            if one["waited"] > 0 and asked[n] < one["taken"]:
+            if one["asked"] < one["taken"]:
                 yield self._slice(f"wait {_place(one)}", asked[n], one["taken"], lane)
             if n + 1 < len(taken):
                 after = taken[n + 1]
                 over = after["feed"] == one["feed"] and after["epoch"] != one["epoch"]
                 name = f"after epoch {one['epoch']}" if over else f"train {_place(one)}"
                 yield self._slice(name, one["taken"], asked[n + 1], lane)
-            yield from self._made(one, self._lanes[int(one["feed"])])
+            yield from self._made(one, self._pools[int(one["feed"])])
 
-    def _made(self, one: Record, lanes: Lanes) -> Iterator[str]:
-        """Tell who made a batch, and how much the loop holds with it."""
-        row = self._lane(lanes, int(one["worker"]), int(one["started"]), int(one["thread"]))
-        if lanes.kind == "fleet":
-            name, more = f"remote {_place(one)}", {"id": _place(one), "cat": "fleet"}
-            yield self._event("b", name, one["started"], row, **more)
-            yield self._event("e", name, one["indexed"], row, **more)
+    def _made(self, one: Record, pool: Lanes) -> Iterator[str]:
+        """Tell who made a batch."""
+        if pool.kind == "inline":
+            row = Lane(self._pid, int(one["thread"]))
+            self._names[row] = "indexer (test mode)"
         else:
-            yield self._slice(f"index {_place(one)}", one["started"], one["indexed"], row)
-        if one["converting"] >= 0:
-            begin = int(one["indexed"]) + int(one["converting"])
-            end = begin + int(one["converted"])
-            row = self._lane(lanes, int(one["converter"]), end)
-            yield self._slice(f"convert {_place(one)}", begin, end, row)
+            row = self._lane(pool, int(one["worker"]), int(one["started"]))
+        yield self._slice(f"index {_place(one)}", one["started"], one["indexed"], row)
+        if one["converted"]:
+            row = self._lane(pool, int(one["converter"]), int(one["converted"]))
+            yield self._slice(f"convert {_place(one)}", one["converting"], one["converted"], row)
 
-    # -- what happened to runners, and what they tell
+    # -- what happened to runners, and what processes said
 
-    def _happenings(self, lanes: Lanes) -> Iterator[str]:
-        """Tell of starts, imports, deaths."""
+    def _happenings(self, pool: Lanes) -> Iterator[str]:
+        """Tell of starts and deaths."""
         row = Lane(self._pid, SUPERVISOR)
-        for event in lanes.events:
+        self._names[row] = "supervisor"
+        for event in pool.events:
             if not self._of._begun <= event.ns <= self._of._ended:
                 continue
-            if event.since:
-                self._row(row, "supervisor")
-                yield self._slice(f"{event.what} {event.text}", event.since, event.ns, row)
-            elif not (event.owner and lanes.kind == "thread"):
-                self._row(row, "supervisor")
-                name = self._titled(f"{event.what} {event.text}".strip(), lanes)
-                if event.owner:
-                    name = self._titled(f"{event.what} {lanes.name(event.owner)}", lanes)
+            if pool.kind == "process":
+                name = f"{event.what} {self._title(pool, event.owner)}"
                 more = {"pid": event.pid, "text": event.text}
                 yield self._event("i", name, event.ns, row, s="p", args=more)
             for since, place in event.held:
-                lane = self._lane(lanes, event.owner, since)
+                lane = self._lane(pool, event.owner, since)
                 yield self._slice(f"index {place} (lost)", since, event.ns, lane)
 
-    def _marks(
-        self, marks: _core.Marks, first: int, lanes: Lanes | None, owner: int
-    ) -> Iterator[str]:
-        """Tell of a process's spans and counters."""
-        found = marks.read(first)
-        missing = marks.begun - first - len(found)
-        if missing > 0:
-            who = "the trainer" if lanes is None else self._titled(lanes.name(owner), lanes)
-            self._dropped[f"spans of {who}"] = missing
-        values = found["value"].view(np.float64)
-        for one, value in zip(found, values, strict=True):
-            thread, name = int(one["thread"]), one["name"].decode("utf-8", "ignore")
-            if lanes is None:
-                lane = Lane(self._pid, thread or self._of._thread)
-                if not thread:
-                    self._row(lane, "main")
+    def _marks(self) -> Iterator[str]:
+        """Tell of spans and counters."""
+        marks = self._of._marks
+        marks = marks[marks["begin"] >= self._of._begun]
+        sums: dict[tuple[int, bytes], float] = defaultdict(float)
+        for begin, value, pid, thread, kind, name in marks.tolist():
+            lane, text = Lane(pid, thread), name.decode("utf-8", "ignore")
+            if kind == _core.COUNT:
+                sums[pid, name] += value
+                yield self._event("C", text, begin, lane, args={"sum": sums[pid, name]})
             else:
-                lane = self._lane(lanes, owner, int(one["begin"]))
-                lane = Lane(lane.pid, thread or lane.tid)
-            if one["kind"] == _core.COUNT:
-                yield self._event("C", name, one["begin"], lane, args={"sum": float(value)})
-            else:
-                yield self._slice(name, one["begin"], one["value"], lane)
+                yield self._slice(text, begin, begin + int(value), lane)
+        for pid, number in zip(*np.unique(marks["pid"], return_counts=True), strict=True):
+            if number >= _core.MARKS:
+                who = "the trainer" if pid == self._pid else self._names.get(Lane(pid, pid), pid)
+                self._dropped.append(f"spans of {who} after the first {number}")
 
     # -- rows
 
-    def _row(self, lane: Lane, name: str) -> Lane:
-        """Name a row of the timeline."""
-        self._rows.setdefault(lane, name)
-        return lane
-
-    def _lane(self, lanes: Lanes, owner: int, ns: int, thread: int = 0) -> Lane:
+    def _lane(self, pool: Lanes, owner: int, ns: int) -> Lane:
         """Return the row of a runner: of the process that it was at this time."""
-        name = self._titled(lanes.name(owner), lanes)
-        starts = self._starts.get((lanes.number, owner), [])
-        if lanes.kind == "inline":
-            return self._row(Lane(self._pid, thread), "indexer (test mode)")
-        if not starts:
-            return self._row(Lane(self._pid, AGENTS - owner), name)
+        starts = self._starts.get((pool.number, owner), [])
+        if not starts:  # it has begun just now
+            row = Lane(self._pid, SUPERVISOR - owner)
+            self._names[row] = self._title(pool, owner)
+            return row
         # Not by the times of the starts: a process claims its first ticket before that is noted.
-        deaths = [event.ns for event in self._deaths.get((lanes.number, owner), [])]
-        event = starts[min(bisect_right(deaths, ns), len(starts) - 1)]
-        if event.pid != self._pid:
-            self._processes.setdefault(event.pid, name)
-        return self._row(Lane(event.pid, event.tid or event.pid), name)
+        at = bisect_right(self._ends.get((pool.number, owner), []), ns)
+        event = starts[min(at, len(starts) - 1)]
+        return Lane(event.pid, event.tid)
 
-    def _titled(self, name: str, lanes: Lanes) -> str:
-        """Add which manager it is, if there are several."""
-        if len(self._lanes) == 1:
-            return name
-        return f"{name} of manager {1 + list(self._lanes).index(lanes.number)}"
+    def _title(self, pool: Lanes, owner: int) -> str:
+        """Name a runner, with its manager if there are several."""
+        if len(self._pools) == 1:
+            return pool.name(owner)
+        return f"{pool.name(owner)} of manager {1 + list(self._pools).index(pool.number)}"
 
-    def _names(self) -> Iterator[str]:
+    def _rows(self) -> Iterator[str]:
         """Name processes and rows."""
         first = self._of._begun
-        script = os.path.basename(sys.argv[0] or "python")
-        processes = {self._pid: script, **self._processes}
+        processes = {self._pid: os.path.basename(sys.argv[0] or "python")}
+        for row in list(self._used):
+            name = self._names.get(row)
+            processes.setdefault(row.pid, self._names.get(Lane(row.pid, row.pid), "python"))
+            if name is not None:
+                yield self._event("M", "thread_name", first, row, args={"name": name})
+            if name == "loop":
+                yield self._event("M", "thread_sort_index", first, row, args={"sort_index": -1})
         for order, (pid, name) in enumerate(processes.items()):
             row = Lane(pid, 0)
             yield self._event("M", "process_name", first, row, args={"name": name})
             yield self._event("M", "process_sort_index", first, row, args={"sort_index": order})
-        for row, name in self._rows.items():
-            yield self._event("M", "thread_name", first, row, args={"name": name})
-            if name == "loop":
-                yield self._event("M", "thread_sort_index", first, row, args={"sort_index": -1})
 
     # -- events
 
-    def _time(self, ns: Any) -> str:
-        """Return a time in µs, as text."""
-        whole = int(ns) + self._shift
-        return f"{whole // 1000}.{whole % 1000:03}"
-
     def _event(self, phase: str, name: str, ns: Any, lane: Lane, **more: Any) -> str:
         """Make an event."""
-        text = f'{{"ph":"{phase}","name":{json.dumps(name)},"pid":{lane.pid},"tid":{lane.tid}'
-        rest = "".join(f',"{key}":{json.dumps(value)}' for key, value in more.items())
-        return f'{text},"ts":{self._time(ns)}{rest}}}'
+        self._used[lane] = None
+        at = {"pid": lane.pid, "tid": lane.tid, "ts": (int(ns) + self._shift) / 1000}
+        return json.dumps({"ph": phase, "name": name, **at, **more})
 
-    def _slice(self, name: str, begin: Any, end: Any, lane: Lane, **args: Any) -> str:
+    def _slice(self, name: str, begin: Any, end: Any, lane: Lane) -> str:
         """Make a slice."""
-        lasts = max(0, int(end) - int(begin))
-        text = (
-            f'{{"ph":"X","cat":"cseq","name":{json.dumps(name)},"pid":{lane.pid},"tid":{lane.tid}'
-        )
-        rest = f',"args":{json.dumps(args)}' if args else ""
-        return f'{text},"ts":{self._time(begin)},"dur":{lasts // 1000}.{lasts % 1000:03}{rest}}}'
+        lasts = max(0, int(end) - int(begin)) / 1000
+        return self._event("X", name, begin, lane, dur=lasts, cat="cseq")
 
 
 def _place(one: Record) -> str:
@@ -511,7 +466,7 @@ def _forget() -> None:
     """Leave the trace to the process that has forked this one."""
     global _told, _present, _guard
     _told, _present, _guard = True, None, threading.Lock()
-    on_new.clear()
+    lanes.forget()
     _core.in_forked_child()
 
 

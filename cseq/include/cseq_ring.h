@@ -44,7 +44,7 @@
 
 #define CSEQ_LINE 128 /* bytes; two 64-byte lines, since adjacent ones are fetched in pairs */
 #define CSEQ_MAGIC 0x63736571u
-#define CSEQ_LAYOUT 9u
+#define CSEQ_LAYOUT 10u
 #define CSEQ_WORTH 8u /* times what a wake-up costs that spinning may take */
 #define CSEQ_NO_SLOT 0xffffffffu /* of a ticket that lies in none */
 #define CSEQ_FIELDS 4 /* words of a record: where in the slot a batch lies */
@@ -128,7 +128,9 @@ typedef struct {
                        adds to them before it posts there */
     int64_t output; /* bytes from here to the gate that the trainer sleeps at: `gate[2]` of this ring,
                        or of another one in the same memory, so that it can wait for several */
-    char pad[CSEQ_LINE - 40];
+    uint32_t traced; /* the number of the trace that records spans of worker processes; 0: none. Written by
+                        the trainer */
+    char pad[CSEQ_LINE - 44];
     uint32_t closed; /* 0: open; else to the indexers from this number on, which leave when they have
                         no ticket in hand; 1: to all runners, and for ever. Written by the trainer */
     uint32_t spin;   /* ns that a party spins at least before it sleeps; 0: it does not */

@@ -1,5 +1,10 @@
 # What a trace records: tickets that were taken; spans and counters.
 
+from libc.errno cimport errno
+
+import logging
+import os
+
 cdef extern from *:
     """
     #if defined(_MSC_VER)
@@ -7,172 +12,156 @@ cdef extern from *:
     #else
     #define CSEQ_THREAD _Thread_local
     #endif
-    /* The system's number of this thread, and the process's generation in which it was asked for. */
+    /* The number that this thread has in traces: that of the system, once it was asked for. */
     static CSEQ_THREAD uint32_t cseq_thread_known;
     static uint32_t cseq_thread(void) {
         if (!cseq_thread_known) cseq_thread_known = (uint32_t)PyThread_get_thread_native_id();
         return cseq_thread_known;
     }
-    static void cseq_thread_forget(void) { cseq_thread_known = 0; }
+    static void cseq_thread_is(uint32_t number) { cseq_thread_known = number; }
     """
     uint32_t cseq_thread() noexcept
-    void cseq_thread_forget() noexcept
+    void cseq_thread_is(uint32_t number) noexcept
 
 
-MARKS = CSEQ_MARKS
-SPAN, COUNT = CSEQ_SPAN, CSEQ_COUNT
-MARKS_BYTES = sizeof(cseq_marks)
-cdef uint64_t LEAST_NS = 2000  # shorter copies are not recorded
+cdef extern from "cseq_trace.h" nogil:
+    enum:
+        CSEQ_SPAN
+        CSEQ_COUNT
+
+    ctypedef struct cseq_mark:
+        uint64_t begin_ns
+        double value
+        uint32_t pid
+        uint32_t thread
+        uint64_t kind
+        char[32] name
+
+    int cseq_mark_append(int fd, const cseq_mark* m) noexcept
+
+
+cdef uint64_t MOST_MARKS = 1 << 18  # of a process in a trace; the others are not recorded
+MARKS = MOST_MARKS
+COUNT = CSEQ_COUNT
 
 TAKEN = numpy.dtype([  # cseq_taken
-    ("started", "u8"), ("indexed", "u8"), ("taken", "u8"), ("converting", "f4"), ("converted", "f4"),
-    ("waited", "f4"), ("batch", "u4"), ("epoch", "u4"), ("thread", "u4"), ("feed", "u2"),
-    ("worker", "u2"), ("converter", "u2"), ("status", "u2"), ("pad", "u8")])
+    ("started", "u8"), ("indexed", "u8"), ("converting", "u8"), ("converted", "u8"), ("asked", "u8"),
+    ("taken", "u8"), ("batch", "u4"), ("epoch", "u4"), ("thread", "u4"), ("feed", "u2"),
+    ("worker", "u2"), ("converter", "u2"), ("pad", "V6")])
 MARK = numpy.dtype([  # cseq_mark
-    ("number", "u8"), ("begin", "u8"), ("value", "u8"), ("kind", "u4"), ("thread", "u4"),
-    ("name", "S32")])
+    ("begin", "u8"), ("value", "f8"), ("pid", "u4"), ("thread", "u4"), ("kind", "u8"), ("name", "S32")])
 
 cdef cseq_log here_log
-cdef cseq_marks nowhere  # that of a process which records nothing
-cdef cseq_marks* here_marks = &nowhere
 log = &here_log
-marks = &here_marks
+cdef object room = None  # of the log
 
-cdef Marks here = None   # whose memory `here_marks` is
-cdef dict sums = {}      # of its counters
-cdef object guard = object()  # of the critical section around a sum
-cdef uint32_t own = 0    # the thread that has attached
-cdef Block room = None   # of the log
+cdef uint32_t here_traced  # the number of the trace that records here; 0: none
+cdef uint32_t* traced = &here_traced  # the same, of a worker process: a word of its ring
+cdef Ring traced_ring = None  # which it keeps
+cdef int marks_fd = -1
+cdef uint32_t own_pid, marked  # of this process; the trace that the latest mark was of
+cdef uint64_t marks_left  # that are still recorded in that
+cdef object guard = object()  # of critical sections around a mark, and around the end of all
 
 
 cdef uint32_t thread_id() noexcept:
-    """The system's number of this thread."""
+    """The number that this thread has in traces."""
     return cseq_thread()
 
 
 # -- tickets
 
-def begin_log(uint64_t least):
-    """Record the tickets that are taken from now on, at least so many of the newest ones."""
+def begin_log(uint64_t size):
+    """Record the tickets that are taken from now on: the newest `size` of them."""
     global room
-    cdef uint64_t size = 64
-    while size < least:
-        size *= 2
-    if room is None or room.size != <Py_ssize_t>(size * sizeof(cseq_taken)):
-        room = Block(size * sizeof(cseq_taken))
-        memset(room.data, 0, room.size)  # its pages are there before the first ticket
-    log.taken, log.mask = <cseq_taken*>room.data, size - 1
+    made = numpy.empty(size, TAKEN)
+    made.view(numpy.uint8).fill(0)  # its pages are there before the first ticket
+    log.taken, log.size = cnp.PyArray_DATA(made), size
     log.begun = log.done = 0
-    log.begun_ns = cseq_now_ns()
     log.on = True
+    room = made
 
 
 def end_log():
-    """Record no more tickets; return an array of those that there are, and how many there were.
-
-    Its memory is used again by the next `begin_log`, which no thread may call before that is read.
-    """
+    """Record no more tickets; return an array of those that there are, and how many there were."""
     log.on = False
     while cseq_load_acq_u64(&log.done) != cseq_load_acq_u64(&log.begun):
         pass  # another thread is in the middle of one, without a GIL: some ten ns
-    cdef uint64_t begun = log.begun
-    cdef uint64_t kept = min(begun, log.mask + 1)
-    whole = room.view(0, TAKEN, (log.mask + 1,))
-    order = numpy.arange(begun - kept, begun, dtype=numpy.uint64) & numpy.uint64(log.mask)
-    return whole[order], begun
+    if log.begun < log.size:
+        return room[:log.begun], log.begun
+    return numpy.roll(room, -<Py_ssize_t>(log.begun % log.size)), log.begun
 
 
 # -- marks
 
-@cython.final
-cdef class Marks:
-    """The marks of one process, in memory that it shares with the trainer.
-
-    Parameters
-    ----------
-    memory : Memory
-        Zeroed at first.
-    at : int
-        Bytes from its beginning to the `MARKS_BYTES` of these.
-    """
-
-    def __cinit__(self, Memory memory not None, Py_ssize_t at=0):
-        memory.inside(at, sizeof(cseq_marks))
-        self.memory, self.m = memory, <cseq_marks*>(memory.data + at)
-
-    @property
-    def on(self):
-        """Whether they are recorded; set by the trainer."""
-        return bool(cseq_load_rlx_u32(&self.m.on))
-
-    @on.setter
-    def on(self, bint wanted):
-        cseq_swap_sc_u32(&self.m.on, wanted)
-
-    @property
-    def begun(self):
-        """How many there have been."""
-        return cseq_load_acq_u64(&self.m.begun)
-
-    def attach(self):
-        """Have this process's threads write their marks here: those of this thread first."""
-        global here, here_marks, own
-        forget()
-        here, own, here_marks = self, cseq_thread(), self.m
-
-    def read(self, uint64_t first=0):
-        """The marks from number `first` on that are still there: an array of `MARK`, the oldest first."""
-        cdef uint64_t begun = self.begun
-        cdef uint64_t number = max(first, begun - CSEQ_MARKS if begun > CSEQ_MARKS else 0)
-        cdef cseq_mark one
-        cdef uint64_t count = 0
-        found = numpy.empty(begun - number if begun > number else 0, MARK)
-        cdef char* out = <char*>cnp.PyArray_DATA(found)
-        while number < begun:
-            if cseq_marks_read(self.m, number, &one):
-                memcpy(out + count * sizeof(cseq_mark), &one, sizeof(cseq_mark))
-                count += 1
-            number += 1
-        return found[:count]
+def attach_marks(int fd, Ring own=None):
+    """Have this process append its marks to a file, as long as `trace_here` says so; in a worker process,
+    this thread's among them, as long as its own ring does."""
+    global marks_fd, own_pid, traced, traced_ring
+    marks_fd, own_pid = fd, os.getpid()
+    traced, traced_ring = &here_traced, own
+    if own is not None:
+        traced = &own.r.traced
+        cseq_thread_is(own_pid)
 
 
-def forget():
-    """Write no marks any more: this process is a copy of the one that did, or begins anew."""
-    global here, here_marks, own
-    here_marks = &nowhere
-    cseq_thread_forget()
-    here = None
-    sums.clear()
+def trace_here(uint32_t number):
+    """Have this process record marks for the trace of this number; 0: for none, from now on."""
+    with cython.critical_section(guard):
+        cseq_swap_sc_u32(&here_traced, number)
+
+
+def trace_workers(Ring ring not None, uint32_t number):
+    """Have the worker processes of a ring record marks for the trace of this number; 0: for none."""
+    cseq_store_rlx_u32(&ring.r.traced, number)
 
 
 def in_forked_child():
     """Record nothing: the process that has forked this one does."""
+    global traced, traced_ring
     log.on = False
-    forget()
+    trace_here(0)
+    traced, traced_ring = &here_traced, None
+    cseq_thread_is(0)
 
 
-cdef int mark(str name, uint64_t kind, uint64_t begin_ns, uint64_t value) except -1:
-    """Record a mark of this thread."""
-    cdef uint64_t thread = cseq_thread()
+cdef int mark(str name, uint64_t kind, uint64_t begin_ns, double value) except -1:
+    """Append a mark of this thread, if a trace records."""
+    cdef cseq_mark m
     cdef Py_ssize_t length
     cdef const char* text
+    cdef int error
     if not name.isascii():
         name = name.encode("utf-8", "replace").decode()
     text = PyUnicode_AsUTF8AndSize(name, &length)
-    cseq_marks_add(here_marks, begin_ns, value, (0 if thread == own else thread << 32) | kind, text, length)
+    memset(&m, 0, sizeof(m))
+    memcpy(m.name, text, min(length, <Py_ssize_t>sizeof(m.name)))
+    m.begin_ns, m.value, m.pid, m.thread, m.kind = begin_ns, value, own_pid, cseq_thread(), kind
+    with cython.critical_section(guard):
+        error = append_mark(&m)
+    if error:
+        logging.getLogger("cseq").warning(
+            "the trace has no more spans of process %d: %s", own_pid, os.strerror(error))
     return 0
 
 
-cdef void copied(uint64_t begin_ns, uint64_t end_ns) noexcept:
-    """A batch was written into its slot by this thread, unless that was a pointer's copy."""
-    cdef uint64_t thread = cseq_thread()
-    if end_ns - begin_ns >= LEAST_NS:
-        cseq_marks_add(here_marks, begin_ns, end_ns, (0 if thread == own else thread << 32) | CSEQ_SPAN, "copy", 4)
+cdef int append_mark(cseq_mark* m) noexcept:
+    """Append a mark, unless none is wanted, or not so many: 0, or an errno."""
+    global marked, marks_left
+    cdef uint32_t number = cseq_load_rlx_u32(traced)
+    if number != marked:
+        marked, marks_left = number, MOST_MARKS
+    if not number or not marks_left:
+        return 0
+    marks_left -= 1
+    if cseq_mark_append(marks_fd, m):
+        return 0
+    marks_left = 0
+    return errno
 
 
 @cython.final
 @cython.no_gc
-@cython.freelist(8)
 @cython.auto_pickle(False)
 cdef class Span:
     """What `span` returns while a trace records."""
@@ -184,8 +173,8 @@ cdef class Span:
         self.begun = cseq_now_ns()
 
     def __exit__(self, kind, error, trace):
-        if here_marks.on and self.begun:
-            mark(self.name, CSEQ_SPAN, self.begun, cseq_now_ns())
+        if self.begun:
+            mark(self.name, CSEQ_SPAN, self.begun, <double>(cseq_now_ns() - self.begun))
 
 
 @cython.binding(False)
@@ -241,7 +230,7 @@ def span(str name not None):
     [0 0 1 1 2 2 3 3]
     """
     cdef Span made
-    if not cseq_load_rlx_u32(&here_marks.on):
+    if not cseq_load_rlx_u32(traced):
         return NO_SPAN
     made = Span.__new__(Span)
     made.name = name
@@ -253,7 +242,7 @@ def count(str name not None, double n=1.0):
     """Add to a counter in the trace that is being recorded, which shows its sum over time.
 
     In indexers, in the loop, in any thread of these processes; each process has sums of its own,
-    which begin with the trace, or with the process. While nothing is recorded, it does nothing.
+    which begin with the trace. While nothing is recorded, it does nothing.
 
     Parameters
     ----------
@@ -270,8 +259,5 @@ def count(str name not None, double n=1.0):
     --------
     >>> cseq.count("bytes read", 4096)
     """
-    if cseq_load_rlx_u32(&here_marks.on):
-        with cython.critical_section(guard):
-            total = sums.get(name, 0.0) + n
-            sums[name] = total
-        mark(name, CSEQ_COUNT, cseq_now_ns(), cseq_bits_of(total))
+    if cseq_load_rlx_u32(traced):
+        mark(name, CSEQ_COUNT, cseq_now_ns(), n)

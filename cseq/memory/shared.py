@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cseq._core import MARKS_BYTES, Marks, Ring, ring_bytes
+from cseq._core import Ring, ring_bytes
 from cseq._memory import Mapping, commit
 from cseq.memory import facts
 from cseq.memory.arena import Arena
-from cseq.memory.segment import GRAIN, Segment, whole_grains
+from cseq.memory.segment import Segment, whole_grains
 from cseq.stage import spins
 
 if TYPE_CHECKING:
     from cseq.memory.arena import Locks
 
 __all__ = ["Shared"]
-
-MARKS_ROOM = whole_grains(MARKS_BYTES)  # for a process
 
 
 class Shared:
@@ -61,29 +59,15 @@ class Shared:
         self.owners = owners
         self._ring_bytes = size = ring_bytes(capacity, room, runners)
         width = whole_grains(size)
-        parts = -(-owners * MARKS_ROOM // width)  # of the file, beside the rings
-        self._segment = Segment.create(width, rings + parts + 1, facts.FILE)
-        self._marks_at = rings * width
+        self._segment = Segment.create(width, rings + 1, facts.FILE)
         self.rings: list[Ring] = []
-        mapping = Mapping(self._segment.fd, 0, self._marks_at + owners * MARKS_ROOM)
-        self.marks: dict[int, Marks] = {}
-        for owner in range(1, owners + 1):
-            commit(self._segment.fd, self.marks_at(owner), GRAIN)  # says whether to write the rest
-            self.marks[owner] = Marks(mapping, self.marks_at(owner))
+        mapping = Mapping(self._segment.fd, 0, rings * width)
         for k in range(rings):
             offset = k * self._segment.width
             commit(self._segment.fd, offset, size)
             self.rings.append(Ring(mapping, capacity, room, runners, calls, at=offset, limit=limit))
             self.rings[k].spin = spins(owners)
         self.arena = Arena(memory_limit, locks, tickets=tickets or rings * capacity)
-
-    def marks_at(self, owner: int) -> int:
-        """Return where in the rings' file a worker's marks lie: bytes from its beginning."""
-        return self._marks_at + (owner - 1) * MARKS_ROOM
-
-    def commit_marks(self) -> None:
-        """Allocate the memory of all marks, which a trace needs."""
-        commit(self._segment.fd, self._marks_at, self.owners * MARKS_ROOM)
 
     @property
     def fds(self) -> tuple[int, int]:

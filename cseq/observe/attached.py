@@ -49,7 +49,7 @@ RECENT = 2.0  # seconds that the rate and the share of waiting are of
 WINDOW = 5.0, 4  # seconds between readings that are kept whole, and how many are
 KEPT = 8  # readings whose numbers are kept
 
-MAGIC, LAYOUT, FIELDS = 0x63736571, 9, 4  # of include/cseq_ring.h
+MAGIC, LAYOUT, FIELDS = 0x63736571, 10, 4  # of include/cseq_ring.h
 HEAD = struct.Struct("=8I96xI764x")  # cseq_ring: its first words, and `closed`
 CELL = np.dtype(
     {

@@ -185,7 +185,7 @@ class Pool:
         self.lanes = lanes or Lanes(num_workers, "thread")
         self.feed.number = self.lanes.number
         self._history, self._skips = self.feed.history, errors == "skip"
-        self.lanes.announce()
+        self.lanes.begin(rings)
         if tell is not None:
             tell({**self._facts(), **(facts or {})})
 
@@ -267,9 +267,9 @@ class Pool:
         """Log what the first wait was for, if it was long."""
         if seconds < SLOW_START or os.environ.get("CSEQ_ADVICE") == "0":
             return
-        events = [event for event in self.lanes.events if event.what == "import"]
-        longest = sorted(events, key=lambda event: event.since - event.ns)[:5]
-        took = ", ".join(f"{one.text} {(one.ns - one.since) / 1e9:.1f} s" for one in longest)
+        made = [] if self.supervisor is None else self.supervisor.imports
+        longest = sorted(made, key=lambda one: one[1] - one[2])[:5]
+        took = ", ".join(f"{name} {(end - since) / 1e9:.1f} s" for name, since, end in longest)
         imports = f"; imports for all workers: {took}" if took else ""
         log.info("the first batch came after %.1f s%s", seconds, imports)
 

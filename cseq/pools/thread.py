@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 import traceback
 from functools import partial
@@ -64,7 +65,7 @@ class ThreadGroup:
         """Run a thread's work; its exception is raised in the loop."""
         try:
             if owner:
-                self._lanes.note_thread(owner)
+                self._lanes.note("start", owner, os.getpid(), threading.get_native_id())
             target()
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
             self.fail(error)

@@ -30,7 +30,7 @@ from cseq._core import now_ns
 from cseq.encoding import codec, failure
 from cseq.encoding.pickling import Pickled, dump
 from cseq.errors import WorkerTimeout
-from cseq.lanes import Event, Lanes
+from cseq.lanes import Lanes, MarksFile, marks_file
 from cseq.memory.segment import GRAIN, Segment, whole_grains
 from cseq.memory.writer import Writer
 from cseq.processes.launcher import describe_exit
@@ -96,7 +96,7 @@ class Supervisor:
         thread.
 
     lanes : Lanes
-        Where starts, deaths and imports are noted.
+        Where starts and deaths are noted.
 
     Attributes
     ----------
@@ -106,6 +106,8 @@ class Supervisor:
         Whether workers are forked from this process: objects are inherited, not pickled.
     closed : bool
         `close` was called: workers that end are not replaced.
+    imports : list
+        See `Launcher`.
     processes : dict
         The latest process of each worker, by its number from 0; it stays when that has ended.
     """
@@ -124,12 +126,11 @@ class Supervisor:
         self.shared = shared
         self.deaths = deaths
         self._lanes = lanes
-        lanes.marks, lanes.commit = shared.marks, shared.commit_marks
         self.failure = failure.Failure()
         self.closed = False
         self.processes: dict[int, Child] = {}
         self.takes_objects = launcher.takes_objects
-        self._launcher = launcher
+        self._launcher, self.imports = launcher, launcher.imports
         self._readers, self._task, self._describe = readers, task, describe
         self._active = readers  # how many of these there are to be
         self._local: Any = None  # the user's object, where workers inherit it
@@ -141,6 +142,7 @@ class Supervisor:
         self._object: Segment | None = None  # and where they read it
         self._record: codec.Record | None = None
         self._workers: dict[int, WorkerProcess] = {}
+        self._marks: MarksFile | None = None  # the file of what traces record in workers
         self._given_up: dict[str, WorkerDied] = {}  # batches, by their places
         self._noted = False
         self._records = Records()
@@ -267,6 +269,7 @@ class Supervisor:
         try:
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         finally:
+            self._marks = None
             self._ended.set()  # first: `_await_forks` adds itself before it looks at it
             self._prepared.set()
             self._launched.set()
@@ -279,8 +282,6 @@ class Supervisor:
         self._wanted.wait()
         if not self.closed:
             self._preload()
-            for module, since, until in self._launcher.imports:
-                self._lanes.events.append(Event(until, "import", text=module, since=since))
             if self.takes_objects:
                 self._name_threads()
         for owner in self.wanted():
@@ -365,11 +366,12 @@ class Supervisor:
             child.kill()
         reads = owner <= self._readers
         place = self.shared.place(owner, has_slots=reads)
-        record, marks = self._record if reads else None, self.shared.marks_at(owner)
+        record = self._record if reads else None
         known = None if self.takes_objects else levels()
-        setup = Setup(owner - 1, *place, self._task(owner), marks, record, known)
+        setup = Setup(owner - 1, *place, self._task(owner), record, known)
         fds = [self._object.fd] if reads and self._object is not None else []
-        worker.handshake(setup, *self.shared.fds, *fds)
+        self._marks = self._marks or marks_file()
+        worker.handshake(setup, *self.shared.fds, self._marks.fd, *fds)
 
     def _receive(self, worker: WorkerProcess) -> None:
         """Handle what a worker has sent, or its end of file."""
@@ -379,7 +381,7 @@ class Supervisor:
             self._reap(worker)
             return
         if not before and worker.state:
-            self._lanes.note("start", worker.owner, pid=worker.child.pid)
+            self._lanes.note("start", worker.owner, worker.child.pid)
         if worker.state == READY:
             self._unready = math.inf
         for state, body in messages:
@@ -414,7 +416,7 @@ class Supervisor:
         text = describe_exit(exitcode)
         left = worker.state == LEFT
         what = "end" if left else "death"
-        self._lanes.note(what, owner, pid=child.pid, text=text, held=tuple(lost))
+        self._lanes.note(what, owner, child.pid, text=text, held=tuple(lost))
         was_ready = worker.state == READY
         counts = not left and (held or owner in self.wanted()) and not self.failure
         error = None

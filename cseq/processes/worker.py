@@ -32,7 +32,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from cseq._core import MARKS_BYTES, Marks, Ring, exit_on_hangup, now_ns
+from cseq._core import Ring, attach_marks, exit_on_hangup, now_ns
 from cseq._memory import DEBUG, Descriptor, Mapping, Slots, keep_freed
 from cseq.encoding import codec
 from cseq.memory import descriptors
@@ -89,7 +89,6 @@ class Setup(NamedTuple):
     width: int  # bytes between the slots in their file
     slots: int  # that it can take; 0: it takes none
     task: Any  # of its pool: what it has to do
-    marks: int  # where in the rings' file its marks lie
     record: codec.Record | None  # where the user's object lies in its file, if there is one
     levels: Levels | None = None  # of the trainer's loggers; None: it is forked, and has them
 
@@ -132,7 +131,7 @@ class Entered(NamedTuple):
 def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) -> Entered:
     """Set up a worker process; it ends when the trainer closes `sock`, or `grace_ns` later."""
     keep_freed()
-    setup, (ring_fd, arena_fd, *more) = _receive_setup(sock)
+    setup, (ring_fd, arena_fd, marks_fd, *more) = _receive_setup(sock)
     if DEBUG:  # see cseq_fault.h
         os.environ["CSEQ_WORKER"] = str(setup.number)
     watch = (sock.fileno(), 0 if grace_ns is None else grace_ns(setup.task))
@@ -142,7 +141,7 @@ def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) 
     send_state(sock, LOADED if setup.record is None else ENTERED)
     at, nbytes = setup.ring
     ring = Ring(Mapping(ring_fd, 0, at + nbytes), at=at)
-    Marks(Mapping(ring_fd, setup.marks, MARKS_BYTES)).attach()
+    attach_marks(marks_fd, ring)
     os.environ.pop("CSEQ_TRACE", None)  # that file is the trainer's
     Descriptor(int, ring_fd).close()
     owner = setup.number + 1
@@ -219,11 +218,13 @@ class WorkerProcess:
             self._stacks = descriptors.anonymous_file("cseq-stacks")[0]
         self._buffer = bytearray()
 
-    def handshake(self, setup: Setup, ring_fd: int, arena_fd: int, *object_fd: int) -> None:
+    def handshake(
+        self, setup: Setup, ring_fd: int, arena_fd: int, marks_fd: int, *object_fd: int
+    ) -> None:
         """Send the setup and the descriptors that come with it."""
         body = pickle.dumps(setup)
         stacks_fd = [] if self._stacks is None else [self._stacks.fd]
-        fds = [ring_fd, arena_fd, *stacks_fd, *object_fd]
+        fds = [ring_fd, arena_fd, marks_fd, *stacks_fd, *object_fd]
         # If the worker is dead already, the socket will be at end of file.
         with contextlib.suppress(ConnectionError):
             descriptors.send(self.child.sock, LENGTH.pack(len(body)), fds, self.child.handle)

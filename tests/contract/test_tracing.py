@@ -159,7 +159,6 @@ def test_every_batch(kind: str, tmp_path: Path) -> None:
     ours = os.getpid()
     if kind == "processes":
         assert {e["pid"] for e in made}.isdisjoint({ours})
-        assert {e["name"] for e in named(trace, "copy")} == {"copy"}
     assert {names[e["pid"], e["tid"]] for e in made} <= {
         "worker 0",
         "worker 1",
@@ -223,17 +222,17 @@ def test_the_newest_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     trace = read(path)
     assert [e["name"] for e in named(trace, "train")] == [f"train 0/{k}" for k in range(7, 11)]
     assert trace["otherData"]["tickets"] == 5
-    assert trace["otherData"]["dropped tickets"] == 7
-    assert "dropped: 7 tickets" in caplog.text
+    assert trace["otherData"]["dropped"] == "the first 7 tickets"
+    assert "dropped: the first 7 tickets" in caplog.text
 
 
 def test_two_managers(tmp_path: Path) -> None:
-    """Each has its workers' lanes; the loop is one."""
+    """Each has its workers' lanes, by the order of their starts; the loop is one."""
     path = tmp_path / "run.json"
     before = POOLS["processes"]()
     idle = cseq.MTSequence(np.arange(4), batch_size=1, num_workers=1, out_type="null")
     with before.start() as ones, idle.start() as unused:  # before the trace
-        next(iter(unused))  # of a third, there is nothing to tell
+        next(iter(unused))  # of the second, there is nothing to tell
         first = iter(ones)
         next(first)
         with cseq.trace(path), POOLS["threads"]().start() as others:
@@ -244,7 +243,7 @@ def test_two_managers(tmp_path: Path) -> None:
     names = Counter(
         lanes(trace)[e["pid"], e["tid"]].partition(" of ")[2] for e in named(trace, "index")
     )
-    assert names.keys() == {"manager 1", "manager 2"}
+    assert names.keys() == {"manager 1", "manager 3"}
     assert len(named(trace, "train")) == 21
 
 
@@ -351,6 +350,23 @@ def test_what_the_loop_says(tmp_path: Path) -> None:
     assert [e["args"]["sum"] for e in named(trace, "losses", "C")] == [1, 3.5]
 
 
+def test_spans_that_a_trace_begins_or_ends_in(tmp_path: Path) -> None:
+    """They are not recorded; nor is one that was never entered."""
+    first, second = cseq.trace(tmp_path / "1.json"), cseq.trace(tmp_path / "2.json")
+    with cseq.span("before"):
+        first.__enter__()
+        ended = cseq.span("over")
+        ended.__enter__()
+        cseq.span("never").__exit__(None, None, None)
+    first.__exit__(None, None, None)
+    with second:
+        ended.__exit__(None, None, None)
+        with cseq.span("inside"):
+            pass
+    found = [read(tmp_path / name)["traceEvents"] for name in ("1.json", "2.json")]
+    assert [[e["name"] for e in events if e["ph"] == "X"] for events in found] == [[], ["inside"]]
+
+
 def test_nothing_records() -> None:
     """Then spans and counters do nothing, but names are still to be text."""
     with cseq.span("nothing"):
@@ -362,17 +378,63 @@ def test_nothing_records() -> None:
 
 
 def test_too_many_spans(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The newest are kept; of a name, its first 32 bytes: whole letters."""
+    """The first ones of a process are kept, in each trace; of a name, its first 32 bytes."""
+    most = 1 << 18
+    for number in (most + 1, 3):
+        path = tmp_path / f"{number}.json"
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "cseq"), cseq.trace(path):
+            for k in range(number):
+                with cseq.span(f"a {k % 1000:03} {'é' * 20}"):
+                    pass
+        found = [e["name"] for e in named(read(path), "a")]
+        assert found == [f"a {k % 1000:03} {'é' * 13}" for k in range(min(number, most))]
+        assert ("spans of the trainer after the first 262144" in caplog.text) == (number > most)
+
+
+@pytest.mark.needs("fork")
+def test_no_room_for_spans(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What cannot be written is missing, and the log says so; the loop goes on."""
+    import resource
+
     path = tmp_path / "run.json"
-    with caplog.at_level(logging.ERROR, "cseq"), cseq.trace(path):
-        for k in range(20_000):
-            with cseq.span(f"a {k % 1000:03} {'é' * 20}"):
-                pass
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with cseq.trace(path):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (256, limits[1]))
+        try:
+            for k in range(6):
+                with cseq.span(f"a {k}"):
+                    pass
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [e["name"] for e in named(read(path), "a")] == [f"a {k}" for k in range(4)]
+    assert caplog.text.count(f"the trace has no more spans of process {os.getpid()}: ") == 1
+
+
+def test_spans_of_many_threads_and_processes(tmp_path: Path) -> None:
+    """Each is whole, and there: all append to one file."""
+    path = tmp_path / "run.json"
+
+    def work(number: int) -> None:
+        for k in range(500):
+            with cseq.span(f"a {number} {k}"):
+                cseq.count(f"of {number}")
+
+    manager = cseq.MPSequence(Spanned, 400, batch_size=2, num_workers=3, out_type="null")
+    with cseq.trace(path), manager.start() as batches:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        count = sum(1 for _ in batches)
+        for thread in threads:
+            thread.join()
     trace = read(path)
-    assert trace["otherData"]["dropped spans of the trainer"] == 20_000 - 16_384
-    names = {e["name"] for e in named(trace, "a")}
-    assert names == {f"a {k:03} {'é' * 13}" for k in range(1000)}
-    assert len(named(trace, "a")) == 16_384
+    check(trace)
+    assert sorted(e["name"] for e in named(trace, "a")) == sorted(
+        f"a {number} {k}" for number in range(4) for k in range(500)
+    )
+    assert [max(e["args"]["sum"] for e in named(trace, "of", "C"))] == [500]
+    assert len(named(trace, "decode")) == count == 200
 
 
 SCRIPT = """

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.needs("worker processes")
 
-SETUP = Setup(0, 1, (0, 8), 8, 0, "x" * 10**6, 0, None)
+SETUP = Setup(0, 1, (0, 8), 8, 0, "x" * 10**6, None)
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_a_handshake_with_the_dead(ends: tuple[WorkerProcess, socket.socket]) ->
     worker, theirs = ends
     theirs.close()
     fd = worker.child.sock.fileno()
-    worker.handshake(SETUP, fd, fd)
+    worker.handshake(SETUP, fd, fd, fd)
     assert worker.receive() is None
 
 
@@ -183,7 +183,7 @@ def test_however_a_connection_ends(
     monkeypatch.setattr("socket.send_fds", refuse)
     with worker.child.sock:
         worker.child.sock = Broken(error)
-    worker.handshake(SETUP, 3, 4)
+    worker.handshake(SETUP, 3, 4, 5)
     assert worker.receive() is None
 
 
