@@ -28,9 +28,7 @@ cnp.import_array()
 
 FIELDS = CSEQ_FIELDS
 
-
 cseq_wait_choose()
-
 
 ALGORITHMS = "fisher-yates-v1", "feistel-v1"
 FEISTEL_LEAST = CSEQ_FEISTEL_LEAST
@@ -349,7 +347,7 @@ cdef class Ring:
         self.kept = [None] * self.r.capacity if self.r.calls else None
         self.calling = -1
         self.wake_at = 1
-        self.limit, self.gil.crew = limit or self.r.capacity, self.r.runners
+        self.limit, self.gil.crew = limit or self.r.round + self.r.calls, self.r.runners
 
     cdef cseq_cell* at(self, uint32_t cell) except NULL:
         if cell >= self.r.capacity:
@@ -386,7 +384,8 @@ cdef class Ring:
 
     @property
     def closed(self):
-        return bool(cseq_ring_closed(self.r))
+        """To the indexers from this number on, which leave; 1: to all, and for ever; 0: to none."""
+        return cseq_load_sc_u32(&self.r.closed)
 
     @property
     def spin(self):
@@ -633,7 +632,7 @@ cdef class Ring:
         return self.at(cell).start
 
     def token(self, uint32_t cell):
-        """The cell's word: it differs for each ticket, and for each state of a ticket."""
+        """The cell's word: larger for later tickets, another for each state of a ticket; 0: it is free."""
         return cseq_load_acq_u64(&self.at(cell).word)
 
     def left_in(self, uint32_t cell):

@@ -14,10 +14,12 @@ from cseq.compute import share
 from cseq.meters import METER, Meters
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from numpy.typing import NDArray
 
+    from cseq._core import Ring
     from cseq.meters import Histogram
 
 __all__ = ["Every", "SlowBatch", "Stats", "WorkerStats", "counting"]
@@ -134,6 +136,27 @@ class Stats:
     threads: bool = field(default=False, repr=False)  # that share a GIL with the loop
     streams: bool = field(default=False, repr=False)
     meters: Meters = field(default=NOTHING, repr=False, compare=False)
+
+    @classmethod
+    def read(
+        cls, rings: Sequence[Ring], past: Callable[[], bytes] = bytes, **counted: Any
+    ) -> Stats:
+        """Read what rings have counted, those of a pool; on any thread."""
+        meters, queues = Meters.read(rings, past), rings[0].kept is not None
+        posted, middle, ready = zip(*(ring.depths() for ring in rings), strict=True)
+        return cls(
+            batches=meters.batches,
+            samples=meters.samples,
+            nbytes=meters.nbytes,
+            depths=(sum(posted), sum(middle), sum(ready)),
+            start_waited=meters.start,
+            elapsed=meters.elapsed,
+            loop_waited=meters.waited,
+            buffer=0 if queues else rings[0].limit,
+            streams=queues,
+            meters=meters,
+            **counted,
+        )
 
     @property
     def loop_waiting(self) -> float:

@@ -202,7 +202,8 @@ CSEQ_INLINE void cseq_ring_extend(cseq_ring *r, uint32_t cells) {
 /* 1 if `bytes` of memory hold a ring of this layout. */
 CSEQ_INLINE int cseq_ring_fits(const cseq_ring *r, uint64_t bytes) {
     return bytes >= sizeof(cseq_ring) && r->magic == CSEQ_MAGIC && r->layout == CSEQ_LAYOUT &&
-           r->fields == CSEQ_FIELDS &&
+           r->fields == CSEQ_FIELDS && r->batch_size <= bytes && /* no product overflows */
+           r->capacity <= bytes / sizeof(cseq_cell) &&
            bytes >= cseq_ring_bytes(r->capacity, r->batch_size, r->runners);
 }
 

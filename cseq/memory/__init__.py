@@ -5,6 +5,5 @@
 ``writer``        a worker's end of the slots
 ``segment``       the anonymous file that slots lie in
 ``descriptors``   anonymous files, received descriptors: all close-on-exec
-``facts``         what other programs may know of a run: see `cseq.observe.attached`
 ``memory_limit``  the memory of this machine and of its control groups
 """

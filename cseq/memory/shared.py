@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from cseq._core import Ring, ring_bytes
 from cseq._memory import Mapping, commit
-from cseq.memory import facts
 from cseq.memory.arena import Arena
 from cseq.memory.segment import Segment, whole_grains
 from cseq.stage import spins
@@ -40,6 +39,8 @@ class Shared:
         The most that are posted at a time, if fewer than there are cells.
     limit : int
         See `Ring`.
+    name : str
+        What `/proc` calls the file of the rings.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class Shared:
         calls: int = 0,
         tickets: int | None = None,
         limit: int = 0,
+        name: str = "cseq",
     ) -> None:
         self.owners = owners
         self._ring_bytes = size = ring_bytes(capacity, room, runners)
         width = whole_grains(size)
-        self._segment = Segment.create(width, rings + 1, facts.FILE)
+        self._segment = Segment.create(width, rings, name)
         self.rings: list[Ring] = []
         mapping = Mapping(self._segment.fd, 0, rings * width)
         for k in range(rings):
@@ -73,11 +75,6 @@ class Shared:
     def fds(self) -> tuple[int, int]:
         """Descriptors of the rings' file and of the slots'."""
         return self._segment.fd, self.arena.segment.fd
-
-    def tell(self, told: dict[str, object]) -> None:
-        """Have other programs know some facts of the run, with where its rings are."""
-        where = {"rings": len(self.rings), "width": self._segment.width}
-        facts.write(self._segment.fd, {**told, **where})
 
     def _locate(self, owner: int) -> tuple[int, int]:
         """Return the number of a worker's ring, and the worker's number there."""

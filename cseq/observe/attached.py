@@ -1,291 +1,232 @@
 """Runs of other processes, read from outside.
 
-What is read: their meters, and what their workers work on. A run's rings lie in a file without a
-name, which ``/proc/<pid>/fd`` opens for the same user. It is read as any file is, never mapped:
-what was cut off or overwritten is an `UnreadableError`. `Watcher` finds the runs and keeps what it
-has read.
+A run's rings lie in a file without a name, which ``/proc/<pid>/fd`` opens for the same user; what
+`/proc` calls the file says of which run they are. The core's own `Ring` reads a copy: nothing is
+ever written, and what was cut off, overwritten or written by another version is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import struct
+import re
 import time
-from collections import Counter, deque
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from cseq._core import now_ns
-from cseq._memory import Descriptor
+from cseq._core import Ring, now_ns
+from cseq._memory import Block, Descriptor
 from cseq.advice import ENOUGH_BATCHES, advise
-from cseq.memory import facts
-from cseq.meters import METER, Meters
 from cseq.observe.processes import starts, tree
-from cseq.processes.worker import STACK_QUIET, STACK_SECONDS, STACK_SIGNAL
+from cseq.pools.base import RUN
+from cseq.processes.worker import STACK_SECONDS, STACK_SIGNAL
 from cseq.stats import Stats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Container, Iterator, Sequence
 
     from cseq.advice import Advice
 
-__all__ = [
-    "Attached",
-    "Task",
-    "UnreadableError",
-    "Watched",
-    "Watcher",
-    "attach",
-    "stacks",
-]
+__all__ = ["AttachedRun", "Watcher", "runs_of", "stacks"]
 
 LOOK = 2.0  # seconds between two searches for runs
 RECENT = 2.0  # seconds that the rate and the share of waiting are of
-WINDOW = 5.0, 4  # seconds between readings that are kept whole, and how many are
-KEPT = 8  # readings whose numbers are kept
-
-MAGIC, LAYOUT, FIELDS = 0x63736571, 10, 4  # of include/cseq_ring.h
-HEAD = struct.Struct("=8I96xI764x")  # cseq_ring: its first words, and `closed`
-CELL = np.dtype(
-    {
-        "names": ["word", "epoch", "batch", "start", "indexing", "converting"],
-        "formats": ["u8"] * 6,
-        "offsets": [0, 8, 16, 24, 112, 160],
-        "itemsize": 256,
-    }
-)
-FREE, POSTED, INDEXING, INDEXED, CONVERTING, READY = range(6)
-STACKS = "cseq-stacks"  # what `/proc` calls the file of a worker's stacks
+WINDOW = 20.0  # seconds that the advice is of
+KEPT = 20  # readings that are kept
+STACKS, LONGEST = "cseq-stacks", 1 << 20  # what `/proc` calls the file of a worker's stacks; bytes
 
 
-class UnreadableError(Exception):
-    """There is no run of this version of cseq in a file."""
-
-
-class Task(NamedTuple):
-    """What a runner works on: a batch, and since when (ns)."""
-
-    stage: str
-    epoch: int
-    batch: int
-    since: int
-
-
-class Attached:
-    """A run of another process.
+class AttachedRun:
+    """A run of another process, and what was read of it.
 
     Parameters
     ----------
-    fd : int
-        Of the file, open for reading; closed with this object.
+    file : Descriptor
+        Open for reading.
     pid : int
         Of the process, as it is called here.
+    told : dict of str to int
+        See `pools.base.file_name`.
 
     Attributes
     ----------
-    facts : dict of str to str
-        See `facts.write`.
-    workers, buffer : int
-        How many there were of each at the latest reading.
-    length : int
-        Batches in an epoch; 0: not known.
-    is_closed : bool
-        The trainer has ended the run.
-
-    Raises
-    ------
-    UnreadableError
+    stats : Stats
+        The latest reading.
+    tasks : dict of int to (int, int, int)
+        By worker, what it works on: epoch, batch, and since when (ns).
+    place : (int, int) or None
+        Epoch and number of the batch, or item, that the loop gets next.
+    ended : str
+        Why nothing more is read.
     """
 
-    def __init__(self, fd: int, pid: int) -> None:
-        self._file = Descriptor(os.dup, fd)
-        self.pid, self.started = pid, starts(pid)
-        self.facts = facts.read(self._file.fd)
-        self.length, self.threads = self.fact("length"), self.fact("threads")
-        self.workers, self.buffer, self.is_closed = self.fact("workers"), 0, False
-        rings, width, size = self.fact("rings"), self.fact("width"), os.fstat(self._file.fd).st_size
-        if width < HEAD.size or not 0 < rings * width <= size:
-            raise UnreadableError("the file has no facts of a run")
-        _, meters = self._rings()
-        runners = sum(len(each) // METER.itemsize - 1 for each in meters)
-        if runners != self.workers + self.fact("converters"):
-            raise UnreadableError(f"the facts are impossible: {self.facts}")
-
-    def close(self) -> None:
-        """Close the file; what was read stays."""
-        self._file.close()
+    def __init__(self, file: Descriptor, pid: int, told: dict[str, int]) -> None:
+        self._file, self.pid, self.told = file, pid, told
+        self._started, self.script = starts(pid), _script(pid)
+        self._past: deque[tuple[float, Stats]] = deque(maxlen=KEPT)
+        self.stats = Stats()
+        self.tasks: dict[int, tuple[int, int, int]] = {}
+        self.place: tuple[int, int] | None = None
+        self.ended = ""
 
     @property
     def is_alive(self) -> bool:
         """Whether the process is there, and is the same."""
-        return self.started is not None and starts(self.pid) == self.started
+        return self._started is not None and starts(self.pid) == self._started
 
     def fact(self, name: str) -> int:
-        """Return a number of the facts; 0: there is none."""
-        told = self.facts.get(name, "")[:20]  # of 64 bits
-        return int(told) if told.isdecimal() else 0
+        """Return what the name of the file says; 0: nothing."""
+        return self.told.get(name, 0)
 
     def process(self, number: int) -> int:
-        """Return the pid, here, of a worker that is called so where it runs; 0: there is none."""
-        if self.threads:
-            return 0
-        if self.fact("pid") == self.pid:
-            return number
-        return next((pid for pid in tree(self.pid) if number and _own_number(pid) == number), 0)
+        """Return the pid of a worker; 0: it is a thread, or has another pid where the run is."""
+        return 0 if self.fact("threads") or self.fact("pid") != self.pid else number
 
-    def _read(self, size: int, at: int) -> bytes:
-        data = os.pread(self._file.fd, size, at)
-        if len(data) < size:
-            raise UnreadableError(f"the file ends after {at + len(data)} bytes")
-        return data
+    def update(self, now: float) -> None:
+        """Read it; what is left of one that has ended is kept."""
+        if self.ended:
+            return
+        try:
+            if not self.is_alive:
+                self.ended = "ended"
+            rings = list(self._rings())
+            if rings[0].closed == 1 and not self.ended:
+                self.ended = "finished"
+            self._read(rings)
+            self._past.append((now, self.stats))
+        except (OSError, ArithmeticError, LookupError, MemoryError, ValueError) as error:
+            self.ended = f"cannot be read: {error}"
+        if self.ended:
+            self._file.close()
 
-    def _rings(self) -> tuple[NDArray[np.void], list[bytes]]:
-        """Return the cells of all rings, and the meters of each."""
-        cells, meters, width = [], [], self.fact("width")
-        for at in range(0, self.fact("rings") * width, width):
-            words = HEAD.unpack(self._read(HEAD.size, at))
-            magic, layout, capacity, _, runners, fields, _, in_use, closed = words
-            if magic != MAGIC:
-                raise UnreadableError("there is no ring in the file")
-            if layout != LAYOUT or fields != FIELDS:
-                raise UnreadableError(
-                    f"process {self.pid} has another version of cseq: layout {layout}, not {LAYOUT}"
-                )
-            size = capacity * CELL.itemsize
-            whole = size + (runners + 1) * METER.itemsize
-            if HEAD.size + whole > width:
-                raise UnreadableError(f"a ring of {capacity} cells does not fit into the file")
-            data = self._read(whole, at + HEAD.size)
-            cells.append(np.frombuffer(data, CELL, capacity))
-            meters.append(data[size:])
-        self.is_closed = closed == 1
-        if closed > 1:  # to indexers from this number on
-            self.workers = min(closed - 1, self.fact("workers"))
-        self.buffer = 0 if self.fact("streams") else in_use
-        return np.concatenate(cells), meters
+    def _rings(self) -> Iterator[Ring]:
+        """Copy the file, and attach to the rings in the copy."""
+        size = os.fstat(self._file.fd).st_size
+        copy = Block(size)
+        if os.preadv(self._file.fd, [copy], 0) < size:
+            raise ValueError("the file was cut off")
+        for k in range(self.fact("rings")):
+            yield Ring(copy, at=k * (size // self.fact("rings")))
 
-    def read(self) -> tuple[Stats, dict[int, Task], tuple[int, int] | None]:
-        """Return the counts, by runner what it works on, and the loop's place: epoch and batch."""
-        cells, copies = self._rings()
-        streams, meters = self.fact("streams"), Meters(copies, now_ns(), bytes)
-        states = cells["word"] & np.uint64(0xFF)
-        depths = [int((states == state).sum()) for state in (POSTED, INDEXED, READY)]
-        stats = Stats(
-            batches=meters.batches, samples=meters.samples, nbytes=meters.nbytes,
-            depths=(depths[0], depths[1], depths[2]), start_waited=meters.start,
-            elapsed=meters.elapsed, loop_waited=meters.waited, num_workers=self.workers,
-            num_converters=self.fact("converters"), buffer=self.buffer,
-            threads=bool(self.threads and self.fact("gil")), streams=bool(streams), meters=meters,
-        )  # fmt: skip
-        each = len(cells) // self.fact("rings")  # cells of a ring
-        tasks = {}
-        for stage, state in (("indexing", INDEXING), ("converting", CONVERTING)):
-            for k in np.flatnonzero(states == state).tolist():
-                cell = cells[k]
-                owner = int(cell["word"]) >> 8 & 0xFFFF
-                runner = k // each if streams else owner - 1
-                epoch = int(cell["epoch"]) - streams  # tickets of streams count them from 1
-                batch = int(cell["start" if streams else "batch"])
-                tasks[runner] = Task(stage, epoch, batch, int(cell[stage]))
-        return stats, tasks, self._place(cells[states != FREE])
+    def _read(self, rings: list[Ring]) -> None:
+        """Take over what rings say."""
+        count, leaving = self.fact("workers"), rings[0].closed  # the first worker that leaves
+        self.stats = stats = Stats.read(
+            rings,
+            num_workers=min(leaving - 1, count) if leaving > 1 else count,
+            num_converters=self.fact("converters"),
+            threads=bool(self.fact("threads") and self.fact("gil")),
+        )
+        self.tasks, self.place, first = {}, None, 0
+        for k, ring in enumerate(rings):
+            for cell in range(ring.capacity):
+                token, (epoch, batch, _) = ring.token(cell), ring.ticket(cell)
+                owner, since = ring.holder(cell)
+                if stats.streams:  # their epochs are counted from 1, and each worker has a ring
+                    epoch, batch, owner = epoch - 1, ring.start(cell), owner and k + 1
+                if owner:
+                    self.tasks[owner - 1] = epoch, batch, since
+                if token and (not first or token < first):
+                    first, self.place = token, (epoch, batch)
 
-    def _place(self, cells: NDArray[np.void]) -> tuple[int, int] | None:
-        """Return epoch and batch of the ticket that the loop gets next; of a stream, 0 as batch."""
-        if not len(cells):
-            return None
-        first = cells[np.argmin(cells["word"] >> np.uint64(24))]
-        if self.fact("streams"):
-            return int(first["epoch"]) - 1, 0
-        return int(first["epoch"]), int(first["batch"])
+    def since(self, seconds: float) -> Stats:
+        """Return what was counted in the last so many seconds; of a run that has ended, in all."""
+        for then, earlier in self._past if not self.ended else ():
+            if 0 < self._past[-1][0] - then <= seconds:
+                with contextlib.suppress(ValueError):  # it counts less than before
+                    return self.stats.since(earlier)
+        return self.stats
+
+    def window(self) -> Stats:
+        """Return the counts of the last 20 s, or since the start if these are few."""
+        recent = self.since(WINDOW)
+        return recent if recent.batches >= ENOUGH_BATCHES else self.stats
+
+    def advice(self) -> Advice:
+        """Return the advice for that window, on the cores that the program has."""
+        return advise(replace(self.window().window(), cores=max(1, self.fact("cores"))))
+
+    @property
+    def title(self) -> list[str]:
+        """The program, the process and the rank."""
+        title, world = [self.script, f"pid {self.pid}"], self.fact("world_size")
+        if world > 1:
+            title.append(f"rank {self.fact('rank')} of {world}")
+        return title
 
 
-def attach(pid: int, known: Iterable[int] = ()) -> tuple[dict[int, Attached], list[str]]:
-    """Look for runs of a process.
+def runs_of(pid: int, known: Container[int] = ()) -> Iterator[tuple[int, AttachedRun]]:
+    """Find runs of a process.
 
     Parameters
     ----------
     pid : int
-    known : iterable of int
+    known : set of int
         Numbers (inodes) of files that are not opened again.
 
-    Returns
-    -------
-    dict of int to Attached
-        By number of their files, those that are new.
-    list of str
-        What could not be read, and why.
+    Yields
+    ------
+    (int, AttachedRun)
+        The number of its file, and a run that is new.
 
     Raises
     ------
     OSError
         The process is gone, or another user's.
     """
-    new, problems = {}, []
-    folder = f"/proc/{pid}/fd"
-    for name in sorted(os.listdir(folder), key=int):  # as they were opened
-        path = f"{folder}/{name}"
+    own = _own_number(pid)
+    for name in sorted(os.listdir(f"/proc/{pid}/fd"), key=int):  # as they were opened
+        path = f"/proc/{pid}/fd/{name}"
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            if facts.FILE not in os.path.basename(os.readlink(path)):
+            called, number = os.readlink(path), os.stat(path).st_ino
+            if not called.startswith(f"/memfd:{RUN}") or number in known:
                 continue
-            number = os.stat(path).st_ino
-            if number in known or number in new:
-                continue
-            file = Descriptor(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            try:
-                found = Attached(file.fd, pid)
-            except UnreadableError as error:
-                problems.append(str(error))
-                continue
-            if found.fact("pid") == _own_number(pid):  # else it was inherited by a fork
-                new[number] = found
-    return new, problems
+            told = {word: int(value) for word, value in re.findall(r"(\w+)=(\d+)", called)}
+            if told.get("pid", own) == own:  # else a fork has inherited it
+                file = Descriptor(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                yield number, AttachedRun(file, pid, told)
 
 
-def _status(pid: int, name: str) -> str:
-    """Return a line of `/proc/<pid>/status`; empty: there is none."""
+def _script(pid: int) -> str:
+    """Return the name of what a process runs."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        words = file.read().decode("utf-8", "replace").split("\0")
+        found = next((each for each in words[1:] if each and each[0] != "-"), words[0])
+        return "".join(c if c.isprintable() else "?" for c in os.path.basename(found))
+    return "python"
+
+
+def _status(pid: int) -> dict[str, str]:
+    """Return the lines of `/proc/<pid>/status` by their names; none if the process is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith(f"{name}:"):
-                return line.partition(":")[2].strip()
-    return ""
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
+    return {}
 
 
 def _own_number(pid: int) -> int:
     """Return what a process calls itself, which may be in a container."""
-    return int((_status(pid, "NSpid").split() or [str(pid)])[-1])
+    return int(_status(pid).get("NSpid", str(pid)).split()[-1])
 
 
 def stacks(pids: Sequence[int]) -> list[str]:
     """Have worker processes write their stacks, and return these; empty: it is none of cseq's."""
     files = [_file_of_stacks(pid) for pid in pids]
-    sizes = begun = [0 if file is None else os.fstat(file.fd).st_size for file in files]
+    begun = [0 if file is None else os.fstat(file.fd).st_size for file in files]
     for pid, file in zip(pids, files, strict=True):
         if file is not None and STACK_SIGNAL is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, STACK_SIGNAL)
-    since = grown = time.monotonic()
-    while time.monotonic() < since + STACK_SECONDS:
-        now = [0 if file is None else os.fstat(file.fd).st_size for file in files]
-        if now != sizes:
-            sizes, grown = now, time.monotonic()
-        waiting = any(file and a == b for file, a, b in zip(files, begun, now, strict=True))
-        if not waiting and time.monotonic() - grown > STACK_QUIET:
-            break
-        time.sleep(0.01)
+    time.sleep(STACK_SECONDS)
     return [
-        "" if file is None else os.pread(file.fd, max(b - a, 0), a).decode(errors="replace")
-        for file, a, b in zip(files, begun, sizes, strict=True)
+        "" if file is None else os.pread(file.fd, LONGEST, at).decode(errors="replace")
+        for file, at in zip(files, begun, strict=True)
     ]
 
 
 def _file_of_stacks(pid: int) -> Descriptor | None:
     """Open the file that a worker process writes its stacks to; None: the signal would end it."""
-    caught = int(_status(pid, "SigCgt") or "0", 16)
+    caught = int(_status(pid).get("SigCgt", "0"), 16)
     if STACK_SIGNAL is None or not caught >> (STACK_SIGNAL - 1) & 1:
         return None
     with contextlib.suppress(OSError):
@@ -296,138 +237,36 @@ def _file_of_stacks(pid: int) -> Descriptor | None:
     return None
 
 
-@dataclass
-class Watched:
-    """A run, and what was read of it.
-
-    Attributes
-    ----------
-    run : Attached
-    points : deque
-        Of each reading: the time (s), batches, seconds of the epochs, seconds waited.
-    whole : deque of Stats
-        Older readings, the first of which the window begins with.
-    stats : Stats or None
-        The latest reading.
-    tasks : dict of int to Task
-    place : (int, int) or None
-    ended : str
-        Why nothing more is read.
-    number : int
-        Of the run, among those that its process has begun since they are watched.
-    """
-
-    run: Attached
-    points: deque[tuple[float, int, float, float]] = field(
-        default_factory=lambda: deque(maxlen=KEPT)
-    )
-    whole: deque[tuple[float, Stats]] = field(default_factory=lambda: deque(maxlen=WINDOW[1]))
-    stats: Stats | None = None
-    tasks: dict[int, Task] = field(default_factory=dict)
-    place: tuple[int, int] | None = None
-    ended: str = ""
-    number: int = 1
-
-    def update(self, now: float) -> None:
-        """Read it; what is left of one that has ended is kept."""
-        if self.ended:
-            return
-        try:
-            if not self.run.is_alive:
-                self.ended = "ended"
-            self.stats, self.tasks, self.place = self.run.read()
-            if self.run.is_closed and not self.ended:
-                self.ended = "finished"
-        except (UnreadableError, OSError, ArithmeticError, ValueError) as error:
-            self.ended = f"cannot be read: {error}"
-        if self.stats is not None:
-            stats = self.stats
-            self.points.append((now, stats.batches, stats.elapsed, stats.loop_waited))
-            if not self.whole or now - self.whole[-1][0] >= WINDOW[0]:
-                self.whole.append((now, stats))
-        if self.ended:
-            self.run.close()
-
-    def recent(self) -> tuple[float, float]:
-        """Return batches a second and the share of waiting, lately; of one that ended, in all."""
-        if not self.points:
-            return 0.0, 0.0
-        last = self.points[-1]
-        first = next(each for each in self.points if last[0] - each[0] <= RECENT)
-        if first is last or self.ended:  # since the start
-            first = (last[0] - max(last[2], 1e-9), 0, 0.0, 0.0)
-        took, elapsed = last[0] - first[0], last[2] - first[2]
-        return (
-            (last[1] - first[1]) / took if took > 0 else 0.0,
-            min(max((last[3] - first[3]) / elapsed, 0.0), 1.0) if elapsed > 0 else 0.0,
-        )
-
-    def window(self) -> Stats:
-        """Return the counts of the last 15 to 20 s, or since the start if these are few."""
-        assert self.stats is not None
-        with contextlib.suppress(ValueError):  # it counts less than before
-            recent = self.stats.since(self.whole[0][1])
-            if recent.batches >= ENOUGH_BATCHES:
-                return recent
-        return self.stats
-
-    def advice(self) -> Advice:
-        """Return the advice for that window, on the cores that the program has."""
-        return advise(replace(self.window().window(), cores=max(1, self.run.fact("cores"))))
-
-    @property
-    def script(self) -> str:
-        """The name of the program."""
-        return os.path.basename(self.run.facts.get("script", "")) or "python"
-
-    @property
-    def title(self) -> list[str]:
-        """The program, the process and the rank."""
-        title, world = [self.script, f"pid {self.run.pid}"], self.run.fact("world_size")
-        if world > 1:
-            title.append(f"rank {self.run.fact('rank')} of {world}")
-        if self.number > 1:
-            title.append(f"run {self.number}")
-        return title
-
-
 class Watcher:
     """All runs of a process and its descendants, or of all processes that can be read.
 
     Attributes
     ----------
-    runs : list of Watched
     problems : list of str
         What could not be read.
     """
 
     def __init__(self, pid: int | None) -> None:
         self._pid = pid
-        self._found: dict[int, Watched] = {}
+        self._found: dict[int, AttachedRun] = {}
         self._looked = 0.0
-        self._shown: Watched | None = None
-        self._counts: Counter[int] = Counter()  # runs of each process so far
+        self._shown: AttachedRun | None = None
         self.problems: list[str] = []
 
-    def label(self, watched: Watched) -> str:
-        """Return the rank; where its process has had several runs, with the number of this one."""
-        rank = str(watched.run.fact("rank"))
-        return f"{rank}.{watched.number}" if self._counts[watched.run.pid] > 1 else rank
-
     @property
-    def runs(self) -> list[Watched]:
+    def runs(self) -> list[AttachedRun]:
         """By rank, and by the time of their start; after these, those that have ended."""
         return sorted(
-            self._found.values(),
-            key=lambda each: (bool(each.ended), each.run.fact("rank"), each.run.pid),
+            self._found.values(), key=lambda run: (bool(run.ended), run.fact("rank"), run.pid)
         )
 
     @property
-    def shown(self) -> Watched | None:
+    def shown(self) -> AttachedRun | None:
         """The run that all is shown of: the one whose loop waited most, until it ends."""
         runs = self.runs
         if self._shown not in runs or (self._shown.ended and not runs[0].ended):
-            self._shown = max(runs, key=lambda run: (not run.ended, run.recent()[1]), default=None)
+            waits = {run: run.since(RECENT).loop_waiting for run in runs}
+            self._shown = max(runs, key=lambda run: (not run.ended, waits[run]), default=None)
         return self._shown
 
     def update(self) -> None:
@@ -435,23 +274,21 @@ class Watcher:
         now = now_ns() / 1e9
         if not self._looked or now - self._looked >= LOOK:
             self._looked = now
-            self._look()
+            self._look(now)
         for each in self._found.values():
             each.update(now)
 
-    def _look(self) -> None:
-        if self._pid is None:
-            pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-        else:
-            pids = tree(self._pid)
+    def _look(self, now: float) -> None:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
         self.problems = []
-        for pid in pids:
+        for pid in pids if self._pid is None else tree(self._pid):
             with contextlib.suppress(OSError):  # gone meanwhile, or another user's
-                new, problems = attach(pid, self._found)
-                for number, run in new.items():
-                    self._counts[pid] += 1
-                    self._found[number] = Watched(run, number=self._counts[pid])
-                self.problems += problems
+                for number, run in runs_of(pid, self._found):
+                    run.update(now)
+                    if run.ended.startswith("cannot"):
+                        self.problems.append(f"a run of process {pid} {run.ended}")
+                    else:
+                        self._found[number] = run
         for number, each in list(self._found.items()):
-            if each.ended and each.run.is_alive:  # another run takes its place
+            if each.ended and each.is_alive:  # another run takes its place
                 del self._found[number]

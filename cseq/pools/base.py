@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -22,7 +21,6 @@ from cseq.encoding import failure
 from cseq.indexing.leaving import Partial, Skipped, note_batch, note_samples
 from cseq.lanes import Lanes
 from cseq.memory.memory_limit import memory_limit_of
-from cseq.meters import Meters
 from cseq.processes.deaths import Held
 from cseq.stage import RAISED
 from cseq.stats import Stats
@@ -41,7 +39,17 @@ if TYPE_CHECKING:
     Awaited = list[tuple[int, int]]  # ring and cell of tickets
     Working = list[tuple[int, int, str]]  # owner, since when (ns of `now_ns`), on what
 
-__all__ = ["BatchPool", "Pool", "apart", "held_in", "in_work", "named", "wake_at"]
+__all__ = [
+    "RUN",
+    "BatchPool",
+    "Pool",
+    "apart",
+    "file_name",
+    "held_in",
+    "in_work",
+    "named",
+    "wake_at",
+]
 
 T = TypeVar("T")
 
@@ -49,7 +57,7 @@ log = logging.getLogger("cseq")
 
 LONG = 20.0  # seconds that are looked at for a line in the log, at least: at an epoch's end
 OFTEN = 600.0  # and in the middle of one
-FACTS = ("dset_size", "batch_size", "length", "seed", "rank", "world_size")  # of a sampler
+RUN = "cseq-run"  # how files of rings are called
 TOLD, WARNED = 0.05, 0.2  # parts of it that the loop waits, for a line and for a warning
 SLOW_START = 5.0  # seconds until the first batch, for a line
 
@@ -73,10 +81,31 @@ def apart(buffer: int) -> int:
     return max(1, buffer // 2)
 
 
-def _facts(sampler: Sampler) -> dict[str, object]:
-    """Return what `top` shows of the epochs."""
-    shown = FACTS if sampler.world_size > 1 else FACTS[:-2]
-    return {name: getattr(sampler, name) for name in shown}
+def file_name(
+    workers: int,
+    converters: int = 0,
+    *,
+    rings: int = 1,
+    threads: bool = False,
+    sampler: Sampler | None = None,
+) -> str:
+    """Return what `/proc` calls the file of a pool's rings: with what `top` shows of the run."""
+    told: dict[str, object] = {
+        "pid": os.getpid(),
+        "rings": rings,
+        "workers": workers,
+        "converters": converters,
+        "threads": int(threads),
+        "gil": int(HAS_GIL),
+        "cores": share(),
+        "rank": os.environ.get("RANK", "0")[:9],
+        "world_size": os.environ.get("WORLD_SIZE", "1")[:9],
+    }
+    if sampler is not None:
+        shown = ["dset_size", "batch_size", "length", "seed"]
+        shown += ["rank", "world_size"] if sampler.world_size > 1 else []
+        told.update({name: getattr(sampler, name) for name in shown})
+    return " ".join([RUN, *(f"{name}={value}" for name, value in told.items())])
 
 
 def named(ring: Ring, cell: int) -> tuple[int, int, list[int], str]:
@@ -122,8 +151,6 @@ class Pool:
         Whether they are threads of this process.
     lanes : Lanes, optional
         The runners, for traces.
-    tell : callable, optional
-        Shows `facts`, and others of the pool, to other programs; see `facts.write`.
 
     Attributes
     ----------
@@ -155,8 +182,6 @@ class Pool:
         num_converters: int = 0,
         threads: bool = False,
         lanes: Lanes | None = None,
-        tell: Callable[[dict[str, object]], None] | None = None,
-        facts: dict[str, object] | None = None,
         interrupted: str = "",
     ) -> None:
         self.rings = rings
@@ -186,23 +211,6 @@ class Pool:
         self.feed.number = self.lanes.number
         self._history, self._skips = self.feed.history, errors == "skip"
         self.lanes.begin(rings)
-        if tell is not None:
-            tell({**self._facts(), **(facts or {})})
-
-    def _facts(self) -> dict[str, object]:
-        """Return what another program has to know to read the meters as `stats` does."""
-        return {
-            "pid": os.getpid(),
-            "rank": os.environ.get("RANK", "0"),
-            "world_size": os.environ.get("WORLD_SIZE", "1"),
-            "workers": self.num_workers,
-            "converters": self._num_converters,
-            "threads": int(self._threads),
-            "gil": int(HAS_GIL),
-            "streams": int(self.rings[0].kept is not None),
-            "cores": share(),
-            "script": sys.argv[0] if sys.argv else "",
-        }
 
     def notify_all(self) -> None:
         """Have a call that waits in another thread look at the run's generation."""
@@ -309,9 +317,6 @@ class Pool:
 
     def stats(self) -> Stats:
         """Return counts and times of this pool so far; also when its feed was dropped."""
-        meters = Meters.read(self.rings, self._history.read)
-        queues = self.rings[0].kept is not None
-        posted, middle, ready = zip(*(ring.depths() for ring in self.rings), strict=True)
         supervised: dict[str, Any] = {}
         if self.supervisor is not None:
             deaths, arena = self.supervisor.deaths, self.supervisor.shared.arena
@@ -320,24 +325,16 @@ class Pool:
                 "retries": deaths.retries,
                 "copies": arena.copies,
             }
-        return Stats(
+        return Stats.read(
+            self.rings,
+            self._history.read,
             **supervised,
-            batches=meters.batches,
-            samples=meters.samples,
-            nbytes=meters.nbytes,
             skips=self.feed.skips if self._skips else 0,
-            depths=(sum(posted), sum(middle), sum(ready)),
-            start_waited=meters.start,
-            elapsed=meters.elapsed,
-            loop_waited=meters.waited,
             num_workers=self.num_workers,
             num_converters=self._num_converters,
-            buffer=0 if queues else self.rings[0].limit,
             threads=self._threads and HAS_GIL,
-            streams=queues,
             gpu_waits=self._gpu_waits,
             gpu_dry=self._gpu_dry,
-            meters=meters,
         )
 
 
@@ -352,7 +349,6 @@ class BatchPool(Pool):
             errors=job.on_error,  # type: ignore[arg-type]
             interrupted="this iterator was interrupted: the manager was started or finished, or a "
             "newer iterator began; call iter() on the manager again",
-            facts=_facts(job.sampler),
             **options,
         )
         self._job = job

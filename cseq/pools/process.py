@@ -28,7 +28,7 @@ from cseq.indexing.seeding import Seeds
 from cseq.lanes import Lanes
 from cseq.memory.memory_limit import available_memory, private_memory
 from cseq.memory.shared import Shared
-from cseq.pools.base import BatchPool, apart, held_in
+from cseq.pools.base import BatchPool, apart, file_name, held_in
 from cseq.pools.thread import ThreadGroup, add_converters, convert
 from cseq.processes.deaths import Deaths
 from cseq.processes.launcher import make_launcher
@@ -128,7 +128,7 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
 
     indexer.FirstBatches(task.output, tell).watch(indexing)
     run(runner, indexing.serve)
-    if not entered.ring.closed:
+    if entered.ring.closed != 1:
         send_state(sock, LEFT)
     batch_context.clear()
     indexer.dispose(worker, made, copied=True)
@@ -196,6 +196,7 @@ class ProcessPool(BatchPool):
             memory_limit=options.memory_limit,
             locks=self._locks,
             limit=job.start.buffer,
+            name=file_name(job.num_workers, job.num_converters, sampler=job.sampler),
         )
         (ring,), self._arena = self._shared.rings, self._shared.arena
         lanes = Lanes(job.num_workers, "process")
@@ -239,7 +240,6 @@ class ProcessPool(BatchPool):
             num_workers=job.num_workers,
             num_converters=job.num_converters,
             lanes=lanes,
-            tell=self._shared.tell,
         )
         self._fit()
 

@@ -29,7 +29,7 @@ from cseq.indexing.producer import ENTRY
 from cseq.lanes import Lanes
 from cseq.memory.shared import Shared
 from cseq.memory.writer import Writer
-from cseq.pools.base import Pool
+from cseq.pools.base import Pool, file_name
 from cseq.processes.deaths import Deaths, Held
 from cseq.processes.launcher import make_launcher
 from cseq.processes.supervisor import Supervisor
@@ -93,6 +93,7 @@ class StreamPool(Pool):
             rings=num_workers,
             calls=CALLS,
             tickets=num_workers * (depth + besides),
+            name=file_name(num_workers, rings=num_workers),
         )
         lanes = Lanes(num_workers, "process")
         self.supervisor = Supervisor(
@@ -120,7 +121,6 @@ class StreamPool(Pool):
             options=options,
             num_workers=num_workers,
             lanes=lanes,
-            tell=shared.tell,
             interrupted="no epoch is under way: none was begun, or it was interrupted, or the "
             "streams were closed; call begin()",
         )

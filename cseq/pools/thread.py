@@ -20,9 +20,8 @@ from cseq.encoding.transport import Objects
 from cseq.errors import WorkerTimeout
 from cseq.indexing import context, indexer
 from cseq.lanes import Lanes
-from cseq.memory import facts
 from cseq.memory.segment import Segment, whole_grains
-from cseq.pools.base import BatchPool, apart
+from cseq.pools.base import BatchPool, apart, file_name
 from cseq.stage import CONVERTER, HURRY, INDEXER, overdue, run, spin_ns
 from cseq.threads import Latch, Threads
 
@@ -134,12 +133,12 @@ def convert(
         batch_writer.fail(runner, error)
 
 
-def _file_for(size: int) -> Segment | None:
+def _file_for(size: int, name: str) -> Segment | None:
     """Make a file in memory for a ring, where other programs can read its meters: on Linux."""
     if not sys.platform.startswith("linux"):
         return None
     try:
-        file = Segment.create(whole_grains(size + facts.ROOM), name=facts.FILE)
+        file = Segment.create(whole_grains(size), name=name)
         if os.readlink(f"/proc/self/fd/{file.fd}").startswith("/memfd:"):  # else it is on a disk
             commit(file.fd, 0, size)
             return file
@@ -155,7 +154,8 @@ class ThreadPool(BatchPool):
         runners = job.num_workers + job.num_converters
         words = job.sampler.words
         size = ring_bytes(job.buffer, words, runners)
-        self._file = file = _file_for(size)
+        name = file_name(job.num_workers, job.num_converters, threads=True, sampler=job.sampler)
+        self._file = file = _file_for(size, name)
         memory = Block(size, zero=True) if file is None else Mapping(file.fd, 0, size)
         ring = Ring(memory, job.buffer, words, runners, limit=job.start.buffer, threads=True)
         ring.gil_spin = spin_ns(GIL_SPIN_NS) if HAS_GIL else spin_ns()
@@ -185,14 +185,8 @@ class ThreadPool(BatchPool):
             num_converters=job.num_converters,
             threads=True,
             lanes=lanes,
-            tell=None if file is None else self._tell,
         )
         self._fit()
-
-    def _tell(self, told: dict[str, object]) -> None:
-        """Have other programs know some facts of the run."""
-        assert self._file is not None
-        facts.write(self._file.fd, {**told, "rings": 1, "width": self._file.width})
 
     def open(self) -> None:
         """Start the threads."""

@@ -10,7 +10,6 @@ import sys
 import time
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,19 +19,13 @@ from hypothesis import strategies as st
 
 import cseq
 from cseq import testing
-from cseq.memory import facts
+from cseq._memory import Descriptor
 from cseq.meters import METER, Meters
 from cseq.observe import attached
-from cseq.observe.attached import (
-    Attached,
-    UnreadableError,
-    Watched,
-    Watcher,
-    attach,
-    stacks,
-)
-from cseq.observe.lines import WORKERS, bar, head, overview, ranks, workers
+from cseq.observe.attached import AttachedRun, Watcher, stacks
+from cseq.observe.lines import head, overview, ranks, workers
 from cseq.observe.top import top
+from cseq.pools.base import RUN
 from cseq.stats import Stats
 
 if TYPE_CHECKING:
@@ -154,16 +147,13 @@ def test_what_is_read(tmp_path: Path, kind: str) -> None:
         watcher = Watcher(process.pid)
         watcher.update()
         (run,) = watcher.runs
-        told = run.run.facts
-        assert (told["dset_size"], told["batch_size"], told["seed"]) == ("4000", "4", "7")
-        assert (told["rank"], told["world_size"], told["length"]) == ("1", "2", "500")
-        assert told["script"].endswith("train.py")
-        assert run.stats is not None
+        told = run.told
+        assert (told["dset_size"], told["batch_size"], told["seed"]) == (4000, 4, 7)
+        assert (told["rank"], told["world_size"], told["length"]) == (1, 2, 500)
         assert (run.stats.batches, run.stats.samples, run.stats.num_workers) == (20, 80, 2)
         assert run.place == (0, 20)
-        names = {name for column in WORKERS for name in [column.name] if name}
-        assert {"busy", "p99"} <= set(workers(run, 60)[0].split()) < names
-        assert names == set(workers(run, 140)[0].split())
+        names = workers(run, 140)[0].split()
+        assert {"busy", "p99"} <= set(workers(run, 53)[0].split()) < set(names)
         first, *_, last = head(run, 140)
         assert {*parts(first), *parts(last)} < {
             part for line in head(run, 60) for part in parts(line)
@@ -199,12 +189,11 @@ def test_the_trainer_is_killed(
         process.wait()
         watcher.update()
         assert run.ended == "ended"
-        assert run.stats is not None
         assert run.stats.batches == 20
         watcher.update()
         assert "20 batches so far" in written(watcher)
         until(lambda: " MB" not in "".join(workers(run, 140)))  # they end after their trainer
-        assert run.recent()[0] == pytest.approx(20 / run.stats.elapsed)
+        assert run.since(1.0) is run.stats
         assert written(watcher).count("ended") == 1
 
 
@@ -224,7 +213,7 @@ def test_a_launcher_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             watcher.update()
             assert run.ended == ""
         finally:
-            os.kill(run.run.pid, signal.SIGKILL)
+            os.kill(run.pid, signal.SIGKILL)
         until(lambda: [watcher.update(), run.ended][1])
         assert run.ended == "ended"
 
@@ -237,17 +226,16 @@ def test_a_loader_of_torch(tmp_path: Path) -> None:
         watcher = Watcher(process.pid)
         watcher.update()
         (run,) = watcher.runs
-        assert run.stats is not None
         assert (run.stats.batches, run.stats.streams, run.stats.num_workers) == (30, True, 2)
         assert "2 processes" in written(watcher)
         assert ranks(watcher, 140)[1].split()[6:8] == ["0", "30"]
 
         def at_work() -> dict[int, tuple[int, int]]:
             watcher.update()
-            return {k: (task.epoch, task.batch) for k, task in run.tasks.items()}
+            return {k: (epoch, batch) for k, (epoch, batch, _) in run.tasks.items()}
 
         until(lambda: at_work() == {0: (0, 32), 1: (0, 31)})
-        assert re.search(r"^ +1 +\d+ index +0/31 ", written(watcher), re.MULTILINE)
+        assert re.search(r"^ +1 +index +\d+% +0/31 ", written(watcher), re.MULTILINE)
 
 
 def have_begun(pid: int) -> bool:
@@ -257,7 +245,7 @@ def have_begun(pid: int) -> bool:
     assert watcher.shown is not None
     names, *rows = workers(watcher.shown, 140)
     at = names.index("pid") + len("pid")
-    return all(row[:at].split()[1:] for row in rows)
+    return all(row[at - 7 : at].strip() for row in rows)
 
 
 def test_another_number_of_workers() -> None:
@@ -270,8 +258,7 @@ def test_another_number_of_workers() -> None:
             testing.resize(manager, num_workers=count)
             watcher.update()
             (run,) = watcher.runs
-            assert run.stats is not None
-            assert (run.run.workers, run.stats.num_workers) == (count, count)
+            assert run.stats.num_workers == count
             assert len(workers(run, 80)) == 1 + count
 
 
@@ -294,7 +281,7 @@ def test_the_command(tmp_path: Path) -> None:
             )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].split()[:3] == ["rank", "pid", "script"]
+    assert lines[0].split()[:3] == ["rank", "waits", "cause"]
     assert {line[1:].split()[0] for line in lines[1:3]} == {"0", "1"}
     assert sorted(line[0] for line in lines[1:3]) == [" ", ">"]
     for pid, said in (
@@ -356,13 +343,12 @@ def test_one_of_several_is_shown() -> None:
         assert watcher.shown is first
         assert first is not None
         assert [line[0] for line in overview(watcher, 80)[1:3]].count(">") == 1
-        assert sorted(map(watcher.label, watcher.runs)) == ["0.1", "0.2"]
         assert all("64 / 4" in line for line in ranks(watcher, 140)[1:])
-        managers[first.run.fact("seed")].finish()
+        managers[first.fact("seed")].finish()
         until(lambda: [watcher.update(), first.ended][1])
         assert first.ended == "finished"
         assert watcher.shown is not None
-        assert watcher.shown.run.fact("seed") != first.run.fact("seed")
+        assert watcher.shown.fact("seed") != first.fact("seed")
     finally:
         for manager in managers.values():
             manager.finish()
@@ -392,18 +378,27 @@ def test_the_cores_of_an_idle_worker() -> None:
     """They are of all the time: waking up takes more than a tiny batch does."""
     second = 10**9
     meters = measured(10 * second, worked=1000, thread=5, cpu=second)
-    run = SimpleNamespace(process=lambda _: 0)
-    shown = Watched(run, stats=Stats(num_workers=1, elapsed=10.0, meters=meters))  # type: ignore[arg-type]
-    shown.whole.append((0.0, shown.stats))  # type: ignore[arg-type]
-    names, line = workers(shown, 140)
+    run = AttachedRun(Descriptor(os.open, os.devnull, os.O_RDONLY), os.getpid(), {})
+    run.stats = Stats(num_workers=1, elapsed=10.0, meters=meters)
+    names, line = workers(run, 140)
     assert line[: names.index("cpu") + 3].split()[-1] == "0.10"
+
+
+def test_the_name_of_a_script() -> None:
+    """It has nothing that a terminal would obey."""
+    process = subprocess.Popen(["a/tra\x1bin.py"], executable=sys.executable, stdin=subprocess.PIPE)
+    try:
+        run = AttachedRun(Descriptor(os.open, os.devnull, os.O_RDONLY), process.pid, {})
+        assert run.title == ["tra?in.py", f"pid {process.pid}"]
+    finally:
+        process.communicate()
 
 
 # -- files that are no runs
 
 
 @contextmanager
-def file_with(data: bytes, name: str = facts.FILE) -> Iterator[int]:
+def file_with(data: bytes, name: str) -> Iterator[int]:
     """Make a file of a name that is looked for."""
     fd = os.memfd_create(name)
     try:
@@ -413,105 +408,73 @@ def file_with(data: bytes, name: str = facts.FILE) -> Iterator[int]:
         os.close(fd)
 
 
-def image() -> bytes:
-    """Return the file of a run in this process."""
+def image() -> tuple[bytes, str]:
+    """Return the file of a run in this process, and what it is called."""
     manager = cseq.MTSequence(np.arange(64), batch_size=4, num_workers=2, out_type="null", seed=1)
     with manager.start() as started:
         iterator = iter(started)
         for _ in range(10):
             next(iterator)
-        runs, _ = attach(os.getpid())
-        assert len(runs) == 1
         for name in os.listdir("/proc/self/fd"):
             path = f"/proc/self/fd/{name}"
-            if os.path.exists(path) and facts.FILE in os.readlink(path):
+            if os.path.exists(path) and RUN in (called := os.readlink(path)):
                 with open(path, "rb") as file:
-                    return file.read()
+                    found = called.removeprefix("/memfd:").removesuffix(" (deleted)")
+                    return file.read(), found
     raise AssertionError
 
 
-def look_at(data: bytes) -> Watcher:
-    """Read a file, and write all about it."""
+def look_at(data: bytes, name: str) -> Watcher:
+    """Read a file, which stays as it is, and write all about it."""
     watcher = Watcher(os.getpid())
-    with file_with(data):
+    with file_with(data, name) as fd:
         for _ in range(3):
             watcher.update()
             assert written(watcher)
+        assert os.pread(fd, len(data) + 1, 0) == data
     return watcher
 
 
-@given(data=st.binary(max_size=20_000), facts_first=st.booleans())
-def test_random_bytes(data: bytes, facts_first: bool) -> None:
+@given(data=st.binary(max_size=20_000), told=st.sampled_from(["", " rings=1", " rings=3 pid=x"]))
+def test_random_bytes(data: bytes, told: str) -> None:
     """No crash, and no run."""
-    text = b"cseq facts 1\n" if facts_first else b""
-    for whole in (data + text + bytes(facts.ROOM - len(text)), text + data):
-        assert not look_at(whole).runs
+    assert not look_at(data, RUN + told).runs
 
 
 @settings(deadline=None)
 @given(data=st.data())
 def test_an_overwritten_run(data: st.DataObject) -> None:
     """Any words of a run's file may be anything: it is read, or refused."""
-    changed = bytearray(IMAGE.setdefault("data", image()))
+    whole, name = IMAGE.setdefault("image", image())
+    changed = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 8))):
-        at = data.draw(
-            st.integers(0, 140)
-            | st.integers(0, 20_000)
-            | st.integers(len(changed) - 4096, len(changed) - 9)
-        )
+        at = data.draw(st.integers(0, 140) | st.integers(0, 20_000))
         changed[at : at + 8] = data.draw(st.binary(min_size=8, max_size=8))
     size = data.draw(st.just(len(changed)) | st.integers(0, len(changed)))
-    look_at(bytes(changed[:size]))
+    look_at(bytes(changed[:size]), name)
 
 
-IMAGE: dict[str, bytes] = {}
-
-
-@given(script=st.text(max_size=300))
-def test_facts_of_any_name(script: str) -> None:
-    """They are read as they were written, without what a terminal would obey."""
-    with file_with(bytes(facts.ROOM)) as fd:
-        facts.write(fd, {"script": script, "pid": 7})
-        said = script[:200].replace("\n", " ")
-        expected = "".join(each if each.isprintable() else "?" for each in said)
-        assert facts.read(fd) == {"script": expected, "pid": "7"}
+IMAGE: dict[str, tuple[bytes, str]] = {}
 
 
 def test_a_run_that_is_cut_off() -> None:
     """It is no longer read; what was read stays."""
     watcher = Watcher(os.getpid())
-    with file_with(image()) as fd:
+    with file_with(*image()) as fd:
         watcher.update()
         os.ftruncate(fd, 0)
         watcher.update()
     (run,) = watcher.runs
-    assert run.ended == "cannot be read: the file ends after 0 bytes"
+    assert run.ended == "cannot be read: there is no ring of this version of cseq in this memory"
     assert "10 batches so far" in written(watcher)
 
 
 def test_another_version() -> None:
-    """A ring of another layout is named as such; the right one is read."""
-    data = bytearray(image())
-    (whole,) = look_at(bytes(data)).runs
-    assert whole.stats is not None
-    assert whole.stats.batches == 10
-    data[4] += 1  # the layout's number
-    with file_with(bytes(data)) as fd, pytest.raises(UnreadableError, match="another version"):
-        Attached(fd, os.getpid())
-    with file_with(bytes(data)):
-        _, problems = attach(os.getpid())
-        assert "another version of cseq: layout" in problems[0]
-    data[4] -= 1
-    data[11] = 255  # of the number of cells
-    with file_with(bytes(data)) as fd, pytest.raises(UnreadableError, match="does not fit"):
-        Attached(fd, os.getpid())
-
-
-# -- what is written
-
-
-def test_drawings() -> None:
-    """Bars keep their width, whatever the values."""
-    assert [bar(share, 4) for share in (-1, 0, 0.5, 0.53, 1, 7)] == [
-        "    ", "    ", "██  ", "██▏ ", "████", "████"
-    ]  # fmt: skip
+    """A ring of another layout, or of an impossible size, is refused and named."""
+    data, name = image()
+    assert [run.stats.batches for run in look_at(data, name).runs] == [10]
+    for at, word in (4, 1), (8, 2**32 - 1), (12, 2**32 - 1):  # layout; cells; indices in each
+        changed = data[:at] + word.to_bytes(4, sys.byteorder) + data[at + 4 :]
+        watcher = look_at(changed, name)
+        assert not watcher.runs
+        assert "there is no ring of this version of cseq" in " ".join(overview(watcher, 400))
