@@ -472,10 +472,10 @@ cdef class Ring:
         return CSEQ_OWNER(word), cseq_load_rlx_u64(&cseq_cell_stint(c, state == CSEQ_CONVERTING).started_ns)
 
     def stamps(self, uint32_t cell):
-        """When a cell's ticket was posted, and of each stage, when it was claimed and published (ns of
-        `now_ns`), as far as that is done. A ticket that was taken leaves them until the next post."""
+        """When each stage has claimed and published a cell's ticket (ns of `now_ns`), as far as that is
+        done. A ticket that was taken leaves them until the next post."""
         cdef cseq_cell* c = self.at(cell)
-        return (c.posted_ns, (c.indexing.started_ns, c.indexing.published_ns),
+        return ((c.indexing.started_ns, c.indexing.published_ns),
                 (c.converting.started_ns, c.converting.published_ns))
 
     # -- post
@@ -506,12 +506,11 @@ cdef class Ring:
             raise ValueError(f"a ticket of {count} indices exceeds {self.r.batch_size}")
         if cseq_ring_state(self.r, cell) != CSEQ_FREE:
             raise RuntimeError(f"cell {cell} is not free")
-        cseq_ring_cell(self.r, cell).posted_ns = cseq_now_ns()
         self.offer(cell, ticket, epoch, batch, count, start, seed)
 
     cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
                     uint32_t count, uint64_t start, uint64_t seed) noexcept:
-        """`post`, in a cell that is free and has its `posted_ns`."""
+        """`post`, in a cell that is free."""
         cdef cseq_cell* c = cseq_ring_cell(self.r, cell)
         c.epoch = epoch
         c.batch = batch

@@ -141,7 +141,6 @@ cdef extern from "cseq_ring.h" nogil:
         uint64_t* record
         uint64_t* converted
         unsigned short* owner  # that has published, of each stage
-        uint64_t posted_ns
         cseq_stint indexing
         cseq_stint converting
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from cseq._core import Ring
 
-__all__ = ["METER", "Histogram", "Meters", "quantiles"]
+__all__ = ["METER", "Histogram", "Meters"]
 
 BUCKETS, SLOWEST = 144, 8
 HISTOGRAM = np.dtype([("sum", "u8"), ("bucket", "u4", BUCKETS), ("pad", "V56")])
@@ -61,7 +61,12 @@ class Histogram:
         """Seconds that a part `p` in [0, 1] of all took at most; 0 of nothing."""
         if not 0 <= p <= 1:
             raise ValueError(f"p={p!r} is not in [0, 1]; give 0.99 for the 99th percentile")
-        return float(quantiles(self._buckets[None], p)[0]) if self.count else 0.0
+        if not self.count:
+            return 0.0
+        below, rank = self._buckets.cumsum(), p * self.count
+        k = int(np.searchsorted(below, max(rank, 1)))
+        part = min(max((rank - below[k]) / self._buckets[k] + 1, 0), 1)
+        return float(EDGES[k] + (EDGES[k + 1] - EDGES[k]) * part)
 
     def mean_below(self, p: float) -> float:
         """Mean of the part `p` that took least, within 12 %; 0 of nothing."""
@@ -81,19 +86,6 @@ class Histogram:
             f"Histogram(count={self.count}, mean={self.mean:.3g} s, "
             f"p50={self.quantile(0.5):.3g} s, p99={self.quantile(0.99):.3g} s)"
         )
-
-
-def quantiles(buckets: NDArray[np.integer], p: float) -> NDArray[np.float64]:
-    """Return for each row of buckets the seconds that a part `p` took at most; 0 of none."""
-    counts = buckets.astype(np.int64)
-    below = counts.cumsum(axis=1)
-    rank = p * below[:, -1]
-    k = np.minimum((below < np.maximum(rank, 1)[:, None]).sum(axis=1), BUCKETS - 1)
-    rows = np.arange(len(counts))
-    inside = rank - below[rows, k] + counts[rows, k]
-    part = np.clip(inside / np.maximum(counts[rows, k], 1), 0, 1)
-    found: NDArray[np.float64] = EDGES[k] + (EDGES[k + 1] - EDGES[k]) * part
-    return np.where(below[:, -1] > 0, found, 0.0)
 
 
 class Meters:

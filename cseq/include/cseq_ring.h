@@ -44,7 +44,7 @@
 
 #define CSEQ_LINE 128 /* bytes; two 64-byte lines, since adjacent ones are fetched in pairs */
 #define CSEQ_MAGIC 0x63736571u
-#define CSEQ_LAYOUT 10u
+#define CSEQ_LAYOUT 11u
 #define CSEQ_WORTH 8u /* times what a wake-up costs that spinning may take */
 #define CSEQ_NO_SLOT 0xffffffffu /* of a ticket that lies in none */
 #define CSEQ_FIELDS 4 /* words of a record: where in the slot a batch lies */
@@ -113,12 +113,11 @@ typedef struct {
     uint64_t seed; /* of the epoch's order and generators; written before the post */
     uint32_t parts; /* sizes of units after the indices, written before the post; 0: each is a sample */
     uint16_t owner[2]; /* that has published, of each stage; written by it */
-    uint64_t posted_ns; /* written before the post */
     cseq_stint indexing;
     uint64_t converted[CSEQ_FIELDS]; /* the converter's record: the indexer's stays valid until
                                         the converter has published */
     cseq_stint converting;
-    char pad2[CSEQ_LINE - 16 - 8 * CSEQ_FIELDS];
+    char pad2[CSEQ_LINE - 8 - 8 * CSEQ_FIELDS];
 } cseq_cell;
 
 typedef struct {

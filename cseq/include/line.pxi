@@ -191,7 +191,6 @@ cdef class Line:
             return False
         t = self.at(self.length)
         t.number, t.ring, t.cell = self.ticket, <uint32_t>number, <uint32_t>cell
-        self.cell(t).posted_ns = self.now
         t.units = self.source.write(number, ring, t.cell, self.ticket)
         self.length += 1
         self.ticket += 1
@@ -313,7 +312,6 @@ cdef class Line:
             if cell == ring.r.capacity:
                 raise RuntimeError("a worker is busy with two calls, which it never should be")
         refer(ring, cell, request, assignment, name)
-        cseq_ring_cell(ring.r, cell).posted_ns = cseq_now_ns()
         ring.offer(cell, self.ticket, epoch, ASK_CALL, 0, 0, 0)
         ring.calling = <int>cell
         ring.wake()

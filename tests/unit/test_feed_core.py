@@ -21,7 +21,6 @@ from cseq._core import (
     Request,
     Ring,
     RunState,
-    now_ns,
     ring_bytes,
 )
 from cseq._feed import Feed, FeedIterator
@@ -135,20 +134,6 @@ def test_a_commit() -> None:
     with pytest.raises(StopIteration):
         counter.next()
     assert (feed.ended, feed.position) == (True, 10)
-
-
-def test_when_a_ticket_is_posted() -> None:
-    """Each ticket has the time of the commit that posts it; the first ones, that of their post."""
-    counter = Counter()
-    begun = now_ns()
-    posted = [counter.ring.stamps(cell)[0] for cell in range(2)]
-    assert posted == sorted(posted)
-    assert posted[1] <= begun
-    counter.work()
-    published = counter.ring.stamps(0)[1][1]
-    counter.next()
-    assert published <= counter.ring.stamps(0)[0] <= now_ns()
-    assert counter.ring.stamps(1)[0] == posted[1]
 
 
 @pytest.mark.parametrize("convert", [None, lambda batch: batch])
