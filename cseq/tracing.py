@@ -119,7 +119,6 @@ class Trace:
         self._tickets = count("tickets", tickets, most=MOST_TICKETS)
         self._lanes: list[Lanes] = []
         self._rings: list[Ring] = []  # of these
-        self._error: BaseException | None = None
 
     def begin(self) -> None:
         """Record from now on; see `trace` for what is raised."""
@@ -171,25 +170,21 @@ class Trace:
     def end(self, ended: BaseException | None = None) -> None:
         """Record no more, and write the file; once.
 
-        On a thread of its own, which goes on if a Ctrl-C ends the wait for it. If that fails, it
-        raises, but for a program that `ended` has ended, which is to come out: then it logs.
+        If that fails, it raises; where the program has `ended` by an exception, which is to come
+        out, it logs.
         """
         with _guard:
             if _present is not self:
                 return
             self._stop()
-        writing = threading.Thread(target=self._write, name="cseq-trace", daemon=False)
         try:
-            writing.start()
-        except RuntimeError:  # the interpreter is ending, or the system has no more threads
-            self._write()
-        else:
-            writing.join()
-        if self._error is None:
-            return
-        if ended is None:
-            raise self._error
-        log.error("the trace %s was not written: %s", self.path, self._error)
+            with whole(self.path) as file:
+                for text in Writing(self).file():
+                    file.write(text)
+        except Exception as error:
+            if ended is None:
+                raise
+            log.error("the trace %s was not written: %s", self.path, str(error))
 
     def _stop(self) -> None:
         """Record no more; `_guard` is held."""
@@ -204,15 +199,6 @@ class Trace:
         del self._file
         self._marks = np.frombuffer(said, _core.MARK, len(said) // _core.MARK.itemsize)
         _present = None
-
-    def _write(self) -> None:
-        """Write the file, whole or not at all."""
-        try:
-            with whole(self.path) as file:
-                for text in Writing(self).file():
-                    file.write(text)
-        except BaseException as error:  # noqa: BLE001 - raised by `end`
-            self._error = error
 
 
 @contextlib.contextmanager
