@@ -36,7 +36,7 @@ from torch.utils import data
 import cseq
 import cseq.run
 from cseq.adapters.torch import installed, names
-from cseq.adapters.torch.iterator import WorkersIterator
+from cseq.adapters.torch.iterator import LoaderIterator
 
 GRACE = 10.0  # seconds in which worker processes have to end
 
@@ -68,21 +68,21 @@ def batches_of_workers(counts: dict[str, int]) -> None:
 
     And how often persistent workers are ended by the framework.
     """
-    take: Any = WorkersIterator.__next__
-    shut: Any = WorkersIterator._shutdown_workers
+    take: Any = LoaderIterator.__next__
+    shut: Any = LoaderIterator._shutdown_workers
 
     def counted(self: Any) -> Any:
         batch = take(self)
-        assert all(process.pid not in (None, os.getpid()) for process in self._workers)
-        counts["cseq"] += 1
+        assert os.getpid() not in [process.pid for process in self._workers]
+        counts["cseq"] += self._num_workers > 0
         return batch
 
     def ended(self: Any) -> None:
         counts["ended"] += self._persistent_workers
         shut(self)
 
-    WorkersIterator.__next__ = counted
-    WorkersIterator._shutdown_workers = ended
+    LoaderIterator.__next__ = counted
+    LoaderIterator._shutdown_workers = ended
 
 
 class Lines(logging.Handler):

@@ -7,9 +7,8 @@ docs/how-to/from-dataloader.md has both.
 ::
 
     trainer                                               worker process
-      loader.DataLoader ─► iterator.WorkersIterator         worker.Batches: seeds, fetches, collates
-        taking.py  the next batch
-        pinning.py pins the one after it
+      loader.DataLoader ─► iterator.LoaderIterator          worker.Batches: seeds, fetches, collates
+        pinning.py pins the next one
         batches.py orders of cseq
         order.py   keys of the sampler  ── Streams.begin ─►   seeds.py     the generators
         state.py   where the epoch is   ◄── slots ─────────   collate.py   stacks into the slot

@@ -88,7 +88,6 @@ class BatchSampler:
         )
         self._next = 0, 0  # epoch, and how much of it is over, where the next `iter` begins
         self._now: tuple[int, int] | None = None  # after the latest batch, unless its epoch is over
-        self._running: object = None  # the latest iterator, while it is used
 
     def __len__(self) -> int:
         """Batches in an epoch, for this rank."""
@@ -99,8 +98,6 @@ class BatchSampler:
         """Set the epoch of the next ``iter()``; one that goes on stays in its own."""
         if count("epoch", epoch, least=0) != self._next[0]:
             self._next = epoch, 0
-        if self._running is None:
-            self._now = None
 
     def __iter__(self) -> Iterator[list[int]]:
         """Begin the next epoch, or go on in the one whose state was loaded."""
@@ -115,17 +112,12 @@ class BatchSampler:
         """Return the batches; the state is that after the last one that was drawn."""
         sampler, epoch, consumed = self._sampler, begun[0], source.consumed
         end, stride = sampler.end(consumed), sampler.batch_size * sampler.world_size
-        self._running = me = object()
         if self._next == begun:  # not by `iter`, which torch calls more than once for an epoch
             self._next = epoch + 1, 0
-        try:
-            for batch in range(len(source)):
-                self._now = epoch, min(consumed + (batch + 1) * stride, end)
-                yield source.samples(batch)[0].tolist()
-            self._now = None
-        finally:
-            if self._running is me:
-                self._running = None
+        for batch in range(len(source)):
+            self._now = epoch, min(consumed + (batch + 1) * stride, end)
+            yield source.samples(batch)[0].tolist()
+        self._now = None
 
     def _settle(self) -> shards.Shard:
         """Resolve shard='auto'; the first answer holds."""
@@ -155,7 +147,7 @@ class BatchSampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next ``iter()`` go on where a state was taken; see `cseq.MSequence`."""
         self._sampler, *place = checkpoint.load(state, self._sampler, any_seed=self._takes_any)
-        self._next, self._now, self._running = (place[0], place[1]), None, None
+        self._next, self._now = (place[0], place[1]), None
         self._is_drawn = False
 
 

@@ -7,7 +7,6 @@ import logging
 import os
 import weakref
 from collections import Counter
-from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,7 @@ import torch
 from torch.utils import data
 
 from cseq.adapters.torch import names
-from cseq.adapters.torch.inline import InlineIterator
-from cseq.adapters.torch.iterator import WorkersIterator, start_method_of
+from cseq.adapters.torch.iterator import LoaderIterator, start_method_of
 from cseq.adapters.torch.options import VALUES
 from cseq.adapters.torch.order import look, put
 from cseq.arguments import MAX_RESTARTS
@@ -26,8 +24,6 @@ from cseq.processes.spawning import spawning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from cseq.adapters.torch.state import Resume
 
 __all__ = ["ALONE", "UNUSABLE", "lines", "made", "make_iterator", "note", "reason_against"]
 
@@ -57,57 +53,6 @@ def lines() -> Iterator[str]:
         number = "1 iterator" if count == 1 else f"{count} iterators"
         whose = "cseq's" if reason is None else f"torch's own, since {reason}"
         yield f"{loader}: {number}, {whose}"
-
-
-def make_iterator(
-    loader: data.DataLoader[Any],
-    otherwise: Callable[[], Any],
-    *,
-    rng: str,
-    on_error: str,
-    resume: Resume | None = None,
-    snapshot_every: int | None = None,
-    max_restarts: int = MAX_RESTARTS,
-) -> tuple[Any, str | None]:
-    """Make an iterator of cseq's, or, where that cannot be, torch's own by `otherwise`: and why.
-
-    The options are those of `WorkersIterator`.
-
-    Raises
-    ------
-    ValueError
-        A state was loaded, which torch's own iterator cannot use.
-    """
-    fall_back = partial(_fall_back, loader, otherwise, resume, rng=rng, on_error=on_error)
-    options: dict[str, Any] = {
-        "rng": rng,
-        "on_error": on_error,
-        "resume": resume,
-        "snapshot_every": snapshot_every,
-    }
-    reason = reason_against(loader)
-    if reason is not None:
-        return fall_back(reason)
-    if loader.num_workers == 0:
-        inline = InlineIterator(loader, **options)
-        note(loader, None)
-        return inline, None
-    loader.check_worker_number_rationality()
-    is_forked = start_method_of(loader) == "fork"  # then nothing is pickled
-    chosen = loader.generator or torch.default_generator
-    before = None if is_forked else (look(), chosen.get_state())
-    try:
-        iterator = WorkersIterator(loader, **options, max_restarts=max_restarts)
-    except UnpicklableError as error:
-        told = str(error).replace("producer.fetching.", "").replace("the producer", "the data set")
-        if before is None or not _can_torch(loader):
-            error.args = (told,)
-            raise
-        put(before[0])  # what the beginning of an iterator may have drawn from
-        chosen.set_state(before[1])
-        return fall_back(told)
-    note(loader, None)
-    return iterator, None
 
 
 def _can_torch(loader: data.DataLoader[Any]) -> bool:
@@ -149,23 +94,59 @@ def reason_against(loader: data.DataLoader[Any]) -> str | None:
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _fall_back(
+def make_iterator(
     loader: data.DataLoader[Any],
     otherwise: Callable[[], Any],
-    resume: Resume | None,
-    reason: str,
-    **options: str,
-) -> tuple[Any, str]:
-    """Make torch's own iterator; log why, and which options it does not have, once for a loader."""
+    *,
+    rng: str,
+    on_error: str,
+    resume: dict[str, Any] | None = None,
+    snapshot_every: int | None = None,
+    max_restarts: int = MAX_RESTARTS,
+) -> tuple[Any, str | None]:
+    """Make an iterator of cseq's, or, where that cannot be, torch's own by `otherwise`: and why.
+
+    The options are those of `LoaderIterator`. The log says why, and which options torch's iterator
+    does not have, once for a loader.
+
+    Raises
+    ------
+    ValueError
+        A state was loaded, which torch's own iterator cannot use.
+    """
+    options: dict[str, Any] = {"rng": rng, "on_error": on_error}
+    reason = reason_against(loader)
+    if reason is None:
+        if loader.num_workers:
+            loader.check_worker_number_rationality()
+        chosen = loader.generator or torch.default_generator
+        is_pickled = loader.num_workers > 0 and start_method_of(loader) != "fork"
+        before = (look(), chosen.get_state()) if is_pickled else None
+        try:
+            iterator = LoaderIterator(
+                loader,
+                **options,
+                resume=resume,
+                snapshot_every=snapshot_every,
+                max_restarts=max_restarts,
+            )
+        except UnpicklableError as error:
+            reason = str(error).replace("producer.", "").replace("the producer", "the data set")
+            if before is None or not _can_torch(loader):
+                error.args = (reason,)
+                raise
+            put(before[0])  # what the beginning of an iterator may have drawn from
+            chosen.set_state(before[1])
+        else:
+            note(loader, None)
+            return iterator, None
     if resume is not None:
         raise ValueError(f"{UNUSABLE}, since {reason}; load_state_dict({{}}) drops the state")
     told = data.DataLoader if reason is names.REASON else loader  # the reason is that of all
     if told not in _told:
         _told.add(told)
-        lost = ", ".join(
-            f"{name}={value!r}" for name, value in options.items() if value != VALUES[name][0]
-        )
-        more = lost and f"; it cannot do {lost}"
+        lost = [f"{name}={value!r}" for name, value in options.items() if value != VALUES[name][0]]
+        more = f"; it cannot do {', '.join(lost)}" if lost else ""
         log.warning("DataLoader: torch's own iterator is used, since %s%s", reason, more)
     note(loader, reason)
     return otherwise(), reason

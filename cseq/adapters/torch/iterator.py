@@ -1,9 +1,10 @@
-"""The trainer's iterator over the batches of worker processes."""
+"""The trainer's iterator over a loader's batches, of workers or made here."""
 
 from __future__ import annotations
 
 import multiprocessing
 import weakref
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,8 @@ from cseq.adapters.torch import names, worker
 from cseq.adapters.torch.order import Keys, leaves_no_trace
 from cseq.adapters.torch.pinning import Pinner
 from cseq.adapters.torch.processes import WorkerProcess
+from cseq.adapters.torch.state import Progress
 from cseq.adapters.torch.stateful import is_stateful
-from cseq.adapters.torch.taking import Taking
 from cseq.encoding import failure
 from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.indexing.leaving import indices_of
@@ -21,11 +22,10 @@ from cseq.processes.launcher import direct  # noqa: F401 - the first `iter` woul
 from cseq.stream import ItemFailure, Streams
 
 if TYPE_CHECKING:
-    from cseq.adapters.torch.state import Resume
     from cseq.run import Run
     from cseq.stats import Stats
 
-__all__ = ["LoaderTimeout", "WorkersIterator", "start_method_of"]
+__all__ = ["LoaderIterator", "LoaderTimeout", "start_method_of"]
 
 DRAWN_AGAIN = (
     ", and with rng='worker' its generators begin from its seed: numbers are drawn that were drawn "
@@ -48,24 +48,34 @@ def start_method_of(loader: Any) -> str:
     return method
 
 
-class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
-    """Batches from worker processes.
+class LoaderIterator(names.Workers):  # type: ignore[misc]
+    """Batches, one by one.
 
-    It is an instance of torch's class of such iterators, with those of its attributes and methods
-    that others use. All that moves batches is cseq's.
+    It is an instance of torch's class of iterators with workers, with those of its attributes and
+    methods that others use. All that moves batches is cseq's.
 
     Parameters
     ----------
     loader : torch.utils.data.DataLoader
     rng, on_error : str
         See `DataLoader`.
-    resume : Resume, optional
-        Where the epoch is to go on.
+    resume : dict, optional
+        Where the epoch is to go on; see `state.read`.
     snapshot_every : int, optional
         See `Epoch`; None: no state is asked for.
     max_restarts : int
         See `DataLoader`.
+
+    Attributes
+    ----------
+    progress : Progress
+        The same object in all epochs of persistent workers.
     """
+
+    _num_yielded: int
+    _base_seed: Any
+    _sampler_iter: Any
+    _taker = 0  # the thread that is in `__next__`
 
     def __init__(
         self,
@@ -73,24 +83,38 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         *,
         rng: str,
         on_error: str,
-        resume: Resume | None = None,
+        resume: dict[str, Any] | None = None,
         snapshot_every: int | None = None,
         max_restarts: int,
     ) -> None:
         self._shutdown = True
-        keeps_state = snapshot_every is not None
-        Taking.__init__(
-            self, loader, names.Workers, rng=rng, on_error=on_error, keeps_state=keeps_state
-        )
-        self._pinner = Pinner(self._pin_memory_device)
-        self._in_order = bool(getattr(loader, "in_order", True))  # before torch 2.6 there is none
+        self._rng, self._skips_errors = rng, on_error == "skip"
+        self._is_iterable = loader._dataset_kind == names.ITERABLE
+        if resume is not None and resume["base_seed"] is None and loader.num_workers == 0:
+            # The data set is as it was left, before anything is drawn for the next epoch.
+            for state in filter(None, resume["workers"]):
+                if state["dataset"] is not None:
+                    loader.dataset.load_state_dict(state["dataset"])
+            resume = {**resume, "workers": [None]}
+        keeps_state = snapshot_every is not None and not self._is_iterable
+        self._order = Keys(loader, keeps_state=keeps_state, resume=resume)
+        names.Base.__init__(self, loader)
+        torchs = names.Workers if self._num_workers else names.Inline
+        self._profile_name = f"enumerate(DataLoader)#{torchs.__name__}.__next__"
+        self._several = max(1, self._num_workers)  # what makes the batches in turn
+        self._in_order = bool(not self._num_workers or getattr(loader, "in_order", True))
         every = snapshot_every or 0
         # Batches of keys are not made again for a state: it has to be that of the last one.
         self._snapshot_every = every if self._is_iterable else min(1, every)
-        self.progress.iterator = weakref.ref(self)
+        self._keeps_state = keeps_state
+        self.progress = Progress(
+            self._order, iterable=self._is_iterable, num_workers=self._num_workers, rng=rng
+        )
+        self._after: tuple[int, bytes | None] = (0, None)  # its worker, and the state after it
+        self._error: BaseException | None = None  # what is raised instead of the next batch
+        self._is_left_out = False  # or not even raised
+        self._pinner = Pinner(self._pin_memory_device)
         self._streams = self._open(loader, max_restarts)
-        kind, size = type(loader.dataset).__name__, loader.batch_size
-        self._run.about = f"{kind}, batch_size={size}, num_workers={self._num_workers}"
         self._shutdown = False
         self._items: Any
         self._ended = False
@@ -101,29 +125,34 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             raise
 
     def _open(self, loader: Any, max_restarts: int) -> Any:
-        """Start the worker processes."""
+        """Start the worker processes, if there are to be any."""
         self._prefetch_factor = loader.prefetch_factor
-        if self._num_workers <= 0:
-            raise AssertionError(
-                "num_workers must be greater than 0 for MultiProcessingDataLoaderIter"
-            )
+        method = start_method_of(loader) if self._num_workers else None
+        is_forked = method == "fork"
+        is_seeded = self._rng == "batch"
+        setup: Any = worker.Setup(
+            self._dataset_kind,
+            self._dataset,
+            self._auto_collation,
+            self._collate_fn,
+            self._drop_last,
+            self._skips_errors,
+            is_seeded,
+            loader.worker_init_fn,
+            worker.modes_here() if is_forked else [],
+        )
+        if self._num_workers == 0:
+            if self._timeout != 0:
+                raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+            return worker.Here(setup)
         if self._prefetch_factor <= 0:
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
             )
-        method = start_method_of(loader)
-        is_forked = method == "fork"
-        rng = self._rng
-        producer: Any = worker.Worker(
-            worker.Fetching.of(self),
-            loader.worker_init_fn,
-            rng == "batch",
-            worker.Modes.here() if is_forked else None,
-        )
-        counting = worker.count_numbered if rng == "batch" else worker.count
+        counting = worker.count_numbered if is_seeded else worker.count
         keys_first = is_forked and (self._is_iterable or leaves_no_trace(self._index_sampler))
         streams = Streams(
-            producer,
+            setup,
             self._num_workers,
             prefetch=self._prefetch_factor,
             key_size=min(1 + (loader.batch_size or 512), LONGEST),
@@ -133,82 +162,125 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             timed_from="wait",
             errors="return",
             unit="batch",
-            show=worker.unnumbered if rng == "batch" else None,
+            show=worker.unnumbered if is_seeded else None,
             samples=counting if self._auto_collation else None,
             lethal="return" if self._skips_errors and not self._is_iterable else "raise",
-            lost="" if rng == "batch" else DRAWN_AGAIN,
+            lost="" if is_seeded else DRAWN_AGAIN,
             launch="begin" if keys_first else "now",
         )
-        streams._run.pool.told = vars(loader).setdefault("_cseq_told", set())
-        self._workers = [WorkerProcess(streams, n) for n in range(self._num_workers)]
+        run = streams._run
+        run.pool.told = vars(loader).setdefault("_cseq_told", set())
+        kind, size = type(loader.dataset).__name__, loader.batch_size
+        run.about = f"{kind}, batch_size={size}, num_workers={self._num_workers}"
+        self.progress.iterator = weakref.ref(self)
         return streams
 
     def _reset(
         self,
         loader: Any,
         first_iter: bool = False,  # noqa: FBT001, FBT002 - as torch has it
-        resume: Resume | None = None,
+        resume: dict[str, Any] | None = None,
     ) -> None:
         """Begin an epoch; what is left of the one before is dropped."""
         self._pinner.forget()
-        if not first_iter:
-            if self._rng == "worker" and not self._ended:
+        is_seeded = self._rng == "batch"
+        if first_iter:
+            if self._num_workers and not is_seeded:  # torch asks a sampler for two iterators first
+                self._order.look_again(resume if self._persistent_workers else None)
+                names.Base._reset(self, loader, first_iter)
+        else:
+            if not is_seeded and not self._ended:
                 # As torch's: what was asked for is made, since it draws numbers.
                 self._streams.ask("get_ready", behind=True)
-            generator = loader.generator
-            self.progress.watch(generator, None if generator is None else generator.get_state())
-        if self._rng == "worker" or not first_iter:  # torch asks a sampler for two iterators first
-            self._order = Keys(loader._index_sampler, keeps_state=self._keeps_state)
+            self._order = Keys(loader, keeps_state=self._keeps_state)
             names.Base._reset(self, loader, first_iter)
-        if self._rng == "batch" and not first_iter:  # as a new iterator does it
-            drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-            self._base_seed = drawn.item()
+            if is_seeded:  # as a new iterator does it
+                drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+                self._base_seed = drawn.item()
+        if resume is not None:
+            self._num_yielded = resume["_num_yielded"]
+            if resume["base_seed"] is not None:
+                self._base_seed = resume["base_seed"]
         self._ended = False
+        self.progress.begin(self._order, self._base_seed, resume)
         self._begin(resume)
-        if self._is_iterable:
-            self._streams.begin(self._epochs(), ordered=self._in_order)
-            if not self._in_order:
-                self._items = iter(self._streams)
-            return
-        self._begin_keys(resume)
-        self._items = iter(self._streams)
 
-    def _begin_keys(self, resume: Resume | None) -> None:
-        """Begin an epoch of map-style data."""
-        progress = self.progress
-        keys = self._keys(resume)
-        if self._rng == "batch":
-            keys = worker.numbered(keys, progress.yielded)
-        free = self._rng == "batch" and not is_stateful(self._dataset)
-        first = progress.yielded % self._num_workers  # batch k is made by worker k mod N
-        self._streams.begin(
-            self._epochs(),
-            keys,
-            ordered=self._in_order,
-            assign="free" if free else "turn",
-            first=first,
-        )
-
-    def _epochs(self) -> list[worker.Epoch]:
-        """Tell each worker what it has to know of the epoch."""
-        progress = self.progress
+    def _begin(self, resume: dict[str, Any] | None) -> None:
+        """Have the batches of the epoch made."""
+        progress, keys, is_seeded = self.progress, None, self._rng == "batch"
+        if not self._is_iterable:
+            state = resume["sampler"] if resume else {}
+            keys = self._order.draw(self._sampler_iter, progress.yielded, state)
+            if is_seeded:
+                keys = worker.numbered(keys, progress.yielded)
         index = next(iter(self._index_sampler)) if self._is_iterable else None  # always the same
-        return [
+        epochs = [
             worker.Epoch(
                 self._base_seed,
                 index=index,
                 made=progress.counts[number],
                 state=progress.states[number],
                 snapshot_every=self._snapshot_every,
-                tagged=self._is_iterable and not self._in_order,
+                tagged=not self._in_order and self._is_iterable,
             )
-            for number in range(self._num_workers)
+            for number in range(self._several)
         ]
+        if self._num_workers == 0:
+            progress.inline = self._streams.begin_with(epochs[0], keys)
+        elif keys is None:
+            self._streams.begin(epochs, ordered=self._in_order)
+        else:
+            free = is_seeded and not is_stateful(self._dataset)
+            self._streams.begin(
+                epochs,
+                keys,
+                ordered=self._in_order,
+                assign="free" if free else "turn",
+                first=progress.yielded % self._num_workers,  # batch k is made by worker k mod N
+            )
+        self._items = iter(self._streams)
 
     # -- the next batch
 
+    def __next__(self) -> Any:
+        """Return the next batch, or raise what was raised instead of it.
+
+        It is counted last, without a call: if a signal handler raises (Ctrl-C), a state does not
+        have the batch, which this iterator may have lost, as torch's. For one thread at a time.
+        """
+        me = get_ident()
+        if self._taker not in (0, me):
+            raise RuntimeError("another thread is in next() of this iterator; take turns")
+        self._taker = me
+        try:
+            while True:
+                count = self._num_yielded
+                if self._IterableDataset_len_called is not None or names.profiler_enabled():
+                    batch = names.Base.__next__(self)  # with warnings, and named in a profile
+                else:
+                    batch = self._next_data()
+                progress, failed = self.progress, self._error
+                self._num_yielded = count + (failed is None)
+                progress.yielded += 1
+                number, state = self._after
+                if state is not None:
+                    progress.states[number] = state
+                if self._is_iterable:
+                    progress.counts[number] += 1
+                    if self._in_order:
+                        progress.turn = (number + 1) % self._several
+                if failed is None:
+                    return batch
+                self._error = None
+                if not self._is_left_out:
+                    raise failed
+        finally:
+            self._taker = 0
+            failed = None  # its traceback has this frame: the cycle would keep the workers alive
+
     def _next_data(self) -> Any:
-        """Return the batch that `__next__` takes out, or raise `_error`, which it takes out too."""
+        """Return the batch that `__next__` counts; or None, and there is an `_error`."""
+        self._error = None
         if self._ended:
             raise StopIteration
         try:
@@ -224,32 +296,35 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             self._ended = True  # as a generator ends after an exception
             died.args = (self._told(died),)
             raise
-        number, state, self._left = self.progress.turn, None, ()
-        kind = type(item)
-        if kind is worker.Stated:
-            number, state, self._left, item = item.worker, item.state, item.left, item.batch
-        elif kind is worker.Raised or kind is ItemFailure:
-            number, self._indices = item.worker, []
-            if kind is ItemFailure:  # the batch could not be sent
-                error, self._place = item.error, f"batch {self.progress.yielded}"
-                self._indices = error.indices if isinstance(error, WorkerDied) else []
-            else:
-                error, self._place = self._error_of(item), None if item.is_setup else item.place
-                self._indices = indices_of(item.key)
-            self._error, self._after = error, (number, state)
-            try:
-                raise error
-            finally:
-                del error
-        self._after = number, state
+        progress = self.progress
+        self._after = progress.turn, None
+        if type(item) is ItemFailure:  # the batch could not be sent
+            self._after, error = (item.worker, None), item.error
+            indices = error.indices if isinstance(error, WorkerDied) else []
+            return self._fail(error, f"batch {progress.yielded}", indices)
+        if type(item) is worker.Item:
+            self._after = item.worker, item.state
+            if item.error is not None:
+                place = None if item.is_setup else item.place
+                return self._fail(self._error_of(item), place, indices_of(item.key))
+            if item.left:
+                progress.leave(item.left)
+            item = item.batch
         if self._pin_memory:
             try:
                 item = self._pinner.pin(received, item)
-            except Exception as error:
-                self._error, self._place = error, None
-                raise
-            self._pin_next()
+            except Exception as error:  # noqa: BLE001 - of any type
+                return self._fail(error)
+            if self._num_workers:
+                self._pin_next()
         return item
+
+    def _fail(self, error: BaseException, place: str | None = None, indices: Any = ()) -> None:
+        """Have an exception raised in place of the next batch; or that, of a `place`, left out."""
+        self._num_yielded -= 1  # `__next__` of torch's counts it
+        self._error, self._is_left_out = error, False
+        if self._skips_errors and place is not None:
+            self._is_left_out = self.progress.skip(error, place, indices)
 
     def _pin_next(self) -> None:
         """Have the batch after the one that is received pinned beside the loop, if it is ready.
@@ -257,9 +332,9 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         It stays in the engine, and is taken as any other: no key is drawn for it.
         """
         following = self._streams.glance()
-        batch = following.batch if type(following) is worker.Stated else following
+        batch = following.batch if type(following) is worker.Item else following
         self._pinner.forget()
-        if type(batch) not in (type(None), worker.Raised, ItemFailure):
+        if batch is not None and type(batch) is not ItemFailure:
             self._pinner.begin(following, batch)
 
     def _next_item(self) -> Any:
@@ -267,7 +342,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
         progress = self.progress
         while True:
             item = self._receive()
-            if type(item) is not worker.Stated or not item.is_over:
+            if type(item) is not worker.Item or not item.is_over:
                 return item
             progress.states[item.worker] = item.state
             progress.ended[item.worker] = True
@@ -275,7 +350,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
     def _receive(self) -> Any:
         """Receive what comes next, also the end of a worker's data set."""
         progress = self.progress
-        if not self._is_iterable or not self._in_order:
+        if not (self._is_iterable and self._in_order and self._num_workers):
             return next(self._items)
         while not all(progress.ended):  # of those that have more, the worker whose turn it is
             if not progress.ended[progress.turn]:
@@ -283,7 +358,7 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
                     return self._streams.next(progress.turn)
                 except StopIteration:
                     progress.ended[progress.turn] = True
-            progress.turn = (progress.turn + 1) % self._num_workers
+            progress.turn = (progress.turn + 1) % self._several
         raise StopIteration
 
     def _end(self) -> None:
@@ -294,16 +369,25 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
 
     # -- exceptions
 
-    def _error_of(self, raised: worker.Raised) -> BaseException:
-        """Make the exception that a worker has raised."""
-        error = failure.unpack(raised.packed, raised.worker, "DataLoader worker process")
-        return failure.told(failure.named(error, raised.place))
+    def _error_of(self, item: worker.Item) -> BaseException:
+        """Return the exception that was raised; a worker has packed it."""
+        if not isinstance(item.error, bytes):
+            error: BaseException = item.error
+            return error
+        error = failure.unpack(item.error, item.worker, "DataLoader worker process")
+        return failure.told(failure.named(error, item.place))
 
     def _told(self, died: WorkerDied) -> str:
         """Return what to say of a death: it begins in torch's words, which people search for."""
         return f"DataLoader worker (pid(s) {died.pid}) exited unexpectedly: {died}"
 
-    # -- the end
+    # -- the workers
+
+    @property
+    def _workers(self) -> list[WorkerProcess]:
+        """The worker processes; another one once one has died."""
+        processes = self._streams.processes(wait=True) if self._num_workers else {}
+        return [WorkerProcess(processes[number]) for number in sorted(processes)]
 
     def _shutdown_workers(self) -> None:
         """End the worker processes; twice is fine."""
@@ -311,9 +395,10 @@ class WorkersIterator(Taking, names.Workers):  # type: ignore[misc]
             return
         self._ended = True
         self._pinner.close()
-        if self.progress.stats is None:  # if `close` was interrupted, they are there already
-            self.progress.stats = self.stats()
-        self._streams.close()
+        if self._num_workers:
+            if self.progress.stats is None:  # if `close` was interrupted, they are there already
+                self.progress.stats = self.stats()
+            self._streams.close()
         self._shutdown = True  # not before: if `close` is interrupted, it is called again
 
     def __del__(self) -> None:

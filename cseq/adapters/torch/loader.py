@@ -12,14 +12,9 @@ from torch.utils import data
 from cseq.adapters.torch import names
 from cseq.adapters.torch.batches import BatchSampler, with_order
 from cseq.adapters.torch.fallback import UNUSABLE, make_iterator, reason_against
-from cseq.adapters.torch.options import ON_ERRORS, RNGS, defaults
-from cseq.adapters.torch.order import (
-    OWN,
-    generator_of,
-    inner_of,
-    state_between,
-)
-from cseq.adapters.torch.state import Progress, Resume, read, stats_of
+from cseq.adapters.torch.options import VALUES, defaults
+from cseq.adapters.torch.order import OWN, Keys, inner_of
+from cseq.adapters.torch.state import Progress, read, stats_of
 from cseq.adapters.torch.stateful import is_stateful
 from cseq.advice import Window, advise
 from cseq.arguments import MAX_RESTARTS
@@ -67,16 +62,10 @@ class DataLoader(Torchs[T_co]):
     """torch's DataLoader, with cseq's worker processes.
 
     All arguments, attributes and methods of `torch.utils.data.DataLoader`, with the same meaning:
-    for the same seed and number of workers, batches are the same, bit for bit. What you may notice:
-
-    - A worker that dies is replaced, and its batches are made again. With ``rng='worker'`` the
-      replacement draws numbers again that the dead one had drawn; ``rng='batch'`` draws the same as
-      without the death.
-    - `state_dict` and `load_state_dict` resume in the middle of an epoch.
-    - Where a loader cannot be run by cseq, it is run by torch's workers, and a log line of the
-      logger ``cseq`` says why.
-
-    The page "from DataLoader" of the documentation lists each difference.
+    for the same seed and number of workers, batches are the same, bit for bit. A worker that dies
+    is replaced, and `state_dict` and `load_state_dict` resume in the middle of an epoch. Where a
+    loader cannot be run by cseq, it is run by torch's workers, and a log line of the logger
+    ``cseq`` says why. The page "from DataLoader" of the documentation lists each difference.
 
     Parameters
     ----------
@@ -185,8 +174,8 @@ class DataLoader(Torchs[T_co]):
             if any(isinstance(each, Order) for each in (*args, *kwargs.values())):
                 args, kwargs = (), with_order(args, kwargs)
             super().__init__(*args, **kwargs)
-            self.rng = choice("rng", rng, (None, *RNGS))
-            self.on_error = choice("on_error", on_error, (None, *ON_ERRORS))
+            self.rng = choice("rng", rng, (None, *VALUES["rng"]))
+            self.on_error = choice("on_error", on_error, (None, *VALUES["on_error"]))
             every = snapshot_every_n_steps
             if every is None:
                 every = type(self).snapshot_every_n_steps
@@ -197,41 +186,20 @@ class DataLoader(Torchs[T_co]):
 
     def _get_iterator(self) -> Any:
         """Make an iterator, or go on where the state that was loaded says."""
-        generator = self.generator
-        loaded = (self._loaded or {}).get("generator")
-        if generator is not None and loaded is not None:
-            generator.set_state(loaded)
-        resume = self._resume()
-        if resume is not None and resume.generator is not None:
-            own = generator_of(self._index_sampler)
-            if own is not None:
-                own.set_state(resume.generator)
-        before = None if generator is None else generator.get_state()
         iterator, self._reason = make_iterator(
             self,
             super()._get_iterator,
             rng=self.rng or defaults.rng,
             on_error=self.on_error or defaults.on_error,
-            resume=resume,
+            resume=self._resume(),
             snapshot_every=self.snapshot_every_n_steps or 0,
             max_restarts=self.max_restarts,
         )
         self._progress = getattr(iterator, "progress", None)
-        if self._progress is not None:
-            self._progress.watch(generator, before)
         self._loaded = None
         return iterator
 
-    @property
-    def _draws_seed(self) -> bool:
-        """Whether the next epoch draws a seed before its keys: torch's persistent workers do not.
-
-        If it is their first one it does, and the sampler's generator has to be set after that.
-        """
-        is_kept = self.persistent_workers and self.num_workers > 0
-        return not is_kept or (self.rng or defaults.rng) == "batch"
-
-    def _resume(self) -> Resume | None:
+    def _resume(self) -> dict[str, Any] | None:
         """Read the state that was loaded."""
         if self._loaded is None:
             return None
@@ -290,15 +258,7 @@ class DataLoader(Torchs[T_co]):
     def advice(self, since: Stats | None = None) -> Advice:
         """Return why the loop waits, and what to do: ``print`` it; see `cseq.MSequence.advice`.
 
-        Parameters
-        ----------
-        since : Stats, optional
-            What `stats` returned earlier, of the same workers: only what came after it counts.
-
-        Raises
-        ------
-        RuntimeError
-            There is nothing to tell of; see `stats`. With ``num_workers=0``, there always is.
+        It is of what `stats` counts; with ``num_workers=0``, there always is some.
         """
         if not self.num_workers:
             return advise(Window(batches=1))
@@ -306,20 +266,7 @@ class DataLoader(Torchs[T_co]):
         return (now if since is None else now.since(since)).advice()
 
     def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-        """Write a page of HTML about what `stats` counts: why the loop waited, and what would help.
-
-        Parameters
-        ----------
-        path : str or path
-            What is there is replaced, as a whole.
-        title : str, optional
-            The page's heading; the script's name, if it is left out.
-
-        Raises
-        ------
-        RuntimeError
-            There is nothing to tell of; see `stats`.
-        """
+        """Write a page of HTML about what `stats` counts; see `cseq.MSequence.report`."""
         from cseq.manager import reporting
 
         stats = self.stats()
@@ -357,25 +304,18 @@ class DataLoader(Torchs[T_co]):
             return {}
         if progress is None:
             progress = Progress(
+                Keys(self, keeps_state=False),
                 iterable=self._dataset_kind == names.ITERABLE,
                 num_workers=self.num_workers,
                 rng=self.rng or defaults.rng,
             )
-            progress.watch(self.generator, None)
-            return {
-                **progress.as_dict(),
-                **self._batching(),
-                "base_seed": None,
-                "sampler": state_between(self._index_sampler),
-                "draws_seed": True,
-            }
         is_whole = progress.finished or not progress.yielded or progress.iterable
         if not (is_whole or getattr(self, "in_order", True) or self.num_workers < 2):
             log.warning(
                 "a state in the middle of an epoch with in_order=False only counts batches: after "
                 "it, those that overtook others come again, and these are lost"
             )
-        return {**progress.as_dict(), **self._batching(), "draws_seed": self._draws_seed}
+        return {**progress.as_dict(), **self._batching()}
 
     def _tell_of_state(self, reason: str | None) -> None:
         """Log, once, what a state of this loader leaves out.
@@ -442,7 +382,7 @@ class DataLoader(Torchs[T_co]):
         before, self._loaded = self._loaded, copy.deepcopy(state_dict) or None
         try:
             resume = self._resume()
-            own: Any = None if resume is None else resume.sampler.get("sampler")
+            own: Any = None if resume is None else resume["sampler"].get("sampler")
             order = self.batch_sampler
             if own is not None and isinstance(order, BatchSampler):
                 try:

@@ -34,7 +34,6 @@ __all__ = [
     "make_fetcher",
     "numpy_seed",
     "pin",
-    "profile_name",
     "profiler_enabled",
     "set_worker_info",
     "tensor_entry",
@@ -86,11 +85,6 @@ def as_generic(kind: Any) -> Any:
     return kind[parameters] if parameters else kind
 
 
-def profile_name(kind: Any) -> str:
-    """Return the name that a profile has for the batches of one of torch's iterators."""
-    return f"enumerate(DataLoader)#{kind.__name__}.__next__"
-
-
 def make_fetcher(
     kind: int, dataset: Any, *, auto_collation: bool, collate_fn: Any, drop_last: bool
 ) -> Any:
@@ -106,11 +100,8 @@ def numpy_seed(base_seed: int, number: int) -> list[int]:
 
 def set_worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> None:
     """Set what `torch.utils.data.get_worker_info` returns in this process."""
-    worker._worker_info = _make_info(number, num_workers, seed, dataset)
-
-
-def _make_info(number: int, num_workers: int, seed: int, dataset: Any) -> Any:
-    return worker.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
+    info = worker.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
+    worker._worker_info = info
 
 
 _OF_ITERATORS = attrgetter(
@@ -134,9 +125,10 @@ def _use() -> None:
     _OF_ITERATORS(iterator)
     iterator._reset(loader, False)  # noqa: FBT003 - as torch calls it
     attrgetter("_reset", "_shutdown_workers")(Workers)
-    attrgetter("_worker_info")(worker)
+    present = worker._worker_info
     make_fetcher(0, samples, auto_collation=True, collate_fn=list, drop_last=False).fetch([0])
-    _make_info(0, 1, 0, None)
+    set_worker_info(0, 1, 0, None)
+    worker._worker_info = present
     numpy_seed(0, 0)
     profiler_enabled()
 

@@ -10,31 +10,19 @@ import os
 
 from cseq.check import choice
 
-__all__ = ["ON_ERRORS", "RNGS", "Defaults", "defaults"]
+__all__ = ["VALUES", "Defaults", "defaults"]
 
-RNGS = ("worker", "batch")
-ON_ERRORS = ("raise", "skip")
-VALUES = {"rng": RNGS, "on_error": ON_ERRORS}  # the first of each: where nothing else is said
+VALUES = {"rng": ("worker", "batch"), "on_error": ("raise", "skip")}  # first: where none is said
 
 
 class Defaults:
-    """The values of options that a loader was not given.
+    """The values of options that a loader was not given: `rng` and `on_error` of `DataLoader`.
 
-    Attributes
-    ----------
-    rng : 'worker' or 'batch'
-        See `DataLoader`; at first the environment's ``CSEQ_LOADER_RNG``.
-    on_error : 'raise' or 'skip'
-        See `DataLoader`; at first the environment's ``CSEQ_LOADER_ON_ERROR``.
+    At first they are those of the environment's CSEQ_LOADER_RNG and CSEQ_LOADER_ON_ERROR.
     """
 
     rng: str
     on_error: str
-
-    def __init__(self) -> None:
-        for name, values in VALUES.items():
-            variable = f"CSEQ_LOADER_{name.upper()}"
-            setattr(self, name, choice(variable, os.environ.get(variable, values[0]), values))
 
     def __setattr__(self, name: str, value: str) -> None:
         if name not in VALUES:
@@ -43,3 +31,6 @@ class Defaults:
 
 
 defaults = Defaults()
+for _name, _values in VALUES.items():
+    _variable = f"CSEQ_LOADER_{_name.upper()}"
+    setattr(defaults, _name, choice(_variable, os.environ.get(_variable, _values[0]), _values))

@@ -34,16 +34,7 @@ if TYPE_CHECKING:
 
     Source = tuple[Callable[[], Any], Callable[[Any], Any]]  # returns its state, and sets it
 
-__all__ = [
-    "OWN",
-    "Keys",
-    "generator_of",
-    "inner_of",
-    "leaves_no_trace",
-    "look",
-    "put",
-    "state_between",
-]
+__all__ = ["OWN", "Keys", "inner_of", "leaves_no_trace", "look", "put"]
 
 log = logging.getLogger("cseq")
 
@@ -62,12 +53,6 @@ def generator_of(index_sampler: Any) -> torch.Generator | None:
     """Return the generator that a sampler has of its own, if any."""
     generator = getattr(inner_of(index_sampler), "generator", None)
     return generator if isinstance(generator, torch.Generator) else None
-
-
-def state_between(index_sampler: Any) -> State:
-    """Return what is kept of a sampler between epochs: the state of its own generator, now."""
-    generator = generator_of(index_sampler)
-    return {} if generator is None else {"generator": generator.get_state()}
 
 
 def leaves_no_trace(index_sampler: Any) -> bool:
@@ -176,28 +161,58 @@ class Keys:
 
     Parameters
     ----------
-    index_sampler : iterable
-        Its `iter` comes next.
+    loader : torch.utils.data.DataLoader
+        The `iter` of its index sampler comes next, and its seed.
     keeps_state : bool
         Whether states may be asked for.
+    resume : dict, optional
+        The state of the run that is resumed: its generators are put back.
     """
 
-    def __init__(self, index_sampler: Any, *, keeps_state: bool) -> None:
+    def __init__(self, loader: Any, *, keeps_state: bool, resume: State | None = None) -> None:
+        index_sampler = loader._index_sampler
         inner = inner_of(index_sampler)
+        self._generator: torch.Generator | None = loader.generator
         self._index_sampler = index_sampler
         self._keeps_state = keeps_state and type(inner) is not SequentialSampler
         self._sampler = next(filter(is_stateful, (index_sampler, inner)), None)
         self._after = getattr(index_sampler, "state_after", None)  # of cseq's BatchSampler
         has_sources = self._keeps_state and self._after is None
         self._sources = sources_of(index_sampler) if has_sources else {}
-        is_torchs = type(index_sampler) in (BatchSampler, *OWN)  # whose `iter` draws nothing
-        self._before = {} if is_torchs else look(self._sources)
+        if resume is not None:
+            self._put_back(resume)
+        self._begun_with = None if self._generator is None else self._generator.get_state()
+        self._before: State = {}
+        self.look_again()
         self._state: State | None = None  # before the first key
         self._base = 0  # keys before that
         self._first: State = {}  # what has its own state, after the first key
         self._size = index_sampler.batch_size if type(index_sampler) is BatchSampler else 0
         self._late: set[str] = set()  # what was drawn from with a later key
         self._is_told = False
+
+    def look_again(self, resume: State | None = None) -> None:
+        """Note the states before another `iter` of the sampler.
+
+        `resume`: of an epoch that draws no seed, unless it is the first one.
+        """
+        if resume is not None and resume["_iterator_finished"]:
+            self._put_back(resume)
+        is_torchs = type(self._index_sampler) in (BatchSampler, *OWN)  # whose `iter` draws nothing
+        self._before = {} if is_torchs else look(self._sources)
+
+    def _put_back(self, resume: State) -> None:
+        """Put the generators back to where the epoch that is resumed, or the next one, began."""
+        if self._generator is not None and resume.get("generator") is not None:
+            self._generator.set_state(resume["generator"])
+        generator = resume["sampler"].get("generator")
+        put({} if generator is None else {"generator": generator}, self._sources)
+
+    def loaders_generator(self, *, now: bool) -> torch.Tensor | None:
+        """Return the state of the loader's own generator: now, or before the epoch's seed."""
+        if now and self._generator is not None:
+            return self._generator.get_state()
+        return self._begun_with
 
     def draw(self, iterator: Any, yielded: int, state: State) -> Iterator[Any]:
         """Return the keys from the `yielded`-th on.
@@ -216,8 +231,6 @@ class Keys:
                     "its order is another; make it without, or do not load this state"
                 )
             return chain.from_iterable(self._again(yielded - self._base, state))
-        if "generator" in state:  # of an epoch that is over, as below
-            put(state, self._sources)
         if self._sampler is not None and "sampler" in state:
             self._sampler.load_state_dict(copy.deepcopy(state["sampler"]))
             self._iterator = iter(self._index_sampler)
@@ -319,7 +332,8 @@ class Keys:
         if finished:
             if self._keeps_state and self._sampler is not None:
                 return {"sampler": copy.deepcopy(self._sampler.state_dict())}
-            return state_between(self._index_sampler)
+            generator = generator_of(self._index_sampler)  # the next epoch draws from it
+            return {} if generator is None else {"generator": generator.get_state()}
         if not self._keeps_state:
             return {}
         self._tell()

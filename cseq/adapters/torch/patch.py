@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch.utils import data
@@ -16,14 +15,12 @@ from cseq.adapters.torch.state import stats_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from cseq.adapters.torch.state import Progress
     from cseq.stats import Stats
 
 __all__ = ["install", "installed", "is_installed", "uninstall"]
 
 _original: Callable[[Any], Any] | None = None
 _class: Any = data.DataLoader
-_progress: dict[int, Progress | None] = {}  # of the loaders that there are, by their ids
 
 
 def _get_iterator(self: Any) -> Any:
@@ -35,21 +32,19 @@ def _get_iterator(self: Any) -> Any:
     assert own is not None
     if isinstance(self, DataLoader):
         return own(self)
-    if id(self) not in _progress:
-        weakref.finalize(self, _progress.pop, id(self), None)
-    _progress[id(self)] = None
+    self._progress = None
     if self.num_workers == 0 and (defaults.rng, defaults.on_error) == ("worker", "raise"):
         note(self, ALONE)
         return own(self)
     rng, on_error = defaults.rng, defaults.on_error
     iterator, _ = make_iterator(self, lambda: own(self), rng=rng, on_error=on_error)
-    _progress[id(self)] = getattr(iterator, "progress", None)
+    self._progress = getattr(iterator, "progress", None)
     return iterator
 
 
 def _stats(self: Any) -> Stats:
     """Count what the workers have done, and where time went; see `cseq.DataLoader.stats`."""
-    return stats_of(_progress.get(id(self)))
+    return stats_of(vars(self).get("_progress"))
 
 
 def install() -> None:

@@ -62,17 +62,22 @@ class BatchSeeds(Seeds):
     ----------
     batch_context : BatchContext
         Of this worker, or one to be entered for batches that the trainer makes.
+
+    Attributes
+    ----------
     base_seed : int
         What the seeds of the epoch's batches are derived from.
     """
 
-    def __init__(self, batch_context: BatchContext, base_seed: int) -> None:
+    base_seed = 0
+
+    def __init__(self, batch_context: BatchContext) -> None:
         super().__init__(batch_context)
-        self._batch_context, self._base_seed = batch_context, base_seed
+        self._batch_context = batch_context
 
     def seed_for(self, batch: int) -> int:
         """Seed for a batch; return torch's seed."""
         # Nothing is known of samples.
-        self._batch_context.set(Numbers(self._base_seed, 0, batch, batch))
+        self._batch_context.set(Numbers(self.base_seed, 0, batch, batch))
         self.seed_present()
         return torch.default_generator.initial_seed()

@@ -8,7 +8,6 @@ import pickle
 import random
 import reprlib
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from cseq.indexing.leaving import Skipped
     from cseq.stats import Stats
 
-__all__ = ["VERSION", "Progress", "Resume", "read"]
+__all__ = ["VERSION", "Progress", "read", "stats_of"]
 
 log = logging.getLogger("cseq")
 
@@ -46,41 +45,15 @@ BATCHING = int, bool, type(None)  # what these facts of batches are
 State = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Resume:
-    """Where an epoch is to go on.
-
-    Attributes
-    ----------
-    yielded : int
-        Batches that were delivered.
-    base_seed : int or None
-        None: a new one is drawn, for an epoch that begins where the data set has come to.
-    sampler : dict
-        See `Keys.draw`.
-    counts, ended, turn
-        See `Progress`.
-    states : list of (dict or None)
-        Of the data set, in each worker or in the trainer.
-    generator : torch.Tensor or None
-        The state of the sampler's own generator, before anything is drawn for an epoch that begins.
-    """
-
-    yielded: int
-    base_seed: int | None
-    sampler: State
-    counts: list[int]
-    ended: list[bool]
-    turn: int
-    states: list[State | None]
-    generator: torch.Tensor | None = None
-
-
 class Progress:
     """How far an epoch is, as of the last batch delivered.
 
+    A loader that is pickled, or copied, begins anew: it has none.
+
     Parameters
     ----------
+    order : Keys
+        Of the keys.
     iterable : bool
         Whether the data set is an IterableDataset.
     num_workers : int
@@ -89,13 +62,12 @@ class Progress:
 
     Attributes
     ----------
-    base_seed : int
+    base_seed : int or None
+        None: no epoch has begun.
     yielded : int
         Batches delivered.
     finished : bool
         Whether the epoch is over.
-    order : Keys or Kept, optional
-        Of the keys.
     counts : list of int
         Batches delivered of each worker, if the data set is an IterableDataset.
     ended : list of bool
@@ -108,40 +80,38 @@ class Progress:
         Of the data set, where the trainer makes the batches.
     skipped : deque of Skipped
         The latest samples and batches of this epoch that were left out.
-    generator : torch.Generator, optional
-        The loader's own one, from which the seeds of its epochs are drawn.
-    before : torch.Tensor, optional
-        The state it had before it was drawn from for this epoch.
     iterator : weakref, optional
         The iterator, if it has worker processes.
     stats : Stats, optional
         Of the workers that have ended.
     """
 
-    def __init__(self, *, iterable: bool, num_workers: int, rng: str) -> None:
+    def __init__(self, order: Keys, *, iterable: bool, num_workers: int, rng: str) -> None:
         self.iterable, self.num_workers, self.rng = iterable, num_workers, rng
-        self.generator: torch.Generator | None = None
-        self.before: torch.Tensor | None = None
         self.iterator: Callable[[], Any] = _none
         self.stats: Stats | None = None
         self.states: list[bytes | None] = []
-        self.begin(0)
+        self.begin(order, None)
 
-    def begin(self, base_seed: int, resume: Resume | None = None) -> None:
+    def __reduce__(self) -> Any:
+        return _none, ()
+
+    def begin(self, order: Keys, base_seed: int | None, resume: State | None = None) -> None:
         """Begin an epoch, or go on with one."""
         several = max(1, self.num_workers)
-        self.base_seed = base_seed
-        self.yielded = resume.yielded if resume else 0
+        self.order, self.base_seed = order, base_seed
         self.finished = False
         self.skipped: deque[Skipped] = deque(maxlen=MOST_SKIPPED)
-        self.order: Keys | Kept | None = None
         self.inline: DatasetState | None = None
-        self.counts = list(resume.counts) if resume and resume.counts else [0] * several
-        self.ended = list(resume.ended) if resume and resume.ended else [False] * several
-        self.turn = resume.turn if resume else 0
-        left = [each and left_by(pickle.loads(each)) for each in self.states]
-        states = (left if resume is None else resume.states) or [None] * several
-        self.states = [None if each is None else dumps(each) for each in states]
+        if resume is None:
+            self.yielded, self.turn = 0, 0
+            self.counts, self.ended = [0] * several, [False] * several
+            states = [each and left_by(pickle.loads(each)) for each in self.states]
+        else:
+            self.yielded, self.turn = resume["_num_yielded"], resume["turn"]
+            self.counts, self.ended = list(resume["counts"]), list(resume["ended"])
+            states = resume["workers"]
+        self.states = [None if each is None else dumps(each) for each in states or [None] * several]
 
     def skip(self, error: BaseException, place: str, indices: list[Any]) -> bool:
         """Note, and log, that the next batch is left out, since it is an error.
@@ -162,57 +132,28 @@ class Progress:
 
     def as_dict(self) -> State:
         """Return it as `state_dict` does: another dict each time."""
-        before = self._generator_state()
+        is_between = self.finished or self.base_seed is None
+        generator = self.order.loaders_generator(now=is_between)
+        states: list[State | None]
+        if self.inline:
+            states = [copy.deepcopy(self.inline.take(self.yielded))]
+        else:
+            states = [None if each is None else pickle.loads(each) for each in self.states]
         return {
             "version": VERSION,
             "kind": "iterable" if self.iterable else "map",
             "rng": self.rng,
-            **({} if before is None else {"generator": before}),
+            **({} if generator is None else {"generator": generator}),
             "num_workers": self.num_workers,
             "base_seed": self.base_seed,
             "_num_yielded": self.yielded,
             "_sampler_iter_yielded": self.yielded,
             "_iterator_finished": self.finished,
-            "sampler": self._sampler_state(),
+            "sampler": self.order.state(self.yielded, finished=is_between),
             "counts": list(self.counts),
             "ended": list(self.ended),
             "turn": self.turn,
-            "workers": self._dataset_states(),
-        }
-
-    def watch(self, generator: torch.Generator | None, before: torch.Tensor | None) -> None:
-        """Note the loader's generator, as it was before an epoch; `begin` comes after or before."""
-        self.generator, self.before = generator, before
-
-    def _generator_state(self) -> torch.Tensor | None:
-        """Return what an epoch draws from that goes on here, or the next one, if this is over."""
-        if self.generator is None or (self.before is not None and not self.finished):
-            return self.before
-        return self.generator.get_state()
-
-    def _sampler_state(self) -> State:
-        """Return what is kept of the order."""
-        if self.order is None:
-            return {}
-        return self.order.state(self.yielded, finished=self.finished)
-
-    def _dataset_states(self) -> list[State | None]:
-        """Return the states of the data set."""
-        if self.inline:
-            return [copy.deepcopy(self.inline.take(self.yielded))]
-        return [None if each is None else pickle.loads(each) for each in self.states]
-
-    def __getstate__(self) -> State:
-        """Return what is pickled, and copied, with a loader: no iterators, no generators."""
-        states = self._dataset_states()
-        return {
-            **vars(self),
-            "order": Kept(self._sampler_state()),
-            "inline": None,
-            "generator": None,
-            "iterator": _none,
-            "before": self._generator_state(),
-            "states": [None if each is None else dumps(each) for each in states],
+            "workers": states,
         }
 
 
@@ -240,17 +181,6 @@ def stats_of(progress: Progress | None) -> Stats:
     return stats
 
 
-class Kept:
-    """What was kept of the order of an epoch; it gives no keys any more."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-
-    def state(self, yielded: int, *, finished: bool = False) -> State:  # noqa: ARG002 - as of then
-        """Return what was kept."""
-        return copy.deepcopy(self._state)
-
-
 def read(
     state: State,
     *,
@@ -258,8 +188,11 @@ def read(
     num_workers: int,
     keeps: bool,
     batching: State,
-) -> Resume | None:
-    """Read a state; None: the next epoch begins anew.
+) -> State | None:
+    """Return a state as an iterator goes on from it; None: the next epoch begins anew.
+
+    Of an epoch that is over, or has not begun, ``base_seed`` is None, and the rest as for an epoch
+    that begins.
 
     Parameters
     ----------
@@ -297,58 +230,49 @@ def read(
     if state["base_seed"] is not None:
         count("base_seed", state["base_seed"], -MOST - 1, MOST)
     # Between epochs: that is over, or none has begun.
-    finished = state["_iterator_finished"] or state["base_seed"] is None
-    workers, sampler = state["workers"], state["sampler"]
-    has_states = any(each is not None for each in workers)
-    states = list(workers) if has_states and (keeps or not finished) else []
-    if not finished:
-        _check_batches(state, batching)
-    generator = None
-    if finished:  # a sampler that has a state goes on from its own
-        names = ("sampler", "generator")
-        sampler = {name: sampler[name] for name in names if sampler.get(name) is not None}
-        generator = sampler.get("generator")
-        if state.get("draws_seed", True):  # else it is set again, after a new process's seed
-            sampler.pop("generator", None)
-        if generator is None and not sampler and not states:
+    is_between = state["_iterator_finished"] or state["base_seed"] is None
+    sampler, workers = state["sampler"], state["workers"]
+    has_states = any(each is not None for each in workers) and (keeps or not is_between)
+    if is_between:  # a sampler that has a state goes on from its own
+        sampler = {
+            name: sampler[name]
+            for name in ("sampler", "generator")
+            if sampler.get(name) is not None
+        }
+        if not sampler and not has_states and state.get("generator") is None:
             return None
-    if (iterable or states) and state["num_workers"] != num_workers:
+    else:
+        _check_batches(state, batching)
+    if ((iterable and not is_between) or has_states) and state["num_workers"] != num_workers:
         what = "an IterableDataset" if iterable else "a data set that has a state"
         raise ValueError(
             f"the state is of num_workers={state['num_workers']} and this loader has "
             f"num_workers={num_workers}: with {what} both must be the same, since every worker "
             "has a share of its own"
         )
-    if finished:
-        kept = [each and left_by(each) for each in states]
-        return Resume(0, None, sampler, [], [], 0, kept, generator=generator)
+    several = max(1, num_workers)
     counts, ended, turn = state["counts"], state["ended"], state["turn"]
-    if not iterable:
-        counts, ended, turn = [], [], 0
+    if is_between or not iterable:
+        counts, ended, turn = [0] * several, [False] * several, 0
     elif sum(counts) != yielded:  # the caller has changed the number
-        several = max(1, num_workers)
         counts = [len(range(number, yielded, several)) for number in range(several)]
         turn = yielded % several
-    return Resume(
-        yielded=yielded,
-        base_seed=state["base_seed"],
-        sampler=sampler,
-        counts=list(counts),
-        ended=list(ended),
-        turn=turn,
-        states=states,
-    )
+    resume = {**state, "sampler": sampler, "counts": counts, "ended": ended, "turn": turn}
+    resume["workers"] = workers if has_states else [None] * several
+    resume["_num_yielded"] = yielded
+    if is_between:
+        left = [each and left_by(each) for each in resume["workers"]]
+        resume |= {"_num_yielded": 0, "base_seed": None, "workers": left}
+    return resume
 
 
 def _check_form(state: State) -> None:
     """Raise ValueError, or TypeError, for what no `state_dict` returns."""
     workers = max(1, count("num_workers", state["num_workers"], 0, MOST))
     count("turn", state["turn"], 0, workers - 1)
-    flags = state["_iterator_finished"], state.get("draws_seed", True)
     for name, is_fine in (
         ("kind", state["kind"] in ("map", "iterable")),
-        ("_iterator_finished", _is_list(flags[:1], bool)),
-        ("draws_seed", _is_list(flags[1:], bool)),
+        ("_iterator_finished", type(state["_iterator_finished"]) is bool),
         ("counts", _is_list(state["counts"], int, size=workers)),
         ("ended", _is_list(state["ended"], bool, size=workers)),
         ("workers", _is_list(state["workers"], dict, type(None), size=workers)),

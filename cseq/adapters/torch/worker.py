@@ -1,4 +1,7 @@
-"""A worker of the loader: is set up as torch's, fetches batches, collates them."""
+"""A worker of the loader: is set up as torch's, fetches batches, collates them.
+
+Where the trainer makes the batches itself, it does so by `Here`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.data import default_collate
 
+from cseq._core import check_depth
 from cseq._memory import fork_depth
 from cseq.adapters.torch import names
 from cseq.adapters.torch.collate import collating, stack_in_slots
@@ -22,36 +26,49 @@ from cseq.encoding import failure
 from cseq.encoding.pickling import dumps
 from cseq.indexing import context
 from cseq.indexing.leaving import Leaving, Partial, none_text
+from cseq.indexing.seeding import call_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = [
-    "Batches", "Epoch", "Fetching", "Raised", "Stated", "Worker", "numbered",
-    "unnumbered",
-]  # fmt: skip
+__all__ = ["Batches", "Epoch", "Here", "Item", "Setup", "modes_here", "numbered", "unnumbered"]
 
 END = object()
 
 
-class Raised(NamedTuple):
-    """What a batch is where an exception was raised instead: the epoch goes on after it."""
+class Item(NamedTuple):
+    """What comes in place of a batch where that alone does not say enough.
+
+    Attributes
+    ----------
+    worker : int
+        The worker that has made it.
+    batch : object
+    state : bytes or None
+        Of the data set there after it, if that is wanted.
+    is_over : bool
+        There is no batch: this worker's data set has come to its end.
+    left : tuple
+        Samples that are left out: see `Partial`.
+    error : bytes or Exception or None
+        What was raised instead of the batch, packed by a worker process: the epoch goes on.
+    place : str
+        Names that batch.
+    is_setup : bool
+        There is no data set to fetch it from: the next ones will raise, too.
+    key : object
+        Of that batch, if the data set is map-style.
+    """
 
     worker: int
-    packed: bytes
-    place: str  # names the batch
-    is_setup: bool = False  # there is no data set to fetch it from: the next ones will raise, too
-    key: Any = None  # of a map-style data set's batch
-
-
-class Stated(NamedTuple):
-    """A batch, its worker, and the state of the data set there after it, if that is wanted."""
-
-    batch: Any
-    worker: int
-    state: bytes | None
-    is_over: bool = False  # there is no batch: this worker's data set has come to its end
-    left: tuple[tuple[Any, str], ...] = ()  # samples that are left out: see `Partial`
+    batch: Any = None
+    state: bytes | None = None
+    is_over: bool = False
+    left: tuple[tuple[Any, str], ...] = ()
+    error: Any = None
+    place: str = ""
+    is_setup: bool = False
+    key: Any = None
 
 
 class LeavingFetcher:
@@ -91,54 +108,6 @@ class NamingFetcher:
             raise
 
 
-class Fetching(NamedTuple):
-    """How a batch is fetched: what is torch's own part of a loader."""
-
-    kind: int
-    dataset: Any
-    auto_collation: bool
-    collate_fn: Any
-    drop_last: bool
-    skips: bool  # leaves out what raises
-
-    @classmethod
-    def of(cls, iterator: Any) -> Fetching:
-        """Return how an iterator of torch's fetches a batch."""
-        return cls(
-            iterator._dataset_kind,
-            iterator._dataset,
-            iterator._auto_collation,
-            iterator._collate_fn,
-            iterator._drop_last,
-            iterator._skips_errors,
-        )
-
-    def open(self, state: dict[str, Any]) -> Any:
-        """Make what fetches batches, from a state of the data set on (`DatasetState`).
-
-        For an IterableDataset that calls `iter`.
-        """
-        if state.get("dataset") is not None:
-            self.dataset.load_state_dict(state["dataset"])
-        make = partial(
-            names.make_fetcher,
-            self.kind,
-            self.dataset,
-            auto_collation=self.auto_collation,
-            drop_last=self.drop_last,
-        )
-        if self.auto_collation and self.kind != names.ITERABLE:
-            if self.skips:
-                return LeavingFetcher(self.dataset, self.collate_fn)
-            return NamingFetcher(self.dataset, self.collate_fn, make)
-        fetcher = make(collate_fn=self.collate_fn)
-        if state.get("iterator") is not None:
-            fetcher.dataset_iter.load_state_dict(state["iterator"])
-        if state.get("ended"):
-            fetcher.ended = True
-        return fetcher
-
-
 def numbered(keys: Iterator[Any], number: int) -> Iterator[Any]:
     """Yield keys with their numbers: in front, if a key is a list, which may be one of numbers."""
     for key in keys:
@@ -167,45 +136,42 @@ def count_numbered(key: Any) -> int:
 _entered = contextlib.ExitStack()  # of this process, for as long as it lives
 
 
-class Modes(NamedTuple):
-    """Modes of torch that the thread which calls `iter` is in, for a forked worker.
-
-    That is forked by another thread.
-    """
-
-    grad: bool
-    inference: bool
-    autocast: tuple[bool, torch.dtype, bool]  # on the CPU; and whether casts are kept
-
-    @classmethod
-    def here(cls) -> Modes:
-        """Return those of this thread."""
-        enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        autocast = enabled, dtype, torch.is_autocast_cache_enabled()
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
-
-    def enter(self) -> None:
-        """Have this thread be in them, too."""
-        torch.set_grad_enabled(self.grad)
-        if self.inference:
-            _entered.enter_context(torch.inference_mode())
-        enabled, dtype, is_kept = self.autocast
-        torch.set_autocast_enabled("cpu", enabled)
-        torch.set_autocast_dtype("cpu", dtype)
-        torch.set_autocast_cache_enabled(is_kept)
+def _infer(mode: bool) -> None:  # noqa: FBT001 - as torch's own
+    if mode:
+        _entered.enter_context(torch.inference_mode())
 
 
-class Worker(NamedTuple):
-    """Makes the producer of a worker, in its process."""
+# Modes of torch that a thread is in: how one is read, and set.
+MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.is_inference_mode_enabled, _infer),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
+    (partial(torch.get_autocast_dtype, "cpu"), partial(torch.set_autocast_dtype, "cpu")),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+)
 
-    fetching: Fetching
-    init_fn: Callable[[int], Any] | None
+
+def modes_here() -> list[Any]:
+    """Return the modes of this thread, for a worker that another thread forks."""
+    return [read() for read, _ in MODES]
+
+
+class Setup(NamedTuple):
+    """What a worker needs of a loader; makes its producer, in its process."""
+
+    kind: int
+    dataset: Any
+    auto_collation: bool
+    collate_fn: Any
+    drop_last: bool
+    skips: bool  # leaves out what raises
     batch_seeds: bool
-    modes: Modes | None  # in the trainer, if the worker is forked
+    init_fn: Callable[[int], Any] | None
+    modes: list[Any]  # of the trainer, if the worker is forked
 
     def __call__(self, number: int, num_workers: int) -> Batches:
         """Make it."""
-        return Batches(self, number, num_workers)
+        return Batches(self, number, num_workers, context.here.batch_context)
 
 
 class Epoch(NamedTuple):
@@ -219,11 +185,11 @@ class Epoch(NamedTuple):
     made : int
         Batches of this worker that were made before, if that of an IterableDataset is.
     state : bytes or None
-        Where the data set is to begin, from `Stated`, in a process that has just started.
+        Where the data set is to begin, from `Item`, in a process that has just started.
     snapshot_every : int
         Send the data set's state after every so many batches; 0: never.
     tagged : bool
-        Send each batch as `Stated`: the trainer has to know the worker.
+        Send each batch as `Item`: the trainer has to know the worker.
     """
 
     base_seed: int
@@ -237,14 +203,16 @@ class Epoch(NamedTuple):
 class Batches:
     """A worker's producer (see `cseq.indexing.producer.Producer`)."""
 
-    def __init__(self, worker: Worker, number: int, num_workers: int) -> None:
-        self._worker = worker
+    RAISED: type[BaseException] = BaseException  # what is sent in place of a batch
+
+    def __init__(self, setup: Setup, number: int, num_workers: int, batch_context: Any) -> None:
+        self._setup = setup
         self._number = number
         self._num_workers = num_workers
-        self._dataset = worker.fetching.dataset
-        collate_fn = collating(worker.fetching.collate_fn)
-        self._fetching = worker.fetching._replace(collate_fn=collate_fn)
-        self._epoch: Epoch | None = None
+        self._is_stream = setup.kind == names.ITERABLE
+        self._collate = self._collating(setup.collate_fn)
+        self._seeds = BatchSeeds(batch_context) if setup.batch_seeds else None
+        self._epoch = Epoch(0)
         self._fetcher: Any = None
         self._broken: bytes | None = None  # the exception that kept it from getting ready
         self._is_set_up = False
@@ -252,8 +220,10 @@ class Batches:
         self._made = 0  # batches of the epoch
         self._state: DatasetState | None = None
         self._has_begun = False  # and the data set with it, where it was to
-        self._seeds: BatchSeeds | None = None
         self._depth = fork_depth()
+
+    def _collating(self, function: Any) -> Any:
+        return collating(function)
 
     def begin(self, epoch: Epoch) -> None:
         """Begin an epoch. What the user has written is called with the first batch of it."""
@@ -261,10 +231,10 @@ class Batches:
         self._is_open = False
 
     def make(self, key: Any) -> Any:
-        """Return the batch of a key, or `Raised`."""
+        """Return the batch of a key, or `Item`."""
         self.get_ready()
         number = 0
-        if self._worker.batch_seeds:
+        if self._seeds is not None:
             number, key = (key[0], key[1:]) if type(key) is list else key
         return self._next(key, number)
 
@@ -274,26 +244,25 @@ class Batches:
         if self._broken is not None:
             yield self._raised()
             return
-        assert self._epoch is not None
-        index = self._epoch.index
-        while self._made < self._epoch.made + start:
-            if self._next(index, self._number_of_next()) is END:
-                return
-        while True:
-            item = self._next(index, self._number_of_next())
-            if item is END:
-                if self._state:
-                    yield self._stated(None, is_over=True)
-                return
+        if not self._drop(self._epoch.made + start):
+            return
+        while (item := self._next_item()) is not END:
             yield item
             del item  # or it would be there while the next one is made
+        if self._state:
+            yield self._stated(is_over=True)
+
+    def _drop(self, count: int) -> bool:
+        """Make the first batches of an iterable data set again; False: it has less."""
+        while self._made < count:
+            if self._next_item() is END:
+                return False
+        return True
 
     # -- getting ready
 
     def get_ready(self) -> None:
         """Make the fetcher of this epoch, unless it is there; in a new process, set that up."""
-        epoch = self._epoch
-        assert epoch is not None
         if self._is_open:
             return
         self._is_open = True
@@ -301,88 +270,168 @@ class Batches:
         try:
             if not self._is_set_up:
                 self._is_set_up = True
-                self._set_up(epoch)
-            self._open(epoch)
+                self._set_up()
+            self._open()
         except BaseException as error:  # noqa: BLE001 - it is raised in the trainer
             self._broken = _packed(error)
 
-    def _set_up(self, epoch: Epoch) -> None:
+    def _set_up(self) -> None:
         """Do what torch does at the beginning of a worker."""
-        worker = self._worker
+        setup = self._setup
         multiprocessing.current_process().name = f"DataLoader-{self._number}"
         torch.set_num_threads(1)
-        if worker.modes is not None:
-            worker.modes.enter()
-        seed = seed_worker(epoch.base_seed, self._number)
-        names.set_worker_info(self._number, self._num_workers, seed, self._dataset)
+        for (_, enter), mode in zip(MODES, setup.modes, strict=False):
+            enter(mode)
+        self._tell(seed_worker(self._epoch.base_seed, self._number))
         stack_in_slots()
-        if worker.init_fn is not None:
-            worker.init_fn(self._number)
+        if setup.init_fn is not None:
+            setup.init_fn(self._number)
 
-    def _open(self, epoch: Epoch) -> None:
+    def _tell(self, seed: int) -> None:
+        """Set what `torch.utils.data.get_worker_info` returns."""
+        names.set_worker_info(self._number, self._num_workers, seed, self._setup.dataset)
+
+    def _open(self) -> None:
         """Make the fetcher, where the data set is to begin."""
-        if self._worker.batch_seeds:
-            batch_context = context.here.batch_context
-            assert batch_context is not None
-            self._seeds = BatchSeeds(batch_context, epoch.base_seed)
+        epoch = self._epoch
+        if self._seeds is not None:
+            self._seeds.base_seed = epoch.base_seed
             self._seeds.seed_for(self._number)  # an IterableDataset may draw in `iter`
         state: dict[str, Any] = {}
         if epoch.state is not None and not self._has_begun:
             state = pickle.loads(epoch.state)
         self._has_begun = True
         self._made = state.get("made", 0)
-        self._fetcher = self._fetching.open(state)
-        self._state = DatasetState(self._dataset, self._fetcher) if epoch.snapshot_every else None
+        self._fetcher = self._fetcher_from(state)
+        asks = epoch.snapshot_every
+        self._state = DatasetState(self._setup.dataset, self._fetcher) if asks else None
+
+    def _fetcher_from(self, state: dict[str, Any]) -> Any:
+        """Make what fetches batches, from a state of the data set on (`DatasetState`).
+
+        For an IterableDataset that calls `iter`.
+        """
+        kind, dataset, auto_collation, _, drop_last, skips, *_ = self._setup
+        if state.get("dataset") is not None:
+            dataset.load_state_dict(state["dataset"])
+        collates = auto_collation and not self._is_stream
+        if collates and skips:
+            return LeavingFetcher(dataset, self._collate)
+        make = partial(
+            names.make_fetcher, kind, dataset, auto_collation=auto_collation, drop_last=drop_last
+        )
+        if collates:
+            return NamingFetcher(dataset, self._collate, make)
+        fetcher = make(collate_fn=self._collate)
+        if state.get("iterator") is not None:
+            fetcher.dataset_iter.load_state_dict(state["iterator"])
+        if state.get("ended"):
+            fetcher.ended = True
+        return fetcher
 
     # -- making
 
-    def _number_of_next(self) -> int:
-        """Number the next batch of an iterable data set, among those of all workers."""
-        return self._made * self._num_workers + self._number
+    def _next_item(self) -> Any:
+        """Return the next batch of an iterable data set: `_next`."""
+        return self._next(self._epoch.index, self._made * self._num_workers + self._number)
 
     def _next(self, key: Any, number: int) -> Any:
-        """Return the next batch, with a state if it is time for one; `Raised`, or END."""
+        """Return the next batch, which is this one of all; as `Item`, if it is time; or END."""
         if self._broken is not None:
             return self._raised()
         if self._seeds is not None:
-            seed = self._seeds.seed_for(number)
-            names.set_worker_info(self._number, self._num_workers, seed, self._dataset)
+            self._tell(self._seeds.seed_for(number))
         self._made += 1
         try:
             batch = self._fetcher.fetch(key)
-        except BaseException as error:
+        except self.RAISED as error:
             if fork_depth() != self._depth:
                 raise  # this process is a copy, which the data set has forked
-            if isinstance(error, StopIteration) and self._worker.fetching.kind == names.ITERABLE:
+            if self._is_stream and isinstance(error, StopIteration):
                 return END
-            key = None if self._worker.fetching.kind == names.ITERABLE else key
-            return Raised(self._number, _packed(error), self._place(key), key=key)
+            key, place = None if self._is_stream else key, self._place(key)
+            return Item(self._number, error=self._pack(error), place=place, key=key)
         epoch = self._epoch
         left: tuple[tuple[Any, str], ...] = ()
-        assert epoch is not None
         if type(batch) is Partial:
             batch, left = batch
         if self._state and not self._made % epoch.snapshot_every:
             return self._stated(batch, left=left)
-        return Stated(batch, self._number, None, left=left) if epoch.tagged or left else batch
+        return Item(self._number, batch, left=left) if epoch.tagged or left else batch
 
-    def _stated(self, batch: Any, *, is_over: bool = False, left: Any = ()) -> Stated:
+    def _stated(self, batch: Any = None, *, is_over: bool = False, left: Any = ()) -> Item:
         """Return a batch with the state after it."""
         assert self._state is not None
-        state = dumps(self._state.take(self._made))
-        return Stated(batch, self._number, state, is_over, left)
+        return Item(self._number, batch, dumps(self._state.take(self._made)), is_over, left)
 
-    def _raised(self) -> Raised:
+    def _raised(self) -> Item:
         """Return what kept the worker from getting ready, in place of a batch."""
-        assert self._broken is not None
         place = f"its data set ready in worker {self._number}"
-        return Raised(self._number, self._broken, place, is_setup=True)
+        return Item(self._number, error=self._broken, place=place, is_setup=True)
+
+    def _pack(self, error: BaseException) -> Any:
+        return _packed(error)
 
     def _place(self, key: Any) -> str:
         """Name a batch."""
-        if self._worker.fetching.kind == names.ITERABLE:
+        if self._is_stream:
             return f"batch {self._made - 1} of worker {self._number}"
         return f"the batch of {failure.listed(key)} in worker {self._number}"
+
+
+class Here(Batches):
+    """A producer in the trainer, and its stream: a key is drawn when its batch is asked for."""
+
+    RAISED = Exception
+
+    def __init__(self, setup: Setup) -> None:
+        self._context = context.BatchContext(0, 0)
+        super().__init__(setup, 0, 1, self._context)
+        self._keys: Iterator[Any] | None = None
+
+    def begin_with(self, epoch: Epoch, keys: Iterator[Any] | None) -> DatasetState | None:
+        """Begin an epoch of keys, or of an iterable data set; return what has that one's state."""
+        self.begin(epoch)
+        self._is_open, self._keys = True, keys
+        self._call(self._open)
+        if keys is None:
+            self._call(self._drop, epoch.made)
+        state, self._state = self._state, None  # the trainer asks when it wants to
+        return state
+
+    def __iter__(self) -> Here:
+        return self
+
+    def __next__(self) -> Any:
+        check_depth()  # or an exception could end the sampler
+        if self._keys is not None:
+            return self._call(self.make, next(self._keys))
+        item = self._call(self._next_item)
+        if item is END:
+            raise StopIteration
+        return item
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call what makes something; if it is seeded, the trainer's generators are restored."""
+        if self._seeds is None:
+            return function(*args)
+        return call_here(partial(function, *args), self._context, self._seeds)
+
+    # -- what a worker does otherwise
+
+    def _collating(self, function: Any) -> Any:
+        return function
+
+    def _tell(self, seed: int) -> None:
+        pass
+
+    def _pack(self, error: BaseException) -> BaseException:
+        return failure.ordinary(error)
+
+    def _place(self, key: Any) -> str:
+        return (
+            f"batch {self._made - 1}" if self._is_stream else f"the batch of {failure.listed(key)}"
+        )
 
 
 def _packed(error: BaseException) -> bytes:

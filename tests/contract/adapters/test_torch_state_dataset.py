@@ -326,7 +326,7 @@ def test_a_data_loader_asks_no_data_set_for_a_state(
 
 
 ODD = [None, -1, 10**30, 1.5, "x", [], ["x"], {}, {"a": 1}, object(), torch.zeros(3)]
-FREE = {"rng", "base_seed", "draws_seed", "batch_size", "shuffle", "batches", "generator"}
+FREE = {"rng", "base_seed", "batch_size", "shuffle", "batches", "generator"}
 
 
 @pytest.mark.parametrize("kind", ["map", "iterable", "order"])

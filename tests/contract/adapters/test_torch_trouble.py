@@ -80,7 +80,7 @@ def test_a_state_after_ctrl_c_is_right(
     if num_workers:
         options |= FORK
     made = cseq.DataLoader(batch_size=None, **options)
-    files = "adapters/torch/iterator.py", "adapters/torch/inline.py", "adapters/torch/taking.py"
+    files = "adapters/torch/iterator.py", "adapters/torch/worker.py"
     expected = everything(iter(made))
 
     def step(countdown: int) -> bool:
@@ -132,7 +132,7 @@ class Pressing(Plain):
 
 
 def test_ctrl_c_in_a_data_set_without_workers() -> None:
-    """Its batch is made again by the next call, and by a resume."""
+    """Its batch is made by a resume; the iterator has lost it, as torch's."""
     made = cseq.DataLoader(Pressing(8), batch_size=2)
     iterator = iter(made)
     assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
@@ -140,7 +140,7 @@ def test_ctrl_c_in_a_data_set_without_workers() -> None:
         next(iterator)
     state = made.state_dict()
     assert state["_num_yielded"] == 2
-    assert [batch.tolist() for batch in iterator] == [[4, 5], [6, 7]]
+    assert [batch.tolist() for batch in iterator] == [[6, 7]]
     made.load_state_dict(state)
     assert [batch.tolist() for batch in made] == [[4, 5], [6, 7]]
 

@@ -36,7 +36,7 @@ from cseq.adapters.torch import (  # noqa: E402
     uninstall,
 )
 from cseq.adapters.torch.fallback import ALONE, made  # noqa: E402
-from cseq.adapters.torch.iterator import WorkersIterator  # noqa: E402
+from cseq.adapters.torch.iterator import LoaderIterator  # noqa: E402
 from cseq.pools import base  # noqa: E402
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def test_torchs_class_has_our_workers() -> None:
     install()
     assert is_installed()
     iterator = iter(data.DataLoader(Plain(2), **FORK))
-    assert isinstance(iterator, WorkersIterator)
+    assert isinstance(iterator, LoaderIterator)
     assert "cseq" in repr(iterator)
     assert len(list(iterator)) == 2
     assert same(batches(), expected)
@@ -169,9 +169,9 @@ def test_subclasses() -> None:
             return iter(["own"])
 
     with installed():
-        assert type(iter(Kept(Plain(2), **FORK))) is WorkersIterator
+        assert type(iter(Kept(Plain(2), **FORK))) is LoaderIterator
         assert next(iter(Own(Plain(2), **FORK))) == "own"
-        assert type(iter(cseq.DataLoader(Plain(2), **FORK))) is WorkersIterator
+        assert type(iter(cseq.DataLoader(Plain(2), **FORK))) is LoaderIterator
 
 
 def test_the_default_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def test_an_argument_that_is_not_known(
     monkeypatch.setitem(names.UNKNOWN, "worker_method", "multiprocessing")
     loader = cseq.DataLoader(Plain(2), **FORK)
     loader.worker_method = "multiprocessing"  # type: ignore[attr-defined]
-    assert type(iter(loader)) is WorkersIterator
+    assert type(iter(loader)) is LoaderIterator
     loader.worker_method = "thread"  # type: ignore[attr-defined]
     check_fallback(loader, caplog, "worker_method='thread'")
 

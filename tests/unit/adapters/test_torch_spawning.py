@@ -19,7 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import cseq  # noqa: E402
-from cseq.adapters.torch.iterator import WorkersIterator  # noqa: E402
+from cseq.adapters.torch.iterator import LoaderIterator  # noqa: E402
 from cseq.encoding.pickling import dump  # noqa: E402
 from cseq.encoding.unpicklable import UnpicklableError  # noqa: E402
 from cseq.processes.spawning import Descriptor, Workers, spawning  # noqa: E402
@@ -81,7 +81,7 @@ def test_they_are_shared_with_workers(method: str) -> None:
         dataset, batch_size=None, num_workers=1, prefetch_factor=1, multiprocessing_context=method
     )
     iterator = iter(made)
-    assert type(iterator) is WorkersIterator
+    assert type(iterator) is LoaderIterator
     dataset.event.set()
     await_worker(dataset)
     killed = dataset.begun.value
