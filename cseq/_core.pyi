@@ -40,7 +40,6 @@ class RangeReader(Reader):
 @final
 class FeistelReader(Reader):
     def __new__(cls, n: SupportsIndex, seed: SupportsIndex) -> Self: ...
-    def find(self, epoch: int, sample: int) -> int: ...
 
 @final
 class TableReader(Reader):
@@ -216,16 +215,13 @@ class Permutation:
     def at(self, places: _Ints) -> NDArray[np.uint32] | _Ints: ...
     def find(self, element: int) -> int: ...
 
-@final
-class CallReader(Reader):
-    def __new__(cls, order: Order, seed: int) -> Self: ...
-
 _Share: TypeAlias = Callable[[int, int, int, int, int], _Ints]
 
 @final
 class ArrayReader(Reader):
     call: Final[Callable[[int, _Ints], _Read]]
     share: Final[_Share | None]
+    ahead: Final[int]
     def __new__(
         cls,
         order: Order | Reader,

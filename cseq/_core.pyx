@@ -206,18 +206,13 @@ cdef class FeistelReader(Reader):
 
     cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
                       int64_t* sizes) except -1:
+        cdef uint64_t k
         if epoch != self.epoch:
             self.begin(epoch)
-        cseq_feistel_read(&self.feistel, start, count, out)
+        for k in range(count):
+            out[k] = <int64_t>(start + k)
+        cseq_feistel_gather(&self.feistel, out, count, out)
         return count
-
-    def find(self, uint64_t epoch, uint64_t sample):
-        """The position of a sample in an epoch."""
-        if sample >= self.units:
-            raise IndexError(f"sample {sample} is not one of {self.units}")
-        if epoch != self.epoch:
-            self.begin(epoch)
-        return cseq_feistel_find(&self.feistel, sample)
 
 
 @cython.final

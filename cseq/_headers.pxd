@@ -166,8 +166,6 @@ cdef extern from "cseq_ring.h" nogil:
     cseq_stint* cseq_cell_stint(cseq_cell* c, uint32_t stage) noexcept
     cseq_meter* cseq_ring_meter(const cseq_ring* r, uint32_t owner) noexcept
     int64_t* cseq_ring_indices(const cseq_ring* r, uint32_t cell) noexcept
-    uint32_t cseq_gate_enter(cseq_gate* g) noexcept
-    void cseq_gate_sleep(cseq_gate* g, uint32_t seen, uint64_t ns) noexcept
     void cseq_gate_notify_all(cseq_gate* g) noexcept
     void cseq_gate_notify(cseq_gate* g) noexcept
     int cseq_ring_claim(cseq_ring* r, uint32_t stage, uint32_t owner) noexcept
@@ -222,7 +220,6 @@ cdef extern from "cseq_feistel.h" nogil:
         uint64_t n
 
     void cseq_feistel_init(cseq_feistel* f, uint64_t n, const uint64_t* words) noexcept
-    void cseq_feistel_read(const cseq_feistel* f, uint64_t start, uint64_t count, int64_t* out) noexcept
     void cseq_feistel_gather(const cseq_feistel* f, const int64_t* places, uint64_t count, int64_t* out) noexcept
     uint64_t cseq_feistel_find(const cseq_feistel* f, uint64_t sample) noexcept
     void cseq_derive_keyed(uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t key, uint64_t* words,

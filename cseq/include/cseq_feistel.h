@@ -103,28 +103,7 @@ static inline uint64_t cseq_feistel_walk(const cseq_feistel *f, uint64_t value)
     return value;
 }
 
-/* The samples at positions start .. start+count-1, which must be below n. */
-static inline void cseq_feistel_read(const cseq_feistel *f, uint64_t start, uint64_t count,
-                                     int64_t *out)
-{
-    uint64_t row = start / f->b, column = start % f->b, rows[CSEQ_LANES], columns[CSEQ_LANES];
-    for (uint64_t done = 0; done < count; done += CSEQ_LANES) {
-        uint64_t lanes = count - done < CSEQ_LANES ? count - done : CSEQ_LANES;
-        for (int k = 0; k < CSEQ_LANES; k++) { /* lanes beyond the end are computed in vain */
-            rows[k] = row;
-            columns[k] = column;
-            if (++column == f->b) {
-                column = 0;
-                row++;
-            }
-        }
-        cseq_feistel_rounds(f, rows, columns, CSEQ_LANES);
-        for (uint64_t k = 0; k < lanes; k++)
-            out[done + k] = (int64_t)cseq_feistel_walk(f, rows[k] * f->b + columns[k]);
-    }
-}
-
-/* The same for any positions. */
+/* The samples at positions below n; `out` may be `places`. */
 static inline void cseq_feistel_gather(const cseq_feistel *f, const int64_t *places, uint64_t count,
                                        int64_t *out)
 {

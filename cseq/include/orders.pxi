@@ -94,45 +94,7 @@ cdef class Permutation:
         return cseq_feistel_find(&self.network, element)
 
 
-cdef int64_t taken_over(object values, str what, uint64_t count, uint64_t most, int64_t* out) except -1:
-    """Write integers that user code returned, at most `most` of them."""
-    array = numpy.ascontiguousarray(values, dtype=numpy.int64)
-    if array.ndim != 1 or array.size > most:
-        raise ValueError(f"read() returned {what} of shape {array.shape} for {count} units; give one "
-                         f"dimension, and at most {most}")
-    memcpy(out, cnp.PyArray_DATA(array), 8 * <size_t>array.size)
-    return array.size
-
-
-@cython.final
-cdef class CallReader(Reader):
-    """An order that is written in Python: `order.read(seed, epoch, start, count)`."""
-
-    cdef object order
-
-    def __cinit__(self, order, uint64_t seed):
-        self.order, self.units, self.room, self.seed = order, order.units, order.room, seed
-
-    cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
-                      int64_t* sizes) except -1:
-        indices, lengths = self.order.read(self.seed, epoch, start, count)
-        cdef int64_t written = taken_over(indices, "indices", count, count * self.room, out)
-        if lengths is None:
-            if self.room == 1 and <uint64_t>written == count:
-                return written
-            raise ValueError(f"read() of {self.order!r} returned {written} indices for {count} units "
-                             "and no sizes; give the size of each unit")
-        lengths = numpy.ascontiguousarray(lengths, dtype=numpy.int64)
-        if (lengths.shape != (count,) or lengths.sum() != written
-                or count and not 1 <= lengths.min() <= lengths.max() <= self.room):
-            raise ValueError(f"read() of {self.order!r} returned sizes {lengths} for {count} units with "
-                             f"{written} indices; give one for each unit, in [1, {self.room}]")
-        if sizes != NULL:
-            taken_over(lengths, "sizes", count, count, sizes)
-        return written
-
-
-AHEAD = 4096  # samples that are read together, or about as many
+AHEAD = 1 << 14  # samples that are read together, or about as many
 
 
 @cython.final
@@ -154,8 +116,8 @@ cdef class ArrayReader(Reader):
     """
 
     cdef readonly object call, share
+    cdef readonly uint64_t ahead
     cdef object samples_kept, sizes_kept
-    cdef uint64_t ahead
     # `batches` of `count` units each are kept: the first one is [start, start + count), or the share of
     # the global batch that begins at `first`, the next ones `together` further each.
     cdef uint64_t epoch, first, together, start, count, batches
@@ -219,22 +181,18 @@ cdef class ArrayReader(Reader):
 def gather(Reader reader not None, uint64_t epoch, units not None):
     """The samples of any units, and the size of each: int64 arrays; no sizes where all are 1."""
     cdef Py_ssize_t start = 0, end, count = len(units)
-    cdef int64_t written = 0
     if isinstance(reader, ArrayReader):
         samples, sizes = (<ArrayReader>reader).call(epoch, units)
         return numpy.ascontiguousarray(samples, dtype=numpy.int64), sizes
-    cdef const int64_t[::1] unit = units
-    samples = numpy.empty(count * <Py_ssize_t>reader.room, numpy.int64)
-    sizes = numpy.empty(count, numpy.int64) if reader.room > 1 else None
+    cdef const int64_t[::1] unit = units  # one sample each
+    samples = numpy.empty(count, numpy.int64)
     cdef int64_t* out = <int64_t*>cnp.PyArray_DATA(samples)
-    cdef int64_t* lengths = NULL if sizes is None else <int64_t*>cnp.PyArray_DATA(sizes)
     while start < count:
         end = start + 1
         while end < count and unit[end] == unit[end - 1] + 1:
             end += 1
         if unit[start] < 0 or <uint64_t>unit[end - 1] >= reader.units:
             raise IndexError(f"units [{unit[start]}, {unit[end - 1]}] exceed {reader.units}")
-        written += reader.read(epoch, unit[start], end - start, out + written,
-                               NULL if lengths == NULL else lengths + start)
+        reader.read(epoch, unit[start], end - start, out + start, NULL)
         start = end
-    return samples[:written], sizes
+    return samples, None

@@ -9,11 +9,12 @@ no special case.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from cseq._core import CallReader, gather
+from cseq._core import ArrayReader, gather
 from cseq.check import count
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class Order:
 
     def reader(self, seed: int) -> Reader:
         """Return what reads the order for one seed, on one thread at a time."""
-        return CallReader(self, seed)
+        return ArrayReader(self, seed, partial(called, self, seed), ahead=0)  # at its turn
 
     def batches(
         self,
@@ -169,6 +170,31 @@ class Order:
             reader.samples(epoch, k * size, min(size, self.units - k * size))[0].tolist()
             for k in range(count("start", start, 0), last)
         ]
+
+
+def called(order: Order, seed: int, epoch: int, units: Ints) -> Read:
+    """Call an order of one's own for units, range by range; check what it returns."""
+    samples: list[Ints] = []
+    sizes: list[Ints] = []
+    for part in np.split(units, np.flatnonzero(np.diff(units) != 1) + 1):
+        count = len(part)
+        given, lengths = order.read(seed, epoch, int(part[0]), count)
+        indices = np.ascontiguousarray(given, dtype=np.int64)
+        if lengths is None and (order.room > 1 or len(indices) != count):
+            raise ValueError(
+                f"read() of {order!r} returned {len(indices)} indices for {count} units and no "
+                "sizes; give the size of each unit"
+            )
+        each = np.ones(count, np.int64) if lengths is None else np.asarray(lengths, np.int64)
+        fits = each.shape == (count,) and 1 <= each.min() <= each.max() <= order.room
+        if not fits or indices.shape != (each.sum(),):
+            raise ValueError(
+                f"read() of {order!r} returned sizes {each} for {count} units with indices of "
+                f"shape {indices.shape}; give one for each unit, in [1, {order.room}]"
+            )
+        samples.append(indices)
+        sizes.append(each)
+    return np.concatenate(samples), np.concatenate(sizes) if order.room > 1 else None
 
 
 def spans(starts: Ints, counts: Ints) -> Ints:

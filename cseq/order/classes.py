@@ -24,7 +24,7 @@ __all__ = ["MOST_BUDGET", "MOST_SAMPLES", "Classes", "Labels", "Lengths", "Membe
 MOST_SAMPLES = 2**32  # a sample takes 4 bytes of the table
 MOST_BUDGET = 2**62
 Drawn: TypeAlias = "tuple[Permutation, int, int, Members]"  # `turn` is added to a group's number
-DENSE = 2**16  # a range that is at most this much longer than the values is looked up in a table
+DENSE = 2**16  # a table may be longer by this than the values are many
 
 
 class Classes:
@@ -115,14 +115,9 @@ class Lengths:
             raise ValueError(f"all {self.count} lengths exceed budget={budget}; give a larger one")
         self.fingerprint = fingerprint(self.values)
 
-    @property
-    def _is_dense(self) -> bool:
-        """Whether a table of all lengths from the shortest to the longest is small."""
-        return self.longest - self.shortest <= self.count + DENSE
-
     def distinct(self) -> Ints:
         """Return each length once, ascending, without those that are left out."""
-        if not self._is_dense:
+        if self.longest - self.shortest > self.count + DENSE:  # a table of them would be large
             return np.unique(self.values[self.values <= self.longest]).astype(np.int64)
         seen = np.zeros(self.longest - self.shortest + 1, np.bool_)
         for _, chunk in _chunks(self.values):
@@ -132,12 +127,9 @@ class Lengths:
     def classes(self, bounds: Ints) -> Classes:
         """Sort the samples by class, that of the first bound that is not below their length."""
         found = np.empty(self.count, np.uint32)
-        low, high = self.shortest, self.longest
-        table = bounds.searchsorted(np.arange(low, high + 1)) if self._is_dense else None
         for start, chunk in _chunks(self.values):
-            inside = chunk <= high
-            kept = np.where(inside, chunk, low).astype(np.int64)
-            places = bounds.searchsorted(kept) if table is None else table.take(kept - low)
+            inside = chunk <= self.longest
+            places = bounds.searchsorted(np.where(inside, chunk, 0).astype(np.int64))
             found[start : start + CHUNK] = np.where(inside, places, len(bounds))
         return Classes(found, len(bounds))
 

@@ -118,11 +118,9 @@ class Groups(Order):
             return Permutation(self.classes.count, seed, 0, GROUPS, turn)
 
         @lru_cache(KEPT)
-        def members_of(c: int, number: int) -> Permutation | NDArray[np.uint32]:
+        def members_of(c: int, number: int) -> NDArray[np.uint32]:
             order = Permutation(sizes[c], seed, 0, GROUPS, ((c + 1 << 32) + number) % 2**64)
-            if order.table is None:
-                return order
-            members = table[offsets[c] : offsets[c + 1]][order.table]
+            members = table[offsets[c] : offsets[c + 1]][order.at(np.arange(sizes[c]))]
             return np.resize(members, max(each, sizes[c]))  # too few are repeated
 
         def read(epoch: int, units: Ints) -> Read:
@@ -132,12 +130,7 @@ class Groups(Order):
                 at = np.arange(place * self.chosen, (place + 1) * self.chosen, dtype=np.int64)
                 for c in classes_of(turn).at(at).tolist():
                     number, piece = divmod(turn, sizes[c] // each or 1)
-                    members = members_of(c, number)
-                    if isinstance(members, Permutation):
-                        ranks = np.arange(piece * each, (piece + 1) * each, dtype=np.int64)
-                        parts.append(table[members.at(ranks) + offsets[c]])
-                    else:
-                        parts.append(members[piece * each : (piece + 1) * each])
+                    parts.append(members_of(c, number)[piece * each : (piece + 1) * each])
             return np.concatenate(parts), np.full(len(units), self.room)
 
         return ArrayReader(self, seed, read)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cseq._core import AHEAD, ArrayReader, CallReader, OrderSource, gather
+from cseq._core import AHEAD, ArrayReader, OrderSource, gather
 from cseq.check import count
 from cseq.order.base import MOST_SAMPLES, MOST_SEED
 
@@ -146,9 +146,9 @@ class Sampler:
             samples, sizes = gather(reader, epoch, units)
             return indices[samples], sizes
 
-        share = reader.share if isinstance(reader, ArrayReader) else None
-        ahead = 0 if isinstance(reader, CallReader) else AHEAD  # the user's own code, at its turn
-        return ArrayReader(reader, self.seed, read, share, ahead)
+        if isinstance(reader, ArrayReader):
+            return ArrayReader(reader, self.seed, read, reader.share, reader.ahead)
+        return ArrayReader(reader, self.seed, read, None, AHEAD)
 
     @property
     def words(self) -> int:

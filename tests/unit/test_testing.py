@@ -383,7 +383,7 @@ def test_an_order_is_checked() -> None:
         (Unnamed(), "name=''"),
         (cseq.Shuffled(), "samples=None"),
         (Tuples(), "does not come back from JSON"),
-        (Long(), "give one dimension, and at most 20"),
+        (Long(), r"give one for each unit, in \[1, 1\]"),
         (Unsized(), "no sizes; give the size of each unit"),
     ],
     ids=lambda value: type(value).__name__,
