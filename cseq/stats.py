@@ -110,7 +110,7 @@ class Stats:
     buffer : int
         Batches ahead of the loop, at most; 0 of streams.
     agents : int
-        Of a fleet: its worker processes; `num_workers` are the threads that ask them.
+        Of a fleet: its worker processes; as many threads, `num_workers`, ask them.
     gpu_waits, gpu_dry : int
         Times that the loop had to wait for a batch while its thread used CUDA; after which the GPU
         had nothing left to do.

@@ -151,7 +151,7 @@ def kill_agent(fleet: Any, agent: int, number: int | None = KILL) -> int:
     if number is None:
         ray.kill(handle, no_restart=False)
     else:
-        handle.signal.remote(number)
+        handle.__ray_call__.remote(lambda _: os.kill(os.getpid(), number))
     return pid
 
 

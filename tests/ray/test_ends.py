@@ -179,7 +179,7 @@ def test_counts_are_of_the_whole_run(fleet):
     with sequence(fleet).start() as batches:
         list(batches)
         stats = batches.stats()
-    assert (stats.batches, stats.agents, stats.num_workers) == (BATCHES, 2, 4)
+    assert (stats.batches, stats.agents, stats.num_workers) == (BATCHES, 2, 2)
 
 
 def test_the_memory_of_large_batches_is_used_again():

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+import ray
 from drawing import (
     BATCHES,
     OPTIONS,
@@ -152,16 +153,16 @@ def test_the_constructor_of_an_indexer_raises_in_the_loop():
 
 
 def test_an_agent_whose_environment_cannot_be_made_is_an_error():
-    """It says that the agent did not start, and what Ray says."""
+    """It is what Ray says."""
     fleet = cseq.RayFleet(Draws, 1, 1, runtime_env={"working_dir": "file:///no/such.zip"})
     with fleet, sequence(fleet).start() as batches:
         iterator = iter(batches)
-        with pytest.raises(RuntimeError, match="an agent has ended, or did not start"):
+        with pytest.raises(ray.exceptions.RayError, match=r"working_dir|no/such"):
             next(iterator)
 
 
 def test_what_cannot_be_scheduled_is_logged(caplog):
-    """What the agents ask for, and what the cluster has; the loop can be left."""
+    """Once; the loop can be left."""
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, "cseq"):
         patch.setattr(fleets, "SHORT", 0.2)
         with cseq.RayFleet(Draws, 1, 1, resources={"unobtainable": 1}) as fleet:
@@ -169,8 +170,7 @@ def test_what_cannot_be_scheduled_is_logged(caplog):
             with manager.start() as batches:
                 iter(batches)
                 until(lambda: "no agent is there" in caplog.text, "nothing is logged")
-    assert "each asks for {'num_cpus': 1, 'resources': {'unobtainable': 1}}" in caplog.text
-    assert "'CPU': 2.0" in caplog.text
+    assert caplog.text.count("no agent is there yet; an agent: TimeoutError: Ray has not") == 1
 
 
 OTHERS = r"has cseq 0\.[2-9].*, Python 3.* and numpy 2, and the trainer cseq 0\.0\.1.* numpy 1"
