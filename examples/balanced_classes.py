@@ -1,9 +1,9 @@
 """Balanced classes in a DataLoader: rare ones as often as the others, on any number of ranks.
 
 One sample of a hundred is of the rare class. `cseq.Weighted.balanced` takes about as many of each
-class, as torch's ``WeightedRandomSampler`` does. Its place is in the loader's state, and a rank gets
-its part of each batch with ``BatchSampler(order, seed=…, shard=…)``. Training ends anywhere and goes
-on there.
+class, as torch's ``WeightedRandomSampler`` does. Its place is in the loader's state, and a rank
+gets its part of each batch with ``BatchSampler(order, seed=…, shard=…)``. Training ends anywhere
+and goes on there.
 
     python examples/balanced_classes.py [--epochs 3] [--workers 2] [--out build/balanced]
     python examples/balanced_classes.py --stop 40   # ends after 40 batches, as a killed job
