@@ -109,10 +109,10 @@ build: $(VENV)/.core
 	$(COMPILE)
 
 test: build $(VENV)/.test
-	$(PY) -m pytest -n $(JOBS) -m "not another_way" $(ARGS)
+	$(PY) -m pytest -n $(JOBS) -m "not nightly" $(ARGS)
 
 quick: build $(VENV)/.test
-	$(PY) -m pytest -n $(JOBS) -m "not slow and not another_way" $(ARGS)
+	$(PY) -m pytest -n $(JOBS) -m "not slow and not nightly" $(ARGS)
 
 CORE := $(patsubst cseq/%.pyi,cseq.%,$(wildcard cseq/_*.pyi))
 

@@ -23,6 +23,8 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
@@ -283,8 +285,10 @@ EACH_WAY = {
 
 def starts_in_another_way(item: pytest.Item) -> bool:
     """Say whether a case starts workers in a way that is not the quickest."""
-    case = item.callspec.params if hasattr(item, "callspec") else {}
-    values = [getattr(value, "start_method", value) for value in case.values()]
+    values: list[Any] = []
+    for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
+        values += value.values() if isinstance(value, dict) else [value]
+    values = [getattr(value, "start_method", value) for value in values]
     ways = {value for value in values if isinstance(value, str)} & {"fork", "forkserver", "spawn"}
     if not ways:
         return False
@@ -294,7 +298,7 @@ def starts_in_another_way(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what slow.txt names, and cases of start methods that `make test` leaves out."""
+    """Mark what slow.txt names, and start methods that are left to `make check-nightly`."""
     listed = Path(__file__).with_name("slow.txt")
     slow = set(listed.read_text(encoding="utf-8").split()) if listed.exists() else set()
     for item in items:
@@ -303,7 +307,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if f"tests/{path.as_posix()}::{name}" in slow:
             item.add_marker("slow")
         if starts_in_another_way(item) and not {path.name, name} & EACH_WAY:
-            item.add_marker("another_way")
+            item.add_marker("nightly")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -323,9 +327,9 @@ def pytest_collection_finish() -> None:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process, of all that it has started and that have ended, and of `prepared`.
+    """CPU time of this process, of all that it has started and that have ended, and of `Prepared`.
 
-    The prepared interpreter ends with the last test, which has not used what the others have.
+    A prepared interpreter ends with the last test, which has not used what the others have.
     """
     times = os.times()
     own = times.user + times.system + times.children_user + times.children_system
@@ -395,7 +399,7 @@ def complaints(lines: Iterable[str]) -> list[str]:
 
 
 class RunScript(Protocol):
-    """The type of `run_script`."""
+    """The type of `run_anew`."""
 
     def __call__(
         self, source: str, *args: str, **environment: str
@@ -403,10 +407,10 @@ class RunScript(Protocol):
 
 
 @pytest.fixture
-def run_script(tmp_path: Path) -> RunScript:
-    """Return a function that runs a user's script, `run_script(source, *args, **environment)`.
+def run_anew(tmp_path: Path) -> RunScript:
+    """Return a function that runs a user's script, `run_anew(source, *args, **environment)`.
 
-    It runs in a fresh interpreter, in the test's temporary folder, warnings being errors, and
+    It runs in a new interpreter, in the test's temporary folder, warnings being errors, and
     returns when everybody who holds its output is gone. One that hangs is made to show the
     stacks of all its threads, and fails the test. What it is told of a busy machine is left out of
     its standard error.
@@ -443,37 +447,85 @@ def at_ease(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProce
     return done
 
 
-@pytest.fixture(scope="session")
-def prepared() -> Iterator[Prepared | None]:
-    """An interpreter that has imported torch, for scripts that would each import it anew.
+def prepared_with(module: str) -> Iterator[Prepared | None]:
+    """Give an interpreter that has imported a module, for scripts that would each import it anew.
 
-    None where there is no torch, or no fork that such a process is sure to survive.
+    None where there is no such module, or no fork that such a process is sure to survive.
     """
-    if find_spec("torch") is None or not hasattr(os, "fork") or sys.platform == "darwin":
+    if find_spec(module) is None or not hasattr(os, "fork") or sys.platform == "darwin":
         yield None
         return
     from prepared import Prepared
 
-    interpreter = Prepared("torch", environment=os.environ | {"PYTHONPATH": import_path()})
+    interpreter = Prepared(module, environment=os.environ | {"PYTHONPATH": import_path()})
     yield interpreter
     interpreter.close()
 
 
-@pytest.fixture
-def run_prepared(tmp_path: Path, run_script: RunScript, prepared: Prepared | None) -> RunScript:
-    """Return a function as `run_script` is, for scripts whose interpreter may have torch ready.
+@pytest.fixture(scope="session")
+def with_numpy() -> Iterator[Prepared | None]:
+    """An interpreter that has imported numpy."""
+    yield from prepared_with("numpy")
 
-    Each runs as `__main__` of a process of its own, in which torch is imported and nothing else has
+
+@pytest.fixture(scope="session")
+def with_torch() -> Iterator[Prepared | None]:
+    """An interpreter that has imported torch."""
+    yield from prepared_with("torch")
+
+
+@pytest.fixture
+def run_script(tmp_path: Path, run_anew: RunScript, with_numpy: Prepared | None) -> RunScript:
+    """Return a function as `run_anew` is, for scripts whose interpreter may have numpy ready.
+
+    Each runs as `__main__` of a process of its own, in which numpy is imported and nothing else has
     happened. What it starts anew (a spawned worker, a program) has nothing ready.
     """
-    if prepared is None:
-        return run_script
+    return run_anew if with_numpy is None else runner_of(with_numpy, tmp_path)
+
+
+@pytest.fixture
+def run_prepared(tmp_path: Path, run_anew: RunScript, with_torch: Prepared | None) -> RunScript:
+    """Return a function as `run_script` is, for scripts whose interpreter may have torch ready."""
+    return run_anew if with_torch is None else runner_of(with_torch, tmp_path)
+
+
+class RunCommand(Protocol):
+    """The type of `run_command`."""
+
+    def __call__(
+        self, folder: Path, *args: str, **environment: str
+    ) -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture
+def run_command(with_torch: Prepared | None) -> RunCommand:
+    """Return a function that runs the command, in a folder: `cseq` with these arguments.
+
+    As `python -m cseq`, in a process that may have torch ready.
+    """
+
+    def run(folder: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = ["-m", "cseq", *args]
+        environment = os.environ | {"PYTHONPATH": import_path()} | environment
+        if with_torch is not None:
+            return at_ease(with_torch.run(command, folder, environment, HANG))
+        return subprocess.run(
+            [sys.executable, *command],
+            cwd=folder, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+def runner_of(prepared: Prepared, folder: Path) -> RunScript:
+    """Return a function that runs scripts by a prepared interpreter, in a folder."""
 
     def run(source: str, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        script = tmp_path / "script.py"
+        script = folder / "script.py"
         script.write_text(source, encoding="utf-8")
         environment = os.environ | {"PYTHONPATH": import_path()} | environment
-        return at_ease(prepared.run([str(script), *args], tmp_path, environment, HANG))
+        return at_ease(prepared.run([str(script), *args], folder, environment, HANG))
 
     return run
 
@@ -482,9 +534,9 @@ def run_prepared(tmp_path: Path, run_script: RunScript, prepared: Prepared | Non
 def debug_build() -> Path:
     """Build the package a second time, with fault points, and return the folder to import from.
 
-    It stays for the next run, which builds only what has changed. Of test processes that run at the
-    same time, one builds and the others wait. These find nothing changed and write nothing, since
-    scripts of the first one may be importing the package by then.
+    It stays for the next run, which builds what has changed, if anything. Of test processes that
+    run at the same time, one builds and the others wait. These find nothing changed and write
+    nothing, since scripts of the first one may be importing the package by then.
     """
     spec = find_spec("cseq")
     root = Path(spec.origin).resolve().parents[1] if spec and spec.origin else Path()
@@ -500,15 +552,16 @@ def debug_build() -> Path:
         for old in (tree / "cseq").rglob("*.py"):
             if not (root / old.relative_to(tree)).exists():
                 old.unlink()
+        stamp = tree / "built"
+        copy = partial(copy_changed, stamp=stamp)
         shutil.copytree(
-            root / "cseq",
-            tree / "cseq",
-            ignore=built,
-            copy_function=copy_changed,
-            dirs_exist_ok=True,
+            root / "cseq", tree / "cseq", ignore=built, copy_function=copy, dirs_exist_ok=True
         )
         for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-            copy_changed(str(root / name), str(tree / name))
+            copy(str(root / name), str(tree / name))
+        numpy = version("numpy")
+        if stamp.exists() and stamp.read_text(encoding="ascii") == numpy:
+            return tree
         subprocess.run(
             [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
             cwd=tree,
@@ -517,12 +570,14 @@ def debug_build() -> Path:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+        stamp.write_text(numpy, encoding="ascii")
     return tree
 
 
-def copy_changed(source: str, target: str) -> None:
-    """Copy a file if the target is not the same."""
+def copy_changed(source: str, target: str, stamp: Path) -> None:
+    """Copy a file if the target is not the same; what is stamped as built is so no more then."""
     if not os.path.exists(target) or not filecmp.cmp(source, target, shallow=False):
+        stamp.unlink(missing_ok=True)
         shutil.copy2(source, target)
 
 

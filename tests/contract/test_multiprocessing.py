@@ -102,10 +102,10 @@ if __name__ == "__main__":
 @pytest.mark.needs("Linux")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("method", start_methods())
-def test_tensors_in_shared_memory(run_script: RunScript, method: str) -> None:
+def test_tensors_in_shared_memory(run_prepared: RunScript, method: str) -> None:
     """They are the same memory in all processes; other tensors are each worker's own."""
     pytest.importorskip("torch")
-    done = run_script(TENSORS, method)
+    done = run_prepared(TENSORS, method)
     assert done.stdout == f"True {[float(k) for k in range(1, 9)]} tensor([0.])\n", done.stderr
 
 

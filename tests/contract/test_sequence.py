@@ -474,9 +474,9 @@ def test_null_leaves_everything(kind: Kind) -> None:
     assert_same(batch, Nested()[np.arange(8)])
 
 
-def test_import_is_light(run_script: RunScript) -> None:
+def test_import_is_light(run_anew: RunScript) -> None:
     """`import cseq` imports numpy and the standard library, not torch nor cloudpickle."""
-    done = run_script(
+    done = run_anew(
         "import sys, numpy; before = set(sys.modules); import cseq\n"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
         "new -= set(sys.stdlib_module_names) | {'numpy', 'cseq', 'cython_runtime'}\n"
@@ -545,12 +545,12 @@ for start in ("start", "start_test"):
 """
 
 
-def test_the_documented_examples(run_script: RunScript) -> None:
+def test_the_documented_examples(run_prepared: RunScript) -> None:
     """512 samples one by one: tensor([0.]) … tensor([511.]), and [0] … [511] in mode 'numpy'."""
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("with CUDA they are on the device")
-    done = run_script("import sys\n" + EXAMPLES, "", "numpy")
+    done = run_prepared("import sys\n" + EXAMPLES, "", "numpy")
     assert done.returncode == 0
     assert re.fullmatch("CUDA is not available: .*\n", done.stderr)  # once, and no word more
     want = [f"tensor([{i}.])" for i in range(512)] + [f"[{i}]" for i in range(512)]

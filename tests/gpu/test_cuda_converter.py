@@ -51,11 +51,11 @@ def page_locked(values):
 
 
 @pytest.fixture
-def check(run_script: Callable[..., object]) -> Callable[[str], None]:
+def check(run_anew: Callable[..., object]) -> Callable[[str], None]:
     """Run a script, which must not fail."""
 
     def run(source: str) -> None:
-        done = run_script(PRELUDE + textwrap.dedent(source))
+        done = run_anew(PRELUDE + textwrap.dedent(source))
         assert done.returncode == 0, done.stdout + done.stderr  # type: ignore[attr-defined]
 
     return run

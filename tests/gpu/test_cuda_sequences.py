@@ -62,15 +62,13 @@ def on_device(batch):
 
 
 @pytest.fixture(params=POOLS)
-def check(
-    request: pytest.FixtureRequest, run_script: Callable[..., object]
-) -> Callable[[str], None]:
+def check(request: pytest.FixtureRequest, run_anew: Callable[..., object]) -> Callable[[str], None]:
     """Run a script for one kind of pool; it must not fail."""
     kind, compat = POOLS[request.param]
 
     def run(source: str) -> None:
         head = f"KIND, COMPAT = {kind!r}, {compat!r}\n{PRELUDE}"
-        done = run_script(head + textwrap.dedent(source))
+        done = run_anew(head + textwrap.dedent(source))
         assert done.returncode == 0, done.stdout + done.stderr  # type: ignore[attr-defined]
 
     return run

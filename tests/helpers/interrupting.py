@@ -13,10 +13,12 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 import cseq
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from cseq._core import Lock
 
@@ -160,9 +162,24 @@ def handled(countdown: int, *files: str, by: Callable[[], object]) -> Strike:
     return Strike(Interrupting(countdown, files, anywhere=False, handler=by))
 
 
-def first_hits(step: Callable[[int], bool], stride: int = 1) -> int:
+SHARES = 7  # an odd number: what a test does at each second place, it does in each share
+# `make test` has one of the shares of a test's places, `make check-nightly` the others.
+in_shares = pytest.mark.parametrize(
+    "share", [0, *(pytest.param(k, marks=pytest.mark.nightly) for k in range(1, SHARES))]
+)
+
+
+def places(share: int, stride: int = 1) -> Iterator[int]:
+    """Count the places of a share of those that are `stride` apart."""
+    return itertools.count(1 + share * stride, SHARES * stride)
+
+
+def first_hits(step: Callable[[int], bool], stride: int = 1, share: int | None = None) -> int:
     """Do something once for every place in it where a handler can raise, or every so many.
 
-    `step` is told which place, and returns whether there was one. Returns how many times there was.
+    `step` is told which place, and returns whether there was one. Returns how many times there was,
+    or with a share, about how many times there is in all of them.
     """
-    return next(count for count in itertools.count() if not step(1 + count * stride))
+    numbers = itertools.count(1, stride) if share is None else places(share, stride)
+    hits = sum(1 for _ in itertools.takewhile(step, numbers))
+    return hits if share is None else hits * SHARES

@@ -1,7 +1,8 @@
 """Scripts in processes that are forked from an interpreter which has imported what they need.
 
-An import of torch costs more than most scripts that use it. `Prepared` starts an interpreter that
-imports it once; for each script it forks a process, whose `__main__` the script becomes.
+An import of torch, or of numpy, costs more than most scripts that use it. `Prepared` starts an
+interpreter that imports it once; for each script it forks a process, whose `__main__` the script
+becomes.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ import gc
 import importlib
 import json
 import os
+import selectors
+import signal
 import subprocess
 import sys
+import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -58,29 +63,57 @@ class Prepared:
     def run(
         self, command: list[str], folder: Path, environment: Mapping[str, str], patience: float
     ) -> subprocess.CompletedProcess[str]:
-        """Run a script, with arguments, to its end; one that hangs shows its stacks and fails."""
-        files = [folder / ".output", folder / ".errors"]
+        """Run a script, with arguments, until no process has its output; see `conftest.run_anew`.
+
+        `-m` and a name are a module. What hangs shows its stacks, and fails.
+        """
+        names = [folder / ".output", folder / ".errors"]
+        for name in names:
+            os.mkfifo(name)
+        ends = [os.open(name, os.O_RDONLY | os.O_NONBLOCK) for name in names]
         request = {
             "command": command,
             "folder": str(folder),
             "environment": dict(environment),
-            "files": [str(file) for file in files],
-            "patience": patience,
+            "streams": [str(name) for name in names],
         }
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
+        pid = int(self.process.stdout.readline())
+        texts = [bytearray() for _ in ends]
+        hangs = not read(ends, texts, patience)
+        if hangs:
+            os.kill(pid, signal.SIGABRT)  # faulthandler answers
+            read(ends, texts, 10.0)
         code = int(self.process.stdout.readline())
-        output, errors = (file.read_text(encoding="utf-8") for file in files)
-        for file in files:
-            file.unlink()
+        for end, name in zip(ends, names, strict=True):
+            os.close(end)
+            name.unlink()
+        output, errors = (text.decode(errors="replace") for text in texts)
+        assert not hangs, f"the script, or what it started, hangs\n{output}\n{errors}"
         return subprocess.CompletedProcess(command, code, output, errors)
 
     def close(self) -> None:
         """End the interpreter."""
         self.process.communicate()
         self.running.remove(self)
+
+
+def read(ends: list[int], texts: list[bytearray], patience: float) -> bool:
+    """Read each until no process has it for writing; return whether that came to pass."""
+    deadline = time.monotonic() + patience
+    with selectors.DefaultSelector() as left:
+        for end, text in zip(ends, texts, strict=True):
+            left.register(end, selectors.EVENT_READ, text)
+        while left.get_map() and time.monotonic() < deadline:
+            for key, _ in left.select(deadline - time.monotonic()):
+                text = os.read(key.fd, 1 << 16)
+                key.data.extend(text)
+                if not text:
+                    left.unregister(key.fd)
+        return not left.get_map()
 
 
 def serve() -> dict[str, Any]:
@@ -92,18 +125,16 @@ def serve() -> dict[str, Any]:
             pid = os.fork()
         if not pid:
             return json.loads(line)
+        print(pid, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
     sys.exit()
 
 
 def become(request: dict[str, Any]) -> list[str]:
     """Take on a script's streams, folder, variables, arguments and path; return its command."""
-    import faulthandler
-
     command: list[str] = request["command"]
-    for fd, file in enumerate([os.devnull, *request["files"]]):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND if fd else os.O_RDONLY
-        opened = os.open(file, flags, 0o600)
+    for fd, file in enumerate([os.devnull, *request["streams"]]):
+        opened = os.open(file, os.O_WRONLY if fd else os.O_RDONLY)
         os.dup2(opened, fd)
         os.close(opened)
     os.chdir(request["folder"])
@@ -111,8 +142,8 @@ def become(request: dict[str, Any]) -> list[str]:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.argv[:] = command
-    sys.path[: 1 + len(before)] = [os.path.dirname(command[0]), *python_path()]
-    faulthandler.dump_traceback_later(request["patience"], exit=True)
+    folder = os.path.dirname(command[0]) if command[0] != "-m" else os.getcwd()
+    sys.path[: 1 + len(before)] = [folder, *python_path()]
     return command
 
 
@@ -125,15 +156,32 @@ def main() -> None:
     """Import what is to be ready; in each process that is forked, run the script."""
     for name in sys.argv[1:]:
         importlib.import_module(name)
+    # A script's end neither goes through what is ready nor takes it apart, which would copy it.
+    kept = [value for each in [*sys.modules.values()] for value in vars(each).values()]
+    kept.append(kept)
     gc.collect()
-    gc.freeze()  # else a script's end would go through all of it, and so copy it
-    script = become(serve())[0]
-    code = compile(Path(script).read_bytes(), script, "exec")
+    gc.freeze()
+    libc = sys.modules["ctypes"].CDLL(None) if "ctypes" in sys.modules else None
+    if hasattr(
+        libc, "on_exit"
+    ):  # glibc's: torch takes its libraries apart when a process has ended
+        libc.on_exit(libc._exit, None)
+    first, *others = become(serve())
     names = globals()
-    names.update(__file__=script, __doc__=None, __cached__=None)
+    if first == "-m":
+        import runpy
+
+        sys.argv[:] = [first, *others[1:]]
+        run = partial(runpy._run_module_as_main, others[0])
+        more = {}
+    else:
+        code = compile(Path(first).read_bytes(), first, "exec", dont_inherit=True)
+        run = partial(exec, code, names)
+        more = {"__file__": first, "__doc__": None, "__cached__": None}
     for name in [name for name in names if not name.startswith("__")]:
         del names[name]
-    exec(code, names)
+    names.update(more)
+    run()
 
 
 if __name__ == "__main__":

@@ -393,7 +393,7 @@ def test_the_house_stays_within_its_budget() -> None:
     assert {name: lines for name, lines in there.items() if lines > BUDGET[name]} == {}
 
 
-def test_import_needs_numpy_alone(run_script: RunScript) -> None:
+def test_import_needs_numpy_alone(run_anew: RunScript) -> None:
     """`import cseq` imports nothing from outside the standard library but numpy."""
     script = """
 import sys, numpy
@@ -401,14 +401,14 @@ before = set(sys.modules)
 import cseq
 print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
 """
-    done = run_script(script)
+    done = run_anew(script)
     assert done.returncode == 0, done.stderr
     imported = {name for name in done.stdout.split() if not name.startswith(CYTHON_RUNTIME)}
     assert imported - set(sys.stdlib_module_names) - {"numpy"} == {"cseq"}
 
 
 @pytest.mark.parametrize("module", ["cseq.pools.process", "cseq.indexing.producer"])
-def test_workers_import_nothing_slow(run_script: RunScript, module: str) -> None:
+def test_workers_import_nothing_slow(run_anew: RunScript, module: str) -> None:
     """What worker processes import, beside numpy, has no part that makes their start longer."""
     script = f"""
 import sys, numpy
@@ -416,7 +416,7 @@ before = set(sys.modules)
 import cseq.processes.launcher.child, {module}
 print(*sorted(set(sys.modules) - before))
 """
-    done = run_script(script)
+    done = run_anew(script)
     assert done.returncode == 0, done.stderr
     slow = {"asyncio", "importlib.metadata", "multiprocessing", "pathlib", "subprocess", "tempfile"}
     assert slow.isdisjoint(done.stdout.split())
@@ -425,7 +425,7 @@ print(*sorted(set(sys.modules) - before))
 @pytest.mark.skipif(
     not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python always has its GIL"
 )
-def test_import_leaves_the_gil_off(run_script: RunScript) -> None:
+def test_import_leaves_the_gil_off(run_anew: RunScript) -> None:
     """In a free-threaded Python, `import cseq` does not bring the GIL back."""
-    done = run_script("import cseq, sys\nprint(sys._is_gil_enabled())")
+    done = run_anew("import cseq, sys\nprint(sys._is_gil_enabled())")
     assert done.stdout == "False\n", done.stderr

@@ -3,4 +3,4 @@
 .PHONY: check-nightly
 check-nightly: build $(VENV)/.test
 	$(PY) -m pytest -n $(JOBS) tests/nightly $(ARGS)
-	$(PY) -m pytest -n $(JOBS) -m another_way $(ARGS)
+	$(PY) -m pytest -n $(JOBS) -m nightly $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 if TYPE_CHECKING:
     from conftest import RunScript
+    from prepared import Prepared
 
 SLOW_PY = Path(__file__).parents[1] / "slow.py"
 CONFTEST = (Path(__file__).parents[1] / "conftest.py").read_text(encoding="utf-8")
@@ -154,14 +156,14 @@ def stuck():
 stuck()
 """
 
-def test_it(run_script, tmp_path, monkeypatch):
+def test_it(run_anew, tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "here")
     def first_wait(process, timeout):
         monkeypatch.undo()
         (tmp_path / "here").read_bytes()
         raise subprocess.TimeoutExpired("script", timeout)
     monkeypatch.setattr(subprocess.Popen, "communicate", first_wait)
-    run_script(SCRIPT)
+    run_anew(SCRIPT)
 '''
 
 HOLDS = '''
@@ -182,7 +184,7 @@ while pathlib.Path("here").exists() and time.monotonic() < end:
 pathlib.Path("ended").touch()
 """
 
-def test_it(run_script, tmp_path, monkeypatch):
+def test_it(run_anew, tmp_path, monkeypatch):
     here = tmp_path / "here"
     def first_wait(process, timeout):
         monkeypatch.undo()
@@ -191,7 +193,7 @@ def test_it(run_script, tmp_path, monkeypatch):
         raise subprocess.TimeoutExpired("script", timeout)
     monkeypatch.setattr(subprocess.Popen, "communicate", first_wait)
     with pytest.raises(pytest.fail.Exception, match="hangs"):
-        run_script(SCRIPT, CHILD)
+        run_anew(SCRIPT, CHILD)
     assert not (tmp_path / "ended").exists()
     here.unlink()
     while os.name != "nt" and not (tmp_path / "ended").exists():
@@ -242,7 +244,7 @@ def test_clean_tests_pass(pytester: pytest.Pytester) -> None:
 
 @pytest.mark.needs("POSIX")
 def test_a_script_that_hangs_shows_its_stacks(pytester: pytest.Pytester) -> None:
-    """`run_script` ends a script that hangs, and shows at which line every thread was."""
+    """`run_anew` ends a script that hangs, and shows at which line every thread was."""
     result = run(pytester, CONFTEST, HANGS)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*hangs*", "* in stuck*"])
@@ -287,37 +289,81 @@ def test_slow_tests_are_left_out(pytester: pytest.Pytester) -> None:
     result.assert_outcomes(passed=2, deselected=3)
 
 
-def test_a_script_gives_its_output(run_script: RunScript) -> None:
-    """`run_script` gives a script its arguments, and returns output, errors and status."""
-    done = run_script(
+@pytest.fixture(params=["anew", "script", "prepared"])
+def run_in_a_way(
+    request: pytest.FixtureRequest,
+    run_anew: RunScript,
+    run_script: RunScript,
+    run_prepared: RunScript,
+) -> RunScript:
+    """Each of the fixtures that run scripts."""
+    return {"anew": run_anew, "script": run_script, "prepared": run_prepared}[request.param]
+
+
+def test_a_script_gives_its_output(run_in_a_way: RunScript) -> None:
+    """It gets its arguments and variables; its output, errors and status are returned."""
+    done = run_in_a_way(
         "import os, sys\nprint(sys.argv[1:], os.environ['A'])\nsys.exit(3)", "x", A="y"
     )
     assert (done.stdout, done.stderr, done.returncode) == ("['x'] y\n", "", 3)
 
 
-def test_a_script_has_warnings_as_errors(run_script: RunScript) -> None:
-    """A warning ends the script that `run_script` runs."""
-    done = run_script("import warnings\nwarnings.warn('look')")
+def test_a_script_has_warnings_as_errors(run_in_a_way: RunScript) -> None:
+    """A warning ends it."""
+    done = run_in_a_way("import warnings\nwarnings.warn('look')")
     assert done.returncode == 1
     assert "UserWarning: look" in done.stderr
 
 
 @pytest.mark.needs("fork")
+def test_all_output_of_a_script_is_waited_for(run_in_a_way: RunScript) -> None:
+    """That of a process that it has left behind, too; however much it is."""
+    done = run_in_a_way(
+        "import os\n"
+        "reader, writer = os.pipe()\n"
+        "if os.fork() == 0:\n"
+        "    os.close(writer)\n"
+        "    os.read(reader, 1)  # until the script has ended\n"
+        "    print('x' * 300_000, end='')\n"
+    )
+    assert (done.stdout, done.stderr) == ("x" * 300_000, "")
+
+
+@pytest.mark.needs("fork")
 def test_a_prepared_script_is_as_one_in_a_new_interpreter(
-    run_script: RunScript, run_prepared: RunScript
+    run_anew: RunScript, run_script: RunScript, run_prepared: RunScript
 ) -> None:
     """It has the same names, path, arguments, variables, folder, streams, errors and status."""
+    left_out = ("__loader__", "numpy", "torch")
     source = (
         "import os, sys, warnings\n"
-        "names = {n: str(v) for n, v in globals().items() if n not in ('__loader__', 'torch')}\n"
+        f"names = {{n: str(v) for n, v in globals().items() if n not in {left_out}}}\n"
         "print(names, sys.argv, sys.path, os.getcwd(), os.environ['A'], sys.stdin.read())\n"
         "print('an error', file=sys.stderr)\n"
         "try:\n    warnings.warn('look')\nexcept UserWarning:\n    os.write(1, b'raised')\n"
+        "class A:\n    x: int\n"
+        "print(A.__annotations__, os.listdir('/dev/fd'))\n"
         "sys.exit(sys.modules['__main__'].__dict__ is not globals() or 3)\n"
     )
-    done, expected = (run(source, "x", A="y") for run in (run_prepared, run_script))
-    assert done.stdout == expected.stdout
-    assert (done.stderr, done.returncode) == ("an error\n", 3)
+    expected = run_anew(source, "x", A="y")
     assert (expected.stderr, expected.returncode) == ("an error\n", 3)
-    assert "1 / 0" in run_prepared("1 / 0").stderr
-    assert run_prepared("import os\nos.kill(os.getpid(), 9)").returncode == -9
+    for run in (run_script, run_prepared):
+        done = run(source, "x", A="y")
+        assert done.stdout == expected.stdout
+        assert (done.stderr, done.returncode) == ("an error\n", 3)
+        assert "1 / 0" in run("1 / 0").stderr
+        assert run("import os\nos.kill(os.getpid(), 9)").returncode == -9
+
+
+@pytest.mark.needs("Linux")
+def test_a_prepared_script_that_hangs_shows_its_stacks(
+    with_numpy: Prepared | None, tmp_path: Path
+) -> None:
+    """It fails its test, and no other one: the next script runs."""
+    assert with_numpy is not None
+    script = tmp_path / "script.py"
+    script.write_text("import threading\ndef stuck():\n    threading.Event().wait()\nstuck()\n")
+    with pytest.raises(AssertionError, match=r"hangs(?s:.*) in stuck"):
+        with_numpy.run([str(script)], tmp_path, os.environ, 0.1)
+    script.write_text("print('well')")
+    assert with_numpy.run([str(script)], tmp_path, os.environ, 60.0).stdout == "well\n"

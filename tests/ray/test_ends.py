@@ -156,11 +156,11 @@ def test_a_task_that_is_killed_leaves_nothing(cluster):
 
 
 @pytest.mark.parametrize("way", ["killed", "exits"])
-def test_a_driver_that_ends_leaves_nothing(run_script, way):
+def test_a_driver_that_ends_leaves_nothing(run_anew, way):
     """No agent, worker process, or file of shared memory."""
     here = Path(__file__).parent
     before = shared_names()
-    done = run_script(DRIVER, way, str(here), str(here.parent / "helpers"))
+    done = run_anew(DRIVER, way, str(here), str(here.parent / "helpers"))
     assert done.stdout.strip(), done.stderr
     kept = Path(done.stdout.strip())
     try:

@@ -92,9 +92,9 @@ with local_cluster(1) as cluster:
 """
 
 
-def test_actors_end_with_their_driver(run_script):
+def test_actors_end_with_their_driver(run_anew):
     """Spilling is seen; when the driver is killed, no actor stays, nor what it has started."""
-    done = run_script(DRIVER, str(Path(__file__).parent))
+    done = run_anew(DRIVER, str(Path(__file__).parent))
     folder, before, after, actors = done.stdout.split()
     kept = Path(folder)
     try:

@@ -203,33 +203,33 @@ with local_cluster(2) as cluster:
 )
 
 
-def run(run_script, script, tmp_path):
+def run(run_anew, script, tmp_path):
     """Run a script with the path of the helpers; it says when it is done."""
     here = Path(__file__).parent
-    done = run_script(script, str(here), str(here.parent / "helpers"), str(tmp_path / "runs"))
+    done = run_anew(script, str(here), str(here.parent / "helpers"), str(tmp_path / "runs"))
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["done"]), done.stderr
 
 
-def test_ranks_of_ray_train_share_the_fleet_of_the_driver(run_script, tmp_path):
+def test_ranks_of_ray_train_share_the_fleet_of_the_driver(run_anew, tmp_path):
     """Each gets its shard from Ray Train; together they have each sample once."""
     pytest.importorskip("torch")
-    run(run_script, TRAIN, tmp_path)
+    run(run_anew, TRAIN, tmp_path)
 
 
-def test_ranks_that_ray_train_starts_again_go_on(run_script, tmp_path):
+def test_ranks_that_ray_train_starts_again_go_on(run_anew, tmp_path):
     """From the state in a checkpoint, after a rank has died: together, each sample once."""
     pytest.importorskip("torch")
-    run(run_script, ELASTIC, tmp_path)
+    run(run_anew, ELASTIC, tmp_path)
 
 
-def test_more_ranks_go_on_where_there_is_room_for_them(run_script, tmp_path):
+def test_more_ranks_go_on_where_there_is_room_for_them(run_anew, tmp_path):
     """Ray Train starts two in place of one, in mid-epoch: together, each sample once."""
     pytest.importorskip("torch")
     if not hasattr(train.ScalingConfig, "elastic_resize_monitor_interval_s"):
         pytest.skip("this Ray Train has no elastic ranks")
-    run(run_script, RESIZED, tmp_path)
+    run(run_anew, RESIZED, tmp_path)
 
 
-def test_trials_of_ray_tune_share_a_fleet(run_script, tmp_path):
+def test_trials_of_ray_tune_share_a_fleet(run_anew, tmp_path):
     """Each has its own seed, and all samples."""
-    run(run_script, TUNE, tmp_path)
+    run(run_anew, TUNE, tmp_path)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -16,7 +14,14 @@ from cseq.observe import bench
 from cseq.observe.bench import Figures, digest, said, seconds_of
 
 if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable
     from pathlib import Path
+    from typing import TypeAlias
+
+    from conftest import RunCommand
+
+    Run: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
 
 TORCH = """
 import torch
@@ -74,21 +79,28 @@ def empty():
 """
 
 
-def run(folder: Path, source: str, target: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run the command on a file."""
-    (folder / "data.py").write_text(source)
-    return subprocess.run(
-        [sys.executable, "-m", "cseq", "bench", target, *options],
-        capture_output=True, text=True, check=False, cwd=folder, encoding="utf-8",
-    )  # fmt: skip
+nightly = pytest.mark.nightly  # each row is a process, which may import torch
+
+
+@pytest.fixture
+def run(run_command: RunCommand, tmp_path: Path) -> Run:
+    """Return a function that runs the command on a file."""
+
+    def run(source: str, target: str, *options: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "data.py").write_text(source)
+        return run_command(tmp_path, "bench", target, *options)
+
+    return run
 
 
 @pytest.mark.needs("quick processes")
-@pytest.mark.parametrize(("name", "same"), [("rows", "yes"), ("noisy", "no")])
-def test_a_loader_of_torch(tmp_path: Path, name: str, same: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "same"), [("rows", "yes"), pytest.param("noisy", "no", marks=nightly)]
+)
+def test_a_loader_of_torch(run: Run, name: str, same: str) -> None:
     """Over several epochs; a loop without workers draws other random numbers than workers."""
     pytest.importorskip("torch")
-    done = run(tmp_path, TORCH, f"data.py:{name}", "--step", "1ms", "--seconds", "0.1")
+    done = run(TORCH, f"data.py:{name}", "--step", "1ms", "--seconds", "0.1")
     assert done.returncode == 0, done.stderr
     first, _, *rows = done.stdout.splitlines()
     kind = "Rows" if same == "yes" else "Noisy"
@@ -105,10 +117,12 @@ def test_a_loader_of_torch(tmp_path: Path, name: str, same: str) -> None:
 
 
 @pytest.mark.needs("quick processes")
-@pytest.mark.parametrize("name", ["rows", "alone", "left_to_it"])
-def test_a_manager(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["rows", *(pytest.param(name, marks=nightly) for name in ("alone", "left_to_it"))]
+)
+def test_a_manager(run: Run, name: str) -> None:
     """As it is, and in test mode."""
-    done = run(tmp_path, PLAIN, f"data.py:{name}", "--seconds", "0.1")
+    done = run(PLAIN, f"data.py:{name}", "--seconds", "0.1")
     assert done.returncode == 0, done.stderr
     first, _, *rows, last = done.stdout.splitlines()
     assert first.startswith(f"{name}() returned MTSequence(samples=640")
@@ -128,18 +142,18 @@ def test_a_manager(tmp_path: Path, name: str) -> None:
         ("data.py:fails", "OSError: no disk"),
     ],
 )
-def test_what_cannot_be_measured(tmp_path: Path, target: str, told: str) -> None:
+def test_what_cannot_be_measured(run: Run, target: str, told: str) -> None:
     """A message says what is wrong, and the status is not 0."""
-    done = run(tmp_path, PLAIN, target)
+    done = run(PLAIN, target)
     assert done.returncode == 1
     assert told in done.stderr
     assert "cseq/observe" not in done.stderr  # no frames of ours
     assert not done.stdout
 
 
-def test_bad_options(tmp_path: Path) -> None:
+def test_bad_options(run: Run) -> None:
     """They are refused before anything is measured."""
-    done = run(tmp_path, PLAIN, "data.py:rows", "--step", "3 days")
+    done = run(PLAIN, "data.py:rows", "--step", "3 days")
     assert done.returncode == 1
     assert "'3 days' is no duration" in done.stderr
     assert not done.stdout

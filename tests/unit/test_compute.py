@@ -148,7 +148,7 @@ for method in sys.argv[1:]:
 @pytest.mark.needs("Linux")
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="libraries have one thread here")
 @pytest.mark.parametrize("method", start_methods())
-def test_openblas(run_script: RunScript, method: str) -> None:
+def test_openblas(run_anew: RunScript, method: str) -> None:
     """Matrices are multiplied in as many threads as it is told, of its own and of a fork."""
     import numpy as np
 
@@ -156,7 +156,7 @@ def test_openblas(run_script: RunScript, method: str) -> None:
     assert config is not None
     if "openblas" not in config["Build Dependencies"]["blas"]["name"]:
         pytest.skip("this numpy has no OpenBLAS")
-    done = run_script(BLAS, method)
+    done = run_anew(BLAS, method)
     more = int(done.stdout)
     assert 1 <= more <= 3, done.stderr  # OpenBLAS makes no more threads than there are cores
 
@@ -195,11 +195,11 @@ def hides_its_threads() -> bool:
 
 @pytest.mark.needs("Linux")
 @pytest.mark.needs("fork")
-def test_a_limit_starts_no_threads(run_script: RunScript) -> None:
+def test_a_limit_starts_no_threads(run_anew: RunScript) -> None:
     """A forked worker that may compute with one thread gets no others, not even for a while."""
     if hides_its_threads():
         pytest.skip("this numpy's OpenBLAS hides how many threads it starts")
-    limited, free = run_script(IDLE).stdout.split()
+    limited, free = run_anew(IDLE).stdout.split()
     assert limited == free
 
 

@@ -99,13 +99,13 @@ for method in sys.argv[1:]:
 
 
 @linux
-def test_kernels_that_refuse_executable_files(run_script: RunScript, tmp_path: Path) -> None:
+def test_kernels_that_refuse_executable_files(run_anew: RunScript, tmp_path: Path) -> None:
     """With vm.memfd_noexec=2, workers start in every way, and use anonymous files."""
     (tmp_path / "sitecustomize.py").write_text(STRICT)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)
-        done = run_script(STRICT_JOB, *start_methods())
+        done = run_anew(STRICT_JOB, *start_methods())
     assert done.stdout.split("\n") == [*(f"{m} 4950" for m in start_methods()), ""], done.stderr
 
 
@@ -278,12 +278,12 @@ with cseq.MPSequence(Indexer, 4, 2, out_type="null", start_method=method).start(
 @pytest.mark.parametrize("streams", ["open", "closed"])
 @pytest.mark.parametrize("method", start_methods())
 def test_a_system_without_a_null_device(
-    run_script: RunScript, tmp_path: Path, method: str, streams: str
+    run_anew: RunScript, tmp_path: Path, method: str, streams: str
 ) -> None:
     """Standard input of workers is empty all the same."""
     (tmp_path / "sitecustomize.py").write_text("import os; os.devnull = '/nowhere/null'")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = run_script(NULL_JOB, method, streams, PYTHONPATH=path)
+    done = run_anew(NULL_JOB, method, streams, PYTHONPATH=path)
     assert done.stdout == "True\n", done.stderr
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +12,8 @@ from cseq.observe import doctor
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
+
+    from conftest import RunCommand
 
     from cseq.observe.doctor import Finding
 
@@ -113,10 +113,10 @@ def test_a_slow_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hpet" in text
 
 
-def test_the_program(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_program(run_command: RunCommand, tmp_path: Path) -> None:
     """Each finding has a line, and the last line counts what is to be done."""
-    done = subprocess.run([sys.executable, "-m", "cseq", "doctor"], check=False)
-    *lines, last = capfd.readouterr().out.splitlines()
+    done = run_command(tmp_path, "doctor")
+    *lines, last = done.stdout.splitlines()
     wrong = sum(line.startswith(" ! ") for line in lines)
     assert all(line[:3] in ("   ", " ! ") for line in lines)
     assert done.returncode == bool(wrong)

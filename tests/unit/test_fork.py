@@ -725,11 +725,11 @@ with lock:
 
 @pytest.mark.parametrize("is_beside", [True, False])
 def test_workers_that_hang_after_a_fork_beside_a_librarys_threads(
-    run_script: RunScript, is_beside: bool
+    run_prepared: RunScript, is_beside: bool
 ) -> None:
     """The log says which threads there were, where the worker is, and what to do."""
     pytest.importorskip("torch")
-    done = run_script(f"IS_BESIDE = {int(is_beside)}\n{SILENT}")
+    done = run_prepared(f"IS_BESIDE = {int(is_beside)}\n{SILENT}")
     assert done.stdout.count("[[b'!']]\n") == 2
     assert done.stdout.count("workers that were forked beside threads of libraries") == is_beside
     if is_beside:

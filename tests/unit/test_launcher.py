@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from conftest import import_path
 from interrupting import first_hits, interrupted
 from killing import await_death
 
@@ -123,7 +124,7 @@ def test_cseq_is_found_when_its_folder_has_left_the_path(
     make: Callable[..., Launcher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers run the very cseq of the trainer, also when ``sys.path`` no longer leads to it."""
-    home = str(Path(launcher.__file__).parents[2])
+    home = str(Path(launcher.__file__).parents[3])
     monkeypatch.setattr(sys, "path", [p for p in sys.path if os.path.abspath(p) != home])
     child = make().launch(0)
     assert ask(child, "sys.modules['cseq.processes.launcher'].__file__") == launcher.__file__
@@ -547,7 +548,7 @@ def test_ctrl_c_while_workers_start_does_nothing_to_them(
 
 def python_path(folder: Path) -> str:
     """PYTHONPATH with a folder, and this very cseq."""
-    return os.pathsep.join([str(folder), str(Path(launcher.__file__).parents[2])])
+    return os.pathsep.join([str(folder), import_path()])
 
 
 SCRIPT = """
@@ -651,12 +652,12 @@ class TestFork:
         assert not mark.exists()
 
     def test_what_the_trainer_has_printed_is_printed_once(
-        self, run_script: RunScript, entries: Path
+        self, run_anew: RunScript, entries: Path
     ) -> None:
         """Text that waits in the trainer's buffers is not printed by its copies too."""
         source = "import sys\nsys.stdout.write('buffered')\n" + SCRIPT
         path = python_path(entries)
-        done = run_script(source, "fork", PYTHONPATH=path, PYTHONUNBUFFERED="")
+        done = run_anew(source, "fork", PYTHONPATH=path, PYTHONUNBUFFERED="")
         assert done.stdout.count("buffered") == 1
 
     def test_a_fork_leaves_the_filters_of_warnings_alone(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from conftest import import_path
 
 import cseq
 from cseq.advice import Window
@@ -24,6 +22,8 @@ from cseq.stream import Streams
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from conftest import RunCommand
 
 VOID = {"meta"}
 FIGURES = ["Waiting over time", "How many workers would be enough", "What batches take a worker"]
@@ -365,24 +365,15 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``cseq run``."""
-    return subprocess.run(
-        [sys.executable, "-m", "cseq", "run", *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": import_path(), "RANK": "3", "WORLD_SIZE": "4"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+RANK = {"RANK": "3", "WORLD_SIZE": "4"}
 
 
-def test_a_script_is_not_changed(tmp_path: Path) -> None:
+def test_a_script_is_not_changed(run_command: RunCommand, tmp_path: Path) -> None:
     """All that ran is on the page, the longest of each kind; also if the script fails."""
     pytest.importorskip("torch")
     (tmp_path / "train.py").write_text(SCRIPT)
     options = ["--report", "of-%r.html", "--trace", "run.json"]
-    done = command(tmp_path, *options, "train.py", "3")
+    done = run_command(tmp_path, "run", *options, "train.py", "3", **RANK)
     assert done.returncode == 3, done.stderr
     assert done.stdout.splitlines()[:2] == ["60", "60"]
     assert f"cseq: the report is {tmp_path / 'of-3.html'}" in done.stderr.splitlines()
@@ -396,14 +387,14 @@ def test_a_script_is_not_changed(tmp_path: Path) -> None:
     assert (tmp_path / "run.json").exists()
 
 
-def test_a_script_without_batches(tmp_path: Path) -> None:
+def test_a_script_without_batches(run_command: RunCommand, tmp_path: Path) -> None:
     """That is said, and no page is written; wrong names are said before the script runs."""
     pytest.importorskip("torch")
     (tmp_path / "train.py").write_text("print('ran')")
-    done = command(tmp_path, "--report", "run.html", "train.py")
+    done = run_command(tmp_path, "run", "--report", "run.html", "train.py")
     assert (done.returncode, done.stdout) == (0, "ran\n")
     assert "cseq: no report" in done.stderr
     assert not (tmp_path / "run.html").exists()
-    done = command(tmp_path, "--report", "no/run.html", "train.py")
+    done = run_command(tmp_path, "run", "--report", "no/run.html", "train.py")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("cseq run: ")

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from conftest import RunCommand
+
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="it needs Linux's /proc"
 )
@@ -263,22 +265,17 @@ def test_another_number_of_workers() -> None:
 
 
 @pytest.mark.needs("worker processes")
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(run_command: RunCommand, tmp_path: Path) -> None:
     """Lines once; the stacks of the workers; two ranks, each with a line."""
-    command = [sys.executable, "-m", "cseq", "top"]
     with trainer(tmp_path, TRAIN, "MPSequence", 1, 20) as process:
         until(lambda: have_begun(process.pid))
-        done = subprocess.run(
-            [*command, str(process.pid), "--dump"], capture_output=True, text=True, check=False
-        )
+        done = run_command(tmp_path, "top", str(process.pid), "--dump")
         assert done.returncode == 0, done.stderr
         heads = re.findall(r"train.py  pid \d+  rank 1 of 2, worker (\d), pid \d+:\n", done.stdout)
         assert heads == ["0", "1"]
         assert done.stdout.count("most recent call first") >= 2
         with trainer(tmp_path, TRAIN, "MTSequence", 0, 20):
-            done = subprocess.run(
-                [*command, str(os.getpid()), "--once"], capture_output=True, text=True, check=False
-            )
+            done = run_command(tmp_path, "top", str(os.getpid()), "--once")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split()[:3] == ["rank", "waits", "cause"]
@@ -288,9 +285,7 @@ def test_the_command(tmp_path: Path) -> None:
         (os.getpid(), "no run of cseq's was found"),
         (999999999, "no process 999999999"),
     ):
-        done = subprocess.run(
-            [*command, str(pid), "--once"], capture_output=True, text=True, check=False
-        )
+        done = run_command(tmp_path, "top", str(pid), "--once")
         assert done.returncode == 1
         assert said in done.stdout + done.stderr
 

@@ -114,7 +114,7 @@ def test_wrong_arguments_are_refused(error: type[Exception], arguments: dict[str
     gc.collect()
 
 
-def test_install(run_script: RunScript) -> None:
+def test_install(run_prepared: RunScript) -> None:
     """After `install()`, the plain name is this class: here, in a wrapped plan, and by import."""
     script = """
 from cseq.adapters.returnn import MultiProcDataset, install
@@ -131,7 +131,7 @@ dataset.load_seqs(0, 3)
 print(dataset.get_tag(2))
 install()
 """
-    done = run_script(script)
+    done = run_prepared(script)
     assert done.stdout.endswith("seq-2\n"), done.stderr
 
 

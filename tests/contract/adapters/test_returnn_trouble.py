@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from interrupting import first_hits, interrupted
+from interrupting import first_hits, in_shares, interrupted
 from killing import WORDS, await_death, kill
 
 import cseq
@@ -144,9 +144,12 @@ STEPS = (
 )
 
 
+@in_shares
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("buffer_size", "start"), [(1, 2), (8, 2), (1, 4)])
-def test_ctrl_c_anywhere_in_loading(make: Any, buffer_size: int, start: int, known: bool) -> None:
+def test_ctrl_c_anywhere_in_loading(
+    make: Any, buffer_size: int, start: int, known: bool, share: int
+) -> None:
     """Wherever in `load_seqs` a signal handler raises: the epoch is over, or all of it is there."""
     plan = {"class": Shares, "sizes": [3, 4], "known": known}
     dataset = make(plan, 2, buffer_size, sharding_method="dedicated")
@@ -172,11 +175,12 @@ def test_ctrl_c_anywhere_in_loading(make: Any, buffer_size: int, start: int, kno
             assert dataset.get_num_timesteps()["data"] == 7
         return struck.is_set()
 
-    assert first_hits(step) > 50
+    assert first_hits(step, share=share) > 50
 
 
+@in_shares
 @pytest.mark.parametrize("buffer_size", [1, 8])
-def test_ctrl_c_does_not_hide_an_exception(make: Any, buffer_size: int) -> None:
+def test_ctrl_c_does_not_hide_an_exception(make: Any, buffer_size: int, share: int) -> None:
     """Wherever it comes: after an exception there are no more sequences in the epoch."""
     plan = {"class": Breaking, "sizes": [9, 9], "known": False}
     dataset = make(plan, 2, buffer_size, sharding_method="dedicated")
@@ -191,7 +195,7 @@ def test_ctrl_c_does_not_hide_an_exception(make: Any, buffer_size: int) -> None:
                 dataset.load_seqs(4, 18)
         return struck.is_set()
 
-    assert first_hits(step) > 10
+    assert first_hits(step, share=share) > 10
 
 
 def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(make: Any) -> None:
@@ -318,7 +322,7 @@ def test_a_dataset_that_is_dropped_ends_its_workers() -> None:
 
 
 @pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), KILL)", "os._exit(0)"])
-def test_no_process_outlives_the_trainer(run_script: RunScript, end: str) -> None:
+def test_no_process_outlives_the_trainer(run_prepared: RunScript, end: str) -> None:
     """At a normal end, at `os._exit` and at SIGKILL alike: who holds its output has gone."""
     script = f"""
 import os
@@ -333,6 +337,6 @@ dataset.load_seqs(0, 4)
 print(dataset.get_tag(3), flush=True)
 {end}
 """
-    done = run_script(script)
+    done = run_prepared(script)
     assert done.stdout.endswith("seq-3\n"), done.stderr
     assert "Traceback" not in done.stderr

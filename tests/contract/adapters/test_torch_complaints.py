@@ -120,8 +120,8 @@ for kind in (DataLoader, cseq.DataLoader):
 
 
 @linux
-def test_workers_copy_no_more_of_the_data_set_than_torchs(run_script: RunScript) -> None:
-    torchs, ours = map(int, run_script(COPYING).stdout.split())
+def test_workers_copy_no_more_of_the_data_set_than_torchs(run_prepared: RunScript) -> None:
+    torchs, ours = map(int, run_prepared(COPYING).stdout.split())
     assert 1000 < ours < 1.1 * torchs
 
 
@@ -145,9 +145,9 @@ print(len(kept), all(bool((batch == number).all()) for number, batch in enumerat
 
 
 def test_a_thousand_batches_are_kept_with_a_hundred_descriptors(
-    run_script: Callable[..., Any],
+    run_prepared: Callable[..., Any],
 ) -> None:
-    done = run_script(KEEPING)
+    done = run_prepared(KEEPING)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["1000", "True"]
 
@@ -199,10 +199,10 @@ print(next(iterator), [worker.pid for worker in iterator._workers])
 
 
 def test_an_interpreter_ends_with_persistent_workers(
-    run_script: Callable[..., Any],
+    run_prepared: Callable[..., Any],
 ) -> None:
     """Nothing is said, and none is left behind."""
-    done = run_script(ENDING)
+    done = run_prepared(ENDING)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     first, *pids = map(int, re.findall(r"\d+", done.stdout))
@@ -390,9 +390,9 @@ threading.Timer(0.2, left.set).start()
 """
 
 
-def test_the_program_ends_while_a_batch_is_pinned(run_script: RunScript) -> None:
+def test_the_program_ends_while_a_batch_is_pinned(run_prepared: RunScript) -> None:
     """It waits for that: the device's library must not end in the middle of a call."""
-    done = run_script(PINNING_AT_THE_END)
+    done = run_prepared(PINNING_AT_THE_END)
     assert (done.returncode, done.stdout) == (0, "the loop is left\npinned\n"), done.stderr
 
 
@@ -505,8 +505,8 @@ for batch in made:
 """
 
 
-def test_ctrl_c_shows_one_traceback(run_script: Callable[..., Any]) -> None:
-    done = run_script(INTERRUPTED)
+def test_ctrl_c_shows_one_traceback(run_prepared: Callable[..., Any]) -> None:
+    done = run_prepared(INTERRUPTED)
     assert done.returncode == -signal.SIGINT
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.rstrip().endswith("KeyboardInterrupt")

@@ -25,7 +25,7 @@ import cseq  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-CASES = 100
+CASES, NIGHTLY = 40, 60  # of `make test`, and those that `make check-nightly` adds
 LONG = 3  # epochs of a case
 
 pytestmark = [
@@ -345,7 +345,13 @@ def listed(batch: Any) -> list[int]:
     return found if isinstance(found, list) else [found]
 
 
-@pytest.mark.parametrize("seed", range(CASES))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(CASES),
+        *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(CASES, CASES + NIGHTLY)),
+    ],
+)
 def test_a_resume(seed: int) -> None:
     Case(seed).run()
 

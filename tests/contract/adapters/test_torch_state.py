@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import pickle
 import random
 import time
@@ -37,7 +36,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
 ]
 
-METHODS = multiprocessing.get_all_start_methods()
+
+def with_workers(*values: Any) -> Any:
+    """Return a case of two workers that goes the way of others: each of its parts is in one."""
+    return pytest.param(2, *values, marks=pytest.mark.nightly)
 
 
 def indices(batches: Any) -> Any:
@@ -138,8 +140,9 @@ class Shuffler(data.Sampler[Any]):
         return [drawn[k : k + size] for k in range(0, 24, size)] if size else drawn
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("count", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("num_workers", "count"), [(0, 0), (0, 1), (0, 4), (2, 1), with_workers(0), with_workers(4)]
+)
 @pytest.mark.parametrize("module", ["random", "numpy", "torch"])
 @pytest.mark.parametrize("when", ["iter", "first"])
 @pytest.mark.parametrize("batches", [False, True])
@@ -197,8 +200,9 @@ def test_a_sampler_that_draws_key_by_key_is_told(
     assert "Shuffler draws from a global generator (numpy) with later keys" in caplog.text
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(
+    ("num_workers", "own"), [(0, False), (0, True), (2, True), with_workers(False)]
+)
 @pytest.mark.parametrize(
     "sampler",
     [
@@ -259,10 +263,9 @@ def test_a_sampler_that_is_told_the_epoch(num_workers: int, batch_size: int | No
     assert same(list(again), list(made))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize("sampling", [{"shuffle": True}, {"shuffle": False}], ids=str)
 @pytest.mark.parametrize("count", [0, 3, 6])
-@pytest.mark.parametrize("persistent", [False, True])
 def test_the_epochs_behind_a_resume(
     num_workers: int, sampling: Any, count: int, persistent: bool
 ) -> None:
@@ -273,7 +276,7 @@ def test_the_epochs_behind_a_resume(
 
     def make(seed: int) -> Any:
         generator = torch.Generator().manual_seed(seed)
-        options = {**sampling, "persistent_workers": persistent and num_workers > 0}
+        options = {**sampling, "persistent_workers": persistent}
         return loader(
             Augmented(12), num_workers, batch_size=2, rng="batch", generator=generator, **options
         )
@@ -317,25 +320,31 @@ class Derived(data.RandomSampler):
     """One that draws as torch's does, and is of another type."""
 
 
-OWNING = pytest.mark.parametrize(
-    "make",
-    [
-        owning(lambda generator: data.RandomSampler(range(6), generator=generator)),
-        owning(lambda generator: data.SubsetRandomSampler(range(6), generator=generator)),
-        owning(lambda generator: data.WeightedRandomSampler([1.0] * 6, 6, generator=generator)),
-        owning(lambda generator: Derived(range(6), generator=generator)),
-        shuffling,
-    ],
-    ids=["random", "subset", "weighted", "derived", "shuffling"],
-)
+SAMPLERS = {
+    "random": owning(lambda generator: data.RandomSampler(range(6), generator=generator)),
+    "subset": owning(lambda generator: data.SubsetRandomSampler(range(6), generator=generator)),
+    "weighted": owning(
+        lambda generator: data.WeightedRandomSampler([1.0] * 6, 6, generator=generator)
+    ),
+    "derived": owning(lambda generator: Derived(range(6), generator=generator)),
+    "shuffling": shuffling,
+}
+OWNING = pytest.mark.parametrize("make", list(SAMPLERS.values()), ids=list(SAMPLERS))
 
 
-@OWNING
-@pytest.mark.parametrize(
-    ("num_workers", "options"),
-    [(0, {}), (0, {"rng": "batch"}), (2, {}), (2, {"persistent_workers": True})],
-    ids=str,
-)
+def jobs() -> Iterator[Any]:
+    """Give samplers, numbers of workers and options; few with workers."""
+    kept: dict[str, Any] = {"persistent_workers": True}
+    ways: list[tuple[int, dict[str, Any]]] = [(0, {}), (0, {"rng": "batch"}), (2, {}), (2, kept)]
+    for name, make in SAMPLERS.items():
+        for num_workers, options in ways:
+            few = num_workers == 0 or name == ("random" if options else "shuffling")
+            marks = () if few else pytest.mark.nightly
+            text = "-".join([name, str(num_workers), *options])
+            yield pytest.param(make, num_workers, options, marks=marks, id=text)
+
+
+@pytest.mark.parametrize(("make", "num_workers", "options"), list(jobs()))
 def test_a_job_that_resumes_behind_each_epoch(make: Any, num_workers: int, options: Any) -> None:
     """Its orders are those of the uninterrupted run, whatever the number of workers is then."""
     options = {"batch_size": 2, **options}
@@ -694,9 +703,11 @@ class Drawn(Cycle):
         self.at, self.order, self.goes_on = state["at"], state["order"], True
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("num_workers", "batch_size"),
+    [(0, None), (0, 4), (0, 40), (2, 4), with_workers(None), with_workers(40)],
+)
 @pytest.mark.parametrize("kind", [cseq.DataLoader, cseq.StatefulDataLoader])
-@pytest.mark.parametrize("batch_size", [None, 4, 40])
 def test_a_sampler_is_asked_for_its_state_where_the_epoch_begins(
     num_workers: int, kind: Any, batch_size: int | None
 ) -> None:

@@ -495,9 +495,9 @@ print("done")
 """
 
 
-def test_with_distributed_reading(run_script: RunScript) -> None:
+def test_with_distributed_reading(run_prepared: RunScript) -> None:
     """It works behind a DistributedReadingService: seeds, pause and limit go through both."""
-    done = run_script(DISTRIBUTED)
+    done = run_prepared(DISTRIBUTED)
     assert done.stdout == "done\n", done.stderr
 
 

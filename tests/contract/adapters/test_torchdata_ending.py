@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from interrupting import first_hits, interrupted
+from interrupting import first_hits, in_shares, interrupted
 from killing import CODE, WORDS, kill
 
 torch = pytest.importorskip("torch")
@@ -125,8 +125,9 @@ def in_three_parts() -> Any:
     return Stays(dispatched(12).map(double))
 
 
+@in_shares
 @pytest.mark.parametrize("verb", ["iter", "_pause", "_resume"])
-def test_ctrl_c_in_an_epoch(verb: str) -> None:
+def test_ctrl_c_in_an_epoch(verb: str, share: int) -> None:
     """Wherever in a loader's calls a signal handler raises: doing it again goes well."""
     with loader(in_three_parts()) as loaded:
 
@@ -144,11 +145,12 @@ def test_ctrl_c_in_an_epoch(verb: str) -> None:
             assert got + list(items) == list(range(0, 24, 2))
             return struck.is_set()
 
-        assert first_hits(step) > 10
+        assert first_hits(step, share=share) > 10
 
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of sockets that were just made
-def test_ctrl_c_in_the_first_iter() -> None:
+@in_shares
+def test_ctrl_c_in_the_first_iter(share: int) -> None:
     """Where the start was interrupted, the graph is whole and can be started."""
 
     def step(countdown: int) -> bool:
@@ -158,10 +160,11 @@ def test_ctrl_c_in_the_first_iter() -> None:
             assert list(loaded) == list(range(0, 24, 2))
         return struck.is_set()
 
-    assert first_hits(step, 11) > 5
+    assert first_hits(step, 11, share) > 5
 
 
-def test_ctrl_c_in_shutdown() -> None:
+@in_shares
+def test_ctrl_c_in_shutdown(share: int) -> None:
     """Where the end was interrupted, dropping the loader ends its processes."""
 
     def step(countdown: int) -> bool:
@@ -171,7 +174,7 @@ def test_ctrl_c_in_shutdown() -> None:
             loaded.shutdown()
         return struck.is_set()  # `nothing_left_behind` looks
 
-    assert first_hits(step) > 1
+    assert first_hits(step, 5, share) > 1
 
 
 def test_a_graph_that_could_not_be_started_is_whole() -> None:
@@ -376,9 +379,9 @@ os.kill(os.getpid(), KILL)
 """
 
 
-def test_no_orphans(run_script: RunScript, tmp_path: Path) -> None:
+def test_no_orphans(run_prepared: RunScript, tmp_path: Path) -> None:
     """When the main process is killed, all others go, even if they are busy; no file is left."""
-    done = run_script(ORPHANS, TMPDIR=str(tmp_path))
+    done = run_prepared(ORPHANS, TMPDIR=str(tmp_path))
     assert done.returncode == CODE  # and no process holds its output
     if sys.platform == "linux":
         assert not [name for name in os.listdir(tmp_path) if name.startswith("cseq-")]

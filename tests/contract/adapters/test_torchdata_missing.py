@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from conftest import RunScript
 
 
-def test_without_torchdata_the_import_says_what_to_install(run_script: RunScript) -> None:
+def test_without_torchdata_the_import_says_what_to_install(run_prepared: RunScript) -> None:
     """Importing the adapter where there is no torchdata names the package and the extra."""
-    done = run_script(
+    done = run_prepared(
         "import sys\nsys.modules['torchdata'] = None\nimport cseq.adapters.torchdata\n"
     )
     assert done.returncode == 1

@@ -69,9 +69,9 @@ print(item)
 """
 
 
-def test_a_script_that_just_ends(run_script: RunScript) -> None:
+def test_a_script_that_just_ends(run_prepared: RunScript) -> None:
     """A script needs no `shutdown`, and no `if __name__ == "__main__"`."""
-    done = run_script(AT_EXIT)
+    done = run_prepared(AT_EXIT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 

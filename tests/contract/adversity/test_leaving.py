@@ -264,7 +264,7 @@ print(*(go(500) for _ in range(3)))
 )
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("width", ["1", "4096"])
-def test_starts_and_finishes_of_threads_keep_no_memory(run_script: RunScript, width: str) -> None:
+def test_starts_and_finishes_of_threads_keep_no_memory(run_anew: RunScript, width: str) -> None:
     """What is allocated is as much after 1600 starts as after 600, to a few bytes a start.
 
     What the process has of the system (RSS) says less: glibc keeps what the threads of each start
@@ -272,7 +272,7 @@ def test_starts_and_finishes_of_threads_keep_no_memory(run_script: RunScript, wi
     keeps ready for each thread counts as allocated, unless it is told to keep nothing.
     """
     none_ready = "glibc.malloc.tcache_count=0"
-    done = run_script(IN_USE, width, PYTHONMALLOC="malloc", GLIBC_TUNABLES=none_ready)
+    done = run_anew(IN_USE, width, PYTHONMALLOC="malloc", GLIBC_TUNABLES=none_ready)
     if done.returncode == 77:
         pytest.skip("this C library does not say what is in use")
     assert done.returncode == 0, done.stderr

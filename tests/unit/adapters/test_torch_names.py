@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
-import os
-import subprocess
-import sys
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import import_path  # noqa: E402
 from torch.utils import data  # noqa: E402
 from torch_data import Plain, Sharded  # noqa: E402
 
 from cseq.adapters.torch import names  # noqa: E402
+
+if TYPE_CHECKING:
+    from conftest import RunScript
 
 
 def parameters(function: Any) -> list[str]:
@@ -191,7 +190,8 @@ def test_multiprocessings_own() -> None:
 # ── another torch ──────────────────────────────────────────────────────────────────────────
 
 LOADS = """
-import logging, sys
+import logging, sys, warnings
+warnings.simplefilter("ignore")
 import torch
 from torch.utils import data
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
@@ -220,21 +220,15 @@ except ValueError as error:
 BATCHES = "[[0, 1], [2, 3]]"
 
 
-def loads(change: str) -> list[str]:
+def loads(run: RunScript, change: str) -> list[str]:
     """Load with a torch that is changed first; return what is printed, and logged."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LOADS.format(change=change)],
-        env=os.environ | {"PYTHONPATH": import_path()},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run(LOADS.format(change=change))
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
 @pytest.mark.needs("fork")
-def test_a_class_with_two_type_parameters() -> None:
+def test_a_class_with_two_type_parameters(run_prepared: RunScript) -> None:
     """Its batches are cseq's, and it can be subscripted as torch's."""
     change = """
 from typing import TypeVar
@@ -244,7 +238,7 @@ cseq.DataLoader[int, str]
 class Own(cseq.DataLoader[int, str]): pass
 """
     ours = f"{BATCHES} cseq.adapters.torch.iterator"
-    assert loads(change) == [ours] * 4 + [BATCHES, "True"]
+    assert loads(run_prepared, change) == [ours] * 4 + [BATCHES, "True"]
 
 
 @pytest.mark.needs("fork")
@@ -259,23 +253,17 @@ class Own(cseq.DataLoader[int, str]): pass
         ("torch.autograd._profiler_enabled = lambda kind: None", "differs from those that cseq"),
     ],
 )
-def test_a_name_that_torch_lacks(change: str, reason: str) -> None:
+def test_a_name_that_torch_lacks(run_prepared: RunScript, change: str, reason: str) -> None:
     """Torch's own iterator is used, and the log says so once."""
-    told, *lines = loads(change)
+    told, *lines = loads(run_prepared, change)
     assert "torch's own iterator is used, since this torch, " in told
     assert reason in told
     assert lines.pop(4).startswith("the state of a DataLoader is empty: torch's own iterator")
     assert lines == [f"{BATCHES} torch.utils.data.dataloader"] * 4 + [BATCHES, "True"]
 
 
-def test_a_default_device_where_cseq_is_imported() -> None:
+def test_a_default_device_where_cseq_is_imported(run_prepared: RunScript) -> None:
     """The names are tried on the CPU: torch's loader does not work on this device."""
     code = "import torch; torch.set_default_device('meta'); from cseq.adapters.torch import names; "
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}print(names.REASON, torch.empty(1).device)"],
-        env=os.environ | {"PYTHONPATH": import_path()},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == ["None", "meta"]
+    done = run_prepared(f"{code}print(names.REASON, torch.empty(1).device)")
+    assert done.stdout.split() == ["None", "meta"], done.stderr

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from conftest import RunCommand
+
 METHODS = multiprocessing.get_all_start_methods()
 QUICK = QUICKEST.start_method  # forked, where the system can
 FORK: Any = {"num_workers": 2, "multiprocessing_context": QUICK}
@@ -456,11 +458,11 @@ def called(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("as_module", [False, True])
-def test_the_command(tmp_path: Path, as_module: bool) -> None:
+def test_the_command(run_command: RunCommand, tmp_path: Path, as_module: bool) -> None:
     path = tmp_path / "training.py"
     path.write_text(SCRIPT)
     what = ["-m", "training"] if as_module else [path.name]
-    done = called(tmp_path, *RUN, "--rng", "batch", *what, "--lr", "3", QUICK)
+    done = run_command(tmp_path, "run", "--rng", "batch", *what, "--lr", "3", QUICK)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         f"__main__ ['--lr', '3', '{QUICK}'] cseq.adapters.torch.iterator",
@@ -505,11 +507,13 @@ def scripts(tmp_path: Path) -> Path:
         ["-m", "shows", "--", "a", "-m"],
     ],
 )
-def test_a_script_sees_what_python_shows_it(scripts: Path, arguments: list[str]) -> None:
+def test_a_script_sees_what_python_shows_it(
+    run_command: RunCommand, scripts: Path, arguments: list[str]
+) -> None:
     """Its arguments and name, and where modules are looked for; also when it has ended."""
     expected = called(scripts / "own", *arguments)
     assert expected.returncode == 0, expected.stderr
-    done = called(scripts / "own", *RUN, *arguments)
+    done = run_command(scripts / "own", "run", *arguments)
     if arguments[0] == "-m":  # the module is there as long as it runs
         expected.stdout = expected.stdout.removesuffix("True\n")
         done.stdout = done.stdout.removesuffix("False\n")
@@ -526,8 +530,8 @@ def test_the_command_as_it_is_installed(scripts: Path) -> None:
 
 
 @pytest.mark.parametrize("program", ["program", "program.pyz"])
-def test_a_folder_and_an_archive(scripts: Path, program: str) -> None:
-    done = called(scripts / "own", *RUN, program, "--", "a")
+def test_a_folder_and_an_archive(run_command: RunCommand, scripts: Path, program: str) -> None:
+    done = run_command(scripts / "own", "run", program, "--", "a")
     lines = done.stdout.splitlines()
     assert lines[0].endswith(f"{program}', '--', 'a']"), done.stderr
     assert lines[1].startswith(f"__main__ {scripts}/own/{program}/__main__.py")
@@ -546,17 +550,19 @@ def test_a_safe_path(scripts: Path) -> None:
     "arguments",
     [["./missing.py", "-m"], ["-m", "missing"], ["-m", "missing.too"]],
 )
-def test_a_script_that_is_not_there(scripts: Path, arguments: list[str]) -> None:
+def test_a_script_that_is_not_there(
+    run_command: RunCommand, scripts: Path, arguments: list[str]
+) -> None:
     """The same line, and no traceback of cseq's."""
     expected = called(scripts, *arguments)
-    done = called(scripts, *RUN, *arguments)
+    done = run_command(scripts, "run", *arguments)
     assert done.stderr == expected.stderr
     assert done.returncode == expected.returncode
 
 
-def test_the_command_without_a_script(tmp_path: Path) -> None:
-    assert called(tmp_path, "-m", "cseq", "--version").stdout == f"cseq {cseq.__version__}\n"
-    done = called(tmp_path, "-m", "cseq", "run")
+def test_the_command_without_a_script(run_command: RunCommand, tmp_path: Path) -> None:
+    assert run_command(tmp_path, "--version").stdout == f"cseq {cseq.__version__}\n"
+    done = run_command(tmp_path, "run")
     assert done.returncode == 2
     assert "required: script" in done.stderr
 
@@ -564,9 +570,11 @@ def test_the_command_without_a_script(tmp_path: Path) -> None:
 ENGINES = """
 import os
 import sys
+import warnings
 from torch.utils import data
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+warnings.simplefilter("ignore")
 options = {"num_workers": 1, "multiprocessing_context": sys.argv[1]}
 if __name__ == "__main__":
     samples = list(range(3))
@@ -582,10 +590,12 @@ if __name__ == "__main__":
 TORCHS = "torch.utils.data.dataloader.DataLoader"
 
 
-def test_the_command_ends_with_the_engine_of_each_kind_of_loader(tmp_path: Path) -> None:
+def test_the_command_ends_with_the_engine_of_each_kind_of_loader(
+    run_command: RunCommand, tmp_path: Path
+) -> None:
     """An iterator that the program makes itself is torch's, and not seen."""
     (tmp_path / "engines.py").write_text(ENGINES)
-    done = called(tmp_path, "-W", "ignore", *RUN, "engines.py", QUICK)
+    done = run_command(tmp_path, "run", "engines.py", QUICK)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stderr.splitlines() if line.startswith("cseq: ")] == [
         f"cseq: {TORCHS}: 2 iterators, cseq's",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 from adverse import GUARD
 from conftest import SHM, is_my_file, shm_names
-from interrupting import first_hits, handled, interrupted
+from interrupting import SHARES, first_hits, handled, in_shares, interrupted, places
 from killing import await_death
 
 import cseq
@@ -120,10 +119,11 @@ START = [("MPSequence", "fork", 3), ("MPSequence", "forkserver", 17), ("MTSequen
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of a pair that was just made
 @pytest.mark.filterwarnings("ignore:iterating a manager that was not started")
+@in_shares
 @pytest.mark.parametrize("verb", ["start", "finish", "__exit__"])
 @pytest.mark.parametrize(("kind", "method", "step"), START)
 def test_ctrl_c_anywhere_in_start_and_finish(
-    verb: str, kind: str, method: str | None, step: int
+    verb: str, kind: str, method: str | None, step: int, share: int
 ) -> None:
     """Wherever in `start`, in `finish` or at the end of a `with` a signal handler raises.
 
@@ -131,7 +131,7 @@ def test_ctrl_c_anywhere_in_start_and_finish(
     """
     options = {"start_method": method} if method else {}
     hits = 0
-    for countdown in itertools.count(1, step):
+    for countdown in places(share, step):
         m = getattr(cseq, kind)(np.arange(8), 8, out_type="null", num_workers=2, **options)
         if verb != "start":
             m.start()
@@ -148,7 +148,7 @@ def test_ctrl_c_anywhere_in_start_and_finish(
             assert len(list(m)) == 1
     assert len(list(m.start())) == 1
     m.finish()
-    assert hits * step > 20
+    assert hits * step * SHARES > 20
 
 
 class Paced:
@@ -166,10 +166,13 @@ TAKING = (
 )  # fmt: skip
 
 
+@in_shares
 @pytest.mark.parametrize("kind", ["proc", "thread"])
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("ahead", [1, 4])
-def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, ordered: bool, ahead: int) -> None:
+def test_ctrl_c_anywhere_in_the_taking_of_a_batch(
+    kind: str, ordered: bool, ahead: int, share: int
+) -> None:
     """Wherever in the taking of a batch a signal handler raises: no batch is lost or doubled.
 
     In an epoch's middle or at its end, where there are no tickets to be posted any more. What was
@@ -182,7 +185,7 @@ def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, ordered: bool, ahea
     )  # fmt: skip
     hits = 0
     with m.start():
-        for countdown in range(1, 80):
+        for countdown in range(1 + share, 80, SHARES):
             iterator = iter(m)
             got = [next(iterator)[0] for _ in range(ahead)]
             with interrupted(countdown, *TAKING) as struck:
@@ -193,7 +196,7 @@ def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind: str, ordered: bool, ahea
                 assert m.state_dict()["consumed"] // 10 == len(got)
             got += [batch[0] for batch in iterator]
             assert sorted(int(np.ravel(first)[0]) for first in got) == list(range(0, 60, 10))
-        assert hits >= 5
+        assert hits >= 1
         if kind == "proc":
             assert testing.slots(m).total <= 16
 
@@ -213,8 +216,9 @@ def refused(verb: Callable[..., Any], *arguments: Any) -> bool:
     return False
 
 
+@in_shares
 @pytest.mark.parametrize("verb", ["take", "finish"])
-def test_a_signal_handler_in_the_taking_of_a_batch(verb: str) -> None:
+def test_a_signal_handler_in_the_taking_of_a_batch(verb: str, share: int) -> None:
     """It may look and finish, and take and begin nothing: in the middle of a decode, too."""
     m = cseq.MPSequence(
         Wide, 60, batch_size=10, shuffle=False, out_type="null", buffer=3, num_workers=1,
@@ -248,7 +252,7 @@ def test_a_signal_handler_in_the_taking_of_a_batch(verb: str) -> None:
         m.finish()
         return struck.is_set()
 
-    assert first_hits(step) > 5
+    assert first_hits(step, share=share) > 5
 
 
 @pytest.mark.parametrize("bad", [True, False])
@@ -347,7 +351,10 @@ class Epochs:
 @pytest.mark.parametrize("kind", ["thread", "test"])
 @pytest.mark.parametrize("by", ["take", "iterate", "set_epoch", "load", "finish"])
 @pytest.mark.parametrize("verb", ["iterate", "set_epoch", "load"])
-def test_a_signal_handler_in_the_beginning_of_an_epoch(kind: str, verb: str, by: str) -> None:
+@in_shares
+def test_a_signal_handler_in_the_beginning_of_an_epoch(
+    kind: str, verb: str, by: str, share: int
+) -> None:
     """It may finish; an iterator gives the epoch that the manager names, whole, or is void."""
     epochs = Epochs(kind)
     refusals: list[bool] = []  # not before the call has taken its lock
@@ -372,7 +379,7 @@ def test_a_signal_handler_in_the_beginning_of_an_epoch(kind: str, verb: str, by:
         assert len(list(epochs.m)) in (4, 6)
         return True
 
-    assert first_hits(step) > 5
+    assert first_hits(step, share=share) > 5
     assert any(refusals) == (by != "finish")
     epochs.m.finish()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from interrupting import first_hits, interrupted
+from interrupting import first_hits, in_shares, interrupted
 from keyed import (
     SPAWNED,
     Broken,
@@ -198,9 +198,12 @@ STEPS = (
 MIXED: Sequence[Any] = [[0], "one", [2], [3, 2**70], [4], "five", [6], [7], [8]]
 
 
+@in_shares
 @pytest.mark.parametrize("how", ["turn", "peek", "glance"])
 @pytest.mark.parametrize(("ordered", "assign"), [(True, "turn"), (True, "free"), (False, "turn")])
-def test_ctrl_c_anywhere_in_the_taking_of_an_item(ordered: bool, assign: str, how: str) -> None:
+def test_ctrl_c_anywhere_in_the_taking_of_an_item(
+    ordered: bool, assign: str, how: str, share: int
+) -> None:
     """Wherever in it a signal handler raises: no key and no item is lost, doubled, misplaced."""
     with streams(prefetch=2) as s:
         hits = 0
@@ -222,7 +225,7 @@ def test_ctrl_c_anywhere_in_the_taking_of_an_item(ordered: bool, assign: str, ho
                 assert not lost_slots(s)
                 return struck.is_set()
 
-            hits += first_hits(step)
+            hits += first_hits(step, share=share)
         assert hits > 5
 
 
@@ -270,7 +273,8 @@ def test_ctrl_c_does_not_hide_an_exception() -> None:
         assert first_hits(step) > 8
 
 
-def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch() -> None:
+@in_shares
+def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(share: int) -> None:
     """Wherever in `begin` a signal handler raises: there is no epoch, or it is as it should be."""
     with streams(prefetch=3) as s:
 
@@ -289,7 +293,7 @@ def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch() -> None:
             assert not lost_slots(s)
             return struck.is_set()
 
-        assert first_hits(step) > 50
+        assert first_hits(step, share=share) > 50
 
 
 @pytest.mark.needs("POSIX")

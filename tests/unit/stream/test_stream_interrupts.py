@@ -24,7 +24,7 @@ from counting import (
     plain,
     streams,
 )
-from interrupting import first_hits, handled, interrupted
+from interrupting import first_hits, handled, in_shares, interrupted
 from slots import shared
 from streaming import lost_slots
 
@@ -116,10 +116,11 @@ TEARING = [(Numbers, 1, (3, 2)), (Numbers, 12, (20, 15)), (Leased, 3, (4, 3))]
 HOW = ["turn", "worker", "peek"]
 
 
+@in_shares
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("producer", "prefetch", "lengths"), TEARING)
 def test_ctrl_c_anywhere_in_the_taking_of_an_item(
-    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str
+    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str, share: int
 ) -> None:
     """Wherever in it a signal handler raises: no item is lost, doubled or out of its turn."""
     with streams(producer, 2, prefetch=prefetch) as s:
@@ -137,7 +138,7 @@ def test_ctrl_c_anywhere_in_the_taking_of_an_item(
                 reading.finish(how)
                 return hit
 
-            hits += first_hits(step)
+            hits += first_hits(step, share=share)
         assert hits > 8
 
 
@@ -216,8 +217,9 @@ class Echoing(Wide):
         return value
 
 
+@in_shares
 @pytest.mark.parametrize("keyed", [False, True])
-def test_a_signal_handler_may_call(keyed: bool) -> None:
+def test_a_signal_handler_may_call(keyed: bool, share: int) -> None:
     """In the middle of the writing of an assignment or a key, too: each gets what was meant."""
     with streams(Echoing, 2, prefetch=2) as s:
 
@@ -245,7 +247,7 @@ def test_a_signal_handler_may_call(keyed: bool) -> None:
             assert len(got) == (6 if keyed else 8)
             return struck.is_set()
 
-        assert first_hits(step) > 30
+        assert first_hits(step, share=share) > 30
         assert not lost_slots(s)
 
 
@@ -300,8 +302,9 @@ def test_ctrl_c_does_not_hide_an_exception(prefetch: int, behind: int) -> None:
         assert first_hits(step) > 2 or behind == 1  # nothing is done for an item that is ready
 
 
+@in_shares
 @pytest.mark.parametrize("prefetch", [1, 30])
-def test_ctrl_c_anywhere_in_a_call(prefetch: int) -> None:
+def test_ctrl_c_anywhere_in_a_call(prefetch: int, share: int) -> None:
     """Wherever in `ask` a signal handler raises: calls and items go on, and no slot is lost."""
     with streams(num_workers=2, prefetch=prefetch) as s:
 
@@ -316,7 +319,7 @@ def test_ctrl_c_anywhere_in_a_call(prefetch: int) -> None:
             reading.finish("turn")
             return struck.is_set()
 
-        assert first_hits(step) > 50
+        assert first_hits(step, share=share) > 50
 
 
 def test_a_request_has_its_slot_for_life() -> None:
@@ -403,7 +406,8 @@ def interrupted_soon(s: Streams) -> Iterator[None]:
         thread.join()
 
 
-def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch() -> None:
+@in_shares
+def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(share: int) -> None:
     """Wherever in `begin` a signal handler raises: there is no epoch, or it is as it should be."""
     with streams(prefetch=3) as s:
 
@@ -422,7 +426,7 @@ def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch() -> None:
                 )
             return struck.is_set()
 
-        assert first_hits(step) > 100
+        assert first_hits(step, share=share) > 100
 
 
 @pytest.mark.needs("fork")
