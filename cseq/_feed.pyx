@@ -108,8 +108,6 @@ cdef class Feed(Line):
         The caller was told that the epoch is over.
     number : int
         What a trace calls it.
-    failed : str
-        Why items of a worker have ended, if an exception has ended them.
     watch : callable, optional
         ``watch()`` is called some ten times a second, when a batch is asked for; it may call anything
         that a signal handler may.
@@ -120,7 +118,6 @@ cdef class Feed(Line):
     cdef public uint64_t generation
     cdef public object place
     cdef readonly bint ended
-    cdef readonly object failed
     cdef readonly object skipped
     cdef readonly uint64_t skips
     cdef uint64_t done_count     # which any thread reads: see `cseq_count_u64`
@@ -146,7 +143,7 @@ cdef class Feed(Line):
         self.skip, self.give = errors == "skip", errors == "return"
         self.skipped = deque(maxlen=MOST_SKIPPED)
         self.generation = self.decoded = NONE
-        self.only, self.failed = -1, ""
+        self.only = -1
 
     # -- the epoch
 
@@ -190,7 +187,7 @@ cdef class Feed(Line):
             self.give_up(k)
         self.source, self.ordered, self.place = source, ordered, place
         self.forget()
-        self.ended, self.failed, self.only, self.units = False, "", -1, 0
+        self.ended, self.only, self.units = False, -1, 0
         self.before = 0 if source is None else source.consumed
         cseq_store_rlx_u64(&self.taken_count, 0)
         cseq_store_rlx_u64(&self.done_count, 0)
@@ -433,7 +430,6 @@ cdef class Feed(Line):
         if done:
             cseq_store_rlx_u64(&self.done_count, self.units)
         if status & ENDED:
-            self.failed = self.note
             self.give_up(t.ring)
         self.forget()
         while self.post() and self.source.keyed:  # keys may have waited for room
@@ -508,8 +504,7 @@ cdef class Feed(Line):
                 generation = self.generation
                 self.check(generation)
                 if self.source.keyed:
-                    raise RuntimeError("the items of keys do not come worker by worker: iterate, or "
-                                       "use peek() and commit()")
+                    raise RuntimeError("the items of keys do not come worker by worker: iterate")
             self.only = worker
             return cseq_given(self.take(generation))
         except Exception:
@@ -559,77 +554,12 @@ cdef class Feed(Line):
         finally:
             self.run.lock.leave()
 
-    def peek(self):
-        """Return the number in the epoch of the next item, and the item. Nothing changes.
-
-        An exception of the producer is taken out as it is raised.
-
-        Returns
-        -------
-        tuple
-            (number, item). `commit` takes the item out.
-
-        Raises
-        ------
-        StopIteration
-            There are no more.
-        RuntimeError
-            An exception of the producer, raised before, has ended its items.
-        InterruptedError
-            No epoch is under way: none was begun, or it was interrupted.
-        """
-        cdef uint64_t generation
-        cdef Py_ssize_t k
-        self.run.lock.enter_anew()
-        generation = self.generation
-        try:
-            self.check(generation)
-            if self.failed:
-                raise RuntimeError(f"{self.failed}; begin another epoch")
-            self.only = -1
-            k = self.reach(generation)
-            if self.error is not None:
-                error = self.error
-                self.commit(k, False)
-                raise error
-            return self.taken_count, self.batch
-        except Exception:
-            self.check(generation)
-            raise
-        finally:
-            self.run.lock.leave()
-
-    def commit_item(self, uint64_t number):
-        """Take out the item that `peek` has returned with this number, unless that was done."""
-        cdef uint64_t generation
-        cdef Py_ssize_t k
-        self.run.lock.enter_anew()
-        generation = self.generation
-        try:
-            while True:
-                self.check(generation)
-                if number != self.taken_count:
-                    return
-                self.only = -1
-                k = self.find()
-                if k < 0 or not self.is_decoded(k) or self.error is not None:
-                    raise RuntimeError(f"item {number} was not peeked at")
-                if self.is_settled(k, generation):
-                    break
-            item = self.batch
-            self.commit(k, True)
-        except Exception:
-            self.check(generation)
-            raise
-        finally:
-            self.run.lock.leave()
-
     # -- calls of workers
 
-    def dismiss(self, uint32_t number, uint32_t cell, uint64_t ticket, str failed not None=""):
+    def dismiss(self, uint32_t number, uint32_t cell, uint64_t ticket, bint ends=False):
         """Take a reply, which is answered, out of its cell, unless that was done.
 
-        `failed`: the exception raised instead, as text; it ends the worker's items, but not those of keys.
+        `ends`: an exception is raised instead, which ends the worker's items, but not those of keys.
         """
         cdef Ring ring = self.rings[number]
         cdef Py_ssize_t k = self.locate(ticket)
@@ -641,9 +571,8 @@ cdef class Feed(Line):
             ring.calling = -1
             self.decoder.release(cell, cseq_ring_cell(ring.r, cell))
             ring.free(cell)
-        if failed and self.source is not None and not self.source.keyed:
+        if ends and self.source is not None and not self.source.keyed:
             before = self.batch, self.error  # destructors may run code: after all else is done
-            self.failed = failed
             self.give_up(number)
             self.forget()
         self.sweep()  # also what a call in the middle of this one has given up

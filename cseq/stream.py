@@ -302,22 +302,6 @@ class Streams:
         """
         return self._feed.glance
 
-    @property
-    def peek(self) -> Callable[[], tuple[int, Any]]:
-        """Return the number of the next item in the epoch, and the item; see `Feed.peek`.
-
-        `peek` and `commit` together are ``next`` for callers that keep a record of items. `peek`
-        returns the same item and number, also after an interrupt (Ctrl-C), until `commit` has been
-        called with that number; so what is recorded in between must be the same when it is recorded
-        twice. An exception has a number, too; `peek` raises and removes it.
-        """
-        return self._feed.peek
-
-    @property
-    def commit(self) -> Callable[[int], None]:
-        """Remove the item that `peek` has returned with this number; see `Feed.commit_item`."""
-        return self._feed.commit_item
-
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the epoch: one item of each worker in turn, or the items of the keys.
 

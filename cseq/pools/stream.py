@@ -265,12 +265,12 @@ class StreamPool(Pool):
             items = key if isinstance(key, list) else [key]
         return Held(epoch - 1, start, items, place, kind == ITEM)
 
-    def _describe(self, number: int, cell: int, error: BaseException) -> tuple[BaseException, str]:
-        """Name the item in an exception; say why a worker's items have ended, if they have."""
+    def _describe(self, number: int, cell: int, error: BaseException) -> tuple[BaseException, None]:
+        """Name the item in an exception."""
         error = _signed(error, number)
         place = f"{self._unit} {self.rings[number].start(cell)} of worker {number}"
         named = failure.named(error, f"{place}, epoch {self._epoch - 1}")
-        return named, _ended_by(error, number)
+        return named, None
 
     # -- the epoch
 
@@ -398,7 +398,7 @@ class StreamPool(Pool):
             return reply
         error = self._slots.error(cell, *answer[1:])
         place = self._place(number, cell)
-        self.feed.dismiss(number, cell, ticket, _ended_by(error, number))
+        self.feed.dismiss(number, cell, ticket, ends=True)
         try:
             error = failure.named(_signed(error, number), place)
             raise error
@@ -421,9 +421,3 @@ def _signed(error: BaseException, worker: int) -> BaseException:
     if isinstance(cause, RemoteTraceback):
         cause.worker = worker
     return error
-
-
-def _ended_by(error: BaseException, worker: int) -> str:
-    """Return a text that says what has ended a worker's stream."""
-    text = failure.str_of(error)
-    return f"an exception has ended the stream of worker {worker} ({type(error).__name__}: {text})"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 pytest.importorskip("torch")
+pytestmark = pytest.mark.nightly
 
 HERE = Path(__file__).resolve().parent
 

@@ -35,6 +35,7 @@ class Crashing(DataLoader):
 # -- what is found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_found(name):
     assert compare(Case(MUTANTS[name]), OWN, f"mutants:{name}") is not None

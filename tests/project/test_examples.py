@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
+NIGHTLY = pytest.mark.nightly  # whole trainings: `make test` has a few
 # The README and the pages of the site, but the one whose script kills a worker: the log says so.
 KILLING = "docs/inside/reliability.md"
 PAGES = [
@@ -172,9 +173,9 @@ def test_digits_ray(output_of: Script) -> None:
     [
         ("buckets_speech.py", ["--utterances", "1000", "--budget", "3000", "--epochs", "3"]),
         ("packed_lm.py", ["--documents", "1200", "--epochs", "3"]),
-        ("groups_metric.py", ["--epochs", "3"]),
-        ("mixture_curriculum.py", []),
-        ("balanced_classes.py", []),
+        pytest.param("groups_metric.py", ["--epochs", "3"], marks=NIGHTLY),
+        pytest.param("mixture_curriculum.py", [], marks=NIGHTLY),
+        pytest.param("balanced_classes.py", [], marks=NIGHTLY),
         pytest.param("blocks_parquet.py", [], marks=needs("pyarrow")),
     ],
 )
@@ -195,6 +196,7 @@ def test_orders(output_of: Script, name: str, options: list[str]) -> None:
     assert stopped[:-1] + rest[2:] == whole
 
 
+@NIGHTLY
 @needs("sklearn", "torch", "torchdata")
 def test_digits_dataloader2(output_of: Script) -> None:
     """A DataLoader2 with shuffle, sharding and batches trains the demo's network as well."""
@@ -222,6 +224,7 @@ def test_digits_dataloader(output_of: Script) -> None:
     assert accuracy_after(4, lines) > 95
 
 
+@NIGHTLY
 @needs("h5py", "returnn", "torch", "tree")
 def test_returnn_hdf(output_of: Script) -> None:
     """RETURNN trains with the same losses, to the last bit, and they fall."""

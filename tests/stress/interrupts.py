@@ -221,28 +221,6 @@ class Stream(Loop):
         self.s.close()
 
 
-class Peeking(Stream):
-    """`Streams`, taken by `peek` and `commit`."""
-
-    def names(self) -> list[int]:
-        self.numbered: dict[int, int] = {}
-        return super().names()
-
-    def take(self) -> bool:
-        while True:
-            try:
-                number, item = self.s.peek()
-            except StopIteration:
-                return True
-            name = checked(*item)
-            if self.numbered.setdefault(number, name) != name:
-                self.numbered[number] = -1
-            self.s.commit(number)
-
-    def look(self) -> list[int]:
-        return list(self.numbered.values())
-
-
 # -- adapters
 
 
@@ -377,11 +355,9 @@ KINDS = {
     "test mode": Kind(partial(Sequence, kind="test")),
     "streams": Kind(Stream),
     "streams unordered": Kind(partial(Stream, ordered=False)),
-    "streams peek": Kind(Peeking),
     "keys": Kind(partial(Stream, keyed=True)),
     "keys unordered": Kind(partial(Stream, keyed=True, ordered=False)),
     "keys free": Kind(partial(Stream, keyed=True, assign="free")),
-    "keys peek": Kind(partial(Peeking, keyed=True)),
     "returnn": Kind(Returnn, ("returnn",)),
     "torchdata": Kind(TorchData, ("torch", "torchdata")),
 }

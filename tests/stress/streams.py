@@ -153,17 +153,14 @@ class StreamTrial:
         self.begin(s, seed, lengths)
         self.delivered = [0] * self.workers
         order = [w for k in range(max(lengths)) for w in range(self.workers) if k < lengths[w]]
-        how = rng.choice(["in turn", "peek", "shuffled"])
+        how = rng.choice(["in turn", "shuffled"])
         if how == "shuffled":
             rng.shuffle(order)
         round_robin = iter(s)
         stop = rng.randrange(len(order) * 3 + 1)
         for number, worker in enumerate(order):
-            if how == "peek":
-                self.peek(s, number, worker, seed)
-            else:
-                take = partial(next, round_robin) if how == "in turn" else partial(s.next, worker)
-                self.take(s, take, worker, seed)
+            take = partial(next, round_robin) if how == "in turn" else partial(s.next, worker)
+            self.take(s, take, worker, seed)
             if rng.random() < 0.02:
                 self.call(s)
             if number == stop or time.monotonic() > self.end:
@@ -183,18 +180,6 @@ class StreamTrial:
         if item is None:  # it was on its way out, in a frame of this file, when it was interrupted
             self.count["items interrupted"] += 1
             return
-        self.look_at(item, worker, at, seed)
-
-    def peek(self, s: Streams, number: int, worker: int, seed: int) -> None:
-        """Take an item by `peek` and `commit`, until one has come out: none may be lost."""
-        feed, at = s._run.pool.feed, self.delivered[worker]
-        while feed.taken == number:
-            peeked = self.alarm.during(s.peek)
-            if peeked is not None:
-                assert peeked[0] == number, "a wrong number"
-                item = peeked[1]
-                self.alarm.during(lambda: s.commit(number))
-        self.delivered[worker] += 1
         self.look_at(item, worker, at, seed)
 
     def look_at(self, item: Any, worker: int, at: int, seed: int) -> None:

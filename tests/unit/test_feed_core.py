@@ -801,8 +801,7 @@ def test_items_of_workers_in_turn() -> None:
     assert asking.line() == [[2, 3], [1, 2]]
     assert asking.feed.next(1) == (1, 1)
     asking.answer(0)
-    assert asking.feed.peek() == (4, (0, 2))
-    asking.feed.commit_item(4)
+    assert next(items) == (0, 2)
     assert asking.feed.position == 5
     with pytest.raises(IndexError, match="worker=2"):
         asking.feed.next(2)
@@ -831,7 +830,7 @@ def test_the_end_of_a_workers_items() -> None:
 
 @pytest.mark.parametrize("errors", ["raise", "return"])
 def test_an_exception_that_ends_a_workers_items(errors: str) -> None:
-    """It takes the place of an item; `peek` then says what has failed, an iterator goes on."""
+    """It takes the place of an item, and an iterator goes on."""
     asking = Asking(errors=errors)
     asking.answer(0, RAISED | ENDED)
     asking.answer(1, RAISED)
@@ -843,9 +842,6 @@ def test_an_exception_that_ends_a_workers_items(errors: str) -> None:
     else:
         failed = next(items)
         assert (failed.worker, failed.error.args) == (0, (0, 0))
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="worker 0 failed; begin another epoch"):
-            asking.feed.peek()
     assert asking.line() == [[], [0, 1]]
     if errors == "raise":
         with pytest.raises(Failed):
@@ -865,6 +861,6 @@ def test_calls_beside_the_line() -> None:
     assert asking.rings[0].peek(*last) is None
     asking.answer(0)
     assert asking.rings[0].peek(*last)
-    asking.feed.dismiss(0, *last, "a call has failed")
-    assert (asking.feed.failed, asking.line()) == ("a call has failed", [[], [0, 1]])
+    asking.feed.dismiss(0, *last, ends=True)
+    assert asking.line() == [[], [0, 1]]
     assert [kept for ring in asking.rings for kept in ring.kept if kept and kept[2]] == []

@@ -71,12 +71,6 @@ def test_keys_are_drawn_as_items_are_taken(prefetch: int, ordered: bool) -> None
             for taken in range(1, 40):
                 next(iter(s))
                 assert keys.drawn == 2 * prefetch + taken
-            for number in range(39, 60):
-                assert s.peek()[0] == number
-                assert s.peek()[0] == number
-                assert keys.drawn == 2 * prefetch + number + 1
-                s.commit(number)
-                assert keys.drawn == 2 * prefetch + number + 1
             assert keys.threads == {threading.get_ident()}
 
 
@@ -332,21 +326,6 @@ def test_an_exception_is_an_answer(ordered: bool) -> None:
     )
     expected = [[0], two, [2], [3], two, stop, [6], left, *lists(9)]
     assert got == expected if ordered else Counter(map(str, got)) == Counter(map(str, expected))
-
-
-def test_an_exception_at_a_peek() -> None:
-    """It is raised once, and has a number, as an item has."""
-    with streams(Broken) as s:
-        begin(s, [[0], "two", [2]])
-        assert s.peek()[0] == 0
-        s.commit(0)
-        with pytest.raises(TwoArguments):
-            s.peek()
-        number, item = s.peek()
-        assert (number, item[1]) == (2, [2])
-        s.commit(2)
-        with pytest.raises(StopIteration):
-            s.peek()
 
 
 class Reluctant(Makes):
@@ -609,24 +588,6 @@ def test_streams_in_no_order(tmp_path: Path) -> None:
             for worker in (0, 1):
                 own = [key for number, (key,), _ in got if number == worker]
                 assert own == list(range(20))
-
-
-def test_a_peeked_item_stays_in_front() -> None:
-    """In no order, too, `peek` returns the same item until it is committed."""
-    with streams(num_workers=3, prefetch=4) as s:
-        for keys in (iter(lists(60)), None):
-            s.begin([20] * 3, keys, ordered=False)
-            got = []
-            for number in range(60):
-                first = s.peek()
-                assert first[0] == number
-                for worker in range(3):
-                    await_answers(s, worker)
-                assert s.peek()[1] is first[1]
-                s.commit(number)
-                got.append(first[1])
-            assert list(s) == []
-            assert len({(item[0], *item[1]) for item in got}) == 60
 
 
 def glanced(s: Streams) -> Any:

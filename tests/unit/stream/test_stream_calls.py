@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from functools import partial
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from counting import Broken, Gated, Numbers, TwoArguments, in_process, next_or_none, plain, streams
+from counting import Broken, Gated, Numbers, TwoArguments, in_process, plain, streams
 from streaming import lost_slots
 
 import cseq
@@ -270,93 +269,22 @@ def test_items_that_cannot_be_sent(prefetch: int) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [1, 30])
-def test_peek_counts_exceptions(prefetch: int) -> None:
-    """They have numbers, and are raised once; behind one that ended nothing the next one comes."""
-    with streams(Unsendable, 1, prefetch=prefetch) as s:
-        s.begin([10])
-        seen = []
-        for number in range(10):
-            try:
-                assert s.peek()[0] == number
-                seen.append(s.peek()[1][1])
-            except (TypeError, TwoArguments):
-                pass
-            else:
-                s.commit(number)
-        assert seen == [1, 2, 3, 4, 5, 6, 9]
-        with pytest.raises(StopIteration):
-            s.peek()
-
-
-@pytest.mark.parametrize("prefetch", [1, 30])
 def test_exceptions_as_items(prefetch: int) -> None:
-    """With ``errors="return"`` they come as the items do, from `next`, `peek` and iterators."""
+    """With ``errors="return"`` they come as the items do, from `next` and iterators."""
     with streams(Unsendable, 2, prefetch=prefetch, errors="return") as s:
         s.begin([9, 1])
         first = s.next(1)
         assert (type(first), first.worker) == (ItemFailure, 1)
         assert isinstance(first.error, UnpicklableError)
-        number, first = s.peek()
-        assert (number, first.worker) == (1, 0)
+        first = next(iter(s))
+        assert first.worker == 0
         assert isinstance(first.error, UnpicklableError)
-        s.commit(number)
         got = list(s)
         assert [item[1] for item in got[:6]] == [1, 2, 3, 4, 5, 6]
         kinds = zip(got[6:], (UnpicklableError, TwoArguments), strict=True)
         assert all(isinstance(item.error, kind) for item, kind in kinds)
         s.begin([0, 0], iter(range(4)))
         assert [isinstance(item.error, AttributeError) for item in s] == [True] * 4  # no keys
-
-
-@pytest.mark.parametrize("prefetch", [1, 30])
-def test_peek_and_commit(prefetch: int) -> None:
-    """The round's next item is shown until it is committed, with its number, which counts on."""
-    with streams(prefetch=prefetch) as s:
-        for _ in range(2):
-            s.begin([3, 5])
-            got = []
-            with contextlib.suppress(StopIteration):
-                while True:
-                    number, item = s.peek()
-                    assert number == len(got)
-                    assert s.peek()[1] is item
-                    s.commit(number)
-                    s.commit(number)  # it was done, so nothing happens
-                    got.append(item)
-                    if len(got) == 4:
-                        got.append(next(iter(s)))
-            assert plain(got) == in_process([3, 5])
-        with pytest.raises(RuntimeError, match="item 8 was not peeked at"):
-            s.commit(8)
-        s.interrupt()
-        with pytest.raises(InterruptedError):
-            s.peek()
-        with pytest.raises(InterruptedError):
-            s.commit(0)
-
-
-@pytest.mark.parametrize("prefetch", [1, 30])
-def test_peek_tells_a_failure_from_an_end(prefetch: int) -> None:
-    """Behind an exception, also one in a call, a stream does not just end."""
-    with streams(Broken, prefetch=prefetch) as s:
-        for _ in range(2):
-            s.begin([(2, 9), (-1, 3)])
-            for number, order in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
-                assert s.peek()[1][:2] == order
-                s.commit(number)
-            with pytest.raises(TwoArguments):
-                s.peek()
-            for _ in range(2):
-                with pytest.raises(RuntimeError, match=r"stream of worker 0.*TwoArguments: 0: bro"):
-                    s.peek()
-            assert next_or_none(s, 0) is None
-            assert next_or_none(s, 1)[:2] == (1, 2)
-        s.begin([(-1, 0), (-1, 3)])
-        with pytest.raises(AttributeError):
-            s.ask("nothing", worker=1)
-        with pytest.raises(RuntimeError, match=r"stream of worker 1.*AttributeError"):
-            for _ in range(4):
-                s.commit(s.peek()[0])
 
 
 def test_stop_iteration_in_a_call_is_an_error() -> None:

@@ -68,9 +68,7 @@ class Reading:
         items: list[Any] = []
         with interrupted(countdown, *STEPS) if countdown else NEVER as struck:
             try:
-                if how == "peek":
-                    items += self.committed()
-                elif how == "turn":
+                if how == "turn":
                     items += itertools.islice(self.round, 1)
                 else:
                     with contextlib.suppress(StopIteration):
@@ -85,16 +83,6 @@ class Reading:
         else:
             assert struck.is_set() or not self.turns
         return struck.is_set()
-
-    def committed(self) -> list[Any]:
-        """Take the next item of the round by `peek` and `commit`, if there is one."""
-        try:
-            number, item = self.s.peek()
-        except StopIteration:
-            return []
-        assert number == self.taken
-        self.s.commit(number)
-        return [item]
 
     def finish(self, how: str) -> None:
         """Take the rest; no slot may be lost then."""
@@ -113,7 +101,7 @@ class Leased(Numbers):
 
 
 TEARING = [(Numbers, 1, (3, 2)), (Numbers, 12, (20, 15)), (Leased, 3, (4, 3))]
-HOW = ["turn", "worker", "peek"]
+HOW = ["turn", "worker"]
 
 
 @in_shares
@@ -180,7 +168,7 @@ def test_a_signal_handler_in_the_taking_of_an_item(verb: str, keyed: bool, prefe
             if verb == "close":
                 s.close()
                 return
-            for refused in (lambda: next(items), s.peek, lambda: s.commit(0), lambda: begin(s)):
+            for refused in (lambda: next(items), lambda: begin(s)):
                 with pytest.raises(RuntimeError, match="in the middle of another call"):
                     refused()
 
