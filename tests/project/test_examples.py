@@ -172,7 +172,7 @@ def test_digits_ray(output_of: Script) -> None:
     ("name", "options"),
     [
         ("buckets_speech.py", ["--utterances", "1000", "--budget", "3000", "--epochs", "3"]),
-        ("packed_lm.py", ["--documents", "1200", "--epochs", "3"]),
+        pytest.param("packed_lm.py", ["--documents", "1200", "--epochs", "3"], marks=NIGHTLY),
         pytest.param("groups_metric.py", ["--epochs", "3"], marks=NIGHTLY),
         pytest.param("mixture_curriculum.py", [], marks=NIGHTLY),
         pytest.param("balanced_classes.py", [], marks=NIGHTLY),
@@ -205,6 +205,7 @@ def test_digits_dataloader2(output_of: Script) -> None:
     assert [line.rpartition(", ")[2] for line in lines] == ["1437 seen"] * 4
 
 
+@NIGHTLY
 @needs("sklearn", "torch")
 @pytest.mark.needs("fork")
 def test_digits_dataloader(output_of: Script) -> None:

@@ -263,7 +263,7 @@ print(*(go(500) for _ in range(3)))
     reason="a Python without a GIL refuses PYTHONMALLOC=malloc, and keeps memory of its own",
 )
 @pytest.mark.needs("Linux")
-@pytest.mark.parametrize("width", ["1", "4096"])
+@pytest.mark.parametrize("width", ["1", pytest.param("4096", marks=pytest.mark.nightly)])
 def test_starts_and_finishes_of_threads_keep_no_memory(run_anew: RunScript, width: str) -> None:
     """What is allocated is as much after 1600 starts as after 600, to a few bytes a start.
 
