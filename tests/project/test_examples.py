@@ -167,15 +167,16 @@ def test_digits_ray(output_of: Script) -> None:
     assert losses[-1] < 0.3 < losses[0]
 
 
+@NIGHTLY
 @needs("torch")
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("buckets_speech.py", ["--utterances", "1000", "--budget", "3000", "--epochs", "3"]),
-        pytest.param("packed_lm.py", ["--documents", "1200", "--epochs", "3"], marks=NIGHTLY),
-        pytest.param("groups_metric.py", ["--epochs", "3"], marks=NIGHTLY),
-        pytest.param("mixture_curriculum.py", [], marks=NIGHTLY),
-        pytest.param("balanced_classes.py", [], marks=NIGHTLY),
+        ("packed_lm.py", ["--documents", "1200", "--epochs", "3"]),
+        ("groups_metric.py", ["--epochs", "3"]),
+        ("mixture_curriculum.py", []),
+        ("balanced_classes.py", []),
         pytest.param("blocks_parquet.py", [], marks=needs("pyarrow")),
     ],
 )

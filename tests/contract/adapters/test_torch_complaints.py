@@ -119,6 +119,7 @@ for kind in (DataLoader, cseq.DataLoader):
 """
 
 
+@pytest.mark.nightly
 @linux
 def test_workers_copy_no_more_of_the_data_set_than_torchs(run_prepared: RunScript) -> None:
     torchs, ours = map(int, run_prepared(COPYING).stdout.split())
