@@ -182,7 +182,8 @@ def test_the_table_of_what_makes_what_visible() -> None:
 # Names with an underscore that tests may use, and why.
 ALLOWED = {
     **dict.fromkeys(
-        ["_exit", "_current_frames", "_is_gil_enabled", "_base_executable"], "Python's"
+        ["_exit", "_current_frames", "_is_gil_enabled", "_base_executable", "_run_module_as_main"],
+        "Python's",
     ),
     "_thread.start_new_thread": "Python's",
     **dict.fromkeys(["_DummyThread", "_is_owned"], "threading's"),
