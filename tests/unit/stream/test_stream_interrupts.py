@@ -127,7 +127,7 @@ def test_ctrl_c_anywhere_in_the_taking_of_an_item(
                 return hit
 
             hits += first_hits(step, share=share)
-        assert hits > 8
+        assert hits >= 7  # one place in each share
 
 
 class Wide(Numbers):
