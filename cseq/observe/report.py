@@ -282,7 +282,7 @@ def tiles(stats: Stats) -> str:
 
 def _table(rows: Iterable[Sequence[object]], heads: Sequence[str] = ()) -> str:
     """Write cells of HTML, below their heads."""
-    lines = ["".join(f"<th>{head}</th>" for head in heads)]
+    lines = ["".join(f"<th>{head}</th>" for head in heads)] if heads else []
     lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
     return f'<div class="scroll"><table><tr>{"</tr><tr>".join(lines)}</tr></table></div>'
 

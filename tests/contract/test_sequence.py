@@ -70,7 +70,7 @@ def test_repr() -> None:
     drawn = make_small()
     assert f"seed={drawn.seed} (drawn)" in repr(drawn)
     html = drawn._repr_html_()
-    assert "<table>" in html
+    assert html.startswith('<div class="scroll"><table><tr><td>MTSequence</td>')
     for text in ("MTSequence", "samples", "10", "not started", f"{drawn.seed} (drawn)"):
         assert text in html
 
