@@ -169,7 +169,7 @@ def test_how_a_run_went(kind: type[cseq.MTSequence[Any]]) -> None:
     for name in ("waited", "stepped"):
         assert (np.diff(rows[name]) >= 0).all()
     assert rows["batches"][-1] <= 60
-    assert rows["waited"][-1] <= stats.start_waited + stats.loop_waited
+    assert rows["waited"][-1] <= stats.start_waited + stats.loop_waited + 1e-6  # floats
     assert (rows["busy"][-1] <= rows["seconds"][-1] + 0.001).all()
     assert rows["busy"][-1].sum() > 0.5 * 0.02 * rows["batches"][-1]
     assert 0 < len(later) < len(rows)

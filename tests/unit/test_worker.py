@@ -102,14 +102,16 @@ def test_messages_are_sent_whole(ends: tuple[WorkerProcess, socket.socket]) -> N
     assert worker.state == READY
 
 
-def test_more_records_than_handlers_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_records_than_handlers_take(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """What waits is bounded; the log says what is left out."""
     calls: list[Callable[[], object]] = []
     texts: list[str] = []
     monkeypatch.setattr(logs, "MOST", 3)
     monkeypatch.setattr(logs, "later", calls.append)
     monkeypatch.setattr(logs.log, "handle", lambda record: texts.append(record.getMessage()))
-    monkeypatch.setattr(logs.log, "level", logging.INFO)
+    caplog.set_level(logging.INFO, "cseq")
     records = logs.Records()
     for k in range(5):
         records.take(pickle.dumps({"name": "cseq", "levelno": logging.INFO, "msg": str(k)}))
