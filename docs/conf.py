@@ -131,13 +131,8 @@ html_baseurl = f"{URLS['Documentation'].rstrip('/')}/{docs_version}/"
 html_theme_options = {
     "logo": {"text": "cseq"},
     "github_url": URLS["Source"],
-    "navbar_end": ["version-switcher", "theme-switcher", "navbar-icon-links"],
+    "navbar_end": ["theme-switcher", "navbar-icon-links"],
     "header_links_before_dropdown": 6,
-    "switcher": {
-        "json_url": f"{URLS['Documentation'].rstrip('/')}/switcher.json",
-        "version_match": docs_version,
-    },
-    "check_switcher": False,  # it would ask the network
     "show_version_warning_banner": False,
     "show_prev_next": True,
     "secondary_sidebar_items": ["page-toc"],
@@ -146,7 +141,17 @@ html_theme_options = {
     "pygments_light_style": "a11y-light",
     "pygments_dark_style": "a11y-dark",
 }
-html_sidebars = {"index": [], "faq": []}
+# The switcher asks the network: a site that is not published has none.
+if "READTHEDOCS_VERSION" in os.environ:
+    html_theme_options["navbar_end"].insert(0, "version-switcher")
+    html_theme_options["check_switcher"] = False  # it would ask while the site is built
+    html_theme_options["switcher"] = {
+        "json_url": f"{URLS['Documentation'].rstrip('/')}/switcher.json",
+        "version_match": docs_version,
+    }
+html_context = {"default_mode": "auto"}
+# Pages without pages below them have no bar of sections.
+html_sidebars = {"index": [], "faq": [], "tutorial/*": [], "search": [], "genindex": []}
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
@@ -157,6 +162,32 @@ llms_txt_summary = (
     "cseq feeds training loops: it shuffles with a seed, cuts batches, reads them in worker "
     "processes or threads and delivers them in order. cseq.DataLoader replaces torch's DataLoader."
 )
+
+# Pages that moved, and where they are now.
+MOVED = {
+    "how-to/slow-loops": "how-to/slow.html#twelve-slow-loops",
+    "how-to/report": "how-to/tools.html#report",
+    "how-to/trace": "how-to/tools.html#trace",
+    "how-to/bench": "how-to/tools.html#bench",
+    "how-to/doctor": "how-to/tools.html#doctor",
+    "how-to/top": "how-to/watch.html#a-run-under-way",
+    "how-to/dashboards": "how-to/watch.html#your-dashboard",
+}
+
+
+def redirect(app: Sphinx, failure: Exception | None) -> None:
+    """Leave a page at each address that moved, which leads to the new one."""
+    if failure is None and app.builder.name == "html":
+        for page, now in MOVED.items():
+            folder = Path(app.outdir, page).parent
+            link = posixpath.relpath(now, posixpath.dirname(page))
+            (folder / f"{Path(page).name}.html").write_text(
+                f'<!doctype html><meta charset="utf-8"><title>cseq</title>\n'
+                f'<meta http-equiv="refresh" content="0; url={link}">\n'
+                f'<a href="{link}">{link}</a>\n',
+                encoding="utf-8",
+            )
+
 
 LINK = re.compile(r"(!?\[[^\]]*\]\()((?:\.\./)+[\w][^)\s#]*)(#[^)\s]*)?\)")
 
@@ -189,7 +220,8 @@ def link_messages(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Add what is ours: figures, links to files of the repository and to messages."""
+    """Add what is ours: figures, links to files of the repository and to messages, redirects."""
     figures.setup(app)
     app.connect("source-read", link_to_files)
     app.connect("doctree-read", link_messages)
+    app.connect("build-finished", redirect)

@@ -334,10 +334,49 @@ class Text(SphinxDirective):
         return self.parse_text_to_nodes(type(self).write())
 
 
+class SlowLoop(SphinxDirective):
+    """`{slow-loop} one_worker`: a script of examples/slow, and what docs/slow_loops.py saw."""
+
+    required_arguments = 1
+    MARKDOWN = """
+````{{dropdown}} {0}.py
+```{{literalinclude}} ../../examples/slow/{0}.py
+:language: python
+```
+````
+
+```{{literalinclude}} ../drawings/slow/{0}.txt
+:language: text
+```
+
+::::{{grid}} 1 2 2 2
+:::{{grid-item}}
+Before
+
+```{{image}} ../drawings/slow/{0}-before.svg
+:alt: The share of waiting over time, before the remedy.
+```
+:::
+:::{{grid-item}}
+After
+
+```{{image}} ../drawings/slow/{0}-after.svg
+:alt: The share of waiting over time, after the remedy.
+```
+:::
+::::
+"""
+
+    def run(self) -> list[nodes.Node]:
+        """Parse it, as Markdown."""
+        return self.parse_text_to_nodes(self.MARKDOWN.format(*self.arguments))
+
+
 def setup(app: Sphinx) -> None:
     """Name the directives."""
     from order_figures import of_order
 
+    app.add_directive("slow-loop", SlowLoop)
     for name, draw in {
         "format-figure": of_format,
         "threads-figure": of_processes_and_threads,

@@ -1,4 +1,4 @@
-# The recipes of docs/how-to/frameworks.md and from-dataloader.md, trained with eleven frameworks.
+# The recipes of docs/how-to/frameworks.md and dataloader-frameworks.md, trained with eleven frameworks.
 .PHONY: check-frameworks .frameworks
 ENVIRONMENTS += .frameworks-venv
 check-frameworks:

@@ -1,4 +1,4 @@
-"""Train with a recipe of docs/how-to/from-dataloader.md, and write down what happened, as JSON.
+"""Train with a recipe of how-to/dataloader-frameworks.md, and write down the events as JSON.
 
 ``loader_runs.py MODULE FOLDER RUNS`` calls ``MODULE.train(**options)`` for each of RUNS, a list of
 dicts:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 # The pages, and how many of their blocks are no files, but whole scripts (test_examples.py).
-PAGES = {"frameworks.md": 0, "from-dataloader.md": 2, "dashboards.md": 1}
+PAGES = {"frameworks.md": 0, "dataloader-frameworks.md": 0, "watch.md": 1}
 BLOCK = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 SAMPLES, BATCH, EPOCHS = 103, 8, 3

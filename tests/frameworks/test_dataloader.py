@@ -1,7 +1,7 @@
 """The frameworks train on `cseq.DataLoader`'s batches as on those of torch's own loader.
 
-Each recipe of docs/how-to/from-dataloader.md runs with both: what the network gets, augmentation
-included, is compared bit for bit. Processes of their own, since both kinds of loaders fork.
+Each recipe of how-to/dataloader-frameworks.md runs with both: what the network gets is compared
+bit for bit, augmentation included. Processes of their own, since both kinds of loaders fork.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -160,6 +161,35 @@ def test_the_configuration_asks_no_network() -> None:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
+    code = (DOCS / "conf.py").read_text(encoding="utf-8")
     assert "sphinx.ext.intersphinx" not in ast.literal_eval(values["extensions"])
-    assert '"check_switcher": False' in (DOCS / "conf.py").read_text(encoding="utf-8")
+    assert "json_url" in code.partition('if "READTHEDOCS_VERSION" in os.environ')[2]
+    assert "json_url" not in ast.unparse(values["html_theme_options"])
     assert values.keys() >= {"html_baseurl", "nitpicky", "llms_txt_summary"}
+
+
+def test_an_address_that_moved_leads_to_a_page() -> None:
+    """The old page is gone, and the new one is there, with the section."""
+    tree = ast.parse((DOCS / "conf.py").read_text(encoding="utf-8"))
+    (moved,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MOVED"
+    )
+    for page, now in moved.items():
+        path, _, section = now.partition(".html#")
+        text = (DOCS / f"{path}.md").read_text(encoding="utf-8")
+        sections = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        assert not (DOCS / f"{page}.md").exists()
+        assert section in {re.sub(r"\W+", "-", each.lower()) for each in sections}
+
+
+@pytest.mark.skipif(
+    shutil.which("node") is None or not (ROOT / "build/docs/searchindex.js").exists(),
+    reason="node and a built site: `make docs`",
+)
+def test_the_search_finds_the_right_page_first() -> None:
+    """docs/search.js asks the built site what newcomers have typed."""
+    asked = ["node", DOCS / "search.js", ROOT / "build" / "docs"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr

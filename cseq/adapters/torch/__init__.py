@@ -2,7 +2,7 @@
 
 ``cseq.DataLoader`` is a `torch.utils.data.DataLoader` whose worker processes are those of
 `cseq.stream.Streams`; `install` makes torch's own class use them.
-docs/how-to/from-dataloader.md has both.
+docs/how-to/from-dataloader.md and dataloader-differences.md have both.
 
 ::
 
