@@ -166,6 +166,7 @@ llms_txt_summary = (
 # Pages that moved, and where they are now.
 MOVED = {
     "how-to/slow-loops": "how-to/slow.html#twelve-slow-loops",
+    "how-to/tuning": "how-to/slow.html#change-one-thing-at-a-time",
     "how-to/report": "how-to/tools.html#report",
     "how-to/trace": "how-to/tools.html#trace",
     "how-to/bench": "how-to/tools.html#bench",
