@@ -32,14 +32,13 @@ WINDOWS = sys.platform == "win32"
 UNIX_FLAGS = ["-std=c11", "-fvisibility=hidden", "-Werror=implicit-function-declaration"]
 UNIX_FLAGS += ["-Wno-unused-const-variable"]  # names that Cython writes and does not use
 UNIX_FLAGS += ["-O0", "-g"] if DEBUG else ["-O2", "-g0"]
-# Where it is measurable: by 10 % in feistel-v1, at the cost of 3 s of compiling.
-FASTER: dict[str, list[str]] = {} if DEBUG else {"_core": ["-O3"]}
 WINDOWS_FLAGS = ["/std:c11", "/utf-8", "/volatile:ms"] + (["/Od"] if DEBUG else ["/O2"])
 
 DIRECTIVES = {
     "language_level": 3,
     "freethreading_compatible": True,
     "embedsignature": True,
+    "auto_pickle": False,
     "cdivision": True,
     "boundscheck": DEBUG,
     "wraparound": DEBUG,
@@ -209,7 +208,7 @@ core = [
         + [("CYTHON_TRACE_NOGIL", "1"), ("CYTHON_USE_SYS_MONITORING", "0")] * TRACE,
         undef_macros=["NDEBUG"] * DEBUG,
         libraries=["ws2_32"] if WINDOWS else [],
-        extra_compile_args=WINDOWS_FLAGS if WINDOWS else UNIX_FLAGS + FASTER.get(name, []),
+        extra_compile_args=WINDOWS_FLAGS if WINDOWS else UNIX_FLAGS,
         extra_link_args=[] if WINDOWS else ["-pthread"],
     )
     for name in ([] if os.environ.get("CSEQ_PREBUILT") else MODULES)

@@ -6,7 +6,7 @@ cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport *
-from cseq._memory cimport Block, Memory, Slots
+from cseq._memory cimport Block, Memory
 
 
 cdef enum:
@@ -224,47 +224,3 @@ cdef class OrderSource(Source):
     cdef int divide(self, cut) except -1
     cdef uint64_t at(self, uint64_t batch) noexcept
     cdef int64_t read(self, uint64_t batch, int64_t* out, int64_t* sizes) except -1
-
-
-@cython.final
-@cython.no_gc
-cdef class Request:
-    cdef Slots slots
-    cdef readonly Py_ssize_t slot
-    cdef int64_t words[REQUEST_WORDS]
-
-
-cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, str name) noexcept
-
-
-cdef class StreamSource(Source):
-    cdef list rings
-    cdef list assignments      # by worker: the `Request` that a ticket refers to
-    cdef uint32_t depth        # the most tickets of a worker
-    cdef Py_ssize_t latest     # the worker of the last ticket
-    cdef Ring ring(self, Py_ssize_t worker)
-    cdef Request assignment(self, Py_ssize_t worker)
-
-
-@cython.final
-cdef class ItemSource(StreamSource):
-    cdef uint64_t* asked       # by worker: tickets so far; or ENDED
-    cdef uint32_t beginning    # 1 until `open`
-
-
-@cython.final
-cdef class KeySource(StreamSource):
-    cdef object keys           # the iterator; None: there is none, or it has ended
-    cdef object key            # drawn and not yet written; NOTHING: there is none
-    cdef list drawn            # `Block`s and `Request`s, to be posted
-    cdef object samples        # how many there are in the item of a key; None: one
-    cdef list counts           # of the keys in `drawn`, unless that is None
-    cdef object error          # to be raised after the items of all keys
-    cdef object incomplete     # the one of them that is raised until an epoch begins
-    cdef object pickle
-    cdef bint in_order, in_turn, free
-    cdef uint64_t ahead        # keys that are drawn ahead of what was taken
-    cdef uint64_t each         # the most of one worker that are posted and not taken
-    cdef uint64_t posted
-    cdef int draw(self) except -1
-    cdef int put(self) except -1

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, SupportsIndex, TypeAlias, final
 
@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from typing_extensions import Self, disjoint_base
 
-from cseq._memory import Memory, Slots
+from cseq._memory import Memory
 from cseq.order.base import Order
 
 FIELDS: Final[int]
@@ -262,44 +262,3 @@ class OrderSource(Source):
     ) -> Self: ...
     def __len__(self) -> int: ...
     def samples(self, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
-
-@final
-class Request:
-    slot: Final[int]
-    def __new__(cls, slots: Slots) -> Self: ...
-    def locate(self, capacity: int, record: Sequence[int]) -> None: ...
-
-@disjoint_base
-class StreamSource(Source): ...
-
-@final
-class ItemSource(StreamSource):
-    def __new__(
-        cls,
-        rings: list[Ring],
-        epoch: int,
-        assignments: list[Request],
-        *,
-        depth: int,
-        first: int = 0,
-    ) -> Self: ...
-    def open(self) -> None: ...
-
-@final
-class KeySource(StreamSource):
-    def __new__(
-        cls,
-        rings: list[Ring],
-        epoch: int,
-        assignments: list[Request],
-        keys: Iterator[Any],
-        pickle: Callable[[Any, int], Request],
-        *,
-        depth: int,
-        first: int,
-        prefetch: int,
-        in_order: bool,
-        free: bool,
-        samples: Callable[[Any], int] | None = None,
-    ) -> Self: ...
-    def open(self) -> None: ...

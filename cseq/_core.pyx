@@ -7,10 +7,7 @@ arguments, release the GIL where something can take long, and turn status codes 
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
-from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.long cimport PyLong_AsLongLongAndOverflow
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
-from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 from libc.stdint cimport int64_t, intptr_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
@@ -19,7 +16,7 @@ cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport *
-from cseq._memory cimport Block, Mapping, Memory, Slots
+from cseq._memory cimport Block, Mapping, Memory
 
 import numpy
 from sys import _getframe
@@ -43,6 +40,13 @@ cdef uint64_t natural(object value, str name, uint64_t most) except? 0:
     if not 0 <= number <= most:
         raise ValueError(f"{name}={value!r} is out of range; give an integer in [0, {most}]")
     return number
+
+
+cdef const int64_t* int64s(cnp.ndarray array) except? NULL:
+    """The values of an array that is contiguous and of int64."""
+    if cnp.PyArray_TYPE(array) != cnp.NPY_INT64 or not cnp.PyArray_IS_C_CONTIGUOUS(array):
+        raise TypeError(f"{array!r} is not a contiguous array of int64")
+    return <const int64_t*>cnp.PyArray_DATA(array)
 
 
 def derive(seed, epoch, uint64_t purpose, Py_ssize_t count):
@@ -127,7 +131,6 @@ def permutation(n, seed, epoch=0, algorithm=ALGORITHMS[0]):
     return result
 
 
-@cython.auto_pickle(False)
 cdef class Reader:
     """Reads the units of an order for one seed: the core's end of an `order.base.Order`.
 

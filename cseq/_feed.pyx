@@ -4,16 +4,21 @@
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.long cimport PyLong_AsLongLongAndOverflow
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
 from cpython.ref cimport PyObject, PyTypeObject, Py_INCREF
-from libc.stdint cimport uint32_t, uint64_t
+from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.string cimport memcpy, memset
 
 cimport cython
 
 from cseq._core cimport (
-    ASK_CALL, Lock, Request, Ring, RunState, Source, cseq_log_add, is_deep, log, refer, thread_id,
+    ASK_BEGIN, ASK_CALL, ASK_ITEM, KEY_IN_REQUEST, KEY_INTS, KEY_LENGTH, REQUEST_WORDS, WITHOUT_KEY,
+    Lock, Ring, RunState, Source, check_depth, cseq_log_add, is_deep, log, thread_id,
 )
 from cseq._headers cimport *
+from cseq._memory cimport Block, Slots
 from cseq._work cimport STRIDE, UNREAD, Decoder
 
 from collections import deque
@@ -22,6 +27,7 @@ from cseq._core import PARK_NS
 from cseq.encoding.failure import ends_program
 from cseq.indexing.leaving import Partial
 
+include "include/streams.pxi"
 include "include/line.pxi"
 
 MOST_SKIPPED = 1000  # batches that were left out are listed, the latest

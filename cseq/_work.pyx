@@ -41,7 +41,6 @@ NO_MORE = object()
 cdef uint64_t SERVE_NS = 50_000  # how long tickets are claimed between two instructions of Python
 
 
-@cython.auto_pickle(False)
 cdef class BatchState:
     """The part of a `context.BatchContext` that changes with every batch.
 
@@ -245,7 +244,6 @@ cdef class Runner:
         cseq_ring_publish(self.r, cell, CSEQ_READY if self.last or status else CSEQ_INDEXED)
 
 
-@cython.auto_pickle(False)
 cdef class TicketWriter:
     """What publishes a runner's batches: the part that is in C."""
 
@@ -266,7 +264,6 @@ cdef class TicketWriter:
         return self.publish_batch(runner, batch)
 
 
-@cython.auto_pickle(False)
 cdef class Generator:
     """One of the process's global generators."""
 

@@ -81,10 +81,12 @@ CSEQ_FORCE_INLINE void cseq_feistel_rounds(const cseq_feistel *f, uint64_t *row,
                                            int lanes)
 {
     for (int i = 0; i < CSEQ_ROUNDS; i += 2) {
+        CSEQ_UNROLL_8
         for (int k = 0; k < lanes; k++) {
             uint64_t sum = row[k] + cseq_feistel_round(f, i, column[k], f->a);
             row[k] = sum < f->a ? sum : sum - f->a;
         }
+        CSEQ_UNROLL_8
         for (int k = 0; k < lanes; k++) {
             uint64_t sum = column[k] + cseq_feistel_round(f, i + 1, row[k], f->b);
             column[k] = sum < f->b ? sum : sum - f->b;

@@ -60,7 +60,6 @@ cdef uint64_t ns_of(double seconds) noexcept:
 
 @cython.final
 @cython.no_gc
-@cython.auto_pickle(False)
 cdef class Lock:
     """A lock that its thread may take again, as `threading.RLock`; the core takes it without a call
     of Python.
@@ -170,7 +169,6 @@ cdef class Lock:
 
 @cython.final
 @cython.no_gc
-@cython.auto_pickle(False)
 @cython.freelist(8)
 cdef class Hold:
     """Has a lock from the beginning of a ``with`` to its end.
@@ -199,7 +197,6 @@ cdef class Hold:
 
 @cython.final
 @cython.no_gc
-@cython.auto_pickle(False)
 cdef class Latch:
     """An event that is set once, and can be waited for, by several threads."""
 

@@ -37,22 +37,22 @@ def seed_of(uint64_t seed, str name not None):
     return word
 
 
-def drawn(const int64_t[::1] places, uint64_t below, uint64_t seed, uint64_t epoch, uint64_t purpose,
+def drawn(cnp.ndarray places not None, uint64_t below, uint64_t seed, uint64_t epoch, uint64_t purpose,
           uint64_t key=CSEQ_NO_KEY):
     """Independent numbers below `below`, each by the word at a place of the stream of these four."""
-    cdef Py_ssize_t k
+    cdef Py_ssize_t k, count = places.size
+    cdef const int64_t* place = int64s(places)
     cdef uint64_t low, z = cseq_stream(seed, epoch, purpose)
     if key != CSEQ_NO_KEY:
         z = cseq_mix(z ^ key)
-    out = numpy.empty(places.shape[0], numpy.uint64)
+    out = numpy.empty(count, numpy.uint64)
     cdef uint64_t* numbers = <uint64_t*>cnp.PyArray_DATA(out)
-    for k in range(places.shape[0]):
-        numbers[k] = cseq_multiply(cseq_mix(z + <uint64_t>places[k] * CSEQ_GOLDEN), below, &low)
+    for k in range(count):
+        numbers[k] = cseq_multiply(cseq_mix(z + <uint64_t>place[k] * CSEQ_GOLDEN), below, &low)
     return out
 
 
 @cython.final
-@cython.auto_pickle(False)
 cdef class Permutation:
     """0 … n-1 in an order of their own for (seed, epoch, purpose, key): `perm` of docs/inside/orders.md.
 
@@ -75,16 +75,13 @@ cdef class Permutation:
 
     def at(self, places not None):
         """The elements at these places: an array as `places`, which are int64 and below n."""
-        cdef cnp.ndarray out
         if self.table is not None:
             return self.table[places]
         if len(places) and not 0 <= places.min() <= places.max() < self.network.n:
             raise IndexError(f"places {places} are not all below {self.network.n}")
-        cdef const int64_t[::1] wanted = places
-        out = numpy.empty(wanted.shape[0], numpy.int64)
-        if wanted.shape[0]:
-            cseq_feistel_gather(&self.network, &wanted[0], wanted.shape[0],
-                                <int64_t*>cnp.PyArray_DATA(out))
+        out = numpy.empty(len(places), numpy.int64)
+        cseq_feistel_gather(&self.network, int64s(places), len(places),
+                            <int64_t*>cnp.PyArray_DATA(out))
         return out
 
     def find(self, uint64_t element):
@@ -184,7 +181,7 @@ def gather(Reader reader not None, uint64_t epoch, units not None):
     if isinstance(reader, ArrayReader):
         samples, sizes = (<ArrayReader>reader).call(epoch, units)
         return numpy.ascontiguousarray(samples, dtype=numpy.int64), sizes
-    cdef const int64_t[::1] unit = units  # one sample each
+    cdef const int64_t* unit = int64s(units)  # one sample each
     samples = numpy.empty(count, numpy.int64)
     cdef int64_t* out = <int64_t*>cnp.PyArray_DATA(samples)
     while start < count:

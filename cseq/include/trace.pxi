@@ -162,7 +162,6 @@ cdef int append_mark(cseq_mark* m) noexcept:
 
 @cython.final
 @cython.no_gc
-@cython.auto_pickle(False)
 cdef class Span:
     """What `span` returns while a trace records."""
 

@@ -14,12 +14,10 @@ from cseq._core import (
     ITEM,
     KEY,
     KEYS,
-    ItemSource,
-    KeySource,
-    Request,
     now_ns,
     ring_bytes,
 )
+from cseq._feed import ItemSource, KeySource, Request
 from cseq._memory import Mapping
 from cseq.encoding import codec, failure
 from cseq.encoding.pickling import Pickled, dump, dumps

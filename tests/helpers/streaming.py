@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cseq._core import Request
+from cseq._feed import Request
 from cseq._memory import TRAINER
 
 if TYPE_CHECKING:

@@ -15,15 +15,13 @@ from interrupting import is_mine
 from slots import Scratch
 
 from cseq._core import (
-    ItemSource,
     OrderSource,
     RangeReader,
-    Request,
     Ring,
     RunState,
     ring_bytes,
 )
-from cseq._feed import Feed, FeedIterator
+from cseq._feed import Feed, FeedIterator, ItemSource, Request
 from cseq._memory import COPIED, Block, Lease, Mapping, Slots, commit
 from cseq._work import Decoder, ObjectTable, Runner
 from cseq.converter.host import Converter

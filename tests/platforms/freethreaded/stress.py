@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import cseq
-from cseq._core import Request, Ring, ring_bytes
+from cseq._core import Ring, ring_bytes
+from cseq._feed import Request
 from cseq._memory import TRAINER, Block, Slots
 from cseq._work import Runner
 from cseq.encoding import codec

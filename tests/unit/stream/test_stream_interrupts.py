@@ -29,7 +29,7 @@ from slots import shared
 from streaming import lost_slots
 
 from cseq import testing
-from cseq._core import Request
+from cseq._feed import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
