@@ -27,6 +27,7 @@ try:
         warnings.filterwarnings("ignore", r"[\s#]*WARNING!\s+The 'datapipes'", UserWarning)
         from torch.utils.data.graph import traverse_dps
         from torchdata.dataloader2.graph import set_graph_random_seed
+        from torchdata.dataloader2.graph._serialization import clone
         from torchdata.dataloader2.graph.utils import _find_replicable_branches
         from torchdata.dataloader2.random import SeedGenerator
         from torchdata.dataloader2.reading_service import CheckpointableReadingServiceInterface
@@ -137,7 +138,6 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         self.timeout = seconds("timeout", timeout)
         self.repeat_epochs = flag("repeat_epochs", repeat_epochs)
         self._end_datapipe: DataPipe = None  # the last of the user's datapipes in this process
-        self._cuts: list[tuple[DataPipe, DataPipe]] = []  # datapipes put in, and those replaced
         self._number = 0  # of the epoch
         self._epoch: dict[str, Any] = {}  # the epoch's part of a state, but for the position
         self._restored: dict[str, Any] | None = None
@@ -150,10 +150,9 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         Parameters
         ----------
         datapipe : DataPipe
-            The end of the graph, which is changed in place.
+            The end of the graph, of which a copy is cut.
         """
         self.finalize()
-        datapipe = self._mended(datapipe)
         if self.num_workers:
             self._end_datapipe = self._start(datapipe)
         else:
@@ -171,7 +170,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
             "timeout": self.timeout,
         }
         workers, ahead = self.num_workers, 1 + self.worker_prefetch_cnt
-        address = None
+        datapipe, address = clone(datapipe), None
         try:
             dispatched = find_lca_round_robin_sharding_dp(traverse_dps(datapipe))
             if dispatched is not None:
@@ -180,7 +179,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
                         f"max_restarts={self.max_restarts} with a sharding_round_robin_dispatch: "
                         "what was dispatched to a worker that dies is gone; give 0"
                     )
-                datapipe = self._cut(datapipe, dispatched, _DummyIterDataPipe())
+                datapipe = replaced(datapipe, dispatched, _DummyIterDataPipe())
                 make = partial(Dispatcher, dispatched)
                 self._relay = Relay(Streams(make, 1, prefetch=workers * ahead, **options), workers)
                 self._relay.open()
@@ -194,23 +193,10 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
             worker = partial(Worker, roots[0], self.worker_init_fn, self.worker_reset_fn, address)
             ahead -= -self.main_prefetch_cnt // workers
             self._streams = Streams(worker, workers, prefetch=ahead, **options)
-            return self._cut(datapipe, roots[0], Reader(self._streams, self._relay))
+            return replaced(datapipe, roots[0], Reader(self._streams, self._relay))
         except BaseException:
-            self._mended(datapipe)
             self.finalize()
             raise
-
-    def _cut(self, end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
-        """Put a datapipe in the place of a part of the graph; return the end of the graph."""
-        self._cuts.append((new, old))
-        return replaced(end, old, new)
-
-    def _mended(self, end: DataPipe) -> DataPipe:
-        """Undo the cuts of an attempt that has failed, or was interrupted."""
-        while self._cuts:
-            end = replaced(end, *self._cuts[-1])
-            del self._cuts[-1]
-        return end
 
     def initialize_iteration(
         self, seed_generator: SeedGenerator, iter_reset_fn: GraphFn | None = None
@@ -239,7 +225,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
             seeds, skip = state["seeds"], state["position"]
         # Without `DataLoader2.seed`, the seeds are those of a new generator.
         is_seeded = _peeked(seeds) != _peeked(SeedGenerator())
-        self._epoch = {"seeds": _copied(seeds), "seeded": is_seeded}
+        self._epoch = {"seeds": clone(seeds), "seeded": is_seeded}
         set_graph_random_seed(self._end_datapipe, seeds)
         if self._streams is not None:
             self._number += 1
@@ -371,13 +357,7 @@ def _check_state(state: dict[str, Any], num_workers: int) -> None:
         )
 
 
-def _copied(seeds: SeedGenerator) -> SeedGenerator:
-    """Copy a seed generator."""
-    copy: SeedGenerator = pickle.loads(pickle.dumps(seeds))
-    return copy
-
-
 def _peeked(seeds: SeedGenerator) -> tuple[int, int]:
     """Return what a seed generator would draw next, to compare two of them."""
-    copy = _copied(seeds)
+    copy = clone(seeds)
     return copy.generate_shared_seed(), copy.generate_seed()
