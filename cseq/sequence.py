@@ -136,8 +136,8 @@ class MSequence(Manager, Generic[B_co]):
         ``thread_type='thread'``.
     preload : sequence of str, False or None
         Modules that the fork server imports once for all workers, beside those that `worker` refers
-        to (None: only those). A module that starts threads, opens files or initialises CUDA when it
-        is imported is left to the workers. False: each worker imports everything by itself.
+        to (None: only those). If one of the latter starts threads, opens files or initialises CUDA
+        when it is imported, only the listed ones are. False: each worker imports everything.
     order : Order, optional
         Which samples come together, and when, in place of `shuffle`. Where its units are batches
         (`Buckets`), leave `batch_size` out; where they are rows (`Packed`), that counts rows.

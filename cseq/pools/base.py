@@ -275,11 +275,7 @@ class Pool:
         """Log what the first wait was for, if it was long."""
         if seconds < SLOW_START or os.environ.get("CSEQ_ADVICE") == "0":
             return
-        made = [] if self.supervisor is None else self.supervisor.imports
-        longest = sorted(made, key=lambda one: one[1] - one[2])[:5]
-        took = ", ".join(f"{name} {(end - since) / 1e9:.1f} s" for name, since, end in longest)
-        imports = f"; imports for all workers: {took}" if took else ""
-        log.info("the first batch came after %.1f s%s", seconds, imports)
+        log.info("the first batch came after %.1f s", seconds)
 
     def _advise(self, seconds: float) -> None:
         """Log why the loop has waited, if it has and the last look is so long ago, once a cause."""

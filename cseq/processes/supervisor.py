@@ -64,7 +64,7 @@ __all__ = ["Supervisor"]
 
 # One that has no descriptor, and so none that a closed standard stream's number could go to.
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
-SHORT, LONG = 2.0, 10.0  # seconds: a start that takes longer is logged as INFO, as WARNING
+SLOW = 10.0  # seconds without a worker that is ready, or a first item, that are logged
 GRACE = 5.0  # seconds that workers get to end by themselves
 ENDING = 0.1  # for a process to end once its socket has
 LAST_GRACE = 2.0  # and to be gone after they were killed
@@ -106,8 +106,6 @@ class Supervisor:
         Whether workers are forked from this process: objects are inherited, not pickled.
     closed : bool
         `close` was called: workers that end are not replaced.
-    imports : list
-        See `Launcher`.
     processes : dict
         The latest process of each worker, by its number from 0; it stays when that has ended.
     """
@@ -130,7 +128,7 @@ class Supervisor:
         self.closed = False
         self.processes: dict[int, Child] = {}
         self.takes_objects = launcher.takes_objects
-        self._launcher, self.imports = launcher, launcher.imports
+        self._launcher = launcher
         self._readers, self._task, self._describe = readers, task, describe
         self._active = readers  # how many of these there are to be
         self._local: Any = None  # the user's object, where workers inherit it
@@ -147,9 +145,8 @@ class Supervisor:
         self._noted = False
         self._records = Records()
         self._unready = math.inf  # since when there should be a ready worker, and is none
-        self._event = "the start"  # what was then
-        self._patience = SHORT  # seconds after that, when the log says what is waited for
-        self._alone = False
+        self._patience = SLOW  # seconds after that, when the log says what is waited for
+        self._listed: Sequence[str] | Literal[False] | None = None  # modules, by the caller
         self._preload: Callable[[], None]  # set before workers are wanted
         self._prepared = Latch()  # `Launcher.prepare` has returned
         self._wanted = Latch()  # workers may be started
@@ -183,14 +180,14 @@ class Supervisor:
             The name of `worker` in error messages.
         preload : sequence of str, False or None
             Modules that a fork server imports once for all workers, beside those that `worker` and
-            the workers' code refer to; False: not even these.
+            the workers' code refer to; False: none.
         needs : sequence of str
             Modules that the workers' code will import.
         timeout : float, optional
             Seconds that a batch or item may take; the imports may take `START_SHARE` times as long.
         """
         launcher = self._launcher
-        self._alone = preload is False
+        self._listed = preload
         self._thread.start()
         self._prepared.wait()  # work on this thread would compete with that one for the GIL
         modules: list[str] = []
@@ -204,8 +201,7 @@ class Supervisor:
                     stack.enter_context(spawning())
                 pickled = worker if isinstance(worker, Pickled) else dump(worker, name=name)
             self._write(pickled, name)
-            if preload is not False:
-                modules = [*needs, *pickled.modules, *(preload or ())]
+            modules = [*needs, *pickled.modules]
             del pickled  # its buffers are the worker's memory
         seconds = FOREVER if timeout is None else START_SHARE * timeout
         self._preload = partial(launcher.preload, modules, seconds)
@@ -277,7 +273,7 @@ class Supervisor:
 
     def _serve(self) -> None:
         """Start the workers, and watch them until all are gone and no more are wanted."""
-        self._launcher.prepare(alone=self._alone)
+        self._launcher.prepare(self._listed)
         self._prepared.set()
         self._wanted.wait()
         if not self.closed:
@@ -439,8 +435,7 @@ class Supervisor:
             self._fail(error)
             return
         if was_ready and not any(other.state == READY for other in self._workers.values()):
-            self._event, self._patience = f"worker {owner - 1} has ended", SHORT
-            self._unready = time.monotonic()
+            self._unready, self._patience = time.monotonic(), SLOW
         done = "its tickets go to others"
         if owner in self.wanted():
             done = "replaced"
@@ -471,6 +466,7 @@ class Supervisor:
         self.failure.check()
         waited = time.monotonic() - self._unready
         if waited > self._patience:
+            self._patience = 2 * waited
             self._log_start(waited)
 
     def check_silence(self, began: int) -> None:
@@ -481,7 +477,7 @@ class Supervisor:
         global _named_silence
         seconds = (now_ns() - began) / 1e9
         workers = self._snapshot()
-        if seconds < LONG or _named_silence or not self._beside or not workers:
+        if seconds < SLOW or _named_silence or not self._beside or not workers:
             return
         worker = next((w for w in workers if self.shared.held(w.owner)), workers[0])
         _named_silence = True
@@ -516,17 +512,14 @@ class Supervisor:
                 self._waker.send(b"!")
 
     def _log_start(self, waited: float) -> None:
-        """Log what a start, or a replacement of all workers, waits for, if that takes long."""
+        """Log what a start, or a replacement of all workers, waits for."""
         entered = [worker for worker in self._snapshot() if worker.state in STARTING]
-        module = self._launcher.importing
         doing = "their processes start"
-        if module:
-            doing = f"module {module} is imported for all of them"
+        if self._launcher.importing:
+            doing = f"module {self._launcher.importing} is imported for all of them"
         elif entered:
-            doing = f"worker {entered[0].owner - 1} {entered[0].activity()}"
-        level = logging.INFO if waited < LONG else logging.WARNING
-        tell(level, "no worker is ready %.0f s after %s: %s", waited, self._event, doing)
-        self._patience = max(LONG, 2 * waited)
+            doing = f"worker {entered[0].owner - 1} is here:\n{entered[0].stack()}"
+        tell(logging.WARNING, "no worker is ready after %.0f s: %s", waited, doing)
 
     def _snapshot(self) -> list[WorkerProcess]:
         """Return the present workers.

@@ -22,10 +22,8 @@ import contextlib
 import faulthandler
 import os
 import pickle
-import re
 import signal
 import struct
-import sys
 import threading
 import time
 from collections import deque
@@ -77,7 +75,6 @@ STACK_SECONDS = 1.0  # how long to wait for a worker's stacks
 STACK_QUIET = 0.1  # seconds without more text after which the stacks are complete
 
 NO_STACK = "(its stack is not available)\n"
-FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')  # a line of a stack, the innermost first
 
 
 class Setup(NamedTuple):
@@ -277,22 +274,6 @@ class WorkerProcess:
             quiet.wait(0.02)
         text = os.pread(fd, size, 0).decode(errors="replace")
         return text or "(it does not answer: is it stopped?)\n"
-
-    def activity(self) -> str:
-        """Say what the worker does before it is ready, from the stack of its main thread."""
-        # The main thread's stack comes last.
-        frames = FRAME.findall(self.stack().rsplit("\n\n", maxsplit=1)[-1])
-        imports = [path for path, _, name in frames if name == "<module>" and path[0] != "<"]
-        own = os.path.join(sys.modules["cseq"].__path__[0], "")
-        others = [path for path in imports if not path.startswith(own)]
-        if imports:  # the last of them is the outermost
-            folder, file = os.path.split((others or imports)[-1])
-            module = folder if file == "__init__.py" else os.path.splitext(file)[0]
-            return f"imports {os.path.basename(module)}"
-        if not frames:
-            return "starts"
-        path, line, function = frames[0]
-        return f"is made ready: it is in {function}, {path}:{line}"
 
     def close(self) -> None:
         """Close the socket and the file of its stacks."""

@@ -691,14 +691,15 @@ import cseq
 from cseq import DataLoader
 from cseq.processes import supervisor
 
-supervisor.LONG = 0.2
+supervisor.SLOW = 0.2
 told, tell = os.pipe()
 
 
 class Handler(logging.Handler):
     def emit(self, record):
-        print(record.getMessage())
-        os.write(tell, b"!")
+        if "no worker is ready" not in record.getMessage():  # the machine is busy
+            print(record.getMessage())
+            os.write(tell, b"!")
 
 
 class Waiting:

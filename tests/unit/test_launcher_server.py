@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from conftest import pids
 
-from cseq.processes.launcher import server, waiting
+from cseq.processes.launcher import server
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,35 +98,6 @@ def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(
     child.sock.close()
 
 
-SUBREAPER = """
-import ctypes, os, signal
-import numpy as np, cseq
-from cseq import testing
-assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
-manager = cseq.MPSequence(
-    np.arange(40), 40, 2, batch_size=1, out_type="null", start_method="forkserver", shuffle=False
-)
-with manager.start() as batches:
-    for number, batch in enumerate(batches):
-        if number == 10:
-            testing.await_workers(manager)
-            with open(f"/proc/{testing.pids(manager)[0]}/stat") as file:
-                os.kill(int(file.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
-            testing.kill(manager, 0)
-try:
-    print(number, os.waitpid(-1, os.WNOHANG))
-except ChildProcessError:
-    print(number, "no children")
-"""
-
-
-@linux
-def test_a_subreaper_has_no_zombies(run_script: RunScript) -> None:
-    """Workers that it has adopted, since their server was killed, are reaped."""
-    done = run_script(SUBREAPER)
-    assert done.stdout == "39 no children\n", done.stdout + done.stderr
-
-
 @linux
 def test_a_server_killed_before_it_is_asked_is_replaced(served: Callable[..., Launcher]) -> None:
     """`prepare` starts the server; that it died meanwhile is not noticed by who launches."""
@@ -157,25 +128,6 @@ def test_a_server_that_does_not_get_ready_is_a_timeout(
     with pytest.raises(TimeoutError, match="in time"):
         one.launch(0)
     assert one.close(time.monotonic())
-
-
-def test_an_interrupted_launch_is_undone(
-    served: Callable[..., Launcher], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C while `launch` waits leaves no worker: closing the launcher ends it."""
-    one = served()
-    first = one.launch(0)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(server.ForkServer, "wait", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            one.launch(1)
-    assert ask(first, "1") == 1
-    first.sock.close()
-    assert one.close(time.monotonic() + PATIENCE)
 
 
 def test_a_fork_that_fails_is_an_error(served: Callable[..., Launcher], entries: Path) -> None:
@@ -248,25 +200,6 @@ def test_preloaded_modules_are_there_and_missing_ones_are_logged(
     assert ask(child, "sys.modules['useful'].pid") == server_pid()
     assert "no_such_module" in caplog.text
     child.sock.close()
-
-
-@linux
-def test_ctrl_c_while_a_pidfd_is_dropped_does_not_leak_it() -> None:
-    """A handler cannot run in the middle, since no Python code does."""
-
-    def strike(frame: Any, event: str, argument: object) -> None:
-        if frame.f_code.co_filename == waiting.__file__:
-            raise KeyboardInterrupt
-
-    pidfd = waiting.PidFd.open(os.getpid())
-    assert pidfd is not None
-    fd = pidfd.fileno()
-    before = sys.gettrace()
-    sys.settrace(strike)
-    del pidfd
-    sys.settrace(before)
-    with pytest.raises(OSError, match="Bad file"):
-        os.fstat(fd)
 
 
 def test_without_pidfds_workers_are_ended_and_reaped_too(

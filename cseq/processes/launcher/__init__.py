@@ -28,14 +28,13 @@ from __future__ import annotations
 
 from cseq.processes.launcher.base import (
     SHIELDED,
-    Child,
-    Launcher,
     check_reading,
     describe_exit,
     reading,
     start_methods,
 )
 from cseq.processes.launcher.forks import close_in_forks
+from cseq.processes.launcher.processes import Child, Launcher
 
 __all__ = [
     "SHIELDED",

@@ -1,22 +1,22 @@
-"""What a launcher is, and what all of them share."""
+"""What both sides of a launcher know: records, exit codes, waiting."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
+import struct
 import sys
-import time
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
+
+from cseq._memory import Descriptor
+from cseq.memory import descriptors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from contextvars import Context
+    from collections.abc import Iterator
 
-    from cseq.threads import Latch
-
-START = 120.0  # seconds that a fork server may take to start: torch from a cold network disk
 FOREVER = 1e6  # seconds
 LAST = 1.0  # seconds past a deadline in which killed processes must end
 
@@ -46,180 +46,87 @@ Start: TypeAlias = dict[str, Any]  # what a new interpreter gets first
 Identity: TypeAlias = tuple[str, int]  # of the trainer: its name for multiprocessing, its number
 
 
-class Child(Protocol):
-    """A worker process, as the trainer sees it.
+def start_methods() -> tuple[str, ...]:
+    """Name the start methods that this system has, the best first.
 
-    `gone` and `status` find out how it ends: they read what a fork server reports, or reap the
-    process. An exception of a signal handler in their middle would lose what they have found, so
-    they are for the threads that watch workers. Any thread may look at `ended` and `code`, which
-    these set, and send signals.
+    On macOS, a process that has used Apple's libraries (numpy's BLAS does) may not be able to fork:
+    'spawn'.
     """
-
-    pid: int
-    sock: socket.socket
-    handle: int | None  # of the process, on Windows
-    ended: Latch  # set once the process is known to have ended
-    code: int | None  # its exit code, set before that; None: not known
-
-    @property
-    def gone(self) -> bool:
-        """Whether the process has certainly ended: it will not touch memory again."""
-
-    def kill(self) -> None:
-        """Kill the process, unless it is gone."""
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process is gone; never to a later one with the same id."""
-
-    def status(self, timeout: float) -> int | None:
-        """Wait for the process to end, and return its exit code.
-
-        None if it has not ended within `timeout` seconds (`gone` is False), or has ended and its
-        status is unknown (`gone` is True): its fork server died before it, or other code in this
-        process reaped it.
-        """
-
-
-class Launcher:
-    """One way to start workers; the base of all of them.
-
-    Its methods are for threads in which no signal handler runs, but `cancel` for any.
-
-    Parameters
-    ----------
-    entry, threads
-        See `make_launcher`.
-
-    Attributes
-    ----------
-    method : str
-        Its name.
-    imports : list
-        Modules that were imported for all workers: when that began and ended (ns of `now_ns`).
-    takes_objects : bool
-        Whether workers inherit objects, and context variables.
-    """
-
-    method = ""
-    takes_objects = False
-
-    def __init__(self, entry: str, threads: int | None) -> None:
-        self._entry = entry
-        self.imports: list[tuple[str, int, int]] = []
-        self._threads = threads
-        self._owner = os.getpid()
-        self._children: set[Child] = set()
-
-    def prepare(self, *, alone: bool = False) -> None:
-        """Begin to start what `launch` needs (a fork server), without waiting for it.
-
-        `alone`: not one that other launchers use.
-        """
-
-    def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
-        """Import modules once for all workers that are launched from now on.
-
-        Only a fork server does so; other workers import by themselves. A module that cannot be
-        imported, that must not be imported before a fork, or that takes longer than `seconds`, is
-        left to the workers, with a line in the log.
-        """
-
-    @property
-    def importing(self) -> str:
-        """The module that is being imported for all workers now; "" if none is."""
-        return ""
-
-    def cancel(self) -> None:
-        """Interrupt `preload`; no worker is launched any more."""
-
-    def launch(self, number: int, *, local: object = None, context: Context | None = None) -> Child:
-        """Start a worker process, which calls ``entry(sock)``.
-
-        Parameters
-        ----------
-        number : int
-            The worker's number, for its name in the system's process list.
-        local : object
-            Where `takes_objects` is True: inherited by the worker, ``entry(sock, local)``.
-        context : Context, optional
-            Where `takes_objects` is True: the context variables that the worker has.
-
-        Raises
-        ------
-        OSError
-            When the process cannot be started, not in time (TimeoutError), or not any more, after
-            `cancel` (InterruptedError).
-        """
-        if local is not None and not self.takes_objects:
-            raise TypeError(f"start method {self.method!r} cannot give a worker an object as it is")
-        self._check_owner()
-        return self._launch(number, local, context)
-
-    def _launch(self, number: int, local: object, context: Context | None) -> Child:
-        raise NotImplementedError
-
-    def _check_owner(self) -> None:
-        """Refuse to work in a process that the user forked."""
-        if os.getpid() != self._owner:
-            raise OSError(
-                f"this launcher belongs to process {self._owner}, and this one, {os.getpid()}, was "
-                "forked from it; make and start a manager here"
-            )
-
-    def _add(self, child: Child) -> None:
-        """Add a child, which `close` will end, and drop those that are known to have ended."""
-        self._children -= {other for other in set(self._children) if other.ended.wait(0)}
-        self._children.add(child)
-
-    def close(self, deadline: float) -> bool:
-        """End all processes that were started here: workers that are left are killed.
-
-        In a process that the user forked, nothing is done. If a process lives on, a second call
-        tries again.
-
-        Parameters
-        ----------
-        deadline : float
-            In seconds of `time.monotonic`. A server that has not ended by then is killed.
-
-        Returns
-        -------
-        bool
-            Whether everything is gone and reaped.
-        """
-        if os.getpid() != self._owner:
-            return True
-        children = set(self._children)
-        for child in children:
-            if not child.gone:
-                child.kill()
-        for child in children:
-            child.status(max(LAST, deadline - time.monotonic()))
-        return self._end_servers(deadline) and all(child.gone for child in children)
-
-    def _end_servers(self, deadline: float) -> bool:  # noqa: ARG002
-        """End what has started the workers; return whether it is gone."""
-        return True
-
-
-def start_methods(
-    platform: str = sys.platform, features: Sequence[str] | None = None
-) -> tuple[str, ...]:
-    """Names of the start methods that a system has, the best first.
-
-    `features` are names among 'fork' and 'send_fds'; by default what this Python has. On macOS, a
-    process that has used Apple's libraries (numpy's BLAS does) may not be able to fork: 'spawn'.
-    """
-    if features is None:
-        has = {"fork": hasattr(os, "fork"), "send_fds": hasattr(socket, "send_fds")}
-        features = [name for name, there in has.items() if there]
-    if platform == "win32" or "fork" not in features:
+    if sys.platform == "win32" or not hasattr(os, "fork"):
         return ("spawn",)
-    methods: tuple[str, ...]
-    methods = ("forkserver", "spawn", "fork") if "send_fds" in features else ("spawn", "fork")
-    if platform == "darwin":
-        methods = ("spawn", *(name for name in methods if name != "spawn"))
-    return methods
+    served = ("forkserver",) if hasattr(socket, "send_fds") else ()
+    return ("spawn", *served, "fork") if sys.platform == "darwin" else (*served, "spawn", "fork")
+
+
+def readable(fd: int, seconds: float) -> bool:
+    """Wait until a descriptor has something to read, end of file included."""
+    if os.name == "nt":
+        return bool(select.select([fd], [], [], seconds)[0])
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(max(0.0, seconds) * 1000))
+
+
+def open_pidfd(pid: int) -> Descriptor | None:
+    """Open a descriptor of a process, where the system has them."""
+    with contextlib.suppress(AttributeError, OSError):
+        return Descriptor(os.pidfd_open, pid)
+    return None
+
+
+def hung_up(sock: socket.socket) -> bool:
+    """Whether a socket's other end is closed; what was not read yet is dropped."""
+    try:
+        while sock.fileno() >= 0 and readable(sock.fileno(), 0):
+            if not sock.recv(65536):
+                return True
+    except ConnectionError:
+        return True
+    return sock.fileno() < 0
+
+
+# What trainer and fork server tell each other: what, and two values; some carry descriptors.
+RECORD = struct.Struct("=cqq")
+IMPORT = b"i"  # to the server; the length of a module's name, which follows
+FORK = b"f"  # to the server; the worker's number
+SIGNAL = b"s"  # to the server; a process number, and the signal's
+BORN = b"b"  # of a worker; its process number; carries a pidfd where there are any
+FAIL = b"e"  # of a worker; errno of the fork
+EXIT = b"x"  # of a worker; its exit code
+DONE = b"d"  # of an import; its outcome, one of these:
+KEPT, FAILED, THREADS, FILES, CUDA, ENDED = range(6)
+
+
+class Record(NamedTuple):
+    """A record that was received."""
+
+    what: bytes
+    value: int
+    more: int
+    fds: list[int]
+
+
+def send(sock: socket.socket, what: bytes, value: int, more: int = 0, *fds: int) -> None:
+    """Send a record; that the other end is gone is noticed by reading."""
+    with contextlib.suppress(OSError):
+        socket.send_fds(sock, [RECORD.pack(what, value, more)], fds)
+
+
+def receive(sock: socket.socket) -> Record | None:
+    """Receive a record; None at end of file."""
+    fds: list[int] = []
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while len(data) < RECORD.size:
+            part, new = descriptors.receive(sock, RECORD.size - len(data), 2)
+            fds += new
+            data += part
+            if not part:
+                break
+    if len(data) < RECORD.size:
+        return None
+    what, value, more = RECORD.unpack(data)
+    return Record(what, value, more, fds)
 
 
 def describe_exit(code: int | None) -> str:

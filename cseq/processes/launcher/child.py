@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from cseq import compute
 from cseq._memory import fork, fork_depth
 from cseq.memory.descriptors import receive_exactly
-from cseq.processes.launcher.base import SHIELDED, end_copy, exit_code_of, flush_output, reading
-from cseq.processes.launcher.forks import close_in_forks, in_forked_children
-from cseq.processes.launcher.record import (
+from cseq.processes.launcher.base import (
     BORN,
     CUDA,
     DONE,
@@ -30,19 +28,22 @@ from cseq.processes.launcher.record import (
     FORK,
     IMPORT,
     KEPT,
-    RECORD,
+    SHIELDED,
     SIGNAL,
     THREADS,
+    end_copy,
+    exit_code_of,
+    flush_output,
+    hung_up,
+    open_pidfd,
+    reading,
     receive,
+    send,
 )
-from cseq.processes.launcher.waiting import PidFd, hung_up
+from cseq.processes.launcher.forks import close_in_forks, in_forked_children
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from cseq.processes.launcher.base import Identity, Start
-    from cseq.processes.launcher.record import Record
-
 
 # Threads, by name, that a library starts again in a forked process: jemalloc's (in pyarrow).
 FORKING = ("jemalloc_bg_thd",)
@@ -170,7 +171,7 @@ def _work(
     try:
         close_in_forks(sock)
         in_forked_children(_unshield)
-        _unknown = number, trainer
+        _unknown = number, trainer, sock.fileno()
         introduce(is_copy=True)
         set_name(f"cseq-w{number}")
         module, _, function = entry.partition(":")
@@ -185,7 +186,8 @@ def _work(
     _leave(code, number)
 
 
-_unknown: tuple[int, Identity] | None = None  # what multiprocessing is to be told once it is there
+# What multiprocessing is to be told once it is there.
+_unknown: tuple[int, Identity, int] | None = None
 
 
 def introduce(*, is_copy: bool = False) -> None:
@@ -240,7 +242,7 @@ class _Forker:
         self._sock = sock
         self._entry = entry
         self._trainer = trainer
-        self._serials: dict[int, int] = {}  # of living children, by process number
+        self._reports: dict[int, socket.socket] = {}  # of living children, by process number
         self._woken, self._wake = socket.socketpair()
 
     def serve(self) -> NoReturn:
@@ -248,11 +250,9 @@ class _Forker:
         set_name("cseq-server")
         for name in ("numpy", self._entry.partition(":")[0]):
             importlib.import_module(name)
-        self._tasks, self._files = _tasks(), _files()  # before the user's modules come
         self._listen()
-        with contextlib.suppress(ConnectionError):
-            while self._step():
-                pass
+        while self._step():
+            pass
         os._exit(0)
 
     def _listen(self) -> None:
@@ -275,61 +275,49 @@ class _Forker:
         if self._sock.fileno() not in ready:
             return True
         record = receive(self._sock)
-        if record is not None:
-            self._handle(record)
-        return record is not None
-
-    def _handle(self, record: Record) -> None:
+        if record is None:
+            return False
+        if record.what == SIGNAL:
+            if record.value in self._reports:  # not reaped yet: the number is still its own
+                os.kill(record.value, record.more)
+            return True
+        answers = socket.socket(fileno=record.fds[0])
         if record.what == FORK:
-            self._fork(record)
+            self._fork(answers, record.fds[1], record.value)
         elif record.what == IMPORT:
             name = receive_exactly(self._sock, record.value).decode()
-            self._answer(DONE, record.serial, self._import(name))
-        elif record.what == SIGNAL:
-            for pid, serial in self._serials.items():
-                if serial == record.serial:
-                    os.kill(pid, record.value)  # not reaped yet: the number is still its own
+            close_in_forks(answers)
+            send(answers, DONE, _import(name))
+            answers.close()
+        return True
 
-    def _import(self, name: str) -> int:
-        """Import a module for all workers, and say whether they can be forked with it."""
-        outcome = KEPT
-        try:
-            with reading():
-                importlib.import_module(name)
-        except BaseException:  # noqa: BLE001 - a worker that imports it will see it raise
-            outcome = FAILED
-        flush_output()
-        if _tasks() - self._tasks:
-            return THREADS
-        if _files() - self._files:
-            return FILES
-        return CUDA if _has_cuda() else outcome
-
-    def _fork(self, record: Record) -> None:
-        """Start a worker, which owns the socket that came with the request."""
-        [fd] = record.fds
+    def _fork(self, reports: socket.socket, fd: int, number: int) -> None:
+        """Start a worker, which owns the socket `fd`."""
         gc.freeze()  # or every worker's garbage collector would copy these pages
         try:
             pid = fork()
         except OSError as error:
             os.close(fd)
-            self._answer(FAIL, record.serial, error.errno or 1)
+            send(reports, FAIL, error.errno or 1)
+            reports.close()
             return
         if pid == 0:
-            self._become_worker(fd, record.value)
+            self._become_worker(reports, fd, number)
         os.close(fd)
-        self._serials[pid] = record.serial
-        pidfd = PidFd.open(pid)
-        self._answer(BORN, record.serial, pid, [pidfd.fileno()] if pidfd else [])
+        close_in_forks(reports)
+        self._reports[pid] = reports
+        pidfd = open_pidfd(pid)
+        send(reports, BORN, pid, 0, *([] if pidfd is None else [pidfd.fd]))
 
-    def _become_worker(self, fd: int, number: int) -> NoReturn:
-        """Run a worker in the copy of the server."""
+    def _become_worker(self, reports: socket.socket, fd: int, number: int) -> NoReturn:
+        """Run a worker in the copy of the server; the end of `reports` will be that of both."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._woken.close()
             self._wake.close()
             gc.enable()
+            close_in_forks(reports)
             sock = socket.socket(fileno=fd)
         except BaseException:  # noqa: BLE001 - it must not go back to serving
             _leave(_report(number), number)
@@ -337,16 +325,29 @@ class _Forker:
 
     def _reap(self) -> None:
         """Reap every child that has ended, and say how."""
-        while self._serials:
+        while self._reports:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            serial = self._serials.pop(pid, None)
-            if serial is not None:
-                self._answer(EXIT, serial, os.waitstatus_to_exitcode(status))
+            with self._reports.pop(pid, contextlib.nullcontext()) as reports:
+                if reports is not None:
+                    send(reports, EXIT, os.waitstatus_to_exitcode(status))
 
-    def _answer(self, what: bytes, serial: int, value: int, fds: Sequence[int] = ()) -> None:
-        socket.send_fds(self._sock, [RECORD.pack(what, serial, value)], fds)
+
+def _import(name: str) -> int:
+    """Import a module for all workers, and say whether they can be forked with it."""
+    tasks, files, outcome = _tasks(), _files(), KEPT
+    try:
+        with reading():
+            importlib.import_module(name)
+    except BaseException:  # noqa: BLE001 - a worker that imports it will see it raise
+        outcome = FAILED
+    flush_output()
+    if _tasks() - tasks:
+        return THREADS
+    if _files() - files:
+        return FILES
+    return CUDA if _has_cuda() else outcome
 
 
 def _tasks() -> set[str]:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from cseq import compute
 from cseq._memory import fork_worker
-from cseq.processes.launcher.base import LAST, Launcher, flush_output
+from cseq.processes.launcher.base import LAST, flush_output
 from cseq.processes.launcher.child import begin_as_copy
 from cseq.processes.launcher.forks import handing_over, pair
 from cseq.processes.launcher.processes import (
-    PosixProcess,
+    Child,
+    Launcher,
     describe_start,
     signals_blocked,
     spawn,
@@ -23,17 +24,17 @@ from cseq.threads import await_told
 if TYPE_CHECKING:
     import socket
 
-    from cseq.processes.launcher.base import Child
 
+class SpawnLauncher(Launcher):
+    """Every worker is a new interpreter."""
 
-class _DirectLauncher(Launcher):
-    """What spawn and fork share."""
+    method = "spawn"
 
     def _launch(self, number: int, local: object, context: Context | None) -> Child:
         ours, theirs = pair()
         try:
             with theirs, signals_blocked():
-                child = self._start(number, ours, theirs, local, context or Context())
+                child = self._start(number, ours, theirs, local, context)
                 self._add(child)
         except BaseException:
             ours.close()
@@ -45,24 +46,14 @@ class _DirectLauncher(Launcher):
         number: int,
         ours: socket.socket,
         theirs: socket.socket,
-        local: object,
-        context: Context,
-        /,
+        local: object,  # noqa: ARG002
+        context: Context | None,  # noqa: ARG002
     ) -> Child:
-        raise NotImplementedError
-
-
-class SpawnLauncher(_DirectLauncher):
-    """Every worker is a new interpreter."""
-
-    method = "spawn"
-
-    def _start(self, number: int, ours: socket.socket, theirs: socket.socket, *_: object) -> Child:
         start = describe_start("worker", self._entry, number=number)
         return spawn(ours, theirs, start, f"cseq-w{number}", self._threads)
 
 
-class ForkLauncher(_DirectLauncher):
+class ForkLauncher(SpawnLauncher):
     """Every worker is a copy of the trainer."""
 
     method = "fork"
@@ -74,7 +65,7 @@ class ForkLauncher(_DirectLauncher):
         ours: socket.socket,
         theirs: socket.socket,
         local: object,
-        context: Context,
+        context: Context | None,
     ) -> Child:
         flush_output()
         await_told(time.monotonic() + LAST)  # the thread has locks of the standard streams
@@ -85,6 +76,6 @@ class ForkLauncher(_DirectLauncher):
             pid, kept = fork_worker()
             if pid == 0:
                 setting = number, self._entry, local, self._threads, trainer
-                context.run(begin_as_copy, theirs, *setting)
+                (context or Context()).run(begin_as_copy, theirs, *setting)
             theirs.close()
-        return PosixProcess(pid, ours, kept)
+        return Child(ours, pid, kept)

@@ -1,4 +1,4 @@
-"""Processes that the trainer starts itself: new interpreters, and copies of it."""
+"""The trainer's side: its processes, what starts them, and new interpreters."""
 
 from __future__ import annotations
 
@@ -10,94 +10,113 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from cseq import compute
 from cseq._core import Lock
 from cseq.memory.descriptors import anonymous_file
-from cseq.processes.launcher.base import KILL, KILLED, SHIELDED
-from cseq.processes.launcher.waiting import PidFd
+from cseq.processes.launcher.base import FOREVER, KILL, KILLED, LAST, SHIELDED, open_pidfd, readable
 from cseq.threads import Latch, tell
 
 if TYPE_CHECKING:
     import socket
     import subprocess
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+    from contextvars import Context
 
+    from cseq._memory import Descriptor
     from cseq.processes.launcher.base import Identity, Start
 
 PAUSE = 0.005  # seconds between two looks at a process that cannot be waited for
 
 
-class PosixProcess:
-    """A child of this process; only this process may wait for it and kill it.
+class Child:
+    """A process that was started here, as the trainer sees it: a child of this process.
+
+    `gone` and `status` find out how it ends. An exception of a signal handler in their middle would
+    lose what they have found, so they are for the threads that watch workers. Any thread may look
+    at `ended` and `code`, which these set, and send signals.
 
     Parameters
     ----------
-    pid : int
     sock : socket
         The trainer's end of the connection to it.
+    pid : int
     inherited : object
         Kept until the child has been found to have ended.
+
+    Attributes
+    ----------
+    handle : int or None
+        Of the process, on Windows.
+    ended : Latch
+        Set once the process is known to have ended.
+    code : int or None
+        Its exit code, set before that; None: not known.
     """
 
     handle: int | None = None
 
-    def __init__(self, pid: int, sock: socket.socket, inherited: object = None) -> None:
-        self.pid = pid
+    def __init__(self, sock: socket.socket, pid: int, inherited: object = None) -> None:
         self.sock = sock
+        self.pid = pid
         self.ended = Latch()
         self.code: int | None = None
         self._owner = os.getpid()
         # The number is free once the process is reaped. A signal handler of the main thread may
         # send a signal while that thread is sending one.
         self._lock = Lock()
-        self._pidfd = PidFd.open(pid)
         self._inherited = inherited
+        # Readable when the process has ended; unlike a number, never used again.
+        self._pidfd: Descriptor | None = open_pidfd(pid)
 
     @property
     def gone(self) -> bool:
-        """See `Child`."""
+        """Whether the process has certainly ended: it will not touch memory again."""
         self.status(0)
         return self.ended.wait(0)
 
     def kill(self) -> None:
         """Kill it, unless it is gone."""
-        try:
-            self.send_signal(KILL)
-        except PermissionError:  # the rights that it was started with have been given up
-            tell(logging.WARNING, "process %d cannot be killed: no permission", self.pid)
+        self.send_signal(KILL)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process is gone: another one may then have its id.
-
-        The main thread sends signals, too: without the lock, where a pidfd makes that safe.
-        """
-        if os.getpid() != self._owner:
+        """Send a signal, unless the process is gone; never to a later one with the same number."""
+        if os.getpid() != self._owner or self.ended.wait(0):
             return
         pidfd = self._pidfd  # another thread may drop it meanwhile
         if pidfd is not None:
-            pidfd.send_signal(number)
-            return
-        with self._lock.hold():
-            if not self.ended.wait(0):
-                os.kill(self.pid, number)
+            with contextlib.suppress(PermissionError):  # this process has given up its rights
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd.fd, number)
+                return
+        self._send(number)
 
     def status(self, timeout: float) -> int | None:
-        """See `Child`."""
+        """Wait for the process to end, and return its exit code.
+
+        None if it has not ended within `timeout` seconds (`gone` is False), or has ended and its
+        status is unknown (`gone` is True): its fork server died before it, or other code in this
+        process reaped it.
+        """
         deadline = time.monotonic() + timeout
-        while os.getpid() == self._owner and not self._reap():
+        while os.getpid() == self._owner and not self._has_ended():
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            pidfd = self._pidfd  # another thread may drop it meanwhile
-            if pidfd is None:  # macOS, old kernels
-                time.sleep(min(left, PAUSE))
-            else:
-                pidfd.ended(left)
+            self._await(left)
         return self.code
 
-    def _reap(self) -> bool:
+    def _send(self, number: int) -> None:
+        """Send a signal without a pidfd."""
+        try:
+            with self._lock.hold():
+                if not self.ended.wait(0):
+                    os.kill(self.pid, number)
+        except PermissionError:
+            tell(logging.WARNING, "process %d gets no signal %d: no permission", self.pid, number)
+
+    def _has_ended(self) -> bool:
         """Reap the process, if it has ended; return whether it has."""
         with self._lock.hold():
             if not self.ended.wait(0):
@@ -106,30 +125,30 @@ class PosixProcess:
                     if pid == 0:
                         return False
                     self.code = os.waitstatus_to_exitcode(status)
-                self.ended.set()
-                self._pidfd = self._inherited = None
+                self._end()
         return True
 
+    def _end(self) -> None:
+        """Note that it has ended."""
+        self.ended.set()
+        self._pidfd = self._inherited = None
 
-class _WindowsProcess:
-    """A child of this process on Windows, where a handle keeps its number from being used again."""
+    def _await(self, seconds: float) -> None:
+        """Wait until the process may have ended."""
+        pidfd = self._pidfd
+        if pidfd is None:  # macOS, old kernels
+            time.sleep(min(seconds, PAUSE))
+        else:
+            readable(pidfd.fd, seconds)
 
-    def __init__(self, popen: subprocess.Popen[bytes], sock: socket.socket) -> None:
-        self.pid = popen.pid
-        self.sock = sock
-        self.ended = Latch()
-        self.code: int | None = None
-        self._lock = Lock()
+
+class _WindowsChild(Child):
+    """On Windows, a handle keeps the process's number from being used again."""
+
+    def __init__(self, sock: socket.socket, popen: subprocess.Popen[bytes]) -> None:
+        super().__init__(sock, popen.pid)
         self._popen = popen
-        self.handle: int | None = int(cast("Any", popen)._handle)
-
-    @property
-    def gone(self) -> bool:
-        self.status(0)
-        return self.ended.wait(0)
-
-    def kill(self) -> None:
-        self.send_signal(KILL)
+        self.handle = int(cast("Any", popen)._handle)
 
     def send_signal(self, number: int) -> None:
         if number != KILL:
@@ -138,14 +157,135 @@ class _WindowsProcess:
             with contextlib.suppress(PermissionError):  # it has ended just now
                 importlib.import_module("_winapi").TerminateProcess(self.handle, KILLED)
 
-    def status(self, timeout: float) -> int | None:
-        with contextlib.suppress(_subprocess().TimeoutExpired):
-            self._popen.wait(max(0.0, timeout))
+    def _has_ended(self) -> bool:
         with self._lock.hold():
-            self.code = self._popen.returncode
+            self.code = self._popen.poll()
             if self.code is not None:
-                self.ended.set()
-        return self.code
+                self._end()
+        return self.ended.wait(0)
+
+    def _await(self, seconds: float) -> None:
+        with contextlib.suppress(_subprocess().TimeoutExpired):
+            self._popen.wait(seconds)
+
+
+class Launcher:
+    """One way to start workers; the base of all of them.
+
+    Its methods are for threads in which no signal handler runs, but `cancel` for any.
+
+    Parameters
+    ----------
+    entry, threads
+        See `make_launcher`.
+
+    Attributes
+    ----------
+    method : str
+        Its name.
+    takes_objects : bool
+        Whether workers inherit objects, and context variables.
+    """
+
+    method = ""
+    takes_objects = False
+
+    def __init__(self, entry: str, threads: int | None) -> None:
+        self._entry = entry
+        self._threads = threads
+        self._owner = os.getpid()
+        self._children: set[Child] = set()
+
+    def prepare(self, preload: Sequence[str] | Literal[False] | None = None) -> None:
+        """Begin to start what `launch` needs (a fork server), without waiting for it.
+
+        `preload`: modules that it imports in any case; False: no module.
+        """
+
+    def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
+        """Import modules once for all workers that are launched later.
+
+        Only a fork server does so; other workers import by themselves. If one of these modules must
+        not be imported before a fork, ends the server, or takes longer than `seconds`, the workers
+        import all of them, and the log names it. If one of `prepare` does, that is a ValueError.
+        """
+
+    @property
+    def importing(self) -> str:
+        """The module that is being imported for all workers now; "" if none is."""
+        return ""
+
+    def cancel(self) -> None:
+        """Interrupt `preload`; no worker is launched any more."""
+
+    def launch(self, number: int, *, local: object = None, context: Context | None = None) -> Child:
+        """Start a worker process, which calls ``entry(sock)``.
+
+        Parameters
+        ----------
+        number : int
+            The worker's number, for its name in the system's process list.
+        local : object
+            Where `takes_objects` is True: inherited by the worker, ``entry(sock, local)``.
+        context : Context, optional
+            Where `takes_objects` is True: the context variables that the worker has.
+
+        Raises
+        ------
+        OSError
+            When the process cannot be started, not in time (TimeoutError), or not any more, after
+            `cancel` (InterruptedError).
+        """
+        if local is not None and not self.takes_objects:
+            raise TypeError(f"start method {self.method!r} cannot give a worker an object as it is")
+        self._check_owner()
+        return self._launch(number, local, context)
+
+    def _launch(self, number: int, local: object, context: Context | None) -> Child:
+        raise NotImplementedError
+
+    def _check_owner(self) -> None:
+        """Refuse to work in a process that the user forked."""
+        if os.getpid() != self._owner:
+            raise OSError(
+                f"this launcher belongs to process {self._owner}, and this one, {os.getpid()}, was "
+                "forked from it; make and start a manager here"
+            )
+
+    def _add(self, child: Child) -> None:
+        """Add a child, which `close` will end, and drop those that are known to have ended."""
+        self._children -= {other for other in set(self._children) if other.ended.wait(0)}
+        self._children.add(child)
+
+    def close(self, deadline: float) -> bool:
+        """End all processes that were started here: workers that are left are killed.
+
+        In a process that the user forked, nothing is done. If a process lives on, a second call
+        tries again.
+
+        Parameters
+        ----------
+        deadline : float
+            In seconds of `time.monotonic`. A server that has not ended by then is killed.
+
+        Returns
+        -------
+        bool
+            Whether everything is gone and reaped.
+        """
+        if os.getpid() != self._owner:
+            return True
+        children = set(self._children)
+        for child in children:
+            if not child.gone:
+                child.kill()
+        for child in children:
+            child.status(max(LAST, deadline - time.monotonic()))
+        return self._end_servers(deadline) and all(child.gone for child in children)
+
+    def _end_servers(self, deadline: float) -> bool:  # noqa: ARG002
+        """End what has started the workers; return whether it is gone."""
+        return True
 
 
 def _subprocess() -> Any:
@@ -184,57 +324,44 @@ begin(start)
 """
 
 
-class _Means(NamedTuple):
-    """How a system hands a socket and the standard streams to a new interpreter."""
-
-    shares: bool  # as bytes made for its process number, not as an inherited descriptor
-    flags: int  # creation flags
-    streams: dict[str, int]  # what it has in place of streams that this process lacks
-
-
-def means_of(os_name: str) -> _Means:
-    """Choose the means for a system."""
-    if os_name != "nt":
-        return _Means(shares=False, flags=0, streams={})
-    # pythonw has none: subprocess would give pipes without a reader, and a long print would fail.
-    lacking = [name for name in ("stdout", "stderr") if getattr(sys, f"__{name}__") is None]
-    streams = dict.fromkeys(lacking, _subprocess().DEVNULL)
-    return _Means(shares=True, flags=0x200, streams=streams)  # CREATE_NEW_PROCESS_GROUP: no Ctrl-C
-
-
 def spawn(
     ours: socket.socket,
     theirs: socket.socket,
     start: Start,
     title: str,
     threads: int | None = None,
-) -> PosixProcess | _WindowsProcess:
+) -> Child:
     """Start a new interpreter that runs `begin(start)` with the socket `theirs`.
 
     `threads` is how many threads its libraries compute with, and those of its children.
     """
-    means = means_of(os.name)
-    executable, environment = executable_of(os.name)
+    executable, environment = _executable()
     environment |= compute.variables(threads, environment)
     subprocess = _subprocess()
     flags = subprocess._args_from_interpreter_flags()  # -X, -W, -O …, as multiprocessing has it
     command = [executable, *flags, "-c", _BOOTSTRAP, title]
-    options = {"env": environment, "creationflags": means.flags, **means.streams}
-    if means.shares:
-        popen = subprocess.Popen(command, stdin=subprocess.PIPE, **options)
+    if os.name == "nt":
+        # pythonw has no streams: subprocess would give pipes that are not read.
+        lacking = [name for name in ("stdout", "stderr") if getattr(sys, f"__{name}__") is None]
+        popen = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            creationflags=subprocess.CREATE_NEW_PROCESS_GROUP,  # no Ctrl-C
+            **dict.fromkeys(lacking, subprocess.DEVNULL),
+        )
         with contextlib.suppress(OSError), popen.stdin as pipe:
             # If it is dead already, its socket is at end of file.
             own = cast("Any", theirs).share(popen.pid)
             pipe.write(marshal.dumps(start | {"socket": own}))
-    else:  # no pipe of `Popen`: its ends may get the numbers of closed standard streams
-        given, _ = anonymous_file("cseq-start")
-        os.write(given.fd, marshal.dumps(start | {"socket": theirs.fileno()}))
-        os.lseek(given.fd, 0, os.SEEK_SET)
-        popen = subprocess.Popen(command, stdin=given.fd, pass_fds=[theirs.fileno()], **options)
-    if os.name == "nt":
-        return _WindowsProcess(popen, ours)
-    popen.returncode = 0  # PosixProcess waits for it
-    return PosixProcess(popen.pid, ours)
+        return _WindowsChild(ours, popen)
+    # No pipe of `Popen`: its ends may get the numbers of closed standard streams.
+    given, _ = anonymous_file("cseq-start")
+    os.write(given.fd, marshal.dumps(start | {"socket": theirs.fileno()}))
+    os.lseek(given.fd, 0, os.SEEK_SET)
+    popen = subprocess.Popen(command, env=environment, stdin=given.fd, pass_fds=[theirs.fileno()])
+    popen.returncode = 0  # `Child` waits for it
+    return Child(ours, popen.pid)
 
 
 def trainer_identity() -> Identity:
@@ -261,7 +388,7 @@ def _search_path() -> list[str]:
     return path if home in known else [*path, home]
 
 
-def executable_of(os_name: str) -> tuple[str, dict[str, str]]:
+def _executable() -> tuple[str, dict[str, str]]:
     """Find the interpreter, and the environment it needs."""
     executable = sys.executable
     if "multiprocessing.spawn" in sys.modules or getattr(sys, "frozen", False) or not executable:
@@ -274,7 +401,7 @@ def executable_of(os_name: str) -> tuple[str, dict[str, str]]:
             "threads (MTSequence) or start_method='fork'"
         )
     base = getattr(sys, "_base_executable", executable)
-    if os_name == "nt" and executable == sys.executable != base:
+    if os.name == "nt" and executable == sys.executable != base:
         # A virtual environment's python.exe starts another process; this is what it would do.
         return base, {**os.environ, "__PYVENV_LAUNCHER__": executable}
     return executable, dict(os.environ)
