@@ -70,7 +70,7 @@ class ForkLauncher(SpawnLauncher):
         flush_output()
         await_told(time.monotonic() + LAST)  # the thread has locks of the standard streams
         if self._threads is not None:
-            compute.find_openblas()
+            compute.threadpoolctl()
         trainer = trainer_identity()
         with handing_over(theirs):
             pid, kept = fork_worker()
