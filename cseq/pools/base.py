@@ -415,12 +415,8 @@ class BatchPool(Pool):
             feed.place, place.progress = place, feed
             return
         feed.begin(job.sampler.source(epoch, consumed), ordered=job.ordered, place=place)
-        self._release(feed.ticket)
         feed.refill()
         feed.run_clock()
-
-    def _release(self, ticket: int) -> None:
-        """Have runners let go of tickets from before this one, which were given up."""
 
     def _describe(self, _: int, cell: int, what: Any) -> tuple[Any, Any]:
         """Name the batch in an exception; log what is left out: this batch, or samples of it."""

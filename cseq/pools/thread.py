@@ -23,7 +23,7 @@ from cseq.lanes import Lanes
 from cseq.memory.segment import Segment, whole_grains
 from cseq.pools.base import BatchPool, apart, file_name
 from cseq.stage import CONVERTER, HURRY, INDEXER, overdue, run, spin_ns
-from cseq.threads import Latch, Threads
+from cseq.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -164,10 +164,9 @@ class ThreadPool(BatchPool):
         self._group = ThreadGroup(ring, lanes)
         self._closed = False
         self._hint = indexer.FirstBatches(job.output, log.warning)
-        self._lock = Lock()  # around the next two
+        self._lock = Lock()  # around the next one
         self._present: set[int] = set()  # owners that have a thread
-        self._turn = Latch()  # which the thread before the next one sets, when its indexer is made
-        self._turn.set()
+        self._making = threading.Lock()  # some libraries cannot open a data set in two threads
         self._opened = False
         self._starting: dict[int, int] = {}  # the owner that makes an indexer, and since when
         self._made: set[int] = set()  # owners that have made theirs
@@ -214,31 +213,24 @@ class ThreadPool(BatchPool):
             for number in range(self.num_workers):
                 if number + 1 not in self._present:
                     self._present.add(number + 1)
-                    work = partial(self._serve, number, self._take_turn())
-                    self._group.add(f"cseq-w{number}", work, number + 1)
+                    self._group.add(f"cseq-w{number}", partial(self._serve, number), number + 1)
 
-    def _take_turn(self) -> tuple[Latch, Latch]:
-        """Return the latch to wait for before an indexer is made, and the one to set after that."""
-        turn, self._turn = self._turn, Latch()
-        return turn, self._turn
-
-    def _serve(self, number: int, turns: tuple[Latch, Latch]) -> None:
+    def _serve(self, number: int) -> None:
         """Index for as long as the ring is open to this thread's number."""
         owner = number + 1
         while True:
-            self._index(number, turns)
+            self._index(number)
             with self._lock.hold():  # `_staff` finds this one, which goes on, or adds another
                 if self._closed or self._group.failure or owner > self.num_workers:
                     self._present.discard(owner)
                     return
-                turns = self._take_turn()
 
-    def _index(self, number: int, turns: tuple[Latch, Latch]) -> None:
+    def _index(self, number: int) -> None:
         """Make an indexer and index until the ring is closed to it."""
         job = self._job
         batch_context = context.BatchContext(number, job.num_workers, job.sampler.seed)
         context.enter(batch_context)
-        made = self._make(number, job.worker, turns)
+        made = self._make(number, job.worker)
         if made is None:
             return
         runner = Runner(self._ring, INDEXER, number + 1, last=not job.num_converters)
@@ -254,31 +246,25 @@ class ThreadPool(BatchPool):
             del indexing.indexer  # before the first batch, a `_FirstBatch`, which refers back
             indexer.dispose(job.worker, made, copied=False)
 
-    def _make(self, number: int, worker: Any, turns: tuple[Latch, Latch]) -> Any:
+    def _make(self, number: int, worker: Any) -> Any:
         """Make a thread's indexer; None if one could not be made, or the pool is closed.
 
-        One after another, in the order that the threads come in: some libraries cannot open a data
-        set in two threads at once. Each thread sets the latch of the next one in any case. After a
-        failure, or once the pool is closed, no indexer is made: `failure` and `_closed` are set
-        before the latch, and never unset.
+        One after another; none after a failure, or once the pool is closed.
         """
-        turn, following = turns
+        while not self._making.acquire(timeout=LOOK_SECONDS):
+            if self._closed:
+                return None
         try:
-            while not turn.wait(LOOK_SECONDS):
-                if self._closed:
-                    return None
             if self._closed or self._group.failure:
                 return None
             self._starting[number + 1] = now_ns()
-            made = indexer.build(worker)
-            del self._starting[number + 1]
+            return indexer.build(worker)
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
             self._group.fail(error)
             return None
-        else:
-            return made
         finally:
-            following.set()
+            self._starting.pop(number + 1, None)
+            self._making.release()
 
     def _converter(self) -> Callable[[Any], Any] | None:
         """Return the conversion that an indexing thread applies to its batches, if any."""

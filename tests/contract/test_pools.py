@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import re
 import threading
 import weakref
 from pathlib import Path
@@ -478,7 +479,7 @@ def test_started_again(kind: Kind) -> None:
 
 
 def test_threads_make_their_indexers_in_turn() -> None:
-    """One after another, in the threads' order: some libraries cannot open data in two at once."""
+    """One after another: some libraries cannot open data in two threads at once."""
     making = threading.Lock()
     all_here = threading.Barrier(4)
     made = []
@@ -497,7 +498,7 @@ def test_threads_make_their_indexers_in_turn() -> None:
 
     with THREAD.start(Exclusive, 4, num_workers=4, batch_size=1) as manager:
         assert len(list(manager)) == 4
-    assert made == [0, 1, 2, 3]
+    assert sorted(made) == [0, 1, 2, 3]
 
 
 def worker_number() -> int:
@@ -521,10 +522,10 @@ def test_threads_make_no_indexer_after_one_has_failed() -> None:
 
     with (
         THREAD.start(Failing, 100, num_workers=3) as manager,
-        pytest.raises(LookupError, match="no data set 0"),
+        pytest.raises(LookupError, match="no data set") as caught,
     ):
         list(manager)
-    assert tried == [0]
+    assert [f"no data set {number}" for number in tried] == [str(caught.value).splitlines()[0]]
 
 
 def test_finish_while_an_indexer_is_made(
@@ -547,7 +548,7 @@ def test_finish_while_an_indexer_is_made(
     manager.finish()
     (warning,) = [record.getMessage() for record in caplog.records]
     go_on.set()
-    assert "threads ['cseq-w0'] did not end" in warning
+    assert re.search(r"threads \['cseq-w\d'\] did not end", warning)
 
 
 @pytest.fixture
