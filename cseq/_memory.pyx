@@ -352,7 +352,10 @@ def order_of(cnp.ndarray array not None):
 
 
 def flat_of(cnp.ndarray array not None):
-    """The elements of an array as they lie in memory, in one dimension; None: there are gaps between them."""
+    """The elements of an array as they lie in memory, in one dimension; None: there are gaps between them.
+
+    To be read: it says that it can be written to, since what is made of its bytes can.
+    """
     cdef Py_ssize_t span
     cdef cnp.npy_intp itemsize = cnp.PyArray_ITEMSIZE(array)
     cdef cnp.npy_intp count
@@ -360,7 +363,7 @@ def flat_of(cnp.ndarray array not None):
         return None
     count = span // itemsize if itemsize else cnp.PyArray_SIZE(array)
     return array_on(array, <char*>cnp.PyArray_DATA(array), array.descr, 1, &count, &itemsize,
-                    cnp.PyArray_FLAGS(array) & cnp.NPY_ARRAY_WRITEABLE)
+                    cnp.NPY_ARRAY_WRITEABLE)
 
 
 def laid_as(cnp.ndarray flat not None, cnp.ndarray array not None):

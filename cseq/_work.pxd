@@ -149,7 +149,7 @@ cdef class SlotEncoder(TicketWriter):
     cdef public int64_t slot  # the present one, which this process has taken; -1: none
     cdef public list kept  # slots in which arrays of earlier batches are alive; see `writer.Kept`
     cdef public object cast  # the dtype that `try_publish` casts numbers to, or None
-    # dump(objects, writer, cast) -> (bytes, list of numpy.ndarray): pickles what no plan opens; the arrays
+    # dump(objects) -> (bytes, list of numpy.ndarray): pickles what no plan opens; the arrays
     # are buffers beside the pickle.
     cdef public object dump
     cdef readonly list plans  # of the last batches of different structure, the latest first

@@ -129,7 +129,7 @@ class SlotEncoder(TicketWriter):
     slot: int
     kept: list[Any]
     cast: np.dtype[Any] | None
-    dump: Callable[[list[Any], Any, np.dtype[Any] | None], tuple[bytes, list[NDArray[Any]]]]
+    dump: Callable[[list[Any]], tuple[bytes, list[NDArray[Any]]]]
     plans: Final[list[Plan]]
     def __new__(cls, *args: Any) -> Self: ...
     def take(self) -> int: ...

@@ -46,7 +46,7 @@ from numpy import ndarray
 
 from cseq._memory import COPIED, LONG, Plan, Reader, copy_of, flat_of, is_plain, laid_as, order_of
 from cseq.encoding.importable import named_here
-from cseq.encoding.pickling import dumps, import_torch
+from cseq.encoding.pickling import data_reducers, dumps, import_torch, reduce_tensor
 from cseq.encoding.unpicklable import unpicklable
 
 if TYPE_CHECKING:
@@ -300,7 +300,8 @@ def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
     writer : Writer
         At the slot; bytes in use there stay. Arrays that lie in this slot are not copied.
     cast : numpy.dtype, optional
-        Type that arrays and tensors of numbers (`castable`) are cast to on the way.
+        Type that arrays and tensors of numbers (`castable`) are cast to on the way, but not those
+        of what is pickled.
 
     Returns
     -------
@@ -311,9 +312,6 @@ def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
     ------
     TypeError
         If something cannot be pickled; says where in the batch.
-    ValueError
-        If the batch is to be cast, and contains itself or has more than `MAX_DEPTH` containers
-        inside one another.
     MemoryError
         If there is no room for it.
     """
@@ -326,7 +324,7 @@ def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
     pickled = None
     if objects:
         with _explained(batch):
-            pickled, buffers = dump(objects, writer, cast)
+            pickled, buffers = dump(objects)
         arrays = arrays + buffers
     if writer.watched:
         casts = plan.casts + [False] * (len(arrays) - len(plan.casts))
@@ -344,8 +342,6 @@ def plan_for(batch: Any, writer: Writer, cast: Dtype | None) -> tuple[Plan, list
     try:
         tree: Token = survey.visit(batch, MAX_DEPTH)
     except _TooDeepError:
-        if cast is not None:  # pickle casts nothing
-            raise
         survey, tree = _Survey(cast), OBJECT
         survey.objects.append(batch)
     arrays = survey.arrays
@@ -376,21 +372,41 @@ def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
 REMEDY = "Return arrays, tensors, numbers, strings, bytes, None, or objects that pickle takes"
 
 
-def dump(
-    objects: list[Any], writer: Writer, cast: Dtype | None = None
-) -> tuple[bytes, list[Array]]:
+def dump(objects: list[Any]) -> tuple[bytes, list[Array]]:
     """Pickle the other leaves of a batch: return the pickle, and the buffers that are not in it."""
     if is_plain(objects):
         return pickle.dumps(objects, protocol=5), []
-    prepare = functools.partial(_prepared, writer=writer, cast=cast)
-    try:
-        objects = [map_leaves(prepare, each) for each in objects]
-    except _TooDeepError:
-        if cast is not None:  # pickle casts nothing
-            raise
     buffers: list[memoryview] = []
-    pickled = dumps(objects, buffers)
+    pickled = dumps(objects, buffers, _reducers())
     return pickled, [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+
+
+def _number_reducer(dtype: Dtype) -> Callable[[Any], Any]:
+    """Make what numpy's numbers of a type do to be pickled, which imports a module each time."""
+    make = np.float64().__reduce__()[0]
+    return lambda number: (make, (dtype, number.tobytes()))
+
+
+NUMBERS = {
+    kind: _number_reducer(np.dtype(kind))
+    for kind in {*np.sctypeDict.values()}
+    if np.dtype(kind).kind in "biufc"
+}
+
+
+def _reducers() -> dict[type, Callable[[Any], Any]]:
+    """Return how arrays, numbers and tensors are pickled in a batch."""
+    reducers = data_reducers() | NUMBERS
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return reducers | {tensor: _reduce_tensor} if tensor in reducers else reducers
+
+
+def _reduce_tensor(tensor: Any) -> Any:
+    """Reduce a tensor: on CUDA, to a handle of its memory; a part of a storage, to a copy of it."""
+    if tensor.is_cuda:
+        reductions = importlib.import_module("torch.multiprocessing.reductions")
+        return reductions.reduce_tensor(tensor)
+    return reduce_tensor(_plain_tensor(tensor, None))
 
 
 @contextlib.contextmanager
@@ -398,7 +414,7 @@ def _explained(batch: Any) -> Iterator[None]:
     """Say which part of a batch cannot be pickled, where pickling it raises."""
     try:
         yield
-    except (MemoryError, _TooDeepError):
+    except MemoryError:
         raise
     except Exception as error:
         raise unpicklable(
@@ -409,19 +425,6 @@ def _explained(batch: Any) -> Iterator[None]:
             known=named_here,
             remedy=REMEDY,
         ) from error
-
-
-def _prepared(leaf: Any, writer: Writer, cast: Dtype | None) -> Any:
-    """Return a leaf as it is to be pickled: cast, writable, with a storage of its own size."""
-    if type(leaf) is ndarray or type(leaf) is np.memmap:
-        kind = _target(leaf.dtype, cast)
-        ready = type(leaf) is ndarray and kind is leaf.dtype and leaf.flags.writeable
-        if not _is_flat(leaf.dtype) or (ready and flat_of(leaf) is not None):
-            return leaf
-        return recast(leaf, kind, writer.empty if leaf.nbytes >= LONG else np.empty)
-    if type(leaf) is getattr(sys.modules.get("torch"), "Tensor", None):
-        return _ByHandle(leaf) if leaf.is_cuda else _plain_tensor(leaf, cast)
-    return leaf
 
 
 def recast(array: Array, dtype: Dtype, make: Callable[..., Array] = np.empty) -> Array:
@@ -464,17 +467,6 @@ def recast_tensor(tensor: Any, dtype: Any) -> Any:
             flat = tensor.as_strided((span,), (1,)).to(dtype, copy=True)
             return flat.as_strided(tensor.shape, tensor.stride())
     return tensor.to(dtype, copy=True)
-
-
-class _ByHandle:
-    """A CUDA tensor that is pickled as a handle of its memory (torch's CUDA IPC)."""
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-
-    def __reduce__(self) -> Any:
-        reductions = importlib.import_module("torch.multiprocessing.reductions")
-        return reductions.reduce_tensor(self.tensor)
 
 
 ONE_OBJECT = Plan(pickle.dumps((OBJECT, []), protocol=5), OBJECT, [])

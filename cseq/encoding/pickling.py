@@ -129,15 +129,18 @@ def reducing(reducers: Reducers) -> Iterator[None]:
         _thread.reducers = before
 
 
-def dumps(obj: object, buffers: list[memoryview] | None = None) -> bytes:
+def dumps(
+    obj: object, buffers: list[memoryview] | None = None, reducers: Reducers | None = None
+) -> bytes:
     """Pickle something for a process at the other end of a pool; `pickle.loads` reads it.
 
     Large buffers are appended to `buffers`, if that is given: those of arrays and CPU tensors, in
-    whatever objects these are. Without it, the pickle is one that needs no cseq to be read. Raises
-    what pickling raises.
+    whatever objects these are; `reducers` says how, in place of `data_reducers`. Without it, the
+    pickle is one that needs no cseq to be read. Raises what pickling raises.
     """
     keep = None if buffers is None else _keep_in(buffers)
-    reducers = {} if buffers is None else _data_reducers()
+    if reducers is None:
+        reducers = {} if buffers is None else data_reducers()
     file = io.BytesIO()
     try:
         pickler = pickle.Pickler(file, protocol=5, buffer_callback=keep)
@@ -172,34 +175,34 @@ def _keep_in(buffers: list[memoryview] | None) -> Callable[[pickle.PickleBuffer]
 # share one do so in the other process, too.
 
 
-def _data_reducers() -> Reducers:
+def data_reducers() -> Reducers:
     """Return how arrays are pickled, and torch's tensors and storages where it is loaded."""
-    reducers: Reducers = {np.ndarray: _reduce_array}
+    reducers: Reducers = {np.ndarray: _reduce_array, np.memmap: _reduce_array}
     torch = sys.modules.get("torch")
     tensor, storage = getattr(torch, "Tensor", None), getattr(torch, "UntypedStorage", None)
     typed = getattr(getattr(torch, "storage", None), "TypedStorage", None)
     if tensor and storage and typed:  # else another thread is importing torch
-        reducers |= {tensor: _reduce_tensor, storage: reduce_storage, typed: _reduce_typed}
+        reducers |= {tensor: reduce_tensor, storage: reduce_storage, typed: _reduce_typed}
     return reducers
 
 
 def _reduce_array(array: _Array) -> Reduced:
     """Reduce an array to its buffer and strides; one with gaps to the buffer of a copy."""
     dtype, flat = array.dtype, flat_of(array)
-    if dtype.kind not in "biufcmMSU" or not dtype.itemsize:
+    if dtype.kind not in "biufcmMSUV" or dtype.hasobject or not dtype.itemsize:
         return array.__reduce_ex__(5)
     if flat is None:
-        array = np.ascontiguousarray(array)
+        array = array.copy()
         flat = array.reshape(-1)
     # numpy gives no buffer of dates and times.
-    plain: Any = flat.view(np.int64) if dtype.kind in "mM" else flat
-    data: Any = pickle.PickleBuffer(plain)
-    if plain.nbytes < IN_BAND:
-        data = bytearray(data.raw()) if array.flags.writeable else bytes(data.raw())
-    return np.ndarray, (array.shape, dtype.str, data, 0, array.strides)
+    data: Any = pickle.PickleBuffer(flat.view(np.uint8) if dtype.kind in "mMV" else flat)
+    if flat.nbytes < IN_BAND:
+        data = bytearray(data.raw())
+    kind = dtype if dtype.kind == "V" else dtype.str
+    return np.ndarray, (array.shape, kind, data, 0, array.strides)
 
 
-def _reduce_tensor(tensor: Any) -> Reduced:
+def reduce_tensor(tensor: Any) -> Reduced:
     """Reduce a tensor to its storage and what part of that it is; odd ones as torch does."""
     if str(tensor.layout).startswith("torch.sparse"):
         return _sparse_tensor, tensor.__reduce_ex__(5)[1]
@@ -402,13 +405,13 @@ _Memmap: TypeAlias = Any  # np.memmap, with the attributes that its type hints l
 def _reducers_for(modules: Importable) -> Reducers:
     """Return how data are pickled for a new process; what is made of tensors there needs torch."""
 
-    def reduce_tensor(tensor: Any) -> Reduced:
+    def reduce(tensor: Any) -> Reduced:
         modules.findable("torch")
-        return _reduce_tensor(tensor)
+        return reduce_tensor(tensor)
 
-    reducers = _data_reducers()
-    tensors = {cls: reduce_tensor for cls, reduce in reducers.items() if reduce is _reduce_tensor}
-    return {np.memmap: _reduce_memmap} | reducers | tensors | _thread.reducers
+    reducers = data_reducers()
+    tensors = {cls: reduce for cls, reducer in reducers.items() if reducer is reduce_tensor}
+    return reducers | tensors | {np.memmap: _reduce_memmap} | _thread.reducers
 
 
 def _reduce_memmap(array: _Memmap) -> Reduced:

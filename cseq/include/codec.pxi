@@ -245,7 +245,7 @@ cdef class SlotEncoder(TicketWriter):
             arrays = self.arrays
             if plan.objects:
                 try:
-                    pickled, buffers = self.dump(self.objects, self, self.cast)
+                    pickled, buffers = self.dump(self.objects)
                 except Exception:
                     return False  # `codec.encode` raises it again, and explains it
                 if self.loaned:

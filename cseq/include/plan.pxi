@@ -511,13 +511,13 @@ cdef bint is_object(object value, int depth, bint plain) except -1:
         return True
     if cls is bytes:
         return len(<bytes>value) < MOST_PICKLED
-    if cls is not list and cls is not tuple and cls is not dict:
+    cdef bint named = cls is not tuple and isinstance(value, tuple) and hasattr(value, "_fields")
+    if cls is not list and cls is not tuple and cls is not dict and not named:
         return not (plain or cls is cnp.ndarray or cls is MEMMAP
-                    or strcmp((<PyTypeObject*>cls).tp_name, "Tensor") == 0
-                    or (isinstance(value, tuple) and hasattr(value, "_fields")))
-    if not depth:
+                    or strcmp((<PyTypeObject*>cls).tp_name, "Tensor") == 0)
+    if not depth or (plain and named):
         return False
-    if cls is tuple:
+    if cls is tuple or named:
         for k in range(PyTuple_GET_SIZE(value)):
             if not is_object(<object>PyTuple_GET_ITEM(value, k), depth - 1, plain):
                 return False
