@@ -45,7 +45,6 @@ import numpy as np
 from numpy import ndarray
 
 from cseq._memory import COPIED, LONG, Plan, Reader, copy_of, flat_of, is_plain, laid_as, order_of
-from cseq.encoding.importable import named_here
 from cseq.encoding.pickling import data_reducers, dumps, import_torch, reduce_tensor
 from cseq.encoding.unpicklable import unpicklable
 
@@ -417,14 +416,8 @@ def _explained(batch: Any) -> Iterator[None]:
     except MemoryError:
         raise
     except Exception as error:
-        raise unpicklable(
-            batch,
-            "batch",
-            error,
-            probe=lambda part: dumps(part, []),
-            known=named_here,
-            remedy=REMEDY,
-        ) from error
+        probe = functools.partial(dumps, buffers=[])
+        raise unpicklable(batch, "batch", error, probe=probe, remedy=REMEDY) from error
 
 
 def recast(array: Array, dtype: Dtype, make: Callable[..., Array] = np.empty) -> Array:

@@ -8,7 +8,6 @@ raised as a `WorkerError`.
 
 from __future__ import annotations
 
-import builtins
 import copy
 import pickle
 import reprlib
@@ -26,8 +25,6 @@ __all__ = [
     "Failure", "annotate", "ends_program", "line_of", "listed", "named", "ordinary", "pack",
     "pack_text", "str_of", "told", "unpack", "where",
 ]  # fmt: skip
-
-GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
 
 # What ends a loop, a program or a generator, if it is raised there.
 ENDINGS = (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit)
@@ -52,7 +49,7 @@ def pack(error: BaseException) -> bytes:
 def pack_text(error: BaseException, limit: int = 1500) -> bytes:
     """Return an exception's type, text and traceback, each text cut to `limit` characters."""
     name, message = type(error).__qualname__, str_of(error)[:limit]
-    return pickle.dumps((None, name, message, _traceback_of(error)[-limit:]))
+    return pickle.dumps((b"", name, message, _traceback_of(error)[-limit:]))
 
 
 def _traceback_of(error: BaseException) -> str:
@@ -72,78 +69,46 @@ def unpack(
     """Restore the exception; its ``__cause__`` shows the traceback of where it was raised."""
     pickled, name, message, text = pickle.loads(data)
     error: BaseException
-    if pickled is None:
-        error = _text_of(name, message)
-    else:
-        try:
-            error = pickle.loads(pickled)
-        except (Exception, SystemExit) as reason:  # anything may go wrong in the user's class
-            if ends_program(reason):
-                raise
-            why = f"this exception could not be unpickled here: {reason!r}"
-            error = WorkerError(f"{name}: {message} ({why})")
+    try:
+        error = pickle.loads(pickled)
+    except (Exception, SystemExit) as reason:  # anything may go wrong in the user's class
+        if ends_program(reason):
+            raise
+        why = f"unpickled here: {reason!r}" if pickled else "pickled"
+        error = WorkerError(f"{name}: {message} (this exception could not be {why})")
     cause = RemoteTraceback(text)
     cause.worker, cause.process = worker, process
     CAUSE.__set__(error, cause)
     return error
 
 
-def _text_of(name: str, message: str) -> WorkerError:
-    """Make what is raised in place of an exception that cannot be pickled."""
-    return WorkerError(f"{name}: {message} (this exception could not be pickled)")
-
-
-def _travelling(error: BaseException) -> bytes | None:
-    """Pickle an exception so that it surely unpickles and has a text, or None."""
-    for candidate in (error, _Rebuilt(error), _Rebuilt(error, bare=True)):
+def _travelling(error: BaseException) -> bytes:
+    """Pickle an exception so that it surely unpickles and has a text; else, return nothing."""
+    for candidate in (error, _Rebuilt(error)):
         try:
             data = dumps(candidate)
             back = pickle.loads(data)
-            # The text may be made of an attribute that is left out.
-            if type(back) is type(error) and _has_text(back) >= _has_text(error):
+            str(back)
+            if type(back) is type(error):
                 return data
         except BaseException as broken:
             if ends_program(broken):
                 raise
-    return None
+    return b""
 
 
 class _Rebuilt:
     """Pickles as an exception that is rebuilt without a call of its constructor.
 
     The default way calls the class with ``args``, which fails for one whose constructor takes
-    something else. `bare` leaves out attributes that cannot be pickled.
+    something else.
     """
-
-    def __init__(self, error: BaseException, *, bare: bool = False) -> None:
-        self._error = error
-        self._bare = bare
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        state = dict(self._error.__dict__)
-        if self._bare:
-            state = {k: v for k, v in state.items() if _can_pickle(v)}
-        if isinstance(self._error, GROUP):
-            args: tuple[Any, ...] = (
-                self._error.message,
-                [_Member(each) for each in self._error.exceptions],
-            )
-        else:
-            args = tuple(a if _can_pickle(a) else repr(a) for a in self._error.args)
-        return _rebuild, (type(self._error), args, state)
-
-
-class _Member:
-    """Pickles as an exception of a group, in the way in which it travels alone."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        data = _travelling(self._error)
-        if data is None:
-            return _text_of, (type(self._error).__qualname__, str_of(self._error))
-        return pickle.loads, (data,)
+        return _rebuild, (type(self._error), ARGS.__get__(self._error), vars(self._error))
 
 
 def _rebuild(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
@@ -158,7 +123,8 @@ class Failure:
     """The first error of some workers, raised by each call that asks until they are gone.
 
     The traceback of a raised exception refers to the manager, which has the workers, which have
-    this object: a cycle, if the exception were kept. So each is raised once, and a copy is kept.
+    this object: a cycle, if the exception were kept. So it is raised once, and then as it would
+    arrive from another process.
     """
 
     def __init__(self) -> None:
@@ -178,20 +144,11 @@ class Failure:
         if error is None:
             return
         try:
-            self._error = _copy_of(error)
+            self._error = unpack(pack(error))
+            CAUSE.__set__(self._error, CAUSE.__get__(error))
             raise error
         finally:
             del error  # its traceback refers to this frame: a reference cycle
-
-
-def _copy_of(error: BaseException) -> BaseException:
-    """Return an exception like this one; itself, if its class does not allow for that."""
-    data = _travelling(error)
-    if data is None:
-        return error
-    made: BaseException = pickle.loads(data)
-    CAUSE.__set__(made, CAUSE.__get__(error))
-    return made
 
 
 class _Told(str):
@@ -233,28 +190,6 @@ def told(error: BaseException) -> BaseException:
 def _is_told(args: tuple[Any, ...]) -> bool:
     """Return whether an exception with these arguments has its worker's traceback in its text."""
     return len(args) == 1 and type(args[0]) is _Told
-
-
-def _has_text(error: BaseException) -> bool:
-    """Return whether an exception can say its text."""
-    try:
-        str(error)
-    except BaseException as broken:
-        if ends_program(broken):
-            raise
-        return False
-    return True
-
-
-def _can_pickle(value: object) -> bool:
-    """Return whether a value can be pickled and unpickled."""
-    try:
-        pickle.loads(dumps(value))
-    except BaseException as broken:
-        if ends_program(broken):
-            raise
-        return False
-    return True
 
 
 def str_of(error: BaseException) -> str:

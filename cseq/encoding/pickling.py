@@ -98,15 +98,11 @@ def dump(obj: object, *, name: str = "worker", elsewhere: bool = False) -> Pickl
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - its traceback is no news: the path says where
-        probed = Importable(elsewhere=elsewhere)
-        raise unpicklable(
-            obj,
-            name,
-            error,
-            probe=lambda part: _dump_by_value(part, probed, None),
-            known=probed.has,
-            remedy=REMEDY.format(name=name, otherwise=OTHERWISE.get(name, THREADS)),
-        ) from None
+        probe = functools.partial(
+            _dump_by_value, modules=Importable(elsewhere=elsewhere), buffers=None
+        )
+        remedy = REMEDY.format(name=name, otherwise=OTHERWISE.get(name, THREADS))
+        raise unpicklable(obj, name, error, probe=probe, remedy=remedy) from None
     return Pickled(data, buffers, modules.importable())
 
 

@@ -154,38 +154,17 @@ def test_a_group_arrives() -> None:
     assert [type(e) for e in got.exceptions] == [ValueError, KeyError]
 
 
-def test_a_group_of_what_travels_badly() -> None:
-    """Each member arrives as it does alone, in a group within the group, too."""
-    if sys.version_info < (3, 11):
-        pytest.skip("no groups before Python 3.11")
-    inner = ExceptionGroup("inner", [Picky(1, two=2)])  # noqa: F821
-    got = there_and_back(
-        ExceptionGroup(  # noqa: F821
-            "all", [Coded(7, reason="wet"), Untravelled("text", token=1), inner]
-        )
-    )
-    assert type(got) is ExceptionGroup  # noqa: F821
-    coded, untravelled, within = got.exceptions
-    assert (type(coded), coded.code, str(coded)) == (Coded, 7, "code 7: wet")
-    assert type(untravelled) is cseq.WorkerError
-    assert "Untravelled: text" in str(untravelled)
-    assert [type(each) for each in within.exceptions] == [Picky]
-
-
-def test_attributes_that_cannot_be_pickled() -> None:
-    """Attributes and args that cannot travel stay behind; the exception does not."""
+def test_what_cannot_be_pickled_is_in_the_text() -> None:
+    """Of an exception with such an attribute, argument or member, type and text arrive."""
     error = Coded(1, reason="r")
-    error.lock = gc.callbacks, lambda: 0, sys  # type: ignore[attr-defined]
-    error.note = "kept"  # type: ignore[attr-defined]
     error.handle = (i for i in range(3))  # type: ignore[attr-defined]
-    got = there_and_back(error)
-    assert type(got) is Coded
-    assert (got.code, got.note) == (1, "kept")
-    assert not hasattr(got, "handle")
-    got = there_and_back(ValueError((i for i in range(3)), 5))
-    assert type(got) is ValueError
-    assert "generator" in got.args[0]
-    assert got.args[1] == 5
+    errors = [error, ValueError((i for i in range(3)), 5)]
+    if sys.version_info >= (3, 11):
+        errors.append(ExceptionGroup("all", [Untravelled("text", token=1)]))  # noqa: F821
+    for error in errors:
+        got = there_and_back(error)
+        assert type(got) is cseq.WorkerError
+        assert f"{type(error).__name__}: {error}" in str(got)
 
 
 def test_what_cannot_travel() -> None:
@@ -197,19 +176,11 @@ def test_what_cannot_travel() -> None:
     assert "raise error" in str(got.__cause__)
 
 
-def test_a_text_made_of_what_cannot_travel() -> None:
-    """An exception whose text needs an attribute that stays behind is a WorkerError with it."""
-    error = Slotted("b")
-    error.key = (i for i in range(3))  # type: ignore[assignment]
-    got = there_and_back(error)
-    assert isinstance(got, cseq.WorkerError)
-    assert f"Slotted: {error}" in str(got)
-
-
 def test_what_has_no_text() -> None:
-    """An exception whose __str__ raises arrives, and so does the traceback."""
+    """An exception whose __str__ raises is a WorkerError; its traceback comes along."""
     got = there_and_back(Silent(1))
-    assert type(got) is Silent
+    assert type(got) is cseq.WorkerError
+    assert "Silent: <str() raised RuntimeError>" in str(got)
     assert "Silent" in str(got.__cause__)
     packed = failure.pack_text(Silent(1))
     assert "str() raised RuntimeError" in str(failure.unpack(packed))
@@ -698,19 +669,6 @@ def test_a_failed_manager_is_dropped(kind: Kind) -> None:
         gc.enable()
 
 
-class Opaque(Exception):
-    """Neither its constructor nor its attributes can be guessed."""
-
-    __slots__ = ("why",)
-
-    def __init__(self, *, why: str) -> None:
-        super().__init__()
-        self.why = why
-
-    def __str__(self) -> str:
-        return f"because of {self.why}"
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -718,12 +676,11 @@ class Opaque(Exception):
         OSError(2, "no such file", "x.bin"),
         KeyError("k"),
         UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"),
-        Opaque(why="slots"),
     ],
     ids=lambda error: type(error).__name__,
 )
 def test_a_failure_is_raised_again_and_again(error: BaseException) -> None:
-    """With its type, attributes, notes and cause; what is added to one is not added to the next."""
+    """With its type, attributes and cause; what is added to one is not added to the next."""
     stored = failure.Failure()
     stored.check()
     assert not stored
@@ -737,8 +694,8 @@ def test_a_failure_is_raised_again_and_again(error: BaseException) -> None:
         assert str(caught.value) == str(error)
         assert vars(caught.value).get("code") == vars(error).get("code")
         assert caught.value.__cause__ is cause
-        assert len(traceback.extract_tb(caught.value.__traceback__)) == 2 or type(error) is Opaque
-        if hasattr(caught.value, "add_note") and type(error) is not Opaque:
+        assert len(traceback.extract_tb(caught.value.__traceback__)) == 2
+        if hasattr(caught.value, "add_note"):
             assert not hasattr(caught.value, "__notes__")
             caught.value.add_note("noted")
 
