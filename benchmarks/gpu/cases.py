@@ -202,8 +202,10 @@ def resident(work: Work) -> loaders.Rounds:
 
 def start_ours(work: Work, kind: str, compat: bool | None) -> Any:
     """Make a manager, and start it."""
-    make = getattr(cseq, kind)
-    return loaders.cseq_manager(make, work, out_type="cuda", dtype=None).start(compat)
+    options: dict[str, Any] = {"out_type": "cuda", "dtype": None}
+    if device.STANDS_IN and kind == "MPSequence":  # what stands in is taken along by a fork
+        options["start_method"] = "fork"
+    return loaders.cseq_manager(getattr(cseq, kind), work, **options).start(compat)
 
 
 def ours(work: Work, kind: str, compat: bool | None) -> loaders.Rounds:

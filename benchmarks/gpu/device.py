@@ -1,20 +1,22 @@
 """The device that is measured: CUDA, or the CPU in its place.
 
 Where the CPU stands in, cseq runs its whole path to CUDA (converters, slots, what is kept until it
-was copied) with `cseq.converter.output.rehearse`: all programs run to their end, and no figure says
+was copied) with `tests/helpers/rehearsal.py`: all programs run to their end, and no figure says
 anything about a GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import gpu
-from cseq.converter import output
 from harness import usage
 
 DEVICE = os.environ.get(gpu.DEVICE, "cuda")
@@ -27,7 +29,8 @@ def prepare() -> None:
     import torch
 
     if STANDS_IN:
-        output.resolve = output.rehearse
+        sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
+        importlib.import_module("rehearsal").install()
         torch.set_num_threads(1)  # OpenMP's threads wait busily, and the workers need the cores
         return
     torch.zeros(1, device=DEVICE)

@@ -9,11 +9,11 @@ torch is imported when a converter is made, never by importing these modules.
     parse ──► for_test ──► resolve ──┬─► Converter       synchronous: inline, threads, trainer
     arguments  test mode   machine   └─► CudaConverter   copies on a stream of its own
                                             │ in a thread:   convert ─► Transfer ─► receive
-                                            └ in a process:  export  ─► Handle   ─► Receiver.unpack
+                                            └ in a process:  export  ─► pickle   ─► Imports
 
 ``output``      what ``out_type`` and ``dtype`` mean, as far as this machine has it
 ``host``        synchronous conversion
-``lane``        a queue of copies to a device: a CUDA stream, or the CPU in tests
+``lane``        a queue of copies to a device: a CUDA stream
 ``cuda``        asynchronous conversion, on a lane
 ``export``      tensors in a converter process, fetched by the trainer
 ``page_locks``  slots that CUDA copies from directly

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cseq.converter.export import Counts, pack
+from cseq.converter.export import pack, remove_counts
 from cseq.converter.host import Host, is_array, is_usable, target_of
-from cseq.converter.lane import Lane, UnderWay, open_lane
+from cseq.converter.lane import Lane, UnderWay
 from cseq.encoding.codec import map_leaves, recast
 
 if TYPE_CHECKING:
@@ -47,15 +47,12 @@ class CudaConverter:
     ----------
     output : Output
         A resolved one with ``use_cuda``.
-    lane : Lane, optional
-        None: one to ``output.device``.
     """
 
-    def __init__(self, output: Output, lane: Lane | None = None) -> None:
+    def __init__(self, output: Output) -> None:
         self._host = Host(output)
-        self._lane = open_lane(output.device) if lane is None else lane
+        self._lane = Lane(output.device)
         self._under_way = UnderWay()
-        self._counts = Counts()
 
     def convert(self, batch: Batch) -> Transfer:
         """Begin to copy a batch; its memory is kept until the copies are done."""
@@ -74,14 +71,14 @@ class CudaConverter:
                 self._under_way.hold(event, sources)
         return Transfer(sent, event, tensors, self._lane)
 
-    def export(self, batch: Batch) -> Batch:
+    def export(self, batch: Batch) -> bytes:
         """Convert and `pack` a batch, in a process; it may be overwritten when this returns."""
         transfer = self.convert(batch)
         transfer.event.synchronize()
         self.reap()
         # The consumer in the other process waits for this lane, where the copies were made.
         with self._lane.active():
-            return pack(transfer.batch, self._counts)
+            return pack(transfer.batch)
 
     def reap(self, *, wait: bool = False) -> None:
         """Release memory whose copies are done; with `wait`, wait for all copies.
@@ -91,14 +88,10 @@ class CudaConverter:
         self._under_way.reap(wait=wait)
 
     def close(self) -> None:
-        """Wait until all copies are done; in a process, call it after `Receiver.close`."""
+        """Wait until all copies are done; in a process, call it after `Imports.close`."""
         self.reap(wait=True)
         self._lane.collect()
-        self.clean()
-
-    def clean(self) -> None:
-        """Remove this process's files of reference counts, of batches that were not fetched."""
-        self._counts.remove()
+        remove_counts()
 
     def _send(self, leaf: object, sources: list[Tensor], tensors: list[Tensor]) -> object:
         """Send an array or a CPU tensor to the device; keep any other leaf."""

@@ -1,194 +1,170 @@
-"""Tensors in the CUDA memory of a converter process, fetched by the trainer."""
+"""Batches in the CUDA memory of converter processes, fetched by the trainer.
+
+A converter pickles a batch with torch's reductions: a tensor on the device becomes a name of its
+memory, which torch's reference count keeps until the name was opened and the tensor dropped. So
+each pickle is read once, and its tensors are cloned at once.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import glob
 import importlib
 import logging
 import os
-import re
+import pickle
 from typing import TYPE_CHECKING
 
-from cseq.converter.lane import Lane, UnderWay, open_lane
+from cseq.converter.lane import Lane, UnderWay
+from cseq.encoding import codec
 from cseq.encoding.codec import map_leaves
-from cseq.encoding.transport import Lost
+from cseq.encoding.pickling import dumps
+from cseq.encoding.transport import SlotReader
+from cseq.stage import BATCH, CONVERTER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from cseq.converter import Batch, Tensor
+    from cseq._core import Ring
+    from cseq.converter import Batch, Convert, Tensor
     from cseq.converter.output import Output
+    from cseq.encoding.transport import Fields
+    from cseq.memory.arena import Arena
 
 logger = logging.getLogger("cseq")
 
 
-class Handle:
-    """A tensor in the CUDA memory of another process: a few hundred bytes to pickle.
+class Lost(RuntimeError):
+    """A batch lies in the memory of a process that has ended."""
 
-    torch's own reference count keeps that memory while the process lives, until the handle was
-    opened and the tensor dropped. So open every handle once, and clone its tensor at once.
 
-    Attributes
-    ----------
-    rebuild, arguments : callable and tuple
-        What ``torch.multiprocessing.reductions.reduce_tensor`` returns.
-    opened : bool
-        Whether `open` was called here, with or without success.
-    """
+class Exported:
+    """Pickles a tensor as what opens its memory in another process."""
 
-    __slots__ = ("arguments", "opened", "rebuild")
-
-    def __init__(self, rebuild: Callable[..., Tensor], arguments: tuple[object, ...]) -> None:
-        self.rebuild = rebuild
-        self.arguments = arguments
-        self.opened = False
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the two parts."""
-        return Handle, (self.rebuild, self.arguments)
-
-    def open(self) -> Tensor:
-        """Open the other process's memory.
-
-        Raises
-        ------
-        Lost
-            If that process has ended, and its memory with it.
-        """
-        self.opened = True
-        try:
-            return self.rebuild(*self.arguments)
-        except Exception as error:
-            raise Lost(f"a tensor of a converter process cannot be opened: {error}") from error
+        """Name the memory."""
+        reductions = importlib.import_module("torch.multiprocessing.reductions")
+        return opened, reductions.reduce_tensor(self.tensor)
 
 
-def _counts_in(arguments: object) -> Iterator[str]:
-    """Find the names of torch's files in a handle's arguments (a sparse tensor is several)."""
-    if isinstance(arguments, bytes) and COUNTS.fullmatch(arguments):
-        yield arguments.decode("ascii")
-    elif isinstance(arguments, tuple):
-        for argument in arguments:
-            yield from _counts_in(argument)
+def opened(rebuild: Callable[..., Tensor], arguments: tuple[object, ...]) -> Tensor:
+    """Open the memory of another process; raise `Lost` if that has ended."""
+    try:
+        return rebuild(*arguments)
+    except Exception as error:
+        raise Lost(f"a tensor of a converter process cannot be opened: {error}") from error
 
 
-# How torch names them: by process, at random, by number.
-COUNTS = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
-SHM = "/dev/shm"
-
-
-class Counts:
-    """Torch's files of reference counts, which a process that is killed leaves in /dev/shm.
-
-    Each serves some ten thousand tensors. A file is removed when its process has ended, or is about
-    to end.
-    """
-
-    MANY = 16
-
-    def __init__(self) -> None:
-        self._names: set[str] = set()
-
-    def add(self, handle: Handle) -> None:
-        """Remember the files of a handle."""
-        for name in _counts_in(handle.arguments):
-            if name not in self._names:
-                if len(self._names) >= self.MANY:  # torch removes files that are used up
-                    self._names = {n for n in self._names if os.path.exists(SHM + n)}
-                self._names.add(name)
-
-    def remove(self) -> None:
-        """Remove the files that are left."""
-        for name in list(self._names):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(SHM + name)
-        self._names.clear()
-
-
-def pack(batch: Batch, counts: Counts) -> Batch:
-    """Replace every CUDA tensor by a `Handle`; the current stream must be that of its copy."""
+def pack(batch: Batch) -> bytes:
+    """Pickle a batch; the current stream must be that of its copy."""
     torch = importlib.import_module("torch")
-    reductions = importlib.import_module("torch.multiprocessing.reductions")
 
     def leaf(value: object) -> object:
-        if isinstance(value, torch.Tensor) and value.is_cuda:
-            handle = Handle(*reductions.reduce_tensor(value))
-            counts.add(handle)
-            return handle
-        return value
+        is_there = isinstance(value, torch.Tensor) and value.is_cuda
+        return Exported(value) if is_there else value
 
-    return map_leaves(leaf, batch)
+    return dumps(map_leaves(leaf, batch))
 
 
-class Receiver:
-    """The consumer's side of converters in processes. Belongs to one thread.
+def remove_counts() -> None:
+    """Remove torch's files of reference counts, which batches that were not fetched leave."""
+    for path in glob.glob(f"/dev/shm/torch_{os.getpid()}_*"):
+        os.unlink(path)
 
-    Every tensor is copied from the converter's memory to the consumer's, on the device, so that
+
+class Imports(SlotReader):
+    """The trainer's end of the slots that converter processes write to. For one thread.
+
+    Every tensor is copied from the converter's memory to the trainer's, on the device, so that
     a batch that the user holds does not depend on another process.
+
+    The indexer's batch still lies in the slot, and its record in the cell. If the converted batch
+    is gone, or an exception was raised while it was fetched, the indexer's is converted here.
 
     Parameters
     ----------
     output : Output
         A resolved one with ``use_cuda``.
-    lane : Lane, optional
-        None: one to ``output.device``.
+    convert : callable
+        Converts an indexer's batch at once.
+
+    Attributes
+    ----------
+    lost : int
+        Batches that were converted here.
     """
 
-    def __init__(self, output: Output, lane: Lane | None = None) -> None:
+    in_c = False
+
+    def __init__(self, arena: Arena, ring: Ring, output: Output, convert: Convert) -> None:
+        super().__init__(arena)
+        self._ring = ring
+        self._convert = convert
+        self._torch = importlib.import_module("torch")
         # A lane of its own: when torch releases the other process's memory, the host waits for the
         # current stream, which here has one short copy to do, and not the training step.
-        self._lane = open_lane(output.device) if lane is None else lane
+        self._lane = Lane(output.device)
         self._under_way = UnderWay()
-        self._counts = Counts()
+        self._read = [0] * ring.capacity  # by cell, the ticket whose pickle was read
+        self.lost = 0
 
-    def unpack(self, batch: Batch) -> Batch:
-        """Replace every `Handle` by a tensor of this process.
+    def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
+        """Fetch the batch, or convert it here."""
+        try:
+            return self._fetch(cell, slot, capacity, record)
+        except Lost as error:
+            reason = str(error)  # a log record that keeps the error would keep the slot
+        epoch, number, _ = self._ring.ticket(cell)
+        logger.warning("epoch %d, batch %d is converted again: %s", epoch, number, reason)
+        _, _, slot, capacity, record, _ = self._ring.left_in(cell)
+        memory = self._arena.lend(slot, codec.used(record), capacity)
+        batch = self._convert(codec.decode(memory, record))
+        self.lost += 1
+        return batch
 
-        Raises
-        ------
-        Lost
-            The converter's process has ended: the batch must be converted again.
-        """
-        opened: list[Tensor] = []
-        tensors: list[Tensor] = []
+    def _fetch(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
+        """Make a batch of this process's own."""
+        theirs: list[Tensor] = []
+        ours: list[Tensor] = []
 
         def leaf(value: object) -> object:
-            if type(value) is not Handle:
+            if not isinstance(value, self._torch.Tensor):
                 return value
-            self._counts.add(value)
-            opened.append(value.open())
-            tensors.append(opened[-1].clone())
-            return tensors[-1]
+            theirs.append(value)
+            ours.append(value.clone())
+            return ours[-1]
 
         with self._lane.active():
             self._under_way.reap()
             try:
-                batch = map_leaves(leaf, batch)
+                batch = map_leaves(leaf, self._open(cell, slot, capacity, record))
             finally:
                 event = self._lane.record()
-                self._under_way.hold(event, opened)
-        self._lane.join(event, tensors)
+                self._under_way.hold(event, theirs)
+        self._lane.join(event, ours)
         return batch
 
-    def discard(self, batch: Batch) -> None:
-        """Open and drop a batch's unopened handles, or the converter would keep the memory."""
+    def _open(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
+        """Read what a converter has pickled, once."""
+        packed, token = super().decode(cell, slot, capacity, record), self._ring.token(cell)
+        if self._read[cell] == token:
+            raise Lost("an exception was raised while it was fetched")
+        self._read[cell] = token
+        return pickle.loads(packed)
 
-        def leaf(value: object) -> object:
-            if type(value) is Handle and not value.opened:
-                self._counts.add(value)
+    def discard(self, cell: int) -> None:
+        """Give the memory of a batch that was given up back to its converter."""
+        stage, status, slot, capacity, _, record = self._ring.left_in(cell)
+        if stage == CONVERTER and status == BATCH:
+            with self._lane.active():
                 try:
-                    value.open()
-                except Lost as error:  # its process has ended: there is nothing to release
+                    self._open(cell, slot, capacity, record)
+                except Lost as error:  # there is nothing to give back
                     logger.debug("discarded: %s", str(error))
-            return value
-
-        with self._lane.active():
-            map_leaves(leaf, batch)
 
     def close(self) -> None:
         """Release all memory of other processes."""
         with self._lane.active():
             self._under_way.reap(wait=True)
-
-    def clean(self) -> None:
-        """Remove the files of killed converters in /dev/shm; all converters must have ended."""
-        self._counts.remove()

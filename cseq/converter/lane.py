@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from collections import deque
 from typing import TYPE_CHECKING
@@ -14,40 +13,9 @@ if TYPE_CHECKING:
 
 
 class Lane:
-    """A queue of copies to a device, concurrent with its other work.
+    """A CUDA stream: a queue of copies to a device, concurrent with its other work."""
 
-    This class is for tests: the CPU is the device, and every copy is synchronous.
-    """
-
-    # Whether memory that copies start from is to be page-locked.
-    pins = False
-
-    def active(self) -> AbstractContextManager[object]:
-        """Queue the work of this context on this lane."""
-        return contextlib.nullcontext()
-
-    def can_fetch(self, tensor: Tensor) -> bool:  # noqa: ARG002
-        """Return whether the device can read this CPU tensor: its memory is page-locked."""
-        return True
-
-    def send(self, tensor: Tensor) -> Tensor:
-        """Begin to copy a CPU tensor to the device."""
-        return tensor.clone()
-
-    def record(self) -> Event:
-        """Record an event after the copies that were begun."""
-        return _Passed()
-
-    def join(self, event: Event, tensors: list[Tensor]) -> None:
-        """Make the caller's further work on the device, but not the caller, wait for `event`."""
-
-    def collect(self) -> None:
-        """Free memory of this process that other processes do not use any more."""
-
-
-class CudaLane(Lane):
-    """A CUDA stream."""
-
+    # Whether memory that copies start from is to be page-locked: tests have a lane without.
     pins = True
 
     def __init__(self, device: str) -> None:
@@ -86,24 +54,8 @@ class CudaLane(Lane):
             tensor.record_stream(current)
 
     def collect(self) -> None:
-        """Call torch's collector, which also removes its file of reference counts."""
+        """Free memory of this process that other processes do not use any more."""
         self._torch.cuda.ipc_collect()
-
-
-class _Passed:
-    """The event of a lane whose copies are synchronous."""
-
-    def query(self) -> bool:
-        """Return whether the copies are done: always."""
-        return True
-
-    def synchronize(self) -> None:
-        """Wait for nothing."""
-
-
-def open_lane(device: str) -> Lane:
-    """Open a lane to a device; ``'cpu'`` opens one for tests."""
-    return Lane() if device == "cpu" else CudaLane(device)
 
 
 class UnderWay:
@@ -111,9 +63,6 @@ class UnderWay:
 
     def __init__(self) -> None:
         self._queue: deque[tuple[Event, list[Tensor]]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._queue)
 
     def hold(self, event: Event, tensors: list[Tensor]) -> None:
         """Keep tensors, and with them the arrays they lie on, until the event is passed."""

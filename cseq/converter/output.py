@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import re
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -147,15 +148,9 @@ def for_test(output: Output, test_mode: str) -> Output:
     raise ValueError(f"test_mode is {test_mode!r}: give one of {', '.join(map(repr, TEST_MODES))}")
 
 
-def rehearse(output: Output) -> Output:
-    """Return an output that takes the CUDA path to the CPU, for tests where there is no CUDA."""
-    return output._replace(kind="cuda", device="cpu", function=None)
-
-
-def converter_kind(compat: bool | None, os_name: str) -> Literal["thread", "process"]:  # noqa: FBT001
+def are_threads(compat: bool | None) -> bool:  # noqa: FBT001
     """Return where CUDA converters run: processes cannot share CUDA memory on Windows."""
-    in_threads = os_name == "nt" if compat is None else compat
-    return "thread" if in_threads else "process"
+    return os.name == "nt" if compat is None else compat
 
 
 def cast_dtype(output: Output) -> Dtype | None:
@@ -219,7 +214,7 @@ def resolve(output: Output) -> Output:
     if torch is None:
         say_once("torch is not installed: batches are numpy arrays. For tensors: pip install torch")
         return output._replace(kind="array", device="cpu")
-    if output.kind == "cpu" or output.device == "cpu":
+    if output.kind == "cpu":
         return output
     if not torch.cuda.is_available():
         say_once("CUDA is not available: out_type 'cuda' gives CPU tensors, and use_cuda is False")

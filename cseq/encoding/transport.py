@@ -1,19 +1,19 @@
 """How a batch travels to the next runner: as an object, or through a slot.
 
 Threads pass on the object itself (`Objects`). Processes write the batch into the ticket's slot of
-shared memory (`SlotWriter`), where the trainer decodes it (`SlotReader`). Converter processes write
-handles of tensors on the device there, and `Imports` fetches the tensors. A runner has a
-`BatchWriter`, and a converter also a `Source`; the trainer has a `BatchReader`.
+shared memory (`SlotWriter`), where the trainer decodes it (`SlotReader`). What converter processes
+write there, `converter.export.Imports` fetches. A runner has a `BatchWriter`, and a converter also
+a `Source`; the trainer has a `BatchReader`.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cseq._work import ObjectTable, ObjectWriter
 from cseq.encoding import codec, failure
-from cseq.stage import BATCH, CONVERTER, ENDED, RAISED
+from cseq.stage import BATCH, ENDED, RAISED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import numpy as np
     from typing_extensions import TypedDict
 
-    from cseq._core import Ring
     from cseq._memory import Mapping, Memory, Reader, Slots
     from cseq._work import Runner
     from cseq.memory.arena import Arena
@@ -41,9 +40,6 @@ __all__ = [
     "NO_SLOT",
     "BatchReader",
     "BatchWriter",
-    "Importer",
-    "Imports",
-    "Lost",
     "Objects",
     "SlotReader",
     "SlotSource",
@@ -60,20 +56,6 @@ log = logging.getLogger("cseq")
 BatchWriter: TypeAlias = "Objects | SlotWriter"
 Source: TypeAlias = "Objects | SlotReader"
 BatchReader: TypeAlias = "Objects | SlotReader"
-
-
-class Lost(RuntimeError):
-    """A batch lies in the memory of a process that has ended."""
-
-
-class Importer(Protocol):
-    """Fetches batches out of converter processes (`converter.export.Receiver`)."""
-
-    def unpack(self, batch: Any, /) -> Any:
-        """Fetch a batch; raises `Lost` if it is gone."""
-
-    def discard(self, batch: Any, /) -> None:
-        """Release the part of a batch that was not fetched."""
 
 
 class Objects:
@@ -219,79 +201,6 @@ class SlotReader:
         runner.detach()
         self._arena.slots.vacate(slot)
         return batch
-
-
-class Imports(SlotReader):
-    """The trainer's end of the slots that converter processes write to.
-
-    A converter writes handles of tensors in its device memory, which is freed when its process
-    ends. The indexer's batch still lies in the slot, and its record in the cell. If the converted
-    batch is gone, or an exception was raised while it was fetched, the indexer's is converted here.
-
-    Parameters
-    ----------
-    convert : callable
-        Converts an indexer's batch at once.
-
-    Attributes
-    ----------
-    lost : int
-        Batches that were converted here.
-    """
-
-    in_c = False
-
-    def __init__(
-        self, arena: Arena, ring: Ring, importer: Importer, convert: Callable[[Any], Any]
-    ) -> None:
-        super().__init__(arena)
-        self._ring = ring
-        self._importer = importer
-        self._convert = convert
-        # The ticket that was decoded last, and the handles that the converter has written for it.
-        # The feed decodes a ticket again only if an exception interrupted the first time.
-        self._fetched: tuple[int, Any] = 0, None
-        # By ticket, what is being discarded: so what an interrupted discard has released already is
-        # not released again.
-        self._discarded: dict[int, Any] = {}
-        self.lost = 0
-
-    def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:
-        """Fetch the batch, or convert it here."""
-        token = self._ring.token(cell)
-        if token == self._fetched[0]:
-            return self._convert_here(cell, "an exception was raised while it was fetched")
-        packed = super().decode(cell, slot, capacity, record)
-        self._fetched = token, packed
-        try:
-            return self._importer.unpack(packed)
-        except Lost as error:
-            # As text: a log record that keeps the error would keep the slot.
-            return self._convert_here(cell, str(error))
-
-    def _convert_here(self, cell: int, reason: str) -> Any:
-        """Convert the indexer's batch."""
-        self._importer.discard(self._fetched[1])
-        epoch, number, _ = self._ring.ticket(cell)
-        log.warning("epoch %d, batch %d is converted again: %s", epoch, number, reason)
-        _, _, slot, capacity, record, _ = self._ring.left_in(cell)
-        memory = self._arena.lend(slot, codec.used(record), capacity)
-        batch = self._convert(codec.decode(memory, record))
-        self.lost += 1
-        return batch
-
-    def discard(self, cell: int) -> None:
-        """Give the memory of a batch that was given up back to its converter."""
-        stage, status, slot, capacity, _, record = self._ring.left_in(cell)
-        token = self._ring.token(cell)
-        if token == self._fetched[0]:
-            self._importer.discard(self._fetched[1])
-        elif stage == CONVERTER and status == BATCH:
-            if token not in self._discarded:
-                memory = self._arena.mapping_of(slot, capacity)
-                self._discarded[token] = codec.decode(memory, record)
-            self._importer.discard(self._discarded[token])
-            del self._discarded[token]
 
 
 class SlotSource:

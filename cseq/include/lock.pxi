@@ -259,22 +259,9 @@ cdef extern from *:
     """
     void cseq_exit(int code) noexcept nogil
 
-def await_hangup(intptr_t socket):
-    """Wait, without the GIL, until the peer of a socket is gone."""
+def exit_on_hangup(intptr_t socket):
+    """Wait until the peer of `socket` is gone; then end this process without the interpreter.
+    Never returns; for a thread of its own."""
     with nogil:
         cseq_await_hangup(socket)
-
-
-def exit_on_hangup(intptr_t socket, uint64_t grace_ns=0):
-    """Wait until the peer of `socket` is gone, and `grace_ns` more; then end this process without
-    the interpreter. Never returns; for a thread of its own."""
-    cdef uint32_t unchanged = 0
-    cdef uint64_t end, now
-    with nogil:
-        cseq_await_hangup(socket)
-        end = cseq_now_ns() + grace_ns
-        now = end - grace_ns
-        while now < end:
-            cseq_wait(&unchanged, 0, end - now, False)
-            now = cseq_now_ns()
         cseq_exit(1)

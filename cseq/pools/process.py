@@ -10,19 +10,16 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cseq._core import await_hangup
 from cseq._work import Runner
 from cseq.compute import neighbours
 from cseq.converter.host import Converter
-from cseq.converter.output import Output, cast_dtype, converter_kind
+from cseq.converter.output import Output, are_threads, cast_dtype
 from cseq.encoding import failure
-from cseq.encoding.transport import Imports, Objects, SlotReader, SlotSource, SlotWriter
+from cseq.encoding.transport import Objects, SlotReader, SlotSource, SlotWriter
 from cseq.indexing import context, indexer
 from cseq.indexing.seeding import Seeds
 from cseq.lanes import Lanes
@@ -44,8 +41,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from cseq.arguments import Job, Size
-    from cseq.converter.cuda import CudaConverter
-    from cseq.converter.export import Receiver
+    from cseq.converter.export import Imports
     from cseq.converter.page_locks import PageLocks
     from cseq.encoding.transport import BatchReader
     from cseq.pools.base import Awaited
@@ -58,7 +54,6 @@ if TYPE_CHECKING:
 __all__ = ["ProcessPool", "main"]
 
 ENTRY = "cseq.pools.process:main"  # what worker processes run
-TIDY_NS = 500_000_000  # that a converter whose trainer is gone has to remove its files
 
 
 class Task(NamedTuple):
@@ -87,18 +82,13 @@ def main(sock: socket.socket, local: Any = None) -> None:
     local : object, optional
         The user's worker, if it was inherited by `os.fork` and is in no file.
     """
-    entered = enter(sock, grace_ns=_grace_ns)
+    entered = enter(sock)
     task = entered.setup.task
     runner = Runner(entered.ring, task.stage, entered.setup.owner, last=task.last)
     if task.stage == CONVERTER:
         _convert(sock, task, runner, entered)
     else:
         _index(sock, task, runner, entered, local)
-
-
-def _grace_ns(task: Task) -> int:
-    """Return how long a worker may live without a trainer: a converter removes its files first."""
-    return TIDY_NS if task.stage == CONVERTER else 0
 
 
 def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, local: Any) -> None:
@@ -143,18 +133,10 @@ def _convert(sock: socket.socket, task: Task, runner: Runner, entered: Entered) 
     except BaseException as error:  # noqa: BLE001 - it is raised in the loop
         send_state(sock, FAILED, failure.pack(error))
         return
-    threading.Thread(target=_tidy_on_hangup, args=(sock, converter), daemon=True).start()
     entered.ready()
     source, batch_writer = SlotSource(entered.writer), SlotWriter(entered.writer, None)
     run(runner, partial(convert, source, converter.export, batch_writer), idle=converter.reap)
     converter.close()
-
-
-def _tidy_on_hangup(sock: socket.socket, converter: CudaConverter) -> None:
-    """Remove a converter's files, and end the process, when the trainer is gone."""
-    await_hangup(sock.fileno())
-    converter.clean()
-    os._exit(1)
 
 
 # ── in the trainer ─────────────────────────────────────────────────────────────────────────
@@ -180,11 +162,10 @@ class ProcessPool(BatchPool):
     def __init__(self, job: Job) -> None:
         self._job = job
         options = job.options
-        in_processes = job.num_converters > 0 and converter_kind(job.compat, os.name) == "process"
-        # Converter threads copy to the device from where a batch lies.
-        on_cuda = job.output.use_cuda and job.output.device.startswith("cuda")
+        in_processes = job.num_converters > 0 and not are_threads(job.compat)
         self._locks: PageLocks | None = None
-        if on_cuda and not in_processes:
+        # Converter threads copy to the device from where a batch lies.
+        if job.output.use_cuda and not in_processes:
             from cseq.converter.page_locks import PageLocks
 
             self._locks = PageLocks(job.output.device)
@@ -218,14 +199,12 @@ class ProcessPool(BatchPool):
         )
         self._group = ThreadGroup(ring, lanes)
         self._reader = SlotReader(self._arena)
-        self._receiver: Receiver | None = None
         self._imports: Imports | None = None
         if in_processes:
-            from cseq.converter.export import Receiver
+            from cseq.converter.export import Imports
 
-            self._receiver = Receiver(job.output)
             here = Converter(job.output).convert
-            self._imports = Imports(self._arena, ring, self._receiver, here)
+            self._imports = Imports(self._arena, ring, job.output, here)
             ends: Ends = self._imports, None, None
         else:
             ends = slot_ends(job, self._reader, job.buffer)
@@ -252,7 +231,7 @@ class ProcessPool(BatchPool):
         self.supervisor.prepare(
             job.worker,
             preload=self._options.preload,
-            needs=[] if self._receiver is None else ["torch"],
+            needs=[] if self._imports is None else ["torch"],
             timeout=self._options.timeout,
         )
         self.supervisor.launch()
@@ -309,11 +288,9 @@ class ProcessPool(BatchPool):
     def close(self) -> None:
         """End the workers, and then free what they used."""
         self.supervisor.closed = True
-        if self._receiver is not None:  # it may still read the converter processes' memory
-            self._receiver.close()
+        if self._imports is not None:  # it may still read the converter processes' memory
+            self._imports.close()
         self.supervisor.close(hurried=self.is_hurried)
-        if self._receiver is not None:
-            self._receiver.clean()
         self._group.join(1.0)
         if self._locks is not None:
             self._locks.close()

@@ -42,7 +42,6 @@ from cseq.threads import Latch
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
 
     from cseq.processes.launcher import Child
     from cseq.processes.logs import Levels
@@ -125,14 +124,13 @@ class Entered(NamedTuple):
         send_state(self.sock, READY)
 
 
-def enter(sock: socket.socket, *, grace_ns: Callable[[Any], int] | None = None) -> Entered:
-    """Set up a worker process; it ends when the trainer closes `sock`, or `grace_ns` later."""
+def enter(sock: socket.socket) -> Entered:
+    """Set up a worker process; it ends when the trainer closes `sock`."""
     keep_freed()
     setup, (ring_fd, arena_fd, marks_fd, *more) = _receive_setup(sock)
     if DEBUG:  # see cseq_fault.h
         os.environ["CSEQ_WORKER"] = str(setup.number)
-    watch = (sock.fileno(), 0 if grace_ns is None else grace_ns(setup.task))
-    threading.Thread(target=exit_on_hangup, args=watch, daemon=True).start()
+    threading.Thread(target=exit_on_hangup, args=(sock.fileno(),), daemon=True).start()
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=more.pop(0), all_threads=True)
     send_state(sock, LOADED if setup.record is None else ENTERED)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pytest
+import rehearsal
 
+from cseq.converter.cuda import CudaConverter
 from cseq.converter.host import Converter
-from cseq.converter.lane import Lane
 from cseq.converter.output import Output, parse, resolve
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class Mark:
         self.passed = True
 
 
-class SlowLane(Lane):
+class SlowLane(rehearsal.CpuLane):
     """A device that takes its time, and writes down what it is asked to do."""
 
     def __init__(self) -> None:
@@ -139,6 +140,12 @@ class SlowLane(Lane):
     def collect(self) -> None:
         """Note it."""
         self.journal.append("collect")
+
+
+def converter(output: Output = FLOAT, lane: Any = None) -> CudaConverter:
+    """Make a converter to the CPU, on a lane."""
+    with rehearsal.on(lane or rehearsal.CpuLane()):
+        return CudaConverter(rehearsal.rehearse(output))
 
 
 class Source(np.ndarray):

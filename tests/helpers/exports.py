@@ -1,6 +1,6 @@
 """Tensors that converter processes export, with the CPU in the part of the device.
 
-What `rehearse` leaves out is played here: a tensor lies in memory that goes with its process (a
+What `rehearsal` leaves out is played here: a tensor lies in memory that goes with its process (a
 memfd that is opened through its /proc), and there is a file of reference counts in /dev/shm, as
 torch makes it. Workers must be started by fork, which takes along what is changed here.
 """
@@ -8,24 +8,57 @@ torch makes it. Workers must be started by fork, which takes along what is chang
 from __future__ import annotations
 
 import os
+import pickle
 import secrets
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import rehearsal
 
-from cseq.converter import cuda, output
-from cseq.converter.export import SHM, Counts, Handle
+from cseq.converter import cuda
+from cseq.converter.export import Imports, opened
 from cseq.encoding.codec import map_leaves
+from cseq.encoding.pickling import dumps
 
 if TYPE_CHECKING:
     import pytest
 
 
-def open_theirs(
-    folder: str, pid: int, fd: int, dtype: str, shape: tuple[int, ...], _: bytes
-) -> Any:
+class Receiver(Imports):
+    """The trainer's end without slots: in the place of a cell is what a converter has pickled."""
+
+    def __init__(self, output: Any) -> None:
+        none: Any = None
+        ring: Any = SimpleNamespace(capacity=0)
+        super().__init__(none, ring, output, none)
+
+    def unpack(self, packed: Any) -> Any:
+        """Fetch a batch."""
+        return self._fetch(packed, 0, 0, ())
+
+    def drop(self, packed: Any) -> None:
+        """Give up a batch."""
+        with self._lane.active():
+            self._open(packed)
+
+    def _open(self, cell: Any, *_: Any) -> Any:
+        return pickle.loads(cell)
+
+
+class Theirs:
+    """Pickles as what opens memory of this process in another one."""
+
+    def __init__(self, rebuild: Any, *place: Any) -> None:
+        self.reduced = opened, (rebuild, place)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+def open_theirs(folder: str, pid: int, fd: int, dtype: str, shape: tuple[int, ...]) -> Any:
     """Open the memory of another process; its owner learns that it was opened."""
     import torch
 
@@ -60,13 +93,12 @@ class Exports:
         self.die_at = die_at
         self.tell_at = tell_at
         self.made = 0
-        self.name = b""
         self.owner = 0
         self.ear, self.mouth = os.pipe()
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let converters of this process and its children export like this."""
-        monkeypatch.setattr(output, "resolve", output.rehearse)
+        rehearsal.install(monkeypatch.setattr)
         monkeypatch.setattr(cuda, "pack", self.pack)
 
     def heard(self) -> int:
@@ -82,14 +114,13 @@ class Exports:
         """Name the exported tensors that were never opened."""
         return sorted(os.listdir(self.folder))
 
-    def pack(self, batch: Any, counts: Counts) -> Any:
+    def pack(self, batch: Any) -> bytes:
         """Stand in for `cseq.converter.export.pack`."""
         if self.owner != os.getpid():
             self.owner, self.made = os.getpid(), 0
-            self.name = f"/torch_{os.getpid()}_{secrets.randbits(32)}_0".encode()
-            Path(SHM + self.name.decode()).touch()
+            Path(f"/dev/shm/torch_{os.getpid()}_{secrets.randbits(32)}_0").touch()
         self.made += 1
-        packed = map_leaves(lambda leaf: self.export(leaf, counts), batch)
+        packed = dumps(map_leaves(self.export, batch))
         if self.made == self.tell_at:
             os.write(self.mouth, str(os.getpid()).encode().ljust(16))
         if self.made == self.die_at and not (self.folder.parent / "died").exists():
@@ -98,7 +129,7 @@ class Exports:
             os.kill(os.getpid(), signal.SIGKILL)
         return packed
 
-    def export(self, leaf: Any, counts: Counts) -> Any:
+    def export(self, leaf: Any) -> Any:
         """Put a tensor into memory of this process."""
         import torch
 
@@ -108,6 +139,4 @@ class Exports:
         os.write(fd, leaf.numpy().tobytes())
         (self.folder / f"{os.getpid()}-{fd}").touch()
         place = (str(self.folder), os.getpid(), fd, str(leaf.numpy().dtype), tuple(leaf.shape))
-        handle = Handle(open_once, (*place, self.name))
-        counts.add(handle)
-        return handle
+        return Theirs(open_once, *place)

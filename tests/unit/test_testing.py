@@ -94,9 +94,9 @@ def test_another_signal(caplog: pytest.LogCaptureFixture) -> None:
 def test_converters_follow_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Converter processes have the numbers from `num_workers` on."""
     pytest.importorskip("torch")
-    from cseq.converter import output
+    import rehearsal
 
-    monkeypatch.setattr(output, "resolve", output.rehearse)
+    rehearsal.install(monkeypatch.setattr)
     m = manager(lambda: np.arange(60.0), out_type="cuda", num_converters=1)
     with m.start(compat=False):
         assert len(testing.pids(m)) == 3

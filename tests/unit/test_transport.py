@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING, Any
 
+import exports
 import numpy as np
 import pytest
+import rehearsal
 from slots import acquire
 
 import cseq
@@ -14,8 +16,11 @@ from cseq._core import OrderSource, RangeReader, Ring, RunState, ring_bytes
 from cseq._feed import Feed, FeedIterator
 from cseq._memory import SMALL, Block, Slots
 from cseq._work import Decoder, Runner
+from cseq.converter.export import Imports
+from cseq.converter.output import parse
 from cseq.encoding import failure
-from cseq.encoding.transport import Imports, Objects, SlotReader, SlotSource, SlotWriter
+from cseq.encoding.pickling import dumps
+from cseq.encoding.transport import Objects, SlotReader, SlotSource, SlotWriter
 from cseq.memory.arena import Arena
 from cseq.memory.segment import FIRST
 from cseq.memory.writer import Writer
@@ -307,52 +312,39 @@ def test_an_error_of_a_converter_thread_that_has_not_got_the_batch() -> None:
 # -- between threads
 
 
-class Handled:
-    """A handle of another process's memory, which must be released once."""
-
-    def __init__(self, number: int) -> None:
-        self.number, self.opened = number, False
+RELEASED: list[int] = []
 
 
-class Importer:
-    """Releases handles, and is interrupted in the middle of it the first time."""
-
-    def __init__(self) -> None:
-        self.released: list[int] = []
-
-    def discard(self, batch: list[Handled]) -> None:
-        """Release what is not released yet."""
-        for handle in batch:
-            if not handle.opened:
-                handle.opened = True
-                self.released.append(handle.number)
-                if len(self.released) == 2:
-                    raise KeyboardInterrupt
-
-    def unpack(self, batch: Any) -> Any:
-        """Be called for no batch."""
-        raise AssertionError(batch)
+def release(number: int) -> int:
+    """Open memory of another process, and be interrupted once."""
+    RELEASED.append(number)
+    if len(RELEASED) == 2:
+        raise KeyboardInterrupt
+    return number
 
 
 def test_a_discard_that_is_interrupted() -> None:
-    """What was released before is not released again."""
+    """What a converter has pickled is read at most once."""
+    pytest.importorskip("torch")
     arena = Arena()
     bench = Bench(arena, stages=2)
-    importer = Importer()
-    bench.batch_reader = Imports(arena, bench.ring, importer, list)
+    RELEASED.clear()
+    with rehearsal.on(rehearsal.CpuLane()):
+        output = rehearsal.rehearse(parse("cuda", None))
+        bench.batch_reader = Imports(arena, bench.ring, output, list)
     source = SlotSource(bench.writer)
     for ticket in range(2):
         bench.send(ticket)
         assert bench.second.claim()
         source.fetch(bench.second)
-        handles = [Handled(3 * ticket + k) for k in range(3)]
-        bench.batch_writer.publish(bench.second, bench.batch_writer.write(bench.second, handles))
+        packed = dumps([exports.Theirs(release, 3 * ticket + k) for k in range(3)])
+        bench.batch_writer.publish(bench.second, bench.batch_writer.write(bench.second, packed))
     with pytest.raises(KeyboardInterrupt):
         bench.feed.end()
     assert bench.feed.abandoned_count == 2
     bench.feed.refill()
     assert bench.feed.abandoned_count == 0
-    assert sorted(importer.released) == list(range(6))
+    assert RELEASED == [3, 4, 0, 1, 2]  # the latest ticket first
     bench.writer.close()
     arena.close()
 

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import adverse
 import numpy as np
 import pytest
 from adverse import (
@@ -115,10 +116,10 @@ import numpy as np
 import cseq
 from cseq import _memory, testing
 from cseq.processes import deaths
-from cseq.converter import output
 
-if sys.argv[2] == "cuda":
-    output.resolve = output.rehearse  # converter processes also where there is no CUDA
+if sys.argv[2] == "cuda":  # converter processes also where there is no CUDA
+    import rehearsal
+    rehearsal.install()
 deaths.TRIES = 1000  # all workers come to the fatal step at about the same time, maybe of one batch
 
 class Worker:
@@ -165,7 +166,8 @@ def test_death_at_every_labelled_point(
     """
     if out_type == "cuda":
         pytest.importorskip("torch")
-    done = run_prepared(FAULTY, buffer, out_type, *POINTS, PYTHONPATH=str(debug_build))
+    path = os.pathsep.join([str(debug_build), str(Path(adverse.__file__).parent)])
+    done = run_prepared(FAULTY, buffer, out_type, *POINTS, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{point} True True True" for point in POINTS]
 

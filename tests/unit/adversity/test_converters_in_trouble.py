@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
-import sys
 from typing import TYPE_CHECKING, Any
 
 import exports as exporting
 import pytest
+import rehearsal
 from adverse import Squares, converted, digest, manager
 from killing import await_death
 
 from cseq import testing
-from cseq.converter import output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     import numpy as np
-    from conftest import RunScript
 
 pytestmark = pytest.mark.needs("Linux")
 
@@ -33,7 +30,7 @@ pytestmark = pytest.mark.needs("Linux")
 def converters_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let 'cuda' run its whole path with the CPU in the part of the device."""
     pytest.importorskip("torch")
-    monkeypatch.setattr(output, "resolve", output.rehearse)
+    rehearsal.install(monkeypatch.setattr)
 
 
 @pytest.mark.usefixtures("converters_on_the_cpu")
@@ -165,20 +162,15 @@ def test_an_interrupted_import_is_made_again(
     assert not [name for name in theirs.left() if name.startswith("twice")]
 
 
-@pytest.mark.parametrize("how", ["finish", "kill", "drop"])
+@pytest.mark.parametrize("how", ["finish", "drop"])
 def test_converters_leave_no_counts_in_dev_shm(exports: MakeExports, how: str) -> None:
-    """Torch's files of reference counts go with their converters, however these end."""
+    """Torch's files of reference counts go with their converters, unless these are killed."""
     theirs = exports(tell_at=10)
     m = manager(out_type="cuda", num_converters=1)
     m.start(compat=False)
     iterator = iter(m)
-    if how == "kill":
-        next(iterator)  # only then does the trainer know of the file
     pid = theirs.heard()
     assert counts_of(pid)
-    if how == "kill":
-        os.kill(pid, signal.SIGKILL)
-        await_death(pid)
     if how == "drop":
         del iterator, m
         gc.collect()
@@ -191,35 +183,3 @@ def test_converters_leave_no_counts_in_dev_shm(exports: MakeExports, how: str) -
 def counts_of(pid: int) -> list[str]:
     """Name a converter's files of reference counts."""
     return [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{pid}_")]
-
-
-ORPHANS = """
-import os, signal, sys
-from pathlib import Path
-import pytest
-from interrupting import interrupted
-import cseq
-import exports
-import adverse as t
-
-theirs = exports.Exports(Path(sys.argv[1]), tell_at=10)
-theirs.install(pytest.MonkeyPatch())
-m = t.manager(out_type="cuda", num_converters=1)
-m.start(compat=False)
-iterator = iter(m)
-next(iterator)
-print(theirs.heard(), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_converters_without_a_trainer_leave_no_counts(
-    run_prepared: RunScript, tmp_path: Path
-) -> None:
-    """When the trainer is killed, converters remove their files before they go."""
-    pytest.importorskip("torch")
-    (tmp_path / "exported").mkdir()
-    done = run_prepared(ORPHANS, str(tmp_path / "exported"), PYTHONPATH=os.pathsep.join(sys.path))
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    await_death(int(done.stdout))
-    assert not counts_of(int(done.stdout))

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from converting import ARRAYS, FLOAT, UNTOUCHED, SlowLane, lone, same_bits, watched
+import rehearsal
+from converting import ARRAYS, UNTOUCHED, SlowLane, converter, lone, same_bits, watched
 
 import cseq
-from cseq.converter import output as outputs
 from cseq.converter.cuda import CudaConverter, receive
-from cseq.converter.output import for_test, parse, rehearse
+from cseq.converter.output import for_test, parse
 
 torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 
@@ -25,7 +25,7 @@ def test_a_lane_gives_the_same(name: str, dtype: str | None) -> None:
     array = (ARRAYS | UNTOUCHED)[name]
     output = parse("cuda", dtype)
     at_once = lone(for_test(output, "cpu"))(array)
-    got = receive(CudaConverter(rehearse(output)).convert([array]))[0]
+    got = receive(converter(output).convert([array]))[0]
     if at_once is array:
         assert got is array
         return
@@ -41,7 +41,7 @@ def test_tensors_on_a_lane() -> None:
     sparse = torch.eye(3, dtype=torch.float64).to_sparse()
     batch = {"a": images, "b": torch.arange(4)[::2], "c": torch.ones(2, requires_grad=True)}
     batch |= {"d": torch.ones(2, device="meta"), "e": "text", "f": sparse}
-    got: Any = receive(CudaConverter(rehearse(FLOAT)).convert(batch))
+    got: Any = receive(converter().convert(batch))
     assert same_bits(got["a"], images)
     assert got["a"].data_ptr() != images.data_ptr()
     assert same_bits(got["b"], torch.tensor([0.0, 2.0]))
@@ -57,7 +57,7 @@ def test_what_the_device_can_fetch_is_not_copied_before() -> None:
     """An array in page-locked memory, of the right type, is copied from where it lies."""
     lane = SlowLane()
     array = np.zeros((3, 4), np.float32)
-    CudaConverter(rehearse(FLOAT), lane).convert(array)
+    converter(lane=lane).convert(array)
     assert lane.journal == [array.ctypes.data]
 
 
@@ -70,7 +70,7 @@ def test_what_the_device_cannot_fetch_is_staged() -> None:
 
     lane = Ordinary()
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
-    result: Any = CudaConverter(rehearse(FLOAT), lane).convert(array)
+    result: Any = converter(lane=lane).convert(array)
     assert lane.journal != [array.ctypes.data]
     assert same_bits(result.batch, torch.from_numpy(array))
 
@@ -78,7 +78,7 @@ def test_what_the_device_cannot_fetch_is_staged() -> None:
 def test_memory_is_kept_until_it_was_copied() -> None:
     """What a copy reads is kept until the copy is done, also when the batch is thrown away."""
     lane = SlowLane()
-    cuda = CudaConverter(rehearse(FLOAT), lane)
+    cuda = converter(lane=lane)
     first, first_gone = watched(3)
     second, second_gone = watched(4)
     cuda.convert([first])
@@ -104,7 +104,7 @@ def test_memory_is_kept_after_an_error() -> None:
             return super().send(tensor)
 
     lane = Full()
-    cuda = CudaConverter(rehearse(FLOAT), lane)
+    cuda = converter(lane=lane)
     first, first_gone = watched(3)
     with pytest.raises(RuntimeError, match="out of memory"):
         cuda.convert([first, np.zeros(4, np.float32)])
@@ -118,7 +118,7 @@ def test_a_pause_waits_for_the_copies() -> None:
     """Before it pauses, and when it closes, a converter waits and keeps nothing."""
     for stop in (lambda cuda: cuda.reap(wait=True), CudaConverter.close):
         lane = SlowLane()
-        cuda = CudaConverter(rehearse(FLOAT), lane)
+        cuda = converter(lane=lane)
         array, gone = watched(3)
         cuda.convert(array)
         del array
@@ -131,7 +131,7 @@ def test_the_consumer_waits_on_the_device() -> None:
     """The consumer joins the lane with every tensor of the batch, and does not wait itself."""
     lane = SlowLane()
     batch = {"a": np.arange(2), "b": [np.ones(1), 1]}
-    transfer = CudaConverter(rehearse(FLOAT), lane).convert(batch)
+    transfer = converter(lane=lane).convert(batch)
     lane.journal.clear()
     got: Any = receive(transfer)
     assert len(lane.journal) == 1
@@ -149,7 +149,7 @@ def test_other_results_are_received_as_they_are() -> None:
 def test_exporting_waits_for_the_copies() -> None:
     """In a process the memory of a batch may be overwritten when it has been exported."""
     lane = SlowLane()
-    cuda = CudaConverter(rehearse(FLOAT), lane)
+    cuda = converter(lane=lane)
     array, gone = watched(3)
     cuda.export([array])
     del array
@@ -160,7 +160,7 @@ def test_exporting_waits_for_the_copies() -> None:
 def test_closing_collects() -> None:
     """A converter that closes asks torch to let go of what consumers have taken."""
     lane = SlowLane()
-    CudaConverter(rehearse(FLOAT), lane).close()
+    converter(lane=lane).close()
     assert lane.journal == ["collect"]
 
 
@@ -194,13 +194,15 @@ def test_converters_without_a_device(
     kind: str, compat: bool | None, dtype: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Converters in threads and in processes give what test mode gives; here, on the CPU."""
-    monkeypatch.setattr(outputs, "resolve", rehearse)
+    rehearsal.install(monkeypatch.setattr)
     made = []
     monkeypatch.setattr(
         "cseq.converter.cuda.CudaConverter",
         lambda output: made.append(CudaConverter(output)) or made[-1],  # type: ignore[func-returns-value]
     )
     options: Any = {"batch_size": 16, "num_workers": 2, "num_converters": 1, "dtype": dtype}
+    if kind == "MPSequence":
+        options["start_method"] = "fork"
     streams = []
     for parallel in (True, False):
         manager = getattr(cseq, kind)(make_worker(), 100, seed=3, out_type="cuda", **options)

@@ -1,19 +1,19 @@
-"""Tensors that a converter process exports and the trainer fetches."""
+"""Batches that a converter process exports and the trainer fetches."""
 
 from __future__ import annotations
 
-import pickle
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from converting import FLOAT, SlowLane, same_bits
+import rehearsal
+from converting import FLOAT, SlowLane, converter, same_bits
+from exports import Receiver, Theirs
 
-from cseq.converter.cuda import CudaConverter
-from cseq.converter.export import Counts, Handle, Receiver, pack
-from cseq.converter.output import rehearse
+from cseq.converter.export import Lost, pack
+from cseq.encoding.pickling import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +31,12 @@ def fetch(key: str) -> Any:
     return STORE[key][:]
 
 
+def receiver(lane: Any = None) -> Receiver:
+    """Make the trainer's end."""
+    with rehearsal.on(lane or rehearsal.CpuLane()):
+        return Receiver(rehearsal.rehearse(FLOAT))
+
+
 @pytest.fixture
 def store() -> Iterator[dict[str, Any]]:
     """Give the memory of the other process."""
@@ -39,22 +45,29 @@ def store() -> Iterator[dict[str, Any]]:
     STORE.clear()
 
 
-def test_packing_leaves_cpu_tensors() -> None:
-    """Without CUDA tensors, a batch is packed as it is: the codec takes CPU tensors as they are."""
-    batch = {"a": torch.ones(2), "b": [np.ones(1), "text"]}
-    assert pack(batch, Counts()) is batch
-    exported: Any = CudaConverter(rehearse(FLOAT)).export(batch)
-    assert same_bits(exported["a"], torch.ones(2))
-    assert same_bits(exported["b"][0], torch.ones(1))
-    assert Receiver(rehearse(FLOAT)).unpack(exported) is exported
+def test_what_is_on_the_cpu_is_pickled() -> None:
+    """Tensors on the CPU, arrays and all else."""
+    exported = converter().export({"a": torch.ones(2), "b": [np.ones(1), "text"]})
+    got = receiver().unpack(exported)
+    assert same_bits(got["a"], torch.ones(2))
+    assert same_bits(got["b"][0], torch.ones(1))
+    assert got["b"][1] == "text"
 
 
-def test_a_handle_is_small_and_can_be_sent(store: dict[str, Any]) -> None:
-    """A handle is pickled as two words, whatever the size of its tensor."""
+def test_a_tensor_on_the_device_is_pickled_by_torchs_reduction(
+    store: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As what opens its memory, whatever its size."""
     store["x"] = torch.arange(1000)
-    sent = pickle.dumps(Handle(fetch, ("x",)))
-    assert len(sent) < 200
-    assert same_bits(pickle.loads(sent).open(), torch.arange(1000))
+
+    class Device(torch.Tensor):  # type: ignore[name-defined,misc]
+        is_cuda = True
+
+    reductions = pytest.importorskip("torch.multiprocessing.reductions")
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda _: (fetch, ("x",)))
+    packed = pack([torch.zeros(1000).as_subclass(Device)])
+    assert len(packed) < 300
+    assert same_bits(receiver().unpack(packed)[0], torch.arange(1000))
 
 
 def test_a_received_batch_is_the_consumers_own(store: dict[str, Any]) -> None:
@@ -62,8 +75,7 @@ def test_a_received_batch_is_the_consumers_own(store: dict[str, Any]) -> None:
     store["x"] = torch.rand(3, 4).T
     store["y"] = torch.arange(3)
     before = store["x"].clone()
-    receiver = Receiver(rehearse(FLOAT))
-    batch: Any = receiver.unpack({"x": Handle(fetch, ("x",)), "z": [1, Handle(fetch, ("y",))]})
+    batch = receiver().unpack(dumps({"x": Theirs(fetch, "x"), "z": [1, Theirs(fetch, "y")]}))
     store["x"].zero_()
     store["y"].zero_()
     assert same_bits(batch["x"], before)
@@ -77,30 +89,33 @@ def test_memory_of_the_other_process_is_let_go(
     """The other process's memory is let go when the copy is done, on the receiver's own lane."""
     gone: list[weakref.ref[Any]] = []
 
-    class Opened:
+    class Opened(torch.Tensor):  # type: ignore[name-defined,misc]
         """A tensor of the other process."""
 
-        def __init__(self, key: str) -> None:
-            self.key = key
-            gone.append(weakref.ref(self, lambda _: inside.append(lane.inside)))
-
         def clone(self) -> Any:
-            return store[self.key].clone()
+            return self.as_subclass(torch.Tensor).clone()
 
-    monkeypatch.setattr(sys.modules[__name__], "fetch", Opened)
+    def fetched(key: str) -> Any:
+        opened = store[key][:].as_subclass(Opened)
+        gone.append(weakref.ref(opened, lambda _: inside.append(lane.inside)))
+        return opened
+
+    fetched.__qualname__ = "fetch"  # so that it is found where a pickle names it
+    monkeypatch.setattr(sys.modules[__name__], "fetch", fetched)
     inside: list[bool] = []
     lane = SlowLane()
-    receiver = Receiver(rehearse(FLOAT), lane)
+    received = receiver(lane)
     store["x"] = torch.arange(3)
-    first: Any = receiver.unpack([Handle(fetch, ("x",))])
-    receiver.unpack([Handle(fetch, ("x",))])
+    packed = dumps([Theirs(fetched, "x")])
+    first = received.unpack(packed)
+    received.unpack(packed)
     assert [ref() is None for ref in gone] == [False, False]
     assert lane.journal[0][:2] == ("join", lane.marks[0])
     assert lane.journal[0][2][0] is first[0]
     lane.marks[0].passed = True
-    receiver.unpack([])
+    received.unpack(dumps([]))
     assert [ref() is None for ref in gone] == [True, False]
-    receiver.close()
+    received.close()
     assert [ref() is None for ref in gone] == [True, True]
     assert inside == [True, True]
 
@@ -108,23 +123,7 @@ def test_memory_of_the_other_process_is_let_go(
 def test_a_lost_converter_is_an_error(store: dict[str, Any]) -> None:
     """A batch whose converter's process has ended cannot be received."""
     store["x"] = torch.arange(3)
-    receiver = Receiver(rehearse(FLOAT))
-    with pytest.raises(RuntimeError, match="gone"):
-        receiver.unpack([Handle(fetch, ("x",)), Handle(fetch, ("lost",))])
-    assert same_bits(receiver.unpack(Handle(fetch, ("x",))), torch.arange(3))
-
-
-def test_a_given_up_batch_is_opened_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch that is given up is opened: so its converter learns that it may let go of it."""
-    keys = []
-
-    def note(key: str) -> Any:
-        keys.append(key)
-        if key == "lost":
-            raise RuntimeError("gone")
-        return object()
-
-    monkeypatch.setattr(sys.modules[__name__], "fetch", note)
-    batch = {"a": Handle(fetch, ("lost",)), "b": [Handle(fetch, ("x",)), 3]}
-    Receiver(rehearse(FLOAT)).discard(batch)
-    assert keys == ["lost", "x"]
+    received = receiver()
+    with pytest.raises(Lost, match="gone"):
+        received.unpack(dumps([Theirs(fetch, "x"), Theirs(fetch, "lost")]))
+    assert same_bits(received.unpack(dumps(Theirs(fetch, "x"))), torch.arange(3))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cseq.converter.lane import CudaLane
+from cseq.converter.lane import Lane
 
 torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 
@@ -36,7 +36,7 @@ def test_a_cuda_lane_asks_torch_in_this_order(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(("current", device)))
-    lane = CudaLane("cuda:1")
+    lane = Lane("cuda:1")
     event = lane.record()
     lane.join(event, [Tensor(), Tensor()])
     device = torch.device("cuda:1")

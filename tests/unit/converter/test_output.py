@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -16,8 +17,8 @@ from indexers import Indices1
 import cseq
 from cseq.converter.host import Converter
 from cseq.converter.output import (
+    are_threads,
     cast_dtype,
-    converter_kind,
     for_test,
     parse,
     resolve,
@@ -179,13 +180,13 @@ def test_an_output_can_be_sent() -> None:
         assert pickle.loads(pickle.dumps(output)) == output
 
 
-def test_compat() -> None:
+@pytest.mark.parametrize("name", ["nt", "posix"])
+def test_compat(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA conversion is in threads where compat says so, and on Windows unless it says no."""
-    assert converter_kind(None, "nt") == "thread"
-    assert converter_kind(None, "posix") == "process"
-    for name in ("nt", "posix"):
-        assert converter_kind(True, name) == "thread"
-        assert converter_kind(False, name) == "process"
+    monkeypatch.setattr(os, "name", name)
+    assert are_threads(None) == (name == "nt")
+    assert are_threads(True)
+    assert not are_threads(False)
 
 
 def test_test_modes() -> None:

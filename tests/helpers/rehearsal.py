@@ -1,0 +1,89 @@
+"""The CPU in the part of a CUDA device: the whole path to the device, where there is none.
+
+Workers must be started by fork, which takes along what is changed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from cseq.converter import cuda, export, output, page_locks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from cseq.converter.output import Output
+
+
+class Passed:
+    """The event of a lane whose copies are synchronous."""
+
+    def query(self) -> bool:
+        """Return whether the copies are done: always."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+
+class CpuLane:
+    """A lane of which every copy is synchronous."""
+
+    pins = False
+
+    def __init__(self, device: str = "cpu") -> None:
+        assert device == "cpu"
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """Be active anyway."""
+        return contextlib.nullcontext()
+
+    def can_fetch(self, tensor: Any) -> bool:
+        """Fetch all."""
+        return True
+
+    def send(self, tensor: Any) -> Any:
+        """Copy at once."""
+        return tensor.clone()
+
+    def record(self) -> Any:
+        """Make an event that is passed."""
+        return Passed()
+
+    def join(self, event: Any, tensors: list[Any]) -> None:
+        """Wait for nothing."""
+
+    def collect(self) -> None:
+        """Keep nothing."""
+
+
+class Locks:
+    """Page-locks nothing."""
+
+    def __init__(self, device: str) -> None:
+        self.register = self.unregister = lambda memory: True
+        self.close = lambda: None
+
+
+def rehearse(asked: Output) -> Output:
+    """Return an output that takes the CUDA path to the CPU."""
+    return asked._replace(kind="cuda", device="cpu", function=None)
+
+
+def install(put: Callable[[Any, str, Any], object] = setattr, lane: Any = CpuLane) -> None:
+    """Rehearse, here and in processes that are forked from now on; `lane` makes the lanes."""
+    put(output, "resolve", rehearse)
+    put(cuda, "Lane", lane)
+    put(export, "Lane", lane)
+    put(page_locks, "PageLocks", Locks)
+
+
+@contextlib.contextmanager
+def on(lane: Any) -> Iterator[None]:
+    """Rehearse with one lane."""
+    import pytest
+
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch.setattr, lambda _: lane)
+        yield
