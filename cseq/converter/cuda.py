@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cseq.converter.export import pack, remove_counts
 from cseq.converter.host import Host, is_array, is_usable, target_of
-from cseq.converter.lane import Lane, UnderWay
+from cseq.converter.lane import Lane
 from cseq.encoding.codec import map_leaves, recast
 
 if TYPE_CHECKING:
@@ -14,16 +14,13 @@ if TYPE_CHECKING:
     from cseq.converter.output import Output
 
 
-class Transfer:
+class Transfer(NamedTuple):
     """A batch on its way to the device; only `receive` may use it."""
 
-    __slots__ = ("batch", "event", "lane", "tensors")
-
-    def __init__(self, batch: Batch, event: Event, tensors: list[Tensor], lane: Lane) -> None:
-        self.batch = batch
-        self.event = event
-        self.tensors = tensors
-        self.lane = lane
+    batch: Batch
+    event: Event
+    tensors: list[Tensor]
+    lane: Lane
 
 
 def receive(result: Transfer | Batch) -> Batch:
@@ -52,7 +49,6 @@ class CudaConverter:
     def __init__(self, output: Output) -> None:
         self._host = Host(output)
         self._lane = Lane(output.device)
-        self._under_way = UnderWay()
 
     def convert(self, batch: Batch) -> Transfer:
         """Begin to copy a batch; its memory is kept until the copies are done."""
@@ -67,8 +63,7 @@ class CudaConverter:
             try:
                 sent = map_leaves(leaf, batch)
             finally:  # also after an error: copies that were begun go on
-                event = self._lane.record()
-                self._under_way.hold(event, sources)
+                event = self._lane.record(sources)
         return Transfer(sent, event, tensors, self._lane)
 
     def export(self, batch: Batch) -> bytes:
@@ -85,7 +80,7 @@ class CudaConverter:
 
         Call it when no ticket comes, too: an idle converter would keep a slot.
         """
-        self._under_way.reap(wait=wait)
+        self._lane.reap(wait=wait)
 
     def close(self) -> None:
         """Wait until all copies are done; in a process, call it after `Imports.close`."""

@@ -14,7 +14,7 @@ import os
 import pickle
 from typing import TYPE_CHECKING
 
-from cseq.converter.lane import Lane, UnderWay
+from cseq.converter.lane import Lane
 from cseq.encoding import codec
 from cseq.encoding.codec import map_leaves
 from cseq.encoding.pickling import dumps
@@ -106,7 +106,6 @@ class Imports(SlotReader):
         # A lane of its own: when torch releases the other process's memory, the host waits for the
         # current stream, which here has one short copy to do, and not the training step.
         self._lane = Lane(output.device)
-        self._under_way = UnderWay()
         self._read = [0] * ring.capacity  # by cell, the ticket whose pickle was read
         self.lost = 0
 
@@ -137,12 +136,11 @@ class Imports(SlotReader):
             return ours[-1]
 
         with self._lane.active():
-            self._under_way.reap()
+            self._lane.reap()
             try:
                 batch = map_leaves(leaf, self._open(cell, slot, capacity, record))
             finally:
-                event = self._lane.record()
-                self._under_way.hold(event, theirs)
+                event = self._lane.record(theirs)
         self._lane.join(event, ours)
         return batch
 
@@ -167,4 +165,4 @@ class Imports(SlotReader):
     def close(self) -> None:
         """Release all memory of other processes."""
         with self._lane.active():
-            self._under_way.reap(wait=True)
+            self._lane.reap(wait=True)

@@ -1,4 +1,4 @@
-"""A queue of copies to a device, and the memory that they still read."""
+"""A queue of copies to a device, with the memory that they still read."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Lane:
         self._torch = torch = importlib.import_module("torch")
         self._device = torch.device(device)
         self._stream = torch.cuda.Stream(self._device)
+        self._read: deque[tuple[Event, list[Tensor]]] = deque()
 
     def active(self) -> AbstractContextManager[object]:
         """Make the stream this thread's current one, and its device the current device."""
@@ -36,10 +37,15 @@ class Lane:
         """Copy without waiting."""
         return tensor.to(self._device, non_blocking=True)
 
-    def record(self) -> Event:
-        """Record an event; a host thread that waits for it sleeps rather than spins."""
+    def record(self, read: list[Tensor]) -> Event:
+        """Record an event; a host thread that waits for it sleeps rather than spins.
+
+        Until it is passed, the tensors that were read are kept, and the arrays they lie on.
+        """
         event = self._torch.cuda.Event(blocking=True)
         event.record(self._stream)
+        if read:
+            self._read.append((event, read))
         return event
 
     def join(self, event: Event, tensors: list[Tensor]) -> None:
@@ -57,23 +63,11 @@ class Lane:
         """Free memory of this process that other processes do not use any more."""
         self._torch.cuda.ipc_collect()
 
-
-class UnderWay:
-    """Memory that a lane's copies still read, each piece with the event that ends its use."""
-
-    def __init__(self) -> None:
-        self._queue: deque[tuple[Event, list[Tensor]]] = deque()
-
-    def hold(self, event: Event, tensors: list[Tensor]) -> None:
-        """Keep tensors, and with them the arrays they lie on, until the event is passed."""
-        if tensors:
-            self._queue.append((event, tensors))
-
     def reap(self, *, wait: bool = False) -> None:
         """Release memory that is no longer read; with `wait`, wait for all copies."""
-        while self._queue:
+        while self._read:
             if wait:
-                self._queue[0][0].synchronize()
-            elif not self._queue[0][0].query():
+                self._read[0][0].synchronize()
+            elif not self._read[0][0].query():
                 return
-            self._queue.popleft()
+            self._read.popleft()

@@ -109,6 +109,7 @@ class SlowLane(rehearsal.CpuLane):
     """A device that takes its time, and writes down what it is asked to do."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.journal: list[Any] = []
         self.marks: list[Mark] = []
         self.inside = False
@@ -126,7 +127,7 @@ class SlowLane(rehearsal.CpuLane):
         self.journal.append(tensor.data_ptr())
         return super().send(tensor)
 
-    def record(self) -> Mark:
+    def event(self) -> Mark:
         """Make a mark that is not passed."""
         assert self.inside
         self.marks.append(Mark(self.journal))

@@ -6,9 +6,10 @@ Workers must be started by fork, which takes along what is changed here.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from cseq.converter import cuda, export, output, page_locks
+from cseq.converter import cuda, export, lane, output, page_locks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,13 +28,14 @@ class Passed:
         """Wait for nothing."""
 
 
-class CpuLane:
+class CpuLane(lane.Lane):
     """A lane of which every copy is synchronous."""
 
     pins = False
 
     def __init__(self, device: str = "cpu") -> None:
         assert device == "cpu"
+        self._read = deque()
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         """Be active anyway."""
@@ -47,7 +49,14 @@ class CpuLane:
         """Copy at once."""
         return tensor.clone()
 
-    def record(self) -> Any:
+    def record(self, read: list[Any]) -> Any:
+        """Keep what was read until the event is passed."""
+        event = self.event()
+        if read:
+            self._read.append((event, read))
+        return event
+
+    def event(self) -> Any:
         """Make an event that is passed."""
         return Passed()
 
@@ -71,19 +80,19 @@ def rehearse(asked: Output) -> Output:
     return asked._replace(kind="cuda", device="cpu", function=None)
 
 
-def install(put: Callable[[Any, str, Any], object] = setattr, lane: Any = CpuLane) -> None:
-    """Rehearse, here and in processes that are forked from now on; `lane` makes the lanes."""
+def install(put: Callable[[Any, str, Any], object] = setattr, make: Any = CpuLane) -> None:
+    """Rehearse, here and in processes that are forked from now on; `make` makes the lanes."""
     put(output, "resolve", rehearse)
-    put(cuda, "Lane", lane)
-    put(export, "Lane", lane)
+    put(cuda, "Lane", make)
+    put(export, "Lane", make)
     put(page_locks, "PageLocks", Locks)
 
 
 @contextlib.contextmanager
-def on(lane: Any) -> Iterator[None]:
+def on(made: Any) -> Iterator[None]:
     """Rehearse with one lane."""
     import pytest
 
     with pytest.MonkeyPatch.context() as patch:
-        install(patch.setattr, lambda _: lane)
+        install(patch.setattr, lambda _: made)
         yield

@@ -37,7 +37,7 @@ def test_a_cuda_lane_asks_torch_in_this_order(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(("current", device)))
     lane = Lane("cuda:1")
-    event = lane.record()
+    event = lane.record([])
     lane.join(event, [Tensor(), Tensor()])
     device = torch.device("cuda:1")
     use = ("use", ("current", device))
