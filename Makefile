@@ -144,11 +144,12 @@ $(VENV)/.peers: benchmarks/requirements.txt | $(VENV)/.test
 docs:
 	$(call in,.docs-venv,.docs)
 
+# All pages are written: the search's index would have the entries of those that changed alone.
 .PHONY: .docs
 .docs: $(VENV)/.sphinx
 	$(COMPILE)
 	rm -rf docs/reference/api # written anew: a name that went would stay
-	$(PY) -m sphinx --fail-on-warning --nitpicky --quiet --jobs auto docs build/docs
+	$(PY) -m sphinx --fail-on-warning --nitpicky --quiet --jobs auto --write-all docs build/docs
 
 $(VENV)/.sphinx: docs/requirements.txt | $(VENV)/.build
 	$(PIP) install 'cloudpickle>=3.0' --requirement $<

@@ -126,6 +126,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = "cseq"
 html_static_path = ["_static"]
 html_css_files = ["cseq.css"]
+html_favicon = "_static/favicon.svg"
 html_show_sourcelink = False
 html_baseurl = f"{URLS['Documentation'].rstrip('/')}/{docs_version}/"
 html_theme_options = {
