@@ -2,61 +2,37 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
+import typing
 import warnings
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from cseq._core import ALGORITHMS
 from cseq.advice import MOST_READERS
-from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds
+from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds, unexpected
 from cseq.compute import share
+from cseq.converter import output as outputs
 from cseq.indexing import indexer
 from cseq.indexing.dataset import is_torchs, unasked
 from cseq.memory.memory_limit import memory_limit_of
 from cseq.order.base import Order
+from cseq.order.sampler import Sampler
 from cseq.order.shuffled import Sequential, Shuffled
 from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import TypeAlias
+    from typing import Concatenate, TypeAlias
 
     from numpy.typing import NDArray
-    from typing_extensions import TypedDict
 
     from cseq.converter.output import Output
     from cseq.indexing.indexer import Indexer
-    from cseq.order.sampler import Sampler
+    from cseq.order.shard import Shard
 
-    class Options(TypedDict, total=False):
-        """The keywords of `MSequence` after `seed`, for the type checker."""
-
-        dtype: Any
-        drop_last: bool
-        ordered: bool
-        start_method: StartMethod | None
-        shard: tuple[int, int] | Literal["auto"] | None
-        on_error: OnError
-        max_restarts: int
-        timeout: float | None
-        on_timeout: OnTimeout
-        memory_limit: int | str | None
-        pad: bool
-        threads: int | None
-        preload: Sequence[str] | Literal[False] | None
-        seed_globals: bool
-        order: Order | None
-        repeat: int | Literal[True]
-
-    class Keywords(Options, total=False):
-        """All keywords of `MSequence` but `num_workers`, `out_type` and `thread_type`."""
-
-        num_converters: int | None
-        batch_size: int
-        buffer: int | Literal["auto"]
-        shuffle: Shuffle
-        seed: int | None
-
-    # `MSequence` has an overload for each of the two: pyright resolves no type variable in a union.
     Worker: TypeAlias = Callable[[], Indexer[Any]] | Indexer[Any]
     Shuffle: TypeAlias = bool | Literal["feistel"]
     ThreadType: TypeAlias = Literal["proc", "thread", "ray"]
@@ -76,6 +52,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_RESTARTS",
+    "Arguments",
+    "ArgumentsOfKind",
+    "ArgumentsOfRay",
     "Job",
     "Size",
     "Sizes",
@@ -85,11 +64,14 @@ __all__ = [
     "dtype_of",
     "fleet_of",
     "is_auto",
-    "order_of",
-    "repeat_of",
+    "job_of",
     "samples_of",
+    "taking",
     "workers_of_auto",
 ]
+
+P = typing.ParamSpec("P")
+T = typing.TypeVar("T")
 
 MAX_RESTARTS = 100  # in an epoch, where nothing else is said
 MOST_EPOCHS = 2**63
@@ -100,6 +82,97 @@ LEAST_READERS, AUTO_READERS = 16, 64  # workers that it may take beyond the core
 AUTO_BUFFER, AUTO_WORDS = 1024, 2**20  # batches, and indices of all of them together
 MOST_BUFFER = 2**14  # each has a mapping in two processes; Linux allows a process some 65000
 MOST_BATCH = 2**32 - 1  # a ticket counts its words in 32 bits
+
+
+@dataclass(repr=False, eq=False)
+class _First:
+    """What all sequences take first; the fields are in the order of the positions."""
+
+    worker: Worker
+    dset_size: Any = None
+    num_workers: int | Literal["auto"] = 4
+    num_converters: int | None = None
+    batch_size: int = BATCH_SIZE
+    buffer: int | Literal["auto"] = 10
+    shuffle: Shuffle = True
+
+
+@dataclass(repr=False, eq=False)
+class _WithKind(_First):
+    """And then `MSequence`."""
+
+    thread_type: ThreadType = "proc"
+
+
+@dataclass(repr=False, eq=False)
+class _Others:
+    """What all sequences take then."""
+
+    out_type: OutType = "cuda"
+    seed: int | None = None
+    _: KW_ONLY
+    dtype: Any = "auto"
+    drop_last: bool = False
+    ordered: bool = True
+    start_method: StartMethod | None = None
+    shard: tuple[int, int] | Literal["auto"] | None = None
+    on_error: OnError = "raise"
+    max_restarts: int = MAX_RESTARTS
+    timeout: float | None = None
+    on_timeout: OnTimeout = "raise"
+    memory_limit: int | str | None = None
+    pad: bool = True
+    threads: int | None = 1
+    preload: Sequence[str] | Literal[False] | None = None
+    seed_globals: bool = True
+    order: Order | None = None
+    repeat: int | Literal[True] = 1
+
+
+@dataclass(repr=False, eq=False)
+class Arguments(_Others, _WithKind):
+    """The arguments of `MSequence`."""
+
+
+@dataclass(repr=False, eq=False)
+class ArgumentsOfKind(_Others, _First):
+    """Those of the classes that set `thread_type`."""
+
+
+@dataclass(repr=False, eq=False)
+class ArgumentsOfRay(ArgumentsOfKind):
+    """Those of `RaySequence`."""
+
+    buffer: int | Literal["auto"] = "auto"
+
+
+def taking(
+    arguments: Callable[P, T],
+) -> Callable[[Callable[[Any, T], None]], Callable[Concatenate[Any, P], None]]:
+    """Have an ``__init__`` take the arguments of a class of these, and get an object of that."""
+    signature = inspect.signature(arguments)
+
+    def decorate(initialise: Callable[[Any, T], None]) -> Callable[Concatenate[Any, P], None]:
+        @functools.wraps(initialise)
+        def __init__(self: Any, /, *values: P.args, **named: P.kwargs) -> None:  # noqa: N807
+            caller, known = type(self).__name__, signature.parameters
+            for name in named.keys() - known.keys():
+                is_dataset = indexer.takes_samples([*values, named.get("worker")][0])
+                raise unexpected(caller, name, known, is_dataset=is_dataset)
+            try:
+                signature.bind(*values, **named)
+            except TypeError as error:
+                raise TypeError(f"{caller}(): {error}") from None
+            initialise(self, arguments(*values, **named))
+
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        shown = signature.replace(
+            parameters=[own, *signature.parameters.values()], return_annotation="None"
+        )
+        setattr(__init__, "__signature__", shown)  # noqa: B010
+        return __init__
+
+    return decorate
 
 
 class WorkerOptions(NamedTuple):
@@ -115,30 +188,21 @@ class WorkerOptions(NamedTuple):
     max_restarts: int
     timeout: float | None
     on_timeout: str
-    memory_limit: int | None
+    memory_limit: Any
     threads: int | None
-    preload: tuple[str, ...] | Literal[False] | None
+    preload: Any
 
-    @classmethod
-    def checked(
-        cls,
-        start_method: Any,
-        max_restarts: Any,
-        timeout: Any,
-        on_timeout: Any,
-        memory_limit: Any,
-        threads: Any,
-        preload: Any,
-    ) -> WorkerOptions:
+    def checked(self) -> WorkerOptions:
         """Check these arguments."""
-        return cls(
-            choice("start_method", start_method, (None, *start_methods())),
-            count("max_restarts", max_restarts, least=0),
-            seconds("timeout", timeout),
-            choice("on_timeout", on_timeout, ("raise", "restart")),
-            None if memory_limit is None else memory_limit_of(memory_limit),
+        limit, threads = self.memory_limit, self.threads
+        return WorkerOptions(
+            choice("start_method", self.start_method, (None, *start_methods())),
+            count("max_restarts", self.max_restarts, least=0),
+            seconds("timeout", self.timeout),
+            choice("on_timeout", self.on_timeout, ("raise", "restart")),
+            None if limit is None else memory_limit_of(limit),
             None if threads is None else count("threads", threads),
-            modules("preload", preload),
+            modules("preload", self.preload),
         )
 
 
@@ -187,7 +251,7 @@ def _warn_of_many(num_workers: int) -> None:
         f"num_workers={num_workers} worker processes on {share()} cores: more than "
         f"{workers_of_auto()[1]} slow down the start, and the machine; num_workers='auto' has as "
         "many as help",
-        stacklevel=5,  # where an MPSequence is made
+        stacklevel=8,  # where an MPSequence is made
     )
 
 
@@ -248,6 +312,53 @@ class Job(NamedTuple):
     def without_worker(self) -> Job:
         """Return the job of a closed pool: a pool is part of a cycle that would keep the worker."""
         return self._replace(worker=None, fleet=None)
+
+
+def job_of(given: Arguments, worker: Any, fleet: Any, shard: Shard) -> Job:
+    """Check the arguments that `fleet_of` and `shard.given` do not; in this order."""
+    chosen = order_of(given.order, given.shuffle)
+    pad, drop_last, ordered = given.pad, given.drop_last, given.ordered
+    sampler = Sampler(
+        samples_of(worker, chosen) if given.dset_size is None else given.dset_size,
+        chosen,
+        batch_size=batch_size_of(given.batch_size, chosen),
+        seed=int.from_bytes(os.urandom(4), "little") if given.seed is None else given.seed,
+        drop_last=flag("drop_last", drop_last),
+        rank=shard.rank,
+        world_size=shard.world_size,
+        pad=flag("pad", pad),
+        repeat=repeat_of(given.repeat, ordered=ordered, pad=pad, drop_last=drop_last),
+    )
+    options = WorkerOptions(*(getattr(given, name) for name in WorkerOptions._fields)).checked()
+    if given.thread_type == "ray":
+        refuse(options, seed_globals=given.seed_globals, given=fleet is not None)
+    sizes = Sizes.checked(given.num_workers, given.buffer, given.thread_type, sampler.words)
+    return Job(
+        worker=worker,
+        sampler=sampler,
+        output=outputs.parse(given.out_type, dtype_of(worker, given.dtype)),
+        num_workers=sizes.most.num_workers,
+        num_converters=converters_of(sizes.start.num_workers, given.num_converters),
+        buffer=sizes.most.buffer,
+        ordered=flag("ordered", ordered),
+        compat=None,
+        on_error=choice("on_error", given.on_error, ("raise", "skip")),
+        seed_globals=flag("seed_globals", given.seed_globals),
+        options=options,
+        start=sizes.start,
+        auto=sizes.auto,
+        fleet=fleet,
+    )
+
+
+def refuse(options: WorkerOptions, *, seed_globals: bool, given: bool) -> None:
+    """Refuse what a sequence is told of worker processes that Ray starts; `given`: has started."""
+    told = {**options._asdict(), "memory_limit": None, "seed_globals": seed_globals}
+    for name, value in told.items():
+        own = name in ("timeout", "threads", "seed_globals")
+        if value != getattr(ArgumentsOfRay, name) and (given or not own):
+            to_do = "give it to the fleet" if own else "Ray starts these; see RayFleet"
+            raise TypeError(f"{name}={value!r} concerns a fleet's workers: {to_do}")
 
 
 def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:

@@ -42,6 +42,7 @@ ELSEWHERE = {
     "prefetch_factor": "that is `buffer` here: batches in flight or waiting, over all workers",
     "sampler": "give shuffle, shard and seed; samples of your own choice go into dset_size, as an "
     "array of indices",
+    "thread_type": "the class says it; MSequence has that argument",
     "worker_init_fn": "give a class as `worker`: its __init__ runs once in every worker",
     "workers": "that is `num_workers` here",
 }

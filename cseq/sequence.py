@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-import os
 import typing
 import warnings
-from typing import TYPE_CHECKING, Any, Generic, Literal, overload
+from typing import TYPE_CHECKING, Any, Generic
 
 from cseq import arguments
 from cseq import remake as remaking
 from cseq._feed import FeedIterator
-from cseq.check import choice, count, flag, unexpected
+from cseq.arguments import Arguments, taking
+from cseq.check import count, flag
 from cseq.converter import output as outputs
-from cseq.indexing.indexer import takes_samples
 from cseq.manager import Manager, reporting
 from cseq.order import checkpoint
 from cseq.order import shard as shards
@@ -22,31 +20,19 @@ from cseq.order.sampler import RankSampler, Sampler
 from cseq.pools import pool_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    import os
+    from collections.abc import Callable, Iterator
 
     import numpy as np
     from numpy.typing import NDArray
-    from typing_extensions import Self, TypeVar, Unpack
+    from typing_extensions import Self, TypeVar
 
-    from cseq.arguments import (
-        Keywords,
-        OnError,
-        OnTimeout,
-        Options,
-        OutType,
-        Shuffle,
-        StartMethod,
-        TestMode,
-        ThreadType,
-        Worker,
-    )
+    from cseq.arguments import TestMode, ThreadType
     from cseq.converter.output import Output
-    from cseq.indexing.indexer import Indexer
-    from cseq.order.base import Order
     from cseq.pools.base import BatchPool
     from cseq.remake import Remade
 
-    # What the loop gets; anything where that is not known.
+    # What the loop gets; anything where that is not said.
     B_co = TypeVar("B_co", covariant=True, default=Any)
 else:
     B_co = typing.TypeVar("B_co", covariant=True)
@@ -164,134 +150,20 @@ class MSequence(Manager, Generic[B_co]):
     [4 5]
     """
 
-    @overload
-    def __init__(
-        self,
-        worker: Callable[[], Indexer[B_co]],
-        dset_size: Any = ...,
-        num_workers: int | Literal["auto"] = ...,
-        *,
-        out_type: Literal["null"],
-        thread_type: ThreadType = ...,
-        **options: Unpack[Keywords],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        worker: Indexer[B_co],
-        dset_size: Any = ...,
-        num_workers: int | Literal["auto"] = ...,
-        *,
-        out_type: Literal["null"],
-        thread_type: ThreadType = ...,
-        **options: Unpack[Keywords],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        worker: Worker,
-        dset_size: Any = ...,
-        num_workers: int | Literal["auto"] = ...,
-        num_converters: int | None = ...,
-        batch_size: int = ...,
-        buffer: int | Literal["auto"] = ...,
-        shuffle: Shuffle = ...,
-        thread_type: ThreadType = ...,
-        out_type: OutType = ...,
-        seed: int | None = ...,
-        **options: Unpack[Options],
-    ) -> None: ...
-
-    def __init__(
-        self,
-        worker: Worker,
-        dset_size: Any = None,
-        num_workers: int | Literal["auto"] = 4,
-        num_converters: int | None = None,
-        batch_size: int = arguments.BATCH_SIZE,
-        buffer: int | Literal["auto"] = 10,
-        shuffle: Shuffle = True,  # noqa: FBT002 - the position is fixed
-        thread_type: ThreadType = "proc",
-        out_type: OutType = "cuda",
-        seed: int | None = None,
-        *,
-        dtype: Any = "auto",
-        drop_last: bool = False,
-        ordered: bool = True,
-        start_method: StartMethod | None = None,
-        shard: tuple[int, int] | Literal["auto"] | None = None,
-        on_error: OnError = "raise",
-        max_restarts: int = arguments.MAX_RESTARTS,
-        timeout: float | None = None,
-        on_timeout: OnTimeout = "raise",
-        memory_limit: int | str | None = None,
-        pad: bool = True,
-        threads: int | None = 1,
-        preload: Sequence[str] | Literal[False] | None = None,
-        seed_globals: bool = True,
-        order: Order | None = None,
-        repeat: int | Literal[True] = 1,
-        **unknown: Any,
-    ) -> None:
-        if unknown:
-            name, is_dataset = next(iter(unknown)), takes_samples(worker)
-            raise unexpected(type(self).__name__, name, self._parameters(), is_dataset=is_dataset)
-        if thread_type not in KINDS:
-            raise TypeError(f"thread_type={thread_type!r} is unknown; give one of {[*KINDS]}")
-        worker, fleet = arguments.fleet_of(worker, thread_type)
-        self._thread_type: str = thread_type
-        self._drawn = seed is None
+    @taking(Arguments)
+    def __init__(self, given: Arguments) -> None:
+        if given.thread_type not in KINDS:
+            raise TypeError(f"thread_type={given.thread_type!r} is unknown; give one of {[*KINDS]}")
+        worker, fleet = arguments.fleet_of(given.worker, given.thread_type)
+        self._thread_type: ThreadType = given.thread_type
+        self._drawn = given.seed is None
         self._own_seed = self._drawn  # other ranks do not have it
-        self._shard = shards.given(shard)
+        self._shard = shards.given(given.shard)
         self._automatic = self._shard is None
-        rank, world_size, _ = self._shard or shards.ALONE
-        chosen = arguments.order_of(order, shuffle)
-        sampler = Sampler(
-            arguments.samples_of(worker, chosen) if dset_size is None else dset_size,
-            chosen,
-            batch_size=arguments.batch_size_of(batch_size, chosen),
-            seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed,
-            drop_last=flag("drop_last", drop_last),
-            rank=rank,
-            world_size=world_size,
-            pad=flag("pad", pad),
-            repeat=arguments.repeat_of(repeat, ordered=ordered, pad=pad, drop_last=drop_last),
-        )
-        options = arguments.WorkerOptions.checked(
-            start_method, max_restarts, timeout, on_timeout, memory_limit, threads, preload
-        )
-        if thread_type == "ray":
-            from cseq.fleet import refuse
-
-            refuse(options, seed_globals=seed_globals, given=fleet is not None)
-        sizes = arguments.Sizes.checked(num_workers, buffer, thread_type, sampler.words)
-        self._job = arguments.Job(
-            worker=worker,
-            sampler=sampler,
-            output=outputs.parse(out_type, arguments.dtype_of(worker, dtype)),
-            num_workers=sizes.most.num_workers,
-            num_converters=arguments.converters_of(sizes.start.num_workers, num_converters),
-            buffer=sizes.most.buffer,
-            ordered=flag("ordered", ordered),
-            compat=None,
-            on_error=choice("on_error", on_error, ("raise", "skip")),
-            seed_globals=flag("seed_globals", seed_globals),
-            options=options,
-            start=sizes.start,
-            auto=sizes.auto,
-            fleet=fleet,
-        )
+        self._job = arguments.job_of(given, worker, fleet, self._shard or shards.ALONE)
         if self._own_seed:
             (self._shard or shards.ALONE).check_drawn(self._sampler.order)
         super().__init__()
-
-    @staticmethod
-    def _parameters() -> Iterable[str]:
-        """Name the arguments."""
-        parameters = inspect.signature(MSequence).parameters.values()
-        return [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
 
     @property
     def _sampler(self) -> Sampler:

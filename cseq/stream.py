@@ -148,9 +148,9 @@ class Streams:
             )
         early = choice("launch", launch, ("now", "begin")) == "now"
         workers = count("num_workers", num_workers, most=MOST_WORKERS)
-        options = WorkerOptions.checked(
+        options = WorkerOptions(
             start_method, max_restarts, timeout, on_timeout, memory_limit, threads, preload
-        )
+        ).checked()
         pool = StreamPool(
             workers,
             options,
