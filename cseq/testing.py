@@ -22,48 +22,30 @@ RuntimeError
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cseq._memory import DEBUG, TRAINER
-from cseq.check import count, seconds
+from cseq._memory import TRAINER
+from cseq.check import seconds
 from cseq.order.checking import check_order
 from cseq.processes.launcher.base import KILL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from cseq.processes.supervisor import Supervisor
     from cseq.run import Run
 
 __all__ = [
-    "POINTS",
     "Slots",
     "await_workers",
     "check_order",
     "descriptors",
-    "dying",
     "kill",
-    "kill_agent",
     "pids",
     "ready",
-    "resize",
     "slots",
 ]
 
-POINTS = {
-    "claim": "a ticket was claimed",
-    "slice": "the indices of a ticket are about to be copied for the indexer",
-    "index": "the indexer has returned",
-    "encode": "a part of the batch is about to be copied into a slot",
-    "taken": "the worker has taken a slot",
-    "named": "the slot's number is in the batch's cell; the batch is not published",
-    "publish": "the batch is about to be published",
-    "published": "the batch is published; the trainer has not been woken",
-    "notify": "a waiting process is about to be woken",
-}
 PAUSE = 0.001  # seconds between two checks of a state that nothing signals
 
 
@@ -123,38 +105,6 @@ def kill(running: Any, worker: int, number: int = KILL) -> int | None:
     return supervisor.kill(worker + 1, number)
 
 
-def kill_agent(fleet: Any, agent: int, number: int | None = KILL) -> int:
-    """Send an agent of a fleet, a worker process of Ray's, a signal.
-
-    Parameters
-    ----------
-    fleet : RayFleet
-    agent : int
-        Its place in ``fleet.handles``.
-    number : int or None
-        The signal's number. None: end it as ``ray.kill`` does; Ray starts it again.
-
-    Returns
-    -------
-    int
-        The id of the process that it was sent to, on the agent's node.
-
-    Raises
-    ------
-    IndexError
-        There is no such agent.
-    """
-    import ray
-
-    handle = fleet.handles[agent]
-    pid: int = ray.get(fleet.ask(handle))[0]
-    if number is None:
-        ray.kill(handle, no_restart=False)
-    else:
-        handle.__ray_call__.remote(lambda _: os.kill(os.getpid(), number))
-    return pid
-
-
 def pids(running: Any) -> list[int | None]:
     """Return the process ids of the workers; None for one that is to be started.
 
@@ -190,30 +140,6 @@ def await_workers(running: Any, timeout: float = 60.0) -> None:
         time.sleep(PAUSE)
 
 
-def resize(manager: Any, num_workers: int | None = None, buffer: int | None = None) -> None:
-    """Change how many workers a running `MPSequence` or `MTSequence` has, and its buffer.
-
-    As 'auto' does, and at once: no result depends on either.
-
-    Parameters
-    ----------
-    manager : MSequence
-        In the thread that takes its batches.
-    num_workers, buffer : int, optional
-        At least 1, and at most what the manager was made with. None: as it is.
-    """
-    run: Run[Any] | None = manager._run
-    if run is None or not run.is_ours:
-        raise RuntimeError(f"{type(manager).__name__} is not running here: call start()")
-    pool, job = run.pool, manager._job
-    size = pool.size
-    workers = size.num_workers if num_workers is None else num_workers
-    ahead = size.buffer if buffer is None else buffer
-    workers = count("num_workers", workers, most=job.num_workers)
-    with run.lock.hold():
-        pool.resize(workers, count("buffer", ahead, most=job.buffer))
-
-
 def slots(running: Any) -> Slots:
     """Count the slots of shared memory."""
     shared = _supervisor(running).shared
@@ -244,48 +170,6 @@ def descriptors() -> int:
         if os.path.isdir(folder):
             return len(os.listdir(folder)) - 1  # without the one that lists them
     raise OSError("this system does not list a process's file descriptors")
-
-
-@contextlib.contextmanager
-def dying(point: str, at: int, worker: int | None = None) -> Iterator[None]:
-    """Make workers that are started in this context kill themselves, in a debug build.
-
-    A worker dies as it passes `point` for the `at`-th time in its process, and so does its
-    replacement: choose `at` larger than the passes of one batch (`WorkerDied` is raised for a batch
-    that ends three workers), and a large `max_restarts`.
-
-    Parameters
-    ----------
-    point : str
-        One of `POINTS`.
-    at : int
-    worker : int, optional
-        The number of the one that dies; None: every worker.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is wrong.
-    RuntimeError
-        This is no debug build (``CSEQ_DEBUG=1 pip install .`` makes one).
-    """
-    if point not in POINTS:
-        raise ValueError(f"point={point!r} is unknown; give one of {', '.join(POINTS)}")
-    fault = f"{point}:{count('at', at)}"
-    if worker is not None:
-        fault += f":{count('worker', worker, least=0)}"
-    if not DEBUG:
-        raise RuntimeError(
-            "workers die at a point only in a debug build of cseq: CSEQ_DEBUG=1 pip install ."
-        )
-    before = os.environ.get("CSEQ_FAULT")
-    os.environ["CSEQ_FAULT"] = fault
-    try:
-        yield
-    finally:
-        del os.environ["CSEQ_FAULT"]
-        if before is not None:
-            os.environ["CSEQ_FAULT"] = before
 
 
 def _supervisor(running: Any) -> Supervisor:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from indexers import Augmented
 from kinds import QUICKEST, THREAD, Kind, assert_same, by_name, every_class, expected, make_small
+from resizing import resize
 from waiting import until
 
 import cseq
@@ -98,7 +99,7 @@ def test_sizes_at_random_change_no_batch(kind: Kind) -> None:
                 got.append(batch)
                 time.sleep(0.005)
                 if draw.random() < 0.4:
-                    testing.resize(manager, draw.randint(1, 4), draw.randint(1, 20))
+                    resize(manager, draw.randint(1, 4), draw.randint(1, 20))
                 if kind.processes and draw.random() < 0.1:
                     testing.kill(manager, draw.randrange(4))
     assert len(got) == len(reference)
@@ -169,10 +170,10 @@ class Fails(Slow):
 def test_an_error_of_a_new_worker_is_raised_in_the_loop(kind: Kind) -> None:
     """As that of one of the first."""
     with kind.start(Fails, 10**6, batch_size=1, **AUTO) as manager:
-        testing.resize(manager, num_workers=1)
+        resize(manager, num_workers=1)
         with pytest.raises(OSError, match="no more connections"):
             for _ in manager:
-                testing.resize(manager, num_workers=2)
+                resize(manager, num_workers=2)
 
 
 def test_test_mode_has_no_sizes() -> None:

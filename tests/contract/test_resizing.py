@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from indexers import Augmented
 from kinds import QUICKEST, THREAD, Kind, assert_same, by_name, expected
+from resizing import resize
 from waiting import until
 
 import cseq
@@ -29,7 +30,7 @@ def at_random(manager: Any, seed: int, *, kills: bool) -> Iterator[Any]:
     for batch in manager:
         yield batch
         if draw.random() < 0.4:
-            testing.resize(manager, draw.randint(1, MOST), draw.randint(1, CELLS))
+            resize(manager, draw.randint(1, MOST), draw.randint(1, CELLS))
         if kills and draw.random() < 0.1:
             testing.kill(manager, draw.randrange(MOST))
 
@@ -100,7 +101,7 @@ def test_a_worker_that_is_to_leave_finishes_its_ticket_or_another_makes_it(
         batches = iter(manager)
         until(lambda: all((tmp_path / f"in-{k}").exists() for k in range(2)))
         leaving = testing.pids(manager)[1]
-        testing.resize(manager, num_workers=1)
+        resize(manager, num_workers=1)
         assert testing.pids(manager) == [testing.pids(manager)[0]]
         if dies:
             assert testing.kill(manager, 1) == leaving
@@ -131,9 +132,9 @@ def test_a_thread_that_leaves_closes_its_indexer_and_another_is_made() -> None:
         batches = iter(manager)
         until(lambda: len(made) == 3)
         for count in range(1, 4):
-            testing.resize(manager, num_workers=2)
+            resize(manager, num_workers=2)
             until(lambda n=count: next(batches) is not None and len(closed) == n)
-            testing.resize(manager, num_workers=3)
+            resize(manager, num_workers=3)
             until(lambda n=count: next(batches) is not None and len(made) == 3 + n)
     assert len(closed) == len(made) == 6
 
@@ -146,9 +147,9 @@ def test_a_process_that_leaves_ends_and_another_is_started() -> None:
         for _ in range(2):
             before = testing.pids(manager)
             assert len(set(before)) == 3
-            testing.resize(manager, num_workers=1)
+            resize(manager, num_workers=1)
             assert testing.pids(manager) == before[:1]
-            testing.resize(manager, num_workers=3)
+            resize(manager, num_workers=3)
             until(lambda: next(batches) is not None and None not in testing.pids(manager))
             testing.await_workers(manager)
         assert manager.stats().restarts == 0
@@ -160,19 +161,8 @@ def test_no_more_batches_are_made_ahead_than_the_buffer(kind: Kind) -> None:
     with kind.start(Augmented, 10**6, 2, batch_size=1, buffer=CELLS) as manager:
         batches = iter(manager)
         for ahead in (CELLS, 3, 7, 1):
-            testing.resize(manager, buffer=ahead)
+            resize(manager, buffer=ahead)
             for _ in range(0 if ahead == 7 else 2 * CELLS):  # what was posted before is taken
                 next(batches)
             until(lambda n=ahead: manager.stats().depths[2] == n)
             assert manager.stats().buffer == ahead
-
-
-def test_sizes_are_checked() -> None:
-    """They are at least 1, and at most those of the constructor."""
-    manager = THREAD.make(Augmented, SAMPLES, 2, buffer=4)
-    with pytest.raises(RuntimeError, match="start"):
-        testing.resize(manager, num_workers=1)
-    with manager.start():
-        for wrong in ({"num_workers": 0}, {"num_workers": 3}, {"buffer": 0}, {"buffer": 5}):
-            with pytest.raises(ValueError, match=next(iter(wrong))):
-                testing.resize(manager, **wrong)

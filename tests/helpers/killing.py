@@ -14,7 +14,7 @@ from cseq.processes.launcher import describe_exit
 from cseq.processes.launcher.base import KILL, KILLED
 from cseq.run import await_closings
 
-__all__ = ["CODE", "KILLED", "WORDS", "await_closings", "is_alive", "kill"]
+__all__ = ["CODE", "KILLED", "WORDS", "await_closings", "is_alive", "kill", "kill_agent"]
 
 
 # What becomes of a process that `kill` has ended; on Windows its exit code is the signal's number.
@@ -36,6 +36,22 @@ def kill(pid: int) -> None:
     except OSError as error:
         if error.errno not in GONE:
             raise
+
+
+def kill_agent(fleet: Any, agent: int, number: int | None = KILL) -> int:
+    """Send a worker process of Ray's a signal; None: end it as ``ray.kill`` does.
+
+    Return its id, on its node; Ray starts it again.
+    """
+    import ray
+
+    handle = fleet.handles[agent]
+    pid: int = ray.get(fleet.ask(handle))[0]
+    if number is None:
+        ray.kill(handle, no_restart=False)
+    else:
+        handle.__ray_call__.remote(lambda _: os.kill(os.getpid(), number))
+    return pid
 
 
 def await_death(pid: int) -> None:

@@ -20,9 +20,9 @@ from drawing import (
     pids,
     sequence,
 )
+from killing import kill_agent
 
 import cseq
-from cseq.testing import kill_agent
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

@@ -21,10 +21,10 @@ from drawing import (
     in_test_mode,
     sequence,
 )
+from killing import kill_agent
 from kinds import assert_same
 
 import cseq
-from cseq.testing import kill_agent
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,14 +14,12 @@ import pytest
 
 import cseq
 from cseq import testing
-from cseq._memory import DEBUG
 from cseq.stream import Streams
 
 if TYPE_CHECKING:
-    from conftest import RunScript
+    from pathlib import Path
 
 posix = pytest.mark.needs("fork")
-ROOT = Path(cseq.__file__).parent
 
 
 class Wide:
@@ -219,57 +215,6 @@ def test_a_forked_process_has_no_workers() -> None:
         assert os.waitpid(child, 0)[1] == 0
         assert len(list(m)) == 30
     assert m.stats().restarts == 0
-
-
-def test_the_points_are_those_of_the_sources() -> None:
-    """POINTS names each one once."""
-    sources = [*ROOT.glob("_*.pyx"), *(ROOT / "include").iterdir()]
-    found = {
-        name for path in sources for name in re.findall(r'CSEQ_POINT\("(\w+)"\)', path.read_text())
-    }
-    assert set(testing.POINTS) == found
-
-
-def test_arguments_of_dying() -> None:
-    """Errors name the value and the choices; a release build has no points."""
-    with pytest.raises(ValueError, match=r"'tea' .*claim, slice"), testing.dying("tea", 1):
-        pass
-    with pytest.raises(ValueError, match="at"), testing.dying("claim", 0):
-        pass
-    if not DEBUG:
-        with pytest.raises(RuntimeError, match="debug build"), testing.dying("claim", 1):
-            pass
-
-
-DYING = """
-import os
-import numpy as np
-import cseq
-from cseq import testing
-
-os.environ["CSEQ_FAULT"] = "index:1000000"  # is put back
-m = cseq.MPSequence(np.arange(200), 200, 2, batch_size=1, out_type="null", max_restarts=1000)
-for worker in (0, 1, None):
-    with testing.dying("index", 20, worker):
-        m.start()
-        testing.await_workers(m)
-    before = testing.pids(m)
-    while not m.stats().restarts:  # until that worker has had so many batches
-        assert len(list(m)) == 200
-    after = testing.pids(m)
-    print(*[a != b for a, b in zip(after, before)])
-    m.finish()
-print(os.environ["CSEQ_FAULT"])
-"""
-
-
-def test_dying_at_a_point(run_script: RunScript, debug_build: Path) -> None:
-    """Only the worker of that number dies, or all do; then the environment is as it was."""
-    done = run_script(DYING, PYTHONPATH=str(debug_build))
-    one, other, both, before = done.stdout.splitlines() or [done.stderr] * 4
-    assert (one, other) == ("True False", "False True"), done.stderr
-    assert "True" in both
-    assert before == "index:1000000"
 
 
 @pytest.mark.needs("fork")

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from resizing import resize
 
 import cseq
-from cseq import testing
 from cseq._memory import Descriptor
 from cseq.meters import METER, Meters
 from cseq.observe import attached
@@ -257,7 +257,7 @@ def test_another_number_of_workers() -> None:
     with manager.start() as started:
         next(iter(started))
         for count in (3, 1, 2):
-            testing.resize(manager, num_workers=count)
+            resize(manager, num_workers=count)
             watcher.update()
             (run,) = watcher.runs
             assert run.stats.num_workers == count

@@ -111,10 +111,10 @@ POINTS = ["claim", "slice", "index", "encode", "publish", "published", "notify"]
 
 
 FAULTY = """
-import sys, time
+import os, sys, time
 import numpy as np
 import cseq
-from cseq import _memory, testing
+from cseq import _memory
 from cseq.processes import deaths
 
 if sys.argv[2] == "cuda":  # converter processes also where there is no CUDA
@@ -142,8 +142,9 @@ for point in sys.argv[3:]:
     # It notifies only where the trainer sleeps, which it does for a batch that takes so long.
     Worker.seconds = 0.002 if point == "notify" else 0
     # A batch passes some points several times.
-    with testing.dying(point, 5 if point == "notify" else 23):
-        m.start(compat=False)
+    os.environ["CSEQ_FAULT"] = f"{point}:{5 if point == 'notify' else 23}"
+    m.start(compat=False)
+    del os.environ["CSEQ_FAULT"]
     got = stream(m)
     stats = m.stats()
     m.finish()

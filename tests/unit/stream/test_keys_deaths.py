@@ -137,9 +137,9 @@ def test_workers_killed_at_any_time(
 
 
 FAULTY = """
-import sys, time
+import os, sys, time
 import cseq
-from cseq import _memory, testing
+from cseq import _memory
 from cseq.stream import Streams
 
 class Producer:
@@ -160,8 +160,9 @@ for point in sys.argv[2:]:
     # It notifies only where the trainer sleeps, which it does for an item that takes so long.
     Producer.seconds = 0.002 if point == "notify" else 0
     # A ticket passes some points several times.
-    with testing.dying(point, 5 if point == "notify" else 23):
-        s = Streams(Producer, 2, max_restarts=1000, prefetch=3)
+    os.environ["CSEQ_FAULT"] = f"{point}:{5 if point == 'notify' else 23}"
+    s = Streams(Producer, 2, max_restarts=1000, prefetch=3)
+    del os.environ["CSEQ_FAULT"]
     whole = []
     for length in (160, 100):
         keys = iter([[k] if k % 4 else [k, None] for k in range(length)])
