@@ -23,11 +23,10 @@ from cseq._feed import FeedIterator, ItemFailure
 from cseq.arguments import MAX_RESTARTS, WorkerOptions
 from cseq.check import MOST_WORKERS, choice, count, flag
 from cseq.indexing.producer import KeyProducer, Producer
-from cseq.pools.stream import StreamPool
+from cseq.pools.stream import Naming, StreamPool
 from cseq.run import Run
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
@@ -36,10 +35,9 @@ if TYPE_CHECKING:
     from cseq.processes.launcher import Child
     from cseq.stats import Stats
 
-__all__ = ["ItemFailure", "KeyProducer", "Producer", "Streams"]
+__all__ = ["ItemFailure", "KeyProducer", "Naming", "Producer", "Streams"]
 
 MOST_AHEAD = 2**62  # items
-MOST_KEY = 2**24  # ints
 
 
 class Streams:
@@ -54,18 +52,14 @@ class Streams:
     prefetch : int
         The most items of a worker that are asked for, being made, or waiting. In an epoch of keys:
         how many keys for each worker are drawn ahead of the items that were taken.
-    key_size : int
-        A key that is a list of at most so many ints travels in the ticket; other keys are pickled.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
         How processes are started; None: forkserver where it exists.
     max_restarts : int
         Worker processes that may die and be replaced in an epoch.
     timeout : float, optional
-        Seconds that an item, or a call, may take before `on_timeout`. A worker may take ten
-        times as long to get ready.
-    timed_from : 'item' or 'wait'
-        When these seconds begin: when the worker begins the item, or, if that is later, when a call
-        begins to wait for it. With 'wait', a call after a `WorkerTimeout` waits as long again.
+        Seconds that an item, or a call, may take before `on_timeout`: from when the worker begins
+        it or, if that is later, from when it is waited for. A worker may take ten times as long to
+        get ready.
     on_timeout : 'raise' or 'restart'
         Raise `WorkerTimeout`, or replace the worker, which tries again.
     memory_limit : int, str or None
@@ -75,14 +69,8 @@ class Streams:
     errors : 'raise' or 'return'
         Raise exceptions in place of items, or return an `ItemFailure` there, which has the
         ``error`` and the number of the ``worker``.
-    unit : str
-        What messages call an item.
-    show : callable, optional
-        ``show(key)`` is what messages and errors have for a key, if not the key itself.
-    lost : str
-        What the log adds where it says that a worker was replaced.
-    samples : callable, optional
-        ``samples(key)`` is how many samples `stats` counts for the item of a key; None: one.
+    naming : Naming
+        What messages call an item, and what it counts for.
     lethal : 'raise' or 'return'
         In an epoch of keys, what an item does that has ended three workers: its `WorkerDied` ends
         the streams, or takes its place.
@@ -125,20 +113,15 @@ class Streams:
         num_workers: int,
         *,
         prefetch: int = 10,
-        key_size: int = 512,
         start_method: str | None = None,
         max_restarts: int = MAX_RESTARTS,
         timeout: float | None = None,
-        timed_from: Literal["item", "wait"] = "item",
         on_timeout: str = "raise",
         memory_limit: int | str | None = None,
         threads: int | None = 1,
         preload: Sequence[str] | Literal[False] | None = None,
         errors: Literal["raise", "return"] = "raise",
-        unit: str = "item",
-        show: Callable[[Any], Any] | None = None,
-        lost: str = "",
-        samples: Callable[[Any], int] | None = None,
+        naming: Naming = Naming(),  # noqa: B008 - a tuple
         lethal: Literal["raise", "return"] = "raise",
         launch: Literal["now", "begin"] = "now",
     ) -> None:
@@ -155,13 +138,8 @@ class Streams:
             workers,
             options,
             prefetch=count("prefetch", prefetch, most=MOST_AHEAD),
-            key_size=count("key_size", key_size, least=0, most=MOST_KEY),
-            patient=choice("timed_from", timed_from, ("item", "wait")) == "wait",
             errors=choice("errors", errors, ("raise", "return")),
-            unit=unit,
-            show=show,
-            lost=lost,
-            samples=samples,
+            naming=naming,
             gives_up=choice("lethal", lethal, ("raise", "return")) == "return",
         )
         self._run = Run(pool)
@@ -319,15 +297,8 @@ class Streams:
         self._run.close()
 
     def stats(self) -> Stats:
-        """Return counts and times so far: a batch is an item; so is a sample, but for `samples`."""
+        """Return counts and times so far: a batch is an item, samples are as `naming` says."""
         return self._run.pool.stats()
-
-    def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-        """Write a page of HTML about what was done so far; see `cseq.MSequence.report`."""
-        from cseq.manager import reporting
-
-        facts = f"workers={self.num_workers}"
-        reporting().write(path, [reporting().of_loader("Streams", facts, self.stats())], title)
 
     def pids(self) -> list[int | None]:
         """Process ids of the workers, in their order; None for one that is just being started."""

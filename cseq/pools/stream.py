@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from cseq._core import (
     BEGIN,
@@ -43,11 +43,33 @@ if TYPE_CHECKING:
     Answer = tuple[int, int, int, tuple[int, ...]]  # see `Ring.peek`
     T = TypeVar("T")
 
-__all__ = ["StreamPool"]
+__all__ = ["Naming", "StreamPool"]
 
 DEEPEST = 64  # the most tickets of one worker in flight, also if `prefetch` is larger
 MOST_BYTES = 16 << 20  # of all cells, beyond what `prefetch` of each worker takes
+KEY_ROOM = 512  # ints: a list of no more travels in its ticket, other keys are pickled
 CALLS = 2  # cells for calls: one that was given up may still be worked on
+
+
+class Naming(NamedTuple):
+    """What messages call an item, and what it counts for.
+
+    Attributes
+    ----------
+    unit : str
+        What it is.
+    show : callable, optional
+        ``show(key)`` is what messages and errors have for a key, if not the key itself.
+    lost : str
+        What the log adds where it says that a worker was replaced.
+    samples : callable, optional
+        ``samples(key)`` is how many samples `stats` counts for the item of a key; None: one.
+    """
+
+    unit: str = "item"
+    show: Callable[[Any], Any] | None = None
+    lost: str = ""
+    samples: Callable[[Any], int] | None = None
 
 
 class StreamPool(Pool):
@@ -61,24 +83,17 @@ class StreamPool(Pool):
         options: WorkerOptions,
         *,
         prefetch: int,
-        key_size: int,
-        patient: bool,
         errors: Literal["raise", "return"],
-        unit: str,
-        show: Callable[[Any], Any] | None,
-        lost: str,
-        samples: Callable[[Any], int] | None,
+        naming: Naming,
         gives_up: bool,
     ) -> None:
-        self._samples = samples
-        self._unit, self._show = unit, show
-        self._patient = patient
+        self._naming = naming
         self._prefetch = prefetch
         self._depth = depth = min(prefetch, DEEPEST)
         # Besides items, a worker may hold a BEGIN and one ticket that was given up.
         besides = 2 + CALLS
         # One worker may have all keys, unless the cells for them would take too much memory.
-        room = KEYS + key_size
+        room = KEYS + KEY_ROOM
         cell = ring_bytes(2, room, 1) - ring_bytes(1, room, 1)
         affordable = MOST_BYTES // (num_workers * cell) - besides
         self._most = max(depth, min(prefetch * num_workers, DEEPEST, affordable))
@@ -103,9 +118,9 @@ class StreamPool(Pool):
             deaths=Deaths(
                 options.max_restarts,
                 num_workers,
-                unit,
+                naming.unit,
                 "look at what makes it",
-                lost,
+                naming.lost,
                 gives_up=gives_up,
             ),
             lanes=lanes,
@@ -177,7 +192,7 @@ class StreamPool(Pool):
         self, generation: int, look: Callable[[], T | None], awaited: Awaited | None = None
     ) -> T:
         """Sleep until `look` finds something; times are measured from here on."""
-        self._idle, self._begun = {}, now_ns() if self._patient else 0
+        self._idle, self._begun = {}, now_ns()
         return super()._await(generation, look, awaited)
 
     def _check(self, awaited: Awaited | None) -> None:
@@ -222,7 +237,7 @@ class StreamPool(Pool):
         if kind == CALL:
             kept = self.rings[number].kept[cell]
             return f"{kept[-1] if kept else 'a call'} in worker {number}"
-        named = f"{self._unit} {self.rings[number].start(cell)}"
+        named = f"{self._naming.unit} {self.rings[number].start(cell)}"
         of_key = "" if key is None else f" ({failure.listed(key, failure.MOST)})"
         return f"{named}{of_key} of worker {number}, epoch {epoch - 1}"
 
@@ -246,7 +261,7 @@ class StreamPool(Pool):
                 return None
         else:
             return None
-        return key if self._show is None else self._show(key)
+        return key if self._naming.show is None else self._naming.show(key)
 
     def _describe_held(self, owner: int, cell: int) -> Held:
         """Describe the ticket in a cell that a dead worker held, on the supervisor's thread."""
@@ -266,7 +281,7 @@ class StreamPool(Pool):
     def _describe(self, number: int, cell: int, error: BaseException) -> tuple[BaseException, None]:
         """Name the item in an exception."""
         error = _signed(error, number)
-        place = f"{self._unit} {self.rings[number].start(cell)} of worker {number}"
+        place = f"{self._naming.unit} {self.rings[number].start(cell)} of worker {number}"
         named = failure.named(error, f"{place}, epoch {self._epoch - 1}")
         return named, None
 
@@ -307,7 +322,7 @@ class StreamPool(Pool):
                     prefetch=self._prefetch,
                     in_order=ordered,
                     free=free,
-                    samples=self._samples,
+                    samples=self._naming.samples,
                 )
             feed.begin(source, ordered=ordered)
             self.assignments = requests

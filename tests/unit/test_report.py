@@ -18,7 +18,6 @@ from cseq.advice import Window
 from cseq.observe import report
 from cseq.run import present
 from cseq.stats import Stats
-from cseq.stream import Streams
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -305,33 +304,6 @@ def test_what_runs_has_its_own_name() -> None:
     with cseq.MTSequence(Rows, 8, 1, out_type="null").start() as batches:
         list(batches)
         assert [report.of_run(run).name for run in present()] == ["MTSequence"]
-
-
-class Items:
-    """A stream of numbers."""
-
-    def __init__(self, number: int, num_workers: int) -> None:
-        self._number = number
-
-    def begin(self, assignment: Any) -> None:
-        """Begin an epoch."""
-
-    def items(self, start: int) -> Any:
-        """Give twenty items."""
-        yield from range(start, 20)
-
-
-@pytest.mark.needs("worker processes")
-def test_streams(tmp_path: Path) -> None:
-    """Their items have numbers, and nothing makes them again."""
-    path = tmp_path / "streams.html"
-    with Streams(Items, 2) as streams:
-        streams.begin([None, None])
-        assert len(list(streams)) == 40
-        streams.report(path, title="items")
-    page = Parsed(path.read_text(encoding="utf-8"))
-    assert page.headings[:2] == ["items", "Streams"]
-    assert not [words for words in page.words if "remake" in words]
 
 
 @pytest.mark.needs("worker processes")

@@ -19,7 +19,7 @@ from cseq.encoding import failure
 from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.indexing.leaving import indices_of
 from cseq.processes.launcher import direct  # noqa: F401 - the first `iter` would import it, for a fork
-from cseq.stream import ItemFailure, Streams
+from cseq.stream import ItemFailure, Naming, Streams
 
 if TYPE_CHECKING:
     from cseq.run import Run
@@ -31,7 +31,6 @@ DRAWN_AGAIN = (
     ", and with rng='worker' its generators begin from its seed: numbers are drawn that were drawn "
     "before; rng='batch' draws the same as without the death, max_restarts=0 forbids replacements"
 )
-LONGEST = 4096  # indices of a batch that travel in its ticket; more are sent in a slot
 
 
 class LoaderTimeout(WorkerTimeout, RuntimeError):
@@ -155,17 +154,17 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             setup,
             self._num_workers,
             prefetch=self._prefetch_factor,
-            key_size=min(1 + (loader.batch_size or 512), LONGEST),
             start_method=method,
             max_restarts=max_restarts,
             timeout=float(self._timeout) or None,
-            timed_from="wait",
             errors="return",
-            unit="batch",
-            show=worker.unnumbered if is_seeded else None,
-            samples=counting if self._auto_collation else None,
+            naming=Naming(
+                "batch",
+                show=worker.unnumbered if is_seeded else None,
+                lost="" if is_seeded else DRAWN_AGAIN,
+                samples=counting if self._auto_collation else None,
+            ),
             lethal="return" if self._skips_errors and not self._is_iterable else "raise",
-            lost="" if is_seeded else DRAWN_AGAIN,
             launch="begin" if keys_first else "now",
         )
         run = streams._run

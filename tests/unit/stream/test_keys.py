@@ -190,12 +190,11 @@ def test_tensors_as_keys() -> None:
 
 
 def test_the_room_for_ints() -> None:
-    """Longer lists of ints than `key_size` arrive as well."""
-    for key_size in (0, 3):
-        with streams(key_size=key_size) as s:
-            begin(s, [[0] * n for n in range(6)])
-            assert [len(key) for key in keys_of(s)] == list(range(6))
-            assert not lost_slots(s)
+    """Longer lists of ints than there is room for in a ticket arrive as well."""
+    with streams() as s:
+        begin(s, [[0] * n for n in range(510, 516)])
+        assert [len(key) for key in keys_of(s)] == list(range(510, 516))
+        assert not lost_slots(s)
 
 
 def shared_bytes() -> int:
@@ -209,14 +208,14 @@ def shared_bytes() -> int:
 def test_the_memory_of_the_room_for_ints() -> None:
     """There is room for what each worker has ahead, but not for all keys in each worker."""
     before = shared_bytes()
-    with streams(num_workers=32, key_size=4096, start_method="fork", launch="begin"):
+    with streams(num_workers=32, start_method="fork", launch="begin"):
         assert shared_bytes() - before < 24 << 20
 
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_slow_worker_where_there_is_room_for_few_keys(ordered: bool) -> None:
     """The other one does not get all keys at once; none is lost."""
-    with streams(Hesitant, key_size=1 << 18) as s:
+    with streams(Hesitant, prefetch=2) as s:
         begin(s, lists(40), ordered=ordered, assign="free")
         keys = keys_of(s)
         assert (keys if ordered else sorted(keys)) == lists(40)
@@ -460,8 +459,6 @@ def test_wrong_arguments() -> None:
             begin(s, [], assign="any")
         with pytest.raises(TypeError, match="ordered"):
             begin(s, [], ordered=2)
-    with pytest.raises(ValueError, match="key_size"):
-        streams(key_size=-1)
 
 
 # -- in no order, and to whom

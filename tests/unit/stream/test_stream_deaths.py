@@ -323,7 +323,7 @@ class Held(Numbers):
 def test_the_timeout_of_a_call_that_waits(tmp_path: Path) -> None:
     """An item may have been made for longer than that before it was waited for."""
     held = type("Held", (Held,), {"path": str(tmp_path / "gate")})
-    with streams(held, 1, prefetch=1, timeout=1.0, timed_from="wait") as s:
+    with streams(held, 1, prefetch=1, timeout=1.0) as s:
         s.begin([2])
         begun = time.monotonic()
         for _ in range(2):  # the second waits as long again
