@@ -236,9 +236,7 @@ class Manager:
         now = self.stats()
         return (now if since is None else now.since(since)).advice()
 
-    def report(
-        self, path: str | os.PathLike[str], *, title: str | None = None, remake: int = 0
-    ) -> None:
+    def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         """Write a page of HTML about the run: why the loop waited, and what would help.
 
         Of the present run, or of the last one after its end. The page needs no script and no
@@ -250,8 +248,6 @@ class Manager:
             What is there is replaced, as a whole.
         title : str, optional
             The page's heading; the script's name, if it is left out.
-        remake : int
-            How many of the slowest batches are made once more, here, to time their samples.
 
         Examples
         --------
@@ -260,7 +256,7 @@ class Manager:
         ...     count = sum(1 for _ in batches)
         >>> manager.report("loader.html", title="eight numbers")
         """
-        reporting().write(path, [reporting().of_manager(self, remake)], title)
+        reporting().write(path, [reporting().of_manager(self)], title)
 
     @property
     def skipped(self) -> list[Skipped]:

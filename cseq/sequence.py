@@ -322,7 +322,7 @@ class MSequence(Manager, Generic[B_co]):
         sampler, consumed = self._any(epoch)
         return remaking.locate(sampler, epoch, batch, consumed)[0].samples(0)[0]
 
-    def remake(self, epoch: int, batch: int, *, samples: bool = False) -> Remade:
+    def remake(self, epoch: int, batch: int) -> Remade:
         """Make a batch of any epoch once more, in the calling thread, as the loop got it.
 
         For a batch that was slow, odd or left out: here it can be looked at with a debugger or a
@@ -333,13 +333,11 @@ class MSequence(Manager, Generic[B_co]):
         epoch, batch : int
             As messages, `skipped` and `worker_info` number them. Where the present epoch was
             resumed, its batches are counted as they come here.
-        samples : bool
-            Time each sample, too, of what `from_dataset` returned.
 
         Returns
         -------
         Remade
-            `batch`, `indices`, `seconds`, `sample_seconds`.
+            `batch`, `indices`, `seconds`.
 
         Raises
         ------
@@ -357,7 +355,7 @@ class MSequence(Manager, Generic[B_co]):
         True
         """
         _, consumed = self._any(epoch)
-        return remaking.remake(self._job, epoch, batch, consumed, samples=samples)
+        return remaking.remake(self._job, epoch, batch, consumed)
 
     def _any(self, epoch: int) -> tuple[Sampler, int]:
         """Return the sampler, and where an epoch was begun."""

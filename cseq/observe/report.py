@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cseq.check import count as checked
 from cseq.compute import cores
 from cseq.observe import doctor
 from cseq.observe.figures import STYLE, Chart, duration, number
@@ -117,36 +116,17 @@ def write(path: str | os.PathLike[str], parts: Sequence[Part], title: str | None
         file.write(content)
 
 
-def of_manager(manager: MSequence, remake: int = 0) -> Part:
-    """Look at a manager; of so many of its slowest batches, time the samples."""
-    times, stats = checked("remake", remake, least=0), manager.stats()
+def of_manager(manager: MSequence) -> Part:
+    """Look at a manager."""
+    stats = manager.stats()
     name, *facts = repr(manager).removesuffix(")").split("(", 1)
-    slowest = [
-        (slow, _remake(slow) + (_made(manager, slow) if k < times else ""))
-        for k, slow in enumerate(stats.slowest[:SLOWEST])
-    ]
+    slowest = [(slow, _remake(slow)) for slow in stats.slowest[:SLOWEST]]
     return Part(name, "".join(facts), stats, slowest)
 
 
 def _remake(slow: SlowBatch) -> str:
     """Write the line that makes a batch again."""
     return f"<code>manager.remake({slow.epoch}, {slow.batch})</code>"
-
-
-def _made(manager: MSequence, slow: SlowBatch) -> str:
-    """Make a batch again, and say what its samples take, where they can be timed."""
-    try:
-        made = manager.remake(slow.epoch, slow.batch, samples=True)
-    except IndexError:  # the epoch was resumed elsewhere since, and is numbered otherwise
-        return ""
-    except ValueError:  # its samples are not asked for one by one
-        made = manager.remake(slow.epoch, slow.batch)
-    said, each = f"made again in {duration(made.seconds)}", made.sample_seconds
-    if each is not None and len(each):
-        longest = np.argsort(-each, kind="stable")[:3]
-        told = ", ".join(f"{made.indices[k]}: {duration(float(each[k]))}" for k in longest)
-        said += f"; its slowest samples are {told}; half of all take {duration(np.median(each))}"
-    return f'<div class="about">{said}</div>'
 
 
 def of_loader(name: str, facts: str, stats: Stats) -> Part:

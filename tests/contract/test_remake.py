@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from typing import Any
 
 import numpy as np
@@ -85,7 +84,7 @@ def test_it_is_what_the_loop_got(pool: str, options: dict[str, Any]) -> None:
         assert same(made.batch, batch)
         assert made.indices.tolist() == one.indices(*batch["batch"]).tolist()
         assert made.indices.tolist() == batch["indices"].tolist()
-        assert (made.seconds > 0, made.sample_seconds) == (True, None)
+        assert made.seconds > 0
     assert random.getstate() == state
 
 
@@ -116,31 +115,6 @@ def test_a_batch_that_was_left_out() -> None:
     with pytest.raises(LookupError, match="five is odd"):
         one.remake(epoch, batch)
     assert 5 in one.indices(epoch, batch)
-
-
-class Slow:
-    """One sample takes long."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 7:
-            time.sleep(0.05)
-        return np.full(2, index)
-
-
-def test_the_time_of_each_sample() -> None:
-    """Of a data set; of others it is refused."""
-    one = manager("threads", cseq.from_dataset(Slow()), 10, batch_size=5)
-    numbers = [k for k in range(2) if 7 in one.indices(0, k)]
-    made = one.remake(0, numbers[0], samples=True)
-    assert made.sample_seconds is not None
-    assert made.indices[made.sample_seconds.argmax()] == 7
-    assert len(made.sample_seconds) == 5
-    assert 0.05 <= made.sample_seconds.max() <= made.seconds
-    with pytest.raises(ValueError, match=r"samples=True times what cseq\.from_dataset"):
-        manager("threads").remake(0, 0, samples=True)
 
 
 @pytest.mark.parametrize("batch", [-1, 6])

@@ -74,7 +74,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 for _ in epochs:
                     time.sleep(step)
         found[kind] = path = tmp_path_factory.getbasetemp() / folder / f"{kind}.html"
-        manager.report(path, title=f"{kind}.py", remake=1)
+        manager.report(path, title=f"{kind}.py")
     return found
 
 

@@ -108,7 +108,7 @@ def ran(kind: str = "thread", samples: int = 96, **options: Any) -> cseq.MSequen
 def test_a_page_of_a_run_that_is_over(tmp_path: Path) -> None:
     """Verdict, tiles, slowest batches with the line that makes each again; no network."""
     manager, path = ran(), tmp_path / "loader.html"
-    manager.report(path, title="<my> run", remake=1)
+    manager.report(path, title="<my> run")
     text = path.read_text(encoding="utf-8")
     page = Parsed(text)
     assert os.listdir(tmp_path) == ["loader.html"]
@@ -122,32 +122,10 @@ def test_a_page_of_a_run_that_is_over(tmp_path: Path) -> None:
     assert len(text) < 60_000
     slowest = manager.stats().slowest[0]
     assert f"manager.remake({slowest.epoch}, {slowest.batch})" in page.words
-    assert sum("made again in" in words for words in page.words) == 1
     for name, value in manager.stats().as_dict("").items():
         assert name in page.words
         assert f"{value:.6g}" in page.words
     assert any("Python" in words for words in page.words)
-
-
-def test_samples_are_timed(tmp_path: Path) -> None:
-    """`remake` times those of a data set, and names the slowest."""
-
-    class Samples:
-        def __len__(self) -> int:
-            return 64
-
-        def __getitem__(self, index: int) -> int:
-            time.sleep(0.005 * (index == 7))
-            return index
-
-    path = tmp_path / "loader.html"
-    options = {"batch_size": 4, "seed": 1, "out_type": "null", "num_workers": 2}
-    manager = cseq.MTSequence(cseq.from_dataset(Samples()), 64, **options)
-    with manager.start() as batches:
-        list(batches)
-    manager.report(path, remake=16)
-    (told,) = re.findall(r"its slowest samples are 7: [^<]*", path.read_text(encoding="utf-8"))
-    assert "half of all take" in told
 
 
 def test_there_is_always_a_page(tmp_path: Path) -> None:
@@ -173,8 +151,6 @@ def test_wrong_types(tmp_path: Path, given: dict[str, Any], what: str) -> None:
     manager = cseq.MTSequence(Rows, 4, batch_size=2, out_type="null")
     with pytest.raises(TypeError, match=what):
         manager.report(**{"path": tmp_path / "loader.html", **given})
-    with pytest.raises((TypeError, ValueError), match="remake=-1"):
-        manager.report(tmp_path / "loader.html", remake=-1)
 
 
 def test_no_half_of_a_page(tmp_path: Path) -> None:
