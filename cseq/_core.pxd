@@ -120,7 +120,13 @@ cdef uint32_t thread_id() noexcept
 # Locks and latches for threads, which the core takes without a call of Python.
 
 cdef extern from "pythread.h":
+    ctypedef void* PyThread_type_lock
+    int PY_LOCK_ACQUIRED, PY_LOCK_INTR
     unsigned long PyThread_get_thread_ident() noexcept
+    PyThread_type_lock PyThread_allocate_lock() noexcept
+    void PyThread_free_lock(PyThread_type_lock lock) noexcept
+    int PyThread_acquire_lock_timed(PyThread_type_lock lock, long long us, int intr) noexcept nogil
+    void PyThread_release_lock(PyThread_type_lock lock) noexcept
 
 
 cpdef int check_depth() except -1
@@ -130,28 +136,23 @@ cpdef bint is_deep(int depth=*) except -1
 @cython.final
 @cython.no_gc
 cdef class Lock:
-    cdef cseq_lock lock
-    cdef uint32_t due   # there are
-    cdef list calls     # that were put off
+    cdef PyThread_type_lock lock
+    cdef uint64_t owner  # the thread that has it, or 0
+    cdef uint32_t depth  # how often
+    cdef uint32_t forks  # `cseq_forks`, when it was last looked at
+    cdef uint32_t due    # there are
+    cdef list calls      # that were put off
+    cdef bint has(self) noexcept
+    cdef bint take(self, double timeout) except -1
+    cdef bint take_anew(self, double timeout) except -1
+    cdef int sleep(self, long long us) except -1
+    cdef int leave(self) except -1
     cdef int make_calls(self) except -1
     cdef object next_call(self)
-    cdef bint sleep(self, uint64_t ns) except -1
     cpdef int refuse_mine(self) except -1
-    cdef int await_free(self) except -1
-    cdef inline int enter(self) except -1:
-        """Take it, as `acquire` without a time limit does."""
-        if cseq_lock_try(&self.lock, PyThread_get_thread_ident()):
-            return 0
-        return self.await_free()
     cdef inline int enter_anew(self) except -1:
         """Take it; RuntimeError if this thread has it."""
-        if cseq_lock_is_mine(&self.lock, PyThread_get_thread_ident()):
-            return self.refuse_mine()
-        return self.enter()
-    cdef inline int leave(self) except -1:
-        """Give it back; the caller has it. Then make the calls that were put off until now."""
-        cseq_lock_release(&self.lock)
-        return self.make_calls() if cseq_load_sc_u32(&self.due) else 0  # SYNC: calls
+        return self.refuse_mine() if self.has() else self.take_anew(-1)
 
 
 @cython.final

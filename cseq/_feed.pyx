@@ -545,7 +545,7 @@ cdef class Feed(Line):
         It is decoded, and stays next. Nothing is waited for, and no key is drawn. In place of an
         exception there is its `ItemFailure`.
         """
-        self.run.lock.enter()
+        self.run.lock.take(-1)
         try:
             if (not self.run.is_at(self.generation) or not self.source.keyed or not self.ordered
                     or self.find() < 0):

@@ -32,24 +32,8 @@ cdef extern from "cseq_wait.h" nogil:
 
 
 cdef extern from "cseq_list.h" nogil:
-    ctypedef struct cseq_link:
-        pass
-
     ctypedef struct cseq_list:
         pass
-
-    void cseq_list_add(cseq_list* list, cseq_link* link) noexcept
-
-
-cdef extern from "cseq_lock.h" nogil:
-    ctypedef struct cseq_lock:
-        cseq_link link
-
-    int cseq_lock_is_mine(const cseq_lock* l, uint64_t me) noexcept
-    int cseq_lock_try(cseq_lock* l, uint64_t me) noexcept
-    int cseq_lock_await(cseq_lock* l, uint64_t me, uint64_t ns) noexcept
-    void cseq_lock_release(cseq_lock* l) noexcept
-    void cseq_lock_remove(cseq_list* all, cseq_lock* l) noexcept
 
 
 cdef extern from "cseq_fault.h" nogil:

@@ -7,26 +7,25 @@ cdef enum:
 
 cdef extern from *:
     """
-    static cseq_list cseq_all; /* locks */
+    static uint32_t cseq_forks;  /* how often this process is a copy of a copy */
+    static uint64_t cseq_forker; /* the thread that it is a copy of */
     #ifdef _WIN32
-    static int cseq_locks_install(void) { return 0; }
+    static int cseq_count_forks(void) { return 0; }
     #else
     #include <pthread.h>
-    static void cseq_locks_at_prepare(void) { cseq_list_lock(&cseq_all); }
-    static void cseq_locks_at_parent(void) { cseq_list_unlock(&cseq_all); }
-    static void cseq_locks_at_child(void) {
-        cseq_locks_child(&cseq_all, PyThread_get_thread_ident());
+    static void cseq_forked(void) {
+        cseq_forks++;
+        cseq_forker = PyThread_get_thread_ident();
     }
-    static int cseq_locks_install(void) {
-        return pthread_atfork(cseq_locks_at_prepare, cseq_locks_at_parent, cseq_locks_at_child);
-    }
+    static int cseq_count_forks(void) { return pthread_atfork(0, 0, cseq_forked); }
     #endif
     """
-    cseq_list cseq_all
-    int cseq_locks_install() noexcept
+    uint32_t cseq_forks
+    uint64_t cseq_forker
+    int cseq_count_forks() noexcept
 
 
-if cseq_locks_install():
+if cseq_count_forks():
     raise MemoryError("no memory for a handler of forks")
 
 
@@ -61,8 +60,8 @@ cdef uint64_t ns_of(double seconds) noexcept:
 @cython.final
 @cython.no_gc
 cdef class Lock:
-    """A lock that its thread may take again, as `threading.RLock`; the core takes it without a call
-    of Python.
+    """CPython's lock, which its thread may take again, as `threading.RLock`; the core takes it without
+    a call of Python.
 
     A signal handler runs before it is taken, or in the middle of what it protects, where it may take
     it again to look, must not (`refuse_mine`), or puts off what it wants (`put_off`). In Python, take it
@@ -74,15 +73,31 @@ cdef class Lock:
 
     def __cinit__(self):
         self.calls = []
-        cseq_list_add(&cseq_all, &self.lock.link)
+        self.forks = cseq_forks
+        self.lock = PyThread_allocate_lock()
+        if self.lock is NULL:
+            raise MemoryError
 
     def __dealloc__(self):
-        cseq_lock_remove(&cseq_all, &self.lock)
+        if self.lock is not NULL:
+            if self.depth:
+                PyThread_release_lock(self.lock)
+            PyThread_free_lock(self.lock)
+
+    cdef bint has(self) noexcept:
+        """Whether this thread has it: it alone writes its number there, and takes it out again."""
+        cdef PyThread_type_lock free
+        if self.forks != cseq_forks:
+            self.forks = cseq_forks
+            free = NULL if self.owner == cseq_forker else PyThread_allocate_lock()
+            if free is not NULL:
+                self.lock, self.owner, self.depth = free, 0, 0
+        return cseq_load_rlx_u64(&self.owner) == PyThread_get_thread_ident()
 
     @property
     def is_mine(self):
         """Whether this thread has it: it is in the middle of what the lock protects."""
-        return bool(cseq_lock_is_mine(&self.lock, PyThread_get_thread_ident()))
+        return bool(self.has())
 
     def hold(self, double timeout=-1):
         """A `Hold`, for a ``with``: see there."""
@@ -92,7 +107,7 @@ cdef class Lock:
 
     cpdef int refuse_mine(self) except -1:
         """Raise RuntimeError if this thread has it: it is in the middle of another call."""
-        if cseq_lock_is_mine(&self.lock, PyThread_get_thread_ident()):
+        if self.has():
             raise RuntimeError(
                 "this thread is in the middle of another call of the same object: a signal handler, or "
                 "whatever else that call runs, can neither take a batch there nor begin or set an epoch, "
@@ -105,24 +120,50 @@ cdef class Lock:
 
         Signal handlers run meanwhile; if one raises, it was not taken.
         """
-        cdef uint64_t limit, waited, begun
-        if cseq_lock_try(&self.lock, PyThread_get_thread_ident()):
-            return True
-        if timeout < 0:
-            self.await_free()
-            return True
-        limit = ns_of(timeout)
-        begun = cseq_now_ns()
-        waited = 0
-        while waited < limit:
-            if self.sleep(limit - waited):
-                return True
-            waited = cseq_now_ns() - begun
-        return False
+        return bool(self.take(timeout))
+
+    cdef bint take(self, double timeout) except -1:
+        """Do what `acquire` does."""
+        if not self.has():
+            return self.take_anew(timeout)
+        self.depth += 1
+        return True
+
+    cdef bint take_anew(self, double timeout) except -1:
+        """Do so where this thread does not have it."""
+        cdef int taken = PyThread_acquire_lock_timed(self.lock, 0, 0)
+        if taken != PY_LOCK_ACQUIRED and timeout:
+            taken = self.sleep(-1 if timeout < 0 else <long long>(min(timeout, 1e9) * 1e6))
+        if taken != PY_LOCK_ACQUIRED:
+            return False
+        cseq_store_rlx_u64(&self.owner, PyThread_get_thread_ident())
+        self.depth = 1
+        return True
+
+    cdef int sleep(self, long long us) except -1:
+        """Sleep until it is taken, at most so many microseconds; run signal handlers."""
+        cdef uint64_t end = cseq_now_ns() + <uint64_t>max(us, 0) * 1000
+        cdef int taken
+        while True:
+            with nogil:
+                taken = PyThread_acquire_lock_timed(self.lock, us, 1)
+            if taken != PY_LOCK_INTR:
+                return taken
+            PyErr_CheckSignals()
+            if us > 0:
+                us = max(0, <long long>(end - cseq_now_ns()) // 1000)
+
+    cdef int leave(self) except -1:
+        """Give it back; the caller has it. Then make the calls that were put off until now."""
+        self.depth -= 1
+        if not self.depth:
+            cseq_store_rlx_u64(&self.owner, 0)
+            PyThread_release_lock(self.lock)
+        return self.make_calls() if cseq_load_sc_u32(&self.due) else 0  # SYNC: calls
 
     def release(self):
         """Give it back, as often as it was taken."""
-        if not self.is_mine:
+        if not self.has():
             raise RuntimeError("this thread does not have the lock")
         self.leave()
 
@@ -131,12 +172,12 @@ cdef class Lock:
         at once if none has it."""
         self.calls.append(call)
         cseq_swap_sc_u32(&self.due, 1)  # SYNC: calls
-        if cseq_lock_try(&self.lock, PyThread_get_thread_ident()):
+        if self.take(0):
             self.leave()
 
     cdef int make_calls(self) except -1:
         """Make the calls that were put off, unless this thread has it still."""
-        if cseq_lock_is_mine(&self.lock, PyThread_get_thread_ident()) or not cseq_swap_sc_u32(&self.due, 0):
+        if self.has() or not cseq_swap_sc_u32(&self.due, 0):
             return 0
         try:
             while (call := self.next_call()) is not None:
@@ -150,22 +191,6 @@ cdef class Lock:
     cdef object next_call(self):
         return self.calls.pop(0) if self.calls else None
 
-    cdef bint sleep(self, uint64_t ns) except -1:
-        """Sleep until it is free, but not for long; run signal handlers. Return whether it was taken."""
-        cdef uint64_t me = PyThread_get_thread_ident()
-        cdef int taken
-        with nogil:
-            taken = cseq_lock_await(&self.lock, me, min(ns, PARK))
-        if not taken:
-            PyErr_CheckSignals()
-        return taken
-
-    cdef int await_free(self) except -1:
-        """Take it once it is free."""
-        while not self.sleep(PARK):
-            pass
-        return 0
-
 
 @cython.final
 @cython.no_gc
@@ -178,11 +203,7 @@ cdef class Hold:
     """
 
     def __enter__(self):
-        if self.timeout < 0:
-            self.lock.enter()
-            self.has = True
-        else:
-            self.has = self.lock.acquire(self.timeout)
+        self.has = self.lock.take(self.timeout)
         return self
 
     def __exit__(self, *error):

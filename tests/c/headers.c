@@ -10,7 +10,6 @@
 #include "cseq_fork.h"
 #include "cseq_history.h"
 #include "cseq_list.h"
-#include "cseq_lock.h"
 #include "cseq_map.h"
 #include "cseq_meter.h"
 #include "cseq_place.h"
