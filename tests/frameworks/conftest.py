@@ -1,4 +1,4 @@
-"""What the tests of the recipes get: the pages' files, on the path and in a folder of their own."""
+"""What the tests of the recipes get: the recipes on the path, and a folder of their own."""
 
 from __future__ import annotations
 
@@ -32,13 +32,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def recipes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Write the recipes once, and let them be imported."""
-    folder = tmp_path_factory.mktemp("recipes")
-    page.write(folder)
-    sys.path.insert(0, str(folder))
-    yield folder
-    sys.path.remove(str(folder))
+def recipes() -> Iterator[Path]:
+    """Let the recipes be imported."""
+    sys.path.insert(0, str(page.RECIPES))
+    yield page.RECIPES
+    sys.path.remove(str(page.RECIPES))
 
 
 @pytest.fixture(autouse=True)

@@ -30,13 +30,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import samples
 from torch.utils import data
 
 import cseq
 import cseq.run
 from cseq.adapters.torch import installed, names
 from cseq.adapters.torch.iterator import LoaderIterator
+
+import samples
 
 GRACE = 10.0  # seconds in which worker processes have to end
 

@@ -1,10 +1,9 @@
-"""The recipes of the pages as files, and what their networks were trained with."""
+"""Where the recipes of the pages are, and what their networks were trained with."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -18,9 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
-# The pages, and how many of their blocks are no files, but whole scripts (test_examples.py).
-PAGES = {"frameworks.md": 0, "dataloader-frameworks.md": 0, "watch.md": 1}
-BLOCK = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RECIPES = ROOT / "examples" / "frameworks"
 
 SAMPLES, BATCH, EPOCHS = 103, 8, 3
 LENGTH = -(-SAMPLES // BATCH)  # batches in an epoch
@@ -46,20 +43,6 @@ class Record(list[list[int]]):
         if len(self) == self.stop_after:
             raise Interrupted
         self.append([int(number) for number in x[:, 0]])
-
-
-def write(folder: Path) -> list[str]:
-    """Write the pages' blocks into files; return their names."""
-    names: list[str] = []
-    for page, others in PAGES.items():
-        text = (ROOT / "docs" / "how-to" / page).read_text(encoding="utf-8")
-        blocks = BLOCK.findall(text)
-        assert len(blocks) + others == text.count("```python")
-        for name, code in blocks:
-            (folder / name).write_text(code, encoding="utf-8")
-        names += [name for name, _ in blocks]
-    assert len(names) == len(set(names))
-    return names
 
 
 def stream(*epochs: int, rank: int = 0, world_size: int = 1, **options: Any) -> list[list[int]]:

@@ -84,10 +84,11 @@ def test_the_monitor_logs_beside_the_loss(monkeypatch: pytest.MonkeyPatch) -> No
     """Every fifth batch, what stats() says of the batches since, at the step of the loss there."""
     import lightning
     import with_lightning
-    from data import batches
     from lightning.pytorch.loggers import CSVLogger
 
     from cseq.adapters.lightning import DataModule, Monitor
+
+    from data import batches
 
     logged = []
 

@@ -76,11 +76,12 @@ def test_two_ranks(recipes: Path, folder: Path) -> None:
 def test_the_monitor_logs_beside_the_loss(folder: Path) -> None:
     """Every fifth step, what stats() says of the steps since; the loss of the step stays."""
     import with_transformers
-    from data import batches
-    from inputs import Inputs
     from transformers import TrainerCallback, TrainingArguments
 
     from cseq.adapters.transformers import BatchTrainer, Monitor
+
+    from data import batches
+    from inputs import Inputs
 
     logged: list[tuple[int, dict[str, float]]] = []
 
@@ -118,11 +119,12 @@ def test_the_monitor_logs_beside_the_loss(folder: Path) -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_the_monitor_of_a_trainer_with_its_own_loaders(folder: Path, persistent: bool) -> None:
     """The loader that the Trainer makes, and accelerate wraps, counts once cseq is installed."""
-    from samples import Net, Samples
     from transformers import Trainer, TrainingArguments
 
     from cseq.adapters.torch import installed
     from cseq.adapters.transformers import Monitor
+
+    from samples import Net, Samples
 
     args = TrainingArguments(
         "checkpoints",
@@ -148,11 +150,12 @@ def test_the_monitor_of_a_trainer_with_its_own_loaders(folder: Path, persistent:
 def test_what_does_not_fit_together_is_refused(folder: Path) -> None:
     """A monitor without a Trainer, batches skipped twice, a checkpoint without a state."""
     import with_transformers
-    from data import batches
-    from inputs import Inputs
     from transformers import Trainer, TrainingArguments
 
     from cseq.adapters.transformers import BatchTrainer, Monitor, SaveState
+
+    from data import batches
+    from inputs import Inputs
 
     class Own(Trainer):
         def get_train_dataloader(self) -> Any:

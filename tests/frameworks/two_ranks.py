@@ -12,8 +12,9 @@ import os
 import sys
 from pathlib import Path
 
-import net
 import recipes
+
+import net
 
 
 def main(module: str, arguments: str) -> None:

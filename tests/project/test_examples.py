@@ -36,6 +36,7 @@ PAGES.remove(KILLING)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# \w+\.py\n")
+INCLUDED = re.compile(r"^```\{literalinclude\} .*/examples/frameworks/(\w+)\.py$", re.MULTILINE)
 ROW = re.compile(r"^\| `(\w+)` \|(?: `([^`|]*)`)? \|.*\|$", re.MULTILINE)
 
 
@@ -50,7 +51,7 @@ class Block(NamedTuple):
 def blocks_of(page: str) -> list[Block]:
     """Cut the Python out of a page, each piece named after the heading above it.
 
-    A block whose first line names a file is a framework's recipe: `make check-frameworks` runs it.
+    A block whose first line names a file is no script of its own.
     """
     text = (ROOT / page).read_text(encoding="utf-8")
     found = []
@@ -268,6 +269,13 @@ def test_the_example_of_the_readme_is_short() -> None:
     """The first example is one that a newcomer can take in: 20 lines of code."""
     first = blocks_of("README.md")[0]
     assert len([line for line in first.code.splitlines() if line.strip()]) <= 20
+
+
+def test_each_recipe_is_on_a_page() -> None:
+    """`make check-frameworks` runs the files of examples/frameworks; the pages show all of them."""
+    pages = (ROOT / "docs" / "how-to").glob("*.md")
+    shown = [name for path in pages for name in INCLUDED.findall(path.read_text(encoding="utf-8"))]
+    assert sorted(shown) == sorted(path.stem for path in (EXAMPLES / "frameworks").glob("*.py"))
 
 
 def test_the_reference_lists_every_argument() -> None:
