@@ -40,10 +40,9 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── advice.py       why a loop waits, and what helps: one table of rules
     ├── meters.py       what each party of a ring has measured
     ├── stage.py        the loop of every runner: claim, work, publish
-    ├── compute.py      cores, and the threads that libraries of a worker process compute with
     ├── check.py        checks of arguments
     ├── threads.py      threads that a signal handler cannot break; what is logged on another thread
-    ├── cgroup.py       what the control groups of a container say
+    ├── system.py       the machine or container: cores, threads of libraries, memory
     ├── _work.pyx       ★ runners, and their work: batches made, published; include/codec.pxi: read
     ├── _core.pyx       ★ the ring, the shuffle, readers of orders; in include/: source.pxi, what an
     │                   epoch asks for; orders.pxi, lock.pxi, trace.pxi

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from cseq._core import ALGORITHMS
 from cseq.advice import MOST_READERS
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds, unexpected
-from cseq.compute import share
 from cseq.converter import output as outputs
 from cseq.indexing import indexer
 from cseq.indexing.dataset import is_torchs, unasked
-from cseq.memory.memory_limit import memory_limit_of
 from cseq.order.base import Order
 from cseq.order.sampler import Sampler
 from cseq.order.shuffled import Sequential, Shuffled
 from cseq.processes.launcher import start_methods
+from cseq.system import memory_limit_of, share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

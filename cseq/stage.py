@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cseq._core import now_ns
-from cseq.compute import cores
+from cseq.system import cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

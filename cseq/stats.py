@@ -10,8 +10,8 @@ import numpy as np
 
 from cseq.advice import Advice, Window, advise, duration
 from cseq.check import count
-from cseq.compute import share
 from cseq.meters import METER, Meters
+from cseq.system import share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

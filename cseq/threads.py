@@ -21,7 +21,7 @@ from os.path import join
 from typing import TYPE_CHECKING
 
 from cseq._core import Latch, Lock
-from cseq.cgroup import ROOT, groups, number
+from cseq.system import ROOT, groups, number
 
 try:
     import resource

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cseq import check, compute
+from cseq import check, system
 from cseq._memory import keep_freed
 from cseq.arguments import MOST_BUFFER, Size
 from cseq.encoding import failure
@@ -85,7 +85,7 @@ class Raised(NamedTuple):
     is_setup: bool  # the indexer could not be made: the next batches will raise, too
 
 
-def system() -> str:
+def versions() -> str:
     """Name what two processes must have in common to exchange batches."""
     python, numpy = ".".join(map(str, sys.version_info[:2])), np.__version__.partition(".")[0]
     return f"cseq {sys.modules['cseq'].__version__}, Python {python} and numpy {numpy}"
@@ -117,9 +117,9 @@ class Agent:
 
     def about(self, payload: list[Any], trainer: str) -> tuple[int, str]:
         """Say where it is, and take the worker, which Ray does not keep for a constructor."""
-        if trainer != system():
+        if trainer != versions():
             raise ImportError(
-                f"the agent on node {self._node} has {system()}, and the trainer {trainer}: "
+                f"the agent on node {self._node} has {versions()}, and the trainer {trainer}: "
                 "install the same on all nodes, or give runtime_env="
             )
         self._payload = payload
@@ -177,9 +177,9 @@ class Agent:
         """Make a batch: once more, if it has drawn from a generator that it imported just now."""
         if self._indexer is None:
             own = ray.get_runtime_context().runtime_env.get("env_vars") or {}
-            if self._threads is not None and compute.OPENMP not in own:
-                os.environ.pop(compute.OPENMP, None)  # Ray's: one for each CPU
-            compute.limit(self._threads)
+            if self._threads is not None and system.OPENMP not in own:
+                os.environ.pop(system.OPENMP, None)  # Ray's: one for each CPU
+            system.limit_threads(self._threads)
             self._indexer = build_seeded(unpickled(self._payload), self._seeds, copied=True)
         self._context.left = ()
         indexer = leaving(self._indexer, self._context, on_error)
@@ -278,7 +278,7 @@ class RayFleet:
 
     def ask(self, handle: Any) -> Any:
         """Ask an actor for a sign of life."""
-        return handle.about.remote(self._payload, system())
+        return handle.about.remote(self._payload, versions())
 
     def close(self) -> None:
         """End the actors. A fleet that was unpickled only forgets them."""

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from cseq._core import Lock
 from cseq._memory import BULKY, SMALL, Mapping, Memory, Slots, commit, copy_of
-from cseq.memory.memory_limit import memory_limit_of
 from cseq.memory.segment import FIRST, Segment, room_for
+from cseq.system import memory_limit_of
 
 if TYPE_CHECKING:
     from cseq._core import Ring

@@ -12,7 +12,7 @@ import os
 
 from cseq._memory import SMALL, Descriptor, section
 from cseq.memory.descriptors import anonymous_file
-from cseq.memory.memory_limit import MIB
+from cseq.system import MIB
 
 WIDTH = 1 << 40  # bytes from one slot to the next
 SLOTS = 1 << 22  # so that the file stays below 2^63 bytes

@@ -31,8 +31,8 @@ from cseq._memory import (
 )
 from cseq._work import SlotEncoder
 from cseq.check import dimensions
-from cseq.memory.memory_limit import MIB, check_available
 from cseq.memory.segment import FIRST, room_for
+from cseq.system import MIB, check_available
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

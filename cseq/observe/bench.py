@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cseq.advice import ENOUGH_BATCHES, duration
-from cseq.compute import cores
 from cseq.indexing.dataset import from_dataset
 from cseq.kinds import MPSequence
 from cseq.observe.processes import cpu_seconds, tree
 from cseq.sequence import MSequence
+from cseq.system import cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence

@@ -12,10 +12,8 @@ from os.path import join
 from typing import TYPE_CHECKING, NamedTuple
 
 from cseq._core import now_ns
-from cseq.cgroup import ROOT, fields, groups, lines, number
-from cseq.compute import VARIABLES, cores
-from cseq.compute import quota as quota_of
-from cseq.memory.memory_limit import oom_kills
+from cseq.system import ROOT, VARIABLES, cores, fields, groups, lines, number, oom_kills
+from cseq.system import quota as quota_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cseq.compute import cores
 from cseq.observe import doctor
 from cseq.observe.figures import STYLE, Chart, duration, number
 from cseq.pools.base import BatchPool
 from cseq.run import on_close, present
 from cseq.stats import WorkerStats
+from cseq.system import cores
 from cseq.tracing import full, whole
 
 if TYPE_CHECKING:

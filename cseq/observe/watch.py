@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cseq.advice import LITTLE, Window, advise, duration
-from cseq.compute import share
 from cseq.observe.processes import cpu_seconds, queued_seconds
+from cseq.system import share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,14 +16,13 @@ from cseq._feed import Feed
 from cseq._memory import HAS_GIL
 from cseq._work import Decoder
 from cseq.arguments import Size
-from cseq.compute import gpu_is_idle, share
 from cseq.encoding import failure
 from cseq.indexing.leaving import Partial, Skipped, note_batch, note_samples
 from cseq.lanes import Lanes
-from cseq.memory.memory_limit import memory_limit_of
 from cseq.processes.deaths import Held
 from cseq.stage import RAISED
 from cseq.stats import Stats
+from cseq.system import gpu_is_idle, memory_limit_of, share
 from cseq.tuning import Controller
 
 if TYPE_CHECKING:

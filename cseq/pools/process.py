@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq._work import Runner
-from cseq.compute import neighbours
 from cseq.converter.host import Converter
 from cseq.converter.output import Output, are_threads, cast_dtype
 from cseq.encoding import failure
@@ -23,7 +22,6 @@ from cseq.encoding.transport import Objects, SlotReader, SlotSource, SlotWriter
 from cseq.indexing import context, indexer
 from cseq.indexing.seeding import Seeds
 from cseq.lanes import Lanes
-from cseq.memory.memory_limit import available_memory, private_memory
 from cseq.memory.shared import Shared
 from cseq.pools.base import BatchPool, apart, file_name, held_in
 from cseq.pools.thread import ThreadGroup, add_converters, convert
@@ -33,6 +31,7 @@ from cseq.processes.launcher.forks import in_forked_children
 from cseq.processes.supervisor import Supervisor
 from cseq.processes.worker import FAILED, LEFT, NOTED, enter, send_state
 from cseq.stage import CONVERTER, INDEXER, run, spins
+from cseq.system import available_memory, neighbours, private_memory
 
 if TYPE_CHECKING:
     import socket

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from cseq.errors import WorkerDied
-from cseq.memory.memory_limit import oom_kills
 from cseq.processes.launcher import describe_exit
+from cseq.system import oom_kills
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

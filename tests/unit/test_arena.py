@@ -22,9 +22,9 @@ from cseq._memory import SMALL, TRAINER, Block, Lease, Mapping, Slots
 from cseq.memory import arena as arena_module
 from cseq.memory import writer as writer_module
 from cseq.memory.arena import Arena
-from cseq.memory.memory_limit import MIB
 from cseq.memory.segment import FIRST
 from cseq.memory.writer import Writer
+from cseq.system import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -299,7 +299,7 @@ LIMITED = """
 import resource
 from pathlib import Path
 from cseq.memory.arena import Arena
-from cseq.memory.memory_limit import MIB
+from cseq.system import MIB
 from cseq.memory.writer import Writer
 arena = Arena()
 writer = Writer(arena.segment.fd, arena.segment.width)

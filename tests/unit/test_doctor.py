@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cseq.memory.memory_limit import GIB
 from cseq.observe import doctor
+from cseq.system import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

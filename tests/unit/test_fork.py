@@ -15,8 +15,8 @@ import pytest
 from slots import lease, shared
 
 from cseq._memory import Mapping, Window, fork_worker
-from cseq.memory.memory_limit import MIB
 from cseq.memory.segment import Segment
+from cseq.system import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -243,7 +243,7 @@ import mmap, os, resource, sys
 import numpy as np
 from cseq._memory import Mapping
 from cseq._memory import Slots
-from cseq.memory.memory_limit import MIB
+from cseq.system import MIB
 from cseq.memory.segment import Segment
 
 segment = Segment.create(600 * MIB, 2)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from cseq.compute import LOCAL_SIZES
-from cseq.memory.memory_limit import (
+from cseq.system import (
     GIB,
+    LOCAL_SIZES,
     available_memory,
     default_memory_limit,
     memory_limit_of,

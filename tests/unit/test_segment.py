@@ -11,9 +11,9 @@ import pytest
 from slots import filled, whole
 
 from cseq.memory.arena import Arena
-from cseq.memory.memory_limit import MIB
 from cseq.memory.segment import FIRST, LARGE, Segment, reserved, room_for
 from cseq.memory.writer import Writer
+from cseq.system import MIB
 
 
 @pytest.mark.needs("POSIX")

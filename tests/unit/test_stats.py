@@ -16,9 +16,9 @@ import pytest
 
 import cseq
 from cseq._memory import HAS_GIL
-from cseq.compute import cores
 from cseq.pools import base
 from cseq.stats import Stats
+from cseq.system import cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cseq import arguments, compute
+from cseq import arguments, system
 from cseq.advice import Window, advise
 from cseq.arguments import Size, Sizes, workers_of_auto
 from cseq.tuning import Tuner, log_change
@@ -208,7 +208,7 @@ def test_a_change_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_sizes_to_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few workers, a core for the loop; as many at most as may wait for a disk."""
-    monkeypatch.setattr(compute, "cores", lambda: 8)
+    monkeypatch.setattr(system, "cores", lambda: 8)
     monkeypatch.setattr(arguments, "share", lambda: 8)
     assert workers_of_auto() == (4, 32)
     assert Sizes.checked("auto", "auto", "proc", 32) == (Size(4, 10), Size(32, 1024), BOTH)
@@ -222,16 +222,16 @@ def test_the_sizes_to_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_cores_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a quota, and one part for each rank of the machine."""
-    monkeypatch.setattr(compute, "cores", lambda: 16)
-    for name in compute.LOCAL_SIZES:
+    monkeypatch.setattr(system, "cores", lambda: 16)
+    for name in system.LOCAL_SIZES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(compute, "quota", lambda: None)
-    assert compute.share() == 16
-    monkeypatch.setattr(compute, "quota", lambda: 5.5)
-    assert compute.share() == 6
+    monkeypatch.setattr(system, "quota", lambda: None)
+    assert system.share() == 16
+    monkeypatch.setattr(system, "quota", lambda: 5.5)
+    assert system.share() == 6
     for value, expected in (("2", 3), ("64", 1), ("0", 6), ("many", 6)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
-        assert compute.share() == expected
+        assert system.share() == expected
 
 
 def test_the_quota_of_a_container(tmp_path: Path) -> None:
@@ -244,5 +244,5 @@ def test_the_quota_of_a_container(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "cpu.max").write_text("max 100000\n", encoding="ascii")
         (folder.parent / "cpu.max").write_text(f"{words}\n", encoding="ascii")
-    assert compute.quota(tmp_path / "none") is None
-    assert compute.quota(tmp_path / "some") == 2.5
+    assert system.quota(tmp_path / "none") is None
+    assert system.quota(tmp_path / "some") == 2.5

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slots import acquire, take, whole
 
-from cseq.memory import memory_limit
+from cseq import system
 from cseq.memory import writer as writer_module
 from cseq.memory.arena import Arena
-from cseq.memory.memory_limit import MIB
 from cseq.memory.segment import FIRST, Segment
 from cseq.memory.writer import Writer
+from cseq.system import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -241,11 +241,11 @@ def test_a_full_file_is_a_memory_error() -> None:
 
 def test_more_than_there_is(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch larger than the free memory is refused; Linux would kill a process instead."""
-    monkeypatch.setattr(memory_limit, "available_memory", lambda: 40 * MIB)
+    monkeypatch.setattr(system, "available_memory", lambda: 40 * MIB)
     with pytest.raises(MemoryError, match=str(40 * MIB)):
         writer.place(50 * MIB)
     writer.place(35 * MIB)
-    monkeypatch.setattr(memory_limit, "available_memory", lambda: None)
+    monkeypatch.setattr(system, "available_memory", lambda: None)
     writer.place(50 * MIB)
     sizes = {"SC_PAGE_SIZE": MIB, "SC_PHYS_PAGES": 300}  # all that such a system tells
     monkeypatch.setattr(os, "sysconf", sizes.get, raising=False)

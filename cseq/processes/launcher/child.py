@@ -14,7 +14,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from cseq import compute
+from cseq import system
 from cseq._memory import fork, fork_depth
 from cseq.memory.descriptors import receive_exactly
 from cseq.processes.launcher.base import (
@@ -72,7 +72,7 @@ def begin_as_copy(
 ) -> NoReturn:
     """Run a worker in a forked copy of the trainer."""
     try:
-        compute.limit(threads)
+        system.limit_threads(threads)
         gc.freeze()  # the trainer's objects: looking through them would copy their pages
         atexit._clear()
         signal.set_wakeup_fd(-1)

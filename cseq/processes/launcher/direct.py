@@ -6,7 +6,7 @@ import time
 from contextvars import Context
 from typing import TYPE_CHECKING
 
-from cseq import compute
+from cseq import system
 from cseq._memory import fork_worker
 from cseq.processes.launcher.base import LAST, flush_output
 from cseq.processes.launcher.child import begin_as_copy
@@ -70,7 +70,7 @@ class ForkLauncher(SpawnLauncher):
         flush_output()
         await_told(time.monotonic() + LAST)  # the thread has locks of the standard streams
         if self._threads is not None:
-            compute.threadpoolctl()
+            system.threadpoolctl()
         trainer = trainer_identity()
         with handing_over(theirs):
             pid, kept = fork_worker()

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from cseq import compute
+from cseq import system
 from cseq._core import Lock
 from cseq.memory.descriptors import anonymous_file
 from cseq.processes.launcher.base import FOREVER, KILL, KILLED, LAST, SHIELDED, open_pidfd, readable
@@ -336,7 +336,7 @@ def spawn(
     `threads` is how many threads its libraries compute with, and those of its children.
     """
     executable, environment = _executable()
-    environment |= compute.variables(threads, environment)
+    environment |= system.thread_variables(threads, environment)
     subprocess = _subprocess()
     flags = subprocess._args_from_interpreter_flags()  # -X, -W, -O …, as multiprocessing has it
     command = [executable, *flags, "-c", _BOOTSTRAP, title]

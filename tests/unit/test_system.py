@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cseq import compute
+from cseq import system
 from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:
@@ -42,17 +42,17 @@ def test_the_gpu_is_asked_if_cuda_is_in_use(
 ) -> None:
     """Never before it is initialised, and not while it records a graph."""
     monkeypatch.setitem(sys.modules, "torch", torch)
-    assert compute.gpu_is_idle() is found
+    assert system.gpu_is_idle() is found
 
 
 def test_one_thread_unless_the_user_says_otherwise() -> None:
     """What the environment has wins; OMP_NUM_THREADS stands for those that ask it, too."""
-    assert compute.variables(None, {}) == {}
-    assert compute.variables(3, {}) == dict.fromkeys(compute.VARIABLES, "3")
-    partly = compute.variables(1, {"MKL_NUM_THREADS": "4"})
+    assert system.thread_variables(None, {}) == {}
+    assert system.thread_variables(3, {}) == dict.fromkeys(system.VARIABLES, "3")
+    partly = system.thread_variables(1, {"MKL_NUM_THREADS": "4"})
     assert "MKL_NUM_THREADS" not in partly
     assert partly["OMP_NUM_THREADS"] == "1"
-    others = compute.variables(1, {"OMP_NUM_THREADS": "4"})
+    others = system.thread_variables(1, {"OMP_NUM_THREADS": "4"})
     assert set(others) == {"VECLIB_MAXIMUM_THREADS", "OPENCV_FOR_THREADS_NUM"}
 
 
@@ -90,7 +90,7 @@ LIBRARY = "limit = 0\ndef set_num_threads(n):\n    global limit\n    limit = n\n
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is set by whoever runs the tests."""
-    for name in compute.VARIABLES:
+    for name in system.VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 

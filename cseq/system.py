@@ -1,0 +1,330 @@
+"""The machine or container: control groups, cores, threads of libraries, memory.
+
+By default each numerical library uses all cores, in every process, while several workers share the
+cores. Libraries read the environment when they load. In a forked process they may be loaded
+already: torch and, where threadpoolctl is installed, OpenBLAS are told.
+
+::
+
+    thread_variables(threads, environ) ──► the environment of fork servers and spawned workers
+    limit_threads(threads) ──► a forked worker: its environment, and libraries that are there
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import operator
+import os
+import re
+import sys
+from os.path import join  # pathlib is slow to import, and every start waits for it
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from cseq._memory import ram
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = [
+    "GIB",
+    "KIB",
+    "LOCAL_SIZES",
+    "MIB",
+    "OPENMP",
+    "ROOT",
+    "VARIABLES",
+    "Folder",
+    "available_memory",
+    "check_available",
+    "cores",
+    "default_memory_limit",
+    "fields",
+    "gpu_is_idle",
+    "groups",
+    "limit_threads",
+    "lines",
+    "memory_limit_of",
+    "neighbours",
+    "number",
+    "oom_kills",
+    "private_memory",
+    "quota",
+    "share",
+    "thread_variables",
+    "threadpoolctl",
+]
+
+Folder: TypeAlias = "str | os.PathLike[str]"
+
+ROOT = "/"  # where ``proc`` and ``sys`` are
+
+
+def groups(root: Folder, controller: str, name: str, old: str) -> Iterator[tuple[str, str]]:
+    """List this process's control groups and all above them, each with a file of a controller.
+
+    Parameters
+    ----------
+    root : str or path
+        Where ``proc`` and ``sys`` are.
+    controller : str
+        ``'memory'``, ``'cpu'`` or the like.
+    name, old : str
+        The file's name, and its name in version 1 of control groups.
+
+    Yields
+    ------
+    (str, str)
+        The folder, which may not exist in a container, and the file's name in it.
+    """
+    for line in lines(join(root, "proc/self/cgroup")):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _upwards(join(root, "sys/fs/cgroup"), path, name)
+        elif controller in controllers.split(","):
+            yield from _upwards(join(root, "sys/fs/cgroup", controller), path, old)
+
+
+def _upwards(top: str, path: str, name: str) -> Iterator[tuple[str, str]]:
+    """List a control group and all above it; in a container, only some may exist."""
+    parts = [part for part in path.split("/") if part]
+    for depth in range(len(parts), -1, -1):
+        yield join(top, *parts[:depth]), name
+
+
+def lines(path: str) -> list[str]:
+    """Read a file's lines; none if there is no such file."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def number(path: str) -> int | None:
+    """Read a file with a number in it; None if there is none, or another word ('max')."""
+    text = "".join(lines(path)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def fields(path: str) -> dict[str, int]:
+    """Read a file of lines with a name and a number."""
+    words = [line.split() for line in lines(path)]
+    return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdigit()}
+
+
+# -- cores, and threads of libraries
+
+OPENMP = "OMP_NUM_THREADS"  # torch reads it, too
+# Where one of these is not set, its library reads OPENMP.
+FOLLOWING = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+VARIABLES = (OPENMP, *FOLLOWING, "VECLIB_MAXIMUM_THREADS", "OPENCV_FOR_THREADS_NUM")
+
+
+LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+
+def cores() -> int:
+    """Count the cores that this process may run on, as far as the system says."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def share() -> int:
+    """Count the cores for this process: within its container's quota, one part for each rank."""
+    allowed = quota()
+    most = cores() if allowed is None else min(cores(), int(allowed + 0.5))
+    return max(1, most // neighbours())
+
+
+def quota(root: Folder = ROOT) -> float | None:
+    """Return how many cores the control groups allow; None: they do not limit them."""
+    limits = []
+    for group, name in groups(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
+        words = " ".join(lines(join(group, name))).split()
+        if name == "cpu.cfs_quota_us":
+            words += [str(number(join(group, "cpu.cfs_period_us")) or 0)]
+        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
+            limits.append(int(words[0]) / int(words[1]))
+    return min(limits, default=None)
+
+
+def neighbours() -> int:
+    """Count the ranks on this machine, as launchers tell (torchrun, Open MPI, MPICH)."""
+    told = (os.environ.get(name, "") for name in LOCAL_SIZES)
+    return next((int(each) for each in told if each.isdecimal() and int(each)), 1)
+
+
+def gpu_is_idle() -> bool | None:
+    """Whether the GPU has done all that this thread gave it; None: it does not use CUDA."""
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
+    if not hasattr(cuda, "is_initialized") or not cuda.is_initialized():
+        return None
+    if cuda.is_current_stream_capturing():  # a graph, in which nothing may be asked
+        return None
+    idle: bool = cuda.current_stream().query()
+    return idle
+
+
+def thread_variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to set for `threads` threads; those that the user has set win.
+
+    Some libraries read OMP_NUM_THREADS if their own variable is not set; where the user has set it,
+    theirs are left unset. ``threads=None`` sets none.
+    """
+    if threads is None:
+        return {}
+    theirs = FOLLOWING if OPENMP in environ else ()
+    unset = [name for name in VARIABLES if name not in environ and name not in theirs]
+    return dict.fromkeys(unset, str(threads))
+
+
+def limit_threads(threads: int | None) -> None:
+    """Limit the threads of libraries in a forked process: loaded ones, and those loaded later."""
+    if threads is None:
+        return
+    ours = thread_variables(threads, os.environ)
+    os.environ.update(ours)
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "set_num_threads") and {OPENMP, "MKL_NUM_THREADS"} <= ours.keys():
+        torch.set_num_threads(threads)
+    pools = threadpoolctl()
+    if pools is not None and "OPENBLAS_NUM_THREADS" in ours:
+        found = pools.ThreadpoolController().select(internal_api="openblas")
+        found.limit(limits=threads)
+
+
+def threadpoolctl() -> Any:
+    """Import that library, if it is installed; before a fork, so that no child does."""
+    with contextlib.suppress(ImportError):
+        return importlib.import_module("threadpoolctl")
+    return None
+
+
+# -- memory
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+# Files of a control group: the limit of its memory, and the memory that it uses.
+USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
+# And the number of its processes that were killed for lack of memory.
+KILLS = {"memory.max": "memory.events", "memory.limit_in_bytes": "memory.oom_control"}
+UNKNOWN_RAM = 8 * GIB  # bytes; assumed where the system does not say
+
+_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 1 << 40
+}  # fmt: skip
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGT]?i?B)", re.ASCII)
+
+
+def memory_limit_of(value: int | str | None) -> int:
+    """Check the argument ``memory_limit``, and return it in bytes.
+
+    Parameters
+    ----------
+    value : int, str or None
+        Bytes; or a number and a unit, as ``'2GiB'``, ``'500 MB'``; or None, this rank's part of a
+        quarter of the memory that this machine, or its control group, has. 0: never lend a slot,
+        always copy.
+
+    Raises
+    ------
+    TypeError
+        For anything else.
+    ValueError
+        For a negative number, or a text that is no size.
+    """
+    if value is None:
+        return default_memory_limit()
+    if isinstance(value, str):
+        return _parse_size(value)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(
+            f"memory_limit={value!r} is a {type(value).__name__}: give bytes (an int), a size "
+            "such as '2GiB', or None"
+        )
+    limit = operator.index(value)
+    if limit < 0:
+        raise ValueError(f"memory_limit={limit} is negative: give 0 or more bytes")
+    return limit
+
+
+def _parse_size(text: str) -> int:
+    """Read a size such as '2GiB'."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(
+            f"memory_limit={text!r} is not a size: write a number and one of {', '.join(_UNITS)}, "
+            "such as '2GiB'"
+        )
+    count = float(match[1]) if "." in match[1] else int(match[1])
+    return int(count * _UNITS[match[2]])
+
+
+def default_memory_limit(root: Folder = ROOT) -> int:
+    """Return one rank's part of a quarter of the memory that this process may use, in bytes."""
+    limits = [number(join(group, limit)) for group, limit in _groups(root)]
+    return min([_ram(), *(limit for limit in limits if limit is not None)]) // (4 * neighbours())
+
+
+def available_memory(root: Folder = ROOT) -> int | None:
+    """Return how many bytes this process may still use; None where the system does not say."""
+    machine = fields(join(root, "proc/meminfo"))
+    if "MemAvailable:" not in machine:
+        return None
+    free = KIB * (machine["MemAvailable:"] + machine.get("SwapFree:", 0))
+    return max(0, min([free, *_free_of_groups(root)]))
+
+
+def private_memory(pid: int | None, root: Folder = ROOT) -> int:
+    """Return how many bytes a process has for itself alone; 0 where the system does not say."""
+    words = "".join(lines(join(root, f"proc/{pid}/statm"))).split()
+    return os.sysconf("SC_PAGE_SIZE") * (int(words[1]) - int(words[2])) if len(words) > 2 else 0
+
+
+def oom_kills(root: Folder = ROOT) -> int | None:
+    """Return how many processes of this control group were killed for lack of memory, or None."""
+    # No generator is left in its middle: what a signal handler raises while it is closed is lost.
+    counts = [fields(join(group, KILLS[name])).get("oom_kill") for group, name in _groups(root)]
+    known = [count for count in counts if count is not None]
+    return known[0] if known else None
+
+
+def check_available(nbytes: int) -> None:
+    """Raise MemoryError if fewer bytes are available: Linux would kill a process instead.
+
+    A system that does not say how many are available (macOS) would fill the disk: there, more than
+    its whole memory are refused.
+    """
+    free = available_memory()
+    free = _ram() if free is None else free
+    if nbytes > free:
+        raise MemoryError(
+            f"no room for {nbytes} bytes of shared memory: {free} are available; make batches "
+            "smaller, or fewer of them at a time (batch_size, buffer or prefetch)"
+        )
+
+
+def _ram() -> int:
+    """Bytes of memory of this machine."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return ram() or UNKNOWN_RAM
+
+
+def _free_of_groups(root: Folder) -> Iterator[int]:
+    """Bytes that are left in this process's control groups and all above them."""
+    for group, name in _groups(root):
+        limit = number(join(group, name))
+        taken = number(join(group, USAGE[name]))
+        if limit is not None and taken is not None:
+            cache = fields(join(group, "memory.stat"))  # files' pages can be dropped
+            yield limit - taken + cache.get("total_inactive_file", cache.get("inactive_file", 0))
+
+
+def _groups(root: Folder) -> Iterator[tuple[str, str]]:
+    return groups(root, "memory", "memory.max", "memory.limit_in_bytes")
