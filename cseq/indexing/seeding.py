@@ -4,8 +4,8 @@ Their states are a function of the key of `cseq.rng` (seed, epoch, position of t
 `generator-states-v1` of docs/inside/shuffle.md. So what an indexer draws from them depends neither
 on the process that makes the batch nor on the batches before. They are written into the generators'
 memory (`_work`). The address of numpy's is public. For Python's, and for the Gaussian number that
-numpy keeps, this module looks for the place, once, in an object of its own whose state it knows,
-and tries it there. Where that fails (another interpreter, no GIL), the generators' methods set the
+numpy keeps, this module looks for the place, once, in an object of its own whose state it knows:
+by all its bytes. Where that fails (another interpreter, no GIL), the generators' methods set the
 same states.
 
 Only generators whose modules are imported are set. `sys.modules` is looked at after each batch, and
@@ -37,7 +37,6 @@ T = TypeVar("T")
 
 STATE = struct.Struct("=i624I")  # a position, and the words of a Mersenne Twister
 GAUSS = struct.Struct("@id")  # whether a number is kept, and that number
-TRIED = tuple(range(1, 10))  # words that a place is tried with
 
 
 # -- where the generators are
@@ -94,46 +93,28 @@ def _memory_of(instance: object) -> bytes:
 @functools.cache
 def _place_in_python() -> int | None:
     """Return at which byte of a `random.Random` its position lies, and then its words, or None."""
-    kind = sys.modules["random"].Random
-    probe, other = kind(1), kind(2)
+    probe = sys.modules["random"].Random(1)
     version, state, _ = probe.getstate()
     probe.setstate((version, (*state[:-1], 123), None))
     place = _memory_of(probe).find(STATE.pack(123, *state[:-1]))
-    if place < 0:
-        return None
-    probe.gauss(0, 1)
-    _work.PythonGenerator(probe, id(probe) + place + 4, id(probe) + place).seed_with(TRIED)
-    _work.PythonGenerator(other).seed_with(TRIED)
-    same = probe.getstate() == other.getstate() and probe.gauss(0, 1) == other.gauss(0, 1)
-    return place if same else None
+    return None if place < 0 else place
 
 
 @functools.cache
 def _place_in_numpy() -> int | None:
     """Return at which byte of a RandomState its `GAUSS` lies; None: not there, or not usable."""
     random = sys.modules["numpy.random"]
-    bit_generators = random.MT19937(1), random.MT19937(2)
-    probe, other = map(random.RandomState, bit_generators)
+    bit_generator = random.MT19937(1)
+    probe = random.RandomState(bit_generator)
     _, key, *_ = probe.get_state()
     probe.set_state(("MT19937", key, 5, 1, 0.123456789))
     place = _memory_of(probe).find(GAUSS.pack(1, 0.123456789))
     if place < 0:
         return None
-    addresses = _addresses(probe, bit_generators[0], place)
     import ctypes
 
-    if ctypes.string_at(addresses[0], 2500) != key.tobytes() + struct.pack("=i", 5):
-        return None
-    for owner, bit_generator, where in zip(
-        (probe, other), bit_generators, (addresses, ()), strict=True
-    ):
-        current = {0: bit_generator}.get
-        _work.NumpyGenerator(owner, functools.partial(current, 0), bit_generator, *where).seed_with(
-            TRIED
-        )
-    same = all(repr(probe.get_state()) == repr(other.get_state()) for _ in range(2))
-    drawn = [owner.standard_normal(701).tolist() for owner in (probe, other)]
-    return place if same and drawn[0] == drawn[1] else None
+    state = ctypes.string_at(bit_generator.ctypes.state_address, 2500)
+    return place if state == key.tobytes() + struct.pack("=i", 5) else None
 
 
 def _addresses(state: object, bit_generator: Any, place: int) -> tuple[int, int, int, int]:
