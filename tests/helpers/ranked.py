@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,19 +72,6 @@ def units(order: cseq.Order, seed: int, epoch: int) -> list[list[int]]:
 def cut(batch: Batch) -> list[list[int]]:
     """Return the units of a batch."""
     return [part.tolist() for part in np.split(np.array(batch[0]), np.cumsum(batch[1])[:-1])]
-
-
-def check_page(name: str, records: list[dict[str, Any]]) -> None:
-    """Check that the test vectors of docs/inside/orders.md are those of a golden file."""
-    page = Path(__file__).parents[2] / "docs" / "inside" / "orders.md"
-    row = rf"^\| `{name}-v1` \| (\S+) \| (\S+) \| \d+ [a-z]+ \| ([\d ]+) \| `(\w+)` \|$"
-    rows = re.findall(row, page.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(rows) > 1
-    for seed, epoch, first, digest in rows:
-        (record,) = (each for each in records if each["sha256"].startswith(digest))
-        where = [str(record[key]).replace(str(2**64 - 1), "2⁶⁴-1") for key in ("seed", "epoch")]
-        assert where == [seed, epoch]
-        assert record["first"][:6] == [int(sample) for sample in first.split()]
 
 
 def check(order: cseq.Order, *, contiguous: bool = True, epoch: int = 2) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ranked import batches, check, check_page, sampler, united
+from ranked import batches, check, sampler, united
 from reference_draws import blocks, parts
 
 import cseq
@@ -50,11 +50,6 @@ def test_golden(record: dict[str, Any]) -> None:
     digest = hashlib.sha256(samples.astype("<i8").tobytes()).hexdigest()
     assert (samples[:10].tolist(), samples[-1]) == (record["first"], record["last"])
     assert digest == record["sha256"]
-
-
-def test_page_shows_the_golden_file() -> None:
-    """The test vectors of docs/inside/orders.md are those of the golden file."""
-    check_page("blocks", FILE["orders"])
 
 
 @given(shapes(), st.integers(0, 2**64 - 1), st.integers(0, 9))

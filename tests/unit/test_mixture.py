@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranked import Rows, check, check_page, units
+from ranked import Rows, check, units
 from reference_draws import mixture, plain, quotas
 
 import cseq
@@ -52,11 +52,6 @@ def test_golden(record: dict[str, Any], epoch_size: int) -> None:
     digest = hashlib.sha256(samples.astype("<i8").tobytes()).hexdigest()
     assert (samples[:10].tolist(), samples[-1]) == (record["first"], record["last"])
     assert digest == record["sha256"]
-
-
-def test_page_shows_the_golden_file() -> None:
-    """The test vectors of docs/inside/orders.md are those of the golden file."""
-    check_page("mixture", FILE["orders"])
 
 
 @settings(max_examples=60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,22 +80,6 @@ def test_golden_files_are_the_references() -> None:
             assert json.loads(json.dumps(each)) in RECORDS["packed"]
         for each in golden_groups(GROUPED[number]):
             assert json.loads(json.dumps(each)) in RECORDS["groups"]
-
-
-def test_page_shows_the_golden_files() -> None:
-    """The test vectors of docs/inside/orders.md are those of the golden files."""
-    page = (HERE.parent / "docs" / "inside" / "orders.md").read_text(encoding="utf-8")
-    rows = re.findall(
-        r"^\| `(\w+)-v1` \| (\d+) \| (\d+) \| (\d+) \| ([\d ]+) \| `(\w+)` \|$", page, re.M
-    )
-    assert {name for name, *_ in rows} == {"buckets", "packed", "groups"}
-    for name, seed, epoch, units, first, digest in rows:
-        assert any(
-            each["sha256"].startswith(digest)
-            and (each["seed"], each["epoch"], each["units"]) == (int(seed), int(epoch), int(units))
-            and each["first"] == [int(sample) for sample in first.split()]
-            for each in RECORDS[name]
-        ), (name, seed, epoch)
 
 
 some_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=120)

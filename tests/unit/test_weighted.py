@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranked import check, check_page
+from ranked import check
 from reference_draws import WEIGHT, integers, weighted
 
 import cseq
@@ -45,11 +45,6 @@ def test_golden(record: dict[str, Any]) -> None:
     digest = hashlib.sha256(samples.astype("<i8").tobytes()).hexdigest()
     assert (samples[:10].tolist(), samples[-1]) == (record["first"], record["last"])
     assert digest == record["sha256"]
-
-
-def test_page_shows_the_golden_file() -> None:
-    """The test vectors of docs/inside/orders.md are those of the golden file."""
-    check_page("weighted", FILE["orders"])
 
 
 @given(lists, st.integers(1, 200), st.integers(0, 2**64 - 1), st.booleans())
