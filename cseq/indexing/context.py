@@ -71,7 +71,7 @@ class BatchContext(BatchState):
     an indexer; each ticket has the seed of its batch.
     """
 
-    __slots__ = ("allocator", "left", "num_workers", "number", "seed")
+    __slots__ = ("allocator", "item", "left", "num_workers", "number", "seed")
 
     ticket: Ticket | None
     drawn: np.random.Generator | None
@@ -81,6 +81,7 @@ class BatchContext(BatchState):
         self.num_workers = num_workers
         self.seed = seed
         self.allocator: Writer | None = None  # makes arrays in the batch's slot
+        self.item = 0  # of a stream: its number in the epoch, or that of its key
         self.left: Sequence[tuple[int, Any, str]] = ()  # samples left out: `Leaving.left`
 
     def rng(self) -> np.random.Generator:

@@ -200,6 +200,7 @@ class Making(Work):
         """Make an item, with its arrays in the slot."""
         self.batch_writer.begin(runner)
         self._batch_context.allocator = self._writer
+        self._batch_context.item = runner.start
         item = make()
         self._batch_context.allocator = None
         if item is NO_MORE:

@@ -58,8 +58,6 @@ class Naming(NamedTuple):
     ----------
     unit : str
         What it is.
-    show : callable, optional
-        ``show(key)`` is what messages and errors have for a key, if not the key itself.
     lost : str
         What the log adds where it says that a worker was replaced.
     samples : callable, optional
@@ -67,7 +65,6 @@ class Naming(NamedTuple):
     """
 
     unit: str = "item"
-    show: Callable[[Any], Any] | None = None
     lost: str = ""
     samples: Callable[[Any], int] | None = None
 
@@ -242,26 +239,24 @@ class StreamPool(Pool):
         return f"{named}{of_key} of worker {number}, epoch {epoch - 1}"
 
     def _key(self, number: int, cell: int) -> Any:
-        """Return the key of the ticket in a cell, as it is shown; None: it has none, or unknown."""
+        """Return the key of the ticket in a cell; None: it has none, or it is not known."""
         ring = self.rings[number]
         if ring.ticket(cell)[1] != ITEM:
             return None
         words = ring.indices(cell)
         count = int(words[KEY])
         if count >= 0:
-            key = words[KEYS : KEYS + count].tolist()
-        elif count == IN_REQUEST:
+            return words[KEYS : KEYS + count].tolist()
+        if count == IN_REQUEST:
             slot, capacity, *record = words[CALLED].tolist()
             # Not by the arena, whose lock the loop's thread may have.
             segment = self._arena.segment
             memory = Mapping(segment.fd, slot * segment.width, capacity, own=True)
             try:
-                key = codec.decode(memory, record)
+                return codec.decode(memory, record)
             except Exception:  # noqa: BLE001 - the user's class; the item has a number, too
                 return None
-        else:
-            return None
-        return key if self._naming.show is None else self._naming.show(key)
+        return None
 
     def _describe_held(self, owner: int, cell: int) -> Held:
         """Describe the ticket in a cell that a dead worker held, on the supervisor's thread."""

@@ -148,7 +148,6 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
             )
-        counting = worker.count_numbered if is_seeded else worker.count
         keys_first = is_forked and (self._is_iterable or leaves_no_trace(self._index_sampler))
         streams = Streams(
             setup,
@@ -160,9 +159,8 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             errors="return",
             naming=Naming(
                 "batch",
-                show=worker.unnumbered if is_seeded else None,
                 lost="" if is_seeded else DRAWN_AGAIN,
-                samples=counting if self._auto_collation else None,
+                samples=worker.count if self._auto_collation else None,
             ),
             lethal="return" if self._skips_errors and not self._is_iterable else "raise",
             launch="begin" if keys_first else "now",
@@ -206,18 +204,16 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
 
     def _begin(self, resume: dict[str, Any] | None) -> None:
         """Have the batches of the epoch made."""
-        progress, keys, is_seeded = self.progress, None, self._rng == "batch"
+        progress, keys = self.progress, None
         if not self._is_iterable:
             state = resume["sampler"] if resume else {}
             keys = self._order.draw(self._sampler_iter, progress.yielded, state)
-            if is_seeded:
-                keys = worker.numbered(keys, progress.yielded)
         index = next(iter(self._index_sampler)) if self._is_iterable else None  # always the same
         epochs = [
             worker.Epoch(
                 self._base_seed,
                 index=index,
-                made=progress.counts[number],
+                first=progress.counts[number] if keys is None else progress.yielded,
                 state=progress.states[number],
                 snapshot_every=self._snapshot_every,
                 tagged=not self._in_order and self._is_iterable,
@@ -229,7 +225,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         elif keys is None:
             self._streams.begin(epochs, ordered=self._in_order)
         else:
-            free = is_seeded and not is_stateful(self._dataset)
+            free = self._rng == "batch" and not is_stateful(self._dataset)
             self._streams.begin(
                 epochs,
                 keys,

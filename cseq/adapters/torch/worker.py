@@ -31,7 +31,7 @@ from cseq.indexing.seeding import call_here
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Batches", "Epoch", "Here", "Item", "Setup", "modes_here", "numbered", "unnumbered"]
+__all__ = ["Batches", "Epoch", "Here", "Item", "Setup", "count", "modes_here"]
 
 END = object()
 
@@ -108,29 +108,12 @@ class NamingFetcher:
             raise
 
 
-def numbered(keys: Iterator[Any], number: int) -> Iterator[Any]:
-    """Yield keys with their numbers: in front, if a key is a list, which may be one of numbers."""
-    for key in keys:
-        yield [number, *key] if type(key) is list else (number, key)
-        number += 1
-
-
-def unnumbered(key: Any) -> Any:
-    """Return the key that `numbered` has numbered."""
-    return key[1:] if type(key) is list else key[1]
-
-
 def count(key: Any) -> int:
     """Count the samples of the batch of a key."""
     try:
         return len(key)
     except TypeError:  # a number, also as a tensor
         return 1
-
-
-def count_numbered(key: Any) -> int:
-    """Count those of a key that `numbered` has numbered."""
-    return count(unnumbered(key))
 
 
 _entered = contextlib.ExitStack()  # of this process, for as long as it lives
@@ -182,8 +165,8 @@ class Epoch(NamedTuple):
     base_seed : int
     index : list of None, or None
         What an IterableDataset is asked with: one for each sample of a batch.
-    made : int
-        Batches of this worker that were made before, if that of an IterableDataset is.
+    first : int
+        Batches that were delivered before: of an IterableDataset, those of this worker.
     state : bytes or None
         Where the data set is to begin, from `Item`, in a process that has just started.
     snapshot_every : int
@@ -194,7 +177,7 @@ class Epoch(NamedTuple):
 
     base_seed: int
     index: Any = None
-    made: int = 0
+    first: int = 0
     state: bytes | None = None
     snapshot_every: int = 0
     tagged: bool = False
@@ -211,6 +194,7 @@ class Batches:
         self._num_workers = num_workers
         self._is_stream = setup.kind == names.ITERABLE
         self._collate = self._collating(setup.collate_fn)
+        self._context = batch_context
         self._seeds = BatchSeeds(batch_context) if setup.batch_seeds else None
         self._epoch = Epoch(0)
         self._fetcher: Any = None
@@ -233,10 +217,7 @@ class Batches:
     def make(self, key: Any) -> Any:
         """Return the batch of a key, or `Item`."""
         self.get_ready()
-        number = 0
-        if self._seeds is not None:
-            number, key = (key[0], key[1:]) if type(key) is list else key
-        return self._next(key, number)
+        return self._next(key, self._epoch.first + self._context.item)
 
     def items(self, start: int) -> Iterator[Any]:
         """Return the batches of an iterable data set; an exception is one, too."""
@@ -244,7 +225,7 @@ class Batches:
         if self._broken is not None:
             yield self._raised()
             return
-        if not self._drop(self._epoch.made + start):
+        if not self._drop(self._epoch.first + start):
             return
         while (item := self._next_item()) is not END:
             yield item
@@ -385,17 +366,16 @@ class Here(Batches):
     RAISED = Exception
 
     def __init__(self, setup: Setup) -> None:
-        self._context = context.BatchContext(0, 0)
-        super().__init__(setup, 0, 1, self._context)
+        super().__init__(setup, 0, 1, context.BatchContext(0, 0))
         self._keys: Iterator[Any] | None = None
 
     def begin_with(self, epoch: Epoch, keys: Iterator[Any] | None) -> DatasetState | None:
         """Begin an epoch of keys, or of an iterable data set; return what has that one's state."""
         self.begin(epoch)
-        self._is_open, self._keys = True, keys
+        self._is_open, self._keys = True, None if keys is None else enumerate(keys)
         self._call(self._open)
         if keys is None:
-            self._call(self._drop, epoch.made)
+            self._call(self._drop, epoch.first)
         state, self._state = self._state, None  # the trainer asks when it wants to
         return state
 
@@ -405,7 +385,8 @@ class Here(Batches):
     def __next__(self) -> Any:
         check_depth()  # or an exception could end the sampler
         if self._keys is not None:
-            return self._call(self.make, next(self._keys))
+            self._context.item, key = next(self._keys)
+            return self._call(self.make, key)
         item = self._call(self._next_item)
         if item is END:
             raise StopIteration

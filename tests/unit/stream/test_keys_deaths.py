@@ -31,7 +31,6 @@ from streaming import lost_slots
 
 import cseq
 import cseq.processes.deaths
-from cseq.stream import Naming
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -90,15 +89,6 @@ def test_an_item_that_kills_again_and_again_is_named(
             list(s)
         assert caught.value.indices == indices
         assert caught.value.pid not in (None, os.getpid())
-
-
-def test_what_is_shown_of_a_key() -> None:
-    """Numbers that the keys were given, for example, are left out."""
-    with streams(partial(Killing, [7, 8]), naming=Naming(show=lambda key: key[1:])) as s:
-        begin(s, [[0], [1], [7, 8], [3]])
-        with pytest.raises(cseq.WorkerDied, match=r"item 2 \(\[8\]\) of worker 0") as caught:
-            list(s)
-        assert caught.value.indices == [8]
 
 
 class Killing(Makes):
