@@ -150,11 +150,11 @@ def sources_of(index_sampler: Any) -> dict[str, Source]:
 class Keys:
     """An epoch's keys, which a resume draws again from the states that are noted here.
 
-    Samplers draw all at once, in `iter` or with the first key: the states before both are noted,
-    of generators, and of a sampler or an iterator that has one. A resume sets these, draws what was
-    drawn, drops the keys of batches that were delivered, and sets the global generators back to
-    what they were, since they are the trainer's. What a sampler draws from these with later keys
-    cannot be drawn again: the trainer may have drawn in between.
+    Samplers draw all at once, in `iter` or with the first key: the states of generators before both
+    are noted, and those of a sampler that has one, before and after that key. A resume sets these, draws what was drawn, drops
+    the keys of batches that were delivered, and sets the global generators back to what they were,
+    since they are the trainer's. What a sampler draws from these with later keys cannot be drawn
+    again: the trainer may have drawn in between.
 
     The epoch's number of a state goes before what the sampler was told: Lightning tells a loader
     that goes on the epoch when its first keys are drawn.
@@ -186,10 +186,8 @@ class Keys:
         self.look_again()
         self._state: State | None = None  # before the first key
         self._base = 0  # keys before that
-        self._first: State = {}  # what has its own state, after the first key
+        self._own: State = {}  # of a sampler that has a state, after the first key
         self._size = index_sampler.batch_size if type(index_sampler) is BatchSampler else 0
-        self._late: set[str] = set()  # what was drawn from with a later key
-        self._is_told = False
 
     def look_again(self, resume: State | None = None) -> None:
         """Note the states before another `iter` of the sampler.
@@ -219,109 +217,71 @@ class Keys:
 
         `iterator` is ``iter(index_sampler)``, `state` that of the run that is resumed.
         """
-        self._iterator = iterator
-        if not self._keeps_state:
-            return islice(iterator, yielded, None) if yielded else iterator
-        if "generators" in state or (state and self._after is not None):
-            self._state = state  # of cseq's, what comes before need not be drawn
-            self._base = state.get("base", 0) if self._after is None else yielded
-            if "generator" in self._sources and "generator" not in _first_of(state):
+        if "generators" in state and self._keeps_state:
+            if "generator" in self._sources and "generator" not in state["generators"]["first"]:
                 raise ValueError(
                     "the state is of a sampler without a generator, and this loader's has one, so "
                     "its order is another; make it without, or do not load this state"
                 )
+            self._state, self._base = state, state.get("base", 0)
             return chain.from_iterable(self._again(yielded - self._base, state))
-        if self._sampler is not None and "sampler" in state:
+        if "sampler" in state and self._sampler is not None:
             self._sampler.load_state_dict(copy.deepcopy(state["sampler"]))
-            self._iterator = iter(self._index_sampler)
-        if self._sampler is not None or is_stateful(self._iterator):
-            self._state = {**self._noted(), **copy.deepcopy(state)}
-        keys = chain.from_iterable(self._parts())
-        return islice(keys, yielded, None) if yielded else keys
+            iterator = iter(self._index_sampler)
+            if self._after is not None:  # it goes on at the place
+                self._base, yielded = yielded, 0
+        if self._keeps_state:  # what the first key raises does not end the iterator
+            iterator = chain(map(self._first_of, (iterator,)), iterator)
+        return islice(iterator, yielded, None) if yielded else iterator
+
+    def _first_of(self, iterator: Any) -> Any:
+        """Note the states, and return the first key."""
+        self._state = self._noted()
+        key = next(iterator)
+        # Many draw their order with it. At a short batch a sampler has come to its end.
+        if not self._size or len(key) == self._size:
+            self._own = self._own_state()
+        return key
 
     def _noted(self) -> State:
         """Return the states now."""
-        return {
-            "generators": {"iter": self._before, "first": look(self._sources)},
-            **self._own_states(),
-        }
+        generators = {"iter": self._before, "first": look(self._sources)}
+        return {"generators": generators, **self._own_state()}
 
-    def _own_states(self) -> State:
-        """Return the states of the sampler and its iterator, if they have any."""
-        state = {}
-        if self._sampler is not None:
-            state["sampler"] = copy.deepcopy(self._sampler.state_dict())
-        if is_stateful(self._iterator):
-            state["iterator"] = copy.deepcopy(self._iterator.state_dict())
-        return state
-
-    def _parts(self) -> Iterator[Iterable[Any]]:
-        """Yield the first key, the second, and the iterator with all others.
-
-        What the iterator raises is raised by a part: so it can be asked for more, as it could here.
-        """
-        for number in range(2):
-            first = look(self._sources)
-            key: list[Any] = []
-            if number == 0:
-                self._state = self._state or self._noted()
-                self._state["generators"]["first"] = first
-            try:
-                key.extend(islice(self._iterator, 1))
-            except Exception as error:  # noqa: BLE001 - of any type
-                yield map(_raise, (error,))
-            else:
-                if not key:
-                    return
-            if number == 1:
-                self._note_late(first)
-            # Many draw their order with it. At a short batch a sampler has come to its end.
-            elif key and (not self._size or len(key[0]) == self._size):
-                self._first = self._own_states()
-            yield key
-        yield self._iterator
+    def _own_state(self) -> State:
+        """Return the state of the sampler, if it has one."""
+        sampler = self._sampler
+        return {} if sampler is None else {"sampler": copy.deepcopy(sampler.state_dict())}
 
     def _again(self, skip: int, state: State) -> Iterator[Iterable[Any]]:
         """Yield the key after so many that begin from a state, and the iterator."""
-        trainers, generators = look(), state.get("generators", {"iter": {}, "first": {}})
+        trainers, generators = look(), state["generators"]
         try:
             put(generators["first"] | generators["iter"], self._sources)
             if self._sampler is not None and "sampler" in state:
                 self._sampler.load_state_dict(copy.deepcopy(state["sampler"]))
-            self._iterator = iter(self._index_sampler)
-            if is_stateful(self._iterator) and "iterator" in state:
-                self._iterator.load_state_dict(copy.deepcopy(state["iterator"]))
+            iterator = iter(self._index_sampler)
             put(generators["first"], self._sources)
-            key = list(islice(self._iterator, 1))
-            before = look(self._sources)
+            key = list(islice(iterator, 1))
             if skip:
-                key = list(islice(self._iterator, skip - 1, skip))
-                self._note_late(before)
+                before = look(self._sources)
+                key = list(islice(iterator, skip - 1, skip))
+                self._compare(before)
         finally:
             put(trainers)
-            if not skip and type(inner_of(self._index_sampler)) is RandomSampler:
-                torch.empty((), dtype=torch.int64).random_()  # as its first key does
-        self._tell()
         yield key
-        yield self._iterator
+        yield iterator
 
-    def _note_late(self, before: State) -> None:
-        """Note from which global generators a later key was drawn."""
-        after = look(self._sources)
-        self._late.update(
-            name for name in before.keys() & GLOBAL.keys() if not _same(before[name], after[name])
-        )
-
-    def _tell(self) -> None:
-        """Say that a resume is not exact, if it is not."""
-        if self._late and not self._is_told:
-            self._is_told = True
+    def _compare(self, before: State) -> None:
+        """Say that a resume is not exact, if keys were drawn from global generators since."""
+        after = look({name: GLOBAL[name] for name in before.keys() & GLOBAL.keys()})
+        if late := sorted(name for name in after if after[name] != before[name]):
             log.warning(
                 "%s draws from a global generator (%s) with later keys than its first: a resume in "
                 "the middle of an epoch cannot draw the same again, so samples may come twice or "
                 "not at all; have it draw all at once, or from a generator of its own",
                 type(inner_of(self._index_sampler)).__name__,
-                ", ".join(sorted(self._late)),
+                ", ".join(late),
             )
 
     def state(self, yielded: int, *, finished: bool = False) -> State:
@@ -331,29 +291,14 @@ class Keys:
         """
         if finished:
             if self._keeps_state and self._sampler is not None:
-                return {"sampler": copy.deepcopy(self._sampler.state_dict())}
+                return self._own_state()
             generator = generator_of(self._index_sampler)  # the next epoch draws from it
             return {} if generator is None else {"generator": generator.get_state()}
         if not self._keeps_state:
             return {}
-        self._tell()
         state = self._noted() if self._state is None else self._state
         if self._after is not None:
             return {"sampler": self._after(state["sampler"], yielded - self._base)}
-        if self._first and yielded > self._base:
-            state = {**state, **self._first, "base": 1}
+        if self._own and yielded > self._base:
+            state = {**state, **self._own, "base": 1}
         return copy.deepcopy(state)
-
-
-def _first_of(state: State) -> State:
-    """Return the states of generators before the first key."""
-    first: State = state.get("generators", {}).get("first", {})
-    return first
-
-
-def _same(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
-
-
-def _raise(error: Exception) -> None:
-    raise error

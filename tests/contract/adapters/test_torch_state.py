@@ -191,12 +191,10 @@ def test_a_sampler_that_draws_key_by_key_is_told(
     made = loader(Plain(1000), num_workers, sampler=Shuffler("numpy", "each"), batch_size=3)
     iterator = iter(made)
     taken(iterator, 3)
-    assert not caplog.records
-    states = [made.state_dict() for _ in range(2)]
-    assert caplog.text.count("Shuffler draws from a global generator (numpy) with later keys") == 1
-    caplog.clear()
-    made.load_state_dict(states[0])
-    taken(iter(made), 1)
+    made.load_state_dict(made.state_dict())
+    iterator = iter(made)
+    assert num_workers or not caplog.records
+    taken(iterator, 1)
     assert "Shuffler draws from a global generator (numpy) with later keys" in caplog.text
 
 
@@ -726,7 +724,7 @@ def test_a_sampler_is_asked_for_its_state_where_the_epoch_begins(
         states = [pickle.loads(pickle.dumps(made.state_dict())) for _ in range(2)]
         assert same(*states)
         rest = list(iterator)
-        assert made.sampler.asked <= 3
+        assert made.sampler.asked <= (3 if count else 4)  # by each `state_dict` before a key
         torch.manual_seed(99)  # resumed elsewhere
         made = make()
         made.load_state_dict(states[0])
