@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     Source = tuple[Callable[[], Any], Callable[[Any], Any]]  # returns its state, and sets it
 
-__all__ = ["OWN", "Keys", "inner_of", "leaves_no_trace", "look", "put"]
+__all__ = ["OWN", "Keys", "inner_of", "leaves_no_trace", "look", "put", "sources_in"]
 
 log = logging.getLogger("cseq")
 
@@ -69,11 +69,6 @@ def leaves_no_trace(index_sampler: Any) -> bool:
 # -- what a sampler draws from
 
 
-def _numpy_state() -> Any:
-    """Return the state of numpy's global generator, with lists for its arrays."""
-    return _as_lists(numpy.random.get_state())  # noqa: NPY002 - the global one is meant
-
-
 def _as_lists(value: Any) -> Any:
     """Return a state of numpy's with lists for its arrays, which `set_state` takes as well."""
     if isinstance(value, dict):
@@ -83,32 +78,24 @@ def _as_lists(value: Any) -> Any:
     return value.tolist() if isinstance(value, numpy.ndarray) else value
 
 
-def _set_python(state: Any) -> None:
-    """Set the state of Python's global generator, which may have been saved with lists."""
-    version, words, gauss = state
-    random.setstate((version, tuple(words), gauss))
+def sources_in(python: Any, of_numpy: Any, of_torch: torch.Generator) -> dict[str, Source]:
+    """Return generators by name; their states are such that JSON can hold them."""
+    return {
+        "random": (
+            python.getstate,
+            lambda state: python.setstate((state[0], tuple(state[1]), state[2])),
+        ),
+        "numpy": (lambda: _as_lists(of_numpy.get_state()), of_numpy.set_state),
+        "torch": (
+            lambda: b64encode(of_torch.get_state().numpy().tobytes()).decode(),
+            lambda text: of_torch.set_state(
+                torch.frombuffer(bytearray(b64decode(text)), dtype=torch.uint8)
+            ),
+        ),
+    }
 
 
-def _torch_state() -> str:
-    """Return the state of torch's global generator as text, which JSON can hold."""
-    return b64encode(torch.default_generator.get_state().numpy().tobytes()).decode()
-
-
-def from_text(state: str) -> torch.Tensor:
-    """Return the state of a generator of torch's from its text."""
-    return torch.frombuffer(bytearray(b64decode(state)), dtype=torch.uint8)
-
-
-def _set_torch(state: str) -> None:
-    """Set the state of torch's global generator."""
-    torch.default_generator.set_state(from_text(state))
-
-
-GLOBAL: dict[str, Source] = {
-    "random": (random.getstate, _set_python),
-    "numpy": (_numpy_state, numpy.random.set_state),
-    "torch": (_torch_state, _set_torch),
-}
+GLOBAL = sources_in(random, numpy.random, torch.default_generator)
 
 
 def look(sources: dict[str, Source] = GLOBAL) -> State:
@@ -151,10 +138,10 @@ class Keys:
     """An epoch's keys, which a resume draws again from the states that are noted here.
 
     Samplers draw all at once, in `iter` or with the first key: the states of generators before both
-    are noted, and those of a sampler that has one, before and after that key. A resume sets these, draws what was drawn, drops
-    the keys of batches that were delivered, and sets the global generators back to what they were,
-    since they are the trainer's. What a sampler draws from these with later keys cannot be drawn
-    again: the trainer may have drawn in between.
+    are noted, and those of a sampler that has one, before and after that key. A resume sets these,
+    draws what was drawn, drops the keys of batches that were delivered, and sets the global
+    generators back to what they were, since they are the trainer's. What a sampler draws from these
+    with later keys cannot be drawn again: the trainer may have drawn in between.
 
     The epoch's number of a state goes before what the sampler was told: Lightning tells a loader
     that goes on the epoch when its first keys are drawn.
@@ -269,6 +256,8 @@ class Keys:
                 self._compare(before)
         finally:
             put(trainers)
+            if not skip and type(inner_of(self._index_sampler)) is RandomSampler:
+                torch.empty((), dtype=torch.int64).random_()  # as its first key does
         yield key
         yield iterator
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from cseq._feed import MOST_SKIPPED
-from cseq.adapters.torch.order import from_text
+from cseq.adapters.torch.order import put, sources_in
 from cseq.adapters.torch.stateful import left_by
 from cseq.check import count
 from cseq.encoding.pickling import dumps
@@ -33,14 +33,8 @@ __all__ = ["VERSION", "Progress", "read", "stats_of"]
 log = logging.getLogger("cseq")
 
 VERSION = 3  # 1 had other words for a sampler, and a manager's states have 2
-NUMBERS = ("_num_yielded", "_sampler_iter_yielded")
+NUMBERS = ("_num_yielded", "_sampler_iter_yielded")  # one thing; accelerate lowers both
 MOST = 2**63 - 1
-NEEDED = (
-    "kind", "num_workers", "base_seed", "_num_yielded", "_sampler_iter_yielded",
-    "_iterator_finished", "sampler", "counts", "ended", "turn", "workers",
-)  # fmt: skip
-
-BATCHING = int, bool, type(None)  # what these facts of batches are
 
 State = dict[str, Any]
 
@@ -50,28 +44,12 @@ class Progress:
 
     A loader that is pickled, or copied, begins anew: it has none.
 
-    Parameters
-    ----------
-    order : Keys
-        Of the keys.
-    iterable : bool
-        Whether the data set is an IterableDataset.
-    num_workers : int
-        0: the trainer makes the batches.
-    rng : str
-
     Attributes
     ----------
     base_seed : int or None
         None: no epoch has begun.
-    yielded : int
-        Batches delivered.
-    finished : bool
-        Whether the epoch is over.
-    counts : list of int
-        Batches delivered of each worker, if the data set is an IterableDataset.
-    ended : list of bool
-        Workers that have no more batches.
+    counts, ended : list of int, list of bool
+        Of an IterableDataset, for each worker: batches delivered, and whether there are no more.
     turn : int
         The worker whose turn is next.
     states : list of (bytes or None)
@@ -143,7 +121,7 @@ class Progress:
             "version": VERSION,
             "kind": "iterable" if self.iterable else "map",
             "rng": self.rng,
-            **({} if generator is None else {"generator": generator}),
+            "generator": generator,
             "num_workers": self.num_workers,
             "base_seed": self.base_seed,
             "_num_yielded": self.yielded,
@@ -215,20 +193,13 @@ def read(
     version = state.get("version")
     if type(version) is not int or version != VERSION:
         raise ValueError(f"the state has version {version!r}, a DataLoader's have {VERSION}")
-    missing = [name for name in NEEDED if name not in state]
-    if missing:
-        raise ValueError(
-            f"the state lacks {missing}; give what state_dict() of a DataLoader returned"
-        )
     _check_form(state)
     kind = "iterable" if iterable else "map"
     if state["kind"] != kind:
         raise ValueError(
             f"the state is of a loader of {state['kind']}-style data; this one's is {kind}-style"
         )
-    yielded = min(count(name, state[name], 0, MOST) for name in NUMBERS)
-    if state["base_seed"] is not None:
-        count("base_seed", state["base_seed"], -MOST - 1, MOST)
+    yielded = int(min(state[name] for name in NUMBERS))
     # Between epochs: that is over, or none has begun.
     is_between = state["_iterator_finished"] or state["base_seed"] is None
     sampler, workers = state["sampler"], state["workers"]
@@ -257,81 +228,69 @@ def read(
     elif sum(counts) != yielded:  # the caller has changed the number
         counts = [len(range(number, yielded, several)) for number in range(several)]
         turn = yielded % several
+    workers = workers if has_states else [None] * several
     resume = {**state, "sampler": sampler, "counts": counts, "ended": ended, "turn": turn}
-    resume["workers"] = workers if has_states else [None] * several
-    resume["_num_yielded"] = yielded
     if is_between:
-        left = [each and left_by(each) for each in resume["workers"]]
-        resume |= {"_num_yielded": 0, "base_seed": None, "workers": left}
-    return resume
+        left = [each and left_by(each) for each in workers]
+        return resume | {"_num_yielded": 0, "base_seed": None, "workers": left}
+    return resume | {"_num_yielded": yielded, "workers": workers}
+
+
+def _several(state: State) -> int:
+    """Return how many make the batches in turn."""
+    return max(1, state["num_workers"])
+
+
+def _is_list(value: Any, state: State, *kinds: type) -> bool:
+    """Tell whether a value is a list of these, one for each worker, and no number below 0."""
+    return len(value) == _several(state) and all(
+        type(each) in kinds and (type(each) is not int or 0 <= each <= MOST) for each in value
+    )
+
+
+def _is_sampler(value: Any) -> bool:
+    """Tell whether a value is what orders keep of a sampler, but for the sampler's own state."""
+    both = value.get("generators", {"iter": {}, "first": {}})
+    trial = sources_in(random.Random(), np.random.RandomState(), torch.Generator())
+    trial["generator"] = trial["torch"][0], torch.Generator().set_state
+    trial["epoch"] = trial["torch"][0], lambda epoch: count("epoch", epoch, 0, MOST)
+    for states in (value, *both.values()):
+        put(states, trial)
+    return value.get("base", 0) in (0, 1) and both.keys() == {"iter", "first"}
+
+
+# What each part of a state looks like: False, or an exception, where it does not.
+FORM: dict[str, Callable[[Any, State], object]] = {
+    "kind": lambda kind, _: kind in ("map", "iterable"),
+    "num_workers": lambda number, _: count("num_workers", number, 0, MOST),
+    "base_seed": lambda seed, _: seed is None or count("base_seed", seed, -MOST - 1, MOST),
+    **dict.fromkeys(NUMBERS, lambda number, _: count("batches", number, 0, MOST)),
+    "_iterator_finished": lambda value, _: type(value) is bool,
+    "turn": lambda turn, state: count("turn", turn, 0, _several(state) - 1),
+    "counts": lambda counts, state: _is_list(counts, state, int),
+    "ended": lambda ended, state: _is_list(ended, state, bool),
+    "workers": lambda states, state: _is_list(states, state, dict, type(None)),
+    "sampler": lambda sampler, _: _is_sampler(sampler),
+    "generator": lambda states, _: states is None or torch.Generator().set_state(states),
+    **dict.fromkeys(
+        ("batch_size", "shuffle", "batches"),
+        lambda value, _: type(value) in (int, bool, type(None)),
+    ),
+}
 
 
 def _check_form(state: State) -> None:
-    """Raise ValueError, or TypeError, for what no `state_dict` returns."""
-    workers = max(1, count("num_workers", state["num_workers"], 0, MOST))
-    count("turn", state["turn"], 0, workers - 1)
-    for name, is_fine in (
-        ("kind", state["kind"] in ("map", "iterable")),
-        ("_iterator_finished", type(state["_iterator_finished"]) is bool),
-        ("counts", _is_list(state["counts"], int, size=workers)),
-        ("ended", _is_list(state["ended"], bool, size=workers)),
-        ("workers", _is_list(state["workers"], dict, type(None), size=workers)),
-        ("sampler", _is_sampler(state["sampler"])),
-        ("generator", state.get("generator") is None or _are_generators(state)),
-        *(
-            (name, type(state.get(name)) in BATCHING)
-            for name in ("batch_size", "shuffle", "batches")
-        ),
-    ):
+    """Raise ValueError for what no `state_dict` returns."""
+    for name, look in FORM.items():
+        try:
+            is_fine = look(state[name], state) is not False
+        except Exception:  # noqa: BLE001 - of any type
+            is_fine = False
         if not is_fine:
             raise ValueError(
                 f"the state is malformed, with {name}={reprlib.repr(state.get(name))}; give what "
                 "state_dict() of a DataLoader returned"
             )
-
-
-def _is_list(value: Any, *kinds: type, size: int | None = None) -> bool:
-    """Tell whether a value is a list of these, none of them below 0."""
-    return (
-        isinstance(value, (list, tuple))
-        and size in (None, len(value))
-        and all(
-            type(each) in kinds and (type(each) is not int or 0 <= each <= MOST) for each in value
-        )
-    )
-
-
-def _is_sampler(state: Any) -> bool:
-    """Tell whether a value is what orders keep of a sampler, but for the sampler's own state."""
-    if not isinstance(state, dict):
-        return False
-    both = state.get("generators", {"iter": {}, "first": {}})
-    return (
-        state.get("base", 0) in (0, 1)
-        and isinstance(both, dict)
-        and both.keys() == {"iter", "first"}
-        and all(map(_are_generators, (state, *both.values())))
-    )
-
-
-def _are_generators(states: Any) -> bool:
-    """Tell whether the states of generators, by name, can be set."""
-    if not isinstance(states, dict):
-        return False
-    own = torch.Generator()
-    sources: dict[str, Callable[[Any], object]] = {
-        "generator": own.set_state,
-        "torch": lambda saved: own.set_state(from_text(saved)),
-        "random": lambda saved: random.Random().setstate((saved[0], tuple(saved[1]), saved[2])),
-        "numpy": np.random.RandomState().set_state,
-        "epoch": lambda epoch: count("epoch", epoch, 0, MOST),
-    }
-    try:
-        for name in sources.keys() & states.keys():
-            sources[name](states[name])
-    except Exception:  # noqa: BLE001 - of any type
-        return False
-    return True
 
 
 def _check_batches(state: State, batching: State) -> None:
