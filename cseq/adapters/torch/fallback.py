@@ -98,23 +98,22 @@ def make_iterator(
     loader: data.DataLoader[Any],
     otherwise: Callable[[], Any],
     *,
-    rng: str,
-    on_error: str,
     resume: dict[str, Any] | None = None,
-    snapshot_every: int | None = None,
     max_restarts: int = MAX_RESTARTS,
-) -> tuple[Any, str | None]:
-    """Make an iterator of cseq's, or, where that cannot be, torch's own by `otherwise`: and why.
+    snapshot_every: int | None = None,
+    **options: str,
+) -> Any:
+    """Make an iterator of cseq's, or, where that cannot be, torch's own by `otherwise`.
 
-    The options are those of `LoaderIterator`. The log says why, and which options torch's iterator
-    does not have, once for a loader.
+    The loader gets its `Progress`, and the reason why it is torch's. The log says why, and which
+    options (`rng`, `on_error`) that one does not have, once for a loader.
 
     Raises
     ------
     ValueError
         A state was loaded, which torch's own iterator cannot use.
     """
-    options: dict[str, Any] = {"rng": rng, "on_error": on_error}
+    iterator: Any = None
     reason = reason_against(loader)
     if reason is None:
         if loader.num_workers:
@@ -137,16 +136,18 @@ def make_iterator(
                 raise
             put(before[0])  # what the beginning of an iterator may have drawn from
             chosen.set_state(before[1])
-        else:
-            note(loader, None)
-            return iterator, None
-    if resume is not None:
-        raise ValueError(f"{UNUSABLE}, since {reason}; load_state_dict({{}}) drops the state")
-    told = data.DataLoader if reason is names.REASON else loader  # the reason is that of all
-    if told not in _told:
-        _told.add(told)
-        lost = [f"{name}={value!r}" for name, value in options.items() if value != VALUES[name][0]]
-        more = f"; it cannot do {', '.join(lost)}" if lost else ""
-        log.warning("DataLoader: torch's own iterator is used, since %s%s", reason, more)
+    if reason is not None:
+        if resume is not None:
+            raise ValueError(f"{UNUSABLE}, since {reason}; load_state_dict({{}}) drops the state")
+        told = data.DataLoader if reason is names.REASON else loader  # the reason is that of all
+        if told not in _told:
+            _told.add(told)
+            lost = [
+                f"{name}={value!r}" for name, value in options.items() if value != VALUES[name][0]
+            ]
+            more = f"; it cannot do {', '.join(lost)}" if lost else ""
+            log.warning("DataLoader: torch's own iterator is used, since %s%s", reason, more)
+        iterator = otherwise()
     note(loader, reason)
-    return otherwise(), reason
+    vars(loader).update(_progress=getattr(iterator, "progress", None), _reason=reason)
+    return iterator

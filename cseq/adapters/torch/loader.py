@@ -186,25 +186,24 @@ class DataLoader(Torchs[T_co]):
 
     def _get_iterator(self) -> Any:
         """Make an iterator, or go on where the state that was loaded says."""
-        iterator, self._reason = make_iterator(
+        iterator = make_iterator(
             self,
             super()._get_iterator,
             rng=self.rng or defaults.rng,
             on_error=self.on_error or defaults.on_error,
-            resume=self._resume(),
+            resume=self._resume(self._loaded),
             snapshot_every=self.snapshot_every_n_steps or 0,
             max_restarts=self.max_restarts,
         )
-        self._progress = getattr(iterator, "progress", None)
         self._loaded = None
         return iterator
 
-    def _resume(self) -> dict[str, Any] | None:
-        """Read the state that was loaded."""
-        if self._loaded is None:
+    def _resume(self, loaded: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Read a state that was loaded."""
+        if not loaded:
             return None
         resume = read(
-            self._loaded,
+            loaded,
             iterable=self._dataset_kind == names.ITERABLE,
             num_workers=self.num_workers,
             keeps=self.num_workers == 0 or self.persistent_workers,
@@ -278,22 +277,13 @@ class DataLoader(Torchs[T_co]):
     def state_dict(self) -> dict[str, Any]:
         """Return where the latest epoch is, after the last batch that was delivered.
 
-        Nothing is started for it.
-
         Returns
         -------
         dict
-            For `load_state_dict`, of numbers, texts, tensors of generators' states, and the states
-            of the sampler and, with `snapshot_every_n_steps`, of the data set, where these have
-            any. With torch's own samplers it is of the same size at any place. Its keys are no
-            interface; it is empty, which a warning in the log says, where torch's own iterator is
-            used.
-
-        Examples
-        --------
-        See `load_state_dict`.
+            For `load_state_dict`. Its keys are no interface; it is empty, which a warning in the
+            log says, where torch's own iterator is used.
         """
-        if self._loaded is not None:
+        if self._loaded:
             return copy.deepcopy(self._loaded)
         progress = self._progress
         reason = self._reason
@@ -379,20 +369,12 @@ class DataLoader(Torchs[T_co]):
         """
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict={state_dict!r}: give the dict that state_dict() returned")
-        before, self._loaded = self._loaded, copy.deepcopy(state_dict) or None
-        try:
-            resume = self._resume()
-            own: Any = None if resume is None else resume["sampler"].get("sampler")
-            order = self.batch_sampler
-            if own is not None and isinstance(order, BatchSampler):
-                try:
-                    copy.copy(order).load_state_dict(own)  # to see whether it can
-                except RuntimeError as error:  # of a tensor, which is neither true nor false
-                    raise ValueError(f"the state of the order is malformed: {error}") from None
-        except BaseException:
-            self._loaded = before
-            raise
-        self._iterator = None
+        loaded = copy.deepcopy(state_dict)
+        resume = self._resume(loaded)
+        own: Any = None if resume is None else resume["sampler"].get("sampler")
+        if own is not None and isinstance(self.batch_sampler, BatchSampler):
+            copy.copy(self.batch_sampler).load_state_dict(own)  # to see whether it can
+        self._loaded, self._iterator = loaded, None
         taken, own = state_dict.get("rng"), self.rng or defaults.rng
         if taken not in (None, own):
             log.warning(
@@ -432,8 +414,7 @@ def _signature() -> inspect.Signature:
     """Return the arguments of torch's DataLoader, as this version has them, and those added."""
     theirs = inspect.signature(data.DataLoader.__init__).parameters
     ours = inspect.signature(DataLoader.__init__).parameters
-    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    added = [each for name, each in ours.items() if name != "self" and each.kind not in kinds]
+    added = [each for each in ours.values() if each.kind is each.KEYWORD_ONLY]
     return inspect.Signature([*theirs.values(), *added])
 
 

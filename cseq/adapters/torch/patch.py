@@ -32,14 +32,12 @@ def _get_iterator(self: Any) -> Any:
     assert own is not None
     if isinstance(self, DataLoader):
         return own(self)
-    self._progress = None
-    if self.num_workers == 0 and (defaults.rng, defaults.on_error) == ("worker", "raise"):
+    rng, on_error = defaults.rng, defaults.on_error
+    if self.num_workers == 0 and (rng, on_error) == ("worker", "raise"):
+        self._progress = None
         note(self, ALONE)
         return own(self)
-    rng, on_error = defaults.rng, defaults.on_error
-    iterator, _ = make_iterator(self, lambda: own(self), rng=rng, on_error=on_error)
-    self._progress = getattr(iterator, "progress", None)
-    return iterator
+    return make_iterator(self, lambda: own(self), rng=rng, on_error=on_error)
 
 
 def _stats(self: Any) -> Stats:
