@@ -10,8 +10,8 @@ docs/how-to/from-dataloader.md and dataloader-differences.md have both.
       loader.DataLoader ─► iterator.LoaderIterator          worker.Batches: seeds, fetches, collates
         pinning.py pins the next one
         batches.py orders of cseq
-        order.py   keys of the sampler  ── Streams.begin ─►   seeds.py     the generators
-        state.py   where the epoch is   ◄── slots ─────────   collate.py   stacks into the slot
+        order.py   keys of the sampler  ── Streams.begin ─►   collate.py   stacks into the slot
+        state.py   where the epoch is   ◄── slots ─────────
 
 Nothing here imports torch before a name is asked for, so that a worker imports only its own part.
 """

@@ -12,7 +12,6 @@ import torch
 from cseq.adapters.torch import names, worker
 from cseq.adapters.torch.order import Keys, leaves_no_trace
 from cseq.adapters.torch.pinning import Pinner
-from cseq.adapters.torch.processes import WorkerProcess
 from cseq.adapters.torch.state import Progress
 from cseq.adapters.torch.stateful import is_stateful
 from cseq.encoding import failure
@@ -22,6 +21,7 @@ from cseq.processes.launcher import direct  # noqa: F401 - the first `iter` woul
 from cseq.stream import ItemFailure, Naming, Streams
 
 if TYPE_CHECKING:
+    from cseq.processes.launcher import Child
     from cseq.run import Run
     from cseq.stats import Stats
 
@@ -409,3 +409,25 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         """Count what was done so far, and where time went; see `cseq.Stats`."""
         stats: Stats = self._streams.stats()
         return stats
+
+
+class WorkerProcess:
+    """A worker process, with the names of `multiprocessing.Process`."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self.pid = child.pid
+        self.kill = self.terminate = child.kill  # workers ignore SIGTERM
+
+    @property
+    def exitcode(self) -> int | None:
+        """Its exit code, or minus the signal's number; None: it lives."""
+        return self._child.code
+
+    def is_alive(self) -> bool:
+        """Whether it lives."""
+        return not self._child.ended.wait(0)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, for so many seconds at most."""
+        self._child.ended.wait(-1.0 if timeout is None else timeout)

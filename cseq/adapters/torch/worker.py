@@ -9,10 +9,14 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import random
+import sys
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import default_collate
 
@@ -20,13 +24,13 @@ from cseq._core import check_depth
 from cseq._memory import fork_depth
 from cseq.adapters.torch import names
 from cseq.adapters.torch.collate import collating, stack_in_slots
-from cseq.adapters.torch.seeds import BatchSeeds, seed_worker
 from cseq.adapters.torch.stateful import DatasetState
 from cseq.encoding import failure
 from cseq.encoding.pickling import dumps
 from cseq.indexing import context
+from cseq.indexing.context import Numbers
 from cseq.indexing.leaving import Leaving, Partial, none_text
-from cseq.indexing.seeding import call_here
+from cseq.indexing.seeding import Seeds, call_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,43 +73,6 @@ class Item(NamedTuple):
     place: str = ""
     is_setup: bool = False
     key: Any = None
-
-
-class LeavingFetcher:
-    """Fetches the batches of a map-style data set, without samples that raise."""
-
-    def __init__(self, dataset: Any, collate_fn: Any) -> None:
-        self._collate = collate_fn
-        is_plain = collate_fn is default_collate
-        self._leaving = Leaving(dataset, skips=True, refuses_none=is_plain)
-
-    def fetch(self, key: Any) -> Any:
-        """Return the batch of a key, or a `Partial`."""
-        return self._leaving.whole(self._collate([*self._leaving.fetch(key)]))
-
-
-class NamingFetcher:
-    """Fetches the batches of a map-style data set as torch's does; names a sample that is None."""
-
-    def __init__(self, dataset: Any, collate_fn: Any, make: Callable[..., Any]) -> None:
-        self._dataset, self._function = dataset, collate_fn
-        self._fetch = make(collate_fn=self._collate).fetch
-        self._key: Any = ()
-
-    def fetch(self, key: Any) -> Any:
-        """Return the batch of a key."""
-        self._key = key
-        return self._fetch(key)
-
-    def _collate(self, samples: Any) -> Any:
-        """Collate the samples of the present key."""
-        try:
-            return self._function(samples)
-        except Exception as error:
-            gone = (index for index, one in zip(self._key, samples, strict=False) if one is None)
-            for index in islice(gone, 1):
-                failure.annotate(error, f"cseq: {none_text(index, self._dataset)}")
-            raise
 
 
 def count(key: Any) -> int:
@@ -186,18 +153,19 @@ class Epoch(NamedTuple):
 class Batches:
     """A worker's producer (see `cseq.indexing.producer.Producer`)."""
 
-    RAISED: type[BaseException] = BaseException  # what is sent in place of a batch
+    IN_WORKER = True
 
     def __init__(self, setup: Setup, number: int, num_workers: int, batch_context: Any) -> None:
         self._setup = setup
         self._number = number
         self._num_workers = num_workers
         self._is_stream = setup.kind == names.ITERABLE
-        self._collate = self._collating(setup.collate_fn)
+        self._collate = setup.collate_fn
         self._context = batch_context
-        self._seeds = BatchSeeds(batch_context) if setup.batch_seeds else None
+        self._seeds: Any = Seeds(batch_context) if setup.batch_seeds else None
         self._epoch = Epoch(0)
         self._fetcher: Any = None
+        self._key: Any = ()  # of the present batch
         self._broken: bytes | None = None  # the exception that kept it from getting ready
         self._is_set_up = False
         self._is_open = False  # this epoch's fetcher is made, or something keeps it from that
@@ -205,9 +173,6 @@ class Batches:
         self._state: DatasetState | None = None
         self._has_begun = False  # and the data set with it, where it was to
         self._depth = fork_depth()
-
-    def _collating(self, function: Any) -> Any:
-        return collating(function)
 
     def begin(self, epoch: Epoch) -> None:
         """Begin an epoch. What the user has written is called with the first batch of it."""
@@ -261,23 +226,34 @@ class Batches:
         setup = self._setup
         multiprocessing.current_process().name = f"DataLoader-{self._number}"
         torch.set_num_threads(1)
+        self._collate = collating(self._collate)
         for (_, enter), mode in zip(MODES, setup.modes, strict=False):
             enter(mode)
-        self._tell(seed_worker(self._epoch.base_seed, self._number))
+        base_seed = self._epoch.base_seed
+        seed = base_seed + self._number
+        random.seed(seed)
+        # torch keeps a stack for each device not in use: each worker would read its source lines.
+        limit, sys.tracebacklimit = getattr(sys, "tracebacklimit", 1000), 0
+        try:
+            torch.manual_seed(seed)
+        finally:
+            sys.tracebacklimit = limit
+        np.random.seed(names.numpy_seed(base_seed, self._number))  # noqa: NPY002 - the global one
+        self._tell(seed)
         stack_in_slots()
         if setup.init_fn is not None:
             setup.init_fn(self._number)
 
     def _tell(self, seed: int) -> None:
-        """Set what `torch.utils.data.get_worker_info` returns."""
-        names.set_worker_info(self._number, self._num_workers, seed, self._setup.dataset)
+        """Set what `torch.utils.data.get_worker_info` returns in a worker."""
+        if self.IN_WORKER:
+            names.set_worker_info(self._number, self._num_workers, seed, self._setup.dataset)
 
     def _open(self) -> None:
         """Make the fetcher, where the data set is to begin."""
         epoch = self._epoch
         if self._seeds is not None:
-            self._seeds.base_seed = epoch.base_seed
-            self._seeds.seed_for(self._number)  # an IterableDataset may draw in `iter`
+            self._seed(self._number)  # an IterableDataset may draw in `iter`
         state: dict[str, Any] = {}
         if epoch.state is not None and not self._has_begun:
             state = pickle.loads(epoch.state)
@@ -287,28 +263,49 @@ class Batches:
         asks = epoch.snapshot_every
         self._state = DatasetState(self._setup.dataset, self._fetcher) if asks else None
 
+    def _seed(self, number: int) -> int:
+        """Seed the generators for a batch, or for `iter`; return torch's seed."""
+        # Nothing is known of samples.
+        self._context.set(Numbers(self._epoch.base_seed, 0, number, number))
+        self._seeds.seed_present()
+        return torch.default_generator.initial_seed()
+
     def _fetcher_from(self, state: dict[str, Any]) -> Any:
         """Make what fetches batches, from a state of the data set on (`DatasetState`).
 
         For an IterableDataset that calls `iter`.
         """
-        kind, dataset, auto_collation, _, drop_last, skips, *_ = self._setup
+        kind, dataset, auto_collation, function, drop_last, skips, *_ = self._setup
         if state.get("dataset") is not None:
             dataset.load_state_dict(state["dataset"])
         collates = auto_collation and not self._is_stream
         if collates and skips:
-            return LeavingFetcher(dataset, self._collate)
-        make = partial(
-            names.make_fetcher, kind, dataset, auto_collation=auto_collation, drop_last=drop_last
+            leaving = Leaving(dataset, skips=True, refuses_none=function is default_collate)
+            return SimpleNamespace(
+                fetch=lambda key: leaving.whole(self._collate([*leaving.fetch(key)]))
+            )
+        fetcher = names.make_fetcher(
+            kind,
+            dataset,
+            auto_collation=auto_collation,
+            collate_fn=self._collate_key if collates else self._collate,
+            drop_last=drop_last,
         )
-        if collates:
-            return NamingFetcher(dataset, self._collate, make)
-        fetcher = make(collate_fn=self._collate)
         if state.get("iterator") is not None:
             fetcher.dataset_iter.load_state_dict(state["iterator"])
         if state.get("ended"):
             fetcher.ended = True
         return fetcher
+
+    def _collate_key(self, samples: Any) -> Any:
+        """Collate the samples of the present key; name one that is None, if that fails."""
+        try:
+            return self._collate(samples)
+        except Exception as error:
+            gone = (index for index, one in zip(self._key, samples, strict=False) if one is None)
+            for index in islice(gone, 1):
+                failure.annotate(error, f"cseq: {none_text(index, self._setup.dataset)}")
+            raise
 
     # -- making
 
@@ -321,17 +318,20 @@ class Batches:
         if self._broken is not None:
             return self._raised()
         if self._seeds is not None:
-            self._tell(self._seeds.seed_for(number))
+            self._tell(self._seed(number))
         self._made += 1
+        self._key = key
         try:
             batch = self._fetcher.fetch(key)
-        except self.RAISED as error:
-            if fork_depth() != self._depth:
-                raise  # this process is a copy, which the data set has forked
+        except BaseException as error:
+            is_copy = fork_depth() != self._depth  # which the data set has forked
+            if is_copy or not (self.IN_WORKER or isinstance(error, Exception)):
+                raise
             if self._is_stream and isinstance(error, StopIteration):
                 return END
+            packed: Any = _packed(error) if self.IN_WORKER else failure.ordinary(error)
             key, place = None if self._is_stream else key, self._place(key)
-            return Item(self._number, error=self._pack(error), place=place, key=key)
+            return Item(self._number, error=packed, place=place, key=key)
         epoch = self._epoch
         left: tuple[tuple[Any, str], ...] = ()
         if type(batch) is Partial:
@@ -350,20 +350,16 @@ class Batches:
         place = f"its data set ready in worker {self._number}"
         return Item(self._number, error=self._broken, place=place, is_setup=True)
 
-    def _pack(self, error: BaseException) -> Any:
-        return _packed(error)
-
     def _place(self, key: Any) -> str:
         """Name a batch."""
-        if self._is_stream:
-            return f"batch {self._made - 1} of worker {self._number}"
-        return f"the batch of {failure.listed(key)} in worker {self._number}"
+        of = f"batch {self._made - 1}" if self._is_stream else f"the batch of {failure.listed(key)}"
+        return f"{of} in worker {self._number}" if self.IN_WORKER else of
 
 
 class Here(Batches):
     """A producer in the trainer, and its stream: a key is drawn when its batch is asked for."""
 
-    RAISED = Exception
+    IN_WORKER = False
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup, 0, 1, context.BatchContext(0, 0))
@@ -397,22 +393,6 @@ class Here(Batches):
         if self._seeds is None:
             return function(*args)
         return call_here(partial(function, *args), self._context, self._seeds)
-
-    # -- what a worker does otherwise
-
-    def _collating(self, function: Any) -> Any:
-        return function
-
-    def _tell(self, seed: int) -> None:
-        pass
-
-    def _pack(self, error: BaseException) -> BaseException:
-        return failure.ordinary(error)
-
-    def _place(self, key: Any) -> str:
-        return (
-            f"batch {self._made - 1}" if self._is_stream else f"the batch of {failure.listed(key)}"
-        )
 
 
 def _packed(error: BaseException) -> bytes:
