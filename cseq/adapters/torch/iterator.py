@@ -31,6 +31,7 @@ DRAWN_AGAIN = (
     ", and with rng='worker' its generators begin from its seed: numbers are drawn that were drawn "
     "before; rng='batch' draws the same as without the death, max_restarts=0 forbids replacements"
 )
+LEFT_OUT = Exception()  # is not raised
 
 
 class LoaderTimeout(WorkerTimeout, RuntimeError):
@@ -55,15 +56,12 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
 
     Parameters
     ----------
-    loader : torch.utils.data.DataLoader
-    rng, on_error : str
+    rng, on_error, max_restarts
         See `DataLoader`.
     resume : dict, optional
         Where the epoch is to go on; see `state.read`.
     snapshot_every : int, optional
         See `Epoch`; None: no state is asked for.
-    max_restarts : int
-        See `DataLoader`.
 
     Attributes
     ----------
@@ -111,7 +109,6 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         )
         self._after: tuple[int, bytes | None] = (0, None)  # its worker, and the state after it
         self._error: BaseException | None = None  # what is raised instead of the next batch
-        self._is_left_out = False  # or not even raised
         self._pinner = Pinner(self._pin_memory_device)
         self._streams = self._open(loader, max_restarts)
         self._shutdown = False
@@ -222,8 +219,6 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         ]
         if self._num_workers == 0:
             progress.inline = self._streams.begin_with(epochs[0], keys)
-        elif keys is None:
-            self._streams.begin(epochs, ordered=self._in_order)
         else:
             free = self._rng == "batch" and not is_stateful(self._dataset)
             self._streams.begin(
@@ -231,7 +226,8 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
                 keys,
                 ordered=self._in_order,
                 assign="free" if free else "turn",
-                first=progress.yielded % self._num_workers,  # batch k is made by worker k mod N
+                # Batch k is made by worker k mod N.
+                first=0 if keys is None else progress.yielded % self._num_workers,
             )
         self._items = iter(self._streams)
 
@@ -267,7 +263,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
                 if failed is None:
                     return batch
                 self._error = None
-                if not self._is_left_out:
+                if failed is not LEFT_OUT:
                     raise failed
         finally:
             self._taker = 0
@@ -289,7 +285,9 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             ) from None
         except WorkerDied as died:
             self._ended = True  # as a generator ends after an exception
-            died.args = (self._told(died),)
+            # It begins in torch's words, which people search for.
+            told = f"DataLoader worker (pid(s) {died.pid}) exited unexpectedly: {died}"
+            died.args = (told,)
             raise
         progress = self.progress
         self._after = progress.turn, None
@@ -317,9 +315,10 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
     def _fail(self, error: BaseException, place: str | None = None, indices: Any = ()) -> None:
         """Have an exception raised in place of the next batch; or that, of a `place`, left out."""
         self._num_yielded -= 1  # `__next__` of torch's counts it
-        self._error, self._is_left_out = error, False
-        if self._skips_errors and place is not None:
-            self._is_left_out = self.progress.skip(error, place, indices)
+        self._error = error
+        if self._skips_errors and place is not None and isinstance(error, Exception):
+            self.progress.skip(error, place, indices)
+            self._error = LEFT_OUT
 
     def _pin_next(self) -> None:
         """Have the batch after the one that is received pinned beside the loop, if it is ready.
@@ -371,10 +370,6 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             return error
         error = failure.unpack(item.error, item.worker, "DataLoader worker process")
         return failure.told(failure.named(error, item.place))
-
-    def _told(self, died: WorkerDied) -> str:
-        """Return what to say of a death: it begins in torch's words, which people search for."""
-        return f"DataLoader worker (pid(s) {died.pid}) exited unexpectedly: {died}"
 
     # -- the workers
 

@@ -63,18 +63,13 @@ class DataLoader(Torchs[T_co]):
 
     All arguments, attributes and methods of `torch.utils.data.DataLoader`, with the same meaning:
     for the same seed and number of workers, batches are the same, bit for bit. A worker that dies
-    is replaced, and `state_dict` and `load_state_dict` resume in the middle of an epoch. Where a
-    loader cannot be run by cseq, it is run by torch's workers, and a log line of the logger
-    ``cseq`` says why. The page "from DataLoader" of the documentation lists each difference.
+    is replaced, and `state_dict` and `load_state_dict` resume in the middle of an epoch. The page
+    "from DataLoader" of the documentation lists each difference.
 
     Parameters
     ----------
     *args, **kwargs
-        Of torch's DataLoader: `dataset`, `batch_size`, `shuffle`, `sampler`, `batch_sampler`,
-        `num_workers`, `collate_fn`, `pin_memory`, `drop_last`, `timeout` (seconds that a batch may
-        take), `worker_init_fn`, `multiprocessing_context`, `generator`, `prefetch_factor` (batches
-        for each worker), `persistent_workers`, `pin_memory_device`, `in_order`. `sampler` and
-        `batch_sampler` may be a `cseq.Order`, too, such as `Weighted` or `Buckets`.
+        Of torch's DataLoader. `sampler` and `batch_sampler` may be a `cseq.Order`, too.
     rng : {None, 'worker', 'batch'}
         What the generators of `random`, `numpy.random` and torch begin from. 'worker': each worker
         is seeded once, as torch does it. 'batch': they are seeded before each batch, so batches
@@ -82,25 +77,14 @@ class DataLoader(Torchs[T_co]):
         None: `defaults.rng`, which is 'worker'.
     on_error : {None, 'raise', 'skip'}
         What an exception in the data set, or in `collate_fn`, does: 'raise' raises it in the loop.
-        'skip' logs it and leaves out its sample, so that the batch is smaller; of an
-        IterableDataset, of `collate_fn`, without automatic batching, or where no sample is left,
-        its whole batch. `skipped` lists both. None: `defaults.on_error`, which is 'raise'.
+        'skip' logs it and leaves out its sample, or, where that cannot be, its batch; `skipped`
+        lists both. None: `defaults.on_error`, which is 'raise'.
     snapshot_every_n_steps : int, optional
         How often a data set that has a state is asked for it: an IterableDataset after every so
-        many batches of a worker, a map-style one after every batch. What an IterableDataset gave
-        between that and the last batch delivered is made again at a resume. None or 0: never, so
-        all of the epoch is made again; a `StatefulDataLoader` has 1.
+        many batches of a worker, a map-style one after every batch. None or 0: never; a
+        `StatefulDataLoader` has 1.
     max_restarts : int
-        Worker processes that may die and be replaced in an epoch. With ``rng='worker'`` the
-        generators of a replacement begin from its seed, so numbers are drawn again, which the log
-        says; with 0, `WorkerDied` is raised in the loop.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is wrong. Those of torch's have torch's messages.
-    WorkerDied
-        In the loop: more workers than `max_restarts` died; a RuntimeError, as torch's is.
+        Worker processes that may die and be replaced in an epoch; then `WorkerDied` is raised.
 
     See Also
     --------
@@ -228,11 +212,7 @@ class DataLoader(Torchs[T_co]):
 
     @property
     def skipped(self) -> list[Skipped]:
-        """What ``on_error='skip'`` left out of the latest epoch: samples, and whole batches.
-
-        The latest 1000, each with ``batch``, ``sample`` (None: the whole batch), ``error`` and
-        ``indices``.
-        """
+        """What ``on_error='skip'`` left out of the latest epoch: at most the latest 1000."""
         return [] if self._progress is None else list(self._progress.skipped)
 
     @property
@@ -242,10 +222,9 @@ class DataLoader(Torchs[T_co]):
         return None if iterator is None else iterator._run
 
     def stats(self) -> Stats:
-        """Count what the workers have done, and where time went; see `cseq.Stats`.
+        """Count what the workers of the latest `iter` have done; see `cseq.Stats`.
 
-        They are those of the latest `iter`, also when they have ended with their epoch. Samples are
-        the indices of map-style data; of an IterableDataset, each batch counts as one.
+        Samples are the indices of map-style data; of an IterableDataset, each batch counts as one.
 
         Raises
         ------
@@ -255,10 +234,7 @@ class DataLoader(Torchs[T_co]):
         return stats_of(self._progress)
 
     def advice(self, since: Stats | None = None) -> Advice:
-        """Return why the loop waits, and what to do: ``print`` it; see `cseq.MSequence.advice`.
-
-        It is of what `stats` counts; with ``num_workers=0``, there always is some.
-        """
+        """Return why the loop waits, and what to do: ``print`` it; see `cseq.MSequence.advice`."""
         if not self.num_workers:
             return advise(Window(batches=1))
         now = self.stats()
@@ -335,9 +311,9 @@ class DataLoader(Torchs[T_co]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Have the next `iter` go on where a state says.
 
-        A state of a finished epoch makes the next one begin anew, and so does an empty one. What
-        the data set draws at random comes anew after a resume with ``rng='worker'``, the default:
-        workers begin from their seed again. With ``rng='batch'`` it is as without the resume.
+        A state of a finished epoch makes the next one begin anew, and so does an empty one. With
+        ``rng='worker'``, the default, workers begin from their seed again; with ``rng='batch'``,
+        the data set draws what it would have drawn.
 
         Parameters
         ----------
@@ -347,24 +323,16 @@ class DataLoader(Torchs[T_co]):
 
         Raises
         ------
-        TypeError
-            It is no dict.
-        ValueError
-            The state does not fit this loader: its epoch had other batches, for example. The one
-            that was loaded before stays.
+        TypeError, ValueError
+            It does not fit this loader. The state that was loaded before stays.
 
         Examples
         --------
-        >>> from cseq import DataLoader
-        >>> loader = DataLoader(list(range(6)), batch_size=2, num_workers=1)
-        >>> batches = iter(loader)
-        >>> next(batches)
+        >>> loader = cseq.DataLoader(list(range(6)), batch_size=2, num_workers=1)
+        >>> next(iter(loader))
         tensor([0, 1])
-        >>> state = loader.state_dict()
-        >>> del batches
-        >>> again = DataLoader(list(range(6)), batch_size=2, num_workers=2)
-        >>> again.load_state_dict(state)
-        >>> print(*again)
+        >>> loader.load_state_dict(loader.state_dict())
+        >>> print(*loader)
         tensor([2, 3]) tensor([4, 5])
         """
         if not isinstance(state_dict, dict):
@@ -394,17 +362,11 @@ else:
 class StatefulDataLoader(Ours[T_co]):
     """A `DataLoader` that asks its data set for states, as torchdata's.
 
-    Parameters are those of `DataLoader`.
-
     Examples
     --------
-    >>> from cseq import StatefulDataLoader
-    >>> loader = StatefulDataLoader(list(range(6)), batch_size=4, num_workers=1)
-    >>> batches = iter(loader)
-    >>> next(batches)
+    >>> loader = cseq.StatefulDataLoader(list(range(6)), batch_size=4, num_workers=1)
+    >>> next(iter(loader))
     tensor([0, 1, 2, 3])
-    >>> loader.state_dict()["_num_yielded"]
-    1
     """
 
     snapshot_every_n_steps: int | None = 1

@@ -82,27 +82,20 @@ class Progress:
         self.skipped: deque[Skipped] = deque(maxlen=MOST_SKIPPED)
         self.inline: DatasetState | None = None
         if resume is None:
-            self.yielded, self.turn = 0, 0
+            self.yielded = 0
             self.counts, self.ended = [0] * several, [False] * several
             states = [each and left_by(pickle.loads(each)) for each in self.states]
         else:
-            self.yielded, self.turn = resume["_num_yielded"], resume["turn"]
+            self.yielded = resume["_num_yielded"]
             self.counts, self.ended = list(resume["counts"]), list(resume["ended"])
             states = resume["workers"]
         self.states = [None if each is None else dumps(each) for each in states or [None] * several]
+        going = [number for number in range(several) if not self.ended[number]]
+        self.turn = min(going, key=self.counts.__getitem__, default=0)
 
-    def skip(self, error: BaseException, place: str, indices: list[Any]) -> bool:
-        """Note, and log, that the next batch is left out, since it is an error.
-
-        Returns
-        -------
-        bool
-            False: it is an exception of another kind, which nothing leaves out.
-        """
-        if not isinstance(error, Exception):
-            return False
+    def skip(self, error: Exception, place: str, indices: list[Any]) -> None:
+        """Note, and log, that the next batch is left out, since it is an error."""
         self.skipped.append(note_batch(place, None, self.yielded, error, indices))
-        return True
 
     def leave(self, left: tuple[tuple[Any, str], ...]) -> None:
         """Note, and log, which samples are left out of the next batch."""
@@ -130,7 +123,6 @@ class Progress:
             "sampler": self.order.state(self.yielded, finished=is_between),
             "counts": list(self.counts),
             "ended": list(self.ended),
-            "turn": self.turn,
             "workers": states,
         }
 
@@ -222,14 +214,13 @@ def read(
             "has a share of its own"
         )
     several = max(1, num_workers)
-    counts, ended, turn = state["counts"], state["ended"], state["turn"]
+    counts, ended = state["counts"], state["ended"]
     if is_between or not iterable:
-        counts, ended, turn = [0] * several, [False] * several, 0
+        counts, ended = [0] * several, [False] * several
     elif sum(counts) != yielded:  # the caller has changed the number
         counts = [len(range(number, yielded, several)) for number in range(several)]
-        turn = yielded % several
     workers = workers if has_states else [None] * several
-    resume = {**state, "sampler": sampler, "counts": counts, "ended": ended, "turn": turn}
+    resume = {**state, "sampler": sampler, "counts": counts, "ended": ended}
     if is_between:
         left = [each and left_by(each) for each in workers]
         return resume | {"_num_yielded": 0, "base_seed": None, "workers": left}
@@ -266,7 +257,6 @@ FORM: dict[str, Callable[[Any, State], object]] = {
     "base_seed": lambda seed, _: seed is None or count("base_seed", seed, -MOST - 1, MOST),
     **dict.fromkeys(NUMBERS, lambda number, _: count("batches", number, 0, MOST)),
     "_iterator_finished": lambda value, _: type(value) is bool,
-    "turn": lambda turn, state: count("turn", turn, 0, _several(state) - 1),
     "counts": lambda counts, state: _is_list(counts, state, int),
     "ended": lambda ended, state: _is_list(ended, state, bool),
     "workers": lambda states, state: _is_list(states, state, dict, type(None)),
