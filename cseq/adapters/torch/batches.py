@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from cseq.arguments import batch_size_of
 from cseq.check import count, flag
@@ -20,13 +21,6 @@ if TYPE_CHECKING:
     from cseq._core import OrderSource
 
 __all__ = ["BatchSampler", "with_order"]
-
-# torch's arguments that may be given by position.
-POSITIONS = (
-    *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn"),
-    *("pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
-    "generator",
-)
 
 
 class BatchSampler:
@@ -153,7 +147,8 @@ class BatchSampler:
 
 def with_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return a DataLoader's arguments by name, with a `BatchSampler` in place of an order."""
-    given = dict(zip(POSITIONS, args, strict=False)) | kwargs
+    positions = inspect.signature(DataLoader).parameters
+    given: dict[str, Any] = dict(zip(positions, args, strict=False)) | kwargs
     name, order = next((name, each) for name, each in given.items() if isinstance(each, Order))
     if name not in ("sampler", "batch_sampler"):
         raise TypeError(

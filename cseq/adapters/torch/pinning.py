@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import weakref
 from functools import partial
@@ -82,26 +83,19 @@ class Job:
     def __init__(self, item: Any, batch: Any, device: str | None) -> None:
         self.item = item
         self.batch = batch
+        self.device = device
         self.is_pinned = False
         self.done = Latch()
-        self._device = device
-
-    def run(self) -> None:
-        """Pin the batch."""
-        try:
-            self.batch = names.pin(self.batch, self._device)
-            self.is_pinned = True
-        except BaseException:  # noqa: BLE001 - the loop pins it again, which raises it there
-            pass
-        finally:
-            self.done.set()
 
 
 def _work(jobs: SimpleQueue[Job | None], settle: Any) -> None:
     """Run the thread; it keeps no batch while it waits for the next one."""
     settle()
     while (job := jobs.get()) is not None:
-        job.run()
+        with contextlib.suppress(BaseException):  # the loop pins it again, which raises it there
+            job.batch = names.pin(job.batch, job.device)
+            job.is_pinned = True
+        job.done.set()
         del job
 
 

@@ -43,31 +43,13 @@ class Progress:
     """How far an epoch is, as of the last batch delivered.
 
     A loader that is pickled, or copied, begins anew: it has none.
-
-    Attributes
-    ----------
-    base_seed : int or None
-        None: no epoch has begun.
-    counts, ended : list of int, list of bool
-        Of an IterableDataset, for each worker: batches delivered, and whether there are no more.
-    turn : int
-        The worker whose turn is next.
-    states : list of (bytes or None)
-        Of the data set in each worker, pickled; also what an earlier epoch has left it in.
-    inline : DatasetState, optional
-        Of the data set, where the trainer makes the batches.
-    skipped : deque of Skipped
-        The latest samples and batches of this epoch that were left out.
-    iterator : weakref, optional
-        The iterator, if it has worker processes.
-    stats : Stats, optional
-        Of the workers that have ended.
     """
 
     def __init__(self, order: Keys, *, iterable: bool, num_workers: int, rng: str) -> None:
         self.iterable, self.num_workers, self.rng = iterable, num_workers, rng
-        self.iterator: Callable[[], Any] = _none
-        self.stats: Stats | None = None
+        self.iterator: Callable[[], Any] = _none  # a weak reference, if there are workers
+        self.stats: Stats | None = None  # of workers that have ended
+        # Of the data set in each worker, pickled; also what an earlier epoch has left it in.
         self.states: list[bytes | None] = []
         self.begin(order, None)
 
@@ -77,10 +59,11 @@ class Progress:
     def begin(self, order: Keys, base_seed: int | None, resume: State | None = None) -> None:
         """Begin an epoch, or go on with one."""
         several = max(1, self.num_workers)
-        self.order, self.base_seed = order, base_seed
+        self.order, self.base_seed = order, base_seed  # None: no epoch has begun
         self.finished = False
         self.skipped: deque[Skipped] = deque(maxlen=MOST_SKIPPED)
-        self.inline: DatasetState | None = None
+        self.inline: DatasetState | None = None  # where the trainer makes the batches
+        # Of an IterableDataset, for each worker: batches delivered, whether there are no more.
         if resume is None:
             self.yielded = 0
             self.counts, self.ended = [0] * several, [False] * several
@@ -91,7 +74,7 @@ class Progress:
             states = resume["workers"]
         self.states = [None if each is None else dumps(each) for each in states or [None] * several]
         going = [number for number in range(several) if not self.ended[number]]
-        self.turn = min(going, key=self.counts.__getitem__, default=0)
+        self.turn = min(going, key=self.counts.__getitem__, default=0)  # the worker that is next
 
     def skip(self, error: Exception, place: str, indices: list[Any]) -> None:
         """Note, and log, that the next batch is left out, since it is an error."""
@@ -152,24 +135,12 @@ def stats_of(progress: Progress | None) -> Stats:
 
 
 def read(
-    state: State,
-    *,
-    iterable: bool,
-    num_workers: int,
-    keeps: bool,
-    batching: State,
+    state: State, *, iterable: bool, num_workers: int, keeps: bool, batching: State
 ) -> State | None:
     """Return a state as an iterator goes on from it; None: the next epoch begins anew.
 
     Of an epoch that is over, or has not begun, ``base_seed`` is None, and the rest as for an epoch
-    that begins.
-
-    Parameters
-    ----------
-    keeps : bool
-        The data set is the same object in all epochs.
-    batching : dict
-        What the batches of an epoch are numbered by; see `DataLoader.state_dict`.
+    that begins. `keeps`: the data set is the same object in all epochs.
 
     Raises
     ------

@@ -41,38 +41,17 @@ END = object()
 
 
 class Item(NamedTuple):
-    """What comes in place of a batch where that alone does not say enough.
+    """What comes in place of a batch where that alone does not say enough."""
 
-    Attributes
-    ----------
-    worker : int
-        The worker that has made it.
-    batch : object
-    state : bytes or None
-        Of the data set there after it, if that is wanted.
-    is_over : bool
-        There is no batch: this worker's data set has come to its end.
-    left : tuple
-        Samples that are left out: see `Partial`.
-    error : bytes or Exception or None
-        What was raised instead of the batch, packed by a worker process: the epoch goes on.
-    place : str
-        Names that batch.
-    is_setup : bool
-        There is no data set to fetch it from: the next ones will raise, too.
-    key : object
-        Of that batch, if the data set is map-style.
-    """
-
-    worker: int
+    worker: int  # that has made it
     batch: Any = None
-    state: bytes | None = None
-    is_over: bool = False
-    left: tuple[tuple[Any, str], ...] = ()
-    error: Any = None
-    place: str = ""
-    is_setup: bool = False
-    key: Any = None
+    state: bytes | None = None  # of the data set after it, if that is wanted
+    is_over: bool = False  # there is no batch: this worker's data set has come to its end
+    left: tuple[tuple[Any, str], ...] = ()  # samples that are left out: see `Partial`
+    error: Any = None  # raised instead of the batch, packed by a worker: the epoch goes on
+    place: str = ""  # names that batch
+    is_setup: bool = False  # there is no data set to fetch it from: the next ones will raise, too
+    key: Any = None  # of that batch, if the data set is map-style
 
 
 def count(key: Any) -> int:
@@ -125,29 +104,14 @@ class Setup(NamedTuple):
 
 
 class Epoch(NamedTuple):
-    """What a worker has to know of an epoch.
-
-    Attributes
-    ----------
-    base_seed : int
-    index : list of None, or None
-        What an IterableDataset is asked with: one for each sample of a batch.
-    first : int
-        Batches that were delivered before: of an IterableDataset, those of this worker.
-    state : bytes or None
-        Where the data set is to begin, from `Item`, in a process that has just started.
-    snapshot_every : int
-        Send the data set's state after every so many batches; 0: never.
-    tagged : bool
-        Send each batch as `Item`: the trainer has to know the worker.
-    """
+    """What a worker has to know of an epoch."""
 
     base_seed: int
-    index: Any = None
-    first: int = 0
-    state: bytes | None = None
-    snapshot_every: int = 0
-    tagged: bool = False
+    index: Any = None  # what an IterableDataset is asked with: None for each sample of a batch
+    first: int = 0  # batches that were delivered before: of an IterableDataset, by this worker
+    state: bytes | None = None  # where the data set of a new process is to begin, from `Item`
+    snapshot_every: int = 0  # send the data set's state after every so many batches; 0: never
+    tagged: bool = False  # send each batch as `Item`: the trainer has to know the worker
 
 
 class Batches:
@@ -171,7 +135,6 @@ class Batches:
         self._is_open = False  # this epoch's fetcher is made, or something keeps it from that
         self._made = 0  # batches of the epoch
         self._state: DatasetState | None = None
-        self._has_begun = False  # and the data set with it, where it was to
         self._depth = fork_depth()
 
     def begin(self, epoch: Epoch) -> None:
@@ -214,10 +177,11 @@ class Batches:
         self._is_open = True
         self._fetcher = self._broken = None
         try:
-            if not self._is_set_up:
+            is_new = not self._is_set_up
+            if is_new:
                 self._is_set_up = True
                 self._set_up()
-            self._open()
+            self._open(is_new=is_new)
         except BaseException as error:  # noqa: BLE001 - it is raised in the trainer
             self._broken = _packed(error)
 
@@ -249,15 +213,12 @@ class Batches:
         if self.IN_WORKER:
             names.set_worker_info(self._number, self._num_workers, seed, self._setup.dataset)
 
-    def _open(self) -> None:
-        """Make the fetcher, where the data set is to begin."""
+    def _open(self, *, is_new: bool) -> None:
+        """Make the fetcher, in a new process where the data set is to begin."""
         epoch = self._epoch
         if self._seeds is not None:
             self._seed(self._number)  # an IterableDataset may draw in `iter`
-        state: dict[str, Any] = {}
-        if epoch.state is not None and not self._has_begun:
-            state = pickle.loads(epoch.state)
-        self._has_begun = True
+        state = {} if epoch.state is None or not is_new else pickle.loads(epoch.state)
         self._made = state.get("made", 0)
         self._fetcher = self._fetcher_from(state)
         asks = epoch.snapshot_every
@@ -369,7 +330,7 @@ class Here(Batches):
         """Begin an epoch of keys, or of an iterable data set; return what has that one's state."""
         self.begin(epoch)
         self._is_open, self._keys = True, None if keys is None else enumerate(keys)
-        self._call(self._open)
+        self._call(partial(self._open, is_new=True))
         if keys is None:
             self._call(self._drop, epoch.first)
         state, self._state = self._state, None  # the trainer asks when it wants to
