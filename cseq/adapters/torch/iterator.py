@@ -104,9 +104,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         # Batches of keys are not made again for a state: it has to be that of the last one.
         self._snapshot_every = every if self._is_iterable else min(1, every)
         self._keeps_state = keeps_state
-        self.progress = Progress(
-            self._order, iterable=self._is_iterable, num_workers=self._num_workers, rng=rng
-        )
+        self.progress = Progress(loader, self._order, rng=rng)
         self._after: tuple[int, bytes | None] = (0, None)  # its worker, and the state after it
         self._error: BaseException | None = None  # what is raised instead of the next batch
         self._pinner = Pinner(self._pin_memory_device)
@@ -277,7 +275,9 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         try:
             received = item = self._next_item()
         except StopIteration:
-            self._end()
+            self._ended = self.progress.finished = True
+            if not self._persistent_workers:
+                self._shutdown_workers()
             raise
         except WorkerTimeout as late:
             raise LoaderTimeout(
@@ -297,9 +297,12 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             return self._fail(error, f"batch {progress.yielded}", indices)
         if type(item) is worker.Item:
             self._after = item.worker, item.state
-            if item.error is not None:
+            if (error := item.error) is not None:
+                if isinstance(error, bytes):
+                    error = failure.unpack(error, item.worker, "DataLoader worker process")
+                    error = failure.told(failure.named(error, item.place))
                 place = None if item.is_setup else item.place
-                return self._fail(self._error_of(item), place, indices_of(item.key))
+                return self._fail(error, place, indices_of(item.key))
             if item.left:
                 progress.leave(item.left)
             item = item.batch
@@ -354,22 +357,6 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
                     progress.ended[progress.turn] = True
             progress.turn = (progress.turn + 1) % self._several
         raise StopIteration
-
-    def _end(self) -> None:
-        """Note that the epoch is over; workers that are not persistent end."""
-        self._ended = self.progress.finished = True
-        if not self._persistent_workers:
-            self._shutdown_workers()
-
-    # -- exceptions
-
-    def _error_of(self, item: worker.Item) -> BaseException:
-        """Return the exception that was raised; a worker has packed it."""
-        if not isinstance(item.error, bytes):
-            error: BaseException = item.error
-            return error
-        error = failure.unpack(item.error, item.worker, "DataLoader worker process")
-        return failure.told(failure.named(error, item.place))
 
     # -- the workers
 

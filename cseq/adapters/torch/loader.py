@@ -160,12 +160,9 @@ class DataLoader(Torchs[T_co]):
             super().__init__(*args, **kwargs)
             self.rng = choice("rng", rng, (None, *VALUES["rng"]))
             self.on_error = choice("on_error", on_error, (None, *VALUES["on_error"]))
-            every = snapshot_every_n_steps
-            if every is None:
-                every = type(self).snapshot_every_n_steps
-            if every is not None:
-                every = count("snapshot_every_n_steps", every, least=0)
-            self.snapshot_every_n_steps = every
+            if snapshot_every_n_steps is not None:  # else that of the class
+                every = count("snapshot_every_n_steps", snapshot_every_n_steps, least=0)
+                self.snapshot_every_n_steps = every
             self.max_restarts = count("max_restarts", max_restarts, least=0)
 
     def _get_iterator(self) -> Any:
@@ -261,19 +258,27 @@ class DataLoader(Torchs[T_co]):
         """
         if self._loaded:
             return copy.deepcopy(self._loaded)
-        progress = self._progress
-        reason = self._reason
+        progress, reason = self._progress, self._reason
         if progress is None and reason is None:  # no epoch has begun
             reason = reason_against(self)
-        self._tell_of_state(reason)
         if reason is not None:
+            self._warn(
+                "the state of a DataLoader is empty: torch's own iterator is used, since %s. "
+                "A run that loads it begins its epoch anew",
+                reason,
+            )
             return {}
         if progress is None:
-            progress = Progress(
-                Keys(self, keeps_state=False),
-                iterable=self._dataset_kind == names.ITERABLE,
-                num_workers=self.num_workers,
-                rng=self.rng or defaults.rng,
+            order = Keys(self, keeps_state=False)
+            progress = Progress(self, order, rng=self.rng or defaults.rng)
+        if self.snapshot_every_n_steps is None and is_stateful(self.dataset):
+            self._warn(
+                "dataset=%s has state_dict(), which a DataLoader does not ask: a resume %s; "
+                "StatefulDataLoader, or snapshot_every_n_steps=1, keeps its state, and 0 is silent",
+                type(self.dataset).__name__,
+                "makes the epoch's batches again"
+                if progress.iterable
+                else "begins with the data set as it is made",
             )
         is_whole = progress.finished or not progress.yielded or progress.iterable
         if not (is_whole or getattr(self, "in_order", True) or self.num_workers < 2):
@@ -283,30 +288,11 @@ class DataLoader(Torchs[T_co]):
             )
         return {**progress.as_dict(), **self._batching()}
 
-    def _tell_of_state(self, reason: str | None) -> None:
-        """Log, once, what a state of this loader leaves out.
-
-        `reason`: why torch's own iterator is used, if it is.
-        """
-        is_asked = reason is None and self.snapshot_every_n_steps is not None
-        if self._is_told or is_asked or not (reason or is_stateful(self.dataset)):
-            return
-        self._is_told = True
-        if reason is not None:
-            log.warning(
-                "the state of a DataLoader is empty: torch's own iterator is used, since %s. "
-                "A run that loads it begins its epoch anew",
-                reason,
-            )
-            return
-        log.warning(
-            "dataset=%s has state_dict(), which a DataLoader does not ask: a resume %s; "
-            "StatefulDataLoader, or snapshot_every_n_steps=1, keeps its state, and 0 is silent",
-            type(self.dataset).__name__,
-            "makes the epoch's batches again"
-            if self._dataset_kind == names.ITERABLE
-            else "begins with the data set as it is made",
-        )
+    def _warn(self, text: str, *values: object) -> None:
+        """Log, once, what a state of this loader leaves out."""
+        if not self._is_told:
+            self._is_told = True
+            log.warning(text, *values)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Have the next `iter` go on where a state says.

@@ -85,19 +85,6 @@ def as_generic(kind: Any) -> Any:
     return kind[parameters] if parameters else kind
 
 
-def make_fetcher(
-    kind: int, dataset: Any, *, auto_collation: bool, collate_fn: Any, drop_last: bool
-) -> Any:
-    """Make what fetches a batch: ``fetch(index)``; for an IterableDataset it calls `iter`."""
-    return _kinds.create_fetcher(kind, dataset, auto_collation, collate_fn, drop_last)
-
-
-def numpy_seed(base_seed: int, number: int) -> list[int]:
-    """Return the words that torch seeds numpy's generator with, in a worker."""
-    words: list[int] = worker._generate_state(base_seed, number)
-    return words
-
-
 def set_worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> None:
     """Set what `torch.utils.data.get_worker_info` returns in this process."""
     info = worker.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
@@ -126,7 +113,7 @@ def _use() -> None:
     iterator._reset(loader, False)  # noqa: FBT003 - as torch calls it
     attrgetter("_reset", "_shutdown_workers")(Workers)
     present = worker._worker_info
-    make_fetcher(0, samples, auto_collation=True, collate_fn=list, drop_last=False).fetch([0])
+    make_fetcher(0, samples, True, list, False).fetch([0])  # noqa: FBT003
     set_worker_info(0, 1, 0, None)
     worker._worker_info = present
     numpy_seed(0, 0)
@@ -139,11 +126,13 @@ try:
     Workers = data.dataloader._MultiProcessingDataLoaderIter
     _kinds: Any = data.dataloader._DatasetKind
     ITERABLE = _kinds.Iterable
+    make_fetcher: Any = _kinds.create_fetcher
     collate_map: Any = data._utils.collate.default_collate_fn_map
     tensor_entry: Any = data._utils.collate.collate_tensor_fn
     array_entry: Any = data._utils.collate.collate_numpy_array_fn
     pin: Any = data._utils.pin_memory.pin_memory
     worker: Any = data._utils.worker
+    numpy_seed: Any = worker._generate_state  # the words that a worker seeds numpy's with
     profiler_enabled: Any = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
     with torch.device("cpu"):
         _use()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from cseq._feed import MOST_SKIPPED
+from cseq.adapters.torch import names
 from cseq.adapters.torch.order import put, sources_in
 from cseq.adapters.torch.stateful import left_by
 from cseq.check import count
@@ -45,8 +46,9 @@ class Progress:
     A loader that is pickled, or copied, begins anew: it has none.
     """
 
-    def __init__(self, order: Keys, *, iterable: bool, num_workers: int, rng: str) -> None:
-        self.iterable, self.num_workers, self.rng = iterable, num_workers, rng
+    def __init__(self, loader: Any, order: Keys, *, rng: str) -> None:
+        self.iterable = loader._dataset_kind == names.ITERABLE
+        self.num_workers, self.rng = loader.num_workers, rng
         self.iterator: Callable[[], Any] = _none  # a weak reference, if there are workers
         self.stats: Stats | None = None  # of workers that have ended
         # Of the data set in each worker, pickled; also what an earlier epoch has left it in.

@@ -245,13 +245,8 @@ class Batches:
             return SimpleNamespace(
                 fetch=lambda key: leaving.whole(self._collate([*leaving.fetch(key)]))
             )
-        fetcher = names.make_fetcher(
-            kind,
-            dataset,
-            auto_collation=auto_collation,
-            collate_fn=self._collate_key if collates else self._collate,
-            drop_last=drop_last,
-        )
+        collate = self._collate_key if collates else self._collate
+        fetcher = names.make_fetcher(kind, dataset, auto_collation, collate, drop_last)
         if state.get("iterator") is not None:
             fetcher.dataset_iter.load_state_dict(state["iterator"])
         if state.get("ended"):
