@@ -124,6 +124,7 @@ cdef class Feed(Line):
     cdef public uint64_t generation
     cdef public object place
     cdef readonly bint ended
+    cdef readonly Py_ssize_t latest  # the ring of what was taken last: of a stream, its worker
     cdef readonly object skipped
     cdef readonly uint64_t skips
     cdef uint64_t done_count     # which any thread reads: see `cseq_count_u64`
@@ -432,6 +433,7 @@ cdef class Feed(Line):
             cseq_log_add(log, self.cell(&t), self.now, self.waited, thread_id(), self.number,
                          <int>t.ring if self.queues else -1)
         self.units += t.units
+        self.latest = t.ring
         cseq_count_u64(&self.taken_count, 1)
         if done:
             cseq_store_rlx_u64(&self.done_count, self.units)

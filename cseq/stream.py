@@ -273,6 +273,12 @@ class Streams:
         return self._feed.next
 
     @property
+    def latest(self) -> int:
+        """The worker of the item that was returned last."""
+        worker: int = self._feed.latest
+        return worker
+
+    @property
     def glance(self) -> Callable[[], Any]:
         """Return what is next in an ordered epoch of keys, if it is ready; else None.
 

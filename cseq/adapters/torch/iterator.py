@@ -98,14 +98,14 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         names.Base.__init__(self, loader)
         torchs = names.Workers if self._num_workers else names.Inline
         self._profile_name = f"enumerate(DataLoader)#{torchs.__name__}.__next__"
-        self._several = max(1, self._num_workers)  # what makes the batches in turn
         self._in_order = bool(not self._num_workers or getattr(loader, "in_order", True))
         every = snapshot_every or 0
         # Batches of keys are not made again for a state: it has to be that of the last one.
         self._snapshot_every = every if self._is_iterable else min(1, every)
         self._keeps_state = keeps_state
         self.progress = Progress(loader, self._order, rng=rng)
-        self._after: tuple[int, bytes | None] = (0, None)  # its worker, and the state after it
+        self._maker = 0  # the worker of the latest batch of an IterableDataset, or with a state
+        self._after: bytes | None = None  # and the state after it
         self._error: BaseException | None = None  # what is raised instead of the next batch
         self._pinner = Pinner(self._pin_memory_device)
         self._streams = self._open(loader, max_restarts)
@@ -211,9 +211,9 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
                 first=progress.counts[number] if keys is None else progress.yielded,
                 state=progress.states[number],
                 snapshot_every=self._snapshot_every,
-                tagged=not self._in_order and self._is_iterable,
+                is_over=progress.ended[number],
             )
-            for number in range(self._several)
+            for number in range(len(progress.counts))
         ]
         if self._num_workers == 0:
             progress.inline = self._streams.begin_with(epochs[0], keys)
@@ -224,8 +224,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
                 keys,
                 ordered=self._in_order,
                 assign="free" if free else "turn",
-                # Batch k is made by worker k mod N.
-                first=0 if keys is None else progress.yielded % self._num_workers,
+                first=progress.turn,
             )
         self._items = iter(self._streams)
 
@@ -251,13 +250,10 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
                 progress, failed = self.progress, self._error
                 self._num_yielded = count + (failed is None)
                 progress.yielded += 1
-                number, state = self._after
-                if state is not None:
-                    progress.states[number] = state
+                if self._after is not None:
+                    progress.states[self._maker] = self._after
                 if self._is_iterable:
-                    progress.counts[number] += 1
-                    if self._in_order:
-                        progress.turn = (number + 1) % self._several
+                    progress.counts[self._maker] += 1
                 if failed is None:
                     return batch
                 self._error = None
@@ -290,16 +286,15 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             died.args = (told,)
             raise
         progress = self.progress
-        self._after = progress.turn, None
         if type(item) is ItemFailure:  # the batch could not be sent
-            self._after, error = (item.worker, None), item.error
+            error = item.error
             indices = error.indices if isinstance(error, WorkerDied) else []
             return self._fail(error, f"batch {progress.yielded}", indices)
         if type(item) is worker.Item:
-            self._after = item.worker, item.state
+            self._after = item.state
             if (error := item.error) is not None:
                 if isinstance(error, bytes):
-                    error = failure.unpack(error, item.worker, "DataLoader worker process")
+                    error = failure.unpack(error, self._maker, "DataLoader worker process")
                     error = failure.told(failure.named(error, item.place))
                 place = None if item.is_setup else item.place
                 return self._fail(error, place, indices_of(item.key))
@@ -336,27 +331,16 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
 
     def _next_item(self) -> Any:
         """Receive the next item; see `worker`."""
-        progress = self.progress
+        progress, self._after = self.progress, None
         while True:
-            item = self._receive()
-            if type(item) is not worker.Item or not item.is_over:
+            item = next(self._items)
+            is_item = type(item) is worker.Item
+            if is_item or self._is_iterable:
+                self._maker = self._streams.latest
+            if not (is_item and item.is_over):
                 return item
-            progress.states[item.worker] = item.state
-            progress.ended[item.worker] = True
-
-    def _receive(self) -> Any:
-        """Receive what comes next, also the end of a worker's data set."""
-        progress = self.progress
-        if not (self._is_iterable and self._in_order and self._num_workers):
-            return next(self._items)
-        while not all(progress.ended):  # of those that have more, the worker whose turn it is
-            if not progress.ended[progress.turn]:
-                try:
-                    return self._streams.next(progress.turn)
-                except StopIteration:
-                    progress.ended[progress.turn] = True
-            progress.turn = (progress.turn + 1) % self._several
-        raise StopIteration
+            progress.states[self._maker] = item.state
+            progress.ended[self._maker] = True
 
     # -- the workers
 

@@ -76,7 +76,10 @@ class Progress:
             states = resume["workers"]
         self.states = [None if each is None else dumps(each) for each in states or [None] * several]
         going = [number for number in range(several) if not self.ended[number]]
-        self.turn = min(going, key=self.counts.__getitem__, default=0)  # the worker that is next
+        # The worker that is next: batch k of keys is made by worker k mod N.
+        self.turn = self.yielded % several
+        if self.iterable:
+            self.turn = min(going, key=self.counts.__getitem__, default=0)
 
     def skip(self, error: Exception, place: str, indices: list[Any]) -> None:
         """Note, and log, that the next batch is left out, since it is an error."""

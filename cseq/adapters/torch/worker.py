@@ -43,7 +43,6 @@ END = object()
 class Item(NamedTuple):
     """What comes in place of a batch where that alone does not say enough."""
 
-    worker: int  # that has made it
     batch: Any = None
     state: bytes | None = None  # of the data set after it, if that is wanted
     is_over: bool = False  # there is no batch: this worker's data set has come to its end
@@ -111,7 +110,7 @@ class Epoch(NamedTuple):
     first: int = 0  # batches that were delivered before: of an IterableDataset, by this worker
     state: bytes | None = None  # where the data set of a new process is to begin, from `Item`
     snapshot_every: int = 0  # send the data set's state after every so many batches; 0: never
-    tagged: bool = False  # send each batch as `Item`: the trainer has to know the worker
+    is_over: bool = False  # an IterableDataset has no more batches for this worker
 
 
 class Batches:
@@ -153,7 +152,7 @@ class Batches:
         if self._broken is not None:
             yield self._raised()
             return
-        if not self._drop(self._epoch.first + start):
+        if self._epoch.is_over or not self._drop(self._epoch.first + start):
             return
         while (item := self._next_item()) is not END:
             yield item
@@ -287,24 +286,23 @@ class Batches:
                 return END
             packed: Any = _packed(error) if self.IN_WORKER else failure.ordinary(error)
             key, place = None if self._is_stream else key, self._place(key)
-            return Item(self._number, error=packed, place=place, key=key)
-        epoch = self._epoch
+            return Item(error=packed, place=place, key=key)
         left: tuple[tuple[Any, str], ...] = ()
         if type(batch) is Partial:
             batch, left = batch
-        if self._state and not self._made % epoch.snapshot_every:
+        if self._state and not self._made % self._epoch.snapshot_every:
             return self._stated(batch, left=left)
-        return Item(self._number, batch, left=left) if epoch.tagged or left else batch
+        return Item(batch, left=left) if left else batch
 
     def _stated(self, batch: Any = None, *, is_over: bool = False, left: Any = ()) -> Item:
         """Return a batch with the state after it."""
         assert self._state is not None
-        return Item(self._number, batch, dumps(self._state.take(self._made)), is_over, left)
+        return Item(batch, dumps(self._state.take(self._made)), is_over, left)
 
     def _raised(self) -> Item:
         """Return what kept the worker from getting ready, in place of a batch."""
         place = f"its data set ready in worker {self._number}"
-        return Item(self._number, error=self._broken, place=place, is_setup=True)
+        return Item(error=self._broken, place=place, is_setup=True)
 
     def _place(self, key: Any) -> str:
         """Name a batch."""
@@ -316,6 +314,7 @@ class Here(Batches):
     """A producer in the trainer, and its stream: a key is drawn when its batch is asked for."""
 
     IN_WORKER = False
+    latest = 0  # as `Streams` has it
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup, 0, 1, context.BatchContext(0, 0))
