@@ -94,7 +94,8 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
                     loader.dataset.load_state_dict(state["dataset"])
             resume = {**resume, "workers": [None]}
         keeps_state = snapshot_every is not None and not self._is_iterable
-        self._order = Keys(loader, keeps_state=keeps_state, resume=resume)
+        order = Keys(loader, keeps_state=keeps_state, resume=resume)
+        self.progress = Progress(loader, order, rng=rng)
         names.Base.__init__(self, loader)
         torchs = names.Workers if self._num_workers else names.Inline
         self._profile_name = f"enumerate(DataLoader)#{torchs.__name__}.__next__"
@@ -103,7 +104,6 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         # Batches of keys are not made again for a state: it has to be that of the last one.
         self._snapshot_every = every if self._is_iterable else min(1, every)
         self._keeps_state = keeps_state
-        self.progress = Progress(loader, self._order, rng=rng)
         self._maker = 0  # the worker of the latest batch of an IterableDataset, or with a state
         self._after: bytes | None = None  # and the state after it
         self._error: BaseException | None = None  # what is raised instead of the next batch
@@ -175,16 +175,16 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
     ) -> None:
         """Begin an epoch; what is left of the one before is dropped."""
         self._pinner.forget()
-        is_seeded = self._rng == "batch"
+        order, is_seeded = self.progress.order, self._rng == "batch"
         if first_iter:
             if self._num_workers and not is_seeded:  # torch asks a sampler for two iterators first
-                self._order.look_again(resume if self._persistent_workers else None)
+                order.look_again(resume if self._persistent_workers else None)
                 names.Base._reset(self, loader, first_iter)
         else:
             if not is_seeded and not self._ended:
                 # As torch's: what was asked for is made, since it draws numbers.
                 self._streams.ask("get_ready", behind=True)
-            self._order = Keys(loader, keeps_state=self._keeps_state)
+            order = Keys(loader, keeps_state=self._keeps_state)
             names.Base._reset(self, loader, first_iter)
             if is_seeded:  # as a new iterator does it
                 drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
@@ -194,7 +194,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             if resume["base_seed"] is not None:
                 self._base_seed = resume["base_seed"]
         self._ended = False
-        self.progress.begin(self._order, self._base_seed, resume)
+        self.progress.begin(order, self._base_seed, resume)
         self._begin(resume)
 
     def _begin(self, resume: dict[str, Any] | None) -> None:
@@ -202,7 +202,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         progress, keys = self.progress, None
         if not self._is_iterable:
             state = resume["sampler"] if resume else {}
-            keys = self._order.draw(self._sampler_iter, progress.yielded, state)
+            keys = progress.order.draw(self._sampler_iter, progress.yielded, state)
         index = next(iter(self._index_sampler)) if self._is_iterable else None  # always the same
         epochs = [
             worker.Epoch(

@@ -14,7 +14,7 @@ from cseq.adapters.torch.batches import BatchSampler, with_order
 from cseq.adapters.torch.fallback import UNUSABLE, make_iterator, reason_against
 from cseq.adapters.torch.options import VALUES, defaults
 from cseq.adapters.torch.order import OWN, Keys, inner_of
-from cseq.adapters.torch.state import Progress, read, stats_of
+from cseq.adapters.torch.state import Progress, read
 from cseq.adapters.torch.stateful import is_stateful
 from cseq.advice import Window, advise
 from cseq.arguments import MAX_RESTARTS
@@ -160,9 +160,10 @@ class DataLoader(Torchs[T_co]):
             super().__init__(*args, **kwargs)
             self.rng = choice("rng", rng, (None, *VALUES["rng"]))
             self.on_error = choice("on_error", on_error, (None, *VALUES["on_error"]))
-            if snapshot_every_n_steps is not None:  # else that of the class
+            every = type(self).snapshot_every_n_steps
+            if snapshot_every_n_steps is not None:
                 every = count("snapshot_every_n_steps", snapshot_every_n_steps, least=0)
-                self.snapshot_every_n_steps = every
+            self.snapshot_every_n_steps = every
             self.max_restarts = count("max_restarts", max_restarts, least=0)
 
     def _get_iterator(self) -> Any:
@@ -228,7 +229,17 @@ class DataLoader(Torchs[T_co]):
         RuntimeError
             There are none: no epoch has begun, or it was left, or the trainer makes the batches.
         """
-        return stats_of(self._progress)
+        progress = vars(self).get("_progress")  # torch's loaders have this method, too: `install`
+        iterator = None if progress is None else progress.iterator()
+        stats: Stats | None = getattr(progress, "stats", None)
+        if iterator is not None:
+            stats = iterator.stats()
+        if stats is None:
+            raise RuntimeError(
+                "there are no worker processes of cseq's to count for: begin an epoch, with "
+                "num_workers above 0, and keep its iterator"
+            )
+        return stats
 
     def advice(self, since: Stats | None = None) -> Advice:
         """Return why the loop waits, and what to do: ``print`` it; see `cseq.MSequence.advice`."""

@@ -10,12 +10,9 @@ from torch.utils import data
 from cseq.adapters.torch.fallback import ALONE, make_iterator, note
 from cseq.adapters.torch.loader import DataLoader
 from cseq.adapters.torch.options import defaults
-from cseq.adapters.torch.state import stats_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from cseq.stats import Stats
 
 __all__ = ["install", "installed", "is_installed", "uninstall"]
 
@@ -40,11 +37,6 @@ def _get_iterator(self: Any) -> Any:
     return make_iterator(self, lambda: own(self), rng=rng, on_error=on_error)
 
 
-def _stats(self: Any) -> Stats:
-    """Count what the workers have done, and where time went; see `cseq.DataLoader.stats`."""
-    return stats_of(vars(self).get("_progress"))
-
-
 def install() -> None:
     """Have every DataLoader of torch use cseq's worker processes, from its next `iter` on.
 
@@ -67,7 +59,7 @@ def install() -> None:
         )
     _original = found
     _class._get_iterator = _get_iterator
-    _class.stats = _stats
+    _class.stats = DataLoader.stats
 
 
 def uninstall() -> None:

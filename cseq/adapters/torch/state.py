@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cseq.indexing.leaving import Skipped
     from cseq.stats import Stats
 
-__all__ = ["VERSION", "Progress", "read", "stats_of"]
+__all__ = ["VERSION", "Progress", "read"]
 
 log = logging.getLogger("cseq")
 
@@ -117,26 +117,6 @@ class Progress:
 
 def _none() -> None:
     """Return what a weak reference returns when its object is gone."""
-
-
-def stats_of(progress: Progress | None) -> Stats:
-    """Return what the workers of the latest epoch have done, also when they have ended with it.
-
-    Raises
-    ------
-    RuntimeError
-        There are none: no epoch has begun, or it was left, or the trainer makes the batches.
-    """
-    iterator = None if progress is None else progress.iterator()
-    stats: Stats | None = None if progress is None else progress.stats
-    if iterator is not None:
-        stats = iterator.stats()
-    if stats is None:
-        raise RuntimeError(
-            "there are no worker processes of cseq's to count for: begin an epoch, with "
-            "num_workers above 0, and keep its iterator"
-        )
-    return stats
 
 
 def read(
