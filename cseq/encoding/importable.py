@@ -51,13 +51,6 @@ class Importable:
         self._findable: dict[str, bool] = {}
         self._elsewhere = elsewhere
 
-    def has(self, obj: type | types.FunctionType) -> bool:
-        """Whether a class or function can be had by importing its module."""
-        module, qualname = obj.__module__, obj.__qualname__
-        if module == "builtins":
-            return True
-        return self.findable(module) and _lookup(sys.modules[module], qualname) is obj
-
     def findable(self, name: str) -> bool:
         """Whether a new process would find this module, and would find the same one."""
         if name not in self._findable:

@@ -1,9 +1,9 @@
 """Objects as bytes, for two kinds of readers.
 
-`dump` is for a new process: what it can import goes by reference, as in every pickle, and all else
-by value with cloudpickle, which is imported only then. `dumps` is for a process that runs already,
-between a worker and the trainer: both have the same modules, and each its own copy of the user's
-classes. So what has a name goes by reference, and the rest by value.
+`dump` is for a new process: cloudpickle writes what that can import by reference, as in every
+pickle, and all else by value. `dumps` is for a process that runs already, between a worker and the
+trainer: both have the same modules, and each its own copy of the user's classes. So what has a name
+goes by reference, and the rest by value.
 
 Both leave large arrays and tensors out of the pickle, as buffers: `codec` writes them beside it. A
 data set of gigabytes is therefore in memory once, whatever the number of workers.
@@ -22,7 +22,6 @@ import pickle
 import sys
 import threading
 import types
-from collections import ChainMap
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -88,19 +87,12 @@ def dump(obj: object, *, name: str = "worker", elsewhere: bool = False) -> Pickl
     modules = Importable(elsewhere=elsewhere)
     buffers: list[memoryview] = []
     try:
-        try:
-            data = _dump_plainly(obj, modules, buffers)
-        except MemoryError:
-            raise
-        except Exception:  # noqa: BLE001 - whatever it is, cloudpickle can do more
-            buffers.clear()
-            data = _dump_by_value(obj, modules, buffers)
+        data = _dump_by_value(obj, modules, buffers)
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - its traceback is no news: the path says where
-        probe = functools.partial(
-            _dump_by_value, modules=Importable(elsewhere=elsewhere), buffers=None
-        )
+        probed = Importable(elsewhere=elsewhere)
+        probe = functools.partial(_dump_by_value, modules=probed, buffers=None)
         remedy = REMEDY.format(name=name, otherwise=OTHERWISE.get(name, THREADS))
         raise unpicklable(obj, name, error, probe=probe, remedy=remedy) from None
     return Pickled(data, buffers, modules.importable())
@@ -267,34 +259,14 @@ def import_torch() -> Any:
     return importlib.import_module("torch")
 
 
-# -- for a new process; without a list of buffers: to test whether something can be pickled --------
-
-
-class _Plain(pickle.Pickler):
-    """The standard pickler, which gives up at the first thing that has to go by value."""
-
-    def __init__(
-        self, file: io.BytesIO, modules: Importable, buffers: list[memoryview] | None
-    ) -> None:
-        super().__init__(file, protocol=5, buffer_callback=_keep_in(buffers))
-        self.dispatch_table = copyreg.dispatch_table | _reducers_for(modules)
-        self._modules = modules
-
-    def reducer_override(self, obj: object) -> Reduced:
-        if isinstance(obj, (type, types.FunctionType)) and not self._modules.has(obj):
-            raise pickle.PicklingError(f"{obj.__module__}.{obj.__qualname__} goes by value")
-        return NotImplemented
-
-
-def _dump_plainly(obj: object, modules: Importable, buffers: list[memoryview] | None) -> bytes:
-    """Pickle by reference."""
-    file = io.BytesIO()
-    _Plain(file, modules, buffers).dump([obj, None])
-    return file.getvalue()
+# -- by value -------------------------------------------------------------------------------------
 
 
 def _dump_by_value(obj: object, modules: Importable, buffers: list[memoryview] | None) -> bytes:
-    """Pickle with cloudpickle; modules that workers cannot import go by value."""
+    """Pickle with cloudpickle; modules that workers cannot import go by value.
+
+    Without a list of buffers, these are dropped: to test whether something can be pickled.
+    """
     file = io.BytesIO()
     classes = _Classes()
     with _modules_by_value() as register:
@@ -302,30 +274,41 @@ def _dump_by_value(obj: object, modules: Importable, buffers: list[memoryview] |
         def by_name(named: Any) -> bool:
             """Register a module that goes by value; then let cloudpickle decide."""
             module = named.__name__ if isinstance(named, types.ModuleType) else named.__module__
-            if not modules.findable(module):
+            if module != "builtins" and not modules.findable(module):
                 register(module)
             if isinstance(named, type) and module in MAIN:
                 classes.append(named)
             return False
 
-        reducers = _reducers_for(modules)
-        pickler = by_value_pickler()(file, _keep_in(buffers), reducers, by_name)
+        pickler = by_value_pickler()(file, _keep_in(buffers), _reducers_for(modules), by_name)
         pickler.dump([obj, classes])  # in this order: the classes are known at the end
     return file.getvalue()
 
 
-# -- by value -------------------------------------------------------------------------------------
-
-
-_ByValue: TypeAlias = Any  # a subclass of cloudpickle.Pickler, which has no type hints
-
-
 @functools.cache
-def by_value_pickler() -> _ByValue:
+def by_value_pickler() -> Any:
     """Make the class of picklers by value; cloudpickle is imported here."""
     import cloudpickle
 
     base: Any = cloudpickle.Pickler
+
+    class Pickler(base):  # type: ignore[misc]
+        def __init__(
+            self,
+            file: io.BytesIO,
+            keep: Callable[[pickle.PickleBuffer], bool] | None,
+            reducers: Reducers,
+            by_name: Callable[[Any], bool],
+        ) -> None:
+            self.dispatch_table = {**base.dispatch_table, types.CodeType: reduce_code, **reducers}
+            self.by_name = by_name
+            super().__init__(file, protocol=5, buffer_callback=keep)
+
+        def reducer_override(self, obj: object) -> Reduced:
+            named = isinstance(obj, (type, types.FunctionType, types.ModuleType))
+            return (
+                super().reducer_override(obj) if named and not self.by_name(obj) else NotImplemented
+            )
 
     def reduce_code(code: types.CodeType) -> Reduced:
         # cloudpickle writes "<dynamic-code>" for the file, so that a notebook's function has always
@@ -333,22 +316,7 @@ def by_value_pickler() -> _ByValue:
         make, args = base.dispatch_table[types.CodeType](code)
         return make, (*args[:FILENAME], code.co_filename, *args[FILENAME + 1 :])
 
-    def prepare(
-        self: _ByValue,
-        file: io.BytesIO,
-        keep: Callable[[pickle.PickleBuffer], bool] | None,
-        reducers: Reducers,
-        by_name: Callable[[Any], bool],
-    ) -> None:
-        self.dispatch_table = ChainMap(reducers, {types.CodeType: reduce_code}, base.dispatch_table)
-        base.__init__(self, file, protocol=5, buffer_callback=keep)
-        self.by_name = by_name
-
-    def reducer_override(self: _ByValue, obj: object) -> Reduced:
-        named = isinstance(obj, (type, types.FunctionType, types.ModuleType))
-        return NotImplemented if named and self.by_name(obj) else base.reducer_override(self, obj)
-
-    return type("_ByValue", (base,), {"__init__": prepare, "reducer_override": reducer_override})
+    return Pickler
 
 
 @contextlib.contextmanager
@@ -380,7 +348,8 @@ class _Classes(list[type]):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _publish, ([cls for cls in self if "." not in cls.__qualname__],)
+        names = [cls for cls in self if "." not in cls.__qualname__]
+        return (_publish, (names,)) if names else (list, ())
 
 
 def _publish(classes: list[type]) -> None:

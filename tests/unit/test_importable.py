@@ -166,7 +166,7 @@ def test_what_a_process_that_has_met_this_one_knows_by_name(
     monkeypatch.setitem(sys.modules, "made_by_hand", module)
     worker = vars(module)["Worker"]
     assert named_here(worker)
-    assert not Importable().has(worker)
+    assert not Importable().findable("made_by_hand")
     assert not named_here(Local)
     assert not named_here(lambda: 1)
     vars(module)["Worker"] = Local
