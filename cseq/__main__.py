@@ -78,7 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     top.add_argument("pid", nargs="?", type=int, metavar="PID", help="with all its descendants")
     top.add_argument("--all", action="store_true", help="all runs of this user: the default")
     top.add_argument("--once", action="store_true", help="once, after a second")
-    top.add_argument("--dump", action="store_true", help="print the stacks of all workers")
     given = parser.parse_args(arguments)
     if not hasattr(given, "look"):
         parser.print_help()
@@ -125,7 +124,7 @@ def _bench(given: argparse.Namespace) -> int | str:
 def _top(given: argparse.Namespace) -> int | str:
     from cseq.observe.top import top
 
-    return top(None if given.all else given.pid, once=given.once, dump=given.dump)
+    return top(None if given.all else given.pid, once=given.once)
 
 
 def _replace(given: argparse.Namespace) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import time
 from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,21 +19,19 @@ from cseq._memory import Block, Descriptor
 from cseq.advice import ENOUGH_BATCHES, advise
 from cseq.observe.processes import starts, tree
 from cseq.pools.base import RUN
-from cseq.processes.worker import STACK_SECONDS, STACK_SIGNAL
 from cseq.stats import Stats
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Sequence
+    from collections.abc import Container, Iterator
 
     from cseq.advice import Advice
 
-__all__ = ["AttachedRun", "Watcher", "runs_of", "stacks"]
+__all__ = ["AttachedRun", "Watcher", "runs_of"]
 
 LOOK = 2.0  # seconds between two searches for runs
 RECENT = 2.0  # seconds that the rate and the share of waiting are of
 WINDOW = 20.0  # seconds that the advice is of
 KEPT = 20  # readings that are kept
-STACKS, LONGEST = "cseq-stacks", 1 << 20  # what `/proc` calls the file of a worker's stacks; bytes
 
 
 class AttachedRun:
@@ -207,34 +204,6 @@ def _status(pid: int) -> dict[str, str]:
 def _own_number(pid: int) -> int:
     """Return what a process calls itself, which may be in a container."""
     return int(_status(pid).get("NSpid", str(pid)).split()[-1])
-
-
-def stacks(pids: Sequence[int]) -> list[str]:
-    """Have worker processes write their stacks, and return these; empty: it is none of cseq's."""
-    files = [_file_of_stacks(pid) for pid in pids]
-    begun = [0 if file is None else os.fstat(file.fd).st_size for file in files]
-    for pid, file in zip(pids, files, strict=True):
-        if file is not None and STACK_SIGNAL is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, STACK_SIGNAL)
-    time.sleep(STACK_SECONDS)
-    return [
-        "" if file is None else os.pread(file.fd, LONGEST, at).decode(errors="replace")
-        for file, at in zip(files, begun, strict=True)
-    ]
-
-
-def _file_of_stacks(pid: int) -> Descriptor | None:
-    """Open the file that a worker process writes its stacks to; None: the signal would end it."""
-    caught = int(_status(pid).get("SigCgt", "0"), 16)
-    if STACK_SIGNAL is None or not caught >> (STACK_SIGNAL - 1) & 1:
-        return None
-    with contextlib.suppress(OSError):
-        for path in (f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")):
-            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                if STACKS in os.path.basename(os.readlink(path)):
-                    return Descriptor(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
-    return None
 
 
 class Watcher:

@@ -6,17 +6,17 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from cseq._core import now_ns
-from cseq.observe.attached import RECENT, stacks
+from cseq.observe.attached import RECENT
 from cseq.observe.figures import duration
 from cseq.observe.processes import resident
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from cseq.observe.attached import AttachedRun, Watcher
     from cseq.stats import Stats
 
-__all__ = ["foot", "head", "overview", "ranks", "worker_stacks", "workers"]
+__all__ = ["foot", "head", "overview", "ranks", "workers"]
 
 # Forms and names of columns; a narrow terminal cuts off the last ones.
 RANKS = " {:>4} {:>5} {:<10} {:>7} {:>7} {:>5} {:>16} {:>12} {:<16} {:<14}"
@@ -137,22 +137,6 @@ def foot(run: AttachedRun, width: int) -> list[str]:
     slow = [f"{each.epoch}/{each.batch} {duration(each.seconds)}" for each in run.window().slowest]
     said = textwrap.wrap(str(run.advice()), width - 1)
     return [*(_filled(["slowest:", *slow[:3]], width) if slow else []), *(f" {a}" for a in said)]
-
-
-def worker_stacks(runs: Sequence[AttachedRun]) -> Iterator[str]:
-    """Yield the stacks of all worker processes."""
-    for run in runs:
-        title = "  ".join(run.title)
-        if run.fact("threads"):
-            yield (
-                f"{title}: its workers are threads; py-spy dump --pid {run.pid} shows "
-                "their stacks\n"
-            )
-            continue
-        pids = [run.process(each.pid) for each in run.stats.workers]
-        for number, (pid, text) in enumerate(zip(pids, stacks(pids), strict=True)):
-            yield f"{title}, worker {number}, pid {pid or 'not known'}:\n"
-            yield text or "(no stacks: it has not begun, or it has ended)\n"
 
 
 def overview(watcher: Watcher, width: int, height: int = 0) -> list[str]:

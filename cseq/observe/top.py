@@ -8,22 +8,22 @@ import sys
 import time
 
 from cseq.observe.attached import Watcher
-from cseq.observe.lines import overview, worker_stacks
+from cseq.observe.lines import overview
 
 __all__ = ["top"]
 
 CLEAR = "\x1b[H\x1b[J"  # the terminal, from its first line on
 
 
-def top(pid: int | None, *, once: bool, dump: bool) -> int | str:
+def top(pid: int | None, *, once: bool) -> int | str:
     """Show the runs of a process, or all; return the exit status, or why there is nothing to show.
 
     Parameters
     ----------
     pid : int or None
         None: all processes.
-    once, dump : bool
-        Lines of text once, not each second; the stacks of all workers.
+    once : bool
+        Lines of text once, not each second.
     """
     if not sys.platform.startswith("linux"):
         return "cseq top needs Linux: it reads the meters through /proc"
@@ -31,10 +31,6 @@ def top(pid: int | None, *, once: bool, dump: bool) -> int | str:
         return f"cseq top: there is no process {pid}"
     watcher = Watcher(pid)
     watcher.update()
-    if dump:
-        for text in worker_stacks(watcher.runs):
-            print(text, end="", flush=True)  # noqa: T201
-        return 0 if watcher.runs else overview(watcher, 120)[0]
     is_screen = sys.stdout.isatty()
     with contextlib.suppress(KeyboardInterrupt):
         while True:
