@@ -24,7 +24,9 @@ BUSY = 0.8  # part of the time; workers that work as much cannot do more
 START = 2.0  # seconds until the first batch
 GIL = 1e-3  # seconds; if one in five waits for the GIL is longer, threads compete for it
 ONE_CORE = 1.3  # cores that threads use at most if only one of them runs at a time
-NO_CORE = 0.2  # part of the time that something was ready to run
+HELD = 0.5  # cores; if threads use fewer and the loop does not wait, the GIL is free
+USED_UP = 0.95  # part of the cores
+TURNS = 0.2  # part of what threads compute that the workers do, where these hold the GIL
 SPARE = 1.1  # workers for one that is needed
 MOST_READERS = 4  # workers for each core, where they wait for something else than a core
 MOST_BUFFER = 16384  # batches
@@ -44,16 +46,15 @@ class Window:
         Of the epochs; what of it the loop waited.
     start : float
         Until the first batch: not a part of `elapsed`, and no cause of what was waited in that.
-    step, step_p50, step_p99 : float
-        The loop's own time for a batch: the mean without the longest twentieth, quantiles.
+    step, step_p99 : float
+        The loop's own time for a batch: the mean without the longest twentieth, and 99 in 100 at
+        most.
     index, index_p99 : float
         What a batch takes a worker: the mean, and 99 in 100 at most.
     busy : float
         Part of the time that workers worked, the mean of all.
     cpu : float or None
         Part of that in which they computed; None: not known.
-    queued, loop_queued : float
-        Part of that in which they were ready to run, without a core; the loop's, of all time.
     loop_cpu : float
         Part of all time in which the loop's thread computed.
     cores : int
@@ -81,15 +82,12 @@ class Window:
     waited: float = 0.0
     start: float = 0.0
     step: float = 0.0
-    step_p50: float = 0.0
     step_p99: float = 0.0
     index: float = 0.0
     index_p99: float = 0.0
     workers: int = 0
     busy: float = 0.0
     cpu: float | None = None
-    queued: float = 0.0
-    loop_queued: float = 0.0
     loop_cpu: float = 1.0
     cores: int = 1
     threads: bool = False
@@ -122,8 +120,8 @@ class Window:
 
     @property
     def computes(self) -> bool:
-        """Whether workers compute most of their time, or would if they had a core."""
-        return self.cpu is None or self.cpu >= 0.5 or self.queued > NO_CORE
+        """Whether workers compute most of their time."""
+        return self.cpu is None or self.cpu >= 0.5
 
     @property
     def most(self) -> float:
@@ -145,23 +143,20 @@ class Window:
     @property
     def spare(self) -> bool:
         """Whether so many fewer workers would be enough that it is worth to say so."""
-        return self.busy < 0.4 and self.fewest < self.workers and not self.agents
+        return (
+            self.w < LITTLE and self.busy < 0.4 and self.fewest < self.workers and not self.agents
+        )
 
     @property
     def room(self) -> int:
         """How many workers that compute as these there are cores for, beside the loop."""
-        computing = 1.0 if self.cpu is None else max(self.cpu, 0.01) / self.running
+        computing = 1.0 if self.cpu is None else max(self.cpu, 0.01)
         cores = ONE_CORE if _takes_turns(self) else self.cores - min(self.loop_cpu, 1.0)
         return max(1, int(cores / min(computing, 1.0) + 0.5))
 
-    @property
-    def running(self) -> float:
-        """Part of its time that a batch would take a worker which has a core at once."""
-        return max(1 - self.queued, 0.01)
-
     def rate(self, workers: float) -> float:
         """How many batches a second workers make that never wait for tickets, if so many do."""
-        return min(workers, self.room) / (self.index * self.running)
+        return min(workers, self.room) / self.index
 
 
 @dataclass(frozen=True)
@@ -272,7 +267,7 @@ def _busy(v: Window) -> str:
     said = f"{_count(v.workers, 'worker')} {are} busy {v.busy:.0%} of the time"
     if v.cpu is not None:
         said += f", computing {v.cpu:.0%} of that"
-    return f"{said}, without a core {v.queued:.0%}" if v.queued > NO_CORE else said
+    return said
 
 
 def _start(v: Window) -> str:
@@ -325,13 +320,11 @@ def _gil(v: Window) -> Said:
 
 
 def _loop(v: Window) -> Said:
-    seen = "the loop is the bottleneck"
-    if v.loop_queued > NO_CORE and v.workers > 1 and v.own >= 0.5:
+    if v.w >= LITTLE:
         return Said(
-            f"{seen}, and its thread had to wait for a core {v.loop_queued:.0%} of the time",
-            change={"num_workers": v.workers // 2},
-            gain=1 / (1 - min(v.loop_queued, 0.9)),
+            "its GPU is fed" if _is_fed(v) else "handing a batch over takes as long as that"
         )
+    seen = "the loop is the bottleneck"
     if v.spare:
         seen += f"; {_count(v.fewest, 'worker')} would be enough, not {v.workers}"
     return Said(seen)
@@ -361,31 +354,38 @@ def _stragglers(v: Window) -> Said:
     return _larger(v, seen, v.index_p99, f"or {'in_order' if v.is_stream else 'ordered'}=False")
 
 
-def _bursts(v: Window) -> Said:
-    seen = f"the loop pauses ({duration(v.step_p99)} at times), and takes more than "
-    return _larger(v, f"{seen}{v.buffer or 'the'} batches at once after that", v.step_p99)
+def _buffer(v: Window) -> Said:
+    ahead = f", and {v.buffer} batches are ahead" if v.buffer else ""
+    seen = f"{_busy(v)}; one step in a hundred takes {duration(v.step_p99)}{ahead}"
+    found = _larger(v, seen, v.step_p99)
+    if v.is_stream or found.change["buffer"] > v.buffer + 1:
+        return found
+    return Said(seen, "look at stats().slowest, and make one of these batches again: remake()")
 
 
 def _cores(v: Window) -> Said:
-    used = f"{_busy(v)}: {_count(v.cores, 'core')} are used up"
-    if v.queued > NO_CORE and v.workers > max(1, v.cores):
-        return Said(used, "and see what costs the CPU", {"num_workers": max(1, v.cores - 1)})
-    if v.queued > NO_CORE and v.own < 0.6 * v.cores:
-        others = f"{_busy(v)}: other programs use the cores"
-        if v.workers < v.room:
-            return _more(v, others, "which get a larger part, or cores for this process alone")
-        return Said(others, "see what else runs here, or give this process cores of its own")
+    fewer = "try fewer workers, and " if v.workers > v.cores else ""
     return Said(
-        used, f"see what costs the CPU{'' if v.is_stream else ': remake() under a profiler'}"
+        f"{_busy(v)}: {_count(v.cores, 'core')} are used up",
+        f"{fewer}see what costs the CPU{'' if v.is_stream else ': remake() under a profiler'}",
     )
+
+
+def _workers(v: Window) -> Said:
+    waits = "" if v.computes else ": they wait for a disk, a network or a core"
+    return _more(v, f"{_busy(v)}{waits}")
 
 
 def _takes_turns(v: Window) -> bool:
     """Tell whether threads wait for the GIL, which workers hold for a good part of that time."""
-    indexing = v.own >= NO_CORE * v.computed  # else the loop holds it, and is the bottleneck
+    indexing = v.own >= TURNS * v.computed  # else the loop holds it, and is the bottleneck
     in_turns = v.threads and v.cores > 1 and v.computed <= ONE_CORE
-    held = v.computed + v.busy * v.workers * v.queued + v.loop_queued  # about 1: it is never free
-    return v.gil > GIL and in_turns and held >= BUSY and indexing
+    return v.gil > GIL and in_turns and indexing and (v.w >= LITTLE or v.computed >= HELD)
+
+
+def _is_fed(v: Window) -> bool:
+    """Tell whether the GPU has work left after most of the waits."""
+    return v.dry is not None and v.dry < FED
 
 
 def _is_unknown(v: Window) -> bool:
@@ -402,7 +402,11 @@ def _is_inline(v: Window) -> bool:
 
 def _is_used_up(v: Window) -> bool:
     """Tell whether more workers would have no core to compute on."""
-    return v.queued > NO_CORE or (v.workers >= v.cores and (v.cpu or 0.0) >= 0.5)
+    if v.cpu is None:
+        return False
+    return v.own + min(v.loop_cpu, 1.0) >= USED_UP * v.cores or (
+        v.workers >= v.cores and v.computes
+    )
 
 
 # The rules; docs/how-to/slow.md says in words when each of them holds.
@@ -414,25 +418,14 @@ RULES = (
     ),
     Rule("inline", _is_inline, _inline),
     Rule("gil", _takes_turns, _gil),
-    Rule("loop", lambda v: v.w < LITTLE, _loop),
     Rule(
-        "fed",
-        lambda v: v.dry is not None and v.dry < FED,
-        lambda _: Said("it had work left after the others, and is fed"),
-    ),
-    Rule(
-        "none",
-        lambda v: v.waited < HANDOVER * v.batches,
-        lambda _: Said("handing a batch over takes as long as that"),
+        "loop",
+        lambda v: v.w < LITTLE or _is_fed(v) or v.waited < HANDOVER * v.batches,
+        _loop,
     ),
     Rule("fleet", lambda v: v.agents > 0, _fleet),
     Rule("converters", lambda v: v.converters > 0 and v.converting >= BUSY > v.busy, _converters),
     Rule("memory", lambda v: v.copies >= LITTLE * v.batches and v.copies > 0, _memory),
-    Rule(
-        "buffer",
-        lambda v: v.busy < BUSY and 0 < v.buffer < v.workers + 2,
-        lambda v: _larger(v, f"{_busy(v)}, and share a buffer of {v.buffer}"),
-    ),
     Rule(
         "epochs",
         lambda v: v.busy < BUSY and v.early > 0.5,
@@ -441,21 +434,12 @@ RULES = (
             "longer epochs, or fewer of them: iterate over several at a time",
         ),
     ),
-    Rule("stragglers", lambda v: v.busy < BUSY and v.behind >= 0.5, _stragglers),
-    Rule("bursts", lambda v: v.busy < BUSY and v.step_p99 > 10 * v.step_p50, _bursts),
+    Rule(
+        "stragglers",
+        lambda v: v.busy < BUSY and v.behind >= 0.5 and v.buffer not in range(1, v.workers + 2),
+        _stragglers,
+    ),
     Rule("cores", lambda v: v.busy >= BUSY and _is_used_up(v), _cores),
-    Rule(
-        "medium",
-        lambda v: v.busy >= BUSY and v.cpu is not None and v.cpu < 0.5,
-        lambda v: _more(v, f"{_busy(v)}: they wait for a disk or a network"),
-    ),
-    Rule("workers", lambda v: v.busy >= BUSY, lambda v: _more(v, _busy(v))),
-    Rule(
-        "mixed",
-        lambda _: True,
-        lambda v: Said(
-            f"{_busy(v)}; {v.behind:.0%} of the waiting ends with other batches ready",
-            "look at stats().slowest, and make one of these batches again: remake()",
-        ),
-    ),
+    Rule("workers", lambda v: v.busy >= BUSY, _workers),
+    Rule("buffer", lambda _: True, _buffer),
 )

@@ -23,11 +23,11 @@ BUCKETS, SLOWEST = 144, 8
 HISTOGRAM = np.dtype([("sum", "u8"), ("bucket", "u4", BUCKETS), ("pad", "V56")])
 SLOW = np.dtype([("ns", "u8"), ("epoch", "u8"), ("batch", "u8")])
 COUNTS = ["batches", "samples", "nbytes", "since", "waited", "asleep", "start", "first"]
-COUNTS += ["behind", "early", "cpu", "queued", "polled", "cpu_seen", "queued_seen", "thread"]
+COUNTS += ["behind", "early", "cpu", "polled", "cpu_seen", "thread"]
 METER = np.dtype(
     [(name, "u8") for name in COUNTS]
     + [(name, HISTOGRAM) for name in ("work", "wait", "gil")]
-    + [("slowest", SLOW, SLOWEST), ("pad", "V64")]
+    + [("slowest", SLOW, SLOWEST), ("pad", "V80")]
 )
 PAST = ["at", "batches", "waited", "stepped", "ready"]  # then what each runner has worked
 KEPT = {"_now", "_from", "waits", "begun"}  # by a difference
@@ -184,7 +184,7 @@ class Meters:
         for name in ("loop", "runners"):
             now, then = getattr(self, name), getattr(earlier, name)
             records = now.copy()
-            for count in ("batches", "behind", "early", "cpu", "queued"):
+            for count in ("batches", "behind", "early", "cpu"):
                 records[count] = now[count] - then[count]
             for histogram in ("work", "wait", "gil"):
                 for part in ("sum", "bucket"):

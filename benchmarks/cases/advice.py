@@ -142,7 +142,7 @@ DISK, RARE = partial(Sleeps, 0.02), partial(Sleeps, 0.002, 50, 0.2)
 BAD = {
     f"{name}, {kind}": script
     for name, scripts in {
-        "too few workers": [(k, Script("medium", DISK, a, 0.005)) for k, a in both(num_workers=2)],
+        "too few workers": [(k, Script("workers", DISK, a, 0.005)) for k, a in both(num_workers=2)],
         "buffer below the workers": [
             (k, Script("buffer", DISK, a, 0.004)) for k, a in both(num_workers=8, buffer=2)
         ],
@@ -150,7 +150,7 @@ BAD = {
             (k, Script("stragglers", RARE, a, 0.006)) for k, a in both(num_workers=8, buffer=10)
         ],
         "pauses of the loop": [
-            (k, Script("bursts", DISK, a, 0.006, 0.5, 55)) for k, a in both(num_workers=2)
+            (k, Script("buffer", DISK, a, 0.006, 0.5, 55)) for k, a in both(num_workers=2)
         ],
     }.items()
     for kind, script in scripts
@@ -175,13 +175,13 @@ OTHERS = {
             for k, a in both(num_workers=6)
         ],
         "a disk beside a loop that computes": [
-            (k, Script("medium", DISK, a, 0.004, do=SORTS_ON)) for k, a in both(num_workers=4)
+            (k, Script("workers", DISK, a, 0.004, do=SORTS_ON)) for k, a in both(num_workers=4)
         ],
         "a disk beside a slow loop of Python": [
             (k, Script("loop", DISK, a, 0.02, do=parse)) for k, a in both(num_workers=4)
         ],
         "a disk, then Python": [
-            ("threads", Script("medium cores", BOTH, THREADS, 0.001)),
+            ("threads", Script("workers cores", BOTH, THREADS, 0.001)),
         ],
         "Python": [("threads", Script("gil", PYTHON, THREADS, 0.001))],
         "Python on both sides": [("threads", Script("gil", PYTHON, THREADS, 0.006, do=parse))],

@@ -20,8 +20,6 @@
 #include <intrin.h>
 #endif
 #if defined(__linux__)
-#include <fcntl.h>
-#include <stdlib.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -54,12 +52,12 @@ typedef struct {
     uint64_t first_ns;  /* when that was taken; a runner's: what `work` had then, written by the trainer */
     uint64_t behind_ns; /* of `wait`: half of the other tickets were ready when it ended */
     uint64_t early_ns;  /* of `wait`: for the first batches of an epoch, one for each runner */
-    uint64_t cpu_ns, queued_ns;   /* computed, and ready to run without a core */
-    uint64_t polled_ns, cpu_seen, queued_seen; /* the last poll; 0: there was none */
+    uint64_t cpu_ns;    /* computed */
+    uint64_t polled_ns, cpu_seen; /* the last poll; 0: there was none */
     uint64_t thread; /* its number in the system; of a process, that of the process */
     cseq_histogram work, wait, gil;
     cseq_slow slowest[CSEQ_SLOWEST]; /* a runner's */
-    char pad[64];
+    char pad[80];
 } cseq_meter;
 
 typedef char cseq_check_histogram[sizeof(cseq_histogram) == 640 ? 1 : -1];
@@ -145,28 +143,10 @@ CSEQ_INLINE uint64_t cseq_meter_step(cseq_meter *m, uint64_t now, int first) {
 
 /* ── what the system has counted ──────────────────────────────────────────────────────── */
 
-/* Nanoseconds that the calling thread was ready to run and had no core; 0: not known. */
-CSEQ_INLINE uint64_t cseq_queued_ns(void) {
-    uint64_t queued = 0;
-#if defined(__linux__)
-    char text[96], *end = text;
-    const int fd = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return 0;
-    const ssize_t size = read(fd, text, sizeof text - 1);
-    close(fd);
-    if (size <= 0) return 0;
-    text[size] = 0;
-    (void)strtoull(text, &end, 10);
-    queued = strtoull(end, &end, 10);
-#endif
-    return queued;
-}
-
-/* Add what the calling thread (`whole`: its process) has computed since the last call, and how long it
- * was ready to run without a core. The first call, of a record or of a new runner, adds nothing. */
+/* Add what the calling thread (`whole`: its process) has computed since the last call. The first call, of
+ * a record or of a new runner, adds nothing. */
 CSEQ_INLINE void cseq_meter_poll(cseq_meter *m, uint64_t now, int whole) {
     uint64_t cpu = 0;
-    const uint64_t queued = cseq_queued_ns();
 #if !defined(_WIN32)
     struct timespec t;
     clock_gettime(whole ? CLOCK_PROCESS_CPUTIME_ID : CLOCK_THREAD_CPUTIME_ID, &t);
@@ -174,15 +154,11 @@ CSEQ_INLINE void cseq_meter_poll(cseq_meter *m, uint64_t now, int whole) {
 #else
     (void)whole;
 #endif
-    if (m->polled_ns) {
-        cseq_count_u64(&m->cpu_ns, cpu - m->cpu_seen);
-        cseq_count_u64(&m->queued_ns, queued - m->queued_seen);
-    }
+    if (m->polled_ns) cseq_count_u64(&m->cpu_ns, cpu - m->cpu_seen);
 #if defined(__linux__)
     cseq_store_rlx_u64(&m->thread, (uint64_t)syscall(SYS_gettid));
 #endif
     cseq_store_rlx_u64(&m->cpu_seen, cpu);
-    cseq_store_rlx_u64(&m->queued_seen, queued);
     cseq_store_rlx_u64(&m->polled_ns, now);
 }
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["cpu_seconds", "queued_seconds", "resident", "starts", "tree"]
+__all__ = ["cpu_seconds", "resident", "starts", "tree"]
 
 PROC = "/proc"
 
@@ -41,20 +41,6 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     """Return what processes have computed, with their children that have ended; 0: not known."""
     fields = (_fields(pid)[11:15] for pid in pids)
     return sum(sum(map(int, each)) for each in fields) / _ticks()
-
-
-def queued_seconds(pids: Iterable[int]) -> float:
-    """Return how long threads of processes were ready to run without a core; 0: not known."""
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended
-            for task in os.listdir(f"{PROC}/{pid}/task"):
-                with (
-                    contextlib.suppress(OSError),
-                    open(f"{PROC}/{pid}/task/{task}/schedstat") as file,
-                ):
-                    total += int(file.read().split()[1])
-    return total / 1e9
 
 
 def starts(pid: int) -> str | None:

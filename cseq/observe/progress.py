@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["progress"]
 
-NO_CAUSES = ("unknown", "none", "loop")  # of these, the share of waiting says enough
+NO_CAUSES = ("unknown", "loop")  # of these, the share of waiting says enough
 
 
 def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:

@@ -43,7 +43,6 @@ INTERVALS = 120  # in which a run is drawn over time
 LEAST_POINTS = 4  # of a history, for figures over time
 MOST_ROWS = 16  # workers over time: of more than that, those that differ most
 SLOWEST = 8  # batches in the table
-GOOD = ("loop", "none")  # causes with which a faster loader gains nothing
 RANKS = ("RANK", "WORLD_SIZE")
 
 RULES = """
@@ -242,7 +241,7 @@ def verdict(stats: Stats) -> str:
     action = f"<p><strong>→ {escape(advice.remedy)}</strong></p>" if advice.action else ""
     start = f"<p>Start: {escape(advice.start)}.</p>" if advice.start else ""
     said = advice.sentence[:1].upper() + advice.sentence[1:]
-    kind = "good" if advice.cause in GOOD else ""
+    kind = "good" if advice.cause == "loop" else ""
     told = f"<b>{waits}{advice.cause}</b><p>{escape(said)}.</p>{action}"
     return f'<div class="verdict {kind}">{told}</div>{start}'
 

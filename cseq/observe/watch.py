@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cseq.advice import LITTLE, Window, advise, duration
-from cseq.observe.processes import cpu_seconds, queued_seconds
+from cseq.observe.processes import cpu_seconds
 from cseq.system import share
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ class Watched:
     num_workers : int
     persistent : bool
         Workers stay from one epoch to the next.
-    computed, queued : float
+    computed : float
         CPU seconds of what made the batches, the workers or the loop's own thread, after the first
-        one of each epoch; and seconds that it was ready to run without a core.
+        one of each epoch.
     epochs, batches : int
         First batches of epochs; all others.
     started : float
@@ -54,7 +54,6 @@ class Watched:
     num_workers: int
     persistent: bool = False
     computed: float = 0.0
-    queued: float = 0.0
     epochs: int = 0
     batches: int = 0
     started: float = 0.0
@@ -73,7 +72,7 @@ class Watched:
             batches=count, elapsed=elapsed, waited=self.waited, step=self.stepped / count,
             index=worked / count if self.waited >= LITTLE * elapsed else 0.0, workers=workers,
             busy=float(workers > 0), cpu=self.computed / worked if is_known else None,
-            queued=min(self.queued / worked, 1.0), cores=cores,
+            cores=cores,
         )  # fmt: skip
 
     def lines(self, cores: int) -> list[str]:
@@ -114,7 +113,7 @@ class Turn:
     def begin(self, pids: Sequence[int]) -> None:
         """Note the workers, when they have made the first batch."""
         self._pids = pids
-        self._computed, self._queued = cpu_seconds(pids), queued_seconds(pids)
+        self._computed = cpu_seconds(pids)
         self.watched.turns.append(self)
 
     def end(self) -> None:
@@ -122,7 +121,6 @@ class Turn:
         if self in self.watched.turns:
             self.watched.turns.remove(self)
             self.watched.computed += max(cpu_seconds(self._pids) - self._computed, 0.0)
-            self.watched.queued += max(queued_seconds(self._pids) - self._queued, 0.0)
 
 
 def watch(loaders: dict[Any, Watched]) -> None:
@@ -220,12 +218,9 @@ def tell(loaders: dict[Any, Watched], pid: int) -> None:
     before = f"cseq (rank {rank}):" if rank else "cseq:"
     if not loaders:
         print(before, "no DataLoader of torch was iterated over", file=sys.stderr)  # noqa: T201
-    crowd = queued_seconds([pid]) / time.process_time()
     for each in loaders.values():
         for turn in list(each.turns):
             turn.end()
-        if not each.num_workers:
-            each.queued = crowd * each.computed
     lines = [line for each in loaders.values() for line in each.lines(share())]
     if any(FREE in line for line in lines):
         lines.append("cseq's workers in their place: cseq run …")

@@ -164,7 +164,7 @@ def held_until(
 def test_a_buffer_for_few_of_the_workers(kind: str, tmp_path: Path) -> None:
     """While two of eight workers are busy, since the buffer has room for two batches."""
     stats = held_until(("buffer",), kind, tmp_path, 8, 3 * FREE, buffer=2)
-    assert stats.advice().change == {"buffer": 16}
+    assert stats.advice().change["buffer"] >= 16
 
 
 @both
@@ -174,9 +174,10 @@ def test_workers_that_do_not_compute(kind: str) -> None:
     with make(kind, partial(Slow, 10 * PAUSE), 2, 10**6).start() as batches:
         for _ in batches:
             advice = batches.advice()
-            if advice.cause == ("workers" if sys.platform == "win32" else "medium"):
+            if advice.cause == "workers":
                 break
     assert advice.change["num_workers"] > 2
+    assert ("they wait for a disk" in advice.sentence) is (sys.platform != "win32")
 
 
 @pytest.mark.skipif(not HAS_GIL or cores() < 2, reason="threads share no GIL, or but one core")
@@ -192,7 +193,7 @@ def test_threads_that_wait_for_the_gil() -> None:
 @both
 def test_too_few_workers(kind: str, tmp_path: Path) -> None:
     """While the loop waits, and all workers are busy, there are too few of them."""
-    stats = held_until(("workers", "medium"), kind, tmp_path, 2, 3 * FREE)
+    stats = held_until(("workers",), kind, tmp_path, 2, 3 * FREE)
     assert stats.loop_waiting > stats.workers_waiting
 
 
@@ -203,11 +204,11 @@ def test_a_slow_loop(kind: str, num_workers: int) -> None:
     with make(kind, Free, num_workers, 100).start() as running:
         batches = iter(running)
         taken = [next(batches) for _ in range(FREE)]
-        stats = await_bottleneck(running, "loop")
-        while (waits := running.stats().workers_waiting) <= 0.5:
+        while not (stats := await_bottleneck(running, "loop")).loop_waiting < 0.05:
+            time.sleep(PAUSE)
+        while running.stats().workers_waiting <= 0.5:
             time.sleep(PAUSE)
         assert len([*taken, *batches]) == 100
-    assert stats.loop_waiting < 0.5 < waits
 
 
 class Slow:
@@ -427,7 +428,7 @@ def test_whether_the_gpu_had_run_dry(kind: str, monkeypatch: pytest.MonkeyPatch)
         stats = batches.stats()
     assert stats.gpu_dry == 1
     assert 20 <= stats.gpu_waits < 60
-    assert stats.advice().cause == "fed"
+    assert stats.advice().cause == "loop"
     assert "the GPU had run dry after" in stats.advice().sentence
     assert stats.since(stats).window().dry is None
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from cseq.observe.processes import queued_seconds
 from cseq.observe.watch import Watched, tell
 
 if TYPE_CHECKING:
@@ -135,14 +132,6 @@ def test_what_would_help(loader: Watched, said: str) -> None:
     assert ("if data were free: " in lines) is ("the loop is" not in said)
 
 
-def test_others_compute_here() -> None:
-    """What waits for a core half of the time computes; it does not wait for a disk."""
-    loader = watched(0.01, 0.002, computed=0.8)
-    assert "num_workers=6" in loader.lines(4)[-1]
-    loader.queued = 1.0
-    assert "num_workers=4: at most" in loader.lines(4)[-1]
-
-
 COUNTS = """
 import time
 from cseq.observe import watch
@@ -186,28 +175,6 @@ def test_each_loader_has_its_own_workers(run_prepared: RunScript, persistent: bo
     computed = {name: float(value) for name, value in map(str.split, done.stdout.splitlines())}
     assert computed["Burns"] > 0.5  # of 0.8 s, less what was made before the first batch
     assert computed["Naps"] < computed["Burns"] / 2
-
-
-@pytest.mark.needs("Linux")
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity")
-def test_waiting_for_a_core(request: pytest.FixtureRequest) -> None:
-    """Two processes on one core wait for each other; one that sleeps does not."""
-    core = min(os.sched_getaffinity(0))
-    spin = f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"
-    processes = [
-        subprocess.Popen([sys.executable, "-c", script])
-        for script in (spin, spin, "import time; time.sleep(600)")
-    ]
-    for each in processes:
-        request.addfinalizer(each.wait)
-        request.addfinalizer(each.kill)
-    pids = [each.pid for each in processes]
-    deadline = time.monotonic() + 60
-    while min(queued_seconds([pid]) for pid in pids[:2]) < 0.2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert queued_seconds(pids) >= 0.4
-    assert queued_seconds([2**22 + 1]) == 0  # there is none
 
 
 def test_epochs_that_begin_slowly() -> None:

@@ -115,7 +115,7 @@ def test_the_log_says_a_cause_once(
     for loader in loaders:
         for _ in range(2):
             list(loader)
-    assert caplog.text.count("mixed: ") == 2
+    assert caplog.text.count("buffer: ") == 2
 
 
 class Stateful(data.SequentialSampler):
