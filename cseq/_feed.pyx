@@ -452,12 +452,12 @@ cdef class Feed(Line):
         self.now = now
         if not m.first_ns:
             self.waited = self.note_first(m)
+            self.due = self.watch is not None
             return
         self.waited = waited = cseq_meter_step(m, now, not self.taken_count)
         cseq_store_rlx_u64(&m.since_ns, now)
         if now - m.polled_ns > CSEQ_POLL:
             cseq_meter_poll(m, now, False)
-            self.note_history()
             self.due = self.watch is not None
         if waited:
             for k in range(most):

@@ -71,22 +71,6 @@ cdef extern from "cseq_meter.h" nogil:
     void cseq_meter_poll(cseq_meter* m, uint64_t now, int whole) noexcept
 
 
-cdef extern from "cseq_history.h" nogil:
-    enum:
-        CSEQ_POINTS
-
-    ctypedef struct cseq_history:
-        uint64_t count
-        uint64_t every_ns
-        uint64_t due_ns
-        uint64_t width
-        uint64_t* rows
-
-    uint64_t* cseq_history_begin(cseq_history* h, uint64_t now) noexcept
-    void cseq_history_end(cseq_history* h) noexcept
-    uint64_t cseq_history_read(const cseq_history* h, uint64_t* out) noexcept
-
-
 cdef extern from "cseq_ring.h" nogil:
     enum:
         CSEQ_FIELDS

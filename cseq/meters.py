@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,13 +11,11 @@ import numpy as np
 from cseq._core import now_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Sequence
 
     from cseq._core import Ring
 
-__all__ = ["METER", "Histogram", "Meters"]
+__all__ = ["METER", "Histogram", "History", "Meters"]
 
 BUCKETS, SLOWEST = 144, 8
 HISTOGRAM = np.dtype([("sum", "u8"), ("bucket", "u4", BUCKETS), ("pad", "V56")])
@@ -29,7 +27,7 @@ METER = np.dtype(
     + [(name, HISTOGRAM) for name in ("work", "wait", "gil")]
     + [("slowest", SLOW, SLOWEST), ("pad", "V80")]
 )
-PAST = ["at", "batches", "waited", "stepped", "ready"]  # then what each runner has worked
+POINTS, EVERY = 512, 100_000_000  # rows of a history; ns between two at first
 KEPT = {"_now", "_from", "waits", "begun"}  # by a difference
 HEAD = struct.Struct(f"={len(COUNTS)}Q")
 SUMS = [struct.Struct("=Q").size * len(COUNTS) + k * HISTOGRAM.itemsize for k in (0, 1)]
@@ -101,8 +99,8 @@ class Meters:
         The loop has had its first batch.
     """
 
-    def __init__(self, copies: Sequence[bytes], now: int, past: Callable[[], bytes]) -> None:
-        self._copies, self._now, self._past = copies, now, past
+    def __init__(self, copies: Sequence[bytes], now: int) -> None:
+        self._copies, self._now = copies, now
         self._from = 0
         (work,), (wait,) = (struct.unpack_from("=Q", copies[0], at) for at in SUMS)
         counts = dict(zip(COUNTS, HEAD.unpack_from(copies[0]), strict=True))
@@ -118,20 +116,13 @@ class Meters:
         self.waits = min(slept, took) / 1e9  # the present wait, so far
 
     @classmethod
-    def read(cls, rings: Sequence[Ring], past: Callable[[], bytes] = bytes) -> Meters:
+    def read(cls, rings: Sequence[Ring]) -> Meters:
         """Read those of all rings of a pool; on any thread."""
-        return cls([ring.meters() for ring in rings], now_ns(), past)
+        return cls([ring.meters() for ring in rings], now_ns())
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled and copied: the rows of the past instead of their source."""
-        return {**vars(self), "_past": partial(bytes, self._past())}
-
-    @cached_property
-    def history(self) -> NDArray[np.void]:
-        """How this has grown: see `Stats.history`. In nanoseconds of the system's clock."""
-        row = np.dtype([*((name, "u8") for name in PAST), ("busy", "u8", len(self.runners))])
-        found = np.frombuffer(self._past(), row)
-        return found[(found["at"] > self._from) & (found["at"] <= self._now)]
+    def has(self, at: int) -> bool:
+        """Whether a time of the system's clock, in ns, is within what was measured."""
+        return self._from < at <= self._now
 
     @cached_property
     def loop(self) -> Any:
@@ -176,7 +167,7 @@ class Meters:
             }
         )
         added.waits, added.begun = self.waits, self.begun
-        added._past, added._from, added._now = self._past, earlier._now, self._now
+        added._from, added._now = earlier._now, self._now
         # A ticket that was under way then: of a worker that was replaced since, it never ended.
         stays = self.runners["thread"] == earlier.runners["thread"]
         begun = np.where(stays, earlier.busy, earlier._ended / 1e9)
@@ -193,3 +184,32 @@ class Meters:
             records["slowest"]["ns"][np.isin(records["slowest"]["ns"], seen)] = 0
             vars(added)[name] = records
         return added
+
+
+class History:
+    """How a run went: a row now and then, at most 512, which cover all of it.
+
+    When there are so many, every second one goes, and from then they come half as often.
+
+    Attributes
+    ----------
+    rows : list of tuple
+        When, in ns of the system's clock; then the fields of `Stats.history`.
+    """
+
+    def __init__(self, rings: Sequence[Ring]) -> None:
+        self._rings, self.rows = rings, list[Any]()
+        self._every, self._due = EVERY, 0
+
+    def note(self) -> None:
+        """Add a row, if it is time for one."""
+        now = now_ns()
+        if now < self._due:
+            return
+        if len(self.rows) == POINTS:
+            del self.rows[1::2]
+            self._every *= 2
+        self._due = now + self._every
+        at, ready = Meters.read(self._rings), sum(ring.depths()[2] for ring in self._rings)
+        waited, stepped = at.start + at.waited, at.elapsed - at.waited
+        self.rows.append((now, at.batches, waited, stepped, ready, at.busy))

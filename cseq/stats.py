@@ -14,7 +14,7 @@ from cseq.meters import METER, Meters
 from cseq.system import share
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from typing import Any
 
     from numpy.typing import NDArray
@@ -29,7 +29,7 @@ log = logging.getLogger("cseq")
 ADDED: tuple[str, ...] = ("batches", "samples", "nbytes", "restarts", "retries", "skips", "copies")
 ADDED += ("loop_waited", "elapsed", "start_waited")
 ADDED += ("gpu_waits", "gpu_dry")
-NOTHING = Meters([bytes(METER.itemsize)], 0, bytes)  # a loop without a runner, before its start
+NOTHING = Meters([bytes(METER.itemsize)], 0)  # a loop without a runner, before its start
 
 
 class WorkerStats(NamedTuple):
@@ -136,13 +136,12 @@ class Stats:
     threads: bool = field(default=False, repr=False)  # that share a GIL with the loop
     streams: bool = field(default=False, repr=False)
     meters: Meters = field(default=NOTHING, repr=False, compare=False)
+    past: Sequence[Any] = field(default=(), repr=False, compare=False)  # rows of a `History`
 
     @classmethod
-    def read(
-        cls, rings: Sequence[Ring], past: Callable[[], bytes] = bytes, **counted: Any
-    ) -> Stats:
+    def read(cls, rings: Sequence[Ring], **counted: Any) -> Stats:
         """Read what rings have counted, those of a pool; on any thread."""
-        meters, queues = Meters.read(rings, past), rings[0].kept is not None
+        meters, queues = Meters.read(rings), rings[0].kept is not None
         posted, middle, ready = zip(*(ring.depths() for ring in rings), strict=True)
         return cls(
             batches=meters.batches,
@@ -228,15 +227,13 @@ class Stats:
         workers = len(self.meters.runners[self._indexers])
         fields = [("seconds", "f8"), ("batches", "i8"), ("waited", "f8"), ("stepped", "f8")]
         row = np.dtype([*fields, ("ready", "i4"), ("busy", "f8", (workers,))])
-        past = self.meters.history
-        found = np.zeros(len(past), row)
-        loop = self.meters.loop
-        found["seconds"] = (past["at"] - loop["first"] + loop["start"]) / 1e9
-        for name in ("waited", "stepped"):
-            found[name] = past[name] / 1e9
-        found["batches"], found["ready"] = past["batches"], past["ready"]
-        found["busy"] = past["busy"][:, self._indexers] / 1e9
-        return found
+        begun = self._first - int(self.meters.loop["start"])
+        rows = [
+            ((at - begun) / 1e9, *counts, busy[self._indexers])
+            for at, *counts, busy in list(self.past)
+            if self.meters.has(at)
+        ]
+        return np.array(rows, row)
 
     @property
     def bottleneck(self) -> str:

@@ -6,38 +6,7 @@ cdef struct Ticket:
     uint32_t ring
     uint32_t cell
 
-cdef enum:
-    FIXED = 5  # words of a row of a history that are not of runners
-
 cdef uint64_t NONE = <uint64_t>-1
-
-
-@cython.final
-cdef class History:
-    """How the counts of a run have grown: a row of `meters.PAST` now and then, and for each runner the
-    nanoseconds that it has worked. Any thread may read it.
-
-    Parameters
-    ----------
-    runners : int
-    """
-
-    cdef cseq_history h
-
-    def __cinit__(self, uint64_t runners):
-        self.h.width = FIXED + runners
-        self.h.every_ns = CSEQ_POLL
-        self.h.rows = <uint64_t*>PyMem_RawCalloc(CSEQ_POINTS * self.h.width, sizeof(uint64_t))
-        if self.h.rows == NULL:
-            raise MemoryError("no memory for the history of a run")
-
-    def __dealloc__(self):
-        PyMem_RawFree(self.h.rows)
-
-    def read(self):
-        """All rows: bytes."""
-        copied = PyBytes_FromStringAndSize(NULL, 8 * CSEQ_POINTS * self.h.width)
-        return copied[:8 * self.h.width * cseq_history_read(&self.h, <uint64_t*><char*>copied)]
 
 
 def wait_any(list rings not None, list cells not None, uint32_t seen, bint spun=False):
@@ -102,11 +71,8 @@ cdef class Line:
         What the tickets ask for; None: nothing is under way.
     ticket : int
         Number of the next one.
-    history : History
-        Of all rings.
     """
 
-    cdef readonly History history
     cdef readonly Source source
     cdef readonly uint64_t ticket
     cdef uint64_t taken_count  # tickets of this epoch, which any thread reads: see `cseq_count_u64`
@@ -160,7 +126,6 @@ cdef class Line:
             self.r[k] = ring.r
             self.runners += ring.r.runners
             k += 1
-        self.history = History(self.runners)
         self.abandoned = self.buffer + self.room
         self.rings, self.decoder, self.discard = rings, decoder, discard
         self.queues = self.r[0].calls != 0
@@ -333,33 +298,4 @@ cdef class Line:
                 cseq_store_rlx_u64(&runner.first_ns, cseq_load_rlx_u64(&runner.work.sum))
         cseq_meter_poll(m, self.now, False)
         cseq_store_rlx_u64(&m.first_ns, self.now)
-        self.note_history()
         return waited
-
-    cdef void note_history(self) noexcept:
-        """Add a row to the history, if it is time for one. SYNC: history."""
-        cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
-        cdef cseq_history* h = &self.history.h
-        cdef uint64_t* row
-        cdef uint64_t since
-        cdef Py_ssize_t k, ready = 0, i = FIXED
-        cdef uint32_t owner
-        cdef cseq_meter* runner
-        if self.now < h.due_ns:
-            return
-        for k in range(self.length):
-            ready += self.is_ready(k)
-        row = cseq_history_begin(h, self.now)
-        cseq_store_rel_u64(row, self.now)
-        cseq_store_rel_u64(row + 1, m.batches)
-        cseq_store_rel_u64(row + 2, m.start_ns + m.wait.sum)
-        cseq_store_rel_u64(row + 3, m.work.sum)
-        cseq_store_rel_u64(row + 4, <uint64_t>ready)
-        for k in range(PyList_GET_SIZE(self.rings)):
-            for owner in range(1, self.r[k].runners + 1):
-                runner = cseq_ring_meter(self.r[k], owner)
-                since = cseq_load_rlx_u64(&runner.since_ns)
-                since = self.now - since if 0 < since < self.now else 0
-                cseq_store_rel_u64(row + i, cseq_load_rlx_u64(&runner.work.sum) + since)
-                i += 1
-        cseq_history_end(h)

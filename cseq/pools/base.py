@@ -19,6 +19,7 @@ from cseq.arguments import Size
 from cseq.encoding import failure
 from cseq.indexing.leaving import Partial, Skipped, note_batch, note_samples
 from cseq.lanes import Lanes
+from cseq.meters import History
 from cseq.processes.deaths import Held
 from cseq.stage import RAISED
 from cseq.stats import Stats
@@ -165,6 +166,7 @@ class Pool:
 
     supervisor: Supervisor | None = None
     is_hurried = False
+    _controller: Controller | None = None  # of 'auto'
 
     def __init__(
         self,
@@ -208,7 +210,8 @@ class Pool:
         )
         self.lanes = lanes or Lanes(num_workers, "thread")
         self.feed.number = self.lanes.number
-        self._history, self._skips = self.feed.history, errors == "skip"
+        self._history, self._skips = History(rings), errors == "skip"
+        self.feed.watch = self._look
         self.lanes.begin(rings)
 
     def notify_all(self) -> None:
@@ -260,6 +263,12 @@ class Pool:
             self._gpu_waits += 1
             self._gpu_dry += idle
         self._advise(OFTEN)
+
+    def _look(self) -> None:
+        """Note how the run goes, and change its size, some ten times a second."""
+        self._history.note()
+        if self._controller is not None:
+            self._controller()
 
     def _advance(self) -> bool | None:
         """Post what can be posted; return whether the next ticket is ready."""
@@ -322,7 +331,7 @@ class Pool:
             }
         return Stats.read(
             self.rings,
-            self._history.read,
+            past=self._history.rows,
             **supervised,
             skips=self.feed.skips if self._skips else 0,
             num_workers=self.num_workers,
@@ -380,7 +389,7 @@ class BatchPool(Pool):
         job = self._job
         self.resize(*job.start)
         if any(job.auto):
-            self.feed.watch = Controller(self, job.auto)
+            self._controller = Controller(self, job.auto)
 
     def resize(self, num_workers: int, buffer: int) -> None:
         """Go on with another number of workers, and of batches ahead of the loop.

@@ -8,7 +8,6 @@
 #include "cseq_fault.h"
 #include "cseq_feistel.h"
 #include "cseq_fork.h"
-#include "cseq_history.h"
 #include "cseq_list.h"
 #include "cseq_map.h"
 #include "cseq_meter.h"

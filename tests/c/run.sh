@@ -4,7 +4,7 @@
 #   tests/c/run.sh [SECONDS [CHECK...]]
 #
 # Each check runs SECONDS long (default 10; those without a clock as long as they take). All checks
-# by default, or some of: shuffle history explore all stress tsan asan kill darwin mutants (or one:
+# by default, or some of: shuffle explore all stress tsan asan kill darwin mutants (or one:
 # mutant-NO_FLAG). darwin: what the headers have for macOS; stress and kill with it.
 # SEED=n repeats a run; CC, INCLUDE (of the headers) may be given. For Linux.
 # Exit status: 0 all passed, 1 one failed, 77 none failed but one could not run here.
@@ -14,7 +14,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 include=${INCLUDE:-$here/../../cseq/include}
 seconds=${1:-10}
 [ $# -gt 0 ] && shift
-[ $# -gt 0 ] || set -- shuffle history explore all stress tsan asan kill darwin mutants
+[ $# -gt 0 ] || set -- shuffle explore all stress tsan asan kill darwin mutants
 seed=${SEED:-$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}
 build=$(mktemp -d "${TMPDIR:-/tmp}/cseq-c.XXXXXX") || exit 2
 trap 'rm -rf "$build"' EXIT
@@ -91,7 +91,6 @@ mutant() {
 for name; do
     case $name in
         shuffle) check shuffle shuffle_sanitize "$ASAN" "$seed" ;;
-        history) check history history "$TSAN" "$seed" "$seconds" ;;
         explore) check explore ring_explore "$PLAIN" random "$seed" "$seconds" ;;
         all) check all ring_explore "$PLAIN" all 1 0 && check all ring_explore "$PLAIN" all 0 1 ;;
         stress) check stress ring_stress "$PLAIN" "$seed" "$seconds" ;;

@@ -351,7 +351,6 @@ LOOKS = {
     "lanes",
     "trace",
     "cseq_trace",
-    "cseq_history",
 }
 
 

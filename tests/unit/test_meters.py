@@ -162,7 +162,7 @@ def test_how_a_run_went(kind: type[cseq.MTSequence[Any]]) -> None:
         stats = manager.stats()
     rows, later = stats.history, stats.since(middle).history
     assert rows.dtype["busy"].shape == (2,)
-    assert rows["seconds"][0] == pytest.approx(stats.start_waited)
+    assert rows["seconds"][0] >= stats.start_waited
     assert len(rows) >= 3
     for name in ("seconds", "batches"):
         assert (np.diff(rows[name]) > 0).all()

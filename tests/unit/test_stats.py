@@ -204,7 +204,7 @@ def test_a_slow_loop(kind: str, num_workers: int) -> None:
     with make(kind, Free, num_workers, 100).start() as running:
         batches = iter(running)
         taken = [next(batches) for _ in range(FREE)]
-        while not (stats := await_bottleneck(running, "loop")).loop_waiting < 0.05:
+        while await_bottleneck(running, "loop").loop_waiting >= 0.05:
             time.sleep(PAUSE)
         while running.stats().workers_waiting <= 0.5:
             time.sleep(PAUSE)

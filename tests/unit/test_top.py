@@ -341,7 +341,7 @@ def measured(now: int, **of_worker: int) -> Meters:
     records[1]["work"]["sum"] = of_worker.pop("worked", 0)
     for name, value in of_worker.items():
         records[1][name] = value
-    return Meters([records.tobytes()], now, bytes)
+    return Meters([records.tobytes()], now)
 
 
 def test_workers_that_were_replaced() -> None:
