@@ -9,23 +9,18 @@ so far into a file; the parent reads that when the process has ended, or was end
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import importlib.util
 import itertools
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
 
 from cseq.advice import ENOUGH_BATCHES, duration
 from cseq.indexing.dataset import from_dataset
@@ -35,17 +30,15 @@ from cseq.sequence import MSequence
 from cseq.system import cores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Figures", "bench", "digest", "epochs", "seconds_of"]
+__all__ = ["Figures", "bench", "epochs", "seconds_of"]
 
 DEADLINE = 40.0  # seconds for a row, with the start of its process
 MEASURED = 5.0  # seconds for the rate, and as many for the waiting
-COMPARED = 2.0, 64  # seconds, and batches, at most
-WARM = 0.5, 20  # the same, before anything is counted
+WARM = 0.5, 20  # seconds, and batches at most, before anything is counted
 BATCH_SIZE = 32  # of a data set
-SEED = 1
-HEADS = ("batches/s", "CPU a batch", "first batch", "same batches")
+HEADS = ("batches/s", "CPU a batch", "first batch")
 LABELS = {
     "torch": "torch DataLoader",
     "none": "no workers, in process",
@@ -62,7 +55,7 @@ class Made(NamedTuple):
     text : str
         The line about it.
     kinds : sequence of str
-        The rows that are measured; the first one has the batches that the others should have.
+        The rows that are measured.
     current : str
         The row that is as it was made.
     workers : int
@@ -88,8 +81,6 @@ class Figures(NamedTuple):
         Part of the time that a loop of the given step waits.
     first : float or None
         Seconds from ``iter()`` to the first batch.
-    prints : sequence of str
-        Digests of the first batches.
     advice : str
         What cseq's workers say of that loop.
     error : str
@@ -100,7 +91,6 @@ class Figures(NamedTuple):
     cpu: float | None = None
     waits: float | None = None
     first: float | None = None
-    prints: Sequence[str] = ()
     advice: str = ""
     error: str = ""
 
@@ -144,7 +134,7 @@ def loader_of(made: Any) -> Any:
             "manager of cseq"
         )
     if importlib.util.find_spec("torch") is None:
-        options: dict[str, Any] = {"batch_size": BATCH_SIZE, "out_type": "null", "seed": SEED}
+        options: dict[str, Any] = {"batch_size": BATCH_SIZE, "out_type": "null"}
         return MPSequence(from_dataset(made), num_workers=max(1, cores() - 1), **options)
     from torch.utils.data import DataLoader
 
@@ -193,47 +183,6 @@ def _some(batches: Iterable[Any], seconds: float, most: int) -> Iterator[Any]:
             return
 
 
-def seed(loader: Any) -> None:
-    """Have each row begin with the same random numbers."""
-    random.seed(SEED)
-    np.random.seed(SEED)  # noqa: NPY002 - what data sets draw from
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.manual_seed(SEED)
-        if isinstance(getattr(loader, "generator", None), torch.Generator):
-            loader.generator.manual_seed(SEED)
-
-
-def digest(batch: Any) -> str:
-    """Return a digest of a batch's structure, types and bits."""
-    hashed = hashlib.blake2b(digest_size=16)
-    _feed(batch, hashed.update)
-    return hashed.hexdigest()
-
-
-def _feed(value: Any, put: Callable[[bytes], object]) -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        put(f"tensor {value.dtype} {tuple(value.shape)}".encode())
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        value = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
-        put(value.tobytes())
-    elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
-        put(f"array {value.dtype} {value.shape}".encode())
-        put(value.tobytes())
-    elif isinstance(value, Mapping):
-        put(f"mapping {len(value)}".encode())
-        for key in value:
-            put(repr(key).encode())
-            _feed(value[key], put)
-    elif isinstance(value, (list, tuple)):
-        put(f"{type(value).__name__} {len(value)}".encode())
-        for each in value:
-            _feed(each, put)
-    else:
-        put(f"{type(value).__name__} {value!r}".encode())
-
-
 def epochs(loader: Iterable[Any]) -> Generator[Any, None, None]:
     """Yield the batches of one epoch after another."""
     while True:
@@ -247,16 +196,11 @@ def epochs(loader: Iterable[Any]) -> Generator[Any, None, None]:
 
 def measure(loader: Any, kind: str, workers: int, step: float, seconds: float) -> Iterator[Figures]:
     """Measure a row for some seconds, twice with a step; yield what is known, more each time."""
-    seed(loader)
     begun = time.perf_counter()
     with row_of(loader, kind, workers) as row:
         batches = epochs(row)
-        batch = next(batches)
-        known = Figures(first=time.perf_counter() - begun)
-        if not isinstance(loader, MSequence):  # of which each may have drawn a seed
-            prints = [digest(each) for each in _some(itertools.chain([batch], batches), *COMPARED)]
-            known = known._replace(prints=prints)
-        yield known
+        next(batches)
+        yield (known := Figures(first=time.perf_counter() - begun))
         for _ in _some(batches, *WARM):
             pass
         before, begun = cpu_seconds(tree(os.getpid())), time.perf_counter()
@@ -429,15 +373,13 @@ def _columns(label: str, *cells: str) -> str:
 
 def _line(kind: str, made: Made, measured: Mapping[str, Figures]) -> str:
     """Write a row, and its error in the lines after it."""
-    figures, first = measured[kind], measured[made.kinds[0]]
-    pairs = [a == b for a, b in zip(figures.prints, first.prints, strict=False)]
+    figures = measured[kind]
     label = LABELS[kind] + (f", {made.workers}" if kind in ("torch", "cseq") else "")
     row = _columns(
         label,
         f"{figures.rate:,.1f}" if figures.rate else "–",
         "–" if not figures.cpu else duration(figures.cpu),
         "–" if figures.first is None else duration(figures.first),
-        "" if figures is first or not pairs else "yes" if all(pairs) else "no",
         "" if figures.waits is None else f"{figures.waits:.0%}",
     )
     return "\n".join([row, *(f"     {line}" for line in figures.error.splitlines())])
