@@ -12,10 +12,9 @@ import re
 import sys
 import threading
 import time
-from bisect import bisect_right
 from collections import defaultdict
 from itertools import count as counting
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cseq._core import Ring
-    from cseq.lanes import Event, Lanes
+    from cseq.lanes import Lanes
 
 __all__ = ["Trace", "full", "record_as_told", "trace", "whole"]
 
@@ -41,17 +40,11 @@ log = logging.getLogger("cseq")
 TICKETS = 100_000
 MOST_TICKETS = 1 << 24
 QUARTER = 7_889_238 * 10**9  # ns: `baseTimeNanoseconds` is a multiple, as torch's profiler has it
-MADE_UP = 1 << 30  # thread ids of lanes that are no thread's
-SUPERVISOR = MADE_UP - 1
+MADE_UP = 1 << 30  # thread ids of loops' rows; a thread has its own
+RUNNERS = MADE_UP // 2  # of runners' rows, from here on
+SUPERVISOR = RUNNERS - 1
 
 Record = Any  # a row of `_core.TAKEN`
-
-
-class Lane(NamedTuple):
-    """A row of the timeline."""
-
-    pid: int
-    tid: int
 
 
 _numbers = counting(1)  # of traces
@@ -247,23 +240,19 @@ def _rank() -> str:
 
 
 class Writing:
-    """Makes the text of a trace's file."""
+    """Makes the text of a trace's file, whose rows are those of one process."""
 
     def __init__(self, trace: Trace) -> None:
         self._of, self._pid = trace, trace._pid
         self._pools = {pool.number: pool for pool in trace._lanes}
-        self._starts: dict[tuple[int, int], list[Event]] = defaultdict(list)
-        self._ends: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self._names = {Lane(self._pid, trace._thread): "main"}  # of rows, of which some are used
-        self._used: dict[Lane, None] = {}
+        self._names = {trace._thread: "main"}  # of rows, of which some are used
+        self._runners: dict[tuple[int, int], int] = {}  # of a pool, an owner: its row
+        self._rows: dict[int, int] = {}  # of a process, or a thread: that of the runner that it is
+        self._used: dict[int, None] = {}
         for pool in trace._lanes:
             for event in pool.events:
-                key = pool.number, event.owner
-                if event.what != "start":
-                    self._ends[key].append(event.ns)
-                    continue
-                self._starts[key].append(event)
-                self._names[Lane(event.pid, event.tid)] = self._title(pool, event.owner)
+                if event.what == "start":
+                    self._rows[event.tid] = self._runner(pool, event.owner)
         shift = min((abs(b - a), t - (a + b) // 2) for a, t, b in _clocks())[1]
         self._base = (trace._begun + shift) // QUARTER * QUARTER
         self._shift = shift - self._base
@@ -284,7 +273,7 @@ class Writing:
         if self._dropped:
             other["dropped"] = text = ", ".join(self._dropped)
             log.warning("the trace %s does not have all; dropped: %s", self._of.path, text)
-        last = self._event("i", "end", self._of._ended, Lane(self._pid, SUPERVISOR), s="t")
+        last = self._event("i", "end", self._of._ended, SUPERVISOR, s="t")
         yield last + '\n], "otherData": ' + json.dumps(other) + "}\n"
 
     def _events(self) -> Iterator[str]:
@@ -297,7 +286,7 @@ class Writing:
         for pool in self._pools.values():
             yield from self._happenings(pool)
         yield from self._marks()
-        yield from self._rows()
+        yield from self._headings()
 
     # -- the loop, and what it took
 
@@ -308,77 +297,71 @@ class Writing:
         asked = np.where(is_inline, taken["started"], taken["asked"])
         asked = np.maximum(asked, np.r_[self._of._begun, taken["taken"][:-1]].astype(np.uint64))
         asked = np.minimum(asked, taken["taken"])
-        lane = Lane(self._pid, MADE_UP + thread % MADE_UP)
-        self._names[lane] = "loop"
+        row = MADE_UP + thread % MADE_UP
+        self._names[row] = "loop"
         for n, one in enumerate(taken):
             if one["asked"] < one["taken"]:
-                yield self._slice(f"wait {_place(one)}", asked[n], one["taken"], lane)
+                yield self._slice(f"wait {_place(one)}", asked[n], one["taken"], row)
             if n + 1 < len(taken):
                 after = taken[n + 1]
                 over = after["feed"] == one["feed"] and after["epoch"] != one["epoch"]
                 name = f"after epoch {one['epoch']}" if over else f"train {_place(one)}"
-                yield self._slice(name, one["taken"], asked[n + 1], lane)
+                yield self._slice(name, one["taken"], asked[n + 1], row)
             yield from self._made(one, self._pools[int(one["feed"])])
 
     def _made(self, one: Record, pool: Lanes) -> Iterator[str]:
         """Tell who made a batch."""
         if pool.kind == "inline":
-            row = Lane(self._pid, int(one["thread"]))
+            row = int(one["thread"])
             self._names[row] = "indexer (test mode)"
         else:
-            row = self._lane(pool, int(one["worker"]), int(one["started"]))
+            row = self._runner(pool, int(one["worker"]))
         yield self._slice(f"index {_place(one)}", one["started"], one["indexed"], row)
         if one["converted"]:
-            row = self._lane(pool, int(one["converter"]), int(one["converted"]))
+            row = self._runner(pool, int(one["converter"]))
             yield self._slice(f"convert {_place(one)}", one["converting"], one["converted"], row)
 
     # -- what happened to runners, and what processes said
 
     def _happenings(self, pool: Lanes) -> Iterator[str]:
         """Tell of starts and deaths."""
-        row = Lane(self._pid, SUPERVISOR)
-        self._names[row] = "supervisor"
+        self._names[SUPERVISOR] = "supervisor"
         for event in pool.events:
             if not self._of._begun <= event.ns <= self._of._ended:
                 continue
             if pool.kind == "process":
                 name = f"{event.what} {self._title(pool, event.owner)}"
                 more = {"pid": event.pid, "text": event.text}
-                yield self._event("i", name, event.ns, row, s="p", args=more)
+                yield self._event("i", name, event.ns, SUPERVISOR, s="p", args=more)
             for since, place in event.held:
-                lane = self._lane(pool, event.owner, since)
-                yield self._slice(f"index {place} (lost)", since, event.ns, lane)
+                row = self._runner(pool, event.owner)
+                yield self._slice(f"index {place} (lost)", since, event.ns, row)
 
     def _marks(self) -> Iterator[str]:
         """Tell of spans and counters."""
         marks = self._of._marks
-        marks = marks[marks["begin"] >= self._of._begun]
-        sums: dict[tuple[int, bytes], float] = defaultdict(float)
-        for begin, value, pid, thread, kind, name in marks.tolist():
-            lane, text = Lane(pid, thread), name.decode("utf-8", "ignore")
+        marks = marks[np.argsort(marks["begin"], kind="stable")]
+        marks = marks[np.searchsorted(marks["begin"], self._of._begun) :]
+        sums: dict[bytes, float] = defaultdict(float)
+        for begin, value, _, thread, kind, name in marks.tolist():
+            row, text = self._rows.get(thread, thread), name.decode("utf-8", "ignore")
             if kind == _core.COUNT:
-                sums[pid, name] += value
-                yield self._event("C", text, begin, lane, args={"sum": sums[pid, name]})
+                sums[name] += value
+                yield self._event("C", text, begin, row, args={"sum": sums[name]})
             else:
-                yield self._slice(text, begin, begin + int(value), lane)
+                yield self._slice(text, begin, begin + int(value), row)
         for pid, number in zip(*np.unique(marks["pid"], return_counts=True), strict=True):
             if number >= _core.MARKS:
-                who = "the trainer" if pid == self._pid else self._names.get(Lane(pid, pid), pid)
+                who = self._names.get(self._rows.get(pid, 0), "the trainer")
                 self._dropped.append(f"spans of {who} after the first {number}")
 
     # -- rows
 
-    def _lane(self, pool: Lanes, owner: int, ns: int) -> Lane:
-        """Return the row of a runner: of the process that it was at this time."""
-        starts = self._starts.get((pool.number, owner), [])
-        if not starts:  # it has begun just now
-            row = Lane(self._pid, SUPERVISOR - owner)
-            self._names[row] = self._title(pool, owner)
-            return row
-        # Not by the times of the starts: a process claims its first ticket before that is noted.
-        at = bisect_right(self._ends.get((pool.number, owner), []), ns)
-        event = starts[min(at, len(starts) - 1)]
-        return Lane(event.pid, event.tid)
+    def _runner(self, pool: Lanes, owner: int) -> int:
+        """Return the row of a runner; a worker process that is replaced leaves it to the next."""
+        row = self._runners.setdefault((pool.number, owner), RUNNERS + len(self._runners))
+        self._names[row] = self._title(pool, owner)
+        return row
 
     def _title(self, pool: Lanes, owner: int) -> str:
         """Name a runner, with its manager if there are several."""
@@ -386,34 +369,28 @@ class Writing:
             return pool.name(owner)
         return f"{pool.name(owner)} of manager {1 + list(self._pools).index(pool.number)}"
 
-    def _rows(self) -> Iterator[str]:
-        """Name processes and rows."""
-        first = self._of._begun
-        processes = {self._pid: os.path.basename(sys.argv[0] or "python")}
-        for row in list(self._used):
-            name = self._names.get(row)
-            processes.setdefault(row.pid, self._names.get(Lane(row.pid, row.pid), "python"))
-            if name is not None:
-                yield self._event("M", "thread_name", first, row, args={"name": name})
+    def _headings(self) -> Iterator[str]:
+        """Name the process and its rows."""
+        first, program = self._of._begun, os.path.basename(sys.argv[0] or "python")
+        for row in [row for row in self._used if row in self._names]:
+            name = self._names[row]
+            yield self._event("M", "thread_name", first, row, args={"name": name})
             if name == "loop":
                 yield self._event("M", "thread_sort_index", first, row, args={"sort_index": -1})
-        for order, (pid, name) in enumerate(processes.items()):
-            row = Lane(pid, 0)
-            yield self._event("M", "process_name", first, row, args={"name": name})
-            yield self._event("M", "process_sort_index", first, row, args={"sort_index": order})
+        yield self._event("M", "process_name", first, 0, args={"name": program})
 
     # -- events
 
-    def _event(self, phase: str, name: str, ns: Any, lane: Lane, **more: Any) -> str:
+    def _event(self, phase: str, name: str, ns: Any, row: int, **more: Any) -> str:
         """Make an event."""
-        self._used[lane] = None
-        at = {"pid": lane.pid, "tid": lane.tid, "ts": (int(ns) + self._shift) / 1000}
+        self._used[row] = None
+        at = {"pid": self._pid, "tid": row, "ts": (int(ns) + self._shift) / 1000}
         return json.dumps({"ph": phase, "name": name, **at, **more})
 
-    def _slice(self, name: str, begin: Any, end: Any, lane: Lane) -> str:
+    def _slice(self, name: str, begin: Any, end: Any, row: int) -> str:
         """Make a slice."""
         lasts = max(0, int(end) - int(begin)) / 1000
-        return self._event("X", name, begin, lane, dur=lasts, cat="cseq")
+        return self._event("X", name, begin, row, dur=lasts, cat="cseq")
 
 
 def _place(one: Record) -> str:

@@ -240,8 +240,8 @@ def span(str name not None):
 def count(str name not None, double n=1.0):
     """Add to a counter in the trace that is being recorded, which shows its sum over time.
 
-    In indexers, in the loop, in any thread of these processes; each process has sums of its own,
-    which begin with the trace. While nothing is recorded, it does nothing.
+    In indexers, in the loop, in any thread of these processes; the sum is that of all, since the trace
+    began. While nothing is recorded, it does nothing.
 
     Parameters
     ----------
