@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import struct
-from functools import cached_property
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,9 +27,6 @@ METER = np.dtype(
     + [("slowest", SLOW, SLOWEST), ("pad", "V80")]
 )
 POINTS, EVERY = 512, 100_000_000  # rows of a history; ns between two at first
-KEPT = {"_now", "_from", "waits", "begun"}  # by a difference
-HEAD = struct.Struct(f"={len(COUNTS)}Q")
-SUMS = [struct.Struct("=Q").size * len(COUNTS) + k * HISTOGRAM.itemsize for k in (0, 1)]
 # Seconds from which a bucket counts; the last one is the end of the last bucket.
 EDGES = np.array([(4 + k % 4) * 2.0 ** (k // 4 + 4) for k in range(BUCKETS + 1)]) / 1e9
 
@@ -91,59 +87,54 @@ class Meters:
 
     Attributes
     ----------
-    batches, samples, nbytes : int
-        Taken by the loop.
-    elapsed, waited, start : float
-        Seconds: of all epochs from the first batch on; that the loop waited then, and before.
-    begun : bool
-        The loop has had its first batch.
+    loop, runners : numpy.ndarray
+        The trainer's record, and those of the runners.
+    busy : numpy.ndarray
+        Seconds that each runner worked since the first batch, with the ticket in hand.
+    waits : float
+        Seconds of the loop's present wait, so far.
     """
 
-    def __init__(self, copies: Sequence[bytes], now: int) -> None:
-        self._copies, self._now = copies, now
-        self._from = 0
-        (work,), (wait,) = (struct.unpack_from("=Q", copies[0], at) for at in SUMS)
-        counts = dict(zip(COUNTS, HEAD.unpack_from(copies[0]), strict=True))
-        self.batches, self.samples = counts["batches"], counts["samples"]
-        self.nbytes, self.start = counts["nbytes"], counts["start"] / 1e9
-        self.begun = counts["first"] > 0
-        since, asleep = counts["since"], counts["asleep"]
+    def __init__(self, found: Sequence[bytes], now: int) -> None:
+        records = [np.frombuffer(each, METER) for each in found]
+        self.loop: Any = records[0][:1].reshape(())
+        self.runners: Any = np.concatenate([each[1:] for each in records])
+        self._now, self._from = now, 0
+        begun = self.runners["since"]
+        in_hand = np.where(begun > 0, now - np.minimum(begun, np.uint64(now)).astype(np.int64), 0)
+        self.busy: Any = (self._ended + in_hand) / 1e9
+        first, since, slept, asleep = (
+            int(self.loop[name]) for name in ("first", "since", "waited", "asleep")
+        )
         # What is under way counts; a word that was just changed may make it a little less than 0.
-        took = max(now - since, 0) if since and counts["first"] else 0
-        slept = counts["waited"] + (max(now - asleep, 0) if asleep else 0) if took else 0
-        self.elapsed = (work + wait + took) / 1e9 if counts["first"] else 0.0
-        self.waited = (wait + min(slept, took)) / 1e9 if counts["first"] else 0.0
-        self.waits = min(slept, took) / 1e9  # the present wait, so far
+        self._took = max(now - since, 0) / 1e9 if since and first else 0.0
+        slept += max(now - asleep, 0) if asleep else 0
+        self.waits = min(slept / 1e9, self._took)
 
     @classmethod
     def read(cls, rings: Sequence[Ring]) -> Meters:
         """Read those of all rings of a pool; on any thread."""
         return cls([ring.meters() for ring in rings], now_ns())
 
+    def counts(self) -> dict[str, Any]:
+        """Return what `Stats` counts of the loop, since its start."""
+        loop = self.loop
+        waited, worked = (int(loop[name]["sum"]) / 1e9 for name in ("wait", "work"))
+        is_begun = loop["first"] > 0
+        return {
+            **{name: int(loop[name]) for name in ("batches", "samples", "nbytes")},
+            "start_waited": float(loop["start"]) / 1e9,
+            "elapsed": waited + worked + self._took if is_begun else 0.0,
+            "loop_waited": waited + self.waits if is_begun else 0.0,
+        }
+
     def has(self, at: int) -> bool:
         """Whether a time of the system's clock, in ns, is within what was measured."""
         return self._from < at <= self._now
 
-    @cached_property
-    def loop(self) -> Any:
-        """The trainer's record: a structured array."""
-        return np.frombuffer(self._copies[0], METER, 1).reshape(())
-
-    @cached_property
-    def runners(self) -> Any:
-        """The runners' records: a structured array."""
-        return np.concatenate([np.frombuffer(copy, METER)[1:] for copy in self._copies])
-
-    @cached_property
-    def busy(self) -> Any:
-        """Seconds that each runner worked since the first batch, with the ticket in hand."""
-        now, since = np.uint64(self._now), self.runners["since"]
-        began = np.where(since > 0, np.minimum(since, now), now)
-        return (self._ended + (now - began).astype(np.int64)) / 1e9
-
     @property
     def _ended(self) -> Any:
-        """The same without the ticket in hand, in ns."""
+        """What each runner worked since the first batch, without the ticket in hand, in ns."""
         return (self.runners["work"]["sum"] - self.runners["first"]).astype(np.int64)
 
     def histogram(self, name: str, *records: Any) -> Histogram:
@@ -158,32 +149,27 @@ class Meters:
         """Return what was added since `earlier`, which is of the same run, or of none."""
         if not len(earlier.runners):
             return self
-        added = object.__new__(Meters)
-        vars(added).update(
-            {
-                name: value - vars(earlier)[name]
-                for name, value in vars(self).items()
-                if isinstance(value, (int, float)) and name not in KEPT
-            }
-        )
-        added.waits, added.begun = self.waits, self.begun
-        added._from, added._now = earlier._now, self._now
+        added = copy(self)
+        added._from = earlier._now
         # A ticket that was under way then: of a worker that was replaced since, it never ended.
         stays = self.runners["thread"] == earlier.runners["thread"]
         begun = np.where(stays, earlier.busy, earlier._ended / 1e9)
         added.busy = np.maximum(self.busy - begun, 0)
-        for name in ("loop", "runners"):
-            now, then = getattr(self, name), getattr(earlier, name)
-            records = now.copy()
-            for count in ("batches", "behind", "early", "cpu"):
-                records[count] = now[count] - then[count]
-            for histogram in ("work", "wait", "gil"):
-                for part in ("sum", "bucket"):
-                    records[histogram][part] = now[histogram][part] - then[histogram][part]
-            seen = then["slowest"]["ns"]
-            records["slowest"]["ns"][np.isin(records["slowest"]["ns"], seen)] = 0
-            vars(added)[name] = records
+        added.loop = _grown(self.loop, earlier.loop)
+        added.runners = _grown(self.runners, earlier.runners)
         return added
+
+
+def _grown(now: Any, then: Any) -> Any:
+    """Return records with what was added to their counts, and the slowest batches of that time."""
+    found = now.copy()
+    for name in ("batches", "behind", "early", "cpu"):
+        found[name] -= then[name]
+    for name in ("work", "wait", "gil"):
+        for part in ("sum", "bucket"):
+            found[name][part] -= then[name][part]
+    found["slowest"]["ns"][np.isin(now["slowest"]["ns"], then["slowest"]["ns"])] = 0
+    return found
 
 
 class History:
@@ -210,6 +196,8 @@ class History:
             del self.rows[1::2]
             self._every *= 2
         self._due = now + self._every
-        at, ready = Meters.read(self._rings), sum(ring.depths()[2] for ring in self._rings)
-        waited, stepped = at.start + at.waited, at.elapsed - at.waited
-        self.rows.append((now, at.batches, waited, stepped, ready, at.busy))
+        meters, ready = Meters.read(self._rings), sum(ring.depths()[2] for ring in self._rings)
+        counts = meters.counts()
+        waited = counts["loop_waited"]
+        stepped, waited = counts["elapsed"] - waited, waited + counts["start_waited"]
+        self.rows.append((now, counts["batches"], waited, stepped, ready, meters.busy))

@@ -144,13 +144,8 @@ class Stats:
         meters, queues = Meters.read(rings), rings[0].kept is not None
         posted, middle, ready = zip(*(ring.depths() for ring in rings), strict=True)
         return cls(
-            batches=meters.batches,
-            samples=meters.samples,
-            nbytes=meters.nbytes,
+            **meters.counts(),
             depths=(sum(posted), sum(middle), sum(ready)),
-            start_waited=meters.start,
-            elapsed=meters.elapsed,
-            loop_waited=meters.waited,
             buffer=0 if queues else rings[0].limit,
             streams=queues,
             meters=meters,

@@ -94,7 +94,7 @@ class InlinePool(BatchPool):
 
     def stats(self) -> Stats:
         """Count what was delivered."""
-        return Stats(batches=Meters.read(self.rings).batches, skips=self.feed.skips)
+        return Stats(batches=Meters.read(self.rings).counts()["batches"], skips=self.feed.skips)
 
     def close(self) -> None:
         """Close the indexer, if this pool made it."""

@@ -123,7 +123,7 @@ def test_a_commit() -> None:
         assert counter.ring.indices(cell).tolist() == [4 + 2 * batch, 5 + 2 * batch]
         assert (feed.taken, feed.done, feed.ticket) == (batch + 1, 2 * batch + 2, batch + 3)
     meters = Meters.read([counter.ring])
-    assert (meters.batches, meters.samples) == (3, 6)
+    assert (meters.loop["batches"], meters.loop["samples"]) == (3, 6)
     for batch in range(3, 5):  # all are posted
         counter.work(batch)
         assert counter.next() == batch

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,7 +31,6 @@ from cseq.stats import Stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from conftest import RunCommand
 
@@ -367,6 +367,7 @@ def test_the_name_of_a_script() -> None:
     """It has nothing that a terminal would obey."""
     process = subprocess.Popen(["a/tra\x1bin.py"], executable=sys.executable, stdin=subprocess.PIPE)
     try:
+        until(Path(f"/proc/{process.pid}/cmdline").read_bytes)  # empty in the middle of an exec
         run = AttachedRun(Descriptor(os.open, os.devnull, os.O_RDONLY), process.pid, {})
         assert run.title == ["tra?in.py", f"pid {process.pid}"]
     finally:
