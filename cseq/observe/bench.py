@@ -1,9 +1,6 @@
 """``cseq bench FILE.py:make``: one loader, with cseq's workers and without.
 
-Each row is measured in a process of its own, which calls ``make()`` there and writes what it knows
-so far into a file; the parent reads that when the process has ended, or was ended::
-
-    bench ──► python -m cseq.observe.bench FILE.py make 'cseq' … ──► file of JSON ──► a line
+Each row has a loader of its own: ``make()`` is called for it.
 """
 
 from __future__ import annotations
@@ -12,14 +9,11 @@ import contextlib
 import importlib
 import importlib.util
 import itertools
-import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
+import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq.advice import ENOUGH_BATCHES, duration
@@ -34,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Figures", "bench", "epochs", "seconds_of"]
 
-DEADLINE = 40.0  # seconds for a row, with the start of its process
 MEASURED = 5.0  # seconds for the rate, and as many for the waiting
 WARM = 0.5, 20  # seconds, and batches at most, before anything is counted
 BATCH_SIZE = 32  # of a data set
@@ -93,9 +86,6 @@ class Figures(NamedTuple):
     first: float | None = None
     advice: str = ""
     error: str = ""
-
-
-# -- in the process of a row
 
 
 def load(path: str, name: str) -> Callable[[], Any]:
@@ -197,8 +187,7 @@ def epochs(loader: Iterable[Any]) -> Generator[Any, None, None]:
 def measure(loader: Any, kind: str, workers: int, step: float, seconds: float) -> Iterator[Figures]:
     """Measure a row for some seconds, twice with a step; yield what is known, more each time."""
     begun = time.perf_counter()
-    with row_of(loader, kind, workers) as row:
-        batches = epochs(row)
+    with row_of(loader, kind, workers) as row, contextlib.closing(epochs(row)) as batches:
         next(batches)
         yield (known := Figures(first=time.perf_counter() - begun))
         for _ in _some(batches, *WARM):
@@ -255,31 +244,6 @@ def _told(error: Exception) -> str:
     return "".join(traceback.format_exception(type(error), error, trace)).strip()
 
 
-def _serve(path: str, name: str, kind: str, *numbers: str) -> None:
-    """Be the process of a row: the answer is a file of JSON, written anew each time."""
-    workers, step, seconds, answer = numbers
-
-    def tell(value: Any) -> None:
-        with open(f"{answer}.new", "w", encoding="utf-8") as file:
-            json.dump(value, file)
-        os.replace(f"{answer}.new", answer)
-
-    known = Figures()
-    try:
-        made = load(path, name)()
-        if kind == "look":
-            tell(look(made))
-            return
-        for known in measure(loader_of(made), kind, int(workers), float(step), float(seconds)):
-            tell(known._asdict())
-    except Exception as error:  # noqa: BLE001 - it is told
-        known = known._replace(error=_told(error))
-        tell(known.error if kind == "look" else known._asdict())
-
-
-# -- in the parent
-
-
 def seconds_of(text: str) -> float:
     """Read a duration: '30ms', '0.5s', '800us', or seconds; ValueError if it is none."""
     for unit, scale in (("ms", 1e-3), ("us", 1e-6), ("µs", 1e-6), ("s", 1.0), ("", 1.0)):
@@ -290,47 +254,6 @@ def seconds_of(text: str) -> float:
                     return value
             break
     raise ValueError(f"{text!r} is no duration up to a minute; give 30ms, 0.5s or 800us")
-
-
-def _ask(target: tuple[str, str], kind: str, *numbers: float) -> tuple[Any, str]:
-    """Run the process of a row: its workers, step, seconds.
-
-    Return its answer, None without one, and why that is not whole.
-    """
-    with tempfile.TemporaryDirectory(prefix="cseq-bench-") as folder:
-        answer = os.path.join(folder, "answer")
-        with open(os.path.join(folder, "said"), "w+b") as said:
-            process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "cseq.observe.bench", *target, kind,
-                 *map(repr, numbers), answer],
-                stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
-            )  # fmt: skip
-            problem = ""
-            try:
-                status = process.wait(DEADLINE)
-                if status:
-                    said.seek(0)
-                    lines = said.read().decode(errors="replace").strip().splitlines()
-                    problem = "\n".join(lines[-30:]) or f"its process ended with {status}"
-            except subprocess.TimeoutExpired:
-                problem = f"not done after {DEADLINE:.0f} s"
-            finally:
-                _end(process)
-        try:
-            with open(answer, encoding="utf-8") as file:
-                return json.load(file), problem
-        except OSError:
-            return None, problem or "it gave no answer"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process, and with it its workers."""
-    if hasattr(os, "killpg"):
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # all of them have ended
-            os.killpg(process.pid, signal.SIGKILL)
-    else:
-        process.kill()
-    process.wait()
 
 
 def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | str:
@@ -348,23 +271,34 @@ def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | st
     path, _, name = target.rpartition(":")
     if not path or not name.isidentifier():
         return f"cseq bench: {target!r} is not FILE.py:make: a file, and a function in it"
-    found, problem = _ask((path, name), "look", 0, 0.0, 0.0)
-    if not isinstance(found, list):
-        return f"cseq bench: {target}: {found or problem}"
-    made = Made(*found)
+    try:
+        make = load(path, name)
+        made = look(make())
+    except Exception as error:  # noqa: BLE001 - it is told
+        return f"cseq bench: {target}: {_told(error)}"
     waits = f"waits at {duration(step)}" if step else ""
     print(f"{name}() returned {made.text}")  # noqa: T201
     print(_columns("", *HEADS, waits), flush=True)  # noqa: T201
     measured: dict[str, Figures] = {}
     for kind in made.kinds:
-        told, problem = _ask((path, name), kind, made.workers, step, seconds)
-        measured[kind] = Figures(**(told or {}))
-        if problem:
-            measured[kind] = measured[kind]._replace(error=problem)
+        measured[kind] = _row(make, kind, made.workers, step, seconds)
         print(_line(kind, made, measured), flush=True)  # noqa: T201
     for line in said(measured, made.current, step):
         print(f" → {line}")  # noqa: T201
     return 0
+
+
+def _row(make: Callable[[], Any], *row: Any) -> Figures:
+    """Measure a row; an error leaves what was known before it."""
+    known = Figures()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for more in measure(loader_of(make()), *row):
+                known = more
+        except Exception as error:  # noqa: BLE001 - it is told
+            known = known._replace(error=_told(error))
+    return known
 
 
 def _columns(label: str, *cells: str) -> str:
@@ -415,7 +349,3 @@ def said(measured: Mapping[str, Figures], current: str, step: float) -> list[str
         )
     lines += [f"{LABELS[kind]}: {each.advice}" for kind, each in measured.items() if each.advice]
     return lines
-
-
-if __name__ == "__main__":
-    _serve(*sys.argv[1:])
