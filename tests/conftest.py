@@ -69,7 +69,7 @@ HERE = {
 }
 
 # What the log may say of workers on a machine that is busy.
-SLOW_START = re.compile("no worker is ready")
+SLOW_START = re.compile('nothing has come from the workers|(Current t|T)hread 0x|  File "')
 
 # Processes inherit this: one whose parent is gone, and which init adopted, is still ours.
 MARK = f"CSEQ_TESTS_{os.getpid()}"

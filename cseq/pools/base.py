@@ -313,7 +313,7 @@ class Pool:
                 raise InterruptedError
             self._check(awaited)
             if not self._waited and self.supervisor is not None:
-                self.supervisor.check_silence(began)
+                self.supervisor.check_start(began)
             found = look()
             if found is not None:
                 return found

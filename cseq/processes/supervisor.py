@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
-import math
 import os
 import selectors
 import sys
@@ -64,7 +63,7 @@ __all__ = ["Supervisor"]
 
 # One that has no descriptor, and so none that a closed standard stream's number could go to.
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
-SLOW = 10.0  # seconds without a worker that is ready, or a first item, that are logged
+SLOW = 10.0  # seconds without a first item, after which the log says what is waited for
 GRACE = 5.0  # seconds that workers get to end by themselves
 ENDING = 0.1  # for a process to end once its socket has
 LAST_GRACE = 2.0  # and to be gone after they were killed
@@ -75,7 +74,6 @@ STARTING = (ENTERED, LOADED)  # states of a worker whose start has a time limit
 QUIET = {"tqdm", "ipykernel", "IPython"}  # packages; beside their classes, two kinds have names
 
 _named_threads = False  # a start by fork beside other threads was logged in this process
-_named_silence = False  # and that nothing came of workers that were forked beside some
 
 
 class Supervisor:
@@ -144,8 +142,7 @@ class Supervisor:
         self._given_up: dict[str, WorkerDied] = {}  # batches, by their places
         self._noted = False
         self._records = Records()
-        self._unready = math.inf  # since when there should be a ready worker, and is none
-        self._patience = SLOW  # seconds after that, when the log says what is waited for
+        self._patience = SLOW
         self._listed: Sequence[str] | Literal[False] | None = None  # modules, by the caller
         self._preload: Callable[[], None]  # set before workers are wanted
         self._prepared = Latch()  # `Launcher.prepare` has returned
@@ -217,7 +214,6 @@ class Supervisor:
             A worker cannot be forked. Those that are started in other ways are not waited for.
         """
         if not self._wanted.wait(0):
-            self._unready = time.monotonic()
             self._context = contextvars.copy_context()
             self._caller = threading.get_ident()
             self._wanted.set()
@@ -378,8 +374,6 @@ class Supervisor:
             return
         if not before and worker.state:
             self._lanes.note("start", worker.owner, worker.child.pid)
-        if worker.state == READY:
-            self._unready = math.inf
         for state, body in messages:
             if state == FAILED:
                 self._fail(failure.unpack(body, worker.owner - 1))
@@ -434,8 +428,6 @@ class Supervisor:
         if error is not None and not given_up:
             self._fail(error)
             return
-        if was_ready and not any(other.state == READY for other in self._workers.values()):
-            self._unready, self._patience = time.monotonic(), SLOW
         done = "its tickets go to others"
         if owner in self.wanted():
             done = "replaced"
@@ -464,34 +456,32 @@ class Supervisor:
         if self._missing:
             self._await_forks()
         self.failure.check()
-        waited = time.monotonic() - self._unready
-        if waited > self._patience:
-            self._patience = 2 * waited
-            self._log_start(waited)
 
-    def check_silence(self, began: int) -> None:
-        """Log, once in a process, what may keep forked workers from a first item.
+    def check_start(self, began: int) -> None:
+        """Log what a first item waits for, if that takes long.
 
         `began`: when the wait for it did (ns of `now_ns`).
         """
-        global _named_silence
         seconds = (now_ns() - began) / 1e9
-        workers = self._snapshot()
-        if seconds < SLOW or _named_silence or not self._beside or not workers:
+        if seconds < self._patience:
             return
-        worker = next((w for w in workers if self.shared.held(w.owner)), workers[0])
-        _named_silence = True
-        tell(
-            logging.WARNING,
-            "nothing has come in %.0f s from workers that were forked beside threads of libraries "
-            "(%s): a lock that one of them held then stays locked in a worker, which waits for it "
-            "for ever. If it does, start workers by start_method='forkserver' (of a DataLoader: "
-            "multiprocessing_context='forkserver'). Worker %d is here:\n%s",
-            seconds,
-            self._beside,
-            worker.owner - 1,
-            worker.stack(),
-        )
+        self._patience = 2 * seconds
+        at_work = [w for w in self._snapshot() if w.state]
+        doing, beside = "their processes start", ""
+        if self._launcher.importing:
+            doing = f"module {self._launcher.importing} is imported for all of them"
+        elif at_work:
+            worker = next((w for w in at_work if self.shared.held(w.owner)), at_work[0])
+            doing = f"worker {worker.owner - 1} is here:\n{worker.stack()}"
+        if self._beside:
+            beside = (
+                f". They were forked beside threads of libraries ({self._beside}): a lock that one "
+                "of them held then stays locked in a worker, which waits for it for ever. If one "
+                "does, start workers by start_method='forkserver' (of a DataLoader: "
+                "multiprocessing_context='forkserver')"
+            )
+        text = "nothing has come from the workers after %.0f s%s; %s"
+        tell(logging.WARNING, text, seconds, beside, doing)
 
     def _await_forks(self) -> None:
         """Let the supervisor's thread fork what replaces the dead, and wait for that."""
@@ -510,16 +500,6 @@ class Supervisor:
         if self._waker is not None:
             with contextlib.suppress(OSError):  # it is closed: the thread has ended
                 self._waker.send(b"!")
-
-    def _log_start(self, waited: float) -> None:
-        """Log what a start, or a replacement of all workers, waits for."""
-        entered = [worker for worker in self._snapshot() if worker.state in STARTING]
-        doing = "their processes start"
-        if self._launcher.importing:
-            doing = f"module {self._launcher.importing} is imported for all of them"
-        elif entered:
-            doing = f"worker {entered[0].owner - 1} is here:\n{entered[0].stack()}"
-        tell(logging.WARNING, "no worker is ready after %.0f s: %s", waited, doing)
 
     def _snapshot(self) -> list[WorkerProcess]:
         """Return the present workers.

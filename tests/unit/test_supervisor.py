@@ -6,7 +6,6 @@ import contextlib
 import errno
 import logging
 import os
-import re
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,6 @@ from cseq.processes.launcher.base import KILLED
 from cseq.processes.supervisor import Supervisor
 from cseq.processes.worker import FAILED, HEADER, NO_STACK, NOTED, READY, enter, send_state
 from cseq.stage import INDEXER
-from cseq.threads import await_told
 
 if TYPE_CHECKING:
     import socket
@@ -273,24 +271,6 @@ def test_a_handler_of_logging_keeps_no_worker_from_being_replaced(
         assert handler.got == ["noted", "worker 0 exited with code 3: replaced"]
     finally:
         log.removeHandler(handler)
-
-
-def test_the_log_tells_of_the_present_generation_of_workers(
-    pool: Callable[..., Pool], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If all are replaced in mid-epoch, that is what is waited for, and not the start."""
-    monkeypatch.setattr(supervisor_module, "SLOW", -1.0)
-    one = pool(b"RS", b"S")
-    supervisor = one.start()
-    one.await_ready(1)
-    supervisor.check()  # one is ready: there is nothing to tell
-    await_told(time.monotonic() + 60)
-    assert "no worker is ready" not in caplog.text
-    supervisor.kill(1)
-    one.events.wait_checking(supervisor, 3)
-    supervisor.check()
-    one.close()
-    assert re.search(r"no worker is ready after \d+ s: ", caplog.text)
 
 
 def test_a_death_too_many(pool: Callable[..., Pool]) -> None:
