@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from cseq._core import RunState, now_ns
@@ -59,7 +58,6 @@ LONG = 20.0  # seconds that are looked at for a line in the log, at least: at an
 OFTEN = 600.0  # and in the middle of one
 RUN = "cseq-run"  # how files of rings are called
 TOLD, WARNED = 0.05, 0.2  # parts of it that the loop waits, for a line and for a warning
-SLOW_START = 5.0  # seconds until the first batch, for a line
 
 
 def wake_at(buffer: int, num_workers: int) -> int:
@@ -254,11 +252,9 @@ class Pool:
 
     def _wait(self) -> None:
         """Sleep until the next ticket is ready; StopIteration: no more come."""
-        since = now_ns()
         self._await(self.feed.generation, self._advance)
         if not self._waited:
             self._waited = True
-            self._tell_start((now_ns() - since) / 1e9)
         elif (idle := gpu_is_idle()) is not None:
             self._gpu_waits += 1
             self._gpu_dry += idle
@@ -279,12 +275,6 @@ class Pool:
             raise StopIteration
         return ready or None
 
-    def _tell_start(self, seconds: float) -> None:
-        """Log what the first wait was for, if it was long."""
-        if seconds < SLOW_START or os.environ.get("CSEQ_ADVICE") == "0":
-            return
-        log.info("the first batch came after %.1f s", seconds)
-
     def _advise(self, seconds: float) -> None:
         """Log why the loop has waited, if it has and the last look is so long ago, once a cause."""
         if now_ns() - self._looked < seconds * 1e9 or os.environ.get("CSEQ_ADVICE") == "0":
@@ -293,7 +283,7 @@ class Pool:
         seen = self._seen.since(before)
         if seen.elapsed < LONG or seen.loop_waiting < TOLD:
             return
-        advice = replace(seen.advice(), start="")  # which `_tell_start` has told
+        advice = seen.advice()
         if advice.cause not in {"unknown", *self.told}:
             self.told.add(advice.cause)
             level = logging.WARNING if seen.loop_waiting >= WARNED else logging.INFO

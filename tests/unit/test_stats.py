@@ -371,29 +371,6 @@ def test_the_log_says_it_in_the_middle_of_a_long_epoch(
 
 
 @pytest.mark.needs("worker processes")
-def test_the_log_says_what_a_slow_start_was_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Once in a run."""
-    gate = tmp_path / "gate"
-    caplog.set_level(logging.INFO, logger="cseq")
-    for limit, expected in ((0.2, 1), (1000.0, 0)):
-        monkeypatch.setattr(base, "SLOW_START", limit)
-        opening = threading.Timer(0.3, gate.touch)
-        opening.start()
-        worker = partial(SlowToMake, str(gate))
-        m = cseq.MPSequence(worker, 8, batch_size=4, out_type="null", num_workers=1)
-        with m.start() as batches:
-            for _ in range(2):
-                assert len(list(batches)) == 2
-        opening.join()
-        gate.unlink()
-        said = [one.message for one in caplog.records if "the first batch came" in one.message]
-        caplog.clear()
-        assert len(said) == expected
-
-
-@pytest.mark.needs("worker processes")
 def test_the_start_is_no_waiting(tmp_path: Path) -> None:
     """What passes until the first batch is counted apart, and pauses between epochs are not."""
     gate = tmp_path / "gate"
