@@ -60,7 +60,7 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
                 return Descriptor(os.memfd_create, name, flags | extra), True
             except OSError as error:
                 if error.errno == errno.EMFILE:
-                    text = f"{error.strerror}: each worker takes three here; raise ulimit -n"
+                    text = f"{error.strerror}: each worker takes four here; raise ulimit -n"
                     raise OSError(error.errno, text) from error
                 if error.errno not in REFUSALS:
                     raise
