@@ -77,14 +77,12 @@ def test_modules_are_imported_once_for_all_workers(run_script: RunScript, tmp_pa
 
 
 # What must not be there before a fork, and how the log says so.
-CUDA = "types.SimpleNamespace(cuda=types.SimpleNamespace(is_initialized=lambda: True))"
 UNFIT = {
     "threads": (
         "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
         "starts threads",
     ),
     "files": ("kept = open(__file__)", "opens files"),
-    "cuda": (f"import types; sys.modules['torch'] = {CUDA}", "initialises CUDA"),
     "fatal": ("import os; os._exit(3)", "ends the process"),
 }
 

@@ -94,7 +94,7 @@ BORN = b"b"  # of a worker; its process number; carries a pidfd where there are 
 FAIL = b"e"  # of a worker; errno of the fork
 EXIT = b"x"  # of a worker; its exit code
 DONE = b"d"  # of an import; its outcome, one of these:
-KEPT, FAILED, THREADS, FILES, CUDA, ENDED = range(6)
+KEPT, FAILED, THREADS, FILES, ENDED = range(5)
 
 
 class Record(NamedTuple):

@@ -19,7 +19,6 @@ from cseq._memory import fork, fork_depth
 from cseq.memory.descriptors import receive_exactly
 from cseq.processes.launcher.base import (
     BORN,
-    CUDA,
     DONE,
     EXIT,
     FAIL,
@@ -345,9 +344,7 @@ def _import(name: str) -> int:
     flush_output()
     if _tasks() - tasks:
         return THREADS
-    if _files() - files:
-        return FILES
-    return CUDA if _has_cuda() else outcome
+    return FILES if _files() - files else outcome
 
 
 def _tasks() -> set[str]:
@@ -365,16 +362,10 @@ def _tasks() -> set[str]:
 
 
 def _files() -> set[tuple[str, str]]:
-    """List the open descriptors of this process, where the system lists them."""
+    """List the open descriptors of this process, where the system lists them; CUDA has some."""
     found = set()
     with contextlib.suppress(OSError):
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # the one that has listed them
                 found.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
     return found
-
-
-def _has_cuda() -> bool:
-    """Whether torch has initialised CUDA in this process."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    return cuda is not None and cuda.is_initialized()

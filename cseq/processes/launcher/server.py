@@ -22,7 +22,6 @@ from cseq._core import Lock
 from cseq._memory import Descriptor
 from cseq.processes.launcher.base import (
     BORN,
-    CUDA,
     ENDED,
     EXIT,
     FAIL,
@@ -59,8 +58,7 @@ START = 120.0  # seconds that a fork server may take to start: torch from a cold
 LOOK = 0.25  # seconds after which a thread that waits for an import looks whether it is cancelled
 REASONS = {
     THREADS: "starts threads, which forked processes would not have",
-    FILES: "opens files or sockets, which forked processes would share",
-    CUDA: "initialises CUDA, which does not survive a fork",
+    FILES: "opens files, sockets or CUDA, which forked processes would share",
     ENDED: "ends the process",
 }
 
