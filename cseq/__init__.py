@@ -21,8 +21,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── sequence.py     ★ MSequence: its arguments, epochs and states
     ├── stream.py       a stream of items from each worker process
     ├── remake.py       a batch of any epoch once more, in the calling thread
-    ├── manager.py      ★ a manager's lifecycle: started, used in a `with`, finished
-    ├── run.py          one start of a manager, up to its end
+    ├── manager.py      ★ a manager's lifecycle, and one start of it, up to its end
     ├── tracing.py      a trace of every batch: recorded, written as JSON
     ├── fleet/          batches from other machines: a pool of threads, each of which asks an actor
     ├── pools/          ★ the loop's end of all runners: inline (test mode), thread, process, stream

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq._feed import FeedIterator
 from cseq.converter import output as outputs
+from cseq.manager import Run
 from cseq.order.place import Place
 from cseq.pools.inline import InlinePool
-from cseq.run import Run
 
 if TYPE_CHECKING:
     import numpy as np

@@ -23,8 +23,8 @@ from cseq._feed import FeedIterator, ItemFailure
 from cseq.arguments import MAX_RESTARTS, WorkerOptions
 from cseq.check import MOST_WORKERS, choice, count, flag
 from cseq.indexing.producer import KeyProducer, Producer
+from cseq.manager import Run
 from cseq.pools.stream import Naming, StreamPool
-from cseq.run import Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -32,8 +32,8 @@ from cseq.order.checking import check_order
 from cseq.processes.launcher.base import KILL
 
 if TYPE_CHECKING:
+    from cseq.manager import Run
     from cseq.processes.supervisor import Supervisor
-    from cseq.run import Run
 
 __all__ = [
     "Slots",

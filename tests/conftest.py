@@ -250,8 +250,8 @@ def settled_leaks(before: Census) -> Leaks:
         gc.freeze()
     else:
         let_end(leaks, time.monotonic() + GRACE)
-        if "cseq.run" in sys.modules:
-            sys.modules["cseq.run"].await_closings(GRACE)  # what was dropped, and is being closed
+        if "cseq.manager" in sys.modules:
+            sys.modules["cseq.manager"].await_closings(GRACE)  # what was dropped, and closes
         gc.collect()
         leaks = leaks_since(before)
     return leaks

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from cseq.manager import on_close, present
 from cseq.observe import doctor
 from cseq.observe.figures import STYLE, Chart, duration, number
 from cseq.pools.base import BatchPool
-from cseq.run import on_close, present
 from cseq.stats import WorkerStats
 from cseq.system import cores
 from cseq.tracing import full, whole
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cseq.run import Run
+    from cseq.manager import Run
     from cseq.sequence import MSequence
     from cseq.stats import SlowBatch, Stats
 

@@ -33,7 +33,7 @@ from typing import Any
 from torch.utils import data
 
 import cseq
-import cseq.run
+import cseq.manager
 from cseq.adapters.torch import installed, names
 from cseq.adapters.torch.iterator import LoaderIterator
 
@@ -111,7 +111,7 @@ def children() -> list[str]:
 def left_behind(before: list[str]) -> list[str]:
     """Name the processes that are there and were not before, when what ends has ended."""
     gc.collect()
-    cseq.run.await_closings(GRACE)
+    cseq.manager.await_closings(GRACE)
     deadline = time.monotonic() + GRACE
     while len(children()) > len(before) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -245,8 +245,8 @@ def test_an_sdist_is_the_same_each_time(sources: Path, tmp_path: Path) -> None:
     archives = []
     for number, (age, mode) in enumerate([(0, 0o644), (86_400, 0o664)]):
         time = 1_700_000_000 - age
-        os.utime(sources / "cseq" / "run.py", (time, time))
-        (sources / "cseq" / "run.py").chmod(mode)
+        os.utime(sources / "cseq" / "stage.py", (time, time))
+        (sources / "cseq" / "stage.py").chmod(mode)
         folder = tmp_path / str(number)
         done = setup(
             sources, "--quiet", "sdist", "--dist-dir", str(folder), SOURCE_DATE_EPOCH="1700000001"
@@ -256,9 +256,9 @@ def test_an_sdist_is_the_same_each_time(sources: Path, tmp_path: Path) -> None:
     assert archives[0].read_bytes() == archives[1].read_bytes()
     with tarfile.open(archives[0]) as archive:
         assert {one.mtime for one in archive} == {1_700_000_001}
-        text = archive.extractfile(f"{archives[0].name.removesuffix('.tar.gz')}/cseq/run.py")
+        text = archive.extractfile(f"{archives[0].name.removesuffix('.tar.gz')}/cseq/stage.py")
         assert text is not None
-        assert text.read() == (sources / "cseq" / "run.py").read_bytes()
+        assert text.read() == (sources / "cseq" / "stage.py").read_bytes()
 
 
 PYTHONS = ["cp310", "cp311", "cp312", "cp313", "cp314", "cp314t"]

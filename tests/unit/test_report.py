@@ -15,8 +15,8 @@ import pytest
 
 import cseq
 from cseq.advice import Window
+from cseq.manager import present
 from cseq.observe import report
-from cseq.run import present
 from cseq.stats import Stats
 
 if TYPE_CHECKING:

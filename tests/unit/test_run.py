@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cseq
-from cseq import run
+from cseq import manager as run
 from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:

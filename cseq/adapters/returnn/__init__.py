@@ -49,8 +49,8 @@ from cseq.adapters.returnn.worker import CONFIGURATION, Producer, Request
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from cseq.manager import Run
     from cseq.pools.stream import StreamPool
-    from cseq.run import Run
     from cseq.stats import Stats
 
 __all__ = ["MultiProcDataset", "install"]

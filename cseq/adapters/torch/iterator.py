@@ -21,8 +21,8 @@ from cseq.processes.launcher import direct  # noqa: F401 - the first `iter` woul
 from cseq.stream import ItemFailure, Naming, Streams
 
 if TYPE_CHECKING:
+    from cseq.manager import Run
     from cseq.processes.launcher import Child
-    from cseq.run import Run
     from cseq.stats import Stats
 
 __all__ = ["LoaderIterator", "LoaderTimeout", "start_method_of"]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from cseq.advice import Advice
     from cseq.indexing.leaving import Skipped
-    from cseq.run import Run
+    from cseq.manager import Run
     from cseq.stats import Stats
 
 __all__ = ["DataLoader", "StatefulDataLoader"]

@@ -47,13 +47,13 @@ from cseq.adapters.torchdata.graph import initialized, pause_all, replaced, resu
 from cseq.adapters.torchdata.relay import Relay, telling
 from cseq.adapters.torchdata.worker import Dispatcher, Epoch, Worker
 from cseq.check import count, flag, seconds
-from cseq.run import close_elsewhere
+from cseq.manager import close_elsewhere
 from cseq.stream import Streams
 
 if TYPE_CHECKING:
     from cseq.adapters.torchdata.graph import DataPipe, GraphFn, InitFn, ResetFn
+    from cseq.manager import Run
     from cseq.pools.stream import StreamPool
-    from cseq.run import Run
     from cseq.stats import Stats
 
 __all__ = ["MultiProcessingReadingService"]

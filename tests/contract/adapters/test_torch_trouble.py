@@ -102,7 +102,7 @@ def test_a_state_after_ctrl_c_is_right(
 
 def test_ctrl_c_in_shutdown() -> None:
     """Wherever it strikes, a second call ends the workers."""
-    files = "adapters/torch/iterator.py", "stream.py", "pools/base.py", "run.py"
+    files = "adapters/torch/iterator.py", "stream.py", "pools/base.py", "manager.py"
 
     def step(countdown: int) -> bool:
         iterator = iter(loader(Plain(4), batch_size=None))

@@ -40,7 +40,7 @@ STARTING = """
 import gc, os, random, signal, sys, threading, time
 import numpy as np
 import cseq
-from cseq.run import await_closings
+from cseq.manager import await_closings
 
 def left():
     gc.collect()
@@ -283,7 +283,7 @@ BEGINNING = (
     "sequence.py",
     "pools/base.py",
     "order/place.py",
-    "run.py",
+    "manager.py",
     "order/sampler.py",
     "pools/inline.py",
 )
@@ -415,7 +415,7 @@ def test_a_signal_handler_in_a_start(kind: str, by: str) -> None:
         epochs.m.finish()
         before = threading.active_count()
         handler = partial(refused, epochs.start) if by == "start" else epochs.m.finish
-        strike = handled(countdown, "sequence.py", "run.py", "pools/thread.py", by=handler)
+        strike = handled(countdown, "sequence.py", "manager.py", "pools/thread.py", by=handler)
         with strike as struck, contextlib.suppress(InterruptedError):
             epochs.start()
         if struck.is_set() and by == "start":

@@ -181,7 +181,7 @@ def test_death_at_every_labelled_point(
 STEPS = (
     "stream.py",
     "pools/base.py",
-    "run.py",
+    "manager.py",
     "encoding/transport.py",
     "memory/arena.py",
     "encoding/codec.py",

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # -- Ctrl-C between any two steps
 
 STEPS = (
-    "stream.py", "pools/base.py", "run.py", "encoding/transport.py", "memory/arena.py",
+    "stream.py", "pools/base.py", "manager.py", "encoding/transport.py", "memory/arena.py",
     "memory/writer.py", "encoding/codec.py", "encoding/failure.py", "encoding/pickling.py",
 )  # fmt: skip
 
