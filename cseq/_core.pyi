@@ -1,4 +1,4 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, SupportsIndex, TypeAlias, final
 
@@ -8,6 +8,7 @@ from typing_extensions import Self, disjoint_base
 
 from cseq._memory import Memory
 from cseq.order.base import Order
+from cseq.order.sampler import Cut
 
 FIELDS: Final[int]
 ALGORITHMS: Final[tuple[str, str]]
@@ -56,7 +57,6 @@ class Ring:
     kept: Final[list[Any]]  # of a queue; else None
     wake_at: int
     spin: tuple[int, int]
-    wake_ns: Final[tuple[int, int]]
     gil_spin: int
     apart: int
     def __new__(
@@ -255,8 +255,8 @@ class OrderSource(Source):
         cls,
         reader: Reader,
         epoch: int,
-        cut: Sequence[int],
-        later: Sequence[int] | None = None,
+        cut: Cut,
+        later: Cut | None = None,
         more: int = 0,
     ) -> Self: ...
     def __len__(self) -> int: ...

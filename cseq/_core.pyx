@@ -396,13 +396,6 @@ cdef class Ring:
         cseq_ring_set_spin(self.r, ns[0], ns[1])
 
     @property
-    def wake_ns(self):
-        """Nanoseconds that a wake-up of the trainer takes the one that wakes it, and until it is awake:
-        running medians; 0: none was measured."""
-        cdef cseq_gate* g = cseq_ring_output(self.r)
-        return cseq_load_rlx_u64(&g.call_ns), cseq_load_rlx_u64(&g.wake_ns)
-
-    @property
     def gil_spin(self):
         """Nanoseconds that an idle thread spins before it sleeps (cseq_gil.h); for a ring between
         threads."""

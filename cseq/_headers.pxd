@@ -87,8 +87,6 @@ cdef extern from "cseq_ring.h" nogil:
     ctypedef struct cseq_gate:
         uint32_t event
         uint32_t shared
-        uint64_t call_ns
-        uint64_t wake_ns
 
     ctypedef struct cseq_stint:
         uint64_t started_ns    # when it was claimed; 0 before

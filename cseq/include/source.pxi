@@ -57,18 +57,19 @@ cdef class OrderSource(Source):
 
     def __cinit__(self, Reader reader not None, uint64_t epoch, cut, later=None, uint64_t more=0):
         self.reader, self.epoch, self.later, self.more = reader, epoch, later, more
-        self.most = max(1, *[each[5] if each[2] else each[7] for each in (cut, later) if each])
+        self.most = max(1, *[each.size if each.full else each.part for each in (cut, later) if each])
         self.divide(cut)
-        self.consumed = cut[8]
-        if later is None or not later[1]:  # no batches
+        self.consumed = cut.consumed
+        if later is None or not later.batches:
             self.more = 0
 
     cdef int divide(self, cut) except -1:
         """Cut the epoch into batches."""
-        cdef uint64_t consumed
-        (self.first, self.batches, self.full, self.start, self.stride, self.size, self.part_start,
-         self.part, consumed) = cut
-        self.rest = self.reader.units - min(self.reader.units, consumed + self.full * self.stride)
+        self.first, self.batches, self.full = cut.first, cut.batches, cut.full
+        self.start, self.stride, self.size = cut.start, cut.stride, cut.size
+        self.part_start, self.part = cut.part_start, cut.part
+        self.rest = self.reader.units - min(<uint64_t>self.reader.units,
+                                            <uint64_t>cut.consumed + self.full * self.stride)
         self.posted = self.known = 0
         return 0
 

@@ -29,6 +29,7 @@ from cseq.converter.output import parse
 from cseq.encoding import codec
 from cseq.memory.segment import Segment
 from cseq.meters import Meters
+from cseq.order.sampler import Cut
 from cseq.stage import BATCH, ENDED, RAISED
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Counter:
             interrupted="a newer iterator began",
             **options,
         )
-        source = OrderSource(RangeReader(10), 7, (100, 5, full, 0, 2, 2, full * 2, 1, 0))
+        source = OrderSource(RangeReader(10), 7, Cut(100, 5, full, 0, 2, 2, full * 2, 1, 0))
         self.feed.begin(source, ordered=ordered)
         self.feed.refill()
 
@@ -300,7 +301,7 @@ class Slotted:
             RunState(), [self.ring], Decoder(slots=self.slots, known=known, **options),
             self.wait, self.decode, self.describe,
         )  # fmt: skip
-        cut = (0, 9, 9, 0, 1, 1, 0, 0, 0)
+        cut = Cut(0, 9, 9, 0, 1, 1, 0, 0, 0)
         self.feed.begin(OrderSource(RangeReader(9), 0, cut))
         self.feed.refill()
 

@@ -24,6 +24,7 @@ from cseq.encoding.transport import Objects, SlotReader, SlotSource, SlotWriter
 from cseq.memory.arena import Arena
 from cseq.memory.segment import FIRST
 from cseq.memory.writer import Writer
+from cseq.order.sampler import Cut
 from cseq.stage import CONVERTER, INDEXER, RAISED
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Bench:
 
     def begin(self) -> None:
         """Begin an epoch."""
-        cut = (0, 1000, 1000, 0, 1, 1, 0, 0, 0)
+        cut = Cut(0, 1000, 1000, 0, 1, 1, 0, 0, 0)
         self.feed.begin(OrderSource(RangeReader(1000), 0, cut))
 
     def _wait(self) -> None:
