@@ -133,7 +133,8 @@ cdef class Lock:
         """Do so where this thread does not have it."""
         cdef int taken = PyThread_acquire_lock_timed(self.lock, 0, 0)
         if taken != PY_LOCK_ACQUIRED and timeout:
-            taken = self.sleep(-1 if timeout < 0 else <long long>(min(timeout, 1e9) * 1e6))
+            # 10^6 s are as good as for ever; Windows counts to 2^32 ms.
+            taken = self.sleep(<long long>(timeout * 1e6) if 0 <= timeout < 1e6 else -1)
         if taken != PY_LOCK_ACQUIRED:
             return False
         cseq_store_rlx_u64(&self.owner, PyThread_get_thread_ident())
