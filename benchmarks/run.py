@@ -23,7 +23,7 @@ from harness.runner import environment, run_case
 RESULTS = Path(__file__).parent / "results"
 PICTURE = "picture_"  # the cases that are drawn, and what they are compared with
 BASE = "torch DataLoader"
-TITLE = "Times as fast as torch's DataLoader"
+TITLE = "Speed-up over torch's DataLoader"
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=[\"']([^\"']+)")
 PAGES = sorted(DOCS.rglob("*.md"))
+WRITTEN = [page for page in PAGES if page.parent.name != "api"]  # by hand
 ENTRY = re.compile(r"^(?!:)(?:.* <)?([\w./-]+)>?$", re.MULTILINE)
 
 pytestmark = pytest.mark.skipif(not (DOCS / "conf.py").exists(), reason="the pages are not here")
@@ -115,6 +116,11 @@ def test_every_page_is_in_a_table_of_contents() -> None:
         ):
             listed |= {path.parent / f"{entry}.md" for entry in ENTRY.findall(block)}
     assert {str(path) for path in PAGES} - {str(path) for path in listed} == set()
+
+
+def test_the_pages_are_short() -> None:
+    """So many words at most, as `wc -w` counts them: a new page is paid for by another."""
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in WRITTEN) <= 44_600
 
 
 def test_the_api_has_each_public_name() -> None:
