@@ -163,6 +163,8 @@ llms_txt_summary = (
     "cseq feeds training loops: it shuffles with a seed, cuts batches, reads them in worker "
     "processes or threads and delivers them in order. cseq.DataLoader replaces torch's DataLoader."
 )
+# The scripts that pages include.
+llms_txt_code_files = [f"+:../examples/{each}/*.py" for each in ("data", "frameworks", "slow")]
 
 # Pages that moved, and where they are now.
 MOVED = {

@@ -35,8 +35,15 @@ PAGES.remove(KILLING)
 # A block of Python, the heading it stands under, and the output that the page shows after it.
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(
+    r"^```\{literalinclude\} [./]*/(examples/data/\w+\.py)\n:language: python\n```\n"
+    r"(?:\n```text\n(.*?)^```\n)?",
+    re.MULTILINE | re.DOTALL,
+)
 FILE = re.compile(r"# \w+\.py\n")
-INCLUDED = re.compile(r"^```\{literalinclude\} .*/examples/frameworks/(\w+)\.py$", re.MULTILINE)
+INCLUDED = re.compile(
+    r"^```\{literalinclude\} [./]*/examples/((?:data|frameworks)/\w+\.py)$", re.MULTILINE
+)
 ROW = re.compile(r"^\| `(\w+)` \|(?: `([^`|]*)`)? \|.*\|$", re.MULTILINE)
 
 
@@ -55,11 +62,13 @@ def blocks_of(page: str) -> list[Block]:
     """
     text = (ROOT / page).read_text(encoding="utf-8")
     found = []
-    for match in BLOCK.finditer(text):
+    for match in [*BLOCK.finditer(text), *SHOWN.finditer(text)]:
         if FILE.match(match[1]):
             continue
+        shown = match.re is SHOWN
+        code = (ROOT / match[1]).read_text(encoding="utf-8") if shown else match[1]
         heading = HEADING.findall(text, 0, match.start())[-1]
-        found.append(Block(f"{page}: {heading}", match[1], match[2] or ""))
+        found.append(Block(f"{page}: {heading}", code, match[2] or ""))
     return found
 
 
@@ -272,10 +281,11 @@ def test_the_example_of_the_readme_is_short() -> None:
 
 
 def test_each_recipe_is_on_a_page() -> None:
-    """`make check-frameworks` runs the files of examples/frameworks; the pages show all of them."""
-    pages = (ROOT / "docs" / "how-to").glob("*.md")
+    """The pages show all files of examples/data and examples/frameworks, each once."""
+    pages = (ROOT / "docs" / "how-to").rglob("*.md")
     shown = [name for path in pages for name in INCLUDED.findall(path.read_text(encoding="utf-8"))]
-    assert sorted(shown) == sorted(path.stem for path in (EXAMPLES / "frameworks").glob("*.py"))
+    files = [*EXAMPLES.glob("data/*.py"), *EXAMPLES.glob("frameworks/*.py")]
+    assert sorted(shown) == sorted(path.relative_to(EXAMPLES).as_posix() for path in files)
 
 
 def test_the_reference_lists_every_argument() -> None:
