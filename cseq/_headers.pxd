@@ -31,11 +31,6 @@ cdef extern from "cseq_wait.h" nogil:
     uint64_t cseq_now_ns() noexcept
 
 
-cdef extern from "cseq_list.h" nogil:
-    ctypedef struct cseq_list:
-        pass
-
-
 cdef extern from "cseq_fault.h" nogil:
     void CSEQ_POINT(const char* name) noexcept
 
@@ -229,24 +224,6 @@ cdef extern from "cseq_map.h" nogil:
     int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) noexcept
     int cseq_punch(int fd, uint64_t offset, uint64_t nbytes) noexcept
     void cseq_await_hangup(intptr_t socket) noexcept
-
-
-cdef extern from "cseq_fork.h" nogil:
-    ctypedef struct cseq_span:
-        pass
-
-    ctypedef struct cseq_leased:
-        void* slots
-        uint64_t slot
-
-    ctypedef struct cseq_kept:
-        cseq_leased* all
-        uint64_t count
-
-    void cseq_span_add(cseq_list* spans, cseq_span* span, void* base, uint64_t size) noexcept
-    void cseq_span_remove(cseq_list* spans, cseq_span* span) noexcept
-    void cseq_span_lease(cseq_list* spans, cseq_span* span, void* slots, uint64_t slot,
-                         uint32_t* uses) noexcept
 
 
 cdef extern from "cseq_place.h":

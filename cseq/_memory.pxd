@@ -8,15 +8,13 @@ cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport (
-    LINE, cseq_cell, cseq_kept, cseq_list, cseq_load_acq_u64, cseq_load_rlx_u64, cseq_span,
-    cseq_store_rlx_u64,
+    LINE, cseq_cell, cseq_load_acq_u64, cseq_load_rlx_u64, cseq_store_rlx_u64,
 )
 
 
 cdef enum:
     MAX_DIMS = 64
     LARGE = 65536  # bytes; copies of this size or more release the GIL
-    MOST_KEPT = 4194304  # bytes; the arena shrinks larger slots at times (arena.SLACK)
     LEAST = 16384  # bytes of a slot that are committed before it is used
     MOST_COPIED = 65536  # bytes; leaves up to this are copied out of their slots, together as many as fit
 
@@ -26,15 +24,12 @@ cdef enum:
     STRIDED = 2  # in another order, or some in several places, and no more bytes than all elements have
     LOOSE = 3    # the rest: with gaps, backwards
 
-cdef cseq_list* in_use   # leases and windows, which a fork copies
-
 cdef long* forks_here    # see `fork_depth`
 
 cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
                      bint fortran, cnp.npy_intp* strides)
 cdef int layout_of(cnp.ndarray array, Py_ssize_t* span) noexcept
 cdef void* zeroed(uint64_t count, uint64_t size, str what) except NULL
-cdef int fork_keeping(cseq_kept* kept) except -1
 
 
 cdef class Memory:
@@ -66,14 +61,13 @@ cdef enum:
 
 cdef struct slot_chunk:
     uint32_t owner[CHUNK]   # FREE, a worker's number, or TRAINER
-    uint32_t uses[CHUNK]    # of the trainer: its lease, and the forked workers that may read it
+    uint32_t uses[CHUNK]    # of the trainer: LEASED, PINNED
     uint64_t nbytes[CHUNK]  # committed; written by the owner
 
 cdef struct slot_table:
     uint64_t made  # slots; written once they are there
     uint64_t hint  # no free slot is below it, as far as is known
-    uint64_t room  # what slots are to shrink to that are much larger; 0: none
-    char pad[PAGE - 24]
+    char pad[PAGE - 16]
     slot_chunk chunk[1]
 
 
@@ -90,7 +84,8 @@ cdef class Slots:
     cdef uint64_t held       # leases alive
     cdef uint64_t held_bytes  # their slots' bytes
     cdef uint64_t peak_bytes, peak_held  # since `peak` was called
-    cdef uint64_t peaked_ns  # when that was
+    cdef bint pinned         # slots are
+    cdef object __weakref__
     cdef dict lent           # by slot: leases of tickets that are still in the ring
     cdef inline slot_chunk* chunk(self, Py_ssize_t slot) noexcept nogil:
         return &self.table.chunk[slot // CHUNK]
@@ -107,10 +102,6 @@ cdef class Slots:
     cdef inline void set_committed(self, Py_ssize_t slot, uint64_t nbytes) noexcept nogil:
         """Set how many bytes of a slot are committed; the caller has it."""
         cseq_store_rlx_u64(&self.chunk(slot).nbytes[slot % CHUNK], nbytes)
-    cdef inline bint is_excessive(self, uint64_t nbytes) noexcept:
-        """Whether a slot of so many bytes is to shrink before it is used again."""
-        cdef uint64_t room = cseq_load_rlx_u64(&self.table.room)
-        return room and nbytes > max(2 * room, room + MOST_KEPT)
     cdef int check(self, Py_ssize_t slot) except -1
     cdef Py_ssize_t search(self, Py_ssize_t first) noexcept nogil
     cdef void lower(self, Py_ssize_t slot) noexcept nogil
@@ -122,8 +113,7 @@ cdef class Slots:
     cpdef int adopt(self, Py_ssize_t slot, uint64_t used) except -1
     cpdef int vacate(self, Py_ssize_t slot) except -1
     cdef int detach(self, cseq_cell* c) except -1
-    cpdef bint is_due(self) noexcept
-    cdef bint end_use(self, Py_ssize_t slot) noexcept nogil
+    cdef bint end_use(self, Py_ssize_t slot, uint32_t use) noexcept nogil
 
 
 @cython.final
@@ -133,7 +123,6 @@ cdef class Lease(Memory):
     cdef Mapping mapping
     cdef Slots slots  # None: the slot still belongs to its ticket
     cdef Py_ssize_t slot
-    cdef cseq_span span
 
 
 # Plans: what batches of one structure have in common.

@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Memory that arrays are made on, private or shared, and what a fork copies."""
+"""Memory that arrays are made on, private or shared."""
 
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.dict cimport PyDict_Copy, PyDict_Next, PyDict_SetItem
@@ -10,7 +10,6 @@ from cpython.ref cimport PyObject, Py_DECREF, Py_INCREF, Py_XDECREF
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uint8_t, uintptr_t
-from libc.stdlib cimport free
 from libc.string cimport memcmp, memcpy, memset, strcmp, strerror
 
 cimport cython
@@ -22,6 +21,7 @@ import numpy
 import os
 import sys
 from importlib import import_module
+from weakref import ref as weak_reference
 
 cnp.import_array()
 
@@ -77,59 +77,40 @@ cdef extern from "cseq_fault.h":
 
 cdef extern from *:
     """
-    static cseq_list cseq_in_use; /* leases and windows */
     static cseq_place cseq_placed; /* one for the process: arrays that outlive everything point to it */
     static long cseq_forks; /* between this process and the program that was executed */
 
     #ifdef _WIN32
     static int cseq_fork_install(void) { return 0; }
-    static int cseq_fork(cseq_kept *kept) { (void)kept; errno = ENOSYS; return -1; }
+    static int cseq_fork(void) { errno = ENOSYS; return -1; }
     #else
     #include <pthread.h>
-    static __thread cseq_kept *cseq_keeping; /* of the fork that this thread makes; 0: it copies */
-    static int cseq_fork(cseq_kept *kept) {
+    #include <unistd.h>
+    static int cseq_fork(void) {
         int pid, error;
         PyOS_BeforeFork();
-        cseq_keeping = kept;
         pid = fork();
         error = errno;
-        cseq_keeping = 0;
         if (pid == 0) PyOS_AfterFork_Child();
         else PyOS_AfterFork_Parent();
         errno = error;
         return pid;
     }
-    static void cseq_at_prepare(void) {
-        cseq_spans_prepare(&cseq_in_use, cseq_keeping);
-        if (cseq_keeping) /* this thread may run Python; each lease has a reference, and cannot end now */
-            for (uint64_t i = 0; i < cseq_keeping->count; i++)
-                Py_INCREF((PyObject *)cseq_keeping->all[i].slots);
-        cseq_place_prepare(&cseq_placed);
-    }
-    static void cseq_at_parent(void) {
-        cseq_place_parent(&cseq_placed);
-        cseq_spans_parent(&cseq_in_use);
-    }
     static void cseq_at_child(void) {
-        cseq_place_child(&cseq_placed);
-        cseq_spans_child(&cseq_in_use);
+        cseq_placed.active = 0; /* the child is in the middle of no ticket */
         cseq_forks++;
     }
-    static int cseq_fork_install(void) {
-        return pthread_atfork(cseq_at_prepare, cseq_at_parent, cseq_at_child);
-    }
+    static int cseq_fork_install(void) { return pthread_atfork(0, 0, cseq_at_child); }
     #endif
     """
-    cseq_list cseq_in_use
     cseq_place cseq_placed
     long cseq_forks
     int cseq_fork_install() noexcept
-    int cseq_fork(cseq_kept* kept) noexcept
+    int cseq_fork() noexcept
 
 
 if cseq_fork_install():
     raise MemoryError("no memory for a handler of forks")
-in_use = &cseq_in_use
 forks_here = &cseq_forks
 
 
@@ -153,14 +134,9 @@ def fork():
     OSError
         There can be no more processes.
     """
-    return fork_keeping(NULL)
-
-
-cdef int fork_keeping(cseq_kept* kept) except -1:
-    """As `fork`; unless `kept` is NULL, leased slots are kept in use instead of copied."""
     cdef int pid, error
     sys.audit("os.fork")
-    pid = cseq_fork(kept)
+    pid = cseq_fork()
     if pid < 0:
         error = errno
         raise OSError(error, os.strerror(error))
@@ -176,7 +152,6 @@ HAS_GIL = bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 COPIED = MOST_COPIED
 SMALL = LEAST
-BULKY = MOST_KEPT
 
 
 cdef class Memory:
@@ -384,7 +359,7 @@ def laid_as(cnp.ndarray flat not None, cnp.ndarray array not None):
 @cython.final
 @cython.no_gc
 cdef class Window(Memory):
-    """Another memory's first bytes as an object of its own, for weak references and forks.
+    """Another memory's first bytes as an object of its own, for weak references.
 
     Parameters
     ----------
@@ -394,7 +369,6 @@ cdef class Window(Memory):
     """
 
     cdef Memory whole
-    cdef cseq_span span
     cdef object __weakref__
 
     def __cinit__(self, Memory whole not None, Py_ssize_t nbytes=-1):
@@ -402,11 +376,6 @@ cdef class Window(Memory):
         self.whole = whole
         self.data = whole.data
         self.size = whole.size if nbytes < 0 else nbytes
-        if isinstance(whole, Mapping) and self.size:
-            cseq_span_add(in_use, &self.span, self.data, self.size)
-
-    def __dealloc__(self):
-        cseq_span_remove(in_use, &self.span)
 
 
 @cython.final

@@ -162,7 +162,7 @@ class Decoder:
         *,
         objects: ObjectTable | None = None,
         slots: Slots | None = None,
-        known: tuple[list[Mapping | None], Reader, Callable[[int, int, int], Memory | None]]
+        known: tuple[list[Mapping | None], Reader, Callable[[int, int], Memory | None]]
         | None = None,
         convert: Callable[[Any], Any] | None = None,
         leaf_for: Callable[[Any], Any] | None = None,

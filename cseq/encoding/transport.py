@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
         objects: ObjectTable
         slots: Slots
-        known: tuple[list[Mapping | None], Reader, Callable[[int, int, int], Memory | None]]
+        known: tuple[list[Mapping | None], Reader, Callable[[int, int], Memory | None]]
 
 
 __all__ = [

@@ -202,7 +202,6 @@ cdef class SlotEncoder(TicketWriter):
         mapping = self.mapped.get(self.slot)
         nbytes = self.slots.committed(self.slot)
         if (mapping is None or <uint64_t>mapping.size < nbytes or nbytes < LEAST
-                or self.slots.is_excessive(nbytes)
                 or (self.placement is not None and nbytes > LEAST)):
             self.begin()
             return 0
@@ -385,8 +384,6 @@ cdef class Decoder:
             return UNREAD
         slot = self.mapped[c.slot]
         if slot is None or <uint64_t>slot.size < c.capacity:
-            return UNREAD
-        if c.capacity > MOST_COPIED and self.slots.is_due():  # for `Arena.tidy`
             return UNREAD
         plan = self.found
         if plan is None or not plan.is_of(slot, f):  # the reader is shared, and has a lock

@@ -13,10 +13,11 @@
 #ifndef CSEQ_PLACE_H
 #define CSEQ_PLACE_H
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "cseq_fork.h"
+#include "cseq_atomic.h"
 
 #define CSEQ_PLACE_LEAST 65536u /* bytes; smaller allocations are not numbered */
 #define CSEQ_PLACE_SEEN 64u     /* of these, in one ticket; a word has as many bits */
@@ -28,8 +29,6 @@ typedef struct {
     uint64_t size; /* bytes */
     uint64_t live; /* allocations that were not freed */
     void *owner;   /* what keeps it mapped */
-    char *copy;    /* see cseq_span */
-    int is_private; /* in a forked child */
 } cseq_region;
 
 typedef struct {
@@ -194,41 +193,4 @@ CSEQ_INLINE void cseq_place_learn(cseq_place *p, const void *address, uint64_t *
     }
 }
 
-#if !defined(_WIN32)
-
-/* At a fork: what is in use becomes the child's own, see cseq_fork.h. */
-
-CSEQ_INLINE void cseq_place_prepare(cseq_place *p) {
-    if (p->at.live && !p->at.is_private) p->at.copy = cseq_fork_copy(p->at.base, p->used);
-    for (uint32_t k = 0; k < p->retired_count; k++) {
-        cseq_region *r = &p->retired[k];
-        if (!r->is_private) r->copy = cseq_fork_copy(r->base, r->size);
-    }
-}
-
-CSEQ_INLINE void cseq_place_parent(cseq_place *p) {
-    cseq_fork_drop(p->at.copy, p->used);
-    p->at.copy = 0;
-    for (uint32_t k = 0; k < p->retired_count; k++) {
-        cseq_fork_drop(p->retired[k].copy, p->retired[k].size);
-        p->retired[k].copy = 0;
-    }
-}
-
-/* The child is in the middle of no ticket. */
-CSEQ_INLINE void cseq_place_child(cseq_place *p) {
-    if (p->at.live) {
-        (void)cseq_place_end(p);
-    } else {
-        p->active = 0; /* its owner is not released here: that may call Python */
-    }
-    for (uint32_t k = 0; k < p->retired_count; k++) {
-        cseq_region *r = &p->retired[k];
-        if (!r->is_private) cseq_fork_put(r->base, r->size, r->copy);
-        r->is_private = 1;
-        r->copy = 0;
-    }
-}
-
-#endif
 #endif

@@ -28,7 +28,6 @@
 #include <windows.h>
 #else
 #include <errno.h>
-#include <sched.h>
 #include <time.h>
 #include <unistd.h>
 #endif
@@ -91,19 +90,6 @@ CSEQ_INLINE void cseq_pause(void) {
 #elif defined(_MSC_VER)
     YieldProcessor();
 #endif
-}
-
-/* Change a word from 0 to 1. For what is held for a few instructions mostly: it does not sleep, but
- * leaves its core to the holder, which may have lost its own, or hold the word while it forks. */
-CSEQ_INLINE void cseq_seize(uint32_t *word) {
-    while (!cseq_cas_sc_u32(word, 0, 1)) {
-        cseq_pause();
-#if defined(_WIN32)
-        SwitchToThread();
-#else
-        sched_yield();
-#endif
-    }
 }
 
 CSEQ_INLINE void cseq_sleep_ns(uint64_t ns) {

@@ -303,7 +303,7 @@ cdef class Plan:
         if lend is not None:
             home = None
             if large or small > MOST_COPIED:
-                home = lend(slot, record[0] + record[1] + record[2] + record[3], capacity)
+                home = lend(slot, capacity)
             # To copy many takes longer than a lease. A loop that keeps leaves has other batches' soon.
             apart = small <= MOST_COPIED or type(home) is not Lease or not (<Lease>home).early
         # All leaves first: the slot may be another batch's in a process that Python code forks.
@@ -608,7 +608,7 @@ cdef class Reader:
             See `codec.Record`.
         lend : callable, optional
             Arrays of up to `COPIED` bytes are copies; larger ones lie on what
-            ``lend(slot, used, capacity)`` returns, a memory of the same bytes, or are copies of their own
+            ``lend(slot, capacity)`` returns, a memory of the same bytes, or are copies of their own
             where that is None. Without it, all are views of `memory`.
         slot, capacity : int
             For `lend`.

@@ -3,10 +3,14 @@
 cdef enum:
     FREE = 0
     FAR = 64  # slots: a search over more raises the hint
-    SECOND = 1000000000
     HARDLY_ANY = 3  # leases: what a loop has that drops its batches
+    # Uses of a slot.
+    LEASED = 1
+    PINNED = 2
 
 TRAINER = 0xFFFFFFFF
+
+cdef list tables = []  # weak references to the trainer's `Slots`
 
 
 @cython.final
@@ -26,10 +30,10 @@ cdef class Slots:
     by the trainer. When worker k is gone, its tickets are reposted, and the slots of its published
     tickets are known, the supervisor changes k of all others, by compare-and-swap (`reclaim`).
 
-    A slot of the trainer is leased while its `uses` are not 0: `vacate` sets it to 1 for the `Lease`,
-    which any thread drops, also inside garbage collection; a fork of a worker adds 1 while the lease
-    is in the list of what is in use (so that it has not ended), which the `Inherited` of that worker ends.
-    The party that makes it 0 frees the slot. A copy of this object in a forked process changes nothing.
+    A slot of the trainer is leased while its `uses` are not 0: `vacate` adds LEASED for the `Lease`,
+    which any thread drops, also inside garbage collection; a fork adds PINNED to what is leased, since
+    the child may read it, and the next epoch's begin ends that. The party that makes it 0 frees the
+    slot. A copy of this object in a forked process changes nothing.
 
     A search for the lowest free slot begins at the `hint`. Freeing a slot below lowers it; a search
     over many slots raises it, then looks at these once more. A wrong hint costs memory only.
@@ -55,8 +59,9 @@ cdef class Slots:
         self.table = <slot_table*>self.mapping.data
         self.depth = forks_here[0]
         self.lent = {}
-        self.peaked_ns = cseq_now_ns()
         if owner == TRAINER:
+            tables[:] = [ref for ref in tables if ref() is not None]
+            tables.append(weak_reference(self))
             self.commit(0, PAGE)
             self.extend()
             self.word(0)[0] = TRAINER  # that of the table
@@ -123,7 +128,7 @@ cdef class Slots:
         return found, used
 
     def is_leased(self, Py_ssize_t slot):
-        """Whether a slot has a lease, or a forked worker may read it."""
+        """Whether a slot has a lease, or is pinned for a forked process."""
         self.check(slot)
         return cseq_load_acq_u32(self.uses(slot)) != 0
 
@@ -216,24 +221,6 @@ cdef class Slots:
         self.set_free(slot)
         return not error
 
-    @property
-    def room(self):
-        """Bytes that slots shrink to before they are used again, if they are much larger; 0: none do."""
-        return 0 if self.table == NULL else cseq_load_rlx_u64(&self.table.room)
-
-    @room.setter
-    def room(self, uint64_t nbytes):
-        if self.table != NULL:
-            cseq_store_rlx_u64(&self.table.room, nbytes)
-
-    def trim(self, Py_ssize_t slot):
-        """Shrink a slot that this process has, if it is too large; return how many bytes it has."""
-        cdef uint64_t room = self.room
-        self.check(slot)
-        if self.is_excessive(self.committed(slot)) and self.punch(slot, room) == 0:
-            self.set_committed(slot, room)
-        return self.committed(slot)
-
     cdef int punch(self, Py_ssize_t slot, uint64_t nbytes) noexcept:
         """Give the pages of a slot back but for the first `nbytes`; 0: done."""
         with nogil:
@@ -241,18 +228,16 @@ cdef class Slots:
 
     # -- leased
 
-    def lend(self, Py_ssize_t slot, Mapping mapping not None, Py_ssize_t used=-1):
+    def lend(self, Py_ssize_t slot, Mapping mapping not None):
         """The memory of a slot that a ticket lies in, for a batch that is being decoded.
 
         Always the same `Lease` until `vacate`: views of an interrupted decode and those of the next
-        one share it. A forked process gets a copy of the first `used` bytes; -1: of all.
+        one share it.
         """
         cdef Lease lease = self.lent.get(slot)
         self.check(slot)
         if lease is not None:
             return lease
-        if used > mapping.size:
-            raise ValueError(f"used={used} exceeds a mapping of {mapping.size} bytes")
         if cseq_load_acq_u32(self.word(slot)) == FREE or cseq_load_acq_u32(self.uses(slot)):
             raise RuntimeError(f"slot {slot} is not taken")
         lease = Lease.__new__(Lease)
@@ -261,8 +246,6 @@ cdef class Slots:
         lease.mapping = mapping
         lease.slot = slot
         lease.early = cseq_load_acq_u64(&self.held) < HARDLY_ANY
-        if used:
-            cseq_span_add(in_use, &lease.span, lease.data, used if used > 0 else lease.size)
         self.lent[slot] = lease
         return lease
 
@@ -281,12 +264,11 @@ cdef class Slots:
         if lease is None:
             self.set_free(slot)
             return 0
-        if cseq_add_sc_u32(self.uses(slot), 1):
+        if cseq_add_sc_u32(self.uses(slot), LEASED):
             raise RuntimeError(f"slot {slot} is leased already")
         self.peak_held = max(self.peak_held, cseq_add_sc_u64(&self.held, 1) + 1)
-        cseq_add_sc_u64(&self.held_bytes, <uint64_t>lease.size)
+        cseq_add_sc_u64(&self.held_bytes, self.committed(slot))
         lease.slots = self
-        cseq_span_lease(in_use, &lease.span, <void*>self, slot, self.uses(slot))
         return 0
 
     cdef int detach(self, cseq_cell* c) except -1:
@@ -303,71 +285,56 @@ cdef class Slots:
         """The most bytes that a ticket took, and the most leases alive, since this was called."""
         peak = self.peak_bytes, self.peak_held
         self.peak_bytes, self.peak_held = 0, self.held
-        self.peaked_ns = cseq_now_ns()
         return peak
 
-    cpdef bint is_due(self) noexcept:
-        """Whether `peak` was not called for a second: see `Arena.tidy`."""
-        return cseq_now_ns() - self.peaked_ns > SECOND
+    def pin(self):
+        """Keep what is leased in use until `unpin`: a process is forked that may read it."""
+        cdef Py_ssize_t slot
+        for slot in range(1, self.count() if forks_here[0] == self.depth else 0):
+            if cseq_cas_sc_u32(self.uses(slot), LEASED, LEASED + PINNED):  # SYNC: slot is free
+                self.pinned = True
 
-    cdef bint end_use(self, Py_ssize_t slot) noexcept nogil:
-        """End one use of a leased slot. True: it was the last; the slot is the caller's, to be freed.
+    def unpin(self):
+        """Free what was pinned, and is not leased any more."""
+        cdef Py_ssize_t slot
+        if self.pinned:
+            self.pinned = False
+            for slot in range(1, self.count()):
+                if cseq_load_acq_u32(self.uses(slot)) >= PINNED and self.end_use(slot, PINNED):
+                    self.set_free(slot)
+
+    cdef bint end_use(self, Py_ssize_t slot, uint32_t use) noexcept nogil:
+        """End a use of a slot. True: it was the last; the slot is the caller's, to be freed.
         In a forked process, the use is not its own."""
-        return (forks_here[0] == self.depth and self.table != NULL
-                and cseq_add_sc_u32(self.uses(slot), <uint32_t>-1) == 1)
+        if (forks_here[0] != self.depth or self.table == NULL
+                or cseq_add_sc_u32(self.uses(slot), -use) != use):
+            return False
+        cseq_add_sc_u64(&self.held_bytes, -self.committed(slot))
+        return True
+
+
+def pin_leased():
+    """Pin what is leased, before a fork. In C alone: no signal handler runs here."""
+    for ref in tables:
+        slots = ref()
+        if slots is not None:
+            (<Slots>slots).pin()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=pin_leased)
 
 
 @cython.final
 @cython.no_gc
 cdef class Lease(Memory):
-    """A leased slot. Deallocating this object, on any thread, frees the slot unless a `Inherited` has it."""
+    """A leased slot. Deallocating this object, on any thread, ends the lease."""
 
     def __dealloc__(self):
-        cseq_span_remove(in_use, &self.span)
         if self.slots is None:
             return
-        if self.slots.end_use(self.slot):
+        if self.slots.end_use(self.slot, LEASED):
             if CSEQ_POISON:
                 memset(self.data, 0xDB, self.size)
             self.slots.set_free(self.slot)
-        cseq_add_sc_u64(&self.slots.held_bytes, -<uint64_t>self.size)
         cseq_add_sc_u64(&self.slots.held, <uint64_t>-1)  # the table may be unmapped from now on
-
-
-@cython.final
-@cython.no_gc
-cdef class Inherited:
-    """The leased slots that a forked worker has inherited: in use until this object is gone."""
-
-    cdef cseq_kept kept
-
-    def __len__(self):
-        return self.kept.count
-
-    def __dealloc__(self):
-        cdef Slots slots
-        cdef uint64_t i
-        for i in range(self.kept.count):
-            slots = <Slots>self.kept.all[i].slots
-            if slots.end_use(<Py_ssize_t>self.kept.all[i].slot):
-                slots.set_free(<Py_ssize_t>self.kept.all[i].slot)
-            Py_DECREF(slots)
-        free(self.kept.all)
-
-
-def fork_worker():
-    """Fork a worker, which shares the leased slots with this process instead of copies of them.
-
-    Returns
-    -------
-    tuple of (int, Inherited)
-        As of `fork`; and what keeps those slots from being used again, to be held until the process
-        has certainly ended.
-
-    Raises
-    ------
-    OSError
-        There can be no more processes.
-    """
-    cdef Inherited kept = Inherited()
-    return fork_keeping(&kept.kept), kept

@@ -12,7 +12,7 @@ with the last of them.
     worker   free ──────────────────────► its ticket's ──┬──────────► leased ──► free
                                                          └─ copied ────────────► free
 
-At most once a second, free slots shrink to what the batches since then have needed (`tidy`).
+Where an epoch begins, free slots are given back that the last one has not needed (`tidy`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import logging
 from typing import TYPE_CHECKING, Protocol
 
 from cseq._core import Lock
-from cseq._memory import BULKY, SMALL, Mapping, Memory, Slots, commit, copy_of
+from cseq._memory import SMALL, Mapping, Memory, Slots, commit, copy_of
 from cseq.memory.segment import FIRST, Segment, room_for
 from cseq.system import memory_limit_of
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("cseq")
 
 MAX_LEASED = 16384  # slots, each a mapping: a process can have 65530, for all that it does
-SLACK = BULKY  # bytes; a slot shrinks if its excess is more than this and than what is needed
 
 
 class Locks(Protocol):
@@ -52,8 +51,8 @@ class Arena:
     Parameters
     ----------
     memory_limit : int, str or None
-        Most bytes of slots that may be leased, or free and committed beyond what the tickets need;
-        large leaves of further batches are copied out of their slots. See `memory_limit_of`.
+        Most bytes of slots that may be leased or pinned; large leaves of further batches are copied
+        out of their slots. See `memory_limit_of`.
     locks : Locks, optional
         Registers every mapping that is made, until a larger one replaces it.
     tickets : int
@@ -113,11 +112,11 @@ class Arena:
 
     def lend(self, slot: int, used: int, capacity: int) -> Memory:
         """Return the first `used` bytes of a taken slot: its lease, or a copy; see `lease`."""
-        lease = self.lease(slot, used, capacity) if used > SMALL else None
+        lease = self.lease(slot, capacity) if used > SMALL else None
         return copy_of(self.mapping_of(slot, capacity), used) if lease is None else lease
 
-    def lease(self, slot: int, used: int, capacity: int) -> Memory | None:
-        """Return the first `used` bytes of a taken slot, valid while there are references to them.
+    def lease(self, slot: int, capacity: int) -> Memory | None:
+        """Return the memory of a taken slot, valid while there are references to it.
 
         The lease begins with `Slots.adopt`: the slot is free again when the last view of the memory
         is gone. None: too many slots are leased, and what is to be held has to be copied.
@@ -129,7 +128,7 @@ class Arena:
             mapping = self._look(slot, capacity)
             may_be_held = self.slots.leased_bytes + capacity <= self.memory_limit
             if may_be_held and self.slots.leased < self._most_leased():
-                return self.slots.lend(slot, mapping, used)
+                return self.slots.lend(slot, mapping)
             self._count_copy(capacity)
         return None
 
@@ -146,8 +145,6 @@ class Arena:
 
     def _look(self, slot: int, capacity: int) -> Mapping:
         """Return the memory of the slot of a ticket."""
-        if self.slots.is_due():
-            self._tidy()
         mapping = self.mapped[slot] if slot < len(self.mapped) else None
         if mapping is None or mapping.nbytes < capacity:
             mapping = self._map(slot, capacity)
@@ -174,28 +171,22 @@ class Arena:
             self._locks.unregister(before)
 
     def tidy(self) -> None:
-        """Give back pages that no batch has needed since this was done last."""
-        with self._lock.hold():
-            self._tidy()
+        """Where an epoch begins, free what forks pinned, and give back what the last did not need.
 
-    def _tidy(self) -> None:
-        used, held = self.slots.peak()
-        if not used:
-            return
-        room = room_for(used, 0, self.segment.width)
-        if self._locks is None:  # a device would go on using pages that a worker gives back
-            self.slots.room = room
-        free, busy = self.slots.free()
-        spare = max(0, self._tickets + self.slots.leased - busy)  # as many as tickets could need
-        left = self.memory_limit - self.slots.leased_bytes
-        for k, (slot, nbytes) in enumerate(free):
-            size = room if nbytes > max(2 * room, room + SLACK) else nbytes
-            if k >= spare:
-                left -= size
-                if k >= spare + held or left < 0:
-                    size = 0
-            if size < nbytes and self.slots.shrink(slot, size):
-                self._unmap(slot)
+        Of each free slot, all beyond its largest batch, if that is more than half; and the slots
+        beyond those of its tickets and of the batches that were held at a time.
+        """
+        with self._lock.hold():
+            self.slots.unpin()
+            largest, held = self.slots.peak()
+            if not largest:
+                return
+            room = room_for(largest, 0, self.segment.width)
+            free, busy = self.slots.free()
+            for k, (slot, nbytes) in enumerate(free, busy):
+                size = 0 if k >= self._tickets + held else room if nbytes > 2 * room else nbytes
+                if size < nbytes and self.slots.shrink(slot, size):
+                    self._unmap(slot)
 
     def _most_leased(self) -> int:
         """Return how many slots may be leased at a time."""

@@ -112,7 +112,7 @@ class Writer(SlotEncoder):
         assert self.slots is not None
         if self.slot < 0:
             self.take()
-        capacity = self.slots.trim(self.slot)
+        capacity = self.slots.nbytes(self.slot)
         if capacity < FIRST:
             self._commit(0, FIRST)
             capacity = FIRST

@@ -1,4 +1,4 @@
-/* What the headers have for macOS alone, where files and forks are concerned; see darwin.h.
+/* What the headers have for macOS alone, where files are concerned; see darwin.h.
  *
  *   darwin FOLDER
  */
@@ -7,9 +7,8 @@
 #include <stdio.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 
-#include "cseq_fork.h"
+#include "cseq_map.h"
 
 #define REQUIRE(condition) \
     if (!(condition)) return fprintf(stderr, "FAILED, line %d: %s\n", __LINE__, #condition), 1
@@ -34,25 +33,6 @@ int main(int count, char **arguments) {
     REQUIRE(cseq_commit(reader, AT, SIZE) == EBADF);
     REQUIRE(fstat(fd, &after) == 0 && after.st_blocks == before.st_blocks);
     REQUIRE(cseq_punch(fd, AT, SIZE) == ENOSYS);
-
-    /* a child has what is in use for itself */
-    cseq_list spans = {0, 0};
-    cseq_span span;
-    char *mine = cseq_map(fd, AT, SIZE, 0), *other = cseq_map(fd, AT, SIZE, 0);
-    REQUIRE(mine && other && mine[0] == 0);
-    memset(mine, 1, SIZE);
-    cseq_span_add(&spans, &span, mine, SIZE);
-    cseq_spans_prepare(&spans, 0);
-    pid_t child = fork();
-    if (!child) {
-        cseq_spans_child(&spans);
-        memset(other, 2, SIZE); /* as its parent would, later */
-        _exit(mine[0] == 1 && mine[SIZE - 1] == 1 ? 0 : 1);
-    }
-    cseq_spans_parent(&spans);
-    int status;
-    REQUIRE(waitpid(child, &status, 0) == child && status == 0);
-    REQUIRE(mine[0] == 2 && mine[SIZE - 1] == 2);
     puts("ok");
     return 0;
 }

@@ -7,8 +7,6 @@
 #include "cseq_fault.h"
 #include "cseq_fault.h"
 #include "cseq_feistel.h"
-#include "cseq_fork.h"
-#include "cseq_list.h"
 #include "cseq_map.h"
 #include "cseq_meter.h"
 #include "cseq_place.h"

@@ -64,9 +64,10 @@ def shared(most: int = 4096) -> tuple[Segment, Slots]:
     return segment, Slots(segment.fd, segment.width, segment.slots)
 
 
-def lease(slots: Slots, slot: int, mapping: Mapping, used: int = -1) -> Lease:
+def lease(slots: Slots, slot: int, mapping: Mapping) -> Lease:
     """Lend a taken slot, and be done with its ticket: the lease frees it."""
-    lent = slots.lend(slot, mapping, used)
+    lent = slots.lend(slot, mapping)
+    slots.resize(slot, mapping.nbytes)
     slots.adopt(slot, mapping.nbytes)
     slots.vacate(slot)
     return lent

@@ -367,57 +367,39 @@ def through(arena: Arena, writer: Writer, nbytes: int, value: int = 0) -> Any:
 
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("nbytes", [100, MIB, 5 * MIB])
-def test_slots_shrink_after_a_rare_huge_batch(arena: Arena, writer: Writer, nbytes: int) -> None:
+def test_slots_shrink_after_an_epoch_without_huge_batches(nbytes: int) -> None:
     """Pages that no batch needs any more are given back; what is held stays."""
+    arena = Arena(tickets=4)
+    writer = Writer(arena.segment.fd, arena.segment.width)
     huge = [through(arena, writer, 60 * MIB, value) for value in range(3)]
     held = huge.pop()
     del huge
-    assert committed(arena) >= 180 * MIB
     arena.tidy()
     assert committed(arena) >= 180 * MIB
     for number in range(5):
         assert (through(arena, writer, nbytes, number % 256) == number % 256).all()
     arena.tidy()
-    assert 60 * MIB <= committed(arena) <= 61 * MIB + 5 * nbytes
+    assert 60 * MIB <= committed(arena) <= 61 * MIB + 10 * nbytes
     assert held.min() == held.max() == 2
     del held
     through(arena, writer, nbytes)
     arena.tidy()
-    assert committed(arena) <= MIB + 5 * nbytes
+    assert committed(arena) <= MIB + 10 * nbytes
     assert (through(arena, writer, 60 * MIB, 9) == 9).all()
+    writer.close()
+    arena.close()
 
 
 @pytest.mark.needs("Linux")
 def test_slots_that_were_held_once_are_given_back(arena: Arena, writer: Writer) -> None:
     """Slots that only many held batches needed do not stay committed."""
     held = [through(arena, writer, 2 * MIB, value) for value in range(30)]
-    assert committed(arena) >= 60 * MIB
     held.clear()
     arena.tidy()
-    assert committed(arena) >= 60 * MIB
+    assert committed(arena) >= 58 * MIB
     through(arena, writer, 2 * MIB)
     arena.tidy()
     assert committed(arena) <= 5 * MIB
-
-
-@pytest.mark.needs("Linux")
-def test_the_limit_is_for_free_slots_too() -> None:
-    """What is free and committed counts as what is held does, but for what tickets need."""
-    arena = Arena(20 * MIB, tickets=4)
-    writer = Writer(arena.segment.fd, arena.segment.width)
-    slots = [acquire(arena) for _ in range(30)]
-    for slot in slots:
-        writer.select(slot, arena.slots.nbytes(slot))
-        writer.place(2 * MIB)
-        arena.mapping_of(slot, writer.capacity)
-    for slot in slots:
-        arena.slots.release(slot)
-    assert 60 * MIB <= committed(arena) <= 61 * MIB
-    through(arena, writer, 2 * MIB)
-    arena.tidy()
-    assert 8 * MIB <= committed(arena) <= 28 * MIB
-    writer.close()
-    arena.close()
 
 
 @pytest.mark.needs("Linux")
@@ -448,7 +430,6 @@ def test_page_locked_slots_shrink_unlocked(writer: Writer) -> None:
 
 
 RARE = """
-import time
 import numpy as np
 import cseq
 from cseq import testing
@@ -457,28 +438,27 @@ class Worker:
     kept = None
     def __getitem__(self, indices):
         number = int(indices[0])
-        time.sleep(0.016)  # slots shrink two seconds later
-        made = np.full(4_000_000 if 20 <= number < 32 else SIZE, number)
-        self.kept = made if number % 5 == 0 else None
+        huge = cseq.worker_info().epoch == 0 and 20 <= number < 32
+        made = np.full(4_000_000 if huge else SIZE, number)
+        self.kept = made if huge and number % 5 == 0 else None
         return made
 
 def committed(m):
     return testing.slots(m).committed / 2**20
 
-m = cseq.MPSequence(Worker, 360, batch_size=1, num_workers=2, shuffle=False, out_type="null")
+m = cseq.MPSequence(Worker, 60, batch_size=1, num_workers=2, shuffle=False, out_type="null")
 with m.start() as batches:
-    for number, batch in enumerate(batches):
-        assert batch.min() == batch.max() == number
-        if number == 31:
-            print(committed(m) > 30)
-    del batch
-    print(committed(m) < 32)
+    for epoch in range(3):
+        for number, batch in enumerate(batches):
+            assert batch.min() == batch.max() == number
+        del batch
+        print(committed(m) < 32)
 """
 
 
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("size", [10, 50_000])
 def test_a_script_with_rare_huge_batches(run_script: RunScript, size: int) -> None:
-    """Workers that keep arrays, and small batches that go the short way, do not hold memory."""
+    """What huge batches took is given back after an epoch without any."""
     done = run_script(RARE.replace("SIZE", str(size)))
-    assert (done.stdout, done.stderr) == ("True\nTrue\n", "")
+    assert (done.stdout, done.stderr) == ("False\nFalse\nTrue\n", "")

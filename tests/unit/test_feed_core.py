@@ -313,9 +313,8 @@ class Slotted:
         """Leave the exception as it is."""
         return error, None
 
-    def lend(self, slot: int, used: int, capacity: int) -> Any:
+    def lend(self, slot: int, capacity: int) -> Any:
         """Lend a slot."""
-        assert used <= capacity
         return self.slots.lend(slot, self.mapped[slot]) if self.lends else None
 
     def decode(
@@ -390,7 +389,6 @@ class Written(Slotted):
         record = codec.encode(batch, self.scratch)
         self.mapped[slot].store_from(0, self.scratch.memory, record.used)
         self.runner.publish(0, record, WIDTH, slot)
-        self.slots.peak()  # nothing is to be tidied for a second
 
     def learn(self, batch: Any) -> Any:
         """Decode a batch of this structure by `codec.decode`."""

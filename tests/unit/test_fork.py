@@ -1,31 +1,28 @@
-"""A batch belongs to its process: what a forked one does to it is seen there alone.
-
-But a worker that cseq forks shares it with the trainer, and keeps its slot in use.
-"""
+"""A forked process shares the batches that are held: their slots are pinned for the epoch."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
-from slots import lease, shared
+from slots import filled, whole
 
-from cseq._memory import Mapping, Window, fork_worker
-from cseq.memory.segment import Segment
+from cseq._memory import fork
+from cseq.memory.arena import Arena
+from cseq.memory.writer import Writer
 from cseq.system import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
     from conftest import RunScript
 
 pytestmark = pytest.mark.needs("fork")
 
-PAGE = mmap.PAGESIZE
+NBYTES = MIB
 
 
 def in_child(act: Callable[[], bool]) -> bool:
@@ -40,236 +37,117 @@ def in_child(act: Callable[[], bool]) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def parts(nbytes: int) -> tuple[Segment, Mapping, np.ndarray[Any, Any]]:
-    """Make a file of a few bytes, a mapping of it, and an array on a second mapping."""
-    segment = Segment.create(nbytes)
-    second = Mapping(segment.fd, 0, nbytes)
-    return segment, Mapping(segment.fd, 0, nbytes), second.view(0, np.dtype("u1"), (nbytes,))
+def held(arena: Arena, value: int) -> np.ndarray[Any, Any]:
+    """Make an array on a leased slot."""
+    writer = Writer(arena.segment.fd, arena.segment.width)
+    array = whole(filled(arena, writer, value, NBYTES), NBYTES)
+    writer.close()
+    return array
 
 
-@pytest.mark.parametrize("nbytes", [100, PAGE, 3 * MIB + 5])
-def test_a_lease_is_private_in_a_child(nbytes: int) -> None:
-    """What either side writes to a lease after a fork is not seen on the other."""
-    segment, mapping, through = parts(nbytes)
-    _, slots = shared()
-    array = lease(slots, slots.take(), mapping).view(0, np.dtype("u1"), (nbytes,))
-    array[:] = 1
-    reader, writer = os.pipe()
+def test_a_child_shares_what_is_leased(arena: Arena) -> None:
+    """Each side sees what the other writes there, as with torch's shared tensors."""
+    array = held(arena, 1)
 
     def act() -> bool:
         seen = array.min() == array.max() == 1
-        os.read(reader, 1)  # until the parent has written
-        seen = bool(seen) and array.min() == array.max() == 1
-        array[:] = 3
-        grandchild = in_child(lambda: bool(array.min() == array.max() == 3))
-        return bool(seen) and grandchild and array.max() == 3
+        array[:] = 2
+        return bool(seen)
 
+    assert in_child(act)
+    assert array.min() == array.max() == 2
+
+
+def test_a_leased_slot_is_not_used_again_before_the_next_epoch(arena: Arena) -> None:
+    """Also if the parent drops its batch; a child that drops it frees nothing."""
+    array = held(arena, 1)
+    slots, reader, writer = arena.slots, *os.pipe()
     child = os.fork()
     if not child:
-        os._exit(0 if act() else 1)
-    os.close(reader)
-    through[:] = 2
-    os.write(writer, b"!")
-    os.close(writer)
-    assert os.waitpid(child, 0)[1] == 0
-    assert array.min() == array.max() == 2
-    assert slots.leased == 1
-    segment.close()
-
-
-def test_a_child_lets_go() -> None:
-    """A lease that ends in a child frees nothing in the parent, and does not fail."""
-    segment, mapping, _ = parts(PAGE)
-    _, slots = shared()
-    held = [lease(slots, slots.take(), mapping)]
-
-    def act() -> bool:
-        held.clear()
-        return slots.leased == 0
-
-    assert in_child(act)
-    assert slots.leased == 1
-    segment.close()
-
-
-def test_only_what_is_used_is_copied() -> None:
-    """Of a lease, the child gets the bytes of the batch; the rest stays what it was."""
-    segment, mapping, through = parts(4 * PAGE)
-    _, slots = shared()
-    held = lease(slots, slots.take(), mapping, PAGE + 1)
-    whole = held.view(0, np.dtype("u1"), (4 * PAGE,))
-
-    def act() -> bool:
-        whole[:] = 7
-        return True
-
-    assert in_child(act)
-    assert through[: 2 * PAGE].max() == 0
-    assert through[2 * PAGE :].min() == 7
-    segment.close()
-
-
-def test_a_window_is_private_in_a_child() -> None:
-    """Arrays of `cseq.empty` are, too; when the last is gone, nothing is copied any more."""
-    segment, mapping, through = parts(PAGE)
-    held = [Window(mapping).view(0, np.dtype("u1"), (PAGE,))]
-    whole = mapping.view(0, np.dtype("u1"), (PAGE,))
-
-    def act() -> bool:
-        held[0][:] = 1
-        return bool(held[0].min() == 1)
-
-    assert in_child(act)
-    assert through.max() == 0
-    held.clear()
-
-    def act_again() -> bool:
-        whole[:] = 2
-        return True
-
-    assert in_child(act_again)
-    assert through.min() == 2
-    segment.close()
-
-
-def test_a_forked_worker_keeps_a_leased_slot() -> None:
-    """It reads the trainer's memory; the slot is free once the lease and all workers are gone."""
-    segment, mapping, through = parts(PAGE)
-    _, slots = shared()
-    array = lease(slots, slots.take(), mapping).view(0, np.dtype("u1"), (PAGE,))
-    array[:] = 1
-    reader, writer = os.pipe()
-    workers = []
-    for _ in range(2):
-        pid, kept = fork_worker()
-        if not pid:
-            os.read(reader, 1)  # until the parent has written, and dropped the lease
-            seen = array.min() == array.max() == 2
-            del array  # frees nothing
-            os._exit(0 if seen and through.min() == 2 else 1)
-        workers.append((pid, kept))
-    array[:] = 2
+        os.read(reader, 1)  # until the parent has dropped its own, and filled another slot
+        good = array.min() == array.max() == 1
+        del array
+        os._exit(0 if good and slots.is_leased(1) else 1)
     del array
     assert slots.leased == 0
     assert slots.is_leased(1)
-    assert slots.take() == 2
-    slots.release(2)
-    os.write(writer, b"!!")
-    while workers:
-        assert slots.free()[1] == 1
-        pid, kept = workers.pop()
-        assert os.waitpid(pid, 0)[1] == 0
-        assert len(kept) == 1
-        del kept
+    other = held(arena, 2)
+    assert slots.is_leased(2)
+    os.write(writer, b"!")
+    assert os.waitpid(child, 0)[1] == 0
+    assert slots.is_leased(1)
+    arena.tidy()
+    assert not slots.is_leased(1)
+    assert slots.is_leased(2)
     assert slots.take() == 1
-    assert through.min() == through.max()
-    for fd in (reader, writer):
-        os.close(fd)
-    segment.close()
+    assert other.min() == other.max() == 2
+    os.close(reader)
+    os.close(writer)
 
 
-def test_a_lease_that_outlives_the_workers_frees_its_slot() -> None:
-    """Whichever of them ends last, in whatever order."""
-    segment, mapping, _ = parts(PAGE)
-    _, slots = shared()
-    held = [lease(slots, slots.take(), mapping)]
-    pid, kept = fork_worker()
-    if not pid:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    del kept
-    assert slots.free()[1] == 1
-    held.clear()
-    assert slots.take() == 1
-    segment.close()
+def test_a_lease_that_outlives_the_epoch_frees_its_slot(arena: Arena) -> None:
+    """Whichever ends last."""
+    array = held(arena, 1)
+    for _ in range(2):
+        assert in_child(lambda: True)
+    arena.tidy()
+    assert arena.slots.is_leased(1)
+    assert arena.slots.leased_bytes > 0
+    del array
+    assert not arena.slots.is_leased(1)
+    assert arena.slots.leased_bytes == 0
 
 
-def test_what_is_not_leased_yet_is_copied_for_a_worker() -> None:
-    """The slot is still its ticket's, which may use it again: the worker has its own."""
-    segment, mapping, through = parts(PAGE)
-    _, slots = shared()
-    lent = slots.lend(slots.take(), mapping)
-    array = lent.view(0, np.dtype("u1"), (PAGE,))
-    pid, kept = fork_worker()
-    if not pid:
-        array[:] = 1
-        os._exit(0 if through.max() == 0 else 1)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert len(kept) == 0
-    assert through.max() == 0
-    segment.close()
+def test_what_is_pinned_counts_for_the_limit() -> None:
+    """Beyond it, batches are copied out of their slots."""
+    arena = Arena(5 * NBYTES)
+    for number in range(8):
+        array = held(arena, number)
+        assert in_child(lambda: True)
+    assert array.min() == array.max() == 7
+    assert arena.copies > 0
+    assert arena.slots.leased_bytes <= 5 * NBYTES
+    del array
+    arena.tidy()
+    assert arena.slots.leased_bytes == 0
+    arena.close()
 
 
-def test_leases_begin_and_end_while_workers_are_forked() -> None:
+def test_a_childs_own_children_pin_nothing(arena: Arena) -> None:
+    """Its copy of the table is not the owner, and nothing would end that."""
+    arrays = [held(arena, 1)]
+    assert in_child(lambda: in_child(lambda: bool(arrays[0].max() == 1)))
+    arena.tidy()
+    arrays.clear()
+    assert not arena.slots.is_leased(1)
+
+
+def test_leases_begin_and_end_while_processes_are_forked(arena: Arena) -> None:
     """Each slot is free in the end; none is given out twice meanwhile."""
-    segment, mapping, _ = parts(PAGE)
-    _, slots = shared()
-    ending = threading.Event()
+    slots, ending = arena.slots, threading.Event()
 
     def hold() -> None:
-        held = []
+        arrays = []
         while not ending.is_set():
-            held.append(lease(slots, slots.take(), mapping))
-            if len(held) > 7:
-                held.clear()
+            arrays.append(held(arena, 1))
+            if len(arrays) > 3:
+                arrays.clear()
 
     threads = [threading.Thread(target=hold) for _ in range(3)]
     for thread in threads:
         thread.start()
-    workers: list[tuple[int, object]] = []
-    for _ in range(20):
-        pid, kept = fork_worker()
-        if not pid:
+    for _ in range(10):
+        child = fork()
+        if not child:
             os._exit(0)
-        workers.append((pid, kept))
-        if len(workers) > 2:
-            os.waitpid(workers.pop(0)[0], 0)
-        del kept
+        os.waitpid(child, 0)
+        arena.tidy()
     ending.set()
     for thread in threads:
         thread.join()
-    for worker in workers:
-        os.waitpid(worker[0], 0)
-    assert sum(map(slots.is_leased, range(1, slots.capacity))) == slots.free()[1]
-    del worker
-    workers.clear()
+    arena.tidy()
     assert slots.free()[1] == 0
     assert slots.leased == slots.leased_bytes == 0
-    segment.close()
-
-
-LIMITED = """
-import mmap, os, resource, sys
-import numpy as np
-from cseq._memory import Mapping
-from cseq._memory import Slots
-from cseq.system import MIB
-from cseq.memory.segment import Segment
-
-segment = Segment.create(600 * MIB, 2)
-slots = Slots(segment.fd, segment.width, 2)
-slot = slots.take()
-lent = slots.lend(slot, Mapping(segment.fd, segment.width, 600 * MIB))
-slots.adopt(slot, 0)
-slots.vacate(slot)
-array = lent.view(0, np.dtype("u1"), (600 * MIB,))
-pages = int(open("/proc/self/statm").read().split()[0])
-limit = pages * mmap.PAGESIZE + 100 * MIB
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-child = os.fork()
-if not child:
-    array[:] = 1
-    os._exit(0)
-print(os.waitpid(child, 0)[1], array.max())
-"""
-
-
-@pytest.mark.needs("Linux")
-def test_no_memory_for_the_copy(run_script: RunScript) -> None:
-    """A child that cannot have its copy ends, and says so; the parent goes on."""
-    done = run_script(LIMITED)
-    assert done.stdout.split() == [str(1 << 8), "0"]
-    assert "no memory for its copy" in done.stderr
 
 
 # -- a user's script ----------------------------------------------------------------------------
@@ -288,10 +166,9 @@ def ok(array, number):
 
 def child(batch, number, go, result):
     good = ok(batch, number)
-    batch += 1000
-    result.send("written")
+    result.send("read")
     go.recv()
-    result.send(bool(good and ok(batch, number + 1000)))
+    result.send(bool(good and ok(batch, number)))
 
 def start(batch, number, kind, context):
     go, gone = context.Pipe(), context.Pipe()
@@ -310,7 +187,7 @@ def start(batch, number, kind, context):
         if made:
             made.join()
         wait = process.join
-    assert gone[0].recv() == "written"
+    assert gone[0].recv() == "read"
     def end():
         go[0].send(1)
         assert gone[0].recv() is True
@@ -334,8 +211,8 @@ def main(kind, options):
             assert all(ok(*entry) for entry in held)
             if len(held) > 2:
                 del held[0]
-    for end in ends:
-        end()
+        for end in ends:
+            end()
     print(len(ends), "children")
 
 if __name__ == "__main__":
@@ -353,7 +230,7 @@ POOLS = [
 @pytest.mark.parametrize("kind", ["os", "multiprocessing", "thread"])
 @pytest.mark.parametrize("options", POOLS, ids=lambda options: "-".join(options.values()))
 def test_children_of_a_loop(run_script: RunScript, kind: str, options: dict[str, str]) -> None:
-    """A child writes to its batch and holds it while its parent loops on: each has its own."""
+    """A child holds its batch, which its parent drops, to the end of the epoch."""
     done = run_script(LOOP, kind, repr(options))
     assert (done.stdout, done.stderr) == ("6 children\n", "")
 
@@ -397,85 +274,6 @@ def test_a_batch_in_another_managers_worker(run_script: RunScript) -> None:
     """A worker object that holds a batch of another manager reads it while that one goes on."""
     done = run_script(NESTED)
     assert (done.stdout, done.stderr) == ("done\n", "")
-
-
-KEEPING = """
-import time
-import numpy as np
-import cseq
-from cseq import testing
-
-class Worker:
-    def __getitem__(self, indices):
-        return np.full((len(indices), 30_000), indices[0], np.int64)
-
-class Holder:
-    batch = None
-    def __getitem__(self, indices):
-        if self.batch is None:
-            return -1, -1
-        return int(self.batch.min()), int(self.batch.max())
-
-def turn(count):
-    for _ in range(count):
-        next(iterator)[:] = -1
-
-def replace(number):
-    testing.await_workers(inner)
-    before = testing.pids(inner)
-    testing.kill(inner, number)
-    while testing.pids(inner)[number] == before[number]:
-        seen.add(next(others))
-    testing.await_workers(inner)
-
-outer = cseq.MPSequence(Worker, 400, batch_size=1, num_workers=1, shuffle=False, out_type="null")
-holder = Holder()
-inner = cseq.MPSequence(
-    holder, 10**9, batch_size=1, num_workers=2, shuffle=False, out_type="null",
-    start_method="fork", buffer=4,
-)
-seen = set()
-with outer.start() as iterator:
-    iterator = iter(iterator)
-    turn(5)
-    holder.batch = next(iterator)
-    with inner.start() as others:
-        others = iter(others)
-        testing.await_workers(inner)
-        holder.batch = None
-        print("kept for the workers", testing.slots(outer).leased)
-        turn(50)
-        for _ in range(50):
-            seen.add(next(others))
-        replace(0)
-        while (-1, -1) not in seen:
-            seen.add(next(others))
-        turn(50)
-        print("and for one of them", testing.slots(outer).leased, sorted(seen))
-        replace(1)
-        print("and for none", testing.slots(outer).leased)
-        holder.batch = next(iterator)
-        replace(0)
-        holder.batch = None
-        print("and for a replacement", testing.slots(outer).leased)
-        turn(50)
-    print("and after its end", testing.slots(outer).leased)
-    turn(50)
-    print(testing.slots(outer).total <= 16)
-"""
-
-
-def test_held_batches_are_kept_for_forked_workers(run_script: RunScript) -> None:
-    """They read them intact while the loops go on, until they end; so do their replacements."""
-    done = run_script(KEEPING)
-    assert done.stdout.splitlines() == [
-        "kept for the workers 1",
-        "and for one of them 1 [(-1, -1), (5, 5)]",
-        "and for none 0",
-        "and for a replacement 1",
-        "and after its end 0",
-        "True",
-    ]
 
 
 HELD = """
@@ -529,17 +327,15 @@ class Forking:
         if number % 3 == 0:
             self.kept = made[1]
         before = None if self.kept is None else int(self.kept[0])
-        reader, writer = os.pipe()
+        (reader, writer), (seen, looked) = os.pipe(), os.pipe()
         def fork():
             child = os.fork()
             if not child:
                 good = all(a.min() == a.max() == number for a in made)
-                for array in made:
-                    array[:] = -1
+                os.write(looked, b"!")
                 mine = np.full(100_000, 3.0), cseq.empty(100_000)
                 mine[1][:] = 4
                 os.read(reader, 1)  # some batches later
-                good = good and all(a.min() == a.max() == -1 for a in made)
                 good = good and mine[0].max() == 3 and mine[1].max() == 4
                 os._exit(0 if good else 1)
             self.children.append((child, writer))
@@ -549,7 +345,9 @@ class Forking:
             thread.join()
         else:
             fork()
-        os.close(reader)
+        os.read(seen, 1)
+        for end in (reader, seen, looked):
+            os.close(end)
         assert before is None or self.kept[0] == before
         if len(self.children) == 6:
             for child, end in self.children:
@@ -572,7 +370,7 @@ print(number)
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
 def test_an_indexer_that_forks(run_script: RunScript, start_method: str) -> None:
-    """What a child of the indexer does to arrays of the slot is in no batch."""
+    """A child sees the arrays of its batch, and makes arrays of its own."""
     done = run_script(FORKING, start_method)
     assert (done.stdout, done.stderr) == ("59\n", "")
 

@@ -529,42 +529,6 @@ def test_an_indexer_that_works_ahead(make: Any, start_method: str) -> None:
     assert number == 99
 
 
-class Forker:
-    """Forks in every batch; the child outlives it, and says whether its array changed."""
-
-    def __init__(self) -> None:
-        self.children: list[int] = []
-
-    def __getitem__(self, indices: Any) -> Any:
-        made = np.full(100_000, indices[0], np.int64)
-        reader, writer = os.pipe()
-        child = os.fork()
-        if not child:
-            os.read(reader, 1)  # until the worker says so, some batches later
-            os._exit(0 if made.min() == made.max() == indices[0] else 1)
-        os.close(reader)
-        self.children.append((child, writer))
-        if len(self.children) == 5:
-            assert [self.end(*entry) for entry in self.children] == [0] * 5
-            self.children.clear()
-        return made, empty(3)
-
-    def end(self, child: int, writer: int) -> int:
-        """Let a child end: its status."""
-        os.write(writer, b"!")
-        os.close(writer)
-        return os.waitpid(child, 0)[1]
-
-
-def test_an_indexer_that_forks() -> None:
-    """A child of the indexer sees the arrays it was forked with, whatever the slot holds now."""
-    manager = MPSequence(
-        Forker, 40, num_workers=1, batch_size=1, buffer=2, shuffle=False, out_type="null"
-    )
-    with manager.start() as batches:
-        assert [int(batch[0][0]) for batch in batches] == list(range(40))
-
-
 KEEPING = """
 import time
 import numpy as np

@@ -7,7 +7,7 @@ from contextvars import Context
 from typing import TYPE_CHECKING
 
 from cseq import system
-from cseq._memory import fork_worker
+from cseq._memory import fork
 from cseq.processes.launcher.base import LAST, flush_output
 from cseq.processes.launcher.child import begin_as_copy
 from cseq.processes.launcher.forks import handing_over, pair
@@ -73,9 +73,9 @@ class ForkLauncher(SpawnLauncher):
             system.threadpoolctl()
         trainer = trainer_identity()
         with handing_over(theirs):
-            pid, kept = fork_worker()
+            pid = fork()
             if pid == 0:
                 setting = number, self._entry, local, self._threads, trainer
                 (context or Context()).run(begin_as_copy, theirs, *setting)
             theirs.close()
-        return Child(ours, pid, kept)
+        return Child(ours, pid)

@@ -42,8 +42,6 @@ class Child:
     sock : socket
         The trainer's end of the connection to it.
     pid : int
-    inherited : object
-        Kept until the child has been found to have ended.
 
     Attributes
     ----------
@@ -57,7 +55,7 @@ class Child:
 
     handle: int | None = None
 
-    def __init__(self, sock: socket.socket, pid: int, inherited: object = None) -> None:
+    def __init__(self, sock: socket.socket, pid: int) -> None:
         self.sock = sock
         self.pid = pid
         self.ended = Latch()
@@ -66,7 +64,6 @@ class Child:
         # The number is free once the process is reaped. A signal handler of the main thread may
         # send a signal while that thread is sending one.
         self._lock = Lock()
-        self._inherited = inherited
         # Readable when the process has ended; unlike a number, never used again.
         self._pidfd: Descriptor | None = open_pidfd(pid)
 
@@ -131,7 +128,7 @@ class Child:
     def _end(self) -> None:
         """Note that it has ended."""
         self.ended.set()
-        self._pidfd = self._inherited = None
+        self._pidfd = None
 
     def _await(self, seconds: float) -> None:
         """Wait until the process may have ended."""

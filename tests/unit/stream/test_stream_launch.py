@@ -100,7 +100,7 @@ def test_keys_that_raise_before_workers_are_started() -> None:
 @pytest.mark.parametrize("launch", ["now", "begin"])
 def test_a_fork_that_fails(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call that starts the workers raises it, also if the first of them was forked."""
-    fork, forked = direct.fork_worker, []
+    fork, forked = direct.fork, []
 
     def full() -> Any:
         if forked:
@@ -108,7 +108,7 @@ def test_a_fork_that_fails(launch: str, monkeypatch: pytest.MonkeyPatch) -> None
         forked.append(True)
         return fork()
 
-    monkeypatch.setattr(direct, "fork_worker", full)
+    monkeypatch.setattr(direct, "fork", full)
     with (
         pytest.raises(OSError, match="full"),
         streams(Level, start_method="fork", launch=launch) as s,
