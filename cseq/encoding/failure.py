@@ -84,7 +84,7 @@ def unpack(
 
 def _travelling(error: BaseException) -> bytes:
     """Pickle an exception so that it surely unpickles and has a text; else, return nothing."""
-    for candidate in (error, _Rebuilt(error)):
+    for candidate in (error, _Rebuilt(error, vars(error)), _Rebuilt(error, {})):
         try:
             data = dumps(candidate)
             back = pickle.loads(data)
@@ -104,11 +104,11 @@ class _Rebuilt:
     something else.
     """
 
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
+    def __init__(self, error: BaseException, state: dict[str, Any]) -> None:
+        self._parts = type(error), ARGS.__get__(error), state
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self._error), ARGS.__get__(self._error), vars(self._error))
+        return _rebuild, self._parts
 
 
 def _rebuild(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:

@@ -291,7 +291,7 @@ cdef class Slots:
         """Keep what is leased in use until `unpin`: a process is forked that may read it."""
         cdef Py_ssize_t slot
         for slot in range(1, self.count() if forks_here[0] == self.depth else 0):
-            if cseq_cas_sc_u32(self.uses(slot), LEASED, LEASED + PINNED):  # SYNC: slot is free
+            if cseq_cas_sc_u32(self.uses(slot), LEASED, LEASED + PINNED):
                 self.pinned = True
 
     def unpin(self):

@@ -65,7 +65,7 @@ def without(samples):
 
 
 def test_exceptions_of_indexers_arrive_as_themselves():
-    """Or as their text, where they cannot travel; each note names batch, node and process."""
+    """Own classes are the loop's own; each note names batch, node and process."""
     errors, got = [], []
     with cseq.RayFleet(Fails, 2, 1) as fleet, sequence(fleet).start() as batches:
         iterator = iter(batches)
@@ -83,7 +83,7 @@ def test_exceptions_of_indexers_arrive_as_themselves():
     assert sorted(type(error).__name__ for error in errors) == [
         "OwnError",
         "RuntimeError",
-        "WorkerError",
+        "Unpicklable",
     ]
     for error in errors:
         assert isinstance(error.__cause__, cseq.RemoteTraceback)

@@ -154,11 +154,17 @@ def test_a_group_arrives() -> None:
     assert [type(e) for e in got.exceptions] == [ValueError, KeyError]
 
 
-def test_what_cannot_be_pickled_is_in_the_text() -> None:
-    """Of an exception with such an attribute, argument or member, type and text arrive."""
+def test_attributes_that_cannot_be_pickled() -> None:
+    """All attributes stay behind then; the exception does not."""
     error = Coded(1, reason="r")
     error.handle = (i for i in range(3))  # type: ignore[attr-defined]
-    errors = [error, ValueError((i for i in range(3)), 5)]
+    got = there_and_back(error)
+    assert (type(got), str(got), vars(got)) == (Coded, str(error), {})
+
+
+def test_what_cannot_be_pickled_is_in_the_text() -> None:
+    """Of an exception with such an argument or member, type and text arrive."""
+    errors: list[BaseException] = [ValueError((i for i in range(3)), 5)]
     if sys.version_info >= (3, 11):
         errors.append(ExceptionGroup("all", [Untravelled("text", token=1)]))  # noqa: F821
     for error in errors:
