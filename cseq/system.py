@@ -40,6 +40,7 @@ __all__ = [
     "cores",
     "default_memory_limit",
     "fields",
+    "find_openblas",
     "gpu_is_idle",
     "groups",
     "limit_threads",
@@ -52,7 +53,6 @@ __all__ = [
     "quota",
     "share",
     "thread_variables",
-    "threadpoolctl",
 ]
 
 Folder: TypeAlias = "str | os.PathLike[str]"
@@ -189,17 +189,33 @@ def limit_threads(threads: int | None) -> None:
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "set_num_threads") and {OPENMP, "MKL_NUM_THREADS"} <= ours.keys():
         torch.set_num_threads(threads)
-    pools = threadpoolctl()
-    if pools is not None and "OPENBLAS_NUM_THREADS" in ours:
-        found = pools.ThreadpoolController().select(internal_api="openblas")
-        found.limit(limits=threads)
+    if "OPENBLAS_NUM_THREADS" in ours:
+        for openblas, started in find_openblas():
+            started.value = threads
+            openblas.set_num_threads(threads)
 
 
-def threadpoolctl() -> Any:
-    """Import that library, if it is installed; before a fork, so that no child does."""
-    with contextlib.suppress(ImportError):
-        return importlib.import_module("threadpoolctl")
-    return None
+_found: tuple[int, list[tuple[Any, Any]]] = 0, []  # how many modules there were, and what was found
+
+
+def find_openblas() -> list[tuple[Any, Any]]:
+    """Find the loaded OpenBLAS with threadpoolctl, if that is installed; call it before a fork.
+
+    A fork ends OpenBLAS's threads. To set a number in the child starts them again, as many as a
+    variable says, and each spins for 75 ms: so that variable is set first, and an OpenBLAS that
+    hides it keeps its threads.
+    """
+    global _found
+    if _found[0] != len(sys.modules):
+        found = []
+        with contextlib.suppress(ImportError):
+            pools = importlib.import_module("threadpoolctl").ThreadpoolController()
+            for each in pools.select(internal_api="openblas").lib_controllers:
+                with contextlib.suppress(ValueError):
+                    ctypes = importlib.import_module("ctypes")  # which few need
+                    found.append((each, ctypes.c_int.in_dll(each.dynlib, "blas_num_threads")))
+        _found = len(sys.modules), found
+    return _found[1]
 
 
 # -- memory

@@ -70,7 +70,7 @@ class ForkLauncher(SpawnLauncher):
         flush_output()
         await_told(time.monotonic() + LAST)  # the thread has locks of the standard streams
         if self._threads is not None:
-            system.threadpoolctl()
+            system.find_openblas()
         trainer = trainer_identity()
         with handing_over(theirs):
             pid = fork()
