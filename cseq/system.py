@@ -2,7 +2,7 @@
 
 By default each numerical library uses all cores, in every process, while several workers share the
 cores. Libraries read the environment when they load. In a forked process they may be loaded
-already: torch and, where threadpoolctl is installed, OpenBLAS are told.
+already: torch and OpenBLAS are told.
 
 ::
 
@@ -121,6 +121,13 @@ FOLLOWING = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 VARIABLES = (OPENMP, *FOLLOWING, "VECLIB_MAXIMUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 
 
+# The names under which numpy's and scipy's copies of OpenBLAS have one function.
+OPENBLAS = (
+    "openblas_set_num_threads",
+    "openblas_set_num_threads64_",
+    "scipy_openblas_set_num_threads",
+    "scipy_openblas_set_num_threads64_",
+)
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
@@ -190,30 +197,33 @@ def limit_threads(threads: int | None) -> None:
     if hasattr(torch, "set_num_threads") and {OPENMP, "MKL_NUM_THREADS"} <= ours.keys():
         torch.set_num_threads(threads)
     if "OPENBLAS_NUM_THREADS" in ours:
-        for openblas, started in find_openblas():
+        for started, set_number in find_openblas():
             started.value = threads
-            openblas.set_num_threads(threads)
+            set_number(threads)
 
 
 _found: tuple[int, list[tuple[Any, Any]]] = 0, []  # how many modules there were, and what was found
 
 
 def find_openblas() -> list[tuple[Any, Any]]:
-    """Find the loaded OpenBLAS with threadpoolctl, if that is installed; call it before a fork.
+    """Find the loaded OpenBLAS, on Linux; call it before a fork, so that no child looks.
 
     A fork ends OpenBLAS's threads. To set a number in the child starts them again, as many as a
     variable says, and each spins for 75 ms: so that variable is set first, and an OpenBLAS that
-    hides it keeps its threads.
+    hides it, as that of NumPy 2.5 does, keeps its threads.
     """
     global _found
     if _found[0] != len(sys.modules):
         found = []
-        with contextlib.suppress(ImportError):
-            pools = importlib.import_module("threadpoolctl").ThreadpoolController()
-            for each in pools.select(internal_api="openblas").lib_controllers:
-                with contextlib.suppress(ValueError):
-                    ctypes = importlib.import_module("ctypes")  # which few need
-                    found.append((each, ctypes.c_int.in_dll(each.dynlib, "blas_num_threads")))
+        places = {line.split(maxsplit=5)[-1] for line in lines("/proc/self/maps")}
+        for path in places:
+            if "openblas" in os.path.basename(path):
+                ctypes = importlib.import_module("ctypes")  # which few need
+                with contextlib.suppress(OSError, ValueError):  # gone; hidden
+                    library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+                    started = ctypes.c_int.in_dll(library, "blas_num_threads")
+                    setters = [getattr(library, name, None) for name in OPENBLAS]
+                    found += [(started, each) for each in setters if each is not None]
         _found = len(sys.modules), found
     return _found[1]
 

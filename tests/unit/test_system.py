@@ -154,8 +154,6 @@ def test_openblas(run_anew: RunScript, method: str) -> None:
     assert config is not None
     if "openblas" not in config["Build Dependencies"]["blas"]["name"]:
         pytest.skip("this numpy has no OpenBLAS")
-    if method == "fork":
-        pytest.importorskip("threadpoolctl")
     done = run_anew(BLAS, method)
     more = int(done.stdout)
     assert 1 <= more <= 3, done.stderr  # OpenBLAS makes no more threads than there are cores
