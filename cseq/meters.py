@@ -88,7 +88,7 @@ class Meters:
     Attributes
     ----------
     loop, runners : numpy.ndarray
-        The trainer's record, and those of the runners.
+        The trainer's record, and the runners' records.
     busy : numpy.ndarray
         Seconds that each runner worked since the first batch, with the ticket in hand.
     waits : float
@@ -113,7 +113,7 @@ class Meters:
 
     @classmethod
     def read(cls, rings: Sequence[Ring]) -> Meters:
-        """Read those of all rings of a pool; on any thread."""
+        """Read the meters of all rings of a pool; on any thread."""
         return cls([ring.meters() for ring in rings], now_ns())
 
     def counts(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Remade(NamedTuple):
 
 
 def locate(sampler: Sampler, epoch: int, batch: int, consumed: int) -> tuple[OrderSource, int]:
-    """Return the batches of an epoch from one on, and how many units came before.
+    """Return the batches of an epoch, beginning with one, and how many units came before.
 
     Parameters
     ----------

@@ -413,7 +413,7 @@ class MSequence(Manager, Generic[B_co]):
         Parameters
         ----------
         test_mode : {'default', 'cpu', 'numpy'}
-            Batches as those of `start`, CPU tensors, or what the indexer returned.
+            Batches as with `start`, CPU tensors, or what the indexer returned.
 
         Raises
         ------

@@ -80,7 +80,7 @@ class SlowBatch(NamedTuple):
 class Stats:
     """Counts and times of a manager since its start, over all epochs.
 
-    Times are of the epochs alone, from the first batch of the first one on: neither the start nor
+    Times are of the epochs alone, beginning with the first batch: neither the start nor
     a pause between two epochs is in them. Processes, threads and streams are measured alike; what
     is asked for rarely is worked out when it is asked for.
 
@@ -140,7 +140,7 @@ class Stats:
 
     @classmethod
     def read(cls, rings: Sequence[Ring], **counted: Any) -> Stats:
-        """Read what rings have counted, those of a pool; on any thread."""
+        """Read what the rings of a pool have counted; on any thread."""
         meters, queues = Meters.read(rings), rings[0].kept is not None
         posted, middle, ready = zip(*(ring.depths() for ring in rings), strict=True)
         return cls(
@@ -281,7 +281,7 @@ class Stats:
 
     @staticmethod
     def every(n: int, manager: Any) -> Every:
-        """Return what gives the figures of each `n` steps of a loop, from here on.
+        """Return what gives the figures of each `n` steps of a loop that begins here.
 
         Parameters
         ----------
@@ -291,8 +291,8 @@ class Stats:
         Returns
         -------
         Every
-            Its `at(step)`, with steps from 1 on, is `as_dict` of the last `n` steps after each `n`
-            of them, and empty otherwise.
+            Its `at(step)`, with steps counted from 1, is `as_dict` of the last `n` steps after each
+            `n` of them, and empty otherwise.
 
         Examples
         --------
@@ -351,7 +351,7 @@ class Stats:
 
     @property
     def _indexers(self) -> slice:
-        """Where the indexers' records are: before those of the converters."""
+        """Where the indexers' records are: before the converters'."""
         return slice(0, max(0, len(self.meters.runners) - self.num_converters))
 
     @property

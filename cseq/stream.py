@@ -171,7 +171,7 @@ class Streams:
     ) -> list[Any]:
         """Begin an epoch in every worker; what is left of an earlier one is dropped.
 
-        Items are asked for ahead from here on.
+        Items are then asked for ahead.
 
         Parameters
         ----------
@@ -244,7 +244,7 @@ class Streams:
         Returns
         -------
         object or list
-            The worker's reply; or those of all workers, in their order.
+            The worker's reply, or all workers' replies, in their order.
 
         Raises
         ------

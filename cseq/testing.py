@@ -11,7 +11,7 @@
 `running` is an object with worker processes: an `MPSequence` between `start` and `finish`, a
 `cseq.stream.Streams`, a `cseq.DataLoader` or its iterator, RETURNN's ``MultiProcDataset`` or
 torchdata's ``MultiProcessingReadingService`` of `cseq.adapters`. Workers are numbered as in
-`worker_info`; converter processes have the numbers from `num_workers` on. The functions raise
+`worker_info`; converter processes have the numbers above these. The functions raise
 
 TypeError
     `running` has no workers at all.

@@ -114,7 +114,7 @@ class Trace:
         self._rings: list[Ring] = []  # of these
 
     def begin(self) -> None:
-        """Record from now on; see `trace` for what is raised."""
+        """Begin to record; see `trace` for what is raised."""
         global _present
         path = full(self.path, self._rank)
         os.stat(os.path.join(os.path.dirname(path), ""))  # raises where there is no such folder
@@ -240,7 +240,7 @@ def _rank() -> str:
 
 
 class Writing:
-    """Makes the text of a trace's file, whose rows are those of one process."""
+    """Makes the text of a trace's file, whose rows are one process's."""
 
     def __init__(self, trace: Trace) -> None:
         self._of, self._pid = trace, trace._pid

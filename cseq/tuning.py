@@ -1,7 +1,7 @@
 """How many workers, how large a buffer: 'auto' takes what the advice names.
 
 `Tuner` is a pure function of the windows that it is shown, one after another. `Controller` shows it
-those of a pool, and changes the pool::
+a pool's windows, and changes the pool::
 
     feed ──ten times a second──► Controller ──Window──► Tuner ──► advise
                                      │ resize              ▲ Decision

@@ -86,7 +86,7 @@ class Monitor(Callback):  # type: ignore[misc]
     """Hands a manager's figures to the trainer's loggers.
 
     Those of `Stats.as_dict`, for the batches since the last time. Each rank measures its own
-    manager; Lightning's loggers write those of rank 0.
+    manager; Lightning's loggers write rank 0's.
 
     Parameters
     ----------

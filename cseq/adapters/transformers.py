@@ -69,7 +69,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
     """Hands a manager's figures to `Trainer.log`, and so to each integration of `report_to`.
 
     Those of `Stats.as_dict`, for the batches since the last time. Each rank measures its own
-    manager; the Trainer's integrations write those of rank 0.
+    manager; the Trainer's integrations write rank 0's.
 
     Parameters
     ----------

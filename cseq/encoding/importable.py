@@ -104,7 +104,7 @@ def find_spec(name: str, path: Sequence[str] | None) -> importlib.machinery.Modu
 
 
 def _is_everywhere(finder: object) -> bool:
-    """Whether a new process has this finder: the standard ones, and those of editable installs."""
+    """Whether a new process has this finder: a standard one, or an editable install's."""
     standard = (
         importlib.machinery.BuiltinImporter,
         importlib.machinery.FrozenImporter,

@@ -41,7 +41,7 @@ class Skipped(NamedTuple):
     error : str
         Type and text of the exception.
     indices : list
-        What the loop does not get: the sample, or those of the batch, as far as they are known.
+        What the loop does not get: the sample, or the batch's samples, as far as they are known.
     """
 
     epoch: int | None

@@ -55,7 +55,7 @@ class Producer(Protocol):
         """Begin an epoch, also if the last one is not over; `Streams.begin` returns the reply."""
 
     def items(self, start: int, /) -> Iterator[Any]:
-        """Return an iterator over the items of the epoch, from item `start` on.
+        """Return an iterator over the items of the epoch, beginning with item `start`.
 
         `start` is above 0 only in a process that replaces a dead one. That has the same assignment,
         and must make the same items: skip those before `start`, or make and drop them.

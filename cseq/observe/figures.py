@@ -140,7 +140,7 @@ class Drawing:
         )
 
     def file(self) -> str:
-        """Return a whole file, whose colours are those of the reader's system."""
+        """Return a whole file in the colours of the reader's system."""
         size = f'width="{_at(self.width)}" height="{_at(self.height)}"'
         attributes = f' xmlns="http://www.w3.org/2000/svg" class="cseq" {size}'
         begin = f"<title>{escape(self.title)}</title>\n<style>{STYLE}</style>\n"

@@ -22,7 +22,7 @@ def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
     """Iterate with a bar of tqdm that says how much the loop waits, and why.
 
     ``for batch in cseq.progress(manager): …`` shows ``26%|██▌  | 412/1563 [00:21<01:00, 19.1it/s,
-    waits 41 %: workers]``. The words are those of `manager.advice()`, for the time since the bar
+    waits 41 %: workers]``. The words are `manager.advice()`'s, for the time since the bar
     began; they are worked out when the bar is drawn.
 
     Parameters

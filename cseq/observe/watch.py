@@ -124,7 +124,7 @@ class Turn:
 
 
 def watch(loaders: dict[Any, Watched]) -> None:
-    """Time every DataLoader of torch in this process from now on.
+    """Begin to time every DataLoader of torch in this process.
 
     Parameters
     ----------

@@ -123,7 +123,7 @@ class Order:
         Raises
         ------
         ValueError
-            The facts are those of another order; both values are named.
+            The facts are another order's; both values are named.
         """
         ours = self.facts()
         for key in [*ours, *facts]:
@@ -198,7 +198,7 @@ def called(order: Order, seed: int, epoch: int, units: Ints) -> Read:
 
 
 def spans(starts: Ints, counts: Ints) -> Ints:
-    """Return ranges, one after the other: from each start on, so many numbers."""
+    """Return ranges, one after the other: so many numbers from each start."""
     ends = counts.cumsum()
     return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1])
 

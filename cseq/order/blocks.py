@@ -34,7 +34,7 @@ class Blocks(Samples):
     Parameters
     ----------
     rows : int
-        Samples of a block: those of a chunk of the data, or of several.
+        Samples of a block: one chunk of the data, or several.
     window : int
         Blocks whose samples are mixed; 512 are nearly as good as a full shuffle. It takes 4 bytes
         for each of their samples.

@@ -107,7 +107,7 @@ class Buckets(Recipes):
         labels : array of int or of str
             Of each sample.
         sizes : int or mapping
-            Samples of a batch, or those of a batch of each label.
+            Samples of a batch: a number, or one for each label.
         together : int
             So many batches of one label come one after the other, see `Buckets`.
 

@@ -48,7 +48,7 @@ class Classes:
 
 
 class Members:
-    """The samples of classes, those of each in an order of their own: its key is the class."""
+    """The samples of classes, each class in an order of its own: the key is the class."""
 
     def __init__(self, classes: Classes, seed: int, epoch: int, purpose: int) -> None:
         self.classes, self.words = classes, (seed, epoch, purpose)
@@ -57,7 +57,7 @@ class Members:
         self.computed: dict[int, Permutation] = {}  # of large classes
 
     def read(self, classes: Ints, ranks: Ints, counts: Ints) -> NDArray[np.uint32]:
-        """Return some samples of each of these classes, from a rank on."""
+        """Return some samples of each of these classes, beginning at a rank."""
         table, offsets = self.classes.table, self.classes.offsets
         for c in set(classes[~self.made[classes]].tolist()):
             order = Permutation(int(self.classes.sizes[c]), *self.words, c)

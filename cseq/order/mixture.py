@@ -41,7 +41,7 @@ class Mixture(Order):
 
     The sources have passes of their own, each in an order of its own: a pass that is over is
     followed by the next, and an epoch of the mixture goes on where the last one ended. Samples are
-    numbered from one source to the next: those of the second begin after the last of the first.
+    numbered from one source to the next: the second source's begin after the first one's last.
 
     Parameters
     ----------
@@ -50,8 +50,8 @@ class Mixture(Order):
         depends on its name, not on the other sources.
     weights : dict of str to number, or list of (int, dict)
         The share of each source; only ratios count, and 0 leaves a source out. A list is a
-        curriculum: it says from which unit on weights hold, counted over all epochs, the first from
-        0; they change with the first block that begins there or later.
+        curriculum: it says at which unit weights begin to hold, counted over all epochs, the first
+        at 0; they change with the first block that begins there or later.
     block : int
         Units in which the shares are exact. Each source that is not left out has one at least.
     epoch_size : int, optional
@@ -299,7 +299,7 @@ def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
 
 
 class _Plan:
-    """How many units of each source a block has, from where on.
+    """How many units of each source a block has, and at which unit this begins.
 
     The weights of `phases` hold from a unit on. Block 0 begins with unit `since`; `taken` says how
     often each source was drawn before, also one that is there no more.

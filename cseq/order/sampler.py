@@ -179,7 +179,7 @@ class Sampler:
         return OrderSource(reader, number, cut, self.cut_at(0), self.repeat - 1)
 
     def cut_at(self, consumed: int) -> Cut:
-        """Cut the positions from `consumed` on into batches. See `source`."""
+        """Cut the positions after the first `consumed` into batches. See `source`."""
         units = self.order.units
         consumed = count("consumed", consumed, 0, units)
         full, tail = divmod(units - consumed, self._stride)
@@ -197,7 +197,7 @@ class Sampler:
         )
 
     def _share(self, tail: int) -> tuple[int, int]:
-        """Return how many of the last units, no global batch, are ours, and from where on."""
+        """Return how many of the last units, no global batch, are ours, and where they begin."""
         if self.drop_last:
             return 0, 0
         if self.pad:

@@ -40,7 +40,7 @@ class Weighted(Order):
     size : int, optional
         Draws of an epoch. None: as many as there are samples.
     replacement : bool
-        The draws do not depend on each other, as those of torch's ``WeightedRandomSampler``: how
+        The draws do not depend on each other, as with torch's ``WeightedRandomSampler``: how
         often a sample comes varies by chance, and more samples are left out.
 
     Examples

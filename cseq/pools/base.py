@@ -294,7 +294,7 @@ class Pool:
     ) -> T:
         """Sleep until `look` finds something.
 
-        `awaited`: the tickets that are waited for, if not those of the feed.
+        `awaited`: the tickets that are waited for, if not the feed's.
         """
         feed, began = self.feed, now_ns()
         while True:

@@ -188,7 +188,7 @@ class StreamPool(Pool):
     def _await(
         self, generation: int, look: Callable[[], T | None], awaited: Awaited | None = None
     ) -> T:
-        """Sleep until `look` finds something; times are measured from here on."""
+        """Sleep until `look` finds something; times are measured from here."""
         self._idle, self._begun = {}, now_ns()
         return super()._await(generation, look, awaited)
 

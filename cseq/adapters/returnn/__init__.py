@@ -260,7 +260,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return int(super().get_corpus_seq_idx(seq_idx))
 
     def set_sharding(self, *, num_shards: int, shard_index: int) -> None:
-        """Make this dataset one of several shards, from the next `init_seq_order` on."""
+        """Make this dataset one of several shards at the next `init_seq_order`."""
         super().set_sharding(num_shards=num_shards, shard_index=shard_index)
         self.dataset["_num_shards"] = num_shards
         self.dataset["_shard_index"] = shard_index
@@ -328,7 +328,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         seq_list: list[str] | None = None,
         seq_order: Sequence[int] | None = None,
     ) -> bool:
-        """Begin an epoch; sequences are loaded ahead from here on.
+        """Begin an epoch: sequences are loaded ahead now.
 
         Parameters
         ----------

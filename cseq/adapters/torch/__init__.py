@@ -1,7 +1,7 @@
 """torch's DataLoader, on cseq's engine.
 
-``cseq.DataLoader`` is a `torch.utils.data.DataLoader` whose worker processes are those of
-`cseq.stream.Streams`; `install` makes torch's own class use them.
+``cseq.DataLoader`` is a `torch.utils.data.DataLoader` whose workers `cseq.stream.Streams`
+runs; `install` makes torch's own class use them.
 docs/how-to/from-dataloader.md and dataloader-differences.md have both.
 
 ::

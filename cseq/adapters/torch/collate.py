@@ -30,7 +30,7 @@ EVERY = 32  # batches: of so many, one is watched if nothing is gained
 
 
 def stack_in_slots() -> None:
-    """Have default_collate stack into the slot from now on; types of the user's own stay."""
+    """Have default_collate stack into the slot; the user's own types stay."""
     entries = names.collate_map
     if entries.get(torch.Tensor) is names.tensor_entry:
         entries[torch.Tensor] = collate_tensors

@@ -51,8 +51,8 @@ def start_method_of(loader: Any) -> str:
 class LoaderIterator(names.Workers):  # type: ignore[misc]
     """Batches, one by one.
 
-    It is an instance of torch's class of iterators with workers, with those of its attributes and
-    methods that others use. All that moves batches is cseq's.
+    It is an instance of torch's class of iterators with workers, with the attributes and methods
+    that others use. All that moves batches is cseq's.
 
     Parameters
     ----------

@@ -377,5 +377,5 @@ def _signature() -> inspect.Signature:
     return inspect.Signature([*theirs.values(), *added])
 
 
-# Frameworks make a loader again of those of its attributes that are arguments.
+# Frameworks make a loader again from the attributes that are arguments.
 DataLoader.__init__.__signature__ = _signature()  # type: ignore[attr-defined]

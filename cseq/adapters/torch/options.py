@@ -18,7 +18,7 @@ VALUES = {"rng": ("worker", "batch"), "on_error": ("raise", "skip")}  # first: w
 class Defaults:
     """The values of options that a loader was not given: `rng` and `on_error` of `DataLoader`.
 
-    At first they are those of the environment's CSEQ_LOADER_RNG and CSEQ_LOADER_ON_ERROR.
+    At first, CSEQ_LOADER_RNG and CSEQ_LOADER_ON_ERROR of the environment set them.
     """
 
     rng: str

@@ -104,7 +104,7 @@ def look(sources: dict[str, Source] = GLOBAL) -> State:
 
 
 def put(states: State, sources: dict[str, Source] = GLOBAL) -> None:
-    """Set those of these of which there is a state."""
+    """Set each source that has a state."""
     for name in sources.keys() & states.keys():
         sources[name][1](states[name])
 
@@ -200,7 +200,7 @@ class Keys:
         return self._begun_with
 
     def draw(self, iterator: Any, yielded: int, state: State) -> Iterator[Any]:
-        """Return the keys from the `yielded`-th on.
+        """Return the keys that follow the first `yielded` ones.
 
         `iterator` is ``iter(index_sampler)``, `state` that of the run that is resumed.
         """

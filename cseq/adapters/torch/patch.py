@@ -38,7 +38,7 @@ def _get_iterator(self: Any) -> Any:
 
 
 def install() -> None:
-    """Have every DataLoader of torch use cseq's worker processes, from its next `iter` on.
+    """Have every DataLoader of torch use cseq's worker processes, at its next `iter`.
 
     That includes the loaders of frameworks, which make their own, and of subclasses that do not
     make their iterators themselves. They get `stats`, as a cseq.DataLoader has. Twice is fine.

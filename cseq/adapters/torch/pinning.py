@@ -19,7 +19,7 @@ EXIT_SECONDS = 15.0  # how long the end, and a fork, wait for a batch that is be
 
 
 class Pinner:
-    """Pins batches; its thread, one at a time, runs from the first `begin` on, until `close`.
+    """Pins batches. Its thread, one at a time, runs from the first `begin` to `close`.
 
     A signal handler may raise in any method: a batch may then be pinned twice.
 

@@ -231,7 +231,7 @@ class Batches:
         return torch.default_generator.initial_seed()
 
     def _fetcher_from(self, state: dict[str, Any]) -> Any:
-        """Make what fetches batches, from a state of the data set on (`DatasetState`).
+        """Make what fetches batches, beginning at a state of the data set (`DatasetState`).
 
         For an IterableDataset that calls `iter`.
         """

@@ -223,7 +223,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
             and not (state["seeded"] and _peeked(seeds) == _peeked(state["seeds"]))
         ):
             seeds, skip = state["seeds"], state["position"]
-        # Without `DataLoader2.seed`, the seeds are those of a new generator.
+        # Without `DataLoader2.seed`, a new generator gives the seeds.
         is_seeded = _peeked(seeds) != _peeked(SeedGenerator())
         self._epoch = {"seeds": clone(seeds), "seeded": is_seeded}
         set_graph_random_seed(self._end_datapipe, seeds)
@@ -267,7 +267,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return pickle.dumps(state)
 
     def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
-        """Initialize, and make the next epoch that of the state, from its position on.
+        """Initialize; the next epoch is the state's, and begins at its position.
 
         The epoch is made again from its start, and items that were returned before are left out.
 

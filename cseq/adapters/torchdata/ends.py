@@ -67,7 +67,7 @@ class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
         return self._running
 
     def _items(self, skip: int) -> Iterator[Any]:
-        """Return the items of an epoch, from number `skip` on."""
+        """Return the items of an epoch, without the first `skip`."""
         items = iter(self.source_datapipe)
         found = sum(1 for _ in itertools.islice(items, skip))
         if found < skip:

@@ -50,7 +50,7 @@ def initialized(pipe: DataPipe, info: Any, init_fn: InitFn | None) -> DataPipe:
 
 
 def pause_all(end: DataPipe) -> None:
-    """Pause all datapipes that can pause, from the end on."""
+    """Pause all datapipes that can pause, the last one first."""
     for pipe in list_dps(traverse_dps(end)):
         if isinstance(pipe, Prefetcher):
             _hold(pipe)
@@ -73,7 +73,7 @@ def _hold(pipe: DataPipe) -> None:
 
 
 def resume_all(end: DataPipe) -> None:
-    """Resume all datapipes that can resume, from the source on."""
+    """Resume all datapipes that can resume, the source first."""
     for pipe in reversed(list_dps(traverse_dps(end))):
         if callable(getattr(pipe, "resume", None)):
             pipe.resume()

@@ -83,7 +83,7 @@ class Relay:
         self.address: Address = self._listener.address, secret
 
     def open(self) -> None:
-        """Answer workers from now on; if anything is raised, call `close`."""
+        """Begin to answer workers; if anything is raised, call `close`."""
         self._thread.add("cseq-relay", self._serve)
         self._thread.start()
 
