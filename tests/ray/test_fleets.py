@@ -119,10 +119,17 @@ class Tens:
 
 @ray.remote(num_cpus=0)
 def from_copy(fleet):
-    """Go through an epoch, and make a batch of it here."""
-    manager = cseq.RaySequence(fleet, **OPTIONS)
-    with manager.start() as batches:
-        return list(batches), manager.remake(0, 5).batch
+    """Go through an epoch, and make a batch of it here; the process collects no garbage while idle."""
+
+    def work():
+        manager = cseq.RaySequence(fleet, **OPTIONS)
+        with manager.start() as batches:
+            return list(batches), manager.remake(0, 5).batch
+
+    try:
+        return work()
+    finally:
+        gc.collect()
 
 
 def test_a_copy_knows_how_many_samples_there_are_and_of_which_type():
