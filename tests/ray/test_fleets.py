@@ -119,7 +119,7 @@ class Tens:
 
 @ray.remote(num_cpus=0)
 def from_copy(fleet):
-    """Go through an epoch, and make a batch of it here; the process collects no garbage while idle."""
+    """Go through an epoch, make a batch of it here, and collect garbage: an idle process does not."""
 
     def work():
         manager = cseq.RaySequence(fleet, **OPTIONS)
