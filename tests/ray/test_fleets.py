@@ -119,7 +119,7 @@ class Tens:
 
 @ray.remote(num_cpus=0)
 def from_copy(fleet):
-    """Go through an epoch, make a batch of it here, and collect garbage: an idle process does not."""
+    """Go through an epoch, make a batch here, collect garbage: an idle process does not."""
 
     def work():
         manager = cseq.RaySequence(fleet, **OPTIONS)
