@@ -140,4 +140,5 @@ class Deaths:
         if exitcode != -9 or before is None or self._oom_kills is None:
             return ""
         killed = self._oom_kills - before
-        return f" (out-of-memory kills counted by the cgroup meanwhile: {killed})"
+        remedy = "; fewer workers or smaller batches need less memory" if killed > 0 else ""
+        return f" (out-of-memory kills counted by the cgroup meanwhile: {killed}{remedy})"

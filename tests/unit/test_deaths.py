@@ -101,3 +101,4 @@ def test_kills_for_lack_of_memory(
     error = Deaths(0, 1, "batch", "look").count(0, exitcode, [], was_ready=True)
     assert error is not None
     assert ("out-of-memory kills counted by the cgroup meanwhile: 2" in str(error)) == named
+    assert ("fewer workers or smaller batches" in str(error)) == named
