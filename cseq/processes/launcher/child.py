@@ -305,12 +305,16 @@ class _Forker:
         os.close(fd)
         close_in_forks(reports)
         self._reports[pid] = reports
-        pidfd = open_pidfd(pid)
-        send(reports, BORN, pid, 0, *([] if pidfd is None else [pidfd.fd]))
 
     def _become_worker(self, reports: socket.socket, fd: int, number: int) -> NoReturn:
-        """Run a worker in the copy of the server; the end of `reports` will be that of both."""
+        """Run a worker in the copy of the server; the end of `reports` will be that of both.
+
+        So the worker itself says that it is born: the server may die before it could.
+        """
         try:
+            pidfd = open_pidfd(os.getpid())
+            send(reports, BORN, os.getpid(), 0, *([] if pidfd is None else [pidfd.fd]))
+            pidfd = None
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._woken.close()

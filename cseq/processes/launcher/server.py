@@ -97,8 +97,12 @@ class ForkServer:
 
     @property
     def is_usable(self) -> bool:
-        """Whether workers may be forked from it, as far as its socket tells."""
-        return self.users > 0 and not self.is_unfit and not hung_up(self._sock)
+        """Whether workers may be forked from it, as far as can be told.
+
+        Of a dead one, the socket may still be open in a worker that it was about to fork.
+        """
+        is_dead = self.process is not None and self.process.gone
+        return self.users > 0 and not self.is_unfit and not is_dead and not hung_up(self._sock)
 
     def ask(self, what: bytes, value: int, *fds: int, data: bytes = b"") -> socket.socket:
         """Send a request; return the socket on which the answers come, and the end of file."""
@@ -172,7 +176,7 @@ class _ServedChild(Child):
             self._await(end - time.monotonic())
         if self._refusal:
             raise OSError(self._refusal, f"no worker process: {os.strerror(self._refusal)}")
-        return self.pid > 0
+        return self.pid > 0 or self.code is not None
 
     def _send(self, number: int) -> None:
         self._server.send_signal(self.pid, number)

@@ -205,7 +205,7 @@ def test_a_kill_for_want_of_memory_is_told_from_another(monkeypatch: pytest.Monk
     monkeypatch.setattr("cseq.processes.deaths.oom_kills", lambda: next(counts))
     with (
         manager(Poison).start() as m,
-        pytest.raises(cseq.WorkerDied, match=r"counted by the cgroup meanwhile: 1\)"),
+        pytest.raises(cseq.WorkerDied, match=r"counted by the cgroup meanwhile: 1; fewer workers"),
     ):
         list(m)
 
