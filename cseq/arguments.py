@@ -135,12 +135,12 @@ class Arguments(_Others, _WithKind):
 
 @dataclass(repr=False, eq=False)
 class ArgumentsOfKind(_Others, _First):
-    """Those of the classes that set `thread_type`."""
+    """The arguments of the classes that set `thread_type`."""
 
 
 @dataclass(repr=False, eq=False)
 class ArgumentsOfRay(ArgumentsOfKind):
-    """Those of `RaySequence`."""
+    """The arguments of `RaySequence`."""
 
     buffer: int | Literal["auto"] = "auto"
 

@@ -173,8 +173,8 @@ class Arena:
     def tidy(self) -> None:
         """Where an epoch begins, free what forks pinned, and give back what the last did not need.
 
-        Of each free slot, all beyond its largest batch, if that is more than half; and the slots
-        beyond those of its tickets and of the batches that were held at a time.
+        It shrinks each free slot to the epoch's largest batch, if that gives back more than half,
+        and drops the slots that neither tickets nor the batches held at one time need.
         """
         with self._lock.hold():
             self.slots.unpin()

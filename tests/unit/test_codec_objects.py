@@ -111,7 +111,7 @@ def test_named_tuples_of_a_known_structure_keep_attributes(writer: Writer) -> No
 
 
 def test_leaves_of_objects_are_cast_where_they_are_converted(writer: Writer) -> None:
-    """Those of dataclasses and of any dicts are, in the trainer; of other classes, none are."""
+    """In dataclasses and dicts of any kind, in the trainer; in other classes, they are not cast."""
     large, small = np.arange(9000).reshape(9, 1000), np.arange(4)[::2]
     convert = Converter(Output("array", dtype=FLOAT32)).convert
     for make in (Sample, Slotted, lambda *pair: {0: pair}, lambda *pair: OrderedDict(a=pair)):

@@ -53,7 +53,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rank of a group, whoever runs the tests."""
+    """Make this process no rank of a group, even if the tests run in one."""
     monkeypatch.delenv("RANK", raising=False)
 
 

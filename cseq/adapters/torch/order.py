@@ -137,8 +137,8 @@ def sources_of(index_sampler: Any) -> dict[str, Source]:
 class Keys:
     """An epoch's keys, which a resume draws again from the states that are noted here.
 
-    Samplers draw all at once, in `iter` or with the first key: the states of generators before both
-    are noted, and those of a sampler that has one, before and after that key. A resume sets these,
+    Samplers draw all at once, in `iter` or with the first key. So the states of generators before
+    both are noted, and the sampler's, if it has one, before and after that key. A resume sets them,
     draws what was drawn, drops the keys of batches that were delivered, and sets the global
     generators back to what they were, since they are the trainer's. What a sampler draws from these
     with later keys cannot be drawn again: the trainer may have drawn in between.
