@@ -288,7 +288,7 @@ class Job(NamedTuple):
     auto : (bool, bool)
         Whether `num_workers` and `buffer` change while it runs.
     compat : bool or None
-        CUDA conversion in threads; None: as the system requires.
+        CUDA conversion in threads, or in processes; None: in threads.
     fleet : RayFleet or None
         That was given in place of `worker`.
     """
@@ -337,7 +337,9 @@ def job_of(given: Arguments, worker: Any, fleet: Any, shard: Shard) -> Job:
         sampler=sampler,
         output=outputs.parse(given.out_type, dtype_of(worker, given.dtype)),
         num_workers=sizes.most.num_workers,
-        num_converters=converters_of(sizes.start.num_workers, given.num_converters),
+        num_converters=converters_of(
+            sizes.start.num_workers, given.num_converters, given.thread_type
+        ),
         buffer=sizes.most.buffer,
         ordered=flag("ordered", ordered),
         compat=None,
@@ -425,10 +427,14 @@ def repeat_of(repeat: Any, *, ordered: bool, pad: bool, drop_last: bool) -> int:
     return number
 
 
-def converters_of(workers: int, converters: int | None) -> int:
-    """Check `num_converters`, or choose it; without workers there are none."""
+def converters_of(workers: int, converters: int | None, thread_type: ThreadType) -> int:
+    """Check `num_converters`, or choose it; without workers there are none.
+
+    One thread keeps a device busy with copies of page-locked slots, and more would wait for each
+    other's GIL. What worker threads make is first copied to page-locked memory, which takes some.
+    """
     if converters is None:
-        return max(workers // 4, min(workers, 4))
+        return min(workers, 1 if thread_type == "proc" else max(4, workers // 4))
     number = count("num_converters", converters)
     if not workers:
         return 0

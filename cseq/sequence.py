@@ -63,8 +63,8 @@ class MSequence(Manager, Generic[B_co]):
         Worker processes or threads. 0: none, `start` then does what `start_test` does. 'auto': as
         many as the loop needs, changed while it runs (docs/how-to/auto.md).
     num_converters : int, optional
-        Processes or threads that move batches to the CUDA device, at most `num_workers`; none
-        without CUDA. None: ``max(num_workers // 4, min(num_workers, 4))``.
+        Threads that move batches to the CUDA device, at most `num_workers`; none without CUDA.
+        None: 1 for worker processes, else ``max(num_workers // 4, min(num_workers, 4))``.
     batch_size : int
         Samples in a batch; the last one may be smaller.
     buffer : int or 'auto'
@@ -376,7 +376,8 @@ class MSequence(Manager, Generic[B_co]):
         Parameters
         ----------
         compat : bool, optional
-            Convert for CUDA in threads instead of processes. None: on Windows.
+            Convert for CUDA in threads of this process, or in processes of their own, which is
+            slower: the loop waits for the device whenever it opens their memory. None: in threads.
         trace : str or path, optional
             Record what happens to every batch until `finish`, into this file: see `cseq.trace`.
 

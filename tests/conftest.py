@@ -188,14 +188,16 @@ def is_ours(pid: int, new: frozenset[int]) -> bool:
 
 
 def is_my_file(path: Path) -> bool:
-    """Whether a file still exists, belongs to this user and is no semaphore: cseq makes none.
+    """Whether a file still exists, belongs to this user and may be of cseq's making.
+
+    Semaphores are not, nor is what CUDA's driver has there for each process that uses it.
 
     A file of torch bears the number of the process that made it, which may belong to another test
     that runs at the same time. It has a name for as long as it is on its way to its reader, or for
     ever if torch's loader has ended that process in between; so only those of living processes of
     this test count. What dead converters leave has tests of its own.
     """
-    if path.name.startswith("sem."):
+    if path.name.startswith(("sem.", "cuda.shm.")):
         return False
     maker = TORCH_FILE.match(path.name)
     if maker is not None and int(maker[1]) != os.getpid():

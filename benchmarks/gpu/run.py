@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
+from importlib.util import find_spec
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,7 @@ def tested(device: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tests.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
+        command += ["-n", str(min(8, os.cpu_count() or 1))] if find_spec("xdist") else []
         done = subprocess.run([*command, f"--junitxml={file}"], cwd=ROOT, check=False)
         counted = counts(file) if file.exists() else dict.fromkeys(FIGURES, 0)
     return {"tests": list(chosen), "exit_code": done.returncode, **counted}
@@ -167,7 +169,7 @@ def head_of(report: dict[str, Any]) -> str:
 
 
 def converters(cases: list[dict[str, Any]]) -> list[str]:
-    """Compare converters in processes and in threads over all cases: which is to be the default."""
+    """Compare converters in processes and in threads over all cases."""
     from gpu.cases import PROCESSES, THREADS
 
     lines = ["", "## Converters in processes and in threads", ""]

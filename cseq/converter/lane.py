@@ -12,6 +12,22 @@ if TYPE_CHECKING:
     from cseq.converter import Event, Tensor
 
 
+# The strided tensors that a sparse one consists of: only these know of streams.
+PARTS = {
+    "sparse_coo": ("_indices", "_values"),
+    "sparse_csr": ("crow_indices", "col_indices", "values"),
+    "sparse_bsr": ("crow_indices", "col_indices", "values"),
+    "sparse_csc": ("ccol_indices", "row_indices", "values"),
+    "sparse_bsc": ("ccol_indices", "row_indices", "values"),
+}
+
+
+def parts(tensor: Tensor) -> list[Tensor]:
+    """List the strided tensors of a tensor: itself, or what a sparse one consists of."""
+    names = PARTS.get(str(tensor.layout).removeprefix("torch."), ())
+    return [getattr(tensor, name)() for name in names] or [tensor]
+
+
 class Lane:
     """A CUDA stream: a queue of copies to a device, concurrent with its other work."""
 
@@ -57,7 +73,8 @@ class Lane:
         current = self._torch.cuda.current_stream(self._device)
         current.wait_event(event)
         for tensor in tensors:
-            tensor.record_stream(current)
+            for part in parts(tensor):
+                part.record_stream(current)
 
     def collect(self) -> None:
         """Free memory of this process that other processes do not use any more."""

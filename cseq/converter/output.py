@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import re
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -149,8 +148,8 @@ def for_test(output: Output, test_mode: str) -> Output:
 
 
 def are_threads(compat: bool | None) -> bool:  # noqa: FBT001
-    """Return where CUDA converters run: processes cannot share CUDA memory on Windows."""
-    return os.name == "nt" if compat is None else compat
+    """Return whether CUDA converters run in threads: processes only where they are asked for."""
+    return compat is None or compat
 
 
 def cast_dtype(output: Output) -> Dtype | None:

@@ -110,8 +110,11 @@ def add_converters(
 
 def _convert(job: Job, runner: Runner, source: Source, batch_writer: Objects) -> None:
     """Convert until the ring is closed."""
+    import torch
+
     from cseq.converter.cuda import CudaConverter
 
+    torch.set_num_threads(1)  # of this thread: a copy by all cores takes them from the indexers
     converter = CudaConverter(job.output)
     try:
         run(runner, partial(convert, source, converter.convert, batch_writer), idle=converter.reap)

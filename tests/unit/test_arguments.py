@@ -29,11 +29,13 @@ def test_all_classes_show_the_same_arguments() -> None:
 
 def test_the_number_of_converters() -> None:
     """By default a quarter of the workers, but up to four; none without workers."""
-    assert [arguments.converters_of(n, None) for n in (0, 1, 3, 5, 16, 20)] == [0, 1, 3, 4, 4, 5]
-    assert arguments.converters_of(0, 3) == 0
-    assert arguments.converters_of(3, 3) == 3
+    numbers = (0, 1, 3, 5, 16, 20)
+    assert [arguments.converters_of(n, None, "proc") for n in numbers] == [0, 1, 1, 1, 1, 1]
+    assert [arguments.converters_of(n, None, "thread") for n in numbers] == [0, 1, 3, 4, 4, 5]
+    assert arguments.converters_of(0, 3, "proc") == 0
+    assert arguments.converters_of(3, 3, "proc") == 3
     with pytest.raises(ValueError, match="num_converters=4 exceeds num_workers=3"):
-        arguments.converters_of(3, 4)
+        arguments.converters_of(3, 4, "thread")
 
 
 def test_the_number_of_samples_of_a_worker() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cseq.converter.lane import Lane
+from cseq.converter.lane import Lane, parts
 
 torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 
@@ -30,6 +30,8 @@ def test_a_cuda_lane_asks_torch_in_this_order(monkeypatch: pytest.MonkeyPatch) -
             journal.append(("record", stream.device))
 
     class Tensor:
+        layout = torch.strided
+
         def record_stream(self, stream: Stream) -> None:
             journal.append(("use", stream.device))
 
@@ -43,3 +45,16 @@ def test_a_cuda_lane_asks_torch_in_this_order(monkeypatch: pytest.MonkeyPatch) -
     use = ("use", ("current", device))
     assert journal == [("record", device), ("wait", ("current", device), event), use, use]
     assert lane.pins
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # torch: in beta
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
+def test_the_parts_of_a_sparse_tensor(layout: str) -> None:
+    """The parts of a sparse tensor are strided, and hold all that it holds."""
+    values = torch.eye(4)
+    blocks = ((2, 2),) if layout.startswith("bs") else ()
+    found = parts(getattr(values, f"to_sparse_{layout}")(*blocks))
+    assert len(found) == (2 if layout == "coo" else 3)
+    assert all(part.layout is torch.strided for part in found)
+    assert float(found[-1].sum()) == 4
+    assert parts(values) == [values]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import subprocess
 import sys
@@ -180,11 +179,9 @@ def test_an_output_can_be_sent() -> None:
         assert pickle.loads(pickle.dumps(output)) == output
 
 
-@pytest.mark.parametrize("name", ["nt", "posix"])
-def test_compat(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA conversion is in threads where compat says so, and on Windows unless it says no."""
-    monkeypatch.setattr(os, "name", name)
-    assert are_threads(None) == (name == "nt")
+def test_compat() -> None:
+    """CUDA conversion is in threads, unless processes are asked for."""
+    assert are_threads(None)
     assert are_threads(True)
     assert not are_threads(False)
 
