@@ -31,7 +31,7 @@ SPARE = 1.1  # workers for one that is needed
 MOST_READERS = 4  # workers for each core, where they wait for something else than a core
 MOST_BUFFER = 16384  # batches
 
-# Of times: the unit, its seconds, from how many on it is used.
+# Units of time: the name, the seconds in it, the least number of seconds it is used for.
 UNITS: list[tuple[str, float, float]] = [("h", 3600, 7200), ("min", 60, 120), ("s", 1, 0.9995)]
 UNITS += [("ms", 1e-3, 0.9995e-3), ("µs", 1e-6, 0.9995e-6)]
 
@@ -43,30 +43,29 @@ class Window:
     Attributes
     ----------
     elapsed, waited : float
-        Of the epochs; what of it the loop waited.
+        The time of the epochs, and how much of it the loop waited.
     start : float
-        Until the first batch: not a part of `elapsed`, and no cause of what was waited in that.
+        The time until the first batch. `elapsed` does not include it.
     step, step_p99 : float
-        The loop's own time for a batch: the mean without the longest twentieth, and 99 in 100 at
-        most.
+        The loop's own time for a batch: the mean without the longest twentieth, and the 99th
+        percentile.
     index, index_p99 : float
-        What a batch takes a worker: the mean, and 99 in 100 at most.
+        A worker's time for a batch: the mean, and the 99th percentile.
     busy : float
-        Part of the time that workers worked, the mean of all.
+        The part of the time in which a worker works: the mean over all workers.
     cpu : float or None
-        Part of that in which they computed; None: not known.
+        The part of `busy` in which they compute; None: not known.
     loop_cpu : float
-        Part of all time in which the loop's thread computed.
+        The part of all time in which the loop's thread computes.
     cores : int
-        For this process: within its container's quota, one part for each rank of the machine.
+        The cores for this process: its container's quota, divided by the ranks on the machine.
     gil : float
-        What a thread waits that asks for the GIL, in one of five times at least. Not the median:
-        where two threads take turns, it is often free. Nor the mean: on a machine that does other
-        things, too, single waits are long.
+        One in five waits for the GIL takes at least so long. Not the median: if two threads take
+        turns, the GIL is often free. Nor the mean: on a busy machine, single waits are long.
     computed : float
-        Cores that all threads together used, where they share a GIL.
+        How many cores all threads together use, if they share a GIL.
     behind, early : float
-        Parts of what was waited: with most other batches ready; for the first batches of epochs.
+        Parts of the waiting: while most other batches are ready; for the first batches of epochs.
     converting : float
         Part of the time that converters worked.
     agents : int
@@ -115,7 +114,7 @@ class Window:
 
     @property
     def own(self) -> float:
-        """How many cores the workers computed on."""
+        """How many cores the workers use."""
         return self.busy * self.workers * (1.0 if self.cpu is None else self.cpu)
 
     @property
@@ -125,37 +124,37 @@ class Window:
 
     @property
     def most(self) -> float:
-        """How many times as fast the loop were if it never waited."""
+        """The speed-up of a loop that never waits."""
         return 1 / max(1 - self.w, 0.01)
 
     @property
     def enough(self) -> int:
-        """How many workers would keep up with the loop: more, as far as there is room for them."""
+        """How many workers would keep up with the loop, if the cores allow so many."""
         most = self.room if self.computes else max(MOST_READERS * self.cores, 2 * self.workers)
         wanted = math.ceil(SPARE * self.index / self.step) if self.step > 0 else most
         return max(self.workers + 1, min(wanted, most))
 
     @property
     def fewest(self) -> int:
-        """How many workers would have done what these did."""
+        """The smallest number of workers that could have done the same work."""
         return math.ceil(1.2 * self.workers * self.busy) or 1
 
     @property
     def spare(self) -> bool:
-        """Whether so many fewer workers would be enough that it is worth to say so."""
+        """Whether far fewer workers would be enough."""
         return (
             self.w < LITTLE and self.busy < 0.4 and self.fewest < self.workers and not self.agents
         )
 
     @property
     def room(self) -> int:
-        """How many workers that compute as these there are cores for, beside the loop."""
+        """How many such workers the cores have room for, beside the loop."""
         computing = 1.0 if self.cpu is None else max(self.cpu, 0.01)
         cores = ONE_CORE if _takes_turns(self) else self.cores - min(self.loop_cpu, 1.0)
         return max(1, int(cores / min(computing, 1.0) + 0.5))
 
     def rate(self, workers: float) -> float:
-        """How many batches a second workers make that never wait for tickets, if so many do."""
+        """Batches a second of so many workers that never wait for tickets."""
         return min(workers, self.room) / self.index
 
 
@@ -172,12 +171,12 @@ class Advice:
     action : str
         What to do; empty: nothing.
     change : dict
-        The same as arguments of the manager, if they say it: ``{'num_workers': 4}``.
+        The arguments of the manager to change, if there are any: ``{'num_workers': 4}``.
     gain : float
-        At most so many times as fast; 1: no faster.
+        The largest speed-up to expect; 1: none.
     start : str
-        What the loop waited for its first batch, if that was long, and what helps. The rest is of
-        the time after it.
+        How long the loop waited for its first batch, if that was long, and what helps. All else
+        describes the time after it.
     """
 
     cause: str
@@ -199,7 +198,7 @@ class Advice:
 
 
 class Said(NamedTuple):
-    """What a rule says after what the loop waits: what was seen, what helps, what that can gain."""
+    """What a rule adds to the waiting: what was seen, what helps, and how much it can gain."""
 
     seen: str
     action: str = ""  # beside `change`
@@ -208,7 +207,7 @@ class Said(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A cause, when it is the one, and what is said then."""
+    """A cause, the test for it, and what it says."""
 
     cause: str
     test: Callable[[Window], bool]
@@ -216,7 +215,7 @@ class Rule(NamedTuple):
 
 
 def advise(window: Window) -> Advice:
-    """Return the advice of the first rule that holds, and what is to be said of the start."""
+    """Return the advice of the first rule that holds, and a line about a slow start."""
     rule = next(rule for rule in RULES if rule.test(window))  # the last one always does
     said = rule.say(window)
     named = [f"{name}={value}" for name, value in said.change.items()]
@@ -247,15 +246,15 @@ def _count(number: int, what: str) -> str:
 
 
 def _waits(v: Window) -> str:
-    """Say what the loop waits, and what a batch takes both sides."""
+    """Say how long the loop waits, and how long both sides need for a batch."""
     if v.batches < ENOUGH_BATCHES or v.elapsed <= 0:
         return ""
     said = f"the loop waits {v.w:.0%} of the time"
     if v.agents:
-        said += f"; a batch takes the loop {duration(v.step)}"
+        said += f"; the loop needs {duration(v.step)} per batch"
     elif v.index:
-        worker = f"a worker {duration(v.index)}" if v.workers else f"{duration(v.index)} to make"
-        said += f"; a batch takes {worker}, the loop {duration(v.step)}"
+        maker = "a worker needs" if v.workers else "the indexer needs"
+        said += f"; {maker} {duration(v.index)} per batch, the loop {duration(v.step)}"
     if v.dry is not None:
         said += f"; the GPU had run dry after {v.dry:.0%} of the waits"
     return said
@@ -271,7 +270,7 @@ def _busy(v: Window) -> str:
 
 
 def _start(v: Window) -> str:
-    """Say what the start took, and what helps; empty: it was short."""
+    """Say how long the start took, and what helps; empty: it was short."""
     if v.start <= max(START, 20 * v.index, LITTLE * v.elapsed):
         return ""
     remedy = (
@@ -284,17 +283,17 @@ def _start(v: Window) -> str:
 
 
 def _more(v: Window, seen: str, action: str = "") -> Said:
-    """Name the number of workers that would keep up, and what these can gain."""
+    """Name the number of workers that would keep up, and how much they can gain."""
     made = v.index * v.batches / v.elapsed  # by workers that are always busy: by so many
     gain = max(1.0, min(v.most, v.enough / made)) if made > 0 else v.most
     return Said(seen, action, {"num_workers": v.enough}, gain)
 
 
 def _larger(v: Window, seen: str, pause: float = 0.0, action: str = "") -> Said:
-    """Name a buffer that lasts as long as a pause of one side, as far as the manager has one.
+    """Name a buffer, if the manager has one, that lasts through a pause of one side.
 
-    Workers that sleep are woken when half of it is to be made again: so it is to be twice as large
-    as what is needed ahead of the loop.
+    Sleeping workers are woken when half of the buffer is empty, so it is twice as large as what
+    the loop needs ahead of it.
     """
     if v.is_stream:
         larger = "a larger prefetch (of a DataLoader: prefetch_factor)"
@@ -322,7 +321,7 @@ def _gil(v: Window) -> Said:
 def _loop(v: Window) -> Said:
     if v.w >= LITTLE:
         return Said(
-            "its GPU is fed" if _is_fed(v) else "handing a batch over takes as long as that"
+            "the GPU has enough work" if _is_fed(v) else "handing over a batch takes that long"
         )
     seen = "the loop is the bottleneck"
     if v.spare:
@@ -367,7 +366,7 @@ def _cores(v: Window) -> Said:
     fewer = "try fewer workers, and " if v.workers > v.cores else ""
     return Said(
         f"{_busy(v)}: {_count(v.cores, 'core')} are used up",
-        f"{fewer}see what costs the CPU{'' if v.is_stream else ': remake() under a profiler'}",
+        f"{fewer}find what uses the CPU{'' if v.is_stream else ': remake() under a profiler'}",
     )
 
 
@@ -430,7 +429,7 @@ RULES = (
         "epochs",
         lambda v: v.busy < BUSY and v.early > 0.5,
         lambda v: Said(
-            f"{v.early:.0%} of that for the first batches of epochs",
+            f"{v.early:.0%} of the waiting is for the first batches of epochs",
             "longer epochs, or fewer of them: iterate over several at a time",
         ),
     ),

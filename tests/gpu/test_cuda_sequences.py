@@ -136,7 +136,7 @@ def test_whether_the_gpu_runs_dry(check: Callable[[str], None], cycles: int, is_
             stats = running.stats()
         assert stats.gpu_waits >= 20, stats
         advice = stats.advice()
-        assert ("its GPU is fed" in advice.sentence) == {is_fed}, advice
+        assert ("the GPU has enough work" in advice.sentence) == {is_fed}, advice
         assert "the GPU had run dry" in advice.sentence
         assert (stats.gpu_dry < 0.1 * stats.gpu_waits) == {is_fed}, stats
         """

@@ -126,7 +126,7 @@ def test_cores_that_are_used_up() -> None:
     """No number is named: what the workers would compute with a core each is not known."""
     few = advise(replace(PLAIN, workers=6, cores=2, cpu=0.3))
     assert (few.cause, few.change) == ("cores", {})
-    assert few.action.startswith("try fewer workers, and see what costs the CPU")
+    assert few.action.startswith("try fewer workers, and find what uses the CPU")
     assert "fewer" not in advise(replace(PLAIN, cores=4)).action
     loop_sleeps = replace(PLAIN, workers=2, cores=2, cpu=0.4, loop_cpu=0.1)
     assert advise(loop_sleeps).cause == "workers"
@@ -144,8 +144,8 @@ def test_a_buffer_lasts_as_long_as_a_pause() -> None:
 
 def test_what_no_worker_can_help() -> None:
     """The loop is the cause where its GPU is fed, or a batch is handed over in no time."""
-    assert "its GPU is fed" in str(advise(replace(PLAIN, dry=0.02)))
-    assert "handing a batch over" in str(advise(replace(PLAIN, batches=10**6)))
+    assert "the GPU has enough work" in str(advise(replace(PLAIN, dry=0.02)))
+    assert "handing over a batch" in str(advise(replace(PLAIN, batches=10**6)))
     for advice in advise(replace(PLAIN, dry=0.02)), advise(replace(PLAIN, batches=10**6)):
         assert (advice.action, advice.gain) == ("", 1.0)
 
@@ -215,7 +215,7 @@ def test_what_a_fleet_needs() -> None:
     """Agents, in proportion to what the loop could take; its workers are not the manager's."""
     slow = replace(PLAIN, agents=3, workers=6)
     assert str(advise(slow)) == (
-        "fleet: the loop waits 50% of the time; a batch takes the loop 5 ms; 3 workers of a "
+        "fleet: the loop waits 50% of the time; the loop needs 5 ms per batch; 3 workers of a "
         "fleet made 100 batches a second → a fleet of 6 workers: at most 2.0 times as fast."
     )
     idle = advise(replace(slow, waited=0.1, busy=0.1))
@@ -226,7 +226,7 @@ def test_what_a_fleet_needs() -> None:
 def test_how_it_is_written() -> None:
     """The whole text: cause, two numbers, one action, the most it can gain."""
     assert str(advise(PLAIN)) == (
-        "workers: the loop waits 50% of the time; a batch takes a worker 40 ms, the loop 5 ms; "
+        "workers: the loop waits 50% of the time; a worker needs 40 ms per batch, the loop 5 ms; "
         "4 workers are busy 100% of the time, computing 95% of that → num_workers=8: at most 2.0 "
         "times as fast."
     )
