@@ -19,6 +19,11 @@ const QUESTIONS = {
   "progress bar": "how-to/watch",
   profiler: "how-to/tools",
   "slow loop": "how-to/slow",
+  "bucket by length": "explanation/choosing-an-order",
+  checkpoint: "how-to/checkpoints",
+  "replace DataLoader": "how-to/from-dataloader",
+  "MPSequence or DataLoader": "how-to/which-class",
+  "cannot pickle": "reference/errors",
 };
 
 const site = `${process.argv[2]}`;
