@@ -122,6 +122,18 @@ def test_the_pages_are_short() -> None:
     assert sum(len(page.read_text(encoding="utf-8").split()) for page in PAGES) <= 40_000
 
 
+def test_each_promise_has_its_test() -> None:
+    """Each line of the list in reliability.md names tests that are there."""
+    page = (DOCS / "inside" / "reliability.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .*? \| (`test.*) \|$", page, re.MULTILINE)
+    files = [*(ROOT / "tests").rglob("test_*.py")]
+    there = {path.name for path in files} | {path.relative_to(ROOT).as_posix() for path in files}
+    for path in files:
+        there |= set(re.findall(r"^ *def (test_\w+)", path.read_text("utf-8"), re.MULTILINE))
+    assert len(rows) > 30
+    assert {name for row in rows for name in re.findall("`([^`]+)`", row)} - there == set()
+
+
 def test_the_api_has_each_public_name() -> None:
     """docs/reference/api.rst lists all of `cseq.__all__`, and torch's loaders."""
     listed = re.findall(r"^   (\w+)$", (DOCS / "reference" / "api.rst").read_text(), re.MULTILINE)
