@@ -27,7 +27,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── pools/          ★ the loop's end of all runners: inline (test mode), thread, process, stream
     ├── _feed.pyx       ★ posts tickets, takes out batches and items; include/line.pxi, streams.pxi
     ├── tuning.py       how many workers, how large a buffer: what 'auto' takes
-    ├── arguments.py    the arguments of MSequence, and those of Streams, too: types and checks
+    ├── arguments.py    the arguments of MSequence and Streams: types and checks
     ├── order/          ★ which samples, in which order, for which rank; the loop's place
     ├── indexing/       ★ in a worker: the user's code makes a batch of indices
     ├── converter/      stage 2: batch → tensors, on the CPU or a CUDA device

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Parameters
     ----------
     arguments : sequence of str, optional
-        Those of the command line.
+        The arguments to parse; by default, of the command line.
     """
     parser = argparse.ArgumentParser(
         prog="cseq", description=DESCRIPTION, epilog=f"{EXAMPLES}\n\n{DOCS}", formatter_class=RAW

@@ -208,9 +208,9 @@ cdef class Source:
 @cython.final
 cdef class OrderSource(Source):
     cdef readonly Reader reader
-    # Batch k has the number `first` + k. For k < `full` it is `size` units from position `start` + k *
-    # `stride` on, and counts `stride`; the one after them is `part` units from `part_start` on, and
-    # counts `rest`.
+    # Batch k has the number `first` + k. For k < `full` it is the `size` units that begin at position
+    # `start` + k * `stride`, and counts `stride`; the one after them is the `part` units that begin at
+    # `part_start`, and counts `rest`.
     cdef uint64_t posted, batches, first, full, start, stride, part_start, rest
     cdef uint32_t size, part
     cdef object later     # how the epochs after this one are cut
@@ -221,7 +221,7 @@ cdef class OrderSource(Source):
     cdef Block data
     cdef int64_t* samples_read
     cdef int64_t* sizes_read  # of their units; NULL: each is one sample
-    cdef int64_t* sizes       # where those of all that was read are
+    cdef int64_t* sizes       # the sizes of all units that were read
     cdef int divide(self, cut) except -1
     cdef uint64_t at(self, uint64_t batch) noexcept
     cdef int64_t read(self, uint64_t batch, int64_t* out, int64_t* sizes) except -1

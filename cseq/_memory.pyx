@@ -123,7 +123,7 @@ def fork_depth():
 
 
 def fork():
-    """`os.fork` without its warning, from Python 3.12 on, that this process has threads.
+    """`os.fork`, without the warning of Python 3.12 that this process has threads.
 
     That one is for programs which do not know. To filter it would take `warnings.catch_warnings`,
     which sets and restores the filters of all threads: the user's may be in one of theirs. And it
@@ -215,7 +215,7 @@ cdef class Memory:
 
     @cython.final
     cdef int put(self, Py_ssize_t offset, const char* source, Py_ssize_t nbytes) except -1:
-        """Copy to `offset`; without the GIL from `LARGE` bytes on."""
+        """Copy to `offset`; `LARGE` bytes or more without the GIL."""
         self.inside(offset, nbytes)
         CSEQ_POINT("encode")
         if nbytes < LARGE:
@@ -342,7 +342,7 @@ def flat_of(cnp.ndarray array not None):
 
 
 def laid_as(cnp.ndarray flat not None, cnp.ndarray array not None):
-    """An array on `flat`, which has elements for those of `flat_of(array)`: of that array's shape and order."""
+    """Return an array on `flat`, which replaces `flat_of(array)`, with the shape and order of `array`."""
     cdef cnp.npy_intp strides[MAX_DIMS]
     cdef Py_ssize_t span
     cdef Py_ssize_t itemsize = max(<Py_ssize_t>cnp.PyArray_ITEMSIZE(array), 1)
@@ -414,7 +414,7 @@ cdef class Mapping(Memory):
 cdef class Descriptor:
     """A file descriptor (Windows: a handle), closed when this object is deallocated.
 
-    Its number is above those of the standard streams, which this process may have closed.
+    Its number is above 2: this process may have closed a standard stream.
 
     Parameters
     ----------
@@ -444,7 +444,7 @@ cdef class Descriptor:
 
 
 cpdef int lift(int fd) except -1:
-    """Return a descriptor above those of the standard streams: `fd`, or a copy, and `fd` is closed.
+    """Return a descriptor above 2, the last standard stream: `fd`, or a copy, and `fd` is closed.
     Also where there can be no more descriptors: OSError."""
     fd = cseq_lift(fd)
     if fd < 0:
@@ -548,7 +548,7 @@ cdef class SlotAllocator:
         return cseq_placed.at.live
 
     def begin(self, Mapping slot not None, uint64_t nbytes):
-        """Number large allocations from now on, and serve the wanted ones from this slot of
+        """Begin to number large allocations, and serve the wanted ones from this slot of
         `nbytes` bytes."""
         if cseq_placed.at.live:
             raise RuntimeError(f"{cseq_placed.at.live} arrays lie in the slot before")

@@ -219,7 +219,7 @@ cdef class Runner:
         capacity : int
             Bytes of the slot that are committed now.
         slot : int
-            The slot that an indexer has written to, which is the ticket's from now on; -1: none.
+            The slot that an indexer has written to, which now belongs to the ticket; -1: none.
         """
         cdef cseq_cell* c = self.held()
         cdef uint64_t* fields = c.converted if self.stage else c.record

@@ -21,7 +21,7 @@ __all__ = ["Event", "Lanes", "MarksFile", "alive", "forget", "marks_file", "on_n
 MOST_EVENTS = 1000  # of a pool, that are remembered
 
 _numbers = itertools.count(1)
-alive: weakref.WeakSet[Lanes] = weakref.WeakSet()  # those of all pools
+alive: weakref.WeakSet[Lanes] = weakref.WeakSet()  # of all pools
 on_new: list[Callable[[Lanes], object]] = []  # called with each, while a trace records
 _guard = threading.Lock()  # around the next one
 _file: weakref.ref[MarksFile] | None = None

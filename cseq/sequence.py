@@ -477,7 +477,7 @@ class MSequence(Manager, Generic[B_co]):
             run = self._present()
             self._settle_shard()
             generation = run.interrupt()
-            with run.lock.hold():  # from here on, no batch is delivered
+            with run.lock.hold():  # now no batch is delivered
                 self._place = place = self._place.next(self._sampler)
                 run.pool.begin(place, place.first, place.consumed, generation)
             return FeedIterator(run.pool.feed, generation, self)

@@ -212,7 +212,7 @@ class Stats:
 
     @property
     def history(self) -> NDArray[np.void]:
-        """How the run went: a structured array of at most 512 rows, from the first batch on.
+        """How the run went: a structured array of at most 512 rows since the first batch.
 
         Rows are 0.1 s apart at first, then farther: they cover the whole run. Fields, all but the
         first and the last as they were added up since the start: `seconds` since the start;

@@ -41,7 +41,7 @@ TICKETS = 100_000
 MOST_TICKETS = 1 << 24
 QUARTER = 7_889_238 * 10**9  # ns: `baseTimeNanoseconds` is a multiple, as torch's profiler has it
 MADE_UP = 1 << 30  # thread ids of loops' rows; a thread has its own
-RUNNERS = MADE_UP // 2  # of runners' rows, from here on
+RUNNERS = MADE_UP // 2  # the first one of runners' rows
 SUPERVISOR = RUNNERS - 1
 
 Record = Any  # a row of `_core.TAKEN`

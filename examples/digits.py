@@ -66,7 +66,7 @@ def write_digits(path: Path) -> None:
 def train_epoch(batches: cseq.MSequence, title: str) -> tuple[float, float, float, str]:
     """Train on one epoch; return its mean loss, the seconds it took and waited, and its hash.
 
-    The seconds are those of `stats`, from the first batch of all on: the start is not in them.
+    The seconds come from `stats`, which begin with the first batch: they leave out the start.
     """
     losses, digest, before = [], hashlib.sha256(), batches.stats()
     bar = tqdm(batches, desc=title, unit="batch", leave=False, disable=None) if tqdm else batches
@@ -82,7 +82,7 @@ def train_epoch(batches: cseq.MSequence, title: str) -> tuple[float, float, floa
 
 
 def test_mode_hash(batches: cseq.MSequence, epoch: int) -> str:
-    """Hash an epoch that this process makes by itself, without any worker."""
+    """Hash an epoch that this process makes without workers."""
     digest = hashlib.sha256()
     with batches.start_test():  # the epoch can be chosen, for its order depends on nothing before
         batches.set_epoch(epoch)

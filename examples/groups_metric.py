@@ -51,7 +51,7 @@ def write_samples(folder: Path) -> None:
 
 
 def loss_of(batch: torch.Tensor) -> torch.Tensor:
-    """Compare each sample with all others: those of its class shall be nearest."""
+    """Compare each sample with all others: its class should be nearest."""
     laid = nn.functional.normalize(network(batch))
     alike = laid @ laid.T / 0.1
     alike.fill_diagonal_(-torch.inf)

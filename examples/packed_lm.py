@@ -71,8 +71,8 @@ class Model(nn.Module):
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return what is expected after each token."""
         documents = batch["documents"]
-        # A token sees those of its own document that are not after it. The mask is made here, of
-        # 2 kB a row: as an array of the batch, it would be 64 kB.
+        # A token sees earlier tokens of its own document. The mask is made here, from 2 kB per row:
+        # as an array of the batch, it would be 64 kB.
         mask = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
         x = self.token(batch["tokens"]) + self.place(batch["places"])
         for attend, think in zip(self.attend, self.think, strict=True):

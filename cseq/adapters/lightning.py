@@ -85,7 +85,7 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
 class Monitor(Callback):  # type: ignore[misc]
     """Hands a manager's figures to the trainer's loggers.
 
-    Those of `Stats.as_dict`, for the batches since the last time. Each rank measures its own
+    They are `Stats.as_dict` of the batches since the last time. Each rank measures its own
     manager; Lightning's loggers write rank 0's.
 
     Parameters

@@ -68,7 +68,7 @@ class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
 class Monitor(TrainerCallback):  # type: ignore[misc]
     """Hands a manager's figures to `Trainer.log`, and so to each integration of `report_to`.
 
-    Those of `Stats.as_dict`, for the batches since the last time. Each rank measures its own
+    They are `Stats.as_dict` of the batches since the last time. Each rank measures its own
     manager; the Trainer's integrations write rank 0's.
 
     Parameters

@@ -33,7 +33,7 @@ LENGTH = struct.Struct("<Q")
 ROLES = b"trainer", b"agent"
 ALIGN = 64  # bytes, of buffers
 SMALL = 1 << 17  # bytes that are sent together
-LARGE = 1 << 20  # bytes from which on memory is used again
+LARGE = 1 << 20  # bytes; the memory of as many, or more, is used again
 KEEP_ALIVE = {  # 25 s for a machine that is lost, or takes nothing
     "TCP_KEEPIDLE": 10,
     "TCP_KEEPINTVL": 5,

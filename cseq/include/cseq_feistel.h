@@ -5,7 +5,7 @@
  * through again, until it is smaller: the grid has fewer than a such values.
  *
  * No memory, no state, any position at once. Eight positions go through a round together: the
- * multiplications of one overlap with those of the others.
+ * multiplications of one overlap with the others'.
  */
 #ifndef CSEQ_FEISTEL_H
 #define CSEQ_FEISTEL_H

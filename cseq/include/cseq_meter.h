@@ -121,7 +121,7 @@ CSEQ_INLINE void cseq_meter_begin(cseq_meter *m, uint64_t now) {
     cseq_store_rlx_u64(&m->since_ns, now);
 }
 
-/* The trainer has waited from `before` on. */
+/* The trainer has waited from `before` to `now`. */
 CSEQ_INLINE void cseq_meter_slept(cseq_meter *m, uint64_t before, uint64_t now) {
     cseq_count_u64(&m->waited_ns, now - before);
     cseq_store_rlx_u64(&m->asleep_ns, 0);

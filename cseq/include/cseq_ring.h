@@ -9,7 +9,7 @@
  * and each party's meter are on cache lines of their own.
  *
  * A ring is one of two kinds. A *shared* ring has any number of runners; each claims the first open
- * cell from the hint on, and the trainer posts in any free cell. A *queue* has one runner and keeps
+ * cell at or after the hint, and the trainer posts in any free cell. A *queue* has one runner and keeps
  * the order: the trainer posts in one cell after the other, and the runner looks at one cell only,
  * the one after the one that it claimed last. The last `calls` cells of a queue are not part of this
  * *round*; the runner looks there first. The round of a shared ring may have fewer cells than there are,
@@ -130,8 +130,8 @@ typedef struct {
     uint32_t traced; /* the number of the trace that records spans of worker processes; 0: none. Written by
                         the trainer */
     char pad[CSEQ_LINE - 44];
-    uint32_t closed; /* 0: open; else to the indexers from this number on, which leave when they have
-                        no ticket in hand; 1: to all runners, and for ever. Written by the trainer */
+    uint32_t closed; /* 0: open; 1: to all runners, for ever; else to indexers with this number or a higher
+                        one, which leave when they have no ticket in hand. Written by the trainer */
     uint32_t spin;   /* ns that a party spins at least before it sleeps; 0: it does not */
     uint32_t spin_most; /* and at most, if it is worth it: see cseq_gate_spin_ns */
     char pad1[CSEQ_LINE - 12];
@@ -192,7 +192,7 @@ CSEQ_INLINE cseq_gate *cseq_ring_output(cseq_ring *r) {
 /* The cells of the round. SYNC: round has the cell */
 CSEQ_INLINE uint32_t cseq_ring_round(const cseq_ring *r) { return cseq_load_sc_u32(&r->round); }
 
-/* The trainer of a shared ring posts in so many cells from now on; no fewer than before.
+/* From now, the trainer of a shared ring posts in so many cells; no fewer than before.
  * SYNC: round has the cell (this swap, before the post's; against a look after gate_enter's swap) */
 CSEQ_INLINE void cseq_ring_extend(cseq_ring *r, uint32_t cells) {
     if (cells > r->round) cseq_swap_sc_u32(&r->round, cells);

@@ -145,7 +145,7 @@ cdef class Slots:
         return 0
 
     cdef Py_ssize_t search(self, Py_ssize_t first) noexcept nogil:
-        """Take the lowest free slot from `first` on: its number, or -1."""
+        """Take the lowest free slot that is `first` or above: its number, or -1."""
         cdef Py_ssize_t upto = self.count()
         cdef Py_ssize_t slot, below
         for slot in range(first, upto):
@@ -231,8 +231,8 @@ cdef class Slots:
     def lend(self, Py_ssize_t slot, Mapping mapping not None):
         """The memory of a slot that a ticket lies in, for a batch that is being decoded.
 
-        Always the same `Lease` until `vacate`: views of an interrupted decode and those of the next
-        one share it.
+        Always the same `Lease` until `vacate`: the views of an interrupted decode and of the next one
+        share it.
         """
         cdef Lease lease = self.lent.get(slot)
         self.check(slot)
@@ -337,4 +337,4 @@ cdef class Lease(Memory):
             if CSEQ_POISON:
                 memset(self.data, 0xDB, self.size)
             self.slots.set_free(self.slot)
-        cseq_add_sc_u64(&self.slots.held, <uint64_t>-1)  # the table may be unmapped from now on
+        cseq_add_sc_u64(&self.slots.held, <uint64_t>-1)  # now the table may be unmapped

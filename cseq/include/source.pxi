@@ -74,7 +74,7 @@ cdef class OrderSource(Source):
         return 0
 
     def __len__(self):
-        """Batches, from `consumed` on."""
+        """Batches after `consumed`."""
         return <Py_ssize_t>self.batches
 
     cdef uint64_t at(self, uint64_t batch) noexcept:

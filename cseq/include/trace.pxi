@@ -72,7 +72,7 @@ cdef uint32_t thread_id() noexcept:
 # -- tickets
 
 def begin_log(uint64_t size):
-    """Record the tickets that are taken from now on: the newest `size` of them."""
+    """Begin to record the tickets that are taken: the newest `size` of them."""
     global room
     made = numpy.empty(size, TAKEN)
     made.view(numpy.uint8).fill(0)  # its pages are there before the first ticket
@@ -106,7 +106,7 @@ def attach_marks(int fd, Ring own=None):
 
 
 def trace_here(uint32_t number):
-    """Have this process record marks for the trace of this number; 0: for none, from now on."""
+    """Have this process record marks for the trace of this number; 0: for none."""
     with cython.critical_section(guard):
         cseq_swap_sc_u32(&here_traced, number)
 

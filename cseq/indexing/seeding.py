@@ -134,7 +134,7 @@ def _is_imported(name: str) -> bool:
 
 
 class Seeds(_work.BatchSeeds):
-    """Sets those of the process's generators whose modules are imported, batch by batch.
+    """Seeds the process's generators before each batch, if their modules are imported.
 
     Parameters
     ----------

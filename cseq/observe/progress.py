@@ -28,10 +28,10 @@ def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
     Parameters
     ----------
     loader : iterable
-        A manager, a `DataLoader` or anything else; what has no ``stats()`` gets a bar alone.
+        A manager, a `DataLoader` or anything else. Without ``stats()``, there is only a bar.
     **options
-        Those of ``tqdm.tqdm``: ``desc``, ``initial`` (batches that were taken before a resume),
-        ``leave`` and the like.
+        The options of ``tqdm.tqdm``: ``desc``, ``initial`` (batches taken before a resume),
+        ``leave`` and others.
 
     Returns
     -------

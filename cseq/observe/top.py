@@ -12,7 +12,7 @@ from cseq.observe.lines import overview
 
 __all__ = ["top"]
 
-CLEAR = "\x1b[H\x1b[J"  # the terminal, from its first line on
+CLEAR = "\x1b[H\x1b[J"  # clears the terminal
 
 
 def top(pid: int | None, *, once: bool) -> int | str:

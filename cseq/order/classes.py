@@ -156,7 +156,7 @@ class Recipes(Order):
     Parameters
     ----------
     samples, classes :
-        Those of no class are left out.
+        Samples of no class are left out.
     copies, first : numpy.ndarray
         Units of each recipe; the first part of each, and the number of parts.
     parts : numpy.ndarray
@@ -168,7 +168,7 @@ class Recipes(Order):
         The unit whose group comes first.
     """
 
-    _facts: dict[str, Any]  # beside those of all recipes
+    _facts: dict[str, Any]  # what this kind of recipes has beside them
 
     def __init__(
         self,

@@ -301,8 +301,8 @@ def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
 class _Plan:
     """How many units of each source a block has, and at which unit this begins.
 
-    The weights of `phases` hold from a unit on. Block 0 begins with unit `since`; `taken` says how
-    often each source was drawn before, also one that is there no more.
+    Each of `phases` begins at a unit. Block 0 begins with unit `since`; `taken` says how often each
+    source was drawn before, removed sources included.
     """
 
     def __init__(
@@ -392,8 +392,8 @@ def _sources(sources: Mapping[str, Order]) -> dict[str, Order]:
             raise ValueError(f"sources[{name!r}]={order!r}: give it the number of its samples")
         if _kind(order) != _kind(first):
             raise ValueError(
-                f"the units of sources[{name!r}] are {_kind(order)}, those of "
-                f"sources[{next(iter(known))!r}] {_kind(first)}; give orders with units of one kind"
+                f"the units of sources[{name!r}] are {_kind(order)}, but sources"
+                f"[{next(iter(known))!r}] has {_kind(first)}; give orders with units of one kind"
             )
     return known
 

@@ -19,11 +19,11 @@ class Progress(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether the loop was told that no more come."""
+        """Whether the loop knows that no more come."""
 
     @property
     def position(self) -> int:
-        """Units from the first epoch's beginning on that all ranks have had, or left out."""
+        """Units since the first epoch's beginning that all ranks have had, or left out."""
 
 
 class Last(NamedTuple):

@@ -407,7 +407,7 @@ def test_bad_sources() -> None:
         cseq.Mixture({"a": cseq.Shuffled()}, one)
     for other, kind in ((Rows(9), "rows of samples"), (Rows(9, is_batch=True), "batches")):
         with pytest.raises(
-            ValueError, match=rf"sources\['b'\] are {kind}, those of .* samples; give"
+            ValueError, match=rf"sources\['b'\] are {kind}, but sources.* has samples; give"
         ):
             cseq.Mixture({"a": cseq.Shuffled(5), "b": other}, {"a": 1, "b": 1})
     with pytest.raises(ValueError, match="block=1 is too small for 2 sources"):

@@ -153,7 +153,7 @@ class Relay:
         Calling it twice is fine, also if the first call was interrupted.
         """
         self.stop()
-        if not self._streams._run.is_ours:  # those of the process that forked this one
+        if not self._streams._run.is_ours:  # they belong to the parent process
             return
         self._is_closed = True
         with contextlib.suppress(OSError, EOFError):  # it was closed
