@@ -402,10 +402,10 @@ def order_of(order: Any, shuffle: Any) -> Order:
     if not isinstance(order, Order):
         if callable(getattr(order, "__iter__", None)):
             raise TypeError(
-                f"order={order!r} is no cseq.Order; cseq.DataLoader takes samplers and batch "
-                "samplers of torch, and a subclass of cseq.Order becomes an order of one's own"
+                f"order={order!r} is not a cseq.Order; cseq.DataLoader takes samplers and batch "
+                "samplers of torch, and a subclass of cseq.Order becomes an order of your own"
             )
-        raise TypeError(f"order={order!r} is no cseq.Order; give one, or None")
+        raise TypeError(f"order={order!r} is not a cseq.Order; give one, or None")
     if shuffle is not True:
         raise ValueError(f"shuffle={shuffle!r} beside order={order!r}; give one of them")
     return order

@@ -215,7 +215,7 @@ class Streams:
         ordered = flag("ordered", ordered)
         first = count("first", first, least=0, most=self.num_workers - 1)
         if keys is not None and not hasattr(keys, "__next__"):
-            raise TypeError(f"keys={keys!r} is no iterator; give iter(...) of it")
+            raise TypeError(f"keys={keys!r} is not an iterator; give iter(...) of it")
         run = self._ours()
         run.lock.refuse_mine()
         generation = run.interrupt()

@@ -27,7 +27,7 @@ class Batches(DataAdapter):  # type: ignore[misc]
 
     def __init__(self, manager: Any) -> None:
         if not hasattr(manager, "_sampler"):
-            raise TypeError(f"manager={manager!r} is no manager of cseq")
+            raise TypeError(f"manager={manager!r} is not a manager of cseq")
         self._manager = manager
 
     @property

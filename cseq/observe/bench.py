@@ -253,7 +253,7 @@ def seconds_of(text: str) -> float:
                 if 0 < value <= 60:  # NaN is not
                     return value
             break
-    raise ValueError(f"{text!r} is no duration up to a minute; give 30ms, 0.5s or 800us")
+    raise ValueError(f"{text!r} is not a duration up to a minute; give 30ms, 0.5s or 800us")
 
 
 def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | str:

@@ -106,8 +106,8 @@ class Order:
         """
         if self.samples != samples:
             raise ValueError(
-                f"order={self!r} is over {self.samples} samples, the data has {samples}; make the "
-                "order with what belongs to this data, or give dset_size"
+                f"order={self!r} covers {self.samples} samples, the data has {samples}; make an "
+                "order for this data, or give dset_size"
             )
         return self
 
@@ -173,7 +173,7 @@ class Order:
 
 
 def called(order: Order, seed: int, epoch: int, units: Ints) -> Read:
-    """Call an order of one's own for units, range by range; check what it returns."""
+    """Call an order of your own for units, range by range; check what it returns."""
     samples: list[Ints] = []
     sizes: list[Ints] = []
     for part in np.split(units, np.flatnonzero(np.diff(units) != 1) + 1):

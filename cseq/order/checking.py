@@ -1,4 +1,4 @@
-"""Whether an order of one's own is what it has to be."""
+"""Whether an order of your own is what it has to be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["check_order"]
 
 
 def check_order(order: Order, *, seed: int = 1, epoch: int = 1, most: int = 10_000) -> None:
-    """Check that an order of one's own keeps what `cseq.Order` promises.
+    """Check that an order of your own keeps what `cseq.Order` promises.
 
     Parameters
     ----------

@@ -241,7 +241,7 @@ def one_dimensional(name: str, given: ArrayLike) -> NDArray[Any]:
     try:
         values = np.asarray(given)
     except (TypeError, ValueError) as error:  # of lists of unequal length, for one
-        raise TypeError(f"{name} is no array: {error}") from error
+        raise TypeError(f"{name} is not an array: {error}") from error
     if values.ndim != 1:
         raise ValueError(f"{name} has shape {values.shape}; give one dimension, a value a sample")
     if not len(values):

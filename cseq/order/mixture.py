@@ -241,7 +241,7 @@ class Resized(Order):
 
     def __init__(self, order: Order, epoch_size: int) -> None:
         if not isinstance(order, Order):
-            raise TypeError(f"order={order!r} is no cseq.Order; give one")
+            raise TypeError(f"order={order!r} is not a cseq.Order; give one")
         size = count("epoch_size", epoch_size, 1, MOST_SAMPLES)
         self.order, self._size = order, size
         self.samples, self.room, self.is_batch = order.samples, order.room, order.is_batch
@@ -387,7 +387,7 @@ def _sources(sources: Mapping[str, Order]) -> dict[str, Order]:
         if not isinstance(name, str):
             raise TypeError(f"sources has the name {name!r}; give strings: states have them")
         if not isinstance(order, Order):
-            raise TypeError(f"sources[{name!r}]={order!r} is no cseq.Order; give one")
+            raise TypeError(f"sources[{name!r}]={order!r} is not a cseq.Order; give one")
         if order.samples is None:
             raise ValueError(f"sources[{name!r}]={order!r}: give it the number of its samples")
         if _kind(order) != _kind(first):
@@ -426,7 +426,7 @@ def _weights(weights: Weights, names: list[str]) -> list[float]:
     known = set(names)
     for name in [*weights, *names]:
         if name not in known:
-            raise ValueError(f"weights has {name!r}, which is no source; there are {names}")
+            raise ValueError(f"weights has {name!r}, which is not a source; there are {names}")
         if name not in weights:
             raise ValueError(f"weights has no {name!r}; give its share, or 0 to leave it out")
         weight = weights[name]

@@ -269,7 +269,7 @@ def _read_only(indices: object) -> NDArray[Any]:
     try:
         view: NDArray[Any] = np.asarray(indices).view()
     except (TypeError, ValueError) as error:  # of lists of unequal length, for one
-        raise TypeError(f"dset_size is no array of integers: {error}") from error
+        raise TypeError(f"dset_size is not an array of integers: {error}") from error
     view.flags.writeable = False
     return view
 

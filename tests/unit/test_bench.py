@@ -143,7 +143,7 @@ def test_bad_options(run: Run) -> None:
     """They are refused before anything is measured."""
     done = run(PLAIN, "data.py:rows", "--step", "3 days")
     assert done.returncode == 1
-    assert "'3 days' is no duration" in done.stderr
+    assert "'3 days' is not a duration" in done.stderr
     assert not done.stdout
 
 
@@ -167,5 +167,5 @@ def test_durations() -> None:
     found = [seconds_of(each) for each in ("30ms", "0.5s", "800us", "2")]
     assert found == pytest.approx([0.03, 0.5, 8e-4, 2])
     for text in ("", "s", "-1", "0", "nan", "1e9", "30 m"):
-        with pytest.raises(ValueError, match="no duration"):
+        with pytest.raises(ValueError, match="not a duration"):
             seconds_of(text)

@@ -203,7 +203,7 @@ def test_huge_lengths() -> None:
         ([], ValueError, "lengths is empty"),
         (5, ValueError, r"lengths has shape \(\)"),
         ([[3, 4]], ValueError, r"lengths has shape \(1, 2\)"),
-        ([[3], [4, 5]], TypeError, "lengths is no array"),
+        ([[3], [4, 5]], TypeError, "lengths is not an array"),
         ([3, -4, 5], ValueError, r"lengths\[1\]=-4 is below 1"),
         ([3] * 70_000 + [0], ValueError, r"lengths\[70000\]=0 is below 1"),
         ([3.0, float("nan")], TypeError, "lengths has values of type float64"),
@@ -219,7 +219,7 @@ def test_bad_lengths(kind: Any, lengths: Any, error: type[Exception], said: str)
     """Argument, value and remedy."""
     with pytest.raises(error, match=said) as raised:
         kind(lengths, 100)
-    assert "give" in str(raised.value) or "no array" in said
+    assert "give" in str(raised.value) or "not an array" in said
 
 
 @pytest.mark.parametrize(

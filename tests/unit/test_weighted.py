@@ -219,7 +219,7 @@ def test_facts() -> None:
         ([], r"weights is empty; give a value for each"),
         ([[1]], r"weights has shape \(1, 1\); give one dimension"),
         (["1"], r"weights has dtype <U1; give real"),
-        ([[1], [1, 2]], r"weights is no array:"),
+        ([[1], [1, 2]], r"weights is not an array:"),
     ],
 )
 def test_bad_weights(weights: Any, says: str) -> None:

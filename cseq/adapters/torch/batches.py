@@ -63,7 +63,7 @@ class BatchSampler:
         pad: bool = True,
     ) -> None:
         if not isinstance(order, Order):
-            raise TypeError(f"order={order!r} is no cseq.Order; give one")
+            raise TypeError(f"order={order!r} is not a cseq.Order; give one")
         if order.samples is None:
             raise ValueError(f"order={order!r} is over no number of samples; give it one")
         self._takes_any = seed is None  # seed of a state
@@ -159,8 +159,8 @@ def with_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     if dataset is None or isinstance(dataset, IterableDataset):
         what = "no data set" if dataset is None else f"dataset={dataset!r}, an IterableDataset"
         raise TypeError(
-            f"{name}={order!r} beside {what}: an order is of the indices of a data set; give "
-            "dataset=, with __getitem__(index) and __len__()"
+            f"{name}={order!r} beside {what}: an order needs a data set that is read by index; "
+            "give dataset= with __getitem__(index) and __len__()"
         )
     order = given.pop(name).over(len(dataset))
     generator = given.get("generator")

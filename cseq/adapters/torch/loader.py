@@ -284,7 +284,7 @@ class DataLoader(Torchs[T_co]):
             progress = Progress(self, order, rng=self.rng or defaults.rng)
         if self.snapshot_every_n_steps is None and is_stateful(self.dataset):
             self._warn(
-                "dataset=%s has state_dict(), which a DataLoader does not ask: a resume %s; "
+                "dataset=%s has state_dict(), which a DataLoader does not call: a resume %s; "
                 "StatefulDataLoader, or snapshot_every_n_steps=1, keeps its state, and 0 is silent",
                 type(self.dataset).__name__,
                 "makes the epoch's batches again"

@@ -246,6 +246,6 @@ def _check_batches(state: State, batching: State) -> None:
         if there is not None and value is not None and there != value:
             raise ValueError(
                 f"the state is of an epoch with {name}={there!r}, and this loader has "
-                f"{name}={value!r}, so its batches are others; make it with the same, or do not "
+                f"{name}={value!r}, so its batches differ; make it with the same, or do not "
                 "load this state"
             )

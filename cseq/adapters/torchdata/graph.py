@@ -40,7 +40,7 @@ def shard(pipe: DataPipe, info: Any) -> None:
 def as_pipe(value: Any, origin: str) -> DataPipe:
     """Check that a function of the user's has returned a datapipe."""
     if not isinstance(value, (IterDataPipe, MapDataPipe)):
-        raise TypeError(f"{origin} returned {value!r}, which is no datapipe; return its argument")
+        raise TypeError(f"{origin} returned {value!r}, not a datapipe; return its argument")
     return value
 
 

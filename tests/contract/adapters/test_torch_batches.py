@@ -183,7 +183,7 @@ def test_a_state_of_another_order() -> None:
         ({"sampler": cseq.Shuffled(), "batch_sampler": [[0]]}, r"batch_sampler=\[\[0\]\] beside"),
         ({"batch_sampler": Pairs(9), "sampler": [0]}, r"sampler=\[0\] beside batch_sampler="),
         ({"sampler": cseq.Shuffled(), "batch_size": None}, "batch_size=None beside"),
-        ({"sampler": cseq.Shuffled(8)}, "is over 8 samples, the data has 9"),
+        ({"sampler": cseq.Shuffled(8)}, "covers 8 samples, the data has 9"),
         ({"batch_sampler": Pairs(9), "batch_size": 4}, "mutually exclusive"),
     ],
 )
@@ -206,7 +206,7 @@ class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
 def test_an_order_of_no_data_set(name: str) -> None:
     """The error says what is missing, also of one that has no indices."""
     options: Any = {name: cseq.Sequential(4)}
-    with pytest.raises(TypeError, match=f"{name}=.* beside no data set: an order is of the"):
+    with pytest.raises(TypeError, match=f"{name}=.* beside no data set: an order needs"):
         DataLoader(**options)
     with pytest.raises(TypeError, match=f"{name}=.* beside dataset=.*, an IterableDataset: an"):
         DataLoader(Stream(), **options)
@@ -235,7 +235,7 @@ def test_a_state_with_another_seed() -> None:
 
 def test_what_a_batch_sampler_refuses() -> None:
     """What is no order, and an order that has no size."""
-    with pytest.raises(TypeError, match=r"order=\[1\] is no cseq.Order"):
+    with pytest.raises(TypeError, match=r"order=\[1\] is not a cseq.Order"):
         BatchSampler([1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="over no number of samples"):
         BatchSampler(cseq.Shuffled())

@@ -299,7 +299,7 @@ def test_a_data_loader_asks_no_data_set_for_a_state(
     states = [made.state_dict() for _ in range(2)]
     assert states[0]["workers"] == [None]
     [told] = caplog.messages
-    assert told.startswith("dataset=Asked has state_dict(), which a DataLoader does not ask: a res")
+    assert told.startswith("dataset=Asked has state_dict(), which a DataLoader does not call: a ")
     assert "StatefulDataLoader" in told
     rest = [batch.tolist() for batch in iterator]
     assert len(rest) == 7

@@ -265,7 +265,7 @@ def test_worker_functions_have_to_return_a_pipe(name: str) -> None:
     """A function that returns no datapipe is told so."""
     with (
         loader(numbers(), **{name: forget}) as loaded,
-        pytest.raises(TypeError, match=f"{name} returned None, which is no datapipe"),
+        pytest.raises(TypeError, match=f"{name} returned None, not a datapipe"),
     ):
         iter(loaded)
 
