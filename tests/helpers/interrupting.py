@@ -70,6 +70,7 @@ class Interrupting:
     """
 
     PLACES = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+    NO_CALLS = "CALL_INTRINSIC"  # done by the interpreter, as at the end of a closed generator
 
     def __init__(
         self,
@@ -98,7 +99,8 @@ class Interrupting:
         if event == "opcode":
             before, self.before = self.before, dis.opname[code.co_code[frame.f_lasti]]
             enters = before == "LOAD_SPECIAL" and self.before == "CALL"
-            if (before.startswith(self.PLACES) or enters) and not blocked():
+            called = before.startswith(self.PLACES) and not before.startswith(self.NO_CALLS)
+            if (called or enters) and not blocked():
                 self.countdown -= 1
                 if self.countdown == 0:
                     self.struck.set()
