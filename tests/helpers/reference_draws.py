@@ -209,7 +209,6 @@ WEIGHT = {
     "steep": lambda i: (1e300, 0.0, 1.0, 5e-324)[i % 4],
     "tiny": lambda i: 5e-324 * (i % 3),
 }
-Golden = tuple[dict[str, Any], list[int]]
 
 
 def described(

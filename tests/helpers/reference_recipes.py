@@ -157,13 +157,6 @@ def buckets(
     return Units(made, recipes, together, sum(before) if longest_first else None)
 
 
-def buckets_of(labels: Sequence[Any], sizes: dict[Any, int], *, together: int = 8) -> Units:
-    """Return `cseq.Buckets.of`."""
-    names = sorted(set(labels))
-    made = classes([names.index(label) for label in labels], len(names))
-    return Units(made, cut(made, [sizes[name] for name in names]), together)
-
-
 def packed(lengths: Sequence[int], budget: int, *, quantum: int = 1) -> Units:
     """Return `cseq.Packed`; what is too long is left out."""
     rooms = budget // quantum

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import signal
 from collections import OrderedDict
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ranked import batches, check, sampler, united
+from ranked import batches, sampler, united
 from reference_draws import blocks, parts
 
 import cseq
@@ -73,12 +72,6 @@ def test_ranks_have_lanes(shape: tuple[int, int, int, int], ranks: int, size: in
             assert [samples for samples, _ in got] == expected[k]
 
 
-@pytest.mark.parametrize("shape", [(60, 4, 6, 1), (60, 4, 8, 4), (59, 4, 6, 3), (50, 3, 100, 4)])
-def test_ranks_and_resumes(shape: tuple[int, int, int, int]) -> None:
-    """Any ranks have one stream, which goes on at any place."""
-    check(made(*shape), contiguous=False)
-
-
 def test_lanes_after_a_resume() -> None:
     """A global batch begins anywhere: each rank has its lanes, and all together its samples."""
     order = made(900, 5, 24, 8)
@@ -104,45 +97,6 @@ def reads(order: cseq.Blocks, ranks: int, size: int, keep: int) -> float:
                 if len(kept) > keep:
                     kept.popitem(last=False)
     return count / (order.units / order.rows)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_ranks_read_each_chunk_about_once(ranks: int) -> None:
-    """With lanes, at most 1.3 times over all ranks; with one, each rank reads all of them."""
-    n = 64 * 600 - 17
-    keep = max(64 // ranks * 5 // 4, 64 // ranks + 8)
-    assert reads(made(n, 64, 64, 8), ranks, 256 // ranks, keep) <= 1.3
-    if ranks == 4:
-        assert reads(made(n, 64, 64, 1), ranks, 256 // ranks, keep) > 3.5
-
-
-@pytest.mark.parametrize("lanes", [1, 8])
-def test_batches_are_mixed(lanes: int) -> None:
-    """256 samples in a row have touched most blocks of a window."""
-    order = drawn(made(64 * 1000, 64, 64, lanes), 3) // 64
-    touched = [len(set(order[k : k + 256].tolist())) for k in range(0, 50_000, 256)]
-    assert np.median(touched) >= 48
-    assert min(touched) >= 32
-
-
-def test_samples_are_shuffled_within_a_window() -> None:
-    """The place of a sample in its window is uniform, whichever it is."""
-    reader = made(12, 3, 4, 1).reader(5)  # one window
-    epochs = 6000
-    where = np.array([np.argsort(reader.samples(epoch, 0, 12)[0]) for epoch in range(epochs)])
-    counts = np.array([np.bincount(where[:, sample], minlength=12) for sample in range(12)])
-    chi = ((counts - epochs / 12) ** 2 / (epochs / 12)).sum(1)
-    assert (abs(chi - 11) / math.sqrt(22) < 4).all()
-
-
-def test_blocks_are_shuffled() -> None:
-    """The window that a block is in is uniform over the epochs."""
-    reader = made(40, 4, 2, 2).reader(6)  # ten blocks, one in a lane's window
-    epochs = 2000
-    firsts = np.array([reader.samples(epoch, 0, 8)[0] // 4 for epoch in range(epochs)])
-    counts = np.bincount(firsts[:, :2].ravel(), minlength=10)
-    chi = ((counts - epochs / 5) ** 2 / (epochs / 5)).sum()
-    assert abs(chi - 9) / math.sqrt(18) < 4
 
 
 def test_many_samples() -> None:

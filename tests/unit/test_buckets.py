@@ -6,15 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import cseq
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-some_lengths = st.lists(st.integers(1, 500), min_size=1, max_size=200)
 
 
 def spread(n: int, longest: int = 2048) -> np.ndarray[Any, Any]:
@@ -30,37 +26,6 @@ def epoch(order: cseq.Order, number: int = 0) -> list[np.ndarray[Any, Any]]:
 
 
 # ── what an epoch has ─────────────────────────────────────────────────────────────────────────
-
-
-@given(some_lengths, st.integers(500, 3000), st.sampled_from([1, 1.1, 3]), st.integers(1, 9))
-def test_each_sample_once_within_the_budget(
-    lengths: list[int], budget: int, ratio: float, together: int
-) -> None:
-    """Each sample comes once, within the budget with its padding; all epochs have equal lengths."""
-    order = cseq.Buckets(lengths, budget, ratio=ratio, together=together)
-    for number in range(2):
-        batches = epoch(order, number)
-        assert sorted(np.concatenate(batches)) == list(range(len(lengths)))
-        assert len(batches) == order.units
-        for batch in batches:
-            longest = max(lengths[sample] for sample in batch)
-            bound = order.bounds[np.searchsorted(order.bounds, longest)]
-            assert all(lengths[sample] <= bound for sample in batch)
-            assert len(batch) * bound <= budget
-
-
-def test_a_batch_has_one_bucket_and_only_rests_are_short() -> None:
-    """A batch is full, but for one of each bucket."""
-    lengths = spread(5000)
-    order = cseq.Buckets(lengths, 4096, most=40)
-    bucket = np.searchsorted(order.bounds, lengths)
-    short: list[int] = []
-    for batch in epoch(order):
-        [one] = set(bucket[batch])
-        size = min(40, 4096 // order.bounds[one])
-        assert len(batch) <= size
-        short += [one] * int(len(batch) < size)
-    assert len(short) == len(set(short))
 
 
 def test_bounds_grow_by_the_ratio() -> None:
@@ -79,54 +44,6 @@ def test_boundaries_are_the_buckets() -> None:
     assert order.bounds.tolist() == [10, 40]
     assert {tuple(sorted(batch)) for batch in epoch(order)} >= {(0, 1)}
     assert {len(batch) for batch in epoch(order)} == {1, 2}
-
-
-def test_batches_of_a_step_are_alike() -> None:
-    """Batches that come together have neighbouring buckets: ranks have equal work in a step."""
-    lengths = spread(50_000)
-    for together, least, most in ((1, 2, 3), (8, 1, 1.03), (16, 1, 1.03)):
-        order = cseq.Buckets(lengths, 16384, together=together, most=512)
-        longest = np.array([lengths[batch].max() for batch in epoch(order)])
-        steps = longest[: len(longest) // 8 * 8].reshape(-1, 8)  # of eight ranks
-        assert least < (steps.max(1) / steps.mean(1)).mean() < most
-
-
-def test_the_longest_come_first() -> None:
-    """The group that an epoch begins with has a batch of the last bucket; all else is drawn."""
-    lengths = spread(3000)
-    firsts = set()
-    for together in (1, 8, 7):
-        order = cseq.Buckets(lengths, 4096, together=together, longest_first=True)
-        bucket = np.searchsorted(order.bounds, lengths)
-        for number in range(4):
-            batches = epoch(order, number)
-            assert sorted(np.concatenate(batches)) == list(range(3000))
-            assert bucket.max() in {bucket[batch[0]] for batch in batches[:together]}
-            firsts.add(tuple(batches[0]))
-    assert len(firsts) > 6
-
-
-def test_labels_are_the_buckets() -> None:
-    """A batch has samples of one label, as many as its label has."""
-    labels = np.array(["tall", "wide", "square"])[np.arange(100) % 7 % 3]
-    sizes = {"tall": 7, "wide": 4, "square": 100, "none": 3}
-    order = cseq.Buckets.of(labels, sizes, together=2)
-    batches = epoch(order)
-    assert sorted(np.concatenate(batches)) == list(range(100))
-    found: dict[str, list[int]] = {}
-    for batch in batches:
-        [label] = set(labels[batch].tolist())
-        found.setdefault(label, []).append(len(batch))
-    assert {label: max(each) for label, each in found.items()} == {
-        "tall": 7,
-        "wide": 4,
-        "square": (labels == "square").sum(),
-    }
-    assert all(
-        sorted(each, reverse=True)[:-1] == [max(each)] * (len(each) - 1) for each in found.values()
-    )
-    assert {len(batch) for batch in epoch(cseq.Buckets.of([0, 1] * 6, 3))} == {3}
-    assert cseq.Buckets.of([True, False, True], 2).units == 2
 
 
 # ── what it is told ───────────────────────────────────────────────────────────────────────────
@@ -169,19 +86,6 @@ def test_lengths_can_be_of_any_kind(tmp_path: Path) -> None:
         order = cseq.Buckets(other, 4096)
         assert order.facts() == expected.facts()
         assert order.batches(seed=1, stop=5) == expected.batches(seed=1, stop=5)
-
-
-def test_equal_lengths_one_sample_and_many_lengths() -> None:
-    """The ends: one class, one sample, a class for every sample."""
-    assert cseq.Buckets([7] * 10, 21).batches(seed=1, stop=1)[0].__len__() == 3
-    assert cseq.Buckets([7], 7).batches(seed=1) == [[0]]
-    assert cseq.Buckets([7], 10**18).batches(seed=1) == [[0]]
-    many = np.random.default_rng(1).permutation(10**5) + 1
-    order = cseq.Buckets(many, 10**5, ratio=1)
-    assert order.units == 10**5
-    assert (np.sort(order.reader(1).samples(0, 0, order.units)[0]) == np.arange(10**5)).all()
-    sparse = many.astype(np.int64) * 10**9
-    assert cseq.Buckets(sparse, 10**16).units < 10**5
 
 
 def test_huge_lengths() -> None:

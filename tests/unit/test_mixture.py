@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranked import Rows, check, units
-from reference_draws import mixture, plain, quotas
+from reference_draws import mixture, plain
 
 import cseq
-from cseq._core import seed_of
 from cseq.order.sampler import Sampler
 
 HERE = Path(__file__).parents[1]
@@ -87,58 +86,7 @@ def test_reference(data: Any) -> None:
     assert reader.samples(place // size, place % size, 1)[0].tolist() == expected[place]
 
 
-@given(st.lists(st.one_of(st.integers(0, 9), st.floats(0, 1)), min_size=1, max_size=30).filter(any))
-def test_shares_are_exact(weights: list[float]) -> None:
-    """Each block has the quota of each source: its share, rounded, or the one it must have."""
-    sources = {f"s{s}": cseq.Sequential(10**6) for s in range(len(weights))}
-    order = cseq.Mixture(
-        sources, dict(zip(sources, weights, strict=True)), block=64, epoch_size=640
-    )
-    owners = order.reader(1).samples(0, 0, 640)[0] // 10**6
-    blocks = [np.bincount(part, minlength=len(weights)) for part in owners.reshape(10, 64)]
-    assert all(block.tolist() == quotas(weights, 64) for block in blocks)
-    share = np.array(weights) * 64 / sum(weights)
-    if share[share > 0].min() >= 1:
-        assert (abs(blocks[0] - share) < 1).all()
-
-
-def test_passes_are_complete() -> None:
-    """Of each source, every sample comes before any comes again; each pass has another order."""
-    sizes = {"web": 500, "code": 70, "math": 9}
-    order = cseq.Mixture(shuffled(sizes), {"web": 0.7, "code": 0.25, "math": 0.05}, block=100)
-    drawn = np.array(
-        list(chain.from_iterable(units(order, 3, epoch) for epoch in range(4)))
-    ).ravel()
-    firsts = np.cumsum([0, *sizes.values()])
-    for k, (name, n) in enumerate(sizes.items()):
-        own = drawn[(firsts[k] <= drawn) & (drawn < firsts[k + 1])] - firsts[k]
-        passes = [own[i : i + n].tolist() for i in range(0, len(own), n)]
-        assert len(passes) > 2
-        reader = cseq.Shuffled(n).reader(seed_of(3, name))
-        for number, samples in enumerate(passes):
-            assert samples == reader.samples(number, 0, len(samples))[0].tolist()
-
-
-def test_a_source_depends_on_its_name_alone() -> None:
-    """The same data under two names has two orders; another source changes none of them."""
-
-    def of(order: cseq.Order, first: int) -> list[int]:
-        drawn = np.array(units(order, 1, 0)).ravel()
-        return (drawn[(drawn >= first) & (drawn < first + 50)] - first).tolist()[:50]
-
-    two = cseq.Mixture(shuffled({"a": 50, "b": 50}), {"a": 1, "b": 1})
-    more = cseq.Mixture(shuffled({"c": 7, "b": 50, "a": 50}), {"a": 5, "b": 1, "c": 1})
-    assert of(two, 0) != of(two, 50)
-    assert (of(two, 0), of(two, 50)) == (of(more, 57), of(more, 7))
-
-
-def test_sizes_of_epochs() -> None:
-    """Until every source has had a pass, or none more than one, or as given."""
-    sources, weights = shuffled({"a": 100, "b": 10}), {"a": 3, "b": 1}
-    assert cseq.Mixture(sources, weights, block=8).units == 17 * 8
-    assert cseq.Mixture(sources, weights, block=8, stop="first").units == 5 * 8
-    assert cseq.Mixture(sources, weights, block=8, epoch_size=5).units == 5
-    assert cseq.Mixture(sources, {"a": 1, "b": 0}, block=8, stop="first").units == 12 * 8
+# ── other weights in the middle ───────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("rows", [False, True])
@@ -152,9 +100,6 @@ def test_ranks_and_resumes(rows: bool, is_batch: bool) -> None:
         sources = {"a": cseq.Shuffled(40), "b": cseq.Shuffled(11), "c": cseq.Sequential(5)}
     weights = [(0, dict.fromkeys(sources, 1)), (70, {**dict.fromkeys(sources, 1), "a": 4})]
     check(cseq.Mixture(sources, weights, block=16, epoch_size=37))
-
-
-# ── other weights in the middle ───────────────────────────────────────────────────────────────
 
 
 SIZES = {"web": 400, "code": 120, "math": 30}
@@ -293,33 +238,6 @@ def test_states_that_are_damaged(key: str, value: Any, says: str) -> None:
 
 
 # ── at its limits ─────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_thousand_sources() -> None:
-    """Each has a unit of every block at least, and one of tiny weight has one."""
-    sources = {f"s{s}": cseq.Shuffled(100_000 + s) for s in range(1000)}
-    weights: dict[str, float] = dict.fromkeys(sources, 1.0) | {"s7": 1e-9, "s8": 0}
-    order = cseq.Mixture(sources, weights, block=2000)
-    drawn = order.reader(1).samples(3, 0, 20_000)[0]
-    firsts = np.cumsum([0, *(source.units for source in sources.values())])
-    owners = np.searchsorted(firsts, drawn, side="right") - 1
-    assert (np.bincount(owners[:2000], minlength=1000)[[7, 8]] == [1, 0]).all()
-    assert order.describe().endswith("of s4, 995 more")
-    small = [order.reader(1).samples(3, k, 32)[0] for k in range(0, 3200, 32)]
-    assert np.concatenate(small).tolist() == drawn[:3200].tolist()
-
-
-def test_places_in_a_block_are_random() -> None:
-    """Each place of a block has each source as often as its share says; blocks are independent."""
-    order = cseq.Mixture(
-        {"a": cseq.Sequential(1), "b": cseq.Sequential(1)}, {"a": 1, "b": 2}, block=6, epoch_size=6
-    )
-    reader, epochs = order.reader(4), 6000
-    blocks = np.array([reader.samples(epoch, 0, 6)[0] for epoch in range(epochs)])
-    z = (blocks.sum(0) - epochs * 2 / 3) / math.sqrt(epochs * 2 / 9)
-    assert (abs(z) < 4).all()
-    last, first = blocks[:-1, -1] - 2 / 3, blocks[1:, 0] - 2 / 3
-    assert abs((last * first).sum()) / math.sqrt(epochs * (2 / 9) ** 2) < 4
 
 
 def test_an_exception_of_a_source_leaves_it_as_it_was() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,10 +28,6 @@ from reference_recipes import packed as reference_packed
 
 import cseq
 from cseq._core import fingerprint as core_fingerprint
-from cseq.order.sampler import Sampler
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 HERE = Path(__file__).parents[1]
 RECORDS = {
@@ -151,111 +147,6 @@ def test_fingerprint_of_other_types_and_of_pieces() -> None:
     assert core_fingerprint(values) != expected
 
 
-# ── any unit, at any time ─────────────────────────────────────────────────────────────────────
-
-ORDERS: dict[str, Callable[[], cseq.Order]] = {
-    "buckets": lambda: cseq.Buckets(lengths(300, 3, 40), 120, together=3),
-    "longest first": lambda: cseq.Buckets(lengths(300, 3, 40), 120, together=4, longest_first=True),
-    "of labels": lambda: cseq.Buckets.of(labels(300, 5), {0: 3, 1: 7, 2: 20, 3: 1, 4: 4}),
-    "packed": lambda: cseq.Packed(lengths(300, 3, 40), 50),
-    "groups": lambda: cseq.Groups(labels(300, 8), 3, 4, epoch_size=31),
-}
-
-
-@pytest.mark.parametrize("name", ORDERS)
-@given(seed=seeds, reads=st.lists(st.tuples(st.integers(0, 2), st.integers(0), st.integers(0))))
-def test_units_can_be_read_in_any_order(
-    name: str, seed: int, reads: list[tuple[int, int, int]]
-) -> None:
-    """Units are the same whatever was read before, of this epoch or of another one."""
-    order = ORDERS[name]()
-    epochs = [order.batches(seed=seed, epoch=epoch) for epoch in range(3)]
-    reader = order.reader(seed)
-    for epoch, start, count in reads:
-        begin = start % order.units
-        size = count % (order.units - begin + 1)
-        samples, sizes = reader.samples(epoch, begin, size)
-        expected = epochs[epoch][begin : begin + size]
-        assert sizes.tolist() == [len(unit) for unit in expected]
-        assert samples.tolist() == [sample for unit in expected for sample in unit]
-
-
-@pytest.mark.parametrize("name", ORDERS)
-def test_epochs_and_seeds_differ(name: str) -> None:
-    """Each epoch and each seed has an order of its own, with as many units."""
-    order = ORDERS[name]()
-    epochs = [str(order.batches(seed=seed, epoch=epoch)) for seed in (1, 2) for epoch in (0, 1)]
-    assert len(set(epochs)) == 4
-
-
-@pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8])
-def test_ranks_unite_to_one_stream(name: str, world: int) -> None:
-    """All ranks together have each unit once, in the order of the epoch, wherever they go on."""
-    order = ORDERS[name]()
-    samples = order.samples
-    expected = order.batches(seed=5, epoch=3)
-    size = 1 if order.is_batch else 2
-    for consumed in range(order.units + 1):
-        ranks = [
-            Sampler(
-                samples,
-                order,
-                batch_size=size,
-                seed=5,
-                drop_last=False,
-                rank=rank,
-                world_size=world,
-                pad=False,
-            ).source(3, consumed)
-            for rank in range(world)
-        ]
-        united = []
-        for batch in range(len(ranks[0])):
-            for source in ranks:
-                if batch < len(source):
-                    indices, sizes = source.samples(batch)
-                    ends = np.cumsum(sizes)[:-1]
-                    united += [part.tolist() for part in np.split(indices, ends)]
-        assert united == expected[consumed:]
-
-
-def test_facts_of_numpy_numbers_are_json() -> None:
-    """They are those of Python's numbers."""
-    one, two, three = np.int32(1), np.int64(2), np.uint8(3)
-    pairs = [
-        (cseq.Buckets([3, 4], 9, most=2), cseq.Buckets([3, 4], np.int16(9), most=two)),
-        (cseq.Packed([3, 4], 9, quantum=3), cseq.Packed([3, 4], np.int16(9), quantum=three)),
-        (
-            cseq.Groups([0, 1], 2, 1, repeat_small=True),
-            cseq.Groups([0, 1], two, one, repeat_small=np.bool_(True)),
-        ),
-    ]
-    for ours, theirs in pairs:
-        assert json.dumps(ours.facts()) == json.dumps(theirs.facts())
-
-
-def test_a_resume_refuses_another_order() -> None:
-    """The facts of another order are refused, and both values named."""
-    order = cseq.Buckets([3, 4, 5], 12)
-    facts = json.loads(json.dumps(order.facts()))
-    assert order.resumed(facts, 5, 1, 2) is order
-    others = [
-        ("lengths", cseq.Buckets([3, 5, 4], 12)),
-        ("budget", cseq.Buckets([3, 4, 5], 11)),
-        ("bounds", cseq.Buckets([3, 4, 5], 12, ratio=2)),
-        ("together", cseq.Buckets([3, 4, 5], 12, together=3)),
-        ("longest_first", cseq.Buckets([3, 4, 5], 12, longest_first=True)),
-        ("name", cseq.Packed([3, 4, 5], 12)),
-        ("lengths", cseq.Buckets.of([0, 0, 1], 2, together=8)),
-    ]
-    for key, other in others:
-        theirs = other.facts()
-        with pytest.raises(ValueError, match=rf"\b{key}={theirs.get(key)!r}") as error:
-            order.resumed(theirs, 5, 1, 2)
-        assert f"{key}={facts.get(key)!r}" in str(error.value)
-
-
 # ── large ones ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -293,85 +184,3 @@ def test_a_signal_handler_runs_while_tables_are_made() -> None:
     samples, sizes = reader.samples(0, 0, order.units)
     assert (samples[: sizes[:40].sum()] == expected[0]).all()
     assert (np.bincount(samples) == 1).all()
-
-
-# ── randomness ────────────────────────────────────────────────────────────────────────────────
-
-EPOCHS = 5000
-
-
-def z_of(chosen: np.ndarray[Any, Any], freedom: int, share: float = 1.0) -> float:
-    """Return how far a table of counts is from even ones, in standard deviations.
-
-    `share`: of the sum of squares that the degrees of freedom stand for.
-    """
-    expected = chosen.sum() / chosen.size
-    chi = ((chosen - expected) ** 2).sum() / expected * share
-    return float((chi - freedom) / (2 * freedom) ** 0.5)
-
-
-def units_of(order: cseq.Order, epochs: int = EPOCHS) -> np.ndarray[Any, Any]:
-    """Read epochs whose units have equal sizes: shape (epochs, units, samples of a unit)."""
-    reader = order.reader(2024)
-    drawn = [reader.samples(epoch, 0, order.units)[0] for epoch in range(epochs)]
-    return np.stack(drawn).reshape(epochs, order.units, -1)
-
-
-def tabled(rows: np.ndarray[Any, Any], columns: np.ndarray[Any, Any], n: int) -> Any:
-    """Count pairs."""
-    return np.bincount((rows * n + columns).ravel(), minlength=n * n).reshape(n, n)
-
-
-def test_rows_and_mates_are_random() -> None:
-    """60 samples in rows of a long and a short one: any in any row, and beside any other one."""
-    drawn = units_of(cseq.Packed([7] * 30 + [3] * 30, 10))
-    place = np.broadcast_to(np.arange(30), drawn.shape[:2])
-    long, short = drawn[:, :, 0], drawn[:, :, 1] - 30
-    # Each table is a sum of permutation matrices of 30 rows: 29² degrees of freedom.
-    for pair in ((long, place), (short, place), (long, short), (long[:-1], long[1:])):
-        assert abs(z_of(tabled(*pair, 30), 29**2, 29 / 30)) < 4
-
-
-def test_batches_and_mates_are_random() -> None:
-    """60 samples in batches of 6: any in any batch, and any two meet as often as any others."""
-    drawn = units_of(cseq.Buckets([5] * 60, 30, together=1))
-    places = np.bincount(
-        (drawn * 10 + np.arange(10)[None, :, None]).ravel(), minlength=600
-    ).reshape(60, 10)
-    assert abs(z_of(places, 59 * 9, 59 / 60)) < 4
-    met = np.zeros((60, 60))
-    for a in range(6):
-        for b in range(6):
-            np.add.at(met, (drawn[:, :, a].ravel(), drawn[:, :, b].ravel()), a != b)
-    pairs = met[np.triu_indices(60, 1)]
-    # Each sample has five mates: of 1770 pairs, 60 * 57 / 2 are free, and each meets with 5 / 59.
-    assert abs(z_of(pairs, 1710, 1710 / 1770 / (1 - 5 / 59))) < 4
-
-
-def test_groups_of_units_are_random() -> None:
-    """Units that come together come anywhere, and so does the short group among them."""
-    order = cseq.Buckets(range(1, 63), 62, ratio=1, most=1, together=3)  # sample k is unit k
-    drawn = units_of(order)[:, :, 0]
-    assert (np.diff(drawn[:, :60].reshape(EPOCHS, 20, 3)) == 1).all()
-    at = drawn[:, 60] // 3
-    assert (drawn[:, 60:] == np.stack([at * 3, at * 3 + 1], 1)).all()
-    assert abs(z_of(np.bincount(at, minlength=21), 20)) < 4
-    first = drawn[:, 0:60:3]
-    group = (first - np.where(first >= at[:, None] * 3, 2, 0)) // 3
-    place = np.broadcast_to(np.arange(20), group.shape)
-    for pair in ((group, place), (group[:-1], group[1:])):
-        assert abs(z_of(tabled(*pair, 20), 19**2, 19 / 20)) < 4
-
-
-def test_classes_and_members_of_groups_are_random() -> None:
-    """Each class comes at each place of a round, with each sample; one does not tell the other."""
-    order = cseq.Groups(np.repeat(np.arange(30), 30), 30, 1, epoch_size=30)
-    drawn = units_of(order)[:, :, :].reshape(EPOCHS, 30, 30)  # an epoch is a pass of each class
-    place = np.broadcast_to(np.arange(30), drawn.shape)
-    classes, members = drawn // 30, drawn % 30
-    assert abs(z_of(tabled(classes, place, 30), 29**2, 29 / 30)) < 4
-    for number in range(30):
-        those = members[classes == number].reshape(EPOCHS, 30)
-        at = np.broadcast_to(np.arange(30), those.shape)
-        assert abs(z_of(tabled(those, at, 30), 29**2, 29 / 30)) < 4
-        assert not (those[:30] == classes[0, :30]).all(1).any()

@@ -32,13 +32,6 @@ def test_goes_through_the_epochs(name: str, size: int) -> None:
     assert (resized.units, resized.room) == (size, order.room)
 
 
-@pytest.mark.parametrize("size", [13, 31])
-@pytest.mark.parametrize("name", ORDERS)
-def test_ranks_and_resumes(name: str, size: int) -> None:
-    """Any ranks have one stream, which goes on at any place."""
-    check(cseq.Resized(ORDERS[name], size))
-
-
 def test_in_a_mixture() -> None:
     """Its passes are its epochs there."""
     check(cseq.Mixture({"a": cseq.Resized(cseq.Shuffled(20), 6)}, {"a": 1}, block=5, epoch_size=17))

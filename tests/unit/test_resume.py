@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,9 +15,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 SAMPLES = 101
-POOLS = [
-    "test", "thread", pytest.param("proc", marks=pytest.mark.needs("worker processes"))
-]  # fmt: skip
 
 
 class Drawn:
@@ -44,25 +40,6 @@ def head(m: cseq.MSequence, count: int) -> list[tuple[list[int], float]]:
     m.start_test()
     iterator = iter(m)
     return stream(next(iterator) for _ in range(count))
-
-
-@pytest.mark.parametrize("there", POOLS)
-@pytest.mark.parametrize("here", POOLS)
-def test_goes_on_in_any_pool(here: str, there: str) -> None:
-    """What comes after the state is what would have come, batches and randomness alike."""
-    with manager().start_test() as whole:
-        expected = stream(whole) + stream(whole)
-    m = manager(thread_type="thread" if here == "test" else here)
-    m.start_test() if here == "test" else m.start()
-    iterator = iter(m)
-    got = stream(next(iterator) for _ in range(9))
-    state = json.loads(json.dumps(m.state_dict()))
-    m.finish()
-    assert m.state_dict() == state
-    other = manager(thread_type="thread" if there == "test" else there, num_workers=2, buffer=3)
-    other.load_state_dict(state)
-    with other.start_test() if there == "test" else other.start() as o:
-        assert got + stream(o) + stream(o) == expected
 
 
 @settings(max_examples=40)

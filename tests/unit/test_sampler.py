@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import weakref
-from array import array
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,11 +48,6 @@ def epoch(one: Sampler, number: int = 0, consumed: int = 0) -> list[list[int]]:
     return [batch(source, k) for k in range(len(source))]
 
 
-def position(one: Sampler, batches: int, consumed: int = 0) -> int:
-    """Return what all ranks together have had before a batch."""
-    return min(consumed + batches * one.batch_size * one.world_size, one.dset_size)
-
-
 def dealt(all_ranks: list[Sampler], number: int = 0, consumed: int = 0) -> list[list[int]]:
     """Take the global batches of an epoch: those of the ranks, one after the other."""
     parts = [epoch(one, number, consumed) for one in all_ranks]
@@ -67,107 +59,7 @@ def flat(batches: Iterable[list[int]]) -> list[int]:
     return list(itertools.chain.from_iterable(batches))
 
 
-# ── one rank ──────────────────────────────────────────────────────────────────────────────────
-
-
-@given(n=sizes, size=batch_sizes, seed=seeds, number=seeds)
-def test_one_rank_has_the_permutation(n: int, size: int, seed: int, number: int) -> None:
-    """One rank's batches are the permutation of (seed, epoch), cut every `batch_size` samples."""
-    batches = epoch(sampler(n, batch_size=size, seed=seed), number)
-    whole = cseq.permutation(n, seed, number).tolist()
-    assert batches == [whole[k : k + size] for k in range(0, n, size)]
-
-
-def test_without_shuffle() -> None:
-    """Without shuffle, every epoch is in the natural order."""
-    one = sampler(8, batch_size=3, shuffle=False)
-    assert epoch(one, 0) == epoch(one, 1) == [[0, 1, 2], [3, 4, 5], [6, 7]]
-
-
-def test_epochs_can_be_taken_in_any_order() -> None:
-    """An epoch is the same whatever epoch came before, and wherever that was left."""
-    one, whole = sampler(50), [epoch(sampler(50), number) for number in range(4)]
-    for number in (3, 1, 1, 0, 2):
-        batch(one.source(number), 2)
-        assert epoch(one, number) == whole[number]
-
-
-def test_epochs_can_be_taken_at_the_same_time() -> None:
-    """Two epochs whose batches are taken in turn are what they are alone."""
-    one = sampler(50)
-    first, second = one.source(0), one.source(1)
-    taken = [(batch(first, k), batch(second, k)) for k in range(len(first))]
-    assert taken == list(zip(epoch(sampler(50), 0), epoch(sampler(50), 1), strict=True))
-
-
-def test_batches_can_be_taken_in_any_order() -> None:
-    """A batch is the same whatever batches were asked for before, and each time."""
-    one, whole = sampler(50), epoch(sampler(50))
-    source = one.source(0)
-    for number in (6, 0, 6, 3, 7, 1, 7):
-        assert batch(source, number) == whole[number]
-
-
-@given(n=sizes, size=batch_sizes, world=worlds, drop_last=st.booleans(), data=st.data())
-def test_sizes_are_known_beforehand(
-    n: int, size: int, world: int, drop_last: bool, data: st.DataObject
-) -> None:
-    """`length`, `units` and the cut say what will come."""
-    rank = data.draw(st.integers(0, world - 1))
-    one = sampler(n, batch_size=size, rank=rank, world_size=world, drop_last=drop_last)
-    cut = one.cut_at(0)
-    said = [cut.size] * cut.full + [cut.part] * (cut.part > 0)
-    assert one.length == cut.batches == len(one.source(0)) == len(said)
-    assert [len(each) for each in epoch(one)] == said
-    assert one.units == sum(said)
-
-
-def test_results_are_fresh() -> None:
-    """A batch of indices is the caller's own: int64, and writing to it changes no other."""
-    source = sampler(100).source(0)
-    for number in (0, 14):
-        first, sizes = source.samples(number)
-        before = first.tolist()
-        assert first.dtype == sizes.dtype == np.int64
-        assert sizes.tolist() == [1] * len(first)
-        first[:] = -1
-        assert batch(source, number) == before
-
-
-def test_a_reader_of_its_own() -> None:
-    """Batches can be looked at beside the run that takes them."""
-    one = sampler(100)
-    assert one.source(0).reader is one.source(1).reader
-    assert one.source(0, own=True).reader is not one.source(0).reader
-    assert batch(one.source(0, own=True), 3) == batch(one.source(0), 3)
-
-
 # ── many ranks ────────────────────────────────────────────────────────────────────────────────
-
-
-@given(n=sizes, size=batch_sizes, world=worlds, seed=seeds, number=st.integers(0, 5))
-def test_every_sample_once(n: int, size: int, world: int, seed: int, number: int) -> None:
-    """Over all ranks each sample comes once, but for fewer than `world_size` that pad the tail.
-
-    Those are the first ones of the epoch, and there are none if all ranks' parts are full.
-    """
-    samples = flat(dealt(ranks(world, n, batch_size=size, seed=seed), number))
-    order = cseq.permutation(n, seed, number).tolist()
-    padding = -n % (size * world) % world
-    assert samples[:n] == order
-    assert samples[n:] == [order[k % n] for k in range(padding)]
-    assert padding < world
-
-
-@given(n=sizes, size=batch_sizes, world=worlds, drop_last=st.booleans(), consumed=sizes)
-def test_ranks_are_equal(n: int, size: int, world: int, drop_last: bool, consumed: int) -> None:
-    """All ranks have batches of the same number and sizes, and the same end."""
-    consumed = min(consumed, n)
-    plans = set()
-    for one in ranks(world, n, batch_size=size, drop_last=drop_last):
-        sizes = tuple(len(each) for each in epoch(one, 0, consumed))
-        plans.add((sizes, one.end(consumed)))
-    assert len(plans) == 1
 
 
 @given(n=sizes, size=batch_sizes, world=worlds, seed=seeds)
@@ -178,19 +70,6 @@ def test_drop_last(n: int, size: int, world: int, seed: int) -> None:
     assert all(len(batch) == size * world for batch in batches)
     assert samples == cseq.permutation(n, seed).tolist()[: len(samples)]
     assert 0 <= n - len(samples) < size * world
-
-
-@given(n=sizes, share=st.integers(1, 5), seed=seeds, drop_last=st.booleans())
-def test_world_size_does_not_change_global_batches(
-    n: int, share: int, seed: int, drop_last: bool
-) -> None:
-    """For one size of the global batch, its samples are the same however many ranks there are."""
-    options: dict[str, Any] = {"seed": seed, "drop_last": drop_last}
-    alone = dealt(ranks(1, n, batch_size=12 * share, **options))
-    for world in (2, 3, 4, 6, 12):
-        together = dealt(ranks(world, n, batch_size=12 * share // world, **options))
-        unpadded = [batch[: len(one)] for batch, one in zip(together, alone, strict=True)]
-        assert unpadded == alone
 
 
 def test_ranks_have_contiguous_parts() -> None:
@@ -229,54 +108,7 @@ def test_without_padding(n: int, size: int, world: int, consumed: int, seed: int
     assert left_out == [epoch(one) for one in ranks(world, n, batch_size=size, drop_last=True)]
 
 
-def test_fewer_samples_than_a_batch() -> None:
-    """One short batch has all of them, and none is left with `drop_last`."""
-    assert epoch(sampler(3, batch_size=10, shuffle=False)) == [[0, 1, 2]]
-    assert epoch(sampler(3, batch_size=10, drop_last=True)) == []
-
-
-# ── resume ────────────────────────────────────────────────────────────────────────────────────
-
-
-@given(
-    n=sizes,
-    before=st.tuples(batch_sizes, worlds),
-    after=st.tuples(batch_sizes, worlds),
-    seed=seeds,
-    data=st.data(),
-)
-def test_resume_has_exactly_the_rest(
-    n: int, before: tuple[int, int], after: tuple[int, int], seed: int, data: st.DataObject
-) -> None:
-    """An epoch goes on where it stood, with any other `batch_size` and `world_size`."""
-    size, world = before
-    old = ranks(world, n, batch_size=size, seed=seed)
-    batches = dealt(old, 3)
-    done = data.draw(st.integers(0, len(batches)))
-    consumed = position(old[0], done)
-    had = flat(batches[:done])[:consumed]
-    size, world = after
-    rest = flat(dealt(ranks(world, n, batch_size=size, seed=seed), 3, consumed))
-    assert had + rest[: n - consumed] == cseq.permutation(n, seed, 3).tolist()
-    assert len(rest) - (n - consumed) < world
-
-
-@given(n=sizes, size=batch_sizes, world=worlds, done=st.integers(0, 300), seed=seeds)
-def test_resume_unchanged_has_the_same_batches(
-    n: int, size: int, world: int, done: int, seed: int
-) -> None:
-    """With the same sizes, the batches after a resume are the ones that would have come."""
-    for one in ranks(world, n, batch_size=size, seed=seed):
-        batches = epoch(one)
-        assume(done <= len(batches))
-        assert epoch(one, 0, position(one, done)) == batches[done:]
-
-
-def test_resume_is_for_one_epoch() -> None:
-    """The epoch after a resumed one is whole, and `length` was that of a whole one all along."""
-    one = sampler(20, batch_size=6)
-    assert (len(one.source(0, 13)), one.length) == (2, 4)
-    assert (len(one.source(1)), one.length) == (4, 4)
+# ── samples that are given ────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -285,16 +117,6 @@ def test_resume_at_the_end(drop_last: bool) -> None:
     one = sampler(20, batch_size=6, drop_last=drop_last)
     assert epoch(one, 0, one.end()) == []
     assert epoch(one, 0, 20) == []
-
-
-def test_end() -> None:
-    """The end counts samples over all ranks, without padding and without what is left out."""
-    assert sampler(20, batch_size=3, world_size=2).end(11) == 20
-    one = sampler(20, batch_size=3, world_size=2, drop_last=True)
-    assert (one.end(), one.end(11)) == (18, 17)
-
-
-# ── samples that are given ────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.int64, np.uint64, ">i2"])
@@ -308,18 +130,6 @@ def test_indices(dtype: Any, world: int) -> None:
     assert sampler(given_).source(0).samples(0)[0].dtype == np.int64
 
 
-@pytest.mark.parametrize("given_", [[5, 3, 9], (5, 3, 9), range(3, 10, 3), [np.int8(4)]])
-def test_indices_in_a_list(given_: Any) -> None:
-    """Sequences of integers are taken like arrays."""
-    assert epoch(sampler(given_, shuffle=False)) == [[int(index) for index in given_]]
-    assert sampler(given_).dset_size == len(given_)
-
-
-def test_indices_may_repeat_and_be_negative() -> None:
-    """Indices mean something to the indexer alone: any will do."""
-    assert epoch(sampler([-1, 7, 7, 10**15], shuffle=False)) == [[-1, 7, 7, 10**15]]
-
-
 def test_array_is_not_copied_and_not_written() -> None:
     """An array of a terabyte of indices is not copied, and one that is read-only will do."""
     array = np.broadcast_to(np.int64(3), (2**37,))
@@ -329,22 +139,6 @@ def test_array_is_not_copied_and_not_written() -> None:
     epoch(sampler(own))
     assert own.flags.writeable
     assert own.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_array_is_let_go() -> None:
-    """The array goes with the sampler."""
-    array = np.arange(5)
-    one = sampler(array)
-    gone = weakref.ref(array)
-    del array
-    gc.collect()
-    assert gone() is not None
-    del one
-    gc.collect()
-    assert gone() is None
-
-
-# ── the shard ─────────────────────────────────────────────────────────────────────────────────
 
 
 # ── what is refused ───────────────────────────────────────────────────────────────────────────
@@ -402,15 +196,6 @@ def test_a_data_set_as_dset_size(given_: Any, text: str) -> None:
     """A data set, or what has no length: a TypeError at once that says what to give."""
     with pytest.raises(TypeError, match=text):
         sampler(given_)
-
-
-def test_arrays_of_other_libraries_as_dset_size() -> None:
-    """What numpy can read as an array is one: buffers, and objects with __array__."""
-    for indices in (array("q", [3, 1]), memoryview(array("i", [3, 1])), [np.int32(3), np.array(1)]):
-        assert sampler(indices).dset_size == 2
-    torch = pytest.importorskip("torch")
-    assert sampler(torch.tensor([3, 1])).dset_size == 2
-    assert sampler(list(torch.tensor([3, 1]))).dset_size == 2
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from reference_draws import perm, stream
 import cseq
 from cseq._core import FeistelReader, Permutation, RangeReader, Reader, TableReader, gather
 from cseq._core import derive as core_derive
-from cseq.order.sampler import Sampler
 from cseq.order.shuffled import Shuffled
 
 HERE = Path(__file__).parents[1]
@@ -145,64 +144,6 @@ def test_reference_words(seed: int, epoch: int, purpose: int, count: int) -> Non
     assert core_derive(seed, epoch, purpose, count) == derive(seed, epoch, purpose, count)
 
 
-def test_result_is_a_fresh_array() -> None:
-    """`permutation` gives uint32 values in an array of the caller's own."""
-    made = cseq.permutation(1000, 3)
-    assert made.dtype == np.uint32
-    assert made.flags.owndata
-    assert made.flags.writeable
-    assert sorted(made) == list(range(1000))
-    made[:] = 0
-    assert sorted(cseq.permutation(1000, 3)) == list(range(1000))
-
-
-def test_epoch_is_zero_by_default() -> None:
-    """`permutation(n, seed)` is epoch 0."""
-    assert cseq.permutation(99, 5).tolist() == cseq.permutation(99, 5, 0).tolist()
-    assert cseq.permutation(99, 5).tolist() != cseq.permutation(99, 5, epoch=1).tolist()
-
-
-def test_epochs_of_neighbouring_seeds_differ() -> None:
-    """No two of many neighbouring (seed, epoch) share an order, as they do with seed + epoch."""
-    pairs = list(itertools.product(range(40), range(40)))
-    orders = {cseq.permutation(30, seed, epoch).tobytes() for seed, epoch in pairs}
-    assert len(orders) == len(pairs)
-
-
-# ── no order is likelier than another ─────────────────────────────────────────────────────────
-
-
-def most_likely(degrees: int) -> float:
-    """Chi-square that one in about a million fair trials exceeds (Wilson and Hilferty)."""
-    spread = 2 / (9 * degrees)
-    return degrees * (1 - spread + 4.75 * math.sqrt(spread)) ** 3
-
-
-@pytest.mark.parametrize("vary", ["seed", "epoch"])
-@pytest.mark.parametrize("n", [2, 3, 4, 5])
-def test_every_order_is_equally_likely(n: int, vary: str) -> None:
-    """Over many seeds, and over many epochs, each of the n! orders comes up as often."""
-    expected = 200
-    count = dict.fromkeys(itertools.permutations(range(n)), 0)
-    for k in range(expected * len(count)):
-        where = (k, 0) if vary == "seed" else (0, k)
-        count[tuple(cseq.permutation(n, *where).tolist())] += 1
-    chi_square = sum((c - expected) ** 2 / expected for c in count.values())
-    assert chi_square < most_likely(len(count) - 1)
-
-
-@pytest.mark.parametrize("vary", ["seed", "epoch"])
-def test_every_value_comes_everywhere(vary: str) -> None:
-    """Over many seeds, and over many epochs, each value is as often at each position."""
-    n, expected = 8, 2000
-    count = np.zeros((n, n))
-    for k in range(expected * n):
-        where = (k, 0) if vary == "seed" else (0, k)
-        count[np.arange(n), cseq.permutation(n, *where)] += 1
-    chi_square = ((count - expected) ** 2 / expected).sum() * (n - 1) / n
-    assert chi_square < most_likely((n - 1) ** 2)
-
-
 # ── while it is used ──────────────────────────────────────────────────────────────────────────
 
 
@@ -212,13 +153,6 @@ def test_order_is_the_permutation(n: int, seed: int, epoch: int, wide: bool) -> 
     made = begun(n, seed, epoch, wide=wide).read(0, n)
     assert made.dtype == np.int64
     assert np.array_equal(made, cseq.permutation(n, seed, epoch))
-
-
-@pytest.mark.parametrize("wide", [False, True])
-def test_large_order_is_the_permutation(wide: bool) -> None:
-    """That also holds for more samples than the caches hold."""
-    n = 1_000_003
-    assert np.array_equal(begun(n, 17, wide=wide).read(0, n), cseq.permutation(n, 17))
 
 
 @given(n=sizes, seed=seeds, portions=st.lists(st.integers(0, 200)), wide=st.booleans())
@@ -256,45 +190,6 @@ def test_table_is_reused(n: int, seed: int, epochs: list[tuple[int, float]], wid
             made.samples(epoch, 0, upto)[0], cseq.permutation(n, seed, epoch)[:upto]
         )
     assert np.array_equal(made.samples(5, 0, n)[0], cseq.permutation(n, seed, 5))
-
-
-def test_table_is_reused_many_times() -> None:
-    """So is every one of a hundred epochs on a table of many pages."""
-    n, made, rng = 50_000, TableReader(50_000, 1), random.Random(0)
-    for epoch in range(100):
-        upto = rng.randrange(n) if rng.random() < 0.2 else rng.randrange(200)
-        assert np.array_equal(made.samples(epoch, 0, upto)[0], cseq.permutation(n, 1, epoch)[:upto])
-
-
-def test_results_are_fresh() -> None:
-    """What was read is the reader's own: writing to it changes no order."""
-    made = begun(100, 1)
-    made.read(0, 50)[:] = -1
-    assert np.array_equal(made.read(0, 100), cseq.permutation(100, 1))
-
-
-def test_without_shuffle() -> None:
-    """Without shuffle, the order is the natural one in every epoch."""
-    made = RangeReader(100)
-    for epoch in range(3):
-        assert made.samples(epoch, 0, 100)[0].tolist() == list(range(100))
-        assert made.samples(epoch, 98, 2)[0].tolist() == [98, 99]
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.uint16, ">i4", np.int64, np.uint64])
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_indices(dtype: Any, shuffle: bool) -> None:
-    """With indices, those are read in the order, as int64; they are never written to."""
-    indices = np.arange(200, 100, -1).astype(np.uint8).astype(dtype)[::2]
-    before = indices.copy()
-    indices.flags.writeable = False
-    order = cseq.Shuffled(algorithm="fisher-yates-v1") if shuffle else cseq.Sequential()
-    made = Sampler(indices, order, batch_size=50, seed=3, drop_last=False)
-    positions = cseq.permutation(50, 3, 4) if shuffle else np.arange(50)
-    read = made.source(4).samples(0)[0]
-    assert read.dtype == np.int64
-    assert read.tolist() == before[positions].tolist()
-    assert indices.tolist() == before.tolist()
 
 
 # ── never more of it than is used ─────────────────────────────────────────────────────────────
@@ -368,12 +263,6 @@ def test_out_of_range(value: Any) -> None:
             kind(LEAST, value)
         with pytest.raises(ValueError, match=str(int(value))):
             kind(LEAST, 1).samples(value, 0, 1)
-
-
-def test_integers_of_numpy() -> None:
-    """Integers of numpy are integers."""
-    made = cseq.permutation(np.uint8(9), np.int32(4), np.uint64(3))
-    assert made.tolist() == cseq.permutation(9, 4, 3).tolist()
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 11), (10, 1), (11, 0), (5, 6), (2**63, 2**63)])
@@ -634,11 +523,3 @@ def test_an_unknown_algorithm_is_refused(algorithm: Any) -> None:
     """With those that there are."""
     with pytest.raises(ValueError, match="is not one of"):
         cseq.permutation(10, 1, 0, algorithm)
-
-
-def test_an_unknown_shuffle_is_refused() -> None:
-    """With those that there are."""
-    with pytest.raises(
-        ValueError, match="shuffle='fiestel' is unknown; give True, False or 'feist"
-    ):
-        cseq.MTSequence(np.arange(5), shuffle="fiestel")  # type: ignore[call-overload]

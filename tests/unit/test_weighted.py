@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranked import check
 from reference_draws import WEIGHT, integers, weighted
 
 import cseq
-from cseq.order.weighted import Guide, integers_of, spread
+from cseq.order.weighted import integers_of, spread
 
 HERE = Path(__file__).parents[1]
 FILE = json.loads((HERE / "golden" / "orders_weighted.json").read_text(encoding="ascii"))
@@ -88,89 +87,6 @@ def test_numbers_are_exact(weights: list[float], size: int, seed: int) -> None:
         assert count in (share, share + bool(rest))
 
 
-def test_numbers_of_many_weights() -> None:
-    """The same for 10 000 lists of weights of all magnitudes."""
-    rng = np.random.default_rng(0)
-    for seed in range(10_000):
-        n, size = rng.integers(1, 9), int(rng.integers(1, 60))
-        weights = np.exp(rng.normal(0, rng.choice([0.1, 3, 100]), n)) * (rng.random(n) < 0.8)
-        if not weights.any():
-            continue
-        counts = np.bincount(drawn(cseq.Weighted(weights, size), seed), minlength=n).tolist()
-        sums = [0, *integers_of(weights).tolist()]
-        for k, count in enumerate(counts):
-            share, rest = divmod(size * (sums[k + 1] - sums[k]), sums[-1])
-            assert count in (share, share + bool(rest))
-
-
-@pytest.mark.parametrize("n", [1, 7, 1000, 70_000])
-def test_equal_weights_shuffle(n: int) -> None:
-    """With equal weights, each sample comes once."""
-    samples = drawn(cseq.Weighted(np.full(n, 0.3)), 5)
-    assert sorted(samples.tolist()) == list(range(n))
-    assert n == 1 or samples.tolist() != list(range(n))
-
-
-def test_places_are_random() -> None:
-    """The draws of a sample are spread over the epoch, and epochs do not depend on each other."""
-    order, epochs = cseq.Weighted([1, 2, 3, 2], 8), 4000
-    reader = order.reader(11)
-    epochs_of = np.array([reader.samples(epoch, 0, 8)[0] for epoch in range(epochs)])
-    for sample, weight in enumerate([1, 2, 3, 2]):
-        there = (epochs_of == sample).sum(0)
-        expected = epochs * weight / 8
-        z = (there - expected) / math.sqrt(expected * (1 - weight / 8))
-        assert (abs(z) < 4).all()
-    last, first = epochs_of[:-1, -1], epochs_of[1:, 0]
-    together = np.histogram2d(last, first, bins=4)[0]
-    share = np.outer(np.bincount(last), np.bincount(first)) / (epochs - 1)
-    chi = ((together - share) ** 2 / share).sum()
-    assert abs(chi - 9) / math.sqrt(18) < 4
-
-
-def test_replacement_is_fair() -> None:
-    """Independent draws have the numbers that chance gives them."""
-    weights = np.random.default_rng(0).pareto(2, 2000) + 0.1
-    size = 50_000
-    counts = np.bincount(drawn(cseq.Weighted(weights, size, replacement=True), 3), minlength=2000)
-    expected = size * weights / weights.sum()
-    often = expected > 5
-    chi = ((counts - expected)[often] ** 2 / expected[often]).sum()
-    assert abs(chi - often.sum()) / math.sqrt(2 * often.sum()) < 4
-    series = drawn(cseq.Weighted([1, 1], size, replacement=True), 3) * 2 - 1
-    assert abs((series[1:] * series[:-1]).sum()) / math.sqrt(size) < 4
-
-
-def test_more_than_torch_takes() -> None:
-    """More than 2**24 samples; those that have no weight never come."""
-    weights = np.zeros(2**24 + 5, np.float32)
-    weights[[0, 2**23, 2**24 + 4]] = 1, 2, 1
-    samples = drawn(cseq.Weighted(weights, 400), 1)
-    assert dict(zip(*np.unique(samples, return_counts=True), strict=True)) == {
-        0: 100,
-        2**23: 200,
-        2**24 + 4: 100,
-    }
-
-
-@pytest.mark.parametrize("replacement", [False, True])
-def test_ranks_and_resumes(replacement: bool) -> None:
-    """Any ranks have one stream, which goes on at any place."""
-    check(cseq.Weighted([1, 5, 0, 2, 2, 9], 50, replacement=replacement))
-
-
-def test_balanced() -> None:
-    """Every class comes equally often."""
-    labels = np.array(["cat"] * 90 + ["dog"] * 10)
-    for given_labels in (labels, labels == "cat", (labels == "cat").astype(int)):
-        samples = drawn(cseq.Weighted.balanced(given_labels), 1)
-        assert (samples >= 90).sum() == 50
-        assert (np.bincount(samples)[90:] == 5).all()
-    order = cseq.Weighted.balanced([3, 3, 4], 10, replacement=True)
-    assert order.facts()["replacement"] is True
-    assert order.units == 10
-
-
 def test_the_weights_are_not_written_to(tmp_path: Path) -> None:
     """A memory map for reading, and one that is not contiguous, are taken as they are."""
     np.arange(1.0, 9).tofile(tmp_path / "weights")
@@ -188,15 +104,6 @@ def test_numbers_of_great_sizes() -> None:
         offset, places = rng.randrange(total), [0, size - 1, rng.randrange(size)]
         numbers = spread(np.array(places, np.uint64), total, offset, size)
         assert numbers.tolist() == [(place * total + offset) // size for place in places]
-
-
-def test_many_samples_between_two_numbers() -> None:
-    """Tiny weights beside great ones: a sample is found wherever it is."""
-    weights = np.random.default_rng(0).permutation([1.0] * 50 + [1e-12] * 5000)
-    sums = integers_of(weights)
-    numbers = np.concatenate([sums[:-1] - np.uint64(1), sums[:-1], sums[:-1] + np.uint64(1)])
-    expected = np.searchsorted(sums, numbers, "right")
-    assert (Guide(sums).first_above(numbers) == expected).all()
 
 
 def test_facts() -> None:
