@@ -148,6 +148,23 @@ def test_unordered(kind: Kind) -> None:
     assert [set(epoch) for epoch in got] == want
 
 
+def test_a_slow_batch_holds_no_other_up() -> None:
+    """With ordered=False, those that are made meanwhile come first."""
+    others = threading.Event()
+
+    class Slow:
+        def __getitem__(self, indices: Any) -> Any:
+            assert indices[0] or others.wait(60)
+            return indices
+
+    options: dict[str, Any] = {"batch_size": 1, "num_workers": 2, "shuffle": False}
+    with THREAD.start(Slow, 6, ordered=False, **options) as manager:
+        batches = iter(manager)
+        got = [int(next(batches)[0]) for _ in range(5)]
+        others.set()
+        assert (got, indices_of(batches)) == ([1, 2, 3, 4, 5], [0])
+
+
 @pytest.mark.parametrize("buffer", [1, 50])
 @pytest.mark.parametrize("kind", [THREAD, QUICKEST], ids=by_name)
 def test_any_buffer(kind: Kind, buffer: int) -> None:

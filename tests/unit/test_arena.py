@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -14,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from slots import acquire, filled, whole
 
-from cseq._memory import SMALL, TRAINER, Block, Lease, Mapping, Slots
+from cseq._memory import SMALL, TRAINER, Lease, Mapping, Slots
 from cseq.memory import arena as arena_module
 from cseq.memory import writer as writer_module
 from cseq.memory.arena import Arena
@@ -32,50 +29,12 @@ if TYPE_CHECKING:
     from conftest import RunScript
 
 
-def test_the_lowest_free_slot_is_taken(arena: Arena) -> None:
-    """Slots are used again, the lowest first; new ones are made when none is free."""
-    assert [acquire(arena) for _ in range(40)] == list(range(1, 41))
-    for slot in (30, 7, 12):
-        arena.slots.release(slot)
-    assert [acquire(arena) for _ in range(4)] == [7, 12, 30, 41]
-    assert all(arena.slots.nbytes(slot) == FIRST for slot in range(1, 42))
-
-
 @pytest.mark.needs("POSIX")
 def test_an_error_report_always_fits(arena: Arena) -> None:
     """The first bytes of a slot are there before any worker sees it."""
     slot = acquire(arena)
     assert arena.slots.nbytes(slot) >= FIRST
     assert os.fstat(arena.segment.fd).st_blocks * 512 >= FIRST
-
-
-def test_small_batches_are_copied_out(arena: Arena, writer: Writer) -> None:
-    """A small batch gives its slot back at once."""
-    memories = [filled(arena, writer, value, 1000) for value in range(5)]
-    assert all(isinstance(memory, Block) for memory in memories)
-    assert [whole(memory, 1000)[-1] for memory in memories] == list(range(5))
-    assert (arena.slots.leased, arena.copies) == (0, 0)
-    assert acquire(arena) == 2
-
-
-def test_large_batches_are_leased(arena: Arena, writer: Writer) -> None:
-    """A large batch keeps its slot until the last view is gone."""
-    first = filled(arena, writer, 1, SMALL + 1)
-    second = filled(arena, writer, 2, SMALL + 1)
-    assert isinstance(first, Lease)
-    assert arena.slots.leased == 2
-    assert arena.slots.leased_bytes == arena.slots.nbytes(2) + arena.slots.nbytes(3)
-    view = whole(first, SMALL)
-    del first
-    assert arena.slots.leased == 2
-    part = view[100:].view(np.int8)[::2][3:7]
-    del view
-    assert acquire(arena) == 4
-    assert (part == 1).all()
-    del part
-    assert (arena.slots.leased, arena.slots.leased_bytes) == (1, arena.slots.nbytes(3))
-    assert acquire(arena) == 2
-    assert (whole(second, SMALL) == 2).all()
 
 
 def test_steady_state_makes_no_mapping(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,31 +77,6 @@ def test_whatever_holds_the_data_keeps_the_slot(
     del held
     gc.collect()
     assert arena.slots.leased == 0
-
-
-def test_tensors_keep_the_slot(arena: Arena, writer: Writer) -> None:
-    """A tensor made from a batch, or a slice of one, keeps the slot."""
-    torch = pytest.importorskip("torch")
-    held = torch.from_numpy(whole(filled(arena, writer, 7, MIB), MIB))[5:].view(-1)[2:4]
-    filled(arena, writer, 1, MIB)
-    assert arena.slots.leased == 1
-    assert held.tolist() == [7, 7]
-    del held
-    assert arena.slots.leased == 0
-
-
-def test_a_pickled_view_is_a_copy(arena: Arena, writer: Writer) -> None:
-    """A pickled view has its own memory."""
-    array = pickle.loads(pickle.dumps(whole(filled(arena, writer, 7, MIB), MIB)[:10]))
-    assert arena.slots.leased == 0
-    assert array.tolist() == [7] * 10
-
-
-def test_slots_are_warm(arena: Arena, writer: Writer) -> None:
-    """Batches that are dropped in time all lie in the same slot."""
-    addresses = {filled(arena, writer, 0, MIB).address for _ in range(10)}
-    assert len(addresses) == 1
-    assert arena.copies == 0
 
 
 @pytest.mark.parametrize(
@@ -261,35 +195,6 @@ def test_nothing_is_left_when_the_last_view_is_gone() -> None:
         assert state() == (before[0] + 2, before[1])  # its mapping, and the table's
         del view
         assert state() == before
-
-
-def test_look_does_not_take(arena: Arena, writer: Writer) -> None:
-    """A slot can be looked at without being lent."""
-    writer.empty(MIB, np.uint8)[:] = 4
-    memory = arena.mapping_of(1, writer.capacity)
-    assert whole(memory, MIB)[-1] == 4
-    assert arena.slots.leased == 0
-    arena.slots.release(1)
-
-
-@given(data=st.data())
-def test_no_view_ever_changes(data: st.DataObject) -> None:
-    """Whatever is held, sliced and dropped in whatever order: what is held keeps its values."""
-    arena = Arena(data.draw(st.sampled_from([0, 200_000, None])))
-    writer = Writer(arena.segment.fd, arena.segment.width)
-    held: list[tuple[int, Any]] = []
-    for value in range(data.draw(st.integers(1, 12))):
-        nbytes = data.draw(st.sampled_from([100, SMALL, SMALL + 1, 100_000]))
-        held.append((value, whole(filled(arena, writer, value, nbytes), nbytes)))
-        if data.draw(st.booleans()):
-            number, array = held.pop(data.draw(st.integers(0, len(held) - 1)))
-            if data.draw(st.booleans()):
-                held.append((number, array[len(array) // 2 :].reshape(-1, 1)))
-            del array
-        assert all((array == number).all() for number, array in held)
-    writer.close()
-    arena.close()
-    assert all((array == number).all() for number, array in held)
 
 
 # -- when memory is short -----------------------------------------------------------------------

@@ -29,6 +29,7 @@ from cseq._memory import TRAINER, Block, Mapping, Slots, address_of
 from cseq._work import Runner
 from cseq.memory.arena import Arena
 from cseq.meters import Meters
+from cseq.stage import MOST_SPIN_NS, SPIN_NS, spin_ns, spins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -495,6 +496,15 @@ def test_the_spin_can_be_set() -> None:
 
 
 LONG = 4_000_000_000  # ns; no turn here takes nearly as long
+
+
+@pytest.mark.parametrize("cores", [1, 2, 64])
+def test_nobody_looks_on_a_single_core(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    """Who looks at the ring before it sleeps needs a core that the others do not."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    assert spin_ns() == (SPIN_NS if cores > 1 else 0)
+    assert spins(1) == {1: (0, 0)}.get(cores, (SPIN_NS, MOST_SPIN_NS))
+    assert spins(2) == {1: (0, 0), 2: (SPIN_NS, SPIN_NS)}.get(cores, (SPIN_NS, MOST_SPIN_NS))
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from cseq.encoding import codec
 from cseq.memory.segment import Segment
 from cseq.meters import Meters
 from cseq.order.sampler import Cut
+from cseq.pools.base import wake_at
 from cseq.stage import BATCH, ENDED, RAISED
 
 if TYPE_CHECKING:
@@ -109,6 +110,14 @@ class Counter:
         cells = [(self.ring.ticket(c), self.ring.indices(c).tolist()) for c in range(2)]
         f, held = self.feed, map(self.held.__getitem__, range(2))
         return f.ticket, f.taken, f.done, self.ring.depths(), *held, cells
+
+
+@pytest.mark.parametrize(
+    ("buffer", "workers", "tickets"), [(10, 4, 5), (10, 8, 2), (1, 1, 1), (2, 8, 1), (100, 1, 50)]
+)
+def test_wake_at(buffer: int, workers: int, tickets: int) -> None:
+    """Workers are woken for several tickets at once, while enough batches are ready."""
+    assert wake_at(buffer, workers) == tickets
 
 
 def test_a_commit() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,19 +12,11 @@ import numpy as np
 import pytest
 from slots import PAGE, file_of
 
-from cseq._memory import Block, Mapping, Memory, Window, address_of, commit, copy_of
+from cseq._memory import Block, Mapping, address_of, commit, copy_of
 from cseq.memory.segment import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-def test_a_block_is_aligned() -> None:
-    """A block begins at a cache line, whatever its size; it is zero if that was asked for."""
-    blocks = [Block(n, zero=True) for n in (0, 1, 63, 1000, 10**6)]
-    assert {block.address % 64 for block in blocks} == {0}
-    assert [block.nbytes for block in blocks] == [0, 1, 63, 1000, 10**6]
-    assert not any(np.frombuffer(block, np.uint8).any() for block in blocks[1:])
 
 
 def test_a_block_of_nonsense() -> None:
@@ -55,23 +46,6 @@ def test_a_view_is_no_copy_and_keeps_the_memory() -> None:
     del block, view
     gc.collect()
     assert part.tolist() == [[0, 7]]
-
-
-def test_a_view_in_fortran_order() -> None:
-    """A view can be column-major."""
-    block = Block(64, zero=True)
-    view = block.view(0, np.dtype("u1"), (2, 3), True)
-    view[1, 0] = 5
-    assert view.flags.f_contiguous
-    assert bytes(memoryview(block)[:3]) == b"\0\5\0"
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (4, 0, 2), (1,) * 64])
-def test_views_of_little(shape: tuple[int, ...]) -> None:
-    """Views may have no dimension, no elements, or as many dimensions as numpy has."""
-    if len(shape) == 64 and int(np.__version__.split(".")[0]) < 2:
-        pytest.skip("numpy 1 has 32 dimensions")
-    assert Block(8).view(0, np.dtype("f8"), shape).shape == shape
 
 
 BAD_VIEWS = [
@@ -121,59 +95,7 @@ def test_outside(use: Callable[[Block], Any]) -> None:
         use(Block(100))
 
 
-def test_copies() -> None:
-    """`copy_of` copies the beginning of a memory, small or large."""
-    block = Block(100_000)
-    view = block.view(0, np.dtype("u1"), (100_000,))
-    view[:] = np.arange(100_000) % 251
-    for n in (0, 10, 100_000):
-        copy = copy_of(block, n)
-        assert (copy.nbytes, bytes(memoryview(copy)[:n])) == (n, view[:n].tobytes())
-    with pytest.raises(TypeError):
-        copy_of(None, 3)  # type: ignore[arg-type]
-
-
-def test_buffers() -> None:
-    """A memory exports its bytes, writable, and lives as long as they are used."""
-    block = Block(8, zero=True)
-    gone = weakref.ref(block) if hasattr(block, "__weakref__") else None
-    view = memoryview(block)
-    assert (view.format, view.nbytes, view.readonly) == ("B", 8, False)
-    view[3] = 9
-    del block
-    gc.collect()
-    assert bytes(view) == b"\0\0\0\x09\0\0\0\0"
-    assert gone is None
-
-
-def test_a_window() -> None:
-    """A window is the same bytes under another object, whose end can be seen."""
-    block = Block(16, zero=True)
-    window = Window(block)
-    gone = weakref.ref(window)
-    view = window.view(0, np.dtype("u1"), (16,))
-    view[0] = 3
-    assert bytes(memoryview(block)[:1]) == b"\3"
-    assert (window.address, window.nbytes) == (block.address, 16)
-    del window
-    assert gone() is not None
-    del view
-    assert gone() is None
-    with pytest.raises(TypeError):
-        Window(None)  # type: ignore[arg-type]
-
-
 # -- mappings
-
-
-def test_mappings_share() -> None:
-    """Two mappings of the same part of a file have the same bytes."""
-    with file_of(3 * PAGE) as fd:
-        one, other = Mapping(fd, PAGE, PAGE), Mapping(fd, PAGE, 2 * PAGE)
-    memoryview(one)[10:15] = b"hello"
-    assert bytes(memoryview(other)[10:15]) == b"hello"
-    assert (one.nbytes, other.nbytes) == (PAGE, 2 * PAGE)
-    assert one.address % PAGE in range(PAGE)
 
 
 def test_a_mapping_lives_with_its_arrays() -> None:
@@ -217,16 +139,3 @@ def test_commit() -> None:
     segment.close()
     with pytest.raises(MemoryError, match=f"{PAGE} bytes"):
         commit(-1, 0, PAGE)
-
-
-def test_address_of() -> None:
-    """`address_of` is where an array's data begins; of arrays alone."""
-    array = np.arange(10)
-    assert address_of(array[3:]) == array.ctypes.data + 24
-    with pytest.raises(TypeError):
-        address_of([1])  # type: ignore[arg-type]
-
-
-def test_memory_itself_is_empty() -> None:
-    """The base class has no bytes."""
-    assert (Memory().nbytes, Memory().address) == (0, 0)

@@ -15,19 +15,13 @@ from hypothesis import strategies as st
 from ringing import claim, make_ring
 
 import cseq
-from cseq._core import Ring, now_ns, ring_bytes
-from cseq.meters import METER, Histogram, Meters
+from cseq._core import Ring, now_ns
+from cseq.meters import Histogram, Meters
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cseq._work import Runner
-
-
-def test_the_layout() -> None:
-    """A record in Python is as large as one in C, and a ring has one for each party."""
-    assert ring_bytes(1, 1, 2) - ring_bytes(1, 1, 1) == METER.itemsize
-    assert len(make_ring(runners=3).meters()) == 4 * METER.itemsize
 
 
 def make(ring: Ring, owner: int, batch: int) -> Runner:
@@ -75,24 +69,6 @@ def test_a_ticket_in_hand_counts() -> None:
     assert Meters.read([ring]).busy[0] > worked + 0.0009
     ring.repost(1)
     assert Meters.read([ring]).busy[0] == worked
-
-
-def test_what_is_added() -> None:
-    """Between two readings: counts and histograms are subtracted, and so are slow batches."""
-    ring = make_ring()
-    for batch in range(3):
-        make(ring, 1, batch)
-    before = Meters.read([ring])
-    for batch in range(3, 8):
-        make(ring, 1, batch)
-    added = Meters.read([ring]).since(before)
-    assert added.runners["batches"].tolist() == [5, 0, 0]
-    assert added.histogram("work", added.runners[0]).count == 5
-    assert {batch for ns, _, batch in added.runners[0]["slowest"].tolist() if ns} <= set(
-        range(3, 8)
-    )
-    whole = before.busy + added.busy
-    assert np.allclose(whole, Meters.read([ring]).busy)
 
 
 def buckets_of(times: list[int]) -> Histogram:
@@ -190,8 +166,3 @@ def test_a_run_of_short_epochs() -> None:
         rows = batches.stats().history
     assert len(rows) >= 3
     assert (np.diff(rows["batches"]) > 0).all()
-
-
-def test_no_history() -> None:
-    """Nothing was started, or nothing is measured."""
-    assert len(cseq.MTSequence(np.arange(4), 4, out_type="null").stats().history) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
 import threading
@@ -12,16 +11,6 @@ import pytest
 from slots import PAGE, file_of, lease, shared
 
 from cseq._memory import TRAINER, Lease, Mapping, Slots
-
-
-def test_the_lowest_free_slot() -> None:
-    """Slots are taken lowest first; the first one has the table."""
-    _, slots = shared()
-    assert [slots.take() for _ in range(4)] == [1, 2, 3, 4]
-    slots.release(2)
-    slots.release(1)
-    assert [slots.take() for _ in range(3)] == [1, 2, 5]
-    assert slots.owners()[:7] == [TRAINER] * 6 + [0]
 
 
 def test_many_slots() -> None:
@@ -91,17 +80,6 @@ def test_a_lease_frees_its_slot() -> None:
     assert (slots.leased, slots.leased_bytes, slots.take()) == (0, 0, 1)
 
 
-def test_leases_outlive_the_slots() -> None:
-    """A lease keeps the table it belongs to, and its mapping."""
-    _, slots = shared()
-    with file_of(PAGE) as fd:
-        held = lease(slots, slots.take(), Mapping(fd, 0, PAGE))
-    del slots
-    gc.collect()
-    memoryview(held)[0] = 120
-    assert bytes(memoryview(held)[:1]) == b"x"
-
-
 def test_the_lowest_free_slot_is_found_again_and_again() -> None:
     """Whatever was freed since: first, last, again, or new slots; also where the search is long."""
     rng = random.Random(7)
@@ -140,8 +118,3 @@ def test_slots_freed_on_other_threads_are_found() -> None:
     for thread in threads:
         thread.join()
     assert [slots.take() for _ in range(65)] == list(range(1, 66))
-
-
-def test_a_lease_is_not_made_by_hand() -> None:
-    """A lease made by hand has no bytes and frees nothing."""
-    assert Lease().nbytes == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import threading
 import tracemalloc
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from cseq._memory import copy_of
 from cseq.encoding import codec
 
 if TYPE_CHECKING:
@@ -58,36 +56,10 @@ def test_tensors_of_a_batch(dtype: str, order: Any, writer: Writer) -> None:
         assert np.array_equal(got[3].numpy(), arrays[3])
 
 
-def test_tensors_are_aligned_as_torchs_own(writer: Writer) -> None:
-    """Their first bytes are: so many would hardly be so by chance."""
-    got = copied(writer, [torch.zeros(1 + number % 5) for number in range(64)])
-    assert {tensor.data_ptr() % 64 for tensor in got} == {0}
-
-
 def test_tensors_in_inference_mode(writer: Writer) -> None:
     """There they are inference tensors, as those of arrays are."""
     with torch.inference_mode():
         assert copied(writer, [torch.zeros(3)])[0].is_inference()
-
-
-def test_tensor_as_a_user_has_it(writer: Writer) -> None:
-    """It takes gradients, can be written to, and is pickled alone."""
-    tensor = copied(writer, [torch.arange(3.0), torch.zeros(100)])[0]
-    tensor += 1
-    tensor.requires_grad_()
-    (tensor * tensor).sum().backward()
-    assert tensor.grad.tolist() == [2, 4, 6]
-    again = pickle.loads(pickle.dumps(tensor))
-    assert (again.tolist(), again.untyped_storage().nbytes()) == ([1, 2, 3], 12)
-    with pytest.raises(RuntimeError, match="resiz"):
-        tensor.detach().resize_(99)
-
-
-@pytest.mark.parametrize("shape", [(0,), (2, 0, 3)])
-def test_tensor_of_no_elements(shape: tuple[int, ...], writer: Writer) -> None:
-    """It has the type and the shape that it had."""
-    got = copied(writer, [torch.empty(shape)])[0]
-    assert (got.shape, got.dtype) == (shape, torch.float32)
 
 
 @pytest.fixture
@@ -109,12 +81,3 @@ def test_bytes_of_a_tensor_are_freed(traced: Any, writer: Writer) -> None:
     thread.start()
     thread.join()
     assert traced() - before < LARGE
-
-
-def test_tensors_keep_the_memory(writer: Writer) -> None:
-    """Those that are no copies keep the memory that they lie in."""
-    record = codec.encode([torch.arange(5)], writer)
-    block = copy_of(writer.memory, record.used)
-    tensor = codec.decode(block, record)[0]
-    del block
-    assert tensor.tolist() == [0, 1, 2, 3, 4]

@@ -167,14 +167,7 @@ def test_an_indexer_must_not_keep_arrays_of_the_slot(
     del kept
 
 
-def test_an_array_kept_since_the_slot_grew(writer: Writer) -> None:
-    """An array that lies in an older mapping of the slot must not be kept either."""
-    kept = writer.empty(10)
-    writer.empty(10 * MIB)
-    writer.empty(10)
-    with pytest.raises(RuntimeError):
-        writer.end()
-    del kept
+# -- when memory is short -----------------------------------------------------------------------
 
 
 def test_dropped_arrays_are_no_error(writer: Writer) -> None:
@@ -189,20 +182,6 @@ def test_dropped_arrays_are_no_error(writer: Writer) -> None:
     del cycle
     writer.end()
     assert kept.size == 10
-
-
-def test_a_tensor_of_the_slot_must_not_be_kept(writer: Writer) -> None:
-    """A tensor on an array from `empty` belongs to the batch as well."""
-    torch = pytest.importorskip("torch")
-    kept = torch.from_numpy(writer.empty(10, np.float32))[3:]
-    with pytest.raises(RuntimeError):
-        writer.end()
-    del kept
-    writer.select(writer.slot, FIRST)
-    writer.end()
-
-
-# -- when memory is short -----------------------------------------------------------------------
 
 
 def test_no_room_leaves_the_writer_as_it_was(

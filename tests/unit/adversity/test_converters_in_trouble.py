@@ -43,6 +43,7 @@ def test_converters_give_what_test_mode_gives(compat: bool) -> None:
     m.set_epoch(0)
     with m.start(compat=compat):
         assert digest(m) == expected
+        assert testing.slots(m).taken == 0
 
 
 @pytest.mark.usefixtures("converters_on_the_cpu")
