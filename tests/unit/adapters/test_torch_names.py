@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import multiprocessing
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch.utils import data  # noqa: E402
-from torch_data import Plain, Sharded  # noqa: E402
+from torch_data import Plain  # noqa: E402
 
 from cseq.adapters.torch import names  # noqa: E402
 
 if TYPE_CHECKING:
     from conftest import RunScript
-
-
-def parameters(function: Any) -> list[str]:
-    """Names of a function's parameters."""
-    return list(inspect.signature(function).parameters)
 
 
 def test_the_seam() -> None:
@@ -70,100 +63,6 @@ def test_base() -> None:
     assert base._num_yielded == 0
     assert next(base._sampler_iter) == [0, 1]
     assert len(base) == 2
-
-
-def test_base_next() -> None:
-    """It calls `_next_data`, counts, and warns of more than `len`."""
-
-    class Three(names.Base):  # type: ignore[misc]
-        def _next_data(self) -> int:
-            return 3
-
-    class Sized(Sharded):
-        def __len__(self) -> int:
-            return 1
-
-    loader = data.DataLoader(Sized(5))
-    assert len(loader) == 1
-    base = Three(loader)
-    assert next(base) == 3
-    with pytest.warns(UserWarning, match="was reported to be 1"):
-        assert next(base) == 3
-    assert base._num_yielded == 2
-
-
-def test_iterators() -> None:
-    for kind in (names.Inline, names.Workers):
-        assert issubclass(kind, names.Base)
-    assert parameters(names.Workers._reset) == ["self", "loader", "first_iter"]
-    assert parameters(names.Workers._shutdown_workers) == ["self"]
-    assert isinstance(iter(data.DataLoader(Plain(1))), names.Inline)
-
-
-def test_iterable() -> None:
-    assert data.DataLoader(Sharded(1))._dataset_kind == names.ITERABLE
-
-
-@pytest.mark.parametrize("kind", [0, 1])
-def test_make_fetcher(kind: int) -> None:
-    dataset: Any = Sharded(3) if kind == names.ITERABLE else Plain(3)
-    fetcher = names.make_fetcher(
-        kind, dataset, auto_collation=True, collate_fn=list, drop_last=False
-    )
-    if kind == names.ITERABLE:
-        assert len(fetcher.fetch([None, None])) == 2
-        assert not fetcher.ended
-        assert iter(fetcher.dataset_iter) is fetcher.dataset_iter
-        assert len(fetcher.fetch([None, None])) == 1
-        assert fetcher.ended
-        with pytest.raises(StopIteration):
-            fetcher.fetch([None])
-    else:
-        assert fetcher.fetch([2, 1]) == [2, 1]
-
-
-def test_numpy_seed() -> None:
-    words = names.numpy_seed(2**40 + 5, 3)
-    assert len(words) == 4
-    assert words == names.numpy_seed(2**40 + 5, 3) != names.numpy_seed(2**40 + 5, 2)
-    np.random.RandomState(words)
-
-
-def test_set_worker_info() -> None:
-    assert data.get_worker_info() is None
-    names.set_worker_info(1, 2, 3, "data")
-    try:
-        info = data.get_worker_info()
-        assert info is not None
-        assert (info.id, info.num_workers, info.seed, info.dataset) == (1, 2, 3, "data")
-    finally:
-        names.worker._worker_info = None
-
-
-def test_collate_map() -> None:
-    assert names.collate_map[torch.Tensor] is names.tensor_entry
-    assert names.collate_map[np.ndarray] is names.array_entry
-    for entry, sample in ((names.tensor_entry, torch.ones(2)), (names.array_entry, np.ones(2))):
-        stacked = entry([sample, sample], collate_fn_map=names.collate_map)
-        assert stacked.shape == (2, 2)
-
-
-def test_pin() -> None:
-    assert parameters(names.pin)[:2] == ["data", "device"]
-
-
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.12
-def test_profiler_enabled() -> None:
-    assert names.profiler_enabled() is False
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert names.profiler_enabled() is True
-
-
-def test_datapipes() -> None:
-    from torch.utils.data.datapipes.iter import IterableWrapper
-
-    loader = data.DataLoader(IterableWrapper([1, 2]), batch_size=None)
-    assert isinstance(loader.dataset, names.DATAPIPES)
 
 
 def test_multiprocessings_own() -> None:
