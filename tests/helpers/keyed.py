@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from kinds import QUICKEST
 
-import cseq
 from cseq.stream import Streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-SPAWNED = QUICKEST.start_method == "spawn"  # to replace a worker then takes a second or two
 PAUSE = 0.0005  # seconds between two looks at what nothing signals
 
 
@@ -111,20 +109,3 @@ class TwoArguments(Exception):
     def __init__(self, first: str, second: int) -> None:
         super().__init__(first)
         self.second = second
-
-
-class Sized(Makes):
-    """Arrays of as many numbers as the key says, made in place if they are large."""
-
-    def __init__(self, number: int, num_workers: int) -> None:
-        super().__init__(number, num_workers)
-        self.kept: list[Any] = []
-
-    def make(self, key: Any) -> Any:
-        (size,) = key
-        array = cseq.empty(size, np.int64)
-        array[:] = size
-        if size % 3 == 0:
-            self.kept = [*self.kept[-2:], array]
-        assert all((kept == len(kept)).all() for kept in self.kept)
-        return array, np.full(size, size)

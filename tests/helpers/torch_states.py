@@ -112,20 +112,6 @@ class Counted(data.IterableDataset[Any]):
         self.begin = state
 
 
-class Unequal(Counted):
-    """Each worker has a number of samples of its own."""
-
-    def __init__(self, lengths: list[int], where: str) -> None:
-        super().__init__(0, where)
-        self.lengths = lengths
-
-    def __iter__(self) -> Any:
-        info = data.get_worker_info()
-        assert info is not None
-        self.length = 10 * self.lengths[info.id]
-        return self._begin(info.id, 10)
-
-
 class Counting(Plain):
     """Its state is how many samples it gave."""
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import random
 import threading
 import time
 from collections import Counter
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +18,6 @@ from keyed import (
     Broken,
     Counting,
     Makes,
-    Sized,
     TwoArguments,
     begin,
     keys_of,
@@ -31,7 +28,6 @@ from streaming import lost_slots
 
 import cseq
 import cseq.processes.deaths
-from cseq._memory import Lease
 from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:
@@ -72,44 +68,6 @@ def test_keys_are_drawn_as_items_are_taken(prefetch: int, ordered: bool) -> None
                 next(iter(s))
                 assert keys.drawn == 2 * prefetch + taken
             assert keys.threads == {threading.get_ident()}
-
-
-def test_a_sampler_may_look_at_what_came_out() -> None:
-    """A key may depend on the items before, as far as they were taken."""
-    got: list[Any] = []
-
-    def sampler() -> Iterator[list[int]]:
-        for _ in range(20):
-            yield [len(got)]
-
-    with streams(prefetch=2) as s:
-        begin(s, sampler())
-        got.extend(s)  # one after the other: `extend` appends each before it asks for the next
-        begin(s, sampler())
-        assert [key for (key,) in keys_of(s)] == [20] * 20
-        growing = [[0]] * 5
-        begin(s, growing)
-        for k, _ in enumerate(s):
-            if k < 7:
-                growing.append([k])
-        assert k == 11
-
-
-def test_many_workers_and_many_keys() -> None:
-    """Twelve workers, and as many keys as an epoch has."""
-    with streams(num_workers=12) as s:
-        begin(s, ([k] for k in range(5000)))
-        assert [item[:2] for item in s] == [(k % 12, [k]) for k in range(5000)]
-        begin(s, ([k] for k in range(5000)), ordered=False)
-        assert sorted(keys_of(s)) == [[k] for k in range(5000)]
-
-
-def test_a_hundred_thousand_keys() -> None:
-    """Each of them is made, once."""
-    with streams(prefetch=10) as s:
-        begin(s, ([k] for k in range(100_000)))
-        assert all(key == [k] for k, (_, key, _) in enumerate(s))
-        assert s.stats().samples == 100_000
 
 
 # -- what a key can be
@@ -175,62 +133,6 @@ def test_a_key_is_taken_as_it_is_when_it_is_drawn() -> None:
         with streams(prefetch=prefetch) as s:
             begin(s, reusing())
             assert keys_of(s) == [[k] for k in range(300)]
-
-
-@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
-def test_tensors_as_keys() -> None:
-    """Tensors, also of no dimension."""
-    import torch
-
-    with streams() as s:
-        begin(s, [torch.tensor(3), torch.arange(5)])
-        zero, one = keys_of(s)
-        assert type(zero) is torch.Tensor
-        assert (zero.dim(), zero.item(), one.tolist()) == (0, 3, [0, 1, 2, 3, 4])
-
-
-def test_the_room_for_ints() -> None:
-    """Longer lists of ints than there is room for in a ticket arrive as well."""
-    with streams() as s:
-        begin(s, [[0] * n for n in range(510, 516)])
-        assert [len(key) for key in keys_of(s)] == list(range(510, 516))
-        assert not lost_slots(s)
-
-
-def shared_bytes() -> int:
-    """Memory of this process's anonymous files."""
-    files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    own = [file for file in files if os.path.islink(file) and "memfd:cseq" in os.readlink(file)]
-    return sum(512 * os.stat(file).st_blocks for file in own)
-
-
-@pytest.mark.needs("Linux")
-def test_the_memory_of_the_room_for_ints() -> None:
-    """There is room for what each worker has ahead, but not for all keys in each worker."""
-    before = shared_bytes()
-    with streams(num_workers=32, start_method="fork", launch="begin"):
-        assert shared_bytes() - before < 24 << 20
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-def test_a_slow_worker_where_there_is_room_for_few_keys(ordered: bool) -> None:
-    """The other one does not get all keys at once; none is lost."""
-    with streams(Hesitant, prefetch=2) as s:
-        begin(s, lists(40), ordered=ordered, assign="free")
-        keys = keys_of(s)
-        assert (keys if ordered else sorted(keys)) == lists(40)
-        begin(s, lists(5), assign="free")
-        assert keys_of(s) == lists(5)
-        assert not lost_slots(s)
-
-
-class Hesitant(Makes):
-    """One of its workers takes its time."""
-
-    def make(self, key: Any) -> Any:
-        if self.number == 0:
-            time.sleep(0.02)
-        return super().make(key)
 
 
 class Unpicklable:
@@ -327,28 +229,6 @@ def test_an_exception_is_an_answer(ordered: bool) -> None:
     assert got == expected if ordered else Counter(map(str, got)) == Counter(map(str, expected))
 
 
-class Reluctant(Makes):
-    """Cannot begin an epoch that it is told not to."""
-
-    def begin(self, assignment: Any) -> Any:
-        if assignment == "no":
-            raise TwoArguments("begin", 2)
-        return super().begin(assignment)
-
-
-def test_an_exception_in_begin() -> None:
-    """It is raised in place of each item of that worker."""
-    with streams(Reluctant) as s:
-        assert s.begin(["no", "yes"], iter(lists(4))) == []
-        for k in range(4):
-            if k % 2:
-                assert next(iter(s))[:2] == (1, lists(4)[k])
-            else:
-                with pytest.raises(TwoArguments):
-                    next(iter(s))
-        assert list(s) == []
-
-
 def raising(error: Callable[[], BaseException], after: int) -> Iterator[list[int]]:
     """Draw some keys, then raise: a new one, since this frame would be in a circle with another."""
     yield from lists(after)
@@ -402,43 +282,6 @@ def test_a_sampler_that_is_interrupted() -> None:
 
 
 # -- calls
-
-
-def test_streams_that_their_keys_refer_to_are_closed() -> None:
-    """Dropped, also after an exception that has the loop's frame: no process is left."""
-
-    def go() -> None:
-        s = streams()
-
-        def keys() -> Iterator[list[int]]:
-            yield from ([len(s.pids()), k] for k in range(5))
-            raise KeyboardInterrupt
-
-        begin(s, keys())
-        items = iter(s)
-        with pytest.raises(KeyboardInterrupt):
-            for _ in items:
-                pass
-        assert len(keys_of(itertools.islice(items, 4))) > 2
-        with pytest.raises(RuntimeError, match="was interrupted"):
-            next(items)
-
-    go()  # what is left behind is looked for after each test
-
-
-def test_calls_between_items() -> None:
-    """`ask` works in an epoch of keys; what it raises ends nothing."""
-    with streams() as s:
-        s.begin(["left", "right"], iter(lists(30)))
-        got = []
-        for k, item in enumerate(s):
-            got.append(item[1])
-            assert s.ask("add", k, 1) == [(0, k + 1), (1, k + 1)]
-            with pytest.raises(ZeroDivisionError):
-                s.ask("fail", worker=k % 2)
-            assert s.ask("assigned", behind=k % 3 == 0) == ["left", "right"]
-        assert got == lists(30)
-        assert not lost_slots(s)
 
 
 def test_a_stream_of_keys_is_not_read_worker_by_worker() -> None:
@@ -649,37 +492,3 @@ def test_another_epoch_waits_for_nothing_under_way(tmp_path: Path) -> None:
         begin(s, lists(9))
         assert keys_of(s) == lists(9)
         assert not lost_slots(s)
-
-
-def test_epochs_with_and_without_keys() -> None:
-    """They may follow each other."""
-    with streams(prefetch=7) as s:
-        for taken in (0, 1, 5, 40):
-            assert s.begin([50, 50]) == [50, 50]
-            assert len(list(itertools.islice(s, taken))) == taken
-            begin(s, lists(60), ordered=taken != 5)
-            assert len(list(itertools.islice(s, taken))) == taken
-        assert len(list(s)) == 20
-        assert not lost_slots(s)
-
-
-# -- data
-
-
-def test_arrays_are_made_in_place_and_may_be_kept() -> None:
-    """Large items come out where they lie, and stay intact, also if the producer keeps arrays."""
-    sizes = random.Random(2).choices((0, 5, 999, 30_000, 90_001), k=120)
-    with streams(Sized, prefetch=3) as s:
-        for ordered in (True, False):
-            begin(s, ([size] for size in sizes), ordered=ordered)
-            held = []
-            for item in s:
-                held.append(item)
-                for array in item:
-                    assert (array == len(array)).all()
-                    assert isinstance(array.base, Lease) or len(array) < 2000
-            del held[5:]
-            assert all((array == len(array)).all() for item in held for array in item)
-            del item, array, held
-        begin(s, [])
-        assert not s.stats().copies

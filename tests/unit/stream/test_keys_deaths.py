@@ -15,22 +15,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from interrupting import first_hits, in_shares, interrupted
 from keyed import (
-    SPAWNED,
-    Broken,
     Counting,
     Makes,
-    Sized,
-    TwoArguments,
     begin,
     keys_of,
-    lists,
     streams,
 )
 from killing import kill
 from streaming import lost_slots
 
 import cseq
-import cseq.processes.deaths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -102,29 +96,6 @@ class Killing(Makes):
         if key == self.fatal:
             kill(os.getpid())
         return super().make(key)
-
-
-@pytest.mark.parametrize(("ordered", "assign"), [(True, "turn"), (True, "free"), (False, "turn")])
-def test_workers_killed_at_any_time(
-    monkeypatch: pytest.MonkeyPatch, ordered: bool, assign: str
-) -> None:
-    """Killed at random, again and again, with arrays that are kept: each item comes, once."""
-    monkeypatch.setattr(cseq.processes.deaths, "TRIES", 10**9)  # chance may strike one thrice
-    rng = random.Random(5)
-    with streams(Sized, 3, max_restarts=10_000, prefetch=3) as s:
-        for _ in range(1 if SPAWNED else 2):
-            sizes = rng.choices((3, 999, 9_000, 30_001), k=80 if SPAWNED else 150)
-            begin(s, ([size] for size in sizes), ordered=ordered, assign=assign)
-            got = []
-            for item in s:
-                assert all((array == len(array)).all() for array in item)
-                got.append(len(item[0]))
-                if rng.random() < 0.06:
-                    for pid in rng.sample(s.pids(), rng.randrange(1, 4)):
-                        if pid:
-                            kill(pid)
-            assert (got if ordered else sorted(got)) == (sizes if ordered else sorted(sizes))
-        assert s.stats().restarts > 3
 
 
 FAULTY = """
@@ -228,55 +199,6 @@ def take(s: Streams, how: str, got: list[Any]) -> bool:
     assert ahead is None or ahead is items[0]
     got += keys_of(items)
     return bool(items)
-
-
-def test_ctrl_c_does_not_hide_an_exception() -> None:
-    """Wherever a signal handler raises: what the producer has raised comes out, once."""
-    with streams(Broken) as s:
-
-        def step(countdown: int) -> bool:
-            begin(s, [[0], "two", [2], [3]])
-            got: list[Any] = []
-
-            def take_one() -> bool:
-                try:
-                    return take(s, "turn", got)
-                except TwoArguments:
-                    got.append("two")
-                    return True
-
-            take_one()
-            with interrupted(countdown, *STEPS) as struck:
-                take_one()
-            while take_one():
-                pass
-            assert got == [[0], "two", [2], [3]]
-            return struck.is_set()
-
-        assert first_hits(step) > 8
-
-
-@in_shares
-def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(share: int) -> None:
-    """Wherever in `begin` a signal handler raises: there is no epoch, or it is as it should be."""
-    with streams(prefetch=3) as s:
-
-        def step(countdown: int) -> bool:
-            begin(s, lists(9))
-            next(iter(s))
-            with interrupted(countdown, *STEPS) as struck:
-                begin(s, MIXED)
-            try:
-                got = keys_of(s)
-            except InterruptedError:
-                assert struck.is_set()
-            else:
-                assert got == MIXED or (struck.is_set() and got == lists(9)[1:])
-            begin(s, [])
-            assert not lost_slots(s)
-            return struck.is_set()
-
-        assert first_hits(step, share=share) > 40
 
 
 @pytest.mark.needs("POSIX")

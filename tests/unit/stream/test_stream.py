@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import random
-import signal
 import threading
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from counting import (
-    METHODS,
     Gated,
     Numbers,
     in_process,
@@ -27,20 +23,17 @@ from counting import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from killing import await_death, kill
+from killing import kill
 from kinds import QUICKEST
-from streaming import lost_slots
 
 import cseq
 import cseq.processes.deaths
 from cseq import testing
-from cseq._memory import Lease
 from cseq.stream import Streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from conftest import RunScript
 
 # -- order
 
@@ -59,15 +52,6 @@ def test_uneven_streams_go_round(prefetch: int) -> None:
                 assert list(s) == []
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_start_method(method: str) -> None:
-    """However the workers are started: same items, epoch after epoch."""
-    with streams(start_method=method) as s:
-        for lengths in ((7, 5), (0, 1), (30, 31)):
-            s.begin(lengths)
-            assert plain(s) == in_process(lengths)
-
-
 def test_any_stream_can_be_read_alone() -> None:
     """`next` gives a worker's items in its order, however the streams are mixed."""
     with streams(num_workers=3, prefetch=4) as s:
@@ -81,41 +65,6 @@ def test_any_stream_can_be_read_alone() -> None:
         assert all(ks == list(range(mixed.count(worker))) for worker, ks in got.items())
         rest = [item[1] for item in iter(lambda: next_or_none(s, 1), None)]
         assert rest == list(range(mixed.count(1), 50))
-
-
-def test_the_end_stays_the_end() -> None:
-    """A stream that is over raises StopIteration as often as it is asked."""
-    with streams() as s:
-        s.begin([1, 0])
-        assert s.next(0)[:2] == (0, 0)
-        for worker in (0, 1, 0, 1):
-            with pytest.raises(StopIteration):
-                s.next(worker)
-
-
-def test_begin_replies_in_the_order_of_the_workers() -> None:
-    """What `begin` of the producers returned comes back, worker by worker."""
-    with streams(num_workers=3) as s:
-        assert s.begin([5, 0, 7]) == [("begun", 0, 5), ("begun", 1, 0), ("begun", 2, 7)]
-
-
-def test_begin_in_the_middle() -> None:
-    """Nothing of an epoch that was left comes out of the next one."""
-    with streams(prefetch=7) as s:
-        for taken in (0, 1, 2, 5, 20, 40):
-            s.begin([15 + taken, 25])
-            for _ in itertools.islice(s, taken):
-                pass
-        s.begin([6, 8])
-        assert plain(s) == in_process([6, 8])
-
-
-def test_a_second_iterator_goes_on() -> None:
-    """The round is the streams': another iterator goes on where the first one stopped."""
-    with streams() as s:
-        s.begin([4, 4])
-        first = list(itertools.islice(s, 3))
-        assert plain([*first, *s]) == in_process([4, 4])
 
 
 def test_an_iterator_ends_with_its_epoch() -> None:
@@ -157,37 +106,11 @@ def test_the_bound_of_prefetch(prefetch: int) -> None:
             s.next(0)
 
 
-def test_all_of_prefetch_is_made_ahead() -> None:
-    """Without anybody asking for them, as many items as `prefetch` says get ready."""
-    with streams(num_workers=1, prefetch=7) as s:
-        s.begin([100])
-        while s.ask("count", worker=0) < 7:
-            pass
-        assert s.next(0)[1] == 0
-
-
 class Large(Numbers):
     """Items of a megabyte."""
 
     def item(self, k: int) -> Any:
         return self.number, k, np.full(1 << 17, 10 * k + self.number)
-
-
-class Pieces(Numbers):
-    """Items that adapters pack themselves, among others."""
-
-    def item(self, k: int) -> Any:
-        return bytearray(b"%d" % k * (k % 9)) if k % 5 else [k]
-
-
-def test_pieces_of_bytes_are_the_loop_s_own() -> None:
-    """A bytearray arrives as one, with other items or alone, and can be changed."""
-    for prefetch in (1, 100):
-        with streams(Pieces, 1, prefetch=prefetch) as s:
-            s.begin([300])
-            for k, item in enumerate(s):
-                assert item == Pieces(0, 1).item(k)
-                item.append(1)
 
 
 class Reused(Numbers):
@@ -238,16 +161,6 @@ def sleeps(pid: int) -> int:
 # -- data
 
 
-def test_large_arrays_are_not_copied() -> None:
-    """A large item lies in its slot of shared memory, under a lease."""
-    with streams(Large) as s:
-        s.begin([3, 3])
-        for _, _, array in s:
-            assert isinstance(array.base, Lease)
-        del array
-        assert s.stats().copies == 0
-
-
 @pytest.mark.parametrize("limit", [None, 0])
 def test_items_held_stay_intact(limit: int | None) -> None:
     """Items in the user's hands never change, also when all are kept, and after the end."""
@@ -262,49 +175,12 @@ def test_items_held_stay_intact(limit: int | None) -> None:
     assert [view.tolist() for view in views] == expected
 
 
-def test_small_items_do_not_hold_each_other() -> None:
-    """Each small item has memory of its own, so that one that is kept keeps no others."""
-    with streams(num_workers=1, prefetch=64) as s:
-        s.begin([400])
-        assert max(item[2].base.nbytes for item in s) < 1000
-
-
 class Mixed(Numbers):
     """Items of all sizes and kinds."""
 
     def item(self, k: int) -> Any:
         size = (1, 10, 3000, 90_000, 300_000)[k % 5] if k % 7 else 0
         return self.number, k, np.arange(size) + self.number, str(k), {"k": k, "n": None}
-
-
-def test_sizes_change_from_item_to_item() -> None:
-    """Items of any size follow each other."""
-    with streams(Mixed, prefetch=20) as s:
-        for _ in range(2):
-            s.begin([40, 60])
-            assert plain(s) == in_process([40, 60], Mixed)
-
-
-class Tensors(Numbers):
-    """Items with tensors in them."""
-
-    def item(self, k: int) -> Any:
-        import torch
-
-        return torch.full((k,), k), torch.full((100_000,), float(k))
-
-
-@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
-def test_tensors() -> None:
-    """Tensors arrive as tensors, the large ones where they lie."""
-    with streams(Tensors, prefetch=16) as s:
-        s.begin([10, 10])
-        held = list(s)
-    for number, (small, large) in enumerate(held):
-        k = number // 2
-        assert small.tolist() == [k] * k
-        assert large.shape == (100_000,)
-        assert (large == k).all()
 
 
 def test_epochs_take_no_more_memory() -> None:
@@ -393,58 +269,6 @@ def test_who_waits_in_another_thread_is_interrupted(tmp_path: Path, deed: str) -
     assert raised or deed != "interrupt"
 
 
-def test_interrupt_ends_the_epoch() -> None:
-    """After `interrupt` there are no items until the next `begin`."""
-    with streams() as s:
-        s.begin([5, 5])
-        s.next(0)
-        s.interrupt()
-        with pytest.raises(InterruptedError):
-            s.next(0)
-        s.begin([5, 5])
-        assert plain(s) == in_process([5, 5])
-
-
-def test_dropped_without_close() -> None:
-    """Streams without references end their workers."""
-    s = streams()
-    s.begin([100, 100])
-    pids = s.ask("pid")
-    del s
-    gc.collect()
-    for pid in pids:
-        await_death(pid)
-
-
-SCRIPT = """
-import sys
-from cseq.stream import Streams
-
-class Item:
-    def __init__(self, k): self.k = k
-
-class Producer:
-    def __init__(self, number, num_workers): self.number = number
-    def begin(self, wanted): self.wanted = wanted
-    def items(self, start):
-        for k in range(start, self.wanted.k): yield Item(k)
-
-s = Streams(Producer, 2, start_method=sys.argv[1])
-s.begin([Item(3), Item(2)])
-print([item.k for item in s], all(type(item) is Item for item in s))
-s.begin([Item(1000), Item(1000)])
-print(s.next(0).k)
-"""
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_scripts_without_ceremony(run_script: RunScript, method: str) -> None:
-    """Classes of a script travel both ways, and it may just end."""
-    pytest.importorskip("cloudpickle")
-    done = run_script(SCRIPT, method)
-    assert (done.stdout, done.stderr) == ("[0, 0, 1, 1, 2] True\n0\n", "")
-
-
 @pytest.mark.needs("fork")
 def test_a_forked_child_takes_no_items() -> None:
     """In a process that the user forks off, the streams are of no use, and harm nothing."""
@@ -467,69 +291,6 @@ def test_a_forked_child_takes_no_items() -> None:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert plain([*got, *s]) == in_process([50, 50])
-
-
-class Pressing(Numbers):
-    """Presses Ctrl-C at some items."""
-
-    def item(self, k: int) -> Any:
-        if k % 10 == 7:
-            os.kill(os.getppid(), signal.SIGINT)
-        return super().item(k)
-
-
-@pytest.mark.needs("POSIX")
-def test_ctrl_c_loses_nothing() -> None:
-    """A KeyboardInterrupt comes out of the call that waits; the next one goes on."""
-    taking: list[bool] = []  # while an item is taken, which C puts into the list
-    interrupts = 0
-
-    def press(*_: Any) -> None:
-        if taking:
-            taking.clear()
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        with streams(Pressing, 1, prefetch=1) as s:
-            s.begin([40])
-            got: list[Any] = []
-            while len(got) < 40:
-                try:
-                    taking.append(True)
-                    got.extend(map(s.next, (0,)))
-                    taking.clear()
-                except KeyboardInterrupt:
-                    interrupts += 1
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert [k for _, k, *_ in got] == list(range(40))
-    assert interrupts > 0
-
-
-@pytest.mark.needs("POSIX")
-def test_a_signal_handler_may_call() -> None:
-    """A call that it makes in the middle of another one ends that."""
-    with streams(Calling, 1) as s:
-        s.begin([3])
-        replies: list[Any] = []
-        before = signal.signal(signal.SIGINT, lambda *_: replies.append(s.ask("add", 1, 2)))
-        try:
-            with pytest.raises(InterruptedError, match="another call"):
-                s.ask("press")
-        finally:
-            signal.signal(signal.SIGINT, before)
-        assert replies == [[(0, 3)]]
-        assert s.ask("add", 2, 3) == [(0, 5)]
-        assert plain(s) == in_process([3])
-        assert not lost_slots(s)
-
-
-class Calling(Numbers):
-    """Interrupts the process that calls it."""
-
-    def press(self) -> None:
-        os.kill(os.getppid(), signal.SIGINT)
 
 
 # -- any history
@@ -593,66 +354,6 @@ def take_step(s: Streams, got: list[list[Any]], what: str, argument: int) -> Non
         assert s.ask("add", argument, 1, worker=worker) == (worker, argument + 1)
     else:
         kill(s.ask("pid", worker=worker))
-
-
-# -- several, and inside one another
-
-
-class Nested(Numbers):
-    """Has streams of its own."""
-
-    def begin(self, length: int) -> Any:
-        super().begin(length)
-        self.inner = streams(num_workers=2, prefetch=3)
-        return self.inner.begin([length, length])
-
-    def items(self, start: int) -> Iterator[Any]:
-        for k, (number, item, _) in enumerate(self.inner):
-            if k >= start:
-                yield self.number, number, item
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-def test_streams_inside_a_producer() -> None:
-    """A producer may have streams of its own."""
-    with streams(Nested) as s:
-        s.begin([4, 4])
-        expected = [(outer, n, k) for k in range(4) for n in (0, 1) for outer in (0, 1)]
-        assert list(s) == expected
-
-
-def test_several_at_once() -> None:
-    """Streams in several threads do not disturb each other."""
-    results: list[Any] = [None] * 3
-
-    def work(number: int) -> None:
-        with streams(prefetch=number + 1) as s:
-            for length in (5, 50):
-                s.begin([length, length + number])
-                results[number] = plain(s)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert results == [in_process([50, 50 + number]) for number in range(3)]
-
-
-class Informed(Numbers):
-    """Says what `worker_info` says."""
-
-    def item(self, k: int) -> Any:
-        return cseq.worker_info()
-
-
-def test_a_producer_knows_who_it_is() -> None:
-    """`worker_info` gives the worker's number, and how many there are."""
-    with streams(Informed) as s:
-        s.begin([2, 2])
-        assert [(info.number, info.num_workers) for info in s] == [(0, 2), (1, 2)] * 2
 
 
 # -- arguments

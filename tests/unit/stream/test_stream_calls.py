@@ -7,7 +7,6 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 from counting import Broken, Gated, Numbers, TwoArguments, in_process, plain, streams
 from streaming import lost_slots
@@ -18,62 +17,10 @@ from cseq.encoding.unpicklable import UnpicklableError
 from cseq.stream import ItemFailure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 
 # -- assignments and calls
-
-
-class Echo(Numbers):
-    """Tells what it got."""
-
-    def begin(self, assignment: Any) -> Any:
-        self.assignment = assignment
-        return assignment
-
-    def items(self, start: int) -> Iterator[Any]:
-        for k in range(start, 3):
-            yield self.number, k, self.assignment
-
-    def back(self, *args: Any) -> Any:
-        return args
-
-
-def test_assignments_of_any_size() -> None:
-    """An assignment may be anything that can be pickled, also megabytes of it."""
-    large = {"seqs": np.arange(700_000), "tags": [f"seq-{k}" for k in range(20_000)], "none": None}
-    with streams(Echo) as s:
-        for _ in range(3):
-            replies = s.begin([large, 1])
-            assert np.array_equal(replies[0]["seqs"], large["seqs"])
-            assert replies[0]["tags"] == large["tags"]
-            assert replies[1] == 1
-            assert s.next(1) == (1, 0, 1)
-            assert np.array_equal(s.next(0)[2]["seqs"], large["seqs"])
-
-
-def test_a_producer_may_keep_its_assignment() -> None:
-    """What a producer keeps of an assignment is its own, epochs later too."""
-    with streams(Keeps) as s:
-        for epoch in range(20):
-            s.begin([np.full(5000 + 100 * epoch, epoch)] * 2)
-        assert s.ask("sums") == [[epoch * (5000 + 100 * epoch) for epoch in range(20)]] * 2
-
-
-class Keeps(Echo):
-    """Keeps all assignments."""
-
-    def __init__(self, number: int, num_workers: int) -> None:
-        super().__init__(number, num_workers)
-        self.kept: list[Any] = []
-
-    def begin(self, assignment: Any) -> None:
-        super().begin(assignment)
-        self.kept.append(assignment)
-
-    def sums(self) -> list[int]:
-        return [int(a.sum()) for a in self.kept]
 
 
 def test_calls_between_items() -> None:
@@ -99,17 +46,6 @@ def test_a_call_behind_all_items() -> None:
         s.next(0)
         assert 5 <= s.ask("count", worker=0, behind=True) <= 6
         assert len(list(s)) == 22
-
-
-def test_a_call_carries_anything() -> None:
-    """Arguments and replies of a call may be large arrays, and functions made on the spot."""
-    pytest.importorskip("cloudpickle")
-    array = np.arange(300_000)
-    with streams(Echo) as s:
-        (reply,) = s.ask("back", array, worker=0)
-        assert np.array_equal(reply, array)
-        assert reply is not array
-        assert s.ask("back", lambda x: x + 1, worker=1)[0](4) == 5
 
 
 @pytest.mark.needs("POSIX")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import random
 import signal
 import threading
 from functools import partial
@@ -25,11 +24,9 @@ from counting import (
     streams,
 )
 from interrupting import first_hits, handled, in_shares, interrupted
-from slots import shared
 from streaming import lost_slots
 
 from cseq import testing
-from cseq._feed import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -239,26 +236,6 @@ def test_a_signal_handler_may_call(keyed: bool, share: int) -> None:
         assert not lost_slots(s)
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize(("producer", "prefetch", "lengths"), TEARING)
-def test_ctrl_c_again_and_again(
-    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str
-) -> None:
-    """The going on after an interrupt may be interrupted, too, and so may calls in between."""
-    rng, hits = random.Random(7), 0
-    with streams(producer, 2, prefetch=prefetch) as s:
-        for _ in range(8):
-            reading = Reading(s, producer, lengths)
-            while reading.turns:
-                countdown = int(10 ** rng.uniform(0, 3.3))
-                hits += reading.take(how, countdown, hold=rng.random() < 0.3)
-                if rng.random() < 0.3:
-                    with interrupted(int(10 ** rng.uniform(0, 3.3)), *STEPS):
-                        assert len(s.ask("count")) == 2
-            reading.finish(how)
-    assert hits > 9
-
-
 @pytest.mark.parametrize(("prefetch", "behind"), [(1, 3), (30, 0), (30, 1)])
 def test_ctrl_c_does_not_hide_an_exception(prefetch: int, behind: int) -> None:
     """Wherever a signal handler raises: what the producer has raised comes out, once."""
@@ -308,40 +285,6 @@ def test_ctrl_c_anywhere_in_a_call(prefetch: int, share: int) -> None:
             return struck.is_set()
 
         assert first_hits(step, share=share) > 50
-
-
-def test_a_request_has_its_slot_for_life() -> None:
-    """It takes the lowest free slot, and frees it when it is gone."""
-    _, slots = shared()
-    requests = [Request(slots) for _ in range(3)]
-    assert [request.slot for request in requests] == [1, 2, 3]
-    del requests[2], requests[0]
-    assert (slots.take(), slots.take()) == (1, 3)
-
-
-def test_requests_of_threads_have_slots_of_their_own() -> None:
-    """Where there is no GIL, a slot that one thread finds free may be taken by another."""
-    _, slots = shared()
-    users: dict[int, int] = {}
-    twice: list[int] = []
-
-    def take() -> None:
-        me = threading.get_ident()
-        for _ in range(300_000):
-            request = Request(slots)
-            if users.setdefault(request.slot, me) == me:
-                users.pop(request.slot, None)
-            else:
-                twice.append(request.slot)
-            del request
-
-    threads = [threading.Thread(target=take) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not twice
-    assert slots.free() == ([], 0)
 
 
 class Pausing(Gated):

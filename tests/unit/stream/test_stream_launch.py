@@ -5,11 +5,7 @@ from __future__ import annotations
 import contextvars
 import decimal
 import errno
-import gc
 import os
-import time
-import weakref
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +14,6 @@ from counting import (
     METHODS,
     Numbers,
     in_process,
-    next_or_none,
     plain,
     streams,
 )
@@ -41,12 +36,6 @@ def test_begin_starts_the_workers(method: str) -> None:
         s.begin([2, 3])
         assert plain(s) == in_process((2, 3))
         assert s.ask("pid") == pids
-
-
-def test_a_call_starts_the_workers() -> None:
-    """So does `ask`."""
-    with streams(launch="begin") as s:
-        assert s.ask("add", 2, 3) == [(0, 5), (1, 5)]
 
 
 def test_workers_that_are_never_started() -> None:
@@ -151,60 +140,3 @@ def test_a_forked_worker_has_the_context_of_its_thread(launch: str) -> None:
     contextvars.copy_context().run(work)
     assert len({pid for pid, *_ in got}) == 3
     assert {tuple(rest) for _, *rest in got} == {(1, "raise", 5)}
-
-
-class MakesNumbers(Numbers):
-    """The items of keys, too."""
-
-    def make(self, key: int) -> Any:
-        return self.item(key)
-
-
-class Kept:
-    """A producer's maker of the user's."""
-
-    def __call__(self, number: int, num_workers: int) -> Any:
-        return Numbers(number, num_workers)
-
-
-def test_nothing_of_the_user_is_kept() -> None:
-    """Streams that were closed have dropped the producer, with no help of the garbage collector."""
-    producer = Kept()
-    gone = weakref.ref(producer)
-    gc.collect()
-    gc.disable()
-    try:
-        s = streams(producer)
-        s.begin([2, 2])
-        assert len(list(s)) == 4
-        s.close()
-        del producer
-        assert gone() is None
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("by", ["turn", "worker", "keys"])
-def test_times(by: str) -> None:
-    """The start is no time of the loop's, nor is a pause between two epochs."""
-    with streams(MakesNumbers) as s:
-        for _ in range(3):
-            if by == "keys":
-                s.begin([2, 2], iter(range(8)))
-            else:
-                s.begin([4, 4])
-            if by == "worker":
-                assert [len(list(iter(partial(next_or_none, s, n), None))) for n in (0, 1)] == [
-                    4,
-                    4,
-                ]
-            else:
-                assert len(list(s)) == 8
-            over = s.stats()
-            begun = time.monotonic()
-            while time.monotonic() < begun + 0.05:
-                pass
-            assert s.stats().elapsed == pytest.approx(over.elapsed)
-        # The item of a key may be there before it is waited for; replies to `begin` are not.
-        assert by == "keys" or over.start_waited > 0
-        assert over.samples == 24
