@@ -15,14 +15,6 @@ def others(count: int) -> list[Held]:
     return [Held(1, k, [k], f"batch {k}") for k in range(10, 10 + count)]
 
 
-def test_a_death_within_the_budget() -> None:
-    """Its worker is replaced, and what it held runs again."""
-    deaths = Deaths(2, 1, "batch", "look")
-    assert deaths.count(0, -9, [FIRST], was_ready=True) is None
-    assert deaths.count(0, 1, [], was_ready=True) is None
-    assert (deaths.restarts, deaths.retries) == (2, 1)
-
-
 def test_the_budget_of_an_epoch() -> None:
     """One death more than `max_restarts` is too many; the next epoch has a budget of its own."""
     deaths = Deaths(2, 1, "batch", "look")
@@ -36,18 +28,6 @@ def test_the_budget_of_an_epoch() -> None:
     assert (error.epoch, error.batch, error.indices) == (1, 2, [4, 5])
     assert (error.worker, error.exitcode) == (0, -9)
     assert deaths.restarts == 4
-
-
-def test_a_ticket_that_ends_its_workers() -> None:
-    """The same ticket may end few workers, whatever the budget, and the error names it."""
-    deaths = Deaths(100, 1, "batch", "look at it")
-    for _ in range(TRIES - 1):
-        assert deaths.count(0, -11, [FIRST], was_ready=True) is None
-    error = deaths.count(0, -11, [FIRST], was_ready=True)
-    assert error is not None
-    assert f"while making {FIRST.place}; this batch has ended {TRIES} workers: look at it" in (
-        str(error)
-    )
 
 
 def test_a_batch_that_is_given_up() -> None:

@@ -202,20 +202,6 @@ def pool() -> Iterator[Callable[..., Pool]]:
         made.pop().close()
 
 
-def test_all_are_started(pool: Callable[..., Pool]) -> None:
-    """Every worker is started and gets its task, and its process is known."""
-    three = pool(b"R", b"R", b"R", owners=3)
-    supervisor = three.start()
-    assert three.events.wait(3) == [("task", 1), ("task", 2), ("task", 3)]
-    for owner in (1, 2, 3):
-        three.await_ready(owner)
-    pids = {supervisor.pid(owner) for owner in (1, 2, 3)}
-    assert len(pids) == 3
-    assert None not in pids
-    assert supervisor.pid(4) is None
-    assert not supervisor.is_ready(4)
-
-
 def test_the_dead_are_replaced(pool: Callable[..., Pool]) -> None:
     """A death counts with its status, and whether the worker was ready; another one takes over."""
     one = pool(b"RK", b"3", b"RR3", b"R")
@@ -273,27 +259,6 @@ def test_a_handler_of_logging_keeps_no_worker_from_being_replaced(
         log.removeHandler(handler)
 
 
-def test_a_death_too_many(pool: Callable[..., Pool]) -> None:
-    """The error is raised by `check`, and there is no replacement."""
-    one = pool(b"K", replace=False)
-    supervisor = one.start()
-    one.await_failure()
-    with pytest.raises(WorkerDied, match="one too many"):
-        supervisor.check()
-    assert one.events.all == [("task", 1), ("died", 1, CODE, False)]
-    supervisor.kill(1)  # there is none: no matter
-    assert supervisor.pid(1) is None
-
-
-def test_one_that_is_killed(pool: Callable[..., Pool]) -> None:
-    """A worker that is killed by the supervisor dies like any other."""
-    one = pool(b"RS")
-    supervisor = one.start()
-    one.await_ready(1)
-    supervisor.kill(1)
-    assert one.events.wait_checking(supervisor, 3)[1:] == [("died", 1, KILLED, True), ("task", 1)]
-
-
 @pytest.mark.needs("fork")
 def test_a_dead_worker_is_forked_anew_only_while_the_trainer_waits(
     pool: Callable[..., Pool],
@@ -331,13 +296,6 @@ def test_one_that_cannot_get_ready(pool: Callable[..., Pool], monkeypatch: Any) 
     assert read[0] == 200_000
     supervisor.close()
     assert one.events.all == [("task", 1)]
-
-
-def test_one_that_dies_while_it_speaks(pool: Callable[..., Pool]) -> None:
-    """Half a message from a worker that dies is a death, and no message."""
-    one = pool(b"HK", replace=False)
-    one.start()
-    assert one.events.wait(2)[1:] == [("died", 1, CODE, False)]
 
 
 def test_one_that_dies_before_the_handshake(pool: Callable[..., Pool]) -> None:
@@ -402,11 +360,6 @@ def test_close_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
             supervisor.close()
     supervisor.close()
     one.close()
-
-
-def test_close_without_a_start() -> None:
-    """One that was never started has nothing to end."""
-    Pool().close()
 
 
 def test_close_kills_the_busy(
@@ -488,25 +441,6 @@ def test_close_waits_for_what_is_made(
     assert "worker 0 is busy: killed" in caplog.text
 
 
-def test_close_tells_of_bad_ends(caplog: pytest.LogCaptureFixture) -> None:
-    """A worker that ends badly while it leaves is in the log."""
-    caplog.set_level(logging.WARNING)
-    one = Pool(b"RC3")
-    one.start()
-    one.await_ready(1)
-    one.close()
-    assert "worker 0 exited with code 3" in caplog.text
-
-
-def test_close_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    """`close` right after the start leaves no worker, at whatever step of its start it was."""
-    for _ in range(5):
-        three = Pool(b"R", b"R", b"R", owners=3)
-        three.start()
-        three.close()  # raises if a process does not end
-    assert not caplog.messages
-
-
 # A worker's interpreter that imports this does not come to the end of it.
 SLOW_START = """
 import sys, time
@@ -552,20 +486,6 @@ def test_the_end_waits_for_no_import(
     path = os.pathsep.join([str(tmp_path), import_path()])
     done = run_script(UNUSED, what, PYTHONPATH=path)
     assert (done.stdout, done.stderr, done.returncode) == ("over\n", "", 0)
-
-
-@pytest.mark.needs("POSIX")
-def test_what_takes_too_long(pool: Callable[..., Pool]) -> None:
-    """It is raised with the worker's stack, or the worker is killed and replaced."""
-    one = pool(b"RS", b"R")
-    supervisor = one.start()
-    one.await_ready(1)
-    working = [(1, now_ns() - 10**10, "a ticket")]
-    supervisor.check_time(working, 60.0, restart=False)
-    with pytest.raises(WorkerTimeout, match=r"a ticket has taken 10(?s:.*)in obey"):
-        supervisor.check_time(working, 1.0, restart=False)
-    supervisor.check_time(working, 1.0, restart=True)
-    assert one.events.wait_checking(supervisor, 3)[1:] == [("died", 1, KILLED, True), ("task", 1)]
 
 
 def test_what_takes_too_long_while_its_worker_is_replaced(pool: Callable[..., Pool]) -> None:
