@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 import functools
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from indexers import Indices1, Raising
-from kinds import FEW, FIRST_PROCESS, INLINE, PROCESSES, Kind, by_name
+from kinds import FEW, INLINE, PROCESSES, Kind, by_name
 
 import cseq
 from cseq.encoding import failure
@@ -49,10 +48,6 @@ class Slotted(LookupError):
 
     def __str__(self) -> str:
         return f"no {self.key}"
-
-
-class Abstract(Exception, metaclass=abc.ABCMeta):
-    """Has a class of its own for its class."""
 
 
 class Untravelled(Exception):
@@ -171,15 +166,6 @@ def test_what_cannot_be_pickled_is_in_the_text() -> None:
         got = there_and_back(error)
         assert type(got) is cseq.WorkerError
         assert f"{type(error).__name__}: {error}" in str(got)
-
-
-def test_what_cannot_travel() -> None:
-    """An exception that cannot be pickled is a WorkerError with its type and text."""
-    got = there_and_back(Untravelled("the text", token=1))
-    assert isinstance(got, cseq.WorkerError)
-    assert isinstance(got, RuntimeError)
-    assert "Untravelled: the text" in str(got)
-    assert "raise error" in str(got.__cause__)
 
 
 def test_what_has_no_text() -> None:
@@ -474,16 +460,6 @@ class Unfinished:
         raise NotImplementedError
 
 
-class Unloadable(Indices1):
-    """Raises in a worker process, where it is unpickled."""
-
-    def __init__(self, make: Callable[[], BaseException]) -> None:
-        self.make = make
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        raise state["make"]()
-
-
 @pytest.mark.parametrize("make", ENDINGS[:2], ids=lambda make: type(make()).__name__)
 @every_kind
 def test_an_indexer_that_cannot_be_made(kind: Kind, make: Callable[[], BaseException]) -> None:
@@ -493,17 +469,6 @@ def test_an_indexer_that_cannot_be_made(kind: Kind, make: Callable[[], BaseExcep
         with pytest.raises(RuntimeError, match=f"the worker raised {type(make()).__name__}"):
             list(kind.begin(manager))
     manager.finish()
-
-
-@pytest.mark.needs("worker processes")
-@pytest.mark.parametrize("make", ENDINGS[:2], ids=lambda make: type(make()).__name__)
-def test_an_indexer_that_cannot_be_unpickled(make: Callable[[], BaseException]) -> None:
-    """Its StopIteration or `sys.exit` is an error, too."""
-    with (
-        FIRST_PROCESS.start(Unloadable(make), 12) as m,
-        pytest.raises(RuntimeError, match=f"the worker raised {type(make()).__name__}"),
-    ):
-        list(m)
 
 
 @every_kind
@@ -572,31 +537,6 @@ def test_a_signal_handler_that_exits(where: str) -> None:
         signal.signal(signal.SIGTERM, left)
 
 
-@pytest.mark.needs("worker processes")
-def test_unpicklable_out_of_the_loop() -> None:
-    """What cannot be pickled comes out of the loop as a WorkerError with text and traceback."""
-    with (
-        FIRST_PROCESS.start(lambda: Raising(lambda: Untravelled("why", token=1), 0), 4) as m,
-        pytest.raises(cseq.WorkerError, match=r"Untravelled: why") as caught,
-    ):
-        list(m)
-    assert "raise self.make()" in str(caught.value.__cause__)
-
-
-class Unwritable:
-    """Returns what cannot be written into a slot."""
-
-    def __getitem__(self, indices: Any) -> Any:
-        return {"fine": indices, "bad": [1, (i for i in range(3))]}
-
-
-@pytest.mark.needs("worker processes")
-def test_a_batch_that_cannot_be_pickled() -> None:
-    """A batch with something in it that cannot travel is a TypeError that says where it is."""
-    with FIRST_PROCESS.start(Unwritable, 4) as m, pytest.raises(TypeError, match=r"'bad'.*\[1\]"):
-        list(m)
-
-
 @every_kind
 def test_a_batch_too_large(kind: Kind) -> None:
     """What exceeds memory is a MemoryError in the loop, and the workers live on."""
@@ -613,33 +553,6 @@ def test_a_batch_too_large(kind: Kind) -> None:
         with pytest.raises(MemoryError):
             next(batches)
         assert [int(b[0]) for b in batches] == [4, 5]
-
-
-@every_kind
-def test_a_converter_that_raises(kind: Kind) -> None:
-    """What a callable out_type raises comes out of the loop as well."""
-
-    def refuse(array: Any) -> Any:
-        raise Coded(1, reason="no")
-
-    with kind.start(Indices1, 4, out_type=refuse) as m, pytest.raises(Coded):
-        list(m)
-
-
-@every_kind
-def test_nothing_is_kept_alive(kind: Kind) -> None:
-    """An exception that was dealt with keeps nothing alive: no garbage collection is needed."""
-    manager = kind.start(lambda: Raising(lambda: Coded(1, reason="x"), 0), 4)
-    gone = weakref.ref(manager)
-    gc.collect()
-    gc.disable()
-    try:
-        with contextlib.suppress(Coded):
-            list(manager)
-        del manager
-        assert gone() is None
-    finally:
-        gc.enable()
 
 
 class Unmade:
