@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from indexers import Augmented, Info
-from kinds import FEW, FIRST_PROCESS, INLINE, PARALLEL, THREAD, Kind, assert_same, by_name, stream
+from indexers import Info
+from kinds import FEW, INLINE, THREAD, Kind, assert_same, by_name, stream
 
 import cseq
 from cseq.indexing import context
@@ -25,15 +25,6 @@ class Rng:
 
 
 # -- rng
-
-
-@pytest.mark.parametrize("num_workers", [1, 3, 8])
-@pytest.mark.parametrize("kind", [THREAD, PARALLEL[-1]], ids=by_name)
-def test_rng_whatever_the_workers(kind: Kind, num_workers: int) -> None:
-    """What `rng` draws is the same for any number and kind of workers as in test mode."""
-    options = {"batch_size": 3, "epochs": 2}
-    want = stream(INLINE, Augmented, 40, **options)
-    assert_same(stream(kind, Augmented, 40, num_workers=num_workers, **options), want)
 
 
 @pytest.mark.parametrize("kind", [INLINE, THREAD], ids=by_name)
@@ -127,23 +118,6 @@ def test_empty_in_an_indexer(kind: Kind) -> None:
         assert_same(batch, want)
 
 
-class Keeper:
-    """Keeps an array that belongs to a batch."""
-
-    def __getitem__(self, indices: Any) -> Any:
-        if 5 in indices:
-            self.kept = cseq.empty(10)
-            return indices
-        return indices
-
-
-@pytest.mark.needs("worker processes")
-def test_empty_may_be_kept() -> None:
-    """An indexer may keep arrays of `empty`, also in shared memory."""
-    with FIRST_PROCESS.start(Keeper, 10, batch_size=1) as m:
-        assert len(list(m)) == 10
-
-
 @every_kind
 def test_empty_with_objects(kind: Kind) -> None:
     """`empty` for Python objects: numpy's in this process, an error in shared memory."""
@@ -181,11 +155,6 @@ def test_empty_in_a_thread_of_the_indexers_own(kind: Kind) -> None:
 
 
 # -- worker_info
-
-
-def test_worker_info_outside() -> None:
-    """Outside of an indexer, `worker_info` is None."""
-    assert cseq.worker_info() is None
 
 
 @every_kind

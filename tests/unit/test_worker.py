@@ -20,7 +20,6 @@ from cseq.processes.worker import (
     HEADER,
     LOADED,
     LOGGED,
-    NO_STACK,
     NOTED,
     READY,
     Setup,
@@ -124,24 +123,6 @@ def test_more_records_than_handlers_take(
     assert texts[1:] == ["0", "1", "2", "later"]
 
 
-def test_the_end_of_a_worker(ends: tuple[WorkerProcess, socket.socket]) -> None:
-    """What was sent before the end is read first."""
-    worker, theirs = ends
-    send_state(theirs, READY)
-    theirs.close()
-    assert worker.receive() == []
-    assert worker.state == READY
-    assert worker.receive() is None
-
-
-def test_an_end_with_something_unread(ends: tuple[WorkerProcess, socket.socket]) -> None:
-    """A worker that ends without having read all is at its end like any other."""
-    worker, theirs = ends
-    worker.child.sock.sendall(b"not read")
-    theirs.close()
-    assert worker.receive() is None
-
-
 def test_a_handshake_with_the_dead(ends: tuple[WorkerProcess, socket.socket]) -> None:
     """A setup that cannot be sent is no error: the end of the worker is noticed next."""
     worker, theirs = ends
@@ -187,16 +168,6 @@ def test_however_a_connection_ends(
         worker.child.sock = Broken(error)
     worker.handshake(SETUP, 3, 4, 5)
     assert worker.receive() is None
-
-
-def test_no_stack(ends: tuple[WorkerProcess, socket.socket]) -> None:
-    """A worker that has not said anything yet, or is closed, is not asked for its stacks."""
-    worker, theirs = ends
-    assert worker.stack() == NO_STACK
-    send_state(theirs, ENTERED)
-    worker.receive()
-    worker.close()
-    assert worker.stack() == NO_STACK
 
 
 BETWEEN = """

@@ -10,10 +10,6 @@ import numpy as np
 import pytest
 from codec_batches import strides_behind
 from converting import ARRAYS, FLOAT, UNTOUCHED, Array, converter, lone, same_bits
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as npst
-from rehearsal import rehearse
 from slots import acquire
 
 from cseq.converter.cuda import receive
@@ -39,12 +35,6 @@ class Sample:
 
     image: Any
     name: Any
-
-
-def test_null_is_the_identity() -> None:
-    """'null' returns the very batch of the indexer."""
-    for batch in (np.arange(3), (1, [np.arange(2)]), None, object()):
-        assert lone(parse("null", "float32"))(batch) is batch
 
 
 def test_a_callable_gets_every_array() -> None:
@@ -188,32 +178,6 @@ def test_in_processes_as_at_once(name: str, dtype: str | None) -> None:
             assert (type(here), here.dtype) == (type(there), there.dtype)
 
 
-def test_tensors_in_processes_as_at_once() -> None:
-    """A tensor that came through a slot becomes the same as one that did not."""
-    for dtype in ("float32", "int16", "bfloat16", None):
-        output = resolve(parse("cpu", dtype))
-        convert = Converter(output).convert
-        for tensor in (torch.rand(3, 4), torch.arange(4), torch.rand(2) * 1j, torch.ones(0).half()):
-            assert same_bits(convert(tensor), convert(through_a_slot(tensor, cast_dtype(output))))
-
-
-@given(
-    npst.arrays(
-        st.one_of(npst.floating_dtypes(), npst.integer_dtypes(), npst.boolean_dtypes()),
-        npst.array_shapes(min_dims=0, min_side=0, max_side=5),
-    ),
-    st.sampled_from(["float16", "float32", "float64", "int32", "bool"]),
-)
-@pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-def test_cast_here_or_in_a_worker(array: Array, dtype: str) -> None:
-    """A batch has the same bits, whether a worker cast it into a slot or the converter did."""
-    convert = lone(parse("cpu", dtype))
-    slot = np.empty(array.shape, dtype)
-    np.copyto(slot, array, casting="unsafe")
-    assert same_bits(convert(array), convert(slot))
-
-
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_tensors() -> None:
     """CPU tensors of numbers are cast; complex, quantised and other devices' ones are kept."""
@@ -234,9 +198,3 @@ def test_bfloat16() -> None:
     assert same_bits(convert(values), torch.from_numpy(values).to(torch.bfloat16))
     assert same_bits(convert(torch.arange(300)), torch.arange(300).to(torch.bfloat16))
     assert convert(np.ones(2) * 1j).dtype == torch.complex128
-
-
-def test_rehearsal_at_once() -> None:
-    """Test mode of the rehearsed CUDA path gives the same tensors at once."""
-    output = rehearse(parse("cuda", "float32"))
-    assert same_bits(Converter(output).convert([np.arange(3)])[0], torch.tensor([0.0, 1.0, 2.0]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -11,9 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from converting import FLOAT, same_bits
-from indexers import Indices1
 
-import cseq
 from cseq.converter.host import Converter
 from cseq.converter.output import (
     are_threads,
@@ -172,13 +169,6 @@ def test_arguments_do_not_import_torch() -> None:
     assert done.stdout.split() == [b"False"]
 
 
-def test_an_output_can_be_sent() -> None:
-    """An output reaches another process as it is."""
-    for out_type in ("cuda:1", "cpu", "null", np.negative):
-        output = parse(out_type, "bfloat16")
-        assert pickle.loads(pickle.dumps(output)) == output
-
-
 def test_compat() -> None:
     """CUDA conversion is in threads, unless processes are asked for."""
     assert are_threads(None)
@@ -265,23 +255,3 @@ def test_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve(once) == once
     with pytest.raises(ValueError, match=r"'cuda:2', but .* 2 in number, .* number below 2"):
         resolve(parse("cuda:2", None))
-
-
-@pytest.mark.usefixtures("no_torch")
-def test_what_needs_no_torch_is_left() -> None:
-    """'null' and callables do not look for torch."""
-    for out_type in ("null", np.negative):
-        output = parse(out_type, None)
-        assert resolve(output) is output
-
-
-def test_no_cuda_is_said_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without CUDA, 'cuda' says so in the log, once in the life of the process."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    say_once.cache_clear()
-    for _ in range(2):
-        with cseq.MTSequence(Indices1, 4, num_workers=1).start():
-            pass
-    assert len([r for r in caplog.records if "CUDA" in r.getMessage()]) == 1
