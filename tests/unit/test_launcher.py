@@ -66,38 +66,6 @@ def test_a_worker_is_a_process_of_its_own_at_the_other_end_of_its_socket(
     assert not child.gone
 
 
-def test_a_living_worker_has_no_status(launch: Callable[..., Child]) -> None:
-    """`status` is None, and `gone` False, while the process lives."""
-    child = launch()
-    assert child.status(0) is None
-    assert child.status(0.01) is None
-    assert not child.gone
-    assert ask(child, "1 + 1") == 2
-
-
-def test_many_at_once(make: Callable[..., Launcher]) -> None:
-    """Many workers start before the first of them is heard, and all of them live."""
-    one = make(entry="entries:ready")
-    many = 6 if one.method == "spawn" else 20
-    workers = [one.launch(number) for number in range(many)]
-    for child in workers:
-        child.sock.settimeout(PATIENCE)
-        assert child.sock.recv(1) == b"!"
-    assert len({child.pid for child in workers}) == many
-    for child in workers:
-        child.sock.close()
-    assert [end_of(child) for child in workers] == [0] * many
-
-
-def test_a_worker_outlives_the_thread_that_launched_it(launch: Callable[..., Child]) -> None:
-    """Any thread may launch; the worker does not end with it."""
-    launched: list[Child] = []
-    thread = threading.Thread(target=lambda: launched.append(launch()))
-    thread.start()
-    thread.join()
-    assert ask(launched[0], "threading.current_thread() is threading.main_thread()") is True
-
-
 def test_a_worker_has_the_trainers_paths_and_arguments(
     launch: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,15 +128,6 @@ def test_standard_input_is_empty(launch: Callable[..., Child]) -> None:
     assert ask(child, "os.read(0, 10)") == b""
     assert ask(child, "sys.stdin.read()") == ""
     assert ask(child, "os.path.samestat(os.fstat(0), os.stat(os.devnull))") is True
-
-
-@pytest.mark.parametrize("method", [m for m in start_methods() if m != "fork"], indirect=True)
-def test_main_is_empty(launch: Callable[..., Child]) -> None:
-    """``__main__`` of a worker has no names of its own, and no file."""
-    child = launch()
-    names = ask(child, "[name for name in dir(sys.modules['__main__'])]")
-    assert [name for name in names if not name.startswith("__")] == []
-    assert "__file__" not in names
 
 
 def test_workers_collect_garbage(launch: Callable[..., Child]) -> None:
@@ -240,22 +199,6 @@ def test_a_worker_ends_when_the_trainer_closes_its_socket(launch: Callable[..., 
     assert child.status(0) == 0
 
 
-def test_the_end_of_a_worker_is_there_for_other_threads_to_see(
-    launch: Callable[..., Child],
-) -> None:
-    """`ended` is set, and `code` there, once any thread has found the end; not before."""
-    child = launch()
-    ask(child, "0")
-    assert not child.ended.wait(0)
-    watching = threading.Thread(target=child.status, args=(PATIENCE,))
-    watching.start()
-    assert not child.ended.wait(0.01)
-    child.kill()
-    assert child.ended.wait(PATIENCE)
-    assert child.code == -signal.SIGKILL
-    watching.join()
-
-
 @pytest.mark.parametrize("sent", [b"", b"unread"])
 def test_a_worker_that_finds_the_trainer_gone_is_silent(
     make: Callable[..., Launcher], capfd: pytest.CaptureFixture[str], sent: bytes
@@ -310,14 +253,6 @@ def test_exit_codes(
         assert ("ZeroDivisionError" in printed) == (question == "1 / 0")
 
 
-def test_kill(launch: Callable[..., Child]) -> None:
-    """A killed worker's socket reaches its end, and its status is minus SIGKILL."""
-    child = launch()
-    child.kill()
-    assert child.sock.recv(1) == b""
-    assert end_of(child) == -signal.SIGKILL
-
-
 def test_a_signal_reaches_the_worker_alone(launch: Callable[..., Child]) -> None:
     """`send_signal` sends any signal to this process."""
     child, other = launch(0), launch(1)
@@ -344,29 +279,6 @@ def test_nobody_is_killed_in_place_of_a_worker_that_is_gone(
     assert child.status(0) == -signal.SIGKILL
 
 
-def test_who_waits_for_a_worker_does_not_hold_up_others(make: Callable[..., Launcher]) -> None:
-    """While threads wait for workers to end, others are launched, answer and are killed."""
-    one = make()
-    workers = [one.launch(number) for number in range(4)]
-    codes: dict[int, int | None] = {}
-
-    def wait(child: Child) -> None:
-        codes[child.pid] = child.status(PATIENCE)
-
-    threads = [threading.Thread(target=wait, args=(child,)) for child in workers]
-    for thread in threads:
-        thread.start()
-    late = one.launch(4)
-    assert ask(late, "5") == 5
-    for child in workers[::-1]:
-        child.kill()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert codes == {child.pid: -signal.SIGKILL for child in workers}
-    for child in (*workers, late):
-        child.sock.close()
-
-
 def test_closing_ends_what_is_left(make: Callable[..., Launcher]) -> None:
     """`close` kills and reaps workers that nobody has ended; closing again is fine."""
     one = make()
@@ -378,15 +290,6 @@ def test_closing_ends_what_is_left(make: Callable[..., Launcher]) -> None:
     assert one.close(time.monotonic())
     for child in workers:
         child.sock.close()
-
-
-@linux
-def test_a_launcher_that_launched_nothing_has_nothing_to_close(method: str) -> None:
-    """Making a launcher starts nothing."""
-    before = children()
-    one = make_launcher(method, entry="entries:answer")
-    assert children() == before
-    assert one.close(time.monotonic())
 
 
 @linux
@@ -566,15 +469,6 @@ print([child.status(60) for child in children], launcher.close(time.monotonic() 
 """
 
 
-def test_workers_do_not_run_the_users_script(
-    run_script: RunScript, entries: Path, method: str
-) -> None:
-    """No ``if __name__ == '__main__'`` is needed: the script runs once."""
-    done = run_script(SCRIPT, method, PYTHONPATH=python_path(entries))
-    assert done.stdout.splitlines() == ["the script runs", "[b'!', b'!']", "[0, 0] True"]
-    assert done.stderr == ""
-
-
 def test_a_trainer_without_standard_streams_launches(
     run_script: RunScript, entries: Path, method: str, tmp_path: Path
 ) -> None:
@@ -583,34 +477,6 @@ def test_a_trainer_without_standard_streams_launches(
     done = run_script(source, method, PYTHONPATH=python_path(entries))
     assert done.stdout.splitlines() == ["the script runs", "[b'!', b'!']", "[0, 0] True"]
     assert (tmp_path / "done").exists()
-
-
-VICTIM = """
-import os, signal, sys
-from cseq.processes.launcher import make_launcher
-
-launcher = make_launcher(sys.argv[1], entry="entries:ready")
-children = [launcher.launch(number) for number in range(2)]
-answers = [child.sock.recv(1) for child in children]
-children = [child.pid for child in children]
-with open(f"/proc/{children[0]}/stat") as file:
-    parent = int(file.read().rpartition(")")[2].split()[1])
-with open("pids", "w") as file:
-    print(*children, *{parent} - {os.getpid()}, file=file)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@linux
-def test_nothing_outlives_a_killed_trainer(
-    run_script: RunScript, entries: Path, method: str, tmp_path: Path
-) -> None:
-    """Server and workers end when the trainer is killed."""
-    done = run_script(VICTIM, method, PYTHONPATH=python_path(entries))
-    assert done.returncode == -signal.SIGKILL
-    assert done.stderr == ""
-    for pid in (tmp_path / "pids").read_text().split():
-        await_death(int(pid))
 
 
 # --- fork ----------------------------------------------------------------------------------------
