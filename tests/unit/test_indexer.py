@@ -21,7 +21,7 @@ from cseq._work import Runner
 from cseq.converter.output import Output
 from cseq.encoding.transport import Objects
 from cseq.indexing import context, indexer
-from cseq.stage import BATCH, INDEXER, RAISED
+from cseq.stage import INDEXER, RAISED
 
 
 class Callable1:
@@ -59,14 +59,6 @@ def test_no_workers(worker: Any) -> None:
     """What can be neither called nor indexed by an array is a TypeError that says what to give."""
     with pytest.raises(TypeError, match=r"^worker.*give"):
         indexer.check_worker(worker)
-
-
-def test_build() -> None:
-    """A class or callable is called, once; an indexer is taken as it is, though it be callable."""
-    assert type(indexer.build(Rows)) is Rows
-    assert type(indexer.build(Callable1())) is Rows
-    for worker in (Both(), np.arange(3), Lasting(3)):
-        assert indexer.build(worker) is worker
 
 
 @pytest.mark.parametrize("worker", [NotAnIndexer, lambda: None, lambda: Rows])
@@ -189,12 +181,6 @@ class Bench:
         return status, self.edge.decode(cell, slot, capacity, record)
 
 
-def test_indexing() -> None:
-    """A ticket's indices go to the indexer, its batch to the edge."""
-    status, batch = Bench(np.arange(10) * 2).do(4, 1, 3)
-    assert (status, batch.tolist()) == (BATCH, [8, 2, 6])
-
-
 def test_tickets_in_a_row() -> None:
     """What is there is worked on, too; but the interpreter need not wait for several slow ones."""
 
@@ -226,12 +212,6 @@ def test_the_stamps_of_tickets_in_a_row() -> None:
     assert started <= published <= follows <= ended
     assert none[0] == 0
     assert follows == published or published - started > 40_000
-
-
-def test_indexing_converts() -> None:
-    """A conversion is applied before the batch goes on."""
-    status, batch = Bench(np.arange(10), lambda batch: batch.tolist()).do(4, 1)
-    assert (status, batch) == (BATCH, [4, 1])
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit(2), KeyboardInterrupt()])
