@@ -192,7 +192,7 @@ cdef class RangeReader(Reader):
 @cython.final
 @cython.no_gc
 cdef class FeistelReader(Reader):
-    """Shuffled by feistel-v1, from `FEISTEL_LEAST` samples on: no memory, and any position at once."""
+    """Shuffled by feistel-v1, for `FEISTEL_LEAST` samples or more: no memory, any position at once."""
 
     def __cinit__(self, n, seed):
         self.units, self.room = natural(n, "n", MOST_SAMPLES), 1
@@ -382,7 +382,7 @@ cdef class Ring:
 
     @property
     def closed(self):
-        """To the indexers from this number on, which leave; 1: to all, and for ever; 0: to none."""
+        """0: open; 1: closed to all, for ever; else to indexers from this number up, which leave."""
         return cseq_load_sc_u32(&self.r.closed)
 
     @property
@@ -421,7 +421,7 @@ cdef class Ring:
         """Have at most `limit` tickets outstanding, and so many runners: indexers with higher numbers
         leave when they have no ticket in hand. For the thread that posts; again and again.
 
-        Converters have the numbers after those of all indexers that there can be.
+        Converters have the numbers after the highest possible number of an indexer.
         """
         if not 1 <= limit <= self.r.capacity or not 1 <= indexers <= self.r.runners:
             raise ValueError(f"limit={limit} is not in [1, {self.r.capacity}], or indexers={indexers} "

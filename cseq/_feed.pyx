@@ -105,7 +105,7 @@ cdef class Feed(Line):
     taken : int
         Tickets of this epoch that were taken.
     done : int
-        Units of these; those of a ticket that has raised count only once the loop has gone on.
+        Units of these; if a ticket has raised, its units count only once the loop has gone on.
     skipped : deque
         The notes of the batches left out, and of samples.
     place : Place or None
@@ -567,7 +567,7 @@ cdef class Feed(Line):
     def dismiss(self, uint32_t number, uint32_t cell, uint64_t ticket, bint ends=False):
         """Take a reply, which is answered, out of its cell, unless that was done.
 
-        `ends`: an exception is raised instead, which ends the worker's items, but not those of keys.
+        `ends`: an exception is raised instead. It ends the worker's items, but not items of keys.
         """
         cdef Ring ring = self.rings[number]
         cdef Py_ssize_t k = self.locate(ticket)

@@ -182,8 +182,8 @@ def map_leaves(function: Callable[[Any], Any], batch: Any, depth: int = MAX_DEPT
 
 # -- writing ------------------------------------------------------------------------------------
 
-# Tokens of leaves in the tree. Those of containers are (class, keys or None, tokens); a number in
-# place of tokens says that all children are arrays.
+# Tokens of leaves in the tree. A container has (class, keys or None, tokens); a number in place of
+# tokens says that all children are arrays.
 ARRAY = "array"
 TENSOR = "tensor"  # or the name of its type, which numpy lacks
 BYTES = "bytes"

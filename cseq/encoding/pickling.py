@@ -122,8 +122,8 @@ def dumps(
 ) -> bytes:
     """Pickle something for a process at the other end of a pool; `pickle.loads` reads it.
 
-    Large buffers are appended to `buffers`, if that is given: those of arrays and CPU tensors, in
-    whatever objects these are; `reducers` says how, in place of `data_reducers`. Without it, the
+    Large buffers of arrays and CPU tensors, in whatever objects these are, are appended to
+    `buffers`, if that is given; `reducers` says how, in place of `data_reducers`. Without it, the
     pickle is one that needs no cseq to be read. Raises what pickling raises.
     """
     keep = None if buffers is None else _keep_in(buffers)

@@ -17,7 +17,7 @@ For all three:
 - A worker never runs the user's script. Its ``sys.path`` and ``sys.argv`` are the trainer's, its
   standard input is empty, and it may start processes of its own.
 - Workers and server ignore signals that are meant for the trainer (`SHIELDED`: Ctrl-C, a job
-  scheduler's notice), from their first instruction on. Processes that they fork do not.
+  scheduler's notice), beginning with their first instruction. Processes that they fork do not.
 - No process but worker and trainer holds an end of their socket: a process that user code forks
   off either of them closes its copies (`close_in_forks`), executed programs inherit none.
 - Exit codes are as in `subprocess`: minus the signal's number for a killed process.

@@ -158,8 +158,8 @@ def exit_code_of(value: object) -> int:
 def end_copy(error: BaseException | None) -> NoReturn:
     """End a process that user code has forked off a worker, and that has come back into the engine.
 
-    It is no worker: its ring, its slots and its socket are those of the process that it was forked
-    from. `error` is what the user's code has raised there; None: it has returned.
+    It is not a worker: its ring, slots and socket belong to the process that it was forked from.
+    `error` is what the user's code has raised there; None: it has returned.
     """
     code = 1
     with contextlib.suppress(Exception):  # there may be no stderr

@@ -269,7 +269,7 @@ class _Forker:
         """Wait for a request or the end of a child, and handle it; False: the trainer is gone."""
         ready = [fd for fd, _ in self._poll.poll()]
         if self._woken.fileno() in ready:
-            self._woken.recv(4096)  # first: a child that ends from now on wakes it again
+            self._woken.recv(4096)  # first: a child that ends later wakes it again
             self._reap()
         if self._sock.fileno() not in ready:
             return True

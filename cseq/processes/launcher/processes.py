@@ -330,7 +330,7 @@ def spawn(
 ) -> Child:
     """Start a new interpreter that runs `begin(start)` with the socket `theirs`.
 
-    `threads` is how many threads its libraries compute with, and those of its children.
+    Its libraries, and its children's, compute with `threads` threads.
     """
     executable, environment = _executable()
     environment |= system.thread_variables(threads, environment)
