@@ -6,10 +6,8 @@ import copyreg
 import multiprocessing
 import os
 import pickle
-import signal
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import context
 from typing import TYPE_CHECKING, Any
@@ -18,8 +16,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import cseq  # noqa: E402
-from cseq.adapters.torch.iterator import LoaderIterator  # noqa: E402
 from cseq.encoding.pickling import dump  # noqa: E402
 from cseq.encoding.unpicklable import UnpicklableError  # noqa: E402
 from cseq.processes.spawning import Descriptor, Workers, spawning  # noqa: E402
@@ -33,30 +29,12 @@ pytestmark = [
 ]
 
 
-class Sharing(torch.utils.data.Dataset[Any]):
-    """Uses all that multiprocessing shares."""
+class Sharing:
+    """Has some of what multiprocessing shares."""
 
-    def __init__(self, method: str) -> None:
-        shared: Any = multiprocessing.get_context(method)
-        self.lock, self.event, self.queue = shared.Lock(), shared.Event(), shared.Queue()
-        self.condition, self.semaphore = shared.Condition(), shared.Semaphore(3)
-        self.value, self.array = shared.Value("i", 0), shared.Array("d", [0.0] * 8)
-        self.simple = shared.SimpleQueue()
-        self.begun, self.gate = shared.RawValue("i", 0), shared.RawValue("i", 0)
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> tuple[int, bool]:
-        self.begun.value = os.getpid()
-        while not self.gate.value:  # it holds nothing that a dead process would keep
-            time.sleep(0.01)
-        with self.value.get_lock(), self.lock, self.condition, self.semaphore:
-            self.value.value += 1
-        self.array[index] = index / 2
-        self.queue.put(index)
-        self.simple.put(-index)
-        return index, self.event.is_set()
+    def __init__(self) -> None:
+        shared: Any = multiprocessing.get_context("spawn")
+        self.lock, self.queue, self.value = shared.Lock(), shared.Queue(), shared.Value("i", 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,42 +43,8 @@ def _begun_by_multiprocessing() -> None:
     multiprocessing.get_context("spawn").Value("i")
 
 
-def await_worker(dataset: Sharing) -> None:
-    """Wait until a worker is at work."""
-    end = time.monotonic() + 100
-    while not dataset.begun.value:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_they_are_shared_with_workers(method: str) -> None:
-    """With one that takes a dead one's place, too."""
-    dataset = Sharing(method)
-    made = cseq.DataLoader(
-        dataset, batch_size=None, num_workers=1, prefetch_factor=1, multiprocessing_context=method
-    )
-    iterator = iter(made)
-    assert type(iterator) is LoaderIterator
-    dataset.event.set()
-    await_worker(dataset)
-    killed = dataset.begun.value
-    dataset.begun.value = 0
-    os.kill(killed, signal.SIGKILL)
-    await_worker(dataset)
-    assert dataset.begun.value != killed
-    dataset.gate.value = 1
-    assert list(iterator) == [[index, True] for index in range(8)]
-    assert [dataset.queue.get(timeout=100) for _ in range(8)] == list(range(8))
-    assert [dataset.simple.get() for _ in range(8)] == [-index for index in range(8)]
-    assert list(dataset.array) == [index / 2 for index in range(8)]
-    assert dataset.value.value == 8
-    dataset.queue.close()
-    dataset.queue.join_thread()
-
-
 def test_all_is_as_before_afterwards() -> None:
-    dataset, table = Sharing("spawn"), dict(copyreg.dispatch_table)
+    dataset, table = Sharing(), dict(copyreg.dispatch_table)
     with spawning():
         assert len(dump(dataset).data) > 0
         assert copyreg.dispatch_table == table  # which is the process's
@@ -111,7 +55,7 @@ def test_all_is_as_before_afterwards() -> None:
 
 def test_two_threads() -> None:
     """One is ready while another pickles; a third one cannot do it at all."""
-    dataset, pickled = Sharing("spawn"), []
+    dataset, pickled = Sharing(), []
     entered, left = threading.Event(), threading.Event()
 
     def pickles() -> None:
