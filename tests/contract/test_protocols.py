@@ -105,51 +105,26 @@ class Lightning:
         self.checked.append(take(iter(self.val), limit or len(self.val)))
 
 
-class Trainer:
-    """`train` of HF Trainer 5, with a callback that keeps and loads our state."""
+class Loop:
+    """A loop that keeps and loads our state, with what it asks of a loader at an epoch's begin."""
+
+    sets_epoch = is_asked_twice = sees_the_end = False
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
         self.seen: Seen = []
 
     def fit(self, *, epochs: int = EPOCHS, stop: int | None = None, resume: Any = None) -> Any:
-        """Train, from a checkpoint on if there is one."""
-        manager, steps = self.manager, 0
-        first, done, state = resume or (0, 0, None)
-        if state is not None:
-            manager.load_state_dict(state)  # on_train_begin
-        for epoch in range(first, epochs):
-            manager.set_epoch(epoch)
-            batches = iter(manager)
-            for step in range(done, len(manager)):
-                self.seen.append((epoch, next(batches).tolist()))
-                steps += 1
-                if steps == stop:
-                    state = json.loads(json.dumps(manager.state_dict()))  # on_save
-                    return (epoch, step + 1, state) if step + 1 < STEPS else (epoch + 1, 0, state)
-            done = 0
-        return None
-
-
-class Keras:
-    """`fit` of Keras with an adapter: an iterator twice an epoch, from the second epoch on."""
-
-    def __init__(self, manager: Any, *, sets_epoch: bool = True) -> None:
-        self.manager = manager
-        self.sets_epoch = sets_epoch
-        self.seen: Seen = []
-
-    def fit(self, *, epochs: int = EPOCHS, stop: int | None = None, resume: Any = None) -> Any:
-        """Train; a resumed run is told its first epoch (`initial_epoch`)."""
+        """Train, from a checkpoint if there is one; stop after some steps, with a checkpoint."""
         manager, steps = self.manager, 0
         first, done, state = resume or (0, 0, None)
         if state is not None:
             manager.load_state_dict(state)
         for epoch in range(first, epochs):
             if self.sets_epoch:
-                manager.set_epoch(epoch)  # on_epoch_begin
+                manager.set_epoch(epoch)
             batches = iter(manager)
-            if epoch > first:
+            if self.is_asked_twice and epoch > first:
                 batches = iter(manager)
             for step in range(done, len(manager)):
                 self.seen.append((epoch, next(batches).tolist()))
@@ -158,55 +133,41 @@ class Keras:
                     state = json.loads(json.dumps(manager.state_dict()))
                     return (epoch, step + 1, state) if step + 1 < STEPS else (epoch + 1, 0, state)
             done = 0
-        return None
-
-
-def keras_alone(manager: Any) -> Keras:
-    """Make the adapter that has no `on_epoch_begin`."""
-    return Keras(manager, sets_epoch=False)
-
-
-class Loop:
-    """Accelerate's, Ignite's, Composer's and fastai's: `len`, `iter`, and no `set_epoch`."""
-
-    def __init__(self, manager: Any, *, to_the_end: bool) -> None:
-        self.manager = manager
-        self.to_the_end = to_the_end  # fastai looks for StopIteration
-        self.seen: Seen = []
-
-    def fit(self, *, epochs: int = EPOCHS, stop: int | None = None, resume: Any = None) -> Any:
-        """Train; what is saved is our state alone (`register_for_checkpointing`, `Checkpoint`)."""
-        manager, steps = self.manager, 0
-        first, done, state = resume or (0, 0, None)
-        if state is not None:
-            manager.load_state_dict(state)
-        for epoch in range(first, epochs):
-            len(manager)
-            batches = iter(manager)
-            for step in range(done, len(manager)):
-                self.seen.append((epoch, next(batches).tolist()))
-                steps += 1
-                if steps == stop:
-                    state = json.loads(json.dumps(manager.state_dict()))
-                    return (epoch, step + 1, state) if step + 1 < STEPS else (epoch + 1, 0, state)
-            done = 0
-            if self.to_the_end:
+            if self.sees_the_end:
                 with pytest.raises(StopIteration):
                     next(batches)
         return None
 
 
-def ignite(manager: Any) -> Loop:
-    """Make a loop that leaves an iterator at its last batch: accelerate, Ignite, Composer."""
-    return Loop(manager, to_the_end=False)
+class Trainer(Loop):
+    """`train` of HF Trainer 5, with a callback that keeps and loads our state."""
+
+    sets_epoch = True
 
 
-def fastai(manager: Any) -> Loop:
-    """Make a loop that sees each iterator's end: fastai, skorch."""
-    return Loop(manager, to_the_end=True)
+class Keras(Loop):
+    """`fit` of Keras with an adapter: an iterator twice an epoch, from the second epoch on."""
+
+    sets_epoch = is_asked_twice = True
 
 
-FRAMEWORKS: list[Callable[[Any], Any]] = [Lightning, Trainer, Keras, keras_alone, ignite, fastai]
+class KerasAlone(Loop):
+    """With the adapter that has no `on_epoch_begin`."""
+
+    is_asked_twice = True
+
+
+class Ignite(Loop):
+    """Leaves an iterator at its last batch, as accelerate, Ignite and Composer do."""
+
+
+class Fastai(Loop):
+    """Sees each iterator's end, as fastai and skorch do."""
+
+    sees_the_end = True
+
+
+FRAMEWORKS: list[Callable[[Any], Any]] = [Lightning, Trainer, Keras, KerasAlone, Ignite, Fastai]
 every_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
 
 
