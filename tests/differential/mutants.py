@@ -6,19 +6,16 @@
 from __future__ import annotations
 
 import functools
-import random
-import types
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import dataloader
 from torch.utils.data._utils import worker
 from torch.utils.data.dataloader import DataLoader, _DatasetKind, _MultiProcessingDataLoaderIter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 
 class NoBaseSeed(DataLoader):
@@ -30,17 +27,6 @@ class NoBaseSeed(DataLoader):
         iterator = super()._get_iterator()
         generator.set_state(state)
         return iterator
-
-
-class BaseSeedOfAnother(DataLoader):
-    """Draws the base seed from the global generator, also if one was given."""
-
-    def _get_iterator(self) -> Any:
-        given, self.generator = self.generator, None
-        try:
-            return super()._get_iterator()
-        finally:
-            self.generator = given
 
 
 def worker_with(**changes: Callable[[Any], Any]) -> Callable:
@@ -85,64 +71,6 @@ class NextSeed(Patched):
         return worker_with(base_seed=lambda seed: seed + 1)
 
 
-class NumpyNotSeeded(Patched):
-    """Leaves numpy's generator in the workers as it was in the trainer."""
-
-    place, name = worker, "HAS_NUMPY"
-
-    def patch(self) -> Any:
-        return False
-
-
-class KeepsShortBatch(Patched):
-    """Gives the last short batch of a worker in spite of drop_last, for an IterableDataset."""
-
-    place, name = worker, "_worker_loop"
-
-    def patch(self) -> Any:
-        return worker_with(drop_last=lambda drop: False)
-
-
-class NextWorker(Patched):
-    """Batch k is made by worker k + 1."""
-
-    place, name = dataloader, "itertools"
-
-    def patch(self) -> Any:
-        def cycle(values: Any) -> Iterator[Any]:
-            every = list(values)
-            return old.cycle(every[1:] + every[:1])
-
-        old = dataloader.itertools
-        return types.SimpleNamespace(**{**vars(old), "cycle": cycle})
-
-
-class SameSeeds(Patched):
-    """Every epoch has the seeds of the first one."""
-
-    place, name = dataloader._BaseDataLoaderIter, "__init__"
-
-    def patch(self) -> Any:
-        old = dataloader._BaseDataLoaderIter.__init__
-
-        def init(iterator: Any, loader: Any) -> None:
-            old(iterator, loader)
-            iterator._base_seed = vars(self).setdefault("_first_seed", iterator._base_seed)
-
-        return init
-
-
-class NoInit(DataLoader):
-    """Does not call worker_init_fn."""
-
-    def _get_iterator(self) -> Any:
-        given, self.worker_init_fn = self.worker_init_fn, None
-        try:
-            return super()._get_iterator()
-        finally:
-            self.worker_init_fn = given
-
-
 class FartherAhead(DataLoader):
     """Takes more from the sampler than torch does."""
 
@@ -156,16 +84,6 @@ class FartherAhead(DataLoader):
             self.prefetch_factor = given
 
 
-class SeedsTrainer(DataLoader):
-    """Seeds the generators also where there are no workers."""
-
-    def _get_iterator(self) -> Any:
-        iterator = super()._get_iterator()
-        if self.num_workers == 0:
-            random.seed(iterator._base_seed)
-        return iterator
-
-
 class NotReset(DataLoader):
     """Goes on where a persistent iterator was left, instead of a new epoch."""
 
@@ -173,14 +91,6 @@ class NotReset(DataLoader):
         left = self._iterator
         if left is not None and left._num_yielded > 0 and left._tasks_outstanding > 0:
             return left
-        return super().__iter__()
-
-
-class NewWorkers(DataLoader):
-    """Has new workers for each epoch, also if they are to persist."""
-
-    def __iter__(self) -> Any:
-        self._iterator = None
         return super().__iter__()
 
 
@@ -221,29 +131,6 @@ class Silent(Changed):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return super().__next__()
-
-
-class LastBatchLost(Changed):
-    """Does not give the last batch."""
-
-    class iterator(_MultiProcessingDataLoaderIter):
-        def _next_data(self) -> Any:
-            data = super()._next_data()
-            if self._tasks_outstanding == 0:
-                raise StopIteration
-            return data
-
-
-class ErrorSwallowed(Changed):
-    """Passes over batches that failed."""
-
-    class iterator(_MultiProcessingDataLoaderIter):
-        def __next__(self) -> Any:
-            while True:
-                try:
-                    return super().__next__()
-                except (ValueError, LookupError, OSError):
-                    continue
 
 
 class ErrorEnds(Changed):
@@ -310,23 +197,6 @@ class TuplesLost(Changed):
             return list(data) if isinstance(data, tuple) else data
 
 
-class Swapped(Changed):
-    """Gives two batches in the wrong order."""
-
-    class iterator(_MultiProcessingDataLoaderIter):
-        kept = None
-
-        def _next_data(self) -> Any:
-            if self.kept is not None:
-                data, self.kept = self.kept, None
-                return data
-            data = super()._next_data()
-            if self._rcvd_idx == 1 and self._tasks_outstanding > 0:
-                self.kept = data
-                return super()._next_data()
-            return data
-
-
 class MemoryReused(Changed):
     """Gives each batch in the memory of the one before, if it has the same shape."""
 
@@ -381,15 +251,6 @@ class BeginsAnew(Changed):
                 self.ended = hasattr(self, "last")
                 raise
             return self.last
-
-
-class DrawsInTrainer(Changed):
-    """Draws from the trainer's generator for every batch."""
-
-    class iterator(_MultiProcessingDataLoaderIter):
-        def __next__(self) -> Any:
-            random.random()
-            return super().__next__()
 
 
 class Resuming(DataLoader):
@@ -449,43 +310,26 @@ FAILING = {"where": "sample", "at": 1, "type": "ValueError"}
 
 MUTANTS: dict[str, dict] = {
     "NoBaseSeed": {},
-    "BaseSeedOfAnother": {"generator": True},
     "NextSeed": {"num_workers": 1, "info": True},
-    "NumpyNotSeeded": {"num_workers": 1, "draws": ["numpy"]},
-    "KeepsShortBatch": {"num_workers": 1, "dataset": "stream", "length": 5, "drop_last": True},
-    "NextWorker": {"num_workers": 2, "info": True},
-    "SameSeeds": {"num_workers": 1, "info": True, "steps": ["epoch", "epoch"]},
-    "NoInit": {"num_workers": 1, "init": "seed", "draws": ["random"]},
     "FartherAhead": {"num_workers": 1, "sampler": "own", "length": 12},
-    "SeedsTrainer": {},
     "NotReset": {
         "num_workers": 1,
         "persistent_workers": True,
         "length": 12,
         "steps": ["break 1", "epoch"],
     },
-    "NewWorkers": {
-        "num_workers": 1,
-        "persistent_workers": True,
-        "info": True,
-        "steps": ["epoch", "epoch"],
-    },
     "OneIterator": {"steps": ["epoch", "epoch"]},
     "WrongLen": {"dataset": "counted", "drop_last": True, "steps": ["len"]},
     "Silent": {"num_workers": 1, "dataset": "counted", "batch_size": 1, "steps": ["len", "epoch"]},
-    "LastBatchLost": {"num_workers": 1},
-    "ErrorSwallowed": {"num_workers": 1, "error": FAILING},
     "ErrorEnds": {"num_workers": 1, "error": FAILING},
     "ErrorOfAnotherType": {"num_workers": 1, "error": FAILING},
     "KeysChanged": {"num_workers": 1, "sampler": "own", "key": "numpy"},
     "Narrowed": {"num_workers": 1, "item": "double"},
     "TuplesLost": {"num_workers": 1, "item": "named"},
-    "Swapped": {"num_workers": 1},
     "MemoryReused": {"num_workers": 1, "item": "tensor"},
     "WrittenOut": {"num_workers": 1, "item": "tensor", "collate": "same", "layout": "expanded"},
     "LeafOverwritten": {"num_workers": 1, "kept": True},
     "BeginsAnew": {"num_workers": 1},
-    "DrawsInTrainer": {"num_workers": 1},
     "GoesOnLater": {"steps": ["resume 1"]},
     "BeginsAgain": {"num_workers": 1, "context": True, "steps": ["resume 1"]},
     "ChangesState": {"steps": ["resume 1"]},

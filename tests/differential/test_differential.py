@@ -41,9 +41,14 @@ def test_mutant_is_found(name):
     assert compare(Case(MUTANTS[name]), OWN, f"mutants:{name}") is not None
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(4))
 def test_torch_is_as_torch(number):
     assert compare(cases(1, number, methods=False), OWN, OWN) is None
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_ours_is_as_torch(number):
+    assert compare(cases(2, number, methods=False), OWN, run_differential.DEFAULT) is None
 
 
 @pytest.mark.parametrize("name", ["Hanging", "Crashing"])
