@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "frameworks"
@@ -135,18 +135,32 @@ def loader_runs(
 
 
 def recorded(
-    monkeypatch: Any, train: Callable[..., Any], stop_after: int | None = None, **options: Any
+    monkeypatch: Any, recipe: Any, stop_after: int | None = None, **options: Any
 ) -> Record:
     """Call a recipe's `train`, to its end or to an interruption; return what it trained with."""
     record = Record(stop_after)
     with monkeypatch.context() as patch:
-        record_torch(patch, record)
+        if hasattr(recipe, "update"):  # JAX's
+            record_update(patch, recipe, record)
+        else:
+            record_torch(patch, record)
         if stop_after is None:
-            train(**options)
+            recipe.train(**options)
         else:
             with pytest.raises(Interrupted):
-                train(**options)
+                recipe.train(**options)
     return record
+
+
+def record_update(monkeypatch: Any, recipe: Any, record: Record) -> None:
+    """Take down what a recipe's `update` is called with."""
+    update = recipe.update
+
+    def recording(net: Any, optimizer: Any, x: Any, y: Any) -> None:
+        record.add(x)
+        update(net, optimizer, x, y)
+
+    monkeypatch.setattr(recipe, "update", recording)
 
 
 class Read:

@@ -61,32 +61,29 @@ def test_its_epochs_and_its_resumes(recipes: Path, folder: Path) -> None:
 
 
 MONITORED = """
+from functools import partial
 from itertools import pairwise
 
 import vision
-import torch
 import with_composer
-from composer import Trainer
 from composer.loggers import InMemoryLogger
-from data import batches
 from recipes import LENGTH, figures_of
 
-model, logger = with_composer.Model(), InMemoryLogger()
-with batches().start() as manager:
+logger, readings = InMemoryLogger(), []
+make = with_composer.batches
+
+
+def batches(**options):
+    manager = make(**options)
     read = manager.stats
-    readings = []
     manager.stats = lambda: readings.append(read()) or readings[-1]
-    trainer = Trainer(
-        model=model,
-        optimizers=torch.optim.SGD(model.parameters(), lr=1e-4),
-        train_dataloader=manager,
-        max_duration="3ep",
-        device="cpu",
-        callbacks=[with_composer.Figures(5)],
-        loggers=[logger],
-    )
-    trainer.fit()
-    trainer.close()
+    return manager
+
+
+with_composer.batches = batches
+with_composer.Figures = partial(with_composer.Figures, 5)
+with_composer.Trainer = partial(with_composer.Trainer, loggers=[logger])
+with_composer.train()
 logged = figures_of(logger.data)
 steps = list(range(5, 3 * LENGTH + 1, 5))
 expected = [now.since(before).as_dict() for before, now in pairwise(readings)]

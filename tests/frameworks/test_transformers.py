@@ -44,10 +44,10 @@ def test_a_resume_gives_the_rest(
 
     save = {"save_steps": taken} if taken % LENGTH else {"save_strategy": "epoch"}
     options = {**save, **options}
-    first = recorded(monkeypatch, with_transformers.train, stop_after=taken + 2, **options)
+    first = recorded(monkeypatch, with_transformers, stop_after=taken + 2, **options)
     assert first == stream(0, 1, 2)[: taken + 2]
     path = f"checkpoints/checkpoint-{taken}"
-    rest = recorded(monkeypatch, with_transformers.train, resume=path, **options)
+    rest = recorded(monkeypatch, with_transformers, resume=path, **options)
     assert rest == stream(0, 1, 2)[taken:]
 
 
@@ -56,9 +56,9 @@ def test_accumulated_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     import with_transformers
 
     options = {"gradient_accumulation_steps": 4, "save_steps": 2}
-    assert recorded(monkeypatch, with_transformers.train, **options) == stream(0, 1, 2)
+    assert recorded(monkeypatch, with_transformers, **options) == stream(0, 1, 2)
     path = "checkpoints/checkpoint-2"
-    rest = recorded(monkeypatch, with_transformers.train, resume=path, **options)
+    rest = recorded(monkeypatch, with_transformers, resume=path, **options)
     assert rest == stream(0, 1, 2)[8:]
 
 

@@ -1,0 +1,86 @@
+"""Frameworks that keep cseq's state in their checkpoints: its epochs, and the rest after a stop."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+from recipes import LENGTH, figures_of, on_two_ranks, recorded, stream
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Stop(NamedTuple):
+    """Batches before an interruption, those in the checkpoint, and what a recipe is told."""
+
+    after: int
+    taken: int
+    options: dict[str, Any]  # of both runs
+    resume: Any
+
+
+AT = (10, LENGTH + 5, LENGTH)  # in mid-epoch, in the next one, between them
+STOPS = {
+    "accelerate": [
+        Stop(taken + 2, taken, {}, f"checkpoints/{path}")
+        for taken, path in zip(AT, ("0-10", "1-5", "0-end"), strict=True)
+    ],
+    "fastai": [Stop(taken + 2, taken, {}, "checkpoint.pt") for taken in AT],
+    "ignite": [
+        Stop(taken + 2, taken, {"every": taken}, f"checkpoints/checkpoint_{taken}.pt")
+        for taken in (5, 20, LENGTH, 2 * LENGTH)
+    ],
+    "jax": [Stop(taken + 2, taken, {"every": taken}, taken) for taken in (5, 20, LENGTH)],
+    "skorch": [Stop(taken + 2, taken, {}, True) for taken in AT],
+}
+LIBRARIES = {"jax": ("flax", "orbax")}
+
+
+def recipe_of(name: str) -> Any:
+    """Import a framework's recipe; skip where there is no such framework."""
+    for library in LIBRARIES.get(name, (name,)):
+        if find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
+    return import_module(f"with_{name}")
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_its_epochs_are_ours(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Three epochs train on ours 0, 1 and 2."""
+    assert recorded(monkeypatch, recipe_of(name)) == stream(0, 1, 2)
+
+
+@pytest.mark.parametrize(("name", "stop"), [(name, stop) for name in STOPS for stop in STOPS[name]])
+def test_a_resume_gives_the_rest(monkeypatch: pytest.MonkeyPatch, name: str, stop: Stop) -> None:
+    """Interrupted after a checkpoint in mid-epoch or at an epoch's end, it goes on."""
+    recipe, expected = recipe_of(name), stream(0, 1, 2)
+    first = recorded(monkeypatch, recipe, stop_after=stop.after, **stop.options)
+    assert first == expected[: stop.after]
+    rest = recorded(monkeypatch, recipe, resume=stop.resume, **stop.options)
+    assert rest == expected[stop.taken :]
+
+
+@pytest.mark.parametrize(
+    ("name", "resumes"),
+    [
+        ("accelerate", {7 + 5: "checkpoints/1-5", 14: "checkpoints/1-end"}),
+        ("ddp", {7 + 3: "checkpoints/1-3.pt", 14: "checkpoints/1-7.pt"}),
+    ],
+)
+def test_two_ranks(name: str, resumes: dict[int, str], recipes: Path, folder: Path) -> None:
+    """Each rank trains on its own shard, at first and after a resume."""
+    if name != "ddp":
+        recipe_of(name)
+    ranks = [stream(0, 1, 2, rank=rank, world_size=2) for rank in range(2)]
+    assert on_two_ranks(f"with_{name}", {}, folder, recipes) == ranks
+    for taken, path in resumes.items():
+        rest = on_two_ranks(f"with_{name}", {"resume": path}, folder, recipes)
+        assert rest == [rank[taken:] for rank in ranks]
+
+
+def test_figures_are_among_ignites_metrics() -> None:
+    """A logger that is attached later finds them."""
+    assert len(figures_of(recipe_of("ignite").train().state.metrics)) == 17
