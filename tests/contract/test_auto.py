@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -11,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from indexers import Augmented
-from kinds import QUICKEST, THREAD, Kind, assert_same, by_name, every_class, expected, make_small
+from kinds import QUICKEST, THREAD, Kind, assert_same, by_name, every_class, make_small
 from resizing import resize
 from waiting import until
 
 import cseq
-from cseq import testing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,26 +86,6 @@ def test_the_buffer_stays_within_the_memory_limit(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)
-def test_sizes_at_random_change_no_batch(kind: Kind) -> None:
-    """Beside what 'auto' chooses; workers die meanwhile."""
-    reference = expected(Augmented, SAMPLES, epochs=2, batch_size=BATCH)
-    draw = random.Random(7)
-    got = []
-    with kind.start(Augmented, SAMPLES, batch_size=BATCH, max_restarts=1000, **AUTO) as manager:
-        for _ in range(2):
-            for batch in manager:
-                got.append(batch)
-                time.sleep(0.005)
-                if draw.random() < 0.4:
-                    resize(manager, draw.randint(1, 4), draw.randint(1, 20))
-                if kind.processes and draw.random() < 0.1:
-                    testing.kill(manager, draw.randrange(4))
-    assert len(got) == len(reference)
-    for one, other in zip(got, reference, strict=True):
-        assert_same(one, other)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=by_name)
 @pytest.mark.parametrize("how", ["finish", "interrupt", "start"])
 def test_an_end_in_the_middle_of_growing_leaves_nothing(
     kind: Kind, how: str, caplog: pytest.LogCaptureFixture
@@ -128,32 +106,6 @@ def test_an_end_in_the_middle_of_growing_leaves_nothing(
         assert next(iter(manager)) is not None
     manager.finish()
     until(lambda: threading.active_count() <= before)
-
-
-def test_threads_that_are_new_have_indexers_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
-    """All of them are closed at the end."""
-    caplog.set_level(logging.INFO, "cseq")
-    made: list[int] = []
-    closed: list[int] = []
-
-    class Counted:
-        def __init__(self) -> None:
-            made.append(threading.get_ident())
-
-        def __getitem__(self, indices: Any) -> Any:
-            time.sleep(0.02)
-            return indices
-
-        def close(self) -> None:
-            closed.append(threading.get_ident())
-
-    manager = THREAD.start(Counted, 10**6, batch_size=1, **AUTO)
-    with manager:
-        batches = iter(manager)
-        take_until_changed(batches, caplog)
-        until(lambda: next(batches) is not None and len(made) == manager.stats().num_workers)
-    assert len(made) > 1
-    assert sorted(closed) == sorted(made)
 
 
 class Fails(Slow):

@@ -466,14 +466,6 @@ def test_a_function_for_every_array(kind: Kind) -> None:
     assert_same(got, {"a": [np.int64(6), 3], "b": ("text", np.float32(6))})
 
 
-@every_kind
-def test_null_leaves_everything(kind: Kind) -> None:
-    """out_type 'null' leaves a batch as the indexer returned it."""
-    with kind.start(Nested, 8, out_type="null", shuffle=False, batch_size=8) as m:
-        (batch,) = m
-    assert_same(batch, Nested()[np.arange(8)])
-
-
 def test_import_is_light(run_anew: RunScript) -> None:
     """`import cseq` imports numpy and the standard library, not torch nor cloudpickle."""
     done = run_anew(
@@ -532,30 +524,6 @@ def test_workers_do_not_import_torch(no_cuda: Any, kind: Kind) -> None:
 
 # -- the documented examples
 
-EXAMPLES = """
-import cseq
-class Numbers:
-    def __getitem__(self, indices):
-        return indices
-for start in ("start", "start_test"):
-    manager = cseq.MPSequence(Numbers, 512, batch_size=1, shuffle=False)
-    with getattr(manager, start)(*sys.argv[2:] if start == "start_test" else ()) as m:
-        for batch in m:
-            print(batch)
-"""
-
-
-def test_the_documented_examples(run_prepared: RunScript) -> None:
-    """512 samples one by one: tensor([0.]) … tensor([511.]), and [0] … [511] in mode 'numpy'."""
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("with CUDA they are on the device")
-    done = run_prepared("import sys\n" + EXAMPLES, "", "numpy")
-    assert done.returncode == 0
-    assert re.fullmatch("CUDA is not available: .*\n", done.stderr)  # once, and no word more
-    want = [f"tensor([{i}.])" for i in range(512)] + [f"[{i}]" for i in range(512)]
-    assert done.stdout.splitlines() == want
-
 
 # -- left to itself
 
@@ -576,31 +544,6 @@ for batch in manager:
 print("end")
 """)
     assert (done.stdout, done.stderr, done.returncode) == ("end\n", "", 0)
-
-
-@pytest.mark.needs("fork")
-def test_in_a_forked_child(run_script: RunScript) -> None:
-    """A forked child cannot use its parent's processes: OSError; the parent goes on."""
-    done = run_script("""
-import os, sys, cseq, numpy as np
-manager = cseq.MPSequence(np.arange(100), 100, 2, out_type="null", shuffle=False).start()
-batches = iter(manager)
-next(batches)
-sys.stdout.flush()
-pid = os.fork()
-if pid == 0:
-    for attempt in (lambda: iter(manager), lambda: next(batches)):
-        try:
-            attempt()
-        except OSError as error:
-            print("refused")
-    sys.stdout.flush()
-    sys.exit(0)
-os.waitpid(pid, 0)
-print(sum(len(b) for b in batches))
-manager.finish()
-""")
-    assert (done.stdout, done.stderr) == ("refused\nrefused\n68\n", "")
 
 
 ONE_PICKLE = """

@@ -19,42 +19,12 @@ import cseq
 from cseq import testing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from conftest import RunScript
 
 
 # -- the loop is left
-
-
-@pytest.mark.parametrize("kind", ["proc", "thread"])
-def test_leaving_a_loop_mixes_nothing_into_the_next_epoch(kind: str) -> None:
-    """break, an exception in the body, a second iter(): the next epoch is as in test mode."""
-    m = cseq.MSequence(
-        Squares, SAMPLES, batch_size=BATCH, seed=11, out_type="null", thread_type=kind
-    )
-    with m.start():
-        for _ in m:
-            break
-        with pytest.raises(ZeroDivisionError):
-            for _ in m:
-                1 / 0  # noqa: B018
-        stale = iter(m)
-        next(stale)
-        fresh = iter(m)
-        with pytest.raises(InterruptedError):
-            next(stale)
-        assert digest(fresh) == reference(4)[3 * SAMPLES // BATCH :]
-
-
-@pytest.mark.parametrize("kind", ["proc", "thread"])
-def test_finish_inside_the_loop_interrupts_it(kind: str) -> None:
-    """finish() in the loop body ends the pool; the iterator says InterruptedError."""
-    m = cseq.MSequence(Squares, SAMPLES, batch_size=BATCH, thread_type=kind, out_type="null")
-    m.start()
-    with pytest.raises(InterruptedError):
-        for _ in m:
-            m.finish()
 
 
 class Acting(cseq.Order):
@@ -129,38 +99,6 @@ def test_finish_in_the_middle_of_a_call(kind: str, where: str) -> None:
     m.load_state_dict(state)
     assert np.concatenate(list(start())).tolist() == list(range(4096))
     m.finish()
-
-
-@pytest.mark.parametrize("kind", ["proc", "thread"])
-def test_a_running_manager_can_be_dropped(kind: str) -> None:
-    """Garbage collection ends the pool (the fixture looks for what is left)."""
-    m = cseq.MSequence(Squares, SAMPLES, thread_type=kind, out_type="null").start()
-    iterator = iter(m)
-    next(iterator)
-    del m, iterator
-    gc.collect()
-
-
-EXITS = """
-import sys
-import numpy as np
-import cseq
-
-class Worker:
-    def __getitem__(self, indices):
-        return np.repeat(indices, 10000)
-
-m = cseq.MSequence(Worker, 1000, thread_type=sys.argv[1], out_type="null").start()
-kept = [batch for batch, _ in zip(m, range(3))]
-print("end")
-"""
-
-
-@pytest.mark.parametrize("kind", ["proc", "thread"])
-def test_a_script_may_end_without_finish(run_script: RunScript, kind: str) -> None:
-    """Interpreter exit ends everything, and prints nothing."""
-    done = run_script(EXITS, kind)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
 @pytest.mark.needs("fork")
@@ -332,8 +270,3 @@ def test_a_manager_inside_a_worker() -> None:
     plain = cseq.MPSequence(Squares, SAMPLES, batch_size=100, seed=11, out_type="null")
     with m.start(), plain.start_test():
         assert digest(m) == digest(plain)
-
-
-def iterate(m: cseq.MSequence) -> Iterator[Any]:
-    """Go through an epoch."""
-    yield from m

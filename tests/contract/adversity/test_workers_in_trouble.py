@@ -358,34 +358,6 @@ def test_a_batch_that_cannot_be_converted(kind: str, on_error: str) -> None:
     assert (len(raised), skips) == ((1, []) if on_error == "raise" else (0, [at]))
 
 
-class Unbuildable:
-    """Its file is not there."""
-
-    def __init__(self) -> None:
-        raise FileNotFoundError(2, "no such data set", "/data/set")
-
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        return indices
-
-
-@pytest.mark.parametrize("kind", ["proc", "thread"])
-def test_a_worker_that_cannot_be_built_says_so(kind: str) -> None:
-    """The original exception comes out of the loop, with its attributes, and is final."""
-    m = cseq.MSequence(Unbuildable, SAMPLES, thread_type=kind, out_type="null")
-    with m.start(), pytest.raises(FileNotFoundError, match="no such data set") as caught:
-        list(m)
-    assert caught.value.filename == "/data/set"
-
-
-def test_a_worker_that_dies_while_it_starts_is_not_started_for_ever() -> None:
-    """Workers that never get ready are given up after three rounds."""
-    with (
-        manager(leave, max_restarts=10**6).start() as m,
-        pytest.raises(cseq.WorkerDied, match="before they were ready"),
-    ):
-        list(m)
-
-
 # -- workers hang
 
 
