@@ -12,7 +12,6 @@ torch = pytest.importorskip("torch")
 from kinds import QUICKEST  # noqa: E402
 from torch.utils import data  # noqa: E402
 from torch_data import (  # noqa: E402
-    Plain,
     same,
     seed_all,
 )
@@ -112,22 +111,6 @@ class Counted(data.IterableDataset[Any]):
         self.begin = state
 
 
-class Counting(Plain):
-    """Its state is how many samples it gave."""
-
-    made = 0
-
-    def __getitem__(self, index: int) -> Any:
-        self.made += 1
-        return index, self.made
-
-    def state_dict(self) -> Any:
-        return {"made": self.made}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.made = state["made"]
-
-
 class Walk:
     """An iterator over numbers that has a state."""
 
@@ -150,56 +133,3 @@ class Walk:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.at = state["at"]
-
-
-class Epochs(data.IterableDataset[Any]):
-    """Counts its epochs, and its samples if it is its own iterator."""
-
-    def __init__(self, own: bool) -> None:
-        self.own = own
-        self.epoch = 0
-        self.at = 0
-
-    def __iter__(self) -> Any:
-        self.at = 0
-        return self if self.own else self.generate()
-
-    def generate(self) -> Iterator[Any]:
-        while self.at < 7:
-            self.at += 1
-            yield self.epoch, self.at
-        self.epoch += 1
-
-    def __next__(self) -> Any:
-        if self.at >= 7:
-            self.epoch += 1
-            raise StopIteration
-        self.at += 1
-        return self.epoch, self.at
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.at = state["epoch"], state["at"]
-
-
-class Rotated(Cycle):
-    """Its state says how many epochs there were, by which its order is rotated."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__(length)
-        self.epochs = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < self.length:
-            self.at += 1
-            yield (self.at - 1 + self.epochs) % self.length
-        self.at = 0
-        self.epochs += 1
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at, "epochs": self.epochs}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at, self.epochs = state["at"], state["epochs"]

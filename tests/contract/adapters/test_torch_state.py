@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from kinds import QUICKEST  # noqa: E402
 from torch.utils import data  # noqa: E402
 from torch_data import (  # noqa: E402
     Augmented,
-    Eager,
     Plain,
     Sharded,
     same,
@@ -29,7 +27,7 @@ import cseq  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-from torch_states import Cycle, Rotated, left_and_resumed, loader, taken  # noqa: E402
+from torch_states import Cycle, left_and_resumed, loader, taken  # noqa: E402
 
 pytestmark = [
     pytest.mark.needs("quick processes"),
@@ -40,25 +38,6 @@ pytestmark = [
 def with_workers(*values: Any) -> Any:
     """Return a case of two workers that goes the way of others: each of its parts is in one."""
     return pytest.param(2, *values, marks=pytest.mark.nightly)
-
-
-def indices(batches: Any) -> Any:
-    """Return what does not depend on generators."""
-    return [batch["index"].tolist() for batch in batches]
-
-
-@pytest.mark.parametrize("count", [0, 1, 5, 8])
-@pytest.mark.parametrize("numbers", [(0, 0), (2, 2), (2, 0), (0, 3)], ids=str)
-def test_the_rest_of_an_epoch(numbers: Any, count: int) -> None:
-    """With another number of workers, too."""
-    first, second = numbers
-    rest, resumed, _ = left_and_resumed(
-        lambda: loader(Augmented(23), first, batch_size=3, shuffle=True),
-        count,
-        lambda: loader(Augmented(23), second, batch_size=3, shuffle=True),
-    )
-    assert len(rest) == 8 - count
-    assert indices(rest) == indices(resumed)
 
 
 @pytest.mark.parametrize("numbers", [(2, 2), (2, 0), (0, 3)], ids=str)
@@ -82,35 +61,6 @@ def test_a_state_of_another_rng(taken: Any, caplog: pytest.LogCaptureFixture) ->
     assert caplog.messages == []
     loader(Plain(2), 0, rng=other).load_state_dict(state)
     assert f"taken with rng={taken!r}, and this loader has rng={other!r}" in caplog.text
-
-
-class Generated:
-    """A sampler with a generator of its own."""
-
-    def __call__(self) -> Any:
-        generator = torch.Generator().manual_seed(11)
-        return {"sampler": data.RandomSampler(range(23), generator=generator)}
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        dict,
-        Generated(),
-        lambda: {"sampler": data.RandomSampler(range(23), replacement=True, num_samples=20)},
-        lambda: {"sampler": Cycle(23)},
-        lambda: {"sampler": data.DistributedSampler(range(23), 2, 1, seed=3)},
-        lambda: {"sampler": list(range(22, -1, -1))},
-    ],
-    ids=["sequential", "generator", "replacement", "stateful", "distributed", "list"],
-)
-def test_samplers(num_workers: int, sampling: Any) -> None:
-    rest, resumed, _ = left_and_resumed(
-        lambda: loader(Augmented(23), num_workers, batch_size=2, **sampling()), 3
-    )
-    assert len(rest) >= 3
-    assert indices(rest) == indices(resumed)
 
 
 class Shuffler(data.Sampler[Any]):
@@ -170,21 +120,6 @@ def test_a_sampler_that_draws_from_a_global_generator(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("when", ["iter", "first", "each"])
-def test_a_sampler_with_a_generator_and_without_batches(num_workers: int, when: str) -> None:
-    """Its keys are drawn from the same state again, also by a process with another generator."""
-
-    def make(seed: int = 11) -> Any:
-        sampler = Shuffler("torch", when)
-        sampler.generator = torch.Generator().manual_seed(seed)
-        return loader(Plain(1000), num_workers, sampler=sampler, batch_size=None)
-
-    rest, resumed, _ = left_and_resumed(make, 5, lambda: make(12))
-    assert len(rest) == 19
-    assert rest == resumed
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_sampler_that_draws_key_by_key_is_told(
     num_workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -196,42 +131,6 @@ def test_a_sampler_that_draws_key_by_key_is_told(
     assert num_workers or not caplog.records
     taken(iterator, 1)
     assert "Shuffler draws from a global generator (numpy) with later keys" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("num_workers", "own"), [(0, False), (0, True), (2, True), with_workers(False)]
-)
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        lambda generator: data.RandomSampler(range(23), generator=generator),
-        lambda generator: data.SubsetRandomSampler(range(23), generator=generator),
-        lambda generator: data.WeightedRandomSampler(
-            [1.0] * 23, 23, replacement=False, generator=generator
-        ),
-    ],
-    ids=["random", "subset", "weighted"],
-)
-def test_a_sampler_that_draws_in_a_later_epoch(num_workers: int, own: bool, sampler: Any) -> None:
-    """Each sample of that epoch comes once, though the generator begins from somewhere else."""
-
-    def make(seed: int) -> Any:
-        torch.manual_seed(seed)
-        generator = torch.Generator().manual_seed(seed) if own else None
-        return loader(Plain(23), num_workers, batch_size=2, sampler=sampler(generator))
-
-    made = make(5)
-    list(made)
-    iterator = iter(made)
-    first = taken(iterator, 3)
-    state = pickle.loads(pickle.dumps(made.state_dict()))
-    rest = list(iterator)
-    again = make(6)
-    again.load_state_dict(state)
-    assert same(again.state_dict(), state)
-    resumed = list(again)
-    assert same(resumed, rest)
-    assert sorted(torch.cat(first + resumed).tolist()) == list(range(23))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -298,113 +197,6 @@ def test_the_epochs_behind_a_resume(
     assert same(without_told(resumed), without_told(rest))
 
 
-def owning(sampler: Any) -> Any:
-    """Return what makes a loader with a sampler that has a generator of its own."""
-
-    def make(seed: int, num_workers: int, **options: Any) -> Any:
-        generator = torch.Generator().manual_seed(seed)
-        return loader(Plain(6), num_workers, sampler=sampler(generator), **options)
-
-    return make
-
-
-def shuffling(seed: int, num_workers: int, **options: Any) -> Any:
-    """Make a loader whose generator is its sampler's as well."""
-    generator = torch.Generator().manual_seed(seed)
-    return loader(Plain(6), num_workers, shuffle=True, generator=generator, **options)
-
-
-class Derived(data.RandomSampler):
-    """One that draws as torch's does, and is of another type."""
-
-
-SAMPLERS = {
-    "random": owning(lambda generator: data.RandomSampler(range(6), generator=generator)),
-    "subset": owning(lambda generator: data.SubsetRandomSampler(range(6), generator=generator)),
-    "weighted": owning(
-        lambda generator: data.WeightedRandomSampler([1.0] * 6, 6, generator=generator)
-    ),
-    "derived": owning(lambda generator: Derived(range(6), generator=generator)),
-    "shuffling": shuffling,
-}
-OWNING = pytest.mark.parametrize("make", list(SAMPLERS.values()), ids=list(SAMPLERS))
-
-
-def jobs() -> Iterator[Any]:
-    """Give samplers, numbers of workers and options; few with workers."""
-    kept: dict[str, Any] = {"persistent_workers": True}
-    ways: list[tuple[int, dict[str, Any]]] = [(0, {}), (0, {"rng": "batch"}), (2, {}), (2, kept)]
-    for name, make in SAMPLERS.items():
-        for num_workers, options in ways:
-            few = num_workers == 0 or name == ("random" if options else "shuffling")
-            marks = () if few else pytest.mark.nightly
-            text = "-".join([name, str(num_workers), *options])
-            yield pytest.param(make, num_workers, options, marks=marks, id=text)
-
-
-@pytest.mark.parametrize(("make", "num_workers", "options"), list(jobs()))
-def test_a_job_that_resumes_behind_each_epoch(make: Any, num_workers: int, options: Any) -> None:
-    """Its orders are those of the uninterrupted run, whatever the number of workers is then."""
-    options = {"batch_size": 2, **options}
-    made = make(9, num_workers, **options)
-    expected = [[batch.tolist() for batch in made] for _ in range(5)]
-    assert expected[0] != expected[1]
-    made._iterator = None
-    made, epochs = make(9, num_workers, **options), []
-    different = 1 if "persistent_workers" in options else 0  # draw a seed in the first epoch only
-    for seed, other in enumerate((num_workers, different, 1, num_workers)):
-        epochs.append([batch.tolist() for batch in made])
-        state = pickle.loads(pickle.dumps(made.state_dict()))
-        made._iterator = None
-        kept = options.get("persistent_workers", False) and other > 0
-        made = make(seed, other, **{**options, "persistent_workers": kept})
-        made.load_state_dict(state)
-        state = pickle.loads(pickle.dumps(made.state_dict()))  # again, before the epoch begins
-        made = make(seed + 50, other, **{**options, "persistent_workers": kept})
-        made.load_state_dict(state)
-        if seed != 2:
-            continue
-        iterator = iter(made)  # and in the middle of it
-        half = [next(iterator).tolist()]
-        state = pickle.loads(pickle.dumps(made.state_dict()))
-        iterator = made._iterator = None
-        made = make(seed + 70, other, **{**options, "persistent_workers": kept})
-        made.load_state_dict(state)
-        epochs.append(half + [batch.tolist() for batch in made])
-        state = made.state_dict()
-        made._iterator = None
-        made = make(seed + 90, other, **{**options, "persistent_workers": kept})
-        made.load_state_dict(state)
-    made._iterator = None
-    assert epochs == expected
-
-
-@OWNING
-def test_the_samplers_generator_is_in_a_state_from_before_the_first_epoch(make: Any) -> None:
-    made, again = make(7, 0), make(8, 0)
-    again.load_state_dict(made.state_dict())
-    for _ in range(2):
-        assert same(list(again), list(made))
-
-
-@OWNING
-def test_a_state_from_before_the_first_batch_of_a_resume(make: Any) -> None:
-    """Without workers, no key has been drawn then."""
-    made = make(7, 0, batch_size=2)
-    list(made)
-    iterator = iter(made)
-    next(iterator)
-    state, rest = made.state_dict(), None
-    for seed in (8, 9):
-        again = make(seed, 0, batch_size=2)
-        again.load_state_dict(state)
-        resumed = iter(again)
-        state = again.state_dict()
-        assert state["_num_yielded"] == 1
-        rest = rest or list(iterator)
-        assert same(list(resumed), rest)
-
-
 def test_a_state_without_the_generator_that_a_sampler_has() -> None:
     """The order of its epoch cannot be drawn again."""
     made = loader(Plain(12), 0, batch_size=2, shuffle=True)
@@ -418,27 +210,6 @@ def test_a_state_without_the_generator_that_a_sampler_has() -> None:
         iter(again)
 
 
-def test_a_generator_is_in_a_state_from_before_the_first_epoch() -> None:
-    made, again = (
-        loader(
-            Plain(12), 0, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(seed)
-        )
-        for seed in (7, 8)
-    )
-    again.load_state_dict(made.state_dict())
-    assert same(list(again), list(made))
-
-
-def test_a_sampler_without_batches() -> None:
-    for make in (
-        lambda: loader(Plain(9), batch_size=None, shuffle=True),
-        lambda: loader(Plain(9), batch_size=None, sampler=Cycle(9)),
-    ):
-        rest, resumed, _ = left_and_resumed(make, 4)
-        assert rest == resumed
-        assert len(rest) == 5
-
-
 def test_the_state_is_small_and_of_one_size() -> None:
     made = loader(Plain(10_000), batch_size=10, shuffle=True)
     iterator = iter(made)
@@ -450,30 +221,6 @@ def test_the_state_is_small_and_of_one_size() -> None:
     assert len(sizes) == 1
     assert sizes.pop() < 8000
     assert state is not made.state_dict()
-
-
-def test_a_state_starts_nothing_and_is_quick() -> None:
-    made = loader(Plain(100), batch_size=10, shuffle=True)
-    assert made.state_dict()["_num_yielded"] == 0
-    assert made._iterator is None
-    iterator = iter(made)
-    next(iterator)
-    times = []
-    for _ in range(200):
-        begun = time.perf_counter()
-        made.state_dict()
-        times.append(time.perf_counter() - begun)
-    assert min(times) < 200e-6
-
-
-def test_a_state_from_before_the_first_epoch() -> None:
-    made = loader(Plain(6), batch_size=2, shuffle=True)
-    state = made.state_dict()
-    seed_all()
-    expected = list(made)
-    seed_all()
-    made.load_state_dict(state)
-    assert same(list(made), expected)
 
 
 def test_the_end_of_an_epoch() -> None:
@@ -524,20 +271,6 @@ def test_exceptions_count() -> None:
         assert list(again) == [2, 3, 4, 5]
 
 
-def test_persistent_workers_go_on_elsewhere() -> None:
-    def make() -> Any:
-        return loader(Plain(12), batch_size=2, shuffle=True, persistent_workers=True)
-
-    rest, resumed, state = left_and_resumed(make, 2)
-    assert same(rest, resumed)
-    made = make()
-    list(made)
-    made.load_state_dict(state)
-    assert same(list(made), rest)
-    assert len(list(made)) == 6
-    made._iterator = None
-
-
 def test_a_lowered_count() -> None:
     """As accelerate lowers it for what it has taken ahead."""
     made = loader(Plain(10), batch_size=2)
@@ -548,30 +281,6 @@ def test_a_lowered_count() -> None:
     state["_sampler_iter_yielded"] -= 1
     made.load_state_dict(state)
     assert [batch.tolist() for batch in made] == [[4, 5], [6, 7], [8, 9]]
-
-
-def test_the_worker_of_a_batch_after_a_resume() -> None:
-    """It is the one of the batch's number, whose data set may have a state."""
-
-    class Told(Plain):
-        def __getitem__(self, index: int) -> Any:
-            info = data.get_worker_info()
-            assert info is not None
-            return index, info.id
-
-    rest, resumed, _ = left_and_resumed(lambda: loader(Told(11), 3, batch_size=None), 4)
-    assert rest == resumed == [[k, k % 3] for k in range(4, 11)]
-
-
-def test_a_state_from_before_the_first_batch() -> None:
-    """The seed is the one that a RandomSampler would draw then."""
-    for num_workers in (0, 2):
-        made = loader(Plain(20), num_workers, batch_size=4, shuffle=True)
-        iterator = iter(made)
-        state = made.state_dict()
-        batches = list(iterator)
-        made.load_state_dict(state)
-        assert same(list(made), batches)
 
 
 # ── states that do not fit ─────────────────────────────────────────────────────────────────
@@ -659,19 +368,6 @@ def test_a_refused_state_changes_nothing() -> None:
         made.load_state_dict({"epoch": 3})
     assert made.state_dict() == state
     assert len(list(made)) == 1
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("epochs", [0, 2])
-def test_a_sampler_goes_on_behind_a_finished_epoch(num_workers: int, epochs: int) -> None:
-    made = loader(Plain(4), num_workers, sampler=Rotated(4), batch_size=None)
-    for _ in range(epochs):
-        list(made)
-    state = pickle.loads(pickle.dumps(made.state_dict()))
-    rest = list(made)
-    again = loader(Plain(4), num_workers, sampler=Rotated(4), batch_size=None)
-    again.load_state_dict(state)
-    assert list(again) == rest == [(k + epochs) % 4 for k in range(4)]
 
 
 class Drawn(Cycle):
@@ -835,16 +531,6 @@ def test_a_state_in_no_order_says_what_it_is(caplog: pytest.LogCaptureFixture) -
     taken(iterator, 3)
     made.state_dict()
     assert "only counts batches" in caplog.text
-
-
-def test_an_eager_sampler_draws_again() -> None:
-    """Nothing is known of it but how many keys it gave."""
-    sampler = Eager(8)
-    made = loader(Plain(8), sampler=sampler, batch_size=None)
-    iterator = iter(made)
-    taken(iterator, 3)
-    made.load_state_dict(made.state_dict())
-    assert len(list(made)) == 5
 
 
 class Asking(data.Sampler[Any]):

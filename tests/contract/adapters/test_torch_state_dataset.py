@@ -16,7 +16,7 @@ from torch_data import (  # noqa: E402
     Sharded,
     same,
 )
-from torch_states import Counted, Counting, Epochs, Rotated, left_and_resumed, loader, taken  # noqa: E402
+from torch_states import Counted, left_and_resumed, loader, taken  # noqa: E402
 
 import cseq  # noqa: E402
 from cseq import testing  # noqa: E402
@@ -101,114 +101,9 @@ def test_a_data_set_with_a_state(where: str, every: int, num_workers: int) -> No
     assert state["kind"] == "iterable"
 
 
-@pytest.mark.parametrize("count", [1, 4, 7])
-def test_a_data_set_without_a_state_is_read_again(count: int) -> None:
-    for sizes in ((3, 9, 5), (6,)):
-
-        def make(sizes: Any = sizes) -> Any:
-            return loader(Sharded(*sizes), len(sizes), batch_size=2)
-
-        rest, resumed, _ = left_and_resumed(make, min(count, 2 * len(sizes)))
-        assert [b[1].tolist() for b in rest] == [b[1].tolist() for b in resumed]
-    rest, resumed, _ = left_and_resumed(lambda: loader(Sharded(14), 0, batch_size=2), count)
-    assert len(rest) == 7 - count
-    assert [b[1].tolist() for b in rest] == [b[1].tolist() for b in resumed]
-
-
 def test_iterable_generators_go_on_with_seeds_for_each_batch() -> None:
     rest, resumed, _ = left_and_resumed(lambda: loader(Sharded(9, 4), batch_size=2, rng="batch"), 3)
     assert same(rest, resumed)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_finished_epoch_leaves_the_data_set_where_it_is(num_workers: int) -> None:
-    def make() -> Any:
-        persistent = num_workers > 0
-        return loader(Epochs(False), num_workers, batch_size=None, persistent_workers=persistent)
-
-    made = make()
-    first, state, second = list(made), made.state_dict(), list(made)
-    assert {epoch for epoch, _ in first} == {0}
-    assert {epoch for epoch, _ in second} == {1}
-    made._iterator = None
-    made = make()
-    made.load_state_dict(pickle.loads(pickle.dumps(state)))
-    assert list(made) == second
-    made._iterator = None
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_iterator_of_its_own_is_left_where_it_is(num_workers: int) -> None:
-    """Its state, which is the data set's, goes on behind a finished epoch, and in the next."""
-
-    def make() -> Any:
-        return loader(
-            Epochs(True), num_workers, batch_size=None, persistent_workers=num_workers > 0
-        )
-
-    made = make()
-    list(made)
-    state = made.state_dict()
-    second = list(made)
-    iterator = iter(made)
-    begun = made.state_dict()
-    third = list(iterator)
-    assert {epoch for epoch, _ in second} == {1}
-    assert {epoch for epoch, _ in third} == {2}
-    for each, epochs in ((state, [second, third]), (begun, [third])):
-        again = make()
-        again.load_state_dict(pickle.loads(pickle.dumps(each)))
-        for epoch in epochs:
-            assert list(again) == epoch
-        again._iterator = None
-    made._iterator = None
-
-
-@pytest.mark.parametrize("count", [1, 3, 4])
-def test_workers_that_persist_keep_what_they_had(count: int) -> None:
-    """A data set's state is that of its worker, which may have no batch in a whole epoch's rest."""
-
-    def make() -> Any:
-        return loader(Counting(8), batch_size=2, persistent_workers=True)
-
-    made = make()
-    list(made)
-    iterator = iter(made)
-    taken(iterator, count)
-    state = pickle.loads(pickle.dumps(made.state_dict()))
-    rest = [list(iterator), list(made)]
-    again = make()
-    again.load_state_dict(state)
-    assert same([list(again), list(again)], rest)
-    made._iterator = again._iterator = None
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_short_batch_ends_a_sampler(num_workers: int) -> None:
-    """It came to its end for that batch: the rest of the epoch is empty, and not the next one."""
-
-    def make() -> Any:
-        return loader(Plain(5), num_workers, sampler=Rotated(5), batch_size=2)
-
-    made = make()
-    iterator = iter(made)
-    taken(iterator, 3)
-    state = made.state_dict()
-    rest = [list(iterator), list(made), list(made)]
-    assert rest[0] == []
-    again = make()
-    again.load_state_dict(state)
-    assert same([list(again), list(again), list(again)], rest)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_data_set_that_is_its_own_iterator(num_workers: int) -> None:
-    """Its state is set behind `iter`, which begins it anew."""
-    rest, resumed, _ = left_and_resumed(
-        lambda: loader(Epochs(True), num_workers, batch_size=None), 3
-    )
-    assert rest == resumed
-    assert rest
 
 
 def test_a_state_that_is_kept_or_given_stays_as_it_is() -> None:
