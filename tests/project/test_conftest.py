@@ -166,40 +166,6 @@ def test_it(run_anew, tmp_path, monkeypatch):
     run_anew(SCRIPT)
 '''
 
-HOLDS = '''
-import os, subprocess, time
-import pytest
-
-SCRIPT = """
-import subprocess, sys, threading
-subprocess.Popen([sys.executable, "-c", sys.argv[1]])
-threading.Event().wait()
-"""
-CHILD = """
-import pathlib, time
-pathlib.Path("here").touch()
-end = time.monotonic() + 60
-while pathlib.Path("here").exists() and time.monotonic() < end:
-    time.sleep(0.01)
-pathlib.Path("ended").touch()
-"""
-
-def test_it(run_anew, tmp_path, monkeypatch):
-    here = tmp_path / "here"
-    def first_wait(process, timeout):
-        monkeypatch.undo()
-        while not here.exists():
-            time.sleep(0.01)
-        raise subprocess.TimeoutExpired("script", timeout)
-    monkeypatch.setattr(subprocess.Popen, "communicate", first_wait)
-    with pytest.raises(pytest.fail.Exception, match="hangs"):
-        run_anew(SCRIPT, CHILD)
-    assert not (tmp_path / "ended").exists()
-    here.unlink()
-    while os.name != "nt" and not (tmp_path / "ended").exists():
-        time.sleep(0.01)
-'''
-
 
 def run(pytester: pytest.Pytester, conftest: str, source: str) -> pytest.RunResult:
     """Run tests under a conftest, in a process of their own."""
@@ -250,11 +216,6 @@ def test_a_script_that_hangs_shows_its_stacks(pytester: pytest.Pytester) -> None
     result.stdout.fnmatch_lines(["*hangs*", "* in stuck*"])
 
 
-def test_a_script_that_hangs_is_not_waited_for(pytester: pytest.Pytester) -> None:
-    """Nor is a process that it has started, and which holds its output."""
-    run(pytester, CONFTEST.replace("GRACE = 10.0", "GRACE = 1.0"), HOLDS).assert_outcomes(passed=1)
-
-
 SLOW = """
 import pytest
 
@@ -298,21 +259,6 @@ def run_in_a_way(
 ) -> RunScript:
     """Each of the fixtures that run scripts."""
     return {"anew": run_anew, "script": run_script, "prepared": run_prepared}[request.param]
-
-
-def test_a_script_gives_its_output(run_in_a_way: RunScript) -> None:
-    """It gets its arguments and variables; its output, errors and status are returned."""
-    done = run_in_a_way(
-        "import os, sys\nprint(sys.argv[1:], os.environ['A'])\nsys.exit(3)", "x", A="y"
-    )
-    assert (done.stdout, done.stderr, done.returncode) == ("['x'] y\n", "", 3)
-
-
-def test_a_script_has_warnings_as_errors(run_in_a_way: RunScript) -> None:
-    """A warning ends it."""
-    done = run_in_a_way("import warnings\nwarnings.warn('look')")
-    assert done.returncode == 1
-    assert "UserWarning: look" in done.stderr
 
 
 @pytest.mark.needs("fork")
