@@ -1,4 +1,4 @@
-"""The cluster of these tests is one: results travel, nodes die, and nothing is left of it."""
+"""What the tests with Ray see of their cluster: its processes, and what it writes to a disk."""
 
 from __future__ import annotations
 
@@ -7,53 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
 import ray
 from local_cluster import at_work, kill, processes_of, until
 
 
 @ray.remote(num_cpus=1)
 class Maker:
-    """An actor that makes arrays, looks at those of others and starts processes."""
-
-    def node(self):
-        return ray.get_runtime_context().get_node_id()
-
-    def make(self, count):
-        return np.arange(count, dtype=np.uint32)
-
-    def total(self, array):
-        return int(array.sum())
+    """An actor that starts a process."""
 
     def start_process(self):
         return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE).pid
-
-
-def test_results_travel_between_nodes(cluster):
-    """Two actors are on two nodes, the driver on a third; arrays reach the driver and the other."""
-    makers = [Maker.remote() for _ in range(2)]
-    nodes = ray.get([maker.node.remote() for maker in makers])
-    here = ray.get_runtime_context().get_node_id()
-    assert {here, *nodes} == cluster.alive()
-    assert len({here, *nodes}) == 3
-    made = makers[0].make.remote(1 << 20)
-    assert np.array_equal(ray.get(made), np.arange(1 << 20))
-    until(lambda: cluster.stored() >= 4 << 20, "nothing is in the stores")
-    assert ray.get(makers[1].total.remote(made)) == (1 << 20) * ((1 << 20) - 1) // 2
-
-
-def test_a_node_comes_and_goes(cluster, added_node):
-    """Actors run on an added node; when it is killed, calls fail and objects are lost."""
-    maker = Maker.options(resources={"added": 1}, max_restarts=0).remote()
-    assert ray.get(maker.node.remote()) == added_node.node_id
-    made = maker.make.remote(1 << 20)
-    ray.wait([made], fetch_local=False)
-    cluster.remove_node(added_node)
-    with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(maker.node.remote())
-    with pytest.raises((ray.exceptions.ObjectLostError, ray.exceptions.RayActorError)):
-        ray.get(made)
 
 
 def test_processes_of_actors_are_seen(cluster):
