@@ -556,7 +556,7 @@ def test_workers_that_die_at_birth(kind: Kind) -> None:
     """Workers that end while they start are replaced only so often: then WorkerDied says it."""
     with (
         kind.start(Quitting, 100) as manager,
-        pytest.raises(cseq.WorkerDied, match="code 7.*before they were ready") as caught,
+        pytest.raises(cseq.WorkerDied, match=r"code 7.*before they were ready") as caught,
     ):
         list(manager)
     assert (caught.value.exitcode, caught.value.batch) == (7, None)

@@ -93,21 +93,6 @@ class Sharded(IterableDataset[Any]):
             yield number, sample, torch.rand(2), random.random()
 
 
-class Eager(Sampler[int]):
-    """Draws its order as soon as it is iterated over."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.calls = 0
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        self.calls += 1
-        return iter(torch.randperm(self.length).tolist())
-
-
 class Counting(Sampler[Any]):
     """Counts the keys that were drawn."""
 

@@ -1,23 +1,4 @@
-"""What users of torch's DataLoader complain about most, and what shows that it is otherwise here.
-
-The first column is the number in order of frequency. Tests that are not in this file:
-
-==  ==============================================  ================================================
-1   workers start anew in each epoch                test_torch_loader: test_persistent_workers_stay;
-                                                    benchmarks: dataloader_start
-2   hangs, and workers that die or get stuck        test_torch_loader: test_a_killed_worker_…,
-                                                    test_a_death_…, test_a_timeout_shows_where_…
-5   exceptions lose type and attributes             test_torch_loader: test_exceptions_are_…,
-                                                    test_a_batch_that_cannot_be_sent_is_an_error
-6   no resume in mid-epoch                          test_torch_state
-7   numbers depend on the number of workers         test_torch_loader: test_batches_are_the_same_…
-9   slow with small objects                         benchmarks: dataloader_tensors and others
-12  broken samples are to be skipped                test_torch_on_error
-14  nested workers are not allowed                  test_torch_loader: test_a_loader_in_a_worker
-15  iterable data: prefetch, order, ``len``         test_torch_loader: test_one_key_for_each_…,
-                                                    test_iterable_…, test_more_batches_than_len
-==  ==============================================  ================================================
-"""
+"""What users of torch's DataLoader complain about most, and what shows that it is otherwise."""
 
 from __future__ import annotations
 
@@ -64,7 +45,7 @@ def loader(dataset: Any, **options: Any) -> Any:
     return cseq.DataLoader(dataset, **given)
 
 
-# ── 2: workers that die ────────────────────────────────────────────────────────────────────
+# ── workers that die ────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("rng", ["worker", "batch"])
@@ -86,7 +67,7 @@ def test_each_worker_is_killed_at_some_place(rng: str) -> None:
     assert same(taken, expected)
 
 
-# ── 3: memory ──────────────────────────────────────────────────────────────────────────────
+# ── memory ──────────────────────────────────────────────────────────────────────────────
 
 
 # In a process of its own: what a worker copies of its other objects is then the same for both.
@@ -126,7 +107,7 @@ def test_workers_copy_no_more_of_the_data_set_than_torchs(run_prepared: RunScrip
     assert 1000 < ours < 1.1 * torchs
 
 
-# ── 4: descriptors and shared memory ───────────────────────────────────────────────────────
+# ── descriptors and shared memory ───────────────────────────────────────────────────────
 
 KEEPING = """\
 import resource, sys, torch
@@ -153,7 +134,7 @@ def test_a_thousand_batches_are_kept_with_a_hundred_descriptors(
     assert done.stdout.split() == ["1000", "True"]
 
 
-# ── 5: exceptions ──────────────────────────────────────────────────────────────────────────
+# ── exceptions ──────────────────────────────────────────────────────────────────────────
 
 
 class Holding(Exception):
@@ -186,7 +167,7 @@ def test_an_exception_that_cannot_be_pickled() -> None:
     assert list(iterator) == [2, 3]
 
 
-# ── 8: the end ─────────────────────────────────────────────────────────────────────────────
+# ── the end ─────────────────────────────────────────────────────────────────────────────
 
 ENDING = """\
 import os, torch
@@ -211,7 +192,7 @@ def test_an_interpreter_ends_with_persistent_workers(
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-# ── 10: pinning ────────────────────────────────────────────────────────────────────────────
+# ── pinning ────────────────────────────────────────────────────────────────────────────
 
 
 class Begun(Plain):
@@ -414,7 +395,7 @@ def test_a_thread_that_pins_has_the_loops_device(monkeypatch: pytest.MonkeyPatch
     assert threads == [1, 1]
 
 
-# ── 11: one slow sample ────────────────────────────────────────────────────────────────────
+# ── one slow sample ────────────────────────────────────────────────────────────────────
 
 
 class Gated(Plain):
@@ -451,7 +432,7 @@ def test_a_slow_batch_leaves_the_rest_to_other_workers(tmp_path: Path, rng: str)
     assert made_by[8:10] == ([1, 1] if rng == "batch" else [0, 1])
 
 
-# ── 13: the data set is pickled once ───────────────────────────────────────────────────────
+# ── the data set is pickled once ───────────────────────────────────────────────────────
 
 
 class Mapped(data.Dataset[Any]):
@@ -485,7 +466,7 @@ def test_workers_have_a_large_data_set_in_common(method: str) -> None:
     assert not one.endswith(" 0")  # it is a file
 
 
-# ── 14: Ctrl-C ─────────────────────────────────────────────────────────────────────────────
+# ── Ctrl-C ─────────────────────────────────────────────────────────────────────────────
 
 INTERRUPTED = """\
 import os, signal, torch

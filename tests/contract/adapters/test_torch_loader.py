@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -26,7 +26,6 @@ from torch.utils import data  # noqa: E402
 from torch_data import (  # noqa: E402
     Augmented,
     Counting,
-    Eager,
     Plain,
     Sharded,
     as_is,
@@ -35,7 +34,6 @@ from torch_data import (  # noqa: E402
 )
 
 import cseq.testing  # noqa: E402
-from cseq.adapters.torch import names  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,48 +49,6 @@ METHODS = multiprocessing.get_all_start_methods()
 
 
 # ── the same batches ───────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"batch_size": 4, "shuffle": True},
-        {"batch_size": 4, "shuffle": True, "persistent_workers": True},
-        {"batch_size": 5, "shuffle": True, "drop_last": True, "num_workers": 3},
-        {"batch_size": None},
-        {"batch_size": 3, "num_workers": 1, "prefetch_factor": 5},
-        {"batch_size": 4, "shuffle": True, "num_workers": 0},
-        {"batch_size": None, "num_workers": 0},
-        {"batch_size": 30},
-    ],
-    ids=str,
-)
-def test_batches_are_torchs_bit_for_bit(options: Any) -> None:
-    batches = check(Augmented(), **options)
-    assert all(len(epoch) for epoch in batches)
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_generator_of_the_users_own(persistent: bool) -> None:
-    def generated(kind: Any) -> Any:
-        generator = torch.Generator().manual_seed(5)
-        options = FORK | {"shuffle": True, "generator": generator}
-        ours = run(kind, Augmented(), 2, options | {"persistent_workers": persistent})
-        return ours, generator.get_state()
-
-    assert same(generated(cseq.DataLoader), generated(data.DataLoader))
-
-
-def test_a_sampler_that_draws_at_once() -> None:
-    def eager(kind: Any, **options: Any) -> Any:
-        sampler = Eager(9)
-        made = run(kind, Augmented(9), 2, {"sampler": sampler, "batch_size": None, **options})
-        return made, sampler.calls
-
-    assert same(eager(cseq.DataLoader, **FORK), eager(data.DataLoader, **FORK))
-    assert same(eager(cseq.DataLoader), eager(data.DataLoader))
-    assert eager(cseq.DataLoader, **FORK)[1] == 4
 
 
 LEVEL = [0]
@@ -147,21 +103,6 @@ def test_a_data_set_that_has_the_loaders_generator() -> None:
     assert same(noisy(cseq.DataLoader), noisy(data.DataLoader))
 
 
-@pytest.mark.parametrize("sizes", [(1, 4, 2), (3, 5), (0, 4, 9), (5, 1, 3, 0, 2)], ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [{"batch_size": 2}, {"batch_size": 2, "drop_last": True}, {"batch_size": None}],
-    ids=str,
-)
-def test_iterable_batches_are_torchs(sizes: Any, options: Any) -> None:
-    check(Sharded(*sizes), num_workers=len(sizes), **options)
-
-
-def test_iterable_with_persistent_workers_and_without_any() -> None:
-    check(Sharded(3, 6), batch_size=2, persistent_workers=True)
-    check(Sharded(3, 6), batch_size=2, num_workers=0)
-
-
 @pytest.mark.parametrize("options", [{}, FORK, FORK | {"persistent_workers": True}], ids=str)
 def test_a_batch_size_that_is_set_at_the_batch_sampler(options: Any) -> None:
     def sizes(kind: Any) -> Any:
@@ -175,34 +116,6 @@ def test_a_batch_size_that_is_set_at_the_batch_sampler(options: Any) -> None:
     ours = sizes(cseq.DataLoader)
     assert same(ours, sizes(data.DataLoader))
     assert [len(epoch[0][0]) for epoch in ours] == [3, 4]
-
-
-class Point(NamedTuple):
-    """A sample."""
-
-    x: Any
-    y: Any
-
-
-class Structured(Plain):
-    """Samples of many types."""
-
-    def __getitem__(self, index: int) -> Any:
-        return (
-            Point(torch.full((2, 3), index), np.int16(index)),
-            {"a": [1.5 * index, index % 2 == 0], "b": b"bytes"},
-            np.full((100, 60), index, np.float32),
-            torch.full((100, 60), index, dtype=torch.bfloat16),
-            np.float64(index),
-            torch.tensor(index),
-            torch.zeros(0),
-        )
-
-
-def test_samples_of_many_types() -> None:
-    [[*batches]] = check(Structured(), epochs=1, batch_size=4)
-    assert isinstance(batches[0][0], Point)
-    assert batches[0][2].shape == (4, 100, 60)
 
 
 class Mixed(Plain):
@@ -237,20 +150,6 @@ def test_keys_reach_the_data_set_as_they_are(rng: str) -> None:
     assert list(made) == expected
     made = loader(Typed(), batch_sampler=[KEYS, tuple(KEYS)], collate_fn=as_is, rng=rng)
     assert list(made) == [expected, expected]
-
-
-class Together(Plain):
-    """Gives a batch of samples at once."""
-
-    def __getitems__(self, keys: list[int]) -> list[int]:
-        assert type(keys) is list
-        return [10 * key for key in keys]
-
-
-def test_getitems_is_used() -> None:
-    assert [b.tolist() for b in loader(Together(5), batch_size=2)] == [[0, 10], [20, 30], [40]]
-    subset = data.Subset(Together(5), [4, 2])
-    assert [b.tolist() for b in loader(subset, batch_size=2)] == [[40, 20]]
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m != QUICK])
@@ -296,34 +195,12 @@ def test_a_sampler_that_raises_loses_no_batch() -> None:
         def __iter__(self) -> Iterator[int]:
             return failing()
 
-    taken = []
     iterator = iter(loader(Plain(100), sampler=Failing(()), batch_size=None))
+    taken = []
     with pytest.raises(KeyError, match="sampler"):
-        taken.extend(iterator)
-    iterator = iter(loader(Plain(100), sampler=Failing(()), batch_size=None))
-    taken = []
-    with pytest.raises(KeyError):
         while True:
             taken.append(next(iterator))
     assert taken == list(range(6))
-
-
-def test_the_worker_of_a_batch() -> None:
-    batches = list(loader(Augmented(9), num_workers=3, batch_size=1))
-    assert [int(b["told"][0]) for b in batches] == [0, 1, 2] * 3
-
-
-def test_an_infinite_sampler() -> None:
-    def forever() -> Iterator[int]:
-        while True:
-            yield 1
-
-    class Forever(Counting):
-        def __iter__(self) -> Iterator[int]:
-            return forever()
-
-    iterator = iter(loader(Plain(), sampler=Forever(()), batch_size=3))
-    assert [next(iterator).tolist() for _ in range(20)] == [[1, 1, 1]] * 20
 
 
 class Gated(Plain):
@@ -337,12 +214,6 @@ class Gated(Plain):
         while index == 2 and not self.path.exists():
             time.sleep(0.01)
         return index
-
-
-@pytest.mark.parametrize("in_order", [1, 0])
-def test_in_order_may_be_a_number(in_order: int) -> None:
-    """As it may for torch's: from a command line, for example."""
-    assert sorted(loader(Plain(5), batch_size=None, in_order=in_order)) == [0, 1, 2, 3, 4]
 
 
 def test_out_of_order(tmp_path: Path) -> None:
@@ -695,23 +566,6 @@ def test_workers_that_are_terminated_are_gone() -> None:
         assert process.exitcode == KILLED
     assert list(iterator) == list(range(1, 40))
     assert [process.pid for process in processes] == pids
-
-
-def test_a_batch_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is raised once, in its place."""
-
-    def pin(batch: Any, device: Any) -> Any:
-        if batch == 1:
-            raise RuntimeError("no page-locked memory")
-        return batch
-
-    monkeypatch.setattr(names, "pin", pin)
-    iterator = iter(loader(Plain(4), batch_size=None))
-    iterator._pin_memory = True
-    assert next(iterator) == 0
-    with pytest.raises(RuntimeError, match="page-locked"):
-        next(iterator)
-    assert list(iterator) == [2, 3]
 
 
 class Waiting(Plain):

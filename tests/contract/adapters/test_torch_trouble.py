@@ -199,14 +199,6 @@ def test_a_timeout_shows_where_the_worker_is(tmp_path: Path) -> None:
     assert list(iterator) == [1, 2]
 
 
-def test_a_killed_worker_is_replaced() -> None:
-    iterator = iter(loader(Plain(200), batch_size=None))
-    taken = [next(iterator) for _ in range(5)]
-    kill(iterator._workers[1].pid)
-    taken += iterator
-    assert taken == list(range(200))
-
-
 class Deadly(Plain):
     """Ends its process."""
 
@@ -296,14 +288,3 @@ def test_batches_are_the_same_for_any_number_of_workers(persistent: bool) -> Non
         batches, drawn_after = run(cseq.DataLoader, Augmented(13), 2, options | forked)
         assert same([without_told(epoch) for epoch in batches], expected)
         assert drawn_after == after
-
-
-def test_a_death_changes_no_batch() -> None:
-    options: Any = FORK | {"batch_size": 3, "shuffle": True, "rng": "batch"}
-    [expected], _ = run(cseq.DataLoader, Augmented(120), 1, options)
-    seed_all()
-    iterator = iter(cseq.DataLoader(Augmented(120), **options))
-    taken = [next(iterator) for _ in range(4)]
-    kill(iterator._workers[0].pid)
-    taken += iterator
-    assert same(without_told(taken), without_told(expected))

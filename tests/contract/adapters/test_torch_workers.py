@@ -8,7 +8,7 @@ import decimal
 import multiprocessing
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +18,10 @@ torch = pytest.importorskip("torch")
 from torch.utils import data  # noqa: E402
 from torch_data import (  # noqa: E402
     Plain,
-    Sharded,
 )
+from torch_loaders import FORK, check, forked, loader  # noqa: E402
 
 import cseq.testing  # noqa: E402
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-from torch_loaders import FORK, QUICK, check, forked, loader  # noqa: E402
 
 pytestmark = [
     pytest.mark.needs("quick processes"),
@@ -43,14 +39,6 @@ class Labelled(Plain):
         return torch.full((8, 64, 64), float(index)), index
 
 
-def laid_out(samples: Any) -> Any:
-    """Collate to a batch of several layouts."""
-    images, labels = data.default_collate(samples)
-    mask = torch.tril(torch.ones(512, 512, dtype=torch.bool)).expand(32, 4, 512, 512)
-    last = images.to(memory_format=torch.channels_last)
-    return {"labels": labels, "last": last, "mask": mask, "rows": images.permute(2, 0, 3, 1)}
-
-
 def test_labels_that_are_kept_hold_no_batch() -> None:
     """What is kept of a batch holds no slot."""
     batches, kept = loader(Labelled(64), batch_size=4), []
@@ -60,51 +48,7 @@ def test_labels_that_are_kept_hold_no_batch() -> None:
     assert torch.cat(kept).tolist() == list(range(64))
 
 
-def test_strides_are_those_of_torch() -> None:
-    """Expanded and permuted tensors have their strides, and take what their storage weighs."""
-    options: dict[str, Any] = {"batch_size": 4, "collate_fn": laid_out}
-    theirs = list(data.DataLoader(Labelled(8), **FORK, **options))
-    for batch, other in zip(loader(Labelled(8), **options), theirs, strict=True):
-        for name, tensor in batch.items():
-            assert tensor.stride() == other[name].stride(), name
-            assert torch.equal(tensor, other[name])
-        assert batch["mask"].untyped_storage().nbytes() == 512 * 512
-
-
 # ── in a worker ────────────────────────────────────────────────────────────────────────────
-
-
-class Informed(Plain):
-    """Tells what a worker knows."""
-
-    def __getitem__(self, index: int) -> Any:
-        info = data.get_worker_info()
-        assert info is not None
-        assert info.dataset is self
-        return info.id, info.num_workers, info.seed, torch.initial_seed(), torch.get_num_threads()
-
-
-def test_worker_info() -> None:
-    torch.manual_seed(1)
-    theirs = list(data.DataLoader(Informed(4), batch_size=None, **FORK))
-    torch.manual_seed(1)
-    assert list(loader(Informed(4), batch_size=None)) == theirs
-    assert data.get_worker_info() is None
-
-
-def test_worker_init_fn() -> None:
-    def init(number: int) -> None:
-        info = data.get_worker_info()
-        assert info is not None
-        assert info.id == number
-        info.dataset.length = 100 + number  # type: ignore[attr-defined]
-
-    class Told(Plain):
-        def __getitem__(self, index: int) -> int:
-            return self.length
-
-    made = loader(Told(4), batch_size=None, worker_init_fn=init)
-    assert list(made) == [100, 101, 100, 101]
 
 
 class Nested(Plain):
@@ -188,27 +132,6 @@ def test_what_multiprocessing_knows_of_the_trainer() -> None:
     """And workers have different numbers, which users choose devices and files by."""
     told = os.getpid(), multiprocessing.current_process().name, True
     assert list(loader(Related(2), batch_size=None)) == [[*told, [1]], [*told, [2]]]
-
-
-class Shared(Plain):
-    """Uses what multiprocessing shares."""
-
-    def __init__(self) -> None:
-        super().__init__(6)
-        context = multiprocessing.get_context(QUICK)
-        self.queue = context.Queue()
-
-    def __getitem__(self, index: int) -> int:
-        self.queue.put(index)
-        return index
-
-
-def test_what_multiprocessing_shares() -> None:
-    dataset = Shared()
-    assert list(loader(dataset, batch_size=None)) == list(range(6))
-    assert sorted(dataset.queue.get(timeout=10) for _ in range(6)) == list(range(6))
-    dataset.queue.close()
-    dataset.queue.join_thread()
 
 
 OWN_VALUE = contextvars.ContextVar("OWN_VALUE", default=0)
@@ -309,71 +232,11 @@ def test_exceptions_are_the_original_ones_and_end_nothing() -> None:
     assert list(iterator) == []
 
 
-def test_exceptions_without_workers() -> None:
-    iterator = iter(cseq.DataLoader(Raising(7), batch_size=None))
-    assert next(iterator) == 0
-    with pytest.raises(Odd):
-        next(iterator)
-    assert [next(iterator)] == [2]
-    with pytest.raises(FileNotFoundError):
-        next(iterator)
-    assert next(iterator) == 4
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        next(iterator)
-    assert list(iterator) == [6]
-
-
-class Halting(data.IterableDataset[Any]):
-    """An iterator that raises once and goes on."""
-
-    def __iter__(self) -> Iterator[int]:
-        self.at = -1
-        return self
-
-    def __next__(self) -> int:
-        self.at += 1
-        if self.at == 1:
-            raise ValueError("once")
-        if self.at == 4:
-            raise StopIteration
-        return self.at
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_iterable_that_raised_is_asked_again(num_workers: int) -> None:
-    options = FORK | {"num_workers": num_workers} if num_workers else {}
-    iterator = iter(cseq.DataLoader(Halting(), batch_size=None, **options))
-    assert next(iterator) == 0
-    with pytest.raises(ValueError, match="once"):
-        next(iterator)
-    assert list(iterator) == [2, 3]
-
-
-@pytest.mark.parametrize("iterable", [False, True])
-def test_an_exception_of_worker_init_fn(iterable: bool) -> None:
-    def init(number: int) -> None:
-        raise OSError(5, "init")
-
-    dataset: Any = Sharded(2, 2) if iterable else Plain(3)
-    iterator = iter(loader(dataset, worker_init_fn=init, batch_size=None))
-    with pytest.raises(OSError, match="init") as caught:
-        next(iterator)
-    assert caught.value.errno == 5
-
-
 class Unsendable(Plain):
     """Its sample 1 cannot be pickled."""
 
     def __getitem__(self, index: int) -> Any:
         return threading.Lock() if index == 1 else index
-
-
-def test_a_batch_that_cannot_be_sent_is_an_error() -> None:
-    iterator = iter(loader(Unsendable(4), batch_size=None))
-    assert next(iterator) == 0
-    with pytest.raises(TypeError, match="lock"):
-        next(iterator)
-    assert list(iterator) == [2, 3]
 
 
 def test_a_batch_that_cannot_be_sent_counts() -> None:

@@ -552,17 +552,6 @@ def test_arrays_and_tensors(make: Any) -> None:
         assert item["name"] == f"item {number}"
 
 
-def test_arrays_from_the_dispatching_process() -> None:
-    """They arrive in the workers as they are, too."""
-    pipe = IterableWrapper(range(6)).map(arrays).sharding_round_robin_dispatch(MULTI)
-    with loader(pipe.map(total)) as loaded:
-        assert list(loaded) == [(10_000.0 * n, 1000 * n) for n in range(6)]
-
-
-def total(item: dict[str, Any]) -> tuple[float, int]:
-    return float(item["array"].sum()), int(item["tensor"].sum())
-
-
 def threads(item: Any) -> int:
     return torch.get_num_threads()
 
