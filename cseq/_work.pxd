@@ -57,7 +57,7 @@ cdef class Runner:
 
 
 cdef class TicketWriter:
-    cdef int open_ticket(self, Runner runner) except -1
+    cdef int open_ticket(self) except -1
     cdef bint publish_batch(self, Runner runner, object batch) except -1
 
 
@@ -114,8 +114,7 @@ cdef class BatchSeeds:
 
 
 cdef class Work:
-    cdef readonly object batch_writer
-    cdef TicketWriter writer
+    cdef readonly TicketWriter batch_writer
     cdef long depth  # of forks; another one: this process is a copy, made by the user's code
     cdef object make_batch(self, Runner runner)
     cdef int work(self, Runner runner) except -1
@@ -135,7 +134,7 @@ cdef class BatchMaker(Work):
 cdef object UNREAD
 
 
-cdef class SlotEncoder(TicketWriter):
+cdef class Encoder(TicketWriter):
     cdef public Memory memory  # the slot, up to `capacity`; another object when it has grown
     cdef public Py_ssize_t used  # bytes of the slot that are given out
     cdef public Py_ssize_t capacity  # bytes that are committed; the trainer has to learn it
@@ -148,7 +147,7 @@ cdef class SlotEncoder(TicketWriter):
     cdef public Slots slots  # None: slots are named by the caller
     cdef public int64_t slot  # the present one, which this process has taken; -1: none
     cdef public list kept  # slots in which arrays of earlier batches are alive; see `writer.Kept`
-    cdef public object cast  # the dtype that `try_publish` casts numbers to, or None
+    cdef public object cast  # the dtype that numbers are cast to, or None
     # dump(objects) -> (bytes, list of numpy.ndarray): pickles what no plan opens; the arrays
     # are buffers beside the pickle.
     cdef public object dump
@@ -163,7 +162,6 @@ cdef class SlotEncoder(TicketWriter):
     cdef Py_ssize_t find_own(self, int k, Plan plan, list arrays, Py_ssize_t base) except -2
     cdef int reserve(self, Py_ssize_t count) except -1
     cdef int write_batch(self, Plan plan, list arrays, bytes pickled) except -1
-    cdef int fit(self, Py_ssize_t nbytes) except -1
     cpdef int take(self) except -1
     cdef void hand_over(self, Runner runner, cseq_cell* c, uint32_t status) noexcept
 
@@ -209,9 +207,8 @@ cdef class ObjectTable:
         return <object>self.items[STRIDE * cell]
 
 
-@cython.final
 cdef class ObjectWriter(TicketWriter):
-    cdef ObjectTable objects
+    cdef readonly ObjectTable objects
 
 
 @cython.final

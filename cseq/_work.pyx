@@ -247,7 +247,7 @@ cdef class Runner:
 cdef class TicketWriter:
     """What publishes a runner's batches: the part that is in C."""
 
-    cdef int open_ticket(self, Runner runner) except -1:
+    cdef int open_ticket(self) except -1:
         """Prepare for the present ticket."""
         return 0
 
@@ -255,13 +255,9 @@ cdef class TicketWriter:
         """Write a batch and publish its ticket, if that can be done in C; return whether it was."""
         return False
 
-    def begin_ticket(self, Runner runner not None):
+    def begin_ticket(self):
         """Prepare for the present ticket."""
-        self.open_ticket(runner)
-
-    def try_publish(self, Runner runner not None, batch):
-        """Write a batch and publish its ticket, if that can be done in C; return whether it was."""
-        return self.publish_batch(runner, batch)
+        self.open_ticket()
 
 
 cdef class Generator:
@@ -570,8 +566,8 @@ cdef class Work:
     batch_writer : BatchWriter
     """
 
-    def __cinit__(self, batch_writer, *_, **__):
-        self.batch_writer, self.writer = batch_writer, batch_writer.ticket_writer
+    def __cinit__(self, TicketWriter batch_writer not None, *_, **__):
+        self.batch_writer = batch_writer
         self.depth = forks_here[0]
 
     cdef object make_batch(self, Runner runner):
@@ -587,7 +583,7 @@ cdef class Work:
             if batch is NO_MORE:
                 self.batch_writer.end_items(runner)
                 return 0
-            if not self.writer.publish_batch(runner, batch):
+            if not self.batch_writer.publish_batch(runner, batch):
                 record = self.batch_writer.write(runner, batch)
                 del batch  # publish checks whether the user's code has kept arrays in the slot
                 self.batch_writer.publish(runner, record)
@@ -640,7 +636,7 @@ cdef class BatchMaker(Work):
     cdef object make_batch(self, Runner runner):
         if self.batch_state.drawn is not None or self.batch_state.ticket is not runner:
             self.batch_state.drawn, self.batch_state.ticket = None, runner
-        self.writer.open_ticket(runner)
+        self.batch_writer.open_ticket()
         batch = self.index(runner)
         if batch is None: raise self.forgotten()
         return batch if self.convert is None else self.convert(batch)

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from prepared import Prepared
 
+    from cseq.encoding.writer import Writer
     from cseq.memory.arena import Arena
-    from cseq.memory.writer import Writer
 
 with contextlib.suppress(ImportError):
     import hypothesis

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from cseq._memory import Memory
+    from cseq._work import Encoder
     from cseq.encoding.pickling import Pickled
-    from cseq.memory.writer import Writer
 
 Array: TypeAlias = ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]
@@ -290,13 +290,13 @@ def _bits(dtype: Any) -> tuple[Any, str | None]:
     return None, None
 
 
-def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
+def encode(batch: Any, writer: Encoder, cast: Dtype | None = None) -> Record:
     """Write a batch into a slot.
 
     Parameters
     ----------
     batch : object
-    writer : Writer
+    writer : Encoder
         At the slot; bytes in use there stay. Arrays that lie in this slot are not copied.
     cast : numpy.dtype, optional
         Type that arrays and tensors of numbers (`castable`) are cast to on the way, but not those
@@ -325,17 +325,20 @@ def encode(batch: Any, writer: Writer, cast: Dtype | None = None) -> Record:
         with _explained(batch):
             pickled, buffers = dump(objects)
         arrays = arrays + buffers
-    if writer.watched:
+    if writer.watched and writer.placement is not None:
         casts = plan.casts + [False] * (len(arrays) - len(plan.casts))
         plain = zip(arrays, casts, strict=True)
-        writer.learn([array for array, casts in plain if not casts and flat_of(array) is not None])
+        flat = [array for array, casts in plain if not casts and flat_of(array) is not None]
+        writer.placement.learn(flat)
     return _record(writer.encode(plan, arrays, pickled))
 
 
 _record: Callable[[tuple[int, ...]], Record] = functools.partial(tuple.__new__, Record)
 
 
-def plan_for(batch: Any, writer: Writer, cast: Dtype | None) -> tuple[Plan, list[Array], list[Any]]:
+def plan_for(
+    batch: Any, writer: Encoder, cast: Dtype | None
+) -> tuple[Plan, list[Array], list[Any]]:
     """Return a batch's plan, which the writer then remembers, its arrays, and its other leaves."""
     survey = _Survey(cast)
     try:
@@ -465,7 +468,7 @@ def recast_tensor(tensor: Any, dtype: Any) -> Any:
 ONE_OBJECT = Plan(pickle.dumps((OBJECT, []), protocol=5), OBJECT, [])
 
 
-def encode_pickled(pickled: Pickled, writer: Writer) -> Record:
+def encode_pickled(pickled: Pickled, writer: Encoder) -> Record:
     """Write an object that is pickled already into a slot; `decode` returns it."""
     buffers = [np.frombuffer(buffer, np.uint8) for buffer in pickled.buffers]
     return _record(writer.encode(ONE_OBJECT, buffers, pickled.data))

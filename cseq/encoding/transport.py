@@ -1,7 +1,7 @@
 """How a batch travels to the next runner: as an object, or through a slot.
 
 Threads pass on the object itself (`Objects`). Processes write the batch into the ticket's slot of
-shared memory (`SlotWriter`), where the trainer decodes it (`SlotReader`). What converter processes
+shared memory (`Writer`), where the trainer decodes it (`SlotReader`). What converter processes
 write there, `converter.export.Imports` fetches. A runner has a `BatchWriter`, and a converter also
 a `Source`; the trainer has a `BatchReader`.
 """
@@ -11,20 +11,19 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cseq._work import ObjectTable, ObjectWriter
+from cseq._work import ObjectWriter
 from cseq.encoding import codec, failure
-from cseq.stage import BATCH, ENDED, RAISED
+from cseq.stage import BATCH, RAISED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
     from typing_extensions import TypedDict
 
     from cseq._memory import Mapping, Memory, Reader, Slots
-    from cseq._work import Runner
+    from cseq._work import ObjectTable, Runner
+    from cseq.encoding.writer import Writer
     from cseq.memory.arena import Arena
-    from cseq.memory.writer import Writer
 
     Fields = tuple[int, ...]
 
@@ -36,16 +35,7 @@ if TYPE_CHECKING:
         known: tuple[list[Mapping | None], Reader, Callable[[int, int], Memory | None]]
 
 
-__all__ = [
-    "NO_SLOT",
-    "BatchReader",
-    "BatchWriter",
-    "Objects",
-    "SlotReader",
-    "SlotSource",
-    "SlotWriter",
-    "Source",
-]
+__all__ = ["NO_SLOT", "BatchReader", "BatchWriter", "Objects", "SlotReader", "Source"]
 
 NO_SLOT = 0xFFFFFFFF  # of a ticket that lies in none
 
@@ -53,12 +43,12 @@ log = logging.getLogger("cseq")
 
 
 # What a runner, a converter and the trainer have. A reader changes nothing: `Feed` frees the cell.
-BatchWriter: TypeAlias = "Objects | SlotWriter"
-Source: TypeAlias = "Objects | SlotReader"
+BatchWriter: TypeAlias = "Objects | Writer"
+Source: TypeAlias = "Objects | SlotReader | Writer"
 BatchReader: TypeAlias = "Objects | SlotReader"
 
 
-class Objects:
+class Objects(ObjectWriter):
     """Both ends between threads: one object for each cell of the ring.
 
     Parameters
@@ -67,21 +57,19 @@ class Objects:
         Reads the batches of the stage before, if that writes to slots.
     """
 
-    def __init__(self, cells: int, below: SlotReader | None = None) -> None:
-        self._held = ObjectTable(cells)
+    def __init__(self, cells: int, below: SlotReader | None = None) -> None:  # noqa: ARG002
         self._below = below
-        self.ticket_writer = ObjectWriter(self._held)
 
     @property
     def ends(self) -> Ends:
         """The objects, by cell, and the slots of the stage before."""
         below: Ends = {} if self._below is None else self._below.ends
         below.pop("known", None)
-        return {**below, "objects": self._held}
+        return {**below, "objects": self.objects}
 
     def write(self, runner: Runner, batch: Any) -> tuple[int, ...]:
         """Store the batch under the cell's number, for the next stage, or the trainer."""
-        self._held[runner.cell] = batch
+        self.objects[runner.cell] = batch
         return ()
 
     def publish(self, runner: Runner, record: tuple[int, ...]) -> None:
@@ -90,75 +78,24 @@ class Objects:
 
     def fail(self, runner: Runner, error: BaseException) -> None:
         """Store the exception under the cell's number."""
-        self._held[runner.cell] = error
+        self.objects[runner.cell] = error
         runner.publish(RAISED)
 
     def fetch(self, runner: Runner) -> Any:
         """Return the batch of the present ticket."""
-        return self._held[runner.cell]
+        return self.objects[runner.cell]
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
         """Return the object."""
-        return self._held[cell]
+        return self.objects[cell]
 
     def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
         """Return the exception, from the slot if it was raised in the stage before."""
-        error: BaseException | None = self._held[cell]
+        error: BaseException | None = self.objects[cell]
         if error is None:  # a thread may raise before its batch has left the slot
             assert self._below is not None
             return self._below.error(cell, slot, capacity, record)
         return error
-
-
-class SlotWriter:
-    """A worker process's end: writes into the slot of the present ticket."""
-
-    def __init__(self, writer: Writer, cast: np.dtype[Any] | None) -> None:
-        self._writer = writer
-        self._cast = writer.cast = cast
-        writer.dump = codec.dump
-        self.ticket_writer = writer
-        # Its methods, without a call in between.
-        self.begin = writer.begin_ticket
-        self.try_publish = writer.try_publish
-
-    def write(self, runner: Runner, batch: Any) -> tuple[int, ...]:  # noqa: ARG002
-        """Encode the batch."""
-        self._writer.settle()
-        return codec.encode(batch, self._writer, self._cast)
-
-    def publish(self, runner: Runner, record: tuple[int, ...]) -> None:
-        """Publish the ticket; arrays in the slot that the indexer has kept stay where they are."""
-        self._writer.end()
-        self._writer.publish(runner, BATCH, record)
-
-    def end_items(self, runner: Runner) -> None:
-        """Publish the ticket with nothing: no more follows in this queue."""
-        self._writer.settle()
-        self._writer.end()
-        self._writer.publish(runner, ENDED, (0, 0, 0, 0))
-
-    def fail(self, runner: Runner, error: BaseException, status: int = RAISED) -> None:
-        """Write the exception into the slot; its text alone, if memory is short."""
-        try:
-            record = self._write_error(runner, failure.pack(error))
-        except MemoryError:
-            try:
-                record = self._write_error(runner, failure.pack_text(error))
-            except MemoryError:  # there is not even a slot
-                runner.publish(status)
-                return
-        self._writer.publish(runner, status, record)
-
-    def _write_error(self, runner: Runner, packed: bytes) -> tuple[int, ...]:
-        """Write a packed exception over what the slot holds."""
-        if self._writer.slots is None:  # a converter writes over the indexer's batch
-            self._writer.select(runner.slot, runner.capacity)
-        else:
-            self._writer.begin()
-        record = codec.encode(packed, self._writer, None)
-        self._writer.end()
-        return record
 
 
 class SlotReader:
@@ -201,17 +138,3 @@ class SlotReader:
         runner.detach()
         self._arena.slots.vacate(slot)
         return batch
-
-
-class SlotSource:
-    """A converter process's end of the slots: reads the indexer's batch in place."""
-
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
-
-    def fetch(self, runner: Runner) -> Any:
-        """Decode the batch of the present ticket; the converter will write after it."""
-        writer, record = self._writer, runner.record
-        writer.select(runner.slot, runner.capacity)
-        writer.resume(codec.used(record))
-        return codec.decode(writer.loan(), record)

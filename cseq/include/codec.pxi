@@ -8,12 +8,8 @@ BUFFER.kind, BUFFER.nd, BUFFER.words, BUFFER.itemsize = ARRAY, 1, 2, 1
 cdef extern from "numpy/arrayobject.h":
     int PyArray_CopyInto(cnp.ndarray target, cnp.ndarray source) except -1
 
-cdef class SlotEncoder(TicketWriter):
-    """The part of a writer that is in C: its state for the present ticket, and writing by plans.
-
-    `try_publish` writes and publishes a batch that has the structure of one of the last four, in one call.
-    `writer.Writer` has the rest.
-    """
+cdef class Encoder(TicketWriter):
+    """The part of `writer.Writer` that is in C: its state for the present ticket, and writing by plans."""
 
     def __cinit__(self, *args):
         self.kept = []
@@ -25,6 +21,10 @@ cdef class SlotEncoder(TicketWriter):
 
     def __dealloc__(self):
         PyMem_RawFree(self.words)
+
+    def place(self, Py_ssize_t nbytes):
+        """Reserve the next bytes of the slot; return their offset."""
+        raise NotImplementedError
 
     def remember(self, Plan plan not None):
         """Add a plan to those that `match` tries."""
@@ -177,21 +177,13 @@ cdef class SlotEncoder(TicketWriter):
             end, structure, layout, objects)
         return 0
 
-    cdef int fit(self, Py_ssize_t nbytes) except -1:
-        """Have room for the first `nbytes` of an empty slot."""
-        if nbytes <= self.capacity and nbytes <= self.memory.size:
-            self.used = nbytes
-        else:
-            self.place(nbytes)
-        return 0
-
     cpdef int take(self) except -1:
         """Take a slot, as the present one."""
         self.slot = self.slots.take()
         CSEQ_POINT("taken")
         return 0
 
-    cdef int open_ticket(self, Runner runner) except -1:
+    cdef int open_ticket(self) except -1:
         """Take a slot for the present ticket."""
         cdef Mapping mapping
         cdef uint64_t nbytes
@@ -220,7 +212,7 @@ cdef class SlotEncoder(TicketWriter):
         c.capacity = max(c.capacity, <uint64_t>self.capacity)
         runner.deliver(c, status)
 
-    def publish(self, Runner runner not None, uint32_t status, record):
+    def deliver(self, Runner runner not None, uint32_t status, record):
         """Publish the ticket with what was written to the slot: a `codec.Record`."""
         cdef cseq_cell* c = runner.held()
         cdef uint64_t* fields = c.converted if runner.stage else c.record
@@ -312,17 +304,11 @@ cdef class ObjectTable:
         self.put(cell, value)
 
 
-@cython.final
 cdef class ObjectWriter(TicketWriter):
-    """Publishes the batches of threads: the objects themselves. `transport.Objects` has the rest.
+    """Publishes the batches of threads: the objects themselves. `transport.Objects` has the rest."""
 
-    Parameters
-    ----------
-    objects : ObjectTable
-    """
-
-    def __cinit__(self, ObjectTable objects not None):
-        self.objects = objects
+    def __cinit__(self, Py_ssize_t cells, *_):
+        self.objects = ObjectTable(cells)
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
         """Leave the batch in the cell's place, and publish the ticket."""

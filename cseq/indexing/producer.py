@@ -25,7 +25,6 @@ from cseq._core import ASSIGNED, BEGIN, CALLED, ITEM, KEY, KEYS, NO_KEY
 from cseq._memory import copy_of
 from cseq._work import NO_MORE, Runner, Work
 from cseq.encoding import codec, failure
-from cseq.encoding.transport import SlotWriter
 from cseq.indexing import context, indexer
 from cseq.processes.launcher.base import end_copy
 from cseq.processes.launcher.forks import in_forked_children
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cseq._core import Ring
-    from cseq.memory.writer import Writer
+    from cseq.encoding.writer import Writer
 
 __all__ = ["ENTRY", "KeyProducer", "Producer", "main"]
 
@@ -101,8 +100,7 @@ def main(sock: socket.socket, local: Any = None) -> None:
     entered.writer.place_arrays()
     # In a process that the producer forks, `cseq.empty` is numpy's.
     in_forked_children(partial(setattr, batch_context, "allocator", None))
-    batch_writer = SlotWriter(entered.writer, None)
-    making = Making(batch_writer, producer, entered.ring, entered.writer, batch_context)
+    making = Making(entered.writer, producer, entered.ring, batch_context)
     run(runner, making.serve)
     indexer.dispose(make, producer, copied=True)
 
@@ -113,12 +111,7 @@ class Making(Work):
     end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)
 
     def __init__(
-        self,
-        _: SlotWriter,  # `Work` has it
-        producer: Any,
-        ring: Ring,
-        writer: Writer,
-        batch_context: context.BatchContext,
+        self, writer: Writer, producer: Any, ring: Ring, batch_context: context.BatchContext
     ) -> None:
         self._producer = producer
         self._ring = ring
@@ -155,7 +148,7 @@ class Making(Work):
         self._batch_context.allocator = None
         if self._failing & ENDED:
             self._end(runner.epoch)
-        self.batch_writer.fail(runner, error, self._failing)
+        self._writer.fail(runner, error, self._failing)
 
     def _end(self, epoch: int) -> None:
         """End the stream for this epoch."""
@@ -185,7 +178,7 @@ class Making(Work):
                 self._begin(runner, epoch)
             method, args = self._read(runner, CALLED)
             reply = getattr(self._producer, method)(*args)
-        self.batch_writer.begin(runner)
+        self._writer.begin_ticket()
         return reply
 
     def _go_to(self, start: int) -> Iterator[Any]:
@@ -198,7 +191,7 @@ class Making(Work):
 
     def _make_item(self, runner: Runner, make: Callable[[], Any]) -> Any:
         """Make an item, with its arrays in the slot."""
-        self.batch_writer.begin(runner)
+        self._writer.begin_ticket()
         self._batch_context.allocator = self._writer
         self._batch_context.item = runner.start
         item = make()

@@ -2,7 +2,6 @@
 
 ``shared``       what a pool and its workers share: rings, slots
 ``arena``        slots of shared memory, and the leases on them
-``writer``       a worker's end of the slots
 ``segment``      the anonymous file that slots lie in
 ``descriptors``  anonymous files, received descriptors: all close-on-exec
 """

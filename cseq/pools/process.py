@@ -4,7 +4,7 @@
 
     trainer                                        worker process
       Feed ── tickets, indices ──► ring ─────────►  Runner ── indices ──► indexer
-      SlotReader ◄── views ── slots (arena) ◄─────  SlotWriter ◄── batch
+      SlotReader ◄── views ── slots (arena) ◄───────── Writer ◄── batch
       Supervisor ◄── end of file ── socket ──────►  `main`; ends when its socket does
 """
 
@@ -18,7 +18,7 @@ from cseq._work import Runner
 from cseq.converter.host import Converter
 from cseq.converter.output import Output, are_threads, cast_dtype
 from cseq.encoding import failure
-from cseq.encoding.transport import Objects, SlotReader, SlotSource, SlotWriter
+from cseq.encoding.transport import Objects, SlotReader
 from cseq.indexing import context, indexer
 from cseq.indexing.seeding import Seeds
 from cseq.lanes import Lanes
@@ -108,9 +108,9 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
     entered.writer.place_arrays()
     # In a process that the indexer forks, `cseq.empty` is numpy's.
     in_forked_children(partial(setattr, batch_context, "allocator", None))
-    batch_writer = SlotWriter(entered.writer, task.cast)
+    entered.writer.cast = task.cast
     working = indexer.leaving(made, batch_context, task.on_error)
-    indexing = indexer.Indexing(batch_writer, working, batch_context, seeds=seeds)
+    indexing = indexer.Indexing(entered.writer, working, batch_context, seeds=seeds)
 
     def tell(note: str) -> None:
         send_state(sock, NOTED, note.encode())
@@ -133,8 +133,8 @@ def _convert(sock: socket.socket, task: Task, runner: Runner, entered: Entered) 
         send_state(sock, FAILED, failure.pack(error))
         return
     entered.ready()
-    source, batch_writer = SlotSource(entered.writer), SlotWriter(entered.writer, None)
-    run(runner, partial(convert, source, converter.export, batch_writer), idle=converter.reap)
+    work = partial(convert, entered.writer, converter.export, entered.writer)
+    run(runner, work, idle=converter.reap)
     converter.close()
 
 

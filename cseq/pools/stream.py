@@ -22,11 +22,11 @@ from cseq._memory import Mapping
 from cseq.encoding import codec, failure
 from cseq.encoding.pickling import Pickled, dump, dumps
 from cseq.encoding.transport import SlotReader
+from cseq.encoding.writer import Writer
 from cseq.errors import RemoteTraceback
 from cseq.indexing.producer import ENTRY
 from cseq.lanes import Lanes
 from cseq.memory.shared import Shared
-from cseq.memory.writer import Writer
 from cseq.pools.base import Pool, file_name
 from cseq.processes.deaths import Deaths, Held
 from cseq.processes.launcher import make_launcher

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cseq.arguments import Job
-    from cseq.encoding.transport import BatchWriter, SlotSource, Source
+    from cseq.encoding.transport import BatchWriter, Source
     from cseq.pools.base import Awaited
 
 __all__ = ["ThreadGroup", "ThreadPool", "add_converters", "convert"]
@@ -123,10 +123,7 @@ def _convert(job: Job, runner: Runner, source: Source, batch_writer: Objects) ->
 
 
 def convert(
-    source: Source | SlotSource,
-    function: Callable[[Any], Any],
-    batch_writer: BatchWriter,
-    runner: Runner,
+    source: Source, function: Callable[[Any], Any], batch_writer: BatchWriter, runner: Runner
 ) -> None:
     """Do the work of a converter: its batch, converted by a function, is published."""
     try:

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from cseq._core import now_ns
 from cseq.encoding import codec, failure
 from cseq.encoding.pickling import Pickled, dump
+from cseq.encoding.writer import Writer
 from cseq.errors import WorkerTimeout
 from cseq.lanes import Lanes, MarksFile, marks_file
 from cseq.memory.segment import GRAIN, Segment, whole_grains
-from cseq.memory.writer import Writer
 from cseq.processes.launcher import describe_exit
 from cseq.processes.launcher.base import FOREVER, KILL, KILLED
 from cseq.processes.launcher.forks import pair

@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from cseq._core import Ring, attach_marks, exit_on_hangup, now_ns
 from cseq._memory import DEBUG, Descriptor, Mapping, Slots, keep_freed
 from cseq.encoding import codec
+from cseq.encoding.writer import Writer
 from cseq.memory import descriptors
-from cseq.memory.writer import Writer
 from cseq.processes.launcher import reading
 from cseq.processes.launcher.child import introduce
 from cseq.processes.logs import Sender

@@ -18,8 +18,8 @@ from slots import writer_of
 
 from cseq.encoding import codec
 from cseq.encoding.codec import decode, encode, used
+from cseq.encoding.writer import Writer
 from cseq.memory.arena import Arena
-from cseq.memory.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cseq._memory import Block, Slots, commit
+from cseq.encoding.writer import Writer
 from cseq.memory.segment import Segment
-from cseq.memory.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from cseq._memory import Mapping
 from cseq.encoding import codec
 from cseq.encoding.pickling import dump
+from cseq.encoding.writer import Writer
 from cseq.memory.segment import Segment
-from cseq.memory.writer import Writer
 
 
 class Indexer:

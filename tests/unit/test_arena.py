@@ -16,11 +16,11 @@ import pytest
 from slots import acquire, filled, whole
 
 from cseq._memory import SMALL, TRAINER, Lease, Mapping, Slots
+from cseq.encoding import writer as writer_module
+from cseq.encoding.writer import Writer
 from cseq.memory import arena as arena_module
-from cseq.memory import writer as writer_module
 from cseq.memory.arena import Arena
 from cseq.memory.segment import FIRST
-from cseq.memory.writer import Writer
 from cseq.system import MIB
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ import resource
 from pathlib import Path
 from cseq.memory.arena import Arena
 from cseq.system import MIB
-from cseq.memory.writer import Writer
+from cseq.encoding.writer import Writer
 arena = Arena()
 writer = Writer(arena.segment.fd, arena.segment.width)
 slot = arena.slots.take()

@@ -37,7 +37,7 @@ from cseq.encoding.codec import decode, encode, map_leaves
 from cseq.memory.arena import Arena
 
 if TYPE_CHECKING:
-    from cseq.memory.writer import Writer
+    from cseq.encoding.writer import Writer
 
 way = codec_batches.way
 MOST_KNOWN = 64  # structures that a reader remembers
@@ -335,7 +335,7 @@ def test_a_stage_appends_to_what_another_wrote(writer: Writer) -> None:
     """What was read from the slot and is passed on is not copied; what is new goes behind it."""
     first = encode([np.arange(1000), np.arange(3.0)], writer)
     writer.select(writer.slot, writer.capacity)
-    writer.resume(first.used)
+    writer.used, writer.loaned = first.used, True
     batch = decode(writer.loan(), first)
     batch[1] = batch[1] * 2
     second = encode(batch, writer)

@@ -36,7 +36,7 @@ from cseq.encoding.codec import decode, encode, map_leaves
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cseq.memory.writer import Writer
+    from cseq.encoding.writer import Writer
 
 
 # -- leaves -------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_nothing_is_imported_for_arrays() -> None:
 import sys
 import numpy as np
 from cseq.memory.arena import Arena
-from cseq.memory.writer import Writer
+from cseq.encoding.writer import Writer
 from cseq.encoding.codec import decode, encode
 arena = Arena()
 writer = Writer(arena.segment.fd, arena.segment.width)

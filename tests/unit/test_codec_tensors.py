@@ -14,7 +14,7 @@ from cseq.encoding import codec
 from cseq.encoding.codec import Record, decode, encode, map_leaves
 
 if TYPE_CHECKING:
-    from cseq.memory.writer import Writer
+    from cseq.encoding.writer import Writer
 
 way = codec_batches.way
 

@@ -10,8 +10,8 @@ import pytest
 from slots import filled, whole
 
 from cseq._memory import fork
+from cseq.encoding.writer import Writer
 from cseq.memory.arena import Arena
-from cseq.memory.writer import Writer
 from cseq.system import MIB
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from cseq._core import Ring, ring_bytes
 from cseq._memory import Block, Mapping, SlotAllocator, Slots
 from cseq._work import Runner
 from cseq.encoding import codec, failure
-from cseq.encoding.transport import SlotReader, SlotWriter
+from cseq.encoding import writer as writer_module
+from cseq.encoding.transport import SlotReader
+from cseq.encoding.writer import KEEPS, Writer
 from cseq.errors import WorkerError
-from cseq.memory import writer as writer_module
 from cseq.memory.arena import Arena
-from cseq.memory.writer import KEEPS, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,13 +66,13 @@ class Bench:
 
     def batch(self, make: Callable[[], Any], cast: Any = None) -> Any:
         """Take one ticket through: what the trainer reads, on the slot itself."""
-        batch_writer = SlotWriter(self.writer, cast)
+        self.writer.cast = cast
         self.post()
-        batch_writer.begin(self.runner)
+        self.writer.begin_ticket()
         made = make()
-        record = batch_writer.write(self.runner, made)
+        record = self.writer.write(self.runner, made)
         del made
-        batch_writer.publish(self.runner, record)
+        self.writer.publish(self.runner, record)
         return self.take()
 
     def learn(self, make: Callable[[], Any], cast: Any = None) -> None:
@@ -184,12 +184,11 @@ def test_arrays_of_empty_may_be_kept(bench: Bench, count: int) -> None:
 def test_no_room_for_the_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without room for a kept batch's copy, that is said, and what is kept stays."""
     bench.learn(fresh)
-    batch_writer = SlotWriter(bench.writer, None)
     bench.post()
-    batch_writer.begin(bench.runner)
+    bench.writer.begin_ticket()
     kept = bench.writer.empty(SIZE, np.float32)
     kept[:] = SOURCE + 1
-    record = batch_writer.write(bench.runner, kept)
+    record = bench.writer.write(bench.runner, kept)
 
     def full(*_: int) -> None:
         raise MemoryError("no room")
@@ -197,8 +196,8 @@ def test_no_room_for_the_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as patch:
         patch.setattr(writer_module, "commit", full)
         with pytest.raises(MemoryError, match="no room") as caught:
-            batch_writer.publish(bench.runner, record)
-        batch_writer.fail(bench.runner, caught.value)
+            bench.writer.publish(bench.runner, record)
+        bench.writer.fail(bench.runner, caught.value)
     del caught
     taken = ringing.take(bench.ring)
     assert taken is not None
@@ -213,15 +212,14 @@ def test_no_room_for_the_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_exception_when_memory_is_short(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its text alone is written, which fits into what a slot has always."""
-    batch_writer = SlotWriter(bench.writer, None)
     bench.post()
-    batch_writer.begin(bench.runner)
+    bench.writer.begin_ticket()
 
     def full(*_: int) -> None:
         raise MemoryError("no room")
 
     monkeypatch.setattr(writer_module, "commit", full)
-    batch_writer.fail(bench.runner, ValueError("y" * 50_000))
+    bench.writer.fail(bench.runner, ValueError("y" * 50_000))
     taken = ringing.take(bench.ring)
     assert taken is not None
     cell, _, slot, capacity, record = taken
@@ -294,16 +292,15 @@ def test_an_exception_holds_arrays_of_the_slot(bench: Bench) -> None:
         made = fresh()
         raise ValueError(made[3])
 
-    batch_writer = SlotWriter(bench.writer, None)
     bench.post()
-    batch_writer.begin(bench.runner)
+    bench.writer.begin_ticket()
     context = contextvars.copy_context()
     with pytest.raises(ValueError, match=r"4\.0") as caught:
         context.run(SlotAllocator)  # as in the fixture's context
         context.run(fails)
     held = caught.traceback[-1].frame.f_locals["made"]
     assert bench.placement.live == 1
-    batch_writer.fail(bench.runner, ValueError("x" * SIZE))
+    bench.writer.fail(bench.runner, ValueError("x" * SIZE))
     assert len(bench.writer.kept) == 1
     np.testing.assert_array_equal(held, SOURCE + 1)
     assert failure.unpack(bench.take()).args == ("x" * SIZE,)
@@ -399,7 +396,7 @@ import numpy as np
 import cseq
 from cseq import _memory, testing
 from cseq.processes import deaths
-from cseq.memory.writer import KEEPS
+from cseq.encoding.writer import KEEPS
 
 deaths.TRIES = 1000  # all workers come to the fatal step at about the same time
 

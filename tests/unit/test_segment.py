@@ -10,9 +10,9 @@ import tempfile
 import pytest
 from slots import filled, whole
 
+from cseq.encoding.writer import Writer
 from cseq.memory.arena import Arena
 from cseq.memory.segment import FIRST, LARGE, Segment, reserved, room_for
-from cseq.memory.writer import Writer
 from cseq.system import MIB
 
 

@@ -15,7 +15,7 @@ from cseq.encoding import codec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cseq.memory.writer import Writer
+    from cseq.encoding.writer import Writer
 
 torch = pytest.importorskip("torch", reason="tensors are torch's")
 

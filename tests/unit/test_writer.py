@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from slots import acquire, take, whole
 
 from cseq import system
-from cseq.memory import writer as writer_module
+from cseq.encoding import writer as writer_module
+from cseq.encoding.writer import Writer
 from cseq.memory.arena import Arena
 from cseq.memory.segment import FIRST, Segment
-from cseq.memory.writer import Writer
 from cseq.system import MIB
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from cseq._feed import Request
 from cseq._memory import TRAINER, Block, Slots
 from cseq._work import Runner
 from cseq.encoding import codec
+from cseq.encoding.writer import Writer
 from cseq.memory.arena import Arena
-from cseq.memory.writer import Writer
 from cseq.stream import Streams
 
 if TYPE_CHECKING:

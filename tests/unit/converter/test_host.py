@@ -16,8 +16,8 @@ from cseq.converter.cuda import receive
 from cseq.converter.host import Converter
 from cseq.converter.output import cast_dtype, parse, resolve
 from cseq.encoding import codec
+from cseq.encoding.writer import Writer
 from cseq.memory.arena import Arena
-from cseq.memory.writer import Writer
 
 torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 STEPS = (
     "stream.py", "pools/base.py", "manager.py", "encoding/transport.py", "memory/arena.py",
-    "memory/writer.py", "encoding/codec.py", "encoding/failure.py", "encoding/pickling.py",
+    "encoding/writer.py", "encoding/codec.py", "encoding/failure.py", "encoding/pickling.py",
 )  # fmt: skip
 
 

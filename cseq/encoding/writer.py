@@ -29,15 +29,18 @@ from cseq._memory import (
     commit,
     flat_of,
 )
-from cseq._work import SlotEncoder
+from cseq._work import Encoder
 from cseq.check import dimensions
+from cseq.encoding import codec, failure
 from cseq.memory.segment import FIRST, room_for
+from cseq.stage import BATCH, ENDED, RAISED
 from cseq.system import MIB, check_available
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cseq._memory import Slots
+    from cseq._work import Runner
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -54,8 +57,8 @@ class Kept(NamedTuple):
     loans: list[weakref.ref[Window]]
 
 
-class Writer(SlotEncoder):
-    """A worker's end of the slots: writes into the present slot.
+class Writer(Encoder):
+    """A worker's end of the slots: writes into the present one, and publishes it with its ticket.
 
     Mappings are kept for the next tickets in their slots, so that in the long run no system call is
     made.
@@ -76,10 +79,60 @@ class Writer(SlotEncoder):
     def __init__(self, fd: int, width: int, slots: Slots | None = None) -> None:
         self._fd = fd
         self.slots = slots
+        self.dump = codec.dump
         self._width = width
         self._window: Window | None = None
         self._loans: list[weakref.ref[Window]] = []
         self._unchecked = 0  # bytes committed since the system was last asked for its free memory
+
+    # -- tickets
+
+    def fetch(self, runner: Runner) -> Any:
+        """Decode the batch of a converter's ticket where it lies, to write after it."""
+        self.select(runner.slot, runner.capacity)
+        self.used = codec.used(runner.record)
+        self.loaned = True
+        return codec.decode(self.loan(), runner.record)
+
+    def write(self, runner: Runner, batch: Any) -> tuple[int, ...]:  # noqa: ARG002
+        """Encode the batch."""
+        self.settle()
+        return codec.encode(batch, self, self.cast)
+
+    def publish(self, runner: Runner, record: tuple[int, ...]) -> None:
+        """Publish the ticket; arrays in the slot that the indexer has kept stay where they are."""
+        self.end()
+        self.deliver(runner, BATCH, record)
+
+    def end_items(self, runner: Runner) -> None:
+        """Publish the ticket with nothing: no more follows in this queue."""
+        self.settle()
+        self.end()
+        self.deliver(runner, ENDED, (0, 0, 0, 0))
+
+    def fail(self, runner: Runner, error: BaseException, status: int = RAISED) -> None:
+        """Write the exception into the slot; its text alone, if memory is short."""
+        try:
+            record = self._write_error(runner, failure.pack(error))
+        except MemoryError:
+            try:
+                record = self._write_error(runner, failure.pack_text(error))
+            except MemoryError:  # there is not even a slot
+                runner.publish(status)
+                return
+        self.deliver(runner, status, record)
+
+    def _write_error(self, runner: Runner, packed: bytes) -> tuple[int, ...]:
+        """Write a packed exception over what the slot holds."""
+        if self.slots is None:  # a converter writes over the indexer's batch
+            self.select(runner.slot, runner.capacity)
+        else:
+            self.begin()
+        record = codec.encode(packed, self)
+        self.end()
+        return record
+
+    # -- the slot
 
     def begin(self) -> None:
         """Take a slot as the present one, empty; MemoryError if there is no room for another.
@@ -151,16 +204,6 @@ class Writer(SlotEncoder):
             if placement.live:
                 self.used = max(self.used, placement.used)
                 self.loaned = True
-
-    def learn(self, arrays: list[Array]) -> None:
-        """Note these arrays of the batch: their allocations are served from the slot next time."""
-        if self.placement is not None:
-            self.placement.learn(arrays)
-
-    def resume(self, used: int) -> None:
-        """Write after the `used` bytes that the stage before has written."""
-        self.used = used
-        self.loaned = True
 
     def place(self, nbytes: int) -> int:
         """Reserve the next `nbytes` of the slot; return their offset, a multiple of 64 bytes.
