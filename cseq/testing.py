@@ -143,7 +143,7 @@ def await_workers(running: Any, timeout: float = 60.0) -> None:
 def slots(running: Any) -> Slots:
     """Count the slots of shared memory."""
     shared = _supervisor(running).shared
-    made = shared.arena.slots
+    made = shared.slots
     published = set().union(*(ring.slots() for ring in shared.rings))
     free = leased = taken = owned = committed = 0
     for slot, owner in enumerate(made.owners()):
@@ -160,7 +160,7 @@ def slots(running: Any) -> Slots:
         else:
             owned += 1
     if os.name != "nt":  # no pages come back there
-        committed = os.fstat(shared.arena.segment.fd).st_blocks * 512
+        committed = os.fstat(shared.fd).st_blocks * 512
     return Slots(free + leased + taken + owned, free, leased, taken, owned, committed)
 
 

@@ -32,7 +32,7 @@ from cseq._memory import (
 from cseq._work import Encoder
 from cseq.check import dimensions
 from cseq.encoding import codec, failure
-from cseq.memory.segment import FIRST, room_for
+from cseq.memory.arena import FIRST, room_for
 from cseq.stage import BATCH, ENDED, RAISED
 from cseq.system import MIB, check_available
 

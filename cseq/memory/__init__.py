@@ -1,7 +1,5 @@
 """The shared memory that batches lie in.
 
-``shared``       what a pool and its workers share: rings, slots
-``arena``        slots of shared memory, and the leases on them
-``segment``      the anonymous file that slots lie in
+``arena``        what a pool and its workers share: rings, slots, and the leases on these
 ``descriptors``  anonymous files, received descriptors: all close-on-exec
 """

@@ -1,4 +1,8 @@
-"""Slots of shared memory that batches lie in, and the leases on them.
+"""The memory that a trainer and its workers share: rings, slots, leases on these.
+
+It lies in two anonymous files, which a worker process maps from their descriptors, beside the
+numbers of `Arena.place`. The file of slots is sparse: slot ``s`` begins at byte ``s * width``, and
+only its committed part takes memory.
 
 A process maps the committed part of a slot, and maps the slot again when that has grown. Pages are
 committed before they are written, so that a lack of memory is an exception and not a signal. Slots
@@ -17,19 +21,37 @@ Where an epoch begins, free slots are given back that the last one has not neede
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from typing import TYPE_CHECKING, Protocol
 
-from cseq._core import Lock
+from cseq._core import Lock, Ring, ring_bytes
 from cseq._memory import SMALL, Mapping, Memory, Slots, commit, copy_of
-from cseq.memory.segment import FIRST, Segment, room_for
-from cseq.system import memory_limit_of
+from cseq.memory.descriptors import sparse_file
+from cseq.stage import spins
+from cseq.system import MIB, memory_limit_of
 
 if TYPE_CHECKING:
-    from cseq._core import Ring
+    from cseq._memory import Descriptor
 
 logger = logging.getLogger("cseq")
 
+# Bytes from one slot to the next, and how many; the next ones where a file cannot be that long.
+SIZES = (
+    (1 << 40, 1 << 22),
+    (1 << 36, 1 << 16),
+    (1 << 33, 1 << 10),
+    (1 << 30, 1 << 9),
+    (1 << 28, 1 << 7),
+)
+# Windows pays some 8 bytes for each page of 4 KiB that is reserved: bytes to try, in this order,
+# and how many slots these have at least.
+RESERVED = (1 << 37, 1 << 36)
+FEWEST = 1 << 8
+FIRST = SMALL  # bytes of a slot that are committed before it is used: the text of an error fits
+GRAIN = 1 << 16  # bytes; a mapping can begin at any multiple of it, on any system
+LARGE = 2 * MIB  # slots grow by doubling up to this, then in multiples of it
 MAX_LEASED = 16384  # slots, each a mapping: a process can have 65530, for all that it does
 
 
@@ -44,7 +66,7 @@ class Locks(Protocol):
 
 
 class Arena:
-    """The trainer's end of the slots: maps, lends and frees them.
+    """The trainer's end of the slots: maps, lends and frees them; and the rings.
 
     Any thread may call any method, and leases may end on any thread.
 
@@ -60,8 +82,11 @@ class Arena:
 
     Attributes
     ----------
-    segment : Segment
-        The file, for the workers.
+    fd, width, most : int
+        The file of the slots; bytes from one to the next; how many there can be.
+    rings : list of Ring
+    owners : int
+        How many processes use the rings, numbered from 1.
     memory_limit : int
         In bytes.
     copies : int
@@ -85,27 +110,97 @@ class Arena:
         self._lock = Lock()
         self._tickets = tickets
         self.memory_limit = memory_limit_of(memory_limit)
-        self.segment = Segment.for_slots(tickets)
+        file, self.width, self.most = _slots_file(tickets)
+        self._files = [file]
         self.copies = 0
-        self.slots = Slots(self.segment.fd, self.segment.width, self.segment.slots)
+        self.slots = Slots(self.fd, self.width, self.most)
         self.mapped: list[Mapping | None] = []
+        self.rings: list[Ring] = []
+
+    def add_rings(
+        self,
+        capacity: int,
+        room: int,
+        runners: int,
+        *,
+        owners: int,
+        rings: int = 1,
+        calls: int = 0,
+        limit: int = 0,
+        name: str = "cseq",
+    ) -> None:
+        """Make the rings, each of `capacity` cells for `room` indices; see `Ring`.
+
+        `rings`: 1, if all workers share one, or a queue for each. `name`: what `/proc` calls them.
+        """
+        self.owners = owners
+        self._ring_bytes = size = ring_bytes(capacity, room, runners)
+        self._ring_width = width = -(-size // GRAIN) * GRAIN
+        file = sparse_file(rings * width, name)
+        self._files.insert(0, file)
+        mapping = Mapping(file.fd, 0, rings * width)
+        for at in range(0, rings * width, width):
+            commit(file.fd, at, size)
+            ring = Ring(mapping, capacity, room, runners, calls, at=at, limit=limit)
+            ring.spin = spins(owners)
+            self.rings.append(ring)
+
+    @property
+    def fd(self) -> int:
+        """Descriptor of the file of slots; -1 once it is closed."""
+        return self._files[-1].fd
+
+    @property
+    def fds(self) -> list[int]:
+        """Descriptors of the rings' file and of the slots'."""
+        return [file.fd for file in self._files]
+
+    def _locate(self, owner: int) -> tuple[int, int]:
+        """Return the number of a worker's ring, and the worker's number there."""
+        above, at = divmod(owner - 1, len(self.rings))
+        return at, above + 1
+
+    def place(self, owner: int, *, has_slots: bool) -> tuple[int, tuple[int, int], int, int]:
+        """Return where a worker finds its ring and the slots: fields of `worker.Setup`."""
+        at, number = self._locate(owner)
+        where = at * self._ring_width, self._ring_bytes
+        return number, where, self.width, self.most if has_slots else 0
+
+    def held(self, owner: int) -> list[tuple[int, int]]:
+        """Return cell and beginning (ns of `now_ns`) of each ticket that a worker works on."""
+        at, number = self._locate(owner)
+        ring = self.rings[at]
+        return [(cell, ring.holder(cell)[1]) for cell in ring.held(number)]
+
+    def notify_all(self) -> None:
+        """Wake the trainer, whichever ring it waits for."""
+        for ring in self.rings:
+            ring.notify_all()
+
+    def end(self) -> None:
+        """Close the rings: workers end, and the trainer wakes up."""
+        for ring in self.rings:
+            ring.close()
 
     def request(self, slot: int) -> int:
         """Commit the first pages of a slot that the trainer has taken; return how many bytes."""
         nbytes = self.slots.nbytes(slot)
         if nbytes < FIRST:
-            commit(self.segment.fd, slot * self.segment.width, FIRST)
+            commit(self.fd, slot * self.width, FIRST)
             nbytes = FIRST
             self.slots.resize(slot, nbytes)
         return nbytes
 
-    def reclaim(self, owner: int, rings: list[Ring]) -> None:
-        """Free the slots of a worker that has certainly ended and whose tickets are reposted.
+    def reclaim(self, owner: int, status: int = 0) -> None:
+        """Post the tickets of a worker that has certainly ended again, and free its slots.
 
-        Not those of its published tickets, which the trainer makes its own before they leave their
-        cells: so either they are seen here, or the slots are not the worker's any more.
+        With a `status`, the tickets are given up: published with that. The slots of published ones
+        stay; the trainer makes them its own before they leave their cells: so either they are seen
+        here, or they are not the worker's any more.
         """
-        published = set().union(*(ring.slots() for ring in rings))
+        at, number = self._locate(owner)
+        self.rings[at].repost(number, status)
+        published = set().union(*(ring.slots() for ring in self.rings))
         for slot, has in enumerate(self.slots.owners()):
             if has == owner and slot not in published:
                 self.slots.shrink(slot, 0, owner)
@@ -138,10 +233,11 @@ class Arena:
             return self._look(slot, capacity)
 
     def close(self) -> None:
-        """Close the file; leases keep their part of it. Closing twice is fine."""
+        """Close the files; leases keep their part of the slots. Closing twice is fine."""
         self.mapped[:] = [None] * len(self.mapped)
         self.slots.close()
-        self.segment.close()
+        for file in self._files:
+            file.close()
 
     def _look(self, slot: int, capacity: int) -> Mapping:
         """Return the memory of the slot of a ticket."""
@@ -155,8 +251,7 @@ class Arena:
         """Map the committed part of a slot, in place of the mapping made before it grew."""
         self._unmap(slot)
         self.mapped += [None] * (slot + 1 - len(self.mapped))
-        segment = self.segment
-        mapping = Mapping(segment.fd, slot * segment.width, capacity)
+        mapping = Mapping(self.fd, slot * self.width, capacity)
         if self._locks is not None:
             self._locks.register(mapping)
         self.mapped[slot] = mapping
@@ -181,7 +276,7 @@ class Arena:
             largest, held = self.slots.peak()
             if not largest:
                 return
-            room = room_for(largest, 0, self.segment.width)
+            room = room_for(largest, 0, self.width)
             free, busy = self.slots.free()
             for k, (slot, nbytes) in enumerate(free, busy):
                 size = 0 if k >= self._tickets + held else room if nbytes > 2 * room else nbytes
@@ -190,7 +285,7 @@ class Arena:
 
     def _most_leased(self) -> int:
         """Return how many slots may be leased at a time."""
-        return min(MAX_LEASED, self.segment.slots // 2)
+        return min(MAX_LEASED, self.most // 2)
 
     def _count_copy(self, nbytes: int) -> None:
         """Count a copy, of a slot of so many bytes; the first one is logged."""
@@ -215,3 +310,39 @@ class Arena:
                 limit,
                 remedy,
             )
+
+
+def _slots_file(tickets: int) -> tuple[Descriptor, int, int]:
+    """Make a file with as many and as wide slots as the file system can have: it, width, slots.
+
+    `tickets`: the most that are posted at a time. On Windows there are slots for these, for those
+    of an epoch that was given up, and as many again to lend; the more, the narrower.
+    """
+    for width, slots in reserved(tickets) if os.name == "nt" else SIZES:
+        try:
+            return sparse_file(width * slots), width, slots
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # of any size
+                raise
+            last = error
+    raise last
+
+
+def reserved(tickets: int) -> tuple[tuple[int, int], ...]:
+    """Return what to try on Windows: (width in bytes, slots)."""
+    slots = max(FEWEST, 1 << (4 * tickets - 1).bit_length())
+    return tuple((nbytes // slots, slots) for nbytes in RESERVED)
+
+
+def room_for(needed: int, capacity: int, width: int) -> int:
+    """Return how large (bytes) a slot of `capacity` bytes becomes to hold `needed` bytes."""
+    if needed > width:
+        raise MemoryError(
+            f"a batch of {needed} bytes exceeds a slot, which has at most {width} bytes: "
+            "make batch_size smaller"
+        )
+    if needed <= LARGE:
+        room = max(FIRST, capacity, 1 << (needed - 1).bit_length())
+    else:
+        room = -(-needed // LARGE) * LARGE
+    return min(room, width)

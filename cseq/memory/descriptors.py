@@ -11,6 +11,7 @@ library in C prints would get into shared memory or into a message. `Descriptor`
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import os
@@ -18,17 +19,12 @@ import socket
 from array import array
 from typing import IO, TYPE_CHECKING, Any
 
-from cseq._memory import Descriptor, lift
+from cseq._memory import Descriptor, lift, section
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["anonymous_file", "appended_file", "lifted", "receive", "receive_exactly", "send"]
-
-# Errors of memfd_create where it does not exist (ENOSYS), does not know a flag (EINVAL) or demands
-# one (EACCES: vm.memfd_noexec=2), and in sandboxes that refuse it (EPERM).
-REFUSALS = (errno.EINVAL, errno.ENOSYS, errno.EACCES, errno.EPERM)
-NOEXEC_SEAL = 0x8  # os.MFD_NOEXEC_SEAL, which has a name from Python 3.14 on
+__all__ = ["anonymous_file", "appended_file", "lifted", "receive", "send", "sparse_file"]
 
 
 def anonymous_file(name: str) -> tuple[Descriptor, bool]:
@@ -52,22 +48,39 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
         There can be none: too many descriptors, for example.
     """
     if hasattr(os, "memfd_create"):
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        # With vm.memfd_noexec=1, kernels warn of files without this flag; with 2, some refuse them
-        # (6.3 to 6.5). Kernels before these do not know it.
-        for extra in (NOEXEC_SEAL, 0):
-            try:
-                return Descriptor(os.memfd_create, name, flags | extra), True
-            except OSError as error:
-                if error.errno == errno.EMFILE:
-                    text = f"{error.strerror}: each worker takes four here; raise ulimit -n"
-                    raise OSError(error.errno, text) from error
-                if error.errno not in REFUSALS:
-                    raise
+        try:
+            return Descriptor(os.memfd_create, name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), True
+        except OSError as error:  # a sandbox may refuse it, or a kernel: vm.memfd_noexec=2
+            if error.errno == errno.EMFILE:
+                text = f"{error.strerror}: each worker takes four here; raise ulimit -n"
+                raise OSError(error.errno, text) from error
     import tempfile  # slow, and hardly ever needed
 
     with tempfile.TemporaryFile(prefix=f"{name}-") as file:
         return Descriptor(os.dup, file.fileno()), False
+
+
+def sparse_file(nbytes: int, name: str = "cseq") -> Descriptor:
+    """Open a file of so many zeros, of which none takes memory yet; `name`: what `/proc` calls it.
+
+    Its size is fixed, so that no process can cut it under a mapping (that would be SIGBUS). OSError
+    if the file system cannot have a file of that size.
+    """
+    if os.name == "nt":
+        return Descriptor(section, nbytes)
+    file, sealable = anonymous_file(name)
+    try:
+        os.ftruncate(file.fd, nbytes)
+    except OSError as error:
+        text = f"no sparse file of {nbytes:,} bytes for shared memory: {error.strerror}"
+        raise OSError(error.errno, f"{text}; is the size of files limited (ulimit -f)?") from error
+    if sealable:
+        import fcntl
+
+        with contextlib.suppress(OSError):  # a sandbox may refuse it; no process of ours cuts files
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(file.fd, fcntl.F_ADD_SEALS, seals)
+    return file
 
 
 def appended_file(name: str) -> tuple[IO[bytes], int]:

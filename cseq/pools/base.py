@@ -313,7 +313,7 @@ class Pool:
         """Return counts and times of this pool so far; also when its feed was dropped."""
         supervised: dict[str, Any] = {}
         if self.supervisor is not None:
-            deaths, arena = self.supervisor.deaths, self.supervisor.shared.arena
+            deaths, arena = self.supervisor.deaths, self.supervisor.shared
             supervised = {
                 "restarts": deaths.restarts,
                 "retries": deaths.retries,

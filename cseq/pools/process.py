@@ -22,7 +22,7 @@ from cseq.encoding.transport import Objects, SlotReader
 from cseq.indexing import context, indexer
 from cseq.indexing.seeding import Seeds
 from cseq.lanes import Lanes
-from cseq.memory.shared import Shared
+from cseq.memory.arena import Arena
 from cseq.pools.base import BatchPool, apart, file_name, held_in
 from cseq.pools.thread import ThreadGroup, add_converters, convert
 from cseq.processes.deaths import Deaths
@@ -168,22 +168,21 @@ class ProcessPool(BatchPool):
             from cseq.converter.page_locks import PageLocks
 
             self._locks = PageLocks(job.output.device)
-        self._shared = Shared(
+        self._arena = Arena(options.memory_limit, self._locks, tickets=job.buffer)
+        self._arena.add_rings(
             job.buffer,
             job.sampler.words,
             job.num_workers + job.num_converters,
             owners=job.num_workers + (job.num_converters if in_processes else 0),
-            memory_limit=options.memory_limit,
-            locks=self._locks,
             limit=job.start.buffer,
             name=file_name(job.num_workers, job.num_converters, sampler=job.sampler),
         )
-        (ring,), self._arena = self._shared.rings, self._shared.arena
+        (ring,) = self._arena.rings
         lanes = Lanes(job.num_workers, "process")
         advice = "look at what the indexer does with these indices"
         self.supervisor = Supervisor(
             make_launcher(options.start_method, entry=ENTRY, threads=options.threads),
-            self._shared,
+            self._arena,
             readers=job.num_workers,
             task=self._task,
             describe=lambda _, cell: held_in(ring, cell),
@@ -239,7 +238,7 @@ class ProcessPool(BatchPool):
         """Go on with another number of workers, and of batches; see `BatchPool`."""
         super().resize(num_workers, buffer)
         self._ring.apart = apart(buffer)
-        self._ring.spin = spins(self._shared.owners - self._job.num_workers + num_workers)
+        self._ring.spin = spins(self._arena.owners - self._job.num_workers + num_workers)
         self.supervisor.resize(num_workers)
 
     @property
@@ -276,7 +275,7 @@ class ProcessPool(BatchPool):
         self.supervisor.check()
         self._group.check()
         if self._options.timeout is not None:
-            self._check_time([w for w in self.in_work() if w[0] <= self._shared.owners])
+            self._check_time([w for w in self.in_work() if w[0] <= self._arena.owners])
 
     def stats(self) -> Stats:
         """Return counts and times; a batch that is converted again is made again, too."""
@@ -293,5 +292,5 @@ class ProcessPool(BatchPool):
         self._group.join(1.0)
         if self._locks is not None:
             self._locks.close()
-        self._shared.close()
+        self._arena.close()
         self._job = self._job.without_worker()

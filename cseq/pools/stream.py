@@ -26,7 +26,7 @@ from cseq.encoding.writer import Writer
 from cseq.errors import RemoteTraceback
 from cseq.indexing.producer import ENTRY
 from cseq.lanes import Lanes
-from cseq.memory.shared import Shared
+from cseq.memory.arena import Arena
 from cseq.pools.base import Pool, file_name
 from cseq.processes.deaths import Deaths, Held
 from cseq.processes.launcher import make_launcher
@@ -94,21 +94,20 @@ class StreamPool(Pool):
         cell = ring_bytes(2, room, 1) - ring_bytes(1, room, 1)
         affordable = MOST_BYTES // (num_workers * cell) - besides
         self._most = max(depth, min(prefetch * num_workers, DEEPEST, affordable))
-        self._shared = shared = Shared(
+        self._arena = Arena(options.memory_limit, tickets=num_workers * (depth + besides))
+        self._arena.add_rings(
             self._most + besides,
             room,
             1,
             owners=num_workers,
-            memory_limit=options.memory_limit,
             rings=num_workers,
             calls=CALLS,
-            tickets=num_workers * (depth + besides),
             name=file_name(num_workers, rings=num_workers),
         )
         lanes = Lanes(num_workers, "process")
         self.supervisor = Supervisor(
             make_launcher(options.start_method, entry=ENTRY, threads=options.threads),
-            shared,
+            self._arena,
             readers=num_workers,
             task=lambda _: num_workers,
             describe=self._describe_held,
@@ -122,10 +121,9 @@ class StreamPool(Pool):
             ),
             lanes=lanes,
         )
-        self._arena = shared.arena
         self._slots = SlotReader(self._arena)
         super().__init__(
-            shared.rings,
+            self._arena.rings,
             self._slots,
             errors=errors,
             options=options,
@@ -163,8 +161,8 @@ class StreamPool(Pool):
         """
         pickled = self._pickle(value, name)
         request = Request(self._arena.slots)
-        segment = self._arena.segment
-        writer = self._writers.pop() if self._writers else Writer(segment.fd, segment.width)
+        arena = self._arena
+        writer = self._writers.pop() if self._writers else Writer(arena.fd, arena.width)
         writer.select(request.slot, self._arena.request(request.slot))
         record = codec.encode_pickled(pickled, writer)
         request.locate(writer.capacity, record)
@@ -250,8 +248,8 @@ class StreamPool(Pool):
         if count == IN_REQUEST:
             slot, capacity, *record = words[CALLED].tolist()
             # Not by the arena, whose lock the loop's thread may have.
-            segment = self._arena.segment
-            memory = Mapping(segment.fd, slot * segment.width, capacity, own=True)
+            at = slot * self._arena.width
+            memory = Mapping(self._arena.fd, at, capacity, own=True)
             try:
                 return codec.decode(memory, record)
             except Exception:  # noqa: BLE001 - the user's class; the item has a number, too
@@ -420,7 +418,7 @@ class StreamPool(Pool):
         self.supervisor.close(hurried=self.is_hurried)
         for writer in self._writers:
             writer.close()
-        self._shared.close()
+        self._arena.close()
 
 
 def _signed(error: BaseException, worker: int) -> BaseException:

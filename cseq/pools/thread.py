@@ -20,7 +20,7 @@ from cseq.encoding.transport import Objects
 from cseq.errors import WorkerTimeout
 from cseq.indexing import context, indexer
 from cseq.lanes import Lanes
-from cseq.memory.segment import Segment, whole_grains
+from cseq.memory.descriptors import sparse_file
 from cseq.pools.base import BatchPool, apart, file_name
 from cseq.stage import CONVERTER, HURRY, INDEXER, overdue, run, spin_ns
 from cseq.threads import Threads
@@ -28,6 +28,7 @@ from cseq.threads import Threads
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cseq._memory import Descriptor
     from cseq.arguments import Job
     from cseq.encoding.transport import BatchWriter, Source
     from cseq.pools.base import Awaited
@@ -133,12 +134,12 @@ def convert(
         batch_writer.fail(runner, error)
 
 
-def _file_for(size: int, name: str) -> Segment | None:
+def _file_for(size: int, name: str) -> Descriptor | None:
     """Make a file in memory for a ring, where other programs can read its meters: on Linux."""
     if not sys.platform.startswith("linux"):
         return None
     try:
-        file = Segment.create(whole_grains(size), name=name)
+        file = sparse_file(size, name)
         if os.readlink(f"/proc/self/fd/{file.fd}").startswith("/memfd:"):  # else it is on a disk
             commit(file.fd, 0, size)
             return file

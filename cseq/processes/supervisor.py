@@ -8,7 +8,7 @@ worker process is ending; its tickets are posted again once its exit status is k
     trainer                                      worker process
       Supervisor ── handshake ──► socket ─────►  enter (`worker`)
                  ◄── states, end of file ── socket
-      Shared ◄──────── rings, slots ──────────►
+      Arena ◄───────── rings, slots ──────────►
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from cseq.encoding.pickling import Pickled, dump
 from cseq.encoding.writer import Writer
 from cseq.errors import WorkerTimeout
 from cseq.lanes import Lanes, MarksFile, marks_file
-from cseq.memory.segment import GRAIN, Segment, whole_grains
+from cseq.memory.arena import GRAIN, Arena
+from cseq.memory.descriptors import sparse_file
 from cseq.processes.launcher import describe_exit
 from cseq.processes.launcher.base import FOREVER, KILL, KILLED
 from cseq.processes.launcher.forks import pair
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cseq.errors import WorkerDied
-    from cseq.memory.shared import Shared
     from cseq.processes.deaths import Deaths, Held
     from cseq.processes.launcher import Child, Launcher
 
@@ -83,7 +83,7 @@ class Supervisor:
 
     Parameters
     ----------
-    shared : Shared
+    shared : Arena
         Stays the caller's, to be closed after `close`.
     readers : int
         The first so many processes get the user's object: the most workers there may be.
@@ -111,7 +111,7 @@ class Supervisor:
     def __init__(
         self,
         launcher: Launcher,
-        shared: Shared,
+        shared: Arena,
         *,
         readers: int,
         task: Callable[[int], Any],
@@ -135,7 +135,7 @@ class Supervisor:
         self._missing: list[int] = []  # owners to be forked while the loop's thread waits
         self._waiting: deque[Latch] = deque()  # of threads that wait for that, in `check`
         self._beside = ""  # the threads of libraries beside which workers were forked
-        self._object: Segment | None = None  # and where they read it
+        self._object: Any = None  # and the file where they read it
         self._record: codec.Record | None = None
         self._workers: dict[int, WorkerProcess] = {}
         self._marks: MarksFile | None = None  # the file of what traces record in workers
@@ -227,15 +227,15 @@ class Supervisor:
     def begin(self) -> None:
         """Begin an epoch: with a new budget for deaths, and without memory that is not needed."""
         self.deaths.begin()
-        self.shared.arena.tidy()
+        self.shared.tidy()
 
     def _write(self, pickled: Pickled, name: str) -> None:
         """Write the user's object to a file of its own, as requests are written to slots."""
         nbytes = len(pickled.data) + sum(view.nbytes for view in pickled.buffers)
         # No wider than it can need: its buffers aligned, their table, its structure.
         width = nbytes + 128 * len(pickled.buffers) + GRAIN
-        self._object = Segment.create(whole_grains(width))
-        writer = Writer(self._object.fd, self._object.width)
+        self._object = sparse_file(width)
+        writer = Writer(self._object.fd, width)
         try:
             writer.select(0, 0)
             self._record = codec.encode_pickled(pickled, writer)

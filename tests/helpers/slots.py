@@ -9,12 +9,12 @@ import numpy as np
 
 from cseq._memory import Block, Slots, commit
 from cseq.encoding.writer import Writer
-from cseq.memory.segment import Segment
+from cseq.memory.descriptors import sparse_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cseq._memory import Lease, Mapping
+    from cseq._memory import Descriptor, Lease, Mapping
     from cseq.memory.arena import Arena
 
 
@@ -24,10 +24,10 @@ PAGE = 65536  # a multiple of every system's page size
 @contextmanager
 def file_of(nbytes: int) -> Iterator[int]:
     """Make a file without a name, all of it committed."""
-    segment = Segment.create(nbytes)
-    commit(segment.fd, 0, nbytes)
-    yield segment.fd
-    segment.close()
+    file = sparse_file(nbytes)
+    commit(file.fd, 0, nbytes)
+    yield file.fd
+    file.close()
 
 
 class Scratch(Writer):
@@ -45,7 +45,7 @@ class Scratch(Writer):
 
 def writer_of(arena: Arena) -> Writer:
     """Make a writer that has begun with a new slot."""
-    writer = Writer(arena.segment.fd, arena.segment.width)
+    writer = Writer(arena.fd, arena.width)
     slot = acquire(arena)
     writer.select(slot, arena.slots.nbytes(slot))
     return writer
@@ -58,10 +58,13 @@ def acquire(arena: Arena) -> int:
     return slot
 
 
-def shared(most: int = 4096) -> tuple[Segment, Slots]:
-    """Make a table of slots, and its file."""
-    segment = Segment.create(1 << 20, most)
-    return segment, Slots(segment.fd, segment.width, segment.slots)
+WIDTH, MOST = 1 << 20, 4096
+
+
+def shared(most: int = MOST) -> tuple[Descriptor, Slots]:
+    """Make a table of slots of `WIDTH` bytes, and its file."""
+    file = sparse_file(WIDTH * most)
+    return file, Slots(file.fd, WIDTH, most)
 
 
 def lease(slots: Slots, slot: int, mapping: Mapping) -> Lease:

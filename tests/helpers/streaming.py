@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def lost_slots(s: Streams) -> set[int]:
     """Slots that are in use for nothing; all of them if any is leased."""
     pool: Any = s._run.pool
-    slots = pool.supervisor.shared.arena.slots
+    slots = pool.supervisor.shared.slots
     if slots.leased:
         return set(range(1, slots.capacity))
     kept = [one for ring in pool.rings for there in ring.kept if there for one in there]

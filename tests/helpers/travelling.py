@@ -8,11 +8,13 @@ import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cseq._memory import Mapping
+from cseq._memory import Descriptor, Mapping
 from cseq.encoding import codec
 from cseq.encoding.pickling import dump
 from cseq.encoding.writer import Writer
-from cseq.memory.segment import Segment
+from cseq.memory.descriptors import sparse_file
+
+WIDTH = 1 << 30
 
 
 class Indexer:
@@ -65,19 +67,19 @@ def make(*args: object, **options: object) -> Indexer:
     return Indexer((args, options))
 
 
-def write_batch(obj: object) -> tuple[Segment, codec.Record]:
+def write_batch(obj: object) -> tuple[Descriptor, codec.Record]:
     """Write an object to a file, as a supervisor does."""
-    segment = Segment.for_slots()
-    writer = Writer(segment.fd, segment.width)
+    file = sparse_file(WIDTH)
+    writer = Writer(file.fd, WIDTH)
     writer.select(0, 0)
     record = codec.encode_pickled(dump(obj), writer)
     writer.close()
-    return segment, record
+    return file, record
 
 
-def read(segment: Segment, record: codec.Record) -> Any:
+def read(file: Descriptor, record: codec.Record) -> Any:
     """Read it, as a worker does."""
-    return codec.decode_pickled(Mapping(segment.fd, 0, record.used, own=True), record)
+    return codec.decode_pickled(Mapping(file.fd, 0, record.used, own=True), record)
 
 
 def travel(obj: object) -> Any:
@@ -98,8 +100,8 @@ def goes_by_value(obj: object) -> bool:
 
 def arrives_elsewhere(obj: object, expression: str) -> str:
     """Send an object to a new process, and evaluate an expression of `obj` there."""
-    segment, record = write_batch(obj)
-    written = bytes(Mapping(segment.fd, 0, record.used))
+    file, record = write_batch(obj)
+    written = bytes(Mapping(file.fd, 0, record.used))
     code = (
         "import sys\nfrom cseq.encoding import codec\n"
         "memory = bytearray(sys.stdin.buffer.read())\n"

@@ -19,8 +19,7 @@ from cseq._memory import SMALL, TRAINER, Lease, Mapping, Slots
 from cseq.encoding import writer as writer_module
 from cseq.encoding.writer import Writer
 from cseq.memory import arena as arena_module
-from cseq.memory.arena import Arena
-from cseq.memory.segment import FIRST
+from cseq.memory.arena import FIRST, Arena
 from cseq.system import MIB
 
 if TYPE_CHECKING:
@@ -34,12 +33,12 @@ def test_an_error_report_always_fits(arena: Arena) -> None:
     """The first bytes of a slot are there before any worker sees it."""
     slot = acquire(arena)
     assert arena.slots.nbytes(slot) >= FIRST
-    assert os.fstat(arena.segment.fd).st_blocks * 512 >= FIRST
+    assert os.fstat(arena.fd).st_blocks * 512 >= FIRST
 
 
 def test_steady_state_makes_no_mapping(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot seen before is not mapped again, in the worker or in the trainer."""
-    writer = Writer(arena.segment.fd, arena.segment.width)
+    writer = Writer(arena.fd, arena.width)
     made = []
 
     def count(*args: Any, **kwargs: Any) -> Mapping:
@@ -87,7 +86,7 @@ def test_too_many_held_batches_are_copied(
 ) -> None:
     """Beyond memory_limit, batches are copied, intact, with one warning; later ones may be lent."""
     arena = Arena(limit)
-    writer = Writer(arena.segment.fd, arena.segment.width)
+    writer = Writer(arena.fd, arena.width)
     with caplog.at_level(logging.WARNING, "cseq"):
         memories = [filled(arena, writer, value, 2 * MIB) for value in range(6)]
     assert arena.slots.leased == leases
@@ -158,7 +157,7 @@ def test_leases_end_inside_garbage_collection(arena: Arena, writer: Writer) -> N
 def test_leases_outlive_the_arena(writer: Writer, arena: Arena) -> None:
     """Data stays intact after the arena was closed and is gone itself."""
     other = Arena()
-    hand = Writer(other.segment.fd, other.segment.width)
+    hand = Writer(other.fd, other.width)
     memory = filled(other, hand, 9, MIB)
     hand.close()
     other.close()
@@ -183,7 +182,7 @@ def test_nothing_is_left_when_the_last_view_is_gone() -> None:
     before = state()
     for close in (True, False):
         arena = Arena()
-        writer = Writer(arena.segment.fd, arena.segment.width)
+        writer = Writer(arena.fd, arena.width)
         view = whole(filled(arena, writer, 9, MIB), MIB)[5:]
         if close:
             arena.close()
@@ -207,7 +206,7 @@ from cseq.memory.arena import Arena
 from cseq.system import MIB
 from cseq.encoding.writer import Writer
 arena = Arena()
-writer = Writer(arena.segment.fd, arena.segment.width)
+writer = Writer(arena.fd, arena.width)
 slot = arena.slots.take()
 writer.select(slot, arena.request(slot))
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -241,9 +240,8 @@ def test_no_address_space() -> None:
 
 def test_no_room_for_a_new_slot(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that a worker cannot begin with is a MemoryError, and is its own for the next time."""
-    segment = arena.segment
-    slots = Slots(segment.fd, segment.width, segment.slots, 1)
-    writer = Writer(segment.fd, segment.width, slots)
+    slots = Slots(arena.fd, arena.width, arena.most, 1)
+    writer = Writer(arena.fd, arena.width, slots)
     with monkeypatch.context() as patch:
         patch.setattr(
             writer_module, "commit", lambda *_: (_ for _ in ()).throw(MemoryError("full"))
@@ -262,7 +260,7 @@ def test_no_room_for_a_new_slot(arena: Arena, monkeypatch: pytest.MonkeyPatch) -
 
 def committed(arena: Arena) -> int:
     """Bytes that the file really takes."""
-    return os.fstat(arena.segment.fd).st_blocks * 512
+    return os.fstat(arena.fd).st_blocks * 512
 
 
 def through(arena: Arena, writer: Writer, nbytes: int, value: int = 0) -> Any:
@@ -275,7 +273,7 @@ def through(arena: Arena, writer: Writer, nbytes: int, value: int = 0) -> Any:
 def test_slots_shrink_after_an_epoch_without_huge_batches(nbytes: int) -> None:
     """Pages that no batch needs any more are given back; what is held stays."""
     arena = Arena(tickets=4)
-    writer = Writer(arena.segment.fd, arena.segment.width)
+    writer = Writer(arena.fd, arena.width)
     huge = [through(arena, writer, 60 * MIB, value) for value in range(3)]
     held = huge.pop()
     del huge
@@ -321,7 +319,7 @@ def test_page_locked_slots_shrink_unlocked(writer: Writer) -> None:
             del locked[memory.address]
 
     arena = Arena(locks=Locks())
-    writer = Writer(arena.segment.fd, arena.segment.width)
+    writer = Writer(arena.fd, arena.width)
     through(arena, writer, 60 * MIB)
     assert max(locked.values()) >= 60 * MIB
     arena.tidy()

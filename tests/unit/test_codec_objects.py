@@ -243,7 +243,7 @@ from cseq.memory.arena import Arena
 from cseq.encoding.writer import Writer
 from cseq.encoding.codec import decode, encode
 arena = Arena()
-writer = Writer(arena.segment.fd, arena.segment.width)
+writer = Writer(arena.fd, arena.width)
 slot = arena.slots.take()
 writer.select(slot, arena.request(slot))
 record = encode({"a": np.zeros(3), "b": ["c", 1, np.float32(1)]}, writer)

@@ -289,23 +289,22 @@ def test_what_a_dead_runner_held() -> None:
 def test_what_a_dead_worker_owned() -> None:
     """Its slots are freed, but those of its published tickets and of other workers."""
     arena = Arena()
-    segment = arena.segment
     ring = make_ring()
-    workers = [Slots(segment.fd, segment.width, segment.slots, owner) for owner in (1, 2)]
+    arena.rings = [ring]
+    workers = [Slots(arena.fd, arena.width, arena.most, owner) for owner in (1, 2)]
     cells = post(ring, 1, 2, 3)
     published, working, other = workers[0].take(), workers[0].take(), workers[1].take()
     claim(ring, 1).publish(slot=published)
     runner = claim(ring, 1)
     assert ring.slots() == {published}
-    ring.repost(1)
-    arena.reclaim(1, [ring])
+    arena.reclaim(1)
     assert arena.slots.owners()[1:5] == [1, 0, 2, 0]
     assert working == 2
     assert ring.left_in(runner.cell)[2] == 0xFFFFFFFF
     arena.slots.adopt(published, 0)
     assert ringing.take(ring) == (cells[0], 0, published, 0, (0,) * FIELDS)
-    arena.reclaim(1, [ring])
-    arena.reclaim(2, [ring])
+    arena.reclaim(1)
+    arena.reclaim(2)
     assert arena.slots.owners()[1:5] == [TRAINER, 0, 0, 0]
     assert other == 3
     arena.close()

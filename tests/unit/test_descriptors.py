@@ -71,44 +71,6 @@ def test_what_is_received_is_closed_in_programs(
 
 # --- as a user's script --------------------------------------------------------------------------
 
-# A kernel with vm.memfd_noexec=2, for every process of a job: a sitecustomize that all import.
-STRICT = """
-import errno, os
-memfd_create = os.memfd_create
-def strict(name, flags=os.MFD_CLOEXEC):
-    if not flags & 0x8:
-        raise OSError(errno.EACCES, "vm.memfd_noexec=2")
-    return memfd_create(name, flags)
-os.memfd_create = strict
-import tempfile
-def refuse(*args, **options):
-    raise AssertionError("no temporary file is needed")
-tempfile.TemporaryFile = refuse
-"""
-
-STRICT_JOB = """
-import numpy as np, os, sys, cseq
-assert os.memfd_create.__name__ == "strict"
-for method in sys.argv[1:]:
-    data = np.arange(100_000)
-    with cseq.MPSequence(
-        data, 100, 2, batch_size=10, out_type="null", start_method=method, shuffle=False
-    ).start() as batches:
-        print(method, int(sum(batch.sum() for batch in batches)))
-"""
-
-
-@linux
-def test_kernels_that_refuse_executable_files(run_anew: RunScript, tmp_path: Path) -> None:
-    """With vm.memfd_noexec=2, workers start in every way, and use anonymous files."""
-    (tmp_path / "sitecustomize.py").write_text(STRICT)
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", path)
-        done = run_anew(STRICT_JOB, *start_methods())
-    assert done.stdout.split("\n") == [*(f"{m} 4950" for m in start_methods()), ""], done.stderr
-
-
 # What a program finds open that is executed without any being closed: what /proc/self/fd lists.
 LISTING = '''
 import os, subprocess, sys

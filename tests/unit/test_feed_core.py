@@ -27,7 +27,7 @@ from cseq._work import Decoder, ObjectTable, Runner
 from cseq.converter.host import Converter
 from cseq.converter.output import parse
 from cseq.encoding import codec
-from cseq.memory.segment import Segment
+from cseq.memory.descriptors import sparse_file
 from cseq.meters import Meters
 from cseq.order.sampler import Cut
 from cseq.pools.base import wake_at
@@ -297,12 +297,12 @@ class Slotted:
         self, reader: Any = None, cells: int = 1, *, lends: bool = True, **options: Any
     ) -> None:
         self.lends = lends
-        segment = Segment.create(WIDTH, 8)
-        commit(segment.fd, 0, 8 * WIDTH)
-        self.slots = Slots(segment.fd, WIDTH, 8)
-        self.worker = Slots(segment.fd, WIDTH, 8, 1)
-        self.mapped = [Mapping(segment.fd, slot * WIDTH, WIDTH) for slot in range(8)]
-        segment.close()
+        file = sparse_file(8 * WIDTH)
+        commit(file.fd, 0, 8 * WIDTH)
+        self.slots = Slots(file.fd, WIDTH, 8)
+        self.worker = Slots(file.fd, WIDTH, 8, 1)
+        self.mapped = [Mapping(file.fd, slot * WIDTH, WIDTH) for slot in range(8)]
+        file.close()
         self.ring = Ring(Block(ring_bytes(cells, 1, 1), zero=True), cells, 1, 1)
         self.runner = Runner(self.ring, 0, 1, last=True)
         known = None if reader is None else (self.mapped, reader, self.lend)
@@ -747,10 +747,10 @@ class Asking(Counter):
         memory = Block(2 * room, zero=True)
         self.rings = [Ring(memory, 5, 20, 1, 1, at=k * room) for k in range(2)]
         self.runners = [Runner(ring, 0, 1, last=True) for ring in self.rings]
-        segment = Segment.create(GRAIN, 8)
-        commit(segment.fd, 0, 8 * GRAIN)
-        self.slots = Slots(segment.fd, GRAIN, 8)
-        segment.close()
+        file = sparse_file(8 * GRAIN)
+        commit(file.fd, 0, 8 * GRAIN)
+        self.slots = Slots(file.fd, GRAIN, 8)
+        file.close()
         self.waits = []
         self.run = RunState()
         self.feed = Feed(

@@ -39,7 +39,7 @@ def in_child(act: Callable[[], bool]) -> bool:
 
 def held(arena: Arena, value: int) -> np.ndarray[Any, Any]:
     """Make an array on a leased slot."""
-    writer = Writer(arena.segment.fd, arena.segment.width)
+    writer = Writer(arena.fd, arena.width)
     array = whole(filled(arena, writer, value, NBYTES), NBYTES)
     writer.close()
     return array

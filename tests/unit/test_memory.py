@@ -13,7 +13,7 @@ import pytest
 from slots import PAGE, file_of
 
 from cseq._memory import Block, Mapping, address_of, commit, copy_of
-from cseq.memory.segment import Segment
+from cseq.memory.descriptors import sparse_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,12 +130,12 @@ def test_mappings_of_nonsense() -> None:
 
 def test_commit() -> None:
     """Committed pages take room on the file; what cannot be had is a MemoryError with the bytes."""
-    segment = Segment.create(4 * PAGE)
-    commit(segment.fd, PAGE, PAGE)
-    memoryview(Mapping(segment.fd, PAGE, PAGE))[-1] = 33
+    file = sparse_file(4 * PAGE)
+    commit(file.fd, PAGE, PAGE)
+    memoryview(Mapping(file.fd, PAGE, PAGE))[-1] = 33
     if sys.platform == "linux":
-        taken = os.fstat(segment.fd)
+        taken = os.fstat(file.fd)
         assert (taken.st_size, taken.st_blocks * 512) == (4 * PAGE, PAGE)
-    segment.close()
+    file.close()
     with pytest.raises(MemoryError, match=f"{PAGE} bytes"):
         commit(-1, 0, PAGE)

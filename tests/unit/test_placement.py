@@ -43,9 +43,9 @@ class Bench:
         self.arena = Arena()
         self.ring = Ring(Block(ring_bytes(1, 1, 1), zero=True), 1, 1, 1)
         self.runner = Runner(self.ring, 0, 1, last=True)
-        segment = self.arena.segment
-        slots = Slots(segment.fd, segment.width, segment.slots, 1)
-        self.writer = Writer(segment.fd, segment.width, slots)
+        arena = self.arena
+        slots = Slots(arena.fd, arena.width, arena.most, 1)
+        self.writer = Writer(arena.fd, arena.width, slots)
         self.writer.placement = self.placement = SlotAllocator()
         self.slot = self.capacity = 0
 
@@ -329,7 +329,7 @@ def test_other_threads_allocate_as_ever(bench: Bench) -> None:
 def test_a_slot_in_use_is_not_left(bench: Bench) -> None:
     """While arrays lie in a slot, no other one is turned to."""
     bench.learn(fresh)
-    mapping = Mapping(bench.arena.segment.fd, 0, 4096)
+    mapping = Mapping(bench.arena.fd, 0, 4096)
     kept: list[Any] = []
 
     def keep() -> Any:

@@ -11,41 +11,41 @@ import pytest
 from slots import filled, whole
 
 from cseq.encoding.writer import Writer
-from cseq.memory.arena import Arena
-from cseq.memory.segment import FIRST, LARGE, Segment, reserved, room_for
+from cseq.memory.arena import FIRST, LARGE, Arena, reserved, room_for
+from cseq.memory.descriptors import sparse_file
 from cseq.system import MIB
 
 
 @pytest.mark.needs("POSIX")
-def test_a_segment_takes_no_memory_yet() -> None:
-    """A segment is as long as it has to be and has no pages."""
-    segment = Segment.for_slots()
-    assert os.fstat(segment.fd).st_size == segment.width * segment.slots
-    assert os.fstat(segment.fd).st_blocks == 0
-    assert not os.get_inheritable(segment.fd)
-    segment.close()
-    segment.close()
+def test_a_file_takes_no_memory_yet() -> None:
+    """A file is as long as it has to be and has no pages."""
+    file = sparse_file(1 << 30)
+    assert os.fstat(file.fd).st_size == 1 << 30
+    assert os.fstat(file.fd).st_blocks == 0
+    assert not os.get_inheritable(file.fd)
+    file.close()
+    file.close()
     with pytest.raises(OSError, match="descriptor"):
-        os.fstat(segment.fd)
+        os.fstat(file.fd)
 
 
-def test_a_dropped_segment_is_closed() -> None:
-    """The descriptor goes with the segment."""
-    segment = Segment.create(4096)
-    fd = segment.fd
-    del segment
+def test_a_dropped_file_is_closed() -> None:
+    """The descriptor goes with the object."""
+    file = sparse_file(4096)
+    fd = file.fd
+    del file
     gc.collect()
     with pytest.raises(OSError, match=r"descriptor|handle"):
         os.fstat(fd)
 
 
 @pytest.mark.needs("Linux")
-def test_a_segment_cannot_be_cut() -> None:
+def test_a_file_cannot_be_cut() -> None:
     """The pages cannot be taken away under a mapping."""
-    segment = Segment.create(1 << 20)
+    file = sparse_file(1 << 20)
     with pytest.raises(PermissionError):
-        os.ftruncate(segment.fd, 0)
-    segment.close()
+        os.ftruncate(file.fd, 0)
+    file.close()
 
 
 @pytest.mark.needs("POSIX")
@@ -54,8 +54,8 @@ def test_a_system_without_anonymous_files(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delattr(os, "memfd_create", raising=False)
     before = set(os.listdir(tempfile.gettempdir()))
     arena = Arena()
-    writer = Writer(arena.segment.fd, arena.segment.width)
-    assert arena.segment.width >= 1 << 28
+    writer = Writer(arena.fd, arena.width)
+    assert arena.width >= 1 << 28
     made = set(os.listdir(tempfile.gettempdir())) - before
     assert not [name for name in made if name.startswith("cseq-")]
     memories = [filled(arena, writer, value, 5 * MIB) for value in range(3)]
@@ -63,22 +63,6 @@ def test_a_system_without_anonymous_files(monkeypatch: pytest.MonkeyPatch) -> No
         assert (whole(memory, 5 * MIB) == value).all()
     writer.close()
     arena.close()
-
-
-def test_a_system_that_refuses_executable_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flags that a kernel does not know, or files that it refuses, are not the end."""
-    if not hasattr(os, "memfd_create"):
-        pytest.skip("this system has no anonymous files")
-    asked = []
-
-    def refuse(_name: str, flags: int) -> int:
-        asked.append(flags)
-        raise OSError(errno.EINVAL, "unknown flag")
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    segment = Segment.create(4096)
-    segment.close()
-    assert len(asked) == 2
 
 
 def test_a_file_system_without_long_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +75,10 @@ def test_a_file_system_without_long_files(monkeypatch: pytest.MonkeyPatch) -> No
         real(fd, length)
 
     monkeypatch.setattr(os, "ftruncate", cut)
-    segment = Segment.for_slots()
-    assert segment.width * segment.slots <= 1 << 40
-    assert segment.width >= 1 << 28
-    segment.close()
+    arena = Arena()
+    assert arena.width * arena.most <= 1 << 40
+    assert arena.width >= 1 << 28
+    arena.close()
 
 
 @pytest.mark.needs("POSIX")
@@ -105,7 +89,7 @@ def test_a_file_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.EFBIG, "File too large")
 
     monkeypatch.setattr(os, "ftruncate", refuse)
-    for make in (Segment.for_slots, lambda: Segment.create(3 << 20)):
+    for make in (Arena, lambda: sparse_file(3 << 20)):
         with pytest.raises(OSError, match=r"bytes .*: File too large; .*ulimit -f") as caught:
             make()
         assert caught.value.errno == errno.EFBIG
@@ -126,7 +110,7 @@ def test_no_file_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that can have no file says so, and nothing stays open."""
     monkeypatch.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(27, "too large")))
     with pytest.raises(OSError, match="too large"):
-        Segment.for_slots()
+        Arena()
 
 
 @pytest.mark.needs("Linux")
@@ -138,7 +122,7 @@ def test_too_many_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "memfd_create", full)
     with pytest.raises(OSError, match=r"Too many open files.*ulimit -n") as caught:
-        Segment.for_slots()
+        Arena()
     assert "ulimit -f" not in str(caught.value)
 
 
@@ -151,9 +135,9 @@ def test_a_sandbox_that_refuses_seals(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(errno.EPERM, "no seals")
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    segment = Segment.for_slots()
-    assert os.fstat(segment.fd).st_size == segment.width * segment.slots
-    segment.close()
+    arena = Arena()
+    assert os.fstat(arena.fd).st_size == arena.width * arena.most
+    arena.close()
 
 
 def test_growth_is_geometric() -> None:

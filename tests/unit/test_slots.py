@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 import pytest
-from slots import PAGE, file_of, lease, shared
+from slots import MOST, PAGE, WIDTH, file_of, lease, shared
 
 from cseq._memory import TRAINER, Lease, Mapping, Slots
 
@@ -26,9 +26,9 @@ def test_many_slots() -> None:
 
 def test_each_process_has_the_slots_that_it_takes() -> None:
     """A worker's slot is its own until it frees it, or a ticket that lies there leaves the ring."""
-    segment, trainer = shared()
+    file, trainer = shared()
     worker = 3
-    slots = Slots(segment.fd, segment.width, segment.slots, worker)
+    slots = Slots(file.fd, WIDTH, MOST, worker)
     assert [slots.take(), trainer.take(), slots.take()] == [1, 2, 3]
     assert trainer.owners()[:5] == [TRAINER, worker, TRAINER, worker, 0]
     with pytest.raises(RuntimeError, match="slot 2 is not taken"):

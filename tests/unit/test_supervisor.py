@@ -20,8 +20,8 @@ from cseq._core import now_ns
 from cseq._work import Runner
 from cseq.errors import WorkerDied, WorkerError, WorkerTimeout
 from cseq.lanes import Lanes
-from cseq.memory.segment import Segment
-from cseq.memory.shared import Shared
+from cseq.memory import descriptors
+from cseq.memory.arena import Arena
 from cseq.processes import supervisor as supervisor_module
 from cseq.processes.deaths import Deaths, Held
 from cseq.processes.launcher import make_launcher, start_methods
@@ -146,7 +146,8 @@ class Pool:
         self.tasks = list(tasks)
         self.events = Events()
         self.launcher = make_launcher(method, entry=f"{__name__}:{entry}")
-        self.shared = Shared(2, 1, owners, owners=owners, memory_limit=1 << 20)
+        self.shared = Arena(1 << 20, tickets=2)
+        self.shared.add_rings(2, 1, owners, owners=owners)
         self.supervisor = Supervisor(
             self.launcher,
             self.shared,
@@ -503,8 +504,10 @@ def test_the_objects_file_is_as_wide_as_it_needs(
     """Slots may be too narrow for it: on Windows, the wider they are, the fewer there are."""
     supervisor = pool(method="spawn").supervisor
     made: list[int] = []
-    create = Segment.create
-    monkeypatch.setattr(Segment, "create", lambda width: made.append(width) or create(width))
+    monkeypatch.setattr(
+        "cseq.processes.supervisor.sparse_file",
+        lambda width: made.append(width) or descriptors.sparse_file(width),
+    )
     supervisor.prepare([np.full(nbytes + k, k, np.uint8) for k in range(count)])
     [width] = made  # it was written: that was wide enough
     assert count * nbytes < width <= count * (nbytes + 512) + (1 << 17)

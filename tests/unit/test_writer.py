@@ -16,8 +16,8 @@ from slots import acquire, take, whole
 from cseq import system
 from cseq.encoding import writer as writer_module
 from cseq.encoding.writer import Writer
-from cseq.memory.arena import Arena
-from cseq.memory.segment import FIRST, Segment
+from cseq.memory.arena import FIRST, Arena
+from cseq.memory.descriptors import sparse_file
 from cseq.system import MIB
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def test_places_do_not_overlap(writer: Writer) -> None:
 def test_a_slot_grows(sizes: list[int]) -> None:
     """Arrays of any size can be placed; those made before the slot grew stay whole."""
     arena = Arena()
-    writer = Writer(arena.segment.fd, arena.segment.width)
+    writer = Writer(arena.fd, arena.width)
     slot = acquire(arena)
     writer.select(slot, arena.slots.nbytes(slot))
     arrays = [writer.empty(size, np.uint8) for size in sizes]
@@ -58,7 +58,7 @@ def test_a_slot_grows(sizes: list[int]) -> None:
 def test_few_slots_stay_mapped(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer keeps a limited number of slots mapped: those that it has mapped first."""
     monkeypatch.setattr(writer_module, "MAX_MAPPED", 3)
-    writer = Writer(arena.segment.fd, arena.segment.width)
+    writer = Writer(arena.fd, arena.width)
     slots = [acquire(arena) for _ in range(8)]
     kept = []
     for _ in range(3):
@@ -74,7 +74,7 @@ def test_few_slots_stay_mapped(arena: Arena, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_worker_may_know_more_than_the_trainer(arena: Arena) -> None:
     """A capacity that the trainer never heard of, since the worker died, does no harm."""
     slot = acquire(arena)
-    first, second = (Writer(arena.segment.fd, arena.segment.width) for _ in range(2))
+    first, second = (Writer(arena.fd, arena.width) for _ in range(2))
     for writer in (first, second, first):
         writer.select(slot, arena.slots.nbytes(slot))
         writer.empty(MIB, np.uint8)[:] = 7
@@ -88,7 +88,7 @@ def test_a_worker_may_know_more_than_the_trainer(arena: Arena) -> None:
 def test_a_worker_may_know_less_than_the_trainer(arena: Arena) -> None:
     """What another worker has committed of a slot is not committed once more."""
     slot = acquire(arena)
-    first, second = (Writer(arena.segment.fd, arena.segment.width) for _ in range(2))
+    first, second = (Writer(arena.fd, arena.width) for _ in range(2))
     first.select(slot, FIRST)
     second.select(slot, FIRST)
     second.place(MIB)
@@ -208,14 +208,14 @@ def test_no_room_leaves_the_writer_as_it_was(
 @pytest.mark.skipif(sys.platform == "darwin", reason="without seals, the file grows")
 def test_a_full_file_is_a_memory_error() -> None:
     """What the system refuses to commit is a MemoryError with the number of bytes."""
-    segment = Segment.create(1 << 20)
-    writer = Writer(segment.fd, 1 << 30)
+    file = sparse_file(1 << 20)
+    writer = Writer(file.fd, 1 << 30)
     writer.select(0, FIRST)
     with pytest.raises(MemoryError, match=str(2 * MIB - FIRST)):
         writer.place(MIB + 1)
     assert writer.place(100) == 0
     writer.close()
-    segment.close()
+    file.close()
 
 
 def test_more_than_there_is(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,11 +234,11 @@ def test_more_than_there_is(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_wider_than_a_slot() -> None:
     """A batch larger than a slot can become is a MemoryError that says how large it may be."""
-    segment = Segment.create(4 * MIB, 2)
-    writer = Writer(segment.fd, segment.width)
+    file = sparse_file(8 * MIB)
+    writer = Writer(file.fd, 4 * MIB)
     writer.select(1, FIRST)
     with pytest.raises(MemoryError, match=str(4 * MIB)):
         writer.place(4 * MIB + 1)
     assert writer.place(4 * MIB) == 0
     writer.close()
-    segment.close()
+    file.close()

@@ -356,8 +356,9 @@ def cut(made: Streams, scale: int, end: Callable[[], None]) -> None:
 def owners(scale: int) -> None:
     """Slots change owners, while another thread frees those of a dead worker."""
     arena = Arena()
-    segment, slots = arena.segment, arena.slots
-    ring = Ring(Block(ring_bytes(4, 1, 1), zero=True), 4, 1, 1)
+    slots = arena.slots
+    ring = Ring(Block(ring_bytes(4, 1, 2), zero=True), 4, 1, 2)
+    arena.rings = [ring]
     over = threading.Event()
 
     def post() -> None:
@@ -376,7 +377,7 @@ def owners(scale: int) -> None:
 
     def work() -> None:
         runner = Runner(ring, 0, 1, last=True)
-        mine = Slots(segment.fd, segment.width, segment.slots, 1)
+        mine = Slots(arena.fd, arena.width, arena.most, 1)
         kept = -1
         while (claimed := runner.claim()) is not None:
             if not claimed:
@@ -390,10 +391,10 @@ def owners(scale: int) -> None:
             runner.publish(0, (8,), SLOT, slot)
 
     def supervise() -> None:
-        dead = Slots(segment.fd, segment.width, segment.slots, 2)
+        dead = Slots(arena.fd, arena.width, arena.most, 2)
         while not over.is_set():
             dead.take()
-            arena.reclaim(2, [ring])
+            arena.reclaim(2)
             assert 2 not in slots.owners()
             arena.tidy()
 

@@ -149,7 +149,7 @@ def through_a_slot(batch: Any, cast: np.dtype[Any] | None) -> Any:
     """Send a batch the way it comes from a worker process."""
     arena = Arena()
     slot = acquire(arena)
-    writer = Writer(arena.segment.fd, arena.segment.width)
+    writer = Writer(arena.fd, arena.width)
     writer.select(slot, arena.slots.nbytes(slot))
     record = codec.encode(batch, writer, cast)
     memory = arena.lend(slot, record.used, writer.capacity)
