@@ -74,7 +74,7 @@ class Blocks(Samples):
 
     def reader(self, seed: int) -> Reader:
         """Return what reads the order."""
-        begin = lru_cache(1)(partial(Lanes, self, seed))
+        begin = lru_cache(1)(partial(BlockLanes, self, seed))
 
         def share(epoch: int, first: int, together: int, start: int, size: int) -> Ints:
             ranks, rank = together // size, (start - first) // size
@@ -101,7 +101,7 @@ class Blocks(Samples):
         )
 
 
-class Lanes:
+class BlockLanes:
     """The lanes of an epoch: the blocks at every so many places, in windows that are shuffled.
 
     They take turns at the positions below `body`; what longer ones have beyond that follows.

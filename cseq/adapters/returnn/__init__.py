@@ -44,7 +44,7 @@ except ModuleNotFoundError as missing:
         name="returnn",
     ) from missing
 
-from cseq.adapters.returnn.worker import CONFIGURATION, Producer, Request
+from cseq.adapters.returnn.worker import CONFIGURATION, OrderRequest, SequenceProducer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -174,7 +174,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         if self._meta:
             self._describe()
         self._serial = 0
-        self._asked: Request | None = None  # by the last `init_seq_order`
+        self._asked: OrderRequest | None = None  # by the last `init_seq_order`
         self._order: Sequence[int] | None = None  # of the epoch, once it is known
         self._begun = False  # whether an epoch is under way
         self._items: Iterator[Any] = iter(())  # of the epoch
@@ -277,7 +277,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
             self._begun = False
             plan = CONFIGURATION, self.dataset, self._sharding_method, self.name, _installed
             self._streams = Streams(
-                partial(Producer, *plan),
+                partial(SequenceProducer, *plan),
                 self.num_workers,
                 prefetch=self.buffer_size,
                 start_method=self._start_method,
@@ -349,7 +349,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
             self._num_seqs = 0
             return True
         shards = self.dataset["_num_shards"], self.dataset["_shard_index"]
-        self._asked = Request(self._serial, epoch, seq_list, seq_order, *shards)
+        self._asked = OrderRequest(self._serial, epoch, seq_list, seq_order, *shards)
         requests = [self._asked] * self.num_workers
         if self._sharding_method == "seq_order":
             order = self.get_current_seq_order()

@@ -2,7 +2,7 @@
 
 ::
 
-    pickle: the configuration first ──► Producer(…, number, N)
+    pickle: the configuration first ──► SequenceProducer(…, number, N)
                                           │  begin, items  ▲
                                           ▼                │ ask: answer, order, finish
                                          tag, fraction, data ── trainer
@@ -27,7 +27,7 @@ from cseq.processes.launcher.child import set_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["CONFIGURATION", "Producer", "Request"]
+__all__ = ["CONFIGURATION", "OrderRequest", "SequenceProducer"]
 
 
 # The classes and functions of RETURNN's configuration are in a module that has no file; a worker
@@ -35,7 +35,7 @@ __all__ = ["CONFIGURATION", "Producer", "Request"]
 promise("__returnn_config__")
 
 
-class Request(NamedTuple):
+class OrderRequest(NamedTuple):
     """A worker's assignment in an epoch."""
 
     serial: int  # which call of `init_seq_order` it was
@@ -61,7 +61,7 @@ def _restore(pickled: bytes) -> None:
 CONFIGURATION = _Configuration()
 
 
-class Producer:
+class SequenceProducer:
     """The producer of one of `num_workers` workers: its dataset, and the position in it."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Producer:
             self._seeds.hook()
         return self._dataset
 
-    def _prepare(self, request: Request) -> Any:
+    def _prepare(self, request: OrderRequest) -> Any:
         """Set the dataset to the beginning of an epoch."""
         shards = self._shards_of(request.num_shards, request.shard_index)
         changed, self._shards = shards != self._shards, shards
@@ -134,7 +134,7 @@ class Producer:
             return _bare(error)
         return found if found is None or isinstance(found, (int, float, dict)) else list(found)
 
-    def order(self, request: Request) -> Any:
+    def order(self, request: OrderRequest) -> Any:
         """Return the order of an epoch's sequences: of this worker's shard, else of all."""
         prepared = self._dataset is not None and self._serial == request.serial
         dataset = self._dataset if self._dedicated and prepared else self._prepare(request)
@@ -159,7 +159,7 @@ class Producer:
 
     # -- an epoch -------------------------------------------------------------------------------
 
-    def begin(self, request: Request) -> int | float | None:
+    def begin(self, request: OrderRequest) -> int | float | None:
         """Begin an epoch; return how many sequences this worker has, or None if not known."""
         return self._length(self._prepare(request))
 

@@ -105,8 +105,8 @@ def make_iterator(
 ) -> Any:
     """Make an iterator of cseq's, or, where that cannot be, torch's own by `otherwise`.
 
-    The loader gets its `Progress`, and the reason why it is torch's. The log says why, and which
-    options (`rng`, `on_error`) that one does not have, once for a loader.
+    The loader gets its `LoaderProgress`, and the reason why it is torch's. The log says why, and
+    which options (`rng`, `on_error`) that one does not have, once for a loader.
 
     Raises
     ------

@@ -12,7 +12,7 @@ import torch
 from cseq.adapters.torch import names, worker
 from cseq.adapters.torch.order import Keys, leaves_no_trace
 from cseq.adapters.torch.pinning import Pinner
-from cseq.adapters.torch.state import Progress
+from cseq.adapters.torch.state import LoaderProgress
 from cseq.adapters.torch.stateful import is_stateful
 from cseq.encoding import failure
 from cseq.errors import WorkerDied, WorkerTimeout
@@ -61,11 +61,11 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
     resume : dict, optional
         Where the epoch is to go on; see `state.read`.
     snapshot_every : int, optional
-        See `Epoch`; None: no state is asked for.
+        See `FetcherEpoch`; None: no state is asked for.
 
     Attributes
     ----------
-    progress : Progress
+    progress : LoaderProgress
         The same object in all epochs of persistent workers.
     """
 
@@ -95,7 +95,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             resume = {**resume, "workers": [None]}
         keeps_state = snapshot_every is not None and not self._is_iterable
         order = Keys(loader, keeps_state=keeps_state, resume=resume)
-        self.progress = Progress(loader, order, rng=rng)
+        self.progress = LoaderProgress(loader, order, rng=rng)
         names.Base.__init__(self, loader)
         torchs = names.Workers if self._num_workers else names.Inline
         self._profile_name = f"enumerate(DataLoader)#{torchs.__name__}.__next__"
@@ -124,7 +124,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         method = start_method_of(loader) if self._num_workers else None
         is_forked = method == "fork"
         is_seeded = self._rng == "batch"
-        setup: Any = worker.Setup(
+        setup: Any = worker.Fetching(
             self._dataset_kind,
             self._dataset,
             self._auto_collation,
@@ -138,7 +138,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         if self._num_workers == 0:
             if self._timeout != 0:
                 raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-            return worker.Here(setup)
+            return worker.FetcherHere(setup)
         if self._prefetch_factor <= 0:
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
@@ -205,7 +205,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             keys = progress.order.draw(self._sampler_iter, progress.yielded, state)
         index = next(iter(self._index_sampler)) if self._is_iterable else None  # always the same
         epochs = [
-            worker.Epoch(
+            worker.FetcherEpoch(
                 self._base_seed,
                 index=index,
                 first=progress.counts[number] if keys is None else progress.yielded,
@@ -345,10 +345,10 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
     # -- the workers
 
     @property
-    def _workers(self) -> list[WorkerProcess]:
+    def _workers(self) -> list[WorkerHandle]:
         """The worker processes; another one once one has died."""
         processes = self._streams.processes(wait=True) if self._num_workers else {}
-        return [WorkerProcess(processes[number]) for number in sorted(processes)]
+        return [WorkerHandle(processes[number]) for number in sorted(processes)]
 
     def _shutdown_workers(self) -> None:
         """End the worker processes; twice is fine."""
@@ -377,7 +377,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         return stats
 
 
-class WorkerProcess:
+class WorkerHandle:
     """A worker process, with the names of `multiprocessing.Process`."""
 
     def __init__(self, child: Child) -> None:

@@ -14,7 +14,7 @@ from cseq.adapters.torch.batches import BatchSampler, with_order
 from cseq.adapters.torch.fallback import UNUSABLE, make_iterator, reason_against
 from cseq.adapters.torch.options import VALUES, defaults
 from cseq.adapters.torch.order import OWN, Keys, inner_of
-from cseq.adapters.torch.state import Progress, read
+from cseq.adapters.torch.state import LoaderProgress, read
 from cseq.adapters.torch.stateful import is_stateful
 from cseq.advice import Window, advise
 from cseq.arguments import MAX_RESTARTS
@@ -107,7 +107,7 @@ class DataLoader(Torchs[T_co]):
     max_restarts: int = MAX_RESTARTS
     _reason: str | None = None  # why the latest iterator is torch's own
     _is_told = False  # what `state_dict` leaves out
-    _progress: Progress | None = None
+    _progress: LoaderProgress | None = None
     _loaded: dict[str, Any] | None = None
 
     if TYPE_CHECKING:  # what a script with torch's DataLoader is checked by, and what is added
@@ -281,7 +281,7 @@ class DataLoader(Torchs[T_co]):
             return {}
         if progress is None:
             order = Keys(self, keeps_state=False)
-            progress = Progress(self, order, rng=self.rng or defaults.rng)
+            progress = LoaderProgress(self, order, rng=self.rng or defaults.rng)
         if self.snapshot_every_n_steps is None and is_stateful(self.dataset):
             self._warn(
                 "dataset=%s has state_dict(), which a DataLoader does not call: a resume %s; "

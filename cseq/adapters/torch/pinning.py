@@ -32,9 +32,9 @@ class Pinner:
     def __init__(self, device: str | None) -> None:
         self._device = device
         self._pid = os.getpid()
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[PinJob | None] = SimpleQueue()
         self._threads = Threads()
-        self._job: Job | None = None  # that was begun last, unless it is forgotten
+        self._job: PinJob | None = None  # that was begun last, unless it is forgotten
         self._done: Latch | None = None  # of the job that was begun last
         _pinners.add(self)
 
@@ -55,7 +55,7 @@ class Pinner:
             except RuntimeError:  # the system has no more threads, or the interpreter is ending
                 self._threads = Threads()
                 return
-        self._job = Job(item, batch, self._device)
+        self._job = PinJob(item, batch, self._device)
         self._done = self._job.done
         self._jobs.put(self._job)  # no handler runs between this and the line before
 
@@ -77,7 +77,7 @@ class Pinner:
         self._jobs.put(None)
 
 
-class Job:
+class PinJob:
     """A batch that is pinned on the thread."""
 
     def __init__(self, item: Any, batch: Any, device: str | None) -> None:
@@ -88,7 +88,7 @@ class Job:
         self.done = Latch()
 
 
-def _work(jobs: SimpleQueue[Job | None], settle: Any) -> None:
+def _work(jobs: SimpleQueue[PinJob | None], settle: Any) -> None:
     """Run the thread; it keeps no batch while it waits for the next one."""
     settle()
     while (job := jobs.get()) is not None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cseq.indexing.leaving import Skipped
     from cseq.stats import Stats
 
-__all__ = ["VERSION", "Progress", "read"]
+__all__ = ["VERSION", "LoaderProgress", "read"]
 
 log = logging.getLogger("cseq")
 
@@ -40,7 +40,7 @@ MOST = 2**63 - 1
 State = dict[str, Any]
 
 
-class Progress:
+class LoaderProgress:
     """How far an epoch is, as of the last batch delivered.
 
     A loader that is pickled, or copied, begins anew: it has none.

@@ -1,6 +1,6 @@
 """A worker of the loader: is set up as torch's, fetches batches, collates them.
 
-Where the trainer makes the batches itself, it does so by `Here`.
+Where the trainer makes the batches itself, it does so by `FetcherHere`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from cseq.indexing.seeding import Seeds, call_here
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Batches", "Epoch", "Here", "Item", "Setup", "count", "modes_here"]
+__all__ = ["Fetcher", "FetcherEpoch", "FetcherHere", "Fetching", "Item", "count", "modes_here"]
 
 END = object()
 
@@ -84,7 +84,7 @@ def modes_here() -> list[Any]:
     return [read() for read, _ in MODES]
 
 
-class Setup(NamedTuple):
+class Fetching(NamedTuple):
     """What a worker needs of a loader; makes its producer, in its process."""
 
     kind: int
@@ -97,12 +97,12 @@ class Setup(NamedTuple):
     init_fn: Callable[[int], Any] | None
     modes: list[Any]  # of the trainer, if the worker is forked
 
-    def __call__(self, number: int, num_workers: int) -> Batches:
+    def __call__(self, number: int, num_workers: int) -> Fetcher:
         """Make it."""
-        return Batches(self, number, num_workers, context.here.batch_context)
+        return Fetcher(self, number, num_workers, context.here.batch_context)
 
 
-class Epoch(NamedTuple):
+class FetcherEpoch(NamedTuple):
     """What a worker has to know of an epoch."""
 
     base_seed: int
@@ -113,12 +113,12 @@ class Epoch(NamedTuple):
     is_over: bool = False  # an IterableDataset has no more batches for this worker
 
 
-class Batches:
+class Fetcher:
     """A worker's producer (see `cseq.indexing.producer.Producer`)."""
 
     IN_WORKER = True
 
-    def __init__(self, setup: Setup, number: int, num_workers: int, batch_context: Any) -> None:
+    def __init__(self, setup: Fetching, number: int, num_workers: int, batch_context: Any) -> None:
         self._setup = setup
         self._number = number
         self._num_workers = num_workers
@@ -126,7 +126,7 @@ class Batches:
         self._collate = setup.collate_fn
         self._context = batch_context
         self._seeds: Any = Seeds(batch_context) if setup.batch_seeds else None
-        self._epoch = Epoch(0)
+        self._epoch = FetcherEpoch(0)
         self._fetcher: Any = None
         self._key: Any = ()  # of the present batch
         self._broken: bytes | None = None  # the exception that kept it from getting ready
@@ -136,7 +136,7 @@ class Batches:
         self._state: DatasetState | None = None
         self._depth = fork_depth()
 
-    def begin(self, epoch: Epoch) -> None:
+    def begin(self, epoch: FetcherEpoch) -> None:
         """Begin an epoch. What the user has written is called with the first batch of it."""
         self._epoch = epoch
         self._is_open = False
@@ -310,17 +310,17 @@ class Batches:
         return f"{of} in worker {self._number}" if self.IN_WORKER else of
 
 
-class Here(Batches):
+class FetcherHere(Fetcher):
     """A producer in the trainer, and its stream: a key is drawn when its batch is asked for."""
 
     IN_WORKER = False
     latest = 0  # as `Streams` has it
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Fetching) -> None:
         super().__init__(setup, 0, 1, context.BatchContext(0, 0))
         self._keys: Iterator[Any] | None = None
 
-    def begin_with(self, epoch: Epoch, keys: Iterator[Any] | None) -> DatasetState | None:
+    def begin_with(self, epoch: FetcherEpoch, keys: Iterator[Any] | None) -> DatasetState | None:
         """Begin an epoch of keys, or of an iterable data set; return what has that one's state."""
         self.begin(epoch)
         self._is_open, self._keys = True, None if keys is None else enumerate(keys)
@@ -330,7 +330,7 @@ class Here(Batches):
         state, self._state = self._state, None  # the trainer asks when it wants to
         return state
 
-    def __iter__(self) -> Here:
+    def __iter__(self) -> FetcherHere:
         return self
 
     def __next__(self) -> Any:

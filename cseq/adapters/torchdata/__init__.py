@@ -42,10 +42,10 @@ except ImportError as error:
         "install them with: pip install 'cseq-loader[torchdata]'"
     ) from error
 
-from cseq.adapters.torchdata.ends import Outlet, Reader
+from cseq.adapters.torchdata.ends import Outlet, PipeReader
 from cseq.adapters.torchdata.graph import initialized, pause_all, replaced, resume_all, shard
 from cseq.adapters.torchdata.relay import Relay, telling
-from cseq.adapters.torchdata.worker import Dispatcher, Epoch, Worker
+from cseq.adapters.torchdata.worker import Dispatcher, PipeEpoch, Worker
 from cseq.check import count, flag, seconds
 from cseq.manager import close_elsewhere
 from cseq.stream import Streams
@@ -193,7 +193,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
             worker = partial(Worker, roots[0], self.worker_init_fn, self.worker_reset_fn, address)
             ahead -= -self.main_prefetch_cnt // workers
             self._streams = Streams(worker, workers, prefetch=ahead, **options)
-            return replaced(datapipe, roots[0], Reader(self._streams, self._relay))
+            return replaced(datapipe, roots[0], PipeReader(self._streams, self._relay))
         except BaseException:
             self.finalize()
             raise
@@ -230,7 +230,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         if self._streams is not None:
             self._number += 1
             epochs = [
-                Epoch(self._number, seeds.spawn(worker), iter_reset_fn)
+                PipeEpoch(self._number, seeds.spawn(worker), iter_reset_fn)
                 for worker in range(self.num_workers)
             ]
             with telling(self._relay):

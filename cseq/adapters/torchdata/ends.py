@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cseq.adapters.torchdata.relay import Relay
     from cseq.stream import Streams
 
-__all__ = ["Outlet", "Reader"]
+__all__ = ["Outlet", "PipeReader"]
 
 
 class _Unhooked:
@@ -31,7 +31,7 @@ class _Unhooked:
         raise NotImplementedError
 
 
-class Reader(_Unhooked, IterDataPipe):  # type: ignore[misc]
+class PipeReader(_Unhooked, IterDataPipe):  # type: ignore[misc]
     """Where the workers' items come out; the source of what is left of the graph here."""
 
     def __init__(self, streams: Streams, relay: Relay | None) -> None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from cseq.adapters.torchdata.relay import Address
 
 
-class Epoch(NamedTuple):
+class PipeEpoch(NamedTuple):
     """The assignment of a process in an epoch; see `Streams.begin`."""
 
     number: int
@@ -61,12 +61,12 @@ class _Pipeline:
         self._running = pipe  # as this epoch's reset functions left it
         self._iterator: Iterator[Any] | None = None
 
-    def begin(self, epoch: Epoch) -> None:
+    def begin(self, epoch: PipeEpoch) -> None:
         """Begin an epoch."""
         self.close()  # before anything is seeded: it may have threads that draw
         self._running = self._reset(epoch)
 
-    def _reset(self, epoch: Epoch) -> DataPipe:
+    def _reset(self, epoch: PipeEpoch) -> DataPipe:
         """Seed everything, and call the reset functions; return the graph."""
         raise NotImplementedError
 
@@ -121,7 +121,7 @@ class Worker(_Pipeline):
             self._source = Dispatched(address, number)
             self._pipe = self._running = replaced(pipe, stand_in, self._source)
 
-    def _reset(self, epoch: Epoch) -> DataPipe:
+    def _reset(self, epoch: PipeEpoch) -> DataPipe:
         if not self._is_ready:
             self._pipe = initialized(self._pipe, self._info, self._init_fn)
             self._is_ready = True
@@ -146,7 +146,7 @@ class Dispatcher(_Pipeline):
         """Make this epoch's items, pickled."""
         return map(dumps, super().items(start))
 
-    def _reset(self, epoch: Epoch) -> DataPipe:
+    def _reset(self, epoch: PipeEpoch) -> DataPipe:
         _seed_globals(epoch.seeds.generate_shared_seed)
         set_datapipes_seed(list_dps(traverse_dps(self._pipe)), epoch.seeds, distributed_shared=True)
         return self._pipe if epoch.reset_fn is None else as_pipe(epoch.reset_fn(self._pipe), "…")
