@@ -65,8 +65,8 @@ cdef class Ring:
     cdef cseq_meter* meter      # the trainer's: that of the ring at 0
     cdef cseq_cell* at(self, uint32_t cell) except NULL
     cdef int find_vacant(self) noexcept
-    cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
-                    uint32_t count, uint64_t start, uint64_t seed) noexcept
+    cpdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
+                     uint32_t count, uint64_t start, uint64_t seed) noexcept
     cpdef void wake(self) noexcept
     cdef uint32_t unanswered(self) noexcept
     cdef inline void retired(self, cseq_cell* c, uint64_t now) noexcept:

@@ -81,15 +81,15 @@ class Ring:
     def published(self, owner: int) -> int: ...
     def meters(self) -> bytes: ...
     def holder(self, cell: int) -> tuple[int, int]: ...
-    def post(
+    def offer(
         self,
         cell: int,
         ticket: int,
         epoch: int,
         batch: int,
         count: int,
-        start: int = 0,
-        seed: int = 0,
+        start: int,
+        seed: int,
     ) -> None: ...
     def wake(self) -> None: ...
     def peek(

@@ -483,25 +483,15 @@ cdef class Ring:
             c = 0 if c + 1 == self.r.round else c + 1
         return -1
 
-    def post(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
-             uint32_t count, uint64_t start=0, uint64_t seed=0):
+    cpdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
+                     uint32_t count, uint64_t start, uint64_t seed) noexcept:
         """Post a ticket in a free cell, whose indices are written.
 
         `start` is the position of the first sample in the order of the epoch, and `seed` that of the
-        order and of the generators for the batch. The runners are woken
-        when `wake_at` tickets have gathered and whenever the trainer waits, but not while one of
-        them will see the ticket by itself (see `gil_spin`).
+        order and of the generators for the batch. The runners are woken when `wake_at` tickets have
+        gathered and whenever the trainer waits, but not while one of them will see the ticket (see
+        `gil_spin`).
         """
-        self.at(cell)
-        if count > self.r.batch_size:
-            raise ValueError(f"a ticket of {count} indices exceeds {self.r.batch_size}")
-        if cseq_ring_state(self.r, cell) != CSEQ_FREE:
-            raise RuntimeError(f"cell {cell} is not free")
-        self.offer(cell, ticket, epoch, batch, count, start, seed)
-
-    cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
-                    uint32_t count, uint64_t start, uint64_t seed) noexcept:
-        """`post`, in a cell that is free."""
         cdef cseq_cell* c = cseq_ring_cell(self.r, cell)
         c.epoch = epoch
         c.batch = batch
@@ -626,7 +616,7 @@ cdef class Ring:
         return cseq_load_acq_u64(&self.at(cell).word)
 
     def left_in(self, uint32_t cell):
-        """What the runners wrote into a cell, until the next `post` there: (stage that wrote last,
+        """What the runners wrote into a cell, until the next `offer` there: (stage that wrote last,
         status, slot, capacity, the indexer's record, the converter's record)."""
         cdef cseq_cell* c = self.at(cell)
         cdef uint64_t* i = c.record

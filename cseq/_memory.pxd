@@ -258,7 +258,7 @@ cdef bint is_object(object value, int depth, bint plain) except -1
 
 
 @cython.final
-cdef class Reader:
+cdef class PlanReader:
     cdef object parse
     cdef readonly object load
     cdef readonly dict plans  # by structure

@@ -358,7 +358,7 @@ def laid_as(cnp.ndarray flat not None, cnp.ndarray array not None):
 
 @cython.final
 @cython.no_gc
-cdef class Window(Memory):
+cdef class Loan(Memory):
     """Another memory's first bytes as an object of its own, for weak references.
 
     Parameters

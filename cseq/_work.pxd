@@ -8,7 +8,7 @@ cimport numpy as cnp
 
 from cseq._core cimport Ring
 from cseq._headers cimport *
-from cseq._memory cimport Memory, Plan, Reader, Slots
+from cseq._memory cimport Memory, Plan, PlanReader, Slots
 
 
 cdef enum:
@@ -216,7 +216,7 @@ cdef class Decoder:
     cdef ObjectTable objects
     cdef Slots slots
     cdef list mapped
-    cdef Reader reader
+    cdef PlanReader reader
     cdef object lend, convert, leaf_for
     cdef bint passes      # batches are objects that are handed over as they are
     cdef dict converters  # by plan

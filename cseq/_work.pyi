@@ -7,7 +7,7 @@ from typing_extensions import Self, disjoint_base
 
 from cseq._core import PARK_NS as PARK_NS
 from cseq._core import Ring
-from cseq._memory import Mapping, Memory, Plan, Reader, SlotAllocator, Slots
+from cseq._memory import Mapping, Memory, Plan, PlanReader, SlotAllocator, Slots
 
 @disjoint_base
 class BatchState:
@@ -163,7 +163,7 @@ class Decoder:
         *,
         objects: ObjectTable | None = None,
         slots: Slots | None = None,
-        known: tuple[list[Mapping | None], Reader, Callable[[int, int], Memory | None]]
+        known: tuple[list[Mapping | None], PlanReader, Callable[[int, int], Memory | None]]
         | None = None,
         convert: Callable[[Any], Any] | None = None,
         leaf_for: Callable[[Any], Any] | None = None,

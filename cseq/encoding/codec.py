@@ -44,7 +44,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy import ndarray
 
-from cseq._memory import COPIED, LONG, Plan, Reader, copy_of, flat_of, is_plain, laid_as, order_of
+from cseq._memory import (
+    COPIED,
+    LONG,
+    Plan,
+    PlanReader,
+    copy_of,
+    flat_of,
+    is_plain,
+    laid_as,
+    order_of,
+)
 from cseq.encoding.pickling import data_reducers, dumps, import_torch, reduce_tensor
 from cseq.encoding.unpicklable import unpicklable
 
@@ -485,8 +495,8 @@ def _parse(structure: bytes) -> Plan:
 def _load_objects(memory: Memory, offset: int, nbytes: int, home: Memory | None) -> list[Any]:
     """Read the leaves that were pickled; after the pickle lies the table of its buffers.
 
-    `home`: see `Reader`. What is unpickled may run any code, so a fork, and in the forked process a
-    slot is another batch's soon: unless all are views, the pickle is copied, too.
+    `home`: see `PlanReader`. What is unpickled may run any code, so a fork, and in the forked
+    process a slot is another batch's soon: unless all are views, the pickle is copied, too.
     """
     view = memoryview(memory)
     data: Any = view[offset : offset + nbytes]
@@ -512,5 +522,5 @@ def decode_pickled(memory: Memory, record: Record) -> Any:
     return _load_objects(memory, offset, record.objects, memory)[0]
 
 
-reader = Reader(_parse, _load_objects)
+reader = PlanReader(_parse, _load_objects)
 decode = reader.decode

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import TypedDict
 
-    from cseq._memory import Mapping, Memory, Reader, Slots
+    from cseq._memory import Mapping, Memory, PlanReader, Slots
     from cseq._work import ObjectTable, Runner
     from cseq.encoding.writer import Writer
     from cseq.memory.arena import Arena
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
         objects: ObjectTable
         slots: Slots
-        known: tuple[list[Mapping | None], Reader, Callable[[int, int], Memory | None]]
+        known: tuple[list[Mapping | None], PlanReader, Callable[[int, int], Memory | None]]
 
 
 __all__ = ["NO_SLOT", "BatchReader", "BatchWriter", "Objects", "SlotReader", "Source"]

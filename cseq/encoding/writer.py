@@ -21,10 +21,10 @@ from cseq._memory import (
     HAS_GIL,
     SMALL,
     Block,
+    Loan,
     Mapping,
     Memory,
     SlotAllocator,
-    Window,
     address_of,
     commit,
     flat_of,
@@ -54,7 +54,7 @@ class Kept(NamedTuple):
 
     slot: int
     memories: list[Memory]  # its mappings
-    loans: list[weakref.ref[Window]]
+    loans: list[weakref.ref[Loan]]
 
 
 class Writer(Encoder):
@@ -81,8 +81,8 @@ class Writer(Encoder):
         self.slots = slots
         self.dump = codec.dump
         self._width = width
-        self._window: Window | None = None
-        self._loans: list[weakref.ref[Window]] = []
+        self._window: Loan | None = None
+        self._loans: list[weakref.ref[Loan]] = []
         self._unchecked = 0  # bytes committed since the system was last asked for its free memory
 
     # -- tickets
@@ -252,9 +252,9 @@ class Writer(Encoder):
         return self.loan().view(offset, kind, dims, fortran)
 
     def loan(self) -> Memory:
-        """Return the slot as a `Window`; `end` checks whether there are references to it."""
+        """Return the slot as a `Loan`; `end` checks whether there are references to it."""
         if self._window is None:
-            self._window = Window(self.memory, self.capacity)
+            self._window = Loan(self.memory, self.capacity)
             self._loans.append(weakref.ref(self._window))
             self.loaned = True
         return self._window

@@ -329,7 +329,7 @@ cdef class Decoder:
     slots : Slots, optional
         The slots of processes; without it, tickets have no slot.
     known : tuple, optional
-        ``(mapped, reader, lend)``: batches of a structure that the `Reader` knows are decoded, with `lend`
+        ``(mapped, reader, lend)``: batches of a structure that the `PlanReader` knows are decoded, with `lend`
         as it has it. `mapped` lists the `Mapping` of each slot, or None.
     convert : callable, optional
         Applied to a batch; the pool applies it to those that are not decoded here.

@@ -261,9 +261,9 @@ cdef class Plan:
         ----------
         record : uint64_t[4]
         lend, slot, capacity
-            See `Reader.decode`.
+            See `PlanReader.decode`.
         load : callable
-            See `Reader`.
+            See `PlanReader`.
         converters : list or None
             What `converters` has returned.
         """
@@ -546,7 +546,7 @@ cdef bint is_text(object key, object expected):
 
 
 @cython.final
-cdef class Reader:
+cdef class PlanReader:
     """Reads batches of any structure, and remembers the structures.
 
     Parameters

@@ -14,6 +14,13 @@ def make_ring(cells: int = 4, size: int = 2, runners: int = 3, calls: int = 0) -
     return Ring(Block(ring_bytes(cells, size, runners), zero=True), cells, size, runners, calls)
 
 
+def post(
+    ring: Ring, cell: int, ticket: int, epoch: int, batch: int, count: int, start: int = 0
+) -> None:
+    """Post a ticket in a free cell."""
+    ring.offer(cell, ticket, epoch, batch, count, start, 0)
+
+
 def claim(ring: Ring, owner: int = 1, stage: int = 0, *, last: bool = True) -> Runner:
     """Take a runner and a ticket."""
     runner = Runner(ring, stage, owner, last=last)

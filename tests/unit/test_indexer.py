@@ -168,7 +168,7 @@ class Bench:
         """Post a ticket."""
         cell = ringing.vacant(self.ring)
         self.ring.indices(cell)[: len(indices)] = indices
-        self.ring.post(cell, 1, 2, 3, len(indices))
+        ringing.post(self.ring, cell, 1, 2, 3, len(indices))
 
     def do(self, *indices: int) -> tuple[int, Any]:
         """Post a ticket, work on it, take it: status and object."""

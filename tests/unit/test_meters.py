@@ -28,7 +28,7 @@ def make(ring: Ring, owner: int, batch: int) -> Runner:
     """Post, claim and publish a ticket."""
     cell = ringing.vacant(ring)
     ring.indices(cell)[0] = batch
-    ring.post(cell, batch, 5, batch, 1, start=batch)
+    ringing.post(ring, cell, batch, 5, batch, 1, start=batch)
     runner = claim(ring, owner)
     runner.publish()
     ringing.take(ring)
@@ -61,7 +61,7 @@ def test_a_ticket_in_hand_counts() -> None:
     ring = make_ring()
     runner = make(ring, 1, 0)
     before = Meters.read([ring])
-    ring.post(0, 1, 5, 1, 1)
+    ringing.post(ring, 0, 1, 5, 1, 1)
     assert runner.claim()
     begun, worked = now_ns(), before.busy[0]
     while now_ns() < begun + 1_000_000:

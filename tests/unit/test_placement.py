@@ -51,7 +51,7 @@ class Bench:
 
     def post(self) -> None:
         """Post a ticket, and have it claimed."""
-        self.ring.post(0, 0, 0, 0, 0)
+        ringing.post(self.ring, 0, 0, 0, 0, 0)
         assert self.runner.claim()
 
     def take(self) -> Any:

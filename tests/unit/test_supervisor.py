@@ -382,7 +382,7 @@ def test_a_hurried_close(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     monkeypatch.setattr(supervisor_module, "GRACE", 3600.0)
     three = Pool(b"RTS", b"LNS", b"RCP", owners=3)
     (ring,) = three.shared.rings
-    ring.post(0, 0, 0, 0, 1)
+    ring.offer(0, 0, 0, 0, 1, 0, 0)
     supervisor = three.start()
     for owner in (1, 3):
         three.await_ready(owner)

@@ -364,7 +364,7 @@ def owners(scale: int) -> None:
     def post() -> None:
         try:
             for ticket in range(10 * scale):
-                ring.post(ticket % 4, ticket, 0, ticket, 1)
+                ring.offer(ticket % 4, ticket, 0, ticket, 1, 0, 0)
                 while not (published := ring.slots()):
                     ring.wait(ring.notices(), ns=1000)
                 (slot,) = published
