@@ -25,7 +25,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── tracing.py      a trace of every batch: recorded, written as JSON
     ├── fleet/          batches from other machines: a pool of threads, each of which asks an actor
     ├── pools/          ★ the loop's end of all runners: inline (test mode), thread, process, stream
-    ├── _feed.pyx       ★ posts tickets, takes out batches and items; include/line.pxi, streams.pxi
+    ├── _feed.pyx       ★ posts tickets, takes out batches and items; include/streams.pxi
     ├── tuning.py       how many workers, how large a buffer: what 'auto' takes
     ├── arguments.py    the arguments of MSequence and Streams: types and checks
     ├── order/          ★ which samples, in which order, for which rank; the loop's place

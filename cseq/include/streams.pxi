@@ -1,4 +1,4 @@
-# What an epoch of a stream asks for: the workers' own items, or items that are named by keys.
+# Streams: what an epoch asks for, the workers' own items, or items that are named by keys; the wait for any.
 
 cdef uint64_t NO_MORE = <uint64_t>-1  # tickets: the items of a worker have ended
 cdef uint64_t MOST_AHEAD = <uint64_t>1 << 40
@@ -19,6 +19,50 @@ cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, s
         memcpy(words, key.words, sizeof(key.words))
     ring.kept[cell] = assignment, key, name
     return words
+
+
+def wait_any(list rings not None, list cells not None, uint32_t seen, bint spun=False):
+    """Sleep until one of some tickets is ready, or `Ring.notify_all` is called; see `Ring.wait`.
+
+    Parameters
+    ----------
+    rings : list of Ring
+        In one memory; one ticket is waited for in each.
+    cells : list of int
+        The cell of that ticket in each ring.
+    seen : int
+        `Ring.notices` of any of them, from before the caller looked for news.
+    spun : bool
+        They were waited for in vain already, without sleeping.
+    """
+    cdef uint32_t count = <uint32_t>len(rings)
+    cdef uint32_t k
+    cdef Ring ring
+    cdef uint64_t before, awake
+    cdef uint64_t park = PARK_NS
+    cdef cseq_ring** r
+    cdef uint32_t* at
+    if not rings or len(cells) != len(rings):
+        raise ValueError(f"give a ring or more, and a cell of each, not {len(rings)} rings and "
+                         f"{len(cells)} cells")
+    r = <cseq_ring**>PyMem_RawMalloc((sizeof(cseq_ring*) + 4) * <size_t>(count + 1))
+    if r == NULL:
+        raise MemoryError(f"no memory for {count} rings")
+    at = <uint32_t*>(r + count)
+    try:
+        for k in range(count):
+            ring = rings[k]
+            ring.at(cells[k])
+            r[k], at[k] = ring.r, cells[k]
+        before = ring.sleep()
+        with nogil:
+            if spun or not cseq_ring_expect(r, at, count, at[0], seen):
+                cseq_ring_wait_any(r, at, count, seen, park)
+            awake = cseq_now_ns()
+        ring.slept(before, awake)
+    finally:
+        PyMem_RawFree(r)
+    PyErr_CheckSignals()
 
 
 @cython.final
