@@ -117,7 +117,7 @@ cdef class Work:
     cdef readonly TicketWriter batch_writer
     cdef long depth  # of forks; another one: this process is a copy, made by the user's code
     cdef object make_batch(self, Runner runner)
-    cdef int work(self, Runner runner) except -1
+    cpdef int work(self, Runner runner) except -1
 
 
 cdef class BatchMaker(Work):

@@ -38,7 +38,6 @@ cdef enum:
     PURPOSE_MAKING = 5  # while an indexer is made
 cdef object FRESH = 1 << 31  # first word of a twister that was seeded, and not drawn from
 NO_MORE = object()
-cdef uint64_t SERVE_NS = 50_000  # how long tickets are claimed between two instructions of Python
 
 
 cdef class BatchState:
@@ -122,6 +121,19 @@ cdef class Runner:
             return None if cell == CSEQ_CLOSED else False
         self.hold(cell, cseq_now_ns())
         return True
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        """`claim` at the end of the last ticket; the iterator ends where the ring is closed."""
+        if (self.since and self.since - self.meter.polled_ns < CSEQ_POLL
+                and self.claim_at_once(self.since)):
+            return True
+        claimed = self.claim()
+        if claimed is None:
+            raise StopIteration
+        return claimed
 
     cdef void hold(self, int cell, uint64_t now) noexcept:
         """Begin with the ticket in a cell that was claimed."""
@@ -574,7 +586,7 @@ cdef class Work:
         """Make what the present ticket asks for."""
         return self.answer(runner)
 
-    cdef int work(self, Runner runner) except -1:
+    cpdef int work(self, Runner runner) except -1:
         """Make what the present ticket asks for, and publish it, or the exception raised."""
         try:
             batch = self.make_batch(runner)
@@ -592,18 +604,6 @@ cdef class Work:
                 self.end_copy(error)
             self.fail(runner, error)
         return 0
-
-    def serve(self, Runner runner not None):
-        """Work on the present ticket, then on those that can be claimed at once.
-
-        Not on many slow ones: between two calls, the interpreter lets other threads run, collects
-        garbage, and frees what other threads have dropped. So `SERVE_NS` after the first claim, no
-        other is claimed.
-        """
-        cdef uint64_t begun = runner.since
-        self.work(runner)
-        while runner.since - begun < SERVE_NS and runner.claim_at_once(runner.since):
-            self.work(runner)
 
 
 cdef class BatchMaker(Work):

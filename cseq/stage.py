@@ -93,8 +93,7 @@ def run(
     """
     if idle is None:
         runner.park = IDLE_NS
-    claim = runner.claim
-    while (claimed := claim()) is not None:
+    for claimed in runner:
         if claimed:
             work(runner)
         elif idle is not None:

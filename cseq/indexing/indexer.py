@@ -264,7 +264,7 @@ class _FirstBatch:
 class Indexing(BatchMaker):
     """The work of the first stage: makes the batch of a ticket's indices, and publishes it.
 
-    `serve` and `make_here` are in C.
+    `work` and `make_here` are in C.
     """
 
     end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)

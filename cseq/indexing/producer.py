@@ -101,12 +101,12 @@ def main(sock: socket.socket, local: Any = None) -> None:
     # In a process that the producer forks, `cseq.empty` is numpy's.
     in_forked_children(partial(setattr, batch_context, "allocator", None))
     making = Making(entered.writer, producer, entered.ring, batch_context)
-    run(runner, making.serve)
+    run(runner, making.work)
     indexer.dispose(make, producer, copied=True)
 
 
 class Making(Work):
-    """The work on a ticket: calls the producer. `serve` is in C."""
+    """The work on a ticket: calls the producer. `work` is in C."""
 
     end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)
 

@@ -116,7 +116,7 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
         send_state(sock, NOTED, note.encode())
 
     indexer.FirstBatches(task.output, tell).watch(indexing)
-    run(runner, indexing.serve)
+    run(runner, indexing.work)
     if entered.ring.closed != 1:
         send_state(sock, LEFT)
     batch_context.clear()

@@ -240,7 +240,7 @@ class ThreadPool(BatchPool):
         self._hint.watch(indexing)
         self._made.add(number + 1)
         try:
-            run(runner, indexing.serve)
+            run(runner, indexing.work)
         finally:
             self._made.discard(number + 1)
             batch_context.clear()
