@@ -88,17 +88,28 @@ class Deaths:
         self._deaths += 1
         self._unready = 0 if was_ready else self._unready + 1
         epoch, batch, indices, place, is_batch = held[0] if held else (None, None, [], "", False)
-        if held:
-            self._by_place[place] += 1
-        reason = self._too_many(place)
-        self.is_given_up = self._gives_up and self._is_lethal(place) and is_batch
-        if self.is_given_up and self._deaths > self._budget:
-            self.is_given_up, reason = False, self._over_budget()
-        if reason is None or self.is_given_up:
+        self._by_place[place] += 1
+        is_lethal = bool(held) and self._by_place[place] >= TRIES
+        is_over = self._deaths > self._budget
+        can_do_without = self._gives_up and is_batch
+        self.is_given_up = is_lethal and can_do_without and not is_over
+        if is_lethal and not (can_do_without and is_over):
+            reason = f"this {self._unit} has ended {TRIES} workers: {self._advice}"
+        elif self._unready >= self._starts:
+            reason = (
+                f"{self._unready} workers in a row died before they were ready: look at how they "
+                "start"
+            )
+        elif is_over:
+            reason = (
+                f"{self._deaths} workers died in this epoch, max_restarts={self._budget} allows no "
+                "more replacements"
+            )
+        else:
             self.restarts += 1
-        if reason is None:
             self.retries += len(held)
             return None
+        self.restarts += self.is_given_up
         how = f"{describe_exit(exitcode)}{self._oom(exitcode)}"
         if is_overdue:
             how = "took longer than its timeout and was killed"
@@ -110,28 +121,6 @@ class Deaths:
             exitcode=exitcode,
             worker=worker,
             pid=pid,
-        )
-
-    def _too_many(self, place: str) -> str | None:
-        """Return why this death is one too many, or None."""
-        if self._is_lethal(place):
-            return f"this {self._unit} has ended {TRIES} workers: {self._advice}"
-        if self._unready >= self._starts:
-            return (
-                f"{self._unready} workers in a row died before they were ready: look at how they "
-                "start"
-            )
-        return self._over_budget() if self._deaths > self._budget else None
-
-    def _is_lethal(self, place: str) -> bool:
-        """Whether a ticket has ended so many workers that it is not tried again."""
-        return bool(place) and self._by_place[place] >= TRIES
-
-    def _over_budget(self) -> str:
-        """Say that too many workers have died."""
-        return (
-            f"{self._deaths} workers died in this epoch, max_restarts={self._budget} allows no "
-            "more replacements"
         )
 
     def _oom(self, exitcode: int | None) -> str:

@@ -409,7 +409,7 @@ class Supervisor:
         self._lanes.note(what, owner, child.pid, text=text, held=tuple(lost))
         was_ready = worker.state == READY
         counts = not left and (held or owner in self.wanted()) and not self.failure
-        error = None
+        error, is_given_up = None, False
         if counts:  # first: what is posted again may end the epoch before this thread goes on
             error = self.deaths.count(
                 owner - 1,
@@ -419,19 +419,15 @@ class Supervisor:
                 was_ready=was_ready,
                 is_overdue=worker.is_overdue,
             )
-        given_up = error is not None and self.deaths.is_given_up
-        if error is not None and given_up:
+        if error is not None and self.deaths.is_given_up:
+            is_given_up = True
             self._given_up[held[0].place] = error  # before it is published
-        self.shared.reclaim(owner, RAISED if given_up else 0)
-        if not counts:
-            return
-        if error is not None and not given_up:
+        self.shared.reclaim(owner, RAISED if is_given_up else 0)
+        if error is not None and not is_given_up:
             self._fail(error)
-            return
-        done = "its tickets go to others"
-        if owner in self.wanted():
-            done = "replaced"
-        tell(logging.WARNING, "worker %d %s: %s%s", owner - 1, text, done, self.deaths.lost)
+        elif counts:
+            done = "replaced" if owner in self.wanted() else "its tickets go to others"
+            tell(logging.WARNING, "worker %d %s: %s%s", owner - 1, text, done, self.deaths.lost)
 
     def _fail(self, error: BaseException) -> None:
         """Store the first exception, which `check` raises in the consumer."""
