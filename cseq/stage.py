@@ -83,7 +83,7 @@ def spins(runners: int) -> tuple[int, int]:
 
 
 def run(
-    runner: Runner, work: Callable[[Runner], None], *, idle: Callable[[], None] | None = None
+    runner: Runner, work: Callable[[Runner], object], *, idle: Callable[[], None] | None = None
 ) -> None:
     """Do `work` on every ticket that can be claimed, until the ring is closed.
 

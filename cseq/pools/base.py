@@ -26,7 +26,7 @@ from cseq.system import gpu_is_idle, memory_limit_of, share
 from cseq.tuning import Controller
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from cseq._core import Ring
     from cseq.arguments import Job, WorkerOptions
@@ -44,9 +44,6 @@ __all__ = [
     "Pool",
     "apart",
     "file_name",
-    "held_in",
-    "in_work",
-    "named",
     "wake_at",
 ]
 
@@ -104,26 +101,6 @@ def file_name(
         shown += ["rank", "world_size"] if sampler.world_size > 1 else []
         told.update({name: getattr(sampler, name) for name in shown})
     return " ".join([RUN, *(f"{name}={value}" for name, value in told.items())])
-
-
-def named(ring: Ring, cell: int) -> tuple[int, int, list[int], str]:
-    """Return epoch, number and indices of the batch in a cell, and its name; on any thread."""
-    epoch, batch, count = ring.ticket(cell)
-    indices: list[int] = ring.indices(cell)[:count].tolist()
-    return epoch, batch, indices, failure.where(epoch, batch, indices)
-
-
-def held_in(ring: Ring, cell: int) -> Held:
-    """Describe the batch in a cell that a dead worker held: with all its indices."""
-    epoch, batch, indices, _ = named(ring, cell)
-    return Held(epoch, batch, indices, failure.where(epoch, batch, indices, failure.MOST))
-
-
-def in_work(ring: Ring, cells: Iterable[int]) -> Working:
-    """List the tickets of some cells that are in work: owner, since when (ns), batch."""
-    held = ((*ring.holder(cell), cell) for cell in cells)
-    # `since` is 0 for an instant after the claim.
-    return [(owner, since, named(ring, cell)[3]) for owner, since, cell in held if owner and since]
 
 
 class Pool:
@@ -233,7 +210,11 @@ class Pool:
         assert options.timeout is not None
         supervisor.check_time(working, options.timeout, restart=options.on_timeout == "restart")
 
-    def _describe(self, _: int, cell: int, what: Any) -> tuple[Any, Any]:
+    def held(self, number: int, cell: int, most: int = failure.MOST) -> Held:
+        """Describe the ticket in a cell of a ring, with so many indices; on any thread."""
+        raise NotImplementedError
+
+    def _describe(self, number: int, cell: int, what: Any) -> tuple[Any, Any]:
         """Name the ticket in an exception, or take a `Partial` batch apart; see `Feed`."""
         raise NotImplementedError
 
@@ -416,9 +397,15 @@ class BatchPool(Pool):
         feed.refill()
         feed.run_clock()
 
-    def _describe(self, _: int, cell: int, what: Any) -> tuple[Any, Any]:
+    def held(self, number: int, cell: int, most: int = failure.MOST) -> Held:  # noqa: ARG002
+        """Describe the batch in a cell; on any thread."""
+        epoch, batch, count = self._ring.ticket(cell)
+        indices: list[int] = self._ring.indices(cell)[:count].tolist()
+        return Held(epoch, batch, indices, failure.where(epoch, batch, indices, most))
+
+    def _describe(self, number: int, cell: int, what: Any) -> tuple[Any, Any]:
         """Name the batch in an exception; log what is left out: this batch, or samples of it."""
-        epoch, batch, indices, place = named(self._ring, cell)
+        epoch, batch, indices, place, _ = self.held(number, cell, failure.SHOWN)
         if type(what) is Partial:
             return what.batch, note_samples(epoch, batch, what.left)
         error, entry = failure.ordinary(what), None
@@ -428,4 +415,10 @@ class BatchPool(Pool):
 
     def in_work(self) -> Working:
         """List the tickets that are waited for and in work: owner, since when (ns), batch."""
-        return in_work(self._ring, (cell for _, cell in self.feed.awaited()))
+        held = [(*self._ring.holder(cell), cell) for _, cell in self.feed.awaited()]
+        # `since` is 0 for an instant after the claim.
+        return [
+            (owner, since, self.held(0, cell, failure.SHOWN).place)
+            for owner, since, cell in held
+            if owner and since
+        ]

@@ -23,7 +23,7 @@ from cseq.indexing import context, indexer
 from cseq.indexing.seeding import Seeds
 from cseq.lanes import Lanes
 from cseq.memory.arena import Arena
-from cseq.pools.base import BatchPool, apart, file_name, held_in
+from cseq.pools.base import BatchPool, apart, file_name
 from cseq.pools.thread import ThreadGroup, add_converters, convert
 from cseq.processes.deaths import Deaths
 from cseq.processes.launcher import make_launcher
@@ -185,7 +185,7 @@ class ProcessPool(BatchPool):
             self._arena,
             readers=job.num_workers,
             task=self._task,
-            describe=lambda _, cell: held_in(ring, cell),
+            describe=self.held,
             deaths=Deaths(
                 options.max_restarts,
                 job.num_workers,

@@ -110,7 +110,7 @@ class StreamPool(Pool):
             self._arena,
             readers=num_workers,
             task=lambda _: num_workers,
-            describe=self._describe_held,
+            describe=self.held,
             deaths=Deaths(
                 options.max_restarts,
                 num_workers,
@@ -210,7 +210,7 @@ class StreamPool(Pool):
                 self._idle.pop(owner, None)
             else:  # its process may be stopped
                 since = self._idle.setdefault(owner, now_ns())
-                working = [(owner, since, self._place(number, cell))]
+                working = [(owner, since, self.held(number, cell).place)]
             found += [(owner, max(since, self._begun), place) for owner, since, place in working]
         return found
 
@@ -218,58 +218,41 @@ class StreamPool(Pool):
         """Return what a worker works on, and since when (ns of `now_ns`)."""
         ring = self.rings[number]
         held = [(cell, ring.holder(cell)[1]) for cell in ring.held(1)]
-        return [(number + 1, since, self._place(number, cell)) for cell, since in held if since]
+        return [(number + 1, since, self.held(number, cell).place) for cell, since in held if since]
 
-    def _place(self, number: int, cell: int) -> str:
-        """Name the item, or the call, of the ticket in a cell."""
-        return self._named_by(number, cell, self._key(number, cell))
-
-    def _named_by(self, number: int, cell: int, key: Any) -> str:
-        """Name the item of a key, or the call, of the ticket in a cell."""
-        epoch, kind, _ = self.rings[number].ticket(cell)
+    def held(self, number: int, cell: int, most: int = failure.MOST) -> Held:
+        """Describe the item, or the call, of the ticket in a cell; on any thread."""
+        ring = self.rings[number]
+        (epoch, kind, _), start, key = ring.ticket(cell), ring.start(cell), None
         if kind == BEGIN:
-            return f"the beginning of epoch {epoch - 1} in worker {number}"
-        if kind == CALL:
-            kept = self.rings[number].kept[cell]
-            return f"{kept[-1] if kept else 'a call'} in worker {number}"
-        named = f"{self._naming.unit} {self.rings[number].start(cell)}"
-        of_key = "" if key is None else f" ({failure.listed(key, failure.MOST)})"
-        return f"{named}{of_key} of worker {number}, epoch {epoch - 1}"
+            place = f"the beginning of epoch {epoch - 1} in worker {number}"
+        elif kind == CALL:
+            kept = ring.kept[cell]
+            place = f"{kept[-1] if kept else 'a call'} in worker {number}"
+        else:
+            of_key = ""
+            try:
+                key = self._key(number, cell)
+                of_key = "" if key is None else f" ({failure.listed(key, most)})"
+            except (Exception, SystemExit) as error:  # the user's class; the item has a number, too
+                if failure.ends_program(error):
+                    raise
+            place = f"{self._naming.unit} {start}{of_key} of worker {number}, epoch {epoch - 1}"
+        items = key if isinstance(key, list) else [start if key is None else key]
+        return Held(epoch - 1, start, items, place, kind == ITEM)
 
     def _key(self, number: int, cell: int) -> Any:
-        """Return the key of the ticket in a cell; None: it has none, or it is not known."""
-        ring = self.rings[number]
-        if ring.ticket(cell)[1] != ITEM:
-            return None
-        words = ring.indices(cell)
+        """Return the key of the ticket in a cell; None: it has none."""
+        words = self.rings[number].indices(cell)
         count = int(words[KEY])
         if count >= 0:
             return words[KEYS : KEYS + count].tolist()
-        if count == IN_REQUEST:
-            slot, capacity, *record = words[CALLED].tolist()
-            # Not by the arena, whose lock the loop's thread may have.
-            at = slot * self._arena.width
-            memory = Mapping(self._arena.fd, at, capacity, own=True)
-            try:
-                return codec.decode(memory, record)
-            except Exception:  # noqa: BLE001 - the user's class; the item has a number, too
-                return None
-        return None
-
-    def _describe_held(self, owner: int, cell: int) -> Held:
-        """Describe the ticket in a cell that a dead worker held, on the supervisor's thread."""
-        number = owner - 1
-        epoch, kind, _ = self.rings[number].ticket(cell)
-        start = self.rings[number].start(cell)
-        try:
-            key = self._key(number, cell)
-            place = self._named_by(number, cell, key)
-        except BaseException:  # noqa: BLE001 - the user's class must not end this thread
-            key, place = None, self._named_by(number, cell, None)
-        items = [start]
-        if key is not None:
-            items = key if isinstance(key, list) else [key]
-        return Held(epoch - 1, start, items, place, kind == ITEM)
+        if count != IN_REQUEST:
+            return None
+        slot, capacity, *record = words[CALLED].tolist()
+        # Not by the arena, whose lock the loop's thread may have.
+        at = slot * self._arena.width
+        return codec.decode(Mapping(self._arena.fd, at, capacity, own=True), record)
 
     def _describe(self, number: int, cell: int, error: BaseException) -> tuple[BaseException, None]:
         """Name the item in an exception."""
@@ -403,7 +386,7 @@ class StreamPool(Pool):
             self.feed.dismiss(number, cell, ticket)
             return reply
         error = self._slots.error(cell, *answer[1:])
-        place = self._place(number, cell)
+        place = self.held(number, cell).place
         self.feed.dismiss(number, cell, ticket, ends=True)
         try:
             error = failure.named(_signed(error, number), place)

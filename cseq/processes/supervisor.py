@@ -90,8 +90,8 @@ class Supervisor:
     task : callable
         ``task(owner)`` is its ``Setup.task``; called on the supervisor's thread.
     describe : callable
-        ``describe(owner, cell)``: the ticket that it holds there; called on the supervisor's
-        thread.
+        ``describe(number, cell)``: the ticket that a worker holds there; called on the supervisor's
+        thread, too.
 
     lanes : Lanes
         Where starts and deaths are noted.
@@ -401,7 +401,7 @@ class Supervisor:
                 tell(logging.WARNING, "worker %d %s", owner - 1, describe_exit(exitcode))
             return
         begun = self.shared.held(owner)
-        held = [self._describe(owner, cell) for cell, _ in begun]
+        held = [self._describe(owner - 1, cell) for cell, _ in begun]
         lost = ((since, f"{h.epoch}/{h.batch}") for (_, since), h in zip(begun, held, strict=True))
         text = describe_exit(exitcode)
         left = worker.state == LEFT
@@ -440,7 +440,7 @@ class Supervisor:
         """Return the error of a batch that was given up, since it has ended its workers."""
         if not self._given_up:
             return None
-        return self._given_up.pop(self._describe(number + 1, cell).place, None)
+        return self._given_up.pop(self._describe(number, cell).place, None)
 
     def check(self) -> None:
         """Raise errors of workers and of the supervisor's thread.

@@ -153,7 +153,7 @@ class Pool:
             self.shared,
             readers=owners,
             task=task or self.task,
-            describe=lambda owner, cell: Held(0, cell, [], f"{owner}"),
+            describe=lambda number, cell: Held(0, cell, [], f"{number}"),
             deaths=Counted(self.events, replace=replace),
             lanes=Lanes(owners, "process"),
         )
