@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from cseq._core import ASSIGNED, BEGIN, CALLED, ITEM, KEY, KEYS, NO_KEY
 from cseq._memory import copy_of
 from cseq._work import NO_MORE, Runner, Work
-from cseq.encoding import codec, failure
+from cseq.encoding import codec
 from cseq.indexing import context, indexer
 from cseq.processes.launcher.base import end_copy
 from cseq.processes.launcher.forks import in_forked_children
-from cseq.processes.worker import FAILED, enter, send_state
+from cseq.processes.worker import enter
 from cseq.stage import ENDED, INDEXER, RAISED, run
 
 if TYPE_CHECKING:
@@ -90,13 +90,9 @@ def main(sock: socket.socket, local: Any = None) -> None:
     runner = Runner(entered.ring, INDEXER, entered.setup.owner, last=True)
     batch_context = context.BatchContext(number, num_workers)
     context.enter(batch_context)
-    try:
+    with entered.starting():
         make = entered.read(local)
         producer = make(number, num_workers)
-    except BaseException as error:  # noqa: BLE001 - it is raised in the trainer
-        send_state(sock, FAILED, failure.pack(error))
-        return
-    entered.ready()
     entered.writer.place_arrays()
     # In a process that the producer forks, `cseq.empty` is numpy's.
     in_forked_children(partial(setattr, batch_context, "allocator", None))

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cseq._work import Runner
 from cseq.converter.host import Converter
 from cseq.converter.output import Output, are_threads, cast_dtype
-from cseq.encoding import failure
 from cseq.encoding.transport import Objects, SlotReader
 from cseq.indexing import context, indexer
 from cseq.indexing.seeding import Seeds
@@ -29,7 +28,7 @@ from cseq.processes.deaths import Deaths
 from cseq.processes.launcher import make_launcher
 from cseq.processes.launcher.forks import in_forked_children
 from cseq.processes.supervisor import Supervisor
-from cseq.processes.worker import FAILED, LEFT, NOTED, enter, send_state
+from cseq.processes.worker import LEFT, NOTED, enter, send_state
 from cseq.stage import CONVERTER, INDEXER, run, spins
 from cseq.system import available_memory, neighbours, private_memory
 
@@ -46,9 +45,6 @@ if TYPE_CHECKING:
     from cseq.pools.base import Awaited
     from cseq.processes.worker import Entered
     from cseq.stats import Stats
-
-    Convert = Callable[[Any], Any] | None
-    Ends = tuple[BatchReader, Convert, Convert]
 
 __all__ = ["ProcessPool", "main"]
 
@@ -85,7 +81,7 @@ def main(sock: socket.socket, local: Any = None) -> None:
     task = entered.setup.task
     runner = Runner(entered.ring, task.stage, entered.setup.owner, last=task.last)
     if task.stage == CONVERTER:
-        _convert(sock, task, runner, entered)
+        _convert(task, runner, entered)
     else:
         _index(sock, task, runner, entered, local)
 
@@ -95,15 +91,11 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
     batch_context = context.BatchContext(entered.setup.number, task.num_workers, task.seed)
     context.enter(batch_context)
     seeds = Seeds(batch_context) if task.seed_globals else None
-    try:
+    with entered.starting():
         if seeds is not None:
             seeds.seed_present()
         worker = entered.read(local)  # which may draw, and import
         made = indexer.build_seeded(worker, seeds, copied=True)
-    except BaseException as error:  # noqa: BLE001 - it is raised in the loop
-        send_state(sock, FAILED, failure.pack(error))
-        return
-    entered.ready()
     batch_context.allocator = entered.writer
     entered.writer.place_arrays()
     # In a process that the indexer forks, `cseq.empty` is numpy's.
@@ -123,34 +115,18 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
     indexer.dispose(worker, made, copied=True)
 
 
-def _convert(sock: socket.socket, task: Task, runner: Runner, entered: Entered) -> None:
+def _convert(task: Task, runner: Runner, entered: Entered) -> None:
     """Convert until the ring is closed."""
-    try:
+    with entered.starting():
         from cseq.converter.cuda import CudaConverter
 
         converter = CudaConverter(task.output)
-    except BaseException as error:  # noqa: BLE001 - it is raised in the loop
-        send_state(sock, FAILED, failure.pack(error))
-        return
-    entered.ready()
     work = partial(convert, entered.writer, converter.export, entered.writer)
     run(runner, work, idle=converter.reap)
     converter.close()
 
 
 # ── in the trainer ─────────────────────────────────────────────────────────────────────────
-
-
-def slot_ends(job: Job, reader: SlotReader, cells: int) -> Ends:
-    """Return the reader of batches in slots, and what converts them and their leaves here."""
-    if job.num_converters:
-        from cseq.converter.cuda import receive
-
-        return Objects(cells, reader), receive, None
-    if job.output.kind == "null":
-        return reader, None, None
-    converter = Converter(job.output)
-    return reader, converter.convert, converter.leaf_for
 
 
 class ProcessPool(BatchPool):
@@ -198,15 +174,21 @@ class ProcessPool(BatchPool):
         self._group = ThreadGroup(ring, lanes)
         self._reader = SlotReader(self._arena)
         self._imports: Imports | None = None
+        batch_reader: BatchReader = self._reader
+        convert: Callable[[Any], Any] | None = None
+        leaf_for: Callable[[Any], Any] | None = None
         if in_processes:
             from cseq.converter.export import Imports
 
             here = Converter(job.output).convert
-            self._imports = Imports(self._arena, ring, job.output, here)
-            ends: Ends = self._imports, None, None
-        else:
-            ends = slot_ends(job, self._reader, job.buffer)
-        batch_reader, convert, leaf_for = ends
+            batch_reader = self._imports = Imports(self._arena, ring, job.output, here)
+        elif job.num_converters:
+            from cseq.converter.cuda import receive
+
+            batch_reader, convert = Objects(job.buffer, self._reader), receive
+        elif job.output.kind != "null":
+            converter = Converter(job.output)
+            convert, leaf_for = converter.convert, converter.leaf_for
         super().__init__(
             job,
             ring,

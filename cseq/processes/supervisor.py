@@ -589,7 +589,14 @@ class Supervisor:
         self._launcher.cancel()
         self._wake()
         if self._thread.begun:
-            self._await_end(hurried=hurried)
+            if hurried:
+                self.hurry(time.monotonic() + HURRY)
+            if not self._ended.wait(GRACE):
+                for worker in self._snapshot():
+                    number = worker.owner - 1
+                    tell(logging.WARNING, "worker %d is busy: killed after %g s", number, GRACE)
+                    worker.child.kill()
+                self._ended.wait(LAST_GRACE)
         if not self._gone:  # the thread was not started, or hangs; or processes lived on
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         await_told(time.monotonic() + LAST_GRACE)
@@ -610,17 +617,6 @@ class Supervisor:
             for worker in self._snapshot():  # others close their indexers
                 if worker.state != READY or self.shared.held(worker.owner):
                     worker.child.kill()
-
-    def _await_end(self, *, hurried: bool) -> None:
-        """Wait until all workers have ended; kill those that are busy for too long."""
-        if hurried:
-            self.hurry(time.monotonic() + HURRY)
-        if not self._ended.wait(GRACE):
-            for worker in self._snapshot():
-                number = worker.owner - 1
-                tell(logging.WARNING, "worker %d is busy: killed after %g s", number, GRACE)
-                worker.child.kill()
-            self._ended.wait(LAST_GRACE)
 
 
 def _native_threads() -> str:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from cseq._core import Ring, attach_marks, exit_on_hangup, now_ns
 from cseq._memory import DEBUG, Descriptor, Mapping, Slots, keep_freed
-from cseq.encoding import codec
+from cseq.encoding import codec, failure
 from cseq.encoding.writer import Writer
 from cseq.memory import descriptors
 from cseq.processes.launcher import reading
@@ -42,6 +42,7 @@ from cseq.threads import Latch
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Iterator
 
     from cseq.processes.launcher import Child
     from cseq.processes.logs import Levels
@@ -117,8 +118,14 @@ class Entered(NamedTuple):
         send_state(self.sock, LOADED)
         return worker
 
-    def ready(self) -> None:
-        """Tell the trainer that this worker is ready."""
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Tell the trainer at the end that this worker is ready; or what was raised, and end it."""
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - it is raised in the loop
+            send_state(self.sock, FAILED, failure.pack(error))
+            raise SystemExit from None
         if self.sender is not None:
             self.sender.settle()
         send_state(self.sock, READY)
