@@ -120,13 +120,7 @@ cdef uint32_t thread_id() noexcept
 # Locks and latches for threads, which the core takes without a call of Python.
 
 cdef extern from "pythread.h":
-    ctypedef void* PyThread_type_lock
-    int PY_LOCK_ACQUIRED, PY_LOCK_INTR
     unsigned long PyThread_get_thread_ident() noexcept
-    PyThread_type_lock PyThread_allocate_lock() noexcept
-    void PyThread_free_lock(PyThread_type_lock lock) noexcept
-    int PyThread_acquire_lock_timed(PyThread_type_lock lock, long long us, int intr) noexcept nogil
-    void PyThread_release_lock(PyThread_type_lock lock) noexcept
 
 
 cpdef int check_depth() except -1
@@ -136,8 +130,8 @@ cpdef bint is_deep(int depth=*) except -1
 @cython.final
 @cython.no_gc
 cdef class Lock:
-    cdef PyThread_type_lock lock
     cdef uint64_t owner  # the thread that has it, or 0
+    cdef uint32_t asleep # a thread may be, until it is free
     cdef uint32_t depth  # how often
     cdef uint32_t forks  # `cseq_forks`, when it was last looked at
     cdef uint32_t due    # there are
@@ -145,7 +139,7 @@ cdef class Lock:
     cdef bint has(self) noexcept
     cdef bint take(self, double timeout) except -1
     cdef bint take_anew(self, double timeout) except -1
-    cdef int sleep(self, long long us) except -1
+    cdef bint sleep(self, double timeout) except -1
     cdef int leave(self) except -1
     cdef int make_calls(self) except -1
     cdef object next_call(self)

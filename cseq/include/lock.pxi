@@ -60,8 +60,8 @@ cdef uint64_t ns_of(double seconds) noexcept:
 @cython.final
 @cython.no_gc
 cdef class Lock:
-    """CPython's lock, which its thread may take again, as `threading.RLock`; the core takes it without
-    a call of Python.
+    """A lock that its thread may take again, as `threading.RLock`; the core takes it without a call of
+    Python.
 
     A signal handler runs before it is taken, or in the middle of what it protects, where it may take
     it again to look, must not (`refuse_mine`), or puts off what it wants (`put_off`). In Python, take it
@@ -74,25 +74,15 @@ cdef class Lock:
     def __cinit__(self):
         self.calls = []
         self.forks = cseq_forks
-        self.lock = PyThread_allocate_lock()
-        if self.lock is NULL:
-            raise MemoryError
-
-    def __dealloc__(self):
-        if self.lock is not NULL:
-            if self.depth:
-                PyThread_release_lock(self.lock)
-            PyThread_free_lock(self.lock)
 
     cdef bint has(self) noexcept:
         """Whether this thread has it: it alone writes its number there, and takes it out again."""
-        cdef PyThread_type_lock free
+        cdef uint64_t owner = cseq_load_rlx_u64(&self.owner)
         if self.forks != cseq_forks:
             self.forks = cseq_forks
-            free = NULL if self.owner == cseq_forker else PyThread_allocate_lock()
-            if free is not NULL:
-                self.lock, self.owner, self.depth = free, 0, 0
-        return cseq_load_rlx_u64(&self.owner) == PyThread_get_thread_ident()
+            if owner != cseq_forker:
+                cseq_cas_sc_u64(&self.owner, owner, 0)
+        return owner == PyThread_get_thread_ident()
 
     @property
     def is_mine(self):
@@ -131,35 +121,32 @@ cdef class Lock:
 
     cdef bint take_anew(self, double timeout) except -1:
         """Do so where this thread does not have it."""
-        cdef int taken = PyThread_acquire_lock_timed(self.lock, 0, 0)
-        if taken != PY_LOCK_ACQUIRED and timeout:
-            # 10^6 s are as good as for ever; Windows counts to 2^32 ms.
-            taken = self.sleep(<long long>(timeout * 1e6) if 0 <= timeout < 1e6 else -1)
-        if taken != PY_LOCK_ACQUIRED:
-            return False
-        cseq_store_rlx_u64(&self.owner, PyThread_get_thread_ident())
+        if not cseq_cas_sc_u64(&self.owner, 0, PyThread_get_thread_ident()):
+            if not timeout or not self.sleep(timeout):
+                return False
         self.depth = 1
         return True
 
-    cdef int sleep(self, long long us) except -1:
-        """Sleep until it is taken, at most so many microseconds; run signal handlers."""
-        cdef uint64_t end = cseq_now_ns() + <uint64_t>max(us, 0) * 1000
-        cdef int taken
-        while True:
+    cdef bint sleep(self, double timeout) except -1:
+        """Sleep until it is taken, at most so many seconds; run signal handlers."""
+        cdef uint64_t limit = ns_of(timeout), begun = cseq_now_ns(), waited = 0
+        while waited < limit:
+            cseq_swap_sc_u32(&self.asleep, 1)  # SYNC: sleeper seen
+            if cseq_cas_sc_u64(&self.owner, 0, PyThread_get_thread_ident()):
+                return True
             with nogil:
-                taken = PyThread_acquire_lock_timed(self.lock, us, 1)
-            if taken != PY_LOCK_INTR:
-                return taken
+                cseq_wait(&self.asleep, 1, min(limit - waited, PARK), 0)
             PyErr_CheckSignals()
-            if us > 0:
-                us = max(0, <long long>(end - cseq_now_ns()) // 1000)
+            waited = cseq_now_ns() - begun
+        return False
 
     cdef int leave(self) except -1:
         """Give it back; the caller has it. Then make the calls that were put off until now."""
         self.depth -= 1
         if not self.depth:
-            cseq_store_rlx_u64(&self.owner, 0)
-            PyThread_release_lock(self.lock)
+            cseq_swap_sc_u64(&self.owner, 0)
+            if cseq_load_sc_u32(&self.asleep) and cseq_swap_sc_u32(&self.asleep, 0):  # SYNC: sleeper seen
+                cseq_wake(&self.asleep, 0)
         return self.make_calls() if cseq_load_sc_u32(&self.due) else 0  # SYNC: calls
 
     def release(self):
