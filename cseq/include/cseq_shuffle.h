@@ -301,12 +301,12 @@ static inline uint64_t cseq_order_advance(cseq_order *order, uint64_t upto, uint
 static inline void cseq_order_read(const cseq_order *order, uint64_t start, uint64_t count,
                                    int64_t *out)
 {
-    if (order->width == 4)
-        for (uint64_t k = 0; k < count; k++) /* in 32 bits, which a compiler makes fewer steps of */
-            out[k] = (uint32_t)cseq_entry(order->table, 4, start + k) ^ (uint32_t)(start + k);
-    else
-        for (uint64_t k = 0; k < count; k++)
-            out[k] = (int64_t)(cseq_entry(order->table, 8, start + k) ^ (start + k));
+    uint64_t k = 0;
+    for (; order->width == 4 && k + 8 <= count; k += 8) /* in 32 bits: some at once */
+        for (uint32_t j = 0, i = (uint32_t)(start + k); j < 8; j++)
+            out[k + j] = (uint32_t)cseq_entry(order->table, 4, start + k + j) ^ (i + j);
+    for (; k < count; k++)
+        out[k] = (int64_t)(cseq_entry(order->table, order->width, start + k) ^ (start + k));
 }
 
 /* ---- a whole permutation at once ----------------------------------------------------------- */
