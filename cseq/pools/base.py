@@ -239,13 +239,13 @@ class Pool:
         elif (idle := gpu_is_idle()) is not None:
             self._gpu_waits += 1
             self._gpu_dry += idle
-        self._advise(OFTEN)
 
     def _look(self) -> None:
-        """Note how the run goes, and change its size, some ten times a second."""
+        """Note and tell how the run goes, and change its size, some ten times a second."""
         self._history.note()
         if self._controller is not None:
             self._controller()
+        self._advise(OFTEN)
 
     def _advance(self) -> bool | None:
         """Post what can be posted; return whether the next ticket is ready."""
