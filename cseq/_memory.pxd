@@ -167,10 +167,6 @@ cdef struct Leaf:
     PyObject* torch_dtype  # of a tensor, if numpy lacks it; else NULL
     PyObject* bits         # and one of torch's that numpy has
 
-cdef struct Part:        # of a slot: a leaf
-    Py_ssize_t offset
-    Py_ssize_t nbytes
-
 cdef struct Node:
     int kind
     int count             # children
@@ -198,7 +194,7 @@ cdef inline Py_ssize_t size_of(Leaf* leaf, const char* word) noexcept:
     cdef int i
     for i in range(leaf.nd):
         memcpy(&size, word + 8 * (1 + i), 8)
-        if size < 0 or (size and nbytes > MOST_BYTES // size):
+        if size < 0 or ((size | nbytes) >> 15 and size and nbytes > MOST_BYTES // size):
             return -1
         nbytes *= size
         if leaf.order == STRIDED:
@@ -242,11 +238,9 @@ cdef class Plan:
                           list objects) except -1
     cdef object read(self, Memory memory, uint64_t* record, object lend, Py_ssize_t slot,
                      uint64_t capacity, object load, list converters)
-    cdef object read_parts(self, Part* parts, Memory memory, uint64_t* record, object lend,
-                           Py_ssize_t slot, uint64_t capacity, object load, list converters)
-    cdef Py_ssize_t measure(self, Part* parts, Memory memory, uint64_t* record, bint* large) except -1
+    cdef Py_ssize_t measure(self, const char* word, bint* large) noexcept
     cdef Block block_of(self, Memory memory, Py_ssize_t offset, Py_ssize_t nbytes)
-    cdef Py_ssize_t run_of(self, Part* parts, int k) noexcept
+    cdef Py_ssize_t run_of(self, int k, const char* word) noexcept
     cdef object read_leaf(self, int k, Memory memory, Py_ssize_t offset, const char* word)
     cdef object build_leaf(self, int k, list arrays, list converters)
     cdef object build_child(self, Node* n, Cursor* at, int k, list arrays, list objects,

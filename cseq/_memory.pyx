@@ -272,8 +272,8 @@ cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, 
                     cnp.NPY_ARRAY_FARRAY if fortran else cnp.NPY_ARRAY_CARRAY)
 
 
-cdef object array_on(object owner, char* data, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
-                     cnp.npy_intp* strides, int flags):
+cdef inline object array_on(object owner, char* data, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
+                            cnp.npy_intp* strides, int flags):
     Py_INCREF(dtype)  # PyArray_NewFromDescr takes it over
     array = PyArray_NewFromDescr(
         <PyTypeObject*>cnp.ndarray, dtype, nd, dims, strides, data, flags, NULL)
@@ -289,7 +289,7 @@ cdef int layout_of(cnp.ndarray array, Py_ssize_t* span) noexcept:
 
     Strides of dimensions of one element count: torch says them, and has formats that differ in them alone.
     """
-    cdef Py_ssize_t nbytes = cnp.PyArray_NBYTES(array)
+    cdef Py_ssize_t nbytes
     cdef Py_ssize_t itemsize = cnp.PyArray_ITEMSIZE(array)
     cdef Py_ssize_t step = itemsize, end = itemsize
     cdef cnp.npy_intp* dims = cnp.PyArray_DIMS(array)
@@ -298,9 +298,6 @@ cdef int layout_of(cnp.ndarray array, Py_ssize_t* span) noexcept:
     cdef int order = (ROWS if cnp.PyArray_IS_C_CONTIGUOUS(array)
                       else COLUMNS if cnp.PyArray_IS_F_CONTIGUOUS(array) else STRIDED)
     cdef int k, i
-    span[0] = nbytes
-    if not nbytes:
-        return order
     if order != STRIDED:
         for k in range(nd):
             i = k if order == COLUMNS else nd - 1 - k
@@ -308,7 +305,11 @@ cdef int layout_of(cnp.ndarray array, Py_ssize_t* span) noexcept:
                 break
             step *= dims[i]
         else:
+            span[0] = step
             return order
+    span[0] = nbytes = cnp.PyArray_NBYTES(array)
+    if not nbytes:
+        return order
     for k in range(nd):
         if strides[k] < 0 or strides[k] % itemsize:
             return LOOSE

@@ -5,15 +5,32 @@ cdef extern from "numpy/arrayobject.h":
 
 MOST_BYTES = <Py_ssize_t>(<size_t>-1 >> 1)
 
-cdef enum:
-    FEW = 32  # leaves
-
 ALIGNMENT = LINE
 LONG = MOST_PICKLED
 cdef object MEMMAP = numpy.memmap
 cdef object UINT8 = numpy.uint8
 cdef object frombuffer = numpy.frombuffer
 cdef dict KINDS = {"array": ARRAY, "tensor": TENSOR, "bytes": BYTES, "object": OBJECT}
+
+
+cdef bint has_large_buffer(Memory memory, uint64_t* record) except -1:
+    """Whether a buffer of what was pickled is too large to be copied; all of them are in the memory."""
+    cdef Py_ssize_t begin = <Py_ssize_t>(record[0] + record[1] + record[2])
+    cdef const char* last = memory.data + begin + record[3] - 8
+    cdef int64_t offset, size
+    cdef uint64_t count
+    cdef bint large = False
+    cdef int k
+    memory.inside(begin, <Py_ssize_t>record[3])
+    memcpy(&count, last, 8)
+    if record[3] < 8 or count > (record[3] - 8) // 16:
+        raise IndexError(f"{count} buffers of a batch are outside its {record[3]} bytes")
+    for k in range(<int>count):
+        memcpy(&offset, last - 16 * (k + 1), 8)
+        memcpy(&size, last - 16 * (k + 1) + 8, 8)
+        memory.inside(offset, size)
+        large = large or size > MOST_COPIED
+    return large
 
 
 @cython.final
@@ -267,40 +284,31 @@ cdef class Plan:
         converters : list or None
             What `converters` has returned.
         """
-        cdef Part few[FEW]
-        cdef Part* parts = few
+        cdef Cursor at
+        cdef list objects = None
+        cdef list arrays = None if self.is_array else [None] * self.leaf_count
+        cdef uint64_t total = record[0] + record[1] + record[2] + record[3]
+        cdef Memory home, base     # `home`: of large leaves
+        cdef Memory block = None   # of small ones, from `begin` to `end`
+        cdef Py_ssize_t begin = 0, end = 0, small, nbytes
+        cdef int64_t offset
+        cdef bint large, apart = False  # `apart`: small leaves are copied
+        cdef Leaf* leaf
+        cdef const char* word
+        cdef int k
         if record[0] > <uint64_t>memory.size or record[1] > <uint64_t>memory.size:
             memory.inside(record[0], record[1])
         memory.inside(<Py_ssize_t>(record[0] + record[1]), <Py_ssize_t>record[2])
         if record[2] != <uint64_t>(8 * self.words):
             raise IndexError(f"a layout of {record[2]} bytes does not fit a structure that needs "
                              f"{8 * self.words}")
-        if self.leaf_count > FEW:
-            parts = <Part*>PyMem_RawCalloc(self.leaf_count, sizeof(Part))
-            if parts == NULL:
-                raise MemoryError(f"no memory for {self.leaf_count} leaves")
-        try:
-            return self.read_parts(parts, memory, record, lend, slot, capacity, load, converters)
-        finally:
-            if parts != few:
-                PyMem_RawFree(parts)
-
-    cdef object read_parts(self, Part* parts, Memory memory, uint64_t* record, object lend,
-                           Py_ssize_t slot, uint64_t capacity, object load, list converters):
-        """`read`, with room for what is known of each leaf."""
-        cdef Cursor at
-        cdef list objects = None
-        cdef list arrays = None if self.is_array else [None] * self.leaf_count
-        cdef Memory home = memory  # of large leaves
-        cdef Memory base = memory
-        cdef Memory block = None   # of small ones, from `begin` to `end`
-        cdef Py_ssize_t begin = 0, end = 0, offset
-        cdef bint large = False
-        cdef bint apart = lend is not None  # small leaves are copied
-        cdef Py_ssize_t small = self.measure(parts, memory, record, &large)
-        cdef const char* word = memory.data + record[0] + record[1]
-        cdef int k
+        large = record[3] != 0 and has_large_buffer(memory, record)
+        if lend is not None and total <= MOST_COPIED:  # from here on a memory of its own
+            memory, lend = self.block_of(memory, 0, <Py_ssize_t>total), None
+        home = memory
+        word = memory.data + record[0] + record[1]
         if lend is not None:
+            small = self.measure(word, &large)
             home = None
             if large or small > MOST_COPIED:
                 home = lend(slot, capacity)
@@ -308,86 +316,69 @@ cdef class Plan:
             apart = small <= MOST_COPIED or type(home) is not Lease or not (<Lease>home).early
         # All leaves first: the slot may be another batch's in a process that Python code forks.
         for k in range(self.leaf_count):
-            offset = parts[k].offset
-            if self.leaf[k].kind == BYTES:
-                arrays[k] = memory.data[offset:offset + parts[k].nbytes]
-                word += 8 * self.leaf[k].words
+            leaf = &self.leaf[k]
+            memcpy(&offset, word, 8)
+            nbytes = size_of(leaf, word)
+            if nbytes < 0:
+                raise IndexError(f"array {k} of a batch is larger than its {record[0]} bytes")
+            if offset < 0 or <uint64_t>offset > record[0] or <uint64_t>nbytes > record[0] - <uint64_t>offset:
+                raise IndexError(f"array {k} of a batch is outside its {record[0]} bytes")
+            if leaf.kind == BYTES:
+                arrays[k] = memory.data[offset:offset + nbytes]
+                word += 8 * leaf.words
                 continue
-            if lend is not None:
-                if apart and parts[k].nbytes <= MOST_COPIED:
-                    if block is None or offset < begin or offset + parts[k].nbytes > end:
-                        begin, end = offset, self.run_of(parts, k)
-                        block = self.block_of(memory, begin, end - begin)
-                    base = block
-                    offset -= begin
-                elif home is not None:
-                    base = home
-                else:
-                    base = copy_of(memory, parts[k].nbytes, offset)
-                    offset = 0
+            if apart and nbytes <= MOST_COPIED:
+                if block is None or offset < begin or offset + nbytes > end:
+                    begin, end = offset, self.run_of(k, word)
+                    memory.inside(begin, end - begin)
+                    block = self.block_of(memory, begin, end - begin)
+                base = block
+                offset -= begin
+            elif home is not None:
+                base = home
+            else:
+                base = copy_of(memory, nbytes, offset)
+                offset = 0
             array = self.read_leaf(k, base, offset, word)
             if self.is_array:
                 return array if converters is None or converters[0] is None else converters[0](array)
-            arrays[k] = array
-            word += 8 * self.leaf[k].words
+            cseq_set_own(arrays, k, array)
+            word += 8 * leaf.words
         if record[3]:
             objects = load(memory, record[0] + record[1] + record[2], record[3], home)
         at.node = 0
         at.object = 0
         return self.build_node(&at, arrays, objects, converters)
 
-    cdef Py_ssize_t measure(self, Part* parts, Memory memory, uint64_t* record, bint* large) except -1:
-        """Find where each leaf lies; return how many bytes small ones have.
-
-        `large`: whether a leaf, or a buffer of what was pickled, is too large to be copied.
-        """
-        cdef const char* word = memory.data + record[0] + record[1]
-        cdef const char* last
-        cdef Py_ssize_t end = <Py_ssize_t>record[0]
-        cdef int64_t offset, size
-        cdef uint64_t count
-        cdef Py_ssize_t small = 0
+    cdef Py_ssize_t measure(self, const char* word, bint* large) noexcept:
+        """Return how many bytes small leaves have; `large`: set if a leaf is too large to be copied."""
+        cdef Py_ssize_t size, small = 0
         cdef int k
         for k in range(self.leaf_count):
-            memcpy(&offset, word, 8)
             size = size_of(&self.leaf[k], word)
-            if size < 0:
-                raise IndexError(f"array {k} of a batch is larger than its {end} bytes")
-            if offset < 0 or offset > end or size > end - offset:
-                raise IndexError(f"array {k} of a batch is outside its {end} bytes")
-            parts[k].offset, parts[k].nbytes = offset, size
-            if self.leaf[k].kind == BYTES:
-                pass
-            elif size > MOST_COPIED:
-                large[0] = True
-            else:
-                small += size
             word += 8 * self.leaf[k].words
-        if record[3]:
-            memory.inside(<Py_ssize_t>(record[0] + record[1] + record[2]), <Py_ssize_t>record[3])
-            last = memory.data + record[0] + record[1] + record[2] + record[3] - 8
-            memcpy(&count, last, 8)
-            if record[3] < 8 or count > (record[3] - 8) // 16:
-                raise IndexError(f"{count} buffers of a batch are outside its {record[3]} bytes")
-            for k in range(<int>count):
-                memcpy(&offset, last - 16 * (k + 1), 8)
-                memcpy(&size, last - 16 * (k + 1) + 8, 8)
-                memory.inside(offset, size)
+            if self.leaf[k].kind != BYTES:
                 if size > MOST_COPIED:
                     large[0] = True
+                else:
+                    small += size
         return small
 
-    cdef Py_ssize_t run_of(self, Part* parts, int k) noexcept:
+    cdef Py_ssize_t run_of(self, int k, const char* word) noexcept:
         """Where the leaves end that are copied together with this one: the next small ones that follow on it."""
-        cdef Py_ssize_t begin = parts[k].offset
-        cdef Py_ssize_t end = begin + parts[k].nbytes
+        cdef int64_t begin, offset
+        cdef Py_ssize_t end, nbytes
+        memcpy(&begin, word, 8)
+        end = begin + size_of(&self.leaf[k], word)
         for k in range(k + 1, self.leaf_count):
-            if parts[k].nbytes > MOST_COPIED or self.leaf[k].kind == BYTES:
+            word += 8 * self.leaf[k - 1].words
+            memcpy(&offset, word, 8)
+            nbytes = size_of(&self.leaf[k], word)
+            if nbytes > MOST_COPIED or self.leaf[k].kind == BYTES:
                 continue
-            if (parts[k].offset < end or parts[k].offset > aligned(end)
-                    or parts[k].offset + parts[k].nbytes > begin + MOST_COPIED):
+            if offset < end or offset > aligned(end) or offset + nbytes > begin + MOST_COPIED:
                 break
-            end = parts[k].offset + parts[k].nbytes
+            end = offset + nbytes
         return end
 
     cdef Block block_of(self, Memory memory, Py_ssize_t offset, Py_ssize_t nbytes):
