@@ -18,7 +18,7 @@ from itertools import accumulate
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cseq._memory import Block, Memory, Window
+from cseq._memory import Block, Loan, Memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +57,7 @@ class Buffers:
             block = self._free.pop()
         if block is None or not size <= block.nbytes <= 2 * size:
             block = Block(size + size // 8)
-        lent = Window(block, size)  # what arrays refer to
+        lent = Loan(block, size)  # what arrays refer to
         weakref.finalize(lent, self._free.append, block).atexit = False
         return lent
 

@@ -182,6 +182,11 @@ class Arena:
         for ring in self.rings:
             ring.close()
 
+    @property
+    def ended(self) -> bool:
+        """Whether the rings are closed, the last one too."""
+        return self.rings[-1].closed == 1
+
     def request(self, slot: int) -> int:
         """Commit the first pages of a slot that the trainer has taken; return how many bytes."""
         nbytes = self.slots.nbytes(slot)

@@ -280,14 +280,19 @@ class Supervisor:
             self._launch(owner)
         self._launched.set()
         while not (self.closed and not self._workers):
-            for key, _ in self._selector.select():
-                if key.data is None:
-                    key.fileobj.recv(64)  # type: ignore[union-attr]
-                else:
-                    self._receive(key.data)
+            self._take()
             self._staff()
-            if self.closed:
+            if self.shared.ended:
+                self._take(0)  # LOADED of those that did not see the ring closed after it
                 self._kill_starting()
+
+    def _take(self, timeout: float | None = None) -> None:
+        """Handle what has come from workers, and calls that wake this thread."""
+        for key, _ in self._selector.select(timeout):
+            if key.data is None:
+                key.fileobj.recv(64)  # type: ignore[union-attr]
+            else:
+                self._receive(key.data)
 
     def _name_threads(self) -> None:
         """Log, once in a process, which threads of the program a fork does not copy."""

@@ -108,14 +108,15 @@ class Entered(NamedTuple):
 
         The file is mapped copy on write: changes of its arrays stay in this process.
         """
-        record = self.setup.record
-        if record is None:
-            return local
-        (fd,) = self.object_fd
-        with reading():
-            worker = codec.decode_pickled(Mapping(fd, 0, record.used, own=True), record)
-        introduce()
-        send_state(self.sock, LOADED)
+        record, worker = self.setup.record, local
+        if record is not None:
+            (fd,) = self.object_fd
+            with reading():
+                worker = codec.decode_pickled(Mapping(fd, 0, record.used, own=True), record)
+            introduce()
+            send_state(self.sock, LOADED)
+        if self.ring.closed == 1:  # a trainer that did not see LOADED before it closed kills us
+            _leave(0)
         return worker
 
     @contextlib.contextmanager
@@ -162,9 +163,9 @@ def _receive_setup(sock: socket.socket) -> tuple[Setup, list[int]]:
     return setup, fds
 
 
-def _leave() -> NoReturn:
-    """End this process without a message: the trainer is gone."""
-    os._exit(1)
+def _leave(code: int = 1) -> NoReturn:
+    """End this process without a message: the trainer is gone, or closes."""
+    os._exit(code)
 
 
 _outgoing: deque[bytes] = deque()
