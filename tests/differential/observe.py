@@ -390,6 +390,7 @@ class Observation:
 
     def child(self, case: Case, path: str) -> None:
         gc.freeze()  # or each collection walks all of torch
+        torch.set_num_threads(1)  # OpenMP would wait for threads that were not forked
         # Not dump_traceback_later: it would wait for pytest's thread of that name, not forked.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         faulthandler.enable(2)
