@@ -75,11 +75,10 @@ class LoaderProgress:
             self.counts, self.ended = list(resume["counts"]), list(resume["ended"])
             states = resume["workers"]
         self.states = [None if each is None else dumps(each) for each in states or [None] * several]
-        going = [number for number in range(several) if not self.ended[number]]
         # The worker that is next: batch k of keys is made by worker k mod N.
         self.turn = self.yielded % several
-        if self.iterable:
-            self.turn = min(going, key=self.counts.__getitem__, default=0)
+        if self.iterable:  # they take turns: the last with the most batches was the latest
+            self.turn = -self.counts[::-1].index(max(self.counts)) % several
 
     def skip(self, error: Exception, place: str, indices: list[Any]) -> None:
         """Note, and log, that the next batch is left out, since it is an error."""

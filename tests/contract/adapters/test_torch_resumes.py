@@ -369,5 +369,30 @@ def main(first: int, count: int) -> int:
     return failed
 
 
+class Shares(data.IterableDataset[int]):
+    """Each worker has a number of items of its own."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = lengths
+
+    def __iter__(self) -> Iterator[int]:
+        info = data.get_worker_info()
+        assert info is not None
+        return iter(range(10 * info.id, 10 * info.id + self.lengths[info.id]))
+
+
+@pytest.mark.parametrize("lengths", [(0, 2, 1), (1, 4, 2), (2, 0, 4), (4, 1, 0)])
+def test_workers_of_unequal_lengths_keep_their_turns(lengths: tuple[int, ...]) -> None:
+    """Wherever a state is taken: the next batch is that of the worker whose turn it is."""
+    expected = list(data.DataLoader(Shares(*lengths), batch_size=None, num_workers=3))
+    for taken in range(len(expected)):
+        loader = cseq.DataLoader(Shares(*lengths), batch_size=None, num_workers=3)
+        iterator = iter(loader)
+        assert [next(iterator) for _ in range(taken)] == expected[:taken]
+        other = cseq.DataLoader(Shares(*lengths), batch_size=None, num_workers=3)
+        other.load_state_dict(loader.state_dict())
+        assert list(other) == expected[taken:]
+
+
 if __name__ == "__main__":
     sys.exit(main(*map(int, sys.argv[1:])) > 0)
