@@ -169,7 +169,7 @@ def head_of(report: dict[str, Any]) -> str:
 
 
 def converters(cases: list[dict[str, Any]]) -> list[str]:
-    """Compare converters in processes and in threads over all cases."""
+    """Compare converters in processes and in threads, in the cases that have both."""
     from gpu.cases import PROCESSES, THREADS
 
     lines = ["", "## Converters in processes and in threads", ""]
