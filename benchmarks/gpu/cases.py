@@ -383,7 +383,12 @@ CASES = (
         limit=RESIDENT,
         goals=INVISIBLE,
     ),
-    Case("gpu_small", "Batches of 32 floats, to the device", "µs/batch", contenders(SMALL)),
+    Case(
+        "gpu_small",
+        "Batches of 32 floats, to the device",
+        "µs/batch",
+        (*contenders(SMALL), in_processes(SMALL)),
+    ),
     Case(
         "gpu_dict_113",
         "A dict of 4.8 MB of images and 112 small arrays, to the device",
