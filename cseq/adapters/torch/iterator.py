@@ -363,7 +363,9 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         self._shutdown = True  # not before: if `close` is interrupted, it is called again
 
     def __del__(self) -> None:
-        """Do nothing: `Streams` end when they are dropped, and nothing waits for that."""
+        """Leave the counts to the loader. `Streams` end when they are dropped, nothing waits."""
+        if not self._shutdown and self._num_workers:
+            self.progress.stats = self.stats()
 
     @property
     def _run(self) -> Run[Any]:

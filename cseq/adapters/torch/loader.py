@@ -227,7 +227,7 @@ class DataLoader(Torchs[T_co]):
         Raises
         ------
         RuntimeError
-            There are none: no epoch has begun, or it was left, or the trainer makes the batches.
+            There are none: no epoch has begun, or the trainer makes the batches.
         """
         progress = vars(self).get("_progress")  # torch's loaders have this method, too: `install`
         iterator = None if progress is None else progress.iterator()
@@ -237,7 +237,7 @@ class DataLoader(Torchs[T_co]):
         if stats is None:
             raise RuntimeError(
                 "there are no worker processes of cseq's to count for: begin an epoch, with "
-                "num_workers above 0, and keep its iterator"
+                "num_workers above 0"
             )
         return stats
 

@@ -622,6 +622,9 @@ def test_its_workers_are_known_to_cseqs_testing_and_counted() -> None:
     assert made.advice(since=stats).cause == "unknown"  # of no batches
     with pytest.raises(RuntimeError, match="not running"):
         cseq.testing.pids(made)
+    for _ in made:
+        break
+    assert made.stats().batches == 1  # also of an epoch that was left
     pickle.loads(pickle.dumps(made))
     without = cseq.DataLoader(Plain(2))
     assert len(list(without)) == 2
