@@ -64,6 +64,7 @@ __all__ = ["FleetPool", "RayFleet"]
 TRIES = 3  # agents that may be lost with a batch
 CALLS = 8  # of Ray's that an agent answers at a time
 STARTING = 10  # times as long as another batch: what the first one of an agent may take
+ASKED = 8  # agents at a time, in the place of one that is not there
 AGAIN, PAUSE = 0.1, 0.05  # seconds: how long an agent is waited for before another one, and between
 AWAY = 2.0  # seconds until a thread that another thread's agent serves looks for its own
 SHORT = 10.0  # seconds without an agent, after which the log says why
@@ -323,7 +324,7 @@ class Caller:
         numbers = context.Numbers(now.seed, now.epoch, now.batch, now.start, now.parts())
         lost: list[str] = []
         while len(lost) < TRIES:
-            self._open()
+            self._open(is_lost=bool(lost))
             try:
                 data, buffers = self._make(numbers, indices, pool.on_error)
             except LOST as error:
@@ -347,17 +348,23 @@ class Caller:
         )
         raise died if pool.on_error == "skip" else pool.failed(died)
 
-    def _open(self) -> None:
-        """Be connected to this thread's agent; while that is not there, to another one."""
+    def _open(self, *, is_lost: bool) -> None:
+        """Be connected to this thread's agent; while that is not there, to another that answers."""
         if time.monotonic() < self._until:
             return
-        self.close()
         pool, due = self._pool, time.monotonic() + SHORT
-        for k in itertools.chain((self._own, self._at), itertools.count(self._own + 1)):
+        patience = PAUSE if self._until else AGAIN  # another one's agent serves it meanwhile
+        several = len(pool.handles)
+        others = [(self._own + k) % several for k in range(1, several)]
+        turns = [[self._own], *(others[k : k + ASKED] for k in range(0, len(others), ASKED))]
+        for those in itertools.cycle(turns[1:] + turns[:1] if is_lost else turns):
             try:
-                self._connect(k % len(pool.handles))
+                self._connect(those, patience)
             except OPEN as error:
-                pool.closed.wait(PAUSE)
+                if self._until:  # it stays where it is
+                    self._until = time.monotonic() + AWAY
+                else:
+                    pool.closed.wait(PAUSE)
                 if time.monotonic() > due and not self._number:  # the others see the same
                     due = math.inf
                     why = f"{self._name}: {failure.line_of(error)}"
@@ -370,13 +377,24 @@ class Caller:
             if self._until:
                 return
 
-    def _connect(self, k: int) -> None:
-        """Connect to an agent, if Ray has started it."""
-        pool, handle = self._pool, self._pool.handles[k]
-        call = pool.calls[k] = pool.calls.get(k) or pool.fleet.ask(handle)
-        if not ray.wait([call], timeout=AGAIN)[0]:
-            raise TimeoutError("Ray has not started it")
-        pool.calls.pop(k, None)
+    def _connect(self, those: list[int], seconds: float) -> None:
+        """Connect to the first of these agents that answers."""
+        pool = self._pool
+        for k in those:
+            if k not in pool.calls or ray.wait([pool.calls[k]], timeout=0)[0]:  # an old answer
+                pool.calls[k] = pool.fleet.ask(pool.handles[k])
+        calls = {pool.calls[k]: k for k in those}
+        call: Any = None
+        while calls:
+            answered = ray.wait(list(calls), timeout=seconds)[0]
+            if not answered:
+                raise TimeoutError("Ray has not started it")
+            call, k = answered[0], calls.pop(answered[0])
+            with contextlib.suppress(*OPEN if calls else ()):
+                ray.get(call)
+                break
+        self.close()
+        handle = pool.handles[k]
         pid, node = ray.get(call)
         self._at, self._name = k, f"the agent with pid {pid} on node {node}"
         if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
