@@ -20,24 +20,19 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── kinds.py        MPSequence, MTSequence, RaySequence: of processes, threads, a Ray fleet
     ├── sequence.py     ★ MSequence: its arguments, epochs and states
     ├── stream.py       a stream of items from each worker process
-    ├── remake.py       a batch of any epoch once more, in the calling thread
     ├── manager.py      ★ a manager's lifecycle, and one start of it, up to its end
     ├── tracing.py      a trace of every batch: recorded, written as JSON
     ├── fleet/          batches from other machines: a pool of threads, each of which asks an actor
     ├── pools/          ★ the loop's end of all runners: inline (test mode), thread, process, stream
     ├── _feed.pyx       ★ posts tickets, takes out batches and items; include/streams.pxi
-    ├── tuning.py       how many workers, how large a buffer: what 'auto' takes
     ├── arguments.py    the arguments of MSequence and Streams: types and checks
     ├── order/          ★ which samples, in which order, for which rank; the loop's place
     ├── indexing/       ★ in a worker: the user's code makes a batch of indices
     ├── converter/      stage 2: batch → tensors, on the CPU or a CUDA device
     ├── processes/      worker processes: started, replaced when they die, ended
     ├── encoding/       ★ how a batch, an exception, the user's worker travel to another process
-    ├── lanes.py        the runners of a pool, as a trace shows them; the file of marks
+    ├── measure/        what is measured: counts and times of a run, why its loop waits
     ├── memory/         the shared memory that batches lie in
-    ├── stats.py        counts and times of a run, or of a part of it
-    ├── advice.py       why a loop waits, and what helps: one table of rules
-    ├── meters.py       what each party of a ring has measured
     ├── stage.py        the loop of every runner: claim, work, publish
     ├── check.py        checks of arguments
     ├── threads.py      threads that a signal handler cannot break; what is logged on another thread
@@ -71,6 +66,7 @@ from cseq.indexing.context import WorkerInfo, empty, parts, rng, worker_info
 from cseq.indexing.dataset import from_dataset
 from cseq.indexing.indexer import Indexer
 from cseq.kinds import MPSequence, MTSequence, RaySequence
+from cseq.measure.stats import Stats
 from cseq.order.base import Order
 from cseq.order.blocks import Blocks
 from cseq.order.buckets import Buckets
@@ -80,7 +76,6 @@ from cseq.order.packed import Packed
 from cseq.order.shuffled import Sequential, Shuffled
 from cseq.order.weighted import Weighted
 from cseq.sequence import MSequence
-from cseq.stats import Stats
 from cseq.tracing import trace
 
 if typing.TYPE_CHECKING:

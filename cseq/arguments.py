@@ -11,11 +11,11 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from cseq._core import ALGORITHMS
-from cseq.advice import MOST_READERS
 from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds, unexpected
 from cseq.converter import output as outputs
 from cseq.indexing import indexer
 from cseq.indexing.dataset import is_torchs, unasked
+from cseq.measure.advice import MOST_READERS
 from cseq.order.base import Order
 from cseq.order.sampler import Sampler
 from cseq.order.shuffled import Sequential, Shuffled

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from cseq import tracing
 from cseq._core import Hold, Lock
+from cseq.measure.stats import Stats
 from cseq.order.place import Place
 from cseq.processes.launcher.forks import in_forked_children
 from cseq.stage import HURRY
-from cseq.stats import Stats
 from cseq.threads import Latch, await_told
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from cseq.advice import Advice
     from cseq.indexing.leaving import Skipped
+    from cseq.measure.advice import Advice
     from cseq.pools.base import BatchPool, Pool
 
 __all__ = [

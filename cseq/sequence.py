@@ -7,7 +7,6 @@ import warnings
 from typing import TYPE_CHECKING, Any, Generic
 
 from cseq import arguments
-from cseq import remake as remaking
 from cseq._feed import FeedIterator
 from cseq.arguments import Arguments, taking
 from cseq.check import count, flag
@@ -18,6 +17,7 @@ from cseq.order import shard as shards
 from cseq.order.place import Place
 from cseq.order.sampler import RankSampler, Sampler
 from cseq.pools import pool_of
+from cseq.pools import remake as remaking
 
 if TYPE_CHECKING:
     import os
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cseq.arguments import TestMode, ThreadType
     from cseq.converter.output import Output
     from cseq.pools.base import BatchPool
-    from cseq.remake import Remade
+    from cseq.pools.remake import Remade
 
     # What the loop gets; anything where that is not said.
     B_co = TypeVar("B_co", covariant=True, default=Any)

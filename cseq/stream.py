@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from cseq.measure.stats import Stats
     from cseq.processes.launcher import Child
-    from cseq.stats import Stats
 
 __all__ = ["ItemFailure", "KeyProducer", "Naming", "Producer", "Streams"]
 

@@ -18,9 +18,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq import _core, lanes
+from cseq import _core
 from cseq._core import now_ns
 from cseq.check import count
+from cseq.measure import lanes
 from cseq.order import shard
 from cseq.processes.launcher.forks import in_forked_children
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cseq._core import Ring
-    from cseq.lanes import Lanes
+    from cseq.measure.lanes import Lanes
 
 __all__ = ["Trace", "full", "record_as_told", "trace", "whole"]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from cseq.observe.report import drawn
 
 if TYPE_CHECKING:
-    from cseq.stats import Stats
+    from cseq.measure.stats import Stats
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = HERE.parent / "examples" / "slow"

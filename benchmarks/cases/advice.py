@@ -19,7 +19,7 @@ from harness.case import Case, Contender, Goal, scaled
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from cseq.advice import Advice
+    from cseq.measure.advice import Advice
 
 BATCHES = scaled(300, 25)
 START = scaled(25, 1) / 10  # seconds of a constructor

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cseq.adapters import needs
 from cseq.check import count
-from cseq.stats import Every, counting
+from cseq.measure.stats import Every, counting
 
 with needs("lightning", "lightning"):
     from lightning.pytorch import Callback, LightningDataModule

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from cseq.arguments import Job
     from cseq.fleet.wire import Message
-    from cseq.stats import Stats
+    from cseq.measure.stats import Stats
 
 __all__ = ["FleetPool", "RayFleet"]
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cseq._core import Lock, Ring, ring_bytes
 from cseq._memory import SMALL, Mapping, Memory, Slots, commit, copy_of
@@ -55,16 +55,6 @@ LARGE = 2 * MIB  # slots grow by doubling up to this, then in multiples of it
 MAX_LEASED = 16384  # slots, each a mapping: a process can have 65530, for all that it does
 
 
-class Locks(Protocol):
-    """Page-locks mappings for a device: `converter.page_locks`."""
-
-    def register(self, memory: Memory, /) -> bool:
-        """Page-lock a mapping; return whether that succeeded."""
-
-    def unregister(self, memory: Memory, /) -> None:
-        """Unlock a mapping before it is dropped."""
-
-
 class Arena:
     """The trainer's end of the slots: maps, lends and frees them; and the rings.
 
@@ -75,7 +65,7 @@ class Arena:
     memory_limit : int, str or None
         Most bytes of slots that may be leased or pinned; large leaves of further batches are copied
         out of their slots. See `memory_limit_of`.
-    locks : Locks, optional
+    locks : PageLocks, optional
         Registers every mapping that is made, until a larger one replaces it.
     tickets : int
         The most tickets that are posted at a time: slots for as many stay committed.
@@ -100,7 +90,7 @@ class Arena:
     def __init__(
         self,
         memory_limit: int | str | None = None,
-        locks: Locks | None = None,
+        locks: Any = None,
         *,
         tickets: int = 0,
     ) -> None:

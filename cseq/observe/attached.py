@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 from cseq._core import Ring, now_ns
 from cseq._memory import Block, Descriptor
-from cseq.advice import ENOUGH_BATCHES, advise
+from cseq.measure.advice import ENOUGH_BATCHES, advise
+from cseq.measure.stats import Stats
 from cseq.observe.processes import starts, tree
 from cseq.pools.base import RUN
-from cseq.stats import Stats
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
 
-    from cseq.advice import Advice
+    from cseq.measure.advice import Advice
 
 __all__ = ["AttachedRun", "Watcher", "runs_of"]
 

@@ -16,9 +16,9 @@ import traceback
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cseq.advice import ENOUGH_BATCHES, duration
 from cseq.indexing.dataset import from_dataset
 from cseq.kinds import MPSequence
+from cseq.measure.advice import ENOUGH_BATCHES, duration
 from cseq.observe.processes import cpu_seconds, tree
 from cseq.sequence import MSequence
 from cseq.system import cores

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from cseq.advice import duration
+from cseq.measure.advice import duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

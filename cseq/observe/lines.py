@@ -13,8 +13,8 @@ from cseq.observe.processes import resident
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from cseq.measure.stats import Stats
     from cseq.observe.attached import AttachedRun, Watcher
-    from cseq.stats import Stats
 
 __all__ = ["foot", "head", "overview", "ranks", "workers"]
 

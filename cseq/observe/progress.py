@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import TypeVar
 
-    from cseq.stats import Stats
+    from cseq.measure.stats import Stats
 
     B = TypeVar("B")
 

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cseq.manager import on_close, present
+from cseq.measure.stats import WorkerStats
 from cseq.observe import doctor
 from cseq.observe.figures import STYLE, Chart, duration, number
 from cseq.pools.base import BatchPool
-from cseq.stats import WorkerStats
 from cseq.system import cores
 from cseq.tracing import full, whole
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cseq.manager import Run
+    from cseq.measure.stats import SlowBatch, Stats
     from cseq.sequence import MSequence
-    from cseq.stats import SlowBatch, Stats
 
 __all__ = ["Part", "Recorder", "in_notebook", "of_loader", "of_manager", "page", "write"]
 

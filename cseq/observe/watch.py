@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cseq.advice import LITTLE, Window, advise, duration
+from cseq.measure.advice import LITTLE, Window, advise, duration
 from cseq.observe.processes import cpu_seconds
 from cseq.system import share
 

@@ -5,6 +5,8 @@
 ``thread``   threads of this process
 ``process``  worker processes
 ``stream``   worker processes, each with items of its own
+``tuning``   how many workers, how large a buffer: what 'auto' takes
+``remake``   a batch of any epoch once more, in the calling thread
 """
 
 from __future__ import annotations

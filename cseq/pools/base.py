@@ -17,13 +17,13 @@ from cseq._work import Decoder
 from cseq.arguments import Size
 from cseq.encoding import failure
 from cseq.indexing.leaving import Partial, Skipped, note_batch, note_samples
-from cseq.lanes import Lanes
-from cseq.meters import History
+from cseq.measure.lanes import Lanes
+from cseq.measure.meters import History
+from cseq.measure.stats import Stats
+from cseq.pools.tuning import Controller
 from cseq.processes.deaths import Held
 from cseq.stage import RAISED
-from cseq.stats import Stats
 from cseq.system import gpu_is_idle, memory_limit_of, share
-from cseq.tuning import Controller
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,11 +18,11 @@ from cseq.encoding.transport import Objects
 from cseq.indexing import context, indexer
 from cseq.indexing.context import here
 from cseq.indexing.seeding import Seeds, call_here
-from cseq.lanes import Lanes
-from cseq.meters import Meters
+from cseq.measure.lanes import Lanes
+from cseq.measure.meters import Meters
+from cseq.measure.stats import Stats
 from cseq.pools.base import BatchPool
 from cseq.stage import INDEXER
-from cseq.stats import Stats
 
 if TYPE_CHECKING:
     from cseq.arguments import Job, Size
@@ -99,6 +99,7 @@ class InlinePool(BatchPool):
     def close(self) -> None:
         """Close the indexer, if this pool made it."""
         made, self._made, self._indexing.indexer = self._made, None, None
+        self.lanes.end()
         self.feed.end()
         self._batch_context.clear()
         call_here(

@@ -20,7 +20,7 @@ from cseq.converter.output import Output, are_threads, cast_dtype
 from cseq.encoding.transport import Objects, SlotReader
 from cseq.indexing import context, indexer
 from cseq.indexing.seeding import Seeds
-from cseq.lanes import Lanes
+from cseq.measure.lanes import Lanes
 from cseq.memory.arena import Arena
 from cseq.pools.base import BatchPool, apart, file_name
 from cseq.pools.thread import ThreadGroup, add_converters, convert
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from cseq.converter.export import Imports
     from cseq.converter.page_locks import PageLocks
     from cseq.encoding.transport import BatchReader
+    from cseq.measure.stats import Stats
     from cseq.pools.base import Awaited
     from cseq.processes.worker import Entered
-    from cseq.stats import Stats
 
 __all__ = ["ProcessPool", "main"]
 

@@ -25,7 +25,7 @@ from cseq.encoding.transport import SlotReader
 from cseq.encoding.writer import Writer
 from cseq.errors import RemoteTraceback
 from cseq.indexing.producer import ENTRY
-from cseq.lanes import Lanes
+from cseq.measure.lanes import Lanes
 from cseq.memory.arena import Arena
 from cseq.pools.base import Pool, file_name
 from cseq.processes.deaths import Deaths, Held

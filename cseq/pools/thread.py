@@ -19,7 +19,7 @@ from cseq.encoding import failure
 from cseq.encoding.transport import Objects
 from cseq.errors import WorkerTimeout
 from cseq.indexing import context, indexer
-from cseq.lanes import Lanes
+from cseq.measure.lanes import Lanes
 from cseq.memory.descriptors import sparse_file
 from cseq.pools.base import BatchPool, apart, file_name
 from cseq.stage import CONVERTER, HURRY, INDEXER, overdue, run, spin_ns

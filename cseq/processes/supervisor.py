@@ -30,7 +30,7 @@ from cseq.encoding import codec, failure
 from cseq.encoding.pickling import Pickled, dump
 from cseq.encoding.writer import Writer
 from cseq.errors import WorkerTimeout
-from cseq.lanes import Lanes, MarksFile, marks_file
+from cseq.measure.lanes import Lanes, MarksFile, marks_file
 from cseq.memory.arena import GRAIN, Arena
 from cseq.memory.descriptors import sparse_file
 from cseq.processes.launcher import describe_exit

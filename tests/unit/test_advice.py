@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cseq.advice import RULES, Advice, Window, advise, duration
+from cseq.measure.advice import RULES, Advice, Window, advise, duration
 
 # 1000 batches in 10 seconds: 4 of 9 cores' workers, 40 ms a batch, steps of 5 ms.
 PLAIN = Window(

@@ -27,8 +27,8 @@ from cseq import _core, _feed
 from cseq._core import FIELDS, PARK_NS, Ring, now_ns, ring_bytes
 from cseq._memory import TRAINER, Block, Mapping, Slots, address_of
 from cseq._work import Runner
+from cseq.measure.meters import Meters
 from cseq.memory.arena import Arena
-from cseq.meters import Meters
 from cseq.stage import MOST_SPIN_NS, SPIN_NS, spin_ns, spins
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from cseq._work import Decoder, ObjectTable, Runner
 from cseq.converter.host import Converter
 from cseq.converter.output import parse
 from cseq.encoding import codec
+from cseq.measure.meters import Meters
 from cseq.memory.descriptors import sparse_file
-from cseq.meters import Meters
 from cseq.order.sampler import Cut
 from cseq.pools.base import wake_at
 from cseq.stage import BATCH, ENDED, RAISED

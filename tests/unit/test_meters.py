@@ -16,7 +16,7 @@ from ringing import claim, make_ring
 
 import cseq
 from cseq._core import Ring, now_ns
-from cseq.meters import Histogram, Meters
+from cseq.measure.meters import Histogram, Meters
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

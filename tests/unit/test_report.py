@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import cseq
-from cseq.advice import Window
 from cseq.manager import present
+from cseq.measure.advice import Window
+from cseq.measure.stats import Stats
 from cseq.observe import report
-from cseq.stats import Stats
 
 if TYPE_CHECKING:
     from pathlib import Path

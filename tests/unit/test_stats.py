@@ -16,8 +16,8 @@ import pytest
 
 import cseq
 from cseq._memory import HAS_GIL
+from cseq.measure.stats import Stats
 from cseq.pools import base
-from cseq.stats import Stats
 from cseq.system import cores
 
 if TYPE_CHECKING:

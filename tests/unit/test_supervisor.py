@@ -19,7 +19,7 @@ from kinds import QUICKEST
 from cseq._core import now_ns
 from cseq._work import Runner
 from cseq.errors import WorkerDied, WorkerError, WorkerTimeout
-from cseq.lanes import Lanes
+from cseq.measure.lanes import Lanes
 from cseq.memory import descriptors
 from cseq.memory.arena import Arena
 from cseq.processes import supervisor as supervisor_module

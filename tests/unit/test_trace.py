@@ -14,7 +14,7 @@ from cseq._feed import FeedIterator
 from cseq._memory import Block
 from cseq._work import Runner
 from cseq.encoding.transport import Objects
-from cseq.lanes import Lanes
+from cseq.measure.lanes import Lanes
 from cseq.order.place import Place
 from cseq.order.sampler import Sampler
 from cseq.order.shuffled import Sequential

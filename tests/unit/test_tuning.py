@@ -12,9 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cseq import arguments, system
-from cseq.advice import Window, advise
 from cseq.arguments import Size, Sizes, workers_of_auto
-from cseq.tuning import Tuner, log_change
+from cseq.measure.advice import Window, advise
+from cseq.pools.tuning import Tuner, log_change
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from cseq.manager import Run
+    from cseq.measure.stats import Stats
     from cseq.pools.stream import StreamPool
-    from cseq.stats import Stats
 
 __all__ = ["MultiProcDataset", "install"]
 

@@ -22,8 +22,8 @@ from cseq.stream import ItemFailure, Naming, Streams
 
 if TYPE_CHECKING:
     from cseq.manager import Run
+    from cseq.measure.stats import Stats
     from cseq.processes.launcher import Child
-    from cseq.stats import Stats
 
 __all__ = ["LoaderIterator", "LoaderTimeout", "start_method_of"]
 

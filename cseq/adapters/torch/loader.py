@@ -16,9 +16,9 @@ from cseq.adapters.torch.options import VALUES, defaults
 from cseq.adapters.torch.order import OWN, Keys, inner_of
 from cseq.adapters.torch.state import LoaderProgress, read
 from cseq.adapters.torch.stateful import is_stateful
-from cseq.advice import Window, advise
 from cseq.arguments import MAX_RESTARTS
 from cseq.check import choice, count
+from cseq.measure.advice import Window, advise
 from cseq.order.base import Order
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from cseq.advice import Advice
     from cseq.indexing.leaving import Skipped
     from cseq.manager import Run
-    from cseq.stats import Stats
+    from cseq.measure.advice import Advice
+    from cseq.measure.stats import Stats
 
 __all__ = ["DataLoader", "StatefulDataLoader"]
 

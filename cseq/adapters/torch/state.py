@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cseq.adapters.torch.order import Keys
     from cseq.adapters.torch.stateful import DatasetState
     from cseq.indexing.leaving import Skipped
-    from cseq.stats import Stats
+    from cseq.measure.stats import Stats
 
 __all__ = ["VERSION", "LoaderProgress", "read"]
 

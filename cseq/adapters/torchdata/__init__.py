@@ -53,8 +53,8 @@ from cseq.stream import Streams
 if TYPE_CHECKING:
     from cseq.adapters.torchdata.graph import DataPipe, GraphFn, InitFn, ResetFn
     from cseq.manager import Run
+    from cseq.measure.stats import Stats
     from cseq.pools.stream import StreamPool
-    from cseq.stats import Stats
 
 __all__ = ["MultiProcessingReadingService"]
 

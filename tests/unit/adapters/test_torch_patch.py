@@ -25,7 +25,6 @@ from torch.utils import data  # noqa: E402
 from torch_data import Augmented, Plain, Sharded, same, seed_all, without_told  # noqa: E402
 
 import cseq  # noqa: E402
-from cseq import advice  # noqa: E402
 from cseq.adapters.torch import (  # noqa: E402
     defaults,
     fallback,
@@ -37,6 +36,7 @@ from cseq.adapters.torch import (  # noqa: E402
 )
 from cseq.adapters.torch.fallback import ALONE, made  # noqa: E402
 from cseq.adapters.torch.iterator import LoaderIterator  # noqa: E402
+from cseq.measure import advice  # noqa: E402
 from cseq.pools import base  # noqa: E402
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq._feed import FeedIterator
 from cseq.converter import output as outputs
-from cseq.manager import Run
 from cseq.order.place import Place
 from cseq.pools.inline import InlinePool
 
@@ -71,10 +70,10 @@ def remake(job: Job, epoch: int, batch: int, consumed: int) -> Remade:
     sampler = job.sampler.changed()  # with a reader of its own
     source, before = locate(sampler, epoch, batch, consumed)
     job = job._replace(sampler=sampler, output=outputs.resolve(job.output), on_error="raise")
-    run = Run(InlinePool(job))
-    with closing(run):
-        run.pool.begin(Place(epoch, before), epoch, before, run.interrupt())
+    pool = InlinePool(job)
+    with closing(pool):
+        pool.begin(Place(epoch, before), epoch, before, pool.run.interrupt())
         start = time.perf_counter()
-        made = next(FeedIterator(run.pool.feed, run.pool.feed.generation))
+        made = next(FeedIterator(pool.feed, pool.feed.generation))
         seconds = time.perf_counter() - start
     return Remade(made, source.samples(0)[0], seconds)

@@ -12,29 +12,15 @@ a pool's windows, and changes the pool::
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq._core import now_ns
-from cseq.advice import ENOUGH_BATCHES, LITTLE, advise
 from cseq.arguments import Size
+from cseq.measure.advice import ENOUGH_BATCHES, LITTLE, advise
 
 if TYPE_CHECKING:
-    from typing import Protocol
-
-    from cseq.advice import Window
-    from cseq.stats import Stats
-
-    class Sized(Protocol):
-        """A pool, as a controller sees it."""
-
-        @property
-        def size(self) -> Size: ...
-        @property
-        def is_staffed(self) -> bool: ...
-        def stats(self) -> Stats: ...
-        def most(self, stats: Stats) -> Size: ...
-        def resize(self, num_workers: int, buffer: int) -> None: ...
-
+    from cseq.measure.advice import Window
+    from cseq.measure.stats import Stats
 
 __all__ = ["Controller", "Decision", "Tuner", "log_change"]
 
@@ -205,7 +191,7 @@ class Controller:
     An exception of a signal handler may end a call anywhere: the next one goes on.
     """
 
-    def __init__(self, pool: Sized, auto: tuple[bool, bool]) -> None:
+    def __init__(self, pool: Any, auto: tuple[bool, bool]) -> None:
         self._pool = pool
         self._tuner = Tuner(auto)
         self._from: Stats | None = None  # the figures when the window began

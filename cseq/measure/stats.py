@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cseq.advice import Advice, Window, advise, duration
 from cseq.check import count
-from cseq.meters import METER, Meters
+from cseq.measure.advice import Advice, Window, advise, duration
+from cseq.measure.meters import METER, Meters
 from cseq.system import share
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cseq._core import Ring
-    from cseq.meters import Histogram
+    from cseq.measure.meters import Histogram
 
 __all__ = ["Every", "SlowBatch", "Stats", "WorkerStats", "counting"]
 
