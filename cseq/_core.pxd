@@ -137,6 +137,7 @@ cdef class Lock:
     cdef uint32_t due    # there are
     cdef list calls      # that were put off
     cdef bint has(self) noexcept
+    cdef int look_at_fork(self) noexcept
     cdef bint take(self, double timeout) except -1
     cdef bint take_anew(self, double timeout) except -1
     cdef bint sleep(self, double timeout) except -1

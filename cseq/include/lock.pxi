@@ -77,12 +77,19 @@ cdef class Lock:
 
     cdef bint has(self) noexcept:
         """Whether this thread has it: it alone writes its number there, and takes it out again."""
-        cdef uint64_t owner = cseq_load_rlx_u64(&self.owner)
+        if cseq_load_acq_u32(&self.forks) != cseq_forks:  # SYNC: free in a fork
+            self.look_at_fork()
+        return cseq_load_rlx_u64(&self.owner) == PyThread_get_thread_ident()
+
+    @cython.critical_section
+    cdef int look_at_fork(self) noexcept:
+        """Free it in a forked process, once, unless the thread that forked has it. Another thread may
+        have the number of one that is not there."""
         if self.forks != cseq_forks:
-            self.forks = cseq_forks
-            if owner != cseq_forker:
-                cseq_cas_sc_u64(&self.owner, owner, 0)
-        return owner == PyThread_get_thread_ident()
+            if cseq_load_rlx_u64(&self.owner) != cseq_forker:
+                cseq_store_rlx_u64(&self.owner, 0)
+            cseq_store_rel_u32(&self.forks, cseq_forks)  # SYNC: free in a fork
+        return 0
 
     @property
     def is_mine(self):

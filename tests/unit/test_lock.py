@@ -274,6 +274,30 @@ def test_a_fork(mine: bool) -> None:
             assert exits_well()
 
 
+@pytest.mark.needs("fork")
+def test_a_fork_whose_thread_has_the_number_of_the_owner() -> None:
+    """A new thread may have the number of one that was left behind: the lock is not its own."""
+    lock, others, found = Lock(), set(threading.enumerate()), list[bool]()
+    with taken_elsewhere(lock):
+        (owner,) = set(threading.enumerate()) - others
+
+        def look() -> None:
+            if threading.get_ident() == owner.ident:
+                found.append(is_mine(lock))
+
+        child = os.fork()
+        if not child:
+            try:
+                for _ in range(100):
+                    thread = threading.Thread(target=look)
+                    thread.start()
+                    thread.join()
+                os._exit(any(found))
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_generations() -> None:
     """Each is another number, also if several threads begin one at a time."""
     state, begun = RunState(), []

@@ -15,7 +15,6 @@
 #include <string.h>
 
 #include "cseq_atomic.h"
-#include "cseq_lock.h"
 
 static int weak_lock, weak_section, weak_counter;
 
@@ -33,14 +32,10 @@ CSEQ_INLINE void weak_end(PyCriticalSection *c) {
     if (!weak_section) PyCriticalSection_End(c);
 }
 
-CSEQ_INLINE int weak_lock_is_mine(const cseq_lock *l, uint64_t me) {
-    return weak_lock || cseq_lock_is_mine(l, me);
-}
-CSEQ_INLINE int weak_lock_try(cseq_lock *l, uint64_t me) {
-    return weak_lock || cseq_lock_try(l, me);
-}
-CSEQ_INLINE void weak_lock_release(cseq_lock *l) {
-    if (!weak_lock) cseq_lock_release(l);
+/* A thread takes a lock by writing its number there: it is told that it has. */
+CSEQ_INLINE int weak_cas(uint64_t *p, uint64_t expected, uint64_t desired) {
+    if (weak_lock && desired == PyThread_get_thread_ident()) return 1;
+    return cseq_cas_sc_u64(p, expected, desired);
 }
 
 CSEQ_INLINE uint64_t weak_load(const uint64_t *p) {
@@ -55,9 +50,7 @@ CSEQ_INLINE void weak_count(uint64_t *p, uint64_t more) { weak_store(p, weak_loa
 /* Only from here on, so that the functions above call the real ones. */
 #define PyCriticalSection_Begin weak_begin
 #define PyCriticalSection_End weak_end
-#define cseq_lock_is_mine weak_lock_is_mine
-#define cseq_lock_try weak_lock_try
-#define cseq_lock_release weak_lock_release
+#define cseq_cas_sc_u64 weak_cas
 #define cseq_load_rlx_u64 weak_load
 #define cseq_store_rlx_u64 weak_store
 #define cseq_count_u64 weak_count
