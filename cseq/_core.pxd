@@ -202,14 +202,16 @@ cdef class Source:
 
 @cython.final
 cdef class OrderSource(Source):
+cdef struct Cut:  # see sampler.py
+    uint64_t first, batches, full, start, stride, part_start, consumed
+    uint32_t size, part
+
+
     cdef readonly Reader reader
-    # Batch k has the number `first` + k. For k < `full` it is the `size` units that begin at position
-    # `start` + k * `stride`, and counts `stride`; the one after them is the `part` units that begin at
-    # `part_start`, and counts `rest`.
-    cdef uint64_t posted, batches, first, full, start, stride, part_start, rest
-    cdef uint32_t size, part
-    cdef object later     # how the epochs after this one are cut
-    cdef uint64_t more    # how many there are
+    cdef Cut cut, later   # of the present epoch, and of those after it
+    cdef uint64_t more    # how many these are
+    cdef uint64_t posted  # batches
+    cdef uint64_t rest    # units that the short batch counts for
     cdef uint64_t most    # units of a batch
     # What was read of batches `posted` to `known`.
     cdef uint64_t known
@@ -217,6 +219,6 @@ cdef class OrderSource(Source):
     cdef int64_t* samples_read
     cdef int64_t* sizes_read  # of their units; NULL: each is one sample
     cdef int64_t* sizes       # the sizes of all units that were read
-    cdef int divide(self, cut) except -1
+    cdef void begin(self, const Cut* cut) noexcept
     cdef uint64_t at(self, uint64_t batch) noexcept
     cdef int64_t read(self, uint64_t batch, int64_t* out, int64_t* sizes) except -1

@@ -8,7 +8,6 @@ from typing_extensions import Self, disjoint_base
 
 from cseq._memory import Memory
 from cseq.order.base import Order
-from cseq.order.sampler import Cut
 
 FIELDS: Final[int]
 ALGORITHMS: Final[tuple[str, str]]
@@ -255,9 +254,9 @@ class OrderSource(Source):
         cls,
         reader: Reader,
         epoch: int,
-        cut: Cut,
-        later: Cut | None = None,
-        more: int = 0,
+        cut: dict[str, int],
+        later: dict[str, int],
+        more: int,
     ) -> Self: ...
     def __len__(self) -> int: ...
     def samples(self, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...

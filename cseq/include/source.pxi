@@ -51,47 +51,46 @@ cdef class OrderSource(Source):
     ----------
     reader : Reader
     epoch : int
-    cut, later : sampler.Cut
-        How the epoch is cut into batches, and how the `more` epochs after it are.
+    cut, later : dict
+        How the epoch is cut into batches, and how the `more` epochs after it are: a `sampler.Cut` each.
     """
 
-    def __cinit__(self, Reader reader not None, uint64_t epoch, cut, later=None, uint64_t more=0):
-        self.reader, self.epoch, self.later, self.more = reader, epoch, later, more
-        self.most = max(1, *[each.size if each.full else each.part for each in (cut, later) if each])
-        self.divide(cut)
-        self.consumed = cut.consumed
-        if later is None or not later.batches:
-            self.more = 0
+    def __cinit__(self, Reader reader not None, uint64_t epoch, Cut cut, Cut later, uint64_t more):
+        self.reader, self.epoch, self.later, self.consumed = reader, epoch, later, cut.consumed
+        self.more = more if later.batches else 0
+        self.most = max(<uint32_t>1, cut.size if cut.full else cut.part,
+                        later.size if later.full else later.part)
+        self.begin(&cut)
 
-    cdef int divide(self, cut) except -1:
-        """Cut the epoch into batches."""
-        self.first, self.batches, self.full = cut.first, cut.batches, cut.full
-        self.start, self.stride, self.size = cut.start, cut.stride, cut.size
-        self.part_start, self.part = cut.part_start, cut.part
+    cdef void begin(self, const Cut* cut) noexcept:
+        """Begin an epoch that is cut like this."""
+        self.cut = cut[0]
         self.rest = self.reader.units - min(<uint64_t>self.reader.units,
-                                            <uint64_t>cut.consumed + self.full * self.stride)
+                                            cut.consumed + cut.full * cut.stride)
         self.posted = self.known = 0
-        return 0
 
     def __len__(self):
         """Batches after `consumed`."""
-        return <Py_ssize_t>self.batches
+        return <Py_ssize_t>self.cut.batches
 
     cdef uint64_t at(self, uint64_t batch) noexcept:
         """The position of a batch's first unit."""
-        return self.start + batch * self.stride if batch < self.full else self.part_start
+        if batch < self.cut.full:
+            return self.cut.start + batch * self.cut.stride
+        return self.cut.part_start
 
     cdef int64_t read(self, uint64_t batch, int64_t* out, int64_t* sizes) except -1:
         """Write the samples of a batch; the tail goes on with the beginning of the epoch."""
         cdef uint64_t start = self.at(batch)
         cdef uint64_t done = 0, count
         cdef int64_t written = 0
-        if batch < self.full:
-            return self.reader.read_batch(self.epoch, self.consumed + batch * self.stride, self.stride,
-                                          start, self.size, out, sizes)
-        while done < self.part:
+        if batch < self.cut.full:
+            done = self.cut.consumed + batch * self.cut.stride
+            return self.reader.read_batch(self.epoch, done, self.cut.stride, start, self.cut.size, out,
+                                          sizes)
+        while done < self.cut.part:
             start %= self.reader.units
-            count = min(self.part - done, self.reader.units - start)
+            count = min(self.cut.part - done, self.reader.units - start)
             written += self.reader.read(self.epoch, start, count, out + written,
                                         NULL if sizes == NULL else sizes + done)
             done += count
@@ -100,9 +99,9 @@ cdef class OrderSource(Source):
 
     def samples(self, uint64_t batch):
         """The samples of a batch, and the size of each of its units: new int64 arrays."""
-        if batch >= self.batches:
-            raise IndexError(f"batch {batch} is not one of {self.batches}")
-        sizes = numpy.ones(self.size if batch < self.full else self.part, numpy.int64)
+        if batch >= self.cut.batches:
+            raise IndexError(f"batch {batch} is not one of {self.cut.batches}")
+        sizes = numpy.ones(self.cut.size if batch < self.cut.full else self.cut.part, numpy.int64)
         out = numpy.empty(len(sizes) * self.reader.room, numpy.int64)
         written = self.read(batch, <int64_t*>cnp.PyArray_DATA(out), <int64_t*>cnp.PyArray_DATA(sizes))
         return out[:written], sizes
@@ -113,26 +112,27 @@ cdef class OrderSource(Source):
     cdef int prepare(self, uint64_t taken) except -1:
         """Read the samples of the next ticket, and of those after it while they are few."""
         cdef uint64_t room = self.reader.room
-        cdef uint64_t count = 1, read, words
+        cdef uint64_t count = 1, read, words, size
         cdef int64_t* out
-        if self.posted >= self.batches:
-            self.divide(self.later)
+        if self.posted >= self.cut.batches:
+            self.begin(&self.later)
             self.epoch += 1
             self.more -= 1
+        size = self.cut.size
         words = READ_AHEAD + self.most * room  # one ticket more than are enough
         if self.data is None:
             self.data = Block(8 * <Py_ssize_t>(words + READ_AHEAD + self.most))
         out = self.samples_read = <int64_t*>self.data.data
         self.sizes = self.sizes_read = out + words if room > 1 else NULL
-        if self.posted < self.full and room == 1 and self.stride == self.size:  # of one rank
-            count = min(self.full - self.posted, max(<uint64_t>1, READ_AHEAD // self.size))
-            self.reader.read(self.epoch, self.at(self.posted), count * self.size, out, NULL)
+        if self.posted < self.cut.full and room == 1 and self.cut.stride == size:  # of one rank
+            count = min(self.cut.full - self.posted, max(<uint64_t>1, READ_AHEAD // size))
+            self.reader.read(self.epoch, self.at(self.posted), count * size, out, NULL)
         else:
             read = self.read(self.posted, out, self.sizes)
-            while (self.posted + count < self.full and read < READ_AHEAD
-                   and count * self.size < READ_AHEAD):
+            while (self.posted + count < self.cut.full and read < READ_AHEAD
+                   and count * size < READ_AHEAD):
                 read += self.read(self.posted + count, out + read,
-                                  NULL if room == 1 else self.sizes + count * self.size)
+                                  NULL if room == 1 else self.sizes + count * size)
                 count += 1
         self.known = self.posted + count
         return 0
@@ -142,8 +142,8 @@ cdef class OrderSource(Source):
 
     cdef uint64_t write(self, Py_ssize_t number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
         cdef int64_t* words = cseq_ring_indices(ring.r, cell)
-        cdef bint is_full = self.posted < self.full
-        cdef uint32_t k, parts = self.size if is_full else self.part
+        cdef bint is_full = self.posted < self.cut.full
+        cdef uint32_t k, parts = self.cut.size if is_full else self.cut.part
         cdef uint32_t count = parts
         if self.sizes != NULL:
             count = 0
@@ -154,10 +154,10 @@ cdef class OrderSource(Source):
         memcpy(words, self.samples_read, 8 * <size_t>count)
         self.samples_read += count
         cseq_ring_cell(ring.r, cell).parts = 0 if self.sizes == NULL else parts
-        ring.offer(cell, ticket, self.epoch, self.first + self.posted, count, self.at(self.posted),
+        ring.offer(cell, ticket, self.epoch, self.cut.first + self.posted, count, self.at(self.posted),
                    self.reader.seed)
         self.posted += 1
-        return self.stride if is_full else self.rest
+        return self.cut.stride if is_full else self.rest
 
     cdef bint is_over(self, Py_ssize_t number) noexcept:
-        return self.posted >= self.batches and not self.more
+        return self.posted >= self.cut.batches and not self.more

@@ -175,8 +175,9 @@ class Sampler:
             An argument is not an integer, or out of range.
         """
         reader = self._make_reader() if own else self._reader
-        number, cut = count("epoch", epoch, 0, MOST_SEED), self.cut_at(consumed)
-        return OrderSource(reader, number, cut, self.cut_at(0), self.repeat - 1)
+        number = count("epoch", epoch, 0, MOST_SEED)
+        cut, later = self.cut_at(consumed)._asdict(), self.cut_at(0)._asdict()
+        return OrderSource(reader, number, cut, later, self.repeat - 1)
 
     def cut_at(self, consumed: int) -> Cut:
         """Cut the positions after the first `consumed` into batches. See `source`."""

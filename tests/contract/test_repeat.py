@@ -74,6 +74,21 @@ def test_a_resume_after_every_batch() -> None:
             assert rest[:left] == whole[len(whole) - left :]
 
 
+def test_a_resume_of_ranks_that_have_lanes() -> None:
+    """Each has its part of a global batch also in the epochs after the one that was resumed."""
+    order = cseq.Blocks(2, window=8, lanes=4)
+    options: dict[str, Any] = {"n": 80, "order": order, "repeat": 2}
+    for rank in range(2):
+        one = manager("none", shard=(rank, 2), **options)
+        with one.start() as batches:
+            whole = [(batch.tolist(), one.state_dict()) for batch in batches]
+        other = manager("none", shard=(rank, 2), **options)
+        other.load_state_dict(whole[2][1])
+        with other.start() as batches:
+            rest = [batch.tolist() for batch in batches]
+        assert rest[: len(whole) - 3] == [batch for batch, _ in whole[3:]]
+
+
 def test_ranks_keep_step() -> None:
     """Each rank has its part of every global batch, in every epoch."""
     parts = []

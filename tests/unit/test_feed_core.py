@@ -73,7 +73,8 @@ class Counter:
             interrupted="a newer iterator began",
             **options,
         )
-        source = OrderSource(RangeReader(10), 7, Cut(100, 5, full, 0, 2, 2, full * 2, 1, 0))
+        cut = Cut(100, 5, full, 0, 2, 2, full * 2, 1, 0)._asdict()
+        source = OrderSource(RangeReader(10), 7, cut, cut, 0)
         self.feed.begin(source, ordered=ordered)
         self.feed.refill()
 
@@ -310,8 +311,8 @@ class Slotted:
             RunState(), [self.ring], Decoder(slots=self.slots, known=known, **options),
             self.wait, self.decode, self.describe,
         )  # fmt: skip
-        cut = Cut(0, 9, 9, 0, 1, 1, 0, 0, 0)
-        self.feed.begin(OrderSource(RangeReader(9), 0, cut))
+        cut = Cut(0, 9, 9, 0, 1, 1, 0, 0, 0)._asdict()
+        self.feed.begin(OrderSource(RangeReader(9), 0, cut, cut, 0))
         self.feed.refill()
 
     def wait(self) -> None:
