@@ -54,8 +54,9 @@ cdef class TableReader(Reader):
 @cython.final
 cdef class Ring:
     cdef cseq_ring* r
-    cdef readonly Memory memory
-    cdef readonly uint32_t outstanding, limit
+    cdef Memory memory
+    cdef readonly uint32_t limit
+    cdef uint32_t outstanding     # posted, and neither taken nor given up; but calls
     cdef readonly list kept
     cdef int calling          # of a queue: the cell of the call that is to be answered; -1: none
     cdef uint32_t next_cell   # where a free cell is looked for; in a queue, the one to post in
@@ -65,8 +66,8 @@ cdef class Ring:
     cdef cseq_meter* meter      # the trainer's: that of the ring at 0
     cdef cseq_cell* at(self, uint32_t cell) except NULL
     cdef int find_vacant(self) noexcept
-    cpdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
-                     uint32_t count, uint64_t start, uint64_t seed) noexcept
+    cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
+                    uint32_t count, uint64_t start, uint64_t seed) noexcept
     cpdef void wake(self) noexcept
     cdef uint32_t unanswered(self) noexcept
     cdef inline void retired(self, cseq_cell* c, uint64_t now) noexcept:
@@ -95,7 +96,8 @@ cdef class Ring:
         cseq_histogram_add(&self.meter.gil, now - awake)
         cseq_meter_slept(self.meter, before, now)
     cdef bint retract(self, uint32_t cell) noexcept
-    cpdef bint expect(self, uint32_t cell, uint32_t last, uint32_t seen) noexcept
+    cdef void wait(self, uint32_t seen, int cell) noexcept
+    cdef bint expect(self, uint32_t cell, uint32_t last, uint32_t seen) noexcept
 
 
 # What a trace records: tickets that were taken; spans and counters.
@@ -200,13 +202,13 @@ cdef class Source:
     cdef int finish(self) except -1
 
 
-@cython.final
-cdef class OrderSource(Source):
 cdef struct Cut:  # see sampler.py
     uint64_t first, batches, full, start, stride, part_start, consumed
     uint32_t size, part
 
 
+@cython.final
+cdef class OrderSource(Source):
     cdef readonly Reader reader
     cdef Cut cut, later   # of the present epoch, and of those after it
     cdef uint64_t more    # how many these are

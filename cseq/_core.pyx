@@ -309,10 +309,8 @@ cdef class Ring:
 
     Attributes
     ----------
-    outstanding : int
-        Tickets posted, and neither taken nor given up; but calls.
     limit : int
-        The most that may be.
+        The most tickets that are outstanding.
     kept : list or None
         Of a queue, by cell: what the ticket there refers to.
     """
@@ -359,11 +357,6 @@ cdef class Ring:
         """Cells."""
         return self.r.capacity
 
-    @property
-    def runners(self):
-        """Owners are numbered from 1 to this."""
-        return self.r.runners
-
     def published(self, uint32_t owner):
         """Tickets that a runner has published, of those that ask for something."""
         if not 1 <= owner <= self.r.runners:
@@ -385,43 +378,21 @@ cdef class Ring:
         """0: open; 1: closed to all, for ever; else to indexers from this number up, which leave."""
         return cseq_load_sc_u32(&self.r.closed)
 
-    @property
-    def spin(self):
-        """Nanoseconds that a runner or the trainer spins before it sleeps: at least, and at most, if
-        that is worth it. 0: they do not. For a ring between processes."""
-        return self.r.spin, self.r.spin_most
+    def set_spin(self, uint32_t ns, uint32_t most=0):
+        """How many nanoseconds runners and trainer spin before they sleep; 0: they do not. Between
+        processes up to `most`, if that is worth it; threads: see cseq_gil.h."""
+        if self.r.gate[0].shared:
+            cseq_ring_set_spin(self.r, ns, most)
+        else:
+            self.gil.ns = ns
 
-    @spin.setter
-    def spin(self, tuple ns):
-        cseq_ring_set_spin(self.r, ns[0], ns[1])
-
-    @property
-    def gil_spin(self):
-        """Nanoseconds that an idle thread spins before it sleeps (cseq_gil.h); for a ring between
-        threads."""
-        return self.gil.ns
-
-    @gil_spin.setter
-    def gil_spin(self, uint32_t ns):
-        self.gil.ns = ns
-
-    @property
-    def apart(self):
-        """How many batches or tickets lie between threads that work at the same time, see cseq_gil.h;
-        0: they take turns."""
-        return self.gil.apart
-
-    @apart.setter
-    def apart(self, uint32_t count):
-        if count > self.r.capacity:
-            raise ValueError(f"apart={count} exceeds {self.r.capacity} cells")
-        cseq_store_rlx_u32(&self.gil.apart, count)
-
-    def fit(self, uint32_t limit, uint32_t indexers, uint32_t converters=0):
+    def fit(self, uint32_t limit, uint32_t indexers, uint32_t converters=0, uint32_t apart=0):
         """Have at most `limit` tickets outstanding, and so many runners: indexers with higher numbers
         leave when they have no ticket in hand. For the thread that posts; again and again.
 
-        Converters have the numbers after the highest possible number of an indexer.
+        Converters have the numbers after the highest possible number of an indexer. `apart`: how many
+        batches or tickets lie between trainer and runners that work at the same time, see cseq_gil.h; 0:
+        they take turns.
         """
         if not 1 <= limit <= self.r.capacity or not 1 <= indexers <= self.r.runners:
             raise ValueError(f"limit={limit} is not in [1, {self.r.capacity}], or indexers={indexers} "
@@ -429,6 +400,7 @@ cdef class Ring:
         cseq_ring_extend(self.r, limit)
         self.limit = limit
         cseq_store_rlx_u32(&self.gil.crew, indexers + converters)
+        cseq_store_rlx_u32(&self.gil.apart, apart)
         cseq_ring_admit(self.r, indexers)
 
     def indices(self, uint32_t cell):
@@ -462,13 +434,6 @@ cdef class Ring:
             return 0, 0
         return CSEQ_OWNER(word), cseq_load_rlx_u64(&cseq_cell_stint(c, state == CSEQ_CONVERTING).started_ns)
 
-    def stamps(self, uint32_t cell):
-        """When each stage has claimed and published a cell's ticket (ns of `now_ns`), as far as that is
-        done. A ticket that was taken leaves them until the next post."""
-        cdef cseq_cell* c = self.at(cell)
-        return ((c.indexing.started_ns, c.indexing.published_ns),
-                (c.converting.started_ns, c.converting.published_ns))
-
     # -- post
 
     cdef int find_vacant(self) noexcept:
@@ -483,14 +448,14 @@ cdef class Ring:
             c = 0 if c + 1 == self.r.round else c + 1
         return -1
 
-    cpdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
+    cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
                      uint32_t count, uint64_t start, uint64_t seed) noexcept:
         """Post a ticket in a free cell, whose indices are written.
 
         `start` is the position of the first sample in the order of the epoch, and `seed` that of the
         order and of the generators for the batch. The runners are woken when `wake_at` tickets have
         gathered and whenever the trainer waits, but not while one of them will see the ticket (see
-        `gil_spin`).
+        cseq_gil.h).
         """
         cdef cseq_cell* c = cseq_ring_cell(self.r, cell)
         c.epoch = epoch
@@ -543,11 +508,6 @@ cdef class Ring:
         f = c.converted if c.stage else c.record
         return c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3])
 
-    def retire(self, uint32_t cell):
-        """Free a cell that is the trainer's."""
-        self.at(cell)
-        self.free(cell)
-
     cdef bint retract(self, uint32_t cell) noexcept:
         """Take the newest ticket of a queue back: whether it was not claimed."""
         if not cseq_ring_retract(self.r, cell):
@@ -556,37 +516,19 @@ cdef class Ring:
         self.kept[cell] = None
         return True
 
-    def notices(self):
-        """How often the trainer was woken: read it before looking for news, and pass it to
-        `wait`."""
-        return cseq_ring_notices(self.r)
-
-    def wait(self, uint32_t seen, int cell=-1, uint64_t ns=PARK_NS):
-        """Sleep until a ticket can be taken or `notify_all` is called, at most `ns`; then run
-        signal handlers.
-
-        Parameters
-        ----------
-        seen : int
-            `notices` from before the caller looked for news (failures, interruptions).
-        cell : int
-            Wait for the ticket in this cell; -1: for any.
-        ns : int
-            Nanoseconds.
-        """
+    cdef void wait(self, uint32_t seen, int cell) noexcept:
+        """Sleep until the ticket in a cell (-1: any) can be taken, or `notify_all` is called; not for long.
+        `seen`: `cseq_ring_notices` from before the caller looked for news (failures, interruptions)."""
         cdef uint64_t before = self.sleep()
         cdef uint64_t awake
-        if cell >= 0:
-            self.at(<uint32_t>cell)
         if self.unwoken:  # written with the run's lock held
             self.wake()
         with nogil:
-            cseq_gil_wait_ready(&self.gil, self.r, cell, seen, ns)
+            cseq_gil_wait_ready(&self.gil, self.r, cell, seen, PARK)
             awake = cseq_now_ns()
         self.slept(before, awake)
-        PyErr_CheckSignals()
 
-    cpdef bint expect(self, uint32_t cell, uint32_t last, uint32_t seen) noexcept:
+    cdef bint expect(self, uint32_t cell, uint32_t last, uint32_t seen) noexcept:
         """Wait for a ticket, but do not sleep: whether it is ready. `last`: see `cseq_ring_expect`."""
         cdef uint64_t before = cseq_now_ns()
         cdef uint64_t awake

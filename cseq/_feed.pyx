@@ -550,7 +550,7 @@ cdef class Feed:
         if not self.queues:
             ring = <Ring>PyList_GET_ITEM(self.rings, 0)
             if not self.ordered or not self.length:
-                ring.wait(seen)
+                ring.wait(seen, -1)
             elif spun or not self.expect(seen):
                 ring.wait(seen, <int>self.at(0).cell)
             self.spun = False

@@ -132,7 +132,7 @@ class Arena:
         for at in range(0, rings * width, width):
             commit(file.fd, at, size)
             ring = Ring(mapping, capacity, room, runners, calls, at=at, limit=limit)
-            ring.spin = spins(owners)
+            ring.set_spin(*spins(owners))
             self.rings.append(ring)
 
     @property

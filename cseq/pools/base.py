@@ -42,7 +42,6 @@ __all__ = [
     "RUN",
     "BatchPool",
     "Pool",
-    "apart",
     "file_name",
     "wake_at",
 ]
@@ -65,15 +64,6 @@ def wake_at(buffer: int, num_workers: int) -> int:
     uses these until the woken workers have made the next, so there must be one for each worker.
     """
     return max(1, min(buffer // 2, buffer - num_workers))
-
-
-def apart(buffer: int) -> int:
-    """Return how many batches the loop and the workers keep apart while both work.
-
-    Half of the buffer: each side then has one half for itself. Both in the same batches would wait
-    for memory that the other core has just written.
-    """
-    return max(1, buffer // 2)
 
 
 def file_name(
@@ -370,7 +360,10 @@ class BatchPool(Pool):
         most as many as the pool was made for (`Job`), at least one.
         """
         self.num_workers = num_workers
-        self._ring.fit(buffer, num_workers, self._num_converters)
+        # Where no GIL makes them take turns, loop and workers keep half a buffer apart: in the same
+        # batches they would wait for memory that the other core has just written.
+        apart = 0 if self._threads and HAS_GIL else max(1, buffer // 2)
+        self._ring.fit(buffer, num_workers, self._num_converters, apart)
         self._ring.wake_at = wake_at(buffer, num_workers)
         self.feed.refill()
 

@@ -22,7 +22,7 @@ from cseq.indexing import context, indexer
 from cseq.indexing.seeding import Seeds
 from cseq.measure.lanes import Lanes
 from cseq.memory.arena import Arena
-from cseq.pools.base import BatchPool, apart, file_name
+from cseq.pools.base import BatchPool, file_name
 from cseq.pools.thread import ThreadGroup, add_converters, convert
 from cseq.processes.deaths import Deaths
 from cseq.processes.launcher import make_launcher
@@ -219,8 +219,7 @@ class ProcessPool(BatchPool):
     def resize(self, num_workers: int, buffer: int) -> None:
         """Go on with another number of workers, and of batches; see `BatchPool`."""
         super().resize(num_workers, buffer)
-        self._ring.apart = apart(buffer)
-        self._ring.spin = spins(self._arena.owners - self._job.num_workers + num_workers)
+        self._ring.set_spin(*spins(self._arena.owners - self._job.num_workers + num_workers))
         self.supervisor.resize(num_workers)
 
     @property

@@ -21,7 +21,7 @@ from cseq.errors import WorkerTimeout
 from cseq.indexing import context, indexer
 from cseq.measure.lanes import Lanes
 from cseq.memory.descriptors import sparse_file
-from cseq.pools.base import BatchPool, apart, file_name
+from cseq.pools.base import BatchPool, file_name
 from cseq.stage import CONVERTER, HURRY, INDEXER, overdue, run, spin_ns
 from cseq.threads import Threads
 
@@ -159,7 +159,7 @@ class ThreadPool(BatchPool):
         self._file = file = _file_for(size, name)
         memory = Block(size, zero=True) if file is None else Mapping(file.fd, 0, size)
         ring = Ring(memory, job.buffer, words, runners, limit=job.start.buffer, threads=True)
-        ring.gil_spin = spin_ns(GIL_SPIN_NS) if HAS_GIL else spin_ns()
+        ring.set_spin(spin_ns(GIL_SPIN_NS) if HAS_GIL else spin_ns())
         lanes = Lanes(job.num_workers, "thread")
         self._objects = Objects(job.buffer)
         self._group = ThreadGroup(ring, lanes)
@@ -198,7 +198,6 @@ class ThreadPool(BatchPool):
     def resize(self, num_workers: int, buffer: int) -> None:
         """Go on with another number of workers, and of batches; see `BatchPool`."""
         super().resize(num_workers, buffer)
-        self._ring.apart = 0 if HAS_GIL else apart(buffer)
         if self._opened:
             self._staff()
             self._group.start()

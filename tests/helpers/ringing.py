@@ -1,12 +1,17 @@
-"""The trainer's part at a ring alone, where tests need no feed."""
+"""The trainer's end of a ring, for tests of what the runners do."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cseq._core import Ring, ring_bytes
+from cseq._core import OrderSource, RangeReader, Ring, RunState, begin_log, end_log, ring_bytes
+from cseq._feed import Feed, FeedIterator
 from cseq._memory import Block
-from cseq._work import Runner
+from cseq._work import Decoder, Runner
+from cseq.order.sampler import Cut
+
+if TYPE_CHECKING:
+    from cseq._memory import Slots
 
 
 def make_ring(cells: int = 4, size: int = 2, runners: int = 3, calls: int = 0) -> Ring:
@@ -14,11 +19,9 @@ def make_ring(cells: int = 4, size: int = 2, runners: int = 3, calls: int = 0) -
     return Ring(Block(ring_bytes(cells, size, runners), zero=True), cells, size, runners, calls)
 
 
-def post(
-    ring: Ring, cell: int, ticket: int, epoch: int, batch: int, count: int, start: int = 0
-) -> None:
-    """Post a ticket in a free cell."""
-    ring.offer(cell, ticket, epoch, batch, count, start, 0)
+def cut(batches: int, size: int = 1, first: int = 0) -> dict[str, int]:
+    """Cut an epoch into full batches."""
+    return Cut(first, batches, batches, 0, size, size, 0, 0, 0)._asdict()
 
 
 def claim(ring: Ring, owner: int = 1, stage: int = 0, *, last: bool = True) -> Runner:
@@ -28,31 +31,74 @@ def claim(ring: Ring, owner: int = 1, stage: int = 0, *, last: bool = True) -> R
     return runner
 
 
-def tickets(ring: Ring) -> list[tuple[int, int]]:
-    """List number and cell of each ticket in a ring, the oldest first."""
-    words = [(ring.token(cell), cell) for cell in range(ring.capacity)]
-    return sorted((word >> 24, cell) for word, cell in words if word & 0xFF)
+class Trainer:
+    """Posts the tickets of batches 0, 1, … of epoch 9, and takes what the runners have answered.
+
+    Each is of one sample, the batch's number. So many tickets are posted as the ring has cells; one
+    more with each that is taken.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        batches: int = 1000,
+        *,
+        ordered: bool = True,
+        source: OrderSource | None = None,
+        slots: Slots | None = None,
+        recorded: bool = False,
+    ) -> None:
+        self.ring, self.sleeps, self._awaits = ring, 0, False
+        decoder = Decoder(slots=slots)
+        self.feed = Feed(RunState(), [ring], decoder, self._wait, self._answer, self._describe)
+        whole = cut(batches)
+        source = source or OrderSource(RangeReader(batches), 9, whole, whole, 0)
+        self.feed.begin(source, ordered=ordered)
+        if recorded:
+            begin_log(batches)
+        self.feed.refill()
+        self._batches = FeedIterator(self.feed, 0)
+
+    def _answer(
+        self, ring: int, cell: int, status: int, slot: int, capacity: int, record: Any
+    ) -> Any:
+        """Decode nothing."""
+        return (cell, self.ring.ticket(cell)[1], status, slot, capacity, record), None
+
+    def _describe(self, ring: int, cell: int, error: BaseException) -> tuple[BaseException, None]:
+        """Leave an exception as it is."""
+        return error, None
+
+    def _wait(self) -> None:
+        """Sleep until the next ticket is ready, or say that it is not."""
+        while True:
+            seen = self.feed.notices()
+            ready = self.feed.advance()
+            if ready:
+                return
+            if ready is None or not self._awaits:
+                raise StopIteration
+            self.sleeps += 1
+            self.feed.wait(seen)
+
+    def take(self) -> tuple[Any, ...] | None:
+        """Take the next ticket: cell, batch, status, slot, capacity, record; None: not ready."""
+        self._awaits = False
+        return next(self._batches, None)
+
+    def batch(self) -> int | None:
+        """Take the next ticket: the number of its batch."""
+        taken = self.take()
+        return None if taken is None else taken[1]
+
+    def await_batch(self) -> int:
+        """Take the next ticket, sleeping as long as it is not ready."""
+        self._awaits = True
+        number: int = next(self._batches)[1]
+        return number
 
 
-def vacant(ring: Ring) -> int:
-    """Return a free cell, or -1."""
-    taken = {cell for _, cell in tickets(ring)}
-    return next((cell for cell in range(ring.capacity) if cell not in taken), -1)
-
-
-def take(ring: Ring, *, ordered: bool = True) -> tuple[Any, ...] | None:
-    """Take the oldest ticket, or (unordered) any one: its cell, and what was answered."""
-    for ticket, cell in tickets(ring)[: 1 if ordered else None]:
-        answer = ring.peek(cell, ticket)
-        if answer:
-            ring.retire(cell)
-            return cell, *answer
-    return None
-
-
-def wait(ring: Ring, seen: int) -> None:
-    """Wait for the oldest ticket: first awake, as `Feed` does."""
-    cells = [cell for _, cell in tickets(ring)]
-    last = cells[min(max(ring.apart, 1), len(cells)) - 1]
-    if not ring.expect(cells[0], last, seen):
-        ring.wait(seen, cells[0])
+def stamps() -> list[tuple[int, int]]:
+    """List when each ticket that a recorded trainer has taken was claimed and published (ns)."""
+    taken, _ = end_log()
+    return list(zip(taken["started"].tolist(), taken["indexed"].tolist(), strict=True))

@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ringing
 from indexers import Indices1, Lasting, NotAnIndexer, Rows
 from kinds import FEW, Kind, by_name
+from ringing import Trainer, make_ring, stamps
 
 import cseq
-from cseq._core import Ring, ring_bytes
-from cseq._memory import Block
 from cseq._work import Runner
 from cseq.converter.output import Output
 from cseq.encoding.transport import Objects
@@ -158,39 +156,31 @@ class Bench:
     """One runner at a ring of its own, in this thread."""
 
     def __init__(self, made: Any, convert: Any = None) -> None:
-        self.ring = Ring(Block(ring_bytes(3, 4, 1), zero=True), 3, 4, 1)
-        self.runner = Runner(self.ring, INDEXER, 1, last=True)
+        ring = make_ring(cells=3, runners=1)
+        self.trainer = Trainer(ring, 3, recorded=True)
+        self.runner = Runner(ring, INDEXER, 1, last=True)
         self.edge = Objects(3)
         self.indexing = indexer.Indexing(self.edge, made, context.BatchContext(0, 1, 5), convert)
 
-    def post(self, *indices: int) -> None:
-        """Post a ticket."""
-        cell = ringing.vacant(self.ring)
-        self.ring.indices(cell)[: len(indices)] = indices
-        ringing.post(self.ring, cell, 1, 2, 3, len(indices))
-
-    def do(self, *indices: int) -> tuple[int, Any]:
-        """Post a ticket, work on it, take it: status and object."""
-        self.post(*indices)
+    def do(self) -> tuple[int, Any]:
+        """Work on the next ticket, take it: status and object."""
         assert self.runner.claim()
         self.indexing.work(self.runner)
-        taken = ringing.take(self.ring)
+        taken = self.trainer.take()
         assert taken is not None
-        cell, status, slot, capacity, record = taken
-        return status, self.edge.decode(cell, slot, capacity, record)
+        cell, _, status, *where = taken
+        return status, self.edge.decode(cell, *where)
 
 
 def test_the_stamps_of_tickets_in_a_row() -> None:
     """Where one ticket is claimed right after another, both share one reading of the clock."""
     bench = Bench(np.arange(10))
-    for number in range(3):
-        bench.post(number)
     for _ in range(3):
         assert next(bench.runner)
         bench.indexing.work(bench.runner)
-    (first, none), (second, _), (third, _) = map(bench.ring.stamps, range(3))
+    assert [bench.trainer.batch() for _ in range(3)] == [0, 1, 2]
+    first, second, third = stamps()
     assert 0 < first[0] <= first[1] <= second[0] <= second[1] == third[0] <= third[1]
-    assert none[0] == 0
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit(2), KeyboardInterrupt()])
@@ -204,10 +194,10 @@ def test_indexing_of_one_that_raises(error: BaseException) -> None:
     def convert(batch: Any) -> Any:
         raise error
 
-    assert Bench(Raises()).do(1) == (RAISED, error)
+    assert Bench(Raises()).do() == (RAISED, error)
     bench = Bench(np.arange(10), convert)
-    assert bench.do(1) == (RAISED, error)
-    assert bench.do(1) == (RAISED, error)
+    assert bench.do() == (RAISED, error)
+    assert bench.do() == (RAISED, error)
 
 
 class Owner:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import ringing
 from hypothesis import given
 from hypothesis import strategies as st
-from ringing import claim, make_ring
+from ringing import Trainer, claim, make_ring, stamps
 
 import cseq
 from cseq._core import Ring, now_ns
@@ -21,35 +20,28 @@ from cseq.measure.meters import Histogram, Meters
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from cseq._work import Runner
 
-
-def make(ring: Ring, owner: int, batch: int) -> Runner:
-    """Post, claim and publish a ticket."""
-    cell = ringing.vacant(ring)
-    ring.indices(cell)[0] = batch
-    ringing.post(ring, cell, batch, 5, batch, 1, start=batch)
-    runner = claim(ring, owner)
-    runner.publish()
-    ringing.take(ring)
-    return runner
+def work(ring: Ring, owner: int, batches: int) -> list[int]:
+    """Have a runner publish so many tickets: what each took (ns)."""
+    trainer = Trainer(ring, batches, recorded=True)
+    for _ in range(batches):
+        claim(ring, owner).publish()
+        trainer.take()
+    return [published - started for started, published in stamps()]
 
 
 def test_what_a_runner_has_done() -> None:
     """Each ticket is in the histogram of its runner, with its own time."""
-    ring, took = make_ring(), []
-    for batch in range(20):
-        make(ring, 2, batch)
-        (started, published), _ = ring.stamps(0)
-        took.append(published - started)
+    ring = make_ring()
+    took = work(ring, 2, 20)
     meters = Meters.read([ring])
-    work = meters.histogram("work", meters.runners[1])
+    found = meters.histogram("work", meters.runners[1])
     assert meters.runners["batches"].tolist() == [0, 20, 0]
-    assert (work.count, work.total) == (20, sum(took) / 1e9)
+    assert (found.count, found.total) == (20, sum(took) / 1e9)
     assert ring.published(2) == 20
     slow = [tuple(one) for one in meters.runners[1]["slowest"].tolist()]
     assert [ns for ns, _, _ in slow] == sorted(took, reverse=True)[:8]
-    assert {(epoch, took[batch]) for _, epoch, batch in slow} == {(5, ns) for ns, _, _ in slow}
+    assert {(epoch, took[batch]) for _, epoch, batch in slow} == {(9, ns) for ns, _, _ in slow}
     assert meters.histogram("work", meters.runners).count == 20
     for owner in (0, 4):
         with pytest.raises(IndexError):
@@ -59,10 +51,10 @@ def test_what_a_runner_has_done() -> None:
 def test_a_ticket_in_hand_counts() -> None:
     """A runner works from its claim on, until its ticket is published, or posted again."""
     ring = make_ring()
-    runner = make(ring, 1, 0)
+    Trainer(ring, 2)
+    claim(ring).publish()
     before = Meters.read([ring])
-    ringing.post(ring, 0, 1, 5, 1, 1)
-    assert runner.claim()
+    claim(ring)
     begun, worked = now_ns(), before.busy[0]
     while now_ns() < begun + 1_000_000:
         pass
@@ -96,11 +88,8 @@ def test_quantiles(times: list[int], p: float) -> None:
 
 def test_the_edges_are_those_of_the_ring() -> None:
     """The bucket that C counts a time in is the one whose edges are around it."""
-    ring, took = make_ring(), []
-    for batch in range(200):
-        make(ring, 1, batch)
-        (started, published), _ = ring.stamps(0)
-        took.append(published - started)
+    ring = make_ring()
+    took = work(ring, 1, 200)
     meters = Meters.read([ring])
     found = meters.histogram("work", meters.runners[0])
     assert found.buckets() == buckets_of(took).buckets()

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import ringing
+from ringing import Trainer, make_ring
 
 from cseq import MPSequence, empty
-from cseq._core import Ring, ring_bytes
-from cseq._memory import Block, Mapping, SlotAllocator, Slots
+from cseq._memory import Mapping, SlotAllocator, Slots
 from cseq._work import Runner
 from cseq.encoding import codec, failure
 from cseq.encoding import writer as writer_module
@@ -41,33 +40,32 @@ class Bench:
 
     def __init__(self) -> None:
         self.arena = Arena()
-        self.ring = Ring(Block(ring_bytes(1, 1, 1), zero=True), 1, 1, 1)
-        self.runner = Runner(self.ring, 0, 1, last=True)
-        arena = self.arena
+        arena, ring = self.arena, make_ring(cells=1, runners=1)
+        self.trainer = Trainer(ring, slots=arena.slots)
+        self.runner = Runner(ring, 0, 1, last=True)
         slots = Slots(arena.fd, arena.width, arena.most, 1)
         self.writer = Writer(arena.fd, arena.width, slots)
         self.writer.placement = self.placement = SlotAllocator()
         self.slot = self.capacity = 0
 
-    def post(self) -> None:
-        """Post a ticket, and have it claimed."""
-        ringing.post(self.ring, 0, 0, 0, 0, 0)
-        assert self.runner.claim()
-
     def take(self) -> Any:
         """Return what was published, on the slot itself."""
-        taken = ringing.take(self.ring)
+        taken = self.trainer.take()
         assert taken is not None
-        _, _, self.slot, self.capacity, record = taken
-        memory = self.arena.mapping_of(self.slot, self.capacity)
-        self.arena.slots.adopt(self.slot, sum(record))
-        self.arena.slots.vacate(self.slot)
-        return codec.decode(memory, record)
+        _, _, _, self.slot, self.capacity, record = taken
+        return codec.decode(self.arena.mapping_of(self.slot, self.capacity), record)
+
+    def error(self) -> BaseException:
+        """Return the exception that was published."""
+        taken = self.trainer.take()
+        assert taken is not None
+        cell, _, _, *where = taken
+        return SlotReader(self.arena).error(cell, *where)
 
     def batch(self, make: Callable[[], Any], cast: Any = None) -> Any:
         """Take one ticket through: what the trainer reads, on the slot itself."""
         self.writer.cast = cast
-        self.post()
+        assert self.runner.claim()
         self.writer.begin_ticket()
         made = make()
         record = self.writer.write(self.runner, made)
@@ -184,7 +182,7 @@ def test_arrays_of_empty_may_be_kept(bench: Bench, count: int) -> None:
 def test_no_room_for_the_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without room for a kept batch's copy, that is said, and what is kept stays."""
     bench.learn(fresh)
-    bench.post()
+    assert bench.runner.claim()
     bench.writer.begin_ticket()
     kept = bench.writer.empty(SIZE, np.float32)
     kept[:] = SOURCE + 1
@@ -199,10 +197,7 @@ def test_no_room_for_the_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> 
             bench.writer.publish(bench.runner, record)
         bench.writer.fail(bench.runner, caught.value)
     del caught
-    taken = ringing.take(bench.ring)
-    assert taken is not None
-    cell, _, slot, capacity, record = taken
-    error = SlotReader(bench.arena).error(cell, slot, capacity, record)
+    error = bench.error()
     assert type(error) is MemoryError
     assert "no room" in str(error)
     np.testing.assert_array_equal(kept, SOURCE + 1)
@@ -212,7 +207,7 @@ def test_no_room_for_the_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_exception_when_memory_is_short(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its text alone is written, which fits into what a slot has always."""
-    bench.post()
+    assert bench.runner.claim()
     bench.writer.begin_ticket()
 
     def full(*_: int) -> None:
@@ -220,10 +215,7 @@ def test_an_exception_when_memory_is_short(bench: Bench, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(writer_module, "commit", full)
     bench.writer.fail(bench.runner, ValueError("y" * 50_000))
-    taken = ringing.take(bench.ring)
-    assert taken is not None
-    cell, _, slot, capacity, record = taken
-    error = SlotReader(bench.arena).error(cell, slot, capacity, record)
+    error = bench.error()
     assert type(error) is WorkerError
     assert str(error).startswith("ValueError: yyy")
 
@@ -292,7 +284,7 @@ def test_an_exception_holds_arrays_of_the_slot(bench: Bench) -> None:
         made = fresh()
         raise ValueError(made[3])
 
-    bench.post()
+    assert bench.runner.claim()
     bench.writer.begin_ticket()
     context = contextvars.copy_context()
     with pytest.raises(ValueError, match=r"4\.0") as caught:

@@ -15,6 +15,7 @@ import pytest
 from conftest import import_path
 from killing import CODE, kill
 from kinds import QUICKEST
+from ringing import Trainer
 
 from cseq._core import now_ns
 from cseq._work import Runner
@@ -176,12 +177,10 @@ class Pool:
             seen.wait(0.001)
 
     def await_failure(self) -> None:
-        """Sleep as the trainer does, until something has gone wrong."""
-        (ring,) = self.shared.rings
+        """Wait until something has gone wrong."""
+        seen = threading.Event()
         while not self.supervisor.failure:
-            seen = ring.notices()
-            if not self.supervisor.failure:
-                ring.wait(seen)
+            seen.wait(0.001)
 
     def close(self) -> None:
         """End them."""
@@ -382,7 +381,7 @@ def test_a_hurried_close(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     monkeypatch.setattr(supervisor_module, "GRACE", 3600.0)
     three = Pool(b"RTS", b"LNS", b"RCP", owners=3)
     (ring,) = three.shared.rings
-    ring.offer(0, 0, 0, 0, 1, 0, 0)
+    Trainer(ring, 1)
     supervisor = three.start()
     for owner in (1, 3):
         three.await_ready(owner)

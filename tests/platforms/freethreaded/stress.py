@@ -17,12 +17,16 @@ import threading
 import time
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).parents[2] / "helpers"))
+
+from ringing import Trainer, make_ring
+
 import cseq
-from cseq._core import Ring, ring_bytes
 from cseq._feed import Request
 from cseq._memory import TRAINER, Block, Slots
 from cseq._work import Runner
@@ -357,20 +361,15 @@ def owners(scale: int) -> None:
     """Slots change owners, while another thread frees those of a dead worker."""
     arena = Arena()
     slots = arena.slots
-    ring = Ring(Block(ring_bytes(4, 1, 2), zero=True), 4, 1, 2)
+    ring = make_ring(runners=2)
     arena.rings = [ring]
+    trainer = Trainer(ring, 10 * scale, slots=slots)
     over = threading.Event()
 
     def post() -> None:
         try:
             for ticket in range(10 * scale):
-                ring.offer(ticket % 4, ticket, 0, ticket, 1, 0, 0)
-                while not (published := ring.slots()):
-                    ring.wait(ring.notices(), ns=1000)
-                (slot,) = published
-                slots.adopt(slot, SLOT)
-                ring.retire(ticket % 4)
-                slots.release(slot)
+                assert trainer.await_batch() == ticket
         finally:
             ring.close()
             over.set()
