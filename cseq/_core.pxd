@@ -56,7 +56,7 @@ cdef class Ring:
     cdef cseq_ring* r
     cdef Memory memory
     cdef readonly uint32_t limit
-    cdef uint32_t outstanding     # posted, and neither taken nor given up; but calls
+    cdef uint32_t outstanding     # posted, and neither committed nor cancelled; but calls
     cdef readonly list kept
     cdef int calling          # of a queue: the cell of the call that is to be answered; -1: none
     cdef uint32_t next_cell   # where a free cell is looked for; in a queue, the one to post in
@@ -70,9 +70,8 @@ cdef class Ring:
                     uint32_t count, uint64_t start, uint64_t seed) noexcept
     cpdef void wake(self) noexcept
     cdef uint32_t unanswered(self) noexcept
-    cdef inline void retired(self, cseq_cell* c, uint64_t now) noexcept:
-        """A ticket was taken out at this time: every reader of its stamps reads them here, before the
-        next post in its cell."""
+    cdef inline void committed(self, cseq_cell* c) noexcept:
+        """Count a ticket that is committed, before the next post in its cell."""
         cdef uint64_t* f = c.converted if c.stage else c.record
         if c.status == 0:
             cseq_count_u64(&self.meter.batches, 1)
@@ -84,7 +83,7 @@ cdef class Ring:
             self.next_cell = cell  # at hand for the next ticket
         else:
             self.kept[cell] = None
-        cseq_ring_retire(self.r, cell)
+        cseq_ring_free(self.r, cell)
     cdef inline uint64_t sleep(self) noexcept:
         """A sleep of the trainer begins now."""
         cdef uint64_t now = cseq_now_ns()
@@ -95,7 +94,7 @@ cdef class Ring:
         cdef uint64_t now = cseq_now_ns()
         cseq_histogram_add(&self.meter.gil, now - awake)
         cseq_meter_slept(self.meter, before, now)
-    cdef bint retract(self, uint32_t cell) noexcept
+    cdef bint cancel_newest(self, uint32_t cell) noexcept
     cdef void wait(self, uint32_t seen, int cell) noexcept
     cdef bint expect(self, uint32_t cell, uint32_t last, uint32_t seen) noexcept
 

@@ -283,7 +283,7 @@ def ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners):
 cdef class Ring:
     """The cells that carry tickets, as the trainer sees them. See docs/inside/ring.md.
 
-    One thread at a time posts and retires; `repost`, `notify_all`, `close`, `depths` and `holder` may be
+    One thread at a time posts, commits and cancels; `repost`, `notify_all`, `close`, `depths` and `holder` may be
     called from any thread. In which order tickets are delivered, `Feed` knows.
 
     Parameters
@@ -508,9 +508,9 @@ cdef class Ring:
         f = c.converted if c.stage else c.record
         return c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3])
 
-    cdef bint retract(self, uint32_t cell) noexcept:
-        """Take the newest ticket of a queue back: whether it was not claimed."""
-        if not cseq_ring_retract(self.r, cell):
+    cdef bint cancel_newest(self, uint32_t cell) noexcept:
+        """Cancel the newest ticket of a queue, unless it was claimed: whether that was done."""
+        if not cseq_ring_cancel_newest(self.r, cell):
             return False
         self.next_cell = cell
         self.kept[cell] = None
@@ -576,7 +576,7 @@ cdef class Ring:
     def repost(self, uint32_t owner, uint32_t status=0):
         """Post the tickets of `owner` again, which has certainly ended: their cells.
 
-        With a `status`, publish them with that instead: they are given up.
+        With a `status`, publish them with that instead.
         """
         cdef uint32_t count, k
         cdef uint32_t* held = <uint32_t*>PyMem_RawMalloc(4 * <size_t>self.r.capacity)

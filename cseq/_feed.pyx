@@ -18,7 +18,7 @@ from cseq._core cimport (
     Lock, Ring, RunState, Source, check_depth, cseq_log_add, is_deep, log, thread_id,
 )
 from cseq._headers cimport *
-from cseq._memory cimport Block, Slots
+from cseq._memory cimport Block, SlotTable
 from cseq._work cimport STRIDE, UNREAD, Decoder
 
 from collections import deque
@@ -104,8 +104,8 @@ cdef class Feed:
         `ItemFailure`.
     make : callable, optional
         Makes the next batch on this thread, instead of waiting for it.
-    discard : callable, optional
-        ``discard(cell)`` is called before the cell of a ticket that was given up is freed.
+    on_cancel : callable, optional
+        ``on_cancel(cell)`` is called before the cell of a ticket that was cancelled is freed.
     interrupted : str
         What InterruptedError says once the generation is over.
 
@@ -142,13 +142,13 @@ cdef class Feed:
     cdef list rings
     cdef cseq_ring** r         # of these
     cdef Decoder decoder
-    cdef object discard
+    cdef object on_cancel
     cdef bint queues           # each worker has a ring of its own
     cdef uint64_t runners      # of all rings
     cdef Ticket* buffer        # circular
     cdef Py_ssize_t room, first, length
-    cdef Ticket* abandoned     # given up, and still in their cells
-    cdef readonly Py_ssize_t abandoned_count
+    cdef Ticket* cancelled     # and still in their cells
+    cdef readonly Py_ssize_t cancelled_count
     cdef readonly RunState run
     cdef public uint64_t generation
     cdef public object place
@@ -172,7 +172,7 @@ cdef class Feed:
     cdef object batch, error, note
 
     def __cinit__(self, RunState run not None, list rings not None, Decoder decoder not None, wait,
-                  decode, describe, *, str errors="raise", make=None, discard=None, str interrupted=""):
+                  decode, describe, *, str errors="raise", make=None, on_cancel=None, str interrupted=""):
         cdef Ring ring
         cdef Py_ssize_t k = 0
         for ring in rings:
@@ -185,8 +185,8 @@ cdef class Feed:
             self.r[k] = ring.r
             self.runners += ring.r.runners
             k += 1
-        self.abandoned = self.buffer + self.room
-        self.rings, self.decoder, self.discard = rings, decoder, discard
+        self.cancelled = self.buffer + self.room
+        self.rings, self.decoder, self.on_cancel = rings, decoder, on_cancel
         self.queues = self.r[0].calls != 0
         self.run = run
         self.wait_next, self.read, self.describe = wait, decode, describe
@@ -196,7 +196,7 @@ cdef class Feed:
         self.generation = self.decoded = NONE
         self.only = -1
 
-    # -- the line of outstanding tickets, in the order of delivery; beside it, those given up
+    # -- the line of outstanding tickets, in the order of delivery; beside it, those cancelled
 
     cdef inline Ticket* at(self, Py_ssize_t k) noexcept:
         """The ticket at a position of the line."""
@@ -253,7 +253,7 @@ cdef class Feed:
     cpdef int refill(self) except -1:
         """Post tickets while there are free cells, and the source has any."""
         cdef bint ready
-        self.sweep()
+        self.free_cancelled()
         while self.source is not None:
             ready = self.source.is_ready(self.taken_count)
             if not ready:
@@ -263,13 +263,13 @@ cdef class Feed:
                 break
         return 0
 
-    cdef void abandon(self, Ticket* t) noexcept:
-        self.abandoned[self.abandoned_count] = t[0]
-        self.abandoned_count += 1
+    cdef void cancel(self, Ticket* t) noexcept:
+        self.cancelled[self.cancelled_count] = t[0]
+        self.cancelled_count += 1
 
-    cdef void give_up(self, uint32_t number) noexcept:
-        """Give up the tickets of a ring: of a queue, those that are not claimed are taken back, newest
-        first, and so leave no gap."""
+    cdef void cancel_all(self, uint32_t number) noexcept:
+        """Cancel the tickets of a ring: of a queue, the newest first that are not claimed, so that no gap
+        is left."""
         cdef bint back = self.queues
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, number)
         cdef Py_ssize_t k, kept = 0
@@ -279,9 +279,9 @@ cdef class Feed:
         for k in range(self.length - 1, -1, -1):
             t = self.at(k)
             if t.ring == number:
-                back = back and ring.retract(t.cell)
+                back = back and ring.cancel_newest(t.cell)
                 if not back:
-                    self.abandon(t)
+                    self.cancel(t)
         for k in range(self.length):
             t = self.at(k)
             if t.ring != number:
@@ -290,40 +290,40 @@ cdef class Feed:
         self.length = kept
         ring.outstanding = ring.unwoken = 0
 
-    cdef void give_up_call(self, uint32_t number) noexcept:
-        """Give up the call that a worker has to answer, if there is one."""
+    cdef void cancel_call(self, uint32_t number) noexcept:
+        """Cancel the call that a worker has to answer, if there is one."""
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, number)
         cdef Ticket t
         if ring.calling >= 0:
             t.number, t.units, t.ring, t.cell = NONE, 0, number, <uint32_t>ring.calling
-            self.abandon(&t)
+            self.cancel(&t)
             ring.calling = -1
 
-    cpdef int sweep(self) except -1:
-        """Free the cells of given-up tickets that no runner works on any more."""
+    cpdef int free_cancelled(self) except -1:
+        """Free the cells of cancelled tickets that no runner works on any more."""
         cdef Py_ssize_t k = 0
         cdef Ticket t
         cdef Ring ring
-        while k < self.abandoned_count:
-            t = self.abandoned[k]
+        while k < self.cancelled_count:
+            t = self.cancelled[k]
             ring = self.rings[t.ring]
             if not (cseq_ring_ready(ring.r, t.cell) if self.queues and t.cell < cseq_ring_round(ring.r)
                     else cseq_ring_cancel(ring.r, t.cell)):
                 k += 1
                 continue
-            if self.discard is not None:
-                self.discard(t.cell)
-            before = self.decoder.release(t.cell, self.cell(&t))
+            if self.on_cancel is not None:
+                self.on_cancel(t.cell)
+            before = self.decoder.free(t.cell, self.cell(&t))
             ring.free(t.cell)
-            self.abandoned_count -= 1
-            self.abandoned[k] = self.abandoned[self.abandoned_count]
+            self.cancelled_count -= 1
+            self.cancelled[k] = self.cancelled[self.cancelled_count]
             before = None
         return 0
 
-    cdef object drop(self, Py_ssize_t k, Ring ring):
-        """Take an answered ticket out: free its cell; return the object that was left there."""
+    cdef object free(self, Py_ssize_t k, Ring ring):
+        """Free the cell of an answered ticket; return the object that was left there."""
         cdef Ticket t = self.at(k)[0]
-        left = self.decoder.release(t.cell, self.cell(&t))
+        left = self.decoder.free(t.cell, self.cell(&t))
         self.remove(k)
         ring.outstanding -= 1
         ring.free(t.cell)
@@ -338,7 +338,7 @@ cdef class Feed:
                   Request assignment=None, uint64_t epoch=0):
         """Post a call beside a worker's queue, which comes before all items that it has not claimed.
 
-        One at a time: the one before is given up, if it is not answered.
+        One at a time: the one before is cancelled, if it is not answered.
 
         Parameters
         ----------
@@ -358,9 +358,9 @@ cdef class Feed:
         """
         cdef Ring ring = self.rings[number]
         cdef uint32_t cell = cseq_ring_round(ring.r)
-        self.give_up_call(number)
-        self.sweep()
-        # One cell may be that of a call which was given up, and which the worker is busy with.
+        self.cancel_call(number)
+        self.free_cancelled()
+        # One cell may be that of a call which was cancelled, and which the worker is busy with.
         while cseq_ring_state(ring.r, cell) != CSEQ_FREE:
             cell += 1
             if cell == ring.r.capacity:
@@ -392,7 +392,7 @@ cdef class Feed:
     # -- the epoch
 
     def begin(self, Source source not None, *, bint ordered=True, place=None):
-        """Begin an epoch; tickets of an earlier one are given up. One step of C.
+        """Begin an epoch; tickets of an earlier one are cancelled. One step of C.
 
         Parameters
         ----------
@@ -416,21 +416,21 @@ cdef class Feed:
             cseq_store_rlx_u64(&m.polled_ns, polled)  # else short epochs never had their 100 ms
 
     def end(self):
-        """Give up the epoch; nothing is under way then."""
+        """Cancel the epoch; nothing is under way then."""
         self.generation = NONE
         self.reset(None, True, None)
-        self.sweep()
+        self.free_cancelled()
 
     cdef int reset(self, Source source, bint ordered, place) except -1:
-        """Give up what was posted, forget what was taken."""
+        """Cancel what was posted, clear what was taken."""
         cdef uint32_t k
         before = self.source, self.batch, self.error  # destructors may run code: after all else is done
         self.source = None
         for k in range(PyList_GET_SIZE(self.rings)):
-            self.give_up_call(k)
-            self.give_up(k)
+            self.cancel_call(k)
+            self.cancel_all(k)
         self.source, self.ordered, self.place = source, ordered, place
-        self.forget()
+        self.clear()
         self.ended, self.only, self.units = False, -1, 0
         self.before = 0 if source is None else source.consumed
         cseq_store_rlx_u64(&self.taken_count, 0)
@@ -490,8 +490,8 @@ cdef class Feed:
         """Whether the ticket at a position is there and is decoded."""
         return k < self.length and self.at(k).number == self.decoded
 
-    cdef inline void forget(self) noexcept:
-        """Forget what is decoded."""
+    cdef inline void clear(self) noexcept:
+        """Nothing is decoded any more."""
         self.decoded, self.batch = NONE, None
         self.error = self.note = None
 
@@ -616,8 +616,8 @@ cdef class Feed:
             self.source.prepare(self.taken_count + 1)
             if not self.run.is_at(generation):
                 return False
-        if self.abandoned_count:
-            self.sweep()
+        if self.cancelled_count:
+            self.free_cancelled()
         PyErr_CheckSignals()
         return self.is_decoded(k) and self.run.is_at(generation)
 
@@ -630,8 +630,8 @@ cdef class Feed:
         if self.decoded != NONE:
             before = self.batch, self.error  # of another ticket; their destructors may run code
         if c.status == ENDED:
-            self.drop(k, self.rings[t.ring])
-            self.give_up(t.ring)
+            self.free(k, self.rings[t.ring])
+            self.cancel_all(t.ring)
             return 0
         if self.decoder.passes and not c.status:
             # `take` takes it out of its place; no reference is counted here.
@@ -663,9 +663,9 @@ cdef class Feed:
         cdef Ticket t = self.at(k)[0]
         cdef uint32_t status = self.cell(&t).status
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, t.ring)
-        left = self.drop(k, ring)  # its destructor may run code: after all else is done
+        left = self.free(k, ring)  # its destructor may run code: after all else is done
         self.note_step()
-        ring.retired(self.cell(&t), self.now)
+        ring.committed(self.cell(&t))
         if log.on:
             cseq_log_add(log, self.cell(&t), self.now, self.waited, thread_id(), self.number,
                          <int>t.ring if self.queues else -1)
@@ -675,8 +675,8 @@ cdef class Feed:
         if done:
             cseq_store_rlx_u64(&self.done_count, self.units)
         if status & ENDED:
-            self.give_up(t.ring)
-        self.forget()
+            self.cancel_all(t.ring)
+        self.clear()
         while self.post() and self.source.keyed:  # keys may have waited for room
             pass
         return 0
@@ -801,8 +801,8 @@ cdef class Feed:
 
     # -- calls of workers
 
-    def dismiss(self, uint32_t number, uint32_t cell, uint64_t ticket, bint ends=False):
-        """Take a reply, which is answered, out of its cell, unless that was done.
+    def commit_reply(self, uint32_t number, uint32_t cell, uint64_t ticket, bint ends=False):
+        """Commit a reply: free the cell of its answered ticket, unless that was done.
 
         `ends`: an exception is raised instead. It ends the worker's items, but not items of keys.
         """
@@ -811,16 +811,16 @@ cdef class Feed:
         if not ring.peek(cell, ticket):
             return
         if k >= 0:
-            self.drop(k, ring)
+            self.free(k, ring)
         elif ring.calling == <int>cell:
             ring.calling = -1
-            self.decoder.release(cell, cseq_ring_cell(ring.r, cell))
+            self.decoder.free(cell, cseq_ring_cell(ring.r, cell))
             ring.free(cell)
         if ends and self.source is not None and not self.source.keyed:
             before = self.batch, self.error  # destructors may run code: after all else is done
-            self.give_up(number)
-            self.forget()
-        self.sweep()  # also what a call in the middle of this one has given up
+            self.cancel_all(number)
+            self.clear()
+        self.free_cancelled()  # also what a call in the middle of this one has cancelled
 
 
 @cython.final

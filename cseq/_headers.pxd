@@ -142,9 +142,9 @@ cdef extern from "cseq_ring.h" nogil:
                          uint32_t seen) noexcept
     int cseq_ring_state(const cseq_ring* r, uint32_t cell) noexcept
     int cseq_ring_ready(const cseq_ring* r, uint32_t cell) noexcept
-    int cseq_ring_retract(cseq_ring* r, uint32_t cell) noexcept
+    int cseq_ring_cancel_newest(cseq_ring* r, uint32_t cell) noexcept
     int cseq_ring_cancel(cseq_ring* r, uint32_t cell) noexcept
-    void cseq_ring_retire(cseq_ring* r, uint32_t cell) noexcept
+    void cseq_ring_free(cseq_ring* r, uint32_t cell) noexcept
     uint32_t cseq_ring_repost(cseq_ring* r, uint32_t owner, uint32_t* held, uint32_t status) noexcept
     uint32_t cseq_ring_notices(const cseq_ring* r) noexcept
     cseq_gate* cseq_ring_output(cseq_ring* r) noexcept

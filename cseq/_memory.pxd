@@ -73,7 +73,7 @@ cdef struct slot_table:
 
 @cython.final
 @cython.no_gc
-cdef class Slots:
+cdef class SlotTable:
     cdef Mapping mapping
     cdef slot_table* table
     cdef int fd
@@ -86,7 +86,7 @@ cdef class Slots:
     cdef uint64_t peak_bytes, peak_held  # since `peak` was called
     cdef bint pinned         # slots are
     cdef object __weakref__
-    cdef dict lent           # by slot: leases of tickets that are still in the ring
+    cdef dict leases         # by slot: leases of tickets that are still in the ring
     cdef inline slot_chunk* chunk(self, Py_ssize_t slot) noexcept nogil:
         return &self.table.chunk[slot // CHUNK]
     cdef inline uint32_t* word(self, Py_ssize_t slot) noexcept nogil:
@@ -110,9 +110,7 @@ cdef class Slots:
     cpdef Py_ssize_t take(self) except -1
     cdef int punch(self, Py_ssize_t slot, uint64_t nbytes) noexcept
     cdef void set_free(self, Py_ssize_t slot) noexcept nogil
-    cpdef int adopt(self, Py_ssize_t slot, uint64_t used) except -1
-    cpdef int vacate(self, Py_ssize_t slot) except -1
-    cdef int detach(self, cseq_cell* c) except -1
+    cdef int free_from(self, cseq_cell* c) except -1
     cdef bint end_use(self, Py_ssize_t slot, uint32_t use) noexcept nogil
 
 
@@ -121,7 +119,7 @@ cdef class Slots:
 cdef class Lease(Memory):
     cdef readonly bint early  # when it was made, hardly any other batch was held
     cdef Mapping mapping
-    cdef Slots slots  # None: the slot still belongs to its ticket
+    cdef SlotTable slots  # None: the slot still belongs to its ticket
     cdef Py_ssize_t slot
 
 

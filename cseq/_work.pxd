@@ -8,7 +8,7 @@ cimport numpy as cnp
 
 from cseq._core cimport Ring
 from cseq._headers cimport *
-from cseq._memory cimport Memory, Plan, PlanReader, Slots
+from cseq._memory cimport Memory, Plan, PlanReader, SlotTable
 
 
 cdef enum:
@@ -35,7 +35,7 @@ cdef class Runner:
     cdef cnp.ndarray room      # for the indices of a ticket
     cdef void hold(self, int cell, uint64_t now) noexcept
     cdef bint claim_at_once(self, uint64_t now) noexcept
-    cdef inline void give_back(self) noexcept:
+    cdef inline void repost(self) noexcept:
         """Post the ticket in hand again: its batch was interrupted, and is to be made from the beginning."""
         cdef uint32_t cell
         self.cell = -1
@@ -144,7 +144,7 @@ cdef class Encoder(TicketWriter):
     cdef public object target  # the Mapping where it may do so; None while the worker keeps many slots
     cdef public dict mapped  # by slot: its Mapping, kept for the slot's next ticket
     cdef public list older  # mappings of the slot that were replaced during this ticket
-    cdef public Slots slots  # None: slots are named by the caller
+    cdef public SlotTable slots  # None: slots are named by the caller
     cdef public int64_t slot  # the present one, which this process has taken; -1: none
     cdef public list kept  # slots in which arrays of earlier batches are alive; see `writer.Kept`
     cdef public object cast  # the dtype that numbers are cast to, or None
@@ -214,7 +214,7 @@ cdef class ObjectWriter(TicketWriter):
 @cython.final
 cdef class Decoder:
     cdef ObjectTable objects
-    cdef Slots slots
+    cdef SlotTable slots
     cdef list mapped
     cdef PlanReader reader
     cdef object lend, convert, leaf_for
@@ -226,10 +226,10 @@ cdef class Decoder:
     cdef object decode(self, uint32_t cell, cseq_cell* c)
     cdef object decode_slot(self, cseq_cell* c, bint leaves)
     cdef list conversion(self, Plan plan)
-    cdef inline object release(self, uint32_t cell, cseq_cell* c):
-        """Release slot and object of a ticket that leaves its cell; return the object, to be dropped
+    cdef inline object free(self, uint32_t cell, cseq_cell* c):
+        """Free slot and object of a ticket that leaves its cell; return the object, to be dropped
         after all else is done: its destructor may run code."""
         left = None if self.objects is None else self.objects.put(cell, None)
         if self.slots is not None:
-            self.slots.detach(c)
+            self.slots.free_from(c)
         return left

@@ -7,7 +7,7 @@ from typing_extensions import Self, disjoint_base
 
 from cseq._core import PARK_NS as PARK_NS
 from cseq._core import Ring
-from cseq._memory import Mapping, Memory, Plan, PlanReader, SlotAllocator, Slots
+from cseq._memory import Mapping, Memory, Plan, PlanReader, SlotAllocator, SlotTable
 
 @disjoint_base
 class BatchState:
@@ -39,7 +39,7 @@ class Runner:
     def capacity(self) -> int: ...
     @property
     def record(self) -> tuple[int, int, int, int, int, int]: ...
-    def detach(self) -> None: ...
+    def free_slot(self, slots: SlotTable) -> None: ...
     def indices(self) -> NDArray[np.int64]: ...
     def parts(self) -> NDArray[np.int64]: ...
     def publish(
@@ -126,7 +126,7 @@ class Encoder(TicketWriter):
     target: Mapping | None
     mapped: dict[int, Mapping]
     older: list[Memory]
-    slots: Slots | None
+    slots: SlotTable | None
     slot: int
     kept: list[Any]
     cast: np.dtype[Any] | None
@@ -164,7 +164,7 @@ class Decoder:
         cls,
         *,
         objects: ObjectTable | None = None,
-        slots: Slots | None = None,
+        slots: SlotTable | None = None,
         known: tuple[list[Mapping | None], PlanReader, Callable[[int, int], Memory | None]]
         | None = None,
         convert: Callable[[Any], Any] | None = None,

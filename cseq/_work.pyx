@@ -17,7 +17,7 @@ from cseq._core cimport Ring
 from cseq._headers cimport *
 from cseq._memory cimport (
     ARRAY, LEAST, LOOSE, MAX_DIMS, MOST_COPIED, MOST_KNOWN, RECENT, ROWS, STRIDED, Block, Leaf,
-    Mapping, Memory, Plan, Slots, aligned, array_at, cseq_set_own, forks_here, layout_of, size_of,
+    Mapping, Memory, Plan, SlotTable, aligned, array_at, cseq_set_own, forks_here, layout_of, size_of,
 )
 
 import numpy
@@ -192,9 +192,9 @@ cdef class Runner:
         cdef uint64_t* f = self.held().record
         return f[0], f[1], f[2], f[3]
 
-    def detach(self):
-        """The batch has left its slot, which is the trainer's: `Feed` must not free it."""
-        cseq_store_rel_u32(&self.held().slot, CSEQ_NO_SLOT)
+    def free_slot(self, SlotTable slots not None):
+        """Free the slot that the batch lies in, or leave that to its lease: `Feed` must not do it."""
+        slots.free_from(self.held())
 
     cpdef object indices(self):
         """The batch's indices: an int64 array that nothing else refers to.
@@ -683,7 +683,7 @@ cdef class BatchMaker(Work):
             self.work(runner)
         finally:
             if runner.cell >= 0:
-                runner.give_back()
+                runner.repost()
             here.batch_context = left
             if self.seeds is not None:
                 self.seeds.restore()

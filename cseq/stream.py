@@ -140,7 +140,7 @@ class Streams:
             prefetch=count("prefetch", prefetch, most=MOST_AHEAD),
             errors=choice("errors", errors, ("raise", "return")),
             naming=naming,
-            gives_up=choice("lethal", lethal, ("raise", "return")) == "return",
+            fails=choice("lethal", lethal, ("raise", "return")) == "return",
         )
         self._run = Run(pool)
         self._feed = pool.give_feed()

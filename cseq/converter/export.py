@@ -152,8 +152,8 @@ class Imports(SlotReader):
         self._read[cell] = token
         return pickle.loads(packed)
 
-    def discard(self, cell: int) -> None:
-        """Give the memory of a batch that was given up back to its converter."""
+    def cancel(self, cell: int) -> None:
+        """Give the memory of a batch that was cancelled back to its converter."""
         stage, status, slot, capacity, _, record = self._ring.left_in(cell)
         if stage == CONVERTER and status == BATCH:
             with self._lane.active():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import TypedDict
 
-    from cseq._memory import Mapping, Memory, PlanReader, Slots
+    from cseq._memory import Mapping, Memory, PlanReader, SlotTable
     from cseq._work import ObjectTable, Runner
     from cseq.encoding.writer import Writer
     from cseq.memory.arena import Arena
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         """Keywords of `Decoder`."""
 
         objects: ObjectTable
-        slots: Slots
+        slots: SlotTable
         known: tuple[list[Mapping | None], PlanReader, Callable[[int, int], Memory | None]]
 
 
@@ -134,7 +134,5 @@ class SlotReader:
         slot, used = runner.slot, codec.used(runner.record)
         # All of it where it lies: page-locked, and dropped once it is on the device.
         batch = codec.decode(self._arena.lend(slot, used, runner.capacity), runner.record)
-        self._arena.slots.adopt(slot, used)
-        runner.detach()
-        self._arena.slots.vacate(slot)
+        runner.free_slot(self._arena.slots)
         return batch

@@ -39,7 +39,7 @@ from cseq.system import MIB, check_available
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cseq._memory import Slots
+    from cseq._memory import SlotTable
     from cseq._work import Runner
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -69,14 +69,14 @@ class Writer(Encoder):
         Descriptor of the arena's file; stays the caller's.
     width : int
         Bytes from one slot to the next.
-    slots : Slots, optional
+    slots : SlotTable, optional
         The table that it takes slots from. None: the caller names them (`select`), and no array of
         a slot may be alive when its batch is published.
     """
 
     __slots__ = ("_fd", "_loans", "_unchecked", "_width", "_window")
 
-    def __init__(self, fd: int, width: int, slots: Slots | None = None) -> None:
+    def __init__(self, fd: int, width: int, slots: SlotTable | None = None) -> None:
         self._fd = fd
         self.slots = slots
         self.dump = codec.dump
@@ -334,7 +334,7 @@ class Writer(Encoder):
         for kept in self.kept[:]:
             if not self._is_held(kept):
                 self.kept.remove(kept)
-                self.slots.release(kept.slot)
+                self.slots.free(kept.slot)
 
     def _is_held(self, kept: Kept) -> bool:
         """Return whether arrays in a kept slot are alive."""

@@ -326,7 +326,7 @@ cdef class Decoder:
     ----------
     objects : ObjectTable, optional
         The batches of threads.
-    slots : Slots, optional
+    slots : SlotTable, optional
         The slots of processes; without it, tickets have no slot.
     known : tuple, optional
         ``(mapped, reader, lend)``: batches of a structure that the `PlanReader` knows are decoded, with `lend`
@@ -337,7 +337,7 @@ cdef class Decoder:
         The same for single leaves, if that is possible: see `Plan.converters`.
     """
 
-    def __cinit__(self, *, ObjectTable objects=None, Slots slots=None, known=None, convert=None,
+    def __cinit__(self, *, ObjectTable objects=None, SlotTable slots=None, known=None, convert=None,
                   leaf_for=None):
         self.objects, self.slots, self.convert, self.leaf_for = objects, slots, convert, leaf_for
         if known is not None:

@@ -51,8 +51,8 @@ typedef struct {
         uint64_t size;
     } seen[CSEQ_PLACE_SEEN];
 
-    cseq_region *retired; /* slots of earlier tickets that are still in use */
-    uint32_t retired_count, retired_room;
+    cseq_region *kept; /* slots of earlier tickets that are still in use */
+    uint32_t kept_count, kept_room;
 } cseq_place;
 
 /* Memory of the slot, or NULL if there is no room. */
@@ -68,8 +68,8 @@ CSEQ_INLINE void *cseq_place_take(cseq_place *p, uint64_t size) {
 CSEQ_INLINE cseq_region *cseq_place_find(cseq_place *p, const void *address) {
     const char *a = (const char *)address;
     if (p->at.live && a >= p->at.base && a < p->at.base + p->at.size) return &p->at;
-    for (uint32_t k = 0; k < p->retired_count; k++) {
-        cseq_region *r = &p->retired[k];
+    for (uint32_t k = 0; k < p->kept_count; k++) {
+        cseq_region *r = &p->kept[k];
         if (a >= r->base && a < r->base + r->size) return r;
     }
     return 0;
@@ -123,7 +123,7 @@ CSEQ_INLINE void cseq_place_free(void *ctx, void *address, size_t size) {
         if ((char *)address + size == r->base + p->used) p->used = (uint64_t)((char *)address - r->base);
     } else if (!r->live) {
         void *owner = r->owner;
-        *r = p->retired[--p->retired_count];
+        *r = p->kept[--p->kept_count];
         p->release(owner);
     }
 }
@@ -148,7 +148,7 @@ CSEQ_INLINE uint64_t cseq_place_end(cseq_place *p) {
     p->active = 0;
     if (left.live) {
         left.size = p->used;
-        p->retired[p->retired_count++] = left; /* cseq_place_begin has made room */
+        p->kept[p->kept_count++] = left; /* cseq_place_begin has made room */
     } else if (left.owner) {
         p->release(left.owner);
     }
@@ -158,12 +158,12 @@ CSEQ_INLINE uint64_t cseq_place_end(cseq_place *p) {
 /* Serve the next allocations from an empty slot. No allocation may be live in the slot before.
  * 0, or an errno; then `owner` is not taken over. */
 CSEQ_INLINE int cseq_place_begin(cseq_place *p, void *base, uint64_t size, void *owner) {
-    if (p->retired_count == p->retired_room) {
-        uint32_t room = p->retired_room ? 2 * p->retired_room : 16;
-        void *more = realloc(p->retired, room * sizeof(cseq_region));
+    if (p->kept_count == p->kept_room) {
+        uint32_t room = p->kept_room ? 2 * p->kept_room : 16;
+        void *more = realloc(p->kept, room * sizeof(cseq_region));
         if (!more) return ENOMEM;
-        p->retired = (cseq_region *)more;
-        p->retired_room = room;
+        p->kept = (cseq_region *)more;
+        p->kept_room = room;
     }
     (void)cseq_place_end(p);
     p->at.base = (char *)base;
@@ -177,8 +177,8 @@ CSEQ_INLINE int cseq_place_begin(cseq_place *p, void *base, uint64_t size, void 
 
 /* Whether allocations are live in an earlier ticket's slot that is mapped at `base`. */
 CSEQ_INLINE int cseq_place_holds(const cseq_place *p, const void *base) {
-    for (uint32_t k = 0; k < p->retired_count; k++)
-        if (p->retired[k].base == (const char *)base) return 1;
+    for (uint32_t k = 0; k < p->kept_count; k++)
+        if (p->kept[k].base == (const char *)base) return 1;
     return 0;
 }
 

@@ -17,7 +17,7 @@
  *
  * Which party writes a cell's word, and when:
  *   FREE                    the trainer (post)
- *   POSTED, INDEXED         a runner of the stage (claim), or the trainer (cancel, retract); both
+ *   POSTED, INDEXED         a runner of the stage (claim), or the trainer (cancel); both
  *                           by compare-and-swap, so exactly one of them succeeds
  *   INDEXING, CONVERTING    the owner named in the word (publish); when that owner is known
  *                           to be gone, the supervisor's thread of the trainer (repost)
@@ -438,15 +438,15 @@ CSEQ_INLINE int cseq_ring_ready(const cseq_ring *r, uint32_t cell) {
     return cseq_ring_state(r, cell) == CSEQ_READY;
 }
 
-/* Take back the ticket of a queue that was posted last: 1 if no runner has claimed it. The cell is
- * free, and the next one to post in. */
-CSEQ_INLINE int cseq_ring_retract(cseq_ring *r, uint32_t cell) {
+/* Cancel the ticket of a queue that was posted last: 1 if no runner has claimed it. The cell is free,
+ * and the next one to post in. */
+CSEQ_INLINE int cseq_ring_cancel_newest(cseq_ring *r, uint32_t cell) {
     cseq_cell *c = cseq_ring_cell(r, cell);
     uint64_t w = cseq_load_sc_u64(&c->word);
     return CSEQ_STATE(w) == CSEQ_POSTED && cseq_cas_sc_u64(&c->word, w, CSEQ_WORD(0, 0, CSEQ_FREE));
 }
 
-/* Give up a ticket that no runner works on, but none in the round of a queue, where that would leave
+/* Cancel a ticket that no runner works on, but none in the round of a queue, where that would leave
  * a gap: 1 if the cell is the trainer's again. SYNC: batch visible to reader */
 CSEQ_INLINE int cseq_ring_cancel(cseq_ring *r, uint32_t cell) {
     cseq_cell *c = cseq_ring_cell(r, cell);
@@ -458,7 +458,7 @@ CSEQ_INLINE int cseq_ring_cancel(cseq_ring *r, uint32_t cell) {
 }
 
 /* The cell is empty again. */
-CSEQ_INLINE void cseq_ring_retire(cseq_ring *r, uint32_t cell) {
+CSEQ_INLINE void cseq_ring_free(cseq_ring *r, uint32_t cell) {
     cseq_store_rel_u64(&cseq_ring_cell(r, cell)->word, CSEQ_WORD(0, 0, CSEQ_FREE));
 }
 
@@ -470,7 +470,7 @@ CSEQ_INLINE void cseq_ring_notify_all(cseq_ring *r) {
 
 /* Post the tickets of `owner` again, which has certainly ended and is not yet replaced; their cells
  * into `held`. Runners look at the oldest of them first; in a queue there is one at most.
- * With a `status` they are published with that instead, in no slot of the owner's: given up.
+ * With a `status` they are published with that instead, in no slot of the owner's.
  * SYNC: ticket visible to runner; SYNC: start visible with owner (the compare-and-swap) */
 CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *held,
                                       uint32_t status) {

@@ -10,12 +10,12 @@ cdef enum:
 
 TRAINER = 0xFFFFFFFF
 
-cdef list tables = []  # weak references to the trainer's `Slots`
+cdef list tables = []  # weak references to the trainer's `SlotTable`
 
 
 @cython.final
 @cython.no_gc
-cdef class Slots:
+cdef class SlotTable:
     """The table of slots: one word a slot, its owner, in memory that all processes share.
 
     It lies in the first slot of the file, which therefore holds no data. The process that writes a
@@ -26,11 +26,11 @@ cdef class Slots:
                  worker k ──► FREE                    a slot that was kept; one of a worker that is gone
 
     FREE is changed by compare-and-swap (`take`), k by worker k, until it has published the slot's
-    number in a cell; then by the trainer (`adopt`), before that cell names it no more. TRAINER is changed
+    number in a cell; then by the trainer (`free_from`), before that cell names it no more. TRAINER is changed
     by the trainer. When worker k is gone, its tickets are reposted, and the slots of its published
     tickets are known, the supervisor changes k of all others, by compare-and-swap (`reclaim`).
 
-    A slot of the trainer is leased while its `uses` are not 0: `vacate` adds LEASED for the `Lease`,
+    A slot of the trainer is leased while its `uses` are not 0: `free_from` adds LEASED for the `Lease`,
     which any thread drops, also inside garbage collection; a fork adds PINNED to what is leased, since
     the child may read it, and the next epoch's begin ends that. The party that makes it 0 frees the
     slot. A copy of this object in a forked process changes nothing.
@@ -58,7 +58,7 @@ cdef class Slots:
         self.mapping = Mapping(fd, 0, PAGE + chunks * sizeof(slot_chunk))
         self.table = <slot_table*>self.mapping.data
         self.depth = forks_here[0]
-        self.lent = {}
+        self.leases = {}
         if owner == TRAINER:
             tables[:] = [ref for ref in tables if ref() is not None]
             tables.append(weak_reference(self))
@@ -115,7 +115,7 @@ cdef class Slots:
         """The owner of each slot: a list of 0 (free), a worker's number, or TRAINER."""
         return [cseq_load_acq_u32(self.word(slot)) for slot in range(self.count())]
 
-    def free(self):
+    def spare(self):
         """Free slots that take memory, lowest first, (slot, bytes) each; and how many are in use."""
         cdef list found = []
         cdef Py_ssize_t slot
@@ -187,7 +187,7 @@ cdef class Slots:
             cseq_swap_sc_u32(self.word(slot), FREE)  # SYNC: slot is free; SYNC: hint is lowered
             self.lower(slot)
 
-    def release(self, Py_ssize_t slot):
+    def free(self, Py_ssize_t slot):
         """Free a slot that this process has."""
         self.check(slot)
         if cseq_load_acq_u32(self.word(slot)) != self.owner:
@@ -228,13 +228,13 @@ cdef class Slots:
 
     # -- leased
 
-    def lend(self, Py_ssize_t slot, Mapping mapping not None):
+    def lease(self, Py_ssize_t slot, Mapping mapping not None):
         """The memory of a slot that a ticket lies in, for a batch that is being decoded.
 
-        Always the same `Lease` until `vacate`: the views of an interrupted decode and of the next one
+        Always the same `Lease` until `free_from`: the views of an interrupted decode and of the next one
         share it.
         """
-        cdef Lease lease = self.lent.get(slot)
+        cdef Lease lease = self.leases.get(slot)
         self.check(slot)
         if lease is not None:
             return lease
@@ -246,21 +246,21 @@ cdef class Slots:
         lease.mapping = mapping
         lease.slot = slot
         lease.early = cseq_load_acq_u64(&self.held) < HARDLY_ANY
-        self.lent[slot] = lease
+        self.leases[slot] = lease
         return lease
 
-    cpdef int adopt(self, Py_ssize_t slot, uint64_t used) except -1:
-        """Make a slot the trainer's: the ticket leaves its cell that takes `used` bytes there. The
-        caller has the cell name it no more, then calls `vacate`."""
-        self.check(slot)
-        self.peak_bytes = max(self.peak_bytes, used)
-        cseq_store_rel_u32(self.word(slot), self.owner)  # SYNC: slot is the trainer's
-        return 0
-
-    cpdef int vacate(self, Py_ssize_t slot) except -1:
-        """Free an adopted slot; if it was lent, when the last view of its `Lease` is gone."""
-        cdef Lease lease = self.lent.pop(slot, None) if self.lent else None
-        self.check(slot)
+    cdef int free_from(self, cseq_cell* c) except -1:
+        """Free the slot, if there is one, in the cell of a ticket that is committed or cancelled; if it is
+        leased, the last view of its `Lease` frees it."""
+        cdef Py_ssize_t slot = cseq_load_acq_u32(&c.slot)
+        cdef uint64_t* f = c.converted if c.stage else c.record
+        cdef Lease lease
+        if slot >= self.count():
+            return 0
+        self.peak_bytes = max(self.peak_bytes, f[0] + f[1] + f[2] + f[3])
+        cseq_store_rel_u32(self.word(slot), self.owner)
+        cseq_store_rel_u32(&c.slot, CSEQ_NO_SLOT)  # SYNC: slot is the trainer's (both stores)
+        lease = self.leases.pop(slot, None) if self.leases else None
         if lease is None:
             self.set_free(slot)
             return 0
@@ -269,16 +269,6 @@ cdef class Slots:
         self.peak_held = max(self.peak_held, cseq_add_sc_u64(&self.held, 1) + 1)
         cseq_add_sc_u64(&self.held_bytes, self.committed(slot))
         lease.slots = self
-        return 0
-
-    cdef int detach(self, cseq_cell* c) except -1:
-        """Detach the slot, if there is one, from the cell of a ticket that is taken out; it is vacated."""
-        cdef Py_ssize_t slot = cseq_load_acq_u32(&c.slot)
-        cdef uint64_t* f = c.converted if c.stage else c.record
-        if slot < self.count():
-            self.adopt(slot, f[0] + f[1] + f[2] + f[3])
-            cseq_store_rel_u32(&c.slot, CSEQ_NO_SLOT)  # SYNC: slot is the trainer's
-            self.vacate(slot)
         return 0
 
     def peak(self):
@@ -318,7 +308,7 @@ def pin_leased():
     for ref in tables:
         slots = ref()
         if slots is not None:
-            (<Slots>slots).pin()
+            (<SlotTable>slots).pin()
 
 
 if hasattr(os, "register_at_fork"):

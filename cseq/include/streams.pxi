@@ -72,7 +72,7 @@ cdef class Request:
 
     Parameters
     ----------
-    slots : Slots
+    slots : SlotTable
 
     Attributes
     ----------
@@ -80,11 +80,11 @@ cdef class Request:
         The lowest free one.
     """
 
-    cdef Slots slots
+    cdef SlotTable slots
     cdef readonly Py_ssize_t slot
     cdef int64_t words[REQUEST_WORDS]
 
-    def __cinit__(self, Slots slots not None):
+    def __cinit__(self, SlotTable slots not None):
         memset(self.words, 0, sizeof(self.words))
         self.slot = -1
         self.slots = slots

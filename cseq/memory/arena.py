@@ -12,7 +12,7 @@ The guarantee: a slot is not written to while an array, a view or a tensor made 
 the trainer or in the worker that filled it, also after the arena was closed. Its memory is freed
 with the last of them.
 
-                   take, place … publish                  lend, adopt
+                   take, place … publish                  lease, free
     worker   free ──────────────────────► its ticket's ──┬──────────► leased ──► free
                                                          └─ copied ────────────► free
 
@@ -27,7 +27,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from cseq._core import Lock, Ring, ring_bytes
-from cseq._memory import SMALL, Mapping, Memory, Slots, commit, copy_of
+from cseq._memory import SMALL, Mapping, Memory, SlotTable, commit, copy_of
 from cseq.memory.descriptors import sparse_file
 from cseq.stage import spins
 from cseq.system import MIB, memory_limit_of
@@ -56,7 +56,7 @@ MAX_LEASED = 16384  # slots, each a mapping: a process can have 65530, for all t
 
 
 class Arena:
-    """The trainer's end of the slots: maps, lends and frees them; and the rings.
+    """The trainer's end of the slots: maps, leases and frees them; and the rings.
 
     Any thread may call any method, and leases may end on any thread.
 
@@ -83,7 +83,7 @@ class Arena:
         Batches with large leaves that were copied because too many were held.
     mapped : list of Mapping or None
         The present mapping of every slot; None: it was not mapped yet.
-    slots : Slots
+    slots : SlotTable
         The table.
     """
 
@@ -103,7 +103,7 @@ class Arena:
         file, self.width, self.most = _slots_file(tickets)
         self._files = [file]
         self.copies = 0
-        self.slots = Slots(self.fd, self.width, self.most)
+        self.slots = SlotTable(self.fd, self.width, self.most)
         self.mapped: list[Mapping | None] = []
         self.rings: list[Ring] = []
 
@@ -189,7 +189,7 @@ class Arena:
     def reclaim(self, owner: int, status: int = 0) -> None:
         """Post the tickets of a worker that has certainly ended again, and free its slots.
 
-        With a `status`, the tickets are given up: published with that. The slots of published ones
+        With a `status`, the tickets are published with that instead. The slots of published ones
         stay; the trainer makes them its own before they leave their cells: so either they are seen
         here, or they are not the worker's any more.
         """
@@ -208,8 +208,8 @@ class Arena:
     def lease(self, slot: int, capacity: int) -> Memory | None:
         """Return the memory of a taken slot, valid while there are references to it.
 
-        The lease begins with `Slots.adopt`: the slot is free again when the last view of the memory
-        is gone. None: too many slots are leased, and what is to be held has to be copied.
+        The lease begins when the ticket is committed; the end of the last view of the memory frees
+        the slot. None: too many slots are leased, and what is to be held has to be copied.
 
         `capacity`: bytes of the slot that are committed, as the worker says. MemoryError if there
         is no room for a mapping.
@@ -218,7 +218,7 @@ class Arena:
             mapping = self._look(slot, capacity)
             may_be_held = self.slots.leased_bytes + capacity <= self.memory_limit
             if may_be_held and self.slots.leased < self._most_leased():
-                return self.slots.lend(slot, mapping)
+                return self.slots.lease(slot, mapping)
             self._count_copy(capacity)
         return None
 
@@ -272,7 +272,7 @@ class Arena:
             if not largest:
                 return
             room = room_for(largest, 0, self.width)
-            free, busy = self.slots.free()
+            free, busy = self.slots.spare()
             for k, (slot, nbytes) in enumerate(free, busy):
                 size = 0 if k >= self._tickets + held else room if nbytes > 2 * room else nbytes
                 if size < nbytes and self.slots.shrink(slot, size):
@@ -311,7 +311,7 @@ def _slots_file(tickets: int) -> tuple[Descriptor, int, int]:
     """Make a file with as many and as wide slots as the file system can have: it, width, slots.
 
     `tickets`: the most that are posted at a time. On Windows there are slots for these, for those
-    of an epoch that was given up, and as many again to lend; the more, the narrower.
+    of an epoch that was cancelled, and as many again to lease; the more, the narrower.
     """
     for width, slots in reserved(tickets) if os.name == "nt" else SIZES:
         try:

@@ -53,12 +53,12 @@ def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
         return bar
     before = _read(loader)
 
-    class Progress(tqdm):  # type: ignore[misc]
+    class Bar(tqdm):  # type: ignore[misc]
         def display(self, *args: Any, **kwargs: Any) -> Any:
             self.postfix = _said(before, _read(loader)) if self.n > self.initial else "starting"
             return super().display(*args, **kwargs)
 
-    told: Iterable[B] = Progress(loader, **options)
+    told: Iterable[B] = Bar(loader, **options)
     return told
 
 

@@ -106,7 +106,7 @@ class Pool:
     batch_reader : BatchReader
         Where finished batches come out.
     options : WorkerOptions
-    errors, discard, make, interrupted
+    errors, on_cancel, make, interrupted
         See `Feed`.
     convert, leaf_for : callable, optional
         See `Decoder`.
@@ -142,7 +142,7 @@ class Pool:
         errors: Literal["raise", "skip", "return"] = "raise",
         convert: Callable[[Any], Any] | None = None,
         leaf_for: Callable[[Any], Any] | None = None,
-        discard: Callable[[int], None] | None = None,
+        on_cancel: Callable[[int], None] | None = None,
         make: Callable[[], None] | None = None,
         num_workers: int = 1,
         num_converters: int = 0,
@@ -170,7 +170,7 @@ class Pool:
             self._describe,
             errors=errors,
             make=make,
-            discard=discard,
+            on_cancel=on_cancel,
             interrupted=interrupted,
         )
         self.lanes = lanes or Lanes(num_workers, "thread")

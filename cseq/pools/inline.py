@@ -33,7 +33,7 @@ __all__ = ["InlinePool"]
 log = logging.getLogger("cseq")
 
 
-class Indexing(indexer.Indexing):
+class InlineIndexing(indexer.Indexing):
     """The work of the first stage, on the trainer's own thread."""
 
     # A process that the user's code forks has its copy of the loop, and goes on with it.
@@ -59,7 +59,7 @@ class InlinePool(BatchPool):
         self._batch_context = context.BatchContext(0, 1, job.sampler.seed)
         self._seeds = Seeds(self._batch_context) if job.seed_globals else None
         convert = None if job.output.kind == "null" else Converter(job.output).convert
-        self._indexing = Indexing(objects, None, self._batch_context, convert, self._seeds)
+        self._indexing = InlineIndexing(objects, None, self._batch_context, convert, self._seeds)
         super().__init__(
             job,
             ring,

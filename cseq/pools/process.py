@@ -167,7 +167,7 @@ class ProcessPool(BatchPool):
                 job.num_workers,
                 "batch",
                 advice,
-                gives_up=job.on_error == "skip",
+                fails=job.on_error == "skip",
             ),
             lanes=lanes,
         )
@@ -195,7 +195,7 @@ class ProcessPool(BatchPool):
             batch_reader,
             convert=convert,
             leaf_for=leaf_for,
-            discard=self._imports and self._imports.discard,
+            on_cancel=self._imports and self._imports.cancel,
             num_workers=job.num_workers,
             num_converters=job.num_converters,
             lanes=lanes,

@@ -48,7 +48,7 @@ __all__ = ["Naming", "StreamPool"]
 DEEPEST = 64  # the most tickets of one worker in flight, also if `prefetch` is larger
 MOST_BYTES = 16 << 20  # of all cells, beyond what `prefetch` of each worker takes
 KEY_ROOM = 512  # ints: a list of no more travels in its ticket, other keys are pickled
-CALLS = 2  # cells for calls: one that was given up may still be worked on
+CALLS = 2  # cells for calls: one that was cancelled may still be worked on
 
 
 class Naming(NamedTuple):
@@ -82,12 +82,12 @@ class StreamPool(Pool):
         prefetch: int,
         errors: Literal["raise", "return"],
         naming: Naming,
-        gives_up: bool,
+        fails: bool,
     ) -> None:
         self._naming = naming
         self._prefetch = prefetch
         self._depth = depth = min(prefetch, DEEPEST)
-        # Besides items, a worker may hold a BEGIN and one ticket that was given up.
+        # Besides items, a worker may hold a BEGIN and one ticket that was cancelled.
         besides = 2 + CALLS
         # One worker may have all keys, unless the cells for them would take too much memory.
         room = KEYS + KEY_ROOM
@@ -117,7 +117,7 @@ class StreamPool(Pool):
                 naming.unit,
                 "look at what makes it",
                 naming.lost,
-                gives_up=gives_up,
+                fails=fails,
             ),
             lanes=lanes,
         )
@@ -333,7 +333,7 @@ class StreamPool(Pool):
         return [written[id(assignment)] for assignment in assignments]
 
     def _end(self) -> None:
-        """Give up the epoch, and the calls that are under way."""
+        """Cancel the epoch, and the calls that are under way."""
         self.assignments = []
         self.feed.end()
 
@@ -342,7 +342,7 @@ class StreamPool(Pool):
     def ask(
         self, method: str, args: tuple[Any, ...], workers: Sequence[int], *, behind: bool
     ) -> list[Any]:
-        """Call a method in some workers. A call that is interrupted is given up by the next one."""
+        """Call a method in some workers. The next call cancels an interrupted one."""
         generation = self.run.generation
         try:
             self.supervisor.check()
@@ -383,11 +383,11 @@ class StreamPool(Pool):
                 if failure.ends_program(ending):
                     raise
                 raise failure.ordinary(ending) from ending
-            self.feed.dismiss(number, cell, ticket)
+            self.feed.commit_reply(number, cell, ticket)
             return reply
         error = self._slots.error(cell, *answer[1:])
         place = self.held(number, cell).place
-        self.feed.dismiss(number, cell, ticket, ends=True)
+        self.feed.commit_reply(number, cell, ticket, ends=True)
         try:
             error = failure.named(_signed(error, number), place)
             raise error

@@ -38,8 +38,8 @@ class Deaths:
         For messages: what a ticket stands for ('batch'), and what to do if it ends its workers.
     lost : str
         What the log adds where it says that a worker was replaced.
-    gives_up : bool
-        A batch that ends its workers is given up, and ends nothing else.
+    fails : bool
+        The `WorkerDied` of a batch that ends its workers takes its place, and ends nothing else.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Deaths:
         advice: str,
         lost: str = "",
         *,
-        gives_up: bool = False,
+        fails: bool = False,
     ) -> None:
-        self.lost, self._gives_up = lost, gives_up
+        self.lost, self._fails = lost, fails
         self._budget = budget
         self._starts = TRIES * num_workers  # all of them may die at once while they start
         self._unit, self._advice = unit, advice
@@ -60,7 +60,7 @@ class Deaths:
         self._unready = 0
         self._by_place: Counter[str] = Counter()
         self._oom_kills = oom_kills()
-        self.is_given_up = False  # what the latest death has ended
+        self.has_failed = False  # what the latest death has ended
         self.restarts = 0
         self.retries = 0  # tickets that ran again
 
@@ -81,7 +81,7 @@ class Deaths:
     ) -> WorkerDied | None:
         """Count a death; return the error if it is one too many.
 
-        Then `is_given_up` says whether only its batch is lost, and the run goes on without it.
+        Then `has_failed` says whether only its batch is lost, and the run goes on without it.
 
         `is_overdue`: the worker was killed because it took longer than its timeout.
         """
@@ -91,8 +91,8 @@ class Deaths:
         self._by_place[place] += 1
         is_lethal = bool(held) and self._by_place[place] >= TRIES
         is_over = self._deaths > self._budget
-        can_do_without = self._gives_up and is_batch
-        self.is_given_up = is_lethal and can_do_without and not is_over
+        can_do_without = self._fails and is_batch
+        self.has_failed = is_lethal and can_do_without and not is_over
         if is_lethal and not (can_do_without and is_over):
             reason = f"this {self._unit} has ended {TRIES} workers: {self._advice}"
         elif self._unready >= self._starts:
@@ -109,7 +109,7 @@ class Deaths:
             self.restarts += 1
             self.retries += len(held)
             return None
-        self.restarts += self.is_given_up
+        self.restarts += self.has_failed
         how = f"{describe_exit(exitcode)}{self._oom(exitcode)}"
         if is_overdue:
             how = "took longer than its timeout and was killed"

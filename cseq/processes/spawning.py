@@ -21,13 +21,13 @@ from cseq.encoding.pickling import import_torch, reduce_storage, reducing
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Descriptor", "spawning"]
+__all__ = ["Reopened", "spawning"]
 
 CONTEXT: Any = context  # what follows is public only by name
 PICKLER: Any = reduction.ForkingPickler
 
 
-class Descriptor(NamedTuple):
+class Reopened(NamedTuple):
     """A descriptor of the trainer, for a worker: also one that is started later, for a dead one."""
 
     pid: int
@@ -59,13 +59,13 @@ class Workers:
         return fd
 
     @staticmethod
-    def DupFd(fd: int) -> Descriptor:  # noqa: N802 - as multiprocessing names it
+    def DupFd(fd: int) -> Reopened:  # noqa: N802 - as multiprocessing names it
         """Say where a descriptor is found."""
         import fcntl
 
         found = os.fstat(fd)
         mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
-        return Descriptor(os.getpid(), fd, mode, found.st_dev, found.st_ino)
+        return Reopened(os.getpid(), fd, mode, found.st_dev, found.st_ino)
 
 
 @contextlib.contextmanager
@@ -109,7 +109,7 @@ def _reduce_storage(storage: Any) -> Any:
     return _shared_storage, (Workers.DupFd(fd), nbytes)
 
 
-def _shared_storage(descriptor: Descriptor, nbytes: int) -> Any:
+def _shared_storage(descriptor: Reopened, nbytes: int) -> Any:
     """Map the memory of a storage in shared memory."""
     fd = descriptor.detach()
     try:

@@ -139,7 +139,7 @@ class Supervisor:
         self._record: codec.Record | None = None
         self._workers: dict[int, WorkerProcess] = {}
         self._marks: MarksFile | None = None  # the file of what traces record in workers
-        self._given_up: dict[str, WorkerDied] = {}  # batches, by their places
+        self._failed: dict[str, WorkerDied] = {}  # batches, by their places
         self._noted = False
         self._records = Records()
         self._patience = SLOW
@@ -414,7 +414,7 @@ class Supervisor:
         self._lanes.note(what, owner, child.pid, text=text, held=tuple(lost))
         was_ready = worker.state == READY
         counts = not left and (held or owner in self.wanted()) and not self.failure
-        error, is_given_up = None, False
+        error, has_failed = None, False
         if counts:  # first: what is posted again may end the epoch before this thread goes on
             error = self.deaths.count(
                 owner - 1,
@@ -424,11 +424,11 @@ class Supervisor:
                 was_ready=was_ready,
                 is_overdue=worker.is_overdue,
             )
-        if error is not None and self.deaths.is_given_up:
-            is_given_up = True
-            self._given_up[held[0].place] = error  # before it is published
-        self.shared.reclaim(owner, RAISED if is_given_up else 0)
-        if error is not None and not is_given_up:
+        if error is not None and self.deaths.has_failed:
+            has_failed = True
+            self._failed[held[0].place] = error  # before it is published
+        self.shared.reclaim(owner, RAISED if has_failed else 0)
+        if error is not None and not has_failed:
             self._fail(error)
         elif counts:
             done = "replaced" if owner in self.wanted() else "its tickets go to others"
@@ -442,10 +442,10 @@ class Supervisor:
     # -- on any thread
 
     def died_of(self, number: int, cell: int) -> WorkerDied | None:
-        """Return the error of a batch that was given up, since it has ended its workers."""
-        if not self._given_up:
+        """Return the error of a batch that has failed, since it has ended its workers."""
+        if not self._failed:
             return None
-        return self._given_up.pop(self._describe(number, cell).place, None)
+        return self._failed.pop(self._describe(number, cell).place, None)
 
     def check(self) -> None:
         """Raise errors of workers and of the supervisor's thread.

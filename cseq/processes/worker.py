@@ -31,7 +31,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from cseq._core import Ring, attach_marks, exit_on_hangup, now_ns
-from cseq._memory import DEBUG, Descriptor, Mapping, Slots, keep_freed
+from cseq._memory import DEBUG, Descriptor, Mapping, SlotTable, keep_freed
 from cseq.encoding import codec, failure
 from cseq.encoding.writer import Writer
 from cseq.memory import descriptors
@@ -148,7 +148,7 @@ def enter(sock: socket.socket) -> Entered:
     os.environ.pop("CSEQ_TRACE", None)  # that file is the trainer's
     Descriptor(int, ring_fd).close()
     owner = setup.number + 1
-    slots = Slots(arena_fd, setup.width, setup.slots, owner) if setup.slots else None
+    slots = SlotTable(arena_fd, setup.width, setup.slots, owner) if setup.slots else None
     sender = None
     if setup.levels is not None:
         sender = Sender(setup.number, setup.levels, partial(send_state, sock, LOGGED))

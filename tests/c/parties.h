@@ -1,7 +1,7 @@
 /* The two parties at the ring, as _core.pyx plays them, with a payload that can be checked.
  *
- *   trainer_…   the class Feed: post, take, abandon, sweep, wait; and the loop of pools/base.py. On a
- *               queue (calls > 0): post in turn, retract what is given up
+ *   trainer_…   the class Feed: post, take, cancel, wait; and the loop of pools/base.py. On a
+ *               queue (calls > 0): post in turn, cancel the newest first
  *   runner_…    the class Seat: claim, work, publish
  *
  * The payload is a pure function of the ticket, in plain words: the trainer writes indices, the
@@ -110,13 +110,13 @@ typedef struct {
     cseq_ring *ring;
     cseq_gil *turn; /* 0: it takes no turns */
     uint32_t order[MOST_CELLS], first, outstanding;
-    uint32_t abandoned[MOST_CELLS], abandoned_count;
+    uint32_t cancelled[MOST_CELLS], cancelled_count;
     uint32_t next_cell, unwoken, wake_at;
     int ordered;
     uint32_t call_every;        /* on a queue: every so many tickets are calls; 0: none */
     uint64_t start, posted, end;        /* tickets: the first, the next to post, the one after the last */
     uint64_t next;                      /* nothing before this one may come any more */
-    uint64_t delivered, given_up;       /* tickets */
+    uint64_t delivered, cancelled_in_all;       /* tickets */
     uint8_t came[MOST_TICKETS];         /* by ticket - start */
 } trainer;
 
@@ -163,29 +163,29 @@ static void trainer_post(trainer *t, uint32_t cell) {
         trainer_wake(t);
 }
 
-static void trainer_sweep(trainer *t) {
+static void trainer_free_cancelled(trainer *t) {
     uint32_t kept = 0;
-    for (uint32_t k = 0; k < t->abandoned_count; k++) {
-        uint32_t cell = t->abandoned[k];
+    for (uint32_t k = 0; k < t->cancelled_count; k++) {
+        uint32_t cell = t->cancelled[k];
         if (t->ring->calls && cell < cseq_ring_round(t->ring) ? cseq_ring_ready(t->ring, cell)
                                                               : cseq_ring_cancel(t->ring, cell)) {
             cseq_ring_cell(t->ring, cell)->record[0] = 0; /* the trainer's now: nobody reads it */
-            cseq_ring_retire(t->ring, cell);
+            cseq_ring_free(t->ring, cell);
         } else {
-            t->abandoned[kept++] = cell;
+            t->cancelled[kept++] = cell;
         }
     }
-    t->abandoned_count = kept;
+    t->cancelled_count = kept;
 }
 
 static void trainer_refill(trainer *t) {
     int cell;
-    if (t->abandoned_count) trainer_sweep(t);
+    if (t->cancelled_count) trainer_free_cancelled(t);
     while (t->posted != t->end && (cell = trainer_vacant(t)) >= 0) trainer_post(t, (uint32_t)cell);
 }
 
 /* On a queue: take back what the runner has not claimed, newest first. */
-static void trainer_retract(trainer *t) {
+static void trainer_cancel_newest(trainer *t) {
     uint32_t n = t->ring->capacity, kept = 0;
     uint32_t order[MOST_CELLS];
     int stopped = 0;
@@ -199,9 +199,9 @@ static void trainer_retract(trainer *t) {
 #ifdef M_RETRACT_OLDEST
         stopped = 0;
 #endif
-        if (in_round && !stopped && cseq_ring_retract(t->ring, cell)) {
+        if (in_round && !stopped && cseq_ring_cancel_newest(t->ring, cell)) {
             t->next_cell = cell;
-            t->given_up++;
+            t->cancelled_in_all++;
         } else {
             stopped |= in_round;
             order[kept++] = cell;
@@ -212,11 +212,11 @@ static void trainer_retract(trainer *t) {
 }
 
 /* What is outstanding is not wanted: the next ticket delivered is the next one posted. */
-static void trainer_abandon(trainer *t) {
-    if (t->ring->calls) trainer_retract(t);
+static void trainer_cancel_all(trainer *t) {
+    if (t->ring->calls) trainer_cancel_newest(t);
     for (uint32_t k = 0; k < t->outstanding; k++)
-        t->abandoned[t->abandoned_count++] = t->order[(t->first + k) % t->ring->capacity];
-    t->given_up += t->outstanding;
+        t->cancelled[t->cancelled_count++] = t->order[(t->first + k) % t->ring->capacity];
+    t->cancelled_in_all += t->outstanding;
     t->outstanding = t->unwoken = 0;
     t->next = t->posted;
 }
@@ -235,8 +235,8 @@ static void trainer_account(trainer *t, uint64_t ticket) {
 
 /* To be called when all is over. */
 static void trainer_check(const trainer *t) {
-    REQUIRE(t->delivered + t->given_up == t->end - t->start, "%llu tickets came and %llu were given up, of %llu",
-            (unsigned long long)t->delivered, (unsigned long long)t->given_up,
+    REQUIRE(t->delivered + t->cancelled_in_all == t->end - t->start, "%llu tickets came and %llu were cancelled, of %llu",
+            (unsigned long long)t->delivered, (unsigned long long)t->cancelled_in_all,
             (unsigned long long)(t->end - t->start));
     for (uint32_t c = 0; c < t->ring->capacity; c++)
         REQUIRE(cseq_ring_state(t->ring, c) == CSEQ_FREE, "cell %u is not free at the end", c);
@@ -260,7 +260,7 @@ static int trainer_take(trainer *t) {
                 "field %d of ticket %llu is wrong", (int)f, (unsigned long long)ticket);
     memset(c->record, 0, sizeof c->record);
     memset(c->converted, 0, sizeof c->converted);
-    cseq_ring_retire(t->ring, cell);
+    cseq_ring_free(t->ring, cell);
     return 1;
 }
 
@@ -282,7 +282,7 @@ static void trainer_wait(trainer *t, uint32_t seen, uint64_t ns) {
 }
 
 CSEQ_INLINE int trainer_finished(const trainer *t) {
-    return t->posted == t->end && !t->outstanding && !t->abandoned_count;
+    return t->posted == t->end && !t->outstanding && !t->cancelled_count;
 }
 
 /* Take one ticket; 0 when all is done, or when something `failed`. */

@@ -215,13 +215,13 @@ static void make_plan(void) {
 
 static void play(uint64_t end) {
     pthread_t keeper;
-    uint32_t abandon_every;
+    uint32_t cancel_every;
     make_plan();
-    abandon_every = below(&own_rng, 2) ? 0 : 50 + below(&own_rng, 500);
+    cancel_every = below(&own_rng, 2) ? 0 : 50 + below(&own_rng, 500);
     alarm(WATCHDOG);
     REQUIRE(pthread_create(&keeper, 0, keep, 0) == 0, "no thread");
     while (trainer_next(&boss, 0, PARK)) {
-        if (abandon_every && boss.delivered % abandon_every == 0) trainer_abandon(&boss);
+        if (cancel_every && boss.delivered % cancel_every == 0) trainer_cancel_all(&boss);
         if (cseq_now_ns() > end) boss.end = boss.posted; /* the rest is not posted any more */
     }
     trainer_check(&boss);

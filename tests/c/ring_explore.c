@@ -48,7 +48,7 @@ typedef struct {
 typedef struct {
     uint32_t stages, runners, capacity, tickets, deaths, wake_at;
     uint32_t call_every;  /* 0: a shared ring; else a queue, and every so many tickets are calls */
-    uint32_t abandon_at;  /* tickets delivered before; more than all: never */
+    uint32_t cancel_at;  /* tickets delivered before; more than all: never */
     uint32_t restarts;    /* a death beyond these is news for the trainer */
     int ordered;
     uint64_t first;       /* ticket */
@@ -57,7 +57,7 @@ typedef struct {
 } scenario;
 
 static const scenario SMALL[] = {
-    /* stages runners cells tickets deaths wake calls abandon restarts ordered first queues */
+    /* stages runners cells tickets deaths wake calls cancel restarts ordered first queues */
     {1, 1, 1, 2, 0, 1, 0, 99, 99, 1, 0, 0},
     {1, 2, 1, 2, 0, 1, 0, 99, 99, 1, 0, 0},
     {1, 2, 2, 2, 0, 1, 0, 99, 99, 1, 0, 0},
@@ -123,9 +123,9 @@ static void fail(const char *format, ...) {
     va_start(arguments, format);
     vprintf(format, arguments);
     va_end(arguments);
-    printf("\n  stages=%u runners=%u cells=%u tickets=%u wake_at=%u call_every=%u abandon_at=%u restarts=%u "
+    printf("\n  stages=%u runners=%u cells=%u tickets=%u wake_at=%u call_every=%u cancel_at=%u restarts=%u "
            "ordered=%d first=%llu queues=%u; %u deaths, %u steps\n",
-           plan.stages, plan.runners, plan.capacity, plan.tickets, plan.wake_at, plan.call_every, plan.abandon_at,
+           plan.stages, plan.runners, plan.capacity, plan.tickets, plan.wake_at, plan.call_every, plan.cancel_at,
            plan.restarts, plan.ordered, (unsigned long long)plan.first, plan.queues, deaths, steps);
     exit(1);
 }
@@ -336,7 +336,7 @@ static int all_left(void) {
 
 static void trainer_body(void) {
     while (trainer_next(boss, &failed, 1))
-        if (boss->delivered == plan.abandon_at && !boss->given_up) trainer_abandon(boss);
+        if (boss->delivered == plan.cancel_at && !boss->cancelled_in_all) trainer_cancel_all(boss);
     if (!failed) trainer_check(boss);
     cseq_ring_close(boss->ring);
     wait_for(all_left);
@@ -444,7 +444,7 @@ static void random_plan(void) {
         plan.tickets = 1 + plan.tickets % 6;
         plan.ordered = 1;
     }
-    plan.abandon_at = below(&rng, 3) ? 99 : below(&rng, plan.tickets);
+    plan.cancel_at = below(&rng, 3) ? 99 : below(&rng, plan.tickets);
     plan.first = below(&rng, 2) ? 0 : ((uint64_t)1 << 40) - below(&rng, 6);
     calm = below(&rng, 2) ? below(&rng, 256) : 192 + below(&rng, 64);
     lag = below(&rng, 2) ? 0 : 200 + below(&rng, 57);

@@ -36,7 +36,7 @@ typedef struct {
 static struct {
     uint64_t seed, round;
     uint32_t stages, indexers, runners, tickets, mortality, haste; /* the latter: per 65536 points */
-    uint64_t abandon_every;
+    uint64_t cancel_every;
     uint32_t resize_every; /* runners come and go, cells are added; 0: not */
     uint32_t deaths_left; /* atomic */
 } plan;
@@ -47,7 +47,7 @@ static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static uint32_t dead[MOST_RUNNERS + 1], dead_count, left_count; /* under the lock */
 static trainer boss;
 static cseq_gil turn;
-static uint64_t kills, abandons, resizes, tickets_in_all;
+static uint64_t kills, cancels, resizes, tickets_in_all;
 static _Thread_local runner *self; /* 0: the trainer or the watcher */
 static _Thread_local uint64_t own_rng;
 
@@ -168,7 +168,7 @@ static void make_plan(void) {
     plan.mortality = below(rng, 3) ? 1 + below(rng, 200) : 0;
     plan.deaths_left = plan.mortality ? 1 + below(rng, 60) : 0;
     plan.haste = below(rng, 3) ? below(rng, 4000) : 0;
-    plan.abandon_every = below(rng, 3) ? 0 : 1 + below(rng, 60);
+    plan.cancel_every = below(rng, 3) ? 0 : 1 + below(rng, 60);
     uint32_t capacity = cells[below(rng, 4)], calls = below(rng, 3) ? 0 : CALLS;
     if (calls) { /* a queue */
         plan.stages = plan.indexers = plan.runners = 1;
@@ -212,9 +212,9 @@ static void play(void) {
     while (trainer_next(&boss, 0, PARK)) {
         uint64_t *words = (uint64_t *)cseq_ring_meter(boss.ring, 1); /* as stats() does */
         for (size_t k = 0; k < sizeof(cseq_meter) / 8; k++) (void)cseq_load_rlx_u64(words + k);
-        if (plan.abandon_every && ++since == plan.abandon_every) {
-            trainer_abandon(&boss);
-            abandons++;
+        if (plan.cancel_every && ++since == plan.cancel_every) {
+            trainer_cancel_all(&boss);
+            cancels++;
             since = 0;
         }
         if (plan.resize_every && !below(&own_rng, plan.resize_every)) {
@@ -245,6 +245,6 @@ int main(int argc, char **argv) {
     for (; cseq_now_ns() < end; plan.round++) play();
     printf("ok: %llu rounds, %llu tickets, %llu deaths, %llu epochs broken off, %llu resizes\n",
            (unsigned long long)plan.round, (unsigned long long)tickets_in_all,
-           (unsigned long long)kills, (unsigned long long)abandons, (unsigned long long)resizes);
+           (unsigned long long)kills, (unsigned long long)cancels, (unsigned long long)resizes);
     return 0;
 }

@@ -349,7 +349,7 @@ def test_a_converter_dies_while_its_batch_is_copied(between: Callable[[str], Non
     )
 
 
-def test_a_given_up_batch_is_let_go(between: Callable[[str], None]) -> None:
+def test_a_cancelled_batch_is_let_go(between: Callable[[str], None]) -> None:
     """A batch that the loop will not see gives its memory back to the converter's process."""
     between(
         """

@@ -11,7 +11,7 @@ from cseq._work import Decoder, Runner
 from cseq.order.sampler import Cut
 
 if TYPE_CHECKING:
-    from cseq._memory import Slots
+    from cseq._memory import SlotTable
 
 
 def make_ring(cells: int = 4, size: int = 2, runners: int = 3, calls: int = 0) -> Ring:
@@ -45,7 +45,7 @@ class Trainer:
         *,
         ordered: bool = True,
         source: OrderSource | None = None,
-        slots: Slots | None = None,
+        slots: SlotTable | None = None,
         recorded: bool = False,
     ) -> None:
         self.ring, self.sleeps, self._awaits = ring, 0, False

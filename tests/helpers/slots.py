@@ -1,4 +1,4 @@
-"""Batches that go through slots: written by a worker's end, lent by the trainer's."""
+"""Batches that go through slots: written by a worker's end, leased by the trainer's."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from ringing import Trainer, claim, make_ring
 
-from cseq._memory import Block, Slots, commit
+from cseq._memory import Block, SlotTable, commit
 from cseq.encoding.writer import Writer
 from cseq.memory.descriptors import sparse_file
 
@@ -61,19 +62,26 @@ def acquire(arena: Arena) -> int:
 WIDTH, MOST = 1 << 20, 4096
 
 
-def shared(most: int = MOST) -> tuple[Descriptor, Slots]:
+def shared(most: int = MOST) -> tuple[Descriptor, SlotTable]:
     """Make a table of slots of `WIDTH` bytes, and its file."""
     file = sparse_file(WIDTH * most)
-    return file, Slots(file.fd, WIDTH, most)
+    return file, SlotTable(file.fd, WIDTH, most)
 
 
-def lease(slots: Slots, slot: int, mapping: Mapping) -> Lease:
-    """Lend a taken slot, and be done with its ticket: the lease frees it."""
-    lent = slots.lend(slot, mapping)
+def commit_ticket(slots: SlotTable, slot: int, used: int) -> None:
+    """Commit a ticket that lies in a slot, which is then free, or leased."""
+    ring = make_ring(cells=1, runners=1)
+    trainer = Trainer(ring, 1, slots=slots)
+    claim(ring).publish(0, (used,), slot=slot)
+    assert trainer.batch() == 0
+
+
+def lease(slots: SlotTable, slot: int, mapping: Mapping) -> Lease:
+    """Lease a taken slot, and commit its ticket: the lease frees it."""
+    leased = slots.lease(slot, mapping)
     slots.resize(slot, mapping.nbytes)
-    slots.adopt(slot, mapping.nbytes)
-    slots.vacate(slot)
-    return lent
+    commit_ticket(slots, slot, mapping.nbytes)
+    return leased
 
 
 def filled(arena: Arena, writer: Writer, value: int, nbytes: int) -> Any:
@@ -88,10 +96,9 @@ def filled(arena: Arena, writer: Writer, value: int, nbytes: int) -> Any:
 
 
 def take(arena: Arena, slot: int, used: int, capacity: int) -> Any:
-    """Decode a slot, and be done with its ticket."""
+    """Decode a slot, and commit its ticket."""
     memory = arena.lend(slot, used, capacity)
-    arena.slots.adopt(slot, used)
-    arena.slots.vacate(slot)
+    commit_ticket(arena.slots, slot, used)
     return memory
 
 

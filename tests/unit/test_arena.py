@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from slots import acquire, filled, whole
 
-from cseq._memory import SMALL, TRAINER, Lease, Mapping, Slots
+from cseq._memory import SMALL, TRAINER, Lease, Mapping, SlotTable
 from cseq.encoding import writer as writer_module
 from cseq.encoding.writer import Writer
 from cseq.memory import arena as arena_module
@@ -220,7 +220,7 @@ try:
     arena.lend(slot, writer.used, 256 * MIB)
 except MemoryError as error:
     print("in the trainer:", error)
-arena.slots.release(slot)
+arena.slots.free(slot)
 arena.close()
 """
 
@@ -240,7 +240,7 @@ def test_no_address_space() -> None:
 
 def test_no_room_for_a_new_slot(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that a worker cannot begin with is a MemoryError, and is its own for the next time."""
-    slots = Slots(arena.fd, arena.width, arena.most, 1)
+    slots = SlotTable(arena.fd, arena.width, arena.most, 1)
     writer = Writer(arena.fd, arena.width, slots)
     with monkeypatch.context() as patch:
         patch.setattr(

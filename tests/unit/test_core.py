@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 import ringing
 from ringing import Trainer, claim, make_ring
-from slots import PAGE, file_of
+from slots import MOST, PAGE, WIDTH, file_of, shared
 
 from cseq import _core, _feed
 from cseq._core import FIELDS, OrderSource, RangeReader, Ring, ring_bytes
-from cseq._memory import TRAINER, Block, Mapping, Slots, address_of
+from cseq._memory import TRAINER, Block, Mapping, SlotTable, address_of
 from cseq._work import Runner
 from cseq.measure.meters import Meters
 from cseq.memory.arena import Arena
@@ -157,7 +157,7 @@ def test_a_failure_skips_the_second_stage() -> None:
     assert trainer.take() == (0, 0, 1, 0xFFFFFFFF, 0, (5, 0, 0, 0))
 
 
-def test_a_ticket_that_is_given_up() -> None:
+def test_a_ticket_that_is_reposted_with_a_status() -> None:
     """It is published with a status, in no slot; the next one is not."""
     ring = make_ring()
     trainer = Trainer(ring, 2)
@@ -191,7 +191,7 @@ def test_what_a_dead_worker_owned() -> None:
     arena = Arena()
     ring = make_ring()
     arena.rings = [ring]
-    workers = [Slots(arena.fd, arena.width, arena.most, owner) for owner in (1, 2)]
+    workers = [SlotTable(arena.fd, arena.width, arena.most, owner) for owner in (1, 2)]
     trainer = Trainer(ring, 3, slots=arena.slots)
     published, working, other = workers[0].take(), workers[0].take(), workers[1].take()
     claim(ring, 1).publish(slot=published)
@@ -210,13 +210,19 @@ def test_what_a_dead_worker_owned() -> None:
     arena.close()
 
 
-def test_a_detached_slot() -> None:
+def test_a_slot_that_a_converter_frees() -> None:
     """A batch that has left its slot comes out without one."""
     ring = make_ring()
-    trainer = Trainer(ring, 1)
-    runner = claim(ring)
-    runner.detach()
-    runner.publish()
+    file, slots = shared()
+    trainer = Trainer(ring, 1, slots=slots)
+    slot = SlotTable(file.fd, WIDTH, MOST, 1).take()
+    first = Runner(ring, 0, 1, last=False)
+    assert first.claim()
+    first.publish(slot=slot)
+    second = claim(ring, 2, 1)
+    second.free_slot(slots)
+    assert slots.owners()[slot] == 0
+    second.publish()
     assert trainer.take() == (0, 0, 0, 0xFFFFFFFF, 0, (0,) * FIELDS)
 
 
@@ -524,7 +530,7 @@ def test_a_runner_has_one_ticket() -> None:
     with pytest.raises(RuntimeError, match="in hand"):
         runner.claim()
     runner.publish()
-    uses = [runner.publish, runner.indices, runner.detach]
+    uses = [runner.publish, runner.indices, lambda: runner.free_slot(shared()[1])]
     uses += [lambda: runner.batch, lambda: runner.record]
     for use in uses:
         with pytest.raises(RuntimeError, match="no ticket"):

@@ -30,23 +30,23 @@ def test_the_budget_of_an_epoch() -> None:
     assert deaths.restarts == 4
 
 
-def test_a_batch_that_is_given_up() -> None:
+def test_a_batch_that_fails() -> None:
     """Its workers are replaced within the budget; what is no batch ends the run as ever."""
-    deaths = Deaths(TRIES, 1, "batch", "look at it", gives_up=True)
+    deaths = Deaths(TRIES, 1, "batch", "look at it", fails=True)
     call = FIRST._replace(place="a call", is_batch=False)
-    for held, gives_up in ((FIRST, True), (call, False)):
+    for held, fails in ((FIRST, True), (call, False)):
         deaths.begin()
         for _ in range(TRIES - 1):
             assert deaths.count(0, -11, [held], was_ready=True) is None
         assert deaths.count(0, -11, [held], was_ready=True) is not None
-        assert deaths.is_given_up == gives_up
+        assert deaths.has_failed == fails
     assert deaths.restarts == TRIES + TRIES - 1
     deaths.begin()
     deaths.count(0, -11, [], was_ready=True)
     for _ in range(TRIES):
         error = deaths.count(0, -11, [FIRST], was_ready=True)
     assert "max_restarts=3 allows no more" in str(error)
-    assert not deaths.is_given_up
+    assert not deaths.has_failed
 
 
 def test_a_batch_that_takes_too_long_again_and_again() -> None:

@@ -22,7 +22,7 @@ from cseq._core import (
     ring_bytes,
 )
 from cseq._feed import Feed, FeedIterator, ItemSource, Request
-from cseq._memory import COPIED, Block, Lease, Mapping, Slots, commit
+from cseq._memory import COPIED, Block, Lease, Mapping, SlotTable, commit
 from cseq._work import Decoder, ObjectTable, Runner
 from cseq.converter.host import Converter
 from cseq.converter.output import parse
@@ -300,8 +300,8 @@ class Slotted:
         self.lends = lends
         file = sparse_file(8 * WIDTH)
         commit(file.fd, 0, 8 * WIDTH)
-        self.slots = Slots(file.fd, WIDTH, 8)
-        self.worker = Slots(file.fd, WIDTH, 8, 1)
+        self.slots = SlotTable(file.fd, WIDTH, 8)
+        self.worker = SlotTable(file.fd, WIDTH, 8, 1)
         self.mapped = [Mapping(file.fd, slot * WIDTH, WIDTH) for slot in range(8)]
         file.close()
         self.ring = Ring(Block(ring_bytes(cells, 1, 1), zero=True), cells, 1, 1)
@@ -325,13 +325,13 @@ class Slotted:
 
     def lend(self, slot: int, capacity: int) -> Any:
         """Lend a slot."""
-        return self.slots.lend(slot, self.mapped[slot]) if self.lends else None
+        return self.slots.lease(slot, self.mapped[slot]) if self.lends else None
 
     def decode(
         self, ring: int, cell: int, status: int, slot: int, capacity: int, record: Any
     ) -> Any:
         """Lend the slot."""
-        return self.slots.lend(slot, self.mapped[slot]), None
+        return self.slots.lease(slot, self.mapped[slot]), None
 
     def next(self) -> Any:
         """Take the next batch."""
@@ -364,8 +364,8 @@ def test_lent_twice() -> None:
     """Decodes of one ticket share a lease: what an interrupted one has left behind stays intact."""
     bench = Slotted()
     bench.work(b"first")
-    left = bench.slots.lend(1, bench.mapped[1])  # as a decode that was interrupted
-    assert bench.slots.lend(1, bench.mapped[2]) is left  # the slot is mapped anew meanwhile
+    left = bench.slots.lease(1, bench.mapped[1])  # as a decode that was interrupted
+    assert bench.slots.lease(1, bench.mapped[2]) is left  # the slot is mapped anew meanwhile
     assert bench.slots.leased == 0
     batch = bench.next()
     assert batch is left
@@ -750,7 +750,7 @@ class Asking(Counter):
         self.runners = [Runner(ring, 0, 1, last=True) for ring in self.rings]
         file = sparse_file(8 * GRAIN)
         commit(file.fd, 0, 8 * GRAIN)
-        self.slots = Slots(file.fd, GRAIN, 8)
+        self.slots = SlotTable(file.fd, GRAIN, 8)
         file.close()
         self.waits = []
         self.run = RunState()
@@ -766,7 +766,7 @@ class Asking(Counter):
         for number in range(2):  # the beginnings
             self.answer(number)
             (cell, ticket), *_ = self.feed.tickets(number)
-            self.feed.dismiss(number, cell, ticket)
+            self.feed.commit_reply(number, cell, ticket)
         source.open()
 
     def answer(self, number: int, status: int = BATCH) -> int:
@@ -832,7 +832,7 @@ def test_the_end_of_a_workers_items() -> None:
         next(items)
     assert asking.feed.ended
     asking.feed.end()
-    assert asking.feed.abandoned_count == 0
+    assert asking.feed.cancelled_count == 0
 
 
 @pytest.mark.parametrize("errors", ["raise", "return"])
@@ -868,6 +868,6 @@ def test_calls_beside_the_line() -> None:
     assert asking.rings[0].peek(*last) is None
     asking.answer(0)
     assert asking.rings[0].peek(*last)
-    asking.feed.dismiss(0, *last, ends=True)
+    asking.feed.commit_reply(0, *last, ends=True)
     assert asking.line() == [[], [0, 1]]
     assert [kept for ring in asking.rings for kept in ring.kept if kept and kept[2]] == []

@@ -146,7 +146,7 @@ def test_leases_begin_and_end_while_processes_are_forked(arena: Arena) -> None:
     for thread in threads:
         thread.join()
     arena.tidy()
-    assert slots.free()[1] == 0
+    assert slots.spare()[1] == 0
     assert slots.leased == slots.leased_bytes == 0
 
 

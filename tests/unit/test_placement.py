@@ -14,7 +14,7 @@ import pytest
 from ringing import Trainer, make_ring
 
 from cseq import MPSequence, empty
-from cseq._memory import Mapping, SlotAllocator, Slots
+from cseq._memory import Mapping, SlotAllocator, SlotTable
 from cseq._work import Runner
 from cseq.encoding import codec, failure
 from cseq.encoding import writer as writer_module
@@ -43,7 +43,7 @@ class Bench:
         arena, ring = self.arena, make_ring(cells=1, runners=1)
         self.trainer = Trainer(ring, slots=arena.slots)
         self.runner = Runner(ring, 0, 1, last=True)
-        slots = Slots(arena.fd, arena.width, arena.most, 1)
+        slots = SlotTable(arena.fd, arena.width, arena.most, 1)
         self.writer = Writer(arena.fd, arena.width, slots)
         self.writer.placement = self.placement = SlotAllocator()
         self.slot = self.capacity = 0

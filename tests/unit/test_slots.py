@@ -8,9 +8,9 @@ import threading
 
 import numpy as np
 import pytest
-from slots import MOST, PAGE, WIDTH, file_of, lease, shared
+from slots import MOST, PAGE, WIDTH, commit_ticket, file_of, lease, shared
 
-from cseq._memory import TRAINER, Lease, Mapping, Slots
+from cseq._memory import TRAINER, Lease, Mapping, SlotTable
 
 
 def test_many_slots() -> None:
@@ -20,7 +20,7 @@ def test_many_slots() -> None:
     assert [slots.take() for _ in range(1999)] == list(range(1, 2000))
     with pytest.raises(MemoryError, match="all 1999 slots"):
         slots.take()
-    slots.release(7)
+    slots.free(7)
     assert slots.take() == 7
 
 
@@ -28,16 +28,15 @@ def test_each_process_has_the_slots_that_it_takes() -> None:
     """A worker's slot is its own until it frees it, or a ticket that lies there leaves the ring."""
     file, trainer = shared()
     worker = 3
-    slots = Slots(file.fd, WIDTH, MOST, worker)
+    slots = SlotTable(file.fd, WIDTH, MOST, worker)
     assert [slots.take(), trainer.take(), slots.take()] == [1, 2, 3]
     assert trainer.owners()[:5] == [TRAINER, worker, TRAINER, worker, 0]
     with pytest.raises(RuntimeError, match="slot 2 is not taken"):
-        slots.release(2)
-    slots.release(1)
-    trainer.adopt(3, 0)
+        slots.free(2)
+    slots.free(1)
+    commit_ticket(trainer, 3, 0)
     with pytest.raises(RuntimeError, match="slot 3 is not taken"):
-        slots.release(3)
-    trainer.vacate(3)
+        slots.free(3)
     assert trainer.owners()[:4] == [TRAINER, 0, TRAINER, 0]
     slots.resize(1, PAGE)
     assert trainer.nbytes(1) == PAGE
@@ -48,7 +47,7 @@ def test_slots_are_not_released_twice() -> None:
     _, slots = shared()
     with file_of(PAGE) as fd:
         mapping = Mapping(fd, 0, PAGE)
-    for use in (slots.release, lambda slot: lease(slots, slot, mapping)):
+    for use in (slots.free, lambda slot: lease(slots, slot, mapping)):
         with pytest.raises(RuntimeError, match="slot 1"):
             use(1)
         for slot in (-1, 0, 2**40):
@@ -89,7 +88,7 @@ def test_the_lowest_free_slot_is_found_again_and_again() -> None:
         few = step % 800 < 400  # half the time many are taken, then nearly none
         if taken and rng.random() < (0.1 if few else 0.9):
             slot = rng.choice(sorted(taken))
-            slots.release(slot)
+            slots.free(slot)
             taken.remove(slot)
         else:
             slot = next(slot for slot in itertools.count(1) if slot not in taken)
@@ -106,11 +105,11 @@ def test_slots_freed_on_other_threads_are_found() -> None:
         mine: list[int] = []
         for _ in range(20000):
             if mine and rng.random() < 0.5:
-                slots.release(mine.pop(rng.randrange(len(mine))))
+                slots.free(mine.pop(rng.randrange(len(mine))))
             else:
                 mine.append(slots.take())
         for slot in mine:
-            slots.release(slot)
+            slots.free(slot)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
     for thread in threads:

@@ -52,7 +52,7 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
                 return
 
     def _ask(self, epoch: int) -> tuple[list[bytes], bool]:
-        """Ask for the next items; threads of an epoch that was given up do, too."""
+        """Ask for the next items; threads of an epoch that was cancelled do, too."""
         with Client(self._address, authkey=self._secret) as relay:
             relay.send((self._worker, epoch))
             answer: tuple[list[bytes], bool] = relay.recv()

@@ -97,7 +97,7 @@ DONE = b"d"  # of an import; its outcome, one of these:
 KEPT, FAILED, THREADS, FILES, ENDED = range(5)
 
 
-class Record(NamedTuple):
+class Received(NamedTuple):
     """A record that was received."""
 
     what: bytes
@@ -112,7 +112,7 @@ def send(sock: socket.socket, what: bytes, value: int, more: int = 0, *fds: int)
         socket.send_fds(sock, [RECORD.pack(what, value, more)], fds)
 
 
-def receive(sock: socket.socket) -> Record | None:
+def receive(sock: socket.socket) -> Received | None:
     """Receive a record; None at end of file."""
     fds: list[int] = []
     data = b""
@@ -126,7 +126,7 @@ def receive(sock: socket.socket) -> Record | None:
     if len(data) < RECORD.size:
         return None
     what, value, more = RECORD.unpack(data)
-    return Record(what, value, more, fds)
+    return Received(what, value, more, fds)
 
 
 def describe_exit(code: int | None) -> str:

@@ -28,7 +28,7 @@ from ringing import Trainer, make_ring
 
 import cseq
 from cseq._feed import Request
-from cseq._memory import TRAINER, Block, Slots
+from cseq._memory import TRAINER, Block, SlotTable
 from cseq._work import Runner
 from cseq.encoding import codec
 from cseq.encoding.writer import Writer
@@ -376,7 +376,7 @@ def owners(scale: int) -> None:
 
     def work() -> None:
         runner = Runner(ring, 0, 1, last=True)
-        mine = Slots(arena.fd, arena.width, arena.most, 1)
+        mine = SlotTable(arena.fd, arena.width, arena.most, 1)
         kept = -1
         while (claimed := runner.claim()) is not None:
             if not claimed:
@@ -385,12 +385,12 @@ def owners(scale: int) -> None:
             mine.resize(slot, SLOT)
             if runner.batch % 3 == 0:
                 if kept >= 0:
-                    mine.release(kept)
+                    mine.free(kept)
                 kept, slot = slot, mine.take()
             runner.publish(0, (8,), SLOT, slot)
 
     def supervise() -> None:
-        dead = Slots(arena.fd, arena.width, arena.most, 2)
+        dead = SlotTable(arena.fd, arena.width, arena.most, 2)
         while not over.is_set():
             dead.take()
             arena.reclaim(2)

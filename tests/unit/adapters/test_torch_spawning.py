@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from cseq.encoding.pickling import dump  # noqa: E402
 from cseq.encoding.unpicklable import UnpicklableError  # noqa: E402
-from cseq.processes.spawning import Descriptor, Workers, spawning  # noqa: E402
+from cseq.processes.spawning import Reopened, Workers, spawning  # noqa: E402
 
 if TYPE_CHECKING:
     from conftest import RunScript
@@ -88,7 +88,7 @@ def test_a_descriptor_that_is_another_one_by_now() -> None:
     with pytest.raises(OSError, match="No such file"):
         opened.detach()
     with pytest.raises(OSError, match="another one by now"):
-        Descriptor(os.getpid(), reading, os.O_RDONLY, opened.device, opened.inode + 1).detach()
+        Reopened(os.getpid(), reading, os.O_RDONLY, opened.device, opened.inode + 1).detach()
     os.close(reading)
 
 

@@ -99,7 +99,7 @@ def test_batches_of_a_dead_converter_are_converted_again(exports: MakeExports) -
 
 
 @pytest.mark.parametrize("large", [True, False])
-def test_converters_get_the_memory_of_given_up_batches_back(
+def test_converters_get_the_memory_of_cancelled_batches_back(
     exports: MakeExports, large: bool
 ) -> None:
     """Converted batches of an epoch that is broken off are let go of, each tensor once."""
