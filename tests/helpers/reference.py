@@ -1,17 +1,11 @@
-"""fisher-yates-v1, feistel-v1 and generator-states-v1 in plain Python: docs/inside/shuffle.md.
-
-``python tests/helpers/reference.py shuffle > tests/golden/shuffle.json`` writes the file there, and
-``feistel`` and ``states`` in place of ``shuffle`` the other ones.
-"""
+"""fisher-yates-v1, feistel-v1 and generator-states-v1 in plain Python: docs/inside/shuffle.md."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
 import struct
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -100,47 +94,7 @@ def states(seed: int, epoch: int, start: int | None) -> tuple[list[int], list[in
     return twister(drawn[:4]), twister(drawn[4:8]), drawn[8]
 
 
-# ── the golden files ──────────────────────────────────────────────────────────────────────────
-
-SIZES = (0, 1, 2, 3, 10, 1000, 65535, 65536, 65537, 1_000_000)
 EPOCHS = ((0, 0), (0, 1), (1, 0), (2024, 7), (WORD, WORD))
-
-
-def _permutation(n: int, seed: int, epoch: int) -> dict[str, Any]:
-    values = list(order(n, seed, epoch))
-    digest = hashlib.sha256(struct.pack(f"<{n}Q", *values)).hexdigest()
-    return {"n": n, "seed": seed, "epoch": epoch, "first": values[:10], "sha256": digest}
-
-
-def _derived(seed: int, epoch: int, purpose: int) -> dict[str, Any]:
-    text = [f"{word:016x}" for word in derive(seed, epoch, purpose, 4)]
-    return {"seed": seed, "epoch": epoch, "purpose": purpose, "words": text}
-
-
-def golden() -> dict[str, Any]:
-    """Return all that is in the golden file of the shuffle."""
-    return {
-        "algorithm": "fisher-yates-v1",
-        "derive": [_derived(*where, p) for where in EPOCHS for p in (SHUFFLE, INDEXER)],
-        "permutation": [_permutation(n, *where) for n, where in itertools.product(SIZES, EPOCHS)],
-    }
-
-
-def _feistel(n: int, seed: int, epoch: int) -> dict[str, Any]:
-    places = [*range(6), n // 2, n - 1]
-    record: dict[str, Any] = {"n": n, "seed": seed, "epoch": epoch, "positions": places}
-    record["samples"] = [feistel(n, seed, epoch, place) for place in places]
-    if n <= 100_000:
-        values = [feistel(n, seed, epoch, place) for place in range(n)]
-        record["sha256"] = hashlib.sha256(struct.pack(f"<{n}Q", *values)).hexdigest()
-    return record
-
-
-def golden_feistel() -> dict[str, Any]:
-    """Return all that is in the golden file of feistel-v1."""
-    sizes = (65536, 65537, 1_000_000, 2**32, 2**32 + 1, 10**12, 2**48 - 1, 2**48)
-    orders = [_feistel(n, *where) for n, where in itertools.product(sizes, EPOCHS)]
-    return {"algorithm": "feistel-v1", "orders": orders}
 
 
 def _states(seed: int, epoch: int, start: int | None) -> dict[str, Any]:
@@ -157,18 +111,3 @@ def golden_states() -> dict[str, Any]:
     places = [(seed, epoch, start) for seed, epoch in EPOCHS for start in (0, 32, WORD)]
     making = [(seed, 0, None) for seed in (0, 1, 2024, WORD)]
     return {"algorithm": "generator-states-v1", "states": [_states(*p) for p in places + making]}
-
-
-def _write(content: dict[str, Any]) -> None:
-    """Write one record a line."""
-    lists = [key for key in content if isinstance(content[key], list)]
-    blocks = [f'  "algorithm": {json.dumps(content["algorithm"])}']
-    for key in lists:
-        records = ",\n".join(f"    {json.dumps(record)}" for record in content[key])
-        blocks.append(f'  "{key}": [\n{records}\n  ]')
-    sys.stdout.write("{\n" + ",\n".join(blocks) + "\n}\n")
-
-
-if __name__ == "__main__":
-    goldens = {"shuffle": golden, "feistel": golden_feistel, "states": golden_states}
-    _write(goldens[sys.argv[1]]())

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-import signal
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from ranked import batches, sampler, united
-from reference_draws import blocks, parts
+from ranked import united
 
 import cseq
 
@@ -51,25 +47,23 @@ def test_golden(record: dict[str, Any]) -> None:
     assert digest == record["sha256"]
 
 
-@given(shapes(), st.integers(0, 2**64 - 1), st.integers(0, 9))
-def test_reference(shape: tuple[int, int, int, int], seed: int, epoch: int) -> None:
-    """It is that of the reference: short last blocks, lanes of unequal length."""
-    expected, _ = blocks(*shape, seed, epoch)
-    order = made(*shape)
-    assert drawn(order, seed, epoch).tolist() == expected
-    reader = order.reader(seed)
-    for place in (len(expected) - 1, 0, len(expected) // 2):
-        assert reader.samples(epoch, place, 1)[0].tolist() == [expected[place]]
-
-
 @given(shapes(), st.sampled_from([1, 2, 3, 4]), st.integers(1, 12))
+@example((12, 2, 4, 4), 2, 4)  # a global batch ends where the lanes do
 def test_ranks_have_lanes(shape: tuple[int, int, int, int], ranks: int, size: int) -> None:
     """Of a global batch, each rank has the samples of its lanes, if they can be divided so."""
-    order, lanes = made(*shape), shape[3]
-    expected = parts(*blocks(*shape, 1, 2), lanes, ranks, size)
-    for k, got in enumerate(united(order, size, ranks, 2)):
-        if k < len(expected):
-            assert [samples for samples, _ in got] == expected[k]
+    count, rows, window, lanes = shape
+    order, together = made(count * rows, rows, window, lanes), size * ranks
+    whole, body = drawn(order, 1, 2), count // lanes * rows * lanes  # of equal parts of all lanes
+    for start, got in zip(range(0, len(whole), together), united(order, size, ranks, 2)):  # noqa: B905
+        batch = np.arange(start, start + together)
+        if batch[-1] >= len(whole):
+            break
+        whose = np.arange(together) // size
+        if lanes % ranks == 0 and together % lanes == 0 and batch[-1] < body:
+            whose = batch % lanes * ranks // lanes
+        assert [samples for samples, _ in got] == [
+            whole[batch[whose == rank]].tolist() for rank in range(ranks)
+        ]
 
 
 def test_lanes_after_a_resume() -> None:
@@ -85,20 +79,6 @@ def test_lanes_after_a_resume() -> None:
         assert there == 900
 
 
-def reads(order: cseq.Blocks, ranks: int, size: int, keep: int) -> float:
-    """Count how often a chunk is read, over all ranks, each of which keeps some chunks."""
-    count = 0
-    for rank in range(ranks):
-        kept: OrderedDict[int, None] = OrderedDict()
-        for samples, _ in batches(sampler(order, size, rank, ranks)):
-            for chunk in dict.fromkeys(sample // order.rows for sample in samples):
-                count += chunk not in kept
-                kept[chunk] = kept.pop(chunk, None)
-                if len(kept) > keep:
-                    kept.popitem(last=False)
-    return count / (order.units / order.rows)
-
-
 def test_many_samples() -> None:
     """More than 2**32 samples, and any place at once."""
     order = made(2**40 + 5, 512, 64, 4)
@@ -108,42 +88,6 @@ def test_many_samples() -> None:
     assert max(samples.max() for samples in there) < 2**40 + 5
     for samples in there[:2]:
         assert len(np.unique(samples // 512)) <= 64
-
-
-class Stopped(Exception):
-    """Raised by a signal handler."""
-
-
-def test_signal_handlers_run_in_a_long_shuffle() -> None:
-    """A handler runs between two slices of it, and may read, too; an exception of it is raised."""
-    order = made(3 << 22, 1 << 12, 1 << 10, 1)
-    reader, seen = order.reader(1), []
-
-    def handle(*_: object) -> None:
-        seen.append(reader.samples(7, 3 << 21, 5))
-        if len(seen) > 1:
-            raise Stopped
-
-    before = signal.signal(signal.SIGALRM, handle)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.002)
-        for epoch in itertools.count():
-            samples = reader.samples(epoch, 0, 5)[0].tolist()
-            if seen:
-                break
-        assert samples == order.reader(1).samples(epoch, 0, 5)[0].tolist()
-
-        def read_on() -> None:
-            signal.setitimer(signal.ITIMER_REAL, 0.002)
-            for further in itertools.count(epoch + 1):
-                reader.samples(further, 0, 5)
-
-        with pytest.raises(Stopped):
-            read_on()
-        assert samples == reader.samples(epoch, 0, 5)[0].tolist()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_of_the_data() -> None:

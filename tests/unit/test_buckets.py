@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 import cseq
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def spread(n: int, longest: int = 2048) -> np.ndarray[Any, Any]:
@@ -71,21 +68,6 @@ def test_samples_that_are_too_long_can_be_left_out() -> None:
     assert order.samples == 1000
     assert order.describe().endswith(f"; {1000 - len(kept)} samples are too long")
     assert cseq.Buckets(np.array([5, 2**64 - 1], np.uint64), 9, too_long="drop").units == 1
-
-
-def test_lengths_can_be_of_any_kind(tmp_path: Path) -> None:
-    """A memory map, a list, another type or layout: the order is the same; nothing is written."""
-    lengths = spread(3000)
-    path = tmp_path / "lengths.npy"
-    np.save(path, lengths.astype(np.int16))
-    mapped = np.load(path, mmap_mode="r")
-    wide = np.repeat(lengths, 2).astype(">u4")[::2]
-    wide.flags.writeable = False
-    expected = cseq.Buckets(lengths, 4096)
-    for other in (mapped, lengths.tolist(), wide, lengths.astype(np.uint16)):
-        order = cseq.Buckets(other, 4096)
-        assert order.facts() == expected.facts()
-        assert order.batches(seed=1, stop=5) == expected.batches(seed=1, stop=5)
 
 
 def test_huge_lengths() -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from indexers import Indices1
-from kinds import FEW, Kind, by_name
 
 import cseq
 from cseq.order import shard
@@ -111,20 +110,6 @@ def test_shard_auto_with_a_bad_environment(
     environment(monkeypatch, RANK=rank, WORLD_SIZE=world_size)
     with pytest.raises(ValueError, match=f"RANK='{rank}' and WORLD_SIZE='{world_size}'"):
         shard_of("auto")
-
-
-@pytest.mark.parametrize("shard", [3, (1,), (0, 1, 2), {0, 1}, 1.5, (0.0, 1), (True, 2), (0, "2")])
-def test_shard_of_another_type(shard: Any) -> None:
-    """A shard that is no pair of integers is a TypeError."""
-    with pytest.raises(TypeError, match=r"shard|rank|world_size"):
-        shard_of(shard)
-
-
-@pytest.mark.parametrize("shard", [(2, 2), (-1, 2), (0, 0), (0, -1), "mine"])
-def test_shard_out_of_range(shard: Any) -> None:
-    """A rank that is not in [0, world_size), or an unknown word, is a ValueError."""
-    with pytest.raises(ValueError, match=r"shard|rank|world_size"):
-        shard_of(shard)
 
 
 @pytest.mark.parametrize(
@@ -287,27 +272,3 @@ def test_a_real_group(run_prepared: RunScript, tmp_path: Any) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 done", "rank 1 done"]
-
-
-# -- without padding
-
-
-@pytest.mark.parametrize("kind", FEW, ids=by_name)
-def test_each_sample_once_over_all_ranks(kind: Kind) -> None:
-    """With pad=False, ranks have unequal tails, and the shorter ones no last batch at all."""
-    options: dict[str, Any] = {"batch_size": 2, "pad": False}
-    got = []
-    for rank in range(4):
-        with kind.start(Indices1, 19, shard=(rank, 4), **options) as m:
-            got.append([[batch.tolist() for batch in m] for _ in range(2)])
-            assert [len(m), len(m.sampler)] == [len(got[-1][0]), sum(map(len, got[-1][0]))]
-            assert m.state_dict()["epoch"] == 2
-    assert [[len(b) for b in parts[0]] for parts in got] == [
-        [2, 2, 1],
-        [2, 2, 1],
-        [2, 2, 1],
-        [2, 2],
-    ]
-    for epoch in range(2):
-        samples = [i for parts in got for batch in parts[epoch] for i in batch]
-        assert sorted(samples) == list(range(19))
