@@ -94,15 +94,6 @@ class Counting:
         return key
 
 
-class Broken(Makes):
-    """Raises for some keys what they name."""
-
-    def make(self, key: Any) -> Any:
-        if isinstance(key, str):
-            raise {"stop": StopIteration, "exit": SystemExit, "two": TwoArguments}[key](key, 2)
-        return super().make(key)
-
-
 class TwoArguments(Exception):
     """Has a second argument."""
 

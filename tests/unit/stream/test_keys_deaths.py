@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import os
-import random
-import signal
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +24,7 @@ from streaming import lost_slots
 import cseq
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from conftest import RunScript
+    from collections.abc import Sequence
 
     from cseq.stream import Streams
 
@@ -98,55 +93,6 @@ class Killing(Makes):
         return super().make(key)
 
 
-FAULTY = """
-import os, sys, time
-import cseq
-from cseq import _memory
-from cseq.stream import Streams
-
-class Producer:
-    seconds = 0
-    def __init__(self, number, num_workers): self.kept = []
-    def begin(self, assignment): pass
-    def make(self, key):
-        time.sleep(self.seconds)
-        k = key[0]
-        array = cseq.empty((5000, 3)[k % 9 == 8], int)
-        array[:] = k
-        self.kept = [*self.kept[-1:], array]
-        return k, array
-
-assert _memory.DEBUG
-ordered = sys.argv[1] == "ordered"
-for point in sys.argv[2:]:
-    # It notifies only where the trainer sleeps, which it does for an item that takes so long.
-    Producer.seconds = 0.002 if point == "notify" else 0
-    # A ticket passes some points several times.
-    os.environ["CSEQ_FAULT"] = f"{point}:{5 if point == 'notify' else 23}"
-    s = Streams(Producer, 2, max_restarts=1000, prefetch=3)
-    del os.environ["CSEQ_FAULT"]
-    whole = []
-    for length in (160, 100):
-        keys = iter([[k] if k % 4 else [k, None] for k in range(length)])
-        s.begin([0, 0], keys, ordered=ordered)
-        got = [(k, bool((a == k).all())) for k, a in s]
-        whole.append((got if ordered else sorted(got)) == [(k, True) for k in range(length)])
-    print(point, *whole, s.stats().restarts > 0)
-    s.close()
-"""
-
-
-@pytest.mark.parametrize("order", ["ordered", "unordered"])
-def test_death_at_every_labelled_point(
-    run_script: RunScript, debug_build: Path, order: str
-) -> None:
-    """A worker killed between any two steps of claim, encode, publish loses nothing."""
-    points = ["claim", "taken", "encode", "named", "publish", "notify"]
-    done = run_script(FAULTY, order, *points, PYTHONPATH=str(debug_build))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"{point} True True True" for point in points]
-
-
 # -- signal handlers
 
 STEPS = (
@@ -199,59 +145,6 @@ def take(s: Streams, how: str, got: list[Any]) -> bool:
     assert ahead is None or ahead is items[0]
     got += keys_of(items)
     return bool(items)
-
-
-@pytest.mark.needs("POSIX")
-@pytest.mark.parametrize(("ordered", "assign"), [(True, "turn"), (True, "free"), (False, "turn")])
-def test_signals_at_random_times(ordered: bool, assign: str) -> None:
-    """A timer's handler raises again and again: every key's item comes, once, in its place."""
-
-    def strike(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    rng, strikes = random.Random(3), 0
-    keys: list[Any] = [[k] if k % 5 else str(k) for k in range(1500)]
-    before = signal.signal(signal.SIGALRM, strike)
-    gc.disable()  # hypothesis has a function that is called at collections: none may raise there
-    try:
-        with streams(prefetch=3) as s:
-            begin(s, keys, ordered=ordered, assign=assign)
-            got: list[Any] = []
-            items = iter(s)
-            while True:
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, 10 ** rng.uniform(-5, -3))
-                    got.extend(items)  # in C, so no handler comes between
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                    break
-                except KeyboardInterrupt:
-                    strikes += 1
-            assert not lost_slots(s)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        gc.enable()
-    found = keys_of(got)
-    assert (found if ordered else sorted(found, key=str)) == (
-        keys if ordered else sorted(keys, key=str)
-    )
-    assert strikes > 20
-
-
-def test_the_iterator_of_keys_takes_no_items() -> None:
-    """It is part of a call: there, that is an error."""
-
-    def sampler() -> Iterator[list[int]]:
-        for k in range(40):
-            if k == 10:
-                with pytest.raises(RuntimeError, match="in the middle of another call"):
-                    next(iter(s))
-            yield [k]
-
-    with streams() as s:
-        begin(s, sampler())
-        assert keys_of(s) == [[k] for k in range(40)]
-        assert not lost_slots(s)
 
 
 class Awkward:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import threading
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from counting import (
-    Gated,
     Numbers,
     in_process,
     next_or_none,
@@ -50,21 +48,6 @@ def test_uneven_streams_go_round(prefetch: int) -> None:
                 s.begin(lengths)
                 assert plain(s) == in_process(lengths)
                 assert list(s) == []
-
-
-def test_any_stream_can_be_read_alone() -> None:
-    """`next` gives a worker's items in its order, however the streams are mixed."""
-    with streams(num_workers=3, prefetch=4) as s:
-        s.begin([50, 50, 50])
-        mixed = random.Random(3).choices(range(3), k=120)
-        got: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        for worker in mixed:
-            number, k, _ = s.next(worker)
-            assert number == worker
-            got[worker].append(k)
-        assert all(ks == list(range(mixed.count(worker))) for worker, ks in got.items())
-        rest = [item[1] for item in iter(lambda: next_or_none(s, 1), None)]
-        assert rest == list(range(mixed.count(1), 50))
 
 
 def test_an_iterator_ends_with_its_epoch() -> None:
@@ -104,13 +87,6 @@ def test_the_bound_of_prefetch(prefetch: int) -> None:
                 while s.ask("count", worker=0) - taken < min(prefetch, 64) // 2:
                     pass
             s.next(0)
-
-
-class Large(Numbers):
-    """Items of a megabyte."""
-
-    def item(self, k: int) -> Any:
-        return self.number, k, np.full(1 << 17, 10 * k + self.number)
 
 
 class Reused(Numbers):
@@ -159,20 +135,6 @@ def sleeps(pid: int) -> int:
 
 
 # -- data
-
-
-@pytest.mark.parametrize("limit", [None, 0])
-def test_items_held_stay_intact(limit: int | None) -> None:
-    """Items in the user's hands never change, also when all are kept, and after the end."""
-    with streams(Large, memory_limit=limit) as s:
-        s.begin([30, 30])
-        held = list(s)
-        s.begin([30, 30])
-        views = [item[2][5:9] for item in s]
-        assert (s.stats().copies > 0) == (limit == 0)
-    assert plain(held) == in_process([30, 30], Large)
-    expected = [[10 * k + number] * 4 for k in range(30) for number in (0, 1)]
-    assert [view.tolist() for view in views] == expected
 
 
 class Mixed(Numbers):
@@ -231,42 +193,6 @@ def test_close_from_any_state(tmp_path: Path, state: str) -> None:
     with pytest.raises(InterruptedError):
         s.next(0)
     assert s.stats().restarts == 0
-
-
-@pytest.mark.needs("POSIX")
-@pytest.mark.parametrize("deed", ["close", "interrupt", "begin"])
-def test_who_waits_in_another_thread_is_interrupted(tmp_path: Path, deed: str) -> None:
-    """A `next` that waits raises InterruptedError when the streams are closed or begun again."""
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    s = streams(partial(Gated, str(gate)), 1)
-    with open(gate, "r+b", buffering=0) as writer:
-        s.begin([5])
-        raised: list[BaseException] = []
-
-        def wait() -> None:
-            try:
-                s.next(0)
-            except InterruptedError as error:
-                raised.append(error)
-
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        while not os.path.exists(f"{gate}.0"):
-            pass
-        if deed == "interrupt":
-            s.interrupt()
-            waiting.join(60)
-        writer.write(b"x" * 100)
-        if deed == "begin":
-            s.begin([5])
-            assert len(list(s)) == 5
-        s.close()
-        waiting.join(60)
-        assert not waiting.is_alive()
-    # With the gate opened, the item may have come before the interruption did.
-    assert [type(error) for error in raised] in ([InterruptedError], [])
-    assert raised or deed != "interrupt"
 
 
 @pytest.mark.needs("fork")

@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from counting import Broken, Gated, Numbers, TwoArguments, in_process, plain, streams
-from streaming import lost_slots
 
 import cseq
 import cseq.processes.deaths
-from cseq.encoding.unpicklable import UnpicklableError
-from cseq.stream import ItemFailure
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -153,74 +150,11 @@ def test_an_exception_in_a_call() -> None:
         assert plain(s) == in_process([4, 4])
 
 
-class Unsendable(Numbers):
-    """Items 0, 7 and 19 cannot be pickled, 8 and 18 not be unpickled in the trainer."""
-
-    def item(self, k: int) -> Any:
-        if k in (0, 7, 19):
-            return {"lock": threading.Lock()}
-        return Unreadable(os.getpid()) if k in (8, 18) else super().item(k)
-
-
-class Unreadable:
-    """Cannot be unpickled in another process."""
-
-    def __init__(self, pid: int) -> None:
-        if os.getpid() != pid:
-            raise TwoArguments(0, "unreadable")
-        self.pid = pid
-
-    def __reduce__(self) -> Any:
-        return Unreadable, (self.pid,)
-
-
 class Stopping(Numbers):
     """Raises StopIteration in a call."""
 
     def stop(self) -> None:
         raise StopIteration
-
-
-@pytest.mark.parametrize("prefetch", [1, 2, 30])
-def test_items_that_cannot_be_sent(prefetch: int) -> None:
-    """Each is an exception that says what it is, in its place; the other items come."""
-    with streams(Unsendable, 1, prefetch=prefetch) as s:
-        for _ in range(3):
-            s.begin([20])
-            for k in range(20):
-                if k in (0, 7, 19):
-                    with pytest.raises(TypeError, match="lock") as caught:
-                        s.next(0)
-                elif k in (8, 18):
-                    with pytest.raises(TwoArguments, match="unreadable") as caught:
-                        s.next(0)
-                else:
-                    assert s.next(0)[1] == k
-                    continue
-                notes = getattr(caught.value, "__notes__", [f"item {k} of worker 0"])
-                assert f"item {k} of worker 0" in notes[-1]
-            with pytest.raises(StopIteration):
-                s.next(0)
-        assert not lost_slots(s)
-
-
-@pytest.mark.parametrize("prefetch", [1, 30])
-def test_exceptions_as_items(prefetch: int) -> None:
-    """With ``errors="return"`` they come as the items do, from `next` and iterators."""
-    with streams(Unsendable, 2, prefetch=prefetch, errors="return") as s:
-        s.begin([9, 1])
-        first = s.next(1)
-        assert (type(first), first.worker) == (ItemFailure, 1)
-        assert isinstance(first.error, UnpicklableError)
-        first = next(iter(s))
-        assert first.worker == 0
-        assert isinstance(first.error, UnpicklableError)
-        got = list(s)
-        assert [item[1] for item in got[:6]] == [1, 2, 3, 4, 5, 6]
-        kinds = zip(got[6:], (UnpicklableError, TwoArguments), strict=True)
-        assert all(isinstance(item.error, kind) for item, kind in kinds)
-        s.begin([0, 0], iter(range(4)))
-        assert [isinstance(item.error, AttributeError) for item in s] == [True] * 4  # no keys
 
 
 def test_stop_iteration_in_a_call_is_an_error() -> None:

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import signal
 import threading
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from counting import (
-    Broken,
-    Gated,
     Numbers,
-    TwoArguments,
     in_process,
-    next_or_none,
     one_alone,
     plain,
     streams,
@@ -26,11 +19,8 @@ from counting import (
 from interrupting import first_hits, handled, in_shares, interrupted
 from streaming import lost_slots
 
-from cseq import testing
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from cseq.stream import Streams
 
@@ -183,90 +173,6 @@ def test_a_signal_handler_in_the_taking_of_an_item(verb: str, keyed: bool, prefe
         assert not lost_slots(shared)
 
 
-class Echoing(Wide):
-    """Its items are made of what it is told."""
-
-    told: Any = None
-
-    def begin(self, assignment: Any) -> Any:
-        self.told = assignment
-        return super().begin(4)
-
-    def make(self, key: Any) -> Any:
-        return self.told[0], key, self.told[1]
-
-    def item(self, k: int) -> Any:
-        return self.told[0], k, self.told[1]
-
-    def echo(self, value: Any) -> Any:
-        return value
-
-
-@in_shares
-@pytest.mark.parametrize("keyed", [False, True])
-def test_a_signal_handler_may_call(keyed: bool, share: int) -> None:
-    """In the middle of the writing of an assignment or a key, too: each gets what was meant."""
-    with streams(Echoing, 2, prefetch=2) as s:
-
-        def begin(tag: str) -> Any:
-            told = [(f"{tag}{number}", np.full(30_000, number)) for number in range(2)]
-            if keyed:
-                s.begin(told, iter((tag, k, "y" * 999) for k in range(6)))
-            else:
-                s.begin(told)
-            return iter(s)
-
-        def step(countdown: int) -> bool:
-            def handler() -> None:
-                value = "h" * 7000
-                assert s.ask("echo", value) == [value, value]
-
-            with handled(countdown, *STEPS, by=handler) as struck:
-                items = begin("a")
-                got = [next(items)]
-            got += items
-            for at, (tag, k, data) in enumerate(got):
-                assert tag == f"a{at % 2}"
-                assert k == (("a", at, "y" * 999) if keyed else at // 2)
-                assert np.array_equal(data, np.full(30_000, at % 2))
-            assert len(got) == (6 if keyed else 8)
-            return struck.is_set()
-
-        assert first_hits(step, share=share) > 30
-        assert not lost_slots(s)
-
-
-@pytest.mark.parametrize(("prefetch", "behind"), [(1, 3), (30, 0), (30, 1)])
-def test_ctrl_c_does_not_hide_an_exception(prefetch: int, behind: int) -> None:
-    """Wherever a signal handler raises: what the producer has raised comes out, once."""
-    with streams(Broken, 2, prefetch=prefetch) as s:
-        s.begin([(-1, 500), (-1, 500)])
-        assert len(list(s)) == 1000
-
-        def step(countdown: int) -> bool:
-            s.begin([(3, 9), (-1, 2)])
-            got = [s.next(0)[1] for _ in range(behind)]
-            raised: list[BaseException] = []
-
-            def take() -> None:
-                try:
-                    got.append(s.next(0)[1])
-                except TwoArguments as error:
-                    raised.append(error)
-
-            with interrupted(countdown, *STEPS) as struck:
-                take()
-            while not raised:
-                take()
-            without = [k for k in range(3) if k != behind]
-            assert got == [0, 1, 2] or (struck.is_set() and got == without)
-            assert next_or_none(s, 0) is None
-            assert [item[:2] for item in s] == [(1, 0), (1, 1)]
-            return struck.is_set()
-
-        assert first_hits(step) > 2 or behind == 1  # nothing is done for an item that is ready
-
-
 @in_shares
 @pytest.mark.parametrize("prefetch", [1, 30])
 def test_ctrl_c_anywhere_in_a_call(prefetch: int, share: int) -> None:
@@ -285,56 +191,6 @@ def test_ctrl_c_anywhere_in_a_call(prefetch: int, share: int) -> None:
             return struck.is_set()
 
         assert first_hits(step, share=share) > 50
-
-
-class Pausing(Gated):
-    """Presses Ctrl-C in a call, and does not come back before it is told to."""
-
-    def pause(self) -> None:
-        os.kill(os.getppid(), signal.SIGINT)
-        os.read(self.gate, 1)
-
-
-@pytest.mark.needs("POSIX")
-def test_an_interrupted_call_keeps_its_request(tmp_path: Path) -> None:
-    """The arguments of a call whose answer is not waited for any more stay until it is over."""
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    with (
-        open(gate, "r+b", buffering=0) as writer,
-        streams(partial(Pausing, str(gate)), 1) as s,
-    ):
-        for _ in range(3):
-            with pytest.raises(KeyboardInterrupt):
-                s.ask("pause")
-            for _ in range(2):
-                # Its arguments, and those of the one that waits behind it.
-                with pytest.raises(InterruptedError), interrupted_soon(s):
-                    s.ask("pid")
-                assert testing.slots(s).taken == 2
-            writer.write(b"1")
-            s.ask("pid")
-            assert testing.slots(s).taken == 0
-            assert not lost_slots(s)
-
-
-@contextlib.contextmanager
-def interrupted_soon(s: Streams) -> Iterator[None]:
-    """Give up the next call once it waits behind the one in work."""
-    over = threading.Event()
-
-    def interrupt() -> None:
-        while not over.wait(0.001):
-            if s.stats().depths[0]:
-                s.interrupt()
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 @in_shares

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextvars
-import decimal
 import errno
-import os
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 from counting import (
     METHODS,
@@ -17,7 +13,6 @@ from counting import (
     plain,
     streams,
 )
-from killing import kill
 
 from cseq.processes.launcher import direct
 
@@ -46,28 +41,10 @@ def test_workers_that_are_never_started() -> None:
 
 
 class Level(Numbers):
-    """Makes items of what this process has in `CHANGED`."""
+    """Makes its keys."""
 
     def make(self, key: int) -> Any:
-        return key, list(CHANGED)
-
-
-CHANGED: list[int] = []
-
-
-@pytest.mark.needs("fork")
-@pytest.mark.parametrize("launch", ["now", "begin"])
-def test_what_the_keys_change_before_a_fork(launch: str) -> None:
-    """Keys are drawn before workers are forked by `begin`, and behind it if by the constructor."""
-
-    def keys() -> Iterator[int]:
-        CHANGED.append(1)
-        yield from range(5)
-
-    CHANGED.clear()
-    with streams(Level, start_method="fork", launch=launch) as s:
-        s.begin([0, 0], keys())
-        assert list(s) == [(k, CHANGED if launch == "begin" else []) for k in range(5)]
+        return key
 
 
 def test_keys_that_raise_before_workers_are_started() -> None:
@@ -82,7 +59,7 @@ def test_keys_that_raise_before_workers_are_started() -> None:
             s.begin([0, 0], keys())
         assert s.pids() == [None, None]
         s.begin([0, 0], iter(range(5)))
-        assert [key for key, _ in s] == list(range(5))
+        assert list(s) == list(range(5))
 
 
 @pytest.mark.needs("fork")
@@ -105,38 +82,3 @@ def test_a_fork_that_fails(launch: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert launch == "begin"
         s.begin([0, 0], iter(range(5)))
     assert forked
-
-
-class Surroundings(Numbers):
-    """Tells what is set around it."""
-
-    def make(self, key: int) -> Any:
-        return os.getpid(), VARIABLE.get(), np.geterr()["divide"], decimal.getcontext().prec
-
-
-VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("VARIABLE", default=0)
-
-
-@pytest.mark.needs("fork")
-@pytest.mark.parametrize("launch", ["now", "begin"])
-def test_a_forked_worker_has_the_context_of_its_thread(launch: str) -> None:
-    """So has one that replaces it. numpy's and decimal's settings are in it."""
-    got = []
-
-    def work() -> None:
-        VARIABLE.set(1)
-        decimal.setcontext(decimal.Context(prec=5))
-        with (
-            np.errstate(divide="raise"),
-            streams(Surroundings, start_method="fork", launch=launch) as s,
-        ):
-            for _ in range(2):
-                s.begin([0, 0], iter(range(4)))
-                got.extend(s)
-                pid = s.pids()[1]
-                assert pid is not None
-                kill(pid)
-
-    contextvars.copy_context().run(work)
-    assert len({pid for pid, *_ in got}) == 3
-    assert {tuple(rest) for _, *rest in got} == {(1, "raise", 5)}
