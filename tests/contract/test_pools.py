@@ -25,7 +25,6 @@ from indexers import (
     Closing,
     Indices1,
     InPlace,
-    Killing,
     Labelled,
     Large,
     Lasting,
@@ -100,17 +99,6 @@ def test_leaving_early(kind: Kind) -> None:
 
 
 @every_pool
-def test_begun_and_never_asked(kind: Kind) -> None:
-    """Iterators that are made and not used count for nothing, and leave nothing behind."""
-    want = expected(Indices1, 40, batch_size=4)
-    with kind.start(Indices1, 40, batch_size=4) as manager:
-        for _ in range(5):
-            iter(manager)
-        assert manager.epoch == 0
-        assert_same(list(manager), want)
-
-
-@every_pool
 def test_unordered(kind: Kind) -> None:
     """ordered=False gives the same batches, whichever comes first, and each epoch by itself."""
     want = [{tuple(b) for b in expected(Indices1, 90, batch_size=7, epochs=3)[k:k + 13]}
@@ -136,13 +124,6 @@ def test_a_slow_batch_holds_no_other_up() -> None:
         got = [int(next(batches)[0]) for _ in range(5)]
         others.set()
         assert (got, indices_of(batches)) == ([1, 2, 3, 4, 5], [0])
-
-
-@every_pool
-def test_a_shard_is_part_of_the_epoch(kind: Kind) -> None:
-    """A rank gets its part of every global batch, padded at the end to the others' length."""
-    got = stream(kind, Indices1, 13, batch_size=2, shard=(1, 3), shuffle=False)
-    assert [b.tolist() for b in got] == [[2, 3], [8, 9], [0]]
 
 
 @every_kind
@@ -281,15 +262,6 @@ def test_indexers_are_closed(kind: Kind, tmp_path: Path) -> None:
     assert closed == made
 
 
-@every_pool
-def test_closed_after_leaving_early(kind: Kind, tmp_path: Path) -> None:
-    """Indexers are closed also if the loop was left in the middle."""
-    manager = kind.start(lambda: Closing(tmp_path), 400, batch_size=2)
-    next(iter(manager))
-    manager.finish()
-    assert names(tmp_path, "closed-") == names(tmp_path, "made-") != []
-
-
 def names(folder: Path, prefix: str) -> list[str]:
     """Give what follows a prefix in the names of files."""
     return sorted(path.name.removeprefix(prefix) for path in folder.glob(f"{prefix}*"))
@@ -318,14 +290,6 @@ def test_an_array_as_worker(kind: Kind) -> None:
 
 
 @every_kind
-def test_a_factory_as_worker(kind: Kind) -> None:
-    """Any callable without arguments will do: a lambda, a partial, a bound method."""
-    step = 5
-    got = stream(kind, lambda: np.arange(100) * step, 10, batch_size=5, shuffle=False)
-    assert indices_of(got) == list(range(0, 50, 5))
-
-
-@every_kind
 def test_a_worker_class_from_a_function(kind: Kind) -> None:
     """A class that is defined in a function works as one that can be imported."""
     offset = 1000
@@ -336,18 +300,6 @@ def test_a_worker_class_from_a_function(kind: Kind) -> None:
 
     got = stream(kind, Local, 10, batch_size=5, shuffle=False)
     assert indices_of(got) == list(range(1000, 1010))
-
-
-@every_kind
-def test_two_managers_at_once(kind: Kind) -> None:
-    """Managers do not disturb one another."""
-    want = expected(Augmented, 60, batch_size=4), expected(Augmented, 60, batch_size=4, seed=7)
-    with (
-        kind.start(Augmented, 60, batch_size=4) as one,
-        kind.start(Augmented, 60, batch_size=4, seed=7) as other,
-    ):
-        for batches in zip(one, other, *want, strict=True):
-            assert_same(batches[:2], batches[2:])
 
 
 @every_kind
@@ -367,19 +319,6 @@ def test_a_pool_inside_an_indexer(kind: Kind) -> None:
             return indices, total, first, cseq.rng().random()
 
     assert_same(stream(kind, Outer, 20, batch_size=4), expected(Outer, 20, batch_size=4))
-
-
-@every_kind
-def test_in_another_thread(kind: Kind) -> None:
-    """A manager can be used by another thread than the one that started it."""
-    want = expected(Indices1, 30, batch_size=4)
-    manager = kind.start(Indices1, 30, batch_size=4)
-    got: list[Any] = []
-    thread = threading.Thread(target=lambda: got.extend(manager))
-    thread.start()
-    thread.join()
-    manager.finish()
-    assert_same(got, want)
 
 
 @every_kind
@@ -514,20 +453,6 @@ def test_no_indexer_outlives_finish(kind: Kind, taken: int) -> None:
     assert [each() for each in made] == [None] * len(made)
 
 
-@pytest.mark.usefixtures("uncollected")
-@pytest.mark.parametrize("taken", [0, 1, 10])
-@every_pool
-def test_no_object_outlives_its_manager(kind: Kind, taken: int) -> None:
-    """An indexer that was given dies with its manager once that is finished."""
-    given = Indices1()
-    gone = weakref.ref(given)
-    manager = kind.start(given, 40, batch_size=4)
-    assert len(list(itertools.islice(manager, taken))) == taken
-    manager.finish()
-    del given, manager
-    assert gone() is None
-
-
 # -- trouble
 
 
@@ -560,34 +485,6 @@ def test_workers_that_die_at_birth(kind: Kind) -> None:
     ):
         list(manager)
     assert (caught.value.exitcode, caught.value.batch) == (7, None)
-
-
-@every_process
-def test_a_killed_worker_is_replaced(kind: Kind, tmp_path: Path) -> None:
-    """Workers killed in the middle of batches, several times: not one bit of the stream changes."""
-    want = expected(lambda: Killing(tmp_path, ()), 64, batch_size=4, epochs=2)
-    got = stream(kind, lambda: Killing(tmp_path, (3, 17, 18, 40)), 64, batch_size=4, epochs=2)
-    assert len(list(tmp_path.iterdir())) == 4
-    assert_same(got, want)
-
-
-def test_the_only_worker_is_replaced(tmp_path: Path) -> None:
-    """One worker, a buffer of one, killed at the first and at the last sample: nothing is lost."""
-    worker = lambda: Killing(tmp_path, (0, 29))  # noqa: E731
-    got = stream(QUICKEST, worker, 30, batch_size=4, num_workers=1, buffer=1, shuffle=False)
-    assert len(list(tmp_path.iterdir())) == 2
-    assert [i for batch in got for i in batch["index"].tolist()] == list(range(30))
-
-
-def test_killed_in_an_epoch_that_was_left(tmp_path: Path) -> None:
-    """A worker killed on a batch that nobody wants any more does not disturb the next epoch."""
-    want = expected(lambda: Killing(tmp_path, ()), 40, batch_size=2, epochs=2)[20:]
-    first = tuple(cseq.permutation(40, 42, 0)[:4].tolist())
-    with QUICKEST.start(lambda: Killing(tmp_path, first), 40, batch_size=2) as manager:
-        iter(manager)
-        manager.set_epoch(1)
-        assert_same(list(manager), want)
-    assert len(list(tmp_path.iterdir())) == 4
 
 
 # -- a large data set
@@ -764,15 +661,3 @@ def test_scripts_without_ceremony(run_script: RunScript, kind: Kind) -> None:
     """A script needs no `__main__` guard; its classes and functions work, its body runs once."""
     done = run_script(SCRIPT, kind.name)
     assert (done.stdout, done.stderr) == ("body\n" + LINES * 8, "")
-
-
-@every_process
-def test_a_script_from_a_pipe(run_script: RunScript, kind: Kind) -> None:
-    """A script that is no file (`python -c`, a notebook's cell) works as well."""
-    done = run_script(
-        "import subprocess, sys\n"
-        f"source = {SCRIPT!r}\n"
-        "sys.exit(subprocess.call([sys.executable, '-W', 'error', '-c', source, sys.argv[1]]))",
-        kind.name,
-    )
-    assert (done.stdout, done.stderr, done.returncode) == ("body\n" + LINES * 8, "", 0)

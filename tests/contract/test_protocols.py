@@ -7,8 +7,6 @@ after the `iter` that it is meant for, no look at StopIteration, no call at the 
 from __future__ import annotations
 
 import json
-import threading
-import time
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -420,37 +418,3 @@ def test_interrupted_set_epoch(kind: Kind) -> None:
             break
     assert countdown > 5
     assert "whole" in ends
-
-
-class Slow:
-    """Waits until it is told to go on."""
-
-    def __init__(self, go: threading.Event) -> None:
-        self.go = go
-
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        self.go.wait()
-        return indices
-
-
-def is_free(lock: Any) -> bool:
-    """Tell whether no thread has a lock."""
-    with lock.hold(0) as hold:
-        return bool(hold.has)
-
-
-def test_set_epoch_while_a_thread_waits_for_the_first_batch() -> None:
-    """That iterator was asked: it keeps its epoch, and `set_epoch` does not wait for it."""
-    go = threading.Event()
-    manager = cseq.MTSequence(lambda: Slow(go), N, 2, batch_size=BATCH, out_type="null", seed=42)
-    with manager.start():
-        batches, got = iter(manager), []
-        thread = threading.Thread(target=lambda: got.extend(take(batches, STEPS)))
-        thread.start()
-        while is_free(manager._run.lock):
-            time.sleep(0.001)
-        manager.set_epoch(3)
-        go.set()
-        thread.join()
-        assert got == epoch_batches(0)
-        assert take(iter(manager), STEPS) == epoch_batches(3)

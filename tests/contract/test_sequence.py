@@ -95,12 +95,6 @@ def test_properties() -> None:
     assert len(make_small(batch_size=100)) == 1
 
 
-def test_length_of_samples_given_as_indices() -> None:
-    """With an array of indices, `dset_size` is how many there are."""
-    manager = MTSequence(Indices1, [7, 7, 9], batch_size=2, out_type="null")
-    assert (manager.dset_size, len(manager)) == (3, 2)
-
-
 def test_a_drawn_seed_is_shown() -> None:
     """seed=None draws one, once; with it the stream can be had again."""
     manager = make_small()
@@ -118,14 +112,6 @@ def test_samples_of_every_kind(samples: Any) -> None:
     manager = MTSequence(Indices1, samples, shuffle=False, batch_size=2, out_type="null")
     with manager.start_test() as m:
         assert [int(i) for batch in m for i in batch] == [int(i) for i in samples]
-
-
-@pytest.mark.needs("worker processes")
-def test_more_samples_in_a_batch_than_there_are() -> None:
-    """A batch_size far above dset_size costs no memory and gives one batch."""
-    for kind in FEW:
-        with kind.start(Indices1, 5, batch_size=2**31, num_workers=1) as m:
-            assert [sorted(batch) for batch in m] == [[0, 1, 2, 3, 4]]
 
 
 # -- the life of a manager
@@ -192,15 +178,6 @@ def test_a_start_interrupts(kind: Kind) -> None:
         with pytest.raises(InterruptedError):
             next(batches)
     manager.finish()
-
-
-def test_an_iterator_is_its_own() -> None:
-    """`iter` of an iterator is itself, and stays at its end."""
-    with make_small().start_test() as m:
-        batches = iter(m)
-        assert iter(batches) is batches
-        assert len(list(batches)) == 1
-        assert list(batches) == []
 
 
 @every_kind
@@ -466,17 +443,6 @@ def test_a_function_for_every_array(kind: Kind) -> None:
     assert_same(got, {"a": [np.int64(6), 3], "b": ("text", np.float32(6))})
 
 
-def test_import_is_light(run_anew: RunScript) -> None:
-    """`import cseq` imports numpy and the standard library, not torch nor cloudpickle."""
-    done = run_anew(
-        "import sys, numpy; before = set(sys.modules); import cseq\n"
-        "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
-        "new -= set(sys.stdlib_module_names) | {'numpy', 'cseq', 'cython_runtime'}\n"
-        "print(sorted(name for name in new if not name.startswith('_cython_')))"
-    )
-    assert (done.stdout, done.stderr) == ("[]\n", "")
-
-
 @pytest.mark.needs("worker processes")
 def test_without_torch(run_script: RunScript) -> None:
     """Without torch, every out_type gives arrays of the same values; said once in the log."""
@@ -520,9 +486,6 @@ def test_workers_do_not_import_torch(no_cuda: Any, kind: Kind) -> None:
         ((batch, modules),) = m
     assert isinstance(batch, no_cuda.Tensor)
     assert modules == []
-
-
-# -- the documented examples
 
 
 # -- left to itself
