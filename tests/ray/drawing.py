@@ -30,13 +30,6 @@ class Draws:
         return indices, drawn, np.random.randint(1000), random.random(), large  # noqa: NPY002
 
 
-class DrawsAlone:
-    """Draws from `cseq.rng` alone: also threads make the same batches."""
-
-    def __getitem__(self, indices: np.ndarray[Any, Any]) -> Any:
-        return indices, cseq.rng().integers(1000, size=len(indices))
-
-
 class DrawsSlowly(Draws):
     """Takes a few milliseconds."""
 

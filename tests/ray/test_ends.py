@@ -13,11 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ray
 from drawing import (
-    BATCHES,
     OPTIONS,
-    SAMPLES,
     SMALL,
     DrawsSlowly,
     assert_is_test_mode,
@@ -138,23 +135,6 @@ with local_cluster(2) as cluster:
 """
 
 
-def test_a_task_that_is_killed_leaves_nothing(cluster):
-    """It is a process of Ray's, as a worker of Ray Train, with a fleet of its own, in an epoch."""
-    before = shared_names()
-
-    @ray.remote(num_cpus=0, max_retries=0)
-    def train():
-        with cseq.RaySequence(DrawsSlowly, SAMPLES, 2, **OPTIONS).start() as batches:
-            for k, _ in enumerate(batches):
-                if k == 40:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-    with pytest.raises(ray.exceptions.WorkerCrashedError):
-        ray.get(train.remote())
-    until(lambda: not cluster.at_work(), f"left: {cluster.at_work()}")
-    assert [name for name in shared_names() - before if "plasma" not in name] == []
-
-
 @pytest.mark.parametrize("way", ["killed", "exits"])
 def test_a_driver_that_ends_leaves_nothing(run_anew, way):
     """No agent, worker process, or file of shared memory."""
@@ -172,14 +152,6 @@ def test_a_driver_that_ends_leaves_nothing(run_anew, way):
         shutil.rmtree(kept, ignore_errors=True)
     left = [name for name in shared_names() - before if "plasma" not in name]
     assert left == []
-
-
-def test_counts_are_of_the_whole_run(fleet):
-    """Batches, and who made them."""
-    with sequence(fleet).start() as batches:
-        list(batches)
-        stats = batches.stats()
-    assert (stats.batches, stats.agents, stats.num_workers) == (BATCHES, 2, 2)
 
 
 def test_the_memory_of_large_batches_is_used_again():

@@ -15,10 +15,8 @@ from drawing import (
     OPTIONS,
     SAMPLES,
     Draws,
-    DrawsAlone,
     assert_is_test_mode,
     await_agents,
-    in_test_mode,
     sequence,
 )
 from killing import kill_agent
@@ -188,28 +186,6 @@ def test_sequences_share_a_fleet():
     assert_is_test_mode([batch for batch, _ in both] + got[len(both) :])
     with cseq.MPSequence(Draws, SAMPLES, **OPTIONS | others).start_test() as batches:
         assert_same(first + [batch for _, batch in both], list(batches)[: 30 + len(both)])
-
-
-def test_states_move_between_kinds_of_pools():
-    """Half an epoch on a fleet, a quarter in processes, some in threads, the rest on the fleet."""
-    with cseq.RayFleet(DrawsAlone, 2, 1) as fleet:
-        kinds = [
-            (sequence(fleet), BATCHES // 2),
-            (cseq.MPSequence(DrawsAlone, SAMPLES, 2, **OPTIONS), BATCHES // 4),
-            (cseq.MTSequence(DrawsAlone, SAMPLES, 2, **OPTIONS), BATCHES // 8),
-            (sequence(fleet, buffer=3), None),
-        ]
-        got, state = [], None
-        for manager, most in kinds:
-            if state is not None:
-                manager.load_state_dict(state)
-            with manager.start() as batches:
-                for k, batch in enumerate(batches):
-                    got.append(batch)
-                    if k + 1 == most:
-                        break
-                state = manager.state_dict()
-    assert_same(got, in_test_mode(DrawsAlone))
 
 
 def test_a_state_is_dealt_to_other_ranks_and_batches():

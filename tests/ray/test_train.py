@@ -41,34 +41,6 @@ def indices_of(fleet, **options):
         return [index for batch in batches for index in batch[0].tolist()]
 """
 
-TRAIN = (
-    COMMON
-    + """
-from ray.train.torch import TorchTrainer
-
-def train_a_rank(config):
-    rank = train.get_context().get_world_rank()
-    indices = indices_of(config["fleet"], shard="auto")
-    ray.get(config["seen"].add.remote(rank, indices))
-
-with local_cluster(2) as cluster:
-    seen = Seen.remote()
-    with cseq.RayFleet(Draws, 2, 1, num_cpus=0) as fleet:
-        TorchTrainer(
-            train_a_rank,
-            train_loop_config={"fleet": fleet, "seen": seen},
-            scaling_config=train.ScalingConfig(
-                num_workers=2, resources_per_worker={"CPU": 0.5}, **ROOM
-            ),
-            run_config=train.RunConfig(storage_path=sys.argv[3]),
-        ).fit()
-    (one, mine), (other, theirs) = sorted(ray.get(seen.all.remote()))
-    assert (one, other) == (0, 1)
-    assert sorted(mine + theirs) == list(range(SAMPLES))
-    print("done")
-"""
-)
-
 ELASTIC = (
     COMMON
     + """
@@ -118,63 +90,6 @@ with local_cluster(2) as cluster:
 """
 )
 
-RESIZED = (
-    COMMON
-    + """
-import json, os, tempfile, time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"
-from ray.train.torch import TorchTrainer
-
-def train_a_rank(config):
-    world_size = train.get_context().get_world_size()
-    manager = sequence(config["fleet"], shard="auto")
-    checkpoint = train.get_checkpoint()
-    if checkpoint is not None:
-        with checkpoint.as_directory() as folder, open(folder + "/state.json") as file:
-            manager.load_state_dict(json.load(file))
-    with manager.start() as batches:
-        for k, batch in enumerate(batches):
-            ray.get(config["seen"].add.remote(world_size, batch[0].tolist()))
-            if checkpoint is None and k == 19:
-                with tempfile.TemporaryDirectory() as folder:
-                    with open(folder + "/state.json", "w") as file:
-                        json.dump(manager.state_dict(), file)
-                    train.report({}, checkpoint=train.Checkpoint.from_directory(folder))
-                time.sleep(600)  # until Ray ends this rank
-
-with local_cluster(0) as cluster:
-    cluster.add_node(resources={"agents": 2, "rank": 1})
-    seen, runs = Seen.remote(), Path(sys.argv[3])
-
-    with (
-        cseq.RayFleet(Draws, 2, 1, num_cpus=0, resources={"agents": 1}) as fleet,
-        ThreadPoolExecutor(1) as beside,
-    ):
-        trainer = TorchTrainer(
-            train_a_rank,
-            train_loop_config={"fleet": fleet, "seen": seen},
-            scaling_config=train.ScalingConfig(
-                num_workers=(1, 2),
-                resources_per_worker={"CPU": 1, "rank": 1},
-                elastic_resize_monitor_interval_s=0.5,
-            ),
-            run_config=train.RunConfig(storage_path=str(runs)),
-        )
-        fitting = beside.submit(trainer.fit)
-        while not (fitting.done() or [*runs.rglob("checkpoint_manager_snapshot.json")]):
-            time.sleep(0.1)
-        cluster.add_node(resources={"rank": 1})
-        fitting.result()
-    reports = ray.get(seen.all.remote())
-    assert sum(world_size == 1 for world_size, _ in reports) == 20
-    assert {world_size for world_size, _ in reports} == {1, 2}
-    assert sorted(index for _, batch in reports for index in batch) == list(range(SAMPLES))
-    print("done")
-"""
-)
-
 TUNE = (
     COMMON
     + """
@@ -210,24 +125,10 @@ def run(run_anew, script, tmp_path):
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["done"]), done.stderr
 
 
-def test_ranks_of_ray_train_share_the_fleet_of_the_driver(run_anew, tmp_path):
-    """Each gets its shard from Ray Train; together they have each sample once."""
-    pytest.importorskip("torch")
-    run(run_anew, TRAIN, tmp_path)
-
-
 def test_ranks_that_ray_train_starts_again_go_on(run_anew, tmp_path):
     """From the state in a checkpoint, after a rank has died: together, each sample once."""
     pytest.importorskip("torch")
     run(run_anew, ELASTIC, tmp_path)
-
-
-def test_more_ranks_go_on_where_there_is_room_for_them(run_anew, tmp_path):
-    """Ray Train starts two in place of one, in mid-epoch: together, each sample once."""
-    pytest.importorskip("torch")
-    if not hasattr(train.ScalingConfig, "elastic_resize_monitor_interval_s"):
-        pytest.skip("this Ray Train has no elastic ranks")
-    run(run_anew, RESIZED, tmp_path)
 
 
 def test_trials_of_ray_tune_share_a_fleet(run_anew, tmp_path):
