@@ -26,8 +26,21 @@ cdef enum:
 
 cdef long* forks_here    # see `fork_depth`
 
-cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
-                     bint fortran, cnp.npy_intp* strides)
+cdef extern from *:
+    """
+    /* An array on memory that `owner` has, which it keeps alive. `strides`: in bytes; NULL: no gaps. */
+    static inline PyObject *cseq_array_on(PyObject *owner, char *data, PyObject *dtype, int nd, npy_intp *dims,
+                                          npy_intp *strides, int flags) {
+        PyObject *array = PyArray_NewFromDescr(&PyArray_Type, (PyArray_Descr *)Py_NewRef(dtype), nd, dims,
+                                               strides, data, flags, NULL);
+        if (array && PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(owner)) < 0)
+            Py_CLEAR(array);
+        return array;
+    }
+    """
+    object cseq_array_on(object owner, char* data, PyObject* dtype, int nd, cnp.npy_intp* dims,
+                         cnp.npy_intp* strides, int flags)
+
 cdef int layout_of(cnp.ndarray array, Py_ssize_t* span) noexcept
 cdef void* zeroed(uint64_t count, uint64_t size, str what) except NULL
 
@@ -140,7 +153,7 @@ cdef extern from *:
 cdef enum:
     MOST_PICKLED = 4096  # bytes; longer `bytes` are leaves
     MOST_KNOWN = 64  # structures that a reader remembers
-    RECENT = 4       # of them, and of a writer's: those that are compared one by one
+    RECENT = 4       # and a writer, which compares them one by one
     MOST_SEARCHED = 4  # containers inside one another, in the search for leaves that are not pickled
     BLOCKS = 8       # of copied leaves, that a plan keeps to use them again
 
@@ -157,7 +170,7 @@ cdef struct Leaf:
     int kind
     int nd
     int order             # ROWS, COLUMNS or STRIDED
-    int words             # of its layout: where it begins, its shape, and strides if it is STRIDED
+    int words             # of its layout: where it begins, its bytes, its shape, and strides if it is STRIDED
     bint casts            # its type differs from its source's
     Py_ssize_t itemsize
     PyObject* dtype       # in the slot
@@ -168,14 +181,16 @@ cdef struct Leaf:
 cdef struct Node:
     int kind
     int count             # children
-    int leaf              # of a leaf; of a container that has arrays only: the first; else -1
     PyObject* cls
     PyObject* keys        # of a dict
     PyObject* blank       # the dict of these keys, each with None
 
-cdef struct Cursor:
+cdef struct Cursor:       # what comes next: a node, and leaf, layout, object
     int node
+    int leaf
+    const char* word
     Py_ssize_t object
+    Py_ssize_t end        # of the leaves in the slot
 
 
 cdef inline Py_ssize_t aligned(Py_ssize_t nbytes) noexcept:
@@ -183,69 +198,44 @@ cdef inline Py_ssize_t aligned(Py_ssize_t nbytes) noexcept:
     return (nbytes + (LINE - 1)) & ~<Py_ssize_t>(LINE - 1)
 
 
-cdef Py_ssize_t MOST_BYTES
-
-cdef inline Py_ssize_t size_of(Leaf* leaf, const char* word) noexcept:
-    """Bytes that a leaf takes, as the words of its layout say; -1: more than there can be."""
-    cdef int64_t size, stride
-    cdef Py_ssize_t nbytes = leaf.itemsize, span = leaf.itemsize
-    cdef int i
-    for i in range(leaf.nd):
-        memcpy(&size, word + 8 * (1 + i), 8)
-        if size < 0 or ((size | nbytes) >> 15 and size and nbytes > MOST_BYTES // size):
-            return -1
-        nbytes *= size
-        if leaf.order == STRIDED:
-            memcpy(&stride, word + 8 * (1 + leaf.nd + i), 8)
-            if stride < 0 or (size > 1 and stride > (MOST_BYTES - span) // (size - 1)):
-                return -1
-            span += stride * (size - 1)
-    return span if leaf.order == STRIDED and nbytes else nbytes
-
-
 @cython.final
 cdef class Plan:
     cdef readonly bytes structure
     cdef const char* text       # its bytes
     cdef Py_ssize_t text_bytes
-    cdef readonly object token
+    cdef readonly tuple nodes
     cdef readonly object cast
-    cdef readonly list leaves
     cdef readonly list sources
     cdef readonly list casts
-    cdef bint is_array  # the batch is one array
     cdef object torch  # the module, if there are tensors
     cdef object tensor, to_array, from_numpy
     cdef Leaf* leaf
-    cdef Node* nodes
-    cdef int leaf_count, node_count, room, made, objects
+    cdef Node* node
+    cdef int leaf_count, objects
     cdef Py_ssize_t words  # of a layout
-    cdef list kept         # what nodes and leaves point to
+    cdef list kept         # what nodes and leaves point to, and `nodes` has not
     cdef PyObject* blocks[BLOCKS]  # the latest
     cdef int turn             # which of them is replaced next
-    cdef bint is_of(self, Memory memory, uint64_t* record) noexcept
+    cdef bint is_of(self, Memory memory, const uint64_t* record) noexcept
     cdef PyObject* keep(self, object value)
-    cdef int add_leaves(self, int kind, int count) except -1
-    cdef int add(self, token) except -1
+    cdef int add_leaf(self, int kind, str name, dtype, int nd, int order) except -1
     cdef int add_tensor(self, Leaf* leaf, str name) except -1
     cdef bint match(self, object batch, list arrays, list objects) except -1
     cdef bint match_array(self, int k, object value, list arrays) except -1
-    cdef bint match_leaf(self, Node* n, object value, list arrays, list objects) except -1
-    cdef bint match_node(self, int* at, object value, list arrays, list objects) except -1
-    cdef bint match_child(self, Node* n, int* at, Py_ssize_t k, object value, list arrays,
-                          list objects) except -1
-    cdef object read(self, Memory memory, uint64_t* record, object lend, Py_ssize_t slot,
+    cdef bint match_leaf(self, int kind, int k, object value, list arrays) except -1
+    cdef bint match_node(self, Cursor* at, object value, list arrays, list objects) except -1
+    cdef object read(self, Memory memory, const uint64_t* record, object lend, Py_ssize_t slot,
                      uint64_t capacity, object load, list converters)
-    cdef Py_ssize_t measure(self, const char* word, bint* large) noexcept
-    cdef Block block_of(self, Memory memory, Py_ssize_t offset, Py_ssize_t nbytes)
-    cdef Py_ssize_t run_of(self, int k, const char* word) noexcept
-    cdef object read_leaf(self, int k, Memory memory, Py_ssize_t offset, const char* word)
-    cdef object build_leaf(self, int k, list arrays, list converters)
-    cdef object build_child(self, Node* n, Cursor* at, int k, list arrays, list objects,
-                            list converters)
-    cdef object build_node(self, Cursor* at, list arrays, list objects, list converters)
+    cdef list read_leaves(self, Cursor* at, Memory memory, Memory home)
+    cdef Py_ssize_t look(self, int k, const char* word, Py_ssize_t end, Py_ssize_t* offset) except -1
+    cdef object read_leaf(self, int k, const char* word, Memory memory, Py_ssize_t offset,
+                          Py_ssize_t nbytes)
+    cdef Block spare(self, Py_ssize_t nbytes)
+    cdef object build(self, Cursor* at, Memory memory, list arrays, list objects, list converters)
+    cdef object build_leaf(self, Cursor* at, Memory memory, list arrays, list converters)
 
 
+cdef int check_record(Memory memory, const uint64_t* record) except -1
 cdef bint is_object(object value, int depth, bint plain) except -1
 
 
@@ -254,6 +244,5 @@ cdef class PlanReader:
     cdef object parse
     cdef readonly object load
     cdef readonly dict plans  # by structure
-    cdef list recent
-    cdef Plan find(self, Memory memory, uint64_t* record)
+    cdef Plan find(self, Memory memory, const uint64_t* record)
     cdef Plan learn(self, bytes structure)

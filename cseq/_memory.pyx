@@ -4,7 +4,7 @@
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.dict cimport PyDict_Copy, PyDict_Next, PyDict_SetItem
 from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc, PyMem_RawRealloc
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from cpython.ref cimport PyObject, Py_DECREF, Py_INCREF, Py_XDECREF
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
@@ -44,10 +44,6 @@ cdef extern from "numpy/arrayobject.h":
 
     object PyDataMem_SetHandler(object handler)
     object PyDataMem_GetHandler()
-    object PyArray_NewFromDescr(
-        PyTypeObject* subtype, cnp.dtype descr, int nd, cnp.npy_intp* dims,
-        cnp.npy_intp* strides, void* data, int flags, void* obj)
-    int PyArray_SetBaseObject(cnp.ndarray array, object base) except -1
 
 cdef Py_ssize_t PY_SSIZE_T_MAX = <Py_ssize_t>(<size_t>-1 >> 1)
 
@@ -211,7 +207,8 @@ cdef class Memory:
                 raise ValueError(f"shape {shape} of {dtype} is too large")
             nbytes *= dims[i]
         self.inside(offset, nbytes)
-        return array_at(self, offset, dtype, nd, dims, fortran, NULL)
+        return cseq_array_on(self, self.data + offset, <PyObject*>dtype, nd, dims, NULL,
+                             cnp.NPY_ARRAY_FARRAY if fortran else cnp.NPY_ARRAY_CARRAY)
 
     @cython.final
     cdef int put(self, Py_ssize_t offset, const char* source, Py_ssize_t nbytes) except -1:
@@ -263,23 +260,6 @@ def copy_of(Memory source not None, Py_ssize_t nbytes, Py_ssize_t offset=0):
     source.inside(offset, nbytes)
     block.put(0, source.data + offset, nbytes)
     return block
-
-
-cdef object array_at(Memory memory, Py_ssize_t offset, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
-                     bint fortran, cnp.npy_intp* strides):
-    """An array on a memory, which it keeps alive. `strides`: in bytes; NULL: it has no gaps."""
-    return array_on(memory, memory.data + offset, dtype, nd, dims, strides,
-                    cnp.NPY_ARRAY_FARRAY if fortran else cnp.NPY_ARRAY_CARRAY)
-
-
-cdef inline object array_on(object owner, char* data, cnp.dtype dtype, int nd, cnp.npy_intp* dims,
-                            cnp.npy_intp* strides, int flags):
-    Py_INCREF(dtype)  # PyArray_NewFromDescr takes it over
-    array = PyArray_NewFromDescr(
-        <PyTypeObject*>cnp.ndarray, dtype, nd, dims, strides, data, flags, NULL)
-    Py_INCREF(owner)  # PyArray_SetBaseObject takes it over
-    PyArray_SetBaseObject(array, owner)
-    return array
 
 
 # -- how arrays lie: most without gaps, so that their bytes can be copied as they are
@@ -338,8 +318,8 @@ def flat_of(cnp.ndarray array not None):
     if layout_of(array, &span) == LOOSE:
         return None
     count = span // itemsize if itemsize else cnp.PyArray_SIZE(array)
-    return array_on(array, <char*>cnp.PyArray_DATA(array), array.descr, 1, &count, &itemsize,
-                    cnp.NPY_ARRAY_WRITEABLE)
+    return cseq_array_on(array, <char*>cnp.PyArray_DATA(array), <PyObject*>cnp.PyArray_DESCR(array), 1,
+                         &count, &itemsize, cnp.NPY_ARRAY_WRITEABLE)
 
 
 def laid_as(cnp.ndarray flat not None, cnp.ndarray array not None):
@@ -353,8 +333,9 @@ def laid_as(cnp.ndarray flat not None, cnp.ndarray array not None):
         raise ValueError(f"{span // itemsize} elements do not lie on an array of {cnp.PyArray_SIZE(flat)}")
     for k in range(cnp.PyArray_NDIM(array)):
         strides[k] = cnp.PyArray_STRIDE(array, k) // itemsize * cnp.PyArray_ITEMSIZE(flat)
-    return array_on(flat, <char*>cnp.PyArray_DATA(flat), flat.descr, cnp.PyArray_NDIM(array),
-                    cnp.PyArray_DIMS(array), strides, cnp.PyArray_FLAGS(flat) & cnp.NPY_ARRAY_WRITEABLE)
+    return cseq_array_on(flat, <char*>cnp.PyArray_DATA(flat), <PyObject*>cnp.PyArray_DESCR(flat),
+                         cnp.PyArray_NDIM(array), cnp.PyArray_DIMS(array), strides,
+                         cnp.PyArray_FLAGS(flat) & cnp.NPY_ARRAY_WRITEABLE)
 
 
 @cython.final

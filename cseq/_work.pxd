@@ -156,12 +156,12 @@ cdef class Encoder(TicketWriter):
     cdef list objects
     cdef int64_t* words  # room for a layout
     cdef Py_ssize_t room
-    cdef uint64_t fields[4]  # the record of what was laid down last
     cdef Plan find_plan(self, batch, cast)
     cdef void forget(self) noexcept
-    cdef Py_ssize_t find_own(self, int k, Plan plan, list arrays, Py_ssize_t base) except -2
+    cdef Py_ssize_t find_own(self, int k, Plan plan, object array, Py_ssize_t nbytes,
+                             Py_ssize_t base) except -2
     cdef int reserve(self, Py_ssize_t count) except -1
-    cdef int write_batch(self, Plan plan, list arrays, bytes pickled) except -1
+    cdef int write_batch(self, Plan plan, list arrays, bytes pickled, uint64_t* record) except -1
     cpdef int take(self) except -1
     cdef void hand_over(self, Runner runner, cseq_cell* c, uint32_t status) noexcept
 
@@ -221,11 +221,10 @@ cdef class Decoder:
     cdef bint passes      # batches are objects that are handed over as they are
     cdef dict converters  # by plan
     cdef Plan found       # that of the latest batch
-    cdef Plan latest
-    cdef list leaves      # converters of `latest`
+    cdef list leaves      # and its converters
     cdef object decode(self, uint32_t cell, cseq_cell* c)
-    cdef object decode_slot(self, cseq_cell* c, bint leaves)
-    cdef list conversion(self, Plan plan)
+    cdef object decode_slot(self, cseq_cell* c)
+    cdef list leaves_of(self, Plan plan)
     cdef inline object free(self, uint32_t cell, cseq_cell* c):
         """Free slot and object of a ticket that leaves its cell; return the object, to be dropped
         after all else is done: its destructor may run code."""

@@ -16,8 +16,8 @@ cimport numpy as cnp
 from cseq._core cimport Ring
 from cseq._headers cimport *
 from cseq._memory cimport (
-    ARRAY, LEAST, LOOSE, MAX_DIMS, MOST_COPIED, MOST_KNOWN, RECENT, ROWS, STRIDED, Block, Leaf,
-    Mapping, Memory, Plan, SlotTable, aligned, array_at, cseq_set_own, forks_here, layout_of, size_of,
+    LEAST, MAX_DIMS, MOST_KNOWN, RECENT, ROWS, STRIDED, Block, Leaf, Mapping, Memory, Plan, SlotTable,
+    aligned, check_record, cseq_array_on, cseq_set_own, forks_here,
 )
 
 import numpy

@@ -11,9 +11,9 @@ in the slot as well.
                                                            ▲ offset    └── lengths ───────┘  Record
 
 *Structure* is the containers, types and memory orders: a pickle, made and read only when it
-changes. *Layout* is where the arrays begin, their shapes, and of some their strides: integers.
+changes. *Layout* is where the arrays begin, their bytes, shapes, and of some the strides: integers.
 *Objects* are the other leaves: one pickle, and where its buffers are. All of it lies in the slot,
-so a batch can be read without any other one. A `bytearray` alone has neither structure nor layout.
+so a batch can be read without any other one.
 
 At both ends, a structure is held as a `Plan`. A batch that matches one of the writer's last plans
 is written in C; any other batch is surveyed here, which makes a plan for the next ones.
@@ -67,7 +67,6 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]
-Leaf: TypeAlias = tuple[Dtype, int, int]  # dtype, dimensions, order (`order_of`)
 
 __all__ = [
     "LONG",
@@ -192,33 +191,30 @@ def map_leaves(function: Callable[[Any], Any], batch: Any, depth: int = MAX_DEPT
 
 # -- writing ------------------------------------------------------------------------------------
 
-# Tokens of leaves in the tree. A container has (class, keys or None, tokens); a number in place of
-# tokens says that all children are arrays.
+# A leaf in the tree is (token, dtype, dimensions, order: `order_of`), or OBJECT; a container, which
+# stands before its children, is (class, keys or None, number of children).
 ARRAY = "array"
 TENSOR = "tensor"  # or the name of its type, which numpy lacks
 BYTES = "bytes"
 OBJECT = "object"
-Token: TypeAlias = "str | tuple[Any, ...]"
+Node: TypeAlias = "str | tuple[Any, ...]"
 
-ARRAYS = {ndarray}
 TEXT = {str}
-# Types of elements that are nothing but bytes, and equal only to themselves.
-FLAT = {*np.sctypeDict.values()} - {np.object_, np.void}
 
 
 class _Survey:
     """What a batch consists of: its leaves, in the order of its tree."""
 
-    __slots__ = ("arrays", "cast", "kinds", "objects")
+    __slots__ = ("arrays", "cast", "nodes", "objects")
 
     def __init__(self, cast: Dtype | None) -> None:
         self.cast = cast
+        self.nodes: list[Node] = []
         self.arrays: list[Array] = []
-        self.kinds: list[Dtype] = []  # types of the arrays in the slot
         self.objects: list[Any] = []  # for pickle
 
-    def visit(self, value: Any, depth: int) -> Token:
-        """Collect the leaves below a value, and describe it."""
+    def visit(self, value: Any, depth: int) -> None:
+        """Describe a value and what is below it, and collect the leaves."""
         cls: Any = type(value)
         if cls is ndarray or cls is np.memmap:
             if _is_flat(value.dtype):
@@ -250,32 +246,28 @@ class _Survey:
 
     def _container(
         self, value: Any, keys: tuple[str, ...] | None, children: Collection[Any], depth: int
-    ) -> Token:
+    ) -> None:
         """Collect the leaves of a container; one of pickled leaves alone is pickled as one."""
         if not depth:
             raise _TooDeepError
-        arrays, objects = len(self.arrays), len(self.objects)
-        tokens: Any = len(children)
-        if {*map(type, children)} == ARRAYS and {child.dtype.type for child in children} <= FLAT:
-            self.arrays += children
-            self.kinds += [_target(child.dtype, self.cast) for child in children]
-        else:
-            tokens = tuple([self.visit(child, depth - 1) for child in children])
+        nodes, arrays, objects = len(self.nodes), len(self.arrays), len(self.objects)
+        self.nodes.append((type(value), keys, len(children)))
+        for child in children:
+            self.visit(child, depth - 1)
         if len(self.arrays) == arrays:
-            del self.objects[objects:]
-            return self._object(value)
-        return type(value), keys, tokens
+            del self.nodes[nodes:], self.objects[objects:]
+            self._object(value)
 
-    def _object(self, value: Any) -> Token:
+    def _object(self, value: Any) -> None:
         """Collect a leaf for pickle."""
+        self.nodes.append(OBJECT)
         self.objects.append(value)
-        return OBJECT
 
-    def _leaf(self, token: Token, array: Array, kind: Dtype | None = None) -> Token:
-        """Collect the array that a leaf consists of."""
+    def _leaf(self, token: str, array: Array, kind: Dtype | None = None) -> None:
+        """Collect the array that a leaf consists of; `kind`: its type in the slot."""
+        kind = array.dtype if kind is None else kind
+        self.nodes.append((token, kind, array.ndim, order_of(array)))
         self.arrays.append(array)
-        self.kinds.append(array.dtype if kind is None else kind)
-        return token
 
 
 def _is_flat(dtype: Dtype) -> bool:
@@ -324,10 +316,6 @@ def encode(batch: Any, writer: Encoder, cast: Dtype | None = None) -> Record:
     MemoryError
         If there is no room for it.
     """
-    if type(batch) is bytearray:
-        offset = writer.place(len(batch))
-        memoryview(writer.memory)[offset : writer.used] = batch
-        return Record(offset, 0, 0, len(batch))
     found = writer.match(batch, cast)
     plan, arrays, objects = plan_for(batch, writer, cast) if found is None else found
     pickled = None
@@ -352,23 +340,19 @@ def plan_for(
     """Return a batch's plan, which the writer then remembers, its arrays, and its other leaves."""
     survey = _Survey(cast)
     try:
-        tree: Token = survey.visit(batch, MAX_DEPTH)
+        survey.visit(batch, MAX_DEPTH)
     except _TooDeepError:
-        survey, tree = _Survey(cast), OBJECT
-        survey.objects.append(batch)
-    arrays = survey.arrays
-    sources = [array.dtype for array in arrays]
-    pairs = zip(survey.kinds, arrays, strict=True)
-    leaves: list[Leaf] = [(kind, array.ndim, order_of(array)) for kind, array in pairs]
+        survey = _Survey(cast)
+        survey.nodes, survey.objects = [OBJECT], [batch]
+    nodes, sources = tuple(survey.nodes), [array.dtype for array in survey.arrays]
     for plan in writer.plans:  # `match` does not recognise it where tensors are cast
-        same = plan.cast is cast and plan.token == tree
-        if same and plan.leaves == leaves and plan.sources == sources:
-            return plan, arrays, survey.objects
+        if plan.cast is cast and plan.nodes == nodes and plan.sources == sources:
+            return plan, survey.arrays, survey.objects
     with _explained(batch):
-        structure = dumps((tree, leaves))
-    plan = Plan(structure, tree, leaves, cast, sources)
+        structure = dumps(nodes)
+    plan = Plan(structure, nodes, cast, sources)
     writer.remember(plan)
-    return plan, arrays, survey.objects
+    return plan, survey.arrays, survey.objects
 
 
 def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
@@ -475,7 +459,7 @@ def recast_tensor(tensor: Any, dtype: Any) -> Any:
     return tensor.to(dtype, copy=True)
 
 
-ONE_OBJECT = Plan(pickle.dumps((OBJECT, []), protocol=5), OBJECT, [])
+ONE_OBJECT = Plan(pickle.dumps((OBJECT,), protocol=5), (OBJECT,))
 
 
 def encode_pickled(pickled: Pickled, writer: Encoder) -> Record:
@@ -489,7 +473,7 @@ def encode_pickled(pickled: Pickled, writer: Encoder) -> Record:
 
 def _parse(structure: bytes) -> Plan:
     """Read a structure."""
-    return Plan(structure, *pickle.loads(structure))
+    return Plan(structure, pickle.loads(structure))
 
 
 def _load_objects(memory: Memory, offset: int, nbytes: int, home: Memory | None) -> list[Any]:

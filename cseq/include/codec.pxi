@@ -2,8 +2,8 @@
 
 cdef object UNREAD = object()  # in place of a batch: Python is to decode it
 
-cdef Leaf BUFFER  # how the buffers of pickles lie in the slot
-BUFFER.kind, BUFFER.nd, BUFFER.words, BUFFER.itemsize = ARRAY, 1, 2, 1
+cdef Leaf BUFFER  # how the buffers of pickles lie in the slot: bytes, without a shape
+BUFFER.words, BUFFER.itemsize = 2, 1
 
 cdef extern from "numpy/arrayobject.h":
     int PyArray_CopyInto(cnp.ndarray target, cnp.ndarray source) except -1
@@ -72,21 +72,16 @@ cdef class Encoder(TicketWriter):
         finally:
             self.arrays = self.objects = None
 
-    cdef Py_ssize_t find_own(self, int k, Plan plan, list arrays, Py_ssize_t base) except -2:
-        """Where in the slot an array lies already, unless an earlier array does; else -1."""
-        cdef Py_ssize_t at = self.find(arrays[k])
-        cdef Py_ssize_t nbytes
-        cdef Py_ssize_t other, size
-        cdef int j
-        cdef Leaf* leaf
+    cdef Py_ssize_t find_own(self, int k, Plan plan, object array, Py_ssize_t nbytes,
+                             Py_ssize_t base) except -2:
+        """Where in the slot an array lies already, unless one of the k before it does; else -1."""
+        cdef Py_ssize_t at = self.find(array)
         cdef int64_t* word = self.words
-        layout_of(<cnp.ndarray>arrays[k], &nbytes)
+        cdef int j
         for j in range(k if at >= 0 else 0):
-            leaf = &plan.leaf[j] if j < plan.leaf_count else &BUFFER
-            other, size = word[0], size_of(leaf, <const char*>word)
-            word += leaf.words
-            if other < base and at < other + size and at + nbytes > other:
+            if word[0] < base and at < word[0] + word[1] and at + nbytes > word[0]:
                 return -1
+            word += plan.leaf[j].words if j < plan.leaf_count else BUFFER.words
         return at
 
     cdef int reserve(self, Py_ssize_t count) except -1:
@@ -116,12 +111,12 @@ cdef class Encoder(TicketWriter):
         tuple of int
             See `codec.Record`.
         """
-        cdef uint64_t* f = self.fields
-        self.write_batch(plan, arrays, pickled)
+        cdef uint64_t[4] f
+        self.write_batch(plan, arrays, pickled, f)
         return f[0], f[1], f[2], f[3]
 
-    cdef int write_batch(self, Plan plan, list arrays, bytes pickled) except -1:
-        """`encode`; the record is in `fields`."""
+    cdef int write_batch(self, Plan plan, list arrays, bytes pickled, uint64_t* record) except -1:
+        """`encode`, with the record in `record`."""
         cdef Py_ssize_t base = self.place(0) if self.target is not None else aligned(self.used)
         cdef Py_ssize_t end = base
         cdef Py_ssize_t structure = plan.text_bytes
@@ -130,7 +125,7 @@ cdef class Encoder(TicketWriter):
         cdef Py_ssize_t layout = 8 * plan.words
         cdef Py_ssize_t table = 8 * (2 * (count - leaves) + 1)  # of buffers
         cdef Py_ssize_t objects = 0 if pickled is None else len(pickled) + table
-        cdef Py_ssize_t at, nbytes
+        cdef Py_ssize_t at, nbytes, stride, span
         cdef int64_t* word
         cdef int k, i
         cdef Leaf* leaf
@@ -141,18 +136,24 @@ cdef class Encoder(TicketWriter):
         for k in range(count):
             leaf = &plan.leaf[k] if k < leaves else &BUFFER
             array = <cnp.ndarray>PyList_GET_ITEM(arrays, k)
+            nbytes = cnp.PyArray_SIZE(array) * leaf.itemsize
+            span = leaf.itemsize
             for i in range(leaf.nd):
-                set_word(&word[1 + i], cnp.PyArray_DIM(array, i))
+                set_word(&word[2 + i], cnp.PyArray_DIM(array, i))
                 if leaf.order == STRIDED:
-                    set_word(&word[1 + leaf.nd + i], cnp.PyArray_STRIDE(array, i)
-                             // cnp.PyArray_ITEMSIZE(array) * leaf.itemsize)
+                    stride = cnp.PyArray_STRIDE(array, i) // cnp.PyArray_ITEMSIZE(array) * leaf.itemsize
+                    set_word(&word[2 + leaf.nd + i], stride)
+                    span += stride * (cnp.PyArray_DIM(array, i) - 1)
+            if leaf.order == STRIDED and nbytes:
+                nbytes = span
             at = -1
             if self.loaned and not leaf.casts:
-                at = self.find_own(k, plan, arrays, base)
+                at = self.find_own(k, plan, array, nbytes, base)
             if at < 0:
                 at = end
-                end += aligned(size_of(leaf, <const char*>word))
+                end += aligned(nbytes)
             set_word(&word[0], at)
+            set_word(&word[1], nbytes)
             word += leaf.words
         word[0] = count - leaves
         nbytes = end + structure + layout + objects
@@ -173,8 +174,7 @@ cdef class Encoder(TicketWriter):
         if pickled is not None:
             memory.put(end + structure + layout, <const char*>pickled, len(pickled))
             memory.put(nbytes - table, <const char*>self.words + layout, table)
-        self.fields[0], self.fields[1], self.fields[2], self.fields[3] = (
-            end, structure, layout, objects)
+        record[0], record[1], record[2], record[3] = end, structure, layout, objects
         return 0
 
     cpdef int take(self) except -1:
@@ -221,8 +221,7 @@ cdef class Encoder(TicketWriter):
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
         """Write a batch and publish it, if a plan fits and no array can lie in the slot; else False."""
-        cdef cseq_cell* c
-        cdef int k
+        cdef cseq_cell* c = runner.held()
         cdef Plan plan
         cdef bytes pickled = None
         cdef list arrays
@@ -242,13 +241,10 @@ cdef class Encoder(TicketWriter):
                 if self.loaned:
                     return False
                 arrays = arrays + buffers
-            self.write_batch(plan, arrays, pickled)
+            self.write_batch(plan, arrays, pickled, c.record)
         finally:
             self.forget()
             self.objects = None
-        c = runner.held()
-        for k in range(4):
-            c.record[k] = self.fields[k]
         self.hand_over(runner, c, 0)
         return True
 
@@ -263,17 +259,17 @@ cdef inline void set_word(int64_t* word, int64_t value) noexcept:
 cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array) except -1:
     """Copy an array to where its layout says, and cast it."""
     cdef cnp.npy_intp dims[MAX_DIMS]
-    cdef Py_ssize_t size = size_of(leaf, <const char*>word)
     cdef int i, nd = leaf.nd
     if not leaf.casts and (leaf.order != ROWS or cnp.PyArray_IS_C_CONTIGUOUS(array)):
-        return memory.put(word[0], <const char*>cnp.PyArray_DATA(array), size)
+        return memory.put(word[0], <const char*>cnp.PyArray_DATA(array), word[1])
     for i in range(nd):
-        dims[i] = word[1 + i]
+        dims[i] = word[2 + i]
     if leaf.order != ROWS:
-        nd, dims[0] = 1, size // leaf.itemsize
+        nd, dims[0] = 1, word[1] // leaf.itemsize
         array = flat_of(array)
-    memory.inside(word[0], size)
-    PyArray_CopyInto(array_at(memory, word[0], <cnp.dtype>leaf.dtype, nd, dims, False, NULL), array)
+    memory.inside(word[0], word[1])
+    PyArray_CopyInto(cseq_array_on(memory, memory.data + word[0], leaf.dtype, nd, dims, NULL,
+                                   cnp.NPY_ARRAY_CARRAY), array)
     return 0
 
 
@@ -347,7 +343,6 @@ cdef class Decoder:
 
     cdef object decode(self, uint32_t cell, cseq_cell* c):
         """The batch in a cell, converted; UNREAD if it is for Python to decode."""
-        cdef bint leaves = self.leaf_for is not None
         if c.status:
             return UNREAD
         if self.objects is not None:
@@ -355,39 +350,39 @@ cdef class Decoder:
             if batch is None:
                 return UNREAD
         else:
-            batch = self.decode_slot(c, leaves)
-            if leaves or batch is UNREAD:
+            batch = self.decode_slot(c)
+            if self.leaf_for is not None or batch is UNREAD:
                 return batch
         return batch if self.convert is None else self.convert(batch)
 
-    cdef object decode_slot(self, cseq_cell* c, bint leaves):
+    cdef object decode_slot(self, cseq_cell* c):
         """The batch in a cell's slot, if its structure is known; else UNREAD."""
         cdef Mapping slot
         cdef Plan plan
         cdef uint64_t* f = c.record
-        if (c.stage or self.mapped is None or not f[1]
-                or c.slot >= <uint64_t>PyList_GET_SIZE(self.mapped)):
+        if c.stage or self.mapped is None or c.slot >= <uint64_t>PyList_GET_SIZE(self.mapped):
             return UNREAD
         slot = self.mapped[c.slot]
         if slot is None or <uint64_t>slot.size < c.capacity:
             return UNREAD
+        check_record(slot, f)
         plan = self.found
         if plan is None or not plan.is_of(slot, f):  # the reader is shared, and has a lock
-            plan = self.found = self.reader.find(slot, f)
-        if plan is None:
-            return UNREAD
-        return plan.read(slot, f, self.lend, c.slot, c.capacity, self.reader.load,
-                         self.conversion(plan) if leaves else None)
+            plan = self.reader.find(slot, f)
+            if plan is None:
+                return UNREAD
+            self.leaves = self.leaves_of(plan)
+            self.found = plan
+        return plan.read(slot, f, self.lend, c.slot, c.capacity, self.reader.load, self.leaves)
 
-    cdef list conversion(self, Plan plan):
-        """The converters of the leaves of a plan's batches."""
+    cdef list leaves_of(self, Plan plan):
+        """The converters of the leaves of a plan's batches; None: they are not converted one by one."""
         cdef list leaves
-        if plan is self.latest:
-            return self.leaves
+        if self.leaf_for is None:
+            return None
         leaves = self.converters.get(plan)
         if leaves is None:
             if len(self.converters) >= MOST_KNOWN:
                 self.converters.clear()
             leaves = self.converters[plan] = plan.converters(self.leaf_for, self.convert)
-        self.latest, self.leaves = plan, leaves
         return leaves

@@ -31,7 +31,7 @@ from codec_batches import (
 from cseq.converter.host import Converter
 from cseq.converter.output import Output
 from cseq.encoding import codec
-from cseq.encoding.codec import decode, encode, map_leaves
+from cseq.encoding.codec import map_leaves
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,20 +141,6 @@ def test_buffers_of_pickles_lie_in_the_slot(writer: Writer) -> None:
         assert start <= lies.ctypes.data < start + writer.used
         assert lies.ctypes.data % 64 == 0
     assert_same(small, read[2].array)
-
-
-@pytest.mark.parametrize("size", [0, 1, 100, 10_000])
-def test_a_bytearray_alone_lies_as_it_is(writer: Writer, size: int) -> None:
-    """Its bytes are all that is laid down for it, and it comes out as what it was."""
-    writer.place(5)
-    data = bytearray(range(256)) * (size // 256 + 1)
-    del data[size:]
-    record = encode(data, writer)
-    assert record == (64, 0, 0, size)
-    read = decode(writer.memory, record)
-    assert type(read) is bytearray
-    assert read == data
-    read.append(1)
 
 
 def test_not_one_more_reference_is_kept() -> None:

@@ -535,7 +535,8 @@ def test_small_leaves_of_a_large_batch() -> None:
         assert bench.slots.leased == 1
         del got["large"]
         assert bench.slots.leased == 0
-        assert (got["a"].base.nbytes, got["b"].base.nbytes) == (24, 72)
+        assert got["a"].base is got["b"].base
+        assert got["a"].base.nbytes < 200
 
 
 @pytest.mark.parametrize("large", [1, 10_000])
