@@ -44,10 +44,9 @@ cdef class FeistelReader(Reader):
 @cython.no_gc
 cdef class TableReader(Reader):
     cdef cseq_order order
-    cdef void* table
+    cdef uint32_t* table
     cdef uint32_t* tags
     cdef uint64_t epoch  # that `order` is in
-    cdef uint32_t width
     cdef int make_table(self) except -1
 
 

@@ -60,19 +60,27 @@ def derive(seed, epoch, uint64_t purpose, Py_ssize_t count):
     return tuple([words[k] for k in range(count)])
 
 
+cdef int check_tabled(uint64_t samples) except -1:
+    """Refuse more samples than an entry of 4 bytes can name."""
+    if samples > CSEQ_MOST_TABLED:
+        raise ValueError(f"{samples} samples are more than the {CSEQ_MOST_TABLED} that {ALGORITHMS[0]} can "
+                         "shuffle: take feistel-v1, by shuffle='feistel', which needs no table")
+    return 0
+
+
 cdef object shuffled(uint64_t size, uint64_t* state):
-    """0 … size-1 in the order of fisher-yates-v1: a new array, uint32 up to 2**32, else int64."""
-    cdef uint32_t width = cseq_table_width(size)
+    """0 … size-1 in the order of fisher-yates-v1: a new array of uint32."""
     cdef uint64_t start = 0, end
-    cdef cnp.ndarray result = numpy.empty(size, numpy.uint32 if width == 4 else numpy.int64)
-    cdef void* data = cnp.PyArray_DATA(result)
+    check_tabled(size)
+    cdef cnp.ndarray result = numpy.empty(size, numpy.uint32)
+    cdef uint32_t* data = <uint32_t*>cnp.PyArray_DATA(result)
     if size <= BRIEF:
-        cseq_permute(data, width, size, 0, size, state)
+        cseq_permute(data, size, 0, size, state)
         return result
     while start < size:
         end = min(start + SLICE, size)
         with nogil:
-            cseq_permute(data, width, size, start, end, state)
+            cseq_permute(data, size, start, end, state)
         PyErr_CheckSignals()
         start = end
     return result
@@ -97,12 +105,12 @@ def permutation(n, seed, epoch=0, algorithm=ALGORITHMS[0]):
     -------
     numpy.ndarray
         A new array of shape (n,): each of 0 … n-1 once. ``uint32`` up to 2**32 samples, else
-        ``int64``.
+        ``int64``, by feistel-v1 alone.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is not an integer, or out of range.
+        An argument is not an integer, or out of range; or `n` is above 2**32 with fisher-yates-v1.
     MemoryError
         There is no room for the array.
 
@@ -121,7 +129,7 @@ def permutation(n, seed, epoch=0, algorithm=ALGORITHMS[0]):
         raise ValueError(f"algorithm={algorithm!r} is not one of {ALGORITHMS}")
     if algorithm == ALGORITHMS[0] or size < CSEQ_FEISTEL_LEAST:
         return shuffled(size, state)
-    result = numpy.empty(size, numpy.uint32 if cseq_table_width(size) == 4 else numpy.int64)
+    result = numpy.empty(size, numpy.uint32 if size <= CSEQ_MOST_TABLED else numpy.int64)
     reader = FeistelReader(size, seed)
     while start < size:
         end = min(start + SLICE, size)
@@ -223,24 +231,22 @@ cdef class FeistelReader(Reader):
 cdef class TableReader(Reader):
     """Shuffled by fisher-yates-v1, just ahead of the use.
 
-    The table (4 bytes a sample up to 2**32 samples) is made at the first read and touched only as far
-    as it is used: another epoch begins in the same time for any number of samples.
-
-    `wide`: a 64-bit table also for few samples, for tests; the order is the same.
+    The table (4 bytes a sample) is made at the first read and touched only as far as it is used:
+    another epoch begins in the same time for any number of samples.
     """
 
-    def __cinit__(self, n, seed, *, bint wide=False):
+    def __cinit__(self, n, seed):
         self.units, self.room = natural(n, "n", MOST_SAMPLES), 1
         self.seed = natural(seed, "seed", <uint64_t>-1)
-        self.width = 8 if wide else cseq_table_width(self.units)
+        check_tabled(self.units)
 
     def __dealloc__(self):
         PyMem_RawFree(self.table)
         PyMem_RawFree(self.tags)
 
     cdef int make_table(self) except -1:
-        cdef uint64_t pages = cseq_table_pages(self.units, self.width)
-        cdef void* table = PyMem_RawCalloc(<size_t>pages, 4096)
+        cdef uint64_t pages = cseq_table_pages(self.units)
+        cdef uint32_t* table = <uint32_t*>PyMem_RawCalloc(<size_t>pages, 4096)
         cdef uint32_t* tags = <uint32_t*>PyMem_RawCalloc(<size_t>pages, 4)
         if table == NULL or tags == NULL:
             PyMem_RawFree(table)
@@ -248,7 +254,7 @@ cdef class TableReader(Reader):
             raise MemoryError(f"no memory for the index table of {self.units} samples "
                               f"({pages * 4096} bytes)")
         self.table, self.tags = table, tags
-        cseq_order_init(&self.order, self.units, self.width, self.table, self.tags)
+        cseq_order_init(&self.order, self.units, self.table, self.tags)
         cseq_order_begin(&self.order, self.seed, self.epoch)
         return 0
 

@@ -193,7 +193,7 @@ cdef extern from "cseq_shuffle.h" nogil:
         CSEQ_PURPOSE_SHUFFLE
         CSEQ_TWISTER
 
-    uint64_t CSEQ_IV, CSEQ_GOLDEN
+    uint64_t CSEQ_IV, CSEQ_GOLDEN, CSEQ_MOST_TABLED
     uint64_t cseq_mix(uint64_t v) noexcept
     uint64_t cseq_stream(uint64_t seed, uint64_t epoch, uint64_t purpose) noexcept
     uint64_t cseq_multiply(uint64_t a, uint64_t b, uint64_t* low) noexcept
@@ -205,13 +205,12 @@ cdef extern from "cseq_shuffle.h" nogil:
 
     void cseq_derive(uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t* words, size_t count) noexcept
     void cseq_twister(const uint64_t* s, uint32_t* key) noexcept
-    uint32_t cseq_table_width(uint64_t n) noexcept
-    uint64_t cseq_table_pages(uint64_t n, uint32_t width) noexcept
-    void cseq_order_init(cseq_order* order, uint64_t n, uint32_t width, void* table, uint32_t* tags) noexcept
+    uint64_t cseq_table_pages(uint64_t n) noexcept
+    void cseq_order_init(cseq_order* order, uint64_t n, uint32_t* table, uint32_t* tags) noexcept
     void cseq_order_begin(cseq_order* order, uint64_t seed, uint64_t epoch) noexcept
     uint64_t cseq_order_advance(cseq_order* order, uint64_t upto, uint64_t most) noexcept
     void cseq_order_read(const cseq_order* order, uint64_t start, uint64_t count, int64_t* out) noexcept
-    void cseq_permute(void* result, uint32_t width, uint64_t n, uint64_t start, uint64_t end, uint64_t* state) noexcept
+    void cseq_permute(uint32_t* result, uint64_t n, uint64_t start, uint64_t end, uint64_t* state) noexcept
 
 
 cdef extern from "cseq_map.h" nogil:

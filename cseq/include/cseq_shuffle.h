@@ -7,10 +7,10 @@
  *     [ 0 ................ i - 1 ][ i ......... j ......................... n - 1 ]
  *                                   \__ swap __/   j = i + bounded(n - i)
  *
- * The caller owns the memory; nothing here allocates, waits or fails. Entries are 4 bytes wide up
- * to 2^32 samples, else 8; both hold the same permutation. Partners j are drawn up to CSEQ_AHEAD
- * steps before they are swapped, and their entries prefetched: the swaps stay in order, so the
- * result is that of the plain algorithm.
+ * The caller owns the memory; nothing here allocates, waits or fails. Entries are 4 bytes wide, for
+ * CSEQ_MOST_TABLED samples at most. Partners j are drawn up to CSEQ_AHEAD steps before they are
+ * swapped, and their entries prefetched: the swaps stay in order, so the result is that of the plain
+ * algorithm.
  */
 #ifndef CSEQ_SHUFFLE_H
 #define CSEQ_SHUFFLE_H
@@ -45,6 +45,7 @@
 #define CSEQ_AHEAD 64                            /* steps between a draw and its swap */
 #define CSEQ_CACHED (1u << 20)                   /* bytes of a table that a cache holds */
 #define CSEQ_PAGE 4096                           /* bytes that are zeroed together */
+#define CSEQ_MOST_TABLED (UINT64_C(1) << 32)     /* samples */
 
 enum { CSEQ_PURPOSE_SHUFFLE = 1 }; /* the others: context.py */
 
@@ -159,104 +160,79 @@ typedef struct {
     uint64_t n;          /* samples */
     uint64_t position;   /* positions below are final */
     cseq_draws draws;    /* partners up to CSEQ_AHEAD positions further on */
-    void *table;         /* n entries: value XOR position; cseq_table_pages() whole pages */
+    uint32_t *table;     /* n entries: value XOR position; cseq_table_pages() whole pages */
     uint32_t *tags;      /* for each page, the generation that zeroed it last */
     uint64_t stale;      /* pages whose tag is not `generation`; 0: the table needs no checks */
     uint32_t generation; /* +1 for each epoch on a used table */
-    uint32_t width;      /* bytes of an entry: 4 or 8 */
 } cseq_order;
 
-/* Bytes of an entry for `n` samples. */
-CSEQ_FORCE_INLINE uint32_t cseq_table_width(uint64_t n)
-{
-    return n <= UINT64_C(1) << 32 ? 4 : 8;
-}
-
 /* Pages of CSEQ_PAGE bytes in a table, at least one; its tags are as many uint32. */
-CSEQ_FORCE_INLINE uint64_t cseq_table_pages(uint64_t n, uint32_t width)
+CSEQ_FORCE_INLINE uint64_t cseq_table_pages(uint64_t n)
 {
-    uint64_t entries = CSEQ_PAGE / width;
-    return n ? (n - 1) / entries + 1 : 1;
-}
-
-CSEQ_FORCE_INLINE uint64_t cseq_entry(const void *table, uint32_t width, uint64_t k)
-{
-    return width == 4 ? ((const uint32_t *)table)[k] : ((const uint64_t *)table)[k];
-}
-
-CSEQ_FORCE_INLINE void cseq_set_entry(void *table, uint32_t width, uint64_t k, uint64_t entry)
-{
-    if (width == 4)
-        ((uint32_t *)table)[k] = (uint32_t)entry;
-    else
-        ((uint64_t *)table)[k] = entry;
+    return n ? (n - 1) / (CSEQ_PAGE / 4) + 1 : 1;
 }
 
 /* Zero the page of entry `k` if an earlier epoch wrote to it. */
-CSEQ_FORCE_INLINE void cseq_refresh(cseq_order *order, uint32_t width, uint64_t k)
+CSEQ_FORCE_INLINE void cseq_refresh(cseq_order *order, uint64_t k)
 {
-    uint64_t page = k / (CSEQ_PAGE / width);
+    uint64_t page = k / (CSEQ_PAGE / 4);
     if (order->tags[page] != order->generation) {
-        memset((char *)order->table + page * CSEQ_PAGE, 0, CSEQ_PAGE);
+        memset(order->table + page * (CSEQ_PAGE / 4), 0, CSEQ_PAGE);
         order->tags[page] = order->generation;
         order->stale--;
     }
 }
 
 /* The partner of position `i`, its entry clean and on its way into the cache. */
-CSEQ_FORCE_INLINE uint64_t cseq_draw(void *table, uint32_t width, uint64_t n, uint64_t i,
-                                     uint64_t state[4], cseq_order *order)
+CSEQ_FORCE_INLINE uint64_t cseq_draw(uint32_t *table, uint64_t n, uint64_t i, uint64_t state[4],
+                                     cseq_order *order)
 {
     uint64_t j = i + cseq_bounded(state, n - i);
     if (order) {
-        cseq_refresh(order, width, i);
-        cseq_refresh(order, width, j);
+        cseq_refresh(order, i);
+        cseq_refresh(order, j);
     }
-    CSEQ_PREFETCH((char *)table + j * width);
+    CSEQ_PREFETCH(table + j);
     return j;
 }
 
 /* Swap the values at i and j. Entries are value XOR position if `masked`, else values. */
-CSEQ_FORCE_INLINE void cseq_swap(void *table, uint32_t width, int masked, uint64_t i, uint64_t j)
+CSEQ_FORCE_INLINE void cseq_swap(uint32_t *table, int masked, uint64_t i, uint64_t j)
 {
-    uint64_t mask_i = masked ? i : 0, mask_j = masked ? j : 0;
-    uint64_t at_i = cseq_entry(table, width, i) ^ mask_i;
-    uint64_t at_j = cseq_entry(table, width, j) ^ mask_j;
-    cseq_set_entry(table, width, j, at_i ^ mask_j);
-    cseq_set_entry(table, width, i, at_j ^ mask_i);
+    uint32_t mask_i = masked ? (uint32_t)i : 0, mask_j = masked ? (uint32_t)j : 0;
+    uint32_t at_i = table[i] ^ mask_i, at_j = table[j] ^ mask_j;
+    table[j] = at_i ^ mask_j;
+    table[i] = at_j ^ mask_i;
 }
 
 /* Steps i .. end-1, with draws ahead up to `limit`, which is at least `end`.
- * Constant `width`, `masked` and null `order` (no checks) are compiled away. */
-CSEQ_FORCE_INLINE void cseq_walk(void *table, uint32_t width, int masked, uint64_t n, uint64_t i,
-                                 uint64_t end, uint64_t limit, cseq_draws *draws,
-                                 cseq_order *order)
+ * Constant `masked` and null `order` (no checks) are compiled away. */
+CSEQ_FORCE_INLINE void cseq_walk(uint32_t *table, int masked, uint64_t n, uint64_t i, uint64_t end,
+                                 uint64_t limit, cseq_draws *draws, cseq_order *order)
 {
     uint64_t *partners = draws->partners;
     uint64_t s[4] = {draws->state[0], draws->state[1], draws->state[2], draws->state[3]};
     uint64_t drawn = draws->drawn;
     for (; drawn < limit && drawn - i < CSEQ_AHEAD; drawn++)
-        partners[drawn % CSEQ_AHEAD] = cseq_draw(table, width, n, drawn, s, order);
+        partners[drawn % CSEQ_AHEAD] = cseq_draw(table, n, drawn, s, order);
     for (; i < end && limit - i > CSEQ_AHEAD; i++) {
         uint64_t j = partners[i % CSEQ_AHEAD];
-        partners[i % CSEQ_AHEAD] = cseq_draw(table, width, n, i + CSEQ_AHEAD, s, order);
-        cseq_swap(table, width, masked, i, j);
+        partners[i % CSEQ_AHEAD] = cseq_draw(table, n, i + CSEQ_AHEAD, s, order);
+        cseq_swap(table, masked, i, j);
     }
     draws->drawn = limit - i > CSEQ_AHEAD ? i + CSEQ_AHEAD : limit;
     memcpy(draws->state, s, sizeof s);
     for (; i < end; i++)
-        cseq_swap(table, width, masked, i, partners[i % CSEQ_AHEAD]);
+        cseq_swap(table, masked, i, partners[i % CSEQ_AHEAD]);
 }
 
 /* ---- an order that is walked while it is used ---------------------------------------------- */
 
 /* `table` and `tags` must be zeroed; nothing of them is touched here. */
-static inline void cseq_order_init(cseq_order *order, uint64_t n, uint32_t width, void *table,
-                                   uint32_t *tags)
+static inline void cseq_order_init(cseq_order *order, uint64_t n, uint32_t *table, uint32_t *tags)
 {
     memset(order, 0, sizeof *order);
     order->n = n;
-    order->width = width;
     order->table = table;
     order->tags = tags;
 }
@@ -264,7 +240,7 @@ static inline void cseq_order_init(cseq_order *order, uint64_t n, uint32_t width
 /* Begin an epoch: O(1), also on a used table, whose pages are zeroed when they are needed. */
 static inline void cseq_order_begin(cseq_order *order, uint64_t seed, uint64_t epoch)
 {
-    uint64_t pages = cseq_table_pages(order->n, order->width);
+    uint64_t pages = cseq_table_pages(order->n);
     if (order->position) {
         order->position = 0;
         order->stale = pages;
@@ -285,14 +261,10 @@ static inline uint64_t cseq_order_advance(cseq_order *order, uint64_t upto, uint
         return 0;
     uint64_t left = end - start > most ? end - start - most : 0;
     end -= left;
-    if (order->width == 4 && order->stale)
-        cseq_walk(order->table, 4, 1, n, start, end, n, &order->draws, order);
-    else if (order->width == 4)
-        cseq_walk(order->table, 4, 1, n, start, end, n, &order->draws, NULL);
-    else if (order->stale)
-        cseq_walk(order->table, 8, 1, n, start, end, n, &order->draws, order);
+    if (order->stale)
+        cseq_walk(order->table, 1, n, start, end, n, &order->draws, order);
     else
-        cseq_walk(order->table, 8, 1, n, start, end, n, &order->draws, NULL);
+        cseq_walk(order->table, 1, n, start, end, n, &order->draws, NULL);
     order->position = end;
     return left;
 }
@@ -302,61 +274,54 @@ static inline void cseq_order_read(const cseq_order *order, uint64_t start, uint
                                    int64_t *out)
 {
     uint64_t k = 0;
-    for (; order->width == 4 && k + 8 <= count; k += 8) /* in 32 bits: some at once */
+    for (; k + 8 <= count; k += 8) /* in 32 bits: some at once */
         for (uint32_t j = 0, i = (uint32_t)(start + k); j < 8; j++)
-            out[k + j] = (uint32_t)cseq_entry(order->table, 4, start + k + j) ^ (i + j);
+            out[k + j] = order->table[start + k + j] ^ (i + j);
     for (; k < count; k++)
-        out[k] = (int64_t)(cseq_entry(order->table, order->width, start + k) ^ (start + k));
+        out[k] = order->table[start + k] ^ (uint32_t)(start + k);
 }
 
 /* ---- a whole permutation at once ----------------------------------------------------------- */
 
 /* Entries are the values themselves here: one pass more, but fewer operations at each step. */
-CSEQ_FORCE_INLINE void cseq_identity(void *result, uint32_t width, uint64_t n)
+CSEQ_FORCE_INLINE void cseq_identity(uint32_t *result, uint64_t n)
 {
     for (uint64_t k = 0; k < n; k++)
-        cseq_set_entry(result, width, k, k);
+        result[k] = (uint32_t)k;
 }
 
 /* Steps i .. end-1 on a result that is in the cache, without prefetching. */
-CSEQ_FORCE_INLINE void cseq_walk_cached(void *result, uint32_t width, uint64_t n, uint64_t i,
-                                        uint64_t end, uint64_t state[4])
+CSEQ_FORCE_INLINE void cseq_walk_cached(uint32_t *result, uint64_t n, uint64_t i, uint64_t end,
+                                        uint64_t state[4])
 {
     uint64_t s[4] = {state[0], state[1], state[2], state[3]};
     for (; i < end; i++)
-        cseq_swap(result, width, 0, i, i + cseq_bounded(s, n - i));
+        cseq_swap(result, 0, i, i + cseq_bounded(s, n - i));
     memcpy(state, s, sizeof s);
 }
 
 /* The same for one that is not: draws ahead, but not beyond `end`, so that `state` is exact. */
-CSEQ_FORCE_INLINE void cseq_walk_result(void *result, uint32_t width, uint64_t n, uint64_t i,
-                                        uint64_t end, uint64_t state[4])
+CSEQ_FORCE_INLINE void cseq_walk_result(uint32_t *result, uint64_t n, uint64_t i, uint64_t end,
+                                        uint64_t state[4])
 {
     cseq_draws draws;
     draws.drawn = i;
     memcpy(draws.state, state, sizeof draws.state);
-    cseq_walk(result, width, 0, n, i, end, end, &draws, NULL);
+    cseq_walk(result, 0, n, i, end, end, &draws, NULL);
     memcpy(state, draws.state, sizeof draws.state);
 }
 
 /* Steps start .. end-1 of a permutation of n; when end == n, `result` holds it. It may be
  * uninitialised before step 0, and `state` is cseq_derive(seed, epoch, CSEQ_PURPOSE_SHUFFLE, 4). */
-static inline void cseq_permute(void *result, uint32_t width, uint64_t n, uint64_t start,
-                                uint64_t end, uint64_t state[4])
+static inline void cseq_permute(uint32_t *result, uint64_t n, uint64_t start, uint64_t end,
+                                uint64_t state[4])
 {
-    int cached = n <= CSEQ_CACHED / width;
-    if (start == 0 && width == 4)
-        cseq_identity(result, 4, n);
-    else if (start == 0)
-        cseq_identity(result, 8, n);
-    if (width == 4 && cached)
-        cseq_walk_cached(result, 4, n, start, end, state);
-    else if (width == 4)
-        cseq_walk_result(result, 4, n, start, end, state);
-    else if (cached)
-        cseq_walk_cached(result, 8, n, start, end, state);
+    if (start == 0)
+        cseq_identity(result, n);
+    if (n <= CSEQ_CACHED / 4)
+        cseq_walk_cached(result, n, start, end, state);
     else
-        cseq_walk_result(result, 8, n, start, end, state);
+        cseq_walk_result(result, n, start, end, state);
 }
 
 #endif

@@ -19,31 +19,26 @@ DOOR void bounded(uint64_t state[4], uint64_t range, uint64_t *out, uint64_t cou
 }
 
 /* The first samples of an order on memory of the caller's. */
-DOOR void first(uint64_t n, uint32_t width, void *table, uint32_t *tags, uint64_t seed,
-                uint64_t epoch, int64_t *out, uint64_t count)
+DOOR void first(uint64_t n, uint32_t *table, uint32_t *tags, uint64_t seed, uint64_t epoch,
+                int64_t *out, uint64_t count)
 {
     cseq_order order;
-    cseq_order_init(&order, n, width, table, tags);
+    cseq_order_init(&order, n, table, tags);
     cseq_order_begin(&order, seed, epoch);
     while (cseq_order_advance(&order, count, 7)) {
     }
     cseq_order_read(&order, 0, count, out);
 }
 
-DOOR uint32_t width_of(uint64_t n)
-{
-    return cseq_table_width(n);
-}
-
 /* `count` epochs on a table that was last used in generation 1 and is in `generation` now; `out`
  * receives the last one. */
-DOOR void epochs(uint64_t n, uint32_t width, void *table, uint32_t *tags, uint32_t generation,
-                 uint64_t seed, uint64_t count, int64_t *out)
+DOOR void epochs(uint64_t n, uint32_t *table, uint32_t *tags, uint32_t generation, uint64_t seed,
+                 uint64_t count, int64_t *out)
 {
     cseq_order order;
-    cseq_order_init(&order, n, width, table, tags);
+    cseq_order_init(&order, n, table, tags);
     order.generation = 1;
-    for (uint64_t page = 0; page < cseq_table_pages(n, width); page++)
+    for (uint64_t page = 0; page < cseq_table_pages(n); page++)
         tags[page] = 1;
     cseq_order_begin(&order, seed, 0);
     cseq_order_advance(&order, n, n);

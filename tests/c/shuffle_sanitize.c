@@ -3,8 +3,8 @@
  *   shuffle_sanitize SEED
  *
  * Tables, tags and results are allocated to the byte, at all sizes around the edges of pages and of
- * the look-ahead, in both widths. Orders are walked in random portions, broken off, begun again,
- * and over the wrap of the generation, and compared with the plain algorithm.
+ * the look-ahead. Orders are walked in random portions, broken off, begun again, and over the wrap of
+ * the generation, and compared with the plain algorithm.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,14 +14,13 @@
 #define REQUIRE(condition) \
     do {                   \
         if (!(condition)) { \
-            fprintf(stderr, "FAILED: %s (line %d, n=%llu, width=%u)\n", #condition, __LINE__, \
-                    (unsigned long long)at_n, at_width); \
+            fprintf(stderr, "FAILED: %s (line %d, n=%llu)\n", #condition, __LINE__, \
+                    (unsigned long long)at_n); \
             abort(); \
         } \
     } while (0)
 
 static uint64_t at_n, rng[4], orders;
-static uint32_t at_width;
 
 static uint64_t below(uint64_t range) { return cseq_bounded(rng, range); }
 
@@ -60,14 +59,13 @@ static void walk(cseq_order *order, const uint64_t *right, uint64_t upto) {
     }
 }
 
-static void one_order(uint64_t n, uint32_t width, uint32_t generation) {
+static void one_order(uint64_t n, uint32_t generation) {
     at_n = n;
-    at_width = width;
-    uint64_t pages = cseq_table_pages(n, width);
+    uint64_t pages = cseq_table_pages(n);
     cseq_order order;
     void *table = bytes(pages * CSEQ_PAGE);
     uint32_t *tags = bytes(pages * sizeof *tags);
-    cseq_order_init(&order, n, width, table, tags);
+    cseq_order_init(&order, n, table, tags);
     for (uint64_t epoch = 0; epoch < 7; epoch++) {
         uint64_t seed = below(3) ? below(1000) : cseq_next(rng);
         cseq_order_begin(&order, seed, epoch);
@@ -85,19 +83,18 @@ static void one_order(uint64_t n, uint32_t width, uint32_t generation) {
 }
 
 /* At once, in random portions, in a result of exactly n entries. */
-static void one_permutation(uint64_t n, uint32_t width) {
+static void one_permutation(uint64_t n) {
     at_n = n;
-    at_width = width;
     uint64_t seed = cseq_next(rng), state[4], start = 0;
-    void *result = bytes(n * width);
+    uint32_t *result = bytes(n * 4);
     uint64_t *right = expected(n, seed, 9);
     cseq_derive(seed, 9, CSEQ_PURPOSE_SHUFFLE, state, 4);
     while (start < n) {
         uint64_t end = start + 1 + below(n - start);
-        cseq_permute(result, width, n, start, end, state);
+        cseq_permute(result, n, start, end, state);
         start = end;
     }
-    for (uint64_t k = 0; k < n; k++) REQUIRE(cseq_entry(result, width, k) == right[k]);
+    for (uint64_t k = 0; k < n; k++) REQUIRE(result[k] == right[k]);
     free(result);
     free(right);
     orders++;
@@ -128,20 +125,18 @@ int main(int argc, char **argv) {
     uint64_t seed = argc > 1 ? strtoull(argv[1], 0, 0) : 1;
     printf("shuffle_sanitize: seed %llu\n", (unsigned long long)seed);
     cseq_derive(seed, 0, 99, rng, 4);
-    for (uint32_t width = 4; width <= 8; width += 4)
-        for (size_t e = 0; e < sizeof edges / sizeof *edges; e++)
-            for (uint64_t n = edges[e] ? edges[e] - 1 : 0; n <= edges[e] + 1; n++) {
-                one_order(n, width, 0);
-                one_order(n, width, UINT32_MAX - (uint32_t)below(2));
-                one_permutation(n, width);
-            }
+    for (size_t e = 0; e < sizeof edges / sizeof *edges; e++)
+        for (uint64_t n = edges[e] ? edges[e] - 1 : 0; n <= edges[e] + 1; n++) {
+            one_order(n, 0);
+            one_order(n, UINT32_MAX - (uint32_t)below(2));
+            one_permutation(n);
+        }
     for (int shift = 16; shift < 48; shift++)
         one_network((UINT64_C(1) << shift) + below(3));
     for (int shift = 31; shift < 48; shift++) /* sizes without a table */
         for (uint64_t n = ((uint64_t)1 << shift) - 1; n <= ((uint64_t)1 << shift) + 1; n++) {
             at_n = n;
-            REQUIRE(cseq_table_width(n) == (n <= (uint64_t)1 << 32 ? 4 : 8));
-            REQUIRE(cseq_table_pages(n, 8) == (n + 511) / 512 && cseq_table_pages(n, 4) == (n + 1023) / 1024);
+            REQUIRE(cseq_table_pages(n) == (n + 1023) / 1024);
             for (int k = 0; k < 100; k++) REQUIRE(below(n) < n);
         }
     REQUIRE(below(UINT64_MAX) < UINT64_MAX);

@@ -81,7 +81,7 @@ def test_repr() -> None:
 @every_class
 def test_nothing_is_done_to_construct(make: Any) -> None:
     """Making a manager calls nothing, starts nothing and allocates nothing shared."""
-    manager = make(Broken, 10**12)
+    manager = make(Broken, 10**12, shuffle="feistel")
     assert (manager.dset_size, len(manager)) == (10**12, 31_250_000_000)
 
 

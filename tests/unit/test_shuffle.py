@@ -51,9 +51,9 @@ class Epoch:
         return self.reader.samples(self.epoch, start, count)[0]
 
 
-def begun(n: int, seed: int, epoch: int = 0, *, wide: bool = False) -> Epoch:
+def begun(n: int, seed: int, epoch: int = 0) -> Epoch:
     """Return an epoch of fisher-yates-v1."""
-    return Epoch(TableReader(n, seed, wide=wide), epoch)
+    return Epoch(TableReader(n, seed), epoch)
 
 
 def computed(n: int, seed: int, epoch: int = 0) -> Epoch:
@@ -147,18 +147,18 @@ def test_reference_words(seed: int, epoch: int, purpose: int, count: int) -> Non
 # ── while it is used ──────────────────────────────────────────────────────────────────────────
 
 
-@given(n=sizes, seed=seeds, epoch=seeds, wide=st.booleans())
-def test_order_is_the_permutation(n: int, seed: int, epoch: int, wide: bool) -> None:
-    """An order shuffled ahead of its use is the permutation, with entries of either width."""
-    made = begun(n, seed, epoch, wide=wide).read(0, n)
+@given(n=sizes, seed=seeds, epoch=seeds)
+def test_order_is_the_permutation(n: int, seed: int, epoch: int) -> None:
+    """An order shuffled ahead of its use is the permutation."""
+    made = begun(n, seed, epoch).read(0, n)
     assert made.dtype == np.int64
     assert np.array_equal(made, cseq.permutation(n, seed, epoch))
 
 
-@given(n=sizes, seed=seeds, portions=st.lists(st.integers(0, 200)), wide=st.booleans())
-def test_portions(n: int, seed: int, portions: list[int], wide: bool) -> None:
+@given(n=sizes, seed=seeds, portions=st.lists(st.integers(0, 200)))
+def test_portions(n: int, seed: int, portions: list[int]) -> None:
     """It does not matter in which portions an order is read."""
-    made, start, parts = begun(n, seed, wide=wide), 0, []
+    made, start, parts = begun(n, seed), 0, []
     for portion in [*portions, n]:
         parts.append(made.read(start, min(portion, n - start)))
         start += len(parts[-1])
@@ -179,11 +179,10 @@ def test_any_position_at_any_time(n: int, seed: int, data: st.DataObject) -> Non
     n=sizes,
     seed=seeds,
     epochs=st.lists(st.tuples(seeds, st.floats(0, 1)), min_size=1, max_size=8),
-    wide=st.booleans(),
 )
-def test_table_is_reused(n: int, seed: int, epochs: list[tuple[int, float]], wide: bool) -> None:
+def test_table_is_reused(n: int, seed: int, epochs: list[tuple[int, float]]) -> None:
     """An epoch on a table where earlier ones were broken off anywhere is as on a fresh one."""
-    made = TableReader(n, seed, wide=wide)
+    made = TableReader(n, seed)
     for epoch, share in epochs:
         upto = int(n * share)
         assert np.array_equal(
@@ -300,6 +299,15 @@ def test_places_of_a_permutation_are_checked() -> None:
             gather(RangeReader(10), 0, np.array(units))
 
 
+def test_more_samples_than_a_table_has() -> None:
+    """Above 2^32 samples, the error says which algorithm needs no table."""
+    for make in (cseq.permutation, TableReader):
+        with pytest.raises(ValueError, match=f"{2**32 + 1} samples .*shuffle='feistel'"):
+            make(2**32 + 1, 1)
+    with pytest.raises(ValueError, match="shuffle='feistel'"):
+        cseq.MPSequence(np.arange(9), 2**32 + 1)
+
+
 # ── below the extension: what no sane number of samples reaches ───────────────────────────────
 
 
@@ -318,7 +326,6 @@ def header(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     subprocess.run(command, check=True, timeout=100)
     loaded = ctypes.CDLL(str(library))
     loaded.multiply.restype = ctypes.c_uint64
-    loaded.width_of.restype = ctypes.c_uint32
     return loaded
 
 
@@ -349,18 +356,13 @@ def test_rejected_words(header: ctypes.CDLL, limit: int) -> None:
     assert list(out) == [bounded(stream, limit) for _ in range(count)]
 
 
-def test_width(header: ctypes.CDLL) -> None:
-    """An entry has 4 bytes up to 2^32 samples, whose largest value is 2^32 - 1, and 8 beyond."""
-    assert [header.width_of(u64(2**32 + more)) for more in (-1, 0, 1)] == [4, 4, 8]
-
-
 @pytest.mark.needs("POSIX")
-@pytest.mark.parametrize(("n", "width"), [(2**32, 4), (2**32, 8), (2**32 + 1, 8), (2**33 + 5, 8)])
-def test_more_than_32_bits(header: ctypes.CDLL, n: int, width: int) -> None:
-    """Around 2^32 samples both widths give the order of the reference; nobody touches 64 GB."""
+def test_as_many_as_32_bits_can_name(header: ctypes.CDLL) -> None:
+    """2^32 samples have the order of the reference; no test touches 16 GB."""
+    n = 2**32
     reserve = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | reserve
-    pages, count = -(-n * width // 4096), 500
+    pages, count = n * 4 // 4096, 500
     out = (ctypes.c_int64 * count)()
     try:
         table, tags = (mmap.mmap(-1, size, flags=flags) for size in (pages * 4096, pages * 4))
@@ -369,7 +371,7 @@ def test_more_than_32_bits(header: ctypes.CDLL, n: int, width: int) -> None:
     with table, tags:
         where = [ctypes.c_char.from_buffer(memory) for memory in (table, tags)]
         addresses = [ctypes.c_void_p(ctypes.addressof(first)) for first in where]
-        header.first(u64(n), ctypes.c_uint32(width), *addresses, u64(8), u64(9), out, u64(count))
+        header.first(u64(n), *addresses, u64(8), u64(9), out, u64(count))
         del where
     values = list(out)
     assert values == list(itertools.islice(order(n, 8, 9), count))
@@ -378,18 +380,14 @@ def test_more_than_32_bits(header: ctypes.CDLL, n: int, width: int) -> None:
 
 @pytest.mark.parametrize("left", [0, 1, 2])
 @settings(max_examples=20)
-@given(n=st.integers(1, 5000), last=st.integers(0, 3), width=st.sampled_from([4, 8]))
-def test_generations_wrap_around(
-    header: ctypes.CDLL, left: int, n: int, last: int, width: int
-) -> None:
+@given(n=st.integers(1, 5000), last=st.integers(0, 3))
+def test_generations_wrap_around(header: ctypes.CDLL, left: int, n: int, last: int) -> None:
     """After 2^32 epochs on one table, generations begin again, and no page is taken for clean."""
-    pages = -(-n * width // 4096)
+    pages = -(-n * 4 // 4096)
     table, tags = (ctypes.c_uint64 * (pages * 512))(), (ctypes.c_uint32 * pages)()
     out = (ctypes.c_int64 * n)()
     generation = ctypes.c_uint32(2**32 - 1 - left)
-    header.epochs(
-        u64(n), ctypes.c_uint32(width), table, tags, generation, u64(6), u64(last + 1), out
-    )
+    header.epochs(u64(n), table, tags, generation, u64(6), u64(last + 1), out)
     assert list(out) == cseq.permutation(n, 6, last).tolist()
 
 
@@ -513,8 +511,8 @@ def test_a_trillion_samples_begin_at_once() -> None:
     later.load_state_dict(state | {"consumed": 6 * 10**11})
     with later.start_test() as batches:
         assert np.array_equal(next(iter(batches)), order.read(6 * 10**11, 4))
-    other = cseq.MTSequence(Indices, n, 1, **options | {"shuffle": True})
-    with pytest.raises(ValueError, match=r"name='feistel-v1'.*name='fisher-yates-v1'"):
+    other = cseq.MTSequence(Indices, n, 1, **options | {"shuffle": False})
+    with pytest.raises(ValueError, match=r"name='feistel-v1'.*name='sequential'"):
         other.load_state_dict(state)
 
 
