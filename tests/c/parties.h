@@ -189,14 +189,14 @@ static void trainer_cancel_newest(trainer *t) {
     uint32_t n = t->ring->capacity, kept = 0;
     uint32_t order[MOST_CELLS];
     int stopped = 0;
-#ifdef M_RETRACT_OLDEST
+#ifdef M_CANCEL_OLDEST
     for (uint32_t k = 0; k < t->outstanding; k++) {
 #else
     for (uint32_t k = t->outstanding; k-- > 0;) {
 #endif
         uint32_t cell = t->order[(t->first + k) % n];
         int in_round = cell < cseq_ring_round(t->ring);
-#ifdef M_RETRACT_OLDEST
+#ifdef M_CANCEL_OLDEST
         stopped = 0;
 #endif
         if (in_round && !stopped && cseq_ring_cancel_newest(t->ring, cell)) {

@@ -646,7 +646,7 @@ inline await(cell) {
 
 /* Take back what a queue's runner has not claimed, newest first, so that no gap is left. */
 inline retract() {
-#ifdef M_RETRACT_OLDEST
+#ifdef M_CANCEL_OLDEST
     k = next;
 #else
     k = posted - 1;
@@ -659,14 +659,14 @@ inline retract() {
             if
             :: state[c] == POSTED ->
                 state[c] = FREE; ticket[c] = 0; where[k] = NONE; at = c; c = 0;
-#ifdef M_RETRACT_OLDEST
+#ifdef M_CANCEL_OLDEST
                 k++
 #else
                 k--
 #endif
             :: else ->
                 c = 0;
-#ifdef M_RETRACT_OLDEST
+#ifdef M_CANCEL_OLDEST
                 k++
 #else
                 k = 0;

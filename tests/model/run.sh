@@ -86,7 +86,7 @@ short   fails        ring    -DM_CANCEL_NO_CAS -DCOARSE -DTICKETS=2 -DDEATHS=0 -
 short   fails        ring    -DM_REPOST_LIVING -DCOARSE -DTICKETS=2 -DDEATHS=0 -DGREEDY
 short   fails        ring    -DM_QUEUE_SCANS -DTICKETS=2 -DDEATHS=0 -DRUNNERS=1 -DQUEUE
 short   fails        ring    -DM_NO_REWIND -DTICKETS=2 -DRUNNERS=1 -DQUEUE
-short   fails        ring    -DM_RETRACT_OLDEST -DTICKETS=4 -DDEATHS=0 -DRUNNERS=1 -DQUEUE -DABANDON -DCELLS=3
+short   fails        ring    -DM_CANCEL_OLDEST -DTICKETS=4 -DDEATHS=0 -DRUNNERS=1 -DQUEUE -DABANDON -DCELLS=3
 
 # ── peek, decode, commit, and whose a slot is: each ticket once and in its place, no slot lost or of two owners,
 #    with handlers that raise at any point
