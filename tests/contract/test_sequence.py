@@ -151,6 +151,36 @@ def test_set_epoch() -> None:
         assert sorted(next(iter(m))) == list(range(20))
 
 
+class LastRaises:
+    """Makes all batches but the one with this sample."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        """Return the indices."""
+        if 9 in indices:
+            raise ValueError("the last sample")
+        return indices
+
+
+@every_kind
+def test_an_epoch_whose_end_the_loop_knows(kind: Kind) -> None:
+    """It is over, also if its last batch was an exception, or if there was none."""
+    with kind.start(LastRaises, 10, batch_size=2, shuffle=False) as batches:
+        iterator = iter(batches)
+        for _ in range(4):
+            next(iterator)
+        with pytest.raises(ValueError, match="the last sample"):
+            next(iterator)
+        assert batches.state_dict()["consumed"] == 8
+        assert next(iterator, None) is None
+        state = batches.state_dict()
+    assert (state["epoch"], state["consumed"]) == (1, 0)
+    assert batches.state_dict() == state
+    with kind.start(Indices1, 3, batch_size=4, drop_last=True) as batches:
+        for epoch in (1, 2):
+            assert list(batches) == []
+            assert batches.state_dict()["epoch"] == epoch
+
+
 @every_kind
 def test_a_newer_iterator_interrupts(kind: Kind) -> None:
     """An iterator that a newer one replaced raises InterruptedError; the newer one is complete."""

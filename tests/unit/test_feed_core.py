@@ -21,7 +21,7 @@ from cseq._core import (
     RunState,
     ring_bytes,
 )
-from cseq._feed import Feed, FeedIterator, ItemSource, Request
+from cseq._feed import Feed, FeedIterator, ItemSource, KeySource, Request
 from cseq._memory import COPIED, Block, Lease, Mapping, SlotTable, commit
 from cseq._work import Decoder, ObjectTable, Runner
 from cseq.converter.host import Converter
@@ -73,6 +73,10 @@ class Counter:
             interrupted="a newer iterator began",
             **options,
         )
+        self.begin(full, ordered=ordered)
+
+    def begin(self, full: int = 5, *, ordered: bool = True) -> None:
+        """Begin an epoch."""
         cut = Cut(100, 5, full, 0, 2, 2, full * 2, 1, 0)._asdict()
         source = OrderSource(RangeReader(10), 7, cut, cut, 0)
         self.feed.begin(source, ordered=ordered)
@@ -157,6 +161,14 @@ def test_a_batch_that_is_taken_is_the_callers(convert: Callable[[Any], Any] | No
     assert sys.getrefcount(batch) == before + 1
     del got
     assert sys.getrefcount(batch) == before
+
+
+def test_an_epoch_that_is_begun_anew() -> None:
+    """It has a ticket in each cell, whatever was left of the one before."""
+    counter = Counter()
+    for first in (2, 4):
+        counter.begin()
+        assert [number for _, number in counter.feed.tickets(0)] == [first, first + 1]
 
 
 def test_batches_that_are_not_full() -> None:
@@ -813,6 +825,22 @@ def test_items_of_workers_in_turn() -> None:
     assert asking.feed.position == 5
     with pytest.raises(IndexError, match="worker=2"):
         asking.feed.next(2)
+
+
+def test_keys_are_drawn_ahead() -> None:
+    """All at once so many for each worker, then one for each item that is taken."""
+    asking, keys = Asking(), iter([number] for number in range(9))
+    source = KeySource(
+        [*asking.rings], 2, asking.requests, keys, None,
+        depth=2, prefetch=2, in_order=True, free=False,
+    )  # fmt: skip
+    asking.feed.begin(source)
+    asking.feed.refill()
+    assert asking.line() == [[0, 2], [1, 3]]
+    asking.answer(0)
+    assert next(FeedIterator(asking.feed, 0)) == (0, 0)
+    assert asking.line() == [[2, 4], [1, 3]]
+    assert next(keys) == [5]
 
 
 def test_the_end_of_a_workers_items() -> None:
