@@ -576,3 +576,18 @@ def test_a_state_does_not_count_a_samplers_batches() -> None:
     before = torch.get_rng_state()
     made.load_state_dict(made.state_dict())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_between_epochs_with_persistent_workers() -> None:
+    """The next epoch has the order of the run that went on, though a sampler is asked twice."""
+
+    def make() -> Any:
+        generator = torch.Generator().manual_seed(1)
+        options: Any = {"shuffle": True, "persistent_workers": True, "generator": generator}
+        return loader(Plain(6), batch_size=None, **options)
+
+    made = make()
+    assert len(list(made)) == 6
+    other = make()
+    other.load_state_dict(made.state_dict())
+    assert list(other) == list(made)

@@ -260,3 +260,36 @@ def test_a_malformed_state_of_a_sampler(sampler: Any) -> None:
     taken(iter(made), 2)
     with pytest.raises(ValueError, match="the state is malformed, with sampler="):
         made.load_state_dict({**made.state_dict(), "sampler": sampler})
+
+
+class Going(data.IterableDataset[int]):
+    """Its own iterator: an epoch goes on where the one before has ended."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        if self.at % 4 == 0:
+            raise StopIteration
+        return self.at
+
+    def state_dict(self) -> Any:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = state["at"]
+
+
+def test_data_that_are_their_own_iterator() -> None:
+    made = loader(Going(), 0, batch_size=None)
+    iterator = iter(made)
+    assert taken(iterator, 2) == [1, 2]
+    within = made.state_dict()
+    assert list(iterator) == [3]
+    for state, rest in ((within, [3]), (made.state_dict(), [5, 6, 7])):
+        other = loader(Going(), 0, batch_size=None)
+        other.load_state_dict(state)
+        assert list(other) == rest

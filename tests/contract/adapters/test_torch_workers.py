@@ -250,3 +250,71 @@ def test_a_batch_that_cannot_be_sent_counts() -> None:
     assert next(iterator) == 2
     made.load_state_dict(made.state_dict())
     assert list(made) == [3, 4, 5]
+
+
+class Fails(Plain):
+    """Its sample 1 raises."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 1:
+            raise LookupError(index)
+        return index
+
+
+def test_a_batch_that_raises_has_torchs_number() -> None:
+    """What torch counts, by which it warns of a length that is too small, leaves it out."""
+
+    def numbers(kind: Any) -> list[int]:
+        iterator = iter(kind(Fails(3), batch_size=None))
+        counted = []
+        for _ in range(3):
+            with contextlib.suppress(LookupError):
+                next(iterator)
+            counted.append(iterator._num_yielded)
+        return counted
+
+    assert numbers(cseq.DataLoader) == numbers(data.DataLoader) == [1, 1, 2]
+
+
+class Computing(Plain):
+    """Says with how many threads torch computes."""
+
+    def __getitem__(self, index: int) -> int:
+        return torch.get_num_threads()
+
+
+def test_a_worker_computes_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's, whatever the environment says."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "2")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert list(loader(Computing(2), batch_size=None)) == [1, 1]
+    finally:
+        torch.set_num_threads(before)
+
+
+class Seeds(data.IterableDataset[int]):
+    """Says what torch's generator was seeded with for each of six batches."""
+
+    def __iter__(self) -> Any:
+        info = data.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for _ in range(first, 6, step):
+            yield torch.initial_seed()
+
+
+def test_seeds_of_a_streams_batches() -> None:
+    """With rng="batch", batch k has the same seed for any number of workers."""
+
+    def seeds(num_workers: int) -> list[int]:
+        generator = torch.Generator().manual_seed(3)
+        options: Any = FORK | {"num_workers": num_workers} if num_workers else {}
+        made = cseq.DataLoader(
+            Seeds(), batch_size=None, rng="batch", generator=generator, **options
+        )
+        return list(made)
+
+    assert len(set(seeds(0))) == 6
+    assert seeds(2) == seeds(1) == seeds(0)
