@@ -49,7 +49,7 @@ def download(folder: Path) -> bytes:
 def torch_tests() -> Path:
     """Return a folder with torch's test file: the one TORCH_TESTS names, or one made once."""
     folder = Path(os.environ.get("TORCH_TESTS", BUILD / f"torch-{VERSION}")).resolve()
-    BUILD.mkdir(parents=True, exist_ok=True)  # of the outcomes, too
+    BUILD.mkdir(parents=True, exist_ok=True)
     if not (folder / TEST).is_file():
         try:
             with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
@@ -99,23 +99,9 @@ def main() -> int:
         folder, tests, paths = torch_tests(), [TEST], [HERE / "site"]
     name = "stateful" if asked.stateful else "torch"
     # Under no settings at all: ours would make warnings errors.
-    options = [
-        "-c",
-        os.devnull,
-        "--rootdir",
-        ".",
-        "--timeout",
-        str(SECONDS),
-        "-p",
-        "torch_plugin",
-        "--disable-warnings",
-    ]
-    options += [
-        "--table",
-        str(HERE / "torch_tests.txt"),
-        "--outcomes",
-        str(BUILD / f"{name}-outcomes.txt"),
-    ]
+    options = ["-c", os.devnull, "--rootdir", ".", "--timeout", str(SECONDS)]
+    options += ["-p", "torch_plugin", "--disable-warnings"]
+    options += ["--table", str(HERE / "torch_tests.txt")]
     options += ["--tags", asked.tags] if asked.tags else []
     options += ["-k", asked.k] if asked.k else []
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

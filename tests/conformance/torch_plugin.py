@@ -49,9 +49,6 @@ def read(path: Path) -> dict[str, Row]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("stand-in")
     group.addoption("--table", type=Path, required=True, help="the expected outcomes")
-    group.addoption(
-        "--outcomes", type=Path, help="file that gets each test's tag, outcome and seconds"
-    )
     group.addoption("--tags", default=",".join(TAGS), help="which tests: " + ",".join(TAGS))
 
 
@@ -65,14 +62,11 @@ class Judge:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         Path(os.environ[stand_in.ENTERED]).write_text("")
-        if config.option.outcomes:
-            config.option.outcomes.write_text("")
         self.table = read(config.option.table)
         self.tags = set(config.option.tags.split(","))
         if unknown := self.tags - set(TAGS):
             raise ValueError(f"no such tag: {', '.join(sorted(unknown))}")
         self.outcomes: dict[str, str] = {}
-        self.seconds: Counter[str] = Counter()
         self.wrong: list[str] = []
 
     def tag(self, name: str) -> str:
@@ -99,14 +93,6 @@ class Judge:
         name = brief(report.nodeid)
         outcome = "xfailed" if report.skipped and hasattr(report, "wasxfail") else report.outcome
         self.outcomes[name] = max(self.outcomes.get(name, "passed"), outcome, key=RANK.index)
-        self.seconds[name] += report.duration
-
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        name = brief(nodeid)
-        if self.config.option.outcomes:
-            with self.config.option.outcomes.open("a") as file:
-                words = (self.tag(name), self.outcomes[name], self.seconds[name], name)
-                file.write("{:9}{:8}{:8.2f}  {}\n".format(*words))
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Compare; a session that pytest itself could not finish stays what it is."""

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,9 +10,7 @@ import pytest
 
 if TYPE_CHECKING:
     from conftest import RunScript
-    from prepared import Prepared
 
-SLOW_PY = Path(__file__).parents[1] / "slow.py"
 CONFTEST = (Path(__file__).parents[1] / "conftest.py").read_text(encoding="utf-8")
 IMPATIENT = CONFTEST.replace("GRACE = 10.0", "GRACE = 0.0")
 
@@ -86,17 +80,6 @@ WORDS = {
     "shm": "name /dev/shm/torch_",
 }
 
-NAMELESS = """
-import os, tempfile
-
-def test_file():
-    with tempfile.TemporaryFile() as file:
-        os.dup(file.fileno())
-
-def test_a_named_one():
-    os.open(__file__, os.O_RDONLY)
-"""
-
 CLEAN = """
 import os, pytest, subprocess, sys, tempfile, threading
 from hypothesis import given, strategies
@@ -145,27 +128,6 @@ def test_a_thread_and_a_process_about_to_end():
     threading.Thread(target=close_last).start()
 """
 
-HANGS = '''
-import os, subprocess
-
-SCRIPT = """
-import os, threading
-def stuck():
-    os.close(os.open("here", os.O_WRONLY))
-    threading.Event().wait()
-stuck()
-"""
-
-def test_it(run_anew, tmp_path, monkeypatch):
-    os.mkfifo(tmp_path / "here")
-    def first_wait(process, timeout):
-        monkeypatch.undo()
-        (tmp_path / "here").read_bytes()
-        raise subprocess.TimeoutExpired("script", timeout)
-    monkeypatch.setattr(subprocess.Popen, "communicate", first_wait)
-    run_anew(SCRIPT)
-'''
-
 
 def run(pytester: pytest.Pytester, conftest: str, source: str) -> pytest.RunResult:
     """Run tests under a conftest, in a process of their own."""
@@ -173,15 +135,6 @@ def run(pytester: pytest.Pytester, conftest: str, source: str) -> pytest.RunResu
     pytester.makeconftest(conftest)
     pytester.makepyfile(source)
     return pytester.runpytest_subprocess("-p", "no:cacheprovider")
-
-
-@pytest.mark.needs("POSIX")
-def test_leaks_without_proc(pytester: pytest.Pytester) -> None:
-    """Shared memory is found on macOS, too; what a library may open there is not looked at."""
-    without = re.sub(r"^HAS_PROC = .*", "HAS_PROC = False", IMPATIENT, flags=re.MULTILINE)
-    result = run(pytester, without, NAMELESS)
-    result.assert_outcomes(passed=2, errors=1)
-    assert "a file without a name, 0 bytes" in result.stdout.str()
 
 
 @needs_proc
@@ -208,73 +161,6 @@ def test_clean_tests_pass(pytester: pytest.Pytester) -> None:
     run(pytester, CONFTEST, CLEAN).assert_outcomes(passed=5, xfailed=1)
 
 
-@pytest.mark.needs("POSIX")
-def test_a_script_that_hangs_shows_its_stacks(pytester: pytest.Pytester) -> None:
-    """`run_anew` ends a script that hangs, and shows at which line every thread was."""
-    result = run(pytester, CONFTEST, HANGS)
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*hangs*", "* in stuck*"])
-
-
-SLOW = """
-import pytest
-
-class TestClass:
-    def test_slow(self): pass
-    @pytest.mark.parametrize("case", "ab")
-    def test_cases(self, case): pass
-
-def test_slow(): pass
-def test_quick(): pass
-"""
-
-
-def test_slow_tests_are_left_out(pytester: pytest.Pytester) -> None:
-    """What slow.py makes of measured times is what `-m "not slow"` leaves out, in classes too."""
-    tests = pytester.mkdir("tests")
-    pytester.makeini("[pytest]\nmarkers = slow: left out")
-    (tests / "conftest.py").write_text(CONFTEST, encoding="utf-8")
-    (tests / "test_all.py").write_text(SLOW, encoding="utf-8")
-    plain = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:hypothesispytest", "tests")
-    pytester.runpytest_subprocess("--cpu-times=times", *plain).assert_outcomes(passed=5)
-    measured = Path("times").read_text(encoding="utf-8").splitlines()
-    names = [line.split(" ", 1)[1] for line in measured]
-    slow_ones = [name for name in names if "::TestClass::" in name]
-    assert len(slow_ones) == 3
-    times = [f"{5.0 if name in slow_ones else 0.0} {name}\n" for name in names]
-    Path("times").write_text("".join(times), encoding="utf-8")
-    shutil.copy(SLOW_PY, tests)
-    subprocess.run([sys.executable, tests / "slow.py", "times"], check=True)
-    assert len((tests / "slow.txt").read_text(encoding="utf-8").split()) == 2
-    result = pytester.runpytest_subprocess("-m", "not slow", *plain)
-    result.assert_outcomes(passed=2, deselected=3)
-
-
-@pytest.fixture(params=["anew", "script", "prepared"])
-def run_in_a_way(
-    request: pytest.FixtureRequest,
-    run_anew: RunScript,
-    run_script: RunScript,
-    run_prepared: RunScript,
-) -> RunScript:
-    """Each of the fixtures that run scripts."""
-    return {"anew": run_anew, "script": run_script, "prepared": run_prepared}[request.param]
-
-
-@pytest.mark.needs("fork")
-def test_all_output_of_a_script_is_waited_for(run_in_a_way: RunScript) -> None:
-    """That of a process that it has left behind, too; however much it is."""
-    done = run_in_a_way(
-        "import os\n"
-        "reader, writer = os.pipe()\n"
-        "if os.fork() == 0:\n"
-        "    os.close(writer)\n"
-        "    os.read(reader, 1)  # until the script has ended\n"
-        "    print('x' * 300_000, end='')\n"
-    )
-    assert (done.stdout, done.stderr) == ("x" * 300_000, "")
-
-
 @pytest.mark.needs("fork")
 def test_a_prepared_script_is_as_one_in_a_new_interpreter(
     run_anew: RunScript, run_script: RunScript, run_prepared: RunScript
@@ -299,17 +185,3 @@ def test_a_prepared_script_is_as_one_in_a_new_interpreter(
         assert (done.stderr, done.returncode) == ("an error\n", 3)
         assert "1 / 0" in run("1 / 0").stderr
         assert run("import os\nos.kill(os.getpid(), 9)").returncode == -9
-
-
-@pytest.mark.needs("Linux")
-def test_a_prepared_script_that_hangs_shows_its_stacks(
-    with_numpy: Prepared | None, tmp_path: Path
-) -> None:
-    """It fails its test, and no other one: the next script runs."""
-    assert with_numpy is not None
-    script = tmp_path / "script.py"
-    script.write_text("import threading\ndef stuck():\n    threading.Event().wait()\nstuck()\n")
-    with pytest.raises(AssertionError, match=r"hangs(?s:.*) in stuck"):
-        with_numpy.run([str(script)], tmp_path, os.environ, 0.1)
-    script.write_text("print('well')")
-    assert with_numpy.run([str(script)], tmp_path, os.environ, 60.0).stdout == "well\n"
