@@ -139,26 +139,6 @@ def test_addresses_are_those_of_the_project() -> None:
             assert address.startswith((*homes, raw)), f"{path.name}: {address}"
 
 
-@pytest.mark.skipif(
-    shutil.which("git") is None or not (ROOT / ".git").exists(), reason="not a checkout of git"
-)
-def test_a_checkout_has_the_same_lines_on_windows(tmp_path: Path) -> None:
-    """With the settings of Git for Windows, too, lines end as they are stored."""
-    settings = ["-c", "core.autocrlf=true", "-c", "core.eol=crlf", "-c", f"safe.directory={ROOT}"]
-    done = subprocess.run(
-        ["git", *settings, "checkout-index", "--all", f"--prefix={tmp_path}/"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) > 100
-    texts = [path for path in files if path.suffix != ".png"]
-    assert [path.name for path in texts if b"\r\n" in path.read_bytes()] == []
-
-
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copy what is needed to build, without what was built; no test of these compiles it.
@@ -217,29 +197,6 @@ def test_a_missing_compiler_is_named_in_one_sentence(
 
 @needs_sources
 @needs_build_tools
-@pytest.mark.skipif(sys.platform == "win32", reason="MSVC is not found by way of PATH")
-@pytest.mark.skipif(find_spec("pip") is None, reason="no pip")
-def test_pip_shows_the_sentence(sources: Path, tmp_path: Path) -> None:
-    """Without a C compiler, what pip prints of the build ends with that sentence, too."""
-    install = ["-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index"]
-    done = subprocess.run(
-        [sys.executable, *install, "--target", str(tmp_path), str(sources)],
-        env=os.environ | {"CC": "/no/such/compiler"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    printed = done.stdout + done.stderr
-    said = [line.strip() for line in printed.splitlines() if "cseq-loader is compiled" in line]
-    assert len(said) == 1, printed
-    assert "'/no/such/compiler' was not found: install one" in said[0]
-    assert "Traceback" not in printed
-    assert not any(tmp_path.iterdir())
-
-
-@needs_sources
-@needs_build_tools
 def test_an_sdist_is_the_same_each_time(sources: Path, tmp_path: Path) -> None:
     """With SOURCE_DATE_EPOCH, neither times nor permissions of a checkout are in the archive."""
     archives = []
@@ -285,17 +242,6 @@ def test_which_wheels_are_published(system: str, machine: str, names: list[str])
     )
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == {f"{python}-{name}" for python in PYTHONS for name in names}
-
-
-@needs_sources
-@needs_build_tools
-def test_setuptools_has_nothing_to_say_of_numpys_headers(sources: Path) -> None:
-    """No header outside the project is offered to the manifest, which setuptools would refuse."""
-    done = setup(sources, "egg_info")
-    assert done.returncode == 0, done.stderr
-    assert "won't be automatically included" not in done.stdout + done.stderr
-    listed = (sources / "cseq_loader.egg-info" / "SOURCES.txt").read_text().splitlines()
-    assert "cseq/include/cseq_ring.h" in listed
 
 
 @needs_sources

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=[\"']([^\"']+)")
 PAGES = sorted(DOCS.rglob("*.md"))
-ENTRY = re.compile(r"^(?!:)(?:.* <)?([\w./-]+)>?$", re.MULTILINE)
 
 pytestmark = pytest.mark.skipif(not (DOCS / "conf.py").exists(), reason="the pages are not here")
 
@@ -71,50 +69,6 @@ def test_the_readme_links_to_what_is_there(kind: str) -> None:
                 found.append(any((DOCS / f"{page}{end}").exists() for end in (".md", ".rst")))
     assert len(found) > 3
     assert all(found)
-
-
-@pytest.mark.skipif(
-    find_spec("twine") is None or find_spec("build") is None, reason="twine and build: `make lint`"
-)
-def test_twine_passes_the_readme(tmp_path: Path) -> None:
-    """`twine check --strict` passes a distribution that has the README as its description."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (tmp_path / "README.md").write_text(text, encoding="utf-8")
-    (tmp_path / "pyproject.toml").write_text(
-        '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
-        '[project]\nname = "readme"\nversion = "1"\nreadme = "README.md"\n'
-        "[tool.setuptools]\npy-modules = []\n",
-        encoding="utf-8",
-    )
-    build = [sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", "dist", "."]
-    subprocess.run(build, cwd=tmp_path, capture_output=True, check=True)
-    (made,) = (tmp_path / "dist").iterdir()
-    check = [sys.executable, "-m", "twine", "check", "--strict", str(made)]
-    done = subprocess.run(check, capture_output=True, text=True, check=False)
-    assert (done.returncode, "PASSED" in done.stdout) == (0, True), done.stdout
-
-
-def test_relative_links_lead_somewhere() -> None:
-    """What Sphinx checks of pages, without Sphinx: the file of each relative link is there."""
-    paths = [
-        page.parent / link.partition("#")[0]
-        for page in PAGES
-        for link in links_of(page)
-        if not re.match(r"https?:|mailto:|#", link)
-    ]
-    assert len(paths) > 100
-    assert [str(path) for path in paths if not path.exists()] == []
-
-
-def test_every_page_is_in_a_table_of_contents() -> None:
-    """No page can be reached by search alone."""
-    listed = {DOCS / "index.md"}
-    for path in [*PAGES, *DOCS.rglob("*.rst")]:
-        for block in re.findall(
-            r"^```\{toctree\}\n(.*?)^```$", path.read_text("utf-8"), re.MULTILINE | re.DOTALL
-        ):
-            listed |= {path.parent / f"{entry}.md" for entry in ENTRY.findall(block)}
-    assert {str(path) for path in PAGES} - {str(path) for path in listed} == set()
 
 
 def test_the_pages_are_short() -> None:
