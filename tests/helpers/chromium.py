@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
 import shutil
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from typing_extensions import Self
 
@@ -64,11 +63,6 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", **size)
         dark = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=dark)
-
-    def picture(self, path: str, **options: Any) -> None:
-        """Save what the page shows."""
-        data = self.call("Page.captureScreenshot", **options)["data"]
-        Path(path).write_bytes(base64.b64decode(data))
 
     def evaluate(self, expression: str) -> Any:
         """Evaluate JavaScript, and wait for its promise."""

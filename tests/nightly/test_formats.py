@@ -6,7 +6,6 @@ Formats whose libraries are not installed are skipped; `make check-formats` has 
 from __future__ import annotations
 
 import ast
-import json
 import os
 import subprocess
 import sys
@@ -52,55 +51,6 @@ def test_every_sample_once_and_the_same_after_a_resume(script: Path, tmp_path: P
     done = run(script, "check", tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("all right\n")
-
-
-def test_every_way_of_loading_is_measured(tmp_path: Path) -> None:
-    """A format that needs torch alone goes through the whole program and gives numbers."""
-    if lacking := missing(FOLDER / "token_windows.py"):
-        pytest.skip(f"not installed: {', '.join(lacking)}")
-    arguments = ("--tiny", "--rounds", "1", "--output", tmp_path, "token_windows")
-    done = run(FOLDER / "run.py", *arguments)
-    assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "formats-partial.json").read_text(encoding="utf-8"))
-    [one] = report["formats"]
-    assert [way["way"] for way in one["ways"]] == [
-        "cseq",
-        "cseq fork",
-        "cseq threads",
-        "cseq.DataLoader",
-        "cseq.DataLoader forkserver",
-        "DataLoader",
-        "DataLoader forkserver",
-    ]
-    for way in one["ways"]:
-        [figures] = way["rounds"]
-        assert all(value > 0 for value in figures.values())
-    table = (tmp_path / "formats-partial.md").read_text(encoding="utf-8")
-    assert "| cseq threads |" in table
-    assert "failed" not in table
-
-
-FAILED = """
-import json, run
-ways = [{"way": "cseq", "rounds": [], "errors": ["Traceback …\\nValueError: of a test\\n"]}]
-formats = [{"name": "one", "title": "One.", "ways": ways}]
-report = {"machine": run.machine(), "rounds": 3, "formats": formats}
-print(run.as_markdown(report))
-"""
-
-
-def test_what_failed_is_said_with_its_reason() -> None:
-    """The table names each way that failed, in how many rounds, and its last words."""
-    done = subprocess.run(
-        [sys.executable, "-c", FAILED],
-        env=os.environ | {"PYTHONPATH": f"{FOLDER}{os.pathsep}{import_path()}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "| cseq | failed |" in done.stdout
-    assert "- one, cseq: 1 of 3 rounds: ValueError: of a test" in done.stdout
 
 
 def test_the_runner_knows_every_format() -> None:

@@ -37,16 +37,6 @@ ASK = """app.trace.engine.query(%s).then((result) => {
 })"""
 
 
-UNFOLD = """new Promise((done) => {
-  const look = () => {
-    const rows = (app.trace.workspace ?? app.trace.currentWorkspace).flatTracks;
-    for (const row of rows) row.expand?.();
-    setTimeout(rows.length > 5 ? () => done(1) : look, 3000);
-  };
-  look();
-})"""
-
-
 class Quiet(http.server.SimpleHTTPRequestHandler):
     """Serves files, and is silent."""
 
@@ -75,10 +65,6 @@ class Perfetto(Browser):
         """Return the rows of a query."""
         rows: list[list[Any]] = json.loads(self.evaluate(ASK % json.dumps(sql)))
         return rows
-
-    def show_all(self) -> None:
-        """Unfold all rows."""
-        self.evaluate(UNFOLD)
 
     def __exit__(self, *failed: object) -> None:
         super().__exit__(*failed)
