@@ -53,6 +53,7 @@ def test_a_state_of_version_1() -> None:
     [
         ("version", 3),
         ("order", {"name": "other"}),
+        ("seed", 6),
         ("consumed", 101),
         ("epoch", -1),
         ("epoch", 1 << 64),
