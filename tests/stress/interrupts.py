@@ -4,7 +4,7 @@
 
 Each kind of loop runs until it was interrupted so many times. What comes out is compared with what
 must come: an item may be missing (lost), come again (doubled), or come elsewhere, in the wrong
-epoch or with other contents (misplaced). A kind whose library is not there is left out, and named.
+epoch or with other contents (misplaced).
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import sys
 import time
 from collections import Counter
 from functools import partial
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from streams import Alarm
@@ -62,8 +61,6 @@ class Loop:
     """
 
     ordered = True
-    taking = True  # whether `take` is interrupted
-    broken = False  # an error has said that the rest of the epoch may be missing
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -221,145 +218,20 @@ class Stream(Loop):
         self.s.close()
 
 
-# -- adapters
-
-
-class Dataset:
-    """Content by its name."""
-
-    def __len__(self) -> int:
-        return 2**31
-
-    def __getitem__(self, name: int) -> Any:
-        return name, content(name)
-
-
-class Returnn(Loop):
-    """RETURNN's dataset, taken by `load_seqs`, some sequences at a time."""
-
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__(rng)
-        from returnn.datasets.basic import init_dataset
-
-        from cseq.adapters.returnn import MultiProcDataset
-
-        task = {
-            "class": "Task12AXDataset",
-            "num_seqs": rng.choice([5, 60]),
-            "seq_ordering": "random",
-        }
-        workers, ahead = rng.randint(1, 3), rng.choice([1, 8])
-        self.dataset = init_dataset(
-            {"class": MultiProcDataset, "dataset": task, "num_workers": workers,
-             "buffer_size": ahead, "start_method": "fork"}
-        )  # fmt: skip
-        self.alone = init_dataset(task)
-
-    def begin(self) -> list[int]:
-        self.epoch += 1
-        self.dataset.init_seq_order(epoch=self.epoch)
-        self.alone.init_seq_order(epoch=self.epoch)
-        self.count = self.dataset.num_seqs
-        self.at = self.loaded = 0
-        self.found, self.broken = [], False
-        return list(range(self.count))
-
-    def take(self) -> bool:
-        try:
-            self.dataset.load_seqs(self.at, self.at + 8)
-        except RuntimeError:  # an interrupt has ended the epoch
-            self.broken = True
-            return True
-        self.loaded = self.at + 8
-        return self.loaded >= self.count
-
-    def look(self) -> list[int]:
-        if self.loaded > self.at:
-            self.found += [self.number(seq) for seq in self.dataset.added_data]
-            self.at = self.loaded
-        return self.found
-
-    def number(self, seq: Any) -> int:
-        """Return a sequence's number, or -1 if it is not what the dataset alone has there."""
-        self.alone.load_seqs(seq.seq_idx, seq.seq_idx + 1)
-        own = self.alone.get_tag(seq.seq_idx) == seq.seq_tag and all(
-            np.array_equal(data, self.alone.get_data(seq.seq_idx, key))
-            for key, data in seq.features.items()
-        )
-        return seq.seq_idx if own else -1
-
-    def close(self) -> None:
-        self.dataset.close()
-
-
-def doubled(value: int) -> int:
-    """Make an item of the graph."""
-    return 2 * value
-
-
-class TorchData(Loop):
-    """DataLoader2, interrupted in `iter`, `_pause` and `_resume`; not in an item.
-
-    Its items come out of a generator, which an exception ends.
-    """
-
-    taking = False
-
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__(rng)
-        from torchdata.dataloader2 import DataLoader2
-        from torchdata.datapipes.iter import IterableWrapper, IterDataPipe
-        from torchdata.datapipes.map import MapDataPipe
-
-        from cseq.adapters.torchdata import MultiProcessingReadingService
-
-        self.pipes = IterDataPipe, MapDataPipe
-        pipe = IterableWrapper(range(12)).sharding_filter().map(doubled)
-        service = MultiProcessingReadingService(rng.randint(1, 3), "fork")
-        self.loader = DataLoader2(pipe, reading_service=service)
-
-    def begin(self) -> list[int]:
-        for pipes in self.pipes:  # torch leaves hooks behind where it is interrupted
-            pipes.set_reduce_ex_hook(None)
-            pipes.set_getstate_hook(None)
-        if self.loader._is_paused:  # the last attempt was interrupted
-            self.loader._resume()
-        self.items, self.got, self.found = iter(self.loader), [], []
-        self.got += [next(self.items)]
-        self.loader._pause()
-        self.loader._resume()
-        return list(range(0, 24, 2))
-
-    def name(self, item: Any) -> int:
-        return int(item)
-
-    def close(self) -> None:
-        self.loader.shutdown()
-
-
 # -- what goes through them
 
 
-class Kind(NamedTuple):
-    """How a loop is made, and the libraries that it needs."""
-
-    make: Callable[[random.Random], Loop]
-    needs: tuple[str, ...] = ()
-
-
-KINDS = {
-    "threads": Kind(partial(Sequence, kind="thread")),
-    "threads unordered": Kind(partial(Sequence, kind="thread", ordered=False)),
-    "processes": Kind(partial(Sequence, kind="proc")),
-    "processes unordered": Kind(partial(Sequence, kind="proc", ordered=False)),
-    "test mode": Kind(partial(Sequence, kind="test")),
-    "streams": Kind(Stream),
-    "streams unordered": Kind(partial(Stream, ordered=False)),
-    "keys": Kind(partial(Stream, keyed=True)),
-    "keys unordered": Kind(partial(Stream, keyed=True, ordered=False)),
-    "keys free": Kind(partial(Stream, keyed=True, assign="free")),
-    "returnn": Kind(Returnn, ("returnn",)),
-    "torchdata": Kind(TorchData, ("torch", "torchdata")),
+KINDS: dict[str, Callable[[random.Random], Loop]] = {
+    "threads": partial(Sequence, kind="thread"),
+    "threads unordered": partial(Sequence, kind="thread", ordered=False),
+    "processes": partial(Sequence, kind="proc"),
+    "processes unordered": partial(Sequence, kind="proc", ordered=False),
+    "test mode": partial(Sequence, kind="test"),
+    "streams": Stream,
+    "streams unordered": partial(Stream, ordered=False),
+    "keys": partial(Stream, keyed=True),
+    "keys unordered": partial(Stream, keyed=True, ordered=False),
+    "keys free": partial(Stream, keyed=True, assign="free"),
 }
 
 
@@ -386,9 +258,8 @@ def run_epoch(loop: Loop, alarm: Alarm, count: Counter[str]) -> None:
     stop = len(expected) if loop.rng.random() < 0.7 else loop.rng.randrange(len(expected))
     over, found = False, []
     while not over and len(found) <= stop:
-        over = alarm.during(loop.take, default=False) if loop.taking else loop.take()
+        over = alarm.during(loop.take, default=False)
         found = loop.look()
-    over = over and not loop.broken
     count["epochs"] += over
     compare(expected, found, count, ordered=loop.ordered, over=over)
     if over:
@@ -398,9 +269,9 @@ def run_epoch(loop: Loop, alarm: Alarm, count: Counter[str]) -> None:
 def run_kind(name: str, times: int, seed: int) -> Counter[str]:
     """Run loops of a kind until they were interrupted so many times."""
     rng, count = random.Random(f"{seed} {name}"), Counter[str]()
-    alarm = Alarm(rng, count, share=0.99, longest=1e-2 if name == "torchdata" else 1e-3)
+    alarm = Alarm(rng, count, share=0.99)
     while count["interrupts"] < times:
-        loop = KINDS[name].make(rng)
+        loop = KINDS[name](rng)
         for _ in range(EPOCHS):
             run_epoch(loop, alarm, count)
         loop.close()
@@ -413,10 +284,6 @@ def main(times: int, seed: int, names: list[str]) -> int:
     print(f"{'':20}" + "".join(f"{what:>12}" for what in COLUMNS), flush=True)
     sum_of_all, descriptors = Counter[str](), testing.descriptors()
     for name in names:
-        missing = [library for library in KINDS[name].needs if find_spec(library) is None]
-        if missing:
-            print(f"{name:20} left out: no {', '.join(missing)}")
-            continue
         count = run_kind(name, times, seed)
         print(f"{name:20}" + "".join(f"{count[what]:12}" for what in COLUMNS), flush=True)
         sum_of_all += count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 import time
@@ -59,16 +58,11 @@ class Alarm:
     ----------
     rng, count
     share : float
-        How much of what is done has a signal.
-    longest : float
-        Seconds after which it comes at the latest.
+        How much of what is done has a signal, after a millisecond at the latest.
     """
 
-    def __init__(
-        self, rng: random.Random, count: Counter[str], share: float = 0.1, longest: float = 1e-3
-    ) -> None:
-        self.rng, self.count = rng, count
-        self.share, self.longest = share, math.log10(longest)
+    def __init__(self, rng: random.Random, count: Counter[str], share: float = 0.1) -> None:
+        self.rng, self.count, self.share = rng, count, share
         self.armed = False
         signal.signal(signal.SIGALRM, self.strike)
 
@@ -84,7 +78,7 @@ class Alarm:
         """Do something; where it is interrupted, return the default."""
         if self.rng.random() >= self.share:
             return step()
-        signal.setitimer(signal.ITIMER_REAL, 10 ** self.rng.uniform(-6, self.longest))
+        signal.setitimer(signal.ITIMER_REAL, 10 ** self.rng.uniform(-6, -3))
         try:
             self.armed = True
             result = step()
