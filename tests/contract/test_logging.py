@@ -22,7 +22,31 @@ log = logging.getLogger("mine.data")
 logging.getLogger("cseq").setLevel("ERROR")  # which may have something to say on a busy machine
 
 
-class Data:
+class Batches:
+    def __getitem__(self, indices):
+        for index in indices:
+            self.note(int(index))
+        return indices
+
+    def note(self, index):
+        log.info("sample %d", index)
+
+
+def loader(worker, method, num_workers=2):
+    options = {"num_workers": num_workers, "batch_size": 2, "shuffle": False, "out_type": "null"}
+    return cseq.MPSequence(worker, 6, start_method=method, **options)
+
+
+def loop(made):
+    with made.start():
+        return len(list(made))
+
+"""
+
+KINDS = (
+    LOADERS
+    + """
+class Data(Batches):
     def __len__(self):
         return 6
 
@@ -30,44 +54,18 @@ class Data:
         self.note(int(index))
         return int(index)
 
-    def note(self, index):
-        log.info("sample %d", index)
-
-
-class Batches(Data):
-    def __getitem__(self, indices):
-        for index in indices:
-            self.note(int(index))
-        return indices
-
-
-def loader(kind, data, batches, method, num_workers=2):
-    if kind == "DataLoader":
-        return cseq.DataLoader(data(), 2, num_workers=num_workers, multiprocessing_context=method)
-    options = {"num_workers": num_workers, "batch_size": 2, "shuffle": False, "out_type": "null"}
-    worker = cseq.from_dataset(data()) if kind == "from_dataset" else batches
-    return cseq.MPSequence(worker, 6, start_method=method, **options)
-
-
-def loop(made):
-    if isinstance(made, cseq.MSequence):
-        with made.start():
-            return len(list(made))
-    return len(list(made))
-
-"""
-
-KINDS = (
-    LOADERS
-    + """
 logging.basicConfig(level="INFO", format="LOG %(message)s", stream=sys.stdout)
-print(loop(loader(sys.argv[1], Data, Batches, sys.argv[2])))
+kind, method = sys.argv[1:]
+if kind == "DataLoader":
+    print(len(list(cseq.DataLoader(Data(), 2, num_workers=2, multiprocessing_context=method))))
+else:
+    print(loop(loader(Batches, method)))
 """
 )
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", ["MPSequence", "from_dataset", "DataLoader"])
+@pytest.mark.parametrize("kind", ["MPSequence", "DataLoader"])
 def test_records_arrive_once(kind: str, method: str, run_script: RunScript) -> None:
     """Each of six, whatever loads them."""
     if kind == "DataLoader":
@@ -110,7 +108,7 @@ class Many(Batches):
         for k in range(100):
             log.info("%d", k)
 
-loop(loader("MPSequence", None, Many, sys.argv[1], num_workers=1))
+loop(loader(Many, sys.argv[1], num_workers=1))
 first, record, library, failed, *rest = rows
 print(first.name, first.levelname, first.getMessage(), {row.processName for row in rows})
 print(record.name, record.getMessage()[:11], record.funcName, record.size, "lock" in record.lock)
@@ -155,7 +153,7 @@ class Own(Batches):
         super().note(index)
 
 made = functools.partial(Own, sys.argv[2] == "late")
-print(loop(loader("MPSequence", None, made, sys.argv[1], num_workers=1)))
+print(loop(loader(made, sys.argv[1], num_workers=1)))
 """
 )
 
@@ -182,7 +180,7 @@ class Slow(logging.Handler):
 over, seen = threading.Event(), []
 logging.root.addHandler(Slow())
 logging.root.setLevel("INFO")
-with loader("MPSequence", None, Batches, sys.argv[1]).start() as batches:
+with loader(Batches, sys.argv[1]).start() as batches:
     print(len(list(batches)), len(seen))
     over.set()
 print(sorted(seen) == [f"sample {k}" for k in range(6)])
@@ -213,7 +211,7 @@ class Forks(Batches):
             os.waitpid(pid, 0)
 
 logging.basicConfig(format="TRAINER %(message)s", stream=sys.stdout)
-print(loop(loader("MPSequence", None, Forks, sys.argv[1])))
+print(loop(loader(Forks, sys.argv[1])))
 """
 )
 

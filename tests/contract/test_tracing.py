@@ -79,9 +79,26 @@ class Mortal(Spanned):
 
 
 def read(path: Path) -> Any:
-    """Read a trace."""
+    """Read a trace, and check its schema, and that the slices of a lane are nested."""
     text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    return json.loads(text)
+    trace = json.loads(text)
+    assert trace["baseTimeNanoseconds"] % (7_889_238 * 10**9) == 0
+    needed = {"X": {"dur"}, "i": {"s"}, "C": {"args"}, "M": {"args"}}
+    by_lane = defaultdict(list)
+    for event in trace["traceEvents"]:
+        assert {"ph", "name", "pid", "tid", "ts"} | needed[event["ph"]] <= event.keys()
+        if event["ph"] == "X":
+            begin = round(1000 * event["ts"])
+            end = begin + round(1000 * event["dur"])
+            by_lane[event["pid"], event["tid"]].append((begin, -end, event["name"]))
+    for slices in by_lane.values():
+        ends: list[int] = []
+        for begin, end, name in sorted(slices):
+            while ends and ends[-1] <= begin + 1000:  # a float has some 500 ns of the year
+                ends.pop()
+            assert not ends or -end <= ends[-1] + 1000, name
+            ends.append(-end)
+    return trace
 
 
 def named(trace: Any, word: str, phase: str = "X") -> list[Any]:
@@ -104,31 +121,6 @@ def go_through(batches: Any) -> int:
     return count
 
 
-def check(trace: Any) -> None:
-    """Check the schema, and that the slices of a lane are nested."""
-    assert trace["baseTimeNanoseconds"] % (7_889_238 * 10**9) == 0
-    needed = {
-        "X": {"dur"},
-        "i": {"s"},
-        "C": {"args"},
-        "M": {"args"},
-    }
-    by_lane = defaultdict(list)
-    for event in trace["traceEvents"]:
-        assert {"ph", "name", "pid", "tid", "ts"} | needed[event["ph"]] <= event.keys()
-        if event["ph"] == "X":
-            begin = round(1000 * event["ts"])
-            end = begin + round(1000 * event["dur"])
-            by_lane[event["pid"], event["tid"]].append((begin, -end, event["name"]))
-    for slices in by_lane.values():
-        ends: list[int] = []
-        for begin, end, name in sorted(slices):
-            while ends and ends[-1] <= begin + 1000:  # a float has some 500 ns of the year
-                ends.pop()
-            assert not ends or -end <= ends[-1] + 1000, name
-            ends.append(-end)
-
-
 @pytest.mark.parametrize("kind", POOLS)
 def test_every_batch(kind: str, tmp_path: Path) -> None:
     """Of each: by whom and when it was made, and when the loop had it."""
@@ -136,7 +128,6 @@ def test_every_batch(kind: str, tmp_path: Path) -> None:
     with cseq.trace(path), POOLS[kind]().start() as batches:
         assert go_through(batches) == 12
     trace = read(path)
-    check(trace)
     assert trace["otherData"] == {"cseq": cseq.__version__, "tickets": 12}
     made = named(trace, "index")
     assert {e["name"] for e in made} == {f"index 0/{k}" for k in range(12)}
@@ -169,7 +160,6 @@ def test_streams(tmp_path: Path) -> None:
         streams.begin([None, None])
         assert go_through(streams) == 12
     trace = read(path)
-    check(trace)
     count = Counter(e["name"] for e in named(trace, "index"))
     assert count == {f"index 0/{k}": 2 for k in range(6)}
     assert len({e["tid"] for e in named(trace, "index")}) == 2
@@ -186,7 +176,6 @@ def test_a_worker_dies(tmp_path: Path) -> None:
     with cseq.trace(path), manager.start() as batches:
         assert go_through(batches) == 12
     trace = read(path)
-    check(trace)
     [death] = named(trace, "death", "i")
     [lost] = [e for e in named(trace, "index") if e["name"] == "index 0/3 (lost)"]
     assert {e["tid"] for e in named(trace, "index")} == {lost["tid"]}  # also of the next one
@@ -200,21 +189,13 @@ def test_a_worker_dies(tmp_path: Path) -> None:
     assert len({e["args"]["pid"] for e in starts}) == len(starts) == 2
 
 
-def test_compressed(tmp_path: Path) -> None:
-    """The name says how the file is written; it may have the process id and the rank."""
-    with cseq.trace(tmp_path / "of %p, %r.json.gz"), POOLS["threads"]().start() as batches:
-        go_through(batches)
-    trace = read(tmp_path / f"of {os.getpid()}, 0.json.gz")
-    assert len(named(trace, "index")) == 12
-
-
 def test_the_newest_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What was dropped is said, in the file and in the log."""
-    path = tmp_path / "run.json"
+    """What was dropped is said, in the file, which is packed here, and in the log."""
     caplog.set_level(logging.WARNING, "cseq")
+    path = tmp_path / "of %p, %r.json.gz"
     with cseq.trace(path, tickets=5), POOLS["threads"]().start() as batches:
         go_through(batches)
-    trace = read(path)
+    trace = read(tmp_path / f"of {os.getpid()}, 0.json.gz")
     assert [e["name"] for e in named(trace, "train")] == [f"train 0/{k}" for k in range(7, 11)]
     assert trace["otherData"]["tickets"] == 5
     assert trace["otherData"]["dropped"] == "the first 7 tickets"
@@ -234,7 +215,6 @@ def test_two_managers(tmp_path: Path) -> None:
             for _ in zip(first, others, strict=False):
                 time.sleep(STEP)
     trace = read(path)
-    check(trace)
     names = Counter(
         lanes(trace)[e["pid"], e["tid"]].partition(" of ")[2] for e in named(trace, "index")
     )
@@ -337,7 +317,6 @@ def test_what_the_loop_says(tmp_path: Path) -> None:
         for n in (1, 2.5):
             cseq.count("losses", n)
     trace = read(path)
-    check(trace)
     [outer], [inner], [other] = (named(trace, name) for name in ("outer", "inner", "elsewhere"))
     assert outer["ts"] <= inner["ts"]
     assert inner["name"] == "inner é"
@@ -424,7 +403,6 @@ def test_spans_of_many_threads_and_processes(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
     trace = read(path)
-    check(trace)
     assert sorted(e["name"] for e in named(trace, "a")) == sorted(
         f"a {number} {k}" for number in range(4) for k in range(500)
     )
@@ -458,7 +436,6 @@ def test_ctrl_c(how: str, run_script: RunScript, tmp_path: Path) -> None:
     done = run_script(SCRIPT, *([] if told else [str(path)]), **told)
     assert done.stderr.rstrip().endswith("KeyboardInterrupt")
     trace = read(path)
-    check(trace)
     assert trace["otherData"]["tickets"] == 21
     assert not list(tmp_path.glob("*.part"))
 
