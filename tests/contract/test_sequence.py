@@ -483,16 +483,18 @@ import logging, numpy as np, cseq
 logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stdout)
 class W:
     def __getitem__(self, indices):
-        return {"x": indices, "s": "text"}
+        return {"x": indices / 1, "s": np.array(["text"])}
+outputs = [(out_type, "float32") for out_type in ("cuda", "cpu", None, "cuda:1")]
 for make in (cseq.MTSequence, cseq.MPSequence):
-    for out_type in ("cuda", "cpu", None, "cuda:1", "null"):
-        m = make(W, 5, 2, batch_size=5, shuffle=False, out_type=out_type)
+    for out_type, dtype in (*outputs, ("null", "float32"), ("cpu", None), ("cpu", "bfloat16")):
+        m = make(W, 5, 2, batch_size=5, shuffle=False, out_type=out_type, dtype=dtype)
         assert m.use_cuda is False
         for start in (m.start, m.start_test):
             with start() as s:
                 (batch,) = s
-            assert type(batch["x"]) is np.ndarray and batch["s"] == "text"
-            assert batch["x"].dtype == ("int64" if out_type == "null" else "float32"), out_type
+            assert type(batch["x"]) is np.ndarray and batch["s"].tolist() == ["text"]
+            is_cast = (out_type, dtype) in outputs
+            assert batch["x"].dtype == ("float32" if is_cast else "float64"), out_type
             assert batch["x"].tolist() == [0, 1, 2, 3, 4]
 print("done", "torch" in sys.modules)
 """

@@ -34,14 +34,15 @@ def converters_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("converters_on_the_cpu")
-@pytest.mark.parametrize("compat", [True, False])
-def test_converters_give_what_test_mode_gives(compat: bool) -> None:
+@pytest.mark.parametrize("compat", [None, False])
+def test_converters_give_what_test_mode_gives(compat: bool | None) -> None:
     """The second stage, in threads and in processes, changes neither order nor values."""
     m = manager(out_type="cuda", num_converters=2)
     with m.start_test("cpu"):
         expected = digest(m)
     m.set_epoch(0)
     with m.start(compat=compat):
+        assert len(testing.pids(m)) == (3 if compat is None else 5)
         assert digest(m) == expected
         assert testing.slots(m).taken == 0
 

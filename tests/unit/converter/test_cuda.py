@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import rehearsal
-from converting import ARRAYS, UNTOUCHED, SlowLane, converter, lone, same_bits, watched
+from converting import SlowLane, converter, same_bits, watched
 
 import cseq
 from cseq.converter.cuda import CudaConverter, receive
-from cseq.converter.output import for_test, parse
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "uint8", "bfloat16", None])
-@pytest.mark.parametrize("name", [*ARRAYS, *UNTOUCHED])
-@pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-def test_a_lane_gives_the_same(name: str, dtype: str | None) -> None:
-    """A converter with a lane gives what conversion at once gives, on memory of its own."""
-    array = (ARRAYS | UNTOUCHED)[name]
-    output = parse("cuda", dtype)
-    at_once = lone(for_test(output, "cpu"))(array)
-    got = receive(converter(output).convert([array]))[0]
-    if at_once is array:
-        assert got is array
-        return
-    if name.startswith("repeated"):  # written out for the device, as by `Tensor.to`
-        at_once = at_once.contiguous()
-    assert same_bits(got, at_once)
-    assert not array.size or got.data_ptr() != array.ctypes.data
 
 
 def test_tensors_on_a_lane() -> None:
@@ -164,53 +148,21 @@ def test_closing_collects() -> None:
     assert lane.journal == ["collect"]
 
 
-# -- whole managers ----------------------------------------------------------------------------
-
-
-def make_worker() -> type:
-    """Make a worker that is sent by value, so that workers need not import this file, and torch."""
-
-    class Mixed:
-        """Makes large arrays, arrays in the slot, and leaves that are not converted."""
-
-        def __getitem__(self, indices: Any) -> Any:
-            noise = cseq.rng().random((len(indices), 3, 50, 50))
-            image = cseq.empty((len(indices), 7), np.uint8)
-            image[...] = indices[:, None] % 251
-            return {"arrays": [noise, image, indices], "names": [str(i) for i in indices]}
-
-    return Mixed
-
-
-@pytest.mark.parametrize(
-    ("kind", "compat", "dtype"),
-    [  # a converter process that is not forked imports torch anew; the type is nothing to its start
-        *(("MTSequence", None, dtype) for dtype in ("float32", "bfloat16", None)),
-        *(("MPSequence", True, dtype) for dtype in ("float32", None)),
-        *(("MPSequence", False, dtype) for dtype in ("bfloat16",)),
-    ],
-)
-def test_converters_without_a_device(
-    kind: str, compat: bool | None, dtype: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Converters in threads and in processes give what test mode gives; here, on the CPU."""
+def test_a_converter_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch is converted after it was made, as a trace shows, on a lane of its own."""
     rehearsal.install(monkeypatch.setattr)
-    made = []
-    monkeypatch.setattr(
-        "cseq.converter.cuda.CudaConverter",
-        lambda output: made.append(CudaConverter(output)) or made[-1],  # type: ignore[func-returns-value]
+    path = tmp_path / "run.json"
+    manager = cseq.MTSequence(
+        np.arange(10), batch_size=2, out_type="cuda", num_converters=1, shuffle=False
     )
-    options: Any = {"batch_size": 16, "num_workers": 2, "num_converters": 1, "dtype": dtype}
-    if kind == "MPSequence":
-        options["start_method"] = "fork"
-    streams = []
-    for parallel in (True, False):
-        manager = getattr(cseq, kind)(make_worker(), 100, seed=3, out_type="cuda", **options)
-        assert manager.use_cuda
-        with manager.start(compat) if parallel else manager.start_test() as running:
-            streams.append([batch for _ in range(2) for batch in running])
-    assert len(made) == (compat is not False)  # in this process, or in another
-    assert len(streams[0]) == 14
-    for one, other in zip(*streams, strict=True):
-        assert all(map(same_bits, one["arrays"], other["arrays"]))
-        assert one["names"] == other["names"]
+    assert manager.use_cuda
+    with cseq.trace(path), manager.start() as batches:
+        got = list(batches)
+    assert all(same_bits(one, torch.tensor([2.0 * k, 2.0 * k + 1])) for k, one in enumerate(got))
+    assert len(got) == 5
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    slices = {event["name"]: event for event in events if event["ph"] == "X"}
+    for batch in range(5):
+        index, convert = slices[f"index 0/{batch}"], slices[f"convert 0/{batch}"]
+        assert index["ts"] + index["dur"] <= convert["ts"] + 0.001
+        assert index["tid"] != convert["tid"]

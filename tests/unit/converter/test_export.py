@@ -12,7 +12,7 @@ import rehearsal
 from converting import FLOAT, SlowLane, converter, same_bits
 from exports import Receiver, Theirs
 
-from cseq.converter.export import Lost, pack
+from cseq.converter.export import pack
 from cseq.encoding.pickling import dumps
 
 if TYPE_CHECKING:
@@ -118,12 +118,3 @@ def test_memory_of_the_other_process_is_let_go(
     received.close()
     assert [ref() is None for ref in gone] == [True, True]
     assert inside == [True, True]
-
-
-def test_a_lost_converter_is_an_error(store: dict[str, Any]) -> None:
-    """A batch whose converter's process has ended cannot be received."""
-    store["x"] = torch.arange(3)
-    received = receiver()
-    with pytest.raises(Lost, match="gone"):
-        received.unpack(dumps([Theirs(fetch, "x"), Theirs(fetch, "lost")]))
-    assert same_bits(received.unpack(dumps(Theirs(fetch, "x"))), torch.arange(3))

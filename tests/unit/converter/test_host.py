@@ -14,7 +14,7 @@ from slots import acquire
 
 from cseq.converter.cuda import receive
 from cseq.converter.host import Converter
-from cseq.converter.output import cast_dtype, parse, resolve
+from cseq.converter.output import cast_dtype, parse
 from cseq.encoding import codec
 from cseq.encoding.writer import Writer
 from cseq.memory.arena import Arena
@@ -81,31 +81,49 @@ def expected(array: Array, cast: np.dtype[Any] | None) -> Array:
     return made
 
 
-@pytest.mark.parametrize("name", ARRAYS)
-@pytest.mark.parametrize("dtype", ["float32", "float64", "uint8", None])
+def through_a_slot(batch: Any, cast: np.dtype[Any] | None) -> Any:
+    """Send a batch the way it comes from a worker process."""
+    arena = Arena()
+    slot = acquire(arena)
+    writer = Writer(arena.fd, arena.width)
+    writer.select(slot, arena.slots.nbytes(slot))
+    record = codec.encode(batch, writer, cast)
+    memory = arena.lend(slot, record.used, writer.capacity)
+    writer.close()
+    arena.close()
+    return codec.decode(memory, record)
+
+
+@pytest.mark.parametrize("name", [*ARRAYS, *UNTOUCHED])
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "bfloat16", None])
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 def test_arrays(name: str, dtype: str | None) -> None:
-    """An array becomes the tensor of what numpy casts it to, with the strides behind a slot."""
-    array = ARRAYS[name]
+    """An array becomes what numpy casts it to, strides and all: at once, by a slot, by a lane.
+
+    One of a kind that torch lacks is kept as it is.
+    """
+    array, output = (ARRAYS | UNTOUCHED)[name], parse("cpu", dtype)
     before = array.tobytes()
-    got = lone(parse("cpu", dtype))(array)
-    if name == "longdouble" and dtype is None and array.itemsize > 8:
-        assert got is array
+    here = lone(output)(array)
+    there, leaf = lone(output)(through_a_slot([array, "leaf"], cast_dtype(output)))
+    (sent,) = receive(converter(parse("cuda", dtype)).convert([array]))
+    assert leaf == "leaf"
+    if name in UNTOUCHED or not isinstance(here, torch.Tensor):
+        assert here is sent is array
+        np.testing.assert_array_equal(here, there)
+        assert (type(here), here.dtype) == (type(there), there.dtype)
+        assert name in UNTOUCHED or name == "longdouble"
         return
-    assert isinstance(got, torch.Tensor)
-    want = expected(array, parse("cpu", dtype).dtype)
-    assert same_bits(got, torch.from_numpy(want.view(want.dtype.str)))
-    got.fill_(1)
-    if not array.flags.writeable:
-        assert array.tobytes() == before
-
-
-@pytest.mark.parametrize("name", UNTOUCHED)
-def test_untouched_arrays(name: str) -> None:
-    """Arrays of kinds that torch lacks are kept as they are."""
-    for dtype in ("float32", None, "bfloat16"):
-        assert lone(parse("cpu", dtype))(UNTOUCHED[name]) is UNTOUCHED[name]
+    assert same_bits(here, there)
+    # what is repeated is written out for the device, as by `Tensor.to`
+    assert same_bits(sent, here.contiguous() if name.startswith("repeated") else here)
+    assert not array.size or sent.data_ptr() != array.ctypes.data
+    if dtype != "bfloat16":
+        want = expected(array, output.dtype)
+        assert same_bits(here, torch.from_numpy(want.view(want.dtype.str)))
+    here.fill_(1)
+    assert array.flags.writeable or array.tobytes() == before
 
 
 def test_texts_of_any_length_stay_arrays() -> None:
@@ -143,39 +161,6 @@ def test_the_array_lives_as_long_as_its_tensor() -> None:
     assert gone() is not None
     del view
     assert gone() is None
-
-
-def through_a_slot(batch: Any, cast: np.dtype[Any] | None) -> Any:
-    """Send a batch the way it comes from a worker process."""
-    arena = Arena()
-    slot = acquire(arena)
-    writer = Writer(arena.fd, arena.width)
-    writer.select(slot, arena.slots.nbytes(slot))
-    record = codec.encode(batch, writer, cast)
-    memory = arena.lend(slot, record.used, writer.capacity)
-    writer.close()
-    arena.close()
-    return codec.decode(memory, record)
-
-
-@pytest.mark.parametrize("name", [*ARRAYS, *UNTOUCHED])
-@pytest.mark.parametrize("dtype", ["float32", "uint8", "bfloat16", None])
-@pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-def test_in_processes_as_at_once(name: str, dtype: str | None) -> None:
-    """A batch that came through a slot becomes the same as one that did not, strides and all."""
-    output = resolve(parse("cpu", dtype))
-    convert, array = Converter(output).convert, (ARRAYS | UNTOUCHED)[name]
-    for batch in (array, [array, "leaf"]):
-        here, there = convert(batch), convert(through_a_slot(batch, cast_dtype(output)))
-        if isinstance(batch, list):
-            assert here[1] == there[1]
-            here, there = here[0], there[0]
-        if isinstance(here, torch.Tensor):
-            assert same_bits(here, there)
-        else:
-            np.testing.assert_array_equal(here, there)
-            assert (type(here), here.dtype) == (type(there), there.dtype)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
