@@ -139,14 +139,6 @@ def test_rows_that_fail(run: Run) -> None:
     assert done.stdout.endswith("nothing could be measured: see above\n")
 
 
-def test_bad_options(run: Run) -> None:
-    """They are refused before anything is measured."""
-    done = run(PLAIN, "data.py:rows", "--step", "3 days")
-    assert done.returncode == 1
-    assert "'3 days' is not a duration" in done.stderr
-    assert not done.stdout
-
-
 def test_what_is_said() -> None:
     """What free data would gain the loader as it is; what cseq's workers advise."""
     torch = Figures(50, waits=0.5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -85,14 +84,6 @@ if __name__ == "__main__":
 """
 
 
-LAUNCHER = """
-import subprocess
-import sys
-
-subprocess.run([sys.executable, *sys.argv[1:]])
-"""
-
-
 @contextmanager
 def trainer(folder: Path, source: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """Run a script that has taken some batches, and waits for a line."""
@@ -127,11 +118,6 @@ def written(watcher: Watcher) -> str:
     return "\n".join(lines)
 
 
-def parts(line: str) -> list[str]:
-    """Take what a line says apart."""
-    return re.split("  +", line.strip())
-
-
 def proceed(process: subprocess.Popen[str]) -> None:
     """Have the script go on to its next line."""
     assert process.stdin is not None
@@ -154,12 +140,8 @@ def test_what_is_read(tmp_path: Path, kind: str) -> None:
         assert (told["rank"], told["world_size"], told["length"]) == (1, 2, 500)
         assert (run.stats.batches, run.stats.samples, run.stats.num_workers) == (20, 80, 2)
         assert run.place == (0, 20)
-        names = workers(run, 140)[0].split()
-        assert {"busy", "p99"} <= set(workers(run, 53)[0].split()) < set(names)
-        first, *_, last = head(run, 140)
-        assert {*parts(first), *parts(last)} < {
-            part for line in head(run, 60) for part in parts(line)
-        }
+        assert "p99" in workers(run, 53)[0] < workers(run, 140)[0]
+        assert len(head(run, 60)) > len(head(run, 140))  # nothing is cut off
         said = written(watcher)
         assert f"train.py  pid {process.pid}  rank 1 of 2  2 {KINDS[kind]}  4,000 samples" in said
         assert "batch 20 of 500" in said
@@ -197,27 +179,6 @@ def test_the_trainer_is_killed(
         until(lambda: " MB" not in "".join(workers(run, 140)))  # they end after their trainer
         assert run.since(1.0) is run.stats
         assert written(watcher).count("ended") == 1
-
-
-@pytest.mark.needs("worker processes")
-def test_a_launcher_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run that it has started is still read."""
-    monkeypatch.setattr(attached, "LOOK", 0.0)
-    inner = tmp_path / "inner.py"
-    inner.write_text(TRAIN)
-    with trainer(tmp_path, LAUNCHER, inner, "MPSequence", 0, 20) as process:
-        watcher = Watcher(process.pid)
-        watcher.update()
-        (run,) = watcher.runs
-        try:
-            process.kill()
-            process.wait()
-            watcher.update()
-            assert run.ended == ""
-        finally:
-            os.kill(run.pid, signal.SIGKILL)
-        until(lambda: [watcher.update(), run.ended][1])
-        assert run.ended == "ended"
 
 
 @pytest.mark.needs("worker processes")
@@ -413,12 +374,6 @@ def look_at(data: bytes, name: str) -> Watcher:
             assert written(watcher)
         assert os.pread(fd, len(data) + 1, 0) == data
     return watcher
-
-
-@given(data=st.binary(max_size=20_000), told=st.sampled_from(["", " rings=1", " rings=3 pid=x"]))
-def test_random_bytes(data: bytes, told: str) -> None:
-    """No crash, and no run."""
-    assert not look_at(data, RUN + told).runs
 
 
 @settings(deadline=None)

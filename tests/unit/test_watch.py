@@ -197,14 +197,3 @@ def test_what_is_not_understood(
     done = run_command(tmp_path, *words)
     assert done.returncode in (1, 2)
     assert said in done.stderr
-
-
-def test_the_help(run_command: RunCommand, tmp_path: Path) -> None:
-    """It is what the command says alone: an example for each verb, and where to read on."""
-    alone = run_command(tmp_path)
-    assert alone.returncode == 0
-    assert alone.stdout == run_command(tmp_path, "--help").stdout
-    for verb in "run --watch", "run --report", "bench", "doctor", "top":
-        assert f"\n  cseq {verb}" in alone.stdout
-    assert "https://" in alone.stdout
-    assert "--watch" in run_command(tmp_path, "run", "--help").stdout
