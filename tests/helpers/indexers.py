@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +30,17 @@ class Indices1:
     """Returns its indices."""
 
     def __getitem__(self, indices: Indices) -> Indices:
+        return indices
+
+
+class Slow:
+    """Returns its indices after a pause, without computing."""
+
+    def __init__(self, seconds: float = 0.01) -> None:
+        self.seconds = seconds
+
+    def __getitem__(self, indices: Indices) -> Indices:
+        time.sleep(self.seconds)
         return indices
 
 

@@ -6,11 +6,11 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from indexers import Indices1
 
 import cseq
 
 if TYPE_CHECKING:
-    import numpy as np
     from conftest import RunScript
 
 # Adapters, and the package and the module that each needs.
@@ -19,13 +19,6 @@ LIBRARIES = {
     "lightning": ("lightning", "lightning"),
     "transformers": ("transformers[torch]", "transformers"),
 }
-
-
-class Numbers:
-    """The indices themselves."""
-
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        return indices
 
 
 class Read:
@@ -41,7 +34,7 @@ class Read:
 
 def test_windows_end_with_each_so_many_steps() -> None:
     """The figures are those since the one before, also in another epoch."""
-    with cseq.MTSequence(Numbers, 32, batch_size=4, out_type="null").start() as manager:
+    with cseq.MTSequence(Indices1, 32, batch_size=4, out_type="null").start() as manager:
         read = Read(manager)
         every = cseq.Stats.every(3, read)
         before, step = read.last, 0
@@ -60,7 +53,7 @@ def test_windows_end_with_each_so_many_steps() -> None:
 
 def test_a_new_start_begins_a_window() -> None:
     """What was counted before it is of another run, also where that had fewer batches."""
-    manager = cseq.MTSequence(Numbers, 32, batch_size=4, out_type="null")
+    manager = cseq.MTSequence(Indices1, 32, batch_size=4, out_type="null")
     read = Read(manager)
     with manager.start():
         next(iter(manager))

@@ -5,20 +5,19 @@ from __future__ import annotations
 import bisect
 import pickle
 import time
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from indexers import Slow
 from ringing import Trainer, claim, make_ring, stamps
 
 import cseq
 from cseq._core import Ring, now_ns
 from cseq.measure.meters import Histogram, Meters
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 def work(ring: Ring, owner: int, batches: int) -> list[int]:
@@ -105,18 +104,10 @@ def test_no_histogram() -> None:
         nothing.quantile(99)
 
 
-class Paced:
-    """Takes 20 ms."""
-
-    def __getitem__(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        time.sleep(0.02)
-        return indices
-
-
 @pytest.mark.parametrize("kind", [cseq.MPSequence, cseq.MTSequence])
 def test_how_a_run_went(kind: type[cseq.MTSequence[Any]]) -> None:
     """Rows of the history grow, and end at most a tenth of a second, or a wait, before the end."""
-    manager = kind(Paced, 60, batch_size=1, out_type="null", num_workers=2)
+    manager = kind(partial(Slow, 0.02), 60, batch_size=1, out_type="null", num_workers=2)
     with manager.start() as batches:
         iterator = iter(batches)
         for _ in range(30):

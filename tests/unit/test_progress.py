@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from indexers import Indices1
 
 import cseq
 
@@ -23,13 +24,6 @@ def _leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     tqdm.tqdm.set_lock(threading.RLock())
 
 
-class Rows:
-    """Batches of numbers."""
-
-    def __getitem__(self, indices: Any) -> Any:
-        return np.asarray(indices)
-
-
 def drawn(loader: Any, **options: Any) -> tuple[list[Any], str]:
     """Iterate, with a bar that is drawn at every batch: the batches, and what was drawn."""
     to = io.StringIO()
@@ -41,13 +35,13 @@ def drawn(loader: Any, **options: Any) -> tuple[list[Any], str]:
 
 def test_the_share_of_waiting() -> None:
     """Before the first batch it says so; then the share, over two epochs and two bars."""
-    with cseq.MTSequence(Rows, 640, 2, out_type="null", seed=1).start() as batches:
+    with cseq.MTSequence(Indices1, 640, 2, out_type="null", seed=1).start() as batches:
         for _ in range(2):
             got, text = drawn(batches)
             assert sorted(np.concatenate(got)) == list(range(640))
             assert "20/20" in text
             assert re.findall(r"waits \d+ %", text)
-    assert "starting" in drawn_before(cseq.MTSequence(Rows, 640, 2, out_type="null", seed=1))
+    assert "starting" in drawn_before(cseq.MTSequence(Indices1, 640, 2, out_type="null", seed=1))
 
 
 def drawn_before(manager: Any) -> str:
@@ -79,7 +73,7 @@ def test_a_cause_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_loop_that_makes_its_batches_itself() -> None:
     """It waits for nothing that could be measured; where there are no figures, nothing is said."""
-    manager = cseq.MTSequence(Rows, 640, 0, out_type="null", seed=1)
+    manager = cseq.MTSequence(Indices1, 640, 0, out_type="null", seed=1)
     with manager.start() as batches:
         text = drawn(batches)[1]
     assert "num_workers=0" in text
@@ -97,7 +91,7 @@ def test_a_loop_that_makes_its_batches_itself() -> None:
 
 def test_a_manager_that_is_started_again() -> None:
     """A bar that outlives a start counts from the new start."""
-    manager = cseq.MTSequence(Rows, 640, 2, out_type="null", seed=1)
+    manager = cseq.MTSequence(Indices1, 640, 2, out_type="null", seed=1)
     with manager.start() as batches:
         list(batches)
         bar = cseq.progress(batches, file=io.StringIO(), disable=False, mininterval=0, miniters=1)
@@ -116,7 +110,7 @@ def test_any_loader() -> None:
 
 def test_nothing_is_drawn_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     """A job's log file stays clean."""
-    with cseq.MTSequence(Rows, 64, 2, out_type="null", seed=1).start() as batches:
+    with cseq.MTSequence(Indices1, 64, 2, out_type="null", seed=1).start() as batches:
         assert len(list(cseq.progress(batches))) == 2
     assert capfd.readouterr() == ("", "")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from indexers import Indices1, Large, Slow
 
 import cseq
 from cseq._memory import HAS_GIL
@@ -21,7 +21,6 @@ from cseq.pools import base
 from cseq.system import cores
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 PROC = pytest.param("proc", marks=pytest.mark.needs("worker processes"))
@@ -30,13 +29,6 @@ both = pytest.mark.parametrize("kind", [PROC, "thread"])
 
 FREE = 10  # batches that are made at once
 PAUSE = 0.01  # seconds between two looks at what nothing signals
-
-
-class Large:
-    """Batches that are leased, not copied."""
-
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        return np.repeat(indices, 4096)
 
 
 @both
@@ -50,7 +42,7 @@ def test_batches_and_samples_are_counted(kind: str) -> None:
         now = m.stats()
     assert (now.batches, now.samples) == (14, 100)
     assert m.stats().batches == 14
-    assert (now.nbytes >= 100 * 4096 * 8) == (kind == "proc")
+    assert (now.nbytes >= 100 * (1 << 16)) == (kind == "proc")
     assert now.depths == (0, 0, 0)
     assert now.loop_waited >= 0
     assert "14 batches, 100 samples" in str(now)
@@ -76,7 +68,7 @@ def test_copies_are_counted() -> None:
     with m.start():
         kept = list(m)
         assert m.stats().copies > 0
-    assert sum(map(len, kept)) == 50 * 4096
+    assert sum(map(len, kept)) == 50
 
 
 class Held:
@@ -124,47 +116,37 @@ def make(kind: str, worker: Any, num_workers: int, batches: int, buffer: int = 1
 # the counts show it: what is counted wrongly, or not at all, hangs.
 
 
-def await_bottleneck(manager: Any, *causes: str) -> Stats:
+def await_bottleneck(manager: Any, cause: str) -> Stats:
     """Wait until the counts tell what limits the rate of batches."""
-    while (stats := manager.stats()).bottleneck not in causes:
+    while (stats := manager.stats()).bottleneck != cause:
         time.sleep(PAUSE)
     return stats
 
 
-@contextlib.contextmanager
-def opened_at(causes: tuple[str, ...], manager: Any, gate: Path) -> Iterator[list[Stats]]:
-    """Open a gate when the counts tell what limits the rate of batches, and give the counts."""
-    found: list[Stats] = []
-
-    def wait() -> None:
-        found.append(await_bottleneck(manager, *causes))
-        gate.touch()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    yield found
-    thread.join()
-
-
-def held_until(
-    causes: tuple[str, ...], kind: str, folder: Path, num_workers: int, count: int, buffer: int = 10
-) -> Stats:
-    """Take `count` batches, some of which are held until the counts show what limits the rate."""
-    gate = folder / "gate"
-    worker = partial(Held, str(gate), alone="stragglers" in causes)
-    with make(kind, worker, num_workers, count, buffer).start() as running:
-        batches = iter(running)
-        taken = [next(batches) for _ in range(FREE)]
-        with opened_at(causes, running, gate) as found:
-            assert len([*taken, *batches]) == count
-    return found[0]
-
-
+@pytest.mark.parametrize(
+    ("cause", "num_workers", "count", "buffer"),
+    [("buffer", 8, 30, 2), ("workers", 2, 30, 10), ("stragglers", 8, 50, 10)],
+)
 @both
-def test_a_buffer_for_few_of_the_workers(kind: str, tmp_path: Path) -> None:
-    """While two of eight workers are busy, since the buffer has room for two batches."""
-    stats = held_until(("buffer",), kind, tmp_path, 8, 3 * FREE, buffer=2)
-    assert stats.advice().change["buffer"] >= 16
+def test_what_workers_are_held_by(
+    kind: str, cause: str, num_workers: int, count: int, buffer: int, tmp_path: Path
+) -> None:
+    """A buffer with room for two batches; all workers, which are too few; one of eight."""
+    gate, found = tmp_path / "gate", list[Stats]()
+    worker = partial(Held, str(gate), alone=cause == "stragglers")
+    with make(kind, worker, num_workers, count, buffer).start() as running:
+
+        def open_gate() -> None:
+            found.append(await_bottleneck(running, cause))
+            gate.touch()
+
+        batches, opening = iter(running), threading.Thread(target=open_gate)
+        taken = [next(batches) for _ in range(FREE)]
+        opening.start()
+        assert len([*taken, *batches]) == count
+        opening.join()
+    assert (found[0].loop_waiting > found[0].workers_waiting) or cause != "workers"
+    assert found[0].advice().change.get("buffer", 16) >= 16
 
 
 @both
@@ -190,18 +172,11 @@ def test_threads_that_wait_for_the_gil() -> None:
     assert "MPSequence" in stats.advice().action
 
 
-@both
-def test_too_few_workers(kind: str, tmp_path: Path) -> None:
-    """While the loop waits, and all workers are busy, there are too few of them."""
-    stats = held_until(("workers",), kind, tmp_path, 2, 3 * FREE)
-    assert stats.loop_waiting > stats.workers_waiting
-
-
 @pytest.mark.parametrize("num_workers", [1, 6])
 @both
 def test_a_slow_loop(kind: str, num_workers: int) -> None:
     """While the loop does other things, all workers wait, also if there are many of them."""
-    with make(kind, Free, num_workers, 100).start() as running:
+    with make(kind, Indices1, num_workers, 100).start() as running:
         batches = iter(running)
         taken = [next(batches) for _ in range(FREE)]
         while await_bottleneck(running, "loop").loop_waiting >= 0.05:
@@ -209,30 +184,6 @@ def test_a_slow_loop(kind: str, num_workers: int) -> None:
         while running.stats().workers_waiting <= 0.5:
             time.sleep(PAUSE)
         assert len([*taken, *batches]) == 100
-
-
-class Slow:
-    """Batches after a pause."""
-
-    def __init__(self, seconds: float = PAUSE) -> None:
-        self.seconds = seconds
-
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        time.sleep(self.seconds)
-        return indices
-
-
-class Free:
-    """Batches at once."""
-
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        return indices
-
-
-@both
-def test_stragglers(kind: str, tmp_path: Path) -> None:
-    """While one of eight workers is busy, the loop waits for it, and so do the others."""
-    held_until(("stragglers",), kind, tmp_path, 8, 5 * FREE)
 
 
 def test_what_threads_compute() -> None:
@@ -280,7 +231,7 @@ def test_times_of_batches(kind: str) -> None:
 @both
 def test_the_way_of_a_window(kind: str) -> None:
     """What came after an earlier reading, and what a logger wants of it."""
-    m = make(kind, Free, 2, 40)
+    m = make(kind, Indices1, 2, 40)
     with m.start() as batches:
         list(batches)
         before = batches.stats()
