@@ -82,6 +82,7 @@ def test_what_a_container_lacks(
 
 def test_a_quota_of_either_version(tmp_path: Path) -> None:
     """The quota of the narrowest group counts, in both versions of control groups."""
+    (tmp_path / f"{GROUP}/cpu.max").write_text("400000 100000\n", encoding="ascii")
     (tmp_path / "sys/fs/cgroup/cpu.max").write_text("250000 100000\n", encoding="ascii")
     assert "2.5" in next(doctor.quota()).text
     (tmp_path / "proc/self/cgroup").write_text("3:cpu,cpuacct:/pod\n", encoding="ascii")
