@@ -139,14 +139,6 @@ def test_kills_for_want_of_memory(tmp_path: Path) -> None:
     assert oom_kills(files(tmp_path, newer)) == 7
 
 
-@pytest.mark.needs("Linux")
-def test_this_machine_has_memory() -> None:
-    """The real files are understood."""
-    free = available_memory()
-    assert free is not None
-    assert free > 0
-
-
 @pytest.mark.needs("POSIX")
 def test_what_a_process_has_for_itself(tmp_path: Path) -> None:
     """Its pages that are resident, but those that it shares; 0 where that is not known."""

@@ -56,35 +56,25 @@ def test_one_thread_unless_the_user_says_otherwise() -> None:
     assert set(others) == {"VECLIB_MAXIMUM_THREADS", "OPENCV_FOR_THREADS_NUM"}
 
 
-# What a forked worker may find loaded.
 JOB = """
 import os, sys
 import numpy as np
 import cseq
 
-if sys.argv[1] == "loaded":
-    import fake_library as torch
-    sys.modules["torch"] = torch
-
 class Threads:
-    def __init__(self):
-        self.limit = sys.modules["torch"].limit if "torch" in sys.modules else 0
-
     def __getitem__(self, indices):
-        return {"limit": self.limit, **{n: os.environ.get(n) for n in os.environ if "THREADS" in n}}
+        return {name: os.environ.get(name) for name in os.environ if "THREADS" in name}
 
-for method in sys.argv[2:]:
+for method in sys.argv[1:]:
     for threads in (1, 3, None):
         with cseq.MPSequence(
             Threads, 1, 1, out_type="null", start_method=method, threads=threads,
             seed_globals=False,
         ).start() as batches:
             got, = batches
-            print(method, threads, got["limit"], got.get("OMP_NUM_THREADS"),
-                  got.get("OPENBLAS_NUM_THREADS"))
+            print(method, threads, got.get("OMP_NUM_THREADS"), got.get("OPENBLAS_NUM_THREADS"))
 print(os.environ.get("OPENBLAS_NUM_THREADS"))
 """
-LIBRARY = "limit = 0\ndef set_num_threads(n):\n    global limit\n    limit = n\n"
 
 
 @pytest.fixture(autouse=True)
@@ -98,22 +88,11 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("method", start_methods())
 def test_the_environment_of_workers(run_script: RunScript, method: str) -> None:
     """Workers have the variables, whatever the start method; the trainer does not."""
-    done = run_script(JOB, "not loaded", method)
-    expected = f"{method} 1 0 1 1\n{method} 3 0 3 3\n{method} None 0 None None\nNone\n"
+    done = run_script(JOB, method)
+    expected = f"{method} 1 1 1\n{method} 3 3 3\n{method} None None None\nNone\n"
     assert done.stdout == expected, done.stderr
-    done = run_script(JOB, "not loaded", method, OMP_NUM_THREADS="2", OPENBLAS_NUM_THREADS="4")
-    assert done.stdout.startswith(f"{method} 1 0 2 4\n{method} 3 0 2 4\n"), done.stderr
-
-
-@pytest.mark.needs("fork")
-def test_what_a_forked_worker_finds_loaded(run_script: RunScript, tmp_path: object) -> None:
-    """It is told, unless the user has set what it goes by."""
-    with open(f"{tmp_path}/fake_library.py", "w", encoding="utf-8") as file:
-        file.write(LIBRARY)
-    done = run_script(JOB, "loaded", "fork")
-    assert done.stdout == "fork 1 1 1 1\nfork 3 3 3 3\nfork None 0 None None\nNone\n", done.stderr
-    done = run_script(JOB, "loaded", "fork", MKL_NUM_THREADS="2")
-    assert done.stdout.startswith("fork 1 0 1 1\n"), done.stderr
+    done = run_script(JOB, method, OMP_NUM_THREADS="2", OPENBLAS_NUM_THREADS="4")
+    assert done.stdout.startswith(f"{method} 1 2 4\n{method} 3 2 4\n"), done.stderr
 
 
 BLAS = """
@@ -191,3 +170,11 @@ def test_torch(run_prepared: RunScript) -> None:
     done = run_prepared(TORCH, *start_methods())
     expected = {"fork": "fork 1\nfork 2\n", "forkserver": "forkserver 2\n", "spawn": "spawn 1\n"}
     assert done.stdout == "".join(map(expected.get, start_methods())), done.stderr
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="without torch")
+@pytest.mark.needs("fork")
+def test_a_number_of_the_users_own(run_prepared: RunScript) -> None:
+    """A fork leaves torch the number that the environment has given it."""
+    done = run_prepared(TORCH, "fork", MKL_NUM_THREADS="2")
+    assert done.stdout == "fork 2\nfork 2\n", done.stderr

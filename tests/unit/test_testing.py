@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -28,19 +28,6 @@ class Wide:
     def __getitem__(self, indices: np.ndarray) -> tuple[np.ndarray, int | None, int]:
         info = cseq.worker_info()
         return np.repeat(indices, 1 << 13), info.number if info else None, os.getpid()
-
-
-class Counting:
-    """A producer."""
-
-    def __init__(self, number: int, num_workers: int) -> None:
-        self.number = number
-
-    def begin(self, length: int) -> None:
-        self.length = length
-
-    def items(self, start: int) -> Any:
-        yield from range(start, self.length)
 
 
 def manager(worker: Any = Wide, **options: Any) -> cseq.MPSequence:
@@ -87,37 +74,6 @@ def test_another_signal(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @posix
-def test_converters_follow_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Converter processes have the numbers from `num_workers` on."""
-    pytest.importorskip("torch")
-    import rehearsal
-
-    rehearsal.install(monkeypatch.setattr)
-    m = manager(lambda: np.arange(60.0), out_type="cuda", num_converters=1)
-    with m.start(compat=False):
-        assert len(testing.pids(m)) == 3
-        testing.await_workers(m)
-        assert testing.kill(m, 2) == testing.pids(m)[2]
-        assert len(list(m)) == 30
-        with pytest.raises(ValueError, match="from 0 to 2"):
-            testing.kill(m, 3)
-
-
-@posix
-def test_streams() -> None:
-    """Workers of streams are found as those of a manager are."""
-    with Streams(Counting, 2, start_method="fork") as s:
-        testing.await_workers(s)
-        assert testing.pids(s) == s.pids()
-        s.begin([5, 5])
-        testing.kill(s, 0)
-        assert list(s) == [k for k in range(5) for _ in range(2)]
-        assert testing.slots(s).leased == 0
-    with pytest.raises(RuntimeError, match="it was closed"):
-        testing.pids(s)
-
-
-@posix
 def test_slots() -> None:
     """What the loop holds is leased, and free again when it is dropped; nothing is lost."""
     with manager(buffer=2).start() as m:
@@ -130,17 +86,6 @@ def test_slots() -> None:
         del held
         empty = testing.slots(m)
         assert (empty.leased, empty.taken, empty.total) == (0, 0, full.total)
-
-
-@posix
-def test_descriptors_are_counted() -> None:
-    """Each one that is opened counts once."""
-    before = testing.descriptors()
-    ends = os.pipe()
-    assert testing.descriptors() == before + 2
-    for end in ends:
-        os.close(end)
-    assert testing.descriptors() == before
 
 
 class Late:
@@ -200,6 +145,23 @@ def test_what_has_no_processes() -> None:
         testing.pids(np.arange(3))
 
 
+class Producer:
+    """Produces nothing."""
+
+    def __init__(self, number: int, num_workers: int) -> None:
+        pass
+
+
+@posix
+def test_streams_that_were_closed() -> None:
+    """Their workers are found until then."""
+    with Streams(Producer, 2, start_method="fork") as s:
+        testing.await_workers(s)
+        assert testing.pids(s) == s.pids()
+    with pytest.raises(RuntimeError, match="it was closed"):
+        testing.pids(s)
+
+
 @posix
 def test_a_forked_process_has_no_workers() -> None:
     """Those of its parent are out of its reach."""
@@ -215,31 +177,6 @@ def test_a_forked_process_has_no_workers() -> None:
         assert os.waitpid(child, 0)[1] == 0
         assert len(list(m)) == 30
     assert m.stats().restarts == 0
-
-
-@pytest.mark.needs("fork")
-def test_threads_may_ask() -> None:
-    """A test's other thread may kill and count while the loop goes on."""
-    over = threading.Event()
-    raised: list[BaseException] = []
-
-    with manager(max_restarts=10**6).start() as m:
-
-        def strike() -> None:
-            try:
-                while not over.wait(0.005):
-                    testing.kill(m, 0)
-                    testing.slots(m)
-            except BaseException as error:  # noqa: BLE001 - it fails the test below
-                raised.append(error)
-
-        thread = threading.Thread(target=strike)
-        thread.start()
-        got = [indices[0] for _ in range(3) for indices, _, _ in m]
-        over.set()
-        thread.join()
-    assert not raised
-    assert got == 3 * list(range(0, 60, 2))
 
 
 # ── orders ────────────────────────────────────────────────────────────────────────────────────
@@ -261,54 +198,23 @@ class Own(cseq.Order):
         return [index for row in chosen for index in row], [len(row) for row in chosen]
 
 
-class Remembering(Own):
-    """Counts its calls."""
-
-    calls = 0
-
-    def read(self, seed: int, epoch: int, start: int, count: int) -> Any:
-        type(self).calls += 1
-        return super().read(seed + self.calls, epoch, start, count)
+CALLS = itertools.count()
 
 
-class Drawing(Own):
-    """Draws from a generator that is not its own."""
-
-    def read(self, seed: int, epoch: int, start: int, count: int) -> Any:
-        random.random()
-        return super().read(seed, epoch, start, count)
+def remembering(order: Any, seed: int, *asked: int) -> Any:
+    """Read other units at each call."""
+    return Own.read(order, seed + next(CALLS), *asked)
 
 
-class Beyond(Own):
-    """Has samples that there are none of."""
-
-    samples = 29
-
-
-class Unnamed(Own):
-    """Has no name."""
-
-    name = ""
+def drawing(*asked: Any) -> Any:
+    """Draw from a generator that is not its own."""
+    random.random()
+    return Own.read(*asked)
 
 
-class Tuples(Own):
-    """Has facts that JSON does not keep."""
-
-    def facts(self) -> Any:
-        return {"name": self.name, "rows": (1, 2)}
-
-
-class Long(Own):
-    """Has longer units than it says."""
-
-    room = 1
-
-
-class Unsized(Own):
-    """Does not say how long its units are."""
-
-    def read(self, seed: int, epoch: int, start: int, count: int) -> Any:
-        return super().read(seed, epoch, start, count)[0], None
+def own(**changed: Any) -> Any:
+    """Make such an order with something else in the class."""
+    return type("Own", (Own,), changed)()
 
 
 def test_an_order_is_checked() -> None:
@@ -322,16 +228,21 @@ def test_an_order_is_checked() -> None:
 @pytest.mark.parametrize(
     ("order", "text"),
     [
-        (Remembering(), "when they are read alone"),
-        (Drawing(), "draws from a global generator"),
-        (Beyond(), r"samples from 0 to 29, not in \[0, 29\)"),
-        (Unnamed(), "name=''"),
+        (own(read=remembering), "when they are read alone"),
+        (own(read=drawing), "draws from a global generator"),
+        (own(samples=29), r"samples from 0 to 29, not in \[0, 29\)"),
+        (own(name=""), "name=''"),
         (cseq.Shuffled(), "samples=None"),
-        (Tuples(), "does not come back from JSON"),
-        (Long(), r"give one for each unit, in \[1, 1\]"),
-        (Unsized(), "no sizes; give the size of each unit"),
+        (
+            own(facts=lambda self: {"name": self.name, "rows": (1, 2)}),
+            "come back from JSON",
+        ),
+        (own(room=1), r"give one for each unit, in \[1, 1\]"),
+        (
+            own(read=lambda *asked: (Own.read(*asked)[0], None)),
+            "no sizes; give the size",
+        ),
     ],
-    ids=lambda value: type(value).__name__,
 )
 def test_what_an_order_must_not_do(order: cseq.Order, text: str) -> None:
     """The message says what it did."""
