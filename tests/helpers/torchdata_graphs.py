@@ -136,17 +136,3 @@ def random_dispatched_graph() -> Any:
 
 def long_graph() -> Any:
     return shuffled(40).map(draw)
-
-
-def of_some_size(item: int) -> tuple[int, Any, Any]:
-    """A small thing and two that are large, now and then."""
-    size = 40_000 if item % 3 else 5
-    return item, torch.full((size,), item), np.full(size, -item)
-
-
-def summed(item: tuple[int, Any, Any]) -> tuple[int, int, int, bool]:
-    """What is in it, and whether it is this process's own."""
-    number, tensor, array = item
-    tensor += 1
-    array += 1
-    return number, int(tensor.sum()), int(array.sum()), tensor.dtype == torch.int64

@@ -435,22 +435,6 @@ def test_arrays_can_be_written_to_and_stay(make: Any) -> None:
         data["data"] += 1
 
 
-def test_batches(make: Any) -> None:
-    """RETURNN's own batching gives the same batches as of the wrapped dataset."""
-
-    def batches(dataset: Any) -> list[Any]:
-        dataset.init_seq_order(epoch=1)
-        made = dataset.generate_batches(recurrent_net=True, batch_size=500, max_seqs=4)
-        found = []
-        while made.has_more():
-            [batch] = made.peek_next_n(1)
-            found.append([(part.seq_idx, part.frame_length["data"]) for part in batch.seqs])
-            made.advance(1)
-        return found
-
-    assert batches(make(TASK)) == batches(init_dataset(TASK))
-
-
 # ── 7 of D, 12, 13: before, after, copies ──────────────────────────────────────────────────
 
 

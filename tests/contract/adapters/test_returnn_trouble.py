@@ -281,16 +281,6 @@ def test_in_a_worker_of_a_data_loader(make: Any) -> None:
     assert tags(dataset) == expected
 
 
-def test_in_another_thread(make: Any) -> None:
-    """Sequences may be loaded by another thread than the one that began the epoch."""
-    dataset = make(TASK)
-    dataset.init_seq_order(epoch=1)
-    thread = threading.Thread(target=dataset.load_seqs, args=(0, 5))
-    thread.start()
-    thread.join()
-    assert dataset.get_tag(4) == tags(init_dataset(TASK))[4]
-
-
 # ── 16: the end ────────────────────────────────────────────────────────────────────────────
 
 

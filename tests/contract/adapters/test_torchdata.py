@@ -12,7 +12,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 from killing import await_closings, is_alive
 
@@ -20,7 +19,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("torchdata.dataloader2", exc_type=ImportError)
 
 from torchdata import dataloader2  # noqa: E402
-from torchdata.dataloader2 import DataLoader2, SequentialReadingService  # noqa: E402
+from torchdata.dataloader2 import DataLoader2  # noqa: E402
 from torchdata.dataloader2.graph import list_dps, set_datapipes_seed, traverse_dps  # noqa: E402
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe  # noqa: E402
 
@@ -37,19 +36,15 @@ if TYPE_CHECKING:
 from torchdata_graphs import (  # noqa: E402  # noqa: E402
     MULTI,
     Stays,
-    Uneven,
     dispatched,
     double,
     draw,
     loader,
-    long_graph,
     numbers,
-    of_some_size,
     random_dispatched_graph,
     random_graph,
     service,
     shuffled,
-    summed,
     with_pid,
 )
 
@@ -189,18 +184,6 @@ def test_one_worker_far_ahead_of_the_other() -> None:
         assert sorted(loaded) == [item for item in range(3000) if rests(item)]
 
 
-def test_dispatched_tensors_lie_in_slots(caplog: pytest.LogCaptureFixture) -> None:
-    """Large tensors and arrays go to their worker without leaving the slot they were laid in."""
-    pipe = IterableWrapper(range(60)).map(of_some_size).sharding_round_robin_dispatch(MULTI)
-    with loader(pipe.map(summed)) as loaded:
-        for _ in range(2):
-            got = list(loaded)
-            sizes = [40_000 if item % 3 else 5 for item in range(60)]
-            expected = [(k, n * (k + 1), n * (1 - k), True) for k, n in enumerate(sizes)]
-            assert got == expected
-        assert "copied" not in caplog.text  # the first copy would be in the log
-
-
 class Passed:
     """Tells where it was unpickled."""
 
@@ -279,15 +262,6 @@ def test_leaving_an_epoch_early(make: Any) -> None:
             next(old)
         assert list(new) == list(range(1, 30))
         assert list(loaded) == list(range(30))
-
-
-@pytest.mark.parametrize("counts", [(3, 5), (5, 3), (0, 3), (3, 0), (4, 2, 4), (2, 4, 4), (0, 0)])
-def test_uneven_workers(counts: tuple[int, ...]) -> None:
-    """Workers that have no more items are left out, and the others go on by turns."""
-    expected = [(w, r) for r in range(max(counts)) for w in range(len(counts)) if r < counts[w]]
-    with loader(Uneven(counts), len(counts)) as loaded:
-        assert list(loaded) == expected
-        assert list(loaded) == expected
 
 
 def test_nothing_at_all() -> None:
@@ -501,18 +475,6 @@ def test_with_distributed_reading(run_prepared: RunScript) -> None:
     assert done.stdout == "done\n", done.stderr
 
 
-def test_state_in_a_sequence_of_services() -> None:
-    """In a SequentialReadingService the position within an epoch is part of its state."""
-    with DataLoader2(long_graph(), reading_service=SequentialReadingService(service())) as loaded:
-        loaded.seed(1)
-        items = iter(loaded)
-        list(itertools.islice(items, 9))
-        state = loaded.state_dict()
-        expected = list(items)
-    with DataLoader2.from_state(state, SequentialReadingService(service())) as loaded:
-        assert list(loaded) == expected
-
-
 def test_no_workers() -> None:
     """Without workers everything runs here, after a warning, and cannot be paused."""
     with pytest.warns(UserWarning, match="Please use `InProcessReadingService` for num_workers=0"):
@@ -528,32 +490,6 @@ def test_no_workers() -> None:
     with DataLoader2(shuffled(), reading_service=alone) as loaded:
         loaded.seed(1)
         assert list(loaded) != list(loaded)
-
-
-def arrays(item: int) -> dict[str, Any]:
-    return {
-        "array": np.full((100, 100), item, dtype="float32"),
-        "tensor": torch.full((1000,), item, dtype=torch.int16),
-        "name": f"item {item}",
-    }
-
-
-@pytest.mark.parametrize("make", [numbers, dispatched])
-def test_arrays_and_tensors(make: Any) -> None:
-    """Arrays and tensors arrive as they are, through shared memory, and stay intact."""
-    with loader(make(30).map(arrays)) as loaded:
-        items = list(loaded)
-        assert loaded.reading_service.stats().nbytes > 30 * 42_000
-    for number, item in enumerate(items):
-        assert (item["array"].dtype, item["array"].shape) == (np.float32, (100, 100))
-        assert (item["array"] == number).all()
-        assert item["tensor"].dtype is torch.int16
-        assert (item["tensor"] == number).all()
-        assert item["name"] == f"item {number}"
-
-
-def threads(item: Any) -> int:
-    return torch.get_num_threads()
 
 
 def test_cseq_testing_knows_its_workers() -> None:
@@ -572,12 +508,6 @@ def test_cseq_testing_knows_its_workers() -> None:
         assert len(testing.pids(service)) == 2
     with pytest.raises(RuntimeError, match="not running"):
         testing.pids(service)
-
-
-def test_workers_use_one_thread() -> None:
-    """In a worker torch uses one thread, so that many workers do not get in each other's way."""
-    with loader(numbers(2).map(threads)) as loaded:
-        assert list(loaded) == [1, 1]
 
 
 def test_the_end_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:

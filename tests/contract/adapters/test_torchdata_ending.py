@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import multiprocessing
-import os
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from interrupting import first_hits, in_shares, interrupted
-from killing import CODE, WORDS, kill
+from killing import WORDS, kill
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torchdata.dataloader2", exc_type=ImportError)
@@ -23,12 +20,9 @@ import cseq  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
-    from conftest import RunScript
 from torchdata_graphs import (  # noqa: E402
     MULTI,
-    QUICK,
     Odd,
     Oops,
     Raising,
@@ -301,15 +295,6 @@ def test_killed_worker(make: Any) -> None:
             list(items)
 
 
-def test_killed_worker_that_was_idle() -> None:
-    """A worker that dies between two epochs is an error as the next one begins."""
-    with loader(numbers(4).map(with_pid)) as loaded:
-        (_, pid), *_ = list(loaded)
-        kill(pid)
-        with pytest.raises(cseq.WorkerDied):
-            list(loaded)
-
-
 def test_replaced_workers() -> None:
     """With `max_restarts`, workers are replaced, and the items are the same."""
     first, second = random_graph().map(with_pid), random_graph().map(with_pid)
@@ -354,45 +339,3 @@ def test_timeout_of_the_dispatching_process() -> None:
             patch.setattr("cseq.processes.supervisor.GRACE", 0.1)
             with pytest.raises(cseq.WorkerTimeout, match=r"the dispatching process: |in _ask"):
                 next(items)
-
-
-ORPHANS = """
-import os
-from cseq.processes.launcher import start_methods
-from cseq.processes.launcher.base import KILL
-from cseq.adapters.torchdata import MultiProcessingReadingService
-from torchdata.dataloader2 import DataLoader2
-from torchdata.datapipes.iter import IterableWrapper
-from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
-
-def forever(item):
-    while True:
-        pass
-
-multi = SHARDING_PRIORITIES.MULTIPROCESSING
-pipe = IterableWrapper(range(100)).sharding_round_robin_dispatch(multi)
-service = MultiProcessingReadingService(2, start_methods()[-1])
-loader = DataLoader2(pipe.map(forever), reading_service=service)
-iter(loader)
-os.kill(os.getpid(), KILL)
-"""
-
-
-def test_no_orphans(run_prepared: RunScript, tmp_path: Path) -> None:
-    """When the main process is killed, all others go, even if they are busy; no file is left."""
-    done = run_prepared(ORPHANS, TMPDIR=str(tmp_path))
-    assert done.returncode == CODE  # and no process holds its output
-    if sys.platform == "linux":
-        assert not [name for name in os.listdir(tmp_path) if name.startswith("cseq-")]
-
-
-def in_a_process(item: int) -> int:
-    """Have another process compute."""
-    with multiprocessing.get_context(QUICK).Pool(1) as pool:
-        return pool.apply(double, (item,))
-
-
-def test_workers_may_have_children() -> None:
-    """A worker may start processes itself."""
-    with loader(numbers(2).map(in_a_process)) as loaded:
-        assert list(loaded) == [0, 2]
