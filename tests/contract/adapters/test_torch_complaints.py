@@ -5,9 +5,6 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 import os
-import random
-import re
-import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -17,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch.utils import data  # noqa: E402
-from torch_data import Augmented, Counting, Plain, same, seed_all  # noqa: E402
+from torch_data import Counting, Plain  # noqa: E402
 
 import cseq  # noqa: E402
 from cseq import testing  # noqa: E402
@@ -43,28 +40,6 @@ def loader(dataset: Any, **options: Any) -> Any:
     """Make a loader of ours with two forked workers."""
     given: Any = {"num_workers": 2, "multiprocessing_context": "fork"} | options
     return cseq.DataLoader(dataset, **given)
-
-
-# ── workers that die ────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("rng", ["worker", "batch"])
-def test_each_worker_is_killed_at_some_place(rng: str) -> None:
-    """The epoch is complete; with seeds for each batch, its numbers are the same, too."""
-    options: Any = {"batch_size": 2, "shuffle": True, "num_workers": 3, "rng": rng}
-    seed_all()
-    expected = list(loader(Augmented(90), **options))
-    seed_all()
-    iterator = iter(loader(Augmented(90), **options))
-    dice, taken = random.Random(5), []
-    for victim in (0, 1, 2, 1):
-        taken += [next(iterator) for _ in range(dice.randrange(2, 9))]
-        os.kill(iterator._workers[victim].pid, signal.SIGKILL)
-    taken += iterator
-    for batch in (*expected, *taken):
-        for name in ("told",) if rng == "batch" else ("told", "drawn", "tensor", "array"):
-            del batch[name]
-    assert same(taken, expected)
 
 
 # ── memory ──────────────────────────────────────────────────────────────────────────────
@@ -132,64 +107,6 @@ def test_a_thousand_batches_are_kept_with_a_hundred_descriptors(
     done = run_prepared(KEEPING)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["1000", "True"]
-
-
-# ── exceptions ──────────────────────────────────────────────────────────────────────────
-
-
-class Holding(Exception):
-    """Cannot be pickled."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.lock = threading.Lock()
-
-
-class Raising(Plain):
-    """Raises what cannot be pickled, from another exception, for index 1."""
-
-    def __getitem__(self, index: int) -> int:
-        if index == 1:
-            try:
-                {}["the cause"]
-            except KeyError as error:
-                raise Holding("held") from error
-        return index
-
-
-def test_an_exception_that_cannot_be_pickled() -> None:
-    iterator = iter(loader(Raising(4), batch_size=None))
-    assert next(iterator) == 0
-    with pytest.raises(Holding, match="held") as caught:
-        next(iterator)
-    assert "the cause" in str(caught.value)
-    assert "in __getitem__" in str(caught.value)
-    assert list(iterator) == [2, 3]
-
-
-# ── the end ─────────────────────────────────────────────────────────────────────────────
-
-ENDING = """\
-import os, torch
-import cseq
-
-made = cseq.DataLoader(range(100), batch_size=None, num_workers=2, persistent_workers=True,
-                       multiprocessing_context="fork")
-iterator = iter(made)
-print(next(iterator), [worker.pid for worker in iterator._workers])
-"""
-
-
-def test_an_interpreter_ends_with_persistent_workers(
-    run_prepared: Callable[..., Any],
-) -> None:
-    """Nothing is said, and none is left behind."""
-    done = run_prepared(ENDING)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    first, *pids = map(int, re.findall(r"\d+", done.stdout))
-    assert first == 0
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
 # ── pinning ────────────────────────────────────────────────────────────────────────────
@@ -430,65 +347,3 @@ def test_a_slow_batch_leaves_the_rest_to_other_workers(tmp_path: Path, rng: str)
     made_by = [workers.index(pid) for _, pid in batches]
     assert made_by[:8] == [0, 1] * 4
     assert made_by[8:10] == ([1, 1] if rng == "batch" else [0, 1])
-
-
-# ── the data set is pickled once ───────────────────────────────────────────────────────
-
-
-class Mapped(data.Dataset[Any]):
-    """Tells where the memory of a tensor lies."""
-
-    def __init__(self) -> None:
-        self.tensor = torch.zeros(4 << 20)
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> Any:
-        at = self.tensor.data_ptr()
-        with open("/proc/self/maps") as file:
-            for line in file:
-                where, _, _, device, inode, *_ = line.split()
-                begin, end = (int(each, 16) for each in where.split("-"))
-                if begin <= at < end:
-                    return f"{device} {inode}", os.getpid()
-        raise LookupError(at)
-
-
-@linux
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_have_a_large_data_set_in_common(method: str) -> None:
-    """Its memory is the same file in all of them: there is one copy beside the trainer's."""
-    made = loader(Mapped(), batch_size=None, multiprocessing_context=method)
-    (one, first), (other, second) = made
-    assert first != second
-    assert one == other
-    assert not one.endswith(" 0")  # it is a file
-
-
-# ── Ctrl-C ─────────────────────────────────────────────────────────────────────────────
-
-INTERRUPTED = """\
-import os, signal, torch
-import cseq
-
-class Waiting(torch.utils.data.Dataset):
-    def __len__(self):
-        return 100
-    def __getitem__(self, index):
-        if index == 20:
-            os.killpg(os.getpgrp(), signal.SIGINT)
-        return index
-
-os.setpgrp()
-made = cseq.DataLoader(Waiting(), batch_size=None, num_workers=2, multiprocessing_context="fork")
-for batch in made:
-    pass
-"""
-
-
-def test_ctrl_c_shows_one_traceback(run_prepared: Callable[..., Any]) -> None:
-    done = run_prepared(INTERRUPTED)
-    assert done.returncode == -signal.SIGINT
-    assert done.stderr.count("Traceback") == 1
-    assert done.stderr.rstrip().endswith("KeyboardInterrupt")

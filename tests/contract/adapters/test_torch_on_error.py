@@ -314,13 +314,6 @@ def test_a_resume_behind_a_sample(kind: Any, numbers: tuple[int, int]) -> None:
     assert samples_of(again) == samples_of(iterator)
 
 
-def test_ranks_have_equally_many_batches() -> None:
-    """What one rank loses shortens its batches, not its epoch."""
-    for rank in range(2):
-        sampler = data.DistributedSampler(Broken(), 2, rank, shuffle=False)
-        assert len(list(loader(Broken(), 2, batch_size=2, sampler=sampler))) == 3
-
-
 class Forgetful(Plain):
     """A `return` is missing for one sample."""
 
@@ -359,8 +352,3 @@ def test_the_default_of_the_process(
     made = cseq.DataLoader(Broken(), batch_size=None, on_error="raise")
     with pytest.raises(LookupError, match="no sample 2"):
         list(made)
-
-
-def test_an_argument_that_is_wrong() -> None:
-    with pytest.raises(ValueError, match="on_error='ignore'"):
-        cseq.DataLoader(Broken(), on_error="ignore")

@@ -40,18 +40,6 @@ def with_workers(*values: Any) -> Any:
     return pytest.param(2, *values, marks=pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("numbers", [(2, 2), (2, 0), (0, 3)], ids=str)
-def test_generators_go_on_with_seeds_for_each_batch(numbers: Any) -> None:
-    options: Any = {"batch_size": 3, "shuffle": True, "rng": "batch"}
-    first, second = numbers
-    rest, resumed, _ = left_and_resumed(
-        lambda: loader(Augmented(23), first, **options),
-        4,
-        lambda: loader(Augmented(23), second, **options),
-    )
-    assert same(without_told(rest), without_told(resumed))
-
-
 @pytest.mark.parametrize("taken", ["worker", "batch"])
 def test_a_state_of_another_rng(taken: Any, caplog: pytest.LogCaptureFixture) -> None:
     """It counts the same batches, but the data set draws others: the log says so."""
@@ -223,24 +211,6 @@ def test_the_state_is_small_and_of_one_size() -> None:
     assert state is not made.state_dict()
 
 
-def test_the_end_of_an_epoch() -> None:
-    made = loader(Plain(6), batch_size=2)
-    iterator = iter(made)
-    batches = taken(iterator, 3)
-    almost = made.state_dict()
-    assert list(iterator) == []
-    over = made.state_dict()
-    assert not almost["_iterator_finished"]
-    assert over["_iterator_finished"]
-    made.load_state_dict(almost)
-    assert list(made) == []
-    assert same(list(made), batches)
-    made.load_state_dict(over)
-    assert same(list(made), batches)
-    made.load_state_dict({})
-    assert same(list(made), batches)
-
-
 def test_a_state_outlives_the_iterator() -> None:
     made = loader(Plain(6), batch_size=2)
     for _ in made:
@@ -251,24 +221,6 @@ def test_a_state_outlives_the_iterator() -> None:
     assert again.state_dict()["base_seed"] is None
     again.load_state_dict(state)
     assert len(list(again)) == 2
-
-
-def test_exceptions_count() -> None:
-    class Raising(Plain):
-        def __getitem__(self, index: int) -> int:
-            if index == 1:
-                raise ValueError("one")
-            return index
-
-    for num_workers in (0, 2):
-        made = loader(Raising(6), num_workers, batch_size=None)
-        iterator = iter(made)
-        next(iterator)
-        with pytest.raises(ValueError, match="one"):
-            next(iterator)
-        again = loader(Raising(6), num_workers, batch_size=None)
-        again.load_state_dict(made.state_dict())
-        assert list(again) == [2, 3, 4, 5]
 
 
 def test_a_lowered_count() -> None:
@@ -480,47 +432,6 @@ def test_what_is_drawn_when_iteration_begins(num_workers: int, persistent: bool)
     assert list(again) == rest
     assert sorted(before + rest) == list(range(8))
     assert before + rest != first
-
-
-class Stumbling(data.IterableDataset[int]):
-    """Its second item is an error."""
-
-    def __init__(self, length: int = 6) -> None:
-        self.length = length
-
-    def __iter__(self) -> Any:
-        self.at = -1
-        return self
-
-    def __next__(self) -> int:
-        self.at += 1
-        if self.at >= self.length:
-            raise StopIteration
-        if self.at == 1:
-            raise ValueError("second")
-        return self.at
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_a_resume_behind_an_error(num_workers: int, on_error: str) -> None:
-    """What was raised before is not raised again; a data set may have become shorter."""
-
-    def make(length: int = 6) -> Any:
-        return loader(Stumbling(length), num_workers, batch_size=None, on_error=on_error)
-
-    made = make()
-    iterator = iter(made)
-    assert next(iterator) == 0
-    if on_error == "raise":
-        with pytest.raises(ValueError, match="second"):
-            next(iterator)
-    assert next(iterator) == 2
-    state = made.state_dict()
-    for length in (6, 2):
-        again = make(length)
-        again.load_state_dict(state)
-        assert list(again) == list(range(3, length))
 
 
 def test_a_state_in_no_order_says_what_it_is(caplog: pytest.LogCaptureFixture) -> None:

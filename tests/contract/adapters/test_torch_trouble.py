@@ -27,7 +27,7 @@ from cseq.adapters.torch import LoaderTimeout, names  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
-from torch_loaders import FORK, QUICK, Failing, Told, forked, loader, run  # noqa: E402
+from torch_loaders import FORK, Failing, Told, forked, loader, run  # noqa: E402
 
 pytestmark = [
     pytest.mark.needs("quick processes"),
@@ -98,25 +98,6 @@ def test_a_state_after_ctrl_c_is_right(
         return struck.is_set()
 
     assert first_hits(step, 7 if num_workers else 1) > 3
-
-
-def test_ctrl_c_in_shutdown() -> None:
-    """Wherever it strikes, a second call ends the workers."""
-    files = "adapters/torch/iterator.py", "stream.py", "pools/base.py", "manager.py"
-
-    def step(countdown: int) -> bool:
-        iterator = iter(loader(Plain(4), batch_size=None))
-        assert next(iterator) == 0
-        assert all(process.is_alive() for process in iterator._workers)
-        with interrupted(countdown, *files) as struck:
-            iterator._shutdown_workers()
-        iterator._shutdown_workers()
-        assert not any(process.is_alive() for process in iterator._workers)
-        assert list(iterator) == []
-        return struck.is_set()
-
-    stride = 1 if QUICK == "fork" else 4  # each step starts two workers, which may import torch
-    assert first_hits(step, stride) > 3
 
 
 class Pressing(Plain):

@@ -29,25 +29,6 @@ pytestmark = [
 ]
 
 
-# ── a batch behind its way ─────────────────────────────────────────────────────────────────
-
-
-class Labelled(Plain):
-    """Images and labels."""
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((8, 64, 64), float(index)), index
-
-
-def test_labels_that_are_kept_hold_no_batch() -> None:
-    """What is kept of a batch holds no slot."""
-    batches, kept = loader(Labelled(64), batch_size=4), []
-    for _, labels in batches:
-        kept.append(labels)
-        assert cseq.testing.slots(batches).leased <= 2
-    assert torch.cat(kept).tolist() == list(range(64))
-
-
 # ── in a worker ────────────────────────────────────────────────────────────────────────────
 
 

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
     from conftest import RunCommand
 
-METHODS = multiprocessing.get_all_start_methods()
 QUICK = QUICKEST.start_method  # forked, where the system can
 FORK: Any = {"num_workers": 2, "multiprocessing_context": QUICK}
 
@@ -232,23 +231,6 @@ def check_fallback(loader: Any, caplog: pytest.LogCaptureFixture, reason: str) -
     assert record.levelno == logging.WARNING
     assert "torch's own iterator is used" in record.message
     assert reason in record.message
-
-
-def test_a_datapipe(seeds: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    from torch.utils.data.datapipes.iter import IterableWrapper
-
-    loader = cseq.DataLoader(IterableWrapper([1, 2]), batch_size=None, **FORK)
-    check_fallback(loader, caplog, "datapipe")
-    assert loader.state_dict() == {}
-
-
-def test_a_context_that_is_not_known(seeds: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    class Other(type(multiprocessing.get_context(QUICK))):  # type: ignore[misc]
-        def get_start_method(self, allow_none: bool = False) -> str:
-            return "other"
-
-    loader = cseq.DataLoader(Plain(2), num_workers=1, multiprocessing_context=Other())
-    check_fallback(loader, caplog, "multiprocessing_context is <")
 
 
 def test_a_context_that_starts_its_own_processes(

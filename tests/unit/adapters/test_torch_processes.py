@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
 from typing import Any
@@ -12,14 +11,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from interrupting import first_hits, interrupted  # noqa: E402
 from kinds import QUICKEST  # noqa: E402
 from torch_data import Plain  # noqa: E402
 
 import cseq  # noqa: E402
-from cseq.processes.launcher import direct, start_methods  # noqa: E402
+from cseq.processes.launcher import direct  # noqa: E402
 from cseq.processes.launcher.base import KILLED  # noqa: E402
-from cseq.processes.supervisor import Supervisor  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # few processors
 
@@ -100,47 +97,3 @@ def test_a_process_that_has_ended() -> None:
     (process,) = iterator._workers
     process.join()
     assert process.exitcode == 0
-
-
-@pytest.mark.needs("Linux")
-@pytest.mark.parametrize("method", start_methods())
-def test_ctrl_c_while_it_is_asked_for_its_end(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever a handler raises: nothing of the end is lost, and all of them can be ended.
-
-    They are asked on the user's thread, while another one, which is late here, finds out how they
-    end.
-    """
-    receive: Any = Supervisor._receive
-    go_on = threading.Event()
-    go_on.set()
-
-    def receive_late(*args: Any) -> None:
-        go_on.wait()
-        receive(*args)
-
-    monkeypatch.setattr(Supervisor, "_receive", receive_late)
-    iterator = iter(cseq.DataLoader(Plain(), num_workers=1, multiprocessing_context=method))
-    (process,) = iterator._workers
-
-    def ask(countdown: int) -> bool:
-        with interrupted(
-            countdown, "processes/launcher/", "threads.py", "adapters/torch/"
-        ) as struck:
-            assert process.exitcode in (None, KILLED)
-            process.is_alive()
-            process.join(0.001)
-        return struck.is_set()
-
-    assert first_hits(ask) > 0
-    assert process.is_alive()
-    go_on.clear()
-    fd = os.pidfd_open(process.pid)
-    process.kill()  # another one takes its place, but not in `process`
-    assert select.select([fd], [], [], 100)[0]
-    os.close(fd)
-    assert first_hits(ask) > 0
-    go_on.set()
-    process.join()
-    assert not process.is_alive()
-    assert process.exitcode == KILLED
-    iterator._shutdown_workers()
