@@ -5,17 +5,11 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data._utils import worker
 from torch.utils.data.dataloader import DataLoader, _DatasetKind, _MultiProcessingDataLoaderIter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class NoBaseSeed(DataLoader):
@@ -29,48 +23,6 @@ class NoBaseSeed(DataLoader):
         return iterator
 
 
-def worker_with(**changes: Callable[[Any], Any]) -> Callable:
-    """Return torch's worker loop with some of its arguments changed."""
-    loop = worker._worker_loop
-    names = loop.__code__.co_varnames[: loop.__code__.co_argcount]
-
-    @functools.wraps(loop)
-    def changed(*arguments: Any) -> None:
-        named = dict(zip(names, arguments, strict=True))
-        loop(*(changes.get(name, lambda value: value)(value) for name, value in named.items()))
-
-    return changed
-
-
-class Patched(DataLoader):
-    """Has something of torch's in another form while an iterator is made, and in forked workers."""
-
-    place: Any
-    name: str
-
-    def patch(self) -> Any:
-        raise NotImplementedError
-
-    def _get_iterator(self) -> Any:
-        if self.num_workers and self.multiprocessing_context is None:
-            self.multiprocessing_context = "fork"
-        old = getattr(self.place, self.name)
-        setattr(self.place, self.name, self.patch())
-        try:
-            return super()._get_iterator()
-        finally:
-            setattr(self.place, self.name, old)
-
-
-class NextSeed(Patched):
-    """Worker w has the seed of worker w + 1."""
-
-    place, name = worker, "_worker_loop"
-
-    def patch(self) -> Any:
-        return worker_with(base_seed=lambda seed: seed + 1)
-
-
 class FartherAhead(DataLoader):
     """Takes more from the sampler than torch does."""
 
@@ -82,25 +34,6 @@ class FartherAhead(DataLoader):
             return super()._get_iterator()
         finally:
             self.prefetch_factor = given
-
-
-class NotReset(DataLoader):
-    """Goes on where a persistent iterator was left, instead of a new epoch."""
-
-    def __iter__(self) -> Any:
-        left = self._iterator
-        if left is not None and left._num_yielded > 0 and left._tasks_outstanding > 0:
-            return left
-        return super().__iter__()
-
-
-class OneIterator(DataLoader):
-    """Has one iterator for all that are alive at once."""
-
-    def __iter__(self) -> Any:
-        if vars(self).get("_alive") is None:
-            self._alive = super().__iter__()
-        return self._alive
 
 
 class WrongLen(DataLoader):
@@ -164,17 +97,6 @@ class ErrorOfAnotherType(Changed):
                 raise RuntimeError(str(error)) from None
 
 
-class KeysChanged(Changed):
-    """Gives the data set Python's integers where the sampler gave numpy's."""
-
-    class iterator(_MultiProcessingDataLoaderIter):
-        def _next_index(self) -> Any:
-            index = super()._next_index()
-            if isinstance(index, list):
-                return [int(key) if isinstance(key, np.integer) else key for key in index]
-            return index
-
-
 class Narrowed(Changed):
     """Gives float32 for float64."""
 
@@ -186,15 +108,6 @@ class Narrowed(Changed):
                 if isinstance(data, torch.Tensor) and data.is_floating_point()
                 else data
             )
-
-
-class TuplesLost(Changed):
-    """Gives lists for tuples."""
-
-    class iterator(_MultiProcessingDataLoaderIter):
-        def _next_data(self) -> Any:
-            data = super()._next_data()
-            return list(data) if isinstance(data, tuple) else data
 
 
 class MemoryReused(Changed):
@@ -310,22 +223,12 @@ FAILING = {"where": "sample", "at": 1, "type": "ValueError"}
 
 MUTANTS: dict[str, dict] = {
     "NoBaseSeed": {},
-    "NextSeed": {"num_workers": 1, "info": True},
     "FartherAhead": {"num_workers": 1, "sampler": "own", "length": 12},
-    "NotReset": {
-        "num_workers": 1,
-        "persistent_workers": True,
-        "length": 12,
-        "steps": ["break 1", "epoch"],
-    },
-    "OneIterator": {"steps": ["epoch", "epoch"]},
     "WrongLen": {"dataset": "counted", "drop_last": True, "steps": ["len"]},
     "Silent": {"num_workers": 1, "dataset": "counted", "batch_size": 1, "steps": ["len", "epoch"]},
     "ErrorEnds": {"num_workers": 1, "error": FAILING},
     "ErrorOfAnotherType": {"num_workers": 1, "error": FAILING},
-    "KeysChanged": {"num_workers": 1, "sampler": "own", "key": "numpy"},
     "Narrowed": {"num_workers": 1, "item": "double"},
-    "TuplesLost": {"num_workers": 1, "item": "named"},
     "MemoryReused": {"num_workers": 1, "item": "tensor"},
     "WrittenOut": {"num_workers": 1, "item": "tensor", "collate": "same", "layout": "expanded"},
     "LeafOverwritten": {"num_workers": 1, "kept": True},
