@@ -62,23 +62,6 @@ def flat(batches: Iterable[list[int]]) -> list[int]:
 # ── many ranks ────────────────────────────────────────────────────────────────────────────────
 
 
-@given(n=sizes, size=batch_sizes, world=worlds, seed=seeds)
-def test_drop_last(n: int, size: int, world: int, seed: int) -> None:
-    """With `drop_last` every batch is full, and less than a global batch is left out."""
-    batches = dealt(ranks(world, n, batch_size=size, seed=seed, drop_last=True))
-    samples = flat(batches)
-    assert all(len(batch) == size * world for batch in batches)
-    assert samples == cseq.permutation(n, seed).tolist()[: len(samples)]
-    assert 0 <= n - len(samples) < size * world
-
-
-def test_ranks_have_contiguous_parts() -> None:
-    """The drawing in the module's documentation, batch by batch."""
-    first, second = ranks(2, 20, batch_size=3, shuffle=False)
-    assert epoch(first) == [[0, 1, 2], [6, 7, 8], [12, 13, 14], [18]]
-    assert epoch(second) == [[3, 4, 5], [9, 10, 11], [15, 16, 17], [19]]
-
-
 def test_padding_is_the_beginning() -> None:
     """What is missing in the tail is taken from the beginning of the order, again and again."""
     assert dealt(ranks(3, 8, batch_size=2, shuffle=False)) == [[0, 1, 2, 3, 4, 5], [6, 7, 0]]

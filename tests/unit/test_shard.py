@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +12,6 @@ from indexers import Indices1
 
 import cseq
 from cseq.order import shard
-
-if TYPE_CHECKING:
-    from conftest import RunScript
 
 VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
@@ -220,55 +217,3 @@ def test_alone_is_said_once(
     caplog.clear()
     assert len(make(shard=None)) == 10
     assert not caplog.records
-
-
-GLOO = """
-import sys, warnings
-import numpy as np
-import torch.distributed as dist
-import torch.multiprocessing as mp
-import cseq
-
-def late(): return cseq.MTSequence(np.arange(8), 8, 1, batch_size=2, out_type="null", seed=1,
-                                   shard="auto")
-
-def rank(number, file):
-    before, asked, running = late(), late(), late()
-    assert len(asked) == 4
-    running.start()
-    iter(running)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=number, world_size=2)
-    with before.start() as m:
-        mine = [int(i) for batch in m for i in batch]
-    both = [None, None]
-    dist.all_gather_object(both, mine)
-    assert sorted(both[0] + both[1]) == list(range(8)), both
-    for ask in (asked.start, lambda: len(asked), lambda: iter(running)):
-        try:
-            ask()
-        except ValueError as error:
-            assert f"rank {number} of 2" in str(error), error
-        else:
-            raise AssertionError("not noticed")
-    running.finish()
-    dist.destroy_process_group()
-    print(f"rank {number} done\\n", end="", flush=True)
-
-if __name__ == "__main__":
-    if hasattr(os, "fork"):  # no group is there yet, and torch need not be imported again
-        warnings.simplefilter("ignore", DeprecationWarning)
-        mp.start_processes(rank, args=(sys.argv[1],), nprocs=2, start_method="fork")
-    else:
-        mp.spawn(rank, args=(sys.argv[1],), nprocs=2)
-"""
-
-
-def test_a_real_group(run_prepared: RunScript, tmp_path: Any) -> None:
-    """Two gloo processes whose managers were made before the group: no sample comes twice."""
-    pytest.importorskip("torch")
-    done = run_prepared(
-        "import os\n" + "".join(f"os.environ.pop({name!r}, None)\n" for name in VARIABLES) + GLOO,
-        str(tmp_path / "group"),
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["rank 0 done", "rank 1 done"]
