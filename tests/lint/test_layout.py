@@ -271,6 +271,20 @@ def test_every_header_is_compiled_for_other_systems() -> None:
     assert set(re.findall(r'^#include "(.*)"$', text, re.MULTILINE)) == headers
 
 
+def test_what_scripts_name_exists() -> None:
+    """Each file that makefiles and scripts name is there; each header that C of tests includes."""
+    root = PACKAGE.parent
+    tests = root / "tests"
+    named = re.compile(r"(?<![\w/.])(?:tests|cseq|benchmarks)/[\w./-]+\.(?:py|sh|h|c|pml|txt)\b")
+    scripts = [root / "Makefile", *tests.glob("**/*.mk"), *tests.glob("**/*.sh")]
+    files = {name for path in scripts for name in named.findall(path.read_text(encoding="utf-8"))}
+    for path in [*tests.glob("**/*.h"), *tests.glob("**/*.c")]:
+        text = path.read_text(encoding="utf-8")
+        found = re.findall(r'^#include "(cseq_.*)"$', text, re.MULTILINE)
+        files |= {f"cseq/include/{name}" for name in found}
+    assert [name for name in sorted(files) if not (root / name).exists()] == []
+
+
 def test_slow_tests_exist() -> None:
     """Each test that slow.txt names is there; the rest leaves no module of tests out."""
     slow, files = (Path(__file__).parents[1] / "slow.txt").read_text(encoding="utf-8").split(), {}

@@ -93,7 +93,7 @@ done
 
 watch core
 under "$PWD" timeout 1800 "$python" "$here/stress.py" || result=1
-under "$PWD" "$python" -m pytest -p no:cacheprovider -m "not slow" "${@:-tests/unit/test_consumer.py}" || result=1
+under "$PWD" "$python" -m pytest -p no:cacheprovider -m "not slow" "${@:-tests/unit/test_feed_core.py}" || result=1
 count=$(ours core)
 if [ "$count" != 0 ]; then
     echo "FAILED: ThreadSanitizer has $count reports of cseq, in $reports/core" >&2
