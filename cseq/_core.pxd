@@ -133,7 +133,7 @@ cdef class Lock:
     cdef uint64_t owner  # the thread that has it, or 0
     cdef uint32_t asleep # a thread may be, until it is free
     cdef uint32_t depth  # how often
-    cdef uint32_t forks  # `cseq_forks`, when it was last looked at
+    cdef uint32_t forks  # `forks_here`, when it was last looked at
     cdef uint32_t due    # there are
     cdef list calls      # that were put off
     cdef bint has(self) noexcept

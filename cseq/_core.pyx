@@ -16,7 +16,7 @@ cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport *
-from cseq._memory cimport Block, Mapping, Memory
+from cseq._memory cimport Block, Mapping, Memory, forker_here, forks_here
 
 import numpy
 from sys import _getframe

@@ -24,7 +24,8 @@ cdef enum:
     STRIDED = 2  # in another order, or some in several places, and no more bytes than all elements have
     LOOSE = 3    # the rest: with gaps, backwards
 
-cdef long* forks_here    # see `fork_depth`
+cdef uint32_t* forks_here   # see `fork_depth`
+cdef uint64_t* forker_here  # the thread that this process is a copy of
 
 cdef extern from *:
     """
@@ -93,7 +94,7 @@ cdef class SlotTable:
     cdef uint64_t width
     cdef Py_ssize_t most     # slots that there can be
     cdef readonly uint32_t owner
-    cdef long depth          # forks that lie before this process; its copies change nothing
+    cdef uint32_t depth      # forks that lie before this process; its copies change nothing
     cdef uint64_t held       # leases alive
     cdef uint64_t held_bytes  # their slots' bytes
     cdef uint64_t peak_bytes, peak_held  # since `peak` was called

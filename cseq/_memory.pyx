@@ -74,7 +74,8 @@ cdef extern from "cseq_fault.h":
 cdef extern from *:
     """
     static cseq_place cseq_placed; /* one for the process: arrays that outlive everything point to it */
-    static long cseq_forks; /* between this process and the program that was executed */
+    static uint32_t cseq_forks;  /* between this process and the program that was executed */
+    static uint64_t cseq_forker; /* the thread that this process is a copy of */
 
     #ifdef _WIN32
     static int cseq_fork_install(void) { return 0; }
@@ -95,19 +96,21 @@ cdef extern from *:
     static void cseq_at_child(void) {
         cseq_placed.active = 0; /* the child is in the middle of no ticket */
         cseq_forks++;
+        cseq_forker = PyThread_get_thread_ident();
     }
     static int cseq_fork_install(void) { return pthread_atfork(0, 0, cseq_at_child); }
     #endif
     """
     cseq_place cseq_placed
-    long cseq_forks
+    uint32_t cseq_forks
+    uint64_t cseq_forker
     int cseq_fork_install() noexcept
     int cseq_fork() noexcept
 
 
 if cseq_fork_install():
     raise MemoryError("no memory for a handler of forks")
-forks_here = &cseq_forks
+forks_here, forker_here = &cseq_forks, &cseq_forker
 
 
 def fork_depth():

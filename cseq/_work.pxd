@@ -115,7 +115,7 @@ cdef class BatchSeeds:
 
 cdef class Work:
     cdef readonly TicketWriter batch_writer
-    cdef long depth  # of forks; another one: this process is a copy, made by the user's code
+    cdef uint32_t depth  # of forks; another one: this process is a copy, made by the user's code
     cdef object make_batch(self, Runner runner)
     cpdef int work(self, Runner runner) except -1
 

@@ -5,30 +5,6 @@ cdef enum:
     ROOM = 100  # frames, for a sampler or an iterator of keys
 
 
-cdef extern from *:
-    """
-    static uint32_t cseq_forks;  /* how often this process is a copy of a copy */
-    static uint64_t cseq_forker; /* the thread that it is a copy of */
-    #ifdef _WIN32
-    static int cseq_count_forks(void) { return 0; }
-    #else
-    #include <pthread.h>
-    static void cseq_forked(void) {
-        cseq_forks++;
-        cseq_forker = PyThread_get_thread_ident();
-    }
-    static int cseq_count_forks(void) { return pthread_atfork(0, 0, cseq_forked); }
-    #endif
-    """
-    uint32_t cseq_forks
-    uint64_t cseq_forker
-    int cseq_count_forks() noexcept
-
-
-if cseq_count_forks():
-    raise MemoryError("no memory for a handler of forks")
-
-
 cdef extern from "Python.h":
     int Py_GetRecursionLimit() noexcept
 
@@ -73,11 +49,11 @@ cdef class Lock:
 
     def __cinit__(self):
         self.calls = []
-        self.forks = cseq_forks
+        self.forks = forks_here[0]
 
     cdef bint has(self) noexcept:
         """Whether this thread has it: it alone writes its number there, and takes it out again."""
-        if cseq_load_acq_u32(&self.forks) != cseq_forks:  # SYNC: free in a fork
+        if cseq_load_acq_u32(&self.forks) != forks_here[0]:  # SYNC: free in a fork
             self.look_at_fork()
         return cseq_load_rlx_u64(&self.owner) == PyThread_get_thread_ident()
 
@@ -85,10 +61,10 @@ cdef class Lock:
     cdef int look_at_fork(self) noexcept:
         """Free it in a forked process, once, unless the thread that forked has it. Another thread may
         have the number of one that is not there."""
-        if self.forks != cseq_forks:
-            if cseq_load_rlx_u64(&self.owner) != cseq_forker:
+        if self.forks != forks_here[0]:
+            if cseq_load_rlx_u64(&self.owner) != forker_here[0]:
                 cseq_store_rlx_u64(&self.owner, 0)
-            cseq_store_rel_u32(&self.forks, cseq_forks)  # SYNC: free in a fork
+            cseq_store_rel_u32(&self.forks, forks_here[0])  # SYNC: free in a fork
         return 0
 
     @property
