@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from interrupting import is_mine
 from slots import Scratch
 
 from cseq._core import (
@@ -22,12 +21,11 @@ from cseq._core import (
     ring_bytes,
 )
 from cseq._feed import Feed, FeedIterator, ItemSource, KeySource, Request
-from cseq._memory import COPIED, Block, Lease, Mapping, SlotTable, commit
+from cseq._memory import COPIED, Block, Mapping, SlotTable, commit
 from cseq._work import Decoder, ObjectTable, Runner
 from cseq.converter.host import Converter
 from cseq.converter.output import parse
 from cseq.encoding import codec
-from cseq.measure.meters import Meters
 from cseq.memory.descriptors import sparse_file
 from cseq.order.sampler import Cut
 from cseq.pools.base import wake_at
@@ -125,30 +123,6 @@ def test_wake_at(buffer: int, workers: int, tickets: int) -> None:
     assert wake_at(buffer, workers) == tickets
 
 
-def test_a_commit() -> None:
-    """The oldest batch comes out, and the next ticket is posted where it lay."""
-    counter = Counter()
-    feed = counter.feed
-    for batch in range(3):
-        counter.work(f"batch {batch}")
-        assert counter.next() == f"batch {batch}"
-        cell = batch % 2
-        assert counter.held[cell] is None
-        assert counter.ring.ticket(cell) == (7, 102 + batch, 2)
-        assert counter.ring.indices(cell).tolist() == [4 + 2 * batch, 5 + 2 * batch]
-        assert (feed.taken, feed.done, feed.ticket) == (batch + 1, 2 * batch + 2, batch + 3)
-    meters = Meters.read([counter.ring])
-    assert (meters.loop["batches"], meters.loop["samples"]) == (3, 6)
-    for batch in range(3, 5):  # all are posted
-        counter.work(batch)
-        assert counter.next() == batch
-        assert feed.ticket == 5
-    assert not feed.ended
-    with pytest.raises(StopIteration):
-        counter.next()
-    assert (feed.ended, feed.position) == (True, 10)
-
-
 @pytest.mark.parametrize("convert", [None, lambda batch: batch])
 def test_a_batch_that_is_taken_is_the_callers(convert: Callable[[Any], Any] | None) -> None:
     """No reference is lost or left behind, on any way."""
@@ -171,35 +145,9 @@ def test_an_epoch_that_is_begun_anew() -> None:
         assert [number for _, number in counter.feed.tickets(0)] == [first, first + 1]
 
 
-def test_batches_that_are_not_full() -> None:
-    """The tail is one batch, which begins where the cut says."""
-    counter = Counter(full=3)
-    for batch in range(5):
-        counter.work(batch)
-        assert counter.next() == batch
-    assert sorted(counter.ring.ticket(cell)[2] for cell in range(2)) == [1, 1]
-
-
-def refuse(batch: Any) -> Any:
-    """Be a conversion that fails."""
-    raise Failed(batch)
-
-
 def interrupt(batch: Any) -> Any:
     """Be a conversion during which Ctrl-C comes."""
     raise KeyboardInterrupt
-
-
-def test_a_conversion_that_fails() -> None:
-    """It is raised as if its indexer had raised it; the next batch follows."""
-    counter = Counter(refuse)
-    counter.work(1)
-    counter.work(2)
-    for batch in range(2):
-        with pytest.raises(Failed) as caught:
-            counter.next()
-        assert caught.value.args == (batch + 1, 100 + batch)
-    assert (counter.feed.taken, counter.feed.done) == (2, 0)
 
 
 def test_an_exit_of_a_conversion() -> None:
@@ -215,7 +163,7 @@ def test_an_exit_of_a_conversion() -> None:
     counter.work("signal")
     with pytest.raises(SystemExit) as caught:
         counter.next()
-    assert (caught.value.args, counter.feed.taken) == ((0, 100), 1)
+    assert (caught.value.args, counter.feed.taken, counter.feed.done) == ((0, 100), 1, 0)
     before = signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
     try:
         with pytest.raises(SystemExit) as caught:
@@ -223,27 +171,6 @@ def test_an_exit_of_a_conversion() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert (caught.value.args, counter.feed.taken) == ((7,), 1)
-
-
-def test_skipped() -> None:
-    """What was raised is noted down and left out; a batch that raised counts as done then."""
-    counter = Counter(errors="skip")
-    counter.work(Failed(), status=1)
-    counter.work("second")
-    assert counter.next() == "second"
-    assert (list(counter.feed.skipped), counter.feed.done) == ([100], 4)
-
-
-def test_raised() -> None:
-    """A batch that raised is taken, and done only when the loop went on."""
-    counter = Counter()
-    counter.work(Failed(), status=1)
-    counter.work("second")
-    with pytest.raises(Failed):
-        counter.next()
-    assert (counter.feed.taken, counter.feed.done) == (1, 0)
-    assert counter.next() == "second"
-    assert (counter.feed.taken, counter.feed.done) == (2, 4)
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals")
@@ -270,23 +197,6 @@ def test_ctrl_c(late: bool) -> None:
         assert isinstance(counter.next(), int)  # what `pending` has returned
 
 
-def test_unordered() -> None:
-    """Unordered, whatever is finished comes out; the others stay where they are."""
-    counter = Counter(ordered=False)
-    assert counter.runner.claim() is True  # the first one
-    other = Runner(counter.ring, 0, 1, last=True)
-    assert other.claim() is True
-    counter.held[other.cell] = "second"
-    other.publish()
-    assert counter.next() == "second"
-    counter.held[counter.runner.cell] = "first"
-    counter.runner.publish()
-    assert counter.next() == "first"
-
-
-# -- slots
-
-
 def test_unordered_tickets_are_looked_at_in_turn() -> None:
     """One that is not ready goes to the end of the line: it is not looked at before each batch."""
     counter = Counter(ordered=False, cells=4, runners=2)
@@ -301,28 +211,28 @@ def test_unordered_tickets_are_looked_at_in_turn() -> None:
     assert [counter.next() for _ in range(4)] == ["c", "d", "a", "e"]
     with pytest.raises(StopIteration):
         counter.next()
+    assert (counter.feed.ended, counter.feed.position) == (True, 10)
 
 
-class Slotted:
-    """A feed of batches in slots: a ring of one cell, or of several."""
+# -- slots
 
-    def __init__(
-        self, reader: Any = None, cells: int = 1, *, lends: bool = True, **options: Any
-    ) -> None:
+
+class Written:
+    """A feed of batches that were encoded as workers do it, in a ring of one cell."""
+
+    def __init__(self, *, lends: bool = True, **options: Any) -> None:
         self.lends = lends
+        self.scratch = Scratch()
         file = sparse_file(8 * WIDTH)
         commit(file.fd, 0, 8 * WIDTH)
         self.slots = SlotTable(file.fd, WIDTH, 8)
         self.worker = SlotTable(file.fd, WIDTH, 8, 1)
         self.mapped = [Mapping(file.fd, slot * WIDTH, WIDTH) for slot in range(8)]
         file.close()
-        self.ring = Ring(Block(ring_bytes(cells, 1, 1), zero=True), cells, 1, 1)
+        self.ring = Ring(Block(ring_bytes(1, 1, 1), zero=True), 1, 1, 1)
         self.runner = Runner(self.ring, 0, 1, last=True)
-        known = None if reader is None else (self.mapped, reader, self.lend)
-        self.feed = Feed(
-            RunState(), [self.ring], Decoder(slots=self.slots, known=known, **options),
-            self.wait, self.decode, self.describe,
-        )  # fmt: skip
+        decoder = Decoder(slots=self.slots, known=(self.mapped, codec.reader, self.lend), **options)
+        self.feed = Feed(RunState(), [self.ring], decoder, self.wait, self.decode, self.describe)
         cut = Cut(0, 9, 9, 0, 1, 1, 0, 0, 0)._asdict()
         self.feed.begin(OrderSource(RangeReader(9), 0, cut, cut, 0))
         self.feed.refill()
@@ -349,60 +259,6 @@ class Slotted:
         """Take the next batch."""
         return next(FeedIterator(self.feed, 0))
 
-    def work(self, text: bytes = b"text") -> int:
-        """Write the next ticket's batch to a slot, and publish it."""
-        assert self.runner.claim() is True
-        slot = self.worker.take()
-        memoryview(self.mapped[slot])[: len(text)] = text
-        self.runner.publish(0, (0, 0, 0, len(text)), slot=slot)
-        return slot
-
-
-def test_leased() -> None:
-    """A slot that was lent goes with the batch; the next batch is written to another one."""
-    bench = Slotted()
-    assert bench.work(b"first") == 1
-    first = bench.next()
-    assert bench.slots.leased == 1
-    assert bench.work(b"second") == 2
-    second = bench.next()
-    assert (bytes(memoryview(first)[:5]), bytes(memoryview(second)[:6])) == (b"first", b"second")
-    del first
-    assert bench.slots.leased == 1
-    assert bench.work() == 1  # the lowest that is free
-
-
-def test_lent_twice() -> None:
-    """Decodes of one ticket share a lease: what an interrupted one has left behind stays intact."""
-    bench = Slotted()
-    bench.work(b"first")
-    left = bench.slots.lease(1, bench.mapped[1])  # as a decode that was interrupted
-    assert bench.slots.lease(1, bench.mapped[2]) is left  # the slot is mapped anew meanwhile
-    assert bench.slots.leased == 0
-    batch = bench.next()
-    assert batch is left
-    assert bench.slots.leased == 1
-    del batch
-    assert bench.slots.leased == 1
-    assert bench.work() == 2
-    del left
-    assert bench.slots.leased == 0
-
-
-class Holder:
-    """Any object with an array, which a pickle does not hold itself."""
-
-    def __init__(self, length: int = 200) -> None:
-        self.array = np.arange(length)
-
-
-class Written(Slotted):
-    """A feed of batches that were encoded as workers do it, and a reader that learns."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(codec.reader, **options)
-        self.scratch = Scratch()
-
     def write(self, batch: Any) -> None:
         """Write the next ticket's batch to a slot, and publish it."""
         assert self.runner.claim() is True
@@ -416,6 +272,13 @@ class Written(Slotted):
         """Decode a batch of this structure by `codec.decode`."""
         self.scratch.clear()
         return codec.decode(self.scratch.memory, codec.encode(batch, self.scratch))
+
+
+class Holder:
+    """Any object with an array, which a pickle does not hold itself."""
+
+    def __init__(self, length: int = 200) -> None:
+        self.array = np.arange(length)
 
 
 ARRAY = np.arange(24.0).reshape(2, 3, 4)
@@ -470,17 +333,6 @@ def test_a_loop_that_drops_its_batches_has_two_blocks() -> None:
         got = bench.next()
         places.add(got[0].ctypes.data)
     assert len(places) == 2
-
-
-def test_a_batch_of_a_structure_that_is_not_known() -> None:
-    """It is for Python to decode."""
-    bench = Written()
-    batch = {"a key of this test alone": ARRAY}
-    bench.write(batch)
-    assert isinstance(bench.next(), Lease)  # what `decode` returns here
-    bench.learn(batch)
-    bench.write(batch)
-    assert repr(bench.next()) == repr(batch)
 
 
 @pytest.mark.parametrize("convert", [None, lambda batch: codec.map_leaves(convert_leaf, batch)])
@@ -657,20 +509,6 @@ def test_tensors_of_a_batch() -> None:
             assert got[name].requires_grad == tensor.requires_grad
 
 
-def test_a_conversion_that_raises() -> None:
-    """It raises in `next`, which names the batch; the ticket is the one that it was."""
-
-    def refuse(array: Any) -> Any:
-        raise Failed(array.tolist())
-
-    bench = Written(convert=refuse, leaf_for=lambda _: refuse)
-    bench.learn(np.arange(2))
-    bench.write(np.arange(2))
-    with pytest.raises(Failed, match=r"\[0, 1\]"):
-        bench.next()
-    assert bench.feed.taken == 1
-
-
 def test_a_conversion_to_none() -> None:
     """A batch that becomes None is delivered, and converted once."""
     seen: list[Any] = []
@@ -682,53 +520,6 @@ def test_a_conversion_to_none() -> None:
 
 
 # -- the iterator
-
-
-def test_the_iterator() -> None:
-    """Batches come with the lock held, then the end."""
-    counter = Counter()
-    locked = []
-
-    def go() -> None:
-        locked.append(is_mine(counter.run.lock))
-        counter.work("second")
-
-    batches = FeedIterator(counter.feed, 0)
-    counter.work("first")
-    counter.waits.append(go)
-    assert [next(batches), next(batches)] == ["first", "second"]
-    assert locked == [True]
-    with pytest.raises(StopIteration):
-        next(batches)
-    assert iter(batches) is batches
-    assert not is_mine(counter.run.lock)
-
-
-def test_another_thread_has_the_lock() -> None:
-    """What is ready waits for it, too."""
-    counter = Counter()
-    batches = FeedIterator(counter.feed, 0)
-    counter.work("first")
-    got: list[Any] = []
-    thread = threading.Thread(target=lambda: got.append(next(batches)))
-    with counter.run.lock.hold():
-        thread.start()
-        thread.join(0.1)
-        assert got == []
-    thread.join()
-    assert got == ["first"]
-
-
-def test_another_iterator() -> None:
-    """Once another iterator is the present one, nothing is taken; the lock is free again."""
-    counter = Counter()
-    batches = FeedIterator(counter.feed, 0)
-    counter.work()
-    counter.run.interrupt()
-    with pytest.raises(InterruptedError, match="newer iterator"):
-        next(batches)
-    assert not is_mine(counter.run.lock)
-    assert counter.feed.taken == 0
 
 
 def test_a_batch_while_one_is_taken() -> None:
@@ -745,7 +536,7 @@ def test_a_batch_while_one_is_taken() -> None:
     counter.work(counter.run.interrupt)
     assert next(batches) == "first"
     assert counter.feed.taken == 1
-    with pytest.raises(InterruptedError):
+    with pytest.raises(InterruptedError, match="newer iterator"):
         next(batches)
     assert counter.feed.taken == 1
 
@@ -753,10 +544,13 @@ def test_a_batch_while_one_is_taken() -> None:
 # -- several rings
 
 
+# -- queues
+
+
 class Asking(Counter):
     """A feed of two workers' own items, each with a queue of its own."""
 
-    def __init__(self, *, depth: int = 2, errors: str = "raise") -> None:
+    def __init__(self) -> None:
         room = ring_bytes(5, 20, 1)
         memory = Block(2 * room, zero=True)
         self.rings = [Ring(memory, 5, 20, 1, 1, at=k * room) for k in range(2)]
@@ -766,13 +560,12 @@ class Asking(Counter):
         self.slots = SlotTable(file.fd, GRAIN, 8)
         file.close()
         self.waits = []
-        self.run = RunState()
         self.feed = Feed(
-            self.run, [*self.rings], Decoder(slots=self.slots), self.wait, self.decode,
-            self.describe, errors=errors, interrupted="begin an epoch",
+            RunState(), [*self.rings], Decoder(slots=self.slots), self.wait, self.decode,
+            self.describe,
         )  # fmt: skip
         self.requests = [Request(self.slots) for _ in range(2)]
-        source = ItemSource([*self.rings], 1, self.requests, depth=depth)
+        source = ItemSource([*self.rings], 1, self.requests, depth=2)
         self.feed.begin(source)
         self.feed.generation = 0
         self.feed.refill()
@@ -782,13 +575,10 @@ class Asking(Counter):
             self.feed.commit_reply(number, cell, ticket)
         source.open()
 
-    def answer(self, number: int, status: int = BATCH) -> int:
-        """Have a worker answer its next ticket; return which item that asked for."""
-        runner = self.runners[number]
-        assert runner.claim() is True
-        start = runner.start
-        runner.publish(status)
-        return start
+    def answer(self, number: int, status: int = BATCH) -> None:
+        """Have a worker answer its next ticket."""
+        assert self.runners[number].claim() is True
+        self.runners[number].publish(status)
 
     def decode(
         self, ring: int, cell: int, status: int, slot: int, capacity: int, record: Any
@@ -798,8 +588,8 @@ class Asking(Counter):
         return (None, Failed(*item)) if status & RAISED else (item, None)
 
     def describe(self, ring: int, cell: int, error: BaseException) -> Any:
-        """Say why a worker's items have ended."""
-        return error, f"worker {ring} failed"
+        """Leave the exception as it is."""
+        return error, None
 
     def line(self) -> list[list[int]]:
         """By worker: the items that are asked for and not taken."""
@@ -807,24 +597,6 @@ class Asking(Counter):
             [ring.start(cell) for cell, _ in self.feed.tickets(number)]
             for number, ring in enumerate(self.rings)
         ]
-
-
-def test_items_of_workers_in_turn() -> None:
-    """One of each worker after the other; each one taken is replaced by one of the same worker."""
-    asking = Asking()
-    assert asking.line() == [[0, 1], [0, 1]]
-    for _ in range(2):
-        asking.answer(1)
-        asking.answer(0)
-    items = FeedIterator(asking.feed, 0)
-    assert [next(items) for _ in range(3)] == [(0, 0), (1, 0), (0, 1)]
-    assert asking.line() == [[2, 3], [1, 2]]
-    assert asking.feed.next(1) == (1, 1)
-    asking.answer(0)
-    assert next(items) == (0, 2)
-    assert asking.feed.position == 5
-    with pytest.raises(IndexError, match="worker=2"):
-        asking.feed.next(2)
 
 
 def test_keys_are_drawn_ahead() -> None:
@@ -843,48 +615,20 @@ def test_keys_are_drawn_ahead() -> None:
     assert next(keys) == [5]
 
 
-def test_the_end_of_a_workers_items() -> None:
-    """Its other tickets are given up: no item of it comes after that, and the others go on."""
+@pytest.mark.parametrize("status", [ENDED, RAISED | ENDED])
+def test_the_end_of_a_workers_items(status: int) -> None:
+    """Its other tickets are taken back: no item of it comes after that, and the others go on."""
     asking = Asking()
-    assert asking.runners[0].claim()  # and works on it still, when the worker's end is found
-    asking.runners[0].publish(ENDED)
+    assert asking.line() == [[0, 1], [0, 1]]
+    asking.answer(0, status)
     asking.answer(1)
-    asking.answer(1, ENDED)
     items = FeedIterator(asking.feed, 0)
+    if status & RAISED:
+        with pytest.raises(Failed):
+            next(items)
     assert next(items) == (1, 0)
     assert asking.line() == [[], [1, 2]]
     assert asking.rings[0].depths() == (0, 0, 0)
-    with pytest.raises(StopIteration):
-        asking.feed.next(0)
-    assert not asking.feed.ended
-    with pytest.raises(StopIteration):
-        next(items)
-    assert asking.feed.ended
-    asking.feed.end()
-    assert asking.feed.cancelled_count == 0
-
-
-@pytest.mark.parametrize("errors", ["raise", "return"])
-def test_an_exception_that_ends_a_workers_items(errors: str) -> None:
-    """It takes the place of an item, and an iterator goes on."""
-    asking = Asking(errors=errors)
-    asking.answer(0, RAISED | ENDED)
-    asking.answer(1, RAISED)
-    asking.answer(1)
-    items = FeedIterator(asking.feed, 0)
-    if errors == "raise":
-        with pytest.raises(Failed):
-            next(items)
-    else:
-        failed = next(items)
-        assert (failed.worker, failed.error.args) == (0, (0, 0))
-    assert asking.line() == [[], [0, 1]]
-    if errors == "raise":
-        with pytest.raises(Failed):
-            next(items)
-    else:
-        assert next(items).error.args == (1, 0)
-    assert next(items) == (1, 1)
 
 
 def test_calls_beside_the_line() -> None:
@@ -892,11 +636,8 @@ def test_calls_beside_the_line() -> None:
     asking = Asking()
     request = Request(asking.slots)
     first, last = (asking.feed.post_call(0, request, "a call") for _ in range(2))
-    assert asking.rings[0].kept[last[0]][2] == "a call"
     assert asking.rings[0].peek(*first) == ()
-    assert asking.rings[0].peek(*last) is None
     asking.answer(0)
     assert asking.rings[0].peek(*last)
     asking.feed.commit_reply(0, *last, ends=True)
     assert asking.line() == [[], [0, 1]]
-    assert [kept for ring in asking.rings for kept in ring.kept if kept and kept[2]] == []
