@@ -1,19 +1,31 @@
-"""Blocks, mappings of files, and the arrays that are views on them."""
+"""Shared memory: blocks and mappings, the table of slots, their file, both ends of them."""
 
 from __future__ import annotations
 
-import gc
+import errno
+import itertools
+import logging
 import os
+import random
 import sys
-from pathlib import Path
+import tempfile
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from slots import PAGE, file_of
+from hypothesis import given
+from hypothesis import strategies as st
+from slots import PAGE, acquire, commit_ticket, file_of, filled, lease, shared, whole
 
-from cseq._memory import Block, Mapping, address_of, commit, copy_of
+from cseq import system
+from cseq._memory import SMALL, TRAINER, Block, Lease, Mapping, SlotTable, commit, copy_of
+from cseq.encoding import writer as writer_module
+from cseq.encoding.writer import Writer
+from cseq.memory import arena as arena_module
+from cseq.memory.arena import FIRST, LARGE, Arena, reserved, room_for
 from cseq.memory.descriptors import sparse_file
+from cseq.system import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,25 +39,6 @@ def test_a_block_of_nonsense() -> None:
         Block(2**62)
     with pytest.raises(TypeError):
         Block("1")  # type: ignore[arg-type]
-
-
-def test_a_view_is_no_copy_and_keeps_the_memory() -> None:
-    """A view lies in the memory, can be written to, and keeps it alive; so does a view of it."""
-    block = Block(1024, zero=True)
-    view = block.view(64, np.dtype("<i4"), (3, 5))
-    assert address_of(view) == block.address + 64
-    assert view.base is block
-    assert (view.flags.c_contiguous, view.flags.writeable, view.flags.owndata) == (
-        True,
-        True,
-        False,
-    )
-    view[2, 4] = 7
-    assert bytes(memoryview(block)[120:124]) == b"\7\0\0\0"
-    part = view[2:, 3:]
-    del block, view
-    gc.collect()
-    assert part.tolist() == [[0, 7]]
 
 
 BAD_VIEWS = [
@@ -71,15 +64,6 @@ def test_views_outside(offset: int, dtype: Any, shape: Any, kind: type[Exception
         Block(100).view(offset, np.dtype(dtype), shape)
 
 
-def test_bytes_in_and_out() -> None:
-    """What is stored is loaded, small and large."""
-    block = Block(200_000, zero=True)
-    for data in (b"", b"abc", os.urandom(70_000)):
-        memoryview(block)[5 : 5 + len(data)] = data
-        block.store_from(100_000, copy_of(block, len(data), 5), len(data))
-        assert bytes(copy_of(block, len(data), 100_000)) == data
-
-
 @pytest.mark.parametrize(
     "use",
     [
@@ -96,20 +80,6 @@ def test_outside(use: Callable[[Block], Any]) -> None:
 
 
 # -- mappings
-
-
-def test_a_mapping_lives_with_its_arrays() -> None:
-    """A mapping is gone when the last array on it is, not earlier and not later."""
-    with file_of(PAGE) as fd:
-        mapping = Mapping(fd, 0, PAGE)
-    address = mapping.address
-    view = mapping.view(0, np.dtype("u1"), (PAGE,))[5:]
-    del mapping
-    view[0] = 4
-    if sys.platform == "linux":
-        assert f"{address:x}-" in Path("/proc/self/maps").read_text()
-        del view
-        assert f"\n{address:x}-" not in Path("/proc/self/maps").read_text()
 
 
 def test_mappings_of_nonsense() -> None:
@@ -139,3 +109,506 @@ def test_commit() -> None:
     file.close()
     with pytest.raises(MemoryError, match=f"{PAGE} bytes"):
         commit(-1, 0, PAGE)
+
+
+# -- the table of slots
+
+
+def test_many_slots() -> None:
+    """The table grows; when all slots are in use, that is a MemoryError."""
+    _, slots = shared(2000)
+    assert slots.capacity == 1024
+    assert [slots.take() for _ in range(1999)] == list(range(1, 2000))
+    with pytest.raises(MemoryError, match="all 1999 slots"):
+        slots.take()
+    slots.free(7)
+    assert slots.take() == 7
+
+
+def test_slots_are_not_released_twice() -> None:
+    """A slot that is not taken cannot be released or leased; one that does not exist neither."""
+    _, slots = shared()
+    with file_of(PAGE) as fd:
+        mapping = Mapping(fd, 0, PAGE)
+    for use in (slots.free, lambda slot: lease(slots, slot, mapping)):
+        with pytest.raises(RuntimeError, match="slot 1"):
+            use(1)
+        for slot in (-1, 0, 2**40):
+            with pytest.raises(IndexError, match=str(slot)):
+                use(slot)
+    held = lease(slots, slots.take(), mapping)
+    with pytest.raises(RuntimeError, match="not taken"):
+        lease(slots, 1, mapping)
+    del held
+    with pytest.raises(TypeError):
+        lease(slots, slots.take(), None)  # type: ignore[arg-type]
+
+
+def test_decodes_of_one_ticket_share_a_lease() -> None:
+    """What an interrupted one has left behind stays intact when the next one's batch is dropped."""
+    _, slots = shared()
+    with file_of(PAGE) as fd:
+        left = slots.lease(slots.take(), Mapping(fd, 0, PAGE))
+        batch = lease(slots, 1, Mapping(fd, 0, PAGE))  # the slot is mapped anew meanwhile
+    assert (batch is left, slots.leased, slots.leased_bytes) == (True, 1, PAGE)
+    del batch
+    assert (slots.leased, slots.take()) == (1, 2)
+    del left
+    assert (slots.leased, slots.leased_bytes, slots.take()) == (0, 0, 1)
+    commit_ticket(slots, 1, 100)
+    assert slots.peak() == (PAGE, 1)  # the largest, not the last
+
+
+def test_the_lowest_free_slot_is_found_again_and_again() -> None:
+    """Whatever was freed since: first, last, again, or new slots; also where the search is long."""
+    rng = random.Random(7)
+    _, slots = shared()
+    taken: set[int] = set()
+    for step in range(4000):
+        few = step % 800 < 400  # half the time many are taken, then nearly none
+        if taken and rng.random() < (0.1 if few else 0.9):
+            slot = rng.choice(sorted(taken))
+            slots.free(slot)
+            taken.remove(slot)
+        else:
+            slot = next(slot for slot in itertools.count(1) if slot not in taken)
+            assert slots.take() == slot
+            taken.add(slot)
+
+
+def test_slots_freed_on_other_threads_are_found() -> None:
+    """A search that goes on meanwhile passes none of them for good."""
+    _, slots = shared()
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        mine: list[int] = []
+        for _ in range(20000):
+            if mine and rng.random() < 0.5:
+                slots.free(mine.pop(rng.randrange(len(mine))))
+            else:
+                mine.append(slots.take())
+        for slot in mine:
+            slots.free(slot)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [slots.take() for _ in range(65)] == list(range(1, 66))
+
+
+# -- their file
+
+
+@pytest.mark.needs("Linux")
+def test_a_file_cannot_be_cut() -> None:
+    """The pages cannot be taken away under a mapping."""
+    file = sparse_file(1 << 20)
+    with pytest.raises(PermissionError):
+        os.ftruncate(file.fd, 0)
+    file.close()
+
+
+@pytest.mark.needs("POSIX")
+def test_a_system_without_anonymous_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unlinked temporary file does as well, with slots as wide as the file system takes."""
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    before = set(os.listdir(tempfile.gettempdir()))
+    arena = Arena()
+    writer = Writer(arena.fd, arena.width)
+    assert arena.width >= 1 << 28
+    made = set(os.listdir(tempfile.gettempdir())) - before
+    assert not [name for name in made if name.startswith("cseq-")]
+    memories = [filled(arena, writer, value, 5 * MIB) for value in range(3)]
+    for value, memory in enumerate(memories):
+        assert (whole(memory, 5 * MIB) == value).all()
+    writer.close()
+    arena.close()
+
+
+def test_a_file_system_without_long_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SlotTable are narrower and fewer where a file cannot be that long."""
+    real = os.ftruncate
+
+    def cut(fd: int, length: int) -> None:
+        if length > 1 << 40:
+            raise OSError(errno.EFBIG, "File too large")
+        real(fd, length)
+
+    monkeypatch.setattr(os, "ftruncate", cut)
+    arena = Arena()
+    assert arena.width * arena.most <= 1 << 40
+    assert arena.width >= 1 << 28
+    arena.close()
+
+
+@pytest.mark.needs("POSIX")
+def test_a_file_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of slots or of a ring: the error names the size, and the limit that may be the reason."""
+
+    def refuse(fd: int, length: int) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    for make in (Arena, lambda: sparse_file(3 << 20)):
+        with pytest.raises(OSError, match=r"bytes .*: File too large; .*ulimit -f") as caught:
+            make()
+        assert caught.value.errno == errno.EFBIG
+    assert "3,145,728 bytes" in str(caught.value)
+
+
+@pytest.mark.parametrize(("tickets", "width"), [(0, 512), (64, 512), (65, 256), (140, 128)])
+def test_more_tickets_make_narrower_slots_on_windows(tickets: int, width: int) -> None:
+    """There are slots for the tickets of two epochs and as many leases; 128 GiB, or 64, do."""
+    sizes = reserved(tickets)
+    assert sizes[0][0] == width * MIB
+    assert [width * slots for width, slots in sizes] == [1 << 37, 1 << 36]
+    assert all(slots >= max(256, 4 * tickets) for _, slots in sizes)
+
+
+@pytest.mark.needs("Linux")
+def test_too_many_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says so, and names their limit instead of that of a file's size."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", full)
+    with pytest.raises(OSError, match=r"Too many open files.*ulimit -n") as caught:
+        Arena()
+    assert "ulimit -f" not in str(caught.value)
+
+
+@pytest.mark.needs("Linux")
+def test_a_sandbox_that_refuses_seals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be sealed does as well."""
+    import fcntl
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EPERM, "no seals")
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    arena = Arena()
+    assert os.fstat(arena.fd).st_size == arena.width * arena.most
+    arena.close()
+
+
+def test_growth_is_geometric() -> None:
+    """Small slots double, large ones grow by whole huge pages; none exceeds its width."""
+    width = 64 * MIB
+    assert room_for(1, 0, width) == FIRST
+    assert room_for(FIRST + 1, FIRST, width) == 2 * FIRST
+    assert room_for(LARGE, FIRST, width) == LARGE
+    assert room_for(LARGE + 1, FIRST, width) == 2 * LARGE
+    assert room_for(5 * LARGE, 3 * LARGE, width) == 5 * LARGE
+    assert room_for(3 * LARGE - 1, LARGE, 3 * LARGE - 1) == 3 * LARGE - 1
+    with pytest.raises(MemoryError, match="batch_size"):
+        room_for(width + 1, 0, width)
+
+
+# -- the trainer's end
+
+
+def test_steady_state_makes_no_mapping(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot seen before is not mapped again, in the worker or in the trainer."""
+    writer = Writer(arena.fd, arena.width)
+    made = []
+
+    def count(*args: Any, **kwargs: Any) -> Mapping:
+        made.append(args)
+        return Mapping(*args, **kwargs)
+
+    monkeypatch.setattr(arena_module, "Mapping", count)
+    monkeypatch.setattr(writer_module, "Mapping", count)
+    for turn in range(20):
+        filled(arena, writer, turn, MIB)
+    assert len(made) <= 4  # at first, grown; for the writer and for the trainer
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "leases"), [(0, 0), (3 * MIB, 1), (4 * MIB, 2), ("7 MiB", 3), (None, 6)]
+)
+def test_too_many_held_batches_are_copied(
+    limit: int | str | None, leases: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beyond memory_limit, batches are copied, intact, with one warning; later ones may be lent."""
+    arena = Arena(limit)
+    writer = Writer(arena.fd, arena.width)
+    with caplog.at_level(logging.WARNING, "cseq"):
+        memories = [filled(arena, writer, value, 2 * MIB) for value in range(6)]
+    assert arena.slots.leased == leases
+    assert arena.copies == 6 - leases
+    assert len(caplog.records) == (leases < 6)
+    assert all("memory_limit" in record.getMessage() for record in caplog.records)
+    for value, memory in enumerate(memories):
+        assert (whole(memory, 2 * MIB) == value).all()
+    del memory
+    memories.clear()
+    assert isinstance(filled(arena, writer, 0, 2 * MIB), Lease) == (leases > 0)
+    assert arena.slots.leased_bytes == 0
+    writer.close()
+    arena.close()
+
+
+def test_too_many_slots_held(
+    arena: Arena,
+    writer: Writer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The number of lent slots is limited as well: each is a mapping of its own."""
+    monkeypatch.setattr(arena_module, "MAX_LEASED", 3)
+    memories = [filled(arena, writer, value, SMALL + 1) for value in range(5)]
+    assert (arena.slots.leased, arena.copies) == (3, 2)
+    [told] = caplog.messages  # that limit, and no remedy for the other one
+    assert told.startswith("3 batches are held in ")
+    assert ", and 3 batches is the most: until some are dropped" in told
+    assert "memory_limit" not in told
+    assert [whole(memory, 1)[0] for memory in memories] == list(range(5))
+
+
+# -- when memory is short -----------------------------------------------------------------------
+
+
+def test_no_room_for_a_new_slot(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that a worker cannot begin with is a MemoryError, and is its own for the next time."""
+    slots = SlotTable(arena.fd, arena.width, arena.most, 1)
+    writer = Writer(arena.fd, arena.width, slots)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            writer_module, "commit", lambda *_: (_ for _ in ()).throw(MemoryError("full"))
+        )
+        for _ in range(2):
+            with pytest.raises(MemoryError, match="full"):
+                writer.begin()
+    writer.begin()
+    assert (writer.slot, writer.capacity) == (1, FIRST)
+    assert arena.slots.owners()[:3] == [TRAINER, 1, 0]
+    writer.close()
+
+
+# -- memory comes back --------------------------------------------------------------------------
+
+
+def committed(arena: Arena) -> int:
+    """Bytes that the file really takes."""
+    return os.fstat(arena.fd).st_blocks * 512
+
+
+def through(arena: Arena, writer: Writer, nbytes: int, value: int = 0) -> Any:
+    """Send one batch through the lowest free slot."""
+    return whole(filled(arena, writer, value, nbytes), nbytes)
+
+
+@pytest.mark.needs("Linux")
+@pytest.mark.parametrize("nbytes", [100, MIB, 5 * MIB])
+def test_slots_shrink_after_an_epoch_without_huge_batches(nbytes: int) -> None:
+    """Pages that no batch needs any more are given back; what is held stays."""
+    arena = Arena(tickets=4)
+    writer = Writer(arena.fd, arena.width)
+    huge = [through(arena, writer, 60 * MIB, value) for value in range(3)]
+    held = huge.pop()
+    del huge
+    arena.tidy()
+    assert committed(arena) >= 180 * MIB
+    for number in range(5):
+        assert (through(arena, writer, nbytes, number % 256) == number % 256).all()
+    arena.tidy()
+    assert 60 * MIB <= committed(arena) <= 61 * MIB + 10 * nbytes
+    assert held.min() == held.max() == 2
+    del held
+    through(arena, writer, nbytes)
+    arena.tidy()
+    assert committed(arena) <= MIB + 10 * nbytes
+    assert (through(arena, writer, 60 * MIB, 9) == 9).all()
+    writer.close()
+    arena.close()
+
+
+@pytest.mark.needs("Linux")
+def test_slots_that_were_held_once_are_given_back(arena: Arena, writer: Writer) -> None:
+    """SlotTable that only many held batches needed do not stay committed."""
+    held = [through(arena, writer, 2 * MIB, value) for value in range(30)]
+    held.clear()
+    arena.tidy()
+    assert committed(arena) >= 58 * MIB
+    through(arena, writer, 2 * MIB)
+    arena.tidy()
+    assert committed(arena) <= 5 * MIB
+
+
+@pytest.mark.needs("Linux")
+def test_page_locked_slots_shrink_unlocked(writer: Writer) -> None:
+    """A mapping is unlocked before its pages are given back: a device would go on using them."""
+    locked: dict[int, int] = {}
+
+    class Locks:
+        def register(self, memory: Any, /) -> bool:
+            locked[memory.address] = memory.nbytes
+            return True
+
+        def unregister(self, memory: Any, /) -> None:
+            del locked[memory.address]
+
+    arena = Arena(locks=Locks())
+    writer = Writer(arena.fd, arena.width)
+    through(arena, writer, 60 * MIB)
+    assert max(locked.values()) >= 60 * MIB
+    arena.tidy()
+    for _ in range(3):
+        through(arena, writer, MIB)
+    arena.tidy()
+    through(arena, writer, MIB)
+    assert max(locked.values()) <= 2 * MIB
+    writer.close()
+    arena.close()
+
+
+# -- a worker's end
+
+
+@given(sizes=st.lists(st.integers(0, 3 * MIB), max_size=8))
+def test_a_slot_grows(sizes: list[int]) -> None:
+    """Arrays of any size can be placed; those made before the slot grew stay whole."""
+    arena = Arena()
+    writer = Writer(arena.fd, arena.width)
+    slot = acquire(arena)
+    writer.select(slot, arena.slots.nbytes(slot))
+    arrays = [writer.empty(size, np.uint8) for size in sizes]
+    for value, array in enumerate(arrays):
+        array[:] = value
+    for value, array in enumerate(arrays):
+        assert (array == value).all()
+        if array.size:
+            offset = writer.find(array)
+            assert offset % 64 == 0
+            seen = writer.memory.view(offset, np.dtype(np.uint8), array.shape)
+            assert (seen == value).all()
+    assert writer.used <= writer.capacity == writer.memory.nbytes
+    del arrays
+    writer.close()
+    arena.close()
+
+
+def test_few_slots_stay_mapped(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer keeps a limited number of slots mapped: those that it has mapped first."""
+    monkeypatch.setattr(writer_module, "MAX_MAPPED", 3)
+    writer = Writer(arena.fd, arena.width)
+    slots = [acquire(arena) for _ in range(8)]
+    kept = []
+    for _ in range(3):
+        for slot in slots:
+            writer.select(slot, FIRST)
+            writer.empty(10)[:] = slot
+        kept.append([writer.mapped[slot] for slot in slots[:2]])
+    assert len(writer.mapped) == 3
+    assert kept[0] == kept[1] == kept[2]  # slots that come round in turn are not all mapped anew
+    writer.close()
+
+
+def test_a_worker_may_know_less_than_the_trainer(arena: Arena) -> None:
+    """What another worker has committed of a slot is not committed once more."""
+    slot = acquire(arena)
+    first, second = (Writer(arena.fd, arena.width) for _ in range(2))
+    first.select(slot, FIRST)
+    second.select(slot, FIRST)
+    second.place(MIB)
+    first.select(slot, second.capacity)
+    assert first.capacity == first.memory.nbytes == second.capacity
+    first.close()
+    second.close()
+
+
+def test_empty_refuses_what_cannot_be(writer: Writer) -> None:
+    """Negative shapes and types with Python objects are errors, and nothing is placed."""
+    used = writer.used
+    with pytest.raises(ValueError, match="negative"):
+        writer.empty((2, -1))
+    with pytest.raises(ValueError, match=r"numpy\.empty"):
+        writer.empty(3, object)
+    with pytest.raises(TypeError):
+        writer.empty("3")  # type: ignore[arg-type]
+    assert writer.used == used
+
+
+def test_find(writer: Writer) -> None:
+    """Only what lies wholly in the used part of the slot, in one piece, is found."""
+    array = writer.empty((10, 10), np.uint8)
+    start = writer.find(array)
+    assert start == 0
+    assert writer.find(array[1:]) == 10
+    assert writer.find(array.T) == 0
+    assert writer.find(array[:, 1:]) == -1
+    assert writer.find(array[::-1]) == -1
+    assert writer.find(array[:0]) == -1
+    assert writer.find(np.empty(100, np.uint8)) == -1
+    assert writer.find(array.ravel()[1:9].view(np.int64)) == -1  # not aligned
+    beyond = writer.memory.view(0, np.dtype(np.uint8), (101,))
+    assert writer.find(beyond) == -1
+
+
+def test_an_indexer_must_not_keep_arrays_of_the_slot(writer: Writer) -> None:
+    """A view that is kept beyond its batch is an error, once; copies and garbage are none."""
+    kept = writer.empty(100, np.int64)[2:]
+    with pytest.raises(RuntimeError, match=r"array\.copy\(\)"):
+        writer.end()
+    writer.select(writer.slot, FIRST)
+    copied = writer.empty(3).copy()
+    cycle: list[Any] = [writer.empty(10)]
+    cycle.append(cycle)
+    del cycle
+    writer.end()
+    del kept, copied
+
+
+# -- when memory is short -----------------------------------------------------------------------
+
+
+def test_no_room_leaves_the_writer_as_it_was(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch for which there is no room is a MemoryError; smaller ones still pass."""
+    array = writer.empty(10)
+    array[:] = 5
+    before = (writer.used, writer.capacity, writer.memory)
+
+    def full(*_: int) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer_module, "commit", full)
+        for _ in range(2):
+            with pytest.raises(MemoryError, match="no room"):
+                writer.empty(10 * MIB)
+            assert (writer.used, writer.capacity, writer.memory) == before
+    assert (array == 5).all()
+    assert writer.empty(10 * MIB).size
+
+
+def test_more_than_there_is(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch larger than the free memory is refused; Linux would kill a process instead."""
+    monkeypatch.setattr(system, "available_memory", lambda: 40 * MIB)
+    with pytest.raises(MemoryError, match=str(40 * MIB)):
+        writer.place(50 * MIB)
+    writer.place(35 * MIB)
+    monkeypatch.setattr(system, "available_memory", lambda: None)
+    writer.place(50 * MIB)
+    sizes = {"SC_PAGE_SIZE": MIB, "SC_PHYS_PAGES": 300}  # all that such a system tells
+    monkeypatch.setattr(os, "sysconf", sizes.get, raising=False)
+    with pytest.raises(MemoryError, match=str(300 * MIB)):
+        writer.place(400 * MIB)
+
+
+def test_wider_than_a_slot() -> None:
+    """A batch larger than a slot can become is a MemoryError that says how large it may be."""
+    file = sparse_file(8 * MIB)
+    writer = Writer(file.fd, 4 * MIB)
+    writer.select(1, FIRST)
+    with pytest.raises(MemoryError, match=str(4 * MIB)):
+        writer.place(4 * MIB + 1)
+    assert writer.place(4 * MIB) == 0
+    writer.close()
+    file.close()
