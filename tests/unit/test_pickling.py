@@ -1,11 +1,12 @@
-"""Objects travel to other processes: uncopied, by value where they have to."""
+"""Objects travel to other processes: uncopied, by value where needed; or it is said why not."""
 
 from __future__ import annotations
 
 import functools
 import gc
-import pickle
+import importlib
 import sys
+import threading
 import types
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -18,44 +19,30 @@ from travelling import (
     Indexer,
     Pair,
     Record,
+    Slotted,
+    Stateful,
     arrives_elsewhere,
+    goes_by_value,
     make,
     nbytes,
-    read,
     travel,
-    write_batch,
 )
 
-from cseq.encoding.pickling import dump, dumps
+from cseq.encoding import importable, unpicklable
+from cseq.encoding.importable import Importable, named_here
+from cseq.encoding.pickling import dump
 from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from conftest import RunScript
 
+
 MEGA = 1 << 20
 
 # --- data ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "obj",
-    [
-        Indexer,
-        make,
-        functools.partial(make, 1, shuffle=True),
-        {"a": [1, 2.5, "text", b"bytes", None], "b": ({1}, frozenset({2}))},
-    ],
-)
-def test_what_pickles_arrives(obj: object) -> None:
-    """A class, a factory, a partial, a structure: `read` gives what `dump` was given."""
-    arrived = travel(obj)
-    if isinstance(obj, functools.partial):
-        assert (arrived.func, arrived.args, arrived.keywords) == (obj.func, obj.args, obj.keywords)
-    else:
-        assert arrived == obj
 
 
 leaves = st.none() | st.integers() | st.text() | st.binary() | st.floats(allow_nan=False)
@@ -116,13 +103,6 @@ def test_a_large_array_is_not_copied_into_the_pickle() -> None:
     assert array.nbytes < nbytes(indexer) < array.nbytes + 4096
 
 
-def test_small_buffers_stay_in_the_pickle() -> None:
-    """Many tiny arrays do not take a place in the file each."""
-    made = dump([np.arange(8) for _ in range(100)])
-    assert made.buffers == []
-    assert len(made.data) < 20000
-
-
 def test_what_goes_by_value_keeps_nothing_of_the_caller() -> None:
     """Nothing that the caller holds lives on until the garbage collector comes by."""
 
@@ -136,17 +116,6 @@ def test_what_goes_by_value_keeps_nothing_of_the_caller() -> None:
         assert caller()() is None
     finally:
         gc.enable()
-
-
-def test_what_one_reader_writes_no_other_sees() -> None:
-    """Readers map the file copy on write."""
-    laid = write_batch(Indexer(np.zeros(MEGA)))
-    first, second = read(*laid), read(*laid)
-    first.data[:] = 1
-    third = read(*laid)
-    assert first.data.sum() == MEGA
-    assert not second.data.any()
-    assert not third.data.any()
 
 
 # --- mapped files and tensors --------------------------------------------------------------------
@@ -216,27 +185,6 @@ def test_tensors_are_not_copied_into_the_pickle() -> None:
     arrived[0] = 5  # its own memory, writable
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.12
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda torch, t: t.to(torch.bfloat16),
-        lambda torch, t: t.requires_grad_(),
-        lambda torch, t: t.view(2, -1).t(),
-        lambda torch, t: t.to_sparse(),
-    ],
-    ids=["bfloat16", "grad", "transposed", "sparse"],
-)
-def test_other_tensors_arrive_too(change: Callable[..., Any]) -> None:
-    """What numpy has no word for goes torch's own way."""
-    torch = pytest.importorskip("torch")
-    tensor = change(torch, torch.ones(32))
-    arrived = travel(Indexer(tensor)).data
-    assert arrived.dtype == tensor.dtype
-    assert arrived.requires_grad == tensor.requires_grad
-    assert torch.equal(arrived.to_dense(), tensor.to_dense())
-
-
 # --- by reference and by value ------------------------------------------------------------------
 
 
@@ -262,44 +210,22 @@ def test_cloudpickles_own_list_of_modules_is_left_as_it_was(
 
 SCRIPT = """
 import pickle, subprocess, sys
-from dataclasses import dataclass
-import numpy as np
 from cseq.encoding.pickling import dump
 
-scale = np.full(4, 10)
+class Batch: pass
 
-@dataclass
-class Batch:
-    x: object
-
-class Worker:
-    def __init__(self, offset): self.offset = offset
-    def __getitem__(self, i): return Batch(scale * i + self.offset)
-
-code = '''
-import pickle, sys
-worker, classes = pickle.loads(sys.stdin.buffer.read())
-batch = worker[3]
-print(batch.x.tolist())
-sys.stdout.flush()
-sys.stdout.buffer.write(pickle.dumps(batch))
-'''
-made = dump(Worker(7))
-assert not made.buffers
-done = subprocess.run(
-    [sys.executable, "-c", code], input=made.data, stdout=subprocess.PIPE, check=True
-)
-line, back = done.stdout.split(b"\\n", 1)
-print(line.decode().strip(), type(pickle.loads(back)) is Batch)
+code = "import pickle, sys; batch = pickle.load(sys.stdin.buffer)[0](); "
+code += "sys.stdout.buffer.write(pickle.dumps(batch))"
+command = [sys.executable, "-c", code]
+done = subprocess.run(command, input=dump(Batch).data, stdout=subprocess.PIPE, check=True)
+print(type(pickle.loads(done.stdout)) is Batch)
 """
 
 
-def test_a_script_goes_by_value_and_its_classes_come_back_as_its_own(
-    run_script: RunScript,
-) -> None:
-    """A worker from ``__main__`` works elsewhere, and what it returns is of the script's class."""
+def test_classes_of_a_script_come_back_as_its_own(run_script: RunScript) -> None:
+    """A class from ``__main__`` goes by value, and has its name in the other process."""
     done = run_script(SCRIPT)
-    assert done.stdout == "[37, 37, 37, 37] True\n", done.stderr
+    assert done.stdout == "True\n", done.stderr
 
 
 RAISING = """
@@ -332,6 +258,9 @@ def test_a_traceback_names_the_line_of_a_script(
     assert line in done.stdout, done.stderr
 
 
+# --- small things between pools ------------------------------------------------------------------
+
+
 def test_reading_in_the_trainer_leaves_its_main_alone() -> None:
     """Names in ``__main__`` that exist are not replaced."""
     main = sys.modules["__main__"]
@@ -343,15 +272,214 @@ def test_reading_in_the_trainer_leaves_its_main_alone() -> None:
         assert vars(main)["UniqueName"] == "mine"
 
 
-# --- small things between pools ------------------------------------------------------------------
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give a folder on the path; what is imported from it is forgotten after the test."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        module = sys.modules[name]
+        if str(tmp_path) in str(getattr(module, "__file__", tmp_path)):
+            del sys.modules[name]
 
 
-def test_dumps_takes_local_classes() -> None:
-    """What pickle cannot do goes by value, and is the same class where it came from."""
+def import_file(path: Path, source: str) -> types.ModuleType:
+    """Write a module, and import it."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(source)
+    importlib.invalidate_caches()
+    return importlib.import_module(path.stem)
 
-    class LocalError(Exception):
+
+SOURCE = "class Worker:\n    answer = 42\n    def __getitem__(self, i): return helper(i)\n"
+SOURCE += "def helper(i): return i + Worker.answer\n"
+
+
+def test_what_can_be_imported_goes_by_reference(folder: Path) -> None:
+    """A module that a new process finds is imported there, not pickled."""
+    module = import_file(folder / "on_disk.py", SOURCE)
+    made = dump(module.Worker())
+    assert b"helper" not in made.data
+    assert made.modules == ("on_disk",)
+    assert arrives_elsewhere(module.Worker(), "obj[1], type(obj).__module__") == "(43, 'on_disk')"
+
+
+def test_another_machine_has_what_is_installed_alone(folder: Path) -> None:
+    """The standard library, packages, cseq, what a runtime_env brings; no file of the user's."""
+    (folder / "site-packages").mkdir()
+    (folder / "working_dir_files").mkdir()
+    sys.path[:0] = [str(folder / "site-packages"), str(folder / "working_dir_files")]
+    own = import_file(folder / "own_file.py", SOURCE)
+    installed = import_file(folder / "site-packages" / "installed.py", SOURCE)
+    brought = import_file(folder / "working_dir_files" / "brought.py", SOURCE)
+    names = ["json", "numpy", "cseq", "cseq.errors", "itertools", "installed", "brought"]
+    there = Importable(elsewhere=True)
+    assert [name for name in names if not there.findable(name)] == []
+    assert not there.findable("own_file")
+    assert b"helper" in dump(own.Worker(), elsewhere=True).data
+    assert dump(own.Worker()).modules == ("own_file",)
+    for module in (installed, brought):
+        made = dump(module.Worker(), elsewhere=True)
+        assert (b"helper" in made.data, made.modules) == (False, (module.__name__,))
+
+
+def test_a_module_made_by_hand_goes_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that exists in memory only is taken along."""
+    module = types.ModuleType("made_by_hand")
+    exec(SOURCE, vars(module))
+    monkeypatch.setitem(sys.modules, "made_by_hand", module)
+    assert goes_by_value(vars(module)["Worker"])
+    assert arrives_elsewhere(vars(module)["Worker"](), "obj[1]") == "43"
+    assert arrives_elsewhere(functools.partial(vars(module)["helper"], 2), "obj()") == "44"
+
+
+def test_a_module_that_another_one_hides_goes_by_value(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new process would import the other one of the same name."""
+    module = import_file(folder / "twin.py", SOURCE)
+    (folder / "first").mkdir()
+    (folder / "first" / "twin.py").write_text("raise SystemExit('the wrong twin')")
+    monkeypatch.syspath_prepend(str(folder / "first"))
+    assert goes_by_value(module.Worker)
+    assert arrives_elsewhere(module.Worker(), "obj[1]") == "43"
+
+
+def test_packages_and_their_modules_go_by_reference(folder: Path) -> None:
+    """Modules in packages, packages without __init__.py, and what a module makes of itself."""
+    (folder / "plain").mkdir()
+    (folder / "pack").mkdir()
+    (folder / "pack" / "__init__.py").write_text("")
+    for place in ("plain", "pack"):
+        (folder / place / "inner.py").write_text(
+            "import sys, types\nclass Inner: pass\nclass Made: pass\n"
+            "Made.__module__ = __name__ + '.made'\nmade = types.ModuleType(Made.__module__)\n"
+            "made.Made = Made\nsys.modules[Made.__module__] = made\n"
+        )
+        inner = importlib.import_module(f"{place}.inner")
+        assert not goes_by_value(inner.Inner)
+        assert not goes_by_value(inner.Made)
+        assert arrives_elsewhere(inner.Inner, "obj.__module__") == f"{place}.inner"
+        assert arrives_elsewhere(inner.Made, "obj.__module__") == f"{place}.inner.made"
+
+
+def test_each_module_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of objects of a class ask the import system once."""
+    asked: list[str] = []
+    find = importable.find_spec
+
+    def count(name: str, path: Any) -> Any:
+        asked.append(name)
+        return find(name, path)
+
+    monkeypatch.setattr(importable, "find_spec", count)
+    dump([Indexer(make) for _ in range(1000)] + [Slotted(Pair(1, 2))])
+    assert len(asked) == len(set(asked))
+    assert make.__module__ in asked
+
+
+def test_what_a_process_that_has_met_this_one_knows_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever has its name here, importable or not, as long as that is the same object."""
+
+    class Local:
         pass
 
-    error = pickle.loads(dumps(LocalError(1, 2)))
-    assert type(error) is LocalError
-    assert error.args == (1, 2)
+    module = types.ModuleType("made_by_hand")
+    exec(SOURCE, vars(module))
+    monkeypatch.setitem(sys.modules, "made_by_hand", module)
+    worker = vars(module)["Worker"]
+    assert named_here(worker)
+    assert not Importable().findable("made_by_hand")
+    assert not named_here(Local)
+    assert not named_here(lambda: 1)
+    vars(module)["Worker"] = Local
+    assert not named_here(worker)
+    assert not named_here(module)
+
+
+def refers_to(lock: object) -> Callable[[], object]:
+    """Return a function that refers to something."""
+    return lambda: lock
+
+
+def has_attribute(lock: object) -> type:
+    """Return a class with an attribute."""
+
+    class Holder:
+        shared = lock
+
+    return Holder
+
+
+LOCK = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("obj", "path"),
+    [
+        (LOCK, "worker"),
+        (Indexer(lock=LOCK), "worker.lock"),
+        (functools.partial(make, Indexer(lock=LOCK)), "worker.args[0].lock"),
+        (
+            functools.partial(make, 1, x={"deep": [0, (1, LOCK)]}),
+            "worker.keywords['x']['deep'][1][1]",
+        ),
+        (Indexer([Indexer(), Indexer(Pair(1, LOCK))]).data, "worker[1].data.right"),
+        (Record({"a": {1: LOCK}}), "worker.value['a'][1]"),
+        (Stateful(LOCK), "worker.renamed"),
+        (Indexer({LOCK}), "worker.data"),
+        (Indexer(LOCK).read, "worker.__self__.data"),
+        (refers_to(Indexer(LOCK)), "worker variable 'lock'.data"),
+        (has_attribute(LOCK), "worker.shared"),
+        (Indexer(has_attribute([LOCK])), "worker.data.shared[0]"),
+    ],
+)
+def test_what_cannot_be_pickled_is_named(obj: object, path: str) -> None:
+    """The TypeError names the argument, the path to the culprit, why, and what to do."""
+    with pytest.raises(TypeError) as caught:
+        dump(obj)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "cannot pickle '_thread.lock' object" in message
+    assert "where they are first used" in message
+    assert "not before, for a look at a sample" in message
+    assert "or use MTSequence" in message
+    assert caught.value.__suppress_context__  # one sentence, no tracebacks of cseq
+
+
+def test_the_argument_has_its_own_name() -> None:
+    """`name` is what messages call the object."""
+    with pytest.raises(TypeError, match=r"^out_type\.lock: .*copy of the out_type"):
+        dump(Indexer(lock=LOCK), name="out_type")
+
+
+def test_a_global_that_cannot_be_pickled_is_named(run_script: RunScript) -> None:
+    """A script's function takes its global names along; the message says which one."""
+    done = run_script(
+        "import threading\nfrom cseq.encoding.pickling import dump\nlock = threading.Lock()\n"
+        "class Worker:\n    def __getitem__(self, i): return lock\n"
+        "try:\n    dump(Worker)\nexcept TypeError as error:\n    print(error)"
+    )
+    assert done.stdout.startswith("worker.__getitem__ variable 'lock': cannot pickle"), done.stderr
+
+
+def test_a_way_back_is_no_culprit() -> None:
+    """An object that refers to itself does not hide what is to blame."""
+    endless = Indexer()
+    endless.data, endless.__dict__["late"] = endless, {"lock": LOCK}
+    with pytest.raises(TypeError, match=r"^worker\.late\['lock'\]: "):
+        dump(endless)
+
+
+def test_the_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However deep and wide an object is, the search gives up, and the error is raised."""
+    monkeypatch.setattr(unpicklable, "MOST_PARTS", 10)
+    with pytest.raises(TypeError, match=r"^worker: cannot pickle"):
+        dump([*range(100), LOCK])
+    monkeypatch.setattr(unpicklable, "MOST_PARTS", 10**6)
+    monkeypatch.setattr(unpicklable, "MOST_LEVELS", 3)
+    with pytest.raises(TypeError, match=r"^worker\[0\]\[0\]\[0\]: cannot pickle"):
+        dump([[[[[LOCK]]]]])
