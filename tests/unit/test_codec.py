@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,7 @@ from codec_batches import (
     Sample,
     Slotted,
     StrKey,
-    arrays,
     assert_same,
-    assert_same_arrays,
     batches,
     copied,
     reread,
@@ -68,34 +65,6 @@ def test_batches_do_not_depend_on_each_other(sequence: list[Any], data: st.DataO
         assert_same(batch, decode(writer.memory, record))
         writer.close()
     arena.close()
-
-
-@given(
-    sequence=st.lists(
-        st.tuples(arrays(), st.sampled_from([None, FLOAT32, np.dtype("f8")])), max_size=6
-    )
-)
-def test_arrays_alone_one_after_another(
-    sequence: list[tuple[np.ndarray[Any, Any], np.dtype[Any] | None]],
-) -> None:
-    """An array is written right whatever array, and whatever cast, came before it."""
-    arena = Arena()
-    writer = writer_of(arena)
-    for array, cast in [pair for pair in sequence for _ in range(2)]:
-        with np.errstate(all="ignore"):
-            assert_same_arrays(array, sent(writer, array, cast), cast)
-    writer.close()
-    arena.close()
-
-
-def test_a_structure_is_not_mistaken_for_an_equal_one(writer: Writer) -> None:
-    """Keys that are equal but not the same (1, True, 1.0) stay apart from batch to batch."""
-    a = np.arange(3.0)
-    record = np.zeros(2, np.dtype((np.record, [("x", "i4")])))
-    for batch in [{1: a}, {True: a}, {1.0: a}, {"1": a}, [a], (a,), {0.0: a}, {-0.0: a}]:
-        assert_same(batch, sent(writer, batch))
-    for batch in [(record.view(np.ndarray),), (np.zeros(2, [("x", "i4")]),)]:
-        assert sent(writer, batch)[0].dtype.type is batch[0].dtype.type
 
 
 @dataclass
@@ -191,13 +160,6 @@ def test_shapes_may_change_from_batch_to_batch(writer: Writer) -> None:
     assert len(codec.reader.plans.keys() - known) == 1
 
 
-def test_arrays_are_aligned(writer: Writer) -> None:
-    """Every array begins at a multiple of 64 bytes."""
-    batch = [np.arange(n, dtype="u1") for n in range(1, 9)]
-    for array in sent(writer, batch):
-        assert array.ctypes.data % 64 == 0
-
-
 def test_records_are_checked(writer: Writer) -> None:
     """A record that points outside the memory is an error."""
     record = encode(np.arange(5), writer)
@@ -253,38 +215,6 @@ def test_a_layout_that_lies_does_not_leave_the_memory(
             assert not array.size or at + array.itemsize + sum(ends) <= true.offset
         if array.size < 10**6:  # an element may be in any number of places
             array.sum()
-
-
-def test_a_failed_batch_leaves_no_trace(writer: Writer) -> None:
-    """After a batch that cannot be written, the next one is right."""
-    good = [np.arange(3), "text"]
-    assert_same(good, sent(writer, good))
-    with pytest.raises(TypeError):
-        encode([np.arange(3), threading.Lock()], writer)
-    assert_same(good, sent(writer, good))
-
-
-def test_threads_share_the_codec(arena: Arena) -> None:
-    """Batches of several shapes can be written and read in several threads at once."""
-    wrong = []
-
-    def work(number: int) -> None:
-        writer = writer_of(arena)
-        for turn in range(200):
-            batch = {"a": np.full(number + turn % 3, number), "b": [turn, np.arange(number)]}
-            try:
-                assert_same(batch, sent(writer, batch))
-                assert_same(batch["a"], sent(writer, batch["a"]))
-            except AssertionError as error:
-                wrong.append(error)
-        writer.close()
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 # -- into the slot without a copy ---------------------------------------------------------------
@@ -347,18 +277,7 @@ def test_a_stage_appends_to_what_another_wrote(writer: Writer) -> None:
 # -- casts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["f4", "f2", "f8", "i8", "u1", "?"])
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_numbers_are_cast(dtype: str, order: Any) -> None:
-    """Arrays of numbers arrive as `astype` would make them, in their order."""
-    values = [[0, 1, 2], [3, 4, 5]]
-    batch = {
-        kind: np.array(values, kind, order=order) for kind in ("?", "i1", ">u2", "f2", ">f8", "g")
-    }
-    read = copied(batch, np.dtype(dtype))
-    for kind, array in read.items():
-        assert_same_arrays(batch[kind].astype(dtype), array)
-        assert array.dtype == np.dtype(dtype)
+# -- leaves one by one --------------------------------------------------------------------------
 
 
 def test_no_cast_is_told_from_a_cast_to_float64(writer: Writer) -> None:
@@ -370,9 +289,6 @@ def test_no_cast_is_told_from_a_cast_to_float64(writer: Writer) -> None:
                 assert (read[0] if isinstance(batch, list) else read).dtype == (
                     cast or np.dtype(int)
                 )
-
-
-# -- leaves one by one --------------------------------------------------------------------------
 
 
 def test_map_leaves() -> None:

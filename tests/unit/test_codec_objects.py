@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -34,8 +31,6 @@ from cseq.encoding import codec
 from cseq.encoding.codec import map_leaves
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from cseq.encoding.writer import Writer
 
 
@@ -112,23 +107,6 @@ def test_other_arrays_go_by_pickle() -> None:
     assert read.a.tolist() == [1]
 
 
-@pytest.mark.skipif(not hasattr(np, "dtypes"), reason="this numpy has no StringDType")
-def test_arrays_of_texts_without_a_length() -> None:
-    """Arrays of numpy's StringDType, whose elements lie elsewhere, arrive whole."""
-    if not hasattr(np.dtypes, "StringDType"):
-        pytest.skip("this numpy has no StringDType")
-    texts = np.array(["a", "b" * 100], dtype=np.dtypes.StringDType())
-    assert copied([texts, np.arange(2)])[0].tolist() == texts.tolist()
-
-
-def test_memory_mapped_files_arrive_as_arrays(tmp_path: Path) -> None:
-    """A piece of a memory-mapped file is an array like any other."""
-    mapped = np.memmap(tmp_path / "data", "i4", "w+", shape=(4, 3))
-    mapped[:] = 7
-    read = copied({"x": mapped[1:3]}, FLOAT32)["x"]
-    assert_same(np.full((2, 3), 7, FLOAT32), read)
-
-
 def test_buffers_of_pickles_lie_in_the_slot(writer: Writer) -> None:
     """A large array inside an object is read where it lies, and a small one is not worth it."""
     large, small = np.arange(1000), np.arange(5)
@@ -141,14 +119,6 @@ def test_buffers_of_pickles_lie_in_the_slot(writer: Writer) -> None:
         assert start <= lies.ctypes.data < start + writer.used
         assert lies.ctypes.data % 64 == 0
     assert_same(small, read[2].array)
-
-
-def test_not_one_more_reference_is_kept() -> None:
-    """The codec holds on to nothing of a batch."""
-    array = np.arange(3)
-    before = sys.getrefcount(array)
-    copied({"a": array, "b": [array, Plain(array)]})
-    assert sys.getrefcount(array) == before
 
 
 # -- what cannot be written ---------------------------------------------------------------------
@@ -212,30 +182,3 @@ def test_what_is_twice_in_a_batch() -> None:
     assert not np.shares_memory(read[0][0], read[1][0])
     assert not np.shares_memory(read[0][0], read[2])
     assert read[3] is read[4]["x"][1]
-
-
-def environment() -> dict[str, str]:
-    """Let a script import this very package."""
-    paths = [path for path in sys.path if path]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-
-
-def test_nothing_is_imported_for_arrays() -> None:
-    """Neither torch nor cloudpickle is imported for a batch that has no need of it."""
-    code = """
-import sys
-import numpy as np
-from cseq.memory.arena import Arena
-from cseq.encoding.writer import Writer
-from cseq.encoding.codec import decode, encode
-arena = Arena()
-writer = Writer(arena.fd, arena.width)
-slot = arena.slots.take()
-writer.select(slot, arena.request(slot))
-record = encode({"a": np.zeros(3), "b": ["c", 1, np.float32(1)]}, writer)
-decode(writer.memory, record)
-print(*{"torch", "cloudpickle"} & set(sys.modules))
-"""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
-    assert done.stdout == "\n"
