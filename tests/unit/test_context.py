@@ -48,16 +48,6 @@ def test_rng_is_pinned() -> None:
     assert type(again.bit_generator) is np.random.Philox
 
 
-def test_generators_do_not_overlap() -> None:
-    """Neighbouring batches draw from stretches of 2^128 draws: they never meet."""
-    one = context.generator(1, 2, 3).bit_generator
-    assert isinstance(one, np.random.Philox)
-    counter = one.state["state"]["counter"]
-    assert counter.tolist() == [0, 0, 3, 0]
-    other = context.generator(1, 3, 3).bit_generator
-    assert other.state["state"]["key"].tolist() != one.state["state"]["key"].tolist()
-
-
 def test_rng_outside() -> None:
     """Outside of an indexer, `rng` is a RuntimeError that says what to use there."""
     with pytest.raises(RuntimeError, match="default_rng"):

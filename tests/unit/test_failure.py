@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from indexers import Indices1, Raising
-from kinds import FEW, INLINE, PROCESSES, Kind, by_name
+from kinds import FEW, INLINE, Kind, by_name
 
 import cseq
 from cseq.encoding import failure
@@ -24,10 +24,8 @@ from cseq.encoding import failure
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from conftest import RunScript
 
 every_kind = pytest.mark.parametrize("kind", FEW, ids=by_name)
-every_process = pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
 
 
 class Coded(Exception):
@@ -136,19 +134,6 @@ def test_arrives_as_itself(make: Callable[[], BaseException]) -> None:
         assert getattr(got, name, None) == getattr(sent, name, None)
 
 
-def test_a_group_arrives() -> None:
-    """An exception group arrives with its members."""
-    if sys.version_info < (3, 11):
-        pytest.skip("no groups before Python 3.11")
-    got = there_and_back(
-        ExceptionGroup(  # noqa: F821
-            "all", [ValueError(1), KeyError("a")]
-        )
-    )
-    assert type(got) is ExceptionGroup  # noqa: F821
-    assert [type(e) for e in got.exceptions] == [ValueError, KeyError]
-
-
 def test_attributes_that_cannot_be_pickled() -> None:
     """All attributes stay behind then; the exception does not."""
     error = Coded(1, reason="r")
@@ -225,40 +210,14 @@ def test_the_traceback_comes_along() -> None:
 # -- naming a batch
 
 
+# -- through the pools
+
+
 def test_where() -> None:
     """A message names epoch and batch, and the first of the indices."""
     assert failure.where(1, 2, [3, 4]) == "epoch 1, batch 2, indices [3, 4]"
     text = failure.where(0, 0, list(range(100)))
     assert text.endswith("14, 15, … 84 more]")
-
-
-# -- through the pools
-
-MAKE: list[Callable[[], BaseException]] = [
-    lambda: Coded(7, reason="wet"),
-    lambda: FileNotFoundError(2, "No such file", "name"),
-]
-
-
-@pytest.mark.parametrize("make", MAKE, ids=lambda make: type(make()).__name__)
-@every_kind
-def test_out_of_the_loop(kind: Kind, make: Callable[[], BaseException]) -> None:
-    """What an indexer raises comes out of the loop at its batch, named; then the loop goes on."""
-    with kind.start(lambda: Raising(make, 5), 12, batch_size=2, shuffle=False) as m:
-        batches = iter(m)
-        assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
-        with pytest.raises(type(make())) as caught:
-            next(batches)
-        assert vars(caught.value).items() >= vars(make()).items()
-        assert caught.value.args == make().args
-        assert str(make()) in str(caught.value)
-        shown = "".join(traceback.format_exception(caught.value))
-        assert "raise self.make()" in shown
-        if sys.version_info >= (3, 11):
-            assert "epoch 0, batch 2, indices [4, 5]" in shown
-        assert [b.tolist() for b in batches] == [[6, 7], [8, 9], [10, 11]]
-        with pytest.raises(type(make())):
-            list(m)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -450,27 +409,6 @@ def test_an_object_that_ends_the_program() -> None:
         assert [batch[0][0] for batch in m] == [0, 2, 6, 8, 10]
 
 
-class Unfinished:
-    """Cannot be made, or unpickled; what is raised would end a loop or the program."""
-
-    def __init__(self, make: Callable[[], BaseException]) -> None:
-        raise make()
-
-    def __getitem__(self, indices: Any) -> Any:
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize("make", ENDINGS[:2], ids=lambda make: type(make()).__name__)
-@every_kind
-def test_an_indexer_that_cannot_be_made(kind: Kind, make: Callable[[], BaseException]) -> None:
-    """Its StopIteration or `sys.exit` is raised in the loop as an error, and not as an end."""
-    manager = kind.make(functools.partial(Unfinished, make), 12)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=f"the worker raised {type(make()).__name__}"):
-            list(kind.begin(manager))
-    manager.finish()
-
-
 @every_kind
 def test_exits_of_other_code_of_the_user(
     kind: Kind, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
@@ -535,24 +473,6 @@ def test_a_signal_handler_that_exits(where: str) -> None:
             assert caught.value.code == 5
     finally:
         signal.signal(signal.SIGTERM, left)
-
-
-@every_kind
-def test_a_batch_too_large(kind: Kind) -> None:
-    """What exceeds memory is a MemoryError in the loop, and the workers live on."""
-
-    class Huge:
-        def __getitem__(self, indices: Any) -> Any:
-            if 3 in indices:
-                return cseq.empty(2**52, "u1")
-            return indices
-
-    with kind.start(Huge, 6, batch_size=1, shuffle=False) as m:
-        batches = iter(m)
-        assert [int(next(batches)[0]) for _ in range(3)] == [0, 1, 2]
-        with pytest.raises(MemoryError):
-            next(batches)
-        assert [int(b[0]) for b in batches] == [4, 5]
 
 
 class Unmade:
@@ -643,40 +563,3 @@ def test_a_close_that_raises(
     list(kind.begin(manager))
     manager.finish()
     caplog.clear()  # the records refer to frames of the worker's thread, and so to its ring
-
-
-SCRIPT = """
-import sys, cseq
-class Odd(Exception):
-    def __init__(self, number, why):
-        super().__init__(f"{number} {why}")
-        self.number = number
-class Worker:
-    def __getitem__(self, indices):
-        raise Odd(int(indices[0]), why="is odd")
-print("body")
-manager = cseq.MPSequence(Worker, 4, 2, start_method=sys.argv[1], out_type="null", shuffle=False)
-with manager.start() as m:
-    try:
-        list(m)
-    except Odd as error:
-        print(error.number, error.args)
-"""
-
-
-@every_process
-def test_a_class_of_the_script(run_script: RunScript, kind: Kind) -> None:
-    """An exception class of the user's script is caught there by its name; the body runs once."""
-    done = run_script(SCRIPT, kind.name)
-    assert (done.stdout, done.stderr) == ("body\n0 ('0 is odd',)\n", "")
-
-
-@every_process
-def test_what_the_user_sees(run_script: RunScript, kind: Kind) -> None:
-    """An exception nobody catches shows the indexer's own line, and which batch it was."""
-    done = run_script(SCRIPT.replace("except Odd", "except OSError"), kind.name)
-    assert done.returncode == 1
-    assert 'raise Odd(int(indices[0]), why="is odd")' in done.stderr or "__getitem__" in done.stderr
-    assert "Odd: 0 is odd" in done.stderr
-    if sys.version_info >= (3, 11):
-        assert "cseq: while making epoch 0, batch 0, indices [0, 1, 2, 3]" in done.stderr

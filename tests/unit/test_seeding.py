@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from indexers import Killing
 from kinds import INLINE, PROCESSES, QUICKEST, Kind, stream
 from reference import golden_states
 
@@ -36,15 +35,6 @@ class Drawing:
         # An odd number of Gaussian ones: each generator keeps the second of a pair.
         return (self.made, random.gauss(0, 1), np.random.randn(), np.random.randint(1 << 30),
                 random.random())  # fmt: skip
-
-
-class Dying(Killing):
-    """Kills its worker at some indices, after it has drawn."""
-
-    def __getitem__(self, indices: Any) -> Any:
-        drawn = Drawing()[indices][1:]
-        super().__getitem__(indices)
-        return drawn
 
 
 def states() -> tuple[Any, ...]:
@@ -70,56 +60,6 @@ def test_draws_whatever_the_workers(kind: Kind, num_workers: int) -> None:
     want = stream(INLINE, Drawing, 40, **options)
     assert stream(kind, Drawing, 40, num_workers=num_workers, **options) == want
     assert len({batch[1:] for batch in want}) == len(want) == 28
-
-
-def test_seeds_differ() -> None:
-    """Another seed, another rank: other draws."""
-    drawn = []
-    for options in ({"seed": 43}, {"seed": 42, "shard": (1, 2)}, {"seed": 42, "shard": (0, 2)}):
-        drawn += [batch[1:] for batch in stream(INLINE, Drawing, 16, batch_size=2, **options)]
-    assert len(set(drawn)) == len(drawn) == 16
-
-
-@pytest.mark.needs("POSIX")
-def test_after_a_death(tmp_path: Path) -> None:
-    """A batch that is made again draws the same again."""
-    for name in ("want", "got"):
-        (tmp_path / name).mkdir()
-    kind = PROCESSES[0]
-    for name in ("1", "17", "39"):
-        (tmp_path / "want" / name).touch()  # nothing dies
-    with kind.start(DyingIn(tmp_path / "want"), 40, batch_size=4) as m:
-        want = list(m)
-        assert m.stats().restarts == 0
-    with kind.start(DyingIn(tmp_path / "got"), 40, batch_size=4) as m:
-        assert list(m) == want
-        assert m.stats().restarts > 0
-    assert stream(INLINE, DyingIn(tmp_path / "want"), 40, batch_size=4) == want
-
-
-class DyingIn:
-    """Makes `Dying` in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __call__(self) -> Dying:
-        return Dying(self.folder, (1, 17, 39))
-
-
-@pytest.mark.needs("worker processes")
-def test_after_a_resume() -> None:
-    """What is left of an epoch draws as it would have without the interruption."""
-    want = stream(INLINE, Drawing, 40, batch_size=4)
-    with PROCESSES[0].start(Drawing, 40, batch_size=4) as m:
-        batches = iter(m)
-        got = [next(batches) for _ in range(3)]
-        state = m.state_dict()
-    m = INLINE.make(Drawing, 40, batch_size=4)
-    m.load_state_dict(state)
-    with m.start_test() as batches:
-        got += list(batches)
-    assert got == want
 
 
 LAZY = """
@@ -168,48 +108,6 @@ def test_modules_imported_by_a_batch(run_script: RunScript) -> None:
     done = run_script(LAZY)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "True\n"
-
-
-TORCH = """
-import random
-import numpy as np
-import torch
-import cseq
-from cseq.processes.launcher import start_methods
-
-class Noise:
-    def __getitem__(self, indices):
-        return [random.random(), np.random.randn(), torch.randn(2).tolist(), torch.rand(1).item()]
-
-def run(num_workers, method=None):
-    m = cseq.MPSequence(Noise, 30, num_workers=num_workers or 1, batch_size=4, out_type="null",
-                        seed=3, start_method=method)
-    with m.start() if num_workers else m.start_test() as batches:
-        return [batch for _ in range(2) for batch in batches]
-
-def states():
-    return str((random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()))
-
-np.random.seed(1)
-np.random.randn()  # one of a pair is kept for later
-before = states()
-want = run(0)
-print(before == states())
-first, quickest = start_methods()[0], start_methods()[-1]
-kinds = [(1, quickest), (5, quickest), (2, first), (1, "spawn")]
-if quickest == "spawn":  # each worker imports torch anew
-    kinds = [(2, "spawn")]
-print(all(run(*kind) == want for kind in kinds))
-print(before == states())
-"""
-
-
-def test_torch(run_prepared: RunScript) -> None:
-    """The CPU generator of torch, too; the trainer's own are left as they were."""
-    pytest.importorskip("torch")
-    done = run_prepared(TORCH)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "True\nTrue\nTrue\n"
 
 
 # -- what is left alone
@@ -280,13 +178,6 @@ def test_threads_are_not_seeded() -> None:
     with cseq.MTSequence(np.arange(10), 10, out_type="null").start() as batches:
         list(batches)
     assert states() == before
-
-
-@pytest.mark.parametrize("value", [1, None, "no"])
-def test_a_wrong_argument(value: Any) -> None:
-    """`seed_globals` is True or False."""
-    with pytest.raises(TypeError, match="seed_globals"):
-        cseq.MPSequence(np.arange(3), 3, seed_globals=value)
 
 
 # -- the states themselves

@@ -28,90 +28,11 @@ from cseq.processes.launcher import make_launcher
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from conftest import RunScript
 
 pytestmark = pytest.mark.needs("fork")
 
 
 # -- signals
-
-
-STARTING = """
-import gc, os, random, signal, sys, threading, time
-import numpy as np
-import cseq
-from cseq.manager import await_closings
-
-def left():
-    gc.collect()
-    await_closings(60)  # what was dropped ends on other threads
-    mine = [pid for pid in filter(str.isdecimal, os.listdir("/proc")) if parent(pid) == os.getpid()]
-    # What `threading` has not started stays in its list when it has ended, as a dummy.
-    threads = [t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)]
-    return len(mine), len(threads), len(os.listdir("/proc/self/fd"))
-
-def parent(pid):
-    try:
-        with open(f"/proc/{pid}/stat", "rb", buffering=0) as stat:
-            return int(stat.read().rpartition(b")")[2].split()[1])
-    except OSError:
-        return 0
-
-def interrupt(number, frame):
-    if armed:
-        raise KeyboardInterrupt
-
-armed, struck = False, 0
-signal.signal(signal.SIGINT, interrupt)
-ear, mouth = os.pipe()
-if os.fork() == 0:  # strikes when it is told to
-    os.close(mouth)
-    while delay := os.read(ear, 10):
-        time.sleep(float(delay))
-        os.kill(os.getppid(), signal.SIGINT)
-    os._exit(0)
-kind, method = sys.argv[1:]
-options = {"start_method": method} if kind == "MPSequence" else {}
-random.seed(7)
-# CPython: an import that Ctrl-C ends may keep the lock of imports (in 15 of 8000), for which every
-# fork of another thread then waits. So what a start imports is there before.
-getattr(cseq, kind)(np.arange(100), 100, out_type="null", **options).start().finish()
-before = left()
-for _ in range(25):
-    m = getattr(cseq, kind)(np.arange(100), 100, out_type="null", **options)
-    os.write(mouth, f"{random.random() * 0.02:10.7f}".encode())
-    try:
-        armed = True
-        m.start()
-        armed = False
-    except KeyboardInterrupt:
-        armed = False
-        struck += 1
-    if struck % 2:
-        m.finish()
-    else:
-        del m
-with cseq.MTSequence(np.arange(100), 100, out_type="null").start() as m:
-    assert len(list(m)) == 4
-deadline = time.monotonic() + 60
-# An import goes on behind Ctrl-C, and a thread that is done is there until it has left Python.
-while (after := left()) != before and time.monotonic() < deadline:
-    time.sleep(0.01)
-print(before == after, before, after, struck)
-os.close(mouth)
-os.wait()  # it may be about to strike
-"""
-
-
-@pytest.mark.needs("Linux")
-@pytest.mark.parametrize(
-    ("kind", "method"), [("MPSequence", "fork"), ("MPSequence", "forkserver"), ("MTSequence", "")]
-)
-def test_ctrl_c_while_it_starts(run_script: RunScript, kind: str, method: str) -> None:
-    """Ctrl-C in `start` leaves no process, thread or descriptor, and the next start works."""
-    done = run_script(STARTING, kind, method)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("True"), done.stdout
 
 
 START = [("MPSequence", "fork", 3), ("MPSequence", "forkserver", 17), ("MTSequence", None, 1)]
