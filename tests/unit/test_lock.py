@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from interrupting import is_mine
 
-from cseq import _core
-from cseq._core import Lock, RunState
+from cseq._core import Lock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,26 +36,6 @@ def taken_elsewhere(lock: Lock) -> Iterator[threading.Event]:
     finally:
         leave.set()
         thread.join()
-
-
-def test_one_thread_at_a_time() -> None:
-    """What one reads and then writes, no other one changes meanwhile; all get their turn."""
-    lock, count, turns = Lock(), 0, 1000
-
-    def work() -> None:
-        nonlocal count
-        for _ in range(turns):
-            with lock.hold():
-                seen = count
-                time.sleep(0)  # another thread may run
-                count = seen + 1
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert count == 4 * turns
 
 
 def test_it_is_given_back_as_often_as_taken() -> None:
@@ -102,16 +77,6 @@ def test_a_time_limit() -> None:
         with pytest.raises(RuntimeError, match="does not have"):
             lock.release()
     assert lock.acquire(timeout=60)
-    lock.release()
-
-
-def test_a_waiter_is_woken() -> None:
-    """Long before it would look by itself, if it slept without a limit."""
-    lock = Lock()
-    with taken_elsewhere(lock) as leave:
-        threading.Timer(0.05, leave.set).start()
-        assert lock.acquire(timeout=60)
-    assert is_mine(lock)
     lock.release()
 
 
@@ -204,16 +169,6 @@ def strike_behind(taken: object) -> None:
     raise Struck
 
 
-def test_holding_with_a_time_limit() -> None:
-    """The body is entered without the lock, and its end gives back nothing."""
-    lock = Lock()
-    with taken_elsewhere(lock), lock.hold(timeout=0.01):
-        assert not is_mine(lock)
-    with lock.hold(timeout=0):
-        assert is_mine(lock)
-    assert not is_mine(lock)
-
-
 @pytest.mark.needs("Linux")
 def test_signals_while_it_is_taken() -> None:
     """Wherever the handler of a real signal raises, the lock is not left taken."""
@@ -298,44 +253,4 @@ def test_a_fork_whose_thread_has_the_number_of_the_owner() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_generations() -> None:
-    """Each is another number, also if several threads begin one at a time."""
-    state, begun = RunState(), []
-
-    def begin() -> None:
-        begun.extend([state.interrupt() for _ in range(2000)])
-
-    threads = [threading.Thread(target=begin) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(begun) == list(range(1, 8001))
-    assert state.generation == 8000
-
-
 # -- the end of a process
-
-
-@pytest.mark.needs("POSIX")
-def test_a_hangup_ends_the_process() -> None:
-    """`exit_on_hangup` ends its process as soon as the other end of its socket is gone."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        source = (
-            "import sys, threading; from cseq._core import exit_on_hangup as run\n"
-            "threading.Thread(target=run, args=(int(sys.argv[1]),), daemon=True).start()\n"
-            "print('here', flush=True); threading.Event().wait()"
-        )
-        with subprocess.Popen(
-            [sys.executable, "-c", source, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(Path(_core.__file__).parents[1])},
-        ) as process:
-            theirs.close()
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"here\n"
-            assert process.poll() is None
-            ours.close()
-            assert process.wait() == 1

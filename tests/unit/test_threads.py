@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -42,48 +40,6 @@ def test_a_latch() -> None:
     assert latch.wait()
 
 
-@pytest.mark.needs("Linux")
-def test_a_latch_that_one_of_its_threads_leaves() -> None:
-    """A signal handler that raises there keeps no other thread waiting."""
-
-    class Struck(Exception):
-        pass
-
-    def handle(*_: object) -> None:
-        raise Struck
-
-    main = threading.main_thread().ident or 0
-    ear, mouth = os.pipe()
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
-        for _ in range(200):
-            latch = Latch()
-            seen: list[bool] = []
-
-            def strike(latch: Latch = latch) -> None:
-                os.read(ear, 1)
-                signal.pthread_kill(main, signal.SIGUSR1)
-                latch.set()
-
-            others = [
-                threading.Thread(target=lambda to=seen, of=latch: to.append(of.wait(SOON))),
-                threading.Thread(target=strike),
-            ]
-            for other in others:
-                other.start()
-            with pytest.raises(Struck):
-                os.write(mouth, b"!")
-                latch.wait(SOON)
-                others[1].join()
-            for other in others:
-                other.join()
-            assert seen == [True]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-        os.close(ear)
-        os.close(mouth)
-
-
 def test_threads() -> None:
     """All of them run under their names, and are gone after `join`."""
     threads, go = Threads(), Latch()
@@ -114,33 +70,6 @@ def test_a_thread_does_not_join_itself() -> None:
     assert left == [["one"]]
     assert threads.ident("one") is None
     assert threads.join(0) == []
-
-
-def test_threads_that_were_not_started() -> None:
-    """There is nothing to wait for."""
-    threads = Threads()
-    threads.add("never", lambda: None)
-    assert threads.join(time.monotonic() + SOON) == []
-
-
-def test_a_system_without_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`start` raises; those that were started before can be awaited."""
-    threads, go = Threads(), Latch()
-    threads.add("one", go.wait)
-    threads.add("two", go.wait)
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name == "two":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(RuntimeError, match="new thread: the system starts no more threads"):
-        threads.start()
-    assert threads.begun
-    go.set()
-    assert threads.join(time.monotonic() + SOON) == []
 
 
 @pytest.mark.parametrize("main", [True, False])
@@ -277,15 +206,6 @@ def test_a_handler_of_logging_that_raises(
     await_told(time.monotonic() + SOON)
     assert handler.got == ["later"]
     assert f"{error.__name__}: no answer" in capsys.readouterr().err
-
-
-def test_a_handler_of_logging_that_tells(handler: Handler) -> None:
-    """What it tells comes after what it handles."""
-    handler.act = lambda: tell(logging.WARNING, "nested")
-    tell(logging.WARNING, "act")
-    await_told(time.monotonic() + SOON)
-    await_told(time.monotonic() + SOON)
-    assert handler.got == ["act", "nested"]
 
 
 def test_messages_without_a_thread(handler: Handler, monkeypatch: pytest.MonkeyPatch) -> None:
