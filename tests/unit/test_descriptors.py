@@ -105,17 +105,11 @@ def listed(how):
 INHERIT_JOB = """
 import sys, threading
 import cseq
-from cseq.stream import Streams
 from listing import listed
 
 class Lister:
     def __getitem__(self, indices):
         return [listed(how) for how in ("popen", "spawn", "exec")]
-
-class Producer:
-    def __init__(self, number, num_workers): pass
-    def begin(self, assignment): pass
-    def items(self, start): yield [listed(how) for how in ("popen", "spawn", "exec")]
 
 method = sys.argv[1]
 manager = cseq.MPSequence(
@@ -130,12 +124,9 @@ watcher.start()
 with manager.start() as batches:
     found = list(batches)
     found.append([listed(how) for how in ("popen", "spawn", "exec")])
-with Streams(Producer, 2, start_method=method) as streams:
-    streams.begin([None, None])
-    found += list(streams)
 over.set()
 watcher.join()
-print(len(found), sum(found, []) == [[]] * 15, [w for w in seen if w], found)
+print(sum(found, []) == [[]] * 9, [w for w in seen if w], found)
 """
 
 
@@ -144,10 +135,10 @@ print(len(found), sum(found, []) == [[]] * 15, [w for w in seen if w], found)
 def test_executed_programs_inherit_nothing(
     run_script: RunScript, tmp_path: Path, method: str
 ) -> None:
-    """Neither from an indexer or a producer, nor from the trainer, whenever in a start."""
+    """Neither from an indexer nor from the trainer, whenever in a start."""
     (tmp_path / "listing.py").write_text(LISTING)
     done = run_script(INHERIT_JOB, method)
-    assert done.stdout.startswith("5 True []"), done.stdout + done.stderr
+    assert done.stdout.startswith("True []"), done.stdout + done.stderr
 
 
 # --- standard streams that the trainer has closed ----------------------------------------------
@@ -178,18 +169,12 @@ def opened():
 
 import numpy as np, cseq
 from cseq import testing
-from cseq.stream import Streams
 
 class Indexer:
     def __getitem__(self, indices):
         streams = [os.readlink(f"/proc/self/fd/{fd}") for fd in map(int, sys.argv[2])]
         assert all(stream == "/dev/null" for stream in streams), streams
         return np.repeat(indices, 5000)
-
-class Producer:
-    def __init__(self, number, num_workers): pass
-    def begin(self, assignment): pass
-    def items(self, start): yield from map(str, range(start, 5))
 
 method, seen = sys.argv[1], []
 manager = cseq.MPSequence(
@@ -202,11 +187,7 @@ with manager.start() as batches:
         if number == 20:
             testing.await_workers(manager)
             testing.kill(manager, 0)
-with Streams(Producer, 2, start_method=method) as streams:
-    streams.begin([None, None])
-    for item in streams:
-        seen += opened()
-os.write(log, f"{number} {item} {seen} {opened()}".encode())
+os.write(log, f"{number} {seen} {opened()}".encode())
 """
 
 
@@ -218,7 +199,7 @@ def test_no_descriptor_stands_in_for_a_closed_standard_stream(
 ) -> None:
     """In a daemon: neither shared memory nor a socket, also after a worker was replaced."""
     done = run_script(CLOSED_JOB, method, closed)
-    assert done.stdout == "59 4 [] []", done.stdout + done.stderr
+    assert done.stdout == "59 [] []", done.stdout + done.stderr
 
 
 NULL_JOB = """

@@ -45,19 +45,6 @@ def held(arena: Arena, value: int) -> np.ndarray[Any, Any]:
     return array
 
 
-def test_a_child_shares_what_is_leased(arena: Arena) -> None:
-    """Each side sees what the other writes there, as with torch's shared tensors."""
-    array = held(arena, 1)
-
-    def act() -> bool:
-        seen = array.min() == array.max() == 1
-        array[:] = 2
-        return bool(seen)
-
-    assert in_child(act)
-    assert array.min() == array.max() == 2
-
-
 def test_a_leased_slot_is_not_used_again_before_the_next_epoch(arena: Arena) -> None:
     """Also if the parent drops its batch; a child that drops it frees nothing."""
     array = held(arena, 1)
@@ -233,47 +220,6 @@ def test_children_of_a_loop(run_script: RunScript, kind: str, options: dict[str,
     """A child holds its batch, which its parent drops, to the end of the epoch."""
     done = run_script(LOOP, kind, repr(options))
     assert (done.stdout, done.stderr) == ("6 children\n", "")
-
-
-NESTED = """
-import os
-import numpy as np
-import cseq
-
-class Worker:
-    def __getitem__(self, indices):
-        return np.full((len(indices), 30_000), indices[0], np.int64)
-
-class Holder:
-    def __init__(self, batch):
-        self.batch = batch
-    def __getitem__(self, indices):
-        return self.batch.min(), self.batch.max()
-
-outer = cseq.MPSequence(Worker, 60, batch_size=1, num_workers=1, shuffle=False, out_type="null")
-with outer.start() as batches:
-    iterator = iter(batches)
-    for _ in range(6):
-        batch = next(iterator)
-    inner = cseq.MPSequence(
-        Holder(batch), 50, batch_size=1, num_workers=1, shuffle=False, out_type="null",
-        start_method="fork",
-    )
-    with inner.start() as others:
-        for number, (low, high) in enumerate(others):
-            assert low == high == 5, (low, high, number)
-            assert batch.min() == batch.max() == 5
-            if number == 5:
-                for late in iterator:
-                    late[:] = -1
-print("done")
-"""
-
-
-def test_a_batch_in_another_managers_worker(run_script: RunScript) -> None:
-    """A worker object that holds a batch of another manager reads it while that one goes on."""
-    done = run_script(NESTED)
-    assert (done.stdout, done.stderr) == ("done\n", "")
 
 
 HELD = """
@@ -454,29 +400,47 @@ def test_a_replacement_is_not_forked_while_the_loop_holds_a_lock(run_script: Run
     assert done.stdout == "True 2\n"
 
 
-BESIDE_THREADS = """
-import threading
+BESIDE = """
+import io, threading
 import numpy as np
 import cseq
 
-ending = threading.Event()
-thread = threading.Thread(target=ending.wait, name="monitor", daemon=True)
-thread.start()
+class Heartbeat(threading.Thread):
+    __module__ = "ipykernel.heartbeat"
+
+over = threading.Event()
+THREADS
 for _ in range(2):
-    m = cseq.MPSequence(np.arange(9), 9, 1, batch_size=3, out_type="null", start_method=METHOD)
+    m = cseq.MPSequence(np.arange(9), 9, 1, batch_size=3, out_type="null", start_method="METHOD")
     with m.start() as batches:
         print(len(list(batches)))
-ending.set()
-thread.join()
+over.set()
 """
+NOTEBOOK = """
+Heartbeat(target=over.wait, daemon=True).start()
+for name in "IOPub", "Thread-2 (_watch_pipe_fd)":
+    threading.Thread(target=over.wait, name=name, daemon=True).start()
+"""
+BAR = """
+import tqdm
+list(tqdm.tqdm(range(9), file=io.StringIO()))
+assert tqdm.tqdm.monitor.is_alive()
+"""
+MONITOR = "threading.Thread(target=over.wait, name='monitor', daemon=True).start()"
 
 
-@pytest.mark.parametrize(("method", "count"), [("fork", 1), ("forkserver", 0)])
+@pytest.mark.parametrize(
+    ("method", "threads", "count"),
+    [("fork", MONITOR, 1), ("forkserver", MONITOR, 0), ("fork", BAR, 0), ("fork", NOTEBOOK, 0)],
+    ids=["fork", "forkserver", "bar", "notebook"],
+)
 def test_a_fork_beside_other_threads_is_logged_once(
-    run_script: RunScript, method: str, count: int
+    run_script: RunScript, method: str, threads: str, count: int
 ) -> None:
-    """The log names the program's threads, not those of cseq."""
-    done = run_script(f"METHOD = {method!r}\n{BESIDE_THREADS}")
+    """The log names the program's threads, not cseq's, nor those of bars and notebooks."""
+    if threads is BAR:
+        pytest.importorskip("tqdm")
+    done = run_script(BESIDE.replace("METHOD", method).replace("THREADS", threads))
     assert done.stdout == "3\n3\n"
     assert done.stderr.count("workers are forked while other threads run (monitor)") == count
     assert done.stderr.count("(of a DataLoader: multiprocessing_context='forkserver')") == count
@@ -526,54 +490,6 @@ def test_workers_that_hang_after_a_fork(run_prepared: RunScript, is_beside: bool
     assert done.stdout.endswith("[[b'!']]\n")
     assert ("They were forked beside threads of libraries" in done.stdout) == is_beside
     assert ("multiprocessing_context='forkserver'" in done.stdout) == is_beside
-
-
-WITH_A_BAR = """
-import io
-import numpy as np
-import tqdm
-import cseq
-
-m = cseq.MPSequence(np.arange(9), 9, 1, batch_size=3, out_type="null", start_method="fork")
-with m.start_test() as batches:  # without processes: the monitor is there before the fork
-    print(len(list(tqdm.tqdm(batches, file=io.StringIO()))), tqdm.tqdm.monitor.is_alive())
-with m.start() as batches:
-    print(len(list(tqdm.tqdm(batches, file=io.StringIO()))))
-"""
-
-
-def test_the_monitor_of_a_bar_is_not_logged(run_script: RunScript) -> None:
-    """Nearly each loop has a bar of tqdm's, and with it a thread whose locks no worker needs."""
-    pytest.importorskip("tqdm")
-    done = run_script(WITH_A_BAR)
-    assert (done.stdout, done.stderr) == ("3 True\n3\n", "")
-
-
-IN_A_NOTEBOOK = """
-import threading
-import numpy as np
-import cseq
-
-class Heartbeat(threading.Thread):
-    __module__ = "ipykernel.heartbeat"
-
-over = threading.Event()
-for kind, name in (
-    (Heartbeat, "Thread-1"),
-    (threading.Thread, "IOPub"),
-    (threading.Thread, "Thread-2 (_watch_pipe_fd)"),
-):
-    kind(target=over.wait, name=name, daemon=True).start()
-m = cseq.MPSequence(np.arange(9), 9, 1, batch_size=3, out_type="null", start_method="fork")
-with m.start() as batches:
-    print(len(list(batches)))
-"""
-
-
-def test_the_threads_of_a_notebook_are_not_logged(run_script: RunScript) -> None:
-    """They are in each notebook, whatever it does."""
-    done = run_script(IN_A_NOTEBOOK)
-    assert (done.stdout, done.stderr) == ("3\n", "")
 
 
 STRAYING = """

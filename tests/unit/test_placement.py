@@ -14,9 +14,9 @@ import pytest
 from ringing import Trainer, make_ring
 
 from cseq import MPSequence, empty
-from cseq._memory import Mapping, SlotAllocator, SlotTable
+from cseq._memory import SlotAllocator, SlotTable
 from cseq._work import Runner
-from cseq.encoding import codec, failure
+from cseq.encoding import codec
 from cseq.encoding import writer as writer_module
 from cseq.encoding.transport import SlotReader
 from cseq.encoding.writer import KEEPS, Writer
@@ -120,26 +120,6 @@ def test_what_was_in_the_last_batch_is_made_in_the_slot(bench: Bench) -> None:
     assert bench.placement.live == 0
 
 
-def test_an_array_may_be_kept(bench: Bench) -> None:
-    """What the indexer keeps does not change when its slot is written to again, nor by it."""
-    bench.learn(fresh)
-    kept: list[Any] = []
-
-    def keep() -> Any:
-        kept.append(fresh())
-        return kept[-1]
-
-    delivered = bench.batch(keep)
-    assert len(bench.writer.kept) == 1
-    assert bench.arena.slots.nbytes(bench.slot) == bench.capacity  # of the slot with the copy
-    delivered[:] = -1
-    np.testing.assert_array_equal(kept[0], SOURCE + 1)
-    kept[0][:] = 5
-    assert delivered.max() == -1
-    bench.learn(lambda: SOURCE * 2)
-    assert kept[0].min() == kept[0].max() == 5
-
-
 def test_what_is_written_meanwhile_is_not_lost(bench: Bench) -> None:
     """A thread may fill an array of the slot while the batch beside it is published."""
     bench.learn(lambda: (fresh(), fresh()))
@@ -177,32 +157,6 @@ def test_arrays_of_empty_may_be_kept(bench: Bench, count: int) -> None:
         assert array.min() == array.max() == number
     in_slots = sum(not array.flags.owndata for array in kept)
     assert in_slots == KEEPS
-
-
-def test_no_room_for_the_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without room for a kept batch's copy, that is said, and what is kept stays."""
-    bench.learn(fresh)
-    assert bench.runner.claim()
-    bench.writer.begin_ticket()
-    kept = bench.writer.empty(SIZE, np.float32)
-    kept[:] = SOURCE + 1
-    record = bench.writer.write(bench.runner, kept)
-
-    def full(*_: int) -> None:
-        raise MemoryError("no room")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(writer_module, "commit", full)
-        with pytest.raises(MemoryError, match="no room") as caught:
-            bench.writer.publish(bench.runner, record)
-        bench.writer.fail(bench.runner, caught.value)
-    del caught
-    error = bench.error()
-    assert type(error) is MemoryError
-    assert "no room" in str(error)
-    np.testing.assert_array_equal(kept, SOURCE + 1)
-    np.testing.assert_array_equal(bench.batch(fresh), SOURCE + 1)
-    np.testing.assert_array_equal(kept, SOURCE + 1)
 
 
 def test_an_exception_when_memory_is_short(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,40 +218,6 @@ def test_an_array_that_is_resized(bench: Bench) -> None:
         np.testing.assert_array_equal(batch[: min(count, SIZE)], (SOURCE + 1)[:count])
 
 
-def test_arrays_that_are_cast_are_not_made_in_the_slot(bench: Bench) -> None:
-    """What is cast on its way lies in the slot once, not twice."""
-
-    def wide() -> Any:
-        return SOURCE.astype(np.float64)
-
-    bench.learn(wide, np.dtype(np.float32))
-    batch = bench.batch(wide, np.dtype(np.float32))
-    np.testing.assert_array_equal(batch, SOURCE)
-    assert bench.writer.used < SIZE * 4 + 4096
-
-
-def test_an_exception_holds_arrays_of_the_slot(bench: Bench) -> None:
-    """Frames of a traceback keep their arrays while the error is written into the same slot."""
-    bench.learn(fresh)
-
-    def fails() -> Any:
-        made = fresh()
-        raise ValueError(made[3])
-
-    assert bench.runner.claim()
-    bench.writer.begin_ticket()
-    context = contextvars.copy_context()
-    with pytest.raises(ValueError, match=r"4\.0") as caught:
-        context.run(SlotAllocator)  # as in the fixture's context
-        context.run(fails)
-    held = caught.traceback[-1].frame.f_locals["made"]
-    assert bench.placement.live == 1
-    bench.writer.fail(bench.runner, ValueError("x" * SIZE))
-    assert len(bench.writer.kept) == 1
-    np.testing.assert_array_equal(held, SOURCE + 1)
-    assert failure.unpack(bench.take()).args == ("x" * SIZE,)
-
-
 @pytest.mark.skipif(
     getattr(sys.flags, "thread_inherit_context", 0),
     reason="a thread inherits the context: by default without a GIL, where there is no placement",
@@ -316,21 +236,6 @@ def test_other_threads_allocate_as_ever(bench: Bench) -> None:
 
     bench.batch(make)
     assert made[1] == 0
-
-
-def test_a_slot_in_use_is_not_left(bench: Bench) -> None:
-    """While arrays lie in a slot, no other one is turned to."""
-    bench.learn(fresh)
-    mapping = Mapping(bench.arena.fd, 0, 4096)
-    kept: list[Any] = []
-
-    def keep() -> Any:
-        kept.append(fresh())
-        with pytest.raises(RuntimeError, match="1 arrays lie in the slot"):
-            bench.placement.begin(mapping, 4096)
-        return kept[0]
-
-    np.testing.assert_array_equal(bench.batch(keep), SOURCE + 1)
 
 
 # -- all of it ----------------------------------------------------------------------------------
