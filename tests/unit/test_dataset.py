@@ -146,9 +146,6 @@ class Holed(Squares):
         return None if index == 6 else (index, drawn, rows)
 
 
-LEFT_OUT = [1, 6]
-
-
 @pytest.mark.parametrize("options", [{}, {"large": True}, {"together": True}], ids=str)
 def test_a_sample_that_raises_is_left_out(options: Any) -> None:
     """Its batch is smaller, in every kind of pool; one without samples is left out."""
@@ -260,21 +257,6 @@ def test_collating_by_default() -> None:
     assert (batch["scalar"].dtype, batch["zero"].dtype) == (np.float32, np.int8)
     assert batch["zero"].shape == (3,)
     assert type(default_collate([OrderedDict(a=1)])) is OrderedDict
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=by_name)
-def test_large_arrays(kind: Kind) -> None:
-    """Arrays that are stacked where the batch lies arrive as they are, also of mixed types."""
-
-    class Large(Squares):
-        def __getitem__(self, index: int) -> Any:
-            kind = np.float32 if index % 5 else np.float64
-            return np.full((50, 100), index, np.int16), np.full(4000, index, kind)
-
-    for whole, mixed in stream(kind, cseq.from_dataset(Large()), None, batch_size=5, shuffle=False):
-        assert (whole.dtype, whole.shape, mixed.dtype) == (np.int16, (5, 50, 100), np.float64)
-        assert (whole == whole[:, :1, :1]).all()
-        assert whole[:, 0, 0].tolist() == mixed[:, 3999].tolist()
 
 
 class Watched(np.ndarray):
@@ -484,29 +466,3 @@ def test_no_copies_where_none_are_needed(run_script: RunScript) -> None:
     done = run_script(PICKLED)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "0 True\n0\n"
-
-
-class Numbered:
-    """Samples of a number and its integer label."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Any:
-        return np.float64(index), index % 3
-
-
-@pytest.mark.parametrize("kind", FEW, ids=by_name)
-def test_samples_keep_their_types(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
-    """With `dtype` left out, labels stay integers, as with a DataLoader; other workers cast."""
-    torch = pytest.importorskip("torch")
-    worker = cseq.from_dataset(Numbered())
-    with kind.start(worker, None, batch_size=4, out_type="cpu") as m:
-        for x, label in m:
-            assert (x.dtype, label.dtype) == (torch.float64, torch.int64)
-            torch.nn.functional.cross_entropy(torch.zeros(4, 3), label)
-    assert "dtype" not in caplog.text
-    with kind.start(worker, None, batch_size=4, out_type="cpu", dtype="float32") as m:
-        assert {each.dtype for batch in m for each in batch} == {torch.float32}
-    with kind.start(np.arange(12), None, batch_size=4, out_type="cpu") as m:
-        assert {batch.dtype for batch in m} == {torch.float32}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from indexers import Indices1, Lasting, NotAnIndexer, Rows
+from indexers import Lasting, NotAnIndexer, Rows
 from kinds import FEW, Kind, by_name
 from ringing import Trainer, make_ring, stamps
 
@@ -18,34 +18,7 @@ from cseq._work import Runner
 from cseq.converter.output import Output
 from cseq.encoding.transport import Objects
 from cseq.indexing import context, indexer
-from cseq.stage import INDEXER, RAISED
-
-
-class Callable1:
-    """An object that makes indexers when it is called."""
-
-    def __call__(self) -> Any:
-        return Rows()
-
-
-class Both:
-    """An indexer that can be called, too: it is used as it is."""
-
-    def __getitem__(self, indices: Any) -> Any:
-        return indices
-
-    def __call__(self) -> Any:
-        raise AssertionError("an indexer is not called")
-
-
-WORKERS = [Indices1, Rows, Rows(), Rows, functools.partial(Lasting, 5), Callable1(),
-           Both(), np.arange(3)]  # fmt: skip
-
-
-@pytest.mark.parametrize("worker", WORKERS, ids=lambda w: getattr(w, "__name__", type(w).__name__))
-def test_workers(worker: Any) -> None:
-    """Classes, callables, and objects that can be indexed by an array are workers."""
-    indexer.check_worker(worker)
+from cseq.stage import INDEXER
 
 
 @pytest.mark.parametrize(
@@ -181,23 +154,6 @@ def test_the_stamps_of_tickets_in_a_row() -> None:
     assert [bench.trainer.batch() for _ in range(3)] == [0, 1, 2]
     first, second, third = stamps()
     assert 0 < first[0] <= first[1] <= second[0] <= second[1] == third[0] <= third[1]
-
-
-@pytest.mark.parametrize("error", [ValueError("x"), SystemExit(2), KeyboardInterrupt()])
-def test_indexing_of_one_that_raises(error: BaseException) -> None:
-    """Whatever is raised, by indexer or conversion, goes on in the batch's place."""
-
-    class Raises:
-        def __getitem__(self, indices: Any) -> Any:
-            raise error
-
-    def convert(batch: Any) -> Any:
-        raise error
-
-    assert Bench(Raises()).do() == (RAISED, error)
-    bench = Bench(np.arange(10), convert)
-    assert bench.do() == (RAISED, error)
-    assert bench.do() == (RAISED, error)
 
 
 class Owner:

@@ -147,14 +147,6 @@ def test_reference_words(seed: int, epoch: int, purpose: int, count: int) -> Non
 # ── while it is used ──────────────────────────────────────────────────────────────────────────
 
 
-@given(n=sizes, seed=seeds, epoch=seeds)
-def test_order_is_the_permutation(n: int, seed: int, epoch: int) -> None:
-    """An order shuffled ahead of its use is the permutation."""
-    made = begun(n, seed, epoch).read(0, n)
-    assert made.dtype == np.int64
-    assert np.array_equal(made, cseq.permutation(n, seed, epoch))
-
-
 @given(n=sizes, seed=seeds, portions=st.lists(st.integers(0, 200)))
 def test_portions(n: int, seed: int, portions: list[int]) -> None:
     """It does not matter in which portions an order is read."""

@@ -252,20 +252,11 @@ def test_skip_leaves_out_the_batch_that_raised(kind: str, caplog: pytest.LogCapt
     assert sum("sample 123 is broken" in r.getMessage() for r in caplog.records) == 1
 
 
-class Lethal(Squares):
-    """A sample ends each worker."""
-
-    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
-        if 123 in indices:
-            kill_myself()
-        return super().__getitem__(indices)
-
-
 @pytest.mark.parametrize("method", start_methods())
 def test_skip_leaves_out_a_batch_that_ends_three_workers(method: str) -> None:
     """All other batches come; it is listed with its indices, and counted."""
     m = cseq.MPSequence(
-        Lethal, SAMPLES, batch_size=BATCH, seed=11,
+        Poison, SAMPLES, batch_size=BATCH, seed=11,
         out_type="null", on_error="skip", start_method=method, num_workers=2,
     )  # fmt: skip
     order = cseq.permutation(SAMPLES, 11, 0).tolist()
@@ -298,31 +289,6 @@ def test_the_list_of_skipped_batches_is_bounded(kind: str) -> None:
         assert m.stats().skips == 1100
         assert [batch for _, batch, *_ in m.skipped] == list(range(100, 1100))
     assert (m.stats().skips, len(m.skipped)) == (1100, 1000)
-
-
-class Nameless(Exception):
-    """Its name cannot be had."""
-
-    def __repr__(self) -> str:
-        raise RuntimeError("no name")
-
-
-class RaisesNameless(Squares):
-    """Raises that at one sample."""
-
-    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
-        if 123 in indices:
-            raise Nameless
-        return super().__getitem__(indices)
-
-
-@pytest.mark.parametrize("kind", ["thread", "test"])
-def test_an_exception_without_a_name_is_skipped_too(kind: str) -> None:
-    """What the user's exception class raises in its turn does not come out of the loop."""
-    m = cseq.MTSequence(RaisesNameless, SAMPLES, batch_size=BATCH, out_type="null", on_error="skip")
-    with m.start_test() if kind == "test" else m.start():
-        assert len(list(m)) == SAMPLES // BATCH - 1
-        assert "Nameless" in m.skipped[0].error
 
 
 def refuse(array: np.ndarray) -> np.ndarray:
