@@ -276,7 +276,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Where `make test`, too, starts workers in each way: how that is done, and what users see first.
 EACH_WAY = {
     "test_launcher.py",
-    "test_launcher_preload.py",
+    "test_launcher_server.py",
     "test_supervisor.py",
     "test_multiprocessing.py",
     "test_same_as_test_mode",

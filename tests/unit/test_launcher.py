@@ -57,15 +57,6 @@ def children() -> set[int]:
 # --- living --------------------------------------------------------------------------------------
 
 
-def test_a_worker_is_a_process_of_its_own_at_the_other_end_of_its_socket(
-    launch: Callable[..., Child],
-) -> None:
-    """`launch` returns a child whose pid is the process that answers on its socket."""
-    child = launch(3)
-    assert ask(child, "os.getpid()") == child.pid != os.getpid()
-    assert not child.gone
-
-
 def test_a_worker_has_the_trainers_paths_and_arguments(
     launch: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,22 +137,6 @@ def test_signals_are_not_blocked(launch: Callable[..., Child]) -> None:
 
 
 @linux
-def test_the_process_list_shows_who_is_who(launch: Callable[..., Child]) -> None:
-    """The system knows a worker by the name 'cseq-w' and its number."""
-    child = launch(11)
-    ask(child, "0")
-    assert Path(f"/proc/{child.pid}/comm").read_text() == "cseq-w11\n"
-
-
-def test_a_worker_may_start_processes_of_its_own(launch: Callable[..., Child]) -> None:
-    """Workers are not daemons in the sense of multiprocessing; programs run in them as usual."""
-    child = launch()
-    assert ask(child, "multiprocessing.current_process().daemon") is False
-    run = "subprocess.run([sys.executable, '-c', 'print(6 * 7)'], stdout=-1).stdout.split()"
-    assert ask(child, run) == [b"42"]
-
-
-@linux
 def test_the_trainers_descriptors_stay_with_the_trainer(make: Callable[..., Launcher]) -> None:
     """A worker holds none of the sockets of those that were launched before it."""
     one = make()
@@ -188,15 +163,6 @@ def standard_streams() -> list[int]:
 
 
 # --- ending --------------------------------------------------------------------------------------
-
-
-def test_a_worker_ends_when_the_trainer_closes_its_socket(launch: Callable[..., Child]) -> None:
-    """End of file lets the entry return, and None stands for exit code 0."""
-    child = launch()
-    ask(child, "0")
-    child.sock.shutdown(socket.SHUT_WR)
-    assert end_of(child) == 0
-    assert child.status(0) == 0
 
 
 @pytest.mark.parametrize("sent", [b"", b"unread"])
@@ -251,15 +217,6 @@ def test_exit_codes(
         printed = capfd.readouterr().err
         assert ("out of paper" in printed) == ("paper" in question)
         assert ("ZeroDivisionError" in printed) == (question == "1 / 0")
-
-
-def test_a_signal_reaches_the_worker_alone(launch: Callable[..., Child]) -> None:
-    """`send_signal` sends any signal to this process."""
-    child, other = launch(0), launch(1)
-    ask(child, "[signal.signal(signal.SIGALRM, lambda *_: sys.exit(9)), 0][1]")
-    child.send_signal(signal.SIGALRM)
-    assert end_of(child) == 9
-    assert ask(other, "2") == 2
 
 
 def test_nobody_is_killed_in_place_of_a_worker_that_is_gone(
@@ -325,24 +282,6 @@ def test_what_a_worker_has_registered_to_run_at_its_end_runs(
 # --- signals and the user's own processes --------------------------------------------------------
 
 
-def test_signals_for_the_trainer_do_nothing_to_workers(launch: Callable[..., Child]) -> None:
-    """A worker lives through the signals that a terminal or a job scheduler sends to all."""
-    child = launch()
-    ask(child, "0")
-    for number in launcher.SHIELDED:
-        for _ in range(3):
-            child.send_signal(number)
-            assert ask(child, "'alive'") == "alive", number
-
-
-def test_what_a_worker_starts_can_be_terminated(launch: Callable[..., Child]) -> None:
-    """The shield is not inherited: SIGTERM ends a program that a worker executes."""
-    child = launch()
-    start = "[p := subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1),"
-    end = " p.terminate(), p.wait(), p.stdin.close()][2]"
-    assert ask(child, start + end) == -signal.SIGTERM
-
-
 def test_what_a_worker_forks_can_be_terminated(launch: Callable[..., Child]) -> None:
     """A process that a worker forks has the usual handlers of the shielded signals."""
     child = launch()
@@ -367,25 +306,6 @@ def test_the_end_of_a_worker_is_seen_though_a_process_it_forked_lives(
     assert child.sock.recv(1) == b""
     assert end_of(child) == -signal.SIGKILL
     await_death(grandchild)  # the pipe of the dead worker has ended
-
-
-def test_the_trainers_death_is_seen_though_a_process_it_forked_lives(
-    launch: Callable[..., Child],
-) -> None:
-    """A process that the user forks off the trainer does not hold workers' sockets open."""
-    child = launch()
-    ask(child, "0")
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(writer)
-        os.read(reader, 1)  # until the test is over
-        os._exit(0)
-    child.sock.close()
-    assert end_of(child) == 0
-    os.close(writer)
-    os.close(reader)
-    os.waitpid(pid, 0)
 
 
 def test_a_process_that_the_user_forks_does_not_end_the_trainers_workers(
@@ -467,16 +387,6 @@ for child in children:
     child.sock.close()
 print([child.status(60) for child in children], launcher.close(time.monotonic() + 60))
 """
-
-
-def test_a_trainer_without_standard_streams_launches(
-    run_script: RunScript, entries: Path, method: str, tmp_path: Path
-) -> None:
-    """Nothing is handed to a worker in the place of a stream that the trainer has closed."""
-    source = f"import os\nos.close(0); os.close(2)\n{SCRIPT}\nopen('done', 'w').close()"
-    done = run_script(source, method, PYTHONPATH=python_path(entries))
-    assert done.stdout.splitlines() == ["the script runs", "[b'!', b'!']", "[0, 0] True"]
-    assert (tmp_path / "done").exists()
 
 
 # --- fork ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The supervisor: starts worker processes, replaces the dead and ends them all."""
+"""The supervisor: starts worker processes, replaces the dead, and ends all."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from conftest import import_path
-from killing import CODE, kill
 from kinds import QUICKEST
 from ringing import Trainer
 
 from cseq._core import now_ns
 from cseq._work import Runner
-from cseq.errors import WorkerDied, WorkerError, WorkerTimeout
+from cseq.errors import WorkerError, WorkerTimeout
 from cseq.measure.lanes import Lanes
 from cseq.memory import descriptors
 from cseq.memory.arena import Arena
+from cseq.processes import deaths as deaths_module
 from cseq.processes import supervisor as supervisor_module
-from cseq.processes.deaths import Deaths, Held
+from cseq.processes.deaths import TRIES, Deaths, Held
 from cseq.processes.launcher import make_launcher, start_methods
 from cseq.processes.launcher.base import KILLED
 from cseq.processes.supervisor import Supervisor
-from cseq.processes.worker import FAILED, HEADER, NO_STACK, NOTED, READY, enter, send_state
+from cseq.processes.worker import FAILED, NO_STACK, NOTED, READY, enter, send_state
 from cseq.stage import INDEXER
 
 if TYPE_CHECKING:
@@ -54,10 +54,6 @@ def obey(sock: socket.socket, local: Any = None) -> None:
             send_state(sock, READY)
         elif order == ord("F"):
             send_state(sock, FAILED, b"why " * 50_000)
-        elif order == ord("H"):  # a message in pieces, and never the last one
-            sock.sendall(HEADER.pack(READY, 5)[:3])
-        elif order == ord("K"):
-            kill(os.getpid())
         elif order == ord("S"):
             threading.Event().wait()
         elif order == ord("C"):
@@ -77,12 +73,6 @@ def until_closed(runner: Runner) -> None:
         pass
 
 
-def vanish(sock: socket.socket, local: Any = None) -> None:
-    """Be a worker that ends before it has read its setup."""
-    del sock, local
-    os._exit(3)
-
-
 class Events:
     """What a supervisor has asked and told, in order."""
 
@@ -95,12 +85,6 @@ class Events:
         with self.changed:
             self.all.append(event)
             self.changed.notify_all()
-
-    def wait(self, count: int) -> list[Any]:
-        """Wait until there are so many."""
-        with self.changed:
-            self.changed.wait_for(lambda: len(self.all) >= count)
-            return list(self.all)
 
     def wait_checking(self, supervisor: Supervisor, count: int) -> list[Any]:
         """Do the same as a loop that waits: dead workers are forked anew in `check` alone."""
@@ -116,20 +100,16 @@ class Events:
 
 
 class Counted(Deaths):
-    """Notes deaths down; all dead workers are replaced, or none."""
+    """Notes deaths down; all dead workers are replaced."""
 
-    def __init__(self, events: Events, *, replace: bool) -> None:
+    def __init__(self, events: Events) -> None:
         super().__init__(10, 1, "ticket", "look")
         self.events = events
-        self.replace = replace
 
-    def count(
-        self, worker: int, exitcode: int | None, held: Sequence[Held], **told: Any
-    ) -> WorkerDied | None:
+    def count(self, worker: int, exitcode: int | None, held: Sequence[Held], **told: Any) -> None:
         """Note a death down."""
         assert not held
         self.events.note("died", worker + 1, exitcode, told["was_ready"])
-        return None if self.replace else WorkerDied("one too many")
 
 
 class Pool:
@@ -139,7 +119,6 @@ class Pool:
         self,
         *tasks: bytes,
         owners: int = 1,
-        replace: bool = True,
         entry: str = "obey",
         method: str | None = QUICKEST.start_method,
         task: Callable[[int], Any] | None = None,
@@ -155,7 +134,7 @@ class Pool:
             readers=owners,
             task=task or self.task,
             describe=lambda number, cell: Held(0, cell, [], f"{number}"),
-            deaths=Counted(self.events, replace=replace),
+            deaths=Counted(self.events),
             lanes=Lanes(owners, "process"),
         )
 
@@ -202,21 +181,6 @@ def pool() -> Iterator[Callable[..., Pool]]:
         made.pop().close()
 
 
-def test_the_dead_are_replaced(pool: Callable[..., Pool]) -> None:
-    """A death counts with its status, and whether the worker was ready; another one takes over."""
-    one = pool(b"RK", b"3", b"RR3", b"R")
-    supervisor = one.start()
-    assert one.events.wait_checking(supervisor, 7) == [
-        ("task", 1),
-        ("died", 1, CODE, True),
-        ("task", 1),
-        ("died", 1, 3, False),
-        ("task", 1),
-        ("died", 1, 3, True),
-        ("task", 1),
-    ]
-
-
 class Handler(logging.Handler):
     """One that raises, or one that waits; it notes what it got."""
 
@@ -259,26 +223,6 @@ def test_a_handler_of_logging_keeps_no_worker_from_being_replaced(
         log.removeHandler(handler)
 
 
-@pytest.mark.needs("fork")
-def test_a_dead_worker_is_forked_anew_only_while_the_trainer_waits(
-    pool: Callable[..., Pool],
-) -> None:
-    """Until then it has no process. `close` needs none."""
-    one = pool(b"RK", b"R", method="fork")
-    supervisor = one.start()
-    one.events.wait(2)
-    time.sleep(0.1)  # in which nothing happens
-    assert one.events.all == [("task", 1), ("died", 1, CODE, True)]
-    assert supervisor.pid(1) is None
-    supervisor.check()
-    assert one.events.all[2:] == [("task", 1)]
-    one.await_ready(1)
-    supervisor.kill(1)
-    one.events.wait(4)
-    supervisor.close()
-    assert len(one.events.all) == 4
-
-
 def test_one_that_cannot_get_ready(pool: Callable[..., Pool], monkeypatch: Any) -> None:
     """The reason arrives whole, however long it is, and its worker's death does not count."""
     read: list[int] = []
@@ -296,13 +240,6 @@ def test_one_that_cannot_get_ready(pool: Callable[..., Pool], monkeypatch: Any) 
     assert read[0] == 200_000
     supervisor.close()
     assert one.events.all == [("task", 1)]
-
-
-def test_one_that_dies_before_the_handshake(pool: Callable[..., Pool]) -> None:
-    """A setup that cannot be sent any more is no error: the death counts in its turn."""
-    one = pool(entry="vanish", replace=False)
-    one.start()
-    assert one.events.wait(2) == [("task", 1), ("died", 1, 3, False)]
 
 
 def test_a_supervisor_that_breaks(pool: Callable[..., Pool], monkeypatch: Any) -> None:
@@ -331,19 +268,6 @@ def test_a_supervisor_that_breaks(pool: Callable[..., Pool], monkeypatch: Any) -
     assert [(child.gone, child.sock.fileno()) for child in children] == [(True, -1)] * 2
 
 
-def test_close_waits_for_all() -> None:
-    """`close` returns when every worker has left; none of them counts as dead. Twice is fine."""
-    two = Pool(b"R", b"R", owners=2)
-    supervisor = two.start()
-    two.await_ready(2)
-    two.close()
-    two.close()
-    assert two.events.all == [("task", 1), ("task", 2)]
-    assert supervisor.pid(1) is None
-    with pytest.raises(InterruptedError):
-        supervisor.check()
-
-
 def test_close_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where processes have lived on, the next `close` may find that they have ended."""
     one = Pool(b"R")
@@ -360,19 +284,6 @@ def test_close_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
             supervisor.close()
     supervisor.close()
     one.close()
-
-
-def test_close_kills_the_busy(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Workers that do not leave in time are killed, and the log says so."""
-    monkeypatch.setattr(supervisor_module, "GRACE", 0.05)
-    two = Pool(b"RS", b"R", owners=2)
-    two.start()
-    two.await_ready(1)
-    two.close()
-    assert [event[0] for event in two.events.all] == ["task", "task"]
-    assert "worker 0 is busy: killed" in caplog.text
 
 
 def test_a_hurried_close(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -523,3 +434,80 @@ def test_no_room_for_the_object(pool: Callable[..., Pool], monkeypatch: Any) -> 
     with pytest.raises(MemoryError, match=r"no room for the indexer's 8\d\d\d bytes: full"):
         one.supervisor.prepare(np.zeros(1000), name="indexer")
     assert one.events.all == []
+
+
+FIRST = Held(1, 2, [4, 5], "epoch 1, batch 2, indices [4, 5]")
+
+
+def others(count: int) -> list[Held]:
+    """Give tickets that are all different."""
+    return [Held(1, k, [k], f"batch {k}") for k in range(10, 10 + count)]
+
+
+def test_the_budget_of_an_epoch() -> None:
+    """One death more than `max_restarts` is too many; the next epoch has a budget of its own."""
+    deaths = Deaths(2, 1, "batch", "look")
+    for _ in range(2):
+        deaths.begin()
+        for held in others(2):
+            assert deaths.count(0, -9, [held], was_ready=True) is None
+    error = deaths.count(0, -9, [FIRST], was_ready=True)
+    assert error is not None
+    assert "max_restarts=2 allows no more" in str(error)
+    assert (error.epoch, error.batch, error.indices) == (1, 2, [4, 5])
+    assert (error.worker, error.exitcode) == (0, -9)
+    assert deaths.restarts == 4
+
+
+def test_a_batch_that_fails() -> None:
+    """Its workers are replaced within the budget; what is no batch ends the run as ever."""
+    deaths = Deaths(TRIES, 1, "batch", "look at it", fails=True)
+    call = FIRST._replace(place="a call", is_batch=False)
+    for held, fails in ((FIRST, True), (call, False)):
+        deaths.begin()
+        for _ in range(TRIES - 1):
+            assert deaths.count(0, -11, [held], was_ready=True) is None
+        assert deaths.count(0, -11, [held], was_ready=True) is not None
+        assert deaths.has_failed == fails
+    assert deaths.restarts == TRIES + TRIES - 1
+    deaths.begin()
+    deaths.count(0, -11, [], was_ready=True)
+    for _ in range(TRIES):
+        error = deaths.count(0, -11, [FIRST], was_ready=True)
+    assert "max_restarts=3 allows no more" in str(error)
+    assert not deaths.has_failed
+
+
+def test_a_batch_that_takes_too_long_again_and_again() -> None:
+    """The error says that the timeout has ended the worker, which a kill does not tell."""
+    deaths = Deaths(0, 1, "batch", "look")
+    error = deaths.count(3, -9, [FIRST], was_ready=True, is_overdue=True)
+    assert str(error).startswith(
+        f"worker 3 took longer than its timeout and was killed while making {FIRST.place}; "
+    )
+
+
+def test_workers_that_never_get_ready() -> None:
+    """So many in a row mean that none can start; one that got ready resets the count."""
+    deaths = Deaths(100, 2, "batch", "look")
+    for _ in range(2 * TRIES - 1):
+        assert deaths.count(0, 1, [], was_ready=False) is None
+    assert deaths.count(0, 1, [], was_ready=True) is None
+    for _ in range(2 * TRIES - 1):
+        assert deaths.count(0, 1, [], was_ready=False) is None
+    error = deaths.count(0, 1, [], was_ready=False)
+    assert error is not None
+    assert "died before they were ready" in str(error)
+
+
+@pytest.mark.parametrize(("exitcode", "named"), [(-9, True), (-11, False)])
+def test_kills_for_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch, exitcode: int, named: bool
+) -> None:
+    """Where the system counts them, a death by SIGKILL has their number."""
+    counts = iter([3, 5])
+    monkeypatch.setattr(deaths_module, "oom_kills", lambda: next(counts))
+    error = Deaths(0, 1, "batch", "look").count(0, exitcode, [], was_ready=True)
+    assert error is not None
+    assert ("out-of-memory kills counted by the cgroup meanwhile: 2" in str(error)) == named
+    assert ("fewer workers or smaller batches" in str(error)) == named
