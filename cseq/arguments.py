@@ -225,8 +225,8 @@ class Sizes(NamedTuple):
         auto = is_auto("num_workers", num_workers), is_auto("buffer", buffer)
         if auto[0] and thread_type == "ray":
             raise ValueError(
-                "num_workers='auto' with thread_type='ray': the trainer cannot tell what other "
-                "machines have room for; give num_workers=, a number"
+                "num_workers='auto' with thread_type='ray': cseq cannot know how many workers "
+                "other machines can run; give num_workers=, a number"
             )
         if not auto[1]:
             buffer = count("buffer", buffer, most=MOST_BUFFER)

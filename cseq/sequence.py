@@ -505,8 +505,8 @@ class MSequence(Manager, Generic[B_co]):
                 epoch, position = epoch + 1, 0
             elif position != place.consumed and not self._job.ordered:
                 raise ValueError(
-                    "ordered=False delivers batches as they are finished, so a place in the middle "
-                    "of an epoch cannot be resumed; take the state between epochs, or use "
+                    "ordered=False delivers batches as they are finished, so a run cannot be "
+                    "resumed in the middle of an epoch; take the state between epochs, or use "
                     "ordered=True"
                 )
             world_size = (self._shard or shards.resolve()).world_size

@@ -216,7 +216,7 @@ def resolve(output: Output) -> Output:
     if output.kind == "cpu":
         return output
     if not torch.cuda.is_available():
-        say_once("CUDA is not available: out_type 'cuda' gives CPU tensors, and use_cuda is False")
+        say_once("CUDA is not available: out_type 'cuda' gives CPU tensors, as 'cpu' does")
         return output._replace(kind="cpu", device="cpu")
     return output._replace(device=_name_device(torch, output.device))
 

@@ -120,8 +120,8 @@ class Agent:
         """Say where it is, and take the worker, which Ray does not keep for a constructor."""
         if trainer != versions():
             raise ImportError(
-                f"the agent on node {self._node} has {versions()}, and the trainer {trainer}: "
-                "install the same on all nodes, or give runtime_env="
+                f"the agent on node {self._node} has {versions()}, and the training process "
+                f"{trainer}: install the same on all nodes, or give runtime_env="
             )
         self._payload = payload
         return os.getpid(), self._node

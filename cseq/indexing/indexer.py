@@ -123,9 +123,9 @@ def _refuse_table(worker: object, what: str) -> None:
     rows = {"pandas": ".iloc[indices]", "polars": "[indices]"}.get(library)
     if rows is not None and kind.__name__ in ("DataFrame", "Series"):
         raise TypeError(
-            f"{what} a {library} {kind.__name__}, whose [...] does not return arrays of rows; give "
-            f"its .to_numpy(), or a class whose __getitem__(indices) returns arrays made from its "
-            f"{rows}"
+            f"{what} a {library} {kind.__name__}, which returns no arrays of rows when it is "
+            f"indexed; give its .to_numpy(), or a class whose __getitem__(indices) returns arrays "
+            f"made from its {rows}"
         )
 
 

@@ -23,7 +23,7 @@ log = logging.getLogger("cseq")
 
 WHOLE = (
     "the whole batch is left out, so this rank has one less than len() says: ranks that have more "
-    "wait for it without end, as in DDP"
+    "wait for it forever, as in DDP"
 )
 
 

@@ -173,7 +173,7 @@ def test_what_cannot_be_scheduled_is_logged(caplog):
     assert caplog.text.count("no agent is there yet; an agent: TimeoutError: Ray has not") == 1
 
 
-OTHERS = r"has cseq 0\.[2-9].*, Python 3.* and numpy 2, and the trainer cseq 0\.0\.1.* numpy 1"
+OTHERS = r"has cseq 0\.[2-9].*, Python 3.* numpy 2, and the training process cseq 0\.0\.1.* numpy 1"
 
 
 def test_another_version_is_refused(monkeypatch):

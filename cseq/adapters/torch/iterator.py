@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["LoaderIterator", "LoaderTimeout", "start_method_of"]
 
 DRAWN_AGAIN = (
-    ", and with rng='worker' its generators begin from its seed: numbers are drawn that were drawn "
-    "before; rng='batch' draws the same as without the death, max_restarts=0 forbids replacements"
+    "; with rng='worker', its random generators restart from the worker's seed, so earlier numbers "
+    "repeat; rng='batch' draws the same as without the death, max_restarts=0 forbids replacements"
 )
 LEFT_OUT = Exception()  # is not raised
 

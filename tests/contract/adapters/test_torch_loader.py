@@ -604,7 +604,7 @@ def test_the_log_says_if_numbers_are_drawn_again(
     while not any(": replaced" in each.message for each in caplog.records):
         time.sleep(0.01)  # another thread writes the log
     [record] = [each for each in caplog.records if ": replaced" in each.message]
-    assert again == ("numbers are drawn that were drawn before" in record.message)
+    assert again == ("so earlier numbers repeat" in record.message)
     assert again == (rng == "worker")
 
 
