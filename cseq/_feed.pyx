@@ -407,7 +407,7 @@ cdef class Feed:
         self.reset(source, ordered, place)
 
     def run_clock(self):
-        """From here on, time is the epoch's; a pause after the last batch is of none."""
+        """Count time for the epoch; a pause after the last batch is of none."""
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
         cdef uint64_t polled = m.polled_ns
         cseq_meter_begin(m, cseq_now_ns())

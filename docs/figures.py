@@ -1,6 +1,6 @@
 """Figures of the pages: bars drawn from committed results, and drawings made by hand.
 
-Both are SVG in the page itself, whose colours are those of the page: light or dark. The table of
+Both are SVG in the page itself, in the colours of the page: light or dark. The table of
 the data formats, and the sentences about it, are made of the same results.
 """
 
@@ -249,7 +249,7 @@ STARTS = {
 
 
 def words_of_start() -> str:
-    """Say, for each way, what its start and memory are beside those of the like DataLoader."""
+    """Say, for each way, what its start and memory are beside the like DataLoader's."""
     lines = []
     for way, words in STARTS.items():
         starts, memory = ratios(way, "first_ms"), ratios(way, "memory_mb")

@@ -48,7 +48,7 @@ def squares(
 
 
 def lengths_of(samples: int) -> np.ndarray:
-    """Return lengths as those of sentences are: many short ones, few long ones."""
+    """Return lengths like the lengths of sentences: many short ones, few long ones."""
     drawn = np.random.default_rng(1).lognormal(2.6, 0.7, samples)
     return np.clip(drawn.astype(int), 2, 60)
 

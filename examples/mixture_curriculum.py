@@ -83,7 +83,7 @@ order = cseq.Mixture(
     {name: cseq.Shuffled(size) for name, size in SIZES.items()},
     [
         (0, {"simple": 0.8, "web": 0.2, "code": 0}),
-        (1920, {"simple": 0.2, "web": 0.5, "code": 0.3}),  # from this sample on
+        (1920, {"simple": 0.2, "web": 0.5, "code": 0.3}),  # 1920: the first such unit
     ],
     block=64,
     epoch_size=1600,

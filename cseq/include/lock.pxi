@@ -42,7 +42,7 @@ cdef class Lock:
     A signal handler runs before it is taken, or in the middle of what it protects, where it may take
     it again to look, must not (`refuse_mine`), or puts off what it wants (`put_off`). In Python, take it
     by ``with lock.hold()``: an exception of a handler may otherwise come between the taking and the body,
-    and the lock stay taken. From Python 3.14 on, handlers run there.
+    and the lock stay taken. Since Python 3.14, handlers run there.
 
     In a forked process it is free, unless the thread that forked has it: the others are not there.
     """

@@ -56,8 +56,8 @@ def drawn(cnp.ndarray places not None, uint64_t below, uint64_t seed, uint64_t e
 cdef class Permutation:
     """0 … n-1 in an order of their own for (seed, epoch, purpose, key): `perm` of docs/inside/orders.md.
 
-    From `FEISTEL_LEAST` elements on it takes no memory; below, 4 bytes for each, and as many steps to
-    make it.
+    With `FEISTEL_LEAST` elements or more, it takes no memory; below, 4 bytes for each, and as many steps
+    to make it.
     """
 
     cdef readonly object table  # None: it is computed

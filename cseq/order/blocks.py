@@ -120,7 +120,7 @@ class BlockLanes:
         self.least = int(self.sizes.min())
         self.body = self.least * lanes
         self.beyond = (self.sizes - self.least).cumsum()
-        # From here on, the elements of the short block's lane are in a later window.
+        # After this place, the elements of the short block's lane are in a later window.
         self.short_end = (place // self.each + 1) * self.each * rows - self.short_by
         self.windows: dict[int, tuple[int, NDArray[Any]]] = {}  # of each lane, the last one
 

@@ -34,8 +34,8 @@ log = logging.getLogger("cseq")
 class Sender(logging.Handler):
     """Sends records, ready to be handled elsewhere.
 
-    At once, it is the handler of last resort: that of records which no other handles. From `settle`
-    on, it is the root logger's, if that has none by then: the user's code may configure logging.
+    At once, it is the handler of last resort: for records that no other handles. After `settle`,
+    it is the root logger's, if that has none by then: the user's code may configure logging.
 
     Parameters
     ----------
