@@ -217,7 +217,7 @@ def link_messages(app: Sphinx, doctree: nodes.document) -> None:
         return
     for row in doctree.findall(nodes.row):
         if isinstance(row.parent, nodes.tbody):
-            address = nodes.make_id(row[0].astext())
+            address = nodes.make_id(row[0].astext().replace("<br>", " "))
             row["ids"].append(address)
             link = nodes.reference("", "#", refid=address, classes=["headerlink"])
             row[0][0].append(link)
