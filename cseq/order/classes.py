@@ -243,9 +243,7 @@ def one_dimensional(name: str, given: ArrayLike) -> NDArray[Any]:
     except (TypeError, ValueError) as error:  # of lists of unequal length, for one
         raise TypeError(f"{name} is not an array: {error}") from error
     if values.ndim != 1:
-        raise ValueError(
-            f"{name} has shape {values.shape}; give a one-dimensional array, one value per sample"
-        )
+        raise ValueError(f"{name} has shape {values.shape}; give a list of one value per sample")
     if not len(values):
         raise ValueError(f"{name} is empty; give at least one value, and one per sample")
     if len(values) > MOST_SAMPLES:

@@ -137,7 +137,7 @@ def test_facts() -> None:
         ([1, math.inf], r"weights has inf for sample 1"),
         ([0, 0.0], r"all of the 2 weights are 0; give one above 0"),
         ([], r"weights is empty; give at least one value"),
-        ([[1]], r"weights has shape \(1, 1\); give a one-dimensional array"),
+        ([[1]], r"weights has shape \(1, 1\); give a list of one value"),
         (["1"], r"weights has dtype <U1; give real"),
         ([[1], [1, 2]], r"weights is not an array:"),
     ],
