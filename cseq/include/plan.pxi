@@ -246,7 +246,7 @@ cdef class Plan:
         if record[2] != <uint64_t>(8 * self.words):
             raise IndexError(f"a layout of {record[2]} bytes does not fit a structure that needs "
                              f"{8 * self.words}")
-        if lend is not None and total <= MOST_COPIED:  # from here on a memory of its own
+        if lend is not None and total <= MOST_COPIED:  # a memory of its own now
             block = self.spare(total)
             memcpy(block.data, memory.data, total)
             memory = home = block
