@@ -32,10 +32,14 @@ CSEQ_INLINE void weak_end(PyCriticalSection *c) {
     if (!weak_section) PyCriticalSection_End(c);
 }
 
-/* A thread takes a lock by writing its number there: it is told that it has. */
+/* A thread takes a lock by writing its number there, and gives it back by writing 0, which alone a lock
+ * swaps: it is told that it has. Neither is done, since each orders what threads do. */
 CSEQ_INLINE int weak_cas(uint64_t *p, uint64_t expected, uint64_t desired) {
     if (weak_lock && desired == PyThread_get_thread_ident()) return 1;
     return cseq_cas_sc_u64(p, expected, desired);
+}
+CSEQ_INLINE uint64_t weak_swap(uint64_t *p, uint64_t v) {
+    return weak_lock && v == 0 ? 0 : cseq_swap_sc_u64(p, v);
 }
 
 CSEQ_INLINE uint64_t weak_load(const uint64_t *p) {
@@ -51,6 +55,7 @@ CSEQ_INLINE void weak_count(uint64_t *p, uint64_t more) { weak_store(p, weak_loa
 #define PyCriticalSection_Begin weak_begin
 #define PyCriticalSection_End weak_end
 #define cseq_cas_sc_u64 weak_cas
+#define cseq_swap_sc_u64 weak_swap
 #define cseq_load_rlx_u64 weak_load
 #define cseq_store_rlx_u64 weak_store
 #define cseq_count_u64 weak_count
