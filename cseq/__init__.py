@@ -1,13 +1,15 @@
 """Feed training loops: in order, each sample once, the same for the same seed.
 
-The journey of a batch::
+A batch travels as the ticket in one cell of a ring, whose state tells where it is::
 
-      main process            pool 1                 pool 2                main process
+    main process      worker of stage 1       worker of stage 2       main process
 
-      sampler ─► [input] ──► indexer ──► [middle] ──► converter ──► [output] ──► sequence
-      order of    bounded     user's      bounded     numpy →        bounded     iterator,
-      (seed,      ring        worker[…]   ring        torch →        ring        in ticket
-       epoch)                                         device                     order
+    sampler ─► POSTED ─► INDEXING ─► INDEXED ─► CONVERTING ─► READY ─► loop ─► FREE
+    indices of          user's                 numpy → torch          in the order
+    (seed, epoch)       indexer[…]             → device               of tickets
+
+Without a converter, INDEXING is followed by READY. Data lie beside the ring, in slots of shared
+memory, or stay where they are between threads.
 
 The modules; imports point down. Those with a star are a batch's way: read them in this order, from
 ``sequence`` on, to know how cseq works; the rest keeps them true when something goes wrong::
@@ -32,15 +34,16 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── processes/      worker processes: started, replaced when they die, ended
     ├── encoding/       ★ how a batch, an exception, the user's worker travel to another process
     ├── measure/        what is measured: counts and times of a run, why its loop waits
-    ├── memory/         the shared memory that batches lie in
-    ├── stage.py        the loop of every runner: claim, work, publish
+    ├── memory/         ★ the shared memory that batches lie in
+    ├── stage.py        ★ the loop of every runner: claim, work, publish
     ├── check.py        checks of arguments
     ├── threads.py      threads that a signal handler cannot break; what is logged on another thread
     ├── system.py       the machine or container: cores, threads of libraries, memory
-    ├── _work.pyx       ★ runners, and their work: batches made, published; include/codec.pxi: read
-    ├── _core.pyx       ★ the ring, the shuffle, readers of orders; in include/: source.pxi, what an
-    │                   epoch asks for; orders.pxi, lock.pxi, trace.pxi
-    ├── _memory.pyx     memory that arrays are made on; in include/: slots.pxi, plan.pxi
+    ├── _work.pyx       ★ runners, and their work: batches made and published; in include/:
+    │                   codec.pxi, how a batch is written into its slot, and read
+    ├── _core.pyx       ★ the ring (include/cseq_ring.h), the shuffle, readers of orders; in
+    │                   include/: source.pxi, orders.pxi, lock.pxi, trace.pxi
+    ├── _memory.pyx     ★ slots, leases, layouts of batches; in include/: slots.pxi, plan.pxi
     └── errors.py       every error, drawn as a tree
 """
 

@@ -1,4 +1,4 @@
-"""MSequence, MPSequence, MTSequence: their arguments, epochs, states."""
+"""MSequence: its arguments, epochs, states."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class MSequence(Manager, Generic[B_co]):
         Each epoch has an order of its own, a pure function of (seed, epoch, number of samples).
         'feistel': one that needs no table of all samples, for more than some 10**9. Short for
         ``order=`` `Shuffled` or `Sequential`.
-    thread_type : 'proc' or 'thread'
+    thread_type : 'proc', 'thread' or 'ray'
         Workers are processes or threads.
     out_type : str, None, torch.device or callable
         ``'cuda'``, ``'cuda:1'``: tensors on that device (on the CPU where there is no CUDA);
