@@ -143,7 +143,7 @@ def share(manager: Any, *, ordered: bool, batches: int) -> None:
     taken: list[float] = []
 
     def take() -> None:
-        taken.extend(first_of(batch) for batch in iterator)
+        taken.extend([first_of(batch) for batch in iterator])
 
     together(*[take] * THREADS, partial(look, manager, batches // 4, ordered=ordered))
     assert len(set(taken)) == len(taken) == batches, len(taken)
@@ -313,7 +313,7 @@ def streams(scale: int) -> None:
             items = iter(made)
             taken: list[Any] = []
             together(
-                *[lambda items=items, taken=taken: taken.extend(key for key, _ in items)] * 2,
+                *[lambda items=items, taken=taken: taken.extend([key for key, _ in items])] * 2,
                 partial(glance, made, scale),
             )
             assert sorted(taken) == sorted(every), len(taken)
@@ -428,7 +428,7 @@ def deaths(scale: int) -> None:
         taken: list[float] = []
 
         def take() -> None:
-            taken.extend(first_of(batch) for batch in iterator)
+            taken.extend([first_of(batch) for batch in iterator])
 
         together(take, take, partial(kill, 1), partial(kill, 2), partial(look, manager, scale))
         assert len(set(taken)) == len(taken) == 4 * scale, len(taken)
@@ -444,7 +444,7 @@ def deaths(scale: int) -> None:
                         os.kill(pid, signal.SIGKILL)
 
         together(
-            *[lambda: keys.extend(key for key, _ in items)] * 2,
+            *[lambda: keys.extend([key for key, _ in items])] * 2,
             kill_one,
             partial(glance, made, scale),
         )
