@@ -24,7 +24,8 @@ their elements do (gaps), or strides are negative: these are written out row by 
 places of a plan arrives as two, and so does a container of arrays; in objects, what is one stays
 one. A tensor arrives without its graph (a leaf that requires gradients if it did).
 
-The trainer copies leaves of up to 64 KiB (`COPIED`), of objects too; larger ones lie in the slot.
+The trainer copies leaves of up to 64 KiB (`COPIED`), of objects too, and all `bytes`; larger
+ones lie in the slot.
 """
 
 from __future__ import annotations

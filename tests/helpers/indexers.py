@@ -89,7 +89,7 @@ def nested(indices: Indices) -> Any:
         "pair": Pair(data[:, None] * np.ones(3, np.float32), indices),
         "sample": Sample(data + 1, "a", [Sample(np.zeros(0), "é"), None]),
         "list": [1, 2.5, True, None, "text", b"bytes", 1j, 1 << 80, (), [], {}],
-        7: (np.float64(3.25), np.array(5), np.bool_(True)),
+        "scalars": {7: (np.float64(3.25), np.array(5), np.bool_(True))},
         "types": [
             data.astype(t)
             for t in ("?", "i1", "u2", "i4", "u8", "f2", "f8", "c16", "S3", "U3", "M8[s]")

@@ -151,11 +151,11 @@ def test_a_structure_that_resembles_a_known_one(others: list[Any], writer: Write
             assert_same(batch, sent(writer, batch))
 
 
-def test_shapes_may_change_from_batch_to_batch(writer: Writer) -> None:
+def test_shapes_may_change_from_batch_to_batch(way: str, writer: Writer) -> None:
     """Batches of one structure and many shapes are read right, and are one to the reader."""
     known = set(codec.reader.plans)
     for size in range(2 * MOST_KNOWN):
-        batch = {"shapes": np.full((size, 2), size), "n": size, "y": np.arange(size, dtype="u1")}
+        batch = {way: np.full((size, 2), size), "n": size, "y": np.arange(size, dtype="u1")}
         assert_same(batch, sent(writer, batch))
     assert len(codec.reader.plans.keys() - known) == 1
 

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
+import codec_batches
 import numpy as np
 import pytest
 from codec_batches import (
@@ -32,6 +33,8 @@ from cseq.encoding.codec import map_leaves
 
 if TYPE_CHECKING:
     from cseq.encoding.writer import Writer
+
+way = codec_batches.way
 
 
 # -- leaves -------------------------------------------------------------------------------------
