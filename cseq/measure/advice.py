@@ -293,13 +293,14 @@ def _larger(v: Window, seen: str, pause: float = 0.0, action: str = "") -> Said:
     """Name a buffer, if the manager has one, that lasts through a pause of one side.
 
     Sleeping workers are woken when half of the buffer is empty, so it is twice as large as what
-    the loop needs ahead of it.
+    the loop needs ahead of it. The workers are then busy all the time, at most.
     """
+    gain = min(v.most, 1 / v.busy) if v.busy > 0 else v.most
     if v.is_stream:
         larger = "a larger prefetch (of a DataLoader: prefetch_factor)"
-        return Said(seen, f"{larger}, {action}" if action else larger)
+        return Said(seen, f"{larger}, {action}" if action else larger, gain=gain)
     ahead = math.ceil(pause / max(v.step, v.index / max(v.workers, 1), 1e-6)) + v.workers
-    return Said(seen, action, {"buffer": min(max(2 * ahead, v.buffer + 1), MOST_BUFFER)})
+    return Said(seen, action, {"buffer": min(max(2 * ahead, v.buffer + 1), MOST_BUFFER)}, gain)
 
 
 def _inline(v: Window) -> Said:

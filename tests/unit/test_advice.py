@@ -137,6 +137,8 @@ def test_a_buffer_lasts_as_long_as_a_pause() -> None:
     pauses = replace(PLAIN, busy=0.6, step_p99=0.5)
     assert advise(pauses).change == {"buffer": 2 * (50 + 4)}
     assert "batches are ahead" in advise(pauses).sentence
+    starved = advise(replace(pauses, waited=0.9 * PLAIN.elapsed))
+    assert (starved.cause, starved.gain) == ("buffer", pytest.approx(1 / 0.6))  # all busy, then
     ready = advise(replace(pauses, buffer=200))
     assert ready.change == {}
     assert "stats().slowest" in ready.action
