@@ -46,11 +46,11 @@ FILENAME = 10  # which argument of `types.CodeType` is the file's name
 NAMELESS = (pickle.PicklingError, AttributeError, TypeError)
 
 REMEDY = (
-    "Worker processes get a copy of the {name}, made with pickle. Open such things where they are "
-    "first used, in each worker process (and not before, for a look at a sample), or {otherwise}"
+    "Worker processes get a copy of the {name}, made with pickle. Make or open such things where "
+    "they are first used, in each worker process and not in the training process, or {otherwise}"
 )
 THREADS = "use MTSequence, whose threads copy nothing"
-OTHERWISE = {"producer": "start the workers by 'fork', which copies nothing"}
+OTHERWISE = {"producer": "give start_method='fork', which copies nothing"}
 
 # cloudpickle has one list of modules that go by value, for the whole process.
 _by_value_lock = Lock()

@@ -444,8 +444,8 @@ def test_what_cannot_be_pickled_is_named(obj: object, path: str) -> None:
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     assert "cannot pickle '_thread.lock' object" in message
-    assert "where they are first used" in message
-    assert "not before, for a look at a sample" in message
+    assert "Make or open such things where they are first used" in message
+    assert "not in the training process" in message
     assert "or use MTSequence" in message
     assert caught.value.__suppress_context__  # one sentence, no tracebacks of cseq
 

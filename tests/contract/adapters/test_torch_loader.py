@@ -159,6 +159,13 @@ def test_what_cannot_be_pickled_is_inherited() -> None:
     assert [b.tolist() for b in loader(Local(3))] == [[0], [1], [2]]
 
 
+def test_what_cannot_be_pickled_names_the_argument() -> None:
+    data = Plain(3)
+    data.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=r"^dataset\.lock: .* give multiprocessing_context='fork'"):
+        iter(loader(data, multiprocessing_context="spawn"))
+
+
 # ── samplers and how far ahead they are asked ──────────────────────────────────────────────
 
 
