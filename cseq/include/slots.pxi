@@ -11,6 +11,7 @@ cdef enum:
 TRAINER = 0xFFFFFFFF
 
 cdef list tables = []  # weak references to the trainer's `SlotTable`
+cdef object tables_guard = object()  # its critical section is that of `tables`, whose own its methods enter
 
 
 @cython.final
@@ -60,8 +61,9 @@ cdef class SlotTable:
         self.depth = forks_here[0]
         self.leases = {}
         if owner == TRAINER:
-            tables[:] = [ref for ref in tables if ref() is not None]
-            tables.append(weak_reference(self))
+            with cython.critical_section(tables_guard):  # or a table of another thread gets lost, and no
+                tables[:] = [ref for ref in tables if ref() is not None]  # fork pins what is leased in it
+                tables.append(weak_reference(self))
             self.commit(0, PAGE)
             self.extend()
             self.word(0)[0] = TRAINER  # that of the table
@@ -257,7 +259,8 @@ cdef class SlotTable:
         cdef Lease lease
         if slot >= self.count():
             return 0
-        self.peak_bytes = max(self.peak_bytes, f[0] + f[1] + f[2] + f[3])
+        cseq_store_rlx_u64(&self.peak_bytes,
+                           max(cseq_load_rlx_u64(&self.peak_bytes), f[0] + f[1] + f[2] + f[3]))
         cseq_store_rel_u32(self.word(slot), self.owner)
         cseq_store_rel_u32(&c.slot, CSEQ_NO_SLOT)  # SYNC: slot is the trainer's (both stores)
         lease = self.leases.pop(slot, None) if self.leases else None
@@ -266,15 +269,17 @@ cdef class SlotTable:
             return 0
         if cseq_add_sc_u32(self.uses(slot), LEASED):
             raise RuntimeError(f"slot {slot} is leased already")
-        self.peak_held = max(self.peak_held, cseq_add_sc_u64(&self.held, 1) + 1)
+        cseq_store_rlx_u64(&self.peak_held,
+                           max(cseq_load_rlx_u64(&self.peak_held), cseq_add_sc_u64(&self.held, 1) + 1))
         cseq_add_sc_u64(&self.held_bytes, self.committed(slot))
         lease.slots = self
         return 0
 
     def peak(self):
         """The most bytes that a ticket took, and the most leases alive, since this was called."""
-        peak = self.peak_bytes, self.peak_held
-        self.peak_bytes, self.peak_held = 0, self.held
+        peak = cseq_load_rlx_u64(&self.peak_bytes), cseq_load_rlx_u64(&self.peak_held)
+        cseq_store_rlx_u64(&self.peak_bytes, 0)
+        cseq_store_rlx_u64(&self.peak_held, cseq_load_acq_u64(&self.held))
         return peak
 
     def pin(self):
@@ -305,7 +310,9 @@ cdef class SlotTable:
 
 def pin_leased():
     """Pin what is leased, before a fork. In C alone: no signal handler runs here."""
-    for ref in tables:
+    with cython.critical_section(tables_guard):
+        refs = tables[:]
+    for ref in refs:
         slots = ref()
         if slots is not None:
             (<SlotTable>slots).pin()
