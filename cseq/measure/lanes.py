@@ -27,14 +27,26 @@ _guard = threading.Lock()  # around the next one
 _file: weakref.ref[MarksFile] | None = None
 
 
-class MarksFile:
-    """A file that this process and its workers append marks to; see `appended_file`."""
+class _Opened:
+    """Closes the file of a `MarksFile`, once no weak reference returns that any more."""
 
     def __init__(self) -> None:
         self.file, self.fd = appended_file("cseq-marks")
 
     def __del__(self) -> None:
         self.file.close()
+
+
+class MarksFile:
+    """A file that this process and its workers append marks to; see `appended_file`.
+
+    It has no `__del__`: while one runs, and gives the GIL away, weak references still return the
+    object, so `marks_file` would hand out a file that is closed already.
+    """
+
+    def __init__(self) -> None:
+        self._opened = _Opened()
+        self.file, self.fd = self._opened.file, self._opened.fd
 
     def take(self) -> bytes:
         """Read all of it, and empty it."""
