@@ -45,8 +45,8 @@ class MarksFile:
     """
 
     def __init__(self) -> None:
-        self._opened = _Opened()
-        self.file, self.fd = self._opened.file, self._opened.fd
+        self.opened = _Opened()
+        self.file, self.fd = self.opened.file, self.opened.fd
 
     def take(self) -> bytes:
         """Read all of it, and empty it."""

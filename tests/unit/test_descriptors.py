@@ -48,8 +48,8 @@ def test_the_file_of_marks_is_another_one_while_it_is_closed() -> None:
     found: list[lanes.MarksFile] = []
     lanes.forget()
     held = lanes.marks_file()
-    held._opened.file = Closing(held._opened.file)  # type: ignore[assignment]
-    held.file = held._opened.file
+    held.opened.file = Closing(held.opened.file)  # type: ignore[assignment]
+    held.file = held.opened.file
     del held
     assert os.fstat(found[0].fd).st_size == 0
 
