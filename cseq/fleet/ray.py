@@ -329,6 +329,7 @@ class Caller:
                 data, buffers = self._make(numbers, indices, pool.on_error)
             except LOST as error:
                 self.close()
+                pool.calls.pop(self._at, None)  # what it has answered is of before
                 if isinstance(error, TimeoutError):
                     ray.kill(pool.handles[self._at], no_restart=False)
                 lost.append(f"{self._name}: {failure.line_of(error)}")
@@ -380,21 +381,20 @@ class Caller:
     def _connect(self, those: list[int], seconds: float) -> None:
         """Connect to the first of these agents that answers."""
         pool = self._pool
+        calls: dict[Any, int] = {}
         for k in those:
-            if k not in pool.calls or ray.wait([pool.calls[k]], timeout=0)[0]:  # an old answer
-                pool.calls[k] = pool.fleet.ask(pool.handles[k])
-        calls = {pool.calls[k]: k for k in those}
-        call: Any = None
+            call = pool.calls.get(k) or pool.calls.setdefault(k, pool.fleet.ask(pool.handles[k]))
+            calls[call] = k
         while calls:
             answered = ray.wait(list(calls), timeout=seconds)[0]
             if not answered:
                 raise TimeoutError("Ray has not started it")
             call, k = answered[0], calls.pop(answered[0])
+            pool.calls.pop(k, None)
             with contextlib.suppress(*OPEN if calls else ()):
                 ray.get(call)
                 break
         self.close()
-        handle = pool.handles[k]
         pid, node = ray.get(call)
         self._at, self._name = k, f"the agent with pid {pid} on node {node}"
         if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
@@ -402,7 +402,7 @@ class Caller:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             with socket.create_server((host, 0), family=family) as server:
                 server.settimeout(PROOF_SECONDS)
-                handle.meet.remote(server.getsockname(), key)
+                pool.handles[k].meet.remote(server.getsockname(), key)
                 self._there = Connection(server.accept()[0], key, is_agent=False)
         self._until = math.inf if k == self._own else time.monotonic() + AWAY
 
@@ -444,7 +444,7 @@ class FleetPool(ThreadPool):
             raise RuntimeError("this fleet is over: it was closed")
         first = job.sampler.rank * len(self.fleet.handles) // job.sampler.world_size
         self.handles = self.fleet.handles[first:] + self.fleet.handles[:first]  # of each rank
-        self.calls: dict[int, Any] = {}  # of `ask`, that are not answered yet
+        self.calls: dict[int, Any] = {}  # of `ask`, until the answer is used or the agent lost
         self.on_error, self.take, self.closed = job.on_error, Buffers().take, threading.Event()
         self._callers: list[Caller] = []
         threads, buffer = len(self.handles), job.start.buffer

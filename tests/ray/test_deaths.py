@@ -56,6 +56,12 @@ def test_all_agents_are_killed_at_once(fleet):
     assert_is_test_mode(got)
 
 
+def test_an_answer_that_comes_too_late_is_used_the_next_time(fleet, monkeypatch):
+    """Agents whose answers always take longer than a thread waits are found, also after a death."""
+    monkeypatch.setattr("cseq.fleet.ray.AGAIN", 0)
+    assert_is_test_mode(epoch_with(fleet, {50: lambda: kill_agent(fleet, 0)}))
+
+
 def test_an_agent_that_was_killed_before_a_loop_begins_is_back(fleet):
     """The loop has never heard of it."""
     before = pids(fleet)
