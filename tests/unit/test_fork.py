@@ -437,7 +437,7 @@ MONITOR = "threading.Thread(target=over.wait, name='monitor', daemon=True).start
 def test_a_fork_beside_other_threads_is_logged_once(
     run_script: RunScript, method: str, threads: str, count: int
 ) -> None:
-    """The log names the program's threads, not cseq's, nor those of bars and notebooks."""
+    """The log names the program's threads, not cseq's, bars' or notebooks'."""
     if threads is BAR:
         pytest.importorskip("tqdm")
     done = run_script(BESIDE.replace("METHOD", method).replace("THREADS", threads))
