@@ -128,7 +128,8 @@ def of_format(name: str) -> str:
             continue
         times = f" · {rate / base:.3g} ×" if base and way not in TORCH else ""
         rows.append((NAMES.get(way, way), rate, number(rate) + times))
-    return bars(rows, f"Samples a second, two workers; × torch's DataLoader. {where}.")
+    caption = "Samples per second with two workers, and the speed-up over torch's DataLoader"
+    return bars(rows, f"{caption}. {where}.")
 
 
 def rates_of_threads() -> tuple[list[tuple[str, float | None]], str]:
