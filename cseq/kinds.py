@@ -27,9 +27,9 @@ class _Kind(MSequence[B_co]):
 
 
 class MPSequence(_Kind[B_co]):
-    """An `MSequence` of worker processes: for indexers that compute in Python.
+    """An `MSequence` with worker processes, for indexers that run Python code.
 
-    Takes the parameters of `MSequence` but ``thread_type``.
+    It takes the parameters of `MSequence`, except ``thread_type``.
 
     Examples
     --------
@@ -43,9 +43,9 @@ class MPSequence(_Kind[B_co]):
 
 
 class MTSequence(_Kind[B_co]):
-    """An `MSequence` of threads: for indexers that read, wait, or compute without the GIL.
+    """An `MSequence` with threads, for indexers that read, wait, or compute without the GIL.
 
-    Takes the parameters of `MSequence` but ``thread_type``.
+    It takes the parameters of `MSequence`, except ``thread_type``.
 
     Examples
     --------
@@ -59,13 +59,13 @@ class MTSequence(_Kind[B_co]):
 
 
 class RaySequence(_Kind[B_co]):
-    """An `MSequence` of worker processes on the nodes of a Ray cluster.
+    """An `MSequence` with worker processes on the nodes of a Ray cluster.
 
-    Takes the parameters of `MSequence` but ``thread_type``; in the place of `worker` also a
-    `RayFleet`, which then has the workers. Without one, `start` makes a fleet that `finish` ends:
-    `num_workers` processes in all, of a CPU each, spread over the nodes, with `timeout`, `threads`
-    and `seed_globals`. It connects to Ray as ``ray.init()`` does, where that has not been done.
-    `buffer` is 'auto', which `memory_limit` bounds.
+    It takes the parameters of `MSequence`, except ``thread_type``. `worker` may also be a
+    `RayFleet`, which then has the workers. Otherwise, `start` makes a fleet, which `finish` ends:
+    `num_workers` processes with one CPU each, spread over the nodes, with this manager's `timeout`,
+    `threads` and `seed_globals`. If Ray is not connected yet, `start` connects as ``ray.init()``
+    does. `buffer` is 'auto' by default, within `memory_limit`.
 
     Examples
     --------

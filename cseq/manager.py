@@ -308,17 +308,17 @@ class Manager:
         return run
 
     def finish(self) -> None:
-        """Stop the workers; returns within a bounded time. Calling it twice is fine.
+        """Stop the workers, within a bounded time. You can call it twice.
 
-        In the middle of a call of the manager (by a signal handler, an order, a destructor), it
-        only marks: that call takes no batch any more, and ends the run on its way out.
+        A signal handler, an order or a destructor may call it in the middle of another call of the
+        manager. It then only sets a mark: the other call takes no more batches, and ends the run.
 
-        Where an exception is under way (Ctrl-C), workers that are in a batch are not waited for.
+        If an exception is under way (Ctrl-C), workers in a batch get 0.5 s instead of 5 s.
 
         Raises
         ------
         OSError
-            Inside the manager's own ``with``, whose end calls it.
+            It was called inside the manager's own ``with``, whose end calls it.
         """
         self._refuse_inside_with("finish")
         if not self._put_off(self.finish):
@@ -398,17 +398,17 @@ class Manager:
             return self._stats if self._run is None else self._run.pool.stats()
 
     def advice(self, since: Stats | None = None) -> Advice:
-        """Return why the loop waits, measured since the last start, and what to do.
+        """Return why the loop waits, since the last start, and what helps.
 
         Parameters
         ----------
         since : Stats, optional
-            What `stats` returned earlier in this run: only what came after it counts.
+            An earlier result of `stats` in this run: only what came after it counts.
 
         Returns
         -------
         Advice
-            ``print`` it; or look at its cause, a word, and at its change, as arguments.
+            Print it, or read its `cause` (a word) and its `change` (the arguments to change).
 
         Examples
         --------
@@ -422,17 +422,17 @@ class Manager:
         return (now if since is None else now.since(since)).advice()
 
     def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-        """Write a page of HTML about the run: why the loop waited, and what would help.
+        """Write an HTML page about the run: why the loop waited, and what would help.
 
-        Of the present run, or of the last one after its end. The page needs no script and no
-        network, and can be printed.
+        It is about the present run or, after its end, about the last one. The page needs no script
+        and no network, and you can print it.
 
         Parameters
         ----------
         path : str or path
-            What is there is replaced, as a whole.
+            A file that is already there is replaced.
         title : str, optional
-            The page's heading; the script's name, if it is left out.
+            The page's heading. None: the script's name.
 
         Examples
         --------
@@ -447,8 +447,8 @@ class Manager:
     def skipped(self) -> list[Skipped]:
         """What ``on_error='skip'`` left out since the last start: samples, and whole batches.
 
-        The latest 1000 of them, each with ``epoch``, ``batch``, ``sample`` (None: the whole batch),
-        ``error`` and ``indices``. `stats` counts all batches.
+        The list has the latest 1000, each with ``epoch``, ``batch``, ``sample`` (None: the whole
+        batch), ``error`` and ``indices``. ``stats().skips`` counts every such batch.
         """
         with self._look():
             return list(self._skipped) if self._run is None else self._run.pool.skipped

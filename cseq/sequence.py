@@ -45,100 +45,99 @@ KINDS = {"proc": "processes", "thread": "threads", "ray": "processes of a fleet"
 
 
 class MSequence(Manager, Generic[B_co]):
-    """Feeds a training loop with batches: in order, each sample once an epoch.
+    """Feeds a training loop with batches in order. An epoch has each sample once.
 
     Parameters
     ----------
     worker : class, callable or indexer
-        A class, or any callable without arguments, that makes an indexer: an object with
-        ``__getitem__(indices) -> batch``, where `indices` is a one-dimensional ``int64`` array of
-        its own. Called once in every worker process or thread, in threads one after another. An
-        object that already has ``__getitem__`` (an array, a data set) is taken too, and copied to
-        the processes; a ``Dataset`` of torch's, or a class of these, is what `from_dataset` makes
-        of it. If the indexer has ``close()``, it is called when its worker ends.
+        What makes an indexer: an object with ``__getitem__(indices) -> batch``, where `indices` is
+        a new one-dimensional ``int64`` array. A class, or another callable without arguments, is
+        called once in every worker process or thread (in threads one after another). An object that
+        has ``__getitem__``, such as an array, is the indexer itself: processes get copies, threads
+        share it. A torch ``Dataset``, or a class of these, goes through `from_dataset`. If the
+        indexer has ``close()``, it is called when its worker ends.
     dset_size : int or one-dimensional array or list of int, optional
-        Number of samples, or the samples' indices themselves (never written to). None: the
-        ``len`` of `worker` if it has one (`from_dataset`, an array), or what `order` says.
+        The number of samples, or their indices (which are never changed). None: ``len(worker)``, or
+        the number that `order` has.
     num_workers : int or 'auto'
-        Worker processes or threads. 0: none, `start` then does what `start_test` does. 'auto': as
-        many as the loop needs, changed while it runs (docs/how-to/auto.md).
+        Worker processes or threads. 0: none, so `start` does the same as `start_test`. 'auto': as
+        many as the loop needs; the number changes during the run (docs/how-to/auto.md).
     num_converters : int, optional
-        Threads that move batches to the CUDA device, at most `num_workers`; none without CUDA.
-        None: 1 for worker processes, else ``max(num_workers // 4, min(num_workers, 4))``.
+        Threads that move batches to the CUDA device, at most `num_workers`. Without CUDA, there are
+        none. None: 1 for processes, otherwise ``max(num_workers // 4, min(num_workers, 4))``.
     batch_size : int
-        Samples in a batch; the last one may be smaller.
+        Samples in a batch. The last one may be smaller.
     buffer : int or 'auto'
-        The most batches that are being made or wait for the loop, 1 to 16384; or as many as help.
+        How many batches are made ahead of the loop, from 1 to 16384. 'auto': as many as help.
     shuffle : bool or 'feistel'
-        Each epoch has an order of its own, a pure function of (seed, epoch, number of samples).
-        'feistel': one that needs no table of all samples, for more than some 10**9. Short for
-        ``order=`` `Shuffled` or `Sequential`.
+        True: a new order for each epoch, which depends only on the seed, the epoch and the number
+        of samples. 'feistel': such an order that needs no table, for more than about 10**9 samples.
+        False: the order of the samples. `Shuffled` and `Sequential` do the same, as ``order=``.
     thread_type : 'proc', 'thread' or 'ray'
-        Workers are processes or threads.
+        Whether workers are processes, threads, or processes on a Ray cluster.
     out_type : str, None, torch.device or callable
-        ``'cuda'``, ``'cuda:1'``: tensors on that device (on the CPU where there is no CUDA);
-        ``'cpu'`` or None: CPU tensors (arrays where there is no torch); ``'null'``: what the
-        indexer returned; a callable is applied to every array.
+        ``'cuda'``, ``'cuda:1'``: tensors on that device, or on the CPU if there is no CUDA.
+        ``'cpu'`` or None: CPU tensors, or arrays if there is no torch. ``'null'``: what the indexer
+        returned. A callable is applied to every array.
     seed : int, optional
-        In [0, 2**64). None: one is drawn; see `seed`.
+        In [0, 2**64). None: cseq draws one. The property `seed` shows it.
     dtype : data type, 'auto' or None
-        What numeric arrays are converted to for ``'cpu'`` and ``'cuda'``; None keeps each array's
-        type. Integer labels need None. 'auto': None if `worker` is what `from_dataset` returns,
-        else 'float32'.
+        The type of numeric arrays with ``'cpu'`` and ``'cuda'``. None keeps each array's type:
+        integer labels need this. 'auto': None if `worker` is what `from_dataset` returns, otherwise
+        'float32'.
     drop_last : bool
-        Leave out the last batch if it is short.
+        Leave out the last batch if it is smaller than the others.
     ordered : bool
-        False: deliver batches as they are finished.
+        False: deliver batches as they become ready.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
-        How processes are started; None: forkserver where it exists.
+        How processes are started. None: 'forkserver', but 'spawn' on macOS and Windows.
     shard : (rank, world_size), 'auto' or None
-        This rank's part of every global batch of ``batch_size * world_size`` samples. The tail,
-        too, gives every rank equally many: up to ``world_size - 1`` samples from the beginning of
-        the epoch are repeated in it. 'auto' takes the shard of a worker of Ray Train, else of an
-        initialised torch process group, else of the variables of torchrun, Lightning, Open MPI,
-        MPICH or srun, at the first `start` or ``len``; a shard that differs later is an error.
+        This rank's part of every global batch of ``batch_size * world_size`` samples. All ranks get
+        the same number of samples, so up to ``world_size - 1`` samples from the beginning of an
+        epoch come again at its end. 'auto' finds the shard at the first `start` or ``len``: from a
+        worker of Ray Train, an initialised torch process group, or the variables of torchrun,
+        Lightning, Open MPI, MPICH or srun. A different answer later is an error.
     on_error : 'raise' or 'skip'
-        Whether an exception of the indexer is raised in the loop, or logged and its batch left out;
-        of `from_dataset`, its sample, so that the batch is smaller. `skipped` lists both.
+        'raise': the loop raises the indexer's exception. 'skip': cseq logs it and leaves out the
+        batch, or with `from_dataset` only the sample. `skipped` lists both.
     max_restarts : int
-        Worker processes that may die and be replaced in an epoch.
+        How many worker processes may die and be replaced in an epoch.
     timeout : float, optional
-        Seconds that a batch may take before `on_timeout`; a worker may take ten times as long to
-        get ready.
+        Seconds that a batch may take before `on_timeout` applies. A worker may take ten times as
+        long to get ready.
     on_timeout : 'raise' or 'restart'
         Raise `WorkerTimeout`, or replace the worker process and make the batch again.
     memory_limit : int, str or None
-        Most shared memory that held batches may occupy, in bytes or as '2GiB'; beyond it, batches
-        are copied. Free shared memory that no batch in flight needs counts as well, and is given
-        back beyond the limit. None: a quarter of the machine's or the container's memory, divided
+        The most shared memory for held batches, in bytes or as '2GiB'. Beyond it, batches are
+        copied. Free shared memory that no batch in flight needs counts too, and beyond the limit it
+        goes back to the system. None: a quarter of the memory of the machine or container, divided
         by the ranks on it.
     pad : bool
-        False: ranks repeat no sample, so that each comes once over all ranks; some ranks may then
-        have one batch, or one sample, less than others.
+        False: ranks repeat no sample. Some ranks may then have one batch, or one sample, less than
+        others.
     threads : int or None
-        How many threads torch, OpenMP, OpenBLAS, MKL, numexpr and OpenCV compute with in each
-        worker process. Variables in the environment (``OMP_NUM_THREADS`` and its like) win. None:
-        leave them alone, so that each process uses all cores. No effect with
-        ``thread_type='thread'``.
+        How many threads torch, OpenMP, OpenBLAS, MKL, numexpr and OpenCV use in each worker
+        process. Environment variables such as ``OMP_NUM_THREADS`` take precedence. None: each
+        library's own default, usually all cores. No effect with ``thread_type='thread'``.
     preload : sequence of str, False or None
-        Modules that the fork server imports once for all workers, beside those that `worker` refers
-        to (None: only those). If one of the latter starts threads, opens files or initialises CUDA
-        when it is imported, only the listed ones are. False: each worker imports everything.
+        More modules that the fork server imports once for all workers, besides those that `worker`
+        refers to. If one of the latter starts threads, opens files or initialises CUDA on import,
+        the fork server imports only the listed modules. False: each worker imports everything.
     order : Order, optional
-        Which samples come together, and when, in place of `shuffle`. Where its units are batches
-        (`Buckets`), leave `batch_size` out; where they are rows (`Packed`), that counts rows.
+        An order to use instead of `shuffle`. If its units are batches (`Buckets`), leave out
+        `batch_size`. If they are rows (`Packed`), `batch_size` counts rows.
     repeat : int or True
-        Epochs that an ``iter()`` goes through, True: without end. The batches of the next one are
-        made while the last ones of this one are used. `max_restarts` then counts in all of them.
+        How many epochs one ``iter()`` goes through. True: without end. Workers start the next epoch
+        while the loop uses the last batches of this one. `max_restarts` counts for all.
     seed_globals : bool
-        Seed `random`, ``numpy.random`` and torch's CPU generator, as far as they are imported, from
-        the key of `rng` before each batch, in worker processes and in test mode. Not in threads,
-        which share these generators with the training loop.
+        Seed `random`, ``numpy.random`` and torch's CPU generator before each batch, from the key of
+        `rng`, in worker processes and in test mode. Only imported ones are seeded. Threads share
+        them with the training loop, so they are not seeded there.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is wrong; the message names it, its value, and what to do.
+        An argument is wrong. The message names it, its value, and what to do.
 
     Examples
     --------
@@ -235,12 +234,12 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def dset_size(self) -> int:
-        """Samples there are; without an `order`, an epoch over all ranks has each of them."""
+        """The number of samples. Without an `order`, an epoch over all ranks has each of them."""
         return self._sampler.dset_size
 
     @property
     def batch_size(self) -> int:
-        """Samples in a batch; rows if `order` counts these, and 1 if it counts batches."""
+        """Samples in a batch, or rows if `order` has rows. If `order` has batches, it is 1."""
         return self._sampler.batch_size
 
     @property
@@ -250,25 +249,24 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def use_cuda(self) -> bool:
-        """Whether batches are tensors on a CUDA device (this machine may lack one)."""
+        """Whether batches are tensors on a CUDA device: False if this machine has none."""
         return outputs.resolve(self._job.output).use_cuda
 
     @property
     def epoch(self) -> int:
         """The epoch of the latest iterator.
 
-        Before the first ``iter()``, and after `set_epoch` and `load_state_dict`: the epoch that the
-        next one begins.
+        Before the first ``iter()``, and after `set_epoch` and `load_state_dict`, it is the epoch of
+        the next ``iter()``.
         """
         return self._place.now(self._sampler).epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next ``iter()``, or of the latest one if it has given nothing yet.
+        """Set the epoch of the next ``iter()``, or of the latest one if it has given no batch yet.
 
-        An epoch whose position was loaded (`load_state_dict`) keeps that position. If the loop is
-        in the middle of this very epoch, it stays there, and `state_dict` still returns its
-        position; the next ``iter()`` then begins the epoch again from its start, unless it is over
-        by then.
+        If `load_state_dict` loaded a position in this epoch, the position stays. If the loop is in
+        the middle of this epoch, it continues, and `state_dict` still returns its position. The
+        next ``iter()`` then begins the epoch again, unless the loop has finished it by then.
 
         Parameters
         ----------
@@ -300,8 +298,8 @@ class MSequence(Manager, Generic[B_co]):
     def sampler(self) -> RankSampler:
         """An object with two methods of torch's ``DistributedSampler``, for frameworks.
 
-        ``len()`` counts the samples that this rank gets in an epoch; ``set_epoch`` is the
-        manager's.
+        ``len()`` returns the number of samples that this rank gets in an epoch. ``set_epoch`` is
+        that of the manager.
         """
         return RankSampler(self._count_samples, self.set_epoch)
 
@@ -312,27 +310,27 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def batch_sampler(self) -> None:
-        """None, as that of a DataLoader which does not batch: frameworks then use `sampler`."""
+        """None, as in a DataLoader without batching, so that frameworks use `sampler`."""
         return
 
     # -- any batch
 
     def indices(self, epoch: int, batch: int) -> NDArray[np.int64]:
-        """Return the samples of a batch, of any epoch; see `remake`."""
+        """Return the samples of a batch of any epoch. See `remake`."""
         sampler, consumed = self._any(epoch)
         return remaking.locate(sampler, epoch, batch, consumed)[0].samples(0)[0]
 
     def remake(self, epoch: int, batch: int) -> Remade:
-        """Make a batch of any epoch once more, in the calling thread, as the loop got it.
+        """Make a batch of any epoch again, in the calling thread, as the loop got it.
 
-        For a batch that was slow, odd or left out: here it can be looked at with a debugger or a
-        profiler. An indexer is made for it; what runs is left alone.
+        Use it to look at a batch that was slow, odd or left out, with a debugger or a profiler. It
+        makes a new indexer, and does not affect the run.
 
         Parameters
         ----------
         epoch, batch : int
-            As messages, `skipped` and `worker_info` number them. Where the present epoch was
-            resumed, its batches are counted as they come here.
+            Their numbers in messages, `skipped` and `worker_info`. If the present epoch was
+            resumed, its batches are numbered as this manager makes them.
 
         Returns
         -------
@@ -371,28 +369,28 @@ class MSequence(Manager, Generic[B_co]):
         *,
         trace: str | os.PathLike[str] | None = None,
     ) -> Self:
-        """Start the workers, and return the manager; interrupts what was started before.
+        """Start the workers and return the manager. An earlier start is interrupted.
 
         Parameters
         ----------
         compat : bool, optional
-            Convert for CUDA in threads of this process, or in processes of their own, which is
-            slower: the loop waits for the device whenever it opens their memory. None: in threads.
+            False: converters for CUDA are processes, not threads of this process. This is slower:
+            the loop waits for the device whenever it opens their memory.
         trace : str or path, optional
-            Record what happens to every batch until `finish`, into this file: see `cseq.trace`.
+            Write what happens to every batch until `finish` into this file. See `cseq.trace`.
 
         Returns
         -------
         MSequence
-            The manager: iterate over it, or use it in a ``with``, whose end calls `finish`. An
-            exception of an indexer, `WorkerDied` and `WorkerTimeout` come out of the loop.
+            The manager. Iterate over it, or use it in a ``with``, whose end calls `finish`. The
+            loop raises an indexer's exceptions, `WorkerDied` and `WorkerTimeout`.
 
         Raises
         ------
         TypeError
-            `worker` cannot be pickled for worker processes; the message names the part that cannot.
+            `worker` cannot be pickled for worker processes. The message names the part that cannot.
         OSError
-            Inside the manager's own ``with``.
+            It was called inside the manager's own ``with``.
         """
         compat = None if compat is None else flag("compat", compat)
         with self._alone():
@@ -407,9 +405,9 @@ class MSequence(Manager, Generic[B_co]):
         return self._thread_type
 
     def start_test(self, test_mode: TestMode = "default") -> Self:
-        """Start test mode: batches are made in the calling thread when the loop asks for them.
+        """Start test mode: the calling thread makes each batch when the loop asks for it.
 
-        Same order and same results as `start`; no process, no thread. Returns the manager.
+        The order and the results are those of `start`, without workers. Returns the manager.
 
         Parameters
         ----------
@@ -419,7 +417,7 @@ class MSequence(Manager, Generic[B_co]):
         Raises
         ------
         OSError
-            Inside the manager's own ``with``.
+            It was called inside the manager's own ``with``.
         ValueError
             `test_mode` is unknown.
 
@@ -455,10 +453,10 @@ class MSequence(Manager, Generic[B_co]):
         self._open(pool)
 
     def __iter__(self) -> Iterator[B_co]:
-        """Return an iterator over the next epoch; earlier iterators are interrupted.
+        """Return an iterator over the next epoch. Earlier iterators are interrupted.
 
-        An epoch is begun when the loop gets its first batch (or an exception instead, or its end).
-        Until then, another ``iter()`` is over the same epoch, and batches made ahead are kept.
+        An epoch begins when the loop gets its first batch, an exception instead, or its end. Until
+        then, another ``iter()`` is over the same epoch, and keeps the batches made ahead.
 
         Raises
         ------
@@ -485,18 +483,18 @@ class MSequence(Manager, Generic[B_co]):
     # -- checkpoint and resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loop is, after the last batch delivered to it.
+        """Return the position of the loop, after the last batch that it received.
 
         Returns
         -------
         dict
-            A few JSON values, the same on every rank, of constant size, in constant time. Batches
-            that are ready but were not delivered are not counted: they come after a resume.
+            A few JSON values, the same on every rank. Batches that are ready but were not delivered
+            do not count: they come after a resume.
 
         Raises
         ------
         ValueError
-            In the middle of an epoch with ``ordered=False``, which no number of samples describes.
+            It was called in the middle of an epoch with ``ordered=False``.
         """
         with self._look():
             place = self._place
@@ -513,25 +511,25 @@ class MSequence(Manager, Generic[B_co]):
             return checkpoint.make(self._sampler, world_size, epoch, position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next ``iter()`` continue where `state_dict` was taken.
+        """Make the next ``iter()`` continue from the position in a state.
 
-        Number and kind of workers, `batch_size` and the number of ranks may be others: the rest of
-        the epoch is divided among the present ones. The state's seed replaces one that was drawn.
+        The number and kind of workers, `batch_size` and the number of ranks may differ: the present
+        ranks share the rest of the epoch. If you gave this manager no seed, it uses the state's.
 
         Parameters
         ----------
         state : dict
-            What `state_dict` returned, in this program or in another one, as it is or after a way
-            through JSON or `torch.save`. It is not kept.
+            What `state_dict` returned, in this program or another, directly or after JSON or
+            `torch.save`. The dict itself is not kept.
 
         Raises
         ------
         TypeError
-            It is no state.
+            `state` is not a state.
         ValueError
-            The state is of another seed, order or version; both are named.
+            The state has a different seed, order or version. The message names both.
         OSError
-            Inside the manager's own ``with``, if the state's seed or order replaces another one.
+            It was called inside the manager's own ``with``, and the seed or order would change.
 
         Examples
         --------

@@ -32,26 +32,26 @@ Read: TypeAlias = "tuple[NDArray[np.integer[Any]], Ints | None]"  # samples; the
 
 
 class Order:
-    """Base class of orders, your own among them.
+    """Base class of orders, including your own.
 
-    One's own sets the attributes and defines `read`; `cseq.testing.check_order` checks it. It must
-    not change once it is in use, and must not draw from generators: all that `read` returns follows
-    from its arguments.
+    A subclass sets the attributes and defines `read`. `cseq.testing.check_order` checks it. An
+    order must not change once it is in use, and must not draw from generators: the result of `read`
+    depends only on its arguments.
 
     Attributes
     ----------
     name : str
-        Of the definition, with its version: what a name stands for never changes.
+        The definition's name, with its version. What a name stands for never changes.
     samples : int or None
-        Samples there are: indices are below. None: as many as the data that it is used with has.
+        The number of samples: indices are below it. None: as many as the data has.
     units : int
-        Of an epoch, at least 1; the same in every epoch. (0 as long as `samples` is None.)
+        Units in an epoch, at least 1, the same in every epoch. (0 while `samples` is None.)
     room : int
-        The most samples of a unit.
+        The most samples in a unit.
     is_batch : bool
-        A unit is a whole batch.
+        Whether a unit is a whole batch.
     is_seeded : bool
-        It depends on the seed.
+        Whether the order depends on the seed.
 
     Examples
     --------
@@ -77,32 +77,32 @@ class Order:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
         """Return the samples of units [start, start + count) of an epoch, and each unit's size.
 
-        The indices have shape (samples of all these units,), the sizes shape (count,); no sizes are
-        needed where every unit is one sample.
+        The indices have shape (samples of all these units,), the sizes (count,). If every unit is
+        one sample, return None instead of the sizes.
         """
         raise NotImplementedError(f"{type(self).__name__} has no read(seed, epoch, start, count)")
 
     def facts(self) -> dict[str, Any]:
-        """Return JSON values that the order depends on, beside the seed: part of a state.
+        """Return what the order depends on besides the seed, as JSON values for a state.
 
         Arrays enter as `fingerprint`.
         """
         return {"name": self.name, "samples": self.samples, "units": self.units}
 
     def describe(self) -> str:
-        """Say in a sentence what an epoch consists of."""
+        """Describe an epoch in a sentence."""
         return f"{self.units:,} units of at most {self.room:,} samples"
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.describe()}>"
 
     def over(self, samples: int) -> Self:
-        """Return the order over so many samples, if it is not over as many already.
+        """Return this order for a number of samples: itself, if it has that many already.
 
         Raises
         ------
         ValueError
-            It is over another number of them.
+            It has a different number of samples.
         """
         if self.samples != samples:
             raise ValueError(
@@ -118,12 +118,12 @@ class Order:
         epoch: int,  # noqa: ARG002
         consumed: int,  # noqa: ARG002
     ) -> Self:
-        """Return the order that goes on where one with `facts` was in an epoch of a seed.
+        """Return the order that continues where one with `facts` was, in an epoch of a seed.
 
         Raises
         ------
         ValueError
-            The facts are another order's; both values are named.
+            The facts are those of another order. The message names both values.
         """
         ours = self.facts()
         for key in [*ours, *facts]:
@@ -147,12 +147,12 @@ class Order:
         start: int = 0,
         stop: int | None = None,
     ) -> list[list[int]]:
-        """Return batches [start, stop) of an epoch on one rank: lists of indices; no worker runs.
+        """Return batches [start, stop) of an epoch on one rank, as lists of indices.
 
         Parameters
         ----------
         batch_size : int
-            Units of a batch; 1 if a unit is a batch.
+            Units in a batch. If a unit is a batch, 1.
         seed, epoch : int
             In [0, 2**64).
         start, stop : int

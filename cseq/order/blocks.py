@@ -25,25 +25,25 @@ FEW = 64  # samples of each lane that are worth the way to its window
 
 
 class Blocks(Samples):
-    """Every sample once, shuffled such that few blocks of neighbours are in use at a time.
+    """Every sample once per epoch, shuffled so that few blocks of neighbours are in use at a time.
 
-    The samples are cut into blocks, of which the last may be shorter. The blocks are shuffled, and
-    so are the samples of each `window` of blocks. An indexer that keeps the chunks of a window
-    reads each chunk once in an epoch.
+    A block has `rows` neighbouring samples; the last one may be shorter. The blocks are shuffled,
+    and so are the samples of each `window` of blocks. An indexer that keeps the chunks of a window
+    reads each chunk once per epoch.
 
     Parameters
     ----------
     rows : int
-        Samples of a block: one chunk of the data, or several.
+        Samples in a block: one chunk of the data, or several.
     window : int
-        Blocks whose samples are mixed; 512 are nearly as good as a full shuffle. It takes 4 bytes
-        for each of their samples.
+        How many blocks are mixed. 512 are nearly as good as a full shuffle. Each sample of a window
+        takes 4 bytes.
     lanes : int
-        Windows that are in use at a time, of ``window / lanes`` blocks each; it divides `window`.
-        Of several ranks, each reads lanes of its own, and so blocks of its own, if the number of
-        ranks divides `lanes` and `lanes` divides the global batch.
+        How many windows are in use at a time, each of ``window / lanes`` blocks. It must divide
+        `window`. If the number of ranks divides it, and it divides the global batch, each rank
+        reads its own lanes, and so its own blocks.
     samples : int, optional
-        How many there are. None: as many as the data has.
+        The number of samples. None: as many as the data has.
 
     Examples
     --------
@@ -93,7 +93,7 @@ class Blocks(Samples):
         )
 
     def describe(self) -> str:
-        """Say what an epoch consists of."""
+        """Describe an epoch."""
         blocks = -(-self.units // self.rows)
         return (
             f"{self.units:,} samples in {blocks:,} blocks, shuffled in windows of {self.window} "

@@ -24,33 +24,33 @@ __all__ = ["Buckets"]
 
 
 class Buckets(Recipes):
-    """Batches of samples of similar length, whose padded tokens never exceed a budget.
+    """Batches of samples of similar length, with at most `budget` tokens including padding.
 
-    Every sample comes once an epoch; which samples meet, and when, is drawn for each epoch. The
-    last batch of a bucket is short where its samples do not fill it. The number of batches is the
-    same in every epoch.
+    Every sample comes once per epoch. Each epoch shuffles which samples meet in a batch, and when
+    each batch comes. The last batch of a bucket may be smaller. All epochs have the same number of
+    batches.
 
     Parameters
     ----------
     lengths : array of int
-        Of each sample: tokens, frames or the like; at least 1. May be a memory map.
+        The length of each sample, at least 1: tokens, frames or the like. May be a memory map.
     budget : int
-        Tokens of a batch at most, if its samples are padded to the upper bound of their bucket.
+        The most tokens in a batch whose samples are padded to the upper bound of their bucket.
     ratio : float
-        The bounds, from the least length to the greatest: each is this many times the one before,
-        rounded down, and at least 1 more. 1.05 pads less, 1.25 mixes more samples.
+        The bounds go from the shortest length to the longest. Each is this many times the one
+        before, rounded down, and at least 1 more. 1.05 pads less, 1.25 mixes more samples.
     boundaries : sequence of int, optional
-        These bounds instead, ascending; longer samples have a bucket of their own.
+        Bounds to use instead, ascending. Longer samples have a bucket of their own.
     most : int, optional
-        Samples of a batch at most.
+        The most samples in a batch.
     together : int
-        So many batches of a bucket, or of neighbours, come one after the other, so that ranks have
-        equal work in a step: any number of ranks that divides it.
+        This many batches of one bucket, or of neighbouring ones, come in a row, so that ranks have
+        equal work in a step. The number of ranks should divide it.
     too_long : 'error' or 'drop'
-        What becomes of samples that are longer than the budget.
+        What to do with samples that are longer than the budget.
     longest_first : bool
-        A batch of the longest bucket is among the first `together` of every epoch, so that memory
-        runs out at once if it does.
+        Put a batch of the longest bucket among the first `together` of every epoch, so that a lack
+        of memory shows at once.
 
     Examples
     --------
@@ -100,16 +100,16 @@ class Buckets(Recipes):
 
     @classmethod
     def of(cls, labels: ArrayLike, sizes: int | Mapping[Any, int], *, together: int = 8) -> Self:
-        """Return batches of samples of one label each: an aspect ratio, a resolution, a source.
+        """Return batches of samples with the same label: an aspect ratio, a resolution, a source.
 
         Parameters
         ----------
         labels : array of int or of str
-            Of each sample.
+            The label of each sample.
         sizes : int or mapping
-            Samples of a batch: a number, or one for each label.
+            Samples in a batch: one number, or one for each label.
         together : int
-            So many batches of one label come one after the other, see `Buckets`.
+            This many batches of one label come in a row. See `Buckets`.
 
         Examples
         --------
@@ -157,7 +157,7 @@ class Buckets(Recipes):
         self._buckets = int((classes.sizes > 0).sum())
 
     def describe(self) -> str:
-        """Say what an epoch consists of."""
+        """Describe an epoch."""
         return (
             f"{self._buckets:,} buckets, {self.units:,} batches{self._used}, "
             f"{self.fewest:,}–{self.room:,} samples a batch{self._left_out}"

@@ -27,21 +27,21 @@ KEPT = 1024  # orders of classes that a reader keeps
 class Groups(Order):
     """Batches of `classes` distinct classes with `samples` samples of each.
 
-    The batches of all epochs are one sequence. In a round of it, every class comes once, but for
-    those that are too few for another batch, which are others in each round. The samples of a class
-    come once before they come again, but for those that are too few for another batch, if `classes`
-    divides the number of classes; else some come again before all others came.
+    The batches of all epochs form one sequence of rounds. In a round, every class comes once,
+    except the few that do not fill another batch: different ones in each round. If `classes`
+    divides the number of classes, the samples of a class come once before any comes again, with the
+    same exception. Otherwise, some come again before all others have come.
 
     Parameters
     ----------
     labels : array of int or of str
-        Of each sample: its class.
+        The class of each sample.
     classes, samples : int
-        Of a batch: its classes, and how many samples of each, one after the other.
+        How many classes a batch has, and how many samples of each, which come one after the other.
     epoch_size : int, optional
-        Batches of an epoch; otherwise as many as would take every sample once.
+        Batches in an epoch. None: as many as would take every sample once.
     repeat_small : bool
-        Classes with fewer samples are taken, and their samples repeated; else they are refused.
+        Repeat the samples of classes that have too few. False: such a class is an error.
 
     Examples
     --------
@@ -101,7 +101,7 @@ class Groups(Order):
         } | self._facts
 
     def describe(self) -> str:
-        """Say what an epoch consists of."""
+        """Describe an epoch."""
         return (
             f"{self.units:,} batches of {self.chosen:,} classes with {self.each:,} samples of "
             f"each, of {self.classes.count:,} classes"

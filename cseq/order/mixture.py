@@ -37,34 +37,34 @@ Weights: TypeAlias = Mapping[str, float]
 
 
 class Mixture(Order):
-    """Units of several orders, in exact shares: of each source so many in every block of units.
+    """Units of several orders, in exact shares: every block of units has each source's share.
 
-    The sources have passes of their own, each in an order of its own: a pass that is over is
-    followed by the next, and an epoch of the mixture goes on where the last one ended. Samples are
-    numbered from one source to the next: the second source's begin after the first one's last.
+    Each source has its own passes, each in its own order. The next pass follows the last one, and
+    an epoch continues where the one before ended. Samples are numbered source after source: the
+    second source's begin after the first one's last.
 
     Parameters
     ----------
     sources : dict of str to Order
-        All with units of one kind: samples, rows of samples, or batches. The order of a source
+        Orders with units of one kind: samples, rows of samples, or batches. The order of a source
         depends on its name, not on the other sources.
     weights : dict of str to number, or list of (int, dict)
-        The share of each source; only ratios count, and 0 leaves a source out. A list is a
-        curriculum: it says at which unit weights begin to hold, counted over all epochs, the first
-        at 0; they change with the first block that begins there or later.
+        The share of each source. Only ratios count, and 0 leaves a source out. A list is a
+        curriculum: weights hold from the first block that begins at their unit or later. Units
+        count over all epochs. The list begins at unit 0.
     block : int
-        Units in which the shares are exact. Each source that is not left out has one at least.
+        Shares are exact in each block of this many units, at least one of each source in use.
     epoch_size : int, optional
-        Units of an epoch.
+        Units in an epoch.
     stop : 'all' or 'first'
         Without `epoch_size`: an epoch ends when every source has had a pass, or before any has had
-        more than one; in whole blocks, by the first weights.
+        more than one. It has whole blocks, by the first weights.
 
     Notes
     -----
-    A state may be loaded into a mixture with other weights, another block, or sources more or less:
-    it goes on with these from the state's place, and each source from its own. If epochs have
-    another size then, give `epoch_size`. Units before that place are others than they were.
+    A state also loads into a mixture with other weights, another block, or more or fewer sources.
+    The mixture continues from the state's place, and each source from its own. If its epochs would
+    have another size, give `epoch_size`. Units before that place differ from the ones that came.
 
     Examples
     --------
@@ -208,7 +208,7 @@ class Mixture(Order):
         return ArrayReader(self, seed, read, ahead=AHEAD + FEW * len(readers))
 
     def describe(self) -> str:
-        """Say what an epoch consists of."""
+        """Describe an epoch."""
         block = self._plan.block
         shares = [
             f"{quota / block:.3g} of {name}"
@@ -219,16 +219,16 @@ class Mixture(Order):
 
 
 class Resized(Order):
-    """The epochs of another order, one after the other, cut into epochs of `epoch_size`.
+    """The epochs of another order, joined and cut into epochs of `epoch_size`.
 
-    So a part of the data makes an epoch, and every sample comes before any comes again; or an epoch
-    has the samples several times.
+    With a small size, a part of the data makes an epoch, and every sample comes before any comes
+    again. With a large one, an epoch has the samples several times.
 
     Parameters
     ----------
     order : Order
     epoch_size : int
-        Its units in an epoch.
+        Units in an epoch.
 
     Examples
     --------
@@ -277,7 +277,7 @@ class Resized(Order):
         return ArrayReader(self, seed, read)
 
     def describe(self) -> str:
-        """Say what an epoch consists of."""
+        """Describe an epoch."""
         return f"{self._size:,} units at a time of {self.order.describe()}"
 
 

@@ -24,24 +24,24 @@ Contents: TypeAlias = "tuple[int, int, Contents] | None"  # class, samples of it
 
 
 class Packed(Recipes):
-    """Rows of samples whose lengths sum to a budget at most, and to all of it in nearly every row.
+    """Rows of whole samples, with at most `budget` tokens. Nearly every row is full.
 
-    Every sample comes once an epoch, and none is cut. Which samples of equal length lie in which
-    row, and which row comes when, is drawn for each epoch; the lengths that go together are the
-    same in every epoch. A batch has `batch_size` rows; inside the indexer, `cseq.parts` says how
-    many samples each of them has.
+    Every sample comes once per epoch, and none is cut. Each epoch draws which samples of equal
+    length are in which row, and which row comes when. The combinations of lengths are the same in
+    every epoch. A batch has `batch_size` rows. In the indexer, `cseq.parts` says how many samples
+    each row has.
 
     Parameters
     ----------
     lengths : array of int
-        Of each sample: tokens, at least 1. May be a memory map.
+        The length of each sample in tokens, at least 1. May be a memory map.
     budget : int
-        Tokens of a row at most.
+        The most tokens in a row.
     quantum : int
-        Lengths are rounded up to a multiple of it: more samples can stand in for each other, and
+        Lengths are rounded up to a multiple of it. More samples can then replace each other, and
         rows are less full.
     too_long : 'error' or 'drop'
-        What becomes of samples that are longer than the budget.
+        What to do with samples that are longer than the budget.
 
     Examples
     --------
@@ -82,7 +82,7 @@ class Packed(Recipes):
         }
 
     def describe(self) -> str:
-        """Say what an epoch consists of."""
+        """Describe an epoch."""
         return (
             f"{self.units:,} rows, {100 * self._used:.4g} % of tokens used, "
             f"{self.fewest:,}–{self.room:,} samples a row{self._left_out}"

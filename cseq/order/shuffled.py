@@ -45,7 +45,7 @@ class Sequential(Samples):
     Parameters
     ----------
     samples : int, optional
-        How many there are. None: as many as the data has.
+        The number of samples. None: as many as the data has.
 
     Examples
     --------
@@ -61,21 +61,21 @@ class Sequential(Samples):
         return RangeReader(self.units, seed)
 
     def describe(self) -> str:
-        """Say what an epoch consists of."""
+        """Describe an epoch."""
         return f"{self.units:,} samples in their natural order"
 
 
 class Shuffled(Samples):
-    """Every sample once, in an order that is drawn for each epoch.
+    """Every sample once per epoch, in an order that is drawn for each epoch.
 
     Parameters
     ----------
     samples : int, optional
-        How many there are. None: as many as the data has.
+        The number of samples. None: as many as the data has.
     algorithm : 'feistel-v1' or 'fisher-yates-v1'
-        See docs/inside/shuffle.md. The first needs no memory and begins anywhere at once; the
-        second, which is that of ``shuffle=True``, has a table of 4 bytes a sample, and is the
-        faster one below some 10**5 samples.
+        The first needs no memory, and can begin anywhere at once. The second, which
+        ``shuffle=True`` uses, has a table of 4 bytes per sample. It is the faster one below about
+        10**5 samples. See docs/inside/shuffle.md.
 
     Examples
     --------
@@ -94,5 +94,5 @@ class Shuffled(Samples):
         return TableReader(self.units, seed)
 
     def describe(self) -> str:
-        """Say what an epoch consists of."""
+        """Describe an epoch."""
         return f"{self.units:,} samples, shuffled ({self.name})"

@@ -28,20 +28,20 @@ DIGIT = 15  # bits that are divided together: with a size of 48 bits, they fit i
 
 
 class Weighted(Order):
-    """Samples as often as their weights say, in random order.
+    """Samples in random order, each as often as its weight says.
 
     In an epoch of N draws, a sample of weight w comes N * w / (sum of all weights) times, rounded
-    up or down: equal weights and `size` None are a plain shuffle.
+    up or down. With equal weights and `size` None, this is a plain shuffle.
 
     Parameters
     ----------
     weights : array of real numbers
-        Of each sample, at least 0. Only their ratios count.
+        The weight of each sample, at least 0. Only their ratios count.
     size : int, optional
-        Draws of an epoch. None: as many as there are samples.
+        Draws in an epoch. None: as many as there are samples.
     replacement : bool
-        The draws do not depend on each other, as with torch's ``WeightedRandomSampler``: how
-        often a sample comes varies by chance, and more samples are left out.
+        Draw independently, as torch's ``WeightedRandomSampler`` does. How often a sample comes then
+        varies by chance, and more samples are left out.
 
     Examples
     --------
@@ -94,7 +94,7 @@ class Weighted(Order):
         }
 
     def describe(self) -> str:
-        """Say what an epoch consists of."""
+        """Describe an epoch."""
         sums = self._sums
         most = int(max(sums[0], np.diff(sums).max(initial=0))) * self.units / int(sums[-1])
         way = "independent draws" if self.replacement else "draws"

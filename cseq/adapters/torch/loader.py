@@ -61,34 +61,33 @@ else:  # which may have a second parameter
 class DataLoader(Torchs[T_co]):
     """torch's DataLoader, with cseq's worker processes.
 
-    All arguments, attributes and methods of `torch.utils.data.DataLoader`, with the same meaning:
-    for the same seed and number of workers, batches are the same, bit for bit. A worker that dies
-    is replaced, and `state_dict` and `load_state_dict` resume in the middle of an epoch. The page
-    "from DataLoader" of the documentation lists each difference.
+    It has all arguments, attributes and methods of `torch.utils.data.DataLoader`, with the same
+    meaning. With the same seeds and number of workers, the batches are the same, bit for bit. Dead
+    workers are replaced, and `state_dict` and `load_state_dict` resume in the middle of an epoch.
+    The documentation lists every difference: see "What differs from torch's DataLoader".
 
     Parameters
     ----------
     *args, **kwargs
-        Of torch's DataLoader. `sampler` and `batch_sampler` may be a `cseq.Order`, too.
+        Those of torch's DataLoader. `sampler` and `batch_sampler` may also be a `cseq.Order`.
     rng : {None, 'worker', 'batch'}
-        What the generators of `random`, `numpy.random` and torch begin from. 'worker': each worker
-        is seeded once, as torch does it. 'batch': they are seeded before each batch, so batches
-        are the same for any number of workers, after a worker's death, and after a resume.
-        None: `defaults.rng`, which is 'worker'.
+        How `random`, `numpy.random` and torch are seeded. 'worker': once in each worker, as in
+        torch. 'batch': before each batch, so the batches are the same for any number of workers,
+        after a worker's death, and after a resume. None: `defaults.rng`, which is 'worker'.
     on_error : {None, 'raise', 'skip'}
-        What an exception in the data set, or in `collate_fn`, does: 'raise' raises it in the loop.
-        'skip' logs it and leaves out its sample, or, where that cannot be, its batch; `skipped`
-        lists both. None: `defaults.on_error`, which is 'raise'.
+        What happens if the data set or `collate_fn` raises an exception. 'raise': the loop raises
+        it. 'skip': cseq logs it and leaves out the sample or, if that is impossible, the batch.
+        `skipped` lists both. None: `defaults.on_error`, which is 'raise'.
     snapshot_every_n_steps : int, optional
-        How often a data set that has a state is asked for it: an IterableDataset after every so
-        many batches of a worker, a map-style one after every batch. None or 0: never; a
-        `StatefulDataLoader` has 1.
+        How often cseq asks a data set for its state: an IterableDataset after this many batches of
+        a worker, a map-style data set after every batch. None or 0: never. The default of
+        `StatefulDataLoader` is 1.
     max_restarts : int
-        Worker processes that may die and be replaced in an epoch; then `WorkerDied` is raised.
+        How many worker processes may be replaced in an epoch. One more death raises `WorkerDied`.
 
     See Also
     --------
-    cseq.from_dataset : the same data set for `MPSequence`, whose stream needs no torch.
+    cseq.from_dataset : reads the same data set with `MPSequence`, without torch.
 
     Examples
     --------
@@ -220,14 +219,14 @@ class DataLoader(Torchs[T_co]):
         return None if iterator is None else iterator._run
 
     def stats(self) -> Stats:
-        """Count what the workers of the latest `iter` have done; see `cseq.Stats`.
+        """Return counts and times of the workers of the latest `iter`. See `cseq.Stats`.
 
-        Samples are the indices of map-style data; of an IterableDataset, each batch counts as one.
+        With an IterableDataset, each batch counts as one sample.
 
         Raises
         ------
         RuntimeError
-            There are none: no epoch has begun, or the trainer makes the batches.
+            No epoch has begun, or the loop makes its own batches.
         """
         progress = vars(self).get("_progress")  # torch's loaders have this method, too: `install`
         iterator = None if progress is None else progress.iterator()
@@ -242,14 +241,14 @@ class DataLoader(Torchs[T_co]):
         return stats
 
     def advice(self, since: Stats | None = None) -> Advice:
-        """Return why the loop waits, and what to do: ``print`` it; see `cseq.MSequence.advice`."""
+        """Return why the loop waits, and what helps: print it. See `cseq.MSequence.advice`."""
         if not self.num_workers:
             return advise(Window(batches=1))
         now = self.stats()
         return (now if since is None else now.since(since)).advice()
 
     def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-        """Write a page of HTML about what `stats` counts; see `cseq.MSequence.report`."""
+        """Write an HTML page about what `stats` counts. See `cseq.MSequence.report`."""
         from cseq.manager import reporting
 
         stats = self.stats()
@@ -259,13 +258,13 @@ class DataLoader(Torchs[T_co]):
         reporting().write(path, [part], title)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the latest epoch is, after the last batch that was delivered.
+        """Return the position in the latest epoch, after the last batch that was delivered.
 
         Returns
         -------
         dict
-            For `load_state_dict`. Its keys are no interface; it is empty, which a warning in the
-            log says, where torch's own iterator is used.
+            Pass it to `load_state_dict`, and do not rely on its keys. If torch's own iterator is
+            used, it is empty, and the log has a warning.
         """
         if self._loaded:
             return copy.deepcopy(self._loaded)
@@ -306,22 +305,22 @@ class DataLoader(Torchs[T_co]):
             log.warning(text, *values)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have the next `iter` go on where a state says.
+        """Make the next `iter` continue from the position in a state.
 
-        A state of a finished epoch makes the next one begin anew, and so does an empty one. With
-        ``rng='worker'``, the default, workers begin from their seed again; with ``rng='batch'``,
-        the data set draws what it would have drawn.
+        If the state's epoch is over, or the state is empty, the next `iter` begins a new epoch.
+        With ``rng='worker'``, the default, workers start from their seed again. With
+        ``rng='batch'``, the data set draws the same numbers as without the interruption.
 
         Parameters
         ----------
         state_dict : dict
-            What `state_dict` returned, of a loader with the same data, batches and sampler; the
-            number of workers of a map-style data set may be another one. It is copied.
+            What `state_dict` returned for a loader with the same data, batches and sampler. With a
+            map-style data set, the number of workers may differ. The dict is copied.
 
         Raises
         ------
         TypeError, ValueError
-            It does not fit this loader. The state that was loaded before stays.
+            It does not fit this loader. A state that was loaded before stays.
 
         Examples
         --------
@@ -357,7 +356,7 @@ else:
 
 
 class StatefulDataLoader(Ours[T_co]):
-    """A `DataLoader` that asks its data set for states, as torchdata's.
+    """A `DataLoader` that also saves the state of its data set, as torchdata's does.
 
     Examples
     --------
