@@ -166,7 +166,6 @@ cdef class Feed:
     cdef public unsigned short number  # in a trace
     cdef uint64_t waited       # ns, for the last ticket that was taken
     cdef bint spun             # the head was waited for in vain, without sleeping
-    cdef Py_ssize_t only       # the worker whose items are asked for; -1: any
     # The ticket that is decoded, and still in the line.
     cdef uint64_t decoded
     cdef object batch, error, note
@@ -194,7 +193,6 @@ cdef class Feed:
         self.skip, self.give = errors == "skip", errors == "return"
         self.skipped = deque(maxlen=MOST_SKIPPED)
         self.generation = self.decoded = NONE
-        self.only = -1
 
     # -- the line of outstanding tickets, in the order of delivery; beside it, those cancelled
 
@@ -431,7 +429,7 @@ cdef class Feed:
             self.cancel_all(k)
         self.source, self.ordered, self.place = source, ordered, place
         self.clear()
-        self.ended, self.only, self.units = False, -1, 0
+        self.ended, self.units = False, 0
         self.before = 0 if source is None else source.consumed
         cseq_store_rlx_u64(&self.taken_count, 0)
         cseq_store_rlx_u64(&self.done_count, 0)
@@ -452,20 +450,11 @@ cdef class Feed:
 
     # -- whose turn it is
 
-    cdef inline Py_ssize_t head(self) noexcept:
-        """Position of the first ticket in the line, or of the first one of `only`; -1: none."""
-        cdef Py_ssize_t k
-        for k in range(self.length):
-            if self.only < 0 or self.at(k).ring == self.only:
-                return k
-        return -1
-
     cdef Py_ssize_t find(self) noexcept:
         """Position of the ticket that is next, if it is ready; -1."""
         cdef Py_ssize_t k
-        if self.ordered or self.only >= 0:
-            k = self.head()
-            return k if k >= 0 and self.is_ready(k) else -1
+        if self.ordered:
+            return 0 if self.length and self.is_ready(0) else -1
         if self.decoded != NONE:
             k = self.locate(self.decoded)
             if k >= 0:
@@ -503,7 +492,7 @@ cdef class Feed:
         Returns
         -------
         bool or None
-            Whether the next ticket is ready. None: no more come (`ended`: of any worker).
+            Whether the next ticket is ready. None: no more come.
 
         Raises
         ------
@@ -514,14 +503,13 @@ cdef class Feed:
         self.refill()
         if self.find() >= 0:
             return True
-        if self.head() >= 0 or self.source is None or not self.source.is_over(self.only):
+        if self.length or self.source is None or not self.source.is_over():
             return False
-        if not self.length and self.source.is_over(-1):
-            self.source.finish()
-            self.ended = True
-            if m.first_ns:
-                cseq_meter_step(m, cseq_now_ns(), False)
-            cseq_store_rlx_u64(&m.since_ns, 0)
+        self.source.finish()
+        self.ended = True
+        if m.first_ns:
+            cseq_meter_step(m, cseq_now_ns(), False)
+        cseq_store_rlx_u64(&m.since_ns, 0)
         return None
 
     def notices(self):
@@ -530,10 +518,8 @@ cdef class Feed:
 
     def awaited(self):
         """Ring and cell of each ticket that is waited for: the next one, or in no order, any."""
-        cdef Py_ssize_t k = self.head()
-        if k >= 0 and (self.ordered or self.only >= 0):
-            return [(self.at(k).ring, self.at(k).cell)]
-        return [(self.at(k).ring, self.at(k).cell) for k in range(self.length)]
+        cdef Py_ssize_t k, count = min(self.length, 1) if self.ordered else self.length
+        return [(self.at(k).ring, self.at(k).cell) for k in range(count)]
 
     def wait(self, uint32_t seen, list awaited=None):
         """Sleep until a ticket that is waited for may be ready, and run signal handlers; see `Ring.wait`.
@@ -567,8 +553,7 @@ cdef class Feed:
 
     cdef bint expect(self, uint32_t seen) noexcept:
         """Wait for the next ticket, but do not sleep: whether it is ready."""
-        cdef Py_ssize_t k = self.head()
-        cdef Ticket* t = self.at(k)
+        cdef Ticket* t = self.at(0)
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, t.ring)
         cdef uint32_t last = t.cell  # half a buffer after it, in a shared ring: see cseq_ring_expect
         if not self.queues:
@@ -605,8 +590,7 @@ cdef class Feed:
         """`find`, after making the next batch, or after waiting for it without sleeping."""
         if self.make is not None:
             self.make()
-        elif not (self.ordered or self.only >= 0) or self.head() < 0 or not self.expect(
-                self.notices()):
+        elif not self.ordered or not self.length or not self.expect(self.notices()):
             return -1
         return self.find()
 
@@ -740,17 +724,11 @@ cdef class Feed:
 
     # -- for callers
 
-    cdef object call(self, uint64_t generation, Py_ssize_t worker):
-        """Take the next batch, or the next of a worker's items in the epoch that is under way."""
+    cdef object call(self, uint64_t generation):
+        """Take the next batch, or item."""
         cdef Lock lock = self.run.lock
         lock.enter_anew()
         try:
-            if worker >= 0:
-                generation = self.generation
-                self.check(generation)
-                if self.source.keyed:
-                    raise RuntimeError("the items of keys do not come worker by worker: iterate")
-            self.only = worker
             return cseq_given(self.take(generation))
         except Exception:
             self.check(generation)
@@ -763,20 +741,6 @@ cdef class Feed:
         if not self.run.is_at(generation):
             raise InterruptedError(self.interrupted) from None
         return 0
-
-    def next(self, Py_ssize_t worker):
-        """Return the next item of a worker, in an epoch without keys.
-
-        Raises
-        ------
-        StopIteration
-            There is none.
-        InterruptedError
-            No epoch is under way: none was begun, or it was interrupted.
-        """
-        if not 0 <= worker < PyList_GET_SIZE(self.rings):
-            raise IndexError(f"worker={worker} is not one of {len(self.rings)}")
-        return self.call(NONE, worker)
 
     def glance(self):
         """Return what the next call returns, in an ordered epoch of keys, if it is ready; else None.
@@ -850,4 +814,4 @@ cdef class FeedIterator:
         return self
 
     def __next__(self):
-        return self.feed.call(self.generation, -1)
+        return self.feed.call(self.generation)

@@ -8,7 +8,7 @@ worker. The tickets of a worker that dies run again in its replacement. See docs
     trainer                                             worker w
       Streams.begin(assignments) ── request in a slot ─► producer.begin(assignment)
               ask(method, …)     ── request in a slot ─► producer.method(…)
-              next(w)            ◄── slots ───────────── producer.items(start)
+              next(iterator)     ◄── slots ───────────── producer.items(start)
       begin(assignments, keys)   ── cell, or request ──► producer.make(key)
 
 In an epoch of *keys*, these name the items: the trainer draws keys from an iterator, `prefetch` for
@@ -100,9 +100,9 @@ class Streams:
     and goes on from the first item that was not received (`Producer.items`). Changes that `ask` has
     made in the dead worker are lost.
 
-    If a signal handler raises (Ctrl-C) in `next`, no item has been taken, and the next call returns
-    it. If one raises in `begin`, no epoch is under way. In the middle of a call, a handler can
-    neither take items nor begin an epoch: RuntimeError.
+    If a signal handler raises (Ctrl-C) in ``next``, no item has been taken, and the next call
+    returns it. If one raises in `begin`, no epoch is under way. In the middle of a call, a handler
+    can neither take items nor begin an epoch: RuntimeError.
 
     Methods are for one thread at a time; `interrupt` and `close` are for any.
     """
@@ -263,14 +263,6 @@ class Streams:
             if not 0 <= worker < self.num_workers:
                 raise IndexError(f"worker={worker} is not one of {self.num_workers}")
             return run.pool.ask(method, args, [worker], behind=behind)[0]
-
-    @property
-    def next(self) -> Callable[[int], Any]:
-        """Return the next item of a worker's stream: ``next(worker)``; see `Feed.next`.
-
-        Not in an epoch of keys.
-        """
-        return self._feed.next
 
     @property
     def latest(self) -> int:

@@ -34,8 +34,8 @@ cdef class Source:
     cdef void end(self, Py_ssize_t number) noexcept:
         """No more tickets go to a ring."""
 
-    cdef bint is_over(self, Py_ssize_t number) noexcept:
-        """Whether no more tickets go to a ring; -1: to any."""
+    cdef bint is_over(self) noexcept:
+        """Whether no more tickets come."""
         return True
 
     cdef int finish(self) except -1:
@@ -107,7 +107,7 @@ cdef class OrderSource(Source):
         return out[:written], sizes
 
     cdef bint is_ready(self, uint64_t taken) noexcept:
-        return self.posted < self.known or self.is_over(-1)
+        return self.posted < self.known or self.is_over()
 
     cdef int prepare(self, uint64_t taken) except -1:
         """Read the samples of the next ticket, and of those after it while they are few."""
@@ -159,5 +159,5 @@ cdef class OrderSource(Source):
         self.posted += 1
         return self.cut.stride if is_full else self.rest
 
-    cdef bint is_over(self, Py_ssize_t number) noexcept:
+    cdef bint is_over(self) noexcept:
         return self.posted >= self.cut.batches and not self.more

@@ -180,10 +180,10 @@ cdef class ItemSource(StreamSource):
     cdef void end(self, Py_ssize_t number) noexcept:
         self.asked[number] = NO_MORE
 
-    cdef bint is_over(self, Py_ssize_t number) noexcept:
+    cdef bint is_over(self) noexcept:
         cdef Py_ssize_t k
         for k in range(PyList_GET_SIZE(self.rings)):
-            if self.asked[k] != NO_MORE and number in (-1, k):
+            if self.asked[k] != NO_MORE:
                 return False
         return True
 
@@ -350,7 +350,7 @@ cdef class KeySource(StreamSource):
         self.posted += 1
         return 1
 
-    cdef bint is_over(self, Py_ssize_t number) noexcept:
+    cdef bint is_over(self) noexcept:
         return self.keys is None and self.key is NOTHING and not PyList_GET_SIZE(self.drawn)
 
     cdef int finish(self) except -1:

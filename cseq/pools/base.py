@@ -241,8 +241,7 @@ class Pool:
         """Post what can be posted; return whether the next ticket is ready."""
         ready = self.feed.advance()
         if ready is None:
-            if self.feed.ended:
-                self._advise(LONG)
+            self._advise(LONG)
             raise StopIteration
         return ready or None
 

@@ -77,14 +77,6 @@ def in_process(lengths: Sequence[int], producer: type[Numbers] = Numbers) -> lis
     return plain(item for turn in rounds for item in turn if item is not None)
 
 
-def next_or_none(s: Streams, worker: int) -> Any:
-    """Return the next item of a worker, or None."""
-    try:
-        return s.next(worker)
-    except StopIteration:
-        return None
-
-
 class Gated(Numbers):
     """Makes an item for every byte that comes through a pipe; item k in work leaves a file `.k`."""
 

@@ -140,21 +140,17 @@ class StreamTrial:
             pass
 
     def epoch(self, s: Streams) -> None:
-        """Go through an epoch or a part of it, in turn or not."""
+        """Go through an epoch or a part of it."""
         rng = self.rng
         seed = rng.randrange(2**32)
         lengths = [rng.randrange(self.most) for _ in range(self.workers)]
         self.begin(s, seed, lengths)
         self.delivered = [0] * self.workers
         order = [w for k in range(max(lengths)) for w in range(self.workers) if k < lengths[w]]
-        how = rng.choice(["in turn", "shuffled"])
-        if how == "shuffled":
-            rng.shuffle(order)
-        round_robin = iter(s)
+        step = partial(next, iter(s))
         stop = rng.randrange(len(order) * 3 + 1)
         for number, worker in enumerate(order):
-            take = partial(next, round_robin) if how == "in turn" else partial(s.next, worker)
-            self.take(s, take, worker, seed)
+            self.take(s, step, worker, seed)
             if rng.random() < 0.02:
                 self.call(s)
             if number == stop or time.monotonic() > self.end:

@@ -317,16 +317,6 @@ def streams(scale: int) -> None:
                 partial(glance, made, scale),
             )
             assert sorted(taken) == sorted(every), len(taken)
-        made.begin([scale] * workers)
-
-        def by_worker(number: int) -> None:
-            for k in range(scale):
-                assert made.next(number)[0] == (number, k)
-
-        together(
-            *[partial(by_worker, number) for number in range(workers)],
-            partial(glance, made, scale),
-        )
         for _ in range(3):
             cut(made, scale, made.interrupt)
         made.begin([1] * workers)

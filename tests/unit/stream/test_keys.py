@@ -197,15 +197,6 @@ def test_a_sampler_that_is_interrupted() -> None:
 # -- calls
 
 
-def test_a_stream_of_keys_is_not_read_worker_by_worker() -> None:
-    """The order is that of the keys."""
-    with streams() as s:
-        begin(s, lists(3))
-        with pytest.raises(RuntimeError, match="worker by worker"):
-            s.next(0)
-        assert keys_of(s) == lists(3)
-
-
 def test_wrong_arguments() -> None:
     """They are named."""
     with streams() as s:

@@ -14,7 +14,6 @@ import pytest
 from counting import (
     Numbers,
     in_process,
-    next_or_none,
     one_alone,
     plain,
     streams,
@@ -63,11 +62,9 @@ def test_an_iterator_ends_with_its_epoch() -> None:
 
 
 def test_before_the_first_epoch() -> None:
-    """Without an epoch, `next` and `iter` raise InterruptedError, and `ask` works."""
+    """Without an epoch, `iter` raises InterruptedError, and `ask` works."""
     with streams() as s:
         assert s.ask("add", 1, 2) == [(0, 3), (1, 3)]
-        with pytest.raises(InterruptedError):
-            s.next(0)
         with pytest.raises(InterruptedError):
             iter(s)
 
@@ -80,13 +77,14 @@ def test_the_bound_of_prefetch(prefetch: int) -> None:
     """A worker makes `prefetch` items ahead of what was taken from it, and never one more."""
     with streams(num_workers=1, prefetch=prefetch) as s:
         s.begin([1000])
+        items = iter(s)
         for taken in range(60):
             ahead = s.ask("count", worker=0) - taken
             assert 0 <= ahead <= prefetch
             if taken % 10 == 0:
                 while s.ask("count", worker=0) - taken < min(prefetch, 64) // 2:
                     pass
-            s.next(0)
+            next(items)
 
 
 class Reused(Numbers):
@@ -112,13 +110,14 @@ def test_a_producer_may_reuse_what_it_yields() -> None:
 def test_idle_workers_are_left_asleep() -> None:
     """A worker is not woken for what another one is asked."""
     with streams(num_workers=4, prefetch=1) as s:
-        s.begin([200] * 4)
+        s.begin([101, 1, 1, 1])
         pids = s.ask("pid")
-        taken = [s.next(worker)[1] for worker in range(4)]
+        items = iter(s)
+        taken = [next(items)[1] for _ in range(4)]
         while s.stats().depths[2] < 4:  # until all are ready, so that the workers sleep, or will
             pass
         before = [sleeps(pid) for pid in pids[1:]]
-        taken += [s.next(0)[1] for _ in range(100)]
+        taken += [next(items)[1] for _ in range(100)]
         assert taken == [0] * 4 + list(range(1, 101))
         # They wake up by themselves, once a second.
         assert all(sleeps(pid) - slept < 30 for pid, slept in zip(pids[1:], before, strict=True))
@@ -191,7 +190,7 @@ def test_close_from_any_state(tmp_path: Path, state: str) -> None:
     with pytest.raises(OSError, match="closed"):
         s.ask("pid")
     with pytest.raises(InterruptedError):
-        s.next(0)
+        iter(s)
     assert s.stats().restarts == 0
 
 
@@ -206,7 +205,7 @@ def test_a_forked_child_takes_no_items() -> None:
             code = 1
             try:
                 with pytest.raises(InterruptedError):
-                    s.next(0)
+                    iter(s)
                 with pytest.raises(OSError, match="forked"):
                     s.begin([1, 1])
                 with pytest.raises(OSError, match="forked"):
@@ -223,7 +222,6 @@ def test_a_forked_child_takes_no_items() -> None:
 
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=3)
 STEP = st.one_of(
-    st.tuples(st.just("next"), st.integers(0, 2)),
     st.tuples(st.just("round"), st.integers(1, 30)),
     st.tuples(st.just("ask"), st.integers(0, 2)),
     st.tuples(st.just("kill"), st.integers(0, 2)),
@@ -270,10 +268,7 @@ def test_any_history(epochs: list[tuple[list[int], list[Any]]], prefetch: int) -
 def take_step(s: Streams, got: list[list[Any]], what: str, argument: int) -> None:
     """Do one thing."""
     worker = argument % len(got)
-    if what == "next":
-        item = next_or_none(s, worker)
-        got[worker] += plain([] if item is None else [item])
-    elif what == "round":
+    if what == "round":
         for item in itertools.islice(s, argument):
             got[item[0]] += plain([item])
     elif what == "ask":
@@ -326,8 +321,6 @@ def test_wrong_calls() -> None:
         assert len(list(items)) == 3  # of the epoch that goes on
         s.begin([2, 2])
         for worker in (-1, 2):
-            with pytest.raises(IndexError, match="worker"):
-                s.next(worker)
             with pytest.raises(IndexError, match="worker"):
                 s.ask("pid", worker=worker)
         assert plain(s) == in_process([2, 2])

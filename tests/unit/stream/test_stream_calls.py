@@ -40,7 +40,7 @@ def test_a_call_behind_all_items() -> None:
         s.begin([20, 3])
         assert s.ask("count", behind=True) == [5, 3]
         assert s.ask("count", worker=0) == 5
-        s.next(0)
+        next(iter(s))
         assert 5 <= s.ask("count", worker=0, behind=True) <= 6
         assert len(list(s)) == 22
 
@@ -56,7 +56,8 @@ def test_a_call_overtakes_what_was_only_asked_for(tmp_path: Path) -> None:
     ):
         s.begin([6])
         writer.write(b"1")  # the first item can be made, and the second one not
-        assert s.next(0)[1] == 0
+        items = iter(s)
+        assert next(items)[1] == 0
         while not os.path.exists(f"{gate}.1"):  # until the second item is in work
             pass
         waiting = s.stats().depths[0]
@@ -70,7 +71,7 @@ def test_a_call_overtakes_what_was_only_asked_for(tmp_path: Path) -> None:
         asking.join(60)
         assert answer == [2]
         writer.write(b"3456")
-        assert [s.next(0)[1] for _ in range(5)] == [1, 2, 3, 4, 5]
+        assert [item[1] for item in items] == [1, 2, 3, 4, 5]
 
 
 # -- exceptions
@@ -112,7 +113,7 @@ def test_an_exception_in_begin() -> None:
         assert (caught.value.first, caught.value.second) == (1, "broken")
         check_error(caught, 1, "in begin")
         with pytest.raises(InterruptedError):
-            s.next(0)
+            iter(s)
         s.begin([(-1, 5), (-1, 5)])
         assert plain(s) == in_process([5, 5])
 
@@ -124,13 +125,12 @@ def test_an_exception_among_the_items(where: int, prefetch: int) -> None:
     with streams(Broken, prefetch=prefetch) as s:
         for _ in range(2):
             s.begin([(where, 40), (-1, 40)])
-            assert [s.next(0)[1] for _ in range(where)] == list(range(where))
+            got = []
             with pytest.raises(TwoArguments, match="0: broken") as caught:
-                s.next(0)
+                got.extend(item[:2] for item in s)
             check_error(caught, 0, "in item")
-            with pytest.raises(StopIteration):
-                s.next(0)
-            assert [item[:2] for item in s] == [(1, k) for k in range(40)]
+            assert got == [(w, k) for k in range(where) for w in range(2)]
+            assert [item[:2] for item in s] == [(1, k) for k in range(where, 40)]
         s.begin([(-1, 40), (-1, 40)])
         assert plain(s) == in_process([40, 40])
 
@@ -139,11 +139,12 @@ def test_an_exception_in_a_call() -> None:
     """It comes out of `ask`; that worker's stream is over, the other one's is not."""
     with streams(Broken) as s:
         s.begin([(-1, 9), (-1, 9)])
-        assert s.next(1)[1] == 0
+        items = iter(s)
+        assert [next(items)[:2] for _ in range(2)] == [(0, 0), (1, 0)]
         with pytest.raises(TwoArguments, match="1: broken") as caught:
             s.ask("fail", worker=1)
         check_error(caught, 1, "in fail")
-        assert [item[1] for item in s if item[0] == 0] == list(range(9))
+        assert [item[1] for item in s if item[0] == 0] == list(range(1, 9))
         with pytest.raises(AttributeError, match="nothing_of_the_kind"):
             s.ask("nothing_of_the_kind")
         s.begin([(-1, 4), (-1, 4)])

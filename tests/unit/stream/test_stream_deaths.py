@@ -78,7 +78,7 @@ def test_a_worker_that_dies_in_a_call(tmp_path: Path) -> None:
     """The call runs again in its replacement, which has begun the epoch before."""
     with streams(fatal(tmp_path, "call")) as s:
         s.begin([30, 20])
-        assert s.next(0)[1] == 0
+        assert next(iter(s))[1] == 0
         assert s.ask("call") == [30, 20]
         assert [item[:2] for item in s if item[0] == 0] == [(0, k) for k in range(1, 30)]
 
@@ -206,7 +206,7 @@ def test_the_timeout_of_a_call_that_waits(tmp_path: Path) -> None:
         begun = time.monotonic()
         for _ in range(2):  # the second waits as long again
             with pytest.raises(cseq.WorkerTimeout, match="item 0 of worker 0"):
-                s.next(0)
+                next(iter(s))
             assert time.monotonic() - begun > 1.0
             begun = time.monotonic()
         Path(held.path).touch()

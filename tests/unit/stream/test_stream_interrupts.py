@@ -49,17 +49,13 @@ class Reading:
         self.round: Iterator[Any] = iter(s)
         self.held: list[BaseException] = []  # with what their frames have
 
-    def take(self, how: str, countdown: int = 0, *, hold: bool = False) -> bool:
-        """Take an item, in turn or of a worker; return whether that was interrupted."""
+    def take(self, countdown: int = 0, *, hold: bool = False) -> bool:
+        """Take an item; return whether that was interrupted."""
         worker = self.turns[0] if self.turns else 0
         items: list[Any] = []
         with interrupted(countdown, *STEPS) if countdown else NEVER as struck:
             try:
-                if how == "turn":
-                    items += itertools.islice(self.round, 1)
-                else:
-                    with contextlib.suppress(StopIteration):
-                        items.append(self.s.next(worker))
+                items += itertools.islice(self.round, 1)
             except KeyboardInterrupt as error:
                 self.held += [error] if hold else []
                 raise
@@ -71,11 +67,11 @@ class Reading:
             assert struck.is_set() or not self.turns
         return struck.is_set()
 
-    def finish(self, how: str) -> None:
+    def finish(self) -> None:
         """Take the rest; no slot may be lost then."""
         while self.turns:
-            self.take(how)
-        self.take(how)
+            self.take()
+        self.take()
         self.held.clear()
         assert not lost_slots(self.s)
 
@@ -88,14 +84,12 @@ class Leased(Numbers):
 
 
 TEARING = [(Numbers, 1, (3, 2)), (Numbers, 12, (20, 15)), (Leased, 3, (4, 3))]
-HOW = ["turn", "worker"]
 
 
 @in_shares
-@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("producer", "prefetch", "lengths"), TEARING)
 def test_ctrl_c_anywhere_in_the_taking_of_an_item(
-    producer: type[Numbers], prefetch: int, lengths: Sequence[int], how: str, share: int
+    producer: type[Numbers], prefetch: int, lengths: Sequence[int], share: int
 ) -> None:
     """Wherever in it a signal handler raises: no item is lost, doubled or out of its turn."""
     with streams(producer, 2, prefetch=prefetch) as s:
@@ -108,9 +102,9 @@ def test_ctrl_c_anywhere_in_the_taking_of_an_item(
             def step(countdown: int, behind: int = behind) -> bool:
                 reading = Reading(s, producer, lengths)
                 for _ in range(behind):
-                    reading.take(how)
-                hit = reading.take(how, countdown, hold=countdown % 2 == 0)
-                reading.finish(how)
+                    reading.take()
+                hit = reading.take(countdown, hold=countdown % 2 == 0)
+                reading.finish()
                 return hit
 
             hits += first_hits(step, share=share)
@@ -182,12 +176,12 @@ def test_ctrl_c_anywhere_in_a_call(prefetch: int, share: int) -> None:
         def step(countdown: int) -> bool:
             reading = Reading(s, Numbers, [9, 7])
             for _ in range(3):
-                reading.take("turn")
+                reading.take()
             with interrupted(countdown, *STEPS) as struck:
                 assert s.ask("add", countdown, 1) == [(w, countdown + 1) for w in (0, 1)]
-            reading.take("turn")
+            reading.take()
             assert s.ask("add", 1, countdown, worker=1) == (1, countdown + 1)
-            reading.finish("turn")
+            reading.finish()
             return struck.is_set()
 
         assert first_hits(step, share=share) > 50
