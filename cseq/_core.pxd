@@ -177,8 +177,7 @@ cdef class RunState:
 
 cdef enum:
     ASK_ITEM = 0       # kinds of tickets of a stream; see producer.py
-    ASK_BEGIN = 1
-    ASK_CALL = 2
+    ASK_CALL = 1
     REQUEST_WORDS = 6  # where a request lies: slot, bytes committed, record
     # A cell's words: the call or key, and the assignment, both requests; and after these:
     KEY_LENGTH = 12    # how many ints the key has; or one of these:

@@ -212,7 +212,6 @@ class ArrayReader(Reader):
 def gather(reader: Reader, epoch: int, units: _Ints) -> tuple[_Ints, _Ints | None]: ...
 
 ITEM: Final[int]
-BEGIN: Final[int]
 CALL: Final[int]
 CALLED: Final[slice]
 ASSIGNED: Final[slice]

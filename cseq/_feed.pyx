@@ -14,7 +14,7 @@ from libc.string cimport memcpy, memset
 cimport cython
 
 from cseq._core cimport (
-    ASK_BEGIN, ASK_CALL, ASK_ITEM, KEY_IN_REQUEST, KEY_INTS, KEY_LENGTH, REQUEST_WORDS, WITHOUT_KEY,
+    ASK_CALL, ASK_ITEM, KEY_IN_REQUEST, KEY_INTS, KEY_LENGTH, REQUEST_WORDS, WITHOUT_KEY,
     Lock, Ring, RunState, Source, check_depth, cseq_log_add, is_deep, log, thread_id,
 )
 from cseq._headers cimport *
@@ -29,7 +29,7 @@ from cseq.indexing.leaving import Partial
 
 cdef struct Ticket:
     uint64_t number
-    uint64_t units  # that it counts for; 0: a reply
+    uint64_t units  # that it counts for
     uint32_t ring
     uint32_t cell
 
@@ -332,7 +332,7 @@ cdef class Feed:
         return [(self.at(k).cell, self.at(k).number) for k in range(self.length)
                 if self.at(k).ring == number]
 
-    def post_call(self, uint32_t number, Request request not None, str name not None,
+    def post_call(self, uint32_t number, Request request, str name not None,
                   Request assignment=None, uint64_t epoch=0):
         """Post a call beside a worker's queue, which comes before all items that it has not claimed.
 
@@ -342,7 +342,8 @@ cdef class Feed:
         ----------
         number : int
             The worker.
-        request : Request
+        request : Request or None
+            None: the reply is what the producer's ``begin`` has returned.
         name : str
             What messages call it.
         assignment : Request, optional
@@ -766,17 +767,14 @@ cdef class Feed:
     # -- calls of workers
 
     def commit_reply(self, uint32_t number, uint32_t cell, uint64_t ticket, bint ends=False):
-        """Commit a reply: free the cell of its answered ticket, unless that was done.
+        """Commit the answer to a call: free its cell, unless that was done.
 
         `ends`: an exception is raised instead. It ends the worker's items, but not items of keys.
         """
         cdef Ring ring = self.rings[number]
-        cdef Py_ssize_t k = self.locate(ticket)
         if not ring.peek(cell, ticket):
             return
-        if k >= 0:
-            self.free(k, ring)
-        elif ring.calling == <int>cell:
+        if ring.calling == <int>cell:
             ring.calling = -1
             self.decoder.free(cell, cseq_ring_cell(ring.r, cell))
             ring.free(cell)

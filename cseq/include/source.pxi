@@ -1,7 +1,7 @@
 # What an epoch asks for: samples in an order. Items of workers, and keys, are in streams.pxi.
 
 # For `producer`, and `stream`.
-ITEM, BEGIN, CALL = ASK_ITEM, ASK_BEGIN, ASK_CALL
+ITEM, CALL = ASK_ITEM, ASK_CALL
 CALLED, ASSIGNED = slice(0, REQUEST_WORDS), slice(REQUEST_WORDS, 2 * REQUEST_WORDS)
 KEY, KEYS, NO_KEY, IN_REQUEST = KEY_LENGTH, KEY_INTS, WITHOUT_KEY, KEY_IN_REQUEST
 

@@ -138,44 +138,33 @@ cdef class StreamSource(Source):
 @cython.final
 cdef class ItemSource(StreamSource):
     """The workers' own items, of one worker after the other; a worker whose items have ended gets no
-    more tickets. The first ticket of each says that the epoch begins, and counts for nothing."""
+    more tickets."""
 
     cdef uint64_t* asked       # by worker: tickets so far; or NO_MORE
-    cdef uint32_t beginning    # 1 until `open`
 
     def __cinit__(self, *_, **__):
         self.asked = <uint64_t*>PyMem_RawCalloc(len(self.rings), sizeof(uint64_t))
         if self.asked == NULL:
             raise MemoryError(f"no memory for {len(self.rings)} workers")
-        self.beginning = 1
 
     def __dealloc__(self):
         PyMem_RawFree(self.asked)
-
-    def open(self):
-        """The workers have begun the epoch."""
-        self.beginning = 0
 
     cdef Py_ssize_t target(self) noexcept:
         cdef Py_ssize_t count = PyList_GET_SIZE(self.rings)
         cdef Py_ssize_t k, worker
         for k in range(count):
             worker = (self.latest + 1 + k) % count
-            if (self.asked[worker] != NO_MORE
-                    and self.ring(worker).outstanding < self.depth + self.beginning):
+            if self.asked[worker] != NO_MORE and self.ring(worker).outstanding < self.depth:
                 return worker
         return -1
 
     cdef uint64_t write(self, Py_ssize_t number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
-        cdef uint64_t asked = self.asked[number]
         self.latest = number
         refer(ring, cell, None, self.assignment(number), None)
-        if asked:
-            ring.offer(cell, ticket, self.epoch, ASK_ITEM, 1, asked - 1, 0)
-        else:
-            ring.offer(cell, ticket, self.epoch, ASK_BEGIN, 0, 0, 0)
+        ring.offer(cell, ticket, self.epoch, ASK_ITEM, 1, self.asked[number], 0)
         self.asked[number] += 1
-        return 1 if asked else 0
+        return 1
 
     cdef void end(self, Py_ssize_t number) noexcept:
         self.asked[number] = NO_MORE

@@ -1,10 +1,10 @@
 """A worker's side of a stream: makes the items that tickets ask for.
 
-Each worker has a ring of its own. A ticket asks for item `start` of an epoch, or for the
-item of a key, or for a call of a method. All that a worker needs to answer it is in
-shared memory: if the ticket's epoch or start differs from the worker's (which has replaced a dead
-one, for example), the worker begins the epoch from the assignment that the ticket refers to, and
-goes to `start`.
+Each worker has a ring of its own. A ticket asks for item `start` of an epoch, or for the item of a
+key, or for a call of a method, or for the reply of `begin`. All that a worker needs to answer it is
+in shared memory: if the ticket's epoch or start differs from the worker's (which has replaced a
+dead one, for example), the worker begins the epoch from the assignment that the ticket refers to,
+and goes to `start`.
 
 ::
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cseq._core import ASSIGNED, BEGIN, CALLED, ITEM, KEY, KEYS, NO_KEY
+from cseq._core import ASSIGNED, CALLED, ITEM, KEY, KEYS, NO_KEY
 from cseq._memory import copy_of
 from cseq._work import NO_MORE, Runner, Work
 from cseq.encoding import codec
@@ -115,6 +115,7 @@ class Making(Work):
         self._batch_context = batch_context
         self._rooms = [ring.indices(cell).data for cell in range(ring.capacity)]
         self._epoch = 0  # the producer's epoch; the trainer counts them from 1
+        self._reply: Any = None  # of its `begin`, until that is asked for
         self._over = 0  # the epoch of which no item follows
         self._items: Iterator[Any] | None = None
         self._at = 0  # number of the next item
@@ -126,7 +127,7 @@ class Making(Work):
         room = self._rooms[runner.cell]
         self._failing = RAISED | ENDED
         if kind != ITEM:
-            return self._answer_call(runner, epoch, kind)
+            return self._answer_call(runner, epoch, begins=room[KEY] == NO_KEY)
         if room[KEY] == NO_KEY:
             if self._over != epoch and epoch != self._epoch:
                 self._begin(runner, epoch)
@@ -151,13 +152,12 @@ class Making(Work):
         self._over = epoch
         self._items = None
 
-    def _begin(self, runner: Runner, epoch: int) -> Any:
+    def _begin(self, runner: Runner, epoch: int) -> None:
         """Begin an epoch."""
         self._end(epoch)  # unless it begins
         self._epoch = 0
-        reply = self._producer.begin(self._read(runner, ASSIGNED))
+        self._reply = self._producer.begin(self._read(runner, ASSIGNED))
         self._epoch, self._over = epoch, 0
-        return reply
 
     def _read(self, runner: Runner, which: slice) -> Any:
         """Read a request from a copy, since its slot is used again."""
@@ -165,13 +165,13 @@ class Making(Work):
         memory = copy_of(self._writer.mapping_of(slot, capacity), codec.used(record))
         return codec.decode(memory, record)
 
-    def _answer_call(self, runner: Runner, epoch: int, kind: int) -> Any:
+    def _answer_call(self, runner: Runner, epoch: int, *, begins: bool) -> Any:
         """Call a method; what it makes lies in no slot before it returns."""
-        if kind == BEGIN:
-            reply = self._begin(runner, epoch)
+        if epoch not in (0, self._epoch):
+            self._begin(runner, epoch)
+        if begins:
+            reply, self._reply = self._reply, None
         else:
-            if epoch not in (0, self._epoch):
-                self._begin(runner, epoch)
             method, args = self._read(runner, CALLED)
             reply = getattr(self._producer, method)(*args)
         self._writer.begin_ticket()

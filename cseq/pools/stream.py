@@ -6,17 +6,7 @@ import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
-from cseq._core import (
-    BEGIN,
-    CALL,
-    CALLED,
-    IN_REQUEST,
-    ITEM,
-    KEY,
-    KEYS,
-    now_ns,
-    ring_bytes,
-)
+from cseq._core import CALL, CALLED, IN_REQUEST, ITEM, KEY, KEYS, now_ns, ring_bytes
 from cseq._feed import ItemSource, KeySource, Request
 from cseq._memory import Mapping
 from cseq.encoding import codec, failure
@@ -87,8 +77,8 @@ class StreamPool(Pool):
         self._naming = naming
         self._prefetch = prefetch
         self._depth = depth = min(prefetch, DEEPEST)
-        # Besides items, a worker may hold a BEGIN and one ticket that was cancelled.
-        besides = 2 + CALLS
+        # Besides items, a worker may hold one ticket that was cancelled.
+        besides = 1 + CALLS
         # One worker may have all keys, unless the cells for them would take too much memory.
         room = KEYS + KEY_ROOM
         cell = ring_bytes(2, room, 1) - ring_bytes(1, room, 1)
@@ -224,9 +214,7 @@ class StreamPool(Pool):
         """Describe the item, or the call, of the ticket in a cell; on any thread."""
         ring = self.rings[number]
         (epoch, kind, _), start, key = ring.ticket(cell), ring.start(cell), None
-        if kind == BEGIN:
-            place = f"the beginning of epoch {epoch - 1} in worker {number}"
-        elif kind == CALL:
+        if kind == CALL:
             kept = ring.kept[cell]
             place = f"{kept[-1] if kept else 'a call'} in worker {number}"
         else:
@@ -302,18 +290,17 @@ class StreamPool(Pool):
                 )
             feed.begin(source, ordered=ordered)
             self.assignments = requests
+            posts = []
+            if keys is None:
+                name = f"the beginning of epoch {self._epoch - 1}"
+                posts = [self._post_call(number, None, name) for number in range(self.num_workers)]
             feed.refill()
-            source.open()
+            if isinstance(source, KeySource):
+                source.open()
             for ring in self.rings:
                 ring.wake()
             self.supervisor.launch()
-            replies = []
-            if keys is None:
-                begun = [feed.tickets(number)[0] for number in range(self.num_workers)]
-                replies = [
-                    self._reply(number, cell, ticket, generation)
-                    for number, (cell, ticket) in enumerate(begun)
-                ]
+            replies = [self._reply(*post, generation) for post in posts]
             feed.check(generation)
         except BaseException as error:
             self._end()
@@ -351,19 +338,19 @@ class StreamPool(Pool):
                 for cell, ticket in self.feed.tickets(number)[-1:]:
                     self._await_answer(number, cell, ticket, generation)
             request = self._write((method, args), f"{method}'s arguments")
-            posts = [(number, *self._post_call(number, request, method)) for number in workers]
+            name = f"a call of {method}()"
+            posts = [self._post_call(number, request, name) for number in workers]
             del request  # it is freed with the last ticket that refers to it
             return [self._reply(*post, generation) for post in posts]
         except InterruptedError:
             self.feed.check(generation)
             raise
 
-    def _post_call(self, number: int, request: Request, method: str) -> tuple[int, int]:
-        """Post a call; return cell and number of its ticket."""
-        name, known = f"a call of {method}()", self.assignments
-        if known:
-            return self.feed.post_call(number, request, name, known[number], self._epoch)
-        return self.feed.post_call(number, request, name)
+    def _post_call(self, number: int, request: Request | None, name: str) -> tuple[int, int, int]:
+        """Post a call; return the worker, and cell and number of its ticket."""
+        known = self.assignments
+        epoch = (known[number], self._epoch) if known else ()
+        return number, *self.feed.post_call(number, request, name, *epoch)
 
     def _await_answer(self, number: int, cell: int, ticket: int, generation: int) -> Answer | None:
         """Sleep until a ticket is answered. None: it is not in the ring any more."""

@@ -12,6 +12,7 @@ from counting import Broken, Gated, Numbers, TwoArguments, in_process, plain, st
 
 import cseq
 import cseq.processes.deaths
+from cseq.pools.stream import StreamPool
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,6 +73,25 @@ def test_a_call_overtakes_what_was_only_asked_for(tmp_path: Path) -> None:
         assert answer == [2]
         writer.write(b"3456")
         assert [item[1] for item in items] == [1, 2, 3, 4, 5]
+
+
+def test_a_worker_that_begins_before_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that claims an item first has begun the epoch for that, once, and kept the reply."""
+    post_call = StreamPool._post_call
+
+    def late(pool: Any, *call: Any) -> Any:
+        pool.feed.refill()
+        for ring in pool.rings:
+            ring.wake()
+            while not ring.depths()[2]:
+                pass
+        return post_call(pool, *call)
+
+    monkeypatch.setattr(StreamPool, "_post_call", late)
+    with streams() as s:
+        assert s.begin([3, 4]) == [("begun", 0, 3), ("begun", 1, 4)]
+        assert plain(s) == in_process([3, 4])
+        assert s.begin([2, 2]) == [("begun", 0, 2), ("begun", 1, 2)]
 
 
 # -- exceptions
