@@ -312,7 +312,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
 
     def _fail(self, error: BaseException, place: str | None = None, indices: Any = ()) -> None:
         """Have an exception raised in place of the next batch; or that, of a `place`, left out."""
-        self._num_yielded -= 1  # `__next__` of torch's counts it
+        self._num_yielded -= 1  # torch's `__next__` counts it, and warns of too many
         self._error = error
         if self._skips_errors and place is not None and isinstance(error, Exception):
             self.progress.skip(error, place, indices)

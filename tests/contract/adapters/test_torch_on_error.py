@@ -100,6 +100,25 @@ def test_broken_items_of_an_iterable_data_set(num_workers: int) -> None:
     ]
 
 
+class Announced(BrokenItems):
+    """Says how many items come before the first that raises."""
+
+    def __len__(self) -> int:
+        return BROKEN[0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.filterwarnings("error:Length of IterableDataset")
+def test_an_item_that_raises_is_none_of_a_length(num_workers: int) -> None:
+    """An error is none of them: torch warns if more items come than were announced."""
+    made = loader(Announced(), num_workers, on_error="raise")
+    assert len(made) == 2
+    items = iter(made)
+    assert [next(items), next(items)] == [0, 1]
+    with pytest.raises(LookupError, match="no sample 2"):
+        next(items)
+
+
 def test_a_whole_batch_is_left_out() -> None:
     """One whose collate function raises, and one of which no sample is left."""
 
