@@ -16,7 +16,6 @@ from cseq.order import checkpoint
 from cseq.order import shard as shards
 from cseq.order.place import Place
 from cseq.order.sampler import RankSampler, Sampler
-from cseq.pools import pool_of
 from cseq.pools import remake as remaking
 
 if TYPE_CHECKING:
@@ -560,9 +559,19 @@ class MSequence(Manager, Generic[B_co]):
 
 
 def _pool_of(kind: str) -> Callable[[arguments.Job], BatchPool]:
-    """Return the class of pools of a kind."""
+    """Return the class of pools of a kind: 'inline', or a `thread_type`."""
+    if kind == "inline":
+        from cseq.pools.inline import InlinePool
+
+        return InlinePool
+    if kind == "thread":
+        from cseq.pools.thread import ThreadPool
+
+        return ThreadPool
     if kind == "ray":
         from cseq.fleet.ray import FleetPool
 
         return FleetPool
-    return pool_of(kind)
+    from cseq.pools.process import ProcessPool
+
+    return ProcessPool

@@ -17,7 +17,6 @@ from cseq._work import Decoder
 from cseq.arguments import Size
 from cseq.encoding import failure
 from cseq.indexing.leaving import Partial, Skipped, note_batch, note_samples
-from cseq.measure.lanes import Lanes
 from cseq.measure.meters import History
 from cseq.measure.stats import Stats
 from cseq.pools.tuning import Controller
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from cseq._core import Ring
     from cseq.arguments import Job, WorkerOptions
     from cseq.encoding.transport import BatchReader
+    from cseq.measure.lanes import Lanes
     from cseq.order.place import Place
     from cseq.order.sampler import Sampler
     from cseq.processes.supervisor import Supervisor
@@ -110,12 +110,10 @@ class Pool:
         See `Feed`.
     convert, leaf_for : callable, optional
         See `Decoder`.
-    num_workers, num_converters : int
-        How many owners of the rings run the indexers, and, after these, the converters.
-    threads : bool
-        Whether they are threads of this process.
-    lanes : Lanes, optional
-        The runners, for traces.
+    lanes : Lanes
+        The runners, for traces: their kind, and how many owners of the rings run the indexers.
+    num_converters : int
+        How many, after these, run the converters.
 
     Attributes
     ----------
@@ -130,6 +128,7 @@ class Pool:
     """
 
     supervisor: Supervisor | None = None
+    _crews: tuple[Any, ...] = ()  # the `Supervisor`, or `ThreadGroup`, of the first stage; the next
     is_hurried = False
     _controller: Controller | None = None  # of 'auto'
 
@@ -144,18 +143,16 @@ class Pool:
         leaf_for: Callable[[Any], Any] | None = None,
         on_cancel: Callable[[int], None] | None = None,
         make: Callable[[], None] | None = None,
-        num_workers: int = 1,
         num_converters: int = 0,
-        threads: bool = False,
-        lanes: Lanes | None = None,
+        lanes: Lanes,
         interrupted: str = "",
     ) -> None:
         self.rings = rings
         self._batch_reader = batch_reader
         self._convert = convert
         self._options = options
-        self.num_workers, self._num_converters = num_workers, num_converters
-        self._threads = threads
+        self.num_workers, self._num_converters = lanes.num_workers, num_converters
+        self._takes_turns = lanes.kind == "thread" and HAS_GIL
         self.run = RunState()
         self._seen, self._looked = Stats(), now_ns()  # when a line was last considered
         self.told: set[str] = set()
@@ -173,11 +170,11 @@ class Pool:
             on_cancel=on_cancel,
             interrupted=interrupted,
         )
-        self.lanes = lanes or Lanes(num_workers, "thread")
-        self.feed.number = self.lanes.number
+        self.lanes = lanes
+        self.feed.number = lanes.number
         self._history, self._skips = History(rings), errors == "skip"
         self.feed.watch = self._look
-        self.lanes.begin(rings)
+        lanes.begin(rings)
 
     def notify_all(self) -> None:
         """Have a call that waits in another thread look at the run's generation."""
@@ -190,15 +187,19 @@ class Pool:
     def _check(self, awaited: Awaited | None) -> None:
         """Raise errors of workers and of other threads, also for tickets that take too long.
 
-        `awaited`: the tickets that are waited for; None: those that the feed waits for.
+        `awaited`: the tickets that are waited for; None: those that the feed waits for. With
+        on_timeout='restart', a worker is restarted instead.
         """
+        for crew in self._crews:
+            crew.check()
+        options = self._options
+        if self._crews and options.timeout is not None:
+            is_restarted, working = options.on_timeout == "restart", self._working(awaited)
+            self._crews[0].check_time(working, options.timeout, restart=is_restarted)
 
-    def _check_time(self, working: Working) -> None:
-        """Raise, or restart the worker, for what takes longer than `timeout`, or a slow start."""
-        supervisor, options = self.supervisor, self._options
-        assert supervisor is not None
-        assert options.timeout is not None
-        supervisor.check_time(working, options.timeout, restart=options.on_timeout == "restart")
+    def _working(self, awaited: Awaited | None) -> Working:
+        """List what runners of the first crew work on, of the tickets that are waited for."""
+        raise NotImplementedError
 
     def held(self, number: int, cell: int, most: int = failure.MOST) -> Held:
         """Describe the ticket in a cell of a ring, with so many indices; on any thread."""
@@ -296,7 +297,7 @@ class Pool:
             skips=self.feed.skips if self._skips else 0,
             num_workers=self.num_workers,
             num_converters=self._num_converters,
-            threads=self._threads and HAS_GIL,
+            threads=self._takes_turns,
             gpu_waits=self._gpu_waits,
             gpu_dry=self._gpu_dry,
         )
@@ -345,7 +346,7 @@ class BatchPool(Pool):
         return Size(job.num_workers, max(size.buffer, buffer))
 
     def _fit(self) -> None:
-        """Have the size to begin with; the last step of a constructor."""
+        """Have the size to begin with; the first step of `open`."""
         job = self._job
         self.resize(*job.start)
         if any(job.auto):
@@ -361,7 +362,7 @@ class BatchPool(Pool):
         self.num_workers = num_workers
         # Where no GIL makes them take turns, loop and workers keep half a buffer apart: in the same
         # batches they would wait for memory that the other core has just written.
-        apart = 0 if self._threads and HAS_GIL else max(1, buffer // 2)
+        apart = 0 if self._takes_turns else max(1, buffer // 2)
         self._ring.fit(buffer, num_workers, self._num_converters, apart)
         self._ring.wake_at = wake_at(buffer, num_workers)
         self.feed.refill()
@@ -405,7 +406,7 @@ class BatchPool(Pool):
             entry = note_batch(place, epoch, batch, error, indices)
         return failure.named(error, place), entry
 
-    def in_work(self) -> Working:
+    def _working(self, _: Awaited | None) -> Working:
         """List the tickets that are waited for and in work: owner, since when (ns), batch."""
         held = [(*self._ring.holder(cell), cell) for _, cell in self.feed.awaited()]
         # `since` is 0 for an instant after the claim.

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from cseq.converter.page_locks import PageLocks
     from cseq.encoding.transport import BatchReader
     from cseq.measure.stats import Stats
-    from cseq.pools.base import Awaited
+    from cseq.pools.base import Awaited, Working
     from cseq.processes.worker import Entered
 
 __all__ = ["ProcessPool", "main"]
@@ -172,6 +172,7 @@ class ProcessPool(BatchPool):
             lanes=lanes,
         )
         self._group = ThreadGroup(ring, lanes)
+        self._crews = self.supervisor, self._group
         self._reader = SlotReader(self._arena)
         self._imports: Imports | None = None
         batch_reader: BatchReader = self._reader
@@ -196,15 +197,14 @@ class ProcessPool(BatchPool):
             convert=convert,
             leaf_for=leaf_for,
             on_cancel=self._imports and self._imports.cancel,
-            num_workers=job.num_workers,
             num_converters=job.num_converters,
             lanes=lanes,
         )
-        self._fit()
 
     def open(self) -> None:
         """Start the processes, and converter threads if converters are threads."""
         job = self._job
+        self._fit()
         if isinstance(self._batch_reader, Objects):
             add_converters(job, self._ring, self._reader, self._batch_reader, self._group)
             self._group.start()
@@ -251,12 +251,9 @@ class ProcessPool(BatchPool):
             output=job.output._replace(function=None),  # the trainer applies the function
         )
 
-    def _check(self, _: Awaited | None) -> None:
-        """Raise errors of workers and threads; raise or restart for a batch that takes too long."""
-        self.supervisor.check()
-        self._group.check()
-        if self._options.timeout is not None:
-            self._check_time([w for w in self.in_work() if w[0] <= self._arena.owners])
+    def _working(self, awaited: Awaited | None) -> Working:
+        """List what processes work on; converters may be threads."""
+        return [w for w in super()._working(awaited) if w[0] <= self._arena.owners]
 
     def stats(self) -> Stats:
         """Return counts and times; a batch that is converted again is made again, too."""

@@ -111,13 +111,13 @@ class StreamPool(Pool):
             ),
             lanes=lanes,
         )
+        self._crews = (self.supervisor,)
         self._slots = SlotReader(self._arena)
         super().__init__(
             self._arena.rings,
             self._slots,
             errors=errors,
             options=options,
-            num_workers=num_workers,
             lanes=lanes,
             interrupted="no epoch is under way: none was begun, or it was interrupted, or the "
             "streams were closed; call begin()",
@@ -180,22 +180,14 @@ class StreamPool(Pool):
         self._idle, self._begun = {}, now_ns()
         return super()._await(generation, look, awaited)
 
-    def _check(self, awaited: Awaited | None) -> None:
-        """Raise errors of workers; raise or restart for what takes too long."""
-        self.supervisor.check()
-        if self._options.timeout is not None:
-            first = dict(reversed(self.feed.awaited() if awaited is None else awaited))
-            self._check_time(self._awaited(first))
-
-    def _awaited(self, awaited: dict[int, int]) -> Working:
-        """Return what some workers work on, and since when (ns), but not before the wait began.
-
-        `awaited`: by worker, the cell of the ticket that is waited for.
-        """
+    def _working(self, awaited: Awaited | None) -> Working:
+        """List what workers that are waited for work on, and since when: not before the wait."""
         found = []
-        for number, cell in awaited.items():
+        # Of each worker, the first.
+        first = dict(reversed(self.feed.awaited() if awaited is None else awaited))
+        for number, cell in first.items():
             owner = number + 1
-            working = self._working(number)
+            working = self._held_by(number)
             if working or not self.supervisor.is_ready(owner):
                 self._idle.pop(owner, None)
             else:  # its process may be stopped
@@ -204,7 +196,7 @@ class StreamPool(Pool):
             found += [(owner, max(since, self._begun), place) for owner, since, place in working]
         return found
 
-    def _working(self, number: int) -> Working:
+    def _held_by(self, number: int) -> Working:
         """Return what a worker works on, and since when (ns of `now_ns`)."""
         ring = self.rings[number]
         held = [(cell, ring.holder(cell)[1]) for cell in ring.held(1)]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from cseq._memory import Descriptor
     from cseq.arguments import Job
     from cseq.encoding.transport import BatchWriter, Source
-    from cseq.pools.base import Awaited
+    from cseq.pools.base import Working
 
 __all__ = ["ThreadGroup", "ThreadPool", "add_converters", "convert"]
 
@@ -40,19 +40,29 @@ log = logging.getLogger("cseq")
 GIL_SPIN_NS = 50_000  # what two handovers of the GIL by sleeping cost, over all threads
 CLOSE_SECONDS = 5.0  # how long close waits for threads, in all
 LOOK_SECONDS = 0.5  # how often a waiting thread checks whether the pool was closed
+MADE, WAITS = 0, -1  # of a thread's indexer
 
 
 class ThreadGroup:
-    """Threads that run one stage each, and the first exception of any of them."""
+    """Threads that run one stage each, and the first exception of any of them.
+
+    Attributes
+    ----------
+    begun : dict
+        By owner, since when its thread makes an indexer (ns of `now_ns`); or MADE, or WAITS.
+    """
 
     def __init__(self, ring: Ring, lanes: Lanes) -> None:
         self._ring, self._lanes = ring, lanes
+        self._names: dict[int, str] = {}  # by owner
+        self.begun: dict[int, int] = {}
         self._threads = Threads()  # to be started
         self._started: list[Threads] = []
         self.failure = failure.Failure()
 
-    def add(self, name: str, target: Callable[[], None], owner: int = 0) -> None:
+    def add(self, name: str, target: Callable[[], None], owner: int) -> None:
         """Add a thread, which ends when the ring is closed; `owner`: the runner that it is."""
+        self._names[owner] = name
         self._threads.add(name, partial(self._guard, target, owner))
 
     def start(self) -> None:
@@ -64,8 +74,7 @@ class ThreadGroup:
     def _guard(self, target: Callable[[], None], owner: int) -> None:
         """Run a thread's work; its exception is raised in the loop."""
         try:
-            if owner:
-                self._lanes.note("start", owner, os.getpid(), threading.get_native_id())
+            self._lanes.note("start", owner, os.getpid(), threading.get_native_id())
             target()
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
             self.fail(error)
@@ -79,9 +88,18 @@ class ThreadGroup:
         """Raise the exception that has ended a thread."""
         self.failure.check()
 
-    def stack(self, name: str) -> str:
+    def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:  # noqa: ARG002
+        """Raise WorkerTimeout for what takes longer; no thread can be restarted."""
+        starting = [(owner, since) for owner, since in list(self.begun.items()) if since > 0]
+        for owner, took in overdue(working, starting, timeout):
+            raise WorkerTimeout(
+                f"{took}; its thread is here:\n{self._stack(owner)}"
+                "(threads cannot be restarted; the processes of an MPSequence can)"
+            )
+
+    def _stack(self, owner: int) -> str:
         """Return a thread's stack, as text."""
-        idents = [one.ident(name) for one in self._started]
+        idents = [one.ident(self._names[owner]) for one in self._started]
         frame = sys._current_frames().get(next(filter(None, idents), 0))
         return "(not running)\n" if frame is None else "".join(traceback.format_stack(frame))
 
@@ -163,14 +181,10 @@ class ThreadPool(BatchPool):
         lanes = Lanes(job.num_workers, "thread")
         self._objects = Objects(job.buffer)
         self._group = ThreadGroup(ring, lanes)
-        self._closed = False
+        self._crews = (self._group,)
         self._hint = indexer.FirstBatches(job.output, log.warning)
-        self._lock = Lock()  # around the next one
-        self._present: set[int] = set()  # owners that have a thread
+        self._lock = Lock()  # around `begun`, which has the owners that have a thread
         self._making = threading.Lock()  # some libraries cannot open a data set in two threads
-        self._opened = False
-        self._starting: dict[int, int] = {}  # the owner that makes an indexer, and since when
-        self._made: set[int] = set()  # owners that have made theirs
         convert: Callable[[Any], Any] | None = None
         if job.num_converters:
             from cseq.converter.cuda import receive
@@ -181,38 +195,32 @@ class ThreadPool(BatchPool):
             ring,
             self._objects,
             convert=convert,
-            num_workers=job.num_workers,
             num_converters=job.num_converters,
-            threads=True,
             lanes=lanes,
         )
-        self._fit()
 
     def open(self) -> None:
         """Start the threads."""
-        self._opened = True
-        self._staff()
         add_converters(self._job, self._ring, self._objects, self._objects, self._group)
-        self._group.start()
+        self._fit()
 
     def resize(self, num_workers: int, buffer: int) -> None:
         """Go on with another number of workers, and of batches; see `BatchPool`."""
         super().resize(num_workers, buffer)
-        if self._opened:
-            self._staff()
-            self._group.start()
+        self._staff()
+        self._group.start()
 
     @property
     def is_staffed(self) -> bool:
         """Whether all workers have made their indexers."""
-        return all(owner in self._made for owner in range(1, self.num_workers + 1))
+        return all(self._group.begun.get(k + 1) == MADE for k in range(self.num_workers))
 
     def _staff(self) -> None:
         """Add the threads that are wanted and not there."""
         with self._lock.hold():
             for number in range(self.num_workers):
-                if number + 1 not in self._present:
-                    self._present.add(number + 1)
+                if number + 1 not in self._group.begun:
+                    self._group.begun[number + 1] = WAITS
                     self._group.add(f"cseq-w{number}", partial(self._serve, number), number + 1)
 
     def _serve(self, number: int) -> None:
@@ -221,8 +229,8 @@ class ThreadPool(BatchPool):
         while True:
             self._index(number)
             with self._lock.hold():  # `_staff` finds this one, which goes on, or adds another
-                if self._closed or self._group.failure or owner > self.num_workers:
-                    self._present.discard(owner)
+                if self._is_over or owner > self.num_workers:
+                    del self._group.begun[owner]
                     return
 
     def _index(self, number: int) -> None:
@@ -230,40 +238,34 @@ class ThreadPool(BatchPool):
         job = self._job
         batch_context = context.BatchContext(number, job.num_workers, job.sampler.seed)
         context.enter(batch_context)
-        made = self._make(number, job.worker)
+        made = self._make(number + 1, job.worker)
         if made is None:
             return
         runner = Runner(self._ring, INDEXER, number + 1, last=not job.num_converters)
         working = indexer.leaving(made, batch_context, job.on_error)
         indexing = indexer.Indexing(self._objects, working, batch_context, self._converter())
         self._hint.watch(indexing)
-        self._made.add(number + 1)
         try:
             run(runner, indexing.work)
         finally:
-            self._made.discard(number + 1)
+            self._group.begun[number + 1] = WAITS
             batch_context.clear()
             del indexing.indexer  # before the first batch, a `_FirstBatch`, which refers back
             indexer.dispose(job.worker, made, copied=False)
 
-    def _make(self, number: int, worker: Any) -> Any:
-        """Make a thread's indexer; None if one could not be made, or the pool is closed.
-
-        One after another; none after a failure, or once the pool is closed.
-        """
+    def _make(self, owner: int, worker: Any) -> Any:
+        """Make a thread's indexer, one after another; None once the pool is over."""
         while not self._making.acquire(timeout=LOOK_SECONDS):
-            if self._closed:
+            if self._is_over:
                 return None
         try:
-            if self._closed or self._group.failure:
+            if self._is_over:
                 return None
-            self._starting[number + 1] = now_ns()
-            return indexer.build(worker)
-        except BaseException as error:  # noqa: BLE001 - it is raised in the loop
-            self._group.fail(error)
-            return None
+            self._group.begun[owner] = now_ns()
+            made = indexer.build(worker)
+            self._group.begun[owner] = MADE
+            return made
         finally:
-            self._starting.pop(number + 1, None)
             self._making.release()
 
     def _converter(self) -> Callable[[Any], Any] | None:
@@ -272,22 +274,13 @@ class ThreadPool(BatchPool):
             return None
         return Converter(self._job.output).convert
 
-    def _check(self, _: Awaited | None) -> None:
-        """Raise the exception that ended a thread, or WorkerTimeout for what takes too long."""
-        self._group.check()
-        timeout = self._options.timeout
-        if timeout is None:
-            return
-        starting = list(self._starting.items())
-        for owner, took in overdue(self.in_work(), starting, timeout):
-            raise WorkerTimeout(
-                f"{took}; its thread is here:\n{self._group.stack(f'cseq-w{owner - 1}')}"
-                "(threads cannot be restarted; the processes of an MPSequence can)"
-            )
+    @property
+    def _is_over(self) -> bool:
+        """Whether the pool was closed, or a thread has failed."""
+        return self._ring.closed == 1 or bool(self._group.failure)
 
     def close(self) -> None:
         """Close the ring and wait for the threads."""
-        self._closed = True
         self._ring.close()
         self._group.join(CLOSE_SECONDS, hurried=self.is_hurried)
         if self._file is not None:
