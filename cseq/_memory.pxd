@@ -226,7 +226,7 @@ cdef class Plan:
     cdef bint match_leaf(self, int kind, int k, object value, list arrays) except -1
     cdef bint match_node(self, Cursor* at, object value, list arrays, list objects) except -1
     cdef object read(self, Memory memory, const uint64_t* record, object lend, Py_ssize_t slot,
-                     uint64_t capacity, object load, list converters)
+                     uint64_t capacity, list converters)
     cdef list read_leaves(self, Cursor* at, Memory memory, Memory home)
     cdef Py_ssize_t look(self, int k, const char* word, Py_ssize_t end, Py_ssize_t* offset) except -1
     cdef object read_leaf(self, int k, const char* word, Memory memory, Py_ssize_t offset,
@@ -238,12 +238,4 @@ cdef class Plan:
 
 cdef int check_record(Memory memory, const uint64_t* record) except -1
 cdef bint is_object(object value, int depth, bint plain) except -1
-
-
-@cython.final
-cdef class PlanReader:
-    cdef object parse
-    cdef readonly object load
-    cdef readonly dict plans  # by structure
-    cdef Plan find(self, Memory memory, const uint64_t* record)
-    cdef Plan learn(self, bytes structure)
+cdef Plan plan_of(Memory memory, const uint64_t* record)

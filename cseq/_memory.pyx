@@ -21,6 +21,7 @@ import numpy
 import os
 import sys
 from importlib import import_module
+from pickle import loads
 from weakref import ref as weak_reference
 
 cnp.import_array()

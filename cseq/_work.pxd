@@ -8,7 +8,7 @@ cimport numpy as cnp
 
 from cseq._core cimport Ring
 from cseq._headers cimport *
-from cseq._memory cimport Memory, Plan, PlanReader, SlotTable
+from cseq._memory cimport Memory, Plan, SlotTable
 
 
 cdef enum:
@@ -148,9 +148,6 @@ cdef class Encoder(TicketWriter):
     cdef public int64_t slot  # the present one, which this process has taken; -1: none
     cdef public list kept  # slots in which arrays of earlier batches are alive; see `writer.Kept`
     cdef public object cast  # the dtype that numbers are cast to, or None
-    # dump(objects) -> (bytes, list of numpy.ndarray): pickles what no plan opens; the arrays
-    # are buffers beside the pickle.
-    cdef public object dump
     cdef readonly list plans  # of the last batches of different structure, the latest first
     cdef list arrays      # leaves of the batch being written; else a list of Nones, to be used again
     cdef list objects
@@ -161,7 +158,8 @@ cdef class Encoder(TicketWriter):
     cdef Py_ssize_t find_own(self, int k, Plan plan, object array, Py_ssize_t nbytes,
                              Py_ssize_t base) except -2
     cdef int reserve(self, Py_ssize_t count) except -1
-    cdef int write_batch(self, Plan plan, list arrays, bytes pickled, uint64_t* record) except -1
+    cdef int write_batch(self, object batch, object cast, uint64_t* record) except -1
+    cdef int write_parts(self, Plan plan, list arrays, bytes pickled, uint64_t* record) except -1
     cpdef int take(self) except -1
     cdef void hand_over(self, Runner runner, cseq_cell* c, uint32_t status) noexcept
 
@@ -216,7 +214,6 @@ cdef class Decoder:
     cdef ObjectTable objects
     cdef SlotTable slots
     cdef list mapped
-    cdef PlanReader reader
     cdef object lend, convert, leaf_for
     cdef bint passes      # batches are objects that are handed over as they are
     cdef dict converters  # by plan

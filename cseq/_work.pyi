@@ -7,7 +7,7 @@ from typing_extensions import Self, disjoint_base
 
 from cseq._core import PARK_NS as PARK_NS
 from cseq._core import Ring
-from cseq._memory import Mapping, Memory, Plan, PlanReader, SlotAllocator, SlotTable
+from cseq._memory import Mapping, Memory, Plan, SlotAllocator, SlotTable
 
 @disjoint_base
 class BatchState:
@@ -130,17 +130,14 @@ class Encoder(TicketWriter):
     slot: int
     kept: list[Any]
     cast: np.dtype[Any] | None
-    dump: Callable[[list[Any]], tuple[bytes, list[NDArray[Any]]]]
     plans: Final[list[Plan]]
     def __new__(cls, *args: Any) -> Self: ...
     def take(self) -> int: ...
     def deliver(self, runner: Runner, status: int, record: tuple[int, ...]) -> None: ...
     def place(self, nbytes: int) -> int: ...
     def remember(self, plan: Plan) -> None: ...
-    def match(
-        self, batch: Any, cast: np.dtype[Any] | None
-    ) -> tuple[Plan, list[NDArray[Any]], list[Any] | None] | None: ...
-    def encode(
+    def encode(self, batch: Any, cast: np.dtype[Any] | None) -> tuple[int, int, int, int]: ...
+    def encode_parts(
         self,
         plan: Plan,
         arrays: list[NDArray[Any]],
@@ -165,8 +162,8 @@ class Decoder:
         *,
         objects: ObjectTable | None = None,
         slots: SlotTable | None = None,
-        known: tuple[list[Mapping | None], PlanReader, Callable[[int, int], Memory | None]]
-        | None = None,
+        mapped: list[Mapping | None] | None = None,
+        lend: Callable[[int, int], Memory | None] | None = None,
         convert: Callable[[Any], Any] | None = None,
         leaf_for: Callable[[Any], Any] | None = None,
     ) -> Self: ...

@@ -17,7 +17,7 @@ from cseq._core cimport Ring
 from cseq._headers cimport *
 from cseq._memory cimport (
     LEAST, MAX_DIMS, MOST_KNOWN, RECENT, ROWS, STRIDED, Block, Leaf, Mapping, Memory, Plan, SlotTable,
-    aligned, check_record, cseq_array_on, cseq_set_own, forks_here,
+    aligned, check_record, cseq_array_on, cseq_set_own, forks_here, plan_of,
 )
 
 import numpy

@@ -12,8 +12,9 @@ import importlib
 import logging
 import os
 import pickle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from cseq._work import Decoder
 from cseq.converter.lane import Lane
 from cseq.encoding import codec
 from cseq.encoding.codec import map_leaves
@@ -96,8 +97,6 @@ class Imports(SlotReader):
         Batches that were converted here.
     """
 
-    in_c = False
-
     def __init__(self, arena: Arena, ring: Ring, output: Output, convert: Convert) -> None:
         super().__init__(arena)
         self._ring = ring
@@ -109,6 +108,10 @@ class Imports(SlotReader):
         self._read = [0] * ring.capacity  # by cell, the ticket whose pickle was read
         self.lost = 0
 
+    def decoder(self, **how: Any) -> Decoder:
+        """Make what frees the slots."""
+        return Decoder(slots=self.arena.slots, **how)
+
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
         """Fetch the batch, or convert it here."""
         try:
@@ -118,7 +121,7 @@ class Imports(SlotReader):
         epoch, number, _ = self._ring.ticket(cell)
         logger.warning("epoch %d, batch %d is converted again: %s", epoch, number, reason)
         _, _, slot, capacity, record, _ = self._ring.left_in(cell)
-        memory = self._arena.lend(slot, codec.used(record), capacity)
+        memory = self.arena.lend(slot, codec.used(record), capacity)
         batch = self._convert(codec.decode(memory, record))
         self.lost += 1
         return batch

@@ -15,8 +15,8 @@ changes. *Layout* is where the arrays begin, their bytes, shapes, and of some th
 *Objects* are the other leaves: one pickle, and where its buffers are. All of it lies in the slot,
 so a batch can be read without any other one.
 
-At both ends, a structure is held as a `Plan`. A batch that matches one of the writer's last plans
-is written in C; any other batch is surveyed here, which makes a plan for the next ones.
+At both ends, a structure is held as a `Plan`. A batch that matches none of the writer's last plans
+is surveyed here, which makes one; the rest is C.
 
 The guarantee: the batch that is read equals the one written, in types and bits, and is writable.
 Arrays and tensors arrive with their strides, and take what they took, unless that is more than
@@ -30,14 +30,12 @@ ones lie in the slot.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import operator
 import pickle
 import sys
 import types
-from array import array as machine_array
 from collections import OrderedDict, defaultdict
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -46,11 +44,9 @@ import numpy as np
 from numpy import ndarray
 
 from cseq._memory import (
-    COPIED,
     LONG,
     Plan,
-    PlanReader,
-    copy_of,
+    decode,
     flat_of,
     is_plain,
     laid_as,
@@ -60,9 +56,8 @@ from cseq.encoding.pickling import data_reducers, dumps, import_torch, reduce_te
 from cseq.encoding.unpicklable import unpicklable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
-    from cseq._memory import Memory
     from cseq._work import Encoder
     from cseq.encoding.pickling import Pickled
 
@@ -74,7 +69,6 @@ __all__ = [
     "Record",
     "castable",
     "decode",
-    "decode_pickled",
     "dump",
     "encode",
     "encode_pickled",
@@ -317,19 +311,7 @@ def encode(batch: Any, writer: Encoder, cast: Dtype | None = None) -> Record:
     MemoryError
         If there is no room for it.
     """
-    found = writer.match(batch, cast)
-    plan, arrays, objects = plan_for(batch, writer, cast) if found is None else found
-    pickled = None
-    if objects:
-        with _explained(batch):
-            pickled, buffers = dump(objects)
-        arrays = arrays + buffers
-    if writer.watched and writer.placement is not None:
-        casts = plan.casts + [False] * (len(arrays) - len(plan.casts))
-        plain = zip(arrays, casts, strict=True)
-        flat = [array for array, casts in plain if not casts and flat_of(array) is not None]
-        writer.placement.learn(flat)
-    return _record(writer.encode(plan, arrays, pickled))
+    return _record(writer.encode(batch, cast))
 
 
 _record: Callable[[tuple[int, ...]], Record] = functools.partial(tuple.__new__, Record)
@@ -349,9 +331,7 @@ def plan_for(
     for plan in writer.plans:  # `match` does not recognise it where tensors are cast
         if plan.cast is cast and plan.nodes == nodes and plan.sources == sources:
             return plan, survey.arrays, survey.objects
-    with _explained(batch):
-        structure = dumps(nodes)
-    plan = Plan(structure, nodes, cast, sources)
+    plan = Plan(_dumps(nodes, batch), nodes, cast, sources)
     writer.remember(plan)
     return plan, survey.arrays, survey.objects
 
@@ -369,12 +349,12 @@ def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
 REMEDY = "Return arrays, tensors, numbers, strings, bytes, None, or objects that pickle takes"
 
 
-def dump(objects: list[Any]) -> tuple[bytes, list[Array]]:
+def dump(objects: list[Any], batch: Any) -> tuple[bytes, list[Array]]:
     """Pickle the other leaves of a batch: return the pickle, and the buffers that are not in it."""
     if is_plain(objects):
         return pickle.dumps(objects, protocol=5), []
     buffers: list[memoryview] = []
-    pickled = dumps(objects, buffers, _reducers())
+    pickled = _dumps(objects, batch, buffers, _reducers())
     return pickled, [np.frombuffer(buffer, np.uint8) for buffer in buffers]
 
 
@@ -406,11 +386,10 @@ def _reduce_tensor(tensor: Any) -> Any:
     return reduce_tensor(_plain_tensor(tensor, None))
 
 
-@contextlib.contextmanager
-def _explained(batch: Any) -> Iterator[None]:
-    """Say which part of a batch cannot be pickled, where pickling it raises."""
+def _dumps(value: object, batch: Any, *how: Any) -> bytes:
+    """Pickle something of a batch; say which part cannot be pickled, where that raises."""
     try:
-        yield
+        return dumps(value, *how)
     except MemoryError:
         raise
     except Exception as error:
@@ -466,46 +445,4 @@ ONE_OBJECT = Plan(pickle.dumps((OBJECT,), protocol=5), (OBJECT,))
 def encode_pickled(pickled: Pickled, writer: Encoder) -> Record:
     """Write an object that is pickled already into a slot; `decode` returns it."""
     buffers = [np.frombuffer(buffer, np.uint8) for buffer in pickled.buffers]
-    return _record(writer.encode(ONE_OBJECT, buffers, pickled.data))
-
-
-# -- reading ------------------------------------------------------------------------------------
-
-
-def _parse(structure: bytes) -> Plan:
-    """Read a structure."""
-    return Plan(structure, pickle.loads(structure))
-
-
-def _load_objects(memory: Memory, offset: int, nbytes: int, home: Memory | None) -> list[Any]:
-    """Read the leaves that were pickled; after the pickle lies the table of its buffers.
-
-    `home`: see `PlanReader`. What is unpickled may run any code, so a fork, and in the forked
-    process a slot is another batch's soon: unless all are views, the pickle is copied, too.
-    """
-    view = memoryview(memory)
-    data: Any = view[offset : offset + nbytes]
-    if home is not memory:
-        data = bytes(data)
-    count = int.from_bytes(data[-8:], sys.byteorder)
-    if not count:
-        return pickle.loads(data)
-    numbers = iter(machine_array("q", bytes(data[len(data) - 8 - 16 * count : -8])))
-    buffers = [
-        memoryview(copy_of(memory, size, at))
-        if home is None or (home is not memory and size <= COPIED)
-        else memoryview(home)[at : at + size]
-        for at, size in zip(numbers, numbers, strict=True)
-    ]
-    objects: list[Any] = pickle.loads(data, buffers=buffers)
-    return objects
-
-
-def decode_pickled(memory: Memory, record: Record) -> Any:
-    """Read what `encode_pickled` has written, from a mapping that need not be shared."""
-    offset = record.offset + record.structure + record.layout
-    return _load_objects(memory, offset, record.objects, memory)[0]
-
-
-reader = PlanReader(_parse, _load_objects)
-decode = reader.decode
+    return _record(writer.encode_parts(ONE_OBJECT, buffers, pickled.data))

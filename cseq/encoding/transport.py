@@ -8,39 +8,22 @@ a `Source`; the trainer has a `BatchReader`.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cseq._work import ObjectWriter
+from cseq._work import Decoder, ObjectWriter
 from cseq.encoding import codec, failure
 from cseq.stage import BATCH, RAISED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from typing_extensions import TypedDict
-
-    from cseq._memory import Mapping, Memory, PlanReader, SlotTable
-    from cseq._work import ObjectTable, Runner
+    from cseq._work import Runner
     from cseq.encoding.writer import Writer
     from cseq.memory.arena import Arena
 
     Fields = tuple[int, ...]
 
-    class Ends(TypedDict, total=False):
-        """Keywords of `Decoder`."""
-
-        objects: ObjectTable
-        slots: SlotTable
-        known: tuple[list[Mapping | None], PlanReader, Callable[[int, int], Memory | None]]
-
-
 __all__ = ["NO_SLOT", "BatchReader", "BatchWriter", "Objects", "SlotReader", "Source"]
 
 NO_SLOT = 0xFFFFFFFF  # of a ticket that lies in none
-
-log = logging.getLogger("cseq")
-
 
 # What a runner, a converter and the trainer have. A reader changes nothing: `Feed` frees the cell.
 BatchWriter: TypeAlias = "Objects | Writer"
@@ -60,12 +43,10 @@ class Objects(ObjectWriter):
     def __init__(self, cells: int, below: SlotReader | None = None) -> None:  # noqa: ARG002
         self._below = below
 
-    @property
-    def ends(self) -> Ends:
-        """The objects, by cell, and the slots of the stage before."""
-        below: Ends = {} if self._below is None else self._below.ends
-        below.pop("known", None)
-        return {**below, "objects": self.objects}
+    def decoder(self, **how: Any) -> Decoder:
+        """Make what takes out the objects, and frees the slots of the stage before."""
+        slots = None if self._below is None else self._below.arena.slots
+        return Decoder(objects=self.objects, slots=slots, **how)
 
     def write(self, runner: Runner, batch: Any) -> tuple[int, ...]:
         """Store the batch under the cell's number, for the next stage, or the trainer."""
@@ -101,25 +82,18 @@ class Objects(ObjectWriter):
 class SlotReader:
     """The trainer's end of the slots."""
 
-    in_c = True  # whether C may decode what lies in a slot
-
     def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+        self.arena = arena
 
-    @property
-    def ends(self) -> Ends:
-        """The slots, and how batches of a known structure are read."""
-        if not self.in_c:
-            return {"slots": self._arena.slots}
-        return {
-            "slots": self._arena.slots,
-            "known": (self._arena.mapped, codec.reader, self._arena.lease),
-        }
+    def decoder(self, **how: Any) -> Decoder:
+        """Make what decodes, in C, the batches in slots that are mapped already."""
+        arena = self.arena
+        return Decoder(slots=arena.slots, mapped=arena.mapped, lend=arena.lease, **how)
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
         """Decode the batch: small leaves are copies; large ones lie in the slot if they may."""
-        memory = self._arena.mapping_of(slot, capacity)
-        return codec.decode(memory, record, self._arena.lease, slot, capacity)
+        memory = self.arena.mapping_of(slot, capacity)
+        return codec.decode(memory, record, self.arena.lease, slot, capacity)
 
     def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
         """Restore the exception."""
@@ -133,6 +107,6 @@ class SlotReader:
         """Decode the batch of the present ticket, in a converter thread; then it has no slot."""
         slot, used = runner.slot, codec.used(runner.record)
         # All of it where it lies: page-locked, and dropped once it is on the device.
-        batch = codec.decode(self._arena.lend(slot, used, runner.capacity), runner.record)
-        runner.free_slot(self._arena.slots)
+        batch = codec.decode(self.arena.lend(slot, used, runner.capacity), runner.record)
+        runner.free_slot(self.arena.slots)
         return batch

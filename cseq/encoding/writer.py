@@ -39,7 +39,7 @@ from cseq.system import MIB, check_available
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cseq._memory import SlotTable
+    from cseq._memory import Plan, SlotTable
     from cseq._work import Runner
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -79,11 +79,27 @@ class Writer(Encoder):
     def __init__(self, fd: int, width: int, slots: SlotTable | None = None) -> None:
         self._fd = fd
         self.slots = slots
-        self.dump = codec.dump
         self._width = width
         self._window: Loan | None = None
         self._loans: list[weakref.ref[Loan]] = []
         self._unchecked = 0  # bytes committed since the system was last asked for its free memory
+
+    # -- for the part in C
+
+    dump = staticmethod(codec.dump)
+
+    def survey(self, batch: Any, cast: Any) -> tuple[Plan, list[Array], list[Any]]:
+        """Make the plan of a batch."""
+        return codec.plan_for(batch, self, cast)
+
+    def learn(self, plan: Plan, arrays: list[Array]) -> None:
+        """Have the arrays that this batch consists of made in the slot next time."""
+        assert self.placement is not None
+        casts = plan.casts + [False] * (len(arrays) - len(plan.casts))
+        plain = zip(arrays, casts, strict=True)
+        self.placement.learn(
+            [array for array, casts in plain if not casts and flat_of(array) is not None]
+        )
 
     # -- tickets
 

@@ -9,7 +9,12 @@ cdef extern from "numpy/arrayobject.h":
     int PyArray_CopyInto(cnp.ndarray target, cnp.ndarray source) except -1
 
 cdef class Encoder(TicketWriter):
-    """The part of `writer.Writer` that is in C: its state for the present ticket, and writing by plans."""
+    """The part of `writer.Writer` that is in C: its state for the present ticket, and writing by plans.
+
+    A subclass in Python has ``survey(batch, cast)``, which returns plan, arrays and other leaves of a
+    batch that no plan fits; ``dump(objects, batch)``, which pickles these leaves: the pickle, and the
+    arrays that lie beside it; and ``learn(plan, arrays)``, told which arrays a watched batch consists of.
+    """
 
     def __cinit__(self, *args):
         self.kept = []
@@ -60,18 +65,6 @@ cdef class Encoder(TicketWriter):
             for k in range(PyList_GET_SIZE(arrays)):
                 cseq_set_own(arrays, k, None)
 
-    def match(self, batch, cast):
-        """Find the plan of a batch: (plan, arrays, objects), or None if no plan fits.
-
-        `objects` is None if there are none.
-        """
-        cdef Plan plan
-        try:
-            plan = self.find_plan(batch, cast)
-            return None if plan is None else (plan, self.arrays, self.objects)
-        finally:
-            self.arrays = self.objects = None
-
     cdef Py_ssize_t find_own(self, int k, Plan plan, object array, Py_ssize_t nbytes,
                              Py_ssize_t base) except -2:
         """Where in the slot an array lies already, unless one of the k before it does; else -1."""
@@ -94,29 +87,44 @@ cdef class Encoder(TicketWriter):
             self.words, self.room = words, count
         return 0
 
-    def encode(self, Plan plan not None, list arrays not None, bytes pickled=None):
-        """Write a batch into the slot: what `match` has returned.
-
-        Parameters
-        ----------
-        plan : Plan
-        arrays : list of numpy.ndarray
-            Its arrays, and then arrays of bytes: the buffers of its other leaves that are not in the
-            pickle. Those in this slot are not copied.
-        pickled : bytes, optional
-            Its other leaves.
-
-        Returns
-        -------
-        tuple of int
-            See `codec.Record`.
-        """
+    def encode(self, batch, cast):
+        """Write a batch into the slot: see `codec.encode`."""
         cdef uint64_t[4] f
-        self.write_batch(plan, arrays, pickled, f)
+        self.write_batch(batch, cast, f)
         return f[0], f[1], f[2], f[3]
 
-    cdef int write_batch(self, Plan plan, list arrays, bytes pickled, uint64_t* record) except -1:
+    def encode_parts(self, Plan plan not None, list arrays not None, bytes pickled=None):
+        """Write a batch into the slot: its plan, its arrays and what has become of its other leaves.
+
+        These are a pickle, and, behind the batch's arrays, arrays of bytes: the pickle's buffers.
+        """
+        cdef uint64_t[4] f
+        self.write_parts(plan, arrays, pickled, f)
+        return f[0], f[1], f[2], f[3]
+
+    cdef int write_batch(self, object batch, object cast, uint64_t* record) except -1:
         """`encode`, with the record in `record`."""
+        cdef Plan plan
+        cdef list arrays
+        cdef bytes pickled = None
+        try:
+            plan = self.find_plan(batch, cast)
+            if plan is None:
+                plan, self.arrays, self.objects = self.survey(batch, cast)
+            arrays = self.arrays
+            if plan.objects:
+                pickled, buffers = self.dump(self.objects, batch)
+                arrays = arrays + buffers
+            if self.watched:
+                self.learn(plan, arrays)
+            self.write_parts(plan, arrays, pickled, record)
+        finally:
+            self.forget()
+            self.objects = None
+        return 0
+
+    cdef int write_parts(self, Plan plan, list arrays, bytes pickled, uint64_t* record) except -1:
+        """`encode_parts`, with the record in `record`."""
         cdef Py_ssize_t base = self.place(0) if self.target is not None else aligned(self.used)
         cdef Py_ssize_t end = base
         cdef Py_ssize_t structure = plan.text_bytes
@@ -220,31 +228,14 @@ cdef class Encoder(TicketWriter):
         self.hand_over(runner, c, status)
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Write a batch and publish it, if a plan fits and no array can lie in the slot; else False."""
+        """Write a batch and publish it, if no array can lie in the slot; else False."""
         cdef cseq_cell* c = runner.held()
-        cdef Plan plan
-        cdef bytes pickled = None
-        cdef list arrays
         CSEQ_POINT("index")
         if self.target is not None or self.loaned:
             return False
-        try:
-            plan = self.find_plan(batch, self.cast)
-            if plan is None:
-                return False
-            arrays = self.arrays
-            if plan.objects:
-                try:
-                    pickled, buffers = self.dump(self.objects)
-                except Exception:
-                    return False  # `codec.encode` raises it again, and explains it
-                if self.loaned:
-                    return False
-                arrays = arrays + buffers
-            self.write_batch(plan, arrays, pickled, c.record)
-        finally:
-            self.forget()
-            self.objects = None
+        self.write_batch(batch, self.cast, c.record)
+        if self.loaned:  # what was pickled has asked for arrays, and may have kept them
+            return False
         self.hand_over(runner, c, 0)
         return True
 
@@ -324,20 +315,20 @@ cdef class Decoder:
         The batches of threads.
     slots : SlotTable, optional
         The slots of processes; without it, tickets have no slot.
-    known : tuple, optional
-        ``(mapped, reader, lend)``: batches of a structure that the `PlanReader` knows are decoded, with `lend`
-        as it has it. `mapped` lists the `Mapping` of each slot, or None.
+    mapped : list of Mapping or None, optional
+        The mapping of each slot, where the batches of processes are decoded.
+    lend : callable, optional
+        See `decode` of `_memory`.
     convert : callable, optional
         Applied to a batch; the pool applies it to those that are not decoded here.
     leaf_for : callable, optional
         The same for single leaves, if that is possible: see `Plan.converters`.
     """
 
-    def __cinit__(self, *, ObjectTable objects=None, SlotTable slots=None, known=None, convert=None,
-                  leaf_for=None):
-        self.objects, self.slots, self.convert, self.leaf_for = objects, slots, convert, leaf_for
-        if known is not None:
-            self.mapped, self.reader, self.lend = known
+    def __cinit__(self, *, ObjectTable objects=None, SlotTable slots=None, list mapped=None, lend=None,
+                  convert=None, leaf_for=None):
+        self.objects, self.slots, self.mapped, self.lend = objects, slots, mapped, lend
+        self.convert, self.leaf_for = convert, leaf_for
         self.passes = objects is not None and slots is None and convert is None
         self.converters = {}
 
@@ -356,7 +347,7 @@ cdef class Decoder:
         return batch if self.convert is None else self.convert(batch)
 
     cdef object decode_slot(self, cseq_cell* c):
-        """The batch in a cell's slot, if its structure is known; else UNREAD."""
+        """The batch in a cell's slot, if that is mapped; else UNREAD."""
         cdef Mapping slot
         cdef Plan plan
         cdef uint64_t* f = c.record
@@ -367,13 +358,11 @@ cdef class Decoder:
             return UNREAD
         check_record(slot, f)
         plan = self.found
-        if plan is None or not plan.is_of(slot, f):  # the reader is shared, and has a lock
-            plan = self.reader.find(slot, f)
-            if plan is None:
-                return UNREAD
+        if plan is None or not plan.is_of(slot, f):
+            plan = plan_of(slot, f)
             self.leaves = self.leaves_of(plan)
             self.found = plan
-        return plan.read(slot, f, self.lend, c.slot, c.capacity, self.reader.load, self.leaves)
+        return plan.read(slot, f, self.lend, c.slot, c.capacity, self.leaves)
 
     cdef list leaves_of(self, Plan plan):
         """The converters of the leaves of a plan's batches; None: they are not converted one by one."""

@@ -9,6 +9,7 @@ cdef object MEMMAP = numpy.memmap
 cdef object UINT8 = numpy.uint8
 cdef object frombuffer = numpy.frombuffer
 cdef dict KINDS = {"array": ARRAY, "tensor": TENSOR, "bytes": BYTES}
+cdef dict known = {}  # plans by structure, of batches that were read
 
 
 cdef int check_record(Memory memory, const uint64_t* record) except -1:
@@ -224,7 +225,7 @@ cdef class Plan:
     # -- reading
 
     cdef object read(self, Memory memory, const uint64_t* record, object lend, Py_ssize_t slot,
-                     uint64_t capacity, object load, list converters):
+                     uint64_t capacity, list converters):
         """Make a batch, whose record was checked: its arrays are views that keep the memory alive, or
         what `lend` says.
 
@@ -232,9 +233,7 @@ cdef class Plan:
         ----------
         record : uint64_t[4]
         lend, slot, capacity
-            See `PlanReader.decode`.
-        load : callable
-            See `PlanReader`.
+            See `decode`.
         converters : list or None
             What `converters` has returned.
         """
@@ -259,7 +258,7 @@ cdef class Plan:
             home = lend(slot, capacity)
             arrays = self.read_leaves(&at, memory, home)
         if record[3]:
-            objects = load(memory, total - <Py_ssize_t>record[3], record[3], home)
+            objects = load_objects(memory, total - <Py_ssize_t>record[3], <Py_ssize_t>record[3], home)
         return self.build(&at, memory, arrays, objects, converters)
 
     cdef list read_leaves(self, Cursor* at, Memory memory, Memory home):
@@ -477,66 +476,71 @@ def is_plain(value):
     return is_object(value, MOST_SEARCHED, True)
 
 
-@cython.final
-cdef class PlanReader:
-    """Reads batches of any structure, and remembers the structures.
+cdef list load_objects(Memory memory, Py_ssize_t offset, Py_ssize_t nbytes, Memory home):
+    """Read the leaves that were pickled; after the pickle lies the table of its buffers.
+
+    Large buffers lie on `home`, or on copies if that is None; others are copied, unless it is `memory`.
+    What is unpickled may run any code, so a fork, and in the forked process a slot is another batch's
+    soon: unless all are views, the pickle is copied, too.
+    """
+    cdef list buffers = []
+    cdef int64_t count = 0, size = 0, at = 0
+    cdef Py_ssize_t table = offset + nbytes - 8
+    if nbytes >= 8:
+        memcpy(&count, memory.data + table, 8)
+    if not 0 <= count <= (nbytes - 8) // 16:
+        raise IndexError(f"a pickle of {nbytes} bytes has no {count} buffers")
+    for table in range(table - 16 * count, table, 16):
+        memcpy(&at, memory.data + table, 8)
+        memcpy(&size, memory.data + table + 8, 8)
+        if home is None or (home is not memory and size <= MOST_COPIED):
+            buffers.append(copy_of(memory, size, at))
+        else:
+            home.inside(at, size)
+            buffers.append(memoryview(home)[at:at + size])
+    data = memoryview(memory)[offset:offset + nbytes]
+    return loads(data if home is memory else bytes(data), buffers=buffers)
+
+
+cdef Plan plan_of(Memory memory, const uint64_t* record):
+    """The plan of a batch, whose record was checked."""
+    cdef Plan plan
+    cdef bytes structure = memory.data[record[0]:record[0] + record[1]]
+    with cython.critical_section(known):  # or it could be cleared before `get` counts its reference
+        plan = known.get(structure)
+    if plan is None:
+        plan = Plan(structure, loads(structure))
+        with cython.critical_section(known):
+            if len(known) >= MOST_KNOWN:
+                known.clear()
+            known[structure] = plan
+    return plan
+
+
+def decode(Memory memory not None, record, lend=None, Py_ssize_t slot=-1, uint64_t capacity=0):
+    """Read a batch.
 
     Parameters
     ----------
-    parse : callable
-        ``parse(structure)`` → Plan.
-    load : callable
-        ``load(memory, offset, nbytes, home)`` → list: the objects that went by pickle. `home`: what large
-        buffers lie on; None: on copies. Others are copied, unless it is `memory`.
+    memory : Memory
+    record : sequence of int
+        See `codec.Record`.
+    lend : callable, optional
+        Arrays of up to `COPIED` bytes are copies; larger ones lie on what
+        ``lend(slot, capacity)`` returns, a memory of the same bytes, or are copies of their own
+        where that is None. Without it, all are views of `memory`.
+    slot, capacity : int
+        For `lend`.
+
+    Raises
+    ------
+    IndexError
+        If the record does not fit the memory.
     """
-
-    def __cinit__(self, parse, load):
-        self.parse, self.load = parse, load
-        self.plans = {}
-
-    cdef Plan find(self, Memory memory, const uint64_t* record):
-        """The plan of a batch, whose record was checked, if its structure is known."""
-        structure = memory.data[record[0]:record[0] + record[1]]
-        with cython.critical_section(self):  # or it could be cleared before `get` counts its reference
-            return self.plans.get(structure)
-
-    cdef Plan learn(self, bytes structure):
-        """Make the plan of a structure, and remember it."""
-        cdef Plan plan = self.parse(structure)
-        with cython.critical_section(self):
-            if len(self.plans) >= MOST_KNOWN:
-                self.plans.clear()
-            self.plans[structure] = plan
-        return plan
-
-    def decode(self, Memory memory not None, record, lend=None, Py_ssize_t slot=-1, uint64_t capacity=0):
-        """Read a batch.
-
-        Parameters
-        ----------
-        memory : Memory
-        record : sequence of int
-            See `codec.Record`.
-        lend : callable, optional
-            Arrays of up to `COPIED` bytes are copies; larger ones lie on what
-            ``lend(slot, capacity)`` returns, a memory of the same bytes, or are copies of their own
-            where that is None. Without it, all are views of `memory`.
-        slot, capacity : int
-            For `lend`.
-
-        Raises
-        ------
-        IndexError
-            If the record does not fit the memory.
-        """
-        cdef uint64_t f[4]
-        cdef int k
-        cdef Plan plan
-        for k in range(4):
-            word = record[k]
-            f[k] = word if 0 <= word <= memory.size else <uint64_t>-1
-        check_record(memory, f)
-        plan = self.find(memory, f)
-        if plan is None:
-            plan = self.learn(memory.data[f[0]:f[0] + f[1]])
-        return plan.read(memory, f, lend, slot, capacity, self.load, None)
+    cdef uint64_t f[4]
+    cdef int k
+    for k in range(4):
+        word = record[k]
+        f[k] = word if 0 <= word <= memory.size else <uint64_t>-1
+    check_record(memory, f)
+    return plan_of(memory, f).read(memory, f, lend, slot, capacity, None)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from cseq._core import RunState, now_ns
 from cseq._feed import Feed
 from cseq._memory import HAS_GIL
-from cseq._work import Decoder
 from cseq.arguments import Size
 from cseq.encoding import failure
 from cseq.indexing.leaving import Partial, Skipped, note_batch, note_samples
@@ -161,7 +160,7 @@ class Pool:
         self.feed = Feed(
             self.run,
             rings,
-            Decoder(**batch_reader.ends, convert=convert, leaf_for=leaf_for),
+            batch_reader.decoder(convert=convert, leaf_for=leaf_for),
             self._wait,
             self._decode,
             self._describe,

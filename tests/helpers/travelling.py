@@ -79,7 +79,7 @@ def write_batch(obj: object) -> tuple[Descriptor, codec.Record]:
 
 def read(file: Descriptor, record: codec.Record) -> Any:
     """Read it, as a worker does."""
-    return codec.decode_pickled(Mapping(file.fd, 0, record.used, own=True), record)
+    return codec.decode(Mapping(file.fd, 0, record.used, own=True), record)
 
 
 def travel(obj: object) -> Any:
@@ -103,9 +103,10 @@ def arrives_elsewhere(obj: object, expression: str) -> str:
     file, record = write_batch(obj)
     written = bytes(Mapping(file.fd, 0, record.used))
     code = (
-        "import sys\nfrom cseq.encoding import codec\n"
-        "memory = bytearray(sys.stdin.buffer.read())\n"
-        f"obj = codec.decode_pickled(memory, codec.Record(*{tuple(record)}))\n"
+        "import sys\nfrom cseq._memory import Block\nfrom cseq.encoding import codec\n"
+        "data = sys.stdin.buffer.read()\n"
+        "memory = Block(len(data))\nmemoryview(memory)[:] = data\n"
+        f"obj = codec.decode(memory, codec.Record(*{tuple(record)}))\n"
         f"print(({expression}))"
     )
     done = subprocess.run(

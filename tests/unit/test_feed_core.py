@@ -231,7 +231,7 @@ class Written:
         file.close()
         self.ring = Ring(Block(ring_bytes(1, 1, 1), zero=True), 1, 1, 1)
         self.runner = Runner(self.ring, 0, 1, last=True)
-        decoder = Decoder(slots=self.slots, known=(self.mapped, codec.reader, self.lend), **options)
+        decoder = Decoder(slots=self.slots, mapped=self.mapped, lend=self.lend, **options)
         self.feed = Feed(RunState(), [self.ring], decoder, self.wait, self.decode, self.describe)
         cut = Cut(0, 9, 9, 0, 1, 1, 0, 0, 0)._asdict()
         self.feed.begin(OrderSource(RangeReader(9), 0, cut, cut, 0))
