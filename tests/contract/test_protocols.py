@@ -1,36 +1,32 @@
-"""Epochs as frameworks ask for them: each protocol as it was recorded, played to a manager.
+"""Epochs as frameworks ask for them; tests/frameworks has the frameworks themselves.
 
-No framework is needed here. What was recorded: `iter` that is thrown away, `set_epoch` before or
-after the `iter` that it is meant for, no look at StopIteration, no call at the end.
+They throw an `iter` away, call `set_epoch` before or after the `iter` that it is meant for, do not
+look at StopIteration, and make no call at the end.
 """
 
 from __future__ import annotations
 
-import json
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from indexers import Indices1
 from interrupting import interrupted
-from kinds import INLINE, QUICK, QUICKEST, THREAD, Kind, by_name
+from kinds import QUICK, QUICKEST, THREAD, Kind, by_name
 
 import cseq
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     import numpy as np
 
 
 N, BATCH = 22, 4
 STEPS = 6  # batches of an epoch
-EPOCHS = 3
 
 # Epochs are counted in the trainer: how its processes are started is nothing to that.
 every_kind = pytest.mark.parametrize("kind", QUICK, ids=by_name)
-
-Seen = list[tuple[int, list[int]]]  # (the framework's epoch, indices of a batch)
 
 
 def make(kind: Kind, **options: Any) -> Any:
@@ -44,205 +40,9 @@ def epoch_batches(epoch: int) -> list[list[int]]:
     return [order[k : k + BATCH] for k in range(0, N, BATCH)]
 
 
-def uninterrupted(first: int = 0, epochs: int = EPOCHS) -> Seen:
-    """Give what a run over some epochs has to see."""
-    return [(e, b) for e in range(first, epochs) for b in epoch_batches(e)]
-
-
 def take(batches: Iterator[Any], count: int) -> list[list[int]]:
     """Take some batches, and do not look for the end."""
     return [batch.tolist() for batch in islice(batches, count)]
-
-
-class Lightning:
-    """`fit` of Lightning 2.6; a checkpoint holds the loader's state in mid-epoch alone."""
-
-    def __init__(self, manager: Any, val: Any = None) -> None:
-        self.manager = manager
-        self.val = val
-        self.seen: Seen = []
-        self.checked: list[list[list[int]]] = []  # batches of each validation
-
-    def fit(self, *, epochs: int = EPOCHS, stop: int | None = None, resume: Any = None) -> Any:
-        """Train, from a checkpoint on if there is one; stop after some steps, with a checkpoint."""
-        manager, steps = self.manager, 0
-        first, done, state = resume or (0, 0, None)
-        self.validate(first, limit=2)
-        iter(manager)  # a probe
-        len(manager)
-        if state is not None:
-            manager.load_state_dict(state)
-        for epoch in range(first, epochs):
-            if epoch > first:
-                manager.sampler.set_epoch(epoch)
-            batches = iter(manager)
-            len(manager)
-            if epoch == first:
-                manager.sampler.set_epoch(epoch)  # after the iter() that it is meant for
-            for step in range(done, len(manager)):
-                self.seen.append((epoch, next(batches).tolist()))
-                steps += 1
-                if steps == stop:
-                    if step + 1 < len(manager):
-                        return epoch, step + 1, self.saved()
-                    return epoch + 1, 0, None
-            done = 0
-            self.validate(epoch)
-        return None
-
-    def saved(self) -> Any:
-        """Give the loader's state as a checkpoint holds it."""
-        return json.loads(json.dumps(self.manager.state_dict()))
-
-    def validate(self, epoch: int, limit: int | None = None) -> None:
-        """Validate; the sanity check takes two batches and leaves."""
-        if self.val is None:
-            return
-        iter(self.val)  # a probe
-        self.val.sampler.set_epoch(epoch)
-        self.checked.append(take(iter(self.val), limit or len(self.val)))
-
-
-class Loop:
-    """A loop that keeps and loads our state, with what it asks of a loader at an epoch's begin."""
-
-    sets_epoch = is_asked_twice = sees_the_end = False
-
-    def __init__(self, manager: Any) -> None:
-        self.manager = manager
-        self.seen: Seen = []
-
-    def fit(self, *, epochs: int = EPOCHS, stop: int | None = None, resume: Any = None) -> Any:
-        """Train, from a checkpoint if there is one; stop after some steps, with a checkpoint."""
-        manager, steps = self.manager, 0
-        first, done, state = resume or (0, 0, None)
-        if state is not None:
-            manager.load_state_dict(state)
-        for epoch in range(first, epochs):
-            if self.sets_epoch:
-                manager.set_epoch(epoch)
-            batches = iter(manager)
-            if self.is_asked_twice and epoch > first:
-                batches = iter(manager)
-            for step in range(done, len(manager)):
-                self.seen.append((epoch, next(batches).tolist()))
-                steps += 1
-                if steps == stop:
-                    state = json.loads(json.dumps(manager.state_dict()))
-                    return (epoch, step + 1, state) if step + 1 < STEPS else (epoch + 1, 0, state)
-            done = 0
-            if self.sees_the_end:
-                with pytest.raises(StopIteration):
-                    next(batches)
-        return None
-
-
-class Trainer(Loop):
-    """`train` of HF Trainer 5, with a callback that keeps and loads our state."""
-
-    sets_epoch = True
-
-
-class Keras(Loop):
-    """`fit` of Keras with an adapter: an iterator twice an epoch, from the second epoch on."""
-
-    sets_epoch = is_asked_twice = True
-
-
-class KerasAlone(Loop):
-    """With the adapter that has no `on_epoch_begin`."""
-
-    is_asked_twice = True
-
-
-class Ignite(Loop):
-    """Leaves an iterator at its last batch, as accelerate, Ignite and Composer do."""
-
-
-class Fastai(Loop):
-    """Sees each iterator's end, as fastai and skorch do."""
-
-    sees_the_end = True
-
-
-FRAMEWORKS: list[Callable[[Any], Any]] = [Lightning, Trainer, Keras, KerasAlone, Ignite, Fastai]
-every_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
-
-
-@every_kind
-@every_framework
-def test_epochs_are_ours(kind: Kind, framework: Callable[[Any], Any]) -> None:
-    """The framework's epoch e gets the batches of our epoch e, each once."""
-    with kind.begin(make(kind)) as manager:
-        run = framework(manager)
-        assert run.fit() is None
-        assert manager.epoch == EPOCHS - 1
-        assert (manager.state_dict()["epoch"], manager.state_dict()["consumed"]) == (EPOCHS, 0)
-    assert run.seen == uninterrupted()
-
-
-STOPS = [1, STEPS - 1, STEPS, STEPS + 2]
-# All of it in this process; with workers, all pairs of a kind, a framework and a stop.
-RESUMES = [(INLINE, framework, stop) for framework in FRAMEWORKS for stop in STOPS]
-RESUMES += [
-    (kind, framework, STOPS[(k + f) % len(STOPS)])
-    for k, kind in enumerate([THREAD, QUICKEST])
-    for f, framework in enumerate(FRAMEWORKS)
-]
-
-
-@pytest.mark.parametrize(
-    ("kind", "framework", "stop"),
-    [pytest.param(*one, id=f"{one[0].name}-{one[1].__name__}-{one[2]}") for one in RESUMES],
-)
-def test_resume(kind: Kind, framework: Callable[[Any], Any], stop: int) -> None:
-    """A run broken off in mid-epoch or at an epoch's end goes on with what it had still to see."""
-    with kind.begin(make(kind)) as manager:
-        broken = framework(manager)
-        checkpoint = broken.fit(stop=stop)
-    with kind.begin(make(kind)) as manager:
-        resumed = framework(manager)
-        resumed.fit(resume=checkpoint)
-    assert broken.seen + resumed.seen == uninterrupted()
-
-
-@every_kind
-def test_resume_in_the_same_process(kind: Kind) -> None:
-    """`fit` again with the loader that broke off: the state loaded counts, not where it stood."""
-    with kind.begin(make(kind)) as manager:
-        broken = Lightning(manager)
-        checkpoint = broken.fit(stop=STEPS + 2)
-        take(iter(manager), 3)  # what ran on after the checkpoint
-        again = Lightning(manager)
-        again.fit(resume=checkpoint)
-    assert broken.seen + again.seen == uninterrupted()
-
-
-@every_kind
-def test_validation_sees_everything(kind: Kind) -> None:
-    """The sanity check's two batches are not missing in the validation of the same epoch."""
-    with kind.begin(make(kind)) as manager, kind.begin(make(kind)) as val:
-        run = Lightning(manager, val)
-        run.fit(epochs=2)
-    assert [len(batches) for batches in run.checked] == [2, STEPS, STEPS]
-    assert run.checked[1:] == [epoch_batches(0), epoch_batches(1)]
-
-
-@every_kind
-def test_epoch_length_of_its_own(kind: Kind) -> None:
-    """Ignite's `epoch_length=4` of 6: one iterator goes on, and a new one follows its end."""
-    got = []
-    with kind.begin(make(kind)) as manager:
-        batches = iter(manager)
-        while len(got) < 3 * STEPS:
-            try:
-                got.append(next(batches).tolist())
-            except StopIteration:
-                batches = iter(manager)
-    assert got == [b for _, b in uninterrupted()]
-
-
-# -- the rules behind them
 
 
 @every_kind
@@ -297,6 +97,10 @@ def test_set_epoch_after_iter(kind: Kind) -> None:
         manager.set_epoch(9)  # too late for this one
         assert take(batches, 1) == epoch_batches(4)[1:2]
         assert take(iter(manager), 1) == epoch_batches(9)[:1]
+        batches = iter(manager)
+        manager.set_epoch(10)  # its own, and nothing was taken
+        assert take(batches, 1) == epoch_batches(10)[:1]
+        assert take(iter(manager), 1) == epoch_batches(11)[:1]
 
 
 @every_kind
@@ -381,16 +185,6 @@ def test_an_exception_begins_an_epoch(kind: Kind, on_error: str) -> None:
                 assert manager.state_dict()["epoch"] == epoch
             else:
                 assert list(manager) == []
-            assert manager.epoch == epoch
-
-
-@every_kind
-def test_an_epoch_without_batches(kind: Kind) -> None:
-    """It is over when the loop has seen its end."""
-    with kind.begin(kind.make(Indices1, 3, batch_size=4, drop_last=True)) as manager:
-        for epoch in range(3):
-            iter(manager)
-            assert list(manager) == []
             assert manager.epoch == epoch
 
 
