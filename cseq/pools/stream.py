@@ -285,7 +285,7 @@ class StreamPool(Pool):
             posts = []
             if keys is None:
                 name = f"the beginning of epoch {self._epoch - 1}"
-                posts = [self._post_call(number, None, name) for number in range(self.num_workers)]
+                posts = [self.post_call(number, None, name) for number in range(self.num_workers)]
             feed.refill()
             if isinstance(source, KeySource):
                 source.open()
@@ -331,14 +331,14 @@ class StreamPool(Pool):
                     self._await_answer(number, cell, ticket, generation)
             request = self._write((method, args), f"{method}'s arguments")
             name = f"a call of {method}()"
-            posts = [self._post_call(number, request, name) for number in workers]
+            posts = [self.post_call(number, request, name) for number in workers]
             del request  # it is freed with the last ticket that refers to it
             return [self._reply(*post, generation) for post in posts]
         except InterruptedError:
             self.feed.check(generation)
             raise
 
-    def _post_call(self, number: int, request: Request | None, name: str) -> tuple[int, int, int]:
+    def post_call(self, number: int, request: Request | None, name: str) -> tuple[int, int, int]:
         """Post a call; return the worker, and cell and number of its ticket."""
         known = self.assignments
         epoch = (known[number], self._epoch) if known else ()

@@ -77,7 +77,7 @@ def test_a_call_overtakes_what_was_only_asked_for(tmp_path: Path) -> None:
 
 def test_a_worker_that_begins_before_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that claims an item first has begun the epoch for that, once, and kept the reply."""
-    post_call = StreamPool._post_call
+    original = StreamPool.post_call
 
     def late(pool: Any, *call: Any) -> Any:
         pool.feed.refill()
@@ -85,9 +85,9 @@ def test_a_worker_that_begins_before_it_is_told_to(monkeypatch: pytest.MonkeyPat
             ring.wake()
             while not ring.depths()[2]:
                 pass
-        return post_call(pool, *call)
+        return original(pool, *call)
 
-    monkeypatch.setattr(StreamPool, "_post_call", late)
+    monkeypatch.setattr(StreamPool, "post_call", late)
     with streams() as s:
         assert s.begin([3, 4]) == [("begun", 0, 3), ("begun", 1, 4)]
         assert plain(s) == in_process([3, 4])
