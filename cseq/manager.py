@@ -9,7 +9,6 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextlib
-import enum
 import os
 import sys
 import threading
@@ -216,28 +215,13 @@ def reporting() -> Any:
     return import_module("cseq.observe.report")
 
 
-class State(enum.Enum):
-    """The state of a manager; `start` first ends what runs, and so begins at IDLE.
-
-    ::
-
-        IDLE ──start──► RUNNING ──with──► ENTERED
-          ▲                │                 │
-          └─────finish─────┴──end of `with`──┘
-    """
-
-    IDLE = "not started"
-    RUNNING = "started"
-    ENTERED = "in its own 'with'"
-
-
 class Manager:
     """What has one run after another: its pool, the place of the loop, and the lock around both."""
 
     def __init__(self) -> None:
-        self._state = State.IDLE
-        self._lock = Lock()  # around changes of state
+        self._lock = Lock()  # around changes of the next ones
         self._run: Run[BatchPool] | None = None
+        self._is_entered = False  # it is in its own 'with'
         self._trace: tracing.Trace | None = None  # that of the last start
         self._place = Place()
         self._stats = Stats()  # of the last run, when nothing runs
@@ -251,6 +235,13 @@ class Manager:
             "that needs one, with the same arguments, and load_state_dict(state_dict()) for the "
             "place"
         )
+
+    @property
+    def _state(self) -> str:
+        """What to call its state."""
+        if self._run is None or self._run.is_ended:
+            return "not started"
+        return "in its own 'with'" if self._is_entered else "started"
 
     def _alone(self) -> Hold:
         """Hold the lock, for a call that cannot be made in the middle of another one."""
@@ -285,7 +276,6 @@ class Manager:
         try:
             run.close_with(self)
             pool.open()  # not before: a signal handler may raise anywhere
-            self._state = State.RUNNING
         except BaseException as error:
             self._end(error)
             raise
@@ -337,7 +327,7 @@ class Manager:
 
         `ended`: the exception that is under way.
         """
-        self._state = State.IDLE
+        self._is_entered = False
         run = self._run
         if run is not None:
             self._place.keep()
@@ -350,7 +340,7 @@ class Manager:
 
     def _refuse_inside_with(self, verb: str) -> None:
         """Raise OSError inside the manager's own ``with``, which needs what runs."""
-        if self._state is State.ENTERED:
+        if self._is_entered:
             raise OSError(
                 f"{verb}() inside the manager's own 'with': its end finishes the manager; leave "
                 "the block first"
@@ -358,12 +348,12 @@ class Manager:
 
     def __enter__(self) -> Self:
         with self._lock.hold():
-            if self._state is not State.RUNNING:
+            if self._state != "started":
                 raise OSError(
                     f"'with' needs a manager that was just started, this one is "
-                    f"{self._state.value}; write: with manager.start() as m:"
+                    f"{self._state}; write: with manager.start() as m:"
                 )
-            self._state = State.ENTERED
+            self._is_entered = True
         return self
 
     def __exit__(
@@ -372,8 +362,7 @@ class Manager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._state is State.ENTERED:  # before any call: `finish` is to work after an interrupt
-            self._state = State.RUNNING
+        self._is_entered = False  # before any call: `finish` is to work after an interrupt
         if not self._put_off(self.finish):
             with self._lock.hold():
                 self._end(error)

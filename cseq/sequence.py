@@ -229,7 +229,7 @@ class MSequence(Manager, Generic[B_co]):
             yield "epoch", f"{epoch}"
             if position:
                 yield "place", f"{position:,} samples in"
-            yield "state", self._state.value
+            yield "state", self._state
 
     @property
     def dset_size(self) -> int:
