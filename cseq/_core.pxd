@@ -196,7 +196,7 @@ cdef class Source:
     cdef uint64_t write(self, Py_ssize_t number, Ring ring, uint32_t cell, uint64_t ticket) noexcept
     cdef void end(self, Py_ssize_t number) noexcept
     cdef bint is_over(self) noexcept
-    cdef int finish(self) except -1
+    cpdef int finish(self) except -1
 
 
 cdef struct Cut:  # see sampler.py

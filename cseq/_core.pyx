@@ -307,7 +307,7 @@ cdef class Ring:
         claims in the order of the posts, and looks at the last `calls` cells first.
     at : int
         Bytes from the beginning of the memory to the ring. The trainer sleeps at the gate of the
-        ring at 0, so it can wait for several rings in one memory (`_feed.wait_any`).
+        ring at 0, so it can wait for several rings in one memory (`Feed.wait`).
     limit : int
         The most tickets that are outstanding, at first; 0: as many as there are cells.
     threads : bool

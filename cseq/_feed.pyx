@@ -5,7 +5,7 @@ from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.long cimport PyLong_AsLongLongAndOverflow
-from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
 from cpython.ref cimport PyObject, PyTypeObject, Py_INCREF
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -34,6 +34,7 @@ cdef struct Ticket:
     uint32_t cell
 
 cdef uint64_t NONE = <uint64_t>-1
+cdef uint64_t PARK = PARK_NS
 
 
 include "include/streams.pxi"
@@ -141,6 +142,8 @@ cdef class Feed:
     cdef uint64_t now          # ns, of the present step: when a ticket was taken, and the next one posted
     cdef list rings
     cdef cseq_ring** r         # of these
+    cdef cseq_ring** asked     # some of them, and `cells`: what is waited for
+    cdef uint32_t* cells
     cdef Decoder decoder
     cdef object on_cancel
     cdef bint queues           # each worker has a ring of its own
@@ -177,9 +180,10 @@ cdef class Feed:
         for ring in rings:
             self.room += ring.r.capacity
         self.buffer = <Ticket*>PyMem_RawCalloc(2 * self.room, sizeof(Ticket))
-        self.r = <cseq_ring**>PyMem_RawCalloc(len(rings), sizeof(cseq_ring*))
+        self.r = <cseq_ring**>PyMem_RawCalloc(3 * len(rings), sizeof(cseq_ring*))
         if self.buffer == NULL or self.r == NULL:
             raise MemoryError(f"no memory for {self.room} cells")
+        self.asked, self.cells = self.r + len(rings), <uint32_t*>(self.r + 2 * len(rings))
         for ring in rings:
             self.r[k] = ring.r
             self.runners += ring.r.runners
@@ -527,30 +531,43 @@ cdef class Feed:
 
         `awaited`: other tickets, as `awaited` lists them.
         """
-        cdef Ring ring
-        cdef bint spun = self.spun
-        cdef bint calling = awaited is not None
+        cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, 0)
+        cdef bint spun = self.spun and awaited is None
         self.spun = False
         if self.make is not None:
             self.make()
             return
-        if not self.queues:
-            ring = <Ring>PyList_GET_ITEM(self.rings, 0)
-            if not self.ordered or not self.length:
-                ring.wait(seen, -1)
-            elif spun or not self.expect(seen):
-                ring.wait(seen, <int>self.at(0).cell)
-            self.spun = False
-            PyErr_CheckSignals()
-            return
+        if self.queues:
+            self.wait_any(seen, self.awaited() if awaited is None else awaited, spun)
+        elif not self.ordered or not self.length:
+            ring.wait(seen, -1)
+        elif spun or not self.expect(seen):
+            ring.wait(seen, <int>self.at(0).cell)
+        self.spun = False
+        PyErr_CheckSignals()
+
+    cdef int wait_any(self, uint32_t seen, list awaited, bint spun) except -1:
+        """Sleep until one of some tickets may be ready: of each queue, its first one."""
+        cdef Ring ring
+        cdef uint32_t number, cell, count = 0
+        cdef uint64_t before, awake
         for ring in self.rings:
             if ring.unwoken:
                 ring.wake()
-        cells = {}  # of each ring, the first
-        for number, cell in (awaited if calling else self.awaited()):
-            cells.setdefault(number, cell)
-        wait_any([self.rings[number] for number in cells], list(cells.values()), seen,
-                 spun and not calling)
+        first = {}
+        self.asked[0] = self.r[0]  # whose gate is that of all
+        for number, cell in reversed(awaited):
+            first[number] = cell
+        for number, cell in first.items():
+            self.asked[count], self.cells[count] = self.r[number], cell
+            count += 1
+        before = ring.sleep()
+        with nogil:
+            if spun or not cseq_ring_expect(self.asked, self.cells, count, self.cells[0], seen):
+                cseq_ring_wait_any(self.asked, self.cells, count, seen, PARK)
+            awake = cseq_now_ns()
+        ring.slept(before, awake)
+        return 0
 
     cdef bint expect(self, uint32_t seen) noexcept:
         """Wait for the next ticket, but do not sleep: whether it is ready."""

@@ -187,8 +187,8 @@ class Streams:
             False: items come as they get ready; of several that are ready, the oldest first.
         assign : 'turn' or 'free'
             'turn': keys go to the workers in turn; with ``ordered=False``, to the next one that has
-            fewer than `prefetch` keys whose items were not taken. 'free': only the keys that are
-            drawn here, later ones go to the worker that has the fewest keys to work on.
+            fewer than `prefetch` keys whose items were not taken. 'free': to the one that has the
+            fewest keys to work on.
         first : int
             The worker whose turn is the first, also of those that ``iter`` takes items from.
 

@@ -38,7 +38,7 @@ cdef class Source:
         """Whether no more tickets come."""
         return True
 
-    cdef int finish(self) except -1:
+    cpdef int finish(self) except -1:
         """Raise what comes after the last ticket, if anything does."""
         return 0
 

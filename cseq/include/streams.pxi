@@ -1,4 +1,4 @@
-# Streams: what an epoch asks for, the workers' own items, or items that are named by keys; the wait for any.
+# Streams: what an epoch asks for, the workers' own items, or items that are named by keys.
 
 cdef uint64_t NO_MORE = <uint64_t>-1  # tickets: the items of a worker have ended
 cdef uint64_t MOST_AHEAD = <uint64_t>1 << 40
@@ -19,50 +19,6 @@ cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, s
         memcpy(words, key.words, sizeof(key.words))
     ring.kept[cell] = assignment, key, name
     return words
-
-
-def wait_any(list rings not None, list cells not None, uint32_t seen, bint spun=False):
-    """Sleep until one of some tickets is ready, or `Ring.notify_all` is called; see `Ring.wait`.
-
-    Parameters
-    ----------
-    rings : list of Ring
-        In one memory; one ticket is waited for in each.
-    cells : list of int
-        The cell of that ticket in each ring.
-    seen : int
-        `Ring.notices` of any of them, from before the caller looked for news.
-    spun : bool
-        They were waited for in vain already, without sleeping.
-    """
-    cdef uint32_t count = <uint32_t>len(rings)
-    cdef uint32_t k
-    cdef Ring ring
-    cdef uint64_t before, awake
-    cdef uint64_t park = PARK_NS
-    cdef cseq_ring** r
-    cdef uint32_t* at
-    if not rings or len(cells) != len(rings):
-        raise ValueError(f"give a ring or more, and a cell of each, not {len(rings)} rings and "
-                         f"{len(cells)} cells")
-    r = <cseq_ring**>PyMem_RawMalloc((sizeof(cseq_ring*) + 4) * <size_t>(count + 1))
-    if r == NULL:
-        raise MemoryError(f"no memory for {count} rings")
-    at = <uint32_t*>(r + count)
-    try:
-        for k in range(count):
-            ring = rings[k]
-            ring.at(cells[k])
-            r[k], at[k] = ring.r, cells[k]
-        before = ring.sleep()
-        with nogil:
-            if spun or not cseq_ring_expect(r, at, count, at[0], seen):
-                cseq_ring_wait_any(r, at, count, seen, park)
-            awake = cseq_now_ns()
-        ring.slept(before, awake)
-    finally:
-        PyMem_RawFree(r)
-    PyErr_CheckSignals()
 
 
 @cython.final
@@ -227,13 +183,12 @@ cdef class KeySource(StreamSource):
 
     cdef object keys           # the iterator; None: there is none, or it has ended
     cdef object key            # drawn and not yet written; NOTHING: there is none
-    cdef list drawn            # `Block`s and `Request`s, to be posted
+    cdef list drawn            # to be posted: a `Block` or `Request`, and how many samples it is
     cdef object samples        # how many there are in the item of a key; None: one
-    cdef list counts           # of the keys in `drawn`, unless that is None
     cdef object error          # to be raised after the items of all keys
     cdef object incomplete     # the one of them that is raised until an epoch begins
     cdef object pickle
-    cdef bint in_order, in_turn, free
+    cdef bint in_order, free
     cdef uint64_t ahead        # keys that are drawn ahead of what was taken
     cdef uint64_t each         # the most of one worker that are posted and not taken
     cdef uint64_t posted
@@ -241,18 +196,10 @@ cdef class KeySource(StreamSource):
     def __cinit__(self, list rings not None, uint64_t epoch, list assignments not None, keys, pickle, *,
                   uint32_t depth, uint64_t prefetch, bint in_order, bint free, samples=None, **__):
         self.keys, self.pickle, self.keyed = keys, pickle, True
-        self.in_order, self.in_turn, self.free = in_order, True, free
+        self.in_order, self.free = in_order, free
         self.ahead = min(prefetch, MOST_AHEAD) * <uint64_t>PyList_GET_SIZE(rings)
         self.each = min(prefetch, <uint64_t>depth)
-        self.key, self.drawn = NOTHING, []
-        self.samples, self.counts = samples, []
-
-    def open(self):
-        """The first keys are posted: raise the iterator's exception, or that of writing a key."""
-        self.in_turn = False
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
+        self.key, self.drawn, self.samples = NOTHING, [], samples
 
     cdef bint is_ready(self, uint64_t taken) noexcept:
         return self.key is NOTHING and (
@@ -295,9 +242,7 @@ cdef class KeySource(StreamSource):
             except (TypeError, ValueError) as error:  # it cannot be pickled, or is too long
                 self.keys, self.error, self.key = None, error, NOTHING
                 return 0
-        self.drawn.append(written)
-        if self.samples is not None:
-            self.counts.append(count)
+        self.drawn.append((written, count))
         self.key = NOTHING
         return 0
 
@@ -309,14 +254,14 @@ cdef class KeySource(StreamSource):
         cdef Ring ring
         if not PyList_GET_SIZE(self.drawn):
             return -1
-        if self.free and not self.in_turn:
+        if self.free:
             for k in range(count):
                 ring = self.ring(k)
                 working = ring.unanswered()
                 if ring.outstanding < self.depth and (chosen < 0 or working < fewest):
                     chosen, fewest = k, working
             return chosen
-        for k in range(1 if self.in_order or self.in_turn else count):
+        for k in range(1 if self.in_order else count):
             worker = (self.latest + 1 + k) % count
             if self.ring(worker).outstanding < self.each:
                 return worker
@@ -325,9 +270,9 @@ cdef class KeySource(StreamSource):
     cdef uint64_t write(self, Py_ssize_t number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
         cdef int64_t* words
         cdef Block ints
-        cdef uint32_t count = 1 if self.samples is None else <uint32_t>self.counts.pop(0)
+        cdef uint32_t count
         self.latest = number
-        key = self.drawn.pop(0)
+        key, count = self.drawn.pop(0)
         if type(key) is Block:
             ints = <Block>key
             words = refer(ring, cell, None, self.assignment(number), None)
@@ -342,7 +287,7 @@ cdef class KeySource(StreamSource):
     cdef bint is_over(self) noexcept:
         return self.keys is None and self.key is NOTHING and not PyList_GET_SIZE(self.drawn)
 
-    cdef int finish(self) except -1:
+    cpdef int finish(self) except -1:
         error = self.error
         if error is not self.incomplete:  # that is raised until an epoch begins
             self.error = None

@@ -287,8 +287,7 @@ class StreamPool(Pool):
                 name = f"the beginning of epoch {self._epoch - 1}"
                 posts = [self.post_call(number, None, name) for number in range(self.num_workers)]
             feed.refill()
-            if isinstance(source, KeySource):
-                source.open()
+            source.finish()  # which raises what the iterator of keys has raised
             for ring in self.rings:
                 ring.wake()
             self.supervisor.launch()

@@ -23,10 +23,11 @@ import ringing
 from ringing import Trainer, claim, make_ring
 from slots import MOST, PAGE, WIDTH, file_of, shared
 
-from cseq import _core, _feed
-from cseq._core import FIELDS, OrderSource, RangeReader, Ring, ring_bytes
+from cseq import _core
+from cseq._core import FIELDS, OrderSource, RangeReader, Ring, RunState, ring_bytes
+from cseq._feed import Feed
 from cseq._memory import TRAINER, Block, Mapping, SlotTable, address_of
-from cseq._work import Runner
+from cseq._work import Decoder, Runner
 from cseq.measure.meters import Meters
 from cseq.memory.arena import Arena
 from cseq.stage import MOST_SPIN_NS, SPIN_NS, spin_ns, spins
@@ -297,34 +298,30 @@ def test_rings_in_one_memory() -> None:
     """Each has its own tickets; the trainer waits for all of them at one gate."""
     nbytes = -(-ring_bytes(4, 2, 1) // 128) * 128
     memory = Block(3 * nbytes, zero=True)
-    rings = [Ring(memory, 4, 2, 1, at=k * nbytes) for k in range(3)]
+    rings = [Ring(memory, 4, 2, 1, 1, at=k * nbytes) for k in range(3)]
     attached = [Ring(memory, at=k * nbytes) for k in range(3)]
-    trainers, cells = [Trainer(ring, 1) for ring in rings], [0, 0, 0]
-    feed = trainers[0].feed
+    trainers, cells = [Trainer(ring, 1) for ring in rings], [(0, 0), (1, 0), (2, 0)]
+    feed = Feed(RunState(), rings, Decoder(), None, None, None)
     seen = feed.notices()
     attached[2].notify_all()
     assert {trainer.feed.notices() for trainer in trainers} == {seen + 1}
-    _feed.wait_any(rings, cells, seen)  # it has changed
+    feed.wait(seen, cells)  # it has changed
     for k in (2, 0, 1):
         claim(attached[k]).publish()
-        _feed.wait_any(rings[k:], cells[k:], feed.notices())
+        feed.wait(feed.notices(), cells[k:])
         assert trainers[k].batch() == 0
     for wrong in (lambda: Ring(memory, 4, 2, 1, at=3 * nbytes), lambda: Ring(memory, at=-1)):
         with pytest.raises((ValueError, IndexError)):
             wrong()
-    with pytest.raises(IndexError):
-        _feed.wait_any(rings, [0, 4, 0], 0)
-    for nothing in (([], []), (rings, cells[1:])):
-        with pytest.raises(ValueError, match="give a ring or more, and a cell of each"):
-            _feed.wait_any(*nothing, 0)
 
 
 def test_several_tickets_are_waited_for() -> None:
     """Publishing one of them wakes the sleeper."""
     nbytes = -(-ring_bytes(4, 2, 1) // 128) * 128
     memory = Block(2 * nbytes, zero=True)
-    rings = [Ring(memory, 4, 2, 1, at=k * nbytes) for k in range(2)]
+    rings = [Ring(memory, 4, 2, 1, 1, at=k * nbytes) for k in range(2)]
     trainers = [Trainer(ring, 300) for ring in rings]
+    feed = Feed(RunState(), rings, Decoder(), None, None, None)
     rng = random.Random(4)
     for turn in range(300):
         runners = [claim(ring) for ring in rings]
@@ -332,8 +329,8 @@ def test_several_tickets_are_waited_for() -> None:
         publisher = threading.Thread(target=runners[chosen].publish)
         publisher.start()
         while rings[chosen].depths()[2] == 0:
-            seen = trainers[0].feed.notices()
-            _feed.wait_any(rings, [runner.cell for runner in runners], seen)
+            seen = feed.notices()
+            feed.wait(seen, [(k, runner.cell) for k, runner in enumerate(runners)])
         publisher.join()
         runners[1 - chosen].publish()
         assert [trainer.batch() for trainer in trainers] == [turn, turn]
