@@ -74,8 +74,6 @@ class Writer(Encoder):
         a slot may be alive when its batch is published.
     """
 
-    __slots__ = ("_fd", "_loans", "_unchecked", "_width", "_window")
-
     def __init__(self, fd: int, width: int, slots: SlotTable | None = None) -> None:
         self._fd = fd
         self.slots = slots
@@ -201,7 +199,7 @@ class Writer(Encoder):
         self.capacity = capacity
         self.used = 0
         self.watched = self.loaned = False
-        self.older = []
+        self.older: list[Memory] = []
 
     def place_arrays(self) -> None:
         """Make numpy allocate large arrays in the present slot.

@@ -71,8 +71,6 @@ class BatchContext(BatchState):
     an indexer; each ticket has the seed of its batch.
     """
 
-    __slots__ = ("allocator", "item", "left", "num_workers", "number", "seed")
-
     ticket: Ticket | None
     drawn: np.random.Generator | None
 
