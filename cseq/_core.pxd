@@ -1,53 +1,11 @@
-"""The ring; readers of orders."""
+"""The ring; locks; what an epoch asks for."""
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 cimport cython
-cimport numpy as cnp
 
 from cseq._headers cimport *
-from cseq._memory cimport Block, Memory
-
-
-cdef enum:
-    BRIEF = 4096     # steps of a shuffle that are too few to release the GIL for
-    SLICE = 1 << 20  # steps between two checks for signals
-
-
-cdef object shuffled(uint64_t size, uint64_t* state)
-
-
-cdef class Reader:
-    cdef readonly uint64_t units, seed
-    cdef readonly uint32_t room
-    cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
-                      int64_t* sizes) except -1
-    cdef int64_t read_batch(self, uint64_t epoch, uint64_t first, uint64_t together, uint64_t start,
-                            uint64_t count, int64_t* out, int64_t* sizes) except -1
-
-
-@cython.final
-@cython.no_gc
-cdef class RangeReader(Reader):
-    pass
-
-
-@cython.final
-@cython.no_gc
-cdef class FeistelReader(Reader):
-    cdef cseq_feistel feistel
-    cdef uint64_t epoch  # that `feistel` is of
-    cdef void begin(self, uint64_t epoch) noexcept
-
-
-@cython.final
-@cython.no_gc
-cdef class TableReader(Reader):
-    cdef cseq_order order
-    cdef uint32_t* table
-    cdef uint32_t* tags
-    cdef uint64_t epoch  # that `order` is in
-    cdef int make_table(self) except -1
+from cseq._memory cimport Memory
 
 
 @cython.final
@@ -151,20 +109,6 @@ cdef class Lock:
 
 
 @cython.final
-@cython.no_gc
-cdef class Hold:
-    cdef Lock lock
-    cdef double timeout
-    cdef readonly bint has
-
-
-@cython.final
-@cython.no_gc
-cdef class Latch:
-    cdef uint32_t word
-
-
-@cython.final
 cdef class RunState:
     cdef uint64_t number
     cdef readonly Lock lock
@@ -198,26 +142,3 @@ cdef class Source:
     cdef bint is_over(self) noexcept
     cpdef int finish(self) except -1
 
-
-cdef struct Cut:  # see sampler.py
-    uint64_t first, batches, full, start, stride, part_start, consumed
-    uint32_t size, part
-
-
-@cython.final
-cdef class OrderSource(Source):
-    cdef readonly Reader reader
-    cdef Cut cut, later   # of the present epoch, and of those after it
-    cdef uint64_t more    # how many these are
-    cdef uint64_t posted  # batches
-    cdef uint64_t rest    # units that the short batch counts for
-    cdef uint64_t most    # units of a batch
-    # What was read of batches `posted` to `known`.
-    cdef uint64_t known
-    cdef Block data
-    cdef int64_t* samples_read
-    cdef int64_t* sizes_read  # of their units; NULL: each is one sample
-    cdef int64_t* sizes       # the sizes of all units that were read
-    cdef void begin(self, const Cut* cut) noexcept
-    cdef uint64_t at(self, uint64_t batch) noexcept
-    cdef int64_t read(self, uint64_t batch, int64_t* out, int64_t* sizes) except -1

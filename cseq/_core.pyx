@@ -31,6 +31,10 @@ ALGORITHMS = "fisher-yates-v1", "feistel-v1"
 FEISTEL_LEAST = CSEQ_FEISTEL_LEAST
 cdef uint64_t MOST_SAMPLES = <uint64_t>1 << 48
 
+cdef enum:
+    BRIEF = 4096     # steps of a shuffle that are too few to release the GIL for
+    SLICE = 1 << 20  # steps between two checks for signals
+
 
 cdef uint64_t natural(object value, str name, uint64_t most) except? 0:
     """An argument as an integer in [0, most]."""
@@ -155,6 +159,9 @@ cdef class Reader:
         In [0, 2**64).
     """
 
+    cdef readonly uint64_t units, seed
+    cdef readonly uint32_t room
+
     cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
                       int64_t* sizes) except -1:
         """Write the samples of units [start, start + count), which exist; return how many.
@@ -202,6 +209,9 @@ cdef class RangeReader(Reader):
 cdef class FeistelReader(Reader):
     """Shuffled by feistel-v1, for `FEISTEL_LEAST` samples or more: no memory, any position at once."""
 
+    cdef cseq_feistel feistel
+    cdef uint64_t epoch  # that `feistel` is of
+
     def __cinit__(self, n, seed):
         self.units, self.room = natural(n, "n", MOST_SAMPLES), 1
         self.seed = natural(seed, "seed", <uint64_t>-1)
@@ -234,6 +244,11 @@ cdef class TableReader(Reader):
     The table (4 bytes a sample) is made at the first read and touched only as far as it is used:
     another epoch begins in the same time for any number of samples.
     """
+
+    cdef cseq_order order
+    cdef uint32_t* table
+    cdef uint32_t* tags
+    cdef uint64_t epoch  # that `order` is in
 
     def __cinit__(self, n, seed):
         self.units, self.room = natural(n, "n", MOST_SAMPLES), 1

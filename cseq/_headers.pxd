@@ -12,7 +12,6 @@ cdef extern from "cseq_atomic.h" nogil:
     int cseq_cas_sc_u64(uint64_t* p, uint64_t expected, uint64_t desired) noexcept
     void cseq_store_rel_u32(uint32_t* p, uint32_t v) noexcept
     void cseq_store_rlx_u64(uint64_t* p, uint64_t v) noexcept
-    void cseq_store_rel_u64(uint64_t* p, uint64_t v) noexcept
     void cseq_store_rlx_u32(uint32_t* p, uint32_t v) noexcept
     uint64_t cseq_load_rlx_u64(const uint64_t* p) noexcept
     uint64_t cseq_load_acq_u64(const uint64_t* p) noexcept
@@ -113,8 +112,6 @@ cdef extern from "cseq_ring.h" nogil:
         uint32_t round       # the others, as far as runners look at them
         uint32_t closed
         uint32_t traced      # the number of the trace that records spans of worker processes
-        uint32_t spin        # ns that a party spins before it sleeps, at least
-        uint32_t spin_most   # at most
         int64_t output       # bytes from the ring to the gate that the trainer sleeps at
         cseq_gate* gate
 
@@ -133,7 +130,6 @@ cdef extern from "cseq_ring.h" nogil:
     void cseq_ring_publish(cseq_ring* r, uint32_t cell, int next) noexcept
     void cseq_ring_post(cseq_ring* r, uint32_t cell, uint64_t ticket) noexcept
     void cseq_ring_begin(cseq_ring* r, uint32_t cell) noexcept
-    int cseq_ring_closed(const cseq_ring* r) noexcept
     int cseq_ring_leaves(const cseq_ring* r, uint32_t stage, uint32_t owner) noexcept
     void cseq_ring_extend(cseq_ring* r, uint32_t cells) noexcept
     void cseq_ring_admit(cseq_ring* r, uint32_t count) noexcept

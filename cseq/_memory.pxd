@@ -42,9 +42,6 @@ cdef extern from *:
     object cseq_array_on(object owner, char* data, PyObject* dtype, int nd, cnp.npy_intp* dims,
                          cnp.npy_intp* strides, int flags)
 
-cdef int layout_of(cnp.ndarray array, Py_ssize_t* span) noexcept
-cdef void* zeroed(uint64_t count, uint64_t size, str what) except NULL
-
 
 cdef class Memory:
     cdef char* data
@@ -126,15 +123,6 @@ cdef class SlotTable:
     cdef void set_free(self, Py_ssize_t slot) noexcept nogil
     cdef int free_from(self, cseq_cell* c) except -1
     cdef bint end_use(self, Py_ssize_t slot, uint32_t use) noexcept nogil
-
-
-@cython.final
-@cython.no_gc
-cdef class Lease(Memory):
-    cdef readonly bint early  # when it was made, hardly any other batch was held
-    cdef Mapping mapping
-    cdef SlotTable slots  # None: the slot still belongs to its ticket
-    cdef Py_ssize_t slot
 
 
 # Plans: what batches of one structure have in common.
@@ -237,5 +225,4 @@ cdef class Plan:
 
 
 cdef int check_record(Memory memory, const uint64_t* record) except -1
-cdef bint is_object(object value, int depth, bint plain) except -1
 cdef Plan plan_of(Memory memory, const uint64_t* record)

@@ -33,6 +33,7 @@ cdef extern from "Python.h":
     PyObject* PyImport_GetModuleDict()  # borrowed
 
 cdef enum:
+    PROBE_NS = 50000  # that a thread sleeps before it asks for the GIL: else it would have it again at once
     WORDS = 9           # that the states of all generators come from
     PURPOSE_BATCH = 4   # for each batch: docs/inside/shuffle.md
     PURPOSE_MAKING = 5  # while an indexer is made
@@ -50,6 +51,9 @@ cdef class BatchState:
     drawn : numpy.random.Generator or None
         That of the present ticket, once it was asked for.
     """
+
+    cdef public object ticket
+    cdef public object drawn
 
 
 cdef extern from *:
@@ -83,6 +87,18 @@ cdef class Runner:
     last : bool
         No stage follows: publish to the output.
     """
+
+    cdef cseq_ring* r
+    cdef readonly Ring ring
+    cdef readonly uint32_t stage
+    cdef readonly uint32_t owner
+    cdef cseq_cell* c
+    cdef cseq_meter* meter
+    cdef readonly int cell  # of the present ticket; -1: none
+    cdef public uint64_t park  # ns that `claim` waits at most
+    cdef bint last
+    cdef uint64_t since        # when a ticket was claimed or published last; when none came
+    cdef cnp.ndarray room      # for the indices of a ticket
 
     def __cinit__(self, Ring ring not None, uint32_t stage, uint32_t owner, *, bint last):
         if stage > 1:
@@ -152,6 +168,24 @@ cdef class Runner:
             return False
         self.hold(cell, now)
         return True
+
+    cdef void repost(self) noexcept:
+        """Post the ticket in hand again: its batch was interrupted, and is to be made from the beginning."""
+        cdef uint32_t cell
+        self.cell = -1
+        cseq_ring_repost(self.r, self.owner, &cell, 0)
+
+    cdef void poll(self) noexcept:
+        """Count what the system knows; between threads, how long this one waits if it asks for the GIL."""
+        cdef uint32_t word = 0
+        cdef uint64_t awake
+        cdef bint shared = self.r.gate[0].shared
+        if not shared and self.meter.polled_ns:
+            with nogil:
+                cseq_wait(&word, 0, PROBE_NS, 0)
+                awake = cseq_now_ns()
+            cseq_histogram_add(&self.meter.gil, cseq_now_ns() - awake)
+        cseq_meter_poll(self.meter, cseq_now_ns(), shared)
 
     cdef cseq_cell* held(self) except NULL:
         if self.cell < 0:
@@ -306,6 +340,10 @@ cdef class Twister(Generator):
         Addresses: of the 624 words and of the position in them. 0: the methods are called.
     """
 
+    cdef object owner
+    cdef uint32_t* key
+    cdef int32_t* position
+
     cdef void fill(self, const uint64_t* words) noexcept:
         """Write the state of four words into the memory."""
         cseq_twister(words, self.key)
@@ -384,6 +422,10 @@ cdef class NumpyGenerator(Twister):
         Addresses: of the flag that the second Gaussian number of a pair is kept, and of that number.
     """
 
+    cdef object current, bit_generator, acquire, release
+    cdef int* has_gauss
+    cdef double* gauss
+
     def __cinit__(self, owner, current, bit_generator, size_t key=0, size_t position=0,
                   size_t has_gauss=0, size_t gauss=0):
         self.owner, self.current, self.bit_generator = owner, current, bit_generator
@@ -440,6 +482,8 @@ cdef class NumpyGenerator(Twister):
 cdef class TorchGenerator(Generator):
     """That of torch for the CPU; its methods are called."""
 
+    cdef object generator, manual_seed
+
     def __cinit__(self, generator):
         self.generator, self.manual_seed = generator, generator.manual_seed
 
@@ -480,6 +524,15 @@ cdef class BatchSeeds:
     saved : list of tuple
         What `restore` restores: the first of the generators in `present`, and their states.
     """
+
+    cdef readonly list present
+    cdef readonly dict missing
+    cdef tuple names  # of `missing`, when `is_due` was asked last
+    cdef BatchState batch_state
+    cdef uint64_t making, seed_word, epoch, key
+    cdef bint has_key, lent
+    cdef bint looked  # since the batch before: no module is there that was missing
+    cdef list saved
 
     def __cinit__(self, batch_context, *_):
         self.batch_state, self.making = batch_context, batch_context.seed
@@ -578,6 +631,9 @@ cdef class Work:
     batch_writer : BatchWriter
     """
 
+    cdef readonly TicketWriter batch_writer
+    cdef uint32_t depth  # of forks; another one: this process is a copy, made by the user's code
+
     def __cinit__(self, TicketWriter batch_writer not None, *_, **__):
         self.batch_writer = batch_writer
         self.depth = forks_here[0]
@@ -620,6 +676,11 @@ cdef class BatchMaker(Work):
     seeds : Seeds, optional
         Seeds the global generators for each batch.
     """
+
+    cdef public object indexer
+    cdef BatchState batch_state
+    cdef object convert
+    cdef BatchSeeds seeds
 
     def __cinit__(self, batch_writer, indexer, BatchState batch_state not None, convert=None,
                   BatchSeeds seeds=None):

@@ -16,6 +16,25 @@ cdef class Encoder(TicketWriter):
     arrays that lie beside it; and ``learn(plan, arrays)``, told which arrays a watched batch consists of.
     """
 
+    cdef public Memory memory  # the slot, up to `capacity`; another object when it has grown
+    cdef public Py_ssize_t used  # bytes of the slot that are given out
+    cdef public Py_ssize_t capacity  # bytes that are committed; the trainer has to learn it
+    cdef public bint loaned  # arrays in this slot may have been given out: `find` can find something
+    cdef public bint watched  # large arrays were made for this batch: `learn` can learn something
+    cdef public object placement  # a SlotAllocator: numpy allocates the indexer's large arrays in the slot
+    cdef public object target  # the Mapping where it may do so; None while the worker keeps many slots
+    cdef public dict mapped  # by slot: its Mapping, kept for the slot's next ticket
+    cdef public list older  # mappings of the slot that were replaced during this ticket
+    cdef public SlotTable slots  # None: slots are named by the caller
+    cdef public int64_t slot  # the present one, which this process has taken; -1: none
+    cdef public list kept  # slots in which arrays of earlier batches are alive; see `writer.Kept`
+    cdef public object cast  # the dtype that numbers are cast to, or None
+    cdef readonly list plans  # of the last batches of different structure, the latest first
+    cdef list arrays      # leaves of the batch being written; else a list of Nones, to be used again
+    cdef list objects
+    cdef int64_t* words  # room for a layout
+    cdef Py_ssize_t room
+
     def __cinit__(self, *args):
         self.kept = []
         self.memory = Block(0)
@@ -293,6 +312,8 @@ cdef class ObjectTable:
 
 cdef class ObjectWriter(TicketWriter):
     """Publishes the batches of threads: the objects themselves. `transport.Objects` has the rest."""
+
+    cdef readonly ObjectTable objects
 
     def __cinit__(self, Py_ssize_t cells, *_):
         self.objects = ObjectTable(cells)

@@ -173,6 +173,10 @@ cdef class Hold:
     With `timeout`, the body may be entered without the lock: `has` tells.
     """
 
+    cdef Lock lock
+    cdef double timeout
+    cdef readonly bint has
+
     def __enter__(self):
         self.has = self.lock.take(self.timeout)
         return self
@@ -191,6 +195,8 @@ cdef class Hold:
 @cython.no_gc
 cdef class Latch:
     """An event that is set once, and can be waited for, by several threads."""
+
+    cdef uint32_t word
 
     def set(self):
         """Set it."""

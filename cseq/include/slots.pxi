@@ -327,6 +327,11 @@ if hasattr(os, "register_at_fork"):
 cdef class Lease(Memory):
     """A leased slot. Deallocating this object, on any thread, ends the lease."""
 
+    cdef readonly bint early  # when it was made, hardly any other batch was held
+    cdef Mapping mapping
+    cdef SlotTable slots  # None: the slot still belongs to its ticket
+    cdef Py_ssize_t slot
+
     def __dealloc__(self):
         if self.slots is None:
             return

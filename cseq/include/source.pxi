@@ -5,6 +5,10 @@ ITEM, CALL = ASK_ITEM, ASK_CALL
 CALLED, ASSIGNED = slice(0, REQUEST_WORDS), slice(REQUEST_WORDS, 2 * REQUEST_WORDS)
 KEY, KEYS, NO_KEY, IN_REQUEST = KEY_LENGTH, KEY_INTS, WITHOUT_KEY, KEY_IN_REQUEST
 
+cdef struct Cut:  # see sampler.py
+    uint64_t first, batches, full, start, stride, part_start, consumed
+    uint32_t size, part
+
 cdef uint64_t READ_AHEAD = 128  # samples: tickets that have fewer are read together
 
 
@@ -54,6 +58,19 @@ cdef class OrderSource(Source):
     cut, later : dict
         How the epoch is cut into batches, and how the `more` epochs after it are: a `sampler.Cut` each.
     """
+
+    cdef readonly Reader reader
+    cdef Cut cut, later   # of the present epoch, and of those after it
+    cdef uint64_t more    # how many these are
+    cdef uint64_t posted  # batches
+    cdef uint64_t rest    # units that the short batch counts for
+    cdef uint64_t most    # units of a batch
+    # What was read of batches `posted` to `known`.
+    cdef uint64_t known
+    cdef Block data
+    cdef int64_t* samples_read
+    cdef int64_t* sizes_read  # of their units; NULL: each is one sample
+    cdef int64_t* sizes       # the sizes of all units that were read
 
     def __cinit__(self, Reader reader not None, uint64_t epoch, Cut cut, Cut later, uint64_t more):
         self.reader, self.epoch, self.later, self.consumed = reader, epoch, later, cut.consumed
