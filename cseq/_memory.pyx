@@ -182,7 +182,7 @@ cdef class Memory:
                 f"bytes [{offset}, {offset + nbytes}) are outside a memory of {self.size} bytes")
         return 0
 
-    def view(self, Py_ssize_t offset, cnp.dtype dtype, tuple shape, bint fortran=False):
+    def view(self, Py_ssize_t offset, cnp.dtype dtype, tuple shape):
         """An array on these bytes, not a copy; it keeps them alive.
 
         Parameters
@@ -192,8 +192,6 @@ cdef class Memory:
         dtype : numpy.dtype
             Type of the elements, without Python objects in it.
         shape : tuple of int
-        fortran : bool
-            Column-major order.
         """
         cdef cnp.npy_intp dims[MAX_DIMS]
         cdef int nd = <int>len(shape)
@@ -211,8 +209,7 @@ cdef class Memory:
                 raise ValueError(f"shape {shape} of {dtype} is too large")
             nbytes *= dims[i]
         self.inside(offset, nbytes)
-        return cseq_array_on(self, self.data + offset, <PyObject*>dtype, nd, dims, NULL,
-                             cnp.NPY_ARRAY_FARRAY if fortran else cnp.NPY_ARRAY_CARRAY)
+        return cseq_array_on(self, self.data + offset, <PyObject*>dtype, nd, dims, NULL, cnp.NPY_ARRAY_CARRAY)
 
     @cython.final
     cdef int put(self, Py_ssize_t offset, const char* source, Py_ssize_t nbytes) except -1:

@@ -147,27 +147,9 @@ def for_test(output: Output, test_mode: str) -> Output:
     raise ValueError(f"test_mode is {test_mode!r}: give one of {', '.join(map(repr, TEST_MODES))}")
 
 
-def are_threads(compat: bool | None) -> bool:  # noqa: FBT001
-    """Return whether CUDA converters run in threads: processes only where they are asked for."""
-    return compat is None or compat
-
-
 def cast_dtype(output: Output) -> Dtype | None:
     """Return the type that workers cast numeric arrays to while they copy them; None: no cast."""
     return output.dtype if output.kind in ("cuda", "cpu", "array") else None
-
-
-def arrays_of(batch: Batch) -> list[Any]:
-    """List the arrays and tensors of a batch."""
-    arrays: list[Any] = []
-
-    def leaf(value: object) -> object:
-        if hasattr(value, "dtype") and hasattr(value, "shape"):
-            arrays.append(value)
-        return value
-
-    map_leaves(leaf, batch)
-    return arrays
 
 
 def explain_cast(batch: Batch, output: Output) -> str | None:
@@ -178,13 +160,19 @@ def explain_cast(batch: Batch, output: Output) -> str | None:
     dtype = output.dtype
     if output.kind not in ("cpu", "cuda", "array") or dtype is None or dtype.kind != "f":
         return None
-    arrays = arrays_of(batch)
-    labels = []
-    for array in arrays if len(arrays) > 1 else ():
-        name = str(array.dtype).removeprefix("torch.")
-        if name.startswith(("int", "uint")) and (name != "uint8" or len(array.shape) < 2):
-            labels.append(f"{name} of shape {tuple(array.shape)}")
-    if not labels:
+    arrays, labels = 0, []
+
+    def leaf(value: Any) -> object:
+        nonlocal arrays
+        if hasattr(value, "dtype") and hasattr(value, "shape"):
+            arrays += 1
+            name = str(value.dtype).removeprefix("torch.")
+            if name.startswith(("int", "uint")) and (name != "uint8" or len(value.shape) < 2):
+                labels.append(f"{name} of shape {tuple(value.shape)}")
+        return value
+
+    map_leaves(leaf, batch)
+    if arrays < 2 or not labels:
         return None
     return (
         f"integer arrays of the first batch ({', '.join(labels)}) become {dtype} on their way to "

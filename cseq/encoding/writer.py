@@ -39,6 +39,8 @@ from cseq.system import MIB, check_available
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import DTypeLike
+
     from cseq._memory import Plan, SlotTable
     from cseq._work import Runner
 
@@ -235,9 +237,7 @@ class Writer(Encoder):
             placement.used = end
         return offset
 
-    def empty(
-        self, shape: int | Sequence[int], dtype: object = float, *, fortran: bool = False
-    ) -> Array:
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = float) -> Array:
         """Make an array in the slot, uninitialised; if many are kept, in private memory.
 
         Parameters
@@ -245,8 +245,6 @@ class Writer(Encoder):
         shape : int or sequence of int
         dtype : dtype_like
             Without Python objects in it.
-        fortran : bool
-            Column-major order.
 
         Raises
         ------
@@ -255,15 +253,14 @@ class Writer(Encoder):
         MemoryError
             If there is no room for it.
         """
-        kind: np.dtype[Any] = np.dtype(dtype)  # type: ignore[call-overload]
+        kind = np.dtype(dtype)
         dims = dimensions(shape)
         if kind.hasobject:
             raise ValueError(f"dtype {kind} holds Python objects: make the array with numpy.empty")
         if self.slots is not None and not self._may_lend():
-            made: Array = np.empty(dims, kind, order="F" if fortran else "C")
-            return made
+            return np.empty(dims, kind)
         offset = self.place(kind.itemsize * math.prod(dims))
-        return self.loan().view(offset, kind, dims, fortran)
+        return self.loan().view(offset, kind, dims)
 
     def loan(self) -> Memory:
         """Return the slot as a `Loan`; `end` checks whether there are references to it."""

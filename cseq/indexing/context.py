@@ -14,7 +14,6 @@ import numpy as np
 
 from cseq._core import derive
 from cseq._work import BatchState, Runner
-from cseq.check import dimensions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -243,10 +242,9 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
     (50, 3, 8, 8) (50, 3, 8, 8)
     """
     batch_context = here.batch_context
-    dims = dimensions(shape)
     if batch_context is None or batch_context.allocator is None:
-        return np.empty(dims, dtype)
-    return batch_context.allocator.empty(dims, np.dtype(dtype))
+        return np.empty(shape, dtype)
+    return batch_context.allocator.empty(shape, dtype)
 
 
 def worker_info() -> WorkerInfo | None:

@@ -348,60 +348,46 @@ class _Row(NamedTuple):
     number: int
 
 
-# The stacks of a sample: one for the sample itself, or by key or position in a dict, tuple, list.
-_Plan: TypeAlias = "_Stack | dict[Any, _Plan]"
-
-
 def _with_rows(fetched: Iterator[Any], count: int) -> list[Any]:
     """Fetch samples, with rows in place of large arrays, which are then not held in memory twice.
 
     Other arrays, and all that differs from the first sample, are left to `default_collate`.
     """
     samples: list[Any] = []
-    plan: _Plan = {}
+    stacks: dict[tuple[Any, ...], _Stack] = {}
     for sample in fetched:
-        if not samples:
-            plan = _plan(sample, count)
-        samples.append(_taken(sample, len(samples), plan) if plan else sample)
+        number = len(samples)
+        samples.append(_rows(sample, (), number, stacks, count) if stacks or not number else sample)
         del sample
     return samples
 
 
-def _plan(sample: Any, count: int) -> _Plan:
-    """Make stacks for the large arrays of the first sample."""
-    if isinstance(sample, np.ndarray):
-        large = sample.nbytes >= LARGE and not sample.dtype.hasobject
-        return _Stack(sample, count) if large else {}
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(sample, torch.Tensor):
-        large = _is_plain(torch, sample) and sample.nbytes >= LARGE
-        return _Stack(sample, count) if large else {}
-    kind = type(sample)
-    if kind is not dict and kind not in (tuple, list):
-        return {}
-    plans = {
-        key: _plan(part, count)
-        for key, part in (sample.items() if kind is dict else enumerate(sample))
-    }
-    return {key: plan for key, plan in plans.items() if plan}
-
-
-def _taken(sample: Any, number: int, plan: _Plan) -> Any:
-    """Copy the arrays that the plan names; return the sample with rows in their place."""
-    if isinstance(plan, _Stack):
-        return plan.put(sample, number)
-    kind = type(sample)
+def _rows(
+    part: Any,
+    place: tuple[Any, ...],
+    number: int,
+    stacks: dict[tuple[Any, ...], _Stack],
+    count: int,
+) -> Any:
+    """Copy the large arrays of a part of a sample to rows of stacks that the first one made."""
+    kind = type(part)
     if kind is dict:
-        if not plan.keys() <= sample.keys():
-            return sample
-        taken: Any = dict(sample)
-    elif kind in (tuple, list) and len(sample) > max(plan):
-        taken = list(sample)
-    else:
-        return sample
-    for key, part in plan.items():
-        taken[key] = _taken(taken[key], number, part)
-    return tuple(taken) if kind is tuple else taken
+        return {key: _rows(one, (*place, key), number, stacks, count) for key, one in part.items()}
+    if kind in (tuple, list):
+        return kind([_rows(one, (*place, k), number, stacks, count) for k, one in enumerate(part)])
+    if not number and _is_large(part):
+        stacks[place] = _Stack(part, count)
+    stack = stacks.get(place)
+    return part if stack is None else stack.put(part, number)
+
+
+def _is_large(part: Any) -> bool:
+    """Whether a part of a sample is an array or tensor that is worth a stack."""
+    if isinstance(part, np.ndarray):
+        return part.nbytes >= LARGE and not part.dtype.hasobject
+    torch = sys.modules.get("torch")
+    is_tensor = torch is not None and isinstance(part, torch.Tensor)
+    return is_tensor and _is_plain(torch, part) and part.nbytes >= LARGE
 
 
 def _stack_rows(parts: Samples) -> Any:

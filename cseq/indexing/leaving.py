@@ -114,7 +114,6 @@ class Leaving:
         self._skips, self._refuses_none = skips, refuses_none
         self._depth = fork_depth()
         self.left: list[tuple[int, Any, str]] = []
-        self._first: Exception | None = None  # that was left out
 
     def fetch(self, indices: Sequence[Any]) -> Iterator[Any]:
         """Return the samples; one by one as they are taken, if the data set has them so.
@@ -125,48 +124,41 @@ class Leaving:
             Of the first sample, if all of them raise, or if that is not to be left out.
         """
         self.left.clear()
-        self._first = None
-        together = getattr(self.dataset, "__getitems__", None)
-        if not together:
-            return self._one_by_one(indices)
-        try:
-            return iter([*self._checked(together(indices), indices)])
-        except Exception as error:
-            if not self._may_leave() or not hasattr(self.dataset, "__getitem__"):
-                raise
-            self._first = error.with_traceback(
-                None
-            )  # raised if one by one nothing can be had, either
-        return self._one_by_one(indices)
+        first = None
+        if together := getattr(self.dataset, "__getitems__", None):
+            try:
+                samples = [*together(indices)]
+                if self._refuses_none:
+                    for index, sample in zip(indices, samples, strict=True):
+                        self._check(sample, index)
+                return iter(samples)
+            except Exception as error:
+                if not self._may_leave() or not hasattr(self.dataset, "__getitem__"):
+                    raise
+                first = error.with_traceback(None)
+        return self._one_by_one(indices, first)
 
-    def _checked(self, samples: Any, indices: Sequence[Any]) -> Iterator[Any]:
-        """Yield samples that were fetched together."""
-        if not self._refuses_none:
-            yield from samples
-            return
-        for index, sample in zip(indices, samples, strict=True):
-            if sample is None:
-                raise self._none(index)
-            yield sample
+    def _check(self, sample: Any, index: Any) -> None:
+        """Refuse a sample that is None, if what collates can do nothing with it."""
+        if sample is None and self._refuses_none:
+            raise TypeError(none_text(index, self.dataset))
 
-    def _one_by_one(self, indices: Sequence[Any]) -> Iterator[Any]:
-        """Fetch samples one by one."""
+    def _one_by_one(self, indices: Sequence[Any], first: Exception | None) -> Iterator[Any]:
+        """Fetch samples one by one; raise `first`, or the first exception, if there are none."""
         dataset = self.dataset
         for position, index in enumerate(indices):
             try:
                 sample = dataset[index]
-                if sample is None and self._refuses_none:
-                    raise self._none(index)
+                self._check(sample, index)
             except Exception as error:
                 if not self._may_leave():
                     failure.annotate(error, f"cseq: sample {index} of {type(dataset).__name__}")
                     raise
                 self.left.append((position, index, failure.line_of(error)))
-                self._first = self._first or error.with_traceback(None)
+                first = first or error.with_traceback(None)
                 continue
             yield sample
             del sample  # it is dropped before the next one is made
-        first, self._first = self._first, None
         if first is not None and len(self.left) == len(indices):
             try:
                 raise first
@@ -176,10 +168,6 @@ class Leaving:
     def _may_leave(self) -> bool:
         """Tell whether samples are left out, and this is no process that the data set forked."""
         return self._skips and fork_depth() == self._depth
-
-    def _none(self, index: Any) -> TypeError:
-        """Make the error for a sample that is None."""
-        return TypeError(none_text(index, self.dataset))
 
     def whole(self, batch: Any) -> Any:
         """Return the batch that was made of the samples, with what is missing in it."""

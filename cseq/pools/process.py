@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq._work import Runner
 from cseq.converter.host import Converter
-from cseq.converter.output import Output, are_threads, cast_dtype
+from cseq.converter.output import Output, cast_dtype
 from cseq.encoding.transport import Objects, SlotReader
 from cseq.indexing import context, indexer
 from cseq.indexing.seeding import Seeds
@@ -137,7 +137,7 @@ class ProcessPool(BatchPool):
     def __init__(self, job: Job) -> None:
         self._job = job
         options = job.options
-        in_processes = job.num_converters > 0 and not are_threads(job.compat)
+        in_processes = job.num_converters > 0 and job.compat is False
         self._locks: PageLocks | None = None
         # Converter threads copy to the device from where a batch lies.
         if job.output.use_cuda and not in_processes:

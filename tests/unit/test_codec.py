@@ -227,7 +227,7 @@ def test_arrays_in_the_slot_are_not_copied(writer: Writer) -> None:
     """A batch that was built in the slot stays where it is."""
     x = writer.empty((1000, 3), np.float32)
     x[:] = 5
-    y = writer.empty(4, np.int64, fortran=True)
+    y = writer.empty(4, np.int64)
     y[:] = 6
     before = writer.used
     record = encode({"x": x, "y": y}, writer)
