@@ -2,33 +2,23 @@
 """Memory that arrays are made on, private or shared."""
 
 from cpython.buffer cimport PyBuffer_FillInfo
-from cpython.dict cimport PyDict_Copy, PyDict_Next, PyDict_SetItem
-from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
-from cpython.ref cimport PyObject, Py_DECREF, Py_INCREF, Py_XDECREF
-from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
+from cpython.ref cimport PyObject, Py_DECREF, Py_INCREF
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uint8_t, uintptr_t
-from libc.string cimport memcmp, memcpy, memset, strcmp, strerror
+from libc.string cimport memcpy, memset, strerror
 
 cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport *
 
-import numpy
 import os
 import sys
-from importlib import import_module
-from pickle import loads
 from weakref import ref as weak_reference
 
 cnp.import_array()
-
-cdef extern from "Python.h":
-    ctypedef struct PyTypeObject:
-        const char* tp_name
 
 cdef extern from "numpy/arrayobject.h":
     ctypedef struct PyDataMemAllocator:
@@ -245,14 +235,6 @@ cdef class Block(Memory):
 
     def __dealloc__(self):
         PyMem_RawFree(self.raw)
-
-
-cdef void* zeroed(uint64_t count, uint64_t size, str what) except NULL:
-    """Zeroed memory for `count` >= 0 things of `size` bytes, for `PyMem_RawFree`."""
-    cdef void* memory = PyMem_RawCalloc(<size_t>(count if count else 1), <size_t>size)
-    if memory == NULL:
-        raise MemoryError(f"no memory for {what} ({count * size} bytes)")
-    return memory
 
 
 def copy_of(Memory source not None, Py_ssize_t nbytes, Py_ssize_t offset=0):
@@ -563,4 +545,3 @@ cdef class SlotAllocator:
 
 
 include "include/slots.pxi"
-include "include/plan.pxi"

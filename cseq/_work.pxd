@@ -6,7 +6,7 @@ from libc.stdint cimport uint32_t
 cimport cython
 
 from cseq._headers cimport cseq_cell
-from cseq._memory cimport Plan, SlotTable
+from cseq._memory cimport SlotTable
 
 
 cdef object UNREAD
@@ -61,11 +61,11 @@ cdef class Decoder:
     cdef object lend, convert, leaf_for
     cdef bint passes      # batches are objects that are handed over as they are
     cdef dict converters  # by plan
-    cdef Plan found       # that of the latest batch
+    cdef object found     # that of the latest batch
     cdef list leaves      # and its converters
     cdef object decode(self, uint32_t cell, cseq_cell* c)
     cdef object decode_slot(self, cseq_cell* c)
-    cdef list leaves_of(self, Plan plan)
+    cdef list leaves_of(self, plan)
     cdef inline object free(self, uint32_t cell, cseq_cell* c):
         """Free slot and object of a ticket that leaves its cell; return the object, to be dropped
         after all else is done: its destructor may run code."""

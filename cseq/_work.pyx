@@ -2,13 +2,13 @@
 """Runners, and their work: batches made, and published; the global generators."""
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from cpython.dict cimport PyDict_Contains, PyDict_Size
-from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.dict cimport PyDict_Contains, PyDict_Copy, PyDict_Next, PyDict_SetItem, PyDict_Size
+from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
-from cpython.ref cimport PyObject
+from cpython.ref cimport PyObject, Py_INCREF, Py_XDECREF
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.string cimport memcpy
+from libc.string cimport memcmp, memcpy, strcmp
 
 cimport cython
 cimport numpy as cnp
@@ -16,14 +16,16 @@ cimport numpy as cnp
 from cseq._core cimport Ring
 from cseq._headers cimport *
 from cseq._memory cimport (
-    LEAST, MAX_DIMS, MOST_KNOWN, RECENT, ROWS, STRIDED, Block, Leaf, Mapping, Memory, Plan, SlotTable,
-    aligned, check_record, cseq_array_on, cseq_set_own, forks_here, plan_of,
+    COLUMNS, LEAST, LOOSE, MAX_DIMS, MOST_COPIED, ROWS, STRIDED, Block, Mapping, Memory, SlotTable,
+    cseq_array_on, forks_here, layout_of,
 )
 
 import numpy
+from importlib import import_module
+from pickle import loads
 
 from cseq._core import PARK_NS
-from cseq._memory import flat_of
+from cseq._memory import copy_of, flat_of
 
 cnp.import_array()
 
@@ -750,4 +752,5 @@ cdef class BatchMaker(Work):
                 self.seeds.restore()
 
 
+include "include/plan.pxi"
 include "include/codec.pxi"

@@ -43,15 +43,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy import ndarray
 
-from cseq._memory import (
-    LONG,
-    Plan,
-    decode,
-    flat_of,
-    is_plain,
-    laid_as,
-    order_of,
-)
+from cseq._memory import flat_of, laid_as, order_of
+from cseq._work import LONG, Plan, decode, is_plain
 from cseq.encoding.pickling import data_reducers, dumps, import_torch, reduce_tensor
 from cseq.encoding.unpicklable import unpicklable
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from cseq._memory import (
-    ALIGNMENT,
     HAS_GIL,
     SMALL,
     Block,
@@ -29,7 +28,7 @@ from cseq._memory import (
     commit,
     flat_of,
 )
-from cseq._work import Encoder
+from cseq._work import ALIGNMENT, Encoder
 from cseq.check import dimensions
 from cseq.encoding import codec, failure
 from cseq.memory.arena import FIRST, room_for
@@ -41,8 +40,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike
 
-    from cseq._memory import Plan, SlotTable
-    from cseq._work import Runner
+    from cseq._memory import SlotTable
+    from cseq._work import Plan, Runner
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

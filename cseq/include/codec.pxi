@@ -339,7 +339,7 @@ cdef class Decoder:
     mapped : list of Mapping or None, optional
         The mapping of each slot, where the batches of processes are decoded.
     lend : callable, optional
-        See `decode` of `_memory`.
+        See `decode`.
     convert : callable, optional
         Applied to a batch; the pool applies it to those that are not decoded here.
     leaf_for : callable, optional
@@ -378,14 +378,14 @@ cdef class Decoder:
         if slot is None or <uint64_t>slot.size < c.capacity:
             return UNREAD
         check_record(slot, f)
-        plan = self.found
+        plan = <Plan>self.found
         if plan is None or not plan.is_of(slot, f):
             plan = plan_of(slot, f)
             self.leaves = self.leaves_of(plan)
             self.found = plan
         return plan.read(slot, f, self.lend, c.slot, c.capacity, self.leaves)
 
-    cdef list leaves_of(self, Plan plan):
+    cdef list leaves_of(self, plan):
         """The converters of the leaves of a plan's batches; None: they are not converted one by one."""
         cdef list leaves
         if self.leaf_for is None:

@@ -1,7 +1,70 @@
 # Plans: what batches of one structure have in common, and how they are read.
 
+cdef extern from "Python.h":
+    ctypedef struct PyTypeObject:
+        const char* tp_name
+
 cdef extern from "numpy/arrayobject.h":
     bint PyArray_EquivTypes(cnp.dtype one, cnp.dtype other) noexcept
+
+cdef extern from *:
+    """
+    /* Set an item of a list that no other thread uses: without the list's lock. */
+    static inline void cseq_set_own(PyObject *list, Py_ssize_t k, PyObject *value) {
+        PyObject *before = PyList_GET_ITEM(list, k);
+        PyList_SET_ITEM(list, k, Py_NewRef(value));
+        Py_DECREF(before);
+    }
+    """
+    void cseq_set_own(list one, Py_ssize_t k, object value) noexcept
+
+cdef enum:
+    MOST_PICKLED = 4096  # bytes; longer `bytes` are leaves
+    MOST_KNOWN = 64  # structures that a reader remembers
+    RECENT = 4       # and a writer, which compares them one by one
+    MOST_SEARCHED = 4  # containers inside one another, in the search for leaves that are not pickled
+    BLOCKS = 8       # of copied leaves, that a plan keeps to use them again
+
+    # Kinds of leaves, which lie in the slot as arrays; of what is pickled; of containers.
+    ARRAY = 0
+    TENSOR = 1
+    BYTES = 2
+    OBJECT = 3
+    TUPLE = 4   # named ones too
+    LIST = 5
+    DICT = 6
+
+cdef struct Leaf:
+    int kind
+    int nd
+    int order             # ROWS, COLUMNS or STRIDED
+    int words             # of its layout: where it begins, its bytes, its shape, and strides if it is STRIDED
+    bint casts            # its type differs from its source's
+    Py_ssize_t itemsize
+    PyObject* dtype       # in the slot
+    PyObject* source      # of what is written; NULL in a reader
+    PyObject* torch_dtype  # of a tensor, if numpy lacks it; else NULL
+    PyObject* bits         # and one of torch's that numpy has
+
+cdef struct Node:
+    int kind
+    int count             # children
+    PyObject* cls
+    PyObject* keys        # of a dict
+    PyObject* blank       # the dict of these keys, each with None
+
+cdef struct Cursor:       # what comes next: a node, and leaf, layout, object
+    int node
+    int leaf
+    const char* word
+    Py_ssize_t object
+    Py_ssize_t end        # of the leaves in the slot
+
+
+cdef inline Py_ssize_t aligned(Py_ssize_t nbytes) noexcept:
+    """Round up to whole cache lines."""
+    return (nbytes + (LINE - 1)) & ~<Py_ssize_t>(LINE - 1)
+
 
 ALIGNMENT = LINE
 LONG = MOST_PICKLED
@@ -46,6 +109,23 @@ cdef class Plan:
         Which leaves are cast.
     """
 
+    cdef readonly bytes structure
+    cdef const char* text       # its bytes
+    cdef Py_ssize_t text_bytes
+    cdef readonly tuple nodes
+    cdef readonly object cast
+    cdef readonly list sources
+    cdef readonly list casts
+    cdef object torch  # the module, if there are tensors
+    cdef object tensor, to_array, from_numpy
+    cdef Leaf* leaf
+    cdef Node* node
+    cdef int leaf_count, objects
+    cdef Py_ssize_t words  # of a layout
+    cdef list kept         # what nodes and leaves point to, and `nodes` has not
+    cdef PyObject* blocks[BLOCKS]  # the latest
+    cdef int turn             # which of them is replaced next
+
     def __cinit__(self, bytes structure not None, nodes not None, cast=None, list sources=None):
         cdef Node* n
         cdef int left = 1  # nodes to come
@@ -53,9 +133,10 @@ cdef class Plan:
         self.text, self.text_bytes = <const char*>structure, len(structure)
         self.sources = None if sources is None else list(sources)
         self.kept = []
-        self.node = <Node*>zeroed(len(self.nodes), sizeof(Node), "a plan")
-        self.leaf = <Leaf*>zeroed(len(self.nodes), sizeof(Leaf), "a plan")
-        n = self.node
+        self.node = n = <Node*>PyMem_RawCalloc(len(self.nodes) + 1, sizeof(Node))
+        self.leaf = <Leaf*>PyMem_RawCalloc(len(self.nodes) + 1, sizeof(Leaf))
+        if self.node == NULL or self.leaf == NULL:
+            raise MemoryError(f"no memory for a plan of {len(self.nodes)} nodes")
         for node in self.nodes:
             if isinstance(node, str):
                 n.kind = OBJECT
@@ -279,7 +360,7 @@ cdef class Plan:
                 small = aligned(small) + nbytes
             word += 8 * self.leaf[k].words
         # To copy many takes longer than a lease. A loop that keeps leaves has other batches' soon.
-        apart = small <= MOST_COPIED or type(home) is not Lease or not (<Lease>home).early
+        apart = small <= MOST_COPIED or not getattr(home, "early", False)
         for k in range(self.leaf_count):
             nbytes = self.look(k, at.word, at.end, &offset)
             base = memory
