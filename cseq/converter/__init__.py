@@ -28,7 +28,6 @@ import numpy as np
 
 # torch's own types, which these modules do not import, not even for the type checker.
 Tensor: TypeAlias = Any
-TorchType: TypeAlias = Any
 Event: TypeAlias = Any
 
 Array: TypeAlias = np.ndarray[Any, Any]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from cseq.converter.export import pack, remove_counts
-from cseq.converter.host import Host, is_array, is_usable, target_of
+from cseq.converter.host import Host, is_array
 from cseq.converter.lane import Lane
-from cseq.encoding.codec import map_leaves, recast
+from cseq.encoding.codec import map_leaves, torch_type
 
 if TYPE_CHECKING:
-    from cseq.converter import Array, Batch, Event, Tensor
+    from cseq.converter import Array, Batch, Dtype, Event, Tensor
     from cseq.converter.output import Output
 
 
@@ -90,7 +90,7 @@ class CudaConverter:
 
     def _send(self, leaf: object, sources: list[Tensor], tensors: list[Tensor]) -> object:
         """Send an array or a CPU tensor to the device; keep any other leaf."""
-        tensor = self._transfer(leaf) if is_array(leaf) else leaf
+        tensor = self._host.lay(leaf, self._make) if is_array(leaf) else leaf
         if not (isinstance(tensor, self._host.torch.Tensor) and tensor.device.type == "cpu"):
             return leaf
         source = self._page_lock(tensor.detach())
@@ -99,20 +99,11 @@ class CudaConverter:
         tensors.append(sent)
         return sent
 
-    def _transfer(self, array: Array) -> Array | Tensor:
-        """Return a tensor that shares the array's memory, or casts it into page-locked memory."""
-        target = target_of(array.dtype, self._host.cast)
-        if target is None:
-            return array
-        if is_usable(array, target[0]):
-            return self._host.from_numpy(array)
-        torch, pins = self._host.torch, self._lane.pins
-
-        def make(shape: tuple[int, ...], _: object) -> Array:
-            made: Array = torch.empty(shape, dtype=target[1], pin_memory=pins).numpy()
-            return made
-
-        return self._host.from_numpy(recast(array, target[0], make))
+    def _make(self, shape: tuple[int, ...], dtype: Dtype) -> Array:
+        """Make an array in page-locked memory."""
+        make, pins = self._host.torch.empty, self._lane.pins
+        made: Array = make(shape, dtype=torch_type(dtype), pin_memory=pins).numpy()
+        return made
 
     def _page_lock(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the wanted type that the device can read: this one, or a copy."""

@@ -16,7 +16,7 @@ from cseq.encoding.codec import castable, map_leaves, recast, recast_tensor, tor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cseq.converter import Array, Batch, Convert, Dtype, Tensor, TorchType
+    from cseq.converter import Array, Batch, Convert, Dtype, Tensor
     from cseq.converter.output import Kind, Output
 
 
@@ -28,8 +28,8 @@ def is_array(leaf: object) -> TypeGuard[Array]:
 
 
 @functools.lru_cache(256)
-def target_of(dtype: Dtype, cast: Dtype | None) -> tuple[Dtype, TorchType] | None:
-    """Tell what an array of `dtype` is cast to, for numpy and for torch.
+def target_of(dtype: Dtype, cast: Dtype | None) -> Dtype | None:
+    """Tell what an array of `dtype` is cast to.
 
     Numbers are cast to `cast`; all else keeps its type, in native byte order. None where torch has
     no such type (text, dates, records).
@@ -39,9 +39,10 @@ def target_of(dtype: Dtype, cast: Dtype | None) -> tuple[Dtype, TorchType] | Non
     target = cast if cast is not None and castable(dtype) else dtype.newbyteorder("=")
     target = np.dtype(target.str)  # of types that numpy holds equal, the one that torch knows
     try:
-        return target, torch_type(target)
+        torch_type(target)
     except TypeError:
         return None
+    return target
 
 
 def is_usable(array: Array, target: Dtype) -> bool:
@@ -80,14 +81,16 @@ class Host:
         return self.tensor(leaf) if isinstance(leaf, self.torch.Tensor) else leaf
 
     def array(self, array: Array) -> Array | Tensor:
-        """Lay a tensor on the array's own memory if that is possible, else on a copy of it."""
+        """Convert an array; to what torch alone can cast to, too."""
+        laid = self.lay(array)
+        return laid if self.late is None or laid is array else self.tensor(laid)
+
+    def lay(self, array: Array, make: Callable[..., Array] = np.empty) -> Array | Tensor:
+        """Lay a tensor on the array's own memory if that is possible, else on a copy (`recast`)."""
         target = target_of(array.dtype, self.cast)
         if target is None:
             return array
-        if not is_usable(array, target[0]):
-            array = recast(array, target[0])
-        tensor = self.from_numpy(array)
-        return tensor if self.late is None else self.tensor(tensor)
+        return self.from_numpy(array if is_usable(array, target) else recast(array, target, make))
 
     def tensor(self, tensor: Tensor) -> Tensor:
         """Cast a CPU tensor; complex and quantised ones keep their type, as complex arrays do."""
@@ -141,7 +144,7 @@ class Converter:
         target = target_of(dtype, output.dtype)
         if target is None:
             return None
-        if output.torch_dtype is not None or target[0] != dtype:
+        if output.torch_dtype is not None or target != dtype:
             return self.convert
         return from_numpy()
 
