@@ -150,10 +150,6 @@ cdef class Memory:
     Exports the buffer protocol (writable, format 'B').
     """
 
-    def __cinit__(self, *args, **kwargs):
-        self.data = NULL
-        self.size = 0
-
     @property
     def address(self):
         return <uintptr_t>self.data

@@ -323,13 +323,6 @@ cdef class Generator:
         """Set a saved state."""
         raise NotImplementedError
 
-    def seed_with(self, words):
-        """Set the state that belongs to nine words."""
-        cdef uint64_t[WORDS] plain
-        for k in range(WORDS):
-            plain[k] = words[k]
-        self.seed(plain)
-
 
 cdef class Twister(Generator):
     """A Mersenne Twister.

@@ -89,11 +89,6 @@ cdef class SlotTable:
             self.mapping = None
 
     @property
-    def capacity(self):
-        """Slots made so far, and the table's."""
-        return self.count()
-
-    @property
     def leased(self):
         """Leases alive."""
         return cseq_load_acq_u64(&self.held)

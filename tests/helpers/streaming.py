@@ -16,7 +16,7 @@ def lost_slots(s: Streams) -> set[int]:
     pool: Any = s._run.pool
     slots = pool.supervisor.shared.slots
     if slots.leased:
-        return set(range(1, slots.capacity))
+        return set(range(1, len(slots.owners())))
     kept = [one for ring in pool.rings for there in ring.kept if there for one in there]
     requests = {one for one in [*kept, *pool.assignments] if isinstance(one, Request)}
     in_use = {request.slot for request in requests}.union(*(ring.slots() for ring in pool.rings))
