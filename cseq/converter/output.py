@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from cseq.check import choice
 from cseq.encoding.codec import map_leaves
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ logger = logging.getLogger("cseq")
 Kind = Literal["cuda", "cpu", "array", "null", "call"]
 
 OUT_TYPES = "'cuda', 'cuda:1', 'cpu', 'null', None, a torch.device, or a callable for every array"
-TEST_MODES = ("default", "cpu", "numpy")
 
 
 class Output(NamedTuple):
@@ -138,13 +138,10 @@ def for_test(output: Output, test_mode: str) -> Output:
         If `test_mode` is none of ``'default'`` (the same), ``'cpu'`` (CPU tensors) and
         ``'numpy'`` (what the indexer returned).
     """
-    if test_mode == "default":
+    if choice("test_mode", test_mode, ("default", "cpu", "numpy")) == "default":
         return output
-    if test_mode == "cpu":
-        return output._replace(kind="cpu", device="cpu", function=None)
-    if test_mode == "numpy":
-        return output._replace(kind="null", device="cpu", function=None)
-    raise ValueError(f"test_mode is {test_mode!r}: give one of {', '.join(map(repr, TEST_MODES))}")
+    kind: Kind = "cpu" if test_mode == "cpu" else "null"
+    return output._replace(kind=kind, device="cpu", function=None)
 
 
 def cast_dtype(output: Output) -> Dtype | None:
