@@ -102,7 +102,11 @@ def kill(running: Any, worker: int, number: int = KILL) -> int | None:
     owners = supervisor.shared.owners
     if not 0 <= worker < owners:
         raise ValueError(f"worker={worker} does not exist; give a number from 0 to {owners - 1}")
-    return supervisor.kill(worker + 1, number)
+    child = supervisor.processes.get(worker)
+    if child is None or child.ended.wait(0):
+        return None
+    child.send_signal(number)
+    return child.pid
 
 
 def pids(running: Any) -> list[int | None]:

@@ -28,7 +28,7 @@ from cseq.processes.deaths import Deaths
 from cseq.processes.launcher import make_launcher
 from cseq.processes.launcher.forks import in_forked_children
 from cseq.processes.supervisor import Supervisor
-from cseq.processes.worker import LEFT, NOTED, enter, send_state
+from cseq.processes.worker import NOTED, enter, send_state
 from cseq.stage import CONVERTER, INDEXER, run, spins
 from cseq.system import available_memory, neighbours, private_memory
 
@@ -109,8 +109,6 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
 
     indexer.FirstBatches(task.output, tell).watch(indexing)
     run(runner, indexing.work)
-    if entered.ring.closed != 1:
-        send_state(sock, LEFT)
     batch_context.clear()
     indexer.dispose(worker, made, copied=True)
 

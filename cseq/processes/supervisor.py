@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from cseq._core import now_ns
@@ -34,13 +33,12 @@ from cseq.measure.lanes import Lanes, MarksFile, marks_file
 from cseq.memory.arena import GRAIN, Arena
 from cseq.memory.descriptors import sparse_file
 from cseq.processes.launcher import describe_exit
-from cseq.processes.launcher.base import FOREVER, KILL, KILLED
+from cseq.processes.launcher.base import FOREVER, KILLED
 from cseq.processes.launcher.forks import pair
 from cseq.processes.logs import Records, levels
 from cseq.processes.worker import (
     ENTERED,
     FAILED,
-    LEFT,
     LOADED,
     LOGGED,
     NO_STACK,
@@ -68,12 +66,6 @@ GRACE = 5.0  # seconds that workers get to end by themselves
 ENDING = 0.1  # for a process to end once its socket has
 LAST_GRACE = 2.0  # and to be gone after they were killed
 STARTING = (ENTERED, LOADED)  # states of a worker whose start has a time limit
-
-# Whose threads are in most notebooks, and in loops with a bar. They sleep: each holds a lock for a
-# moment now and then, which a worker needs only for a bar of its own, or to print just then.
-QUIET = {"tqdm", "ipykernel", "IPython"}  # packages; beside their classes, two kinds have names
-
-_named_threads = False  # a start by fork beside other threads was logged in this process
 
 
 class Supervisor:
@@ -129,12 +121,10 @@ class Supervisor:
         self._launcher = launcher
         self._readers, self._task, self._describe = readers, task, describe
         self._active = readers  # how many of these there are to be
-        self._local: Any = None  # the user's object, where workers inherit it
-        self._context = contextvars.Context()  # of the thread that wants the workers
-        self._caller = 0  # that thread
+        self._caller = 0  # the thread that wants the workers
         self._missing: list[int] = []  # owners to be forked while the loop's thread waits
         self._waiting: deque[Latch] = deque()  # of threads that wait for that, in `check`
-        self._beside = ""  # the threads of libraries beside which workers were forked
+        self._beside = ""  # the threads beside which workers were forked
         self._object: Any = None  # and the file where they read it
         self._record: codec.Record | None = None
         self._workers: dict[int, WorkerProcess] = {}
@@ -144,7 +134,6 @@ class Supervisor:
         self._records = Records()
         self._patience = SLOW
         self._listed: Sequence[str] | Literal[False] | None = None  # modules, by the caller
-        self._preload: Callable[[], None]  # set before workers are wanted
         self._prepared = Latch()  # `Launcher.prepare` has returned
         self._wanted = Latch()  # workers may be started
         self._launched = Latch()  # all workers have been started once
@@ -189,7 +178,7 @@ class Supervisor:
         self._prepared.wait()  # work on this thread would compete with that one for the GIL
         modules: list[str] = []
         if launcher.takes_objects:
-            self._local = worker
+            launcher.local = worker
         else:  # pickled once, into a file that every worker reads
             with contextlib.ExitStack() as stack:
                 if "multiprocessing" in sys.modules:  # else there are no objects of it
@@ -200,8 +189,7 @@ class Supervisor:
             self._write(pickled, name)
             modules = [*needs, *pickled.modules]
             del pickled  # its buffers are the worker's memory
-        seconds = FOREVER if timeout is None else START_SHARE * timeout
-        self._preload = partial(launcher.preload, modules, seconds)
+        launcher.preload(modules, FOREVER if timeout is None else START_SHARE * timeout)
 
     def launch(self) -> None:
         """Start the workers, unless they are started, and do not wait for them to get ready.
@@ -214,7 +202,7 @@ class Supervisor:
             A worker cannot be forked. Those that are started in other ways are not waited for.
         """
         if not self._wanted.wait(0):
-            self._context = contextvars.copy_context()
+            self._launcher.context = contextvars.copy_context()
             self._caller = threading.get_ident()
             self._wanted.set()
         if self.takes_objects:
@@ -272,10 +260,8 @@ class Supervisor:
         self._launcher.prepare(self._listed)
         self._prepared.set()
         self._wanted.wait()
-        if not self.closed:
-            self._preload()
-            if self.takes_objects:
-                self._name_threads()
+        if self.takes_objects:
+            self._beside = _other_threads(self._caller)
         for owner in self.wanted():
             self._launch(owner)
         self._launched.set()
@@ -293,26 +279,6 @@ class Supervisor:
                 key.fileobj.recv(64)  # type: ignore[union-attr]
             else:
                 self._receive(key.data)
-
-    def _name_threads(self) -> None:
-        """Log, once in a process, which threads of the program a fork does not copy."""
-        global _named_threads
-        self._beside = _native_threads()
-        caller = {self._caller, threading.get_ident()}
-        others = [t for t in threading.enumerate() if t.ident not in caller]
-        others = [t for t in others if type(t).__module__.partition(".")[0] not in QUIET]
-        names = [t.name for t in others if not t.name.startswith(("cseq-", "IOPub"))]
-        names = [name for name in names if not name.endswith("(_watch_pipe_fd)")]
-        if names and not _named_threads:
-            _named_threads = True
-            tell(
-                logging.WARNING,
-                "workers are forked while other threads run (%s): a lock that one of them holds "
-                "then stays locked in the worker, which hangs if it needs it. Start the workers "
-                "before such threads, or by start_method='forkserver' (of a DataLoader: "
-                "multiprocessing_context='forkserver')",
-                ", ".join(names),
-            )
 
     def _staff(self) -> None:
         """Start the workers that are wanted and not there: they have died, or come anew.
@@ -347,10 +313,8 @@ class Supervisor:
 
     def _launch(self, owner: int) -> None:
         """Start a worker and send it its setup."""
-        if self.closed:
-            return
         try:
-            child = self._launcher.launch(owner - 1, local=self._local, context=self._context)
+            child = self._launcher.launch(owner - 1)
         except OSError:
             if self.closed:  # which has cancelled it
                 return
@@ -359,8 +323,6 @@ class Supervisor:
         self._workers[owner] = worker
         self.processes[owner - 1] = child
         self._selector.register(child.sock, selectors.EVENT_READ, worker)
-        if self.closed:
-            child.kill()
         reads = owner <= self._readers
         place = self.shared.place(owner, has_slots=reads)
         record = self._record if reads else None
@@ -409,10 +371,10 @@ class Supervisor:
         held = [self._describe(owner - 1, cell) for cell, _ in begun]
         lost = ((since, f"{h.epoch}/{h.batch}") for (_, since), h in zip(begun, held, strict=True))
         text = describe_exit(exitcode)
-        left = worker.state == LEFT
+        was_ready = worker.state == READY
+        left = was_ready and exitcode == 0 and not held  # by itself, as `resize` wants it
         what = "end" if left else "death"
         self._lanes.note(what, owner, child.pid, text=text, held=tuple(lost))
-        was_ready = worker.state == READY
         counts = not left and (held or owner in self.wanted()) and not self.failure
         error, has_failed = None, False
         if counts:  # first: what is posted again may end the epoch before this thread goes on
@@ -476,10 +438,10 @@ class Supervisor:
             doing = f"worker {worker.owner - 1} is here:\n{worker.stack()}"
         if self._beside:
             beside = (
-                f". They were forked beside threads of libraries ({self._beside}): a lock that one "
-                "of them held then stays locked in a worker, which waits for it for ever. If one "
-                "does, start workers by start_method='forkserver' (of a DataLoader: "
-                "multiprocessing_context='forkserver')"
+                f". They were forked beside other threads ({self._beside}): a lock that one of "
+                "them held then stays locked in a worker, which waits for it for ever. If one "
+                "does, start workers before such threads, or by start_method='forkserver' (of a "
+                "DataLoader: multiprocessing_context='forkserver')"
             )
         text = "nothing has come from the workers after %.0f s%s; %s"
         tell(logging.WARNING, text, seconds, beside, doing)
@@ -555,24 +517,9 @@ class Supervisor:
         return worker is not None and worker.state == READY
 
     def pids(self) -> list[int | None]:
-        """Return the process ids of all workers; see `pid`."""
-        return [self.pid(owner) for owner in self.wanted()]
-
-    def pid(self, owner: int) -> int | None:
-        """Return a worker's process id; None while it is being started or replaced."""
-        worker = self._workers.get(owner)
-        return None if worker is None else worker.child.pid
-
-    def kill(self, owner: int, number: int = KILL) -> int | None:
-        """Send a worker a signal; its death is handled as any other.
-
-        Returns the process that it was sent to; None if the worker is being started or replaced.
-        """
-        worker = self._workers.get(owner)
-        if worker is None:
-            return None
-        worker.child.send_signal(number)
-        return worker.child.pid
+        """Return the process ids of all workers; None for one that is started or replaced."""
+        found = [self._workers.get(owner) for owner in self.wanted()]
+        return [None if worker is None else worker.child.pid for worker in found]
 
     # -- the end
 
@@ -608,7 +555,9 @@ class Supervisor:
         if not self._gone:
             raise RuntimeError("worker processes were killed and have not ended")
         self._thread.join(time.monotonic() + LAST_GRACE)
-        self._local = None  # a supervisor is part of a reference cycle, which would keep it
+        self._launcher.local = (
+            None  # a supervisor is part of a reference cycle, which would keep it
+        )
         for worker in self._snapshot():  # if the thread has failed, none was reaped
             worker.close()
         if self._object is not None:
@@ -624,14 +573,15 @@ class Supervisor:
                     worker.child.kill()
 
 
-def _native_threads() -> str:
-    """Name the threads of this process that are not Python's, which a fork does not copy."""
-    names: Counter[str] = Counter()
-    pythons = {str(thread.native_id) for thread in threading.enumerate()} | {str(os.getpid())}
-    try:
+def _other_threads(caller: int) -> str:
+    """Name the threads that a fork does not copy, but `caller`, this one and cseq's."""
+    known = threading.enumerate()
+    pythons = {str(each.native_id) for each in known} | {str(os.getpid())}
+    both = (caller, threading.get_ident())
+    names = Counter(each.name for each in known if each.ident not in both)
+    with contextlib.suppress(OSError):  # there is no /proc
         for tid in set(os.listdir("/proc/self/task")) - pythons:
             with contextlib.suppress(OSError), open(f"/proc/self/task/{tid}/comm") as file:
                 names[file.read().strip()] += 1
-    except OSError:  # there is no /proc
-        return ""
-    return ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in names.items())
+    told = [(name, count) for name, count in names.items() if not name.startswith("cseq-")]
+    return ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in told)

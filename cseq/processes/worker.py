@@ -9,8 +9,7 @@
 
 A worker sends ENTERED before it reads the user's object, which imports the user's modules, LOADED
 when it has it (a forked worker at once), then READY. FAILED comes with the exception that kept it
-from getting ready; NOTED with a warning, and LOGGED with a record of `logging`, at any time; LEFT
-from one that was asked to leave an open ring, before it ends.
+from getting ready; NOTED with a warning, and LOGGED with a record of `logging`, at any time.
 
 On a signal, a worker writes its stacks to an anonymous file that it shares with the trainer, not to
 the socket: the signal handler may run while a message is being sent.
@@ -36,7 +35,6 @@ from cseq.encoding import codec, failure
 from cseq.encoding.writer import Writer
 from cseq.memory import descriptors
 from cseq.processes.launcher import reading
-from cseq.processes.launcher.child import introduce
 from cseq.processes.logs import Sender
 from cseq.threads import Latch
 
@@ -50,7 +48,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ENTERED",
     "FAILED",
-    "LEFT",
     "LOADED",
     "LOGGED",
     "NOTED",
@@ -64,8 +61,7 @@ __all__ = [
     "send_state",
 ]
 
-ENTERED, LOADED, READY, FAILED, NOTED, LEFT = b"E", b"L", b"R", b"F", b"N", b"X"
-LOGGED = b"G"
+ENTERED, LOADED, READY, FAILED, NOTED, LOGGED = b"E", b"L", b"R", b"F", b"N", b"G"
 HEADER = struct.Struct("<cQ")  # one of the above, and the length of what follows
 LENGTH = struct.Struct("<Q")  # of the setup that follows
 
@@ -113,7 +109,6 @@ class Entered(NamedTuple):
             (fd,) = self.object_fd
             with reading():
                 worker = codec.decode(Mapping(fd, 0, record.used, own=True), record)
-            introduce()
             send_state(self.sock, LOADED)
         if self.ring.closed == 1:  # a trainer that did not see LOADED before it closed kills us
             _leave(0)
@@ -202,8 +197,7 @@ class WorkerProcess:
     owner : int
         Its number among the owners of tickets, from 1.
     state : bytes
-        ENTERED, LOADED, READY, FAILED or LEFT, as the latest message said; empty before there is
-        one.
+        ENTERED, LOADED, READY or FAILED, as the latest message said; empty before there is one.
     entered : int
         When the first message came, in ns of `now_ns`.
     is_overdue : bool

@@ -87,15 +87,14 @@ def batches_of_workers(counts: dict[str, int]) -> None:
 
 
 class Lines(logging.Handler):
-    """Collects what cseq logs as a warning or worse, but of the threads that frameworks have."""
+    """Collects what cseq logs as a warning or worse."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not record.getMessage().startswith("workers are forked while other threads run"):
-            self.lines.append(record.getMessage())
+        self.lines.append(record.getMessage())
 
 
 def children() -> list[str]:

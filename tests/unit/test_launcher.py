@@ -37,8 +37,8 @@ def launch(make: Callable[..., Launcher]) -> Iterator[Callable[..., Child]]:
     one = make()
     with contextlib.ExitStack() as stack:
 
-        def launch_one(number: int = 0, **options: Any) -> Child:
-            child = one.launch(number, **options)
+        def launch_one(number: int = 0) -> Child:
+            child = one.launch(number)
             child.sock.settimeout(PATIENCE)
             stack.callback(child.sock.close)
             return child
@@ -230,9 +230,10 @@ def test_nobody_is_killed_in_place_of_a_worker_that_is_gone(
     def shoot(*args: object) -> None:
         raise AssertionError(f"a signal was sent: {args}")
 
-    monkeypatch.setattr(os, "kill", shoot)
-    monkeypatch.setattr(signal, "pidfd_send_signal", shoot, raising=False)
-    child.kill()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "kill", shoot)
+        patch.setattr(signal, "pidfd_send_signal", shoot, raising=False)
+        child.kill()
     assert child.status(0) == -signal.SIGKILL
 
 
@@ -401,13 +402,16 @@ class TestFork:
         """Just this one."""
         return "fork"
 
-    def test_an_object_is_handed_over_as_it_is(self, launch: Callable[..., Child]) -> None:
+    def test_an_object_is_handed_over_as_it_is(self, make: Callable[..., Launcher]) -> None:
         """`local` reaches the worker without being pickled."""
         lock = threading.Lock()
-        child = launch(local={"lock": lock, "answer": 42})
+        one = make()
+        one.local = {"lock": lock, "answer": 42}
+        child = one.launch(0)
         assert ask(child, "local['answer']") == 42
         assert ask(child, "local['lock'].acquire()") is True
         assert not lock.locked()
+        child.sock.close()
 
     def test_the_trainers_handlers_stay_in_the_trainer(
         self, launch: Callable[..., Child], tmp_path: Path
@@ -492,12 +496,3 @@ for child in children:
 codes = [child.status(60) for child in children]
 print(len(seen) == len(events) == 2, all(them is ours for them in seen), caught, codes)
 """
-
-
-@pytest.mark.parametrize("method", [m for m in start_methods() if m != "fork"], indirect=True)
-def test_other_methods_take_no_objects(make: Callable[..., Launcher]) -> None:
-    """`local` is a TypeError where it would have to be pickled."""
-    one = make()
-    assert not one.takes_objects
-    with pytest.raises(TypeError, match="as it is"):
-        one.launch(0, local={})

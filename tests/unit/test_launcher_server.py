@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from conftest import RunScript
 
-    from cseq.processes.launcher import Launcher
+    from cseq.processes.launcher import Child, Launcher
 
 
 pytestmark = pytest.mark.needs("POSIX")
@@ -63,7 +63,7 @@ def kill_server() -> int:
 def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(
     served: Callable[..., Launcher], entries: Path, *, pidfds: bool
 ) -> None:
-    """Its `status` is None; `gone` says that it has ended: at once, or by its socket."""
+    """Its `status` is None; `gone` says that it has ended."""
     (entries / "no_pidfds.py").write_text(
         "import os\nfrom entries import answer\nif hasattr(os, 'pidfd_open'): del os.pidfd_open"
     )
@@ -73,10 +73,7 @@ def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(
     kill_server()
     assert child.status(0) is None
     assert not child.gone
-    if pidfds and hasattr(os, "pidfd_open"):
-        child.kill()
-    else:
-        child.sock.shutdown(socket.SHUT_WR)
+    child.kill()
     assert child.sock.recv(1) == b""
     assert child.status(PATIENCE) is None
     assert child.gone
@@ -125,46 +122,51 @@ def test_a_fork_that_fails_is_an_error(served: Callable[..., Launcher], entries:
 def test_no_server_is_started_any_more_once_it_is_cancelled(
     served: Callable[..., Launcher], entries: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not after the one that imports something is ended: `preload` returns, `launch` raises."""
+    """Not after the one that imports something is ended: `launch` raises."""
     starts: list[int] = []
-    start = server.ForkServer.start
+    spawn = server.spawn
 
-    def count(self: server.ForkServer, *args: Any) -> None:
+    def count(*args: Any) -> Child:
         starts.append(1)
-        start(self, *args)
+        return spawn(*args)
 
-    monkeypatch.setattr(server.ForkServer, "start", count)
+    monkeypatch.setattr(server, "spawn", count)
     (entries / "endless.py").write_text("import signal\nwhile True: signal.pause()")
     one = served()
-    importing = threading.Thread(target=one.preload, args=(["endless"],))
+    one.preload(["endless"])
+    raised: list[BaseException] = []
+
+    def launch() -> None:
+        with pytest.raises(InterruptedError) as caught:
+            one.launch(0)
+        raised.append(caught.value)
+
+    importing = threading.Thread(target=launch)
     importing.start()
     while not one.importing:
         importing.join(0.001)
     one.cancel()
     importing.join(PATIENCE)
-    assert not importing.is_alive()
+    assert len(raised) == 1
     with pytest.raises(InterruptedError):
         one.launch(0)
     assert len(starts) == 1
 
 
 def test_without_pidfds_workers_are_ended_and_reaped_too(
-    make: Callable[..., Launcher], entries: Path, monkeypatch: pytest.MonkeyPatch
+    served: Callable[..., Launcher], entries: Path
 ) -> None:
     """Older systems have no pidfds: `kill`, `status` and `gone` work all the same."""
     (entries / "no_pidfds.py").write_text(
         "import os\nfrom entries import answer\nif hasattr(os, 'pidfd_open'): del os.pidfd_open"
     )
-    monkeypatch.delattr(os, "pidfd_open", raising=False)
-    one = make(entry="no_pidfds:answer")
-    child = one.launch(0)
+    child = served(entry="no_pidfds:answer").launch(0)
     ask(child, "0")
     assert child.status(0.01) is None
     assert not child.gone
     child.kill()
     assert end_of(child) == -signal.SIGKILL
     child.sock.close()
-    monkeypatch.undo()
 
 
 # --- modules that are imported once for all workers ----------------------------------------------

@@ -17,7 +17,6 @@ from cseq.adapters.torch.stateful import is_stateful
 from cseq.encoding import failure
 from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.indexing.leaving import indices_of
-from cseq.processes.launcher import direct  # noqa: F401 - the first `iter` would import it, for a fork
 from cseq.stream import ItemFailure, Naming, Streams
 
 if TYPE_CHECKING:

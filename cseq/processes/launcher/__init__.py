@@ -34,7 +34,7 @@ from cseq.processes.launcher.base import (
     start_methods,
 )
 from cseq.processes.launcher.forks import close_in_forks
-from cseq.processes.launcher.processes import Child, Launcher
+from cseq.processes.launcher.processes import Child, ForkLauncher, Launcher, SpawnLauncher
 
 __all__ = [
     "SHIELDED",
@@ -77,6 +77,4 @@ def make_launcher(method: str | None = None, *, entry: str, threads: int | None 
         from cseq.processes.launcher.server import ForkServerLauncher
 
         return ForkServerLauncher(entry, threads)
-    from cseq.processes.launcher import direct  # a trainer imports one of the two modules
-
-    return (direct.SpawnLauncher if method == "spawn" else direct.ForkLauncher)(entry, threads)
+    return (SpawnLauncher if method == "spawn" else ForkLauncher)(entry, threads)

@@ -11,7 +11,6 @@ import struct
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
-from cseq._memory import Descriptor
 from cseq.memory import descriptors
 
 if TYPE_CHECKING:
@@ -67,13 +66,6 @@ def readable(fd: int, seconds: float) -> bool:
     return bool(poll.poll(max(0.0, seconds) * 1000))
 
 
-def open_pidfd(pid: int) -> Descriptor | None:
-    """Open a descriptor of a process, where the system has them."""
-    with contextlib.suppress(AttributeError, OSError):
-        return Descriptor(os.pidfd_open, pid)
-    return None
-
-
 def hung_up(sock: socket.socket) -> bool:
     """Whether a socket's other end is closed; what was not read yet is dropped."""
     try:
@@ -85,11 +77,10 @@ def hung_up(sock: socket.socket) -> bool:
     return sock.fileno() < 0
 
 
-# What trainer and fork server tell each other: what, and two values; some carry descriptors.
-RECORD = struct.Struct("=cqq")
+# What trainer and fork server tell each other: what, and a value; some carry descriptors.
+RECORD = struct.Struct("=cq")
 IMPORT = b"i"  # to the server; the length of a module's name, which follows
 FORK = b"f"  # to the server; the worker's number
-SIGNAL = b"s"  # to the server; a process number, and the signal's
 BORN = b"b"  # of a worker; its process number; carries a pidfd where there are any
 FAIL = b"e"  # of a worker; errno of the fork
 EXIT = b"x"  # of a worker; its exit code
@@ -102,31 +93,23 @@ class Received(NamedTuple):
 
     what: bytes
     value: int
-    more: int
     fds: list[int]
 
 
-def send(sock: socket.socket, what: bytes, value: int, more: int = 0, *fds: int) -> None:
+def send(sock: socket.socket, what: bytes, value: int, *fds: int) -> None:
     """Send a record; that the other end is gone is noticed by reading."""
     with contextlib.suppress(OSError):
-        socket.send_fds(sock, [RECORD.pack(what, value, more)], fds)
+        socket.send_fds(sock, [RECORD.pack(what, value)], fds)
 
 
 def receive(sock: socket.socket) -> Received | None:
-    """Receive a record; None at end of file."""
-    fds: list[int] = []
-    data = b""
+    """Receive a record, which comes in one piece; None at end of file."""
     with contextlib.suppress(ConnectionError):
-        while len(data) < RECORD.size:
-            part, new = descriptors.receive(sock, RECORD.size - len(data), 2)
-            fds += new
-            data += part
-            if not part:
-                break
-    if len(data) < RECORD.size:
-        return None
-    what, value, more = RECORD.unpack(data)
-    return Received(what, value, more, fds)
+        data, fds = descriptors.receive(sock, RECORD.size, 2)
+        if data:
+            what, value = RECORD.unpack(data)
+            return Received(what, value, fds)
+    return None
 
 
 def describe_exit(code: int | None) -> str:

@@ -15,7 +15,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from cseq import system
-from cseq._memory import fork, fork_depth
+from cseq._memory import Descriptor, fork, fork_depth
 from cseq.memory.descriptors import receive_exactly
 from cseq.processes.launcher.base import (
     BORN,
@@ -28,13 +28,11 @@ from cseq.processes.launcher.base import (
     IMPORT,
     KEPT,
     SHIELDED,
-    SIGNAL,
     THREADS,
     end_copy,
     exit_code_of,
     flush_output,
     hung_up,
-    open_pidfd,
     reading,
     receive,
     send,
@@ -54,6 +52,7 @@ def begin(start: Start) -> NoReturn:
     _empty_stdin()
     _clear_main()
     sys.argv[:] = start["argv"]
+    importlib.import_module("multiprocessing")  # before it can take this for the trainer
     sock = _own_socket(start["socket"])
     if start["role"] == "server":
         _Forker(sock, start["entry"], start["trainer"]).serve()
@@ -165,13 +164,13 @@ def _work(
     sock: socket.socket, number: int, entry: str, trainer: Identity, local: object = None
 ) -> NoReturn:
     """Run a worker's entry, and end the process; one that user code has forked off it, too."""
-    global _unknown
     depth = fork_depth()
     try:
         close_in_forks(sock)
         in_forked_children(_unshield)
-        _unknown = number, trainer, sock.fileno()
-        introduce(is_copy=True)
+        if "multiprocessing.process" in sys.modules:
+            identity = importlib.import_module("cseq.processes.launcher.identity")
+            identity.adopt(number, trainer, sock.fileno())
         set_name(f"cseq-w{number}")
         module, _, function = entry.partition(":")
         run = getattr(importlib.import_module(module), function)
@@ -183,22 +182,6 @@ def _work(
             end_copy(error)
         code = _code_after(error, sock, number)
     _leave(code, number)
-
-
-# What multiprocessing is to be told once it is there.
-_unknown: tuple[int, Identity, int] | None = None
-
-
-def introduce(*, is_copy: bool = False) -> None:
-    """Tell multiprocessing, if it is imported by now, that this worker is a process of its own.
-
-    `is_copy`: what is imported came with the fork.
-    """
-    global _unknown
-    if _unknown is not None and "multiprocessing.process" in sys.modules:
-        identity = importlib.import_module("cseq.processes.launcher.identity")
-        identity.adopt(*_unknown, is_copy=is_copy)
-        _unknown = None
 
 
 def _code_after(error: BaseException, sock: socket.socket, number: int) -> int:
@@ -276,10 +259,6 @@ class _Forker:
         record = receive(self._sock)
         if record is None:
             return False
-        if record.what == SIGNAL:
-            if record.value in self._reports:  # not reaped yet: the number is still its own
-                os.kill(record.value, record.more)
-            return True
         answers = socket.socket(fileno=record.fds[0])
         if record.what == FORK:
             self._fork(answers, record.fds[1], record.value)
@@ -312,9 +291,11 @@ class _Forker:
         So the worker itself says that it is born: the server may die before it could.
         """
         try:
-            pidfd = open_pidfd(os.getpid())
-            send(reports, BORN, os.getpid(), 0, *([] if pidfd is None else [pidfd.fd]))
-            pidfd = None
+            pidfds = []
+            with contextlib.suppress(AttributeError, OSError):  # macOS, old kernels
+                pidfds = [Descriptor(os.pidfd_open, os.getpid())]
+            send(reports, BORN, os.getpid(), *(pidfd.fd for pidfd in pidfds))
+            del pidfds
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._woken.close()

@@ -21,17 +21,15 @@ __all__ = ["adopt", "close_pools"]
 PROCESS: Any = multiprocessing.process
 
 
-def adopt(number: int, trainer: Identity, sentinel: int, *, is_copy: bool) -> None:
+def adopt(number: int, trainer: Identity, sentinel: int) -> None:
     """Tell multiprocessing, and process pools, that this is a new process.
 
-    `is_copy`: they were loaded before the fork, and may have threads and finalizers of the parent.
+    They may have threads and finalizers of the one that it was forked from.
     """
     process: Any = multiprocessing.Process(name=f"cseq-w{number}")
     process._identity = (number + 1,)  # in the trainer they are counted; each worker has begun anew
     PROCESS._current_process = process
     PROCESS._parent_process = PROCESS._ParentProcess(*trainer, sentinel)
-    if not is_copy:
-        return
     PROCESS._children = set()
     util: Any = sys.modules.get("multiprocessing.util")
     if util is not None:

@@ -10,24 +10,26 @@ import os
 import signal
 import sys
 import time
+from contextvars import Context
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from cseq import system
 from cseq._core import Lock
+from cseq._memory import fork
 from cseq.memory.descriptors import anonymous_file
-from cseq.processes.launcher.base import FOREVER, KILL, KILLED, LAST, SHIELDED, open_pidfd, readable
-from cseq.threads import Latch, tell
+from cseq.processes.launcher.base import FOREVER, KILL, KILLED, LAST, SHIELDED, flush_output
+from cseq.processes.launcher.child import begin_as_copy
+from cseq.processes.launcher.forks import handing_over, pair
+from cseq.threads import Latch, await_told, tell
 
 if TYPE_CHECKING:
     import socket
     import subprocess
     from collections.abc import Iterator, Sequence
-    from contextvars import Context
 
-    from cseq._memory import Descriptor
     from cseq.processes.launcher.base import Identity, Start
 
-PAUSE = 0.005  # seconds between two looks at a process that cannot be waited for
+PAUSE = 0.001  # seconds between two looks at a process
 
 
 class Child:
@@ -64,8 +66,6 @@ class Child:
         # The number is free once the process is reaped. A signal handler of the main thread may
         # send a signal while that thread is sending one.
         self._lock = Lock()
-        # Readable when the process has ended; unlike a number, never used again.
-        self._pidfd: Descriptor | None = open_pidfd(pid)
 
     @property
     def gone(self) -> bool:
@@ -79,15 +79,14 @@ class Child:
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process is gone; never to a later one with the same number."""
-        if os.getpid() != self._owner or self.ended.wait(0):
+        if os.getpid() != self._owner:
             return
-        pidfd = self._pidfd  # another thread may drop it meanwhile
-        if pidfd is not None:
-            with contextlib.suppress(PermissionError):  # this process has given up its rights
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(pidfd.fd, number)
-                return
-        self._send(number)
+        try:
+            with self._lock.hold():
+                if not self.ended.wait(0):
+                    self._send(number)
+        except PermissionError:  # this process has given up its rights
+            tell(logging.WARNING, "process %d gets no signal %d: no permission", self.pid, number)
 
     def status(self, timeout: float) -> int | None:
         """Wait for the process to end, and return its exit code.
@@ -101,17 +100,12 @@ class Child:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            self._await(left)
+            time.sleep(min(left, PAUSE))
         return self.code
 
     def _send(self, number: int) -> None:
-        """Send a signal without a pidfd."""
-        try:
-            with self._lock.hold():
-                if not self.ended.wait(0):
-                    os.kill(self.pid, number)
-        except PermissionError:
-            tell(logging.WARNING, "process %d gets no signal %d: no permission", self.pid, number)
+        """Send a signal; the process is not reaped."""
+        os.kill(self.pid, number)
 
     def _has_ended(self) -> bool:
         """Reap the process, if it has ended; return whether it has."""
@@ -122,21 +116,8 @@ class Child:
                     if pid == 0:
                         return False
                     self.code = os.waitstatus_to_exitcode(status)
-                self._end()
+                self.ended.set()
         return True
-
-    def _end(self) -> None:
-        """Note that it has ended."""
-        self.ended.set()
-        self._pidfd = None
-
-    def _await(self, seconds: float) -> None:
-        """Wait until the process may have ended."""
-        pidfd = self._pidfd
-        if pidfd is None:  # macOS, old kernels
-            time.sleep(min(seconds, PAUSE))
-        else:
-            readable(pidfd.fd, seconds)
 
 
 class _WindowsChild(Child):
@@ -147,10 +128,10 @@ class _WindowsChild(Child):
         self._popen = popen
         self.handle = int(cast("Any", popen)._handle)
 
-    def send_signal(self, number: int) -> None:
+    def _send(self, number: int) -> None:
         if number != KILL:
             self._popen.send_signal(number)
-        elif not self.gone:
+        elif self._popen.poll() is None:
             with contextlib.suppress(PermissionError):  # it has ended just now
                 importlib.import_module("_winapi").TerminateProcess(self.handle, KILLED)
 
@@ -158,12 +139,8 @@ class _WindowsChild(Child):
         with self._lock.hold():
             self.code = self._popen.poll()
             if self.code is not None:
-                self._end()
+                self.ended.set()
         return self.ended.wait(0)
-
-    def _await(self, seconds: float) -> None:
-        with contextlib.suppress(_subprocess().TimeoutExpired):
-            self._popen.wait(seconds)
 
 
 class Launcher:
@@ -181,17 +158,27 @@ class Launcher:
     method : str
         Its name.
     takes_objects : bool
-        Whether workers inherit objects, and context variables.
+        Whether workers inherit objects: then they are called as ``entry(sock, local)``.
+    local : object
+        What they inherit.
+    context : Context
+        The context variables that they have then.
+    importing : str
+        The module that is being imported for all workers now; "" if none is.
     """
 
     method = ""
     takes_objects = False
+    local: object = None
+    importing = ""
 
     def __init__(self, entry: str, threads: int | None) -> None:
         self._entry = entry
         self._threads = threads
         self._owner = os.getpid()
         self._children: set[Child] = set()
+        self._cancelled = False
+        self.context = Context()
 
     def prepare(self, preload: Sequence[str] | Literal[False] | None = None) -> None:
         """Begin to start what `launch` needs (a fork server), without waiting for it.
@@ -200,32 +187,24 @@ class Launcher:
         """
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
-        """Import modules once for all workers that are launched later.
+        """Have `launch` import modules once for all workers, before the next of them.
 
         Only a fork server does so; other workers import by themselves. If one of these modules must
         not be imported before a fork, ends the server, or takes longer than `seconds`, the workers
         import all of them, and the log names it. If one of `prepare` does, that is a ValueError.
         """
 
-    @property
-    def importing(self) -> str:
-        """The module that is being imported for all workers now; "" if none is."""
-        return ""
-
     def cancel(self) -> None:
-        """Interrupt `preload`; no worker is launched any more."""
+        """Interrupt `launch`; no worker is launched any more."""
+        self._cancelled = True
 
-    def launch(self, number: int, *, local: object = None, context: Context | None = None) -> Child:
+    def launch(self, number: int) -> Child:
         """Start a worker process, which calls ``entry(sock)``.
 
         Parameters
         ----------
         number : int
             The worker's number, for its name in the system's process list.
-        local : object
-            Where `takes_objects` is True: inherited by the worker, ``entry(sock, local)``.
-        context : Context, optional
-            Where `takes_objects` is True: the context variables that the worker has.
 
         Raises
         ------
@@ -233,26 +212,24 @@ class Launcher:
             When the process cannot be started, not in time (TimeoutError), or not any more, after
             `cancel` (InterruptedError).
         """
-        if local is not None and not self.takes_objects:
-            raise TypeError(f"start method {self.method!r} cannot give a worker an object as it is")
-        self._check_owner()
-        return self._launch(number, local, context)
+        self._check()
+        self._children -= {other for other in set(self._children) if other.ended.wait(0)}
+        child = self._launch(number)
+        self._children.add(child)
+        return child
 
-    def _launch(self, number: int, local: object, context: Context | None) -> Child:
+    def _launch(self, number: int) -> Child:
         raise NotImplementedError
 
-    def _check_owner(self) -> None:
-        """Refuse to work in a process that the user forked."""
+    def _check(self) -> None:
+        """Refuse to work after `cancel`, and in a process that the user forked."""
+        if self._cancelled:
+            raise InterruptedError("no worker processes: they are being ended")
         if os.getpid() != self._owner:
             raise OSError(
                 f"this launcher belongs to process {self._owner}, and this one, {os.getpid()}, was "
                 "forked from it; make and start a manager here"
             )
-
-    def _add(self, child: Child) -> None:
-        """Add a child, which `close` will end, and drop those that are known to have ended."""
-        self._children -= {other for other in set(self._children) if other.ended.wait(0)}
-        self._children.add(child)
 
     def close(self, deadline: float) -> bool:
         """End all processes that were started here: workers that are left are killed.
@@ -285,15 +262,23 @@ class Launcher:
         return True
 
 
-def _subprocess() -> Any:
-    """Import subprocess, which forked workers do not need."""
-    return importlib.import_module("subprocess")
-
-
-# Signals wait until the new process is ready to ignore them, and until this one has recorded it.
 @contextlib.contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Block the signals that are meant for the trainer, in this thread and what it starts."""
+def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Give this process's socket, and one for a process that is started meanwhile.
+
+    Signals for the trainer are blocked in this thread and what it starts: they wait until the new
+    process is ready to ignore them.
+    """
+    ours, theirs = pair()
+    with contextlib.ExitStack() as undo:
+        undo.callback(ours.close)
+        with theirs, _signals_blocked():
+            yield ours, theirs
+        undo.pop_all()
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -321,44 +306,40 @@ begin(start)
 """
 
 
-def spawn(
-    ours: socket.socket,
-    theirs: socket.socket,
-    start: Start,
-    title: str,
-    threads: int | None = None,
-) -> Child:
-    """Start a new interpreter that runs `begin(start)` with the socket `theirs`.
+def spawn(start: Start, title: str, threads: int | None) -> Child:
+    """Start a new interpreter that runs `begin(start)`.
 
     Its libraries, and its children's, compute with `threads` threads.
     """
     executable, environment = _executable()
     environment |= system.thread_variables(threads, environment)
-    subprocess = _subprocess()
+    subprocess = importlib.import_module("subprocess")  # which forked workers do not need
     flags = subprocess._args_from_interpreter_flags()  # -X, -W, -O …, as multiprocessing has it
     command = [executable, *flags, "-c", _BOOTSTRAP, title]
-    if os.name == "nt":
-        # pythonw has no streams: subprocess would give pipes that are not read.
-        lacking = [name for name in ("stdout", "stderr") if getattr(sys, f"__{name}__") is None]
-        popen = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            creationflags=subprocess.CREATE_NEW_PROCESS_GROUP,  # no Ctrl-C
-            **dict.fromkeys(lacking, subprocess.DEVNULL),
-        )
-        with contextlib.suppress(OSError), popen.stdin as pipe:
-            # If it is dead already, its socket is at end of file.
-            own = cast("Any", theirs).share(popen.pid)
-            pipe.write(marshal.dumps(start | {"socket": own}))
-        return _WindowsChild(ours, popen)
-    # No pipe of `Popen`: its ends may get the numbers of closed standard streams.
-    given, _ = anonymous_file("cseq-start")
-    os.write(given.fd, marshal.dumps(start | {"socket": theirs.fileno()}))
-    os.lseek(given.fd, 0, os.SEEK_SET)
-    popen = subprocess.Popen(command, env=environment, stdin=given.fd, pass_fds=[theirs.fileno()])
-    popen.returncode = 0  # `Child` waits for it
-    return Child(ours, popen.pid)
+    with connected() as (ours, theirs):
+        if os.name == "nt":
+            # pythonw has no streams: subprocess would give pipes that are not read.
+            lacking = [name for name in ("stdout", "stderr") if getattr(sys, f"__{name}__") is None]
+            popen = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                creationflags=subprocess.CREATE_NEW_PROCESS_GROUP,  # no Ctrl-C
+                **dict.fromkeys(lacking, subprocess.DEVNULL),
+            )
+            with contextlib.suppress(OSError), popen.stdin as pipe:
+                # If it is dead already, its socket is at end of file.
+                own = cast("Any", theirs).share(popen.pid)
+                pipe.write(marshal.dumps(start | {"socket": own}))
+            return _WindowsChild(ours, popen)
+        # No pipe of `Popen`: its ends may get the numbers of closed standard streams.
+        given, _ = anonymous_file("cseq-start")
+        fd = theirs.fileno()
+        os.write(given.fd, marshal.dumps(start | {"socket": fd}))
+        os.lseek(given.fd, 0, os.SEEK_SET)
+        popen = subprocess.Popen(command, env=environment, stdin=given.fd, pass_fds=[fd])
+        popen.returncode = 0  # `Child` waits for it
+        return Child(ours, popen.pid)
 
 
 def trainer_identity() -> Identity:
@@ -402,3 +383,33 @@ def _executable() -> tuple[str, dict[str, str]]:
         # A virtual environment's python.exe starts another process; this is what it would do.
         return base, {**os.environ, "__PYVENV_LAUNCHER__": executable}
     return executable, dict(os.environ)
+
+
+class SpawnLauncher(Launcher):
+    """Every worker is a new interpreter."""
+
+    method = "spawn"
+
+    def _launch(self, number: int) -> Child:
+        start = describe_start("worker", self._entry, number=number)
+        return spawn(start, f"cseq-w{number}", self._threads)
+
+
+class ForkLauncher(Launcher):
+    """Every worker is a copy of the trainer."""
+
+    method = "fork"
+    takes_objects = True
+
+    def _launch(self, number: int) -> Child:
+        flush_output()
+        await_told(time.monotonic() + LAST)  # the thread has locks of the standard streams
+        if self._threads is not None:
+            system.find_openblas()
+        setting = number, self._entry, self.local, self._threads, trainer_identity()
+        with connected() as (ours, theirs), handing_over(theirs):
+            pid = fork()
+            if pid == 0:
+                self.context.run(begin_as_copy, theirs, *setting)
+            theirs.close()
+            return Child(ours, pid)

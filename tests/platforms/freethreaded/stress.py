@@ -412,7 +412,7 @@ def deaths(scale: int) -> None:
         def kill(owner: int) -> None:
             for _ in range(2):
                 await_ready(lambda: supervisor.is_ready(owner))
-                supervisor.kill(owner)
+                supervisor.processes[owner - 1].kill()
 
         iterator = iter(manager)
         taken: list[float] = []

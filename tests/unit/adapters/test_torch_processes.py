@@ -15,7 +15,7 @@ from kinds import QUICKEST  # noqa: E402
 from torch_data import Plain  # noqa: E402
 
 import cseq  # noqa: E402
-from cseq.processes.launcher import direct  # noqa: E402
+from cseq.processes.launcher import processes  # noqa: E402
 from cseq.processes.launcher.base import KILLED  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # few processors
@@ -26,13 +26,13 @@ SLOW = 0.3  # seconds that each start takes here
 @pytest.fixture
 def _started_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have spawned workers started later than the iterator is there, on any machine."""
-    start: Any = direct.SpawnLauncher._start
+    start: Any = processes.SpawnLauncher._launch
 
     def start_late(*args: Any) -> Any:
         time.sleep(SLOW)
         return start(*args)
 
-    monkeypatch.setattr(direct.SpawnLauncher, "_start", start_late)
+    monkeypatch.setattr(processes.SpawnLauncher, "_launch", start_late)
 
 
 def spawned(count: int = 2) -> Any:

@@ -14,7 +14,7 @@ from counting import (
     streams,
 )
 
-from cseq.processes.launcher import direct
+from cseq.processes.launcher import processes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,7 +66,7 @@ def test_keys_that_raise_before_workers_are_started() -> None:
 @pytest.mark.parametrize("launch", ["now", "begin"])
 def test_a_fork_that_fails(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call that starts the workers raises it, also if the first of them was forked."""
-    fork, forked = direct.fork, []
+    fork, forked = processes.fork, []
 
     def full() -> Any:
         if forked:
@@ -74,7 +74,7 @@ def test_a_fork_that_fails(launch: str, monkeypatch: pytest.MonkeyPatch) -> None
         forked.append(True)
         return fork()
 
-    monkeypatch.setattr(direct, "fork", full)
+    monkeypatch.setattr(processes, "fork", full)
     with (
         pytest.raises(OSError, match="full"),
         streams(Level, start_method="fork", launch=launch) as s,
