@@ -35,6 +35,7 @@ AHEAD = (
 )
 PATIENCE = 3  # windows in a row that show too many workers, before there are fewer
 OTHER = 1.5  # times the ratio of the two sides' times, from which old experience is none
+MANY = 1 << 30
 
 
 class Decision(NamedTuple):
@@ -42,25 +43,6 @@ class Decision(NamedTuple):
 
     size: Size
     why: str
-
-
-class _Trial(NamedTuple):
-    """A change: what there was before, its rate, and what that needed."""
-
-    size: Size
-    rate: float
-    ratio: float
-
-
-class _Bound(NamedTuple):
-    """A number that there is to be at most, or at least, and the ratio at that time."""
-
-    number: int
-    ratio: float
-
-    def holds(self, ratio: float) -> bool:
-        """Whether the two sides take times as they did."""
-        return ratio / OTHER <= self.ratio <= ratio * OTHER
 
 
 class Tuner:
@@ -75,73 +57,75 @@ class Tuner:
     ----------
     auto : (bool, bool)
         Whether `num_workers` and `buffer` may change.
+
+    Attributes
+    ----------
+    span : float
+        Seconds that the next window is to have, at least.
     """
 
     def __init__(self, auto: tuple[bool, bool]) -> None:
         self._auto = auto
-        self._span = SHORT
+        self.span = SHORT
         self._changes = self._idle = 0
-        self._trial: _Trial | None = None
-        self._enough: _Bound | None = None  # more workers were of no use
-        self._ahead: _Bound | None = None  # nor a larger buffer
-        self._least: _Bound | None = None  # fewer were too few
+        self._trial: tuple[Size, float] | None = None  # before the last change: the size, the rate
+        self._forget(0.0)
 
-    @property
-    def span(self) -> float:
-        """Seconds that the next window is to have, at least."""
-        return self._span
+    def _forget(self, ratio: float) -> None:
+        """Have no experience with batches and steps whose times have this ratio."""
+        self._ratio = ratio
+        self._least = 1  # fewer workers were too few
+        self._enough = Size(MANY, MANY)  # more workers, or a larger buffer, were of no use
 
     def is_enough(self, window: Window) -> bool:
         """Tell whether a window says something."""
         batches = max(ENOUGH_BATCHES, EACH * window.workers)
-        return window.elapsed >= self._span and window.batches >= batches
+        return window.elapsed >= self.span and window.batches >= batches
 
     def look(self, window: Window, size: Size, most: Size) -> Decision | None:
         """Return what to change `size` to, at most to `most`; None: nothing.
 
         `window` begins after the last change, when all workers were there.
         """
-        ratio = window.index / window.step if window.step > 0 else 1e9
-        decision = self._judge(window, size, ratio) or self._next(window, size, most, ratio)
+        decision = self._judge(window, size) or self._next(window, size, most)
         if decision is None:
-            self._span = min(2 * self._span, LONG)
+            self.span = min(2 * self.span, LONG)
             return None
         self._idle = 0
         self._changes += 1
-        self._span = min(SHORT * 2 ** max(0, self._changes - QUICK), LONG)
+        self.span = min(SHORT * 2 ** max(0, self._changes - QUICK), LONG)
         return decision
 
-    def _judge(self, v: Window, size: Size, ratio: float) -> Decision | None:
-        """Learn from the last change of the workers, and take it back if it did harm."""
+    def _judge(self, v: Window, size: Size) -> Decision | None:
+        """Learn from the last change, and take one of the workers back if it did harm."""
+        ratio = v.index / v.step if v.step > 0 else 1e9
         trial, self._trial = self._trial, None
         if trial is None:
+            if not self._ratio / OTHER <= ratio <= self._ratio * OTHER:
+                self._forget(ratio)
             return None
-        workers, rate, waits = trial.size.num_workers, v.batches / v.elapsed, v.w >= LITTLE
-        is_worse, is_better = waits and rate < trial.rate * WORSE, rate >= trial.rate * BETTER
-        if size.num_workers == workers:
+        (workers, _), before = trial
+        now, rate, waits = size.num_workers, v.batches / v.elapsed, v.w >= LITTLE
+        is_worse, is_better = waits and rate < before * WORSE, rate >= before * BETTER
+        if now == workers:
             if waits and not is_better:
-                self._ahead = _Bound(size.buffer, ratio)
+                self._enough = self._enough._replace(buffer=size.buffer)
             return None
-        here, there = _Bound(size.num_workers, ratio), _Bound(workers, trial.ratio)
-        if size.num_workers > workers:
-            if is_worse:
-                self._enough = there
-            elif waits and not is_better:
-                self._enough = here
-            else:
-                self._least = _Bound(workers + 1, ratio)
-        elif is_worse:
-            self._least = there
+        if now > workers and not is_worse and (is_better or not waits):
+            self._least = workers + 1
+        elif now < workers and is_worse:
+            self._least = workers
         elif waits:
-            self._enough = here
+            self._enough = self._enough._replace(num_workers=workers if is_worse else now)
         if not is_worse:
+            self._ratio = ratio  # which the change itself may have made another
             return None
         return Decision(
             size._replace(num_workers=workers),
-            f"{trial.rate:.3g} batches a second with {workers}, {rate:.3g} with {size.num_workers}",
+            f"{before:.3g} batches a second with {workers}, {rate:.3g} with {now}",
         )
 
-    def _next(self, v: Window, size: Size, most: Size, ratio: float) -> Decision | None:
+    def _next(self, v: Window, size: Size, most: Size) -> Decision | None:
         """Return what the advice names, within bounds."""
         advice = advise(v)
         named, why = advice.change, advice.sentence
@@ -151,28 +135,18 @@ class Tuner:
             self._idle = self._idle + 1 if advice.cause == "loop" and v.spare else 0
             if self._idle >= PATIENCE and not named:
                 workers = v.fewest
-            workers = self._bounded(workers, size.num_workers, most.num_workers, ratio)
+            highest = max(size.num_workers, min(most.num_workers, self._enough.num_workers))
+            lowest = min(size.num_workers, self._least)
+            workers = min(max(workers, lowest), highest)
         if self._auto[1]:
-            limit = most.buffer
-            if self._ahead is not None and self._ahead.holds(ratio):
-                limit = min(limit, max(self._ahead.number, AHEAD * workers))
             more = AHEAD * workers if workers > size.num_workers else 2 * workers
             buffer = named.get("buffer", max(buffer, more))
-            buffer = max(size.buffer, min(buffer, limit))
+            limit = max(self._enough.buffer, AHEAD * workers)
+            buffer = max(size.buffer, min(buffer, most.buffer, limit))
         if (workers, buffer) == size:
             return None
-        self._trial = _Trial(size, v.batches / v.elapsed, ratio)
+        self._trial = size, v.batches / v.elapsed
         return Decision(Size(workers, buffer), why)
-
-    def _bounded(self, workers: int, now: int, most: int, ratio: float) -> int:
-        """Return as many of them as there may be, and as experience says."""
-        if workers > now:
-            if self._enough is not None and self._enough.holds(ratio):
-                most = min(most, self._enough.number)
-            return max(now, min(workers, most))
-        if workers < now and self._least is not None and self._least.holds(ratio):
-            return min(now, max(workers, self._least.number))
-        return workers
 
 
 def log_change(before: Size, after: Size, why: str) -> None:
