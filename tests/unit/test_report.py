@@ -162,6 +162,25 @@ def test_no_half_of_a_page(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["folder"]
 
 
+@pytest.mark.needs("fork")  # limits of the size of files are there where forks are
+def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    """Where there is no room for it in the middle, what was there is whole; no part is left."""
+    import resource
+
+    manager, path = ran(), tmp_path / "loader.html"
+    manager.report(path)
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"loader\.html'$"):
+            manager.report(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["loader.html"]
+
+
 @pytest.mark.parametrize("workers", [1, 2, 16, 17, 200])
 @pytest.mark.parametrize("rows", [4, 60, 512])
 def test_figures_over_time(workers: int, rows: int) -> None:
