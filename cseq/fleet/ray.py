@@ -24,7 +24,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
 
     from cseq.arguments import Job
     from cseq.fleet.wire import Message
-    from cseq.measure.stats import Stats
 
 __all__ = ["FleetPool", "RayFleet"]
 
@@ -431,6 +429,7 @@ class Caller:
 class FleetPool(ThreadPool):
     """Threads, each of which asks an agent for a batch, and hands it over."""
 
+    of = "RaySequence"
     _own: RayFleet | None = None  # where none was given
 
     def __init__(self, job: Job) -> None:
@@ -469,10 +468,6 @@ class FleetPool(ThreadPool):
         """Have an error raised in the loop that no other agent can make good."""
         self._group.fail(error)
         return error
-
-    def stats(self) -> Stats:
-        """Return counts and times."""
-        return replace(super().stats(), agents=self.num_workers)
 
     def close(self) -> None:
         """End the threads, and the agents of a fleet that was not given."""

@@ -68,8 +68,6 @@ class Window:
         Parts of the waiting: while most other batches are ready; for the first batches of epochs.
     converting : float
         Part of the time that converters worked.
-    agents : int
-        Worker processes of a fleet; `workers` are then the threads that ask them.
     dry : float or None
         Part of the waits after which the GPU had nothing left to do; None: CUDA was not in use.
     slowest : str
@@ -98,7 +96,6 @@ class Window:
     converters: int = 0
     converting: float = 0.0
     copies: int = 0
-    agents: int = 0
     dry: float | None = None
     slowest: str = ""
 
@@ -142,9 +139,7 @@ class Window:
     @property
     def spare(self) -> bool:
         """Whether far fewer workers would be enough."""
-        return (
-            self.w < LITTLE and self.busy < 0.4 and self.fewest < self.workers and not self.agents
-        )
+        return self.w < LITTLE and self.busy < 0.4 and self.fewest < self.workers
 
     @property
     def room(self) -> int:
@@ -250,9 +245,7 @@ def _waits(v: Window) -> str:
     if v.batches < ENOUGH_BATCHES or v.elapsed <= 0:
         return ""
     said = f"the loop waits {v.w:.0%} of the time"
-    if v.agents:
-        said += f"; the loop needs {duration(v.step)} per batch"
-    elif v.index:
+    if v.index:
         maker = "a worker needs" if v.workers else "the indexer needs"
         said += f"; {maker} {duration(v.index)} per batch, the loop {duration(v.step)}"
     if v.dry is not None:
@@ -328,13 +321,6 @@ def _loop(v: Window) -> Said:
     if v.spare:
         seen += f"; {_count(v.fewest, 'worker')} would be enough, not {v.workers}"
     return Said(seen)
-
-
-def _fleet(v: Window) -> Said:
-    more = math.ceil(v.agents / (1 - min(v.w, 0.75)))
-    rate = f"{v.batches / v.elapsed:.3g} batches a second"
-    seen = f"{_count(v.agents, 'worker')} of a fleet made {rate}"
-    return Said(seen, f"a fleet of {_count(more, 'worker')}")
 
 
 def _converters(v: Window) -> Said:
@@ -423,7 +409,6 @@ RULES = (
         lambda v: v.w < LITTLE or _is_fed(v) or v.waited < HANDOVER * v.batches,
         _loop,
     ),
-    Rule("fleet", lambda v: v.agents > 0, _fleet),
     Rule("converters", lambda v: v.converters > 0 and v.converting >= BUSY > v.busy, _converters),
     Rule("memory", lambda v: v.copies >= LITTLE * v.batches and v.copies > 0, _memory),
     Rule(

@@ -107,10 +107,9 @@ class Stats:
     start_waited : float
         Seconds that the loop waited for its first batch: start, imports, constructors.
     num_workers, num_converters : int
+        Of a fleet, each worker is a thread here that asks one there.
     buffer : int
         Batches ahead of the loop, at most; 0 of streams.
-    agents : int
-        Of a fleet: its worker processes; as many threads, `num_workers`, ask them.
     gpu_waits, gpu_dry : int
         Times that the loop had to wait for a batch while its thread used CUDA; after which the GPU
         had nothing left to do.
@@ -130,7 +129,6 @@ class Stats:
     num_workers: int = 0
     num_converters: int = 0
     buffer: int = 0
-    agents: int = 0
     gpu_waits: int = 0
     gpu_dry: int = 0
     threads: bool = field(default=False, repr=False)  # that share a GIL with the loop
@@ -342,7 +340,6 @@ class Stats:
             converters=self.num_converters,
             converting=1 - self._waiting(meters.busy[self._converters], self.num_converters),
             copies=self.copies,
-            agents=self.agents,
             dry=self.gpu_dry / self.gpu_waits if self.gpu_waits else None,
             slowest=""
             if slowest is None

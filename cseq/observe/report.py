@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cseq.manager import Run
-    from cseq.measure.stats import SlowBatch, Stats
+    from cseq.measure.stats import Stats
     from cseq.sequence import MSequence
 
-__all__ = ["Part", "Recorder", "in_notebook", "of_loader", "of_manager", "page", "write"]
+__all__ = ["Part", "Recorder", "in_notebook", "of_manager", "page", "write"]
 
 INTERVALS = 120  # in which a run is drawn over time
 LEAST_POINTS = 4  # of a history, for figures over time
@@ -80,14 +80,14 @@ class Part(NamedTuple):
     facts : str
         A line about it.
     stats : Stats
-    slowest : sequence of (SlowBatch, str)
-        With what is known of each, as HTML: the line that makes it again.
+    has_remake : bool
+        A line makes any of its batches again.
     """
 
     name: str
     facts: str
     stats: Stats
-    slowest: Sequence[tuple[SlowBatch, str]]
+    has_remake: bool = False
 
 
 def write(path: str | os.PathLike[str], parts: Sequence[Part], title: str | None = None) -> None:
@@ -117,33 +117,19 @@ def write(path: str | os.PathLike[str], parts: Sequence[Part], title: str | None
 
 def of_manager(manager: MSequence) -> Part:
     """Look at a manager."""
-    stats = manager.stats()
-    name, *facts = repr(manager).removesuffix(")").split("(", 1)
-    slowest = [(slow, _remake(slow)) for slow in stats.slowest[:SLOWEST]]
-    return Part(name, "".join(facts), stats, slowest)
-
-
-def _remake(slow: SlowBatch) -> str:
-    """Write the line that makes a batch again."""
-    return f"<code>manager.remake({slow.epoch}, {slow.batch})</code>"
-
-
-def of_loader(name: str, facts: str, stats: Stats) -> Part:
-    """Look at a loader of torch's interface, whose batches nothing makes once more."""
-    return Part(name, facts, stats, [(slow, "") for slow in stats.slowest[:SLOWEST]])
+    name, _, facts = repr(manager).removesuffix(")").partition("(")
+    return Part(name, facts, manager.stats(), has_remake=True)
 
 
 def of_run(run: Run[Any]) -> Part:
     """Look at what runs, whatever it belongs to."""
     pool, stats = run.pool, run.pool.stats()
     if not isinstance(pool, BatchPool):
-        return of_loader("DataLoader" if run.about else "Streams", run.about, stats)
+        return Part("DataLoader" if run.about else "Streams", run.about, stats)
     sampler = pool.sampler
     facts = f"samples={sampler.dset_size:,}, batches={sampler.length:,}, "
     facts += f"batch_size={sampler.batch_size:,}, workers={stats.num_workers}, seed={sampler.seed}"
-    kind = "MTSequence" if pool.lanes.kind == "thread" else "MPSequence"
-    slowest = [(slow, _remake(slow)) for slow in stats.slowest[:SLOWEST]]
-    return Part("RaySequence" if stats.agents else kind, facts, stats, slowest)
+    return Part(pool.of, facts, stats, has_remake=True)
 
 
 class Recorder:
@@ -213,15 +199,16 @@ def section(part: Part) -> str:
         f'<figcaption class="about">{caption}</figcaption></figure>'
         for heading, chart, caption in drawn(stats)
     )
-    rows = (
-        (f"{slow.epoch} / {slow.batch}", duration(slow.seconds), slow.worker, about)
-        for slow, about in part.slowest
-    )
+    rows = [
+        (f"{epoch} / {batch}", duration(seconds), worker)
+        + (f"<code>manager.remake({epoch}, {batch})</code>",) * part.has_remake
+        for epoch, batch, seconds, worker in stats.slowest[:SLOWEST]
+    ]
     slowest = _table(rows, ("slowest: epoch / batch", "took", "worker", ""))
     return (
         f'<h2>{escape(part.name)}</h2><p class="about">{escape(part.facts)}</p>'
         f'{verdict(stats)}{tiles(stats)}<div class="grid">{figures}</div>'
-        f"{slowest if part.slowest else ''}{_details(stats)}"
+        f"{slowest if rows else ''}{_details(stats)}"
     )
 
 

@@ -305,6 +305,8 @@ class Pool:
 class BatchPool(Pool):
     """A pool of `MSequence`: one ring, for batches of samples in an order."""
 
+    of = "MPSequence"  # as a report names what has it
+
     def __init__(self, job: Job, ring: Ring, batch_reader: BatchReader, **options: Any) -> None:
         super().__init__(
             [ring],

@@ -169,6 +169,8 @@ def _file_for(size: int, name: str) -> Descriptor | None:
 class ThreadPool(BatchPool):
     """Indexers in threads, batches handed over as objects."""
 
+    of = "MTSequence"
+
     def __init__(self, job: Job) -> None:
         runners = job.num_workers + job.num_converters
         words = job.sampler.words

@@ -56,7 +56,7 @@ def test_a_sequence_has_a_fleet_of_its_own():
     with manager.start() as batches:
         got = list(batches)
         stats = batches.stats()
-        assert (stats.agents, stats.batches) == (2, BATCHES)
+        assert (stats.num_workers, stats.batches) == (2, BATCHES)
     assert_is_test_mode(got)
     assert ray.is_initialized()
     manager.start()

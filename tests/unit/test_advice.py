@@ -38,7 +38,6 @@ CASES = {
         {"dry": 0.02, "busy": 0.3},
         {"batches": 10**6},
     ],
-    "fleet": [{"agents": 3, "workers": 6, "busy": 0.1, "cpu": None}],
     "converters": [{"converters": 2, "converting": 0.95, "busy": 0.3}],
     "memory": [{"copies": 200}],
     "epochs": [{"busy": 0.6, "early": 0.8}, {"busy": 0.6, "early": 0.8, "behind": 0.8}],
@@ -181,18 +180,6 @@ def test_a_loop_that_makes_its_batches_itself() -> None:
     burns = advise(replace(reads, cpu=0.9))  # 3 have a core each
     assert burns.change == {"num_workers": 3}
     assert math.isclose(burns.gain, 3.6)
-
-
-def test_what_a_fleet_needs() -> None:
-    """Agents, in proportion to what the loop could take; its workers are not the manager's."""
-    slow = replace(PLAIN, agents=3, workers=6)
-    assert str(advise(slow)) == (
-        "fleet: the loop waits 50% of the time; the loop needs 5 ms per batch; 3 workers of a "
-        "fleet made 100 batches a second → a fleet of 6 workers: at most 2.0 times as fast."
-    )
-    idle = advise(replace(slow, waited=0.1, busy=0.1))
-    assert (idle.cause, idle.change) == ("loop", {})
-    assert "enough" not in idle.sentence
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> 
 def test_figures_over_time(workers: int, rows: int) -> None:
     """All six, of 150 kB at most; of more than 16 workers, those that differ most."""
     stats = with_history(rows, workers)
-    text = report.page([report.Part("a run", "", stats, [])])
+    text = report.page([report.Part("a run", "", stats)])
     page = Parsed(text)
     assert [each for each in page.headings if each in FIGURES] == FIGURES
     assert len(text) < 150_000

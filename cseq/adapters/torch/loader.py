@@ -254,7 +254,7 @@ class DataLoader(Torchs[T_co]):
         stats = self.stats()
         facts = f"{type(self.dataset).__name__}, batch_size={self.batch_size}, "
         facts += f"num_workers={self.num_workers}"
-        part = reporting().of_loader(type(self).__name__, facts, stats)
+        part = reporting().Part(type(self).__name__, facts, stats)
         reporting().write(path, [part], title)
 
     def state_dict(self) -> dict[str, Any]:
