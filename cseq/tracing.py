@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from cseq._core import Ring
     from cseq.measure.lanes import Lanes
 
 __all__ = ["Trace", "full", "record_as_told", "trace", "whole"]
@@ -66,8 +65,8 @@ def trace(path: str | os.PathLike[str], *, tickets: int = TICKETS) -> Trace:
         where there is one process).
     tickets : int
         How many batches are kept, the newest ones; 72 bytes of memory for each. Of spans and
-        counts, the first 262 144 of each process are kept, with 64 bytes each. What was dropped is
-        written into the file, and logged.
+        counts, the first 262 144 of each process are kept, with 64 bytes each. The log says what
+        was dropped.
 
     Returns
     -------
@@ -111,8 +110,6 @@ class Trace:
         self.path = name
         self._rank = rank
         self._tickets = count("tickets", tickets, most=MOST_TICKETS)
-        self._lanes: list[Lanes] = []
-        self._rings: list[Ring] = []  # of these
 
     def begin(self) -> None:
         """Begin to record; see `trace` for what is raised."""
@@ -127,16 +124,13 @@ class Trace:
                 )
             self.path = path
             self._pid, self._thread = os.getpid(), threading.get_native_id()
-            self._number, self._begun = next(_numbers), now_ns()
+            self._begun = now_ns()
             self._file = lanes.marks_file()
             _core.attach_marks(self._file.fd)
             _core.begin_log(self._tickets)
-            _core.trace_here(self._number)
             _present = self
-            lanes.on_new.append(self.watch)
             try:
-                for each in sorted(lanes.alive, key=lambda pool: pool.number):
-                    self.watch(each)
+                self._lanes = lanes.record(next(_numbers))
             except BaseException:
                 self._stop()
                 raise
@@ -144,14 +138,6 @@ class Trace:
     def __enter__(self) -> Self:
         self.begin()
         return self
-
-    def watch(self, pool: Lanes) -> None:
-        """Record a pool, too."""
-        if pool not in self._lanes:
-            self._lanes.append(pool)
-            self._rings += pool.rings
-        for ring in pool.rings:
-            _core.trace_workers(ring, self._number)
 
     def __exit__(
         self,
@@ -183,10 +169,7 @@ class Trace:
     def _stop(self) -> None:
         """Record no more; `_guard` is held."""
         global _present
-        lanes.on_new.remove(self.watch)
-        _core.trace_here(0)
-        while self._rings:
-            _core.trace_workers(self._rings.pop(), 0)
+        lanes.record(0)
         self._taken, self._ever = _core.end_log()
         self._ended = now_ns()
         said = self._file.take()
@@ -246,10 +229,9 @@ class Writing:
     def __init__(self, trace: Trace) -> None:
         self._of, self._pid = trace, trace._pid
         self._pools = {pool.number: pool for pool in trace._lanes}
-        self._names = {trace._thread: "main"}  # of rows, of which some are used
+        self._names = {trace._thread: "main"}  # of rows
         self._runners: dict[tuple[int, int], int] = {}  # of a pool, an owner: its row
         self._rows: dict[int, int] = {}  # of a process, or a thread: that of the runner that it is
-        self._used: dict[int, None] = {}
         for pool in trace._lanes:
             for event in pool.events:
                 if event.what == "start":
@@ -257,7 +239,6 @@ class Writing:
         shift = min((abs(b - a), t - (a + b) // 2) for a, t, b in _clocks())[1]
         self._base = (trace._begun + shift) // QUARTER * QUARTER
         self._shift = shift - self._base
-        self._dropped: list[str] = []
 
     def file(self) -> Iterator[str]:
         """Make the whole text."""
@@ -270,17 +251,16 @@ class Writing:
         yield json.dumps(head)[:-1] + ', "traceEvents": [\n'
         for text in self._events():
             yield text + ",\n"
-        other = {"cseq": _version(), "tickets": len(self._of._taken)}
-        if self._dropped:
-            other["dropped"] = text = ", ".join(self._dropped)
+        count = len(self._of._taken)
+        other = {"cseq": _version(), "tickets": count}
+        if self._of._ever > count:
+            other["dropped"] = text = f"the first {self._of._ever - count} tickets"
             log.warning("the trace %s does not have all; dropped: %s", self._of.path, text)
         last = self._event("i", "end", self._of._ended, SUPERVISOR, s="t")
         yield last + '\n], "otherData": ' + json.dumps(other) + "}\n"
 
     def _events(self) -> Iterator[str]:
         taken = self._of._taken
-        if self._of._ever > len(taken):
-            self._dropped.append(f"the first {self._of._ever - len(taken)} tickets")
         taken = taken[np.isin(taken["feed"], list(self._pools))]
         for thread in np.unique(taken["thread"]):
             yield from self._loop(taken[taken["thread"] == thread], int(thread))
@@ -344,17 +324,13 @@ class Writing:
         marks = marks[np.argsort(marks["begin"], kind="stable")]
         marks = marks[np.searchsorted(marks["begin"], self._of._begun) :]
         sums: dict[bytes, float] = defaultdict(float)
-        for begin, value, _, thread, kind, name in marks.tolist():
+        for begin, value, thread, kind, name in marks.tolist():
             row, text = self._rows.get(thread, thread), name.decode("utf-8", "ignore")
             if kind == _core.COUNT:
                 sums[name] += value
                 yield self._event("C", text, begin, row, args={"sum": sums[name]})
             else:
                 yield self._slice(text, begin, begin + int(value), row)
-        for pid, number in zip(*np.unique(marks["pid"], return_counts=True), strict=True):
-            if number >= _core.MARKS:
-                who = self._names.get(self._rows.get(pid, 0), "the trainer")
-                self._dropped.append(f"spans of {who} after the first {number}")
 
     # -- rows
 
@@ -373,8 +349,7 @@ class Writing:
     def _headings(self) -> Iterator[str]:
         """Name the process and its rows."""
         first, program = self._of._begun, os.path.basename(sys.argv[0] or "python")
-        for row in [row for row in self._used if row in self._names]:
-            name = self._names[row]
+        for row, name in self._names.items():
             yield self._event("M", "thread_name", first, row, args={"name": name})
             if name == "loop":
                 yield self._event("M", "thread_sort_index", first, row, args={"sort_index": -1})
@@ -384,7 +359,6 @@ class Writing:
 
     def _event(self, phase: str, name: str, ns: Any, row: int, **more: Any) -> str:
         """Make an event."""
-        self._used[row] = None
         at = {"pid": self._pid, "tid": row, "ts": (int(ns) + self._shift) / 1000}
         return json.dumps({"ph": phase, "name": name, **at, **more})
 

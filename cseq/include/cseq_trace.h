@@ -34,9 +34,8 @@ typedef struct {
 typedef struct {
     uint64_t begin_ns;
     double value; /* of a span, what it took (ns); of a counter, what was added */
-    uint32_t pid, thread;
-    uint64_t kind;
-    char name[32]; /* UTF-8; the rest is cut off */
+    uint32_t thread, kind;
+    char name[40]; /* UTF-8; the rest is cut off */
 } cseq_mark;
 
 typedef char cseq_check_taken[sizeof(cseq_taken) == 72 ? 1 : -1];

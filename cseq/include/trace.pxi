@@ -1,6 +1,6 @@
 # What a trace records: tickets that were taken; spans and counters.
 
-from libc.errno cimport errno
+from libc.errno cimport EFBIG, errno
 
 import logging
 import os
@@ -32,16 +32,14 @@ cdef extern from "cseq_trace.h" nogil:
     ctypedef struct cseq_mark:
         uint64_t begin_ns
         double value
-        uint32_t pid
         uint32_t thread
-        uint64_t kind
-        char[32] name
+        uint32_t kind
+        char[40] name
 
     int cseq_mark_append(int fd, const cseq_mark* m) noexcept
 
 
 cdef uint64_t MOST_MARKS = 1 << 18  # of a process in a trace; the others are not recorded
-MARKS = MOST_MARKS
 COUNT = CSEQ_COUNT
 
 TAKEN = numpy.dtype([  # cseq_taken
@@ -49,7 +47,7 @@ TAKEN = numpy.dtype([  # cseq_taken
     ("taken", "u8"), ("batch", "u4"), ("epoch", "u4"), ("thread", "u4"), ("feed", "u2"),
     ("worker", "u2"), ("converter", "u2"), ("pad", "V6")])
 MARK = numpy.dtype([  # cseq_mark
-    ("begin", "u8"), ("value", "f8"), ("pid", "u4"), ("thread", "u4"), ("kind", "u8"), ("name", "S32")])
+    ("begin", "u8"), ("value", "f8"), ("thread", "u4"), ("kind", "u4"), ("name", "S40")])
 
 cdef cseq_log here_log
 log = &here_log
@@ -125,7 +123,7 @@ def in_forked_child():
     cseq_thread_is(0)
 
 
-cdef int mark(str name, uint64_t kind, uint64_t begin_ns, double value) except -1:
+cdef int mark(str name, uint32_t kind, uint64_t begin_ns, double value) except -1:
     """Append a mark of this thread, if a trace records."""
     cdef cseq_mark m
     cdef Py_ssize_t length
@@ -136,7 +134,7 @@ cdef int mark(str name, uint64_t kind, uint64_t begin_ns, double value) except -
     text = PyUnicode_AsUTF8AndSize(name, &length)
     memset(&m, 0, sizeof(m))
     memcpy(m.name, text, min(length, <Py_ssize_t>sizeof(m.name)))
-    m.begin_ns, m.value, m.pid, m.thread, m.kind = begin_ns, value, own_pid, cseq_thread(), kind
+    m.begin_ns, m.value, m.thread, m.kind = begin_ns, value, cseq_thread(), kind
     with cython.critical_section(guard):
         error = append_mark(&m)
     if error:
@@ -149,15 +147,18 @@ cdef int append_mark(cseq_mark* m) noexcept:
     """Append a mark, unless none is wanted, or not so many: 0, or an errno."""
     global marked, marks_left
     cdef uint32_t number = cseq_load_rlx_u32(traced)
+    cdef int error = EFBIG
     if number != marked:
-        marked, marks_left = number, MOST_MARKS
+        marked, marks_left = number, MOST_MARKS + 1
     if not number or not marks_left:
         return 0
     marks_left -= 1
-    if cseq_mark_append(marks_fd, m):
-        return 0
+    if marks_left:
+        if cseq_mark_append(marks_fd, m):
+            return 0
+        error = errno
     marks_left = 0
-    return errno
+    return error
 
 
 @cython.final
@@ -207,7 +208,7 @@ def span(str name not None):
     Parameters
     ----------
     name : str
-        How the trace shows it: its first 32 bytes.
+        How the trace shows it: its first 40 bytes.
 
     Returns
     -------

@@ -8,21 +8,19 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from cseq._core import now_ns
+from cseq import _core
 from cseq.memory.descriptors import appended_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from cseq._core import Ring
 
-__all__ = ["Event", "Lanes", "MarksFile", "alive", "forget", "marks_file", "on_new"]
+__all__ = ["Event", "Lanes", "MarksFile", "forget", "marks_file", "record"]
 
 MOST_EVENTS = 1000  # of a pool, that are remembered
 
 _numbers = itertools.count(1)
-alive: weakref.WeakSet[Lanes] = weakref.WeakSet()  # of all pools
-on_new: list[Callable[[Lanes], object]] = []  # called with each, while a trace records
+_alive: weakref.WeakSet[Lanes] = weakref.WeakSet()  # of all pools
+_present: tuple[int, list[Lanes]] = 0, []  # the number of the trace that records, and its pools
 _guard = threading.Lock()  # around the next one
 _file: weakref.ref[MarksFile] | None = None
 
@@ -66,11 +64,23 @@ def marks_file() -> MarksFile:
         return found
 
 
+def record(number: int) -> list[Lanes]:
+    """Have this process and all workers record for the trace of this number; 0: for none.
+
+    Returns the pools of the trace, to which those are added that begin later.
+    """
+    global _present
+    _present = number, []
+    _core.trace_here(number)
+    for each in sorted(_alive, key=lambda pool: pool.number):
+        each.tell()
+    return _present[1]
+
+
 def forget() -> None:
-    """Have a file of its own: this process is a copy of the one that had that file."""
-    global _file, _guard
-    _file, _guard = None, threading.Lock()
-    on_new.clear()
+    """Have a file of its own, and no trace: this process is a copy of the one that had those."""
+    global _file, _guard, _present
+    _file, _guard, _present = None, threading.Lock(), (0, [])
 
 
 class Event(NamedTuple):
@@ -116,13 +126,20 @@ class Lanes:
     def begin(self, rings: list[Ring]) -> None:
         """Have traces look at these, which are complete; also one that records."""
         self.rings = rings
-        alive.add(self)
-        for watch in on_new:
-            watch(self)
+        _alive.add(self)
+        self.tell()
+
+    def tell(self) -> None:
+        """Have the workers record for the trace that records, if one does."""
+        number, pools = _present
+        if number and self not in pools:
+            pools.append(self)
+        for ring in self.rings:
+            _core.trace_workers(ring, number)
 
     def end(self) -> None:
-        """No trace that begins after this looks at these; one that records has them."""
-        alive.discard(self)
+        """No trace that begins after this looks at these."""
+        _alive.discard(self)
         self.rings = []
 
     def note(
@@ -136,7 +153,7 @@ class Lanes:
         held: tuple[tuple[int, str], ...] = (),
     ) -> None:
         """Remember an event; any thread may. The main thread of a process has its number."""
-        self.events.append(Event(now_ns(), what, owner, pid, tid or pid, text, held))
+        self.events.append(Event(_core.now_ns(), what, owner, pid, tid or pid, text, held))
 
     def name(self, owner: int) -> str:
         """Name a runner."""
