@@ -76,7 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command("doctor", "say what slows this machine or container down", _doctor)
     top = command("top", "show the runs of other processes, live (Linux)", _top)
     top.add_argument("pid", nargs="?", type=int, metavar="PID", help="with all its descendants")
-    top.add_argument("--all", action="store_true", help="all runs of this user: the default")
     top.add_argument("--once", action="store_true", help="once, after a second")
     given = parser.parse_args(arguments)
     if not hasattr(given, "look"):
@@ -124,7 +123,7 @@ def _bench(given: argparse.Namespace) -> int | str:
 def _top(given: argparse.Namespace) -> int | str:
     from cseq.observe.top import top
 
-    return top(None if given.all else given.pid, once=given.once)
+    return top(given.pid, once=given.once)
 
 
 def _replace(given: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cseq._core import Ring
     from cseq.measure.meters import Histogram
 
-__all__ = ["Every", "SlowBatch", "Stats", "WorkerStats", "counting"]
+__all__ = ["Every", "SlowBatch", "Stats", "WorkerStats", "added", "counting", "read"]
 
 log = logging.getLogger("cseq")
 
@@ -132,20 +132,18 @@ class Stats:
     gpu_waits: int = 0
     gpu_dry: int = 0
     threads: bool = field(default=False, repr=False)  # that share a GIL with the loop
-    streams: bool = field(default=False, repr=False)
     meters: Meters = field(default=NOTHING, repr=False, compare=False)
     past: Sequence[Any] = field(default=(), repr=False, compare=False)  # rows of a `History`
 
     @classmethod
     def read(cls, rings: Sequence[Ring], **counted: Any) -> Stats:
         """Read what the rings of a pool have counted; on any thread."""
-        meters, queues = Meters.read(rings), rings[0].kept is not None
+        meters = Meters.read(rings)
         posted, middle, ready = zip(*(ring.depths() for ring in rings), strict=True)
         return cls(
             **meters.counts(),
             depths=(sum(posted), sum(middle), sum(ready)),
-            buffer=0 if queues else rings[0].limit,
-            streams=queues,
+            buffer=rings[0].limit if rings[0].kept is None else 0,
             meters=meters,
             **counted,
         )
@@ -201,7 +199,7 @@ class Stats:
     def slowest(self) -> tuple[SlowBatch, ...]:
         """The eight slowest batches of each worker, the slowest first."""
         found = [
-            SlowBatch(epoch - self.streams, batch, ns / 1e9, k)
+            SlowBatch(epoch - (not self.buffer), batch, ns / 1e9, k)  # streams count from 1
             for k, record in enumerate(self.meters.runners[self._indexers])
             for ns, epoch, batch in record["slowest"].tolist()
             if ns
@@ -248,8 +246,8 @@ class Stats:
         """
         if earlier.batches > self.batches or earlier._first not in (0, self._first):
             raise ValueError("`earlier` is of another run: give stats() of before, of this run")
-        added = {name: getattr(self, name) - getattr(earlier, name) for name in ADDED}
-        return replace(self, meters=self.meters.since(earlier.meters), **added)
+        grown = {name: getattr(self, name) - getattr(earlier, name) for name in ADDED}
+        return replace(self, meters=self.meters.since(earlier.meters), **grown)
 
     def as_dict(self, prefix: str = "cseq/") -> dict[str, float]:
         """Return the figures that a logger wants, flat, under names that never change."""
@@ -388,6 +386,23 @@ def counting(manager: Any) -> Any:
     return manager
 
 
+def read(manager: Any) -> Stats | None:
+    """Read what was counted; None: nothing, of a DataLoader without workers at this moment."""
+    try:
+        stats: Stats = manager.stats()
+    except RuntimeError:
+        return None
+    return stats
+
+
+def added(now: Stats, earlier: Stats | None) -> Stats:
+    """Return what was counted since, or all if that was of another run, or there was none."""
+    try:
+        return now if earlier is None else now.since(earlier)
+    except ValueError:
+        return now
+
+
 class Every:
     """Figures of a loader for each so many steps, whatever starts and ends in between.
 
@@ -399,31 +414,19 @@ class Every:
 
     def __init__(self, manager: Any, n: int) -> None:
         self._manager, self._n, self._told = counting(manager), count("n", n), False
-        self._before = self._read()
+        self._before = read(manager)
 
     def at(self, step: int) -> dict[str, float]:
         """Return the figures of the last steps if `step`, counted from 1, ends them, or {}."""
         if step % self._n:
             return {}
-        before, now = self._before, self._read()
-        self._before = now
-        if now is None:
+        before, self._before = self._before, read(self._manager)
+        if self._before is None:
             if not self._told:
                 log.warning("no figures to log: this loader has no worker processes of cseq's")
             self._told = True
             return {}
-        try:
-            return (now if before is None else now.since(before)).as_dict()
-        except ValueError:  # it has started again: all that it has done since
-            return now.as_dict()
-
-    def _read(self) -> Stats | None:
-        """Read what was counted; None: nothing, of a DataLoader without workers at this moment."""
-        try:
-            stats: Stats = self._manager.stats()
-        except RuntimeError:
-            return None
-        return stats
+        return added(self._before, before).as_dict()
 
 
 def _part(seconds: float, of: float, most: float = 1.0) -> float:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from cseq._core import Ring, now_ns
 from cseq._memory import Block, Descriptor
 from cseq.measure.advice import ENOUGH_BATCHES, advise
-from cseq.measure.stats import Stats
+from cseq.measure.stats import Stats, added
 from cseq.observe.processes import starts, tree
 from cseq.pools.base import RUN
 
@@ -120,7 +120,9 @@ class AttachedRun:
             for cell in range(ring.capacity):
                 token, (epoch, batch, _) = ring.token(cell), ring.ticket(cell)
                 owner, since = ring.holder(cell)
-                if stats.streams:  # their epochs are counted from 1, and each worker has a ring
+                if (
+                    not stats.buffer
+                ):  # of streams: their epochs are counted from 1, and each worker has a ring
                     epoch, batch, owner = epoch - 1, ring.start(cell), owner and k + 1
                 if owner:
                     self.tasks[owner - 1] = epoch, batch, since
@@ -131,8 +133,7 @@ class AttachedRun:
         """Return what was counted in the last so many seconds; of a run that has ended, in all."""
         for then, earlier in self._past if not self.ended else ():
             if 0 < self._past[-1][0] - then <= seconds:
-                with contextlib.suppress(ValueError):  # it counts less than before
-                    return self.stats.since(earlier)
+                return added(self.stats, earlier)
         return self.stats
 
     def window(self) -> Stats:

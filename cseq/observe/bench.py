@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cseq.indexing.dataset import from_dataset
 from cseq.kinds import MPSequence
 from cseq.measure.advice import ENOUGH_BATCHES, duration
+from cseq.measure.stats import added
 from cseq.observe.processes import cpu_seconds, tree
 from cseq.sequence import MSequence
 from cseq.system import cores
@@ -207,10 +208,7 @@ def measure(loader: Any, kind: str, workers: int, step: float, seconds: float) -
                 time.sleep(step)
                 if row.stats().batches >= ENOUGH_BATCHES:
                     break
-            now = row.stats()
-            with contextlib.suppress(ValueError):  # of an epoch with other workers
-                now = now.since(asked)
-            yield known._replace(advice=str(now.advice()))
+            yield known._replace(advice=str(added(row.stats(), asked).advice()))
 
 
 def _fallen_back() -> str:

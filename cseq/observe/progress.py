@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
+
+from cseq.measure.stats import added, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -51,31 +52,21 @@ def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
     if not hasattr(loader, "stats"):
         bar: Iterable[B] = tqdm(loader, **options)
         return bar
-    before = _read(loader)
+    before = read(loader)
 
     class Bar(tqdm):  # type: ignore[misc]
         def display(self, *args: Any, **kwargs: Any) -> Any:
-            self.postfix = _said(before, _read(loader)) if self.n > self.initial else "starting"
+            self.postfix = _said(before, read(loader)) if self.n > self.initial else "starting"
             return super().display(*args, **kwargs)
 
     told: Iterable[B] = Bar(loader, **options)
     return told
 
 
-def _read(loader: Any) -> Stats | None:
-    """Return what was counted so far; None: nothing, of a loader that has no iterator yet."""
-    try:
-        stats: Stats = loader.stats()
-    except RuntimeError:
-        return None
-    return stats
-
-
 def _said(before: Stats | None, now: Stats | None) -> str:
     """Say how much the loop has waited since; nothing where the loader has no figures."""
     if now is None or not now.num_workers:
         return "" if now is None else "num_workers=0"
-    with contextlib.suppress(ValueError):  # it was started again meanwhile
-        now = now if before is None else now.since(before)
+    now = added(now, before)
     cause, waits = now.bottleneck, f"waits {now.loop_waiting * 100:.0f} %"
     return waits if cause in NO_CAUSES else f"{waits}: {cause}"

@@ -77,7 +77,8 @@ class Watched:
 
     def lines(self, cores: int) -> list[str]:
         """Say what they have cost, and what would help."""
-        window, advice = self.window(cores), advise(self.window(cores))
+        window = self.window(cores)
+        advice = advise(window)
         count, of = self.batches + self.epochs, f" in {self.epochs} epochs" * (self.epochs > 1)
         lines = [f"{self.name}: {count} batch{'es' * (count > 1)}{of}"]
         if advice.cause == "unknown":

@@ -189,7 +189,7 @@ def test_a_loader_of_torch(tmp_path: Path) -> None:
         watcher = Watcher(process.pid)
         watcher.update()
         (run,) = watcher.runs
-        assert (run.stats.batches, run.stats.streams, run.stats.num_workers) == (30, True, 2)
+        assert (run.stats.batches, run.stats.buffer, run.stats.num_workers) == (30, 0, 2)
         assert "2 processes" in written(watcher)
         assert ranks(watcher, 140)[1].split()[6:8] == ["0", "30"]
 
