@@ -363,19 +363,6 @@ class Stats:
         of = self.elapsed * count
         return _part(of - float(busy.sum()), of)
 
-    def __str__(self) -> str:
-        waiting, middle, ready = self.depths
-        queues = f"queues {waiting} in, {middle} middle, {ready} out; " if any(self.depths) else ""
-        workers = "1 worker was" if self.num_workers == 1 else f"{self.num_workers} workers were"
-        busy = f", {workers} busy {1 - self.workers_waiting:.0%}" if self.num_workers else ""
-        return (
-            f"{self.batches} batches, {self.samples} samples, {self.nbytes / 1e6:.1f} MB; {queues}"
-            f"first batch after {self.start_waited:.3f} s; of {self.elapsed:.3f} s since then the "
-            f"loop waited {self.loop_waiting:.0%}{busy} (bottleneck: {self.bottleneck}); "
-            f"{self.restarts} restarts, {self.retries} retries, {self.skips} skips, "
-            f"{self.copies} copies"
-        )
-
 
 def counting(manager: Any) -> Any:
     """Check that something counts, and return it."""

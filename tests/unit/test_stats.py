@@ -45,20 +45,8 @@ def test_batches_and_samples_are_counted(kind: str) -> None:
     assert (now.nbytes >= 100 * (1 << 16)) == (kind == "proc")
     assert now.depths == (0, 0, 0)
     assert now.loop_waited >= 0
-    assert "14 batches, 100 samples" in str(now)
-    assert f", 4 workers were busy {1 - now.workers_waiting:.0%} (" in str(now)
     with m.start():
         assert m.stats().batches == 0
-
-
-def test_what_is_shown_of_workers_and_queues() -> None:
-    """What the workers worked, as `advice` says it; nothing of queues that are empty."""
-    one = str(cseq.Stats(elapsed=1.0, num_workers=1, depths=(0, 0, 3)))
-    assert "; queues 0 in, 0 middle, 3 out; " in one
-    assert "loop waited 0%, 1 worker was busy 0% (" in one
-    none = str(cseq.Stats(batches=3))  # of test mode
-    assert "queues" not in none
-    assert "loop waited 0% (" in none
 
 
 @pytest.mark.needs("worker processes")
@@ -342,7 +330,6 @@ def test_the_start_is_no_waiting(tmp_path: Path) -> None:
     assert stats.elapsed >= 50 * PAUSE
     assert stats.elapsed + stats.start_waited <= took
     assert stats.loop_waited <= stats.elapsed - 50 * PAUSE
-    assert f"first batch after {stats.start_waited:.3f} s" in str(stats)
 
 
 @both
