@@ -139,89 +139,6 @@ def test_leases_begin_and_end_while_processes_are_forked(arena: Arena) -> None:
 
 # -- a user's script ----------------------------------------------------------------------------
 
-LOOP = """
-import multiprocessing, os, sys, threading
-import numpy as np
-import cseq
-
-class Worker:
-    def __getitem__(self, indices):
-        return np.full((len(indices), 30_000), indices[0], np.int64)
-
-def ok(array, number):
-    return array.min() == array.max() == number
-
-def child(batch, number, go, result):
-    good = ok(batch, number)
-    result.send("read")
-    go.recv()
-    result.send(bool(good and ok(batch, number)))
-
-def start(batch, number, kind, context):
-    go, gone = context.Pipe(), context.Pipe()
-    def body():
-        child(batch, number, go[1], gone[1])
-    if kind == "os":
-        pid = os.fork()
-        if not pid:
-            body()
-            os._exit(0)
-        wait = lambda: os.waitpid(pid, 0)
-    else:
-        process = context.Process(target=child, args=(batch, number, go[1], gone[1]))
-        made = threading.Thread(target=process.start) if kind == "thread" else None
-        (made.start or process.start)() if made else process.start()
-        if made:
-            made.join()
-        wait = process.join
-    assert gone[0].recv() == "read"
-    def end():
-        go[0].send(1)
-        assert gone[0].recv() is True
-        wait()
-    return end
-
-def main(kind, options):
-    context = multiprocessing.get_context("fork")
-    manager = cseq.MSequence(
-        Worker, 120, batch_size=1, num_workers=2, buffer=4, shuffle=False, out_type="null",
-        **options,
-    )
-    ends, held = [], []
-    with manager.start() as batches:
-        for number, batch in enumerate(batches):
-            assert ok(batch, number)
-            if number % 20 == 3:
-                ends.append(start(batch, number, kind, context))
-                held.append((batch, number))
-            assert ok(batch, number)
-            assert all(ok(*entry) for entry in held)
-            if len(held) > 2:
-                del held[0]
-        for end in ends:
-            end()
-    print(len(ends), "children")
-
-if __name__ == "__main__":
-    main(sys.argv[1], eval(sys.argv[2]))
-"""
-
-POOLS = [
-    {"thread_type": "proc", "start_method": "forkserver"},
-    {"thread_type": "proc", "start_method": "spawn"},
-    {"thread_type": "proc", "start_method": "fork"},
-    {"thread_type": "thread"},
-]
-
-
-@pytest.mark.parametrize("kind", ["os", "multiprocessing", "thread"])
-@pytest.mark.parametrize("options", POOLS, ids=lambda options: "-".join(options.values()))
-def test_children_of_a_loop(run_script: RunScript, kind: str, options: dict[str, str]) -> None:
-    """A child holds its batch, which its parent drops, to the end of the epoch."""
-    done = run_script(LOOP, kind, repr(options))
-    assert (done.stdout, done.stderr) == ("6 children\n", "")
-
-
 HELD = """
 import numpy as np
 import cseq
@@ -491,6 +408,14 @@ def main(how, options):
 if __name__ == "__main__":
     main(sys.argv[1], eval(sys.argv[2]))
 """
+
+
+POOLS = [
+    {"thread_type": "proc", "start_method": "forkserver"},
+    {"thread_type": "proc", "start_method": "spawn"},
+    {"thread_type": "proc", "start_method": "fork"},
+    {"thread_type": "thread"},
+]
 
 
 @pytest.mark.parametrize(
