@@ -1,8 +1,7 @@
-"""The differential test itself: what it finds, what it passes over, how it shrinks a case."""
+"""The differential test itself: what it finds, and what it passes over."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import sys
@@ -15,9 +14,9 @@ if sys.platform != "linux":
 
 import observe
 import run_differential
-from case import DEFAULTS, Case, generate, settle, smaller
+from case import DEFAULTS, Case, generate
 from mutants import MUTANTS
-from run_differential import OWN, cases, compare, shrink
+from run_differential import OWN, cases, compare
 from torch.utils.data import DataLoader
 
 
@@ -131,33 +130,6 @@ def test_batch_that_torch_loses_may_be_given():
 # -- cases
 
 
-def test_cases_are_plain_and_settled():
-    for number in range(500):
-        case = cases(3, number, methods=True)
-        assert settle(json.loads(json.dumps(case))) == case
-        assert case == cases(3, number, methods=True)
-        assert all(value != DEFAULTS[name] for name, value in case.items())
-
-
 def test_every_option_is_made():
     made = [generate(random.Random(number)) for number in range(2000)]
     assert {name for case in made for name in case} == set(DEFAULTS)
-
-
-def test_smaller_cases_are_settled():
-    for number in range(50):
-        for case in smaller(cases(4, number, methods=True)):
-            assert settle(case) == case
-
-
-def test_shrink_leaves_what_matters(monkeypatch):
-    def differ(case, first, second):
-        return ("a", "b") if case.num_workers >= 2 and "numpy" in case.draws else None
-
-    monkeypatch.setattr(run_differential, "compare", differ)
-    found = [
-        case for case in (cases(0, n, methods=True) for n in range(300)) if differ(case, "", "")
-    ]
-    assert len(found) > 10
-    for case in found:
-        assert shrink(case, OWN, OWN) == {"num_workers": 2, "draws": ["numpy"]}

@@ -10,13 +10,12 @@ import sys
 import threading
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from adverse import GUARD
-from conftest import SHM, is_my_file, shm_names
+from conftest import SHM, import_path, is_my_file, shm_names
 from interrupting import SHARES, first_hits, handled, in_shares, interrupted, places
 from killing import await_death
 
@@ -27,6 +26,7 @@ from cseq.processes.launcher import make_launcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
 
 pytestmark = pytest.mark.needs("fork")
@@ -371,6 +371,17 @@ class Wide:
         return np.repeat(indices[:, None], 1024, axis=1)
 
 
+def in_a_group(folder: Path, source: str, *args: str) -> subprocess.Popen[str]:
+    """Start a script in a process group of its own, which it may signal."""
+    script = folder / "script.py"
+    script.write_text(source)
+    return subprocess.Popen(
+        [sys.executable, str(script), *args],
+        env=os.environ | {"PYTHONPATH": import_path()},
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
 INTERRUPTED = """
 import os, signal, sys, threading
 import numpy as np
@@ -402,15 +413,10 @@ def test_ctrl_c_gives_one_traceback(tmp_path: Path, how: str) -> None:
 
     Workers that the indexer keeps busy are killed without a word, long before their batch is over.
     """
-    script = tmp_path / "script.py"
-    script.write_text(INTERRUPTED)
-    done = subprocess.run(
-        [sys.executable, str(script), how],
-        env=os.environ | {"PYTHONPATH": str(Path(cseq.__file__).parents[1])},
-        start_new_session=True, capture_output=True, text=True, timeout=GUARD, check=False,
-    )  # fmt: skip
-    assert done.stderr.count("Traceback") == 1
-    assert done.stderr.endswith("\nKeyboardInterrupt\n")
+    with in_a_group(tmp_path, INTERRUPTED, how) as trainer:
+        _, errors = trainer.communicate(timeout=GUARD)
+    assert errors.count("Traceback") == 1
+    assert errors.endswith("\nKeyboardInterrupt\n")
 
 
 PREEMPTED = """
@@ -438,14 +444,9 @@ with m.start():
 
 def test_sigterm_leaves_the_workers_to_the_trainer(tmp_path: Path) -> None:
     """A notice to the process group ends no worker: the trainer finishes what it is at."""
-    script = tmp_path / "script.py"
-    script.write_text(PREEMPTED)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=os.environ | {"PYTHONPATH": str(Path(cseq.__file__).parents[1])},
-        start_new_session=True, capture_output=True, text=True, timeout=GUARD, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (0, "checkpoint 0\n", "")
+    with in_a_group(tmp_path, PREEMPTED) as trainer:
+        printed = trainer.communicate(timeout=GUARD)
+    assert (trainer.returncode, printed) == (0, ("checkpoint 0\n", ""))
 
 
 ORPHANED = """
@@ -475,14 +476,8 @@ threading.Event().wait(3600)
 @pytest.mark.parametrize("state", ["idle", "gil"])
 def test_workers_go_with_a_killed_trainer(tmp_path: Path, state: str) -> None:
     """SIGKILL of the trainer leaves no process, no name in /dev/shm and no message."""
-    script = tmp_path / "script.py"
-    script.write_text(ORPHANED)
     names = shm_names()
-    with subprocess.Popen(
-        [sys.executable, str(script), state],
-        env=os.environ | {"PYTHONPATH": str(Path(cseq.__file__).parents[1])},
-        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as trainer:  # fmt: skip
+    with in_a_group(tmp_path, ORPHANED, state) as trainer:
         assert trainer.stdout is not None
         pids = [int(word) for word in trainer.stdout.readline().split()]
         assert len(pids) >= 3
