@@ -28,7 +28,6 @@ from indexers import (
     Labelled,
     Large,
     Lasting,
-    Nested,
     NotAnIndexer,
     Quitting,
     Rows,
@@ -126,25 +125,7 @@ def test_a_slow_batch_holds_no_other_up() -> None:
         assert (got, indices_of(batches)) == ([1, 2, 3, 4, 5], [0])
 
 
-@every_kind
-def test_samples_given_as_indices(kind: Kind) -> None:
-    """An array of indices is the samples; it is not written to."""
-    samples = np.array([5, 3, 3, 900, 2**40], np.int64)
-    samples.flags.writeable = False
-    got = stream(kind, Indices1, samples, batch_size=2)
-    assert sorted(indices_of(got)) == sorted(samples.tolist())
-
-
 # -- batches
-
-
-@every_kind
-def test_nested_batches(kind: Kind) -> None:
-    """A batch of any nesting arrives as the indexer returned it: structure, types and bits."""
-    got = stream(kind, Nested, 20, batch_size=6, shuffle=False)
-    for k, batch in enumerate(got):
-        direct = Nested()[np.arange(20)[6 * k : 6 * k + 6]]
-        assert_same(batch, direct)
 
 
 @every_pool
@@ -290,19 +271,6 @@ def test_an_array_as_worker(kind: Kind) -> None:
 
 
 @every_kind
-def test_a_worker_class_from_a_function(kind: Kind) -> None:
-    """A class that is defined in a function works as one that can be imported."""
-    offset = 1000
-
-    class Local:
-        def __getitem__(self, indices: Any) -> Any:
-            return indices + offset
-
-    got = stream(kind, Local, 10, batch_size=5, shuffle=False)
-    assert indices_of(got) == list(range(1000, 1010))
-
-
-@every_kind
 def test_a_pool_inside_an_indexer(kind: Kind) -> None:
     """A manager in an indexer, of any pool, works; the outer batch keeps its own generator."""
 
@@ -337,18 +305,6 @@ def test_dropped_without_finish(kind: Kind) -> None:
 def test_the_iterator_keeps_the_manager(kind: Kind) -> None:
     """A loop over a manager that has no name runs to its end."""
     assert len(list(kind.start(Indices1, 30, batch_size=4))) == 8
-
-
-@every_kind
-def test_started_again(kind: Kind) -> None:
-    """A manager can be started again and again; the epochs go on."""
-    want = expected(Augmented, 20, batch_size=4, epochs=3)
-    manager = kind.make(Augmented, 20, batch_size=4)
-    got = []
-    for _ in range(3):
-        with kind.begin(manager) as started:
-            got += list(started)
-    assert_same(got, want)
 
 
 def test_threads_make_their_indexers_in_turn() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import importlib
 import platform
 import re
 import sys
@@ -231,15 +229,6 @@ def test_with_needs_a_start() -> None:
         pass
 
 
-def test_with_gives_the_manager() -> None:
-    """`start`, `start_test` and `with` give the manager itself."""
-    manager = make_small()
-    assert manager.start() is manager
-    with manager as m:
-        assert m is manager
-    assert manager.start_test() is manager
-
-
 @every_kind
 def test_with_ends_on_an_error(kind: Kind) -> None:
     """An exception in the `with` block comes out as it is, and the workers have ended."""
@@ -248,16 +237,6 @@ def test_with_ends_on_an_error(kind: Kind) -> None:
             raise ZeroDivisionError
     with pytest.raises(OSError, match="start"), m:
         pass
-
-
-@every_kind
-def test_finish_twice(kind: Kind) -> None:
-    """`finish` is fine without a start, and twice."""
-    manager = kind.make(Indices1, 40)
-    manager.finish()
-    kind.begin(manager)
-    manager.finish()
-    manager.finish()
 
 
 @pytest.mark.parametrize("kind", [THREAD, FIRST_PROCESS], ids=by_name)
@@ -352,27 +331,6 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return torch
-
-
-class Features:
-    """Makes batches that are objects of a class, with tensors in them."""
-
-    def __getitem__(self, indices: Any) -> Any:
-        torch = importlib.import_module("torch")
-        return collections.UserDict(x=torch.full((len(indices), 5000), int(indices[0])), n=3)
-
-
-@every_kind
-def test_tensors_in_objects(no_cuda: Any, kind: Kind) -> None:
-    """They keep their type and stay intact as long as they are held; they may be written to."""
-    with kind.start(Features, 40, batch_size=2, shuffle=False, out_type="cpu", buffer=3) as m:
-        held = list(m)
-    for k, batch in enumerate(held):
-        x = batch["x"]
-        assert type(batch) is collections.UserDict
-        assert (x.dtype, x.shape, batch["n"]) == (no_cuda.int64, (2, 5000), 3)
-        assert (x == 2 * k).all()
-        x += 1
 
 
 @pytest.mark.parametrize(("out_type", "dtype", "want"), torch_cases)

@@ -83,13 +83,6 @@ class Oops(Exception):
     """What a test's pipe raises."""
 
 
-class Odd(Exception):
-    """One whose constructor wants two things."""
-
-    def __init__(self, first: int, second: int) -> None:
-        super().__init__(first, second)
-
-
 class Raising(IterDataPipe):
     """A pipe that raises in the place of an item."""
 

@@ -159,13 +159,6 @@ def test_what_cannot_be_pickled_is_inherited() -> None:
     assert [b.tolist() for b in loader(Local(3))] == [[0], [1], [2]]
 
 
-def test_what_cannot_be_pickled_names_the_argument() -> None:
-    data = Plain(3)
-    data.lock = threading.Lock()  # type: ignore[attr-defined]
-    with pytest.raises(TypeError, match=r"^dataset\.lock: .* give multiprocessing_context='fork'"):
-        iter(loader(data, multiprocessing_context="spawn"))
-
-
 # ── samplers and how far ahead they are asked ──────────────────────────────────────────────
 
 
@@ -176,25 +169,6 @@ def test_one_key_for_each_batch_delivered() -> None:
     for taken in range(1, 6):
         next(iterator)
         assert sampler.count == 4 + taken
-
-
-def failing() -> Iterator[int]:
-    """A sampler that raises behind its sixth key."""
-    yield from range(6)
-    raise KeyError("sampler")
-
-
-def test_a_sampler_that_raises_loses_no_batch() -> None:
-    class Failing(Counting):
-        def __iter__(self) -> Iterator[int]:
-            return failing()
-
-    iterator = iter(loader(Plain(100), sampler=Failing(()), batch_size=None))
-    taken = []
-    with pytest.raises(KeyError, match="sampler"):
-        while True:
-            taken.append(next(iterator))
-    assert taken == list(range(6))
 
 
 class Gated(Plain):
@@ -276,26 +250,6 @@ def test_generators_of_persistent_workers_after_a_break(taken: int) -> None:
         assert same(left(cseq.DataLoader, dataset), left(data.DataLoader, dataset))
     alone: Any = {"num_workers": 1, "in_order": False}  # which is in order all the same
     assert same(*(left(kind, Augmented(), **alone) for kind in (cseq.DataLoader, data.DataLoader)))
-
-
-def test_data_set_and_workers_are_new_in_each_epoch() -> None:
-    dataset = Plain(3)
-    made = loader(dataset, batch_size=None)
-    assert list(made) == [0, 1, 2]
-    dataset.length = 5
-    assert list(made) == [0, 1, 2, 3, 4]
-
-
-def test_the_end_of_the_workers() -> None:
-    iterator = iter(loader(Plain(4), batch_size=None))
-    workers = iterator._workers
-    assert all(w.is_alive() and w.exitcode is None for w in workers)
-    assert list(iterator) == [0, 1, 2, 3]
-    assert list(iterator) == []
-    for worker in workers:
-        worker.join(10)
-        assert not worker.is_alive()
-        assert worker.exitcode == 0
 
 
 @pytest.mark.parametrize("dataset", [Plain(100), Sharded(9, 9)], ids=["map", "iterable"])
@@ -430,21 +384,6 @@ def test_more_workers_than_processors() -> None:
     many = 2 + max(os.cpu_count() or 1, 8)
     with pytest.warns(UserWarning, match="worker processes in total"):
         cseq.DataLoader(Plain(), num_workers=many)
-
-
-class Derived(Plain):
-    """Draws from the batch's generator."""
-
-    def __getitem__(self, index: int) -> float:
-        return float(cseq.rng().random())
-
-
-def test_cseqs_own_generator() -> None:
-    made = [
-        run(cseq.DataLoader, Derived(6), 1, {"batch_size": 2, "rng": "batch"} | more)[0]
-        for more in ({}, FORK)
-    ]
-    assert same(*made)
 
 
 def test_the_default_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,18 +211,6 @@ def test_the_state_is_small_and_of_one_size() -> None:
     assert state is not made.state_dict()
 
 
-def test_a_state_outlives_the_iterator() -> None:
-    made = loader(Plain(6), batch_size=2)
-    for _ in made:
-        break
-    state = made.state_dict()
-    assert state["_num_yielded"] == 1
-    again = pickle.loads(pickle.dumps(made))  # which begins anew
-    assert again.state_dict()["base_seed"] is None
-    again.load_state_dict(state)
-    assert len(list(again)) == 2
-
-
 def test_a_lowered_count() -> None:
     """As accelerate lowers it for what it has taken ahead."""
     made = loader(Plain(10), batch_size=2)

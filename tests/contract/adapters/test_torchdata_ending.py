@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 from torchdata_graphs import (  # noqa: E402
     MULTI,
-    Odd,
     Oops,
     Raising,
     Stays,
@@ -220,15 +219,6 @@ def test_exception_in_the_dispatching_process(num_workers: int) -> None:
     assert text.count("Caught") == 1
 
 
-@pytest.mark.parametrize("make", [numbers, dispatched])
-def test_exceptions_that_are_made_otherwise(make: Any) -> None:
-    """KeyError shows its text in full; so does one whose constructor wants two things."""
-    for error in (KeyError("lost"), Odd(1, 2)):
-        with loader(Raising(make(), 0, error)) as loaded, pytest.raises(type(error)) as caught:
-            list(loaded)
-        assert f"Caught {type(error).__name__} in worker process 0.\n" in str(caught.value)
-
-
 def raise_in_one(pipe: Any, info: Any, *more: Any) -> Any:
     if info.worker_id == 1:
         raise Oops("it happened")
@@ -318,15 +308,6 @@ def test_no_worker_is_replaced_beside_a_dispatching_process() -> None:
         pytest.raises(ValueError, match="max_restarts=3 with a sharding_round_robin_dispatch"),
     ):
         iter(loaded)
-
-
-@pytest.mark.needs("POSIX")
-@pytest.mark.usefixtures("impatient")
-def test_timeout() -> None:
-    """An item that takes longer than `timeout` is an error that shows where its worker is."""
-    pipe = numbers().map(functools.partial(slowly, 1e6))
-    with loader(pipe, timeout=1.0) as loaded, pytest.raises(cseq.WorkerTimeout, match="slowly"):
-        list(loaded)
 
 
 @pytest.mark.needs("POSIX")
