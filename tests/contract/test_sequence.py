@@ -218,17 +218,6 @@ def test_forbidden_inside_with(kind: Kind) -> None:
         assert len(list(m)) == 10
 
 
-def test_with_needs_a_start() -> None:
-    """Entering `with manager` without a start is an OSError; also after a `with` has ended."""
-    manager = make_small()
-    with pytest.raises(OSError, match="start"), manager:
-        pass
-    with manager.start():
-        pass
-    with pytest.raises(OSError, match="start"), manager:
-        pass
-
-
 @every_kind
 def test_with_ends_on_an_error(kind: Kind) -> None:
     """An exception in the `with` block comes out as it is, and the workers have ended."""
@@ -391,13 +380,6 @@ def assert_same_tensors(torch: Any, one: Any, other: Any) -> None:
         return value
 
     assert_same(plain(one), plain(other))
-
-
-def test_a_torch_device(no_cuda: Any) -> None:
-    """A torch.device is an out_type, too."""
-    with MTSequence(Indices1, 4, out_type=no_cuda.device("cpu"), num_workers=1).start() as m:
-        assert isinstance(next(iter(m)), no_cuda.Tensor)
-    assert MTSequence(Indices1, 4, out_type=no_cuda.device("cuda", 0)).use_cuda is False
 
 
 @pytest.mark.parametrize(

@@ -107,13 +107,6 @@ def test_getitems(kind: Kind) -> None:
     assert [batch[1].tolist() for batch in batches] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 
-@pytest.mark.parametrize("kind", FEW, ids=by_name)
-def test_collate(kind: Kind) -> None:
-    """The user's own function makes the batch of a list."""
-    worker = cseq.from_dataset(Squares(), total)
-    assert sum(stream(kind, worker, None, batch_size=3)) == sum(i * i for i in range(10))
-
-
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_the_index_that_failed(kind: Kind) -> None:

@@ -107,38 +107,6 @@ def test_weights_change_at_every_unit_of_two_blocks() -> None:
         assert units(third, 1, 2) == units(again, 1, 2)
 
 
-def test_reading_begins_before_the_weights_changed() -> None:
-    """What comes after that is the same, also for blocks that no power of two is a multiple of."""
-    again = mixed(NEW, block=10).resumed(mixed(OLD, block=10).facts(), 1, 1, 25)
-    whole = again.reader(1).samples(1, 0, 90)[0].tolist()
-    for begin in range(25, 90):
-        assert again.reader(1).samples(1, begin, 90 - begin)[0].tolist() == whole[begin:]
-
-
-def test_weights_change_with_every_unit() -> None:
-    """A new mixture for each unit: still each sample of a pass once."""
-    order, drawn, shares = mixed(OLD), [], (OLD, NEW)
-    for place in range(180):
-        order = mixed(shares[place % 2]).resumed(order.facts(), 1, *divmod(place, 90))
-        drawn.append(int(order.reader(1).samples(*divmod(place, 90), 1)[0][0]))
-    assert sum(order.facts()["taken"].values()) == 179
-    bounds = np.cumsum([0, *SIZES.values()])
-    for k, n in enumerate(SIZES.values()):
-        own = [sample for sample in drawn if bounds[k] <= sample < bounds[k + 1]]
-        for start in range(0, len(own), n):
-            assert len(set(own[start : start + n])) == len(own[start : start + n])
-
-
-def test_a_source_that_was_away_goes_on() -> None:
-    """A state remembers what was taken of a source that is there no more."""
-    first = mixed(OLD)
-    second = mixed({"web": 1}).resumed(first.facts(), 1, 1, 0)
-    third = mixed(OLD).resumed(second.facts(), 1, 2, 0)
-    taken = third.facts()["taken"]
-    assert taken["code"] == second.facts()["taken"]["code"] > 0
-    assert taken["web"] == second.facts()["taken"]["web"] + 90
-
-
 def test_a_mixture_inside_goes_on() -> None:
     """Weights of a mixture that is a source change, too."""
 
@@ -285,23 +253,3 @@ def test_bad_sources() -> None:
     with pytest.raises(ValueError, match="block=65536 is above"):
         cseq.Mixture(shuffled({"a": 5}), one, block=65536)
     assert "1 of a" in cseq.Mixture(shuffled({"a": 5}), one).describe()
-
-
-def test_the_state_of_a_mixture_is_loaded_while_it_runs() -> None:
-    """Back to an earlier place, with the weights that it had: the workers stay."""
-    manager = cseq.MTSequence(
-        np.arange(sum(SIZES.values())),
-        order=mixed(OLD),
-        batch_size=5,
-        out_type="null",
-        num_workers=1,
-        seed=1,
-    )
-    with manager.start() as batches:
-        iterator = iter(batches)
-        for _ in range(3):
-            next(iterator)
-        state = json.loads(json.dumps(manager.state_dict()))
-        rest = [batch.tolist() for batch in iterator]
-        manager.load_state_dict(state)
-        assert [batch.tolist() for batch in batches] == rest

@@ -93,16 +93,6 @@ def test_ranks_draw_differently_and_alike_after_a_resume() -> None:
     assert parts[1][3][1] == float(generator(3, 0, 4 * 7).random())
 
 
-def test_a_drawn_seed_gives_way() -> None:
-    """A manager that drew its seed takes over the state's."""
-    state = manager().state_dict()
-    m = manager(seed=None)
-    m.load_state_dict(state)
-    assert m.seed == 3
-    with m.start_test(), manager().start_test() as o:
-        assert stream(m) == stream(o)
-
-
 def test_loading_interrupts_what_runs() -> None:
     """An iterator that was under way is not the place any more."""
     m = manager()

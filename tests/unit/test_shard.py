@@ -51,14 +51,6 @@ def test_shard_given() -> None:
     assert shard_of([np.int64(0), np.uint8(1)]) == (0, 1)
 
 
-def test_shard_auto_without_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """'auto' is everything where nothing says otherwise."""
-    environment(monkeypatch)
-    assert shard_of("auto") == (0, 1)
-    environment(monkeypatch, RANK="1")
-    assert shard_of("auto") == (0, 1)
-
-
 def test_shard_auto_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """'auto' takes torchrun's environment, also beside a torch without a process group."""
     environment(monkeypatch, RANK="1", WORLD_SIZE="4")
@@ -87,13 +79,6 @@ def test_shard_auto_from_ray_train(monkeypatch: pytest.MonkeyPatch) -> None:
     ray_train(monkeypatch, None)
     assert shard_of("auto") == (2, 3)
     ray_train(monkeypatch, 1)
-    assert shard_of("auto") == (2, 3)
-
-
-def test_shard_auto_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """'auto' takes an initialised process group before the environment."""
-    environment(monkeypatch, RANK="1", WORLD_SIZE="4")
-    process_group(monkeypatch, initialised=True)
     assert shard_of("auto") == (2, 3)
 
 
