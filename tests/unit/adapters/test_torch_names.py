@@ -1,4 +1,4 @@
-"""Each private name of torch that `cseq.DataLoader` relies on, and what it means."""
+"""Private names of multiprocessing that `cseq.DataLoader` relies on, and another torch."""
 
 from __future__ import annotations
 
@@ -10,59 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils import data  # noqa: E402
-from torch_data import Plain  # noqa: E402
-
-from cseq.adapters.torch import names  # noqa: E402
-
 if TYPE_CHECKING:
     from conftest import RunScript
-
-
-def test_the_seam() -> None:
-    """`__iter__` gets its iterator from `_get_iterator`, or has the persistent one reset."""
-    made = []
-
-    class Loader(data.DataLoader[Any]):
-        def _get_iterator(self) -> Any:
-            made.append(super()._get_iterator())
-            return made[-1]
-
-    loader = Loader(Plain(2))
-    assert iter(loader) is made[0]
-    assert loader._iterator is None
-    assert loader._index_sampler is loader.batch_sampler
-    assert loader._IterableDataset_len_called is None
-    assert loader.check_worker_number_rationality() is None
-
-
-def test_base() -> None:
-    """Its constructor sets all that the iterators rely on, and draws the seed."""
-    generator = torch.Generator().manual_seed(1)
-    loader = data.DataLoader(Plain(4), batch_size=2, generator=generator, drop_last=True)
-    base = names.Base(loader)
-    expected = torch.empty((), dtype=torch.int64).random_(
-        generator=torch.Generator().manual_seed(1)
-    )
-    assert base._base_seed == expected.item()
-    assert base._dataset is loader.dataset
-    assert base._dataset_kind == 0 != names.ITERABLE
-    assert base._auto_collation
-    assert base._drop_last
-    assert base._index_sampler is loader.batch_sampler
-    assert next(base._sampler_iter) == [0, 1]
-    assert (base._num_workers, base._timeout, base._num_yielded) == (0, 0, 0)
-    assert base._collate_fn is loader.collate_fn
-    assert base._IterableDataset_len_called is None
-    assert not base._persistent_workers
-    assert not base._pin_memory
-    assert base._pin_memory_device is None
-    assert isinstance(base._profile_name, str)
-    base._num_yielded = 5
-    base._reset(loader, False)
-    assert base._num_yielded == 0
-    assert next(base._sampler_iter) == [0, 1]
-    assert len(base) == 2
 
 
 def test_multiprocessings_own() -> None:
