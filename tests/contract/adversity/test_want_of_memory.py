@@ -97,25 +97,6 @@ def test_views_of_views_never_change(run_prepared: RunScript, debug_build: Path,
     assert (done.returncode, done.stdout) == (0, "300\n"), done.stderr
 
 
-class Grows:
-    """Asks for more address space than its process may have."""
-
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        import resource
-
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + (1 << 26)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-        return cseq.empty((1 << 27,), np.uint8)
-
-
-@pytest.mark.needs("Linux")
-def test_want_of_address_space_is_an_exception() -> None:
-    """A slot that cannot be mapped raises MemoryError in the loop."""
-    with manager(Grows).start() as m, pytest.raises(MemoryError):
-        list(m)
-
-
 def test_want_of_memory_is_an_exception() -> None:
     """A slot that cannot grow raises MemoryError in the loop; nothing dies of SIGBUS."""
     with manager(Huge).start() as m, pytest.raises(MemoryError):
