@@ -80,14 +80,15 @@ class RemoteTraceback(CseqError):
         The number of the worker that raised it, from 0, where that is known.
     process : str
         What that process is called.
-    is_told : bool
-        The traceback is in the text of the exception that this is the cause of: its own text is
-        then short, so that both together show it once. ``args[0]`` is the traceback in any case.
+    own : str or None
+        The text of the exception that this is the cause of, where the traceback was added to it:
+        this one's text is then short, so that both together show it once. ``args[0]`` is the
+        traceback in any case.
     """
 
     worker: int | None = None
     process: str = "worker process"
-    is_told: bool = False
+    own: str | None = None
 
     @property
     def place(self) -> str:
@@ -95,6 +96,6 @@ class RemoteTraceback(CseqError):
         return f"a {self.process}" if self.worker is None else f"{self.process} {self.worker}"
 
     def __str__(self) -> str:
-        if self.is_told:
+        if self.own is not None:
             return f"in {self.place}"
         return f"\n{self.args[0]}" if self.args else ""

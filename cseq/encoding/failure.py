@@ -8,7 +8,6 @@ raised as a `WorkerError`.
 
 from __future__ import annotations
 
-import copy
 import pickle
 import reprlib
 import signal
@@ -30,7 +29,8 @@ __all__ = [
 ENDINGS = (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit)
 
 # Attributes of every exception, also of one whose class forbids that they are set, or hides them.
-ARGS, CAUSE, TRACE = (vars(BaseException)[name] for name in ("args", "__cause__", "__traceback__"))
+NAMES = "args", "__cause__", "__dict__", "__traceback__"
+ARGS, CAUSE, DICT, TRACE = (vars(BaseException)[name] for name in NAMES)
 
 # How exceptions make their text of one argument.
 PLAIN = (BaseException.__str__, KeyError.__str__, OSError.__str__)
@@ -70,7 +70,7 @@ def unpack(
     pickled, name, message, text = pickle.loads(data)
     error: BaseException
     try:
-        error = pickle.loads(pickled)
+        error = _restored(pickled)
     except (Exception, SystemExit) as reason:  # anything may go wrong in the user's class
         if ends_program(reason):
             raise
@@ -83,13 +83,19 @@ def unpack(
 
 
 def _travelling(error: BaseException) -> bytes:
-    """Pickle an exception so that it surely unpickles and has a text; else, return nothing."""
-    for candidate in (error, _Rebuilt(error, vars(error)), _Rebuilt(error, {})):
+    """Pickle an exception so that it surely unpickles and has a text; else, return nothing.
+
+    The default way calls the class with ``args``, which fails for one whose constructor takes
+    something else: that is pickled in its parts.
+    """
+    cls, args, state = type(error), ARGS.__get__(error), DICT.__get__(error)
+    candidates: list[Any] = [error, (cls, args, state), (cls, args, {})]
+    for candidate in candidates:
         try:
             data = dumps(candidate)
-            back = pickle.loads(data)
-            str(back)
-            if type(back) is type(error):
+            back = _restored(data)
+            str(back), vars(back)
+            if type(back) is cls:
                 return data
         except BaseException as broken:
             if ends_program(broken):
@@ -97,25 +103,14 @@ def _travelling(error: BaseException) -> bytes:
     return b""
 
 
-class _Rebuilt:
-    """Pickles as an exception that is rebuilt without a call of its constructor.
-
-    The default way calls the class with ``args``, which fails for one whose constructor takes
-    something else.
-    """
-
-    def __init__(self, error: BaseException, state: dict[str, Any]) -> None:
-        self._parts = type(error), ARGS.__get__(error), state
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, self._parts
-
-
-def _rebuild(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
-    """Make an exception as its class's ``__new__`` does, and give it its state."""
-    error = cls.__new__(cls, *args)
-    ARGS.__set__(error, args)
-    error.__dict__.update(state)
+def _restored(data: bytes) -> Any:
+    """Unpickle an exception; one in parts is made without a call of its constructor."""
+    error = pickle.loads(data)
+    if type(error) is tuple:
+        cls, args, state = error
+        error = cls.__new__(cls, *args)
+        ARGS.__set__(error, args)
+        DICT.__get__(error).update(state)
     return error
 
 
@@ -151,21 +146,13 @@ class Failure:
             del error  # its traceback refers to this frame: a reference cycle
 
 
-class _Told(str):
-    """An exception's argument: its text, with its worker's traceback; pickled as the own argument.
+class _Shown(str):
+    """A text that a KeyError shows as it is: the text of that is the `repr` of its argument."""
 
-    It is shown as it is, also by a KeyError, whose text is the `repr` of its argument.
-    """
-
-    __slots__ = ("arg", "own")
-    arg: Any
-    own: str  # text, without the traceback
+    __slots__ = ()
 
     def __repr__(self) -> str:
         return str(self)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return copy.copy, (self.arg,)
 
 
 def told(error: BaseException) -> BaseException:
@@ -176,28 +163,21 @@ def told(error: BaseException) -> BaseException:
     """
     cause, args = CAUSE.__get__(error), ARGS.__get__(error)
     is_plain = type(error).__str__ in PLAIN and len(args) < 2
-    if not is_plain or not isinstance(cause, RemoteTraceback) or _is_told(args):
-        return error
-    own, trace = str_of(error), cause.args[0]
-    beside = "" if own in trace else f"{own}\n"
-    text = _Told(f"{beside}Caught {type(error).__name__} in {cause.place}.\nOriginal {trace}")
-    text.arg, text.own = args[0] if args else own, own
-    ARGS.__set__(error, (text,))
-    cause.is_told = True
+    if is_plain and isinstance(cause, RemoteTraceback) and cause.own is None:
+        cause.own, trace = str_of(error), cause.args[0]
+        beside = "" if cause.own in trace else f"{cause.own}\n"
+        text = f"{beside}Caught {type(error).__name__} in {cause.place}.\nOriginal {trace}"
+        ARGS.__set__(error, (_Shown(text),))
     return error
-
-
-def _is_told(args: tuple[Any, ...]) -> bool:
-    """Return whether an exception with these arguments has its worker's traceback in its text."""
-    return len(args) == 1 and type(args[0]) is _Told
 
 
 def str_of(error: BaseException) -> str:
     """Return an exception's own text, without the worker's traceback, if it has any."""
     try:
-        args = ARGS.__get__(error)
-        # An instance of a subclass of str is fine, too.
-        return args[0].own if _is_told(args) else str.__str__(type(error).__str__(error))
+        cause = CAUSE.__get__(error)
+        if type(cause) is RemoteTraceback and cause.own is not None:
+            return cause.own
+        return str.__str__(type(error).__str__(error))  # of a subclass of str, too
     except BaseException as broken:
         if ends_program(broken):
             raise
@@ -230,7 +210,7 @@ def ordinary(error: BaseException) -> BaseException:
     StopIteration would end the loop as if the epoch were over, SystemExit the program as if all
     were well, KeyboardInterrupt as if Ctrl-C had been pressed: these become a RuntimeError.
     """
-    if not isinstance(error, ENDINGS):
+    if not issubclass(type(error), ENDINGS):
         return error
     ended = RuntimeError(f"the worker raised {line_of(error)}")
     ended.__cause__ = CAUSE.__get__(error) or error
@@ -240,10 +220,15 @@ def ordinary(error: BaseException) -> BaseException:
 def ends_program(error: BaseException) -> bool:
     """Tell whether an exception comes from outside of the code that was called.
 
-    Ctrl-C, and `sys.exit` in a signal handler, which is seen in the traceback.
+    Ctrl-C, which a worker process ignores, and what a signal handler raises, which is seen in the
+    traceback, such as `sys.exit`.
     """
-    if not isinstance(error, SystemExit):
-        return isinstance(error, KeyboardInterrupt)
+    cls = type(error)
+    if not issubclass(cls, (SystemExit, KeyboardInterrupt)):
+        return False
+    usual = signal.default_int_handler, None
+    if issubclass(cls, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) in usual:
+        return True
     codes = set()
     for handler in filter(callable, map(signal.getsignal, signal.valid_signals())):
         function = getattr(handler, "func", handler)  # of a functools.partial
@@ -272,6 +257,6 @@ def annotate(error: BaseException, note: str) -> None:
 
 def _note(error: BaseException, note: str) -> None:
     """Add a note, also if the exception's class refuses that, as a frozen dataclass does."""
-    notes = vars(error).setdefault("__notes__", [])
+    notes = DICT.__get__(error).setdefault("__notes__", [])
     if isinstance(notes, list):
         notes.append(note)

@@ -144,10 +144,11 @@ def is_likely_dataset(indexer: object) -> bool:
 
 def advised(indexer: object, error: BaseException) -> BaseException:
     """Add the remedy to an exception of an indexer's first batch, if it may be a data set."""
+    cls = type(error)  # `isinstance` may run the exception's code
     if isinstance(indexer, DatasetIndexer):
-        if indexer.is_unasked and isinstance(error, (TypeError, ValueError, AttributeError)):
+        if indexer.is_unasked and issubclass(cls, (TypeError, ValueError, AttributeError)):
             failure.annotate(error, f"cseq: {INDEXER_HINT}")
-    elif isinstance(error, (TypeError, ValueError, KeyError, IndexError)) and is_likely_dataset(
+    elif issubclass(cls, (TypeError, ValueError, KeyError, IndexError)) and is_likely_dataset(
         indexer
     ):
         failure.annotate(error, f"cseq: {DATASET_HINT}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from indexers import Indices1, Raising
-from kinds import FEW, INLINE, Kind, by_name
+from kinds import FEW, INLINE, QUICKEST, Kind, by_name
 
 import cseq
 from cseq.encoding import failure
@@ -251,6 +251,28 @@ class Notes(Exception):
     __notes__ = 5
 
 
+class Interrupts(Exception):
+    """Its unpickling would end the program."""
+
+    def __reduce__(self) -> Any:
+        return interrupt, ()
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+def interrupt() -> None:
+    """Raise as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
+class Hidden(Exception):
+    """Shows none of its attributes."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("hidden")
+
+
 class OddText(Exception):
     """Its text is of a class that only the worker has."""
 
@@ -308,6 +330,19 @@ def test_awkward_exceptions(kind: Kind, make: Callable[[], BaseException]) -> No
             stored.check()
 
 
+@pytest.mark.parametrize("cls", [Interrupts, Hidden], ids=lambda cls: cls.__name__)
+def test_an_exception_that_resists_arrives_as_text(cls: type[Exception]) -> None:
+    """Its worker goes on, and the batch can be left out."""
+    worker = functools.partial(Raising, functools.partial(cls, "x"), 5)
+    with QUICKEST.start(worker, 12, batch_size=2, shuffle=False, on_error="skip") as m:
+        assert [b.tolist() for b in m] == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]
+        assert m.stats().restarts == 0
+    with QUICKEST.start(worker, 12, batch_size=2, shuffle=False) as m:
+        with pytest.raises(cseq.WorkerError, match=f"{cls.__name__}: .*could not be pickled") as e:
+            list(m)
+        assert "raise self.make()" in str(e.value.__cause__)
+
+
 TEXTS: list[Callable[[], BaseException]] = [
     lambda: ZeroDivisionError("division by zero"),
     lambda: KeyError("key"),
@@ -346,9 +381,8 @@ def test_the_text_with_the_traceback(make: Callable[[], BaseException]) -> None:
         assert own in str(got)
     shown = "".join(traceback.format_exception(got))
     assert shown.count("raise error") == 1
-    again = there_and_back(got)
-    assert type(again) is type(sent)
-    assert failure.str_of(again) == str(sent)
+    again = there_and_back(got)  # as it is shown
+    assert (type(again), str(again)) == (type(got), str(got))
 
 
 ENDINGS: list[Callable[[], BaseException]] = [
