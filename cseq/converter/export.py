@@ -121,7 +121,7 @@ class Imports(SlotReader):
         epoch, number, _ = self._ring.ticket(cell)
         logger.warning("epoch %d, batch %d is converted again: %s", epoch, number, reason)
         _, _, slot, capacity, record, _ = self._ring.left_in(cell)
-        memory = self.arena.lend(slot, codec.used(record), capacity)
+        memory = self.arena.lend(slot, sum(record), capacity)
         batch = self._convert(codec.decode(memory, record))
         self.lost += 1
         return batch

@@ -49,7 +49,7 @@ from cseq.encoding.pickling import data_reducers, dumps, import_torch, reduce_te
 from cseq.encoding.unpicklable import unpicklable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection
 
     from cseq._work import Encoder
     from cseq.encoding.pickling import Pickled
@@ -68,29 +68,18 @@ __all__ = [
     "map_leaves",
     "recast",
     "recast_tensor",
-    "used",
 ]
 
 MAX_DEPTH = 100  # containers inside one another that are opened
 
 
 class Record(NamedTuple):
-    """Where a batch lies in its slot; four words of a cell of the ring, in bytes."""
+    """Where a batch lies in its slot: four words of a cell of the ring, whose sum is its end."""
 
     offset: int  # where the structure begins
     structure: int  # its length
     layout: int  # the length of what follows it
     objects: int  # the length of what follows that, 0 if there are none
-
-    @property
-    def used(self) -> int:
-        """Bytes of the slot that the batch takes, all in all."""
-        return self.offset + self.structure + self.layout + self.objects
-
-
-def used(record: Sequence[int]) -> int:
-    """Bytes of the slot that a batch takes, from the first words of its cell."""
-    return record[0] + record[1] + record[2] + record[3]
 
 
 def castable(dtype: Dtype) -> bool:
@@ -304,10 +293,7 @@ def encode(batch: Any, writer: Encoder, cast: Dtype | None = None) -> Record:
     MemoryError
         If there is no room for it.
     """
-    return _record(writer.encode(batch, cast))
-
-
-_record: Callable[[tuple[int, ...]], Record] = functools.partial(tuple.__new__, Record)
+    return Record._make(writer.encode(batch, cast))
 
 
 def plan_for(
@@ -438,4 +424,4 @@ ONE_OBJECT = Plan(pickle.dumps((OBJECT,), protocol=5), (OBJECT,))
 def encode_pickled(pickled: Pickled, writer: Encoder) -> Record:
     """Write an object that is pickled already into a slot; `decode` returns it."""
     buffers = [np.frombuffer(buffer, np.uint8) for buffer in pickled.buffers]
-    return _record(writer.encode_parts(ONE_OBJECT, buffers, pickled.data))
+    return Record._make(writer.encode_parts(ONE_OBJECT, buffers, pickled.data))

@@ -7,19 +7,23 @@ again.
 
 from __future__ import annotations
 
-import importlib.machinery
+import operator
 import os
 import sys
 import sysconfig
-from typing import TYPE_CHECKING
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import types
     from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
 
 __all__ = ["MAIN", "Importable", "named_here", "promise"]
 
 MAIN = ("__main__", "__mp_main__")  # the user's script, here and in multiprocessing's children
+
+STANDARD = (BuiltinImporter, FrozenImporter, PathFinder)
 
 # Folders of packages, and of what a runtime_env of Ray's brings.
 INSTALLED = ("site-packages", "dist-packages", "working_dir_files", "py_modules_files")
@@ -80,41 +84,28 @@ class Importable:
         return path is None or _is_same(module, find_spec(name, path))
 
 
-def named_here(obj: object) -> bool:
+def named_here(obj: Any) -> bool:
     """Whether a class or function has a name in this process, importable or not."""
-    home = sys.modules.get(getattr(obj, "__module__", None) or "")
-    return home is not None and _lookup(home, getattr(obj, "__qualname__", "")) is obj
+    try:
+        return operator.attrgetter(obj.__qualname__)(sys.modules[obj.__module__]) is obj
+    except (AttributeError, KeyError):
+        return False
 
 
-def _lookup(obj: object, qualname: str) -> object:
-    """Find the object under a dotted name; None when there is none."""
-    for part in qualname.split("."):
-        obj = getattr(obj, part, None)
-    return obj
+def find_spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """Return the spec that a new process would find for this name.
 
-
-def find_spec(name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
-    """Return the spec that a new process would find for this name."""
+    It has the standard finders, and those of editable installs.
+    """
     for finder in sys.meta_path:
-        if _is_everywhere(finder):
+        if finder in STANDARD or "editable" in (getattr(finder, "__module__", None) or ""):
             spec = finder.find_spec(name, path, None)
             if spec is not None:
                 return spec
     return None
 
 
-def _is_everywhere(finder: object) -> bool:
-    """Whether a new process has this finder: a standard one, or an editable install's."""
-    standard = (
-        importlib.machinery.BuiltinImporter,
-        importlib.machinery.FrozenImporter,
-        importlib.machinery.PathFinder,
-    )
-    home = getattr(finder, "__module__", None) or ""
-    return finder in standard or "editable" in home
-
-
-def _is_installed(spec: importlib.machinery.ModuleSpec | None) -> bool:
+def _is_installed(spec: ModuleSpec | None) -> bool:
     """Whether machines that are set up alike have a module that is not inside another one."""
     if spec is None or spec.name == "cseq" or spec.origin in ("built-in", "frozen"):
         return spec is not None
@@ -125,7 +116,7 @@ def _is_installed(spec: importlib.machinery.ModuleSpec | None) -> bool:
     )
 
 
-def _is_same(module: types.ModuleType, spec: importlib.machinery.ModuleSpec | None) -> bool:
+def _is_same(module: types.ModuleType, spec: ModuleSpec | None) -> bool:
     """Whether a spec is that of the file which this module was imported from."""
     if spec is None:
         return False

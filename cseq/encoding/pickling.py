@@ -20,7 +20,6 @@ import mmap
 import os
 import pickle
 import sys
-import threading
 import types
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -34,7 +33,7 @@ from cseq.encoding.unpicklable import unpicklable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Pickled", "dump", "dumps", "import_torch", "reduce_storage", "reducing"]
+__all__ = ["Pickled", "dump", "dumps", "import_torch", "reduce_storage"]
 
 Reduced: TypeAlias = Any  # what a reducer returns: a name, or a tuple
 Reducers: TypeAlias = "dict[type, Callable[[Any], Reduced]]"
@@ -67,7 +66,9 @@ class Pickled(NamedTuple):
     modules: tuple[str, ...] = ()  # that it refers to by name, as far as is known
 
 
-def dump(obj: object, *, name: str = "worker", elsewhere: bool = False) -> Pickled:
+def dump(
+    obj: object, *, name: str = "worker", elsewhere: bool = False, reducers: Reducers | None = None
+) -> Pickled:
     """Pickle an object so that any process of this machine can read it.
 
     Parameters
@@ -78,6 +79,8 @@ def dump(obj: object, *, name: str = "worker", elsewhere: bool = False) -> Pickl
         What error messages call it.
     elsewhere : bool
         Processes of other machines can read it, too: see `Importable`.
+    reducers : dict, optional
+        How objects of some types are pickled, by type.
 
     Raises
     ------
@@ -86,35 +89,17 @@ def dump(obj: object, *, name: str = "worker", elsewhere: bool = False) -> Pickl
     """
     modules = Importable(elsewhere=elsewhere)
     buffers: list[memoryview] = []
+    reducers = reducers or {}
     try:
-        data = _dump_by_value(obj, modules, buffers)
+        data = _dump_by_value(obj, modules, reducers, buffers)
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - its traceback is no news: the path says where
         probed = Importable(elsewhere=elsewhere)
-        probe = functools.partial(_dump_by_value, modules=probed, buffers=None)
+        probe = functools.partial(_dump_by_value, modules=probed, reducers=reducers, buffers=None)
         remedy = REMEDY.format(name=name, otherwise=OTHERWISE.get(name, THREADS))
         raise unpicklable(obj, name, error, probe=probe, remedy=remedy) from None
     return Pickled(data, buffers, modules.importable())
-
-
-class _Reducing(threading.local):
-    """The functions that a thread has given to `reducing`."""
-
-    reducers: Reducers = {}  # noqa: RUF012 - replaced, never changed
-
-
-_thread = _Reducing()
-
-
-@contextlib.contextmanager
-def reducing(reducers: Reducers) -> Iterator[None]:
-    """In this context, have `dump`, in this thread, reduce some types with these functions."""
-    before, _thread.reducers = _thread.reducers, reducers
-    try:
-        yield
-    finally:
-        _thread.reducers = before
 
 
 def dumps(
@@ -262,13 +247,16 @@ def import_torch() -> Any:
 # -- by value -------------------------------------------------------------------------------------
 
 
-def _dump_by_value(obj: object, modules: Importable, buffers: list[memoryview] | None) -> bytes:
+def _dump_by_value(
+    obj: object, modules: Importable, reducers: Reducers, buffers: list[memoryview] | None
+) -> bytes:
     """Pickle with cloudpickle; modules that workers cannot import go by value.
 
     Without a list of buffers, these are dropped: to test whether something can be pickled.
     """
     file = io.BytesIO()
     classes = _Classes()
+    reducers = data_reducers() | {np.memmap: _reduce_memmap} | reducers
     with _modules_by_value() as register:
 
         def by_name(named: Any) -> bool:
@@ -278,9 +266,11 @@ def _dump_by_value(obj: object, modules: Importable, buffers: list[memoryview] |
                 register(module)
             if isinstance(named, type) and module in MAIN:
                 classes.append(named)
+            if named is _tensor_on:
+                modules.findable("torch")
             return False
 
-        pickler = by_value_pickler()(file, _keep_in(buffers), _reducers_for(modules), by_name)
+        pickler = by_value_pickler()(file, _keep_in(buffers), reducers, by_name)
         pickler.dump([obj, classes])  # in this order: the classes are known at the end
     return file.getvalue()
 
@@ -365,18 +355,6 @@ def _publish(classes: list[type]) -> None:
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _Memmap: TypeAlias = Any  # np.memmap, with the attributes that its type hints leave out
-
-
-def _reducers_for(modules: Importable) -> Reducers:
-    """Return how data are pickled for a new process; what is made of tensors there needs torch."""
-
-    def reduce(tensor: Any) -> Reduced:
-        modules.findable("torch")
-        return reduce_tensor(tensor)
-
-    reducers = data_reducers()
-    tensors = {cls: reduce for cls, reducer in reducers.items() if reducer is reduce_tensor}
-    return reducers | tensors | {np.memmap: _reduce_memmap} | _thread.reducers
 
 
 def _reduce_memmap(array: _Memmap) -> Reduced:

@@ -105,7 +105,7 @@ class SlotReader:
 
     def fetch(self, runner: Runner) -> Any:
         """Decode the batch of the present ticket, in a converter thread; then it has no slot."""
-        slot, used = runner.slot, codec.used(runner.record)
+        slot, used = runner.slot, sum(runner.record)
         # All of it where it lies: page-locked, and dropped once it is on the device.
         batch = codec.decode(self.arena.lend(slot, used, runner.capacity), runner.record)
         runner.free_slot(self.arena.slots)

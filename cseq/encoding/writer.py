@@ -105,7 +105,7 @@ class Writer(Encoder):
     def fetch(self, runner: Runner) -> Any:
         """Decode the batch of a converter's ticket where it lies, to write after it."""
         self.select(runner.slot, runner.capacity)
-        self.used = codec.used(runner.record)
+        self.used = sum(runner.record)
         self.loaned = True
         return codec.decode(self.loan(), runner.record)
 

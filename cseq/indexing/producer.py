@@ -162,7 +162,7 @@ class Making(Work):
     def _read(self, runner: Runner, which: slice) -> Any:
         """Read a request from a copy, since its slot is used again."""
         slot, capacity, *record = self._rooms[runner.cell][which].tolist()
-        memory = copy_of(self._writer.mapping_of(slot, capacity), codec.used(record))
+        memory = copy_of(self._writer.mapping_of(slot, capacity), sum(record))
         return codec.decode(memory, record)
 
     def _answer_call(self, runner: Runner, epoch: int, *, begins: bool) -> Any:

@@ -16,7 +16,7 @@ import sys
 from multiprocessing import context, reduction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cseq.encoding.pickling import import_torch, reduce_storage, reducing
+from cseq.encoding.pickling import import_torch, reduce_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,19 +69,18 @@ class Workers:
 
 
 @contextlib.contextmanager
-def spawning() -> Iterator[None]:
-    """Have multiprocessing's objects pickled for workers by `dump`, in this thread, meanwhile.
+def spawning() -> Iterator[dict[type, Any]]:
+    """In this context, give `dump` its `reducers` for multiprocessing's objects.
 
-    That is not for Windows, where they are handles.
+    There are none for Windows, where these are handles.
     """
     if os.name == "nt":
-        yield
+        yield {}
         return
     before = CONTEXT.get_spawning_popen()  # of this thread
     CONTEXT.set_spawning_popen(Workers)
     try:
-        with reducing(_reducers()):
-            yield
+        yield _reducers()
     finally:
         CONTEXT.set_spawning_popen(before)
 

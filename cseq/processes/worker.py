@@ -108,7 +108,7 @@ class Entered(NamedTuple):
         if record is not None:
             (fd,) = self.object_fd
             with reading():
-                worker = codec.decode(Mapping(fd, 0, record.used, own=True), record)
+                worker = codec.decode(Mapping(fd, 0, sum(record), own=True), record)
             send_state(self.sock, LOADED)
         if self.ring.closed == 1:  # a trainer that did not see LOADED before it closed kills us
             _leave(0)

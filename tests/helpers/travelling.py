@@ -79,7 +79,7 @@ def write_batch(obj: object) -> tuple[Descriptor, codec.Record]:
 
 def read(file: Descriptor, record: codec.Record) -> Any:
     """Read it, as a worker does."""
-    return codec.decode(Mapping(file.fd, 0, record.used, own=True), record)
+    return codec.decode(Mapping(file.fd, 0, sum(record), own=True), record)
 
 
 def travel(obj: object) -> Any:
@@ -101,7 +101,7 @@ def goes_by_value(obj: object) -> bool:
 def arrives_elsewhere(obj: object, expression: str) -> str:
     """Send an object to a new process, and evaluate an expression of `obj` there."""
     file, record = write_batch(obj)
-    written = bytes(Mapping(file.fd, 0, record.used))
+    written = bytes(Mapping(file.fd, 0, sum(record)))
     code = (
         "import sys\nfrom cseq._memory import Block\nfrom cseq.encoding import codec\n"
         "data = sys.stdin.buffer.read()\n"

@@ -265,7 +265,7 @@ class Written:
         slot = self.worker.take()
         self.scratch.clear()
         record = codec.encode(batch, self.scratch)
-        self.mapped[slot].store_from(0, self.scratch.memory, record.used)
+        self.mapped[slot].store_from(0, self.scratch.memory, sum(record))
         self.runner.publish(0, record, WIDTH, slot)
 
     def learn(self, batch: Any) -> Any:

@@ -45,8 +45,8 @@ def _begun_by_multiprocessing() -> None:
 
 def test_all_is_as_before_afterwards() -> None:
     dataset, table = Sharing(), dict(copyreg.dispatch_table)
-    with spawning():
-        assert len(dump(dataset).data) > 0
+    with spawning() as reducers:
+        assert len(dump(dataset, reducers=reducers).data) > 0
         assert copyreg.dispatch_table == table  # which is the process's
     assert context.get_spawning_popen() is None
     with pytest.raises(UnpicklableError, match="only be shared"):
@@ -59,10 +59,10 @@ def test_two_threads() -> None:
     entered, left = threading.Event(), threading.Event()
 
     def pickles() -> None:
-        with spawning():
+        with spawning() as reducers:
             entered.set()
             left.wait()
-            pickled.append(dump(dataset))
+            pickled.append(dump(dataset, reducers=reducers))
 
     with spawning():
         thread = threading.Thread(target=pickles, daemon=True)
@@ -94,8 +94,8 @@ def test_a_descriptor_that_is_another_one_by_now() -> None:
 
 def test_what_workers_cannot_open() -> None:
     one, other = multiprocessing.Pipe()  # of sockets
-    with spawning(), pytest.raises(UnpicklableError, match="socket"):
-        dump(one)
+    with spawning() as reducers, pytest.raises(UnpicklableError, match="socket"):
+        dump(one, reducers=reducers)
     for end in (one, other):
         end.close()
 

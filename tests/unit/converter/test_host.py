@@ -88,7 +88,7 @@ def through_a_slot(batch: Any, cast: np.dtype[Any] | None) -> Any:
     writer = Writer(arena.fd, arena.width)
     writer.select(slot, arena.slots.nbytes(slot))
     record = codec.encode(batch, writer, cast)
-    memory = arena.lend(slot, record.used, writer.capacity)
+    memory = arena.lend(slot, sum(record), writer.capacity)
     writer.close()
     arena.close()
     return codec.decode(memory, record)
