@@ -269,17 +269,15 @@ def _bits(dtype: Any) -> tuple[Any, str | None]:
     return None, None
 
 
-def encode(batch: Any, writer: Encoder, cast: Dtype | None = None) -> Record:
+def encode(batch: Any, writer: Encoder) -> Record:
     """Write a batch into a slot.
 
     Parameters
     ----------
     batch : object
     writer : Encoder
-        At the slot; bytes in use there stay. Arrays that lie in this slot are not copied.
-    cast : numpy.dtype, optional
-        Type that arrays and tensors of numbers (`castable`) are cast to on the way, but not those
-        of what is pickled.
+        At the slot; bytes in use there stay. Arrays that lie in this slot are not copied. Arrays
+        and tensors of numbers (`castable`) become its `cast`, but not those of what is pickled.
 
     Returns
     -------
@@ -293,24 +291,22 @@ def encode(batch: Any, writer: Encoder, cast: Dtype | None = None) -> Record:
     MemoryError
         If there is no room for it.
     """
-    return Record._make(writer.encode(batch, cast))
+    return Record._make(writer.encode(batch))
 
 
-def plan_for(
-    batch: Any, writer: Encoder, cast: Dtype | None
-) -> tuple[Plan, list[Array], list[Any]]:
+def plan_for(batch: Any, writer: Encoder) -> tuple[Plan, list[Array], list[Any]]:
     """Return a batch's plan, which the writer then remembers, its arrays, and its other leaves."""
-    survey = _Survey(cast)
+    survey = _Survey(writer.cast)
     try:
         survey.visit(batch, MAX_DEPTH)
     except _TooDeepError:
-        survey = _Survey(cast)
+        survey = _Survey(writer.cast)
         survey.nodes, survey.objects = [OBJECT], [batch]
     nodes, sources = tuple(survey.nodes), [array.dtype for array in survey.arrays]
     for plan in writer.plans:  # `match` does not recognise it where tensors are cast
-        if plan.cast is cast and plan.nodes == nodes and plan.sources == sources:
+        if plan.nodes == nodes and plan.sources == sources:
             return plan, survey.arrays, survey.objects
-    plan = Plan(_dumps(nodes, batch), nodes, cast, sources)
+    plan = Plan(_dumps(nodes, batch), nodes, sources)
     writer.remember(plan)
     return plan, survey.arrays, survey.objects
 

@@ -87,18 +87,9 @@ class Writer(Encoder):
 
     dump = staticmethod(codec.dump)
 
-    def survey(self, batch: Any, cast: Any) -> tuple[Plan, list[Array], list[Any]]:
+    def survey(self, batch: Any) -> tuple[Plan, list[Array], list[Any]]:
         """Make the plan of a batch."""
-        return codec.plan_for(batch, self, cast)
-
-    def learn(self, plan: Plan, arrays: list[Array]) -> None:
-        """Have the arrays that this batch consists of made in the slot next time."""
-        assert self.placement is not None
-        casts = plan.casts + [False] * (len(arrays) - len(plan.casts))
-        plain = zip(arrays, casts, strict=True)
-        self.placement.learn(
-            [array for array, casts in plain if not casts and flat_of(array) is not None]
-        )
+        return codec.plan_for(batch, self)
 
     # -- tickets
 
@@ -112,7 +103,7 @@ class Writer(Encoder):
     def write(self, runner: Runner, batch: Any) -> tuple[int, ...]:  # noqa: ARG002
         """Encode the batch."""
         self.settle()
-        return codec.encode(batch, self, self.cast)
+        return codec.encode(batch, self)
 
     def publish(self, runner: Runner, record: tuple[int, ...]) -> None:
         """Publish the ticket; arrays in the slot that the indexer has kept stay where they are."""

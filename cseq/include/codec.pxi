@@ -11,9 +11,9 @@ cdef extern from "numpy/arrayobject.h":
 cdef class Encoder(TicketWriter):
     """The part of `writer.Writer` that is in C: its state for the present ticket, and writing by plans.
 
-    A subclass in Python has ``survey(batch, cast)``, which returns plan, arrays and other leaves of a
-    batch that no plan fits; ``dump(objects, batch)``, which pickles these leaves: the pickle, and the
-    arrays that lie beside it; and ``learn(plan, arrays)``, told which arrays a watched batch consists of.
+    A subclass in Python has ``survey(batch)``, which returns plan, arrays and other leaves of a batch that
+    no plan fits; and ``dump(objects, batch)``, which pickles these leaves: the pickle, and the arrays that
+    lie beside it.
     """
 
     cdef public Memory memory  # the slot, up to `capacity`; another object when it has grown
@@ -28,7 +28,7 @@ cdef class Encoder(TicketWriter):
     cdef public SlotTable slots  # None: slots are named by the caller
     cdef public int64_t slot  # the present one, which this process has taken; -1: none
     cdef public list kept  # slots in which arrays of earlier batches are alive; see `writer.Kept`
-    cdef public object cast  # the dtype that numbers are cast to, or None
+    cdef public object cast  # the dtype that numbers are cast to, or None; set before the first batch
     cdef readonly list plans  # of the last batches of different structure, the latest first
     cdef list arrays      # leaves of the batch being written; else a list of Nones, to be used again
     cdef list objects
@@ -54,7 +54,7 @@ cdef class Encoder(TicketWriter):
         """Add a plan to those that `match` tries."""
         self.plans = [plan, *self.plans[:RECENT - 1]]
 
-    cdef Plan find_plan(self, batch, cast):
+    cdef Plan find_plan(self, batch):
         """The plan of a batch, its leaves then in `arrays` and `objects`; None: no plan fits."""
         cdef list plans = self.plans
         cdef list arrays = self.arrays
@@ -63,8 +63,6 @@ cdef class Encoder(TicketWriter):
         cdef Py_ssize_t k
         for k in range(PyList_GET_SIZE(plans)):
             plan = <Plan>PyList_GET_ITEM(plans, k)
-            if plan.cast is not cast:
-                continue
             if arrays is None or PyList_GET_SIZE(arrays) != plan.leaf_count:
                 arrays = self.arrays = [None] * plan.leaf_count
             if plan.objects:
@@ -106,10 +104,10 @@ cdef class Encoder(TicketWriter):
             self.words, self.room = words, count
         return 0
 
-    def encode(self, batch, cast):
+    def encode(self, batch):
         """Write a batch into the slot: see `codec.encode`."""
         cdef uint64_t[4] f
-        self.write_batch(batch, cast, f)
+        self.write_batch(batch, f)
         return f[0], f[1], f[2], f[3]
 
     def encode_parts(self, Plan plan not None, list arrays not None, bytes pickled=None):
@@ -121,21 +119,23 @@ cdef class Encoder(TicketWriter):
         self.write_parts(plan, arrays, pickled, f)
         return f[0], f[1], f[2], f[3]
 
-    cdef int write_batch(self, object batch, object cast, uint64_t* record) except -1:
+    cdef int write_batch(self, object batch, uint64_t* record) except -1:
         """`encode`, with the record in `record`."""
         cdef Plan plan
         cdef list arrays
         cdef bytes pickled = None
         try:
-            plan = self.find_plan(batch, cast)
+            plan = self.find_plan(batch)
             if plan is None:
-                plan, self.arrays, self.objects = self.survey(batch, cast)
+                plan, self.arrays, self.objects = self.survey(batch)
             arrays = self.arrays
             if plan.objects:
                 pickled, buffers = self.dump(self.objects, batch)
                 arrays = arrays + buffers
-            if self.watched:
-                self.learn(plan, arrays)
+            if self.watched:  # what is not copied as it is had better not lie in the slot
+                self.placement.learn([
+                    array for k, array in enumerate(arrays) if flat_of(array) is not None
+                    and not (k < plan.leaf_count and plan.leaf[k].casts)])
             self.write_parts(plan, arrays, pickled, record)
         finally:
             self.forget()
@@ -252,7 +252,7 @@ cdef class Encoder(TicketWriter):
         CSEQ_POINT("index")
         if self.target is not None or self.loaned:
             return False
-        self.write_batch(batch, self.cast, c.record)
+        self.write_batch(batch, c.record)
         if self.loaned:  # what was pickled has asked for arrays, and may have kept them
             return False
         self.hand_over(runner, c, 0)

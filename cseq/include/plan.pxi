@@ -96,26 +96,15 @@ cdef class Plan:
         The nodes, pickled: what stands for this plan in a slot.
     nodes : sequence
         The tree, parents first: see `codec`.
-    cast : numpy.dtype, optional
-        What numbers are cast to.
     sources : list of numpy.dtype, optional
-        The arrays' types before the cast. Without them, the plan is a reader's.
-
-    Attributes
-    ----------
-    structure, nodes, cast, sources
-        As given.
-    casts : list of bool
-        Which leaves are cast.
+        The arrays' types before they are cast. Without them, the plan is a reader's.
     """
 
     cdef readonly bytes structure
     cdef const char* text       # its bytes
     cdef Py_ssize_t text_bytes
     cdef readonly tuple nodes
-    cdef readonly object cast
     cdef readonly list sources
-    cdef readonly list casts
     cdef object torch  # the module, if there are tensors
     cdef object tensor, to_array, from_numpy
     cdef Leaf* leaf
@@ -126,10 +115,10 @@ cdef class Plan:
     cdef PyObject* blocks[BLOCKS]  # the latest
     cdef int turn             # which of them is replaced next
 
-    def __cinit__(self, bytes structure not None, nodes not None, cast=None, list sources=None):
+    def __cinit__(self, bytes structure not None, nodes not None, list sources=None):
         cdef Node* n
         cdef int left = 1  # nodes to come
-        self.structure, self.nodes, self.cast = structure, tuple(nodes), cast
+        self.structure, self.nodes = structure, tuple(nodes)
         self.text, self.text_bytes = <const char*>structure, len(structure)
         self.sources = None if sources is None else list(sources)
         self.kept = []
@@ -155,7 +144,6 @@ cdef class Plan:
             n += 1
         if left:
             raise ValueError(f"{nodes!r} is not a tree")
-        self.casts = [self.leaf[k].casts for k in range(self.leaf_count)]
 
     def __dealloc__(self):
         cdef PyObject* one

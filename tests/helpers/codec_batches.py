@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as npst
 from slots import writer_of
 
 from cseq.encoding import codec
-from cseq.encoding.codec import decode, encode
+from cseq.encoding.codec import decode
 from cseq.encoding.writer import Writer
 from cseq.memory.arena import Arena
 
@@ -121,6 +121,14 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
         if request.param == "surveyed":
             patch.setattr(Writer, "remember", lambda *_: None)
         yield request.param
+
+
+def encode(batch: Any, writer: Writer, cast: np.dtype[Any] | None = None) -> codec.Record:
+    """Write a batch, cast; a writer that casts to something else forgets its plans."""
+    if writer.cast is not cast:
+        writer.cast = cast
+        writer.plans.clear()
+    return codec.encode(batch, writer)
 
 
 def copied(batch: Any, cast: np.dtype[Any] | None = None) -> Any:

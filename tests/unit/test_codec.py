@@ -277,21 +277,7 @@ def test_a_stage_appends_to_what_another_wrote(writer: Writer) -> None:
     assert_same([np.arange(1000), np.arange(3.0)], decode(writer.memory, first))
 
 
-# -- casts --------------------------------------------------------------------------------------
-
-
 # -- leaves one by one --------------------------------------------------------------------------
-
-
-def test_no_cast_is_told_from_a_cast_to_float64(writer: Writer) -> None:
-    """The same batch with and without a cast, one after the other, comes out different."""
-    for _ in range(2):
-        for cast in (None, np.dtype("f8")):
-            for batch in ([np.arange(3)], np.arange(3)):
-                read = sent(writer, batch, cast)
-                assert (read[0] if isinstance(batch, list) else read).dtype == (
-                    cast or np.dtype(int)
-                )
 
 
 def test_map_leaves() -> None:

@@ -87,7 +87,8 @@ def through_a_slot(batch: Any, cast: np.dtype[Any] | None) -> Any:
     slot = acquire(arena)
     writer = Writer(arena.fd, arena.width)
     writer.select(slot, arena.slots.nbytes(slot))
-    record = codec.encode(batch, writer, cast)
+    writer.cast = cast
+    record = codec.encode(batch, writer)
     memory = arena.lend(slot, sum(record), writer.capacity)
     writer.close()
     arena.close()
