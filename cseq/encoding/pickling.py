@@ -74,7 +74,8 @@ def dump(
     Parameters
     ----------
     obj : object
-        A class, a factory, a `functools.partial`, or an object with data.
+        A class, a factory, a `functools.partial`, or an object with data. What this function has
+        returned is returned.
     name : str
         What error messages call it.
     elsewhere : bool
@@ -87,6 +88,8 @@ def dump(
     TypeError
         When it cannot be pickled; the message says which attribute is to blame and what to do.
     """
+    if isinstance(obj, Pickled):
+        return obj
     modules = Importable(elsewhere=elsewhere)
     buffers: list[memoryview] = []
     reducers = reducers or {}

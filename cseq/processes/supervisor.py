@@ -181,14 +181,12 @@ class Supervisor:
             launcher.local = worker
         else:  # pickled once, into a file that every worker reads
             with contextlib.ExitStack() as stack:
-                reducers = None
+                reducers = {}
                 if "multiprocessing" in sys.modules:  # else there are no objects of it
                     from cseq.processes.spawning import spawning
 
                     reducers = stack.enter_context(spawning())
-                pickled = worker
-                if not isinstance(worker, Pickled):
-                    pickled = dump(worker, name=name, reducers=reducers)
+                pickled = dump(worker, name=name, reducers=reducers)
             self._write(pickled, name)
             modules = [*needs, *pickled.modules]
             del pickled  # its buffers are the worker's memory
