@@ -62,6 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         choices=("worker", "batch"),
         help="seed each worker once, as torch does, or each batch: the same for any num_workers",
     )
+    run.add_argument(
+        "--threads",
+        action="store_true",
+        help="threads in place of processes, for map-style data sets: no copies, no pickling",
+    )
     run.add_argument("--report", metavar="FILE", help="a page of HTML about all that has run")
     run.add_argument("--trace", metavar="FILE", help="a trace of every batch: .json or .json.gz")
     run.add_argument("-m", dest="is_module", action="store_true", help="a module's name")
@@ -90,8 +95,11 @@ def _run(given: argparse.Namespace) -> str | None:
     """Run a script, or a module."""
     if not given.watch:
         _replace(given)
-    elif (given.rng, given.report, given.trace) != (None, None, None):
-        return "cseq run: --watch leaves torch's workers: give it without --rng, --report, --trace"
+    elif given.rng or given.threads or given.report or given.trace:
+        return (
+            "cseq run: --watch leaves torch's workers: give it without --rng, --threads, --report, "
+            "--trace"
+        )
     else:
         _watch()
     sys.argv = given.script
@@ -130,6 +138,9 @@ def _replace(given: argparse.Namespace) -> None:
     """Have cseq's workers in every DataLoader."""
     if given.rng is not None:
         os.environ["CSEQ_LOADER_RNG"] = given.rng  # for the processes it starts, too
+
+    if given.threads:
+        os.environ["CSEQ_LOADER_WORKER_METHOD"] = "thread"
 
     from cseq.adapters.torch import install
     from cseq.tracing import Trace

@@ -20,6 +20,7 @@ cdef class Ring:
     cdef uint32_t unwoken     # tickets posted since the runners were last woken
     cdef cseq_gil gil         # how threads spin before they sleep, see cseq_gil.h
     cdef public uint32_t wake_at  # as many tickets posted wake the runners
+    cdef public uint32_t first  # of a queue of a thread: where its cells' objects begin, among all queues'
     cdef cseq_meter* meter      # the trainer's: that of the ring at 0
     cdef cseq_cell* at(self, uint32_t cell) except NULL
     cdef int find_vacant(self) noexcept

@@ -32,6 +32,7 @@ cdef struct Ticket:
     uint64_t units  # that it counts for
     uint32_t ring
     uint32_t cell
+    uint32_t place  # of its object, among those of all rings
 
 cdef uint64_t NONE = <uint64_t>-1
 cdef uint64_t PARK = PARK_NS
@@ -247,6 +248,7 @@ cdef class Feed:
             return False
         t = self.at(self.length)
         t.number, t.ring, t.cell = self.ticket, <uint32_t>number, <uint32_t>cell
+        t.place = ring.first + t.cell
         t.units = self.source.write(number, ring, t.cell, self.ticket)
         self.length += 1
         self.ticket += 1
@@ -298,6 +300,7 @@ cdef class Feed:
         cdef Ticket t
         if ring.calling >= 0:
             t.number, t.units, t.ring, t.cell = NONE, 0, number, <uint32_t>ring.calling
+            t.place = ring.first + t.cell
             self.cancel(&t)
             ring.calling = -1
 
@@ -315,7 +318,7 @@ cdef class Feed:
                 continue
             if self.on_cancel is not None:
                 self.on_cancel(t.cell)
-            before = self.decoder.free(t.cell, self.cell(&t))
+            before = self.decoder.free(t.place, self.cell(&t))
             ring.free(t.cell)
             self.cancelled_count -= 1
             self.cancelled[k] = self.cancelled[self.cancelled_count]
@@ -325,7 +328,7 @@ cdef class Feed:
     cdef object free(self, Py_ssize_t k, Ring ring):
         """Free the cell of an answered ticket; return the object that was left there."""
         cdef Ticket t = self.at(k)[0]
-        left = self.decoder.free(t.cell, self.cell(&t))
+        left = self.decoder.free(t.place, self.cell(&t))
         self.remove(k)
         ring.outstanding -= 1
         ring.free(t.cell)
@@ -637,10 +640,10 @@ cdef class Feed:
             return 0
         if self.decoder.passes and not c.status:
             # `take` takes it out of its place; no reference is counted here.
-            if self.decoder.objects.items[STRIDE * t.cell].ob_type is PARTIAL: batch = self.decoder.objects.get(t.cell)
+            if self.decoder.objects.items[STRIDE * t.place].ob_type is PARTIAL: batch = self.decoder.objects.get(t.place)
         else:
             try:
-                batch = self.decoder.decode(t.cell, c)
+                batch = self.decoder.decode(t.place, c)
                 if batch is UNREAD:
                     batch, error = self.read(t.ring, t.cell, c.status, c.slot, c.capacity,
                                              (f[0], f[1], f[2], f[3]))
@@ -732,8 +735,8 @@ cdef class Feed:
                 self.commit(k, True)
                 continue
             if isinstance(self.note, list): self.skipped.extend(self.note)
-            if self.decoder.passes and self.note is None:
-                taken = self.decoder.objects.take(self.at(k).cell)
+            if self.decoder.passes and batch is None and self.note is None:
+                taken = self.decoder.objects.take(self.at(k).place)
             else:
                 Py_INCREF(batch)
                 taken = <PyObject*>batch
@@ -793,7 +796,7 @@ cdef class Feed:
             return
         if ring.calling == <int>cell:
             ring.calling = -1
-            self.decoder.free(cell, cseq_ring_cell(ring.r, cell))
+            self.decoder.free(ring.first + cell, cseq_ring_cell(ring.r, cell))
             ring.free(cell)
         if ends and self.source is not None and not self.source.keyed:
             before = self.batch, self.error  # destructors may run code: after all else is done

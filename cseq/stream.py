@@ -24,7 +24,8 @@ from cseq.arguments import MAX_RESTARTS, WorkerOptions
 from cseq.check import MOST_WORKERS, choice, count, flag
 from cseq.indexing.producer import KeyProducer, Producer
 from cseq.manager import Run
-from cseq.pools.stream import Naming, StreamPool
+from cseq.pools.stream import Naming, ProcessStreamPool, StreamPool
+from cseq.pools.thread_stream import ThreadStreamPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -79,6 +80,10 @@ class Streams:
         once it has posted what they have to do. A forked worker then makes its first items while
         others are forked; what the iterator of keys has changed here, it has changed in theirs.
 
+    kind : 'processes' or 'threads'
+        What the workers are. Between threads nothing is pickled: they have `producer`, assignments
+        and keys as they are, and the loop has the items. No thread dies, or can be replaced.
+
     Raises
     ------
     TypeError, ValueError
@@ -124,6 +129,7 @@ class Streams:
         naming: Naming = Naming(),  # noqa: B008 - a tuple
         lethal: Literal["raise", "return"] = "raise",
         launch: Literal["now", "begin"] = "now",
+        kind: Literal["processes", "threads"] = "processes",
     ) -> None:
         if not callable(producer):
             raise TypeError(
@@ -134,7 +140,8 @@ class Streams:
         options = WorkerOptions(
             start_method, max_restarts, timeout, on_timeout, memory_limit, threads, preload
         ).checked()
-        pool = StreamPool(
+        kinds = {"processes": ProcessStreamPool, "threads": ThreadStreamPool}
+        pool: StreamPool = kinds[choice("kind", kind, (*kinds,))](
             workers,
             options,
             prefetch=count("prefetch", prefetch, most=MOST_AHEAD),
@@ -146,11 +153,11 @@ class Streams:
         self._feed = pool.give_feed()
         self._run.close_with(self)
         try:
-            pool.supervisor.prepare(
+            pool.crew.prepare(
                 producer, name="producer", preload=options.preload, timeout=options.timeout
             )
             if early:
-                pool.supervisor.launch()
+                pool.crew.launch()
         except BaseException:
             self.close()
             raise
@@ -300,7 +307,8 @@ class Streams:
 
     def pids(self) -> list[int | None]:
         """Process ids of the workers, in their order; None for one that is just being started."""
-        return self._run.pool.supervisor.pids()
+        supervisor = self._run.pool.supervisor
+        return [] if supervisor is None else supervisor.pids()
 
     def processes(self, *, wait: bool = False) -> dict[int, Child]:
         """Latest process of each worker, by the worker's number; it may have ended.
@@ -310,6 +318,8 @@ class Streams:
         streams end meanwhile.
         """
         supervisor = self._run.pool.supervisor
+        if supervisor is None:
+            return {}
         if wait and self._run.is_ours:
             supervisor.await_launch()
         return supervisor.processes

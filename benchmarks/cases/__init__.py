@@ -29,6 +29,7 @@ MODULES = (
     "adapters",
     "keys",
     "dataloader",
+    "threads",
     "picture",
 )
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cseq._work import Decoder, ObjectWriter
 from cseq.encoding import codec, failure
-from cseq.stage import BATCH, RAISED
+from cseq.stage import BATCH, ENDED, RAISED
 
 if TYPE_CHECKING:
-    from cseq._work import Runner
+    from cseq._work import ObjectTable, Runner
     from cseq.encoding.writer import Writer
     from cseq.memory.arena import Arena
 
@@ -38,10 +38,20 @@ class Objects(ObjectWriter):
     ----------
     below : SlotReader, optional
         Reads the batches of the stage before, if that writes to slots.
+    objects : ObjectTable, optional
+        That of several rings, where this one's cells begin at `first`.
     """
 
-    def __init__(self, cells: int, below: SlotReader | None = None) -> None:  # noqa: ARG002
+    def __init__(
+        self,
+        cells: int,  # noqa: ARG002 - see ObjectWriter
+        below: SlotReader | None = None,
+        *,
+        objects: ObjectTable | None = None,  # noqa: ARG002
+        first: int = 0,
+    ) -> None:
         self._below = below
+        self._first = first
 
     def decoder(self, **how: Any) -> Decoder:
         """Make what takes out the objects, and frees the slots of the stage before."""
@@ -50,21 +60,25 @@ class Objects(ObjectWriter):
 
     def write(self, runner: Runner, batch: Any) -> tuple[int, ...]:
         """Store the batch under the cell's number, for the next stage, or the trainer."""
-        self.objects[runner.cell] = batch
+        self.objects[self._first + runner.cell] = batch
         return ()
 
     def publish(self, runner: Runner, record: tuple[int, ...]) -> None:
         """Publish the ticket; the caller holds no reference to the batch any more."""
         runner.publish(BATCH, record)
 
-    def fail(self, runner: Runner, error: BaseException) -> None:
+    def fail(self, runner: Runner, error: BaseException, status: int = RAISED) -> None:
         """Store the exception under the cell's number."""
-        self.objects[runner.cell] = error
-        runner.publish(RAISED)
+        self.objects[self._first + runner.cell] = error
+        runner.publish(status)
+
+    def end_items(self, runner: Runner) -> None:
+        """Publish the end of a worker's items."""
+        runner.publish(ENDED)
 
     def fetch(self, runner: Runner) -> Any:
         """Return the batch of the present ticket."""
-        return self.objects[runner.cell]
+        return self.objects[self._first + runner.cell]
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
         """Return the object."""

@@ -314,14 +314,15 @@ cdef class ObjectWriter(TicketWriter):
     """Publishes the batches of threads: the objects themselves. `transport.Objects` has the rest."""
 
     cdef readonly ObjectTable objects
+    cdef Py_ssize_t first  # of the ring's cells, in a table of several
 
-    def __cinit__(self, Py_ssize_t cells, *_):
-        self.objects = ObjectTable(cells)
+    def __cinit__(self, Py_ssize_t cells, *_, ObjectTable objects=None, Py_ssize_t first=0):
+        self.objects, self.first = ObjectTable(cells) if objects is None else objects, first
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
         """Leave the batch in the cell's place, and publish the ticket."""
         cdef cseq_cell* c = runner.held()
-        self.objects.put(runner.cell, batch)
+        self.objects.put(self.first + runner.cell, batch)
         runner.deliver(c, 0)
         return True
 

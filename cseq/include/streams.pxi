@@ -22,29 +22,34 @@ cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, s
 
 
 @cython.final
-@cython.no_gc
+@cython.no_gc_clear
 cdef class Request:
-    """Data for a worker, in a slot that is taken for as long as this object exists.
+    """Data for a worker process, in a slot that is taken for as long as this object exists; for a thread,
+    the object itself.
 
     Parameters
     ----------
-    slots : SlotTable
+    slots : SlotTable, optional
+    value : object, optional
 
     Attributes
     ----------
     slot : int
-        The lowest free one.
+        The lowest free one; -1: none.
+    value : object
     """
 
     cdef SlotTable slots
     cdef readonly Py_ssize_t slot
+    cdef readonly object value
     cdef int64_t words[REQUEST_WORDS]
 
-    def __cinit__(self, SlotTable slots not None):
+    def __cinit__(self, SlotTable slots=None, value=None):
         memset(self.words, 0, sizeof(self.words))
         self.slot = -1
-        self.slots = slots
-        self.slot = slots.take()
+        self.slots, self.value = slots, value
+        if slots is not None:
+            self.slot = slots.take()
 
     def __dealloc__(self):
         if self.slot >= 0:

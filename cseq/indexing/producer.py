@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cseq._core import Ring
+    from cseq.encoding.transport import BatchWriter
     from cseq.encoding.writer import Writer
 
 __all__ = ["ENTRY", "KeyProducer", "Producer", "main"]
@@ -96,7 +97,7 @@ def main(sock: socket.socket, local: Any = None) -> None:
     entered.writer.place_arrays()
     # In a process that the producer forks, `cseq.empty` is numpy's.
     in_forked_children(partial(setattr, batch_context, "allocator", None))
-    making = Making(entered.writer, producer, entered.ring, batch_context)
+    making = Making(entered.writer, producer, entered.ring, batch_context, allocator=entered.writer)
     run(runner, making.work)
     indexer.dispose(make, producer, copied=True)
 
@@ -107,11 +108,18 @@ class Making(Work):
     end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)
 
     def __init__(
-        self, writer: Writer, producer: Any, ring: Ring, batch_context: context.BatchContext
+        self,
+        writer: BatchWriter,
+        producer: Any,
+        ring: Ring,
+        batch_context: context.BatchContext,
+        *,
+        allocator: Writer | None,
     ) -> None:
         self._producer = producer
         self._ring = ring
-        self._writer = writer
+        self._writer: Any = writer
+        self._allocator = allocator
         self._batch_context = batch_context
         self._rooms = [ring.indices(cell).data for cell in range(ring.capacity)]
         self._epoch = 0  # the producer's epoch; the trainer counts them from 1
@@ -188,7 +196,7 @@ class Making(Work):
     def _make_item(self, runner: Runner, make: Callable[[], Any]) -> Any:
         """Make an item, with its arrays in the slot."""
         self._writer.begin_ticket()
-        self._batch_context.allocator = self._writer
+        self._batch_context.allocator = self._allocator
         self._batch_context.item = runner.start
         item = make()
         self._batch_context.allocator = None

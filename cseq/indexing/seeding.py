@@ -145,6 +145,12 @@ class Seeds(_work.BatchSeeds):
     def __init__(self, *_: object) -> None:
         self.missing.update(FINDERS)
 
+    def have(self, generators: tuple[Any, Any]) -> None:
+        """Seed a thread's own instead: a `random.Random`, and a generator of torch."""
+        own, torchs = generators
+        self.missing.clear()
+        self.present.extend([_work.PythonGenerator(own), _work.TorchGenerator(torchs)])
+
     def look(self) -> list[Any]:
         """Find the modules whose import is over; return their generators."""
         found = [name for name in self.missing if _is_imported(name)]

@@ -307,7 +307,12 @@ def _gil(v: Window) -> Said:
     return Said(
         f"all threads together compute on {v.computed:.1f} cores of {v.cores}, and one in five of "
         f"their waits for the GIL takes {duration(v.gil)} or longer",
-        "use processes: MPSequence in place of MTSequence",
+        "use processes: "
+        + (
+            "worker_method='multiprocessing'"
+            if v.is_stream
+            else "MPSequence in place of MTSequence"
+        ),
         gain=max(v.most, min(v.workers + 1, v.cores) / max(v.computed, 1.0)),
     )
 
@@ -359,6 +364,8 @@ def _cores(v: Window) -> Said:
 
 def _workers(v: Window) -> Said:
     waits = "" if v.computes else ": they wait for a disk, a network or a core"
+    if waits and v.is_stream and not v.threads:
+        waits += "; threads (of a DataLoader: worker_method='thread') wait as well, in less memory"
     return _more(v, f"{_busy(v)}{waits}")
 
 

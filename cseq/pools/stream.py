@@ -26,14 +26,16 @@ from cseq.stage import RAISED
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from cseq._core import Ring
     from cseq._feed import Feed
     from cseq.arguments import WorkerOptions
+    from cseq.encoding.transport import BatchReader
     from cseq.pools.base import Awaited, Working
 
     Answer = tuple[int, int, int, tuple[int, ...]]  # see `Ring.peek`
     T = TypeVar("T")
 
-__all__ = ["Naming", "StreamPool"]
+__all__ = ["Naming", "ProcessStreamPool", "StreamPool"]
 
 DEEPEST = 64  # the most tickets of one worker in flight, also if `prefetch` is larger
 MOST_BYTES = 16 << 20  # of all cells, beyond what `prefetch` of each worker takes
@@ -60,9 +62,15 @@ class Naming(NamedTuple):
 
 
 class StreamPool(Pool):
-    """The pool of `Streams`; for one thread at a time, except `interrupt` and `close`."""
+    """The pool of `Streams`; for one thread at a time, except `interrupt` and `close`.
 
-    supervisor: Supervisor
+    Attributes
+    ----------
+    crew : Supervisor, or Crew of `thread_stream`
+        Starts the workers, and notices what goes wrong with them.
+    """
+
+    crew: Any
 
     def __init__(
         self,
@@ -84,38 +92,11 @@ class StreamPool(Pool):
         cell = ring_bytes(2, room, 1) - ring_bytes(1, room, 1)
         affordable = MOST_BYTES // (num_workers * cell) - besides
         self._most = max(depth, min(prefetch * num_workers, DEEPEST, affordable))
-        self._arena = Arena(options.memory_limit, tickets=num_workers * (depth + besides))
-        self._arena.add_rings(
-            self._most + besides,
-            room,
-            1,
-            owners=num_workers,
-            rings=num_workers,
-            calls=CALLS,
-            name=file_name(num_workers, rings=num_workers),
-        )
-        lanes = Lanes(num_workers, "process")
-        self.supervisor = Supervisor(
-            make_launcher(options.start_method, entry=ENTRY, threads=options.threads),
-            self._arena,
-            readers=num_workers,
-            task=lambda _: num_workers,
-            describe=self.held,
-            deaths=Deaths(
-                options.max_restarts,
-                num_workers,
-                naming.unit,
-                "look at what makes it",
-                naming.lost,
-                fails=fails,
-            ),
-            lanes=lanes,
-        )
-        self._crews = (self.supervisor,)
-        self._slots = SlotReader(self._arena)
+        self._options, self._fails = options, fails
+        rings, reader, lanes = self._open(num_workers, self._most + besides, room)
         super().__init__(
-            self._arena.rings,
-            self._slots,
+            rings,
+            reader,
             errors=errors,
             options=options,
             lanes=lanes,
@@ -126,11 +107,16 @@ class StreamPool(Pool):
             # Waking a worker costs more than a small item does. It sleeps only when all items asked
             # for are ready, so it is woken when half of them are asked for again.
             ring.wake_at = (depth + 1) // 2
-        self._writers: list[Writer] = []  # that nothing is written with
         self._epoch = 0  # as tickets have it, where 0 is none; messages count epochs from 0
         self.assignments: list[Request] = []  # of the epoch that is under way
         self._begun = 0  # when the present wait began
         self._idle: dict[int, int] = {}  # since when a worker is ready and has claimed nothing
+
+    def _open(
+        self, num_workers: int, cells: int, room: int
+    ) -> tuple[list[Ring], BatchReader, Lanes]:
+        """Make the workers' queues, what reads items, and the crew; it starts nothing."""
+        raise NotImplementedError
 
     def give_feed(self) -> Feed:
         """Return the feed, to which this pool then refers weakly.
@@ -145,27 +131,12 @@ class StreamPool(Pool):
     # -- requests
 
     def _write(self, value: Any, name: str) -> Request:
-        """Write something for a worker into a slot.
+        """Write something for a worker; TypeError if that cannot be sent."""
+        raise NotImplementedError
 
-        A signal handler may do the same meanwhile, with another writer.
-        """
-        pickled = self._pickle(value, name)
-        request = Request(self._arena.slots)
-        arena = self._arena
-        writer = self._writers.pop() if self._writers else Writer(arena.fd, arena.width)
-        writer.select(request.slot, self._arena.request(request.slot))
-        record = codec.encode_pickled(pickled, writer)
-        request.locate(writer.capacity, record)
-        self._writers.append(writer)
-        return request
-
-    def _pickle(self, value: Any, name: str) -> Pickled:
-        """Pickle something for a worker; one that was forked from this process has its classes."""
-        if self.supervisor.takes_objects:
-            with contextlib.suppress(Exception):  # `dump` raises it again, and explains it
-                buffers: list[memoryview] = []
-                return Pickled(dumps([value], buffers), buffers)
-        return dump(value, name=name)
+    def _written(self, number: int, cell: int) -> Any:
+        """Return the key that the ticket in a cell refers to; on any thread."""
+        raise NotImplementedError
 
     def _write_key(self, key: Any, number: int) -> Request:
         """Write a key into a slot; TypeError if it cannot be pickled."""
@@ -188,7 +159,7 @@ class StreamPool(Pool):
         for number, cell in first.items():
             owner = number + 1
             working = self._held_by(number)
-            if working or not self.supervisor.is_ready(owner):
+            if working or not self.crew.is_ready(owner):
                 self._idle.pop(owner, None)
             else:  # its process may be stopped
                 since = self._idle.setdefault(owner, now_ns())
@@ -227,12 +198,7 @@ class StreamPool(Pool):
         count = int(words[KEY])
         if count >= 0:
             return words[KEYS : KEYS + count].tolist()
-        if count != IN_REQUEST:
-            return None
-        slot, capacity, *record = words[CALLED].tolist()
-        # Not by the arena, whose lock the loop's thread may have.
-        at = slot * self._arena.width
-        return codec.decode(Mapping(self._arena.fd, at, capacity, own=True), record)
+        return self._written(number, cell) if count == IN_REQUEST else None
 
     def _describe(self, number: int, cell: int, error: BaseException) -> tuple[BaseException, None]:
         """Name the item in an exception."""
@@ -257,8 +223,8 @@ class StreamPool(Pool):
         feed = self.feed
         self._end()
         try:
-            self.supervisor.check()
-            self.supervisor.begin()
+            self.crew.check()
+            self.crew.begin()
             self._epoch += 1
             requests = self._write_all(assignments)
             source: ItemSource | KeySource
@@ -290,7 +256,7 @@ class StreamPool(Pool):
             source.finish()  # which raises what the iterator of keys has raised
             for ring in self.rings:
                 ring.wake()
-            self.supervisor.launch()
+            self.crew.launch()
             replies = [self._reply(*post, generation) for post in posts]
             feed.check(generation)
         except BaseException as error:
@@ -323,8 +289,8 @@ class StreamPool(Pool):
         """Call a method in some workers. The next call cancels an interrupted one."""
         generation = self.run.generation
         try:
-            self.supervisor.check()
-            self.supervisor.launch()
+            self.crew.check()
+            self.crew.launch()
             for number in workers if behind else ():
                 for cell, ticket in self.feed.tickets(number)[-1:]:
                     self._await_answer(number, cell, ticket, generation)
@@ -354,16 +320,17 @@ class StreamPool(Pool):
         answer = self._await_answer(number, cell, ticket, generation)
         if answer is None:
             raise InterruptedError("a signal handler has made another call")
+        at = cell + self.rings[number].first
         if not answer[0] & RAISED:
             try:
-                reply = self._slots.decode(cell, *answer[1:])
+                reply = self._batch_reader.decode(at, *answer[1:])
             except SystemExit as ending:
                 if failure.ends_program(ending):
                     raise
                 raise failure.ordinary(ending) from ending
             self.feed.commit_reply(number, cell, ticket)
             return reply
-        error = self._slots.error(cell, *answer[1:])
+        error = self._batch_reader.error(at, *answer[1:])
         place = self.held(number, cell).place
         self.feed.commit_reply(number, cell, ticket, ends=True)
         try:
@@ -372,7 +339,76 @@ class StreamPool(Pool):
         finally:
             del error  # its traceback refers to this frame: a reference cycle
 
-    # -- the rest
+
+class ProcessStreamPool(StreamPool):
+    """The pool of streams from processes: items and requests travel through slots."""
+
+    supervisor: Supervisor
+
+    def _open(
+        self, num_workers: int, cells: int, room: int
+    ) -> tuple[list[Ring], BatchReader, Lanes]:
+        options, naming = self._options, self._naming
+        tickets = num_workers * (self._depth + 1 + CALLS)
+        self._arena = Arena(options.memory_limit, tickets=tickets)
+        self._arena.add_rings(
+            cells,
+            room,
+            1,
+            owners=num_workers,
+            rings=num_workers,
+            calls=CALLS,
+            name=file_name(num_workers, rings=num_workers),
+        )
+        lanes = Lanes(num_workers, "process")
+        self.crew = self.supervisor = Supervisor(
+            make_launcher(options.start_method, entry=ENTRY, threads=options.threads),
+            self._arena,
+            readers=num_workers,
+            task=lambda _: num_workers,
+            describe=self.held,
+            deaths=Deaths(
+                options.max_restarts,
+                num_workers,
+                naming.unit,
+                "look at what makes it",
+                naming.lost,
+                fails=self._fails,
+            ),
+            lanes=lanes,
+        )
+        self._crews = (self.supervisor,)
+        self._writers: list[Writer] = []  # that nothing is written with
+        return self._arena.rings, SlotReader(self._arena), lanes
+
+    def _write(self, value: Any, name: str) -> Request:
+        """Write something for a worker into a slot.
+
+        A signal handler may do the same meanwhile, with another writer.
+        """
+        pickled = self._pickle(value, name)
+        request = Request(self._arena.slots)
+        arena = self._arena
+        writer = self._writers.pop() if self._writers else Writer(arena.fd, arena.width)
+        writer.select(request.slot, self._arena.request(request.slot))
+        record = codec.encode_pickled(pickled, writer)
+        request.locate(writer.capacity, record)
+        self._writers.append(writer)
+        return request
+
+    def _pickle(self, value: Any, name: str) -> Pickled:
+        """Pickle something for a worker; one that was forked from this process has its classes."""
+        if self.supervisor.takes_objects:
+            with contextlib.suppress(Exception):  # `dump` raises it again, and explains it
+                buffers: list[memoryview] = []
+                return Pickled(dumps([value], buffers), buffers)
+        return dump(value, name=name)
+
+    def _written(self, number: int, cell: int) -> Any:
+        slot, capacity, *record = self.rings[number].indices(cell)[CALLED].tolist()
+        # Not by the arena, whose lock the loop's thread may have.
+        at = slot * self._arena.width
+        return codec.decode(Mapping(self._arena.fd, at, capacity, own=True), record)
 
     def close(self) -> None:
         """End the workers and free the memory; returns within a bounded time."""

@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from cseq.encoding.transport import BatchWriter, Source
     from cseq.pools.base import Working
 
-__all__ = ["ThreadGroup", "ThreadPool", "add_converters", "convert"]
+__all__ = ["MADE", "ThreadGroup", "ThreadPool", "add_converters", "convert", "open_rings"]
 
 log = logging.getLogger("cseq")
 
 GIL_SPIN_NS = 50_000  # what two handovers of the GIL by sleeping cost, over all threads
 CLOSE_SECONDS = 5.0  # how long close waits for threads, in all
 LOOK_SECONDS = 0.5  # how often a waiting thread checks whether the pool was closed
+LINE = 64  # bytes: a ring begins at a multiple of it
 MADE, WAITS = 0, -1  # of a thread's indexer
 
 
@@ -51,6 +52,8 @@ class ThreadGroup:
     begun : dict
         By owner, since when its thread makes an indexer (ns of `now_ns`); or MADE, or WAITS.
     """
+
+    instead = "threads cannot be restarted; the processes of an MPSequence can"
 
     def __init__(self, ring: Ring, lanes: Lanes) -> None:
         self._ring, self._lanes = ring, lanes
@@ -93,8 +96,7 @@ class ThreadGroup:
         starting = [(owner, since) for owner, since in list(self.begun.items()) if since > 0]
         for owner, took in overdue(working, starting, timeout):
             raise WorkerTimeout(
-                f"{took}; its thread is here:\n{self._stack(owner)}"
-                "(threads cannot be restarted; the processes of an MPSequence can)"
+                f"{took}; its thread is here:\n{self._stack(owner)}({self.instead})"
             )
 
     def _stack(self, owner: int) -> str:
@@ -152,6 +154,23 @@ def convert(
         batch_writer.fail(runner, error)
 
 
+def open_rings(
+    count: int, name: str, cells: int, room: int, runners: int, calls: int = 0, limit: int = 0
+) -> tuple[list[Ring], Descriptor | None]:
+    """Make rings of threads in one memory, and the file that this is in, if it is in one."""
+    width = -(-ring_bytes(cells, room, runners) // LINE) * LINE
+    file = _file_for(count * width, name)
+    size = count * width
+    memory = Block(size, zero=True) if file is None else Mapping(file.fd, 0, size)
+    rings = []
+    for number in range(count):
+        ring = Ring(memory, cells, room, runners, calls, number * width, limit, threads=True)
+        ring.set_spin(spin_ns(GIL_SPIN_NS) if HAS_GIL else spin_ns())
+        ring.first = number * cells
+        rings.append(ring)
+    return rings, file
+
+
 def _file_for(size: int, name: str) -> Descriptor | None:
     """Make a file in memory for a ring, where other programs can read its meters: on Linux."""
     if not sys.platform.startswith("linux"):
@@ -174,12 +193,10 @@ class ThreadPool(BatchPool):
     def __init__(self, job: Job) -> None:
         runners = job.num_workers + job.num_converters
         words = job.sampler.words
-        size = ring_bytes(job.buffer, words, runners)
         name = file_name(job.num_workers, job.num_converters, threads=True, sampler=job.sampler)
-        self._file = file = _file_for(size, name)
-        memory = Block(size, zero=True) if file is None else Mapping(file.fd, 0, size)
-        ring = Ring(memory, job.buffer, words, runners, limit=job.start.buffer, threads=True)
-        ring.set_spin(spin_ns(GIL_SPIN_NS) if HAS_GIL else spin_ns())
+        (ring,), self._file = open_rings(
+            1, name, job.buffer, words, runners, limit=job.start.buffer
+        )
         lanes = Lanes(job.num_workers, "thread")
         self._objects = Objects(job.buffer)
         self._group = ThreadGroup(ring, lanes)

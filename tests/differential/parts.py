@@ -33,11 +33,12 @@ class Pair(NamedTuple):
 
 
 def drawn(generators: list[str]) -> list[float]:
-    """Draw a number from each of the named global generators."""
+    """Draw a number from each of the named generators: the global ones, or a thread's own."""
+    own = getattr(torch.utils.data.get_worker_info(), "rng", None)
     draw = {
-        "torch": lambda: torch.rand(()).item(),
+        "torch": lambda: torch.rand((), generator=own and own.torch_generator).item(),
         "numpy": np.random.random,
-        "random": random.random,
+        "random": own.random_generator.random if own else random.random,
     }
     return [draw[name]() for name in generators]
 

@@ -19,6 +19,7 @@ import shlex
 import sys
 import time
 
+import in_threads
 from case import Case, generate, settle, smaller
 from mutants import MUTANTS
 from observe import difference, observe
@@ -29,7 +30,10 @@ DEFAULT = "cseq.adapters.torch:DataLoader"
 
 def compare(case: Case, first: str, second: str) -> tuple | None:
     """Return the first two events that differ, or None; a batch may be lost by the first alone."""
-    return difference(case, *observe(case, first, second))
+    seen = observe(case, first, second)
+    if second == in_threads.PATH:
+        seen = [in_threads.in_processes(events) for events in seen]
+    return difference(case, *seen)
 
 
 def shrink(case: Case, first: str, second: str, seconds: float = 120) -> Case:
@@ -83,6 +87,8 @@ def search(seed: int, number: int, first: str, second: str, *, methods: bool, fa
     began, differ = time.monotonic(), 0
     for each in range(number):
         case = cases(seed, each, methods=methods)
+        if second == in_threads.PATH:
+            case = in_threads.settled(case)
         if compare(case, first, second) is not None:
             differ += 1
             print(f"case {each} of seed {seed} differs:", flush=True)
@@ -132,9 +138,14 @@ def main() -> int:
         "--no-methods", action="store_true", help="no spawn and forkserver, which take seconds"
     )
     parser.add_argument(
+        "--threads", action="store_true", help=f"{in_threads.PATH}, and the cases that it is for"
+    )
+    parser.add_argument(
         "--mutants", action="store_true", help="find the mutants of mutants.py, B's subclasses"
     )
     asked = parser.parse_args()
+    if asked.threads:
+        asked.cls = in_threads.PATH
     if asked.mutants:
         return hunt(asked.seed, asked.cases)
     if asked.case is not None:

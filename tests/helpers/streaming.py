@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 def lost_slots(s: Streams) -> set[int]:
     """Slots that are in use for nothing; all of them if any is leased."""
     pool: Any = s._run.pool
+    if pool.supervisor is None:  # threads have none
+        return set()
     slots = pool.supervisor.shared.slots
     if slots.leased:
         return set(range(1, len(slots.owners())))

@@ -191,14 +191,21 @@ class Producer:
 class Stream(Loop):
     """`Streams`, taken by iteration."""
 
-    def __init__(self, rng: random.Random, *, keyed: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        keyed: bool = False,
+        kind: str = "processes",
+        **options: Any,
+    ) -> None:
         super().__init__(rng)
         self.ordered = options.get("ordered", True)
         self.keyed, self.options = keyed, options
         self.workers = rng.randint(1, 3)
         self.s = Streams(
             partial(Producer, rng.choice([0, 1e-4])), self.workers,
-            prefetch=rng.choice([1, 3, 20]), start_method="fork",
+            prefetch=rng.choice([1, 3, 20]), start_method="fork", kind=kind,
         )  # fmt: skip
 
     def begin(self) -> list[int]:
@@ -232,6 +239,10 @@ KINDS: dict[str, Callable[[random.Random], Loop]] = {
     "keys": partial(Stream, keyed=True),
     "keys unordered": partial(Stream, keyed=True, ordered=False),
     "keys free": partial(Stream, keyed=True, assign="free"),
+    "streams of threads": partial(Stream, kind="threads"),
+    "keys of threads": partial(Stream, keyed=True, kind="threads"),
+    "keys of threads unordered": partial(Stream, keyed=True, ordered=False, kind="threads"),
+    "keys of threads free": partial(Stream, keyed=True, assign="free", kind="threads"),
 }
 
 

@@ -112,6 +112,7 @@ class StreamTrial:
             prefetch=rng.choice([1, 2, 10, 64, 300]), max_restarts=10**9,
             start_method=rng.choice(["fork"] * 4 + ["forkserver", "spawn"]),
             memory_limit=rng.choice([0, 10**6, None]),
+            kind=rng.choice(["processes"] * 5 + ["threads"]),
         )  # fmt: skip
 
     def run(self) -> None:

@@ -23,7 +23,7 @@ from cseq.indexing.dataset import IN_PLACE, empty_tensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["collating", "stack_in_slots"]
+__all__ = ["collating", "stack_in_slots", "stack_in_threads"]
 
 WATCHED = 1 << 20  # bytes from which a copy takes longer than to watch a collate function's calls
 EVERY = 32  # batches: of so many, one is watched if nothing is gained
@@ -36,6 +36,31 @@ def stack_in_slots() -> None:
         entries[torch.Tensor] = collate_tensors
     if entries.get(np.ndarray) is names.array_entry:
         entries[np.ndarray] = collate_arrays
+
+
+def stack_in_threads() -> None:
+    """Have default_collate stack as it does without workers, where a thread makes a batch.
+
+    To torch's own code a thread is a process, whose tensors are to lie in shared memory.
+    """
+    for kind, own, ours in (
+        (torch.Tensor, names.tensor_entry, collate_tensors),
+        (np.ndarray, names.array_entry, collate_arrays),
+    ):
+        if names.collate_map.get(kind) is own:
+            names.collate_map[kind] = _InThreads(own, ours)
+
+
+class _InThreads:
+    """An entry of default_collate's map: ours in a thread that makes a batch, torch's elsewhere."""
+
+    def __init__(self, own: Any, ours: Any) -> None:
+        self._own, self._ours = own, ours
+
+    def __call__(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
+        """Collate."""
+        is_ours = context.here.batch_context is not None
+        return (self._ours if is_ours else self._own)(batch, collate_fn_map=collate_fn_map)
 
 
 def is_plain(value: Any) -> bool:

@@ -70,7 +70,21 @@ def _can_torch(loader: data.DataLoader[Any]) -> bool:
     return True
 
 
-def reason_against(loader: data.DataLoader[Any]) -> str | None:
+def method_of(loader: data.DataLoader[Any], default: str) -> str:
+    """Return what a loader's workers are: what it was given; or `default`, if that can be.
+
+    Threads share a data set: one that is iterated over has to be written for that.
+    """
+    first = VALUES["worker_method"][0]
+    given: str = getattr(loader, "worker_method", None) or first
+    if isinstance(loader.dataset, names.DATAPIPES):  # they take part in how torch starts processes
+        return first
+    if given != first or loader._dataset_kind == names.ITERABLE:
+        return given
+    return first if loader.multiprocessing_context is not None else default
+
+
+def reason_against(loader: data.DataLoader[Any], worker_method: str = "") -> str | None:
     """Say why a loader cannot have an iterator of cseq's, if it cannot."""
     if names.REASON is not None:
         return names.REASON
@@ -80,7 +94,7 @@ def reason_against(loader: data.DataLoader[Any]) -> str | None:
             return f"cseq does not know what its {name}={value!r} is"
     if isinstance(loader.dataset, names.DATAPIPES):
         return "its data set is a datapipe"
-    if loader.num_workers == 0:
+    if loader.num_workers == 0 or worker_method == "thread":
         return None
     chosen = loader.multiprocessing_context
     if chosen is not None and type(chosen).__module__ != "multiprocessing.context":
@@ -114,12 +128,14 @@ def make_iterator(
         A state was loaded, which torch's own iterator cannot use.
     """
     iterator: Any = None
-    reason = reason_against(loader)
+    method = options["worker_method"] = method_of(loader, options["worker_method"])
+    in_threads = method == "thread"
+    reason = reason_against(loader, method)
     if reason is None:
-        if loader.num_workers:
+        if loader.num_workers and not in_threads:
             loader.check_worker_number_rationality()
         chosen = loader.generator or torch.default_generator
-        is_pickled = loader.num_workers > 0 and start_method_of(loader) != "fork"
+        is_pickled = loader.num_workers > 0 and not in_threads and start_method_of(loader) != "fork"
         before = (look(), chosen.get_state()) if is_pickled else None
         try:
             iterator = LoaderIterator(

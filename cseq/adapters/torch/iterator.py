@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cseq.adapters.torch import names, worker
+from cseq.adapters.torch.drawing import Draws
 from cseq.adapters.torch.order import Keys, leaves_no_trace
 from cseq.adapters.torch.pinning import Pinner
 from cseq.adapters.torch.state import LoaderProgress
@@ -47,6 +48,16 @@ def start_method_of(loader: Any) -> str:
     return method
 
 
+def refuse_shared_state(dataset: Any) -> None:
+    """Refuse a state that several threads would change at the same time."""
+    if is_stateful(dataset):
+        raise ValueError(
+            f"dataset={type(dataset).__name__} has a state, and threads share the data set: its "
+            "state is not that of one worker; give num_workers=1, worker_method='multiprocessing', "
+            "or snapshot_every_n_steps=0"
+        )
+
+
 class LoaderIterator(names.Workers):  # type: ignore[misc]
     """Batches, one by one.
 
@@ -55,7 +66,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
 
     Parameters
     ----------
-    rng, on_error, max_restarts
+    rng, on_error, max_restarts, worker_method
         See `DataLoader`.
     resume : dict, optional
         Where the epoch is to go on; see `state.read`.
@@ -82,8 +93,11 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         resume: dict[str, Any] | None = None,
         snapshot_every: int | None = None,
         max_restarts: int,
+        worker_method: str = "multiprocessing",
     ) -> None:
         self._shutdown = True
+        self._in_threads = worker_method == "thread" and loader.num_workers > 0
+        self._kind = f"DataLoader worker {'thread' if self._in_threads else 'process'}"
         self._rng, self._skips_errors = rng, on_error == "skip"
         self._is_iterable = loader._dataset_kind == names.ITERABLE
         if resume is not None and resume["base_seed"] is None and loader.num_workers == 0:
@@ -93,6 +107,8 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
                     loader.dataset.load_state_dict(state["dataset"])
             resume = {**resume, "workers": [None]}
         keeps_state = snapshot_every is not None and not self._is_iterable
+        if self._in_threads and loader.num_workers > 1 and snapshot_every:
+            refuse_shared_state(loader.dataset)
         order = Keys(loader, keeps_state=keeps_state, resume=resume)
         self.progress = LoaderProgress(loader, order, rng=rng)
         names.Base.__init__(self, loader)
@@ -107,6 +123,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         self._after: bytes | None = None  # and the state after it
         self._error: BaseException | None = None  # what is raised instead of the next batch
         self._pinner = Pinner(self._pin_memory_device)
+        self._draws: Draws | None = None  # while they are looked at
         self._streams = self._open(loader, max_restarts)
         self._shutdown = False
         self._items: Any
@@ -120,7 +137,8 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
     def _open(self, loader: Any, max_restarts: int) -> Any:
         """Start the worker processes, if there are to be any."""
         self._prefetch_factor = loader.prefetch_factor
-        method = start_method_of(loader) if self._num_workers else None
+        in_threads = self._in_threads
+        method = start_method_of(loader) if self._num_workers and not in_threads else None
         is_forked = method == "fork"
         is_seeded = self._rng == "batch"
         setup: Any = worker.Fetching(
@@ -133,6 +151,8 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             is_seeded,
             loader.worker_init_fn,
             worker.modes_here() if is_forked else [],
+            in_threads,
+            self._pinner.in_threads() if in_threads and self._pin_memory else (),
         )
         if self._num_workers == 0:
             if self._timeout != 0:
@@ -142,6 +162,8 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
             )
+        if in_threads:
+            names.know_threads()
         keys_first = is_forked and (self._is_iterable or leaves_no_trace(self._index_sampler))
         streams = Streams(
             setup,
@@ -158,10 +180,14 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             ),
             lethal="return" if self._skips_errors and not self._is_iterable else "raise",
             launch="begin" if keys_first else "now",
+            kind="threads" if in_threads else "processes",
         )
         run = streams._run
         run.pool.told = vars(loader).setdefault("_cseq_told", set())
         kind, size = type(loader.dataset).__name__, loader.batch_size
+        if in_threads and "draws" not in run.pool.told:
+            run.pool.told.add("draws")
+            self._draws = Draws(self._index_sampler, self._dataset)
         run.about = f"{kind}, batch_size={size}, num_workers={self._num_workers}"
         self.progress.iterator = weakref.ref(self)
         return streams
@@ -293,14 +319,14 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             self._after = item.state
             if (error := item.error) is not None:
                 if isinstance(error, bytes):
-                    error = failure.unpack(error, self._maker, "DataLoader worker process")
+                    error = failure.unpack(error, self._maker, self._kind)
                     error = failure.told(failure.named(error, item.place))
                 place = None if item.is_setup else item.place
                 return self._fail(error, place, indices_of(item.key))
             if item.left:
                 progress.leave(item.left)
             item = item.batch
-        if self._pin_memory:
+        if self._pin_memory and not self._in_threads:
             try:
                 item = self._pinner.pin(received, item)
             except Exception as error:  # noqa: BLE001 - of any type
@@ -332,7 +358,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         """Receive the next item; see `worker`."""
         progress, self._after = self.progress, None
         while True:
-            item = next(self._items)
+            item = next(self._items) if self._draws is None else self._watch()
             is_item = type(item) is worker.Item
             if is_item or self._is_iterable:
                 self._maker = self._streams.latest
@@ -341,11 +367,21 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             progress.states[self._maker] = item.state
             progress.ended[self._maker] = True
 
+    def _watch(self) -> Any:
+        """Receive the next item, and look whether threads draw from what is the program's."""
+        draws = self._draws
+        assert draws is not None
+        draws.begin()
+        item = next(self._items)
+        if draws.end():
+            self._draws = None
+        return item
+
     # -- the workers
 
     @property
     def _workers(self) -> list[WorkerHandle]:
-        """The worker processes; another one once one has died."""
+        """The worker processes; another one once one has died. None are threads."""
         processes = self._streams.processes(wait=True) if self._num_workers else {}
         return [WorkerHandle(processes[number]) for number in sorted(processes)]
 

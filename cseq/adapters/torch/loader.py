@@ -74,6 +74,11 @@ class DataLoader(Torchs[T_co]):
         How `random`, `numpy.random` and torch are seeded. 'worker': once in each worker, as in
         torch. 'batch': before each batch, so the batches are the same for any number of workers,
         after a worker's death, and after a resume. None: `defaults.rng`, which is 'worker'.
+    worker_method : {None, 'multiprocessing', 'thread'}
+        What the workers are. 'thread': threads of this process. They share the data set, and
+        nothing is copied or pickled; code that holds the GIL runs in one thread at a time. Each
+        thread has generators of its own: `get_worker_info().rng`, `torch.thread_safe_generator()`.
+        None: `defaults.worker_method`, which is 'multiprocessing', for map-style data sets.
     on_error : {None, 'raise', 'skip'}
         What happens if the data set or `collate_fn` raises an exception. 'raise': the loop raises
         it. 'skip': cseq logs it and leaves out the sample or, if that is impossible, the batch.
@@ -102,6 +107,7 @@ class DataLoader(Torchs[T_co]):
     # Of the class, too: some loaders are made of another one's `__dict__`.
     rng: str | None = None
     on_error: str | None = None
+    worker_method: str | None = None
     snapshot_every_n_steps: int | None = None
     max_restarts: int = MAX_RESTARTS
     _reason: str | None = None  # why the latest iterator is torch's own
@@ -133,6 +139,7 @@ class DataLoader(Torchs[T_co]):
             in_order: bool = True,
             rng: Literal["worker", "batch"] | None = None,
             on_error: Literal["raise", "skip"] | None = None,
+            worker_method: Literal["multiprocessing", "thread"] | None = None,
             snapshot_every_n_steps: int | None = None,
             max_restarts: int = MAX_RESTARTS,
         ) -> None: ...
@@ -144,6 +151,7 @@ class DataLoader(Torchs[T_co]):
             *args: Any,
             rng: str | None = None,
             on_error: str | None = None,
+            worker_method: str | None = None,
             snapshot_every_n_steps: int | None = None,
             max_restarts: int = MAX_RESTARTS,
             **kwargs: Any,
@@ -156,7 +164,18 @@ class DataLoader(Torchs[T_co]):
                 raise ValueError(f"{told}: advice() says which, after an epoch")
             if any(isinstance(each, Order) for each in (*args, *kwargs.values())):
                 args, kwargs = (), with_order(args, kwargs)
+            if worker_method not in (None, *VALUES["worker_method"]):
+                raise ValueError(
+                    "worker_method option should be 'multiprocessing' or 'thread', but got "
+                    f"worker_method={worker_method!r}"
+                )
             super().__init__(*args, **kwargs)
+            self.worker_method = worker_method
+            if worker_method == "thread" and self.multiprocessing_context is not None:
+                raise ValueError(
+                    "multiprocessing_context says how processes are started, and "
+                    "worker_method='thread' starts none: give one of the two"
+                )
             self.rng = choice("rng", rng, (None, *VALUES["rng"]))
             self.on_error = choice("on_error", on_error, (None, *VALUES["on_error"]))
             every = type(self).snapshot_every_n_steps
@@ -172,6 +191,7 @@ class DataLoader(Torchs[T_co]):
             super()._get_iterator,
             rng=self.rng or defaults.rng,
             on_error=self.on_error or defaults.on_error,
+            worker_method=defaults.worker_method,
             resume=self._resume(self._loaded),
             snapshot_every=self.snapshot_every_n_steps or 0,
             max_restarts=self.max_restarts,
@@ -372,7 +392,9 @@ def _signature() -> inspect.Signature:
     """Return the arguments of torch's DataLoader, as this version has them, and those added."""
     theirs = inspect.signature(data.DataLoader.__init__).parameters
     ours = inspect.signature(DataLoader.__init__).parameters
-    added = [each for each in ours.values() if each.kind is each.KEYWORD_ONLY]
+    added = [
+        each for name, each in ours.items() if each.kind is each.KEYWORD_ONLY and name not in theirs
+    ]
     return inspect.Signature([*theirs.values(), *added])
 
 

@@ -12,17 +12,24 @@ from cseq.check import choice
 
 __all__ = ["VALUES", "Defaults", "defaults"]
 
-VALUES = {"rng": ("worker", "batch"), "on_error": ("raise", "skip")}  # first: where none is said
+# The first is that where none is said.
+VALUES = {
+    "rng": ("worker", "batch"),
+    "on_error": ("raise", "skip"),
+    "worker_method": ("multiprocessing", "thread"),
+}
 
 
 class Defaults:
-    """The values of options that a loader was not given: `rng` and `on_error` of `DataLoader`.
+    """The values of options that a loader was not given: `rng`, `on_error`, `worker_method`.
 
-    At first, CSEQ_LOADER_RNG and CSEQ_LOADER_ON_ERROR of the environment set them.
+    At first, CSEQ_LOADER_RNG, CSEQ_LOADER_ON_ERROR and CSEQ_LOADER_WORKER_METHOD of the environment
+    set them. `worker_method` is for loaders of map-style data sets.
     """
 
     rng: str
     on_error: str
+    worker_method: str
 
     def __setattr__(self, name: str, value: str) -> None:
         if name not in VALUES:

@@ -34,7 +34,8 @@ def _get_iterator(self: Any) -> Any:
         self._progress = None
         note(self, ALONE)
         return own(self)
-    return make_iterator(self, lambda: own(self), rng=rng, on_error=on_error)
+    method = defaults.worker_method
+    return make_iterator(self, lambda: own(self), rng=rng, on_error=on_error, worker_method=method)
 
 
 def install() -> None:

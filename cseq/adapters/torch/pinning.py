@@ -38,6 +38,10 @@ class Pinner:
         self._done: Latch | None = None  # of the job that was begun last
         _pinners.add(self)
 
+    def in_threads(self) -> tuple[Any, str | None]:
+        """Return what a thread calls first that pins its batches itself, and the device."""
+        return names.settle_pinning(self._device), self._device
+
     def pin(self, item: Any, batch: Any) -> Any:
         """Return the batch of an item, pinned: on the thread if begun there, or else here."""
         job = self._job

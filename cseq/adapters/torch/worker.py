@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 from cseq._core import check_depth
 from cseq._memory import fork_depth
 from cseq.adapters.torch import names
-from cseq.adapters.torch.collate import collating, stack_in_slots
+from cseq.adapters.torch.collate import collating, stack_in_slots, stack_in_threads
 from cseq.adapters.torch.stateful import DatasetState
 from cseq.encoding import failure
 from cseq.encoding.pickling import dumps
@@ -35,7 +35,16 @@ from cseq.indexing.seeding import Seeds, call_here
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Fetcher", "FetcherEpoch", "FetcherHere", "Fetching", "Item", "count", "modes_here"]
+__all__ = [
+    "Fetcher",
+    "FetcherEpoch",
+    "FetcherHere",
+    "Fetching",
+    "Item",
+    "ThreadFetcher",
+    "count",
+    "modes_here",
+]
 
 END = object()
 
@@ -96,10 +105,13 @@ class Fetching(NamedTuple):
     batch_seeds: bool
     init_fn: Callable[[int], Any] | None
     modes: list[Any]  # of the trainer, if the worker is forked
+    is_thread: bool = False
+    pins: tuple[Any, ...] = ()  # a thread pins its batches: how it settles, and the device
 
     def __call__(self, number: int, num_workers: int) -> Fetcher:
         """Make it."""
-        return Fetcher(self, number, num_workers, context.here.batch_context)
+        kind = ThreadFetcher if self.is_thread else Fetcher
+        return kind(self, number, num_workers, context.here.batch_context)
 
 
 class FetcherEpoch(NamedTuple):
@@ -308,6 +320,58 @@ class Fetcher:
         """Name a batch."""
         of = f"batch {self._made - 1}" if self._is_stream else f"the batch of {failure.listed(key)}"
         return f"{of} in worker {self._number}" if self.IN_WORKER else of
+
+
+class ThreadFetcher(Fetcher):
+    """A producer in a thread, which shares the data set with the other ones.
+
+    The global generators are the program's. So it has its own, which begin as torch's rules say for
+    a worker of its number; with ``rng="batch"`` each batch begins with the states that the global
+    ones of a process have then.
+    """
+
+    def __init__(self, setup: Fetching, number: int, num_workers: int, batch_context: Any) -> None:
+        super().__init__(setup, number, num_workers, batch_context)
+        self._own = names.Generators(random.Random(), torch.Generator(), np.random.default_rng())
+        if self._seeds is not None:
+            self._seeds.have(self._own[:2])
+
+    def _set_up(self) -> None:
+        setup, base_seed = self._setup, self._epoch.base_seed
+        torch.set_num_threads(1)
+        stack_in_threads()
+        if setup.pins:
+            settle, device = setup.pins
+            settle()
+            collate = self._collate
+            self._collate = lambda samples: names.pin(collate(samples), device)
+        seed = base_seed + self._number
+        self._own.random_generator.seed(seed)
+        self._own.torch_generator.manual_seed(seed)
+        words = names.numpy_seed(base_seed, self._number)
+        self._own = self._own._replace(numpy_generator=np.random.default_rng(words))
+        self._tell(seed)
+        if setup.init_fn is not None:
+            setup.init_fn(self._number)
+
+    def _fetcher_from(self, state: dict[str, Any]) -> Any:
+        fetcher = super()._fetcher_from(state)
+        dataset = self._setup.dataset
+        if getattr(fetcher, "dataset_iter", None) is dataset and self._num_workers > 1:
+            raise ValueError(
+                f"`__iter__` of {type(dataset).__name__} returns the data set itself, which "
+                "threads share: they would take each other's samples; return a new iterator (a "
+                "generator is one), or give num_workers=1 or worker_method='multiprocessing'"
+            )
+        return fetcher
+
+    def _tell(self, seed: int) -> None:
+        names.set_thread_info(self._number, self._num_workers, seed, self._setup.dataset, self._own)
+
+    def _seed(self, number: int) -> int:
+        super()._seed(number)
+        self._own = self._own._replace(numpy_generator=self._context.rng())
+        return self._own.torch_generator.initial_seed()
 
 
 class FetcherHere(Fetcher):

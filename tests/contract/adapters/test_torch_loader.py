@@ -294,7 +294,13 @@ def test_attributes_are_torchs() -> None:
     ours, theirs = loader(Plain()), data.DataLoader(Plain(), **FORK)
     public = {name for name in vars(theirs) if not name.startswith("_")}
     added = {name for name in vars(ours) if not name.startswith("_")} - public
-    assert added == {"rng", "on_error", "snapshot_every_n_steps", "max_restarts"}
+    assert added == {
+        "rng",
+        "on_error",
+        "worker_method",
+        "snapshot_every_n_steps",
+        "max_restarts",
+    }
     assert isinstance(ours, data.DataLoader)
     assert len(ours) == len(theirs)
     assert cseq.DataLoader[int]

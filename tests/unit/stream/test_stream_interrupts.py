@@ -168,10 +168,12 @@ def test_a_signal_handler_in_the_taking_of_an_item(verb: str, keyed: bool, prefe
 
 
 @in_shares
-@pytest.mark.parametrize("prefetch", [1, 30])
-def test_ctrl_c_anywhere_in_a_call(prefetch: int, share: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "prefetch"), [("processes", 1), ("processes", 30), ("threads", 3)]
+)
+def test_ctrl_c_anywhere_in_a_call(kind: str, prefetch: int, share: int) -> None:
     """Wherever in `ask` a signal handler raises: calls and items go on, and no slot is lost."""
-    with streams(num_workers=2, prefetch=prefetch) as s:
+    with streams(num_workers=2, prefetch=prefetch, kind=kind) as s:
 
         def step(countdown: int) -> bool:
             reading = Reading(s, Numbers, [9, 7])
@@ -184,13 +186,14 @@ def test_ctrl_c_anywhere_in_a_call(prefetch: int, share: int) -> None:
             reading.finish()
             return struck.is_set()
 
-        assert first_hits(step, share=share) > 40
+        assert first_hits(step, share=share) > (40 if kind == "processes" else 15)
 
 
 @in_shares
-def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(share: int) -> None:
+@pytest.mark.parametrize("kind", ["processes", "threads"])
+def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(kind: str, share: int) -> None:
     """Wherever in `begin` a signal handler raises: there is no epoch, or it is as it should be."""
-    with streams(prefetch=3) as s:
+    with streams(prefetch=3, kind=kind) as s:
 
         def step(countdown: int) -> bool:
             s.begin([9, 9])
@@ -207,7 +210,7 @@ def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(share: int) -> None:
                 )
             return struck.is_set()
 
-        assert first_hits(step, share=share) > 100
+        assert first_hits(step, share=share) > (100 if kind == "processes" else 20)
 
 
 @pytest.mark.needs("fork")

@@ -1,0 +1,149 @@
+"""Streams of threads: what is asked for and what comes are the objects themselves."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cseq.stream import ItemFailure, Streams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Held:
+    """An object that can be neither copied nor pickled, and is watched."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("Held is to stay")
+
+
+class Producing:
+    def __init__(self, number: int, num_workers: int) -> None:
+        self.number, self.closed = number, False
+        made.append(self)
+
+    def begin(self, assignment: Any) -> Any:
+        self.assignment = assignment
+        return self.number, assignment
+
+    def items(self, start: int) -> Iterator[Any]:
+        for k in range(start, 4):
+            if k == 3 and self.number == 1:
+                raise ValueError("no third")
+            yield self.number, k, self.assignment
+
+    def make(self, key: Any) -> Any:
+        if key == "bad":
+            raise ValueError("a bad key")
+        return key
+
+    def thread(self, given: Any) -> Any:
+        return threading.current_thread().name, given
+
+    def close(self) -> None:
+        self.closed = True
+
+
+made: list[Producing] = []
+
+
+def streams(num_workers: int = 3, **options: Any) -> Streams:
+    """Make streams of threads."""
+    made.clear()
+    return Streams(Producing, num_workers, kind="threads", **options)
+
+
+def test_items_of_each_thread() -> None:
+    """In turn, again in each epoch; what one raises ends its own."""
+    given = [Held() for _ in range(3)]
+    with streams(errors="return", prefetch=2) as s:
+        for _ in range(2):
+            assert s.begin(given) == [*enumerate(given)]
+            *items, last = s
+            assert type(last) is not ItemFailure
+            failed = [one for one in items if type(one) is ItemFailure]
+            assert [(one.worker, str(one.error).partition("\n")[0]) for one in failed] == [
+                (1, "no third")
+            ]
+            rest = [one[:2] for one in [*items, last] if type(one) is not ItemFailure]
+            assert rest == [(w, k) for k in range(4) for w in range(3) if (w, k) != (1, 3)]
+            assert all(one[2] is given[one[0]] for one in [*items, last] if one not in failed)
+    assert [one.closed for one in made] == [True] * 3
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 40])
+def test_items_of_keys(prefetch: int) -> None:
+    """Lists of small integers travel in tickets, the others as they are; in their order."""
+    keys = [[1, 2], Held(), None, "text", [2**70], [Held()], 7, {"a": 1}, (1,), [*range(600)]] * 5
+    with streams(prefetch=prefetch) as s:
+        for ordered in (True, False):
+            s.begin([None] * 3, iter(keys), ordered=ordered)
+            items = [*s]
+            assert len(items) == len(keys)
+            if ordered:
+                assert items == keys
+                assert all(a is b for a, b in zip(items, keys, strict=True) if type(a) is Held)
+
+
+def test_calls_run_in_each_thread_and_failures_name_the_item() -> None:
+    """With what they are given, itself."""
+    value = Held()
+    with streams(2, errors="return") as s:
+        replies = s.ask("thread", value)
+        assert replies == [("cseq-w0", value), ("cseq-w1", value)]
+        with pytest.raises(AttributeError, match="missing"):
+            s.ask("missing")
+        s.begin([None] * 2, iter(["good", "bad", "good"]))
+        first, failure, last = s
+        assert (first, last, failure.worker) == ("good", "good", 1)
+        assert str(failure.error).startswith("a bad key")
+        assert "item 1 of worker 1, epoch 0" in "".join(getattr(failure.error, "__notes__", [""]))
+        assert (s.pids(), s.processes()) == ([], {})
+
+
+def test_a_producer_that_cannot_be_made_is_raised() -> None:
+    """By the call that waits for it."""
+    def refuse(number: int, num_workers: int) -> Any:
+        raise OSError("no such data")
+
+    with Streams(refuse, 2, kind="threads") as s, pytest.raises(OSError, match="no such data"):
+        s.begin([1, 2])
+
+
+def test_nothing_is_kept() -> None:
+    """Keys and items are dropped with their tickets, assignments with the epoch."""
+    with streams(2, prefetch=3) as s:
+        keys = [Held() for _ in range(20)]
+        watched = [weakref.ref(key) for key in keys]
+        assignment = weakref.ref(held := Held())
+        s.begin([held] * 2, iter(keys[:]))
+        del held
+        for key in s:
+            assert key is keys.pop(0)
+        del key
+        gc.collect()
+        assert [one for one in watched if one() is not None] == []
+        s.begin([None] * 2, iter([]))
+        for one in made:
+            one.assignment = None
+        gc.collect()
+        assert s.ask("thread", 1) == [("cseq-w0", 1), ("cseq-w1", 1)]
+        assert assignment() is None
+
+
+def test_dropped_streams_end_their_threads() -> None:
+    """Nobody waits for that."""
+    s = streams(2)
+    s.begin([1, 2])
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("cseq-w")]
+    assert len(threads) == 2
+    del s
+    gc.collect()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
