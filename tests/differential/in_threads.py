@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import cseq.adapters.torch
 from case import settle
+
+import cseq.adapters.torch
 
 if TYPE_CHECKING:
     from case import Case

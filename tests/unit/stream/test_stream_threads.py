@@ -108,6 +108,7 @@ def test_calls_run_in_each_thread_and_failures_name_the_item() -> None:
 
 def test_a_producer_that_cannot_be_made_is_raised() -> None:
     """By the call that waits for it."""
+
     def refuse(number: int, num_workers: int) -> Any:
         raise OSError("no such data")
 
