@@ -219,3 +219,37 @@ def test_a_killed_converter_loses_nothing(check: Callable[[str], None]) -> None:
                 os.unlink(f"/dev/shm/{name}")
         """
     )
+
+
+LOADER = """
+import torch
+import cseq
+
+class Rows:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.full((50_000,), float(index)), index
+
+torch.cuda.set_device(0)
+options = {"batch_size": 8, "num_workers": 3, "pin_memory": True}
+for method in ("thread", "multiprocessing"):
+    loader = cseq.DataLoader(Rows(), worker_method=method, **options)
+    for _ in range(2):
+        seen = []
+        for rows, indices in loader:
+            assert rows.is_pinned() and indices.is_pinned()
+            sent = rows.to("cuda", non_blocking=True)
+            del rows
+            seen.append((sent, indices.tolist()))
+        assert [index for _, indices in seen for index in indices] == list(range(64))
+        for sent, indices in seen:
+            assert sent.mean(1).tolist() == [float(index) for index in indices]
+"""
+
+
+def test_threads_of_a_loader_pin_their_batches(run_anew: Callable[..., object]) -> None:
+    """Batches of threads are in page-locked memory, as those of processes are."""
+    done = run_anew(LOADER)
+    assert done.returncode == 0, done.stdout + done.stderr  # type: ignore[attr-defined]
