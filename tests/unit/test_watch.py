@@ -186,7 +186,7 @@ def test_epochs_that_begin_slowly() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run", "--watch", "--rng", "batch", "train.py"], "without --rng, --report, --trace"),
+        (["run", "--watch", "--rng", "batch", "train.py"], "without --rng, --threads, --report, --trace"),
         (["rnu"], "'bench'"),
     ],
 )
