@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from conftest import import_path
@@ -18,7 +18,7 @@ from interrupting import first_hits, interrupted
 from killing import await_death
 
 from cseq.processes import launcher
-from cseq.processes.launcher import forks, make_launcher, start_methods
+from cseq.processes.launcher import forks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from conftest import RunScript
 
     from cseq.processes.launcher import Child, Launcher
-from launching import PATIENCE, ask, closing, end_of, entries, linux, make, method
+from launching import PATIENCE, ask, end_of, entries, linux, make, method
 
 pytestmark = pytest.mark.needs("POSIX")
 
@@ -376,20 +376,6 @@ def python_path(folder: Path) -> str:
     return os.pathsep.join([str(folder), import_path()])
 
 
-SCRIPT = """
-import sys, time
-from cseq.processes.launcher import make_launcher
-
-print("the script runs")
-launcher = make_launcher(sys.argv[1], entry="entries:ready")
-children = [launcher.launch(number) for number in range(2)]
-print([child.sock.recv(1) for child in children])
-for child in children:
-    child.sock.close()
-print([child.status(60) for child in children], launcher.close(time.monotonic() + 60))
-"""
-
-
 # --- fork ----------------------------------------------------------------------------------------
 
 
@@ -432,21 +418,12 @@ class TestFork:
             signal.signal(signal.SIGALRM, old)
         assert not mark.exists()
 
-    def test_what_the_trainer_has_printed_is_printed_once(
+    def test_a_fork_leaves_filters_and_output_alone(
         self, run_anew: RunScript, entries: Path
     ) -> None:
-        """Text that waits in the trainer's buffers is not printed by its copies too."""
-        source = "import sys\nsys.stdout.write('buffered')\n" + SCRIPT
-        path = python_path(entries)
-        done = run_anew(source, "fork", PYTHONPATH=path, PYTHONUNBUFFERED="")
-        assert done.stdout.count("buffered") == 1
-
-    def test_a_fork_leaves_the_filters_of_warnings_alone(
-        self, run_script: RunScript, entries: Path
-    ) -> None:
-        """That the process has threads, of which `os.fork` warns, is known; audits see the fork."""
-        done = run_script(FILTERS, PYTHONPATH=python_path(entries))
-        assert (done.stdout, done.stderr) == ("True True [] [0, 0]\n", "")
+        """That `os.fork` warns of threads is known; what waits in buffers is printed once."""
+        done = run_anew(FILTERS, PYTHONPATH=python_path(entries), PYTHONUNBUFFERED="")
+        assert (done.stdout, done.stderr) == ("buffered True True [] [0, 0]\n", "")
 
     def test_ctrl_c_while_the_user_forks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Wherever a handler raises before or after a fork, workers can still be started."""
@@ -475,6 +452,7 @@ FILTERS = """
 import os, sys, threading, warnings
 from cseq.processes.launcher import make_launcher
 
+sys.stdout.write("buffered ")
 seen, events, children = [], [], []
 os.register_at_fork(before=lambda: seen.append(warnings.filters))
 sys.addaudithook(lambda event, _: events.append(event) if event == "os.fork" else None)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from conftest import pids
 from launching import PATIENCE, ask, end_of, entries, linux, make, method, served
 
 from cseq.processes import launcher
@@ -35,27 +31,11 @@ pytestmark = pytest.mark.needs("POSIX")
 # --- fork server ---------------------------------------------------------------------------------
 
 
-def is_server(pid: int) -> bool:
-    """Whether a process is a fork server that this one has started."""
-    with contextlib.suppress(OSError):  # it is gone
-        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-        words = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return int(parent) == os.getpid() and words.endswith(b"cseq-server\0")
-    return False
-
-
-def server_pid() -> int:
-    """Find the fork server of this process."""
-    (found,) = filter(is_server, pids())
-    return found
-
-
-def kill_server() -> int:
-    """Kill the fork server, and wait until it is dead; the launcher reaps it."""
-    pid = server_pid()
+def kill_server(child: Child) -> None:
+    """Kill the parent of a worker, and wait until it is dead; the launcher reaps it."""
+    pid = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    return pid
 
 
 @linux
@@ -63,14 +43,19 @@ def kill_server() -> int:
 def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(
     served: Callable[..., Launcher], entries: Path, *, pidfds: bool
 ) -> None:
-    """Its `status` is None; `gone` says that it has ended."""
+    """Its `status` is None; `gone` says that it has ended. That of a worker before it is known."""
     (entries / "no_pidfds.py").write_text(
         "import os\nfrom entries import answer\nif hasattr(os, 'pidfd_open'): del os.pidfd_open"
     )
     one = served(entry="entries:answer" if pidfds else "no_pidfds:answer")
-    child = one.launch(0)
+    child, other = one.launch(0), one.launch(1)
     ask(child, "0")
-    kill_server()
+    ask(other, "0")
+    assert other.status(0.01) is None
+    other.kill()
+    assert end_of(other) == -signal.SIGKILL
+    other.sock.close()
+    kill_server(child)
     assert child.status(0) is None
     assert not child.gone
     child.kill()
@@ -151,22 +136,6 @@ def test_no_server_is_started_any_more_once_it_is_cancelled(
     with pytest.raises(InterruptedError):
         one.launch(0)
     assert len(starts) == 1
-
-
-def test_without_pidfds_workers_are_ended_and_reaped_too(
-    served: Callable[..., Launcher], entries: Path
-) -> None:
-    """Older systems have no pidfds: `kill`, `status` and `gone` work all the same."""
-    (entries / "no_pidfds.py").write_text(
-        "import os\nfrom entries import answer\nif hasattr(os, 'pidfd_open'): del os.pidfd_open"
-    )
-    child = served(entry="no_pidfds:answer").launch(0)
-    ask(child, "0")
-    assert child.status(0.01) is None
-    assert not child.gone
-    child.kill()
-    assert end_of(child) == -signal.SIGKILL
-    child.sock.close()
 
 
 # --- modules that are imported once for all workers ----------------------------------------------
