@@ -137,6 +137,9 @@ def test_built_in_place(kind: Kind) -> None:
         assert (whole == whole[:, :1]).all()
         assert_same(batch["part"], whole[:1, 10:20].copy())
         assert batch["none"].shape == (0,)
+        assert_same(batch["twice"], whole)
+        assert_same(batch["view"], whole[:, ::-2])
+        assert_same(batch["scalar"], np.array(7, "i1"))
 
 
 @every_pool

@@ -59,14 +59,19 @@ def positions_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def test_positions_and_defaults() -> None:
-    """Names, positions and defaults are fixed; the other two lack `thread_type` alone."""
+    """Names, positions and defaults are fixed; the other classes lack `thread_type` alone."""
     assert list(positions_of(MSequence).items()) == list(POSITIONS.items())
     rest = {name: value for name, value in POSITIONS.items() if name != "thread_type"}
     for cls in (MPSequence, MTSequence):
         assert list(positions_of(cls).items()) == list(rest.items())
-    keywords = inspect.signature(MSequence).parameters
+    keywords = dict(inspect.signature(MSequence).parameters)
     assert {name: keywords[name].default for name in KEYWORDS} == KEYWORDS
     assert all(keywords[name].kind is inspect.Parameter.KEYWORD_ONLY for name in KEYWORDS)
+    del keywords["thread_type"]
+    shown = [(p.name, p.kind, p.annotation) for p in keywords.values()]
+    for kind in (MPSequence, MTSequence, cseq.RaySequence):
+        own = inspect.signature(kind).parameters.values()
+        assert [(p.name, p.kind, p.annotation) for p in own] == shown
 
 
 def test_methods_and_their_defaults() -> None:

@@ -142,7 +142,11 @@ class InPlace:
     def __getitem__(self, indices: Indices) -> dict[str, Any]:
         whole = cseq.empty((len(indices), 5000), np.int64)
         whole[:] = indices[:, None]
-        return {"whole": whole, "part": whole[:1, 10:20], "none": cseq.empty(0)}
+        scalar = cseq.empty((), "i1")
+        scalar[...] = 7
+        view = whole[:, ::-2]
+        return {"whole": whole, "part": whole[:1, 10:20], "none": cseq.empty(0), "twice": whole,
+                "view": view, "scalar": scalar}  # fmt: skip
 
 
 class Spoiler:

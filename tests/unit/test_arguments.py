@@ -1,30 +1,11 @@
-"""The arguments of `MSequence`: what the classes show, and what is computed of some."""
+"""What is computed of some arguments of `MSequence`."""
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 
-import cseq
 from cseq import arguments
 from cseq.order.shuffled import Shuffled
-
-SHOWN = {
-    kind.__name__: {
-        name: parameter.annotation for name, parameter in inspect.signature(kind).parameters.items()
-    }
-    for kind in (cseq.MSequence, cseq.MPSequence, cseq.MTSequence, cseq.RaySequence)
-}
-
-
-def test_all_classes_show_the_same_arguments() -> None:
-    """`MPSequence` and `MTSequence` show those of `MSequence` but `thread_type`, in this order."""
-    others = dict(SHOWN["MSequence"])
-    del others["thread_type"]
-    assert list(SHOWN["MPSequence"].items()) == list(others.items())
-    assert list(SHOWN["MTSequence"].items()) == list(others.items())
-    assert list(SHOWN["RaySequence"].items()) == list(others.items())
 
 
 def test_the_number_of_converters() -> None:

@@ -80,34 +80,6 @@ def test_empty_outside() -> None:
             cseq.empty(shape)  # type: ignore[arg-type]
 
 
-class Empties:
-    """Makes arrays of many kinds in place."""
-
-    def __getitem__(self, indices: Any) -> Any:
-        batch = {
-            "ints": cseq.empty((len(indices), 2), np.int64),
-            "floats": cseq.empty(3),
-            "none": cseq.empty((0, 5), "f4"),
-            "scalar": cseq.empty((), "i1"),
-            "large": cseq.empty(100_000, "u1"),
-        }
-        batch["ints"][:] = indices[:, None]
-        for k, array in enumerate(list(batch.values())[1:]):
-            array[...] = k
-        batch["view"] = batch["large"][::-2]
-        batch["twice"] = batch["ints"]
-        return batch
-
-
-@every_kind
-def test_empty_in_an_indexer(kind: Kind) -> None:
-    """Arrays made by `empty` arrive as others do, views of them and repeated ones included."""
-    for batch in stream(kind, Empties, 20, batch_size=6, shuffle=False):
-        indices = batch["ints"][:, 0]
-        want = Empties()[indices]
-        assert_same(batch, want)
-
-
 @every_kind
 def test_empty_with_objects(kind: Kind) -> None:
     """`empty` for Python objects: numpy's in this process, an error in shared memory."""

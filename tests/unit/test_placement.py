@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from ringing import Trainer, make_ring
 
-from cseq import MPSequence, empty
 from cseq._memory import SlotAllocator, SlotTable
 from cseq._work import Runner
 from cseq.encoding import codec
@@ -239,53 +238,6 @@ def test_other_threads_allocate_as_ever(bench: Bench) -> None:
 
 
 # -- all of it ----------------------------------------------------------------------------------
-
-
-class Ahead:
-    """Has a thread fill the array of its next batch while this one is on its way."""
-
-    def __init__(self, make: Callable[[int], Any]) -> None:
-        self.make = make
-        self.ahead: tuple[Any, threading.Thread] | None = None
-
-    def start(self, value: int) -> None:
-        """Begin to fill an array."""
-        made = self.make(100_000)
-
-        def fill() -> None:
-            for k in range(0, len(made), 500):
-                made[k : k + 500] = value
-
-        thread = threading.Thread(target=fill)
-        thread.start()
-        self.ahead = made, thread
-
-    def __getitem__(self, indices: Any) -> Any:
-        number = int(indices[0])
-        if self.ahead is None:
-            self.start(number)
-        assert self.ahead is not None
-        made, thread = self.ahead
-        thread.join()
-        self.start(number + 1)
-        return made, np.full(20_000, number)
-
-
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
-@pytest.mark.parametrize("make", [np.empty, empty], ids=["numpy", "cseq"])
-def test_an_indexer_that_works_ahead(make: Any, start_method: str) -> None:
-    """What was returned is what arrives, also if threads fill other arrays all the time."""
-    manager = MPSequence(
-        functools.partial(Ahead, make), 100, num_workers=1, batch_size=1, shuffle=False,
-        out_type="null", start_method=start_method,
-    )  # fmt: skip
-    with manager.start() as batches:
-        for number, (made, beside) in enumerate(batches):
-            assert made.min() == made.max() == number
-            assert beside.min() == beside.max() == number
-            made[:] = beside[:] = -1
-    assert number == 99
-
 
 KEEPING = """
 import time
