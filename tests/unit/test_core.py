@@ -280,20 +280,6 @@ def test_a_notification_ends_a_wait() -> None:
         feed.wait(seen)
 
 
-def test_a_ring_in_shared_memory() -> None:
-    """Another process's ring object on the same memory is the same ring."""
-    nbytes = ring_bytes(3, 2, 2)
-    with file_of(nbytes) as fd:
-        ours, theirs = Mapping(fd, 0, nbytes), Mapping(fd, 0, nbytes)
-    ring = Ring(ours, 3, 2, 2)
-    trainer, attached = Trainer(ring, 1), Ring(theirs)
-    assert attached.capacity == 3
-    runner = claim(attached, 2)
-    assert (runner.batch, runner.indices().tolist(), runner.ring) == (0, [0], attached)
-    runner.publish()
-    assert trainer.batch() == 0
-
-
 def test_rings_in_one_memory() -> None:
     """Each has its own tickets; the trainer waits for all of them at one gate."""
     nbytes = -(-ring_bytes(4, 2, 1) // 128) * 128

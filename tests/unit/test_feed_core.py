@@ -541,9 +541,6 @@ def test_a_batch_while_one_is_taken() -> None:
     assert counter.feed.taken == 1
 
 
-# -- several rings
-
-
 # -- queues
 
 

@@ -151,17 +151,6 @@ def test_wrong_types(tmp_path: Path, given: dict[str, Any], what: str) -> None:
         manager.report(**{"path": tmp_path / "loader.html", **given})
 
 
-def test_no_half_of_a_page(tmp_path: Path) -> None:
-    """Where it cannot be, that is an error with the name that was given; nothing else is left."""
-    (tmp_path / "folder").mkdir()
-    manager = cseq.MTSequence(Rows, 4, batch_size=2, out_type="null")
-    for path in tmp_path / "a" / "b.html", tmp_path / "folder":
-        with pytest.raises(OSError, match=r"(html|folder)'$") as caught:
-            manager.report(path)
-        assert caught.value.filename == str(path)
-    assert os.listdir(tmp_path) == ["folder"]
-
-
 @pytest.mark.needs("fork")  # limits of the size of files are there where forks are
 def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
     """Where there is no room for it in the middle, what was there is whole; no part is left."""
