@@ -489,6 +489,8 @@ from counted import Counted, Never
 for method in sys.argv[1:]:
     cseq.MPSequence(Never(), 10, out_type="null", start_method=method)
     manager = cseq.MPSequence(Counted(), 10, 2, out_type="null", start_method=method)
+    with manager.start_test() as batches:
+        assert len(list(batches)) == 1
     made = Counted.pickled
     with manager.start() as batches:
         total = sum(int(batch.sum()) for batch in batches)
@@ -513,7 +515,7 @@ class Never(Counted):
 
 @pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
 def test_one_pickle_a_start(run_script: RunScript, tmp_path: Path, kind: Kind) -> None:
-    """Making a manager pickles nothing; a start pickles the worker once, however many there are."""
+    """Neither making a manager nor test mode pickles; a start does once, but with fork never."""
     (tmp_path / "counted.py").write_text(COUNTED)
     done = run_script(ONE_PICKLE, kind.name)
     pickles = 0 if kind.name == "fork" else 1

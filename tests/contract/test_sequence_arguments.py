@@ -335,14 +335,6 @@ def test_a_worker_that_cannot_be_pickled(kind: Kind) -> None:
     assert "lock" in str(caught.value)
 
 
-@pytest.mark.needs("fork")
-def test_fork_pickles_nothing() -> None:
-    """With 'fork', a worker need not be picklable."""
-    fork = next(k for k in PROCESSES if k.name == "fork")
-    with fork.start(Handle(), 10) as manager:
-        assert sorted(np.concatenate(list(manager)).tolist()) == list(range(10))
-
-
 @pytest.mark.parametrize("value", ["inline", "", None, 1])
 def test_bad_test_mode(value: Any) -> None:
     """An unknown `test_mode` is a ValueError that names the known ones; nothing is started."""

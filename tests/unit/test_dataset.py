@@ -84,7 +84,9 @@ def test_every_kind(kind: Kind) -> None:
 
 def test_without_dset_size() -> None:
     """`dset_size` may be left out by position and by name; a part of the data set may be given."""
-    m = cseq.MPSequence(cseq.from_dataset(Squares(33)), batch_size=32, out_type="null")
+    worker = cseq.from_dataset(data := Squares(33))
+    assert worker.dataset is data
+    m = cseq.MPSequence(worker, batch_size=32, out_type="null")
     assert (m.dset_size, len(m)) == (33, 2)
     assert cseq.MTSequence(np.zeros((5, 2)), out_type="null").dset_size == 5
     m = cseq.MTSequence(cseq.from_dataset(Squares()), [9, 1], shuffle=False, out_type="null")
@@ -426,36 +428,3 @@ def test_torch_data_sets(run_prepared: RunScript) -> None:
     assert "cseq.DataLoader" in stream
     assert sparse.startswith("samples contain a tensor of layout torch.sparse_coo, which cannot be")
     assert "collate=" in sparse
-
-
-PICKLED = """
-import cseq
-
-class Counted:
-    pickled = 0
-    def __len__(self):
-        return 8
-    def __getitem__(self, index):
-        return index
-    def __reduce__(self):
-        Counted.pickled += 1
-        return Counted, ()
-
-dataset = Counted()
-worker = cseq.from_dataset(dataset)
-print(Counted.pickled, worker.dataset is dataset)
-for method in ("fork", "thread", "test"):
-    kind = cseq.MTSequence if method == "thread" else cseq.MPSequence
-    m = kind(worker, num_workers=2, out_type="null", start_method="fork")
-    with m.start_test() if method == "test" else m.start() as batches:
-        list(batches)
-print(Counted.pickled)
-"""
-
-
-@pytest.mark.needs("fork")
-def test_no_copies_where_none_are_needed(run_script: RunScript) -> None:
-    """Nothing is pickled for threads, forked workers and test mode."""
-    done = run_script(PICKLED)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "0 True\n0\n"
