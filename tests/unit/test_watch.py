@@ -186,7 +186,10 @@ def test_epochs_that_begin_slowly() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run", "--watch", "--rng", "batch", "train.py"], "without --rng, --threads, --report, --trace"),
+        (
+            ["run", "--watch", "--rng", "batch", "train.py"],
+            "without --rng, --threads, --report, --trace",
+        ),
         (["rnu"], "'bench'"),
     ],
 )
