@@ -40,8 +40,10 @@ def settled(case: Case) -> Case:
     if case.dataset == "pipe":
         case.pop("dataset")
     for name in ("init", "collate"):
-        if case.get(name) in ("dataset", "draw", "count"):  # of what is shared
+        if case.get(name) in ("dataset", "draw", "seed", "count"):  # of what is shared
             case.pop(name)
+    if case.fails("collate"):  # the collate function that fails draws, too
+        case.pop("error")
     if "steps" in case:
         case["steps"] = [step for step in case.steps if step != "collate count"]
     case["draws"] = [name for name in case.draws if name != "numpy"]  # of another kind
