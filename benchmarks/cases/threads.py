@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import io
 import tempfile
 import time
@@ -11,11 +10,12 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from harness.case import Case, Contender, Counter, Goal, scaled
+from cases.dataloader import Tensors, first_batch, measured
+from harness.case import Case, Contender, Goal, scaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -141,22 +141,6 @@ class Arrow:
         return torch.from_numpy(np.stack(rows["tokens"])), torch.from_numpy(rows["label"])
 
 
-class Small:
-    """Eight floats and a number."""
-
-    def __init__(self, samples: int) -> None:
-        import torch
-
-        self.samples = samples
-        self.table = torch.zeros(256, 8)
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> Any:
-        return self.table[index % 256], index
-
-
 # -- loaders
 
 
@@ -236,33 +220,15 @@ def epochs(
     )
 
 
-def measured(batches: Any) -> float:
-    """Go through an epoch."""
-    start = time.perf_counter()
-    count = sum(1 for _ in batches)
-    seconds = time.perf_counter() - start
-    Counter.batches += count
-    return seconds / count * 1e6
+class Records(NamedTuple):
+    """The loaders of `first_batch`."""
 
+    num_workers: int
 
-def first_batch(name: str, num_workers: int) -> Iterator[Callable[[], float]]:
-    """Time from `iter` to the first batch, all imports done."""
-    dataset = Dicts(32 * 100)
-    batches = np.arange(32 * 100).reshape(100, 32).tolist()
-    loader = loader_of(name, dataset, batches, num_workers)
-    kept: list[Any] = []
-    gc.collect()
-
-    def run() -> float:
-        start = time.perf_counter()
-        iterator = iter(loader)
-        next(iterator)
-        seconds = time.perf_counter() - start
-        kept.append(iterator)
-        return seconds * 1e3
-
-    yield run
-    kept.clear()
+    def loader(self, name: str) -> Any:
+        """Make the loader of a contender."""
+        batches = np.arange(32 * 100).reshape(100, 32).tolist()
+        return loader_of(name, Dicts(32 * 100), batches, self.num_workers)
 
 
 # -- cases
@@ -274,7 +240,7 @@ def part(name: str) -> Callable[[Mapping[str, float]], float]:
 
 
 def goals(*more: Goal) -> tuple[Goal, ...]:
-    """Threads are never slower than those of others."""
+    """Our threads are never slower than other threads."""
     others = (
         Goal(f"part of the time of {name}", part(name), at_most=1.0) for name in (SPDL, FUTURES)
     )
@@ -313,7 +279,7 @@ HALVES = Goal(
 )
 WAITING = Goal("of 32 readers' rate", lambda f: 20e3 / 32 / f[THREADS], at_least=0.95)
 FIRST = tuple(
-    Contender(name, partial(first_batch, name, 2), ("torch",), ours=name != TORCH)
+    Contender(name, partial(first_batch, Records(2), name), ("torch",), ours=name != TORCH)
     for name in (THREADS, PROCESSES, TORCH)
 )
 
@@ -324,7 +290,7 @@ CASES = (
     case("dicts", "32 of 300 000 records", Dicts, scaled(2000, 8)),
     case("remote", "samples after 20 ms, 32 workers", Remote, scaled(3200, 64), 1, 32, WAITING),
     case("arrow", "32 rows of Hugging Face's", Arrow, scaled(600, 6), needs=("datasets",)),
-    case("small", "32 tensors of 8 floats", Small, scaled(4000, 8)),
+    case("small", "32 tensors of 8 floats", Tensors, scaled(4000, 8)),
     Case(
         "threads_start",
         "Threads and processes: first batch of 300 000 records",

@@ -120,9 +120,8 @@ class AttachedRun:
             for cell in range(ring.capacity):
                 token, (epoch, batch, _) = ring.token(cell), ring.ticket(cell)
                 owner, since = ring.holder(cell)
-                if (
-                    not stats.buffer
-                ):  # of streams: their epochs are counted from 1, and each worker has a ring
+                # Of streams: their epochs are counted from 1, and each worker has a ring.
+                if not stats.buffer:
                     epoch, batch, owner = epoch - 1, ring.start(cell), owner and k + 1
                 if owner:
                     self.tasks[owner - 1] = epoch, batch, since

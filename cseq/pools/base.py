@@ -215,10 +215,11 @@ class Pool:
     ) -> tuple[Any, BaseException | None]:
         """Decode what C does not; see `Feed`."""
         batch_reader = self._batch_reader
+        place = cell + self.rings[number].first
         if status & RAISED:
             died = None if self.supervisor is None else self.supervisor.died_of(number, cell)
-            return None, died or batch_reader.error(cell, slot, capacity, record)
-        batch = batch_reader.decode(cell, slot, capacity, record)
+            return None, died or batch_reader.error(place, slot, capacity, record)
+        batch = batch_reader.decode(place, slot, capacity, record)
         return batch if self._convert is None else self._convert(batch), None
 
     def _wait(self) -> None:

@@ -112,12 +112,6 @@ class ThreadStreamPool(StreamPool):
         _, key, _ = self.rings[number].kept[cell] or (None, None, None)
         return key and key.value
 
-    def _decode(
-        self, number: int, cell: int, status: int, slot: int, capacity: int, record: tuple[int, ...]
-    ) -> tuple[Any, BaseException | None]:
-        cell += self.rings[number].first
-        return super()._decode(number, cell, status, slot, capacity, record)
-
     def close(self) -> None:
         """Close the queues and wait for the threads."""
         self.crew.close(hurried=self.is_hurried)

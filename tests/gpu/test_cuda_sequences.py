@@ -250,6 +250,6 @@ for method in ("thread", "multiprocessing"):
 
 
 def test_threads_of_a_loader_pin_their_batches(run_anew: Callable[..., object]) -> None:
-    """Batches of threads are in page-locked memory, as those of processes are."""
+    """Threads make batches in page-locked memory, as processes do."""
     done = run_anew(LOADER)
     assert done.returncode == 0, done.stdout + done.stderr  # type: ignore[attr-defined]

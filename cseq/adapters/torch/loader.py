@@ -69,7 +69,7 @@ class DataLoader(Torchs[T_co]):
     Parameters
     ----------
     *args, **kwargs
-        Those of torch's DataLoader. `sampler` and `batch_sampler` may also be a `cseq.Order`.
+        Arguments of torch's DataLoader. `sampler` and `batch_sampler` may also be a `cseq.Order`.
     rng : {None, 'worker', 'batch'}
         How `random`, `numpy.random` and torch are seeded. 'worker': once in each worker, as in
         torch. 'batch': before each batch, so the batches are the same for any number of workers,

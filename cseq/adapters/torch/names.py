@@ -122,7 +122,7 @@ def know_threads() -> None:
 
 
 def _look_at_thread() -> Any:
-    """The code of `get_worker_info`, whose globals are those of torch's module."""
+    """Give `get_worker_info` its code: the globals here are in torch's module."""
     info = getattr(_thread_local_worker_info, "worker_info", None)  # type: ignore[name-defined]  # noqa: F821
     return _worker_info if info is None else info  # type: ignore[name-defined]  # noqa: F821
 

@@ -96,7 +96,7 @@ def test_batches_are_those_of_torchs_processes(kind: Any, num_workers: int) -> N
 
 @forks
 def test_batches_of_a_seed_for_each_batch() -> None:
-    """The same for any number of threads, and those of processes."""
+    """They are the same for any number of threads, and in processes."""
 
     def made(**options: Any) -> list[Any]:
         torch.manual_seed(5)
