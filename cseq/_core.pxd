@@ -8,6 +8,12 @@ from cseq._headers cimport *
 from cseq._memory cimport Memory
 
 
+
+@cython.final
+@cython.no_gc
+cdef class Turns:
+    cdef cseq_turns t
+
 @cython.final
 cdef class Ring:
     cdef cseq_ring* r
@@ -21,6 +27,7 @@ cdef class Ring:
     cdef cseq_gil gil         # how threads spin before they sleep, see cseq_gil.h
     cdef public uint32_t wake_at  # as many tickets posted wake the runners
     cdef public uint32_t first  # of a queue of a thread: where its cells' objects begin, among all queues'
+    cdef public Turns turns     # of a thread's queue, the same in all; else None
     cdef cseq_meter* meter      # the trainer's: that of the ring at 0
     cdef cseq_cell* at(self, uint32_t cell) except NULL
     cdef int find_vacant(self) noexcept

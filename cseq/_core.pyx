@@ -301,6 +301,29 @@ def ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners):
 
 
 @cython.final
+@cython.no_gc
+cdef class Turns:
+    """Has threads work one at a time while that is quicker; see cseq_turns.h."""
+
+    def __cinit__(self):
+        self.t.between = 1
+
+    @property
+    def on(self):
+        """Whether they take turns now."""
+        return bool(self.t.on)
+
+    @property
+    def holder(self):
+        """The runner whose turn it is: `Ring.first` plus its number; 0: none."""
+        return self.t.holder
+
+    def learn(self, uint64_t before, uint64_t awake, uint64_t taken):
+        """The trainer has slept from `before` to `awake` (ns), and has taken so many batches in all."""
+        cseq_turns_learn(&self.t, before, awake, taken)
+
+
+@cython.final
 cdef class Ring:
     """The cells that carry tickets, as the trainer sees them. See docs/inside/ring.md.
 

@@ -570,6 +570,8 @@ cdef class Feed:
                 cseq_ring_wait_any(self.asked, self.cells, count, seen, PARK)
             awake = cseq_now_ns()
         ring.slept(before, awake)
+        if ring.turns is not None:
+            cseq_turns_learn(&ring.turns.t, before, awake, cseq_load_rlx_u64(&ring.meter.batches))
         return 0
 
     cdef bint expect(self, uint32_t seen) noexcept:

@@ -152,6 +152,17 @@ cdef extern from "cseq_ring.h" nogil:
     uint64_t CSEQ_TICKET(uint64_t word) noexcept
 
 
+cdef extern from "cseq_turns.h" nogil:
+    ctypedef struct cseq_turns:
+        uint32_t on
+        uint32_t holder
+        uint32_t between
+
+    void cseq_turns_take(cseq_turns* t, uint32_t runner) noexcept
+    void cseq_turns_give(cseq_turns* t, uint32_t runner) noexcept
+    void cseq_turns_learn(cseq_turns* t, uint64_t before, uint64_t awake, uint64_t taken) noexcept
+
+
 cdef extern from "cseq_gil.h" nogil:
     ctypedef struct cseq_gil:
         uint32_t ns

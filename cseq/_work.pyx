@@ -13,7 +13,7 @@ from libc.string cimport memcmp, memcpy, strcmp
 cimport cython
 cimport numpy as cnp
 
-from cseq._core cimport Ring
+from cseq._core cimport Ring, Turns
 from cseq._headers cimport *
 from cseq._memory cimport (
     COLUMNS, LEAST, LOOSE, MAX_DIMS, MOST_COPIED, ROWS, STRIDED, Block, Mapping, Memory, SlotTable,
@@ -123,6 +123,8 @@ cdef class Runner:
         closed."""
         cdef int cell = CSEQ_CLOSED
         cdef uint64_t awake
+        cdef cseq_turns* turns = NULL if self.ring.turns is None else &self.ring.turns.t
+        cdef uint32_t me = self.ring.first + self.owner  # another one in each queue of a pool
         if self.cell >= 0:
             raise RuntimeError(f"cell {self.cell} is still in hand: publish it first")
         if self.since - self.meter.polled_ns >= CSEQ_POLL:
@@ -131,7 +133,9 @@ cdef class Runner:
             cell = cseq_ring_claim(self.r, self.stage, self.owner)
             if cell < 0:
                 with nogil:
+                    if turns: cseq_turns_give(turns, me)
                     cell = cseq_gil_await(&self.ring.gil, self.r, self.stage, self.owner, self.park)
+                    if turns and cell >= 0: cseq_turns_take(turns, me)
                     awake = cseq_now_ns()
                 self.since = cseq_now_ns()
                 cseq_histogram_add(&self.meter.gil, self.since - awake)

@@ -11,7 +11,7 @@ import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cseq._core import Lock, Ring, now_ns, ring_bytes
+from cseq._core import Lock, Ring, Turns, now_ns, ring_bytes
 from cseq._memory import HAS_GIL, Block, Mapping, commit
 from cseq._work import Runner
 from cseq.converter.host import Converter
@@ -162,9 +162,10 @@ def open_rings(
     file = _file_for(count * width, name)
     size = count * width
     memory = Block(size, zero=True) if file is None else Mapping(file.fd, 0, size)
-    rings = []
+    rings, turns = [], Turns() if HAS_GIL and count > 1 else None
     for number in range(count):
         ring = Ring(memory, cells, room, runners, calls, number * width, limit, threads=True)
+        ring.turns = turns
         ring.set_spin(spin_ns(GIL_SPIN_NS) if HAS_GIL else spin_ns())
         ring.first = number * cells
         rings.append(ring)

@@ -14,4 +14,5 @@
 #include "cseq_shuffle.h"
 #include "cseq_trace.h"
 #include "cseq_gil.h"
+#include "cseq_turns.h"
 #include "cseq_wait.h"

@@ -24,7 +24,15 @@ from ringing import Trainer, claim, make_ring
 from slots import MOST, PAGE, WIDTH, file_of, shared
 
 from cseq import _core
-from cseq._core import FIELDS, OrderSource, RangeReader, Ring, RunState, ring_bytes
+from cseq._core import (
+    FIELDS,
+    OrderSource,
+    RangeReader,
+    Ring,
+    RunState,
+    Turns,
+    ring_bytes,
+)
 from cseq._feed import Feed
 from cseq._memory import TRAINER, Block, Mapping, SlotTable, address_of
 from cseq._work import Decoder, Runner
@@ -527,6 +535,28 @@ def test_bad_records(record: Any) -> None:
     Trainer(ring, 1)
     with pytest.raises(ValueError, match="record"):
         claim(ring).publish(0, record)
+
+
+def test_turns_are_kept_while_they_are_quicker() -> None:
+    """The trainer measures 64 batches in both ways; what loses is tried more and more rarely."""
+
+    def measured(cost: int, share: float = 1.0) -> bool:
+        """Take 64 batches, which take so many ns each; return whether threads take turns then."""
+        clock[0] += 64 * cost
+        clock[1] += 64
+        turns.learn(clock[0] - int(64 * cost * share), clock[0], clock[1])
+        return bool(turns.on)
+
+    turns: Any = Turns()
+    clock = [10**12, 0]
+    turns.learn(clock[0], clock[0], 0)
+    assert [measured(1000), measured(800), measured(800)] == [True, True, True]  # turns win
+    assert [measured(800), measured(1000)] == [False, True]  # the other way loses
+    assert [measured(800) for _ in range(2)] == [True] * 2
+    assert [measured(800), measured(700)] == [False, False]  # until it wins
+    assert [measured(10**7) for _ in range(9)] == [False] * 9  # slow batches: no trial
+    assert [measured(700, share=0.4) for _ in range(9)] == [False] * 9  # the loop takes longer
+    assert (measured(700), turns.holder) == (True, 0)
 
 
 # -- without the futex

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cseq._core import Turns
+from cseq._memory import HAS_GIL
 from cseq.stream import ItemFailure, Streams
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ class Held:
 class Producing:
     def __init__(self, number: int, num_workers: int) -> None:
         self.number, self.closed = number, False
+        self.holders: set[int] = set()
         made.append(self)
 
     def begin(self, assignment: Any) -> Any:
@@ -40,6 +43,10 @@ class Producing:
     def make(self, key: Any) -> Any:
         if key == "bad":
             raise ValueError("a bad key")
+        if type(key) is threading.Barrier:
+            key.wait(20)
+        if type(key) is Turns:
+            self.holders.add(key.holder)
         return key
 
     def thread(self, given: Any) -> Any:
@@ -114,6 +121,39 @@ def test_a_producer_that_cannot_be_made_is_raised() -> None:
 
     with Streams(refuse, 2, kind="threads") as s, pytest.raises(OSError, match="no such data"):
         s.begin([1, 2])
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
+    """Return turns that threads take until the trainer has tried the other way."""
+    if not HAS_GIL:
+        pytest.skip("without a GIL, threads take no turns")
+    made = Turns()
+    for k in range(1, 3):
+        made.learn(k * 1000, k * 1000 + 999, k * 64)
+    assert made.on
+    monkeypatch.setattr("cseq.pools.thread.Turns", lambda: made)
+    return made
+
+
+def test_in_turns_one_thread_works_at_a_time(turns: Turns) -> None:
+    """From a wait for tickets to the next one. All has its place as without turns."""
+    with streams(2, prefetch=4) as s:
+        seen: set[int] = set()
+        while len(seen) < 2:  # a thread that has not waited yet has no turn
+            s.begin([None] * 2, iter([turns] * 100))
+            assert [one is turns for one in s] == [True] * 100
+            seen = set.union(*(one.holders for one in made)) - {0}
+    assert len(seen) == 2
+
+
+def test_threads_that_wait_for_each_other_go_on_in_turns(turns: Turns) -> None:
+    """The turn of one does not keep another one from its work for ever."""
+    barrier = threading.Barrier(2)
+    with streams(2) as s:
+        s.begin([None] * 2, iter([barrier] * 6))
+        assert [*s] == [barrier] * 6
+    assert (barrier.broken, turns.on) == (False, True)
 
 
 def test_nothing_is_kept() -> None:

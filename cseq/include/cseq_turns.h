@@ -1,0 +1,91 @@
+/* Turns: of threads whose batches are quick and need the GIL, one works at a time.
+ *
+ * Two such threads take the GIL from each other in the middle of a batch, at each call that releases
+ * it, and each time one of them sleeps. In turns, a thread works on all tickets of its queue, while the
+ * others wait without the GIL; it gives its turn up when no ticket is left.
+ *
+ * Whether that is quicker depends on the user's code, so the trainer tries: it measures CSEQ_TRIAL
+ * batches in both ways, keeps the better one, and tries the other one again, each time it loses after
+ * twice as many batches. What is measured is the time between two sleeps of the trainer, and only where
+ * it sleeps for most of it: else the loop is what takes time.
+ *
+ * No result depends on it. A thread waits for its turn for CSEQ_PATIENCE at most, since user code may
+ * wait for another thread. All words are hints; wrong values cost time only.
+ *
+ *   word                        written by
+ *   on                          the trainer
+ *   holder                      a runner: its number by compare-and-swap, then 0
+ *   waiters                     each runner: +1 on its way into a wait, -1 on its way out
+ *   all others                  the trainer, which alone reads them
+ */
+#ifndef CSEQ_TURNS_H
+#define CSEQ_TURNS_H
+
+#include "cseq_wait.h"
+
+#define CSEQ_PATIENCE 2000000 /* ns that a runner waits for its turn at most; slower batches have none */
+#define CSEQ_TRIAL 64         /* batches that are measured at a time */
+#define CSEQ_RARELY 256       /* measurements between two trials, at most */
+
+typedef struct {
+    uint32_t on, holder, waiters;
+    char pad[CSEQ_LINE - 12];
+    uint32_t trial;           /* 1: the present way is tried; `cost` is what the other one took */
+    uint32_t left, between;   /* measurements until the next trial, and from one to the next */
+    uint64_t awake_ns, taken; /* when the trainer woke up last, and how many batches it had taken */
+    uint64_t ns, count;       /* of the present measurement */
+    uint64_t cost;            /* ns a batch */
+} cseq_turns;
+
+/* A runner without one takes its turn, without the GIL.
+ * SYNC: turn seen (the count of waiters, then the compare-and-swap; against `give`) */
+CSEQ_INLINE void cseq_turns_take(cseq_turns *t, uint32_t runner) {
+    if (!cseq_load_rlx_u32(&t->on) || cseq_cas_sc_u32(&t->holder, 0, runner)) return;
+    const uint64_t begun = cseq_now_ns();
+    uint64_t waited = 0;
+    cseq_add_sc_u32(&t->waiters, 1);
+    while (!cseq_cas_sc_u32(&t->holder, 0, runner) && waited < CSEQ_PATIENCE) {
+        const uint32_t seen = cseq_load_sc_u32(&t->holder);
+        if (seen) cseq_wait(&t->holder, seen, CSEQ_PATIENCE - waited, 0);
+        waited = cseq_now_ns() - begun;
+    }
+    cseq_add_sc_u32(&t->waiters, (uint32_t)-1);
+}
+
+/* A runner gives its turn up, if it has it. SYNC: turn seen (the swap, then the load) */
+CSEQ_INLINE void cseq_turns_give(cseq_turns *t, uint32_t runner) {
+    if (cseq_load_rlx_u32(&t->holder) != runner) return;
+    cseq_swap_sc_u32(&t->holder, 0);
+    if (cseq_load_sc_u32(&t->waiters)) cseq_wake(&t->holder, 0);
+}
+
+/* The trainer has slept from `before` to `awake`, and has taken so many batches in all. */
+CSEQ_INLINE void cseq_turns_learn(cseq_turns *t, uint64_t before, uint64_t awake, uint64_t taken) {
+    const uint64_t ns = awake - t->awake_ns, count = taken - t->taken;
+    t->awake_ns = awake;
+    t->taken = taken;
+    if (awake - before < ns / 2) return; /* the loop is what takes time, or was elsewhere */
+    t->ns += ns;
+    t->count += count;
+    if (t->count < CSEQ_TRIAL) return;
+    const uint64_t cost = t->ns / t->count;
+    t->ns = t->count = 0;
+    if (t->trial) {
+        const int wins = cost < t->cost - t->cost / 10;
+        t->between = wins ? 1 : t->between < CSEQ_RARELY ? 2 * t->between : CSEQ_RARELY;
+        t->left = t->between;
+        t->trial = 0;
+        if (wins) return;
+    } else if (t->left) {
+        t->left--;
+        return;
+    } else if (cost > CSEQ_PATIENCE) {
+        return;
+    } else {
+        t->trial = 1;
+        t->cost = cost;
+    }
+    cseq_store_rlx_u32(&t->on, !t->on);
+}
+
+#endif
