@@ -85,6 +85,7 @@ if typing.TYPE_CHECKING:
     from cseq.adapters.torch import DataLoader as DataLoader
     from cseq.adapters.torch import StatefulDataLoader as StatefulDataLoader
     from cseq.fleet.ray import RayFleet as RayFleet
+    from cseq.indexing.packing import packed as packed
     from cseq.observe.progress import progress as progress
 
 __version__ = "0.2.0.dev0"
@@ -126,6 +127,7 @@ __all__ = [
 
 _ELSEWHERE = {
     "RayFleet": "cseq.fleet.ray",
+    "packed": "cseq.indexing.packing",
     "progress": "cseq.observe.progress",
 }
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LOADERS = ("DataLoader", "StatefulDataLoader")
-NAMES = [*cseq.__all__, "progress", *LOADERS]
+NAMES = [*cseq.__all__, "packed", "progress", *LOADERS]
 # What a program is given: errors, records, a protocol.
 GIVEN = {
     *("CseqError", "RemoteTraceback", "WorkerDied", "WorkerError", "WorkerTimeout"),

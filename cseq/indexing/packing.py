@@ -1,0 +1,153 @@
+"""`packed`: Python objects as their pickles in one buffer, a file that all processes map."""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import io
+import os
+import pickle
+import sys
+import types
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing import context, reduction
+from typing import Any, TypeVar
+
+import numpy as np
+
+from cseq import _memory
+from cseq.encoding.pickling import data_reducers, reduce_tensor
+from cseq.encoding.unpicklable import unpicklable
+from cseq.memory.descriptors import sparse_file
+
+__all__ = ["PackedItems", "packed"]
+
+T = TypeVar("T")
+
+CHILDREN: Any = context  # what follows is public only by name
+FILES: Any = reduction
+REMEDY = "An item is kept as its pickle: make what cannot be pickled from the item, when it is read"
+
+
+def packed(items: Iterable[T]) -> PackedItems[T]:
+    """Pack Python objects into one buffer that all workers share, whatever their start method.
+
+    To read an object of a list is to write its reference count. So the list is soon in the memory
+    of each worker process; packed, it is in memory once.
+
+    Parameters
+    ----------
+    items : iterable
+        Objects that pickle takes; of a generator, one at a time is in memory.
+
+    Returns
+    -------
+    PackedItems
+        A sequence that cannot be changed; its slices are such sequences, too. An item is unpickled
+        each time it is asked for.
+
+    Raises
+    ------
+    TypeError
+        An item cannot be pickled: the message has its number. Or `items` is a mapping.
+
+    Examples
+    --------
+    >>> samples = cseq.packed({"text": "a" * n, "label": n} for n in range(4))
+    >>> len(samples), samples[2], samples[-2:][1]["text"]
+    (4, {'text': 'aa', 'label': 2}, 'aaa')
+    """
+    if isinstance(items, Mapping) or not isinstance(items, Iterable):
+        raise TypeError(f"items is a {type(items).__name__}; give a list, or another iterable")
+    out, ends = io.BytesIO(), array("q", [0])
+    pickler = _Pickler(out)
+    for number, item in enumerate(items):
+        try:
+            pickler.dump(item)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the message says where and why
+            name, probe = f"items[{number}]", _Pickler(io.BytesIO()).dump
+            raise unpicklable(item, name, error, probe=probe, remedy=REMEDY) from None
+        pickler.clear_memo()
+        ends.append(out.tell())
+    out.write(ends)
+    with out.getbuffer() as made:
+        file = sparse_file(made.nbytes, "cseq-packed")
+        _memory.commit(file.fd, 0, made.nbytes)
+        data = memoryview(_memory.Mapping(file.fd, 0, made.nbytes))
+        data[:] = made
+    return PackedItems(data, file, range(len(ends) - 1), len(ends), pickler.named)
+
+
+class PackedItems(Sequence[T]):
+    """What `packed` returns: pickles one after another, and then where each of them ends."""
+
+    def __init__(
+        self, data: Any, file: Any, numbers: range, ends: int, named: dict[Any, Any]
+    ) -> None:
+        self._data = memoryview(data)
+        self._file = file
+        self._numbers = numbers  # of the items that are in this sequence; fewer in a slice
+        self._ends = self._data[-8 * ends :].cast("q")
+        self._named = named
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        number = self._numbers[index]
+        if isinstance(number, range):
+            return PackedItems(self._data, self._file, number, len(self._ends), self._named)
+        item = self._data[self._ends[number] : self._ends[number + 1]]
+        return _Unpickler(item, self._named).load() if self._named else pickle.loads(item)
+
+    def __reduce__(self) -> Any:
+        """Pickle for a child of this process as the file's descriptor, otherwise as the bytes."""
+        rest = self._numbers, len(self._ends), self._named
+        if self._file and os.name != "nt" and CHILDREN.get_spawning_popen() is not None:
+            with contextlib.suppress(RuntimeError):  # other processes cannot open it here
+                return _mapped, (FILES.DupFd(self._file.fd), self._data.nbytes, *rest)
+        return PackedItems, (np.frombuffer(self._data, np.uint8), None, *rest)
+
+
+def _mapped(handed: Any, nbytes: int, *rest: Any) -> PackedItems[Any]:
+    """Map the file of another process."""
+    file = _memory.Descriptor(handed.detach)
+    return PackedItems(_memory.Mapping(file.fd, 0, nbytes), file, *rest)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes items, and notes the classes and functions in them: these travel beside the items."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.named: dict[Any, Any] = {}
+        self.dispatch_table = copyreg.dispatch_table | data_reducers()
+        tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+        if tensor in self.dispatch_table:
+            self.dispatch_table[tensor] = _reduce_tensor
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, types.FunctionType)):
+            self.named[obj.__module__, obj.__qualname__] = obj
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads an item, whose classes may be those of a script, which no process can import."""
+
+    def __init__(self, item: memoryview, named: dict[Any, Any]) -> None:
+        super().__init__(io.BytesIO(item))
+        self._named = named
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._named.get((module, name)) or super().find_class(module, name)
+
+
+def _reduce_tensor(tensor: Any) -> Any:
+    """Reduce a tensor; one that is a part of a storage, to a copy of that part."""
+    is_plain = tensor.is_cpu and str(tensor.layout) == "torch.strided"
+    is_part = is_plain and tensor.untyped_storage().nbytes() > tensor.nbytes
+    return reduce_tensor(tensor.clone() if is_part else tensor)

@@ -1,0 +1,219 @@
+"""`packed`: a list of objects in one buffer, which all processes share."""
+
+from __future__ import annotations
+
+import copy
+import datetime as dt
+import pickle
+import sys
+import types
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from kinds import KINDS, Kind
+from travelling import Pair, Record, arrives_elsewhere, travel
+
+import cseq
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from conftest import RunScript
+
+SAMPLES: list[Any] = [{"text": "a" * n, "label": n, "ids": [*range(n)]} for n in range(20)]
+OBJECTS: list[Any] = [
+    None,
+    7,
+    b"",
+    Record([Pair(1, "x")]),
+    dt.date(2026, 1, 2),
+    deque([1, 2]),
+    np.float32,
+    len,
+    "ü" * 100_000,
+]
+
+# The script's own class is in the items, a nested one, and a function.
+SCRIPT = """
+import re
+import sys
+import multiprocessing
+from dataclasses import dataclass
+import numpy as np
+import cseq
+
+@dataclass
+class Sample:
+    number: int
+    @dataclass
+    class Label:
+        name: str
+    def label(self):
+        return Sample.Label(str(self.number))
+
+def double(number):
+    return 2 * number
+
+def place():
+    with open("/proc/self/maps") as maps:
+        return {line.split()[4] for line in maps if "cseq-packed" in line}
+
+class Indexer:
+    def __init__(self, samples):
+        self.samples, self.part = samples, samples[10:]
+    def __getitem__(self, indices):
+        sample, label, function = self.samples[indices[0]]
+        assert (sample.number, label.name) == (indices[0], str(indices[0]))
+        assert function(1) == 2 and self.part[0][0].number == 10
+        (inode,) = place()
+        return np.array([int(inode), *indices])
+
+def child(samples, queue):
+    queue.put((samples[3][0].number, len(samples), place()))
+
+if __name__ == "__main__":
+    samples = cseq.packed((s, s.label(), double) for s in map(Sample, range(40)))
+    (here,) = place()
+    if sys.argv[1] == "multiprocessing":
+        context = multiprocessing.get_context("spawn")
+        queue = context.Queue()
+        process = context.Process(target=child, args=(samples, queue))
+        process.start()
+        print(queue.get() == (3, 40, {here}))
+        process.join()
+    else:
+        m = cseq.MPSequence(
+            Indexer(samples), 40, 2, batch_size=4, out_type="null", start_method=sys.argv[1]
+        )
+        with m.start() as batches:
+            seen = np.stack(list(batches))
+        print({*seen[:, 0].tolist()} == {int(here)} and {*seen[:, 1:].flat} == {*range(40)})
+"""
+
+
+def test_it_is_a_sequence_of_the_items() -> None:
+    """Length, indices of any kind, slices, iteration, membership: as those of the list."""
+    packed = cseq.packed(SAMPLES)
+    assert len(packed) == 20
+    assert [*packed] == SAMPLES
+    assert [*reversed(packed)] == SAMPLES[::-1]
+    assert packed[-1] == packed[np.int64(19)] == packed[np.uint8(19)] == SAMPLES[19]
+    assert SAMPLES[3] in packed
+    assert packed.index(SAMPLES[3]) == 3
+
+
+@pytest.mark.parametrize("index", [20, -21, np.int64(20)])
+def test_there_are_no_others(index: int) -> None:
+    """An index beyond the ends is an IndexError, in a slice, too."""
+    packed = cseq.packed(SAMPLES)
+    with pytest.raises(IndexError):
+        packed[index]
+    with pytest.raises(IndexError):
+        packed[2:4][2]
+
+
+@pytest.mark.parametrize("part", [slice(3, 9), slice(None, None, -3), slice(-4, None), slice(5, 5)])
+def test_a_slice_is_such_a_sequence(part: slice) -> None:
+    """Slices have the items that those of the list have; so have their slices, and their copies."""
+    packed = cseq.packed(SAMPLES)[part]
+    assert type(packed) is type(cseq.packed([]))
+    assert ([*packed], len(packed)) == (SAMPLES[part], len(SAMPLES[part]))
+    assert [*packed[1::2]] == SAMPLES[part][1::2]
+    assert [*pickle.loads(pickle.dumps(packed))] == SAMPLES[part]
+
+
+def test_a_change_of_an_item_is_not_kept() -> None:
+    """Each look makes a new object."""
+    packed = cseq.packed(SAMPLES)
+    packed[4]["ids"].append(9)
+    assert packed[4] == SAMPLES[4]
+    assert packed[4] is not packed[4]
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, travel, lambda it: pickle.loads(pickle.dumps(it))])
+def test_objects_of_any_kind_arrive(how: Any) -> None:
+    """Numbers, dataclasses, named tuples, classes, functions, long texts; no items at all."""
+    packed = cseq.packed(OBJECTS)
+    assert [*how(packed)] == [*packed] == OBJECTS
+    assert [*how(cseq.packed([]))] == []
+
+
+def test_arrays_are_their_own_part() -> None:
+    """A row is packed without the array that it is a view of, and can be written to."""
+    table = np.arange(200_000.0).reshape(200, 1000)
+    packed = cseq.packed({"row": row, "sum": row.sum()} for row in table)
+    assert len(pickle.dumps(packed)) < 1.1 * table.nbytes
+    item = packed[7]
+    item["row"] += 1
+    assert item["row"].tolist() == (table[7] + 1).tolist()
+    assert item["sum"] == table[7].sum()
+
+
+def test_tensors_are_their_own_part() -> None:
+    """So are rows of a tensor; what requires gradients does so again."""
+    torch = pytest.importorskip("torch")
+    table = torch.arange(200_000.0).reshape(200, 1000)
+    packed = cseq.packed(zip(table, table.T[:200], strict=True))
+    assert len(pickle.dumps(packed)) < 1.5 * table.nbytes
+    assert torch.equal(packed[7][0], table[7])
+    assert torch.equal(packed[7][1], table[:, 7])
+    weight = torch.ones(3, requires_grad=True)
+    (again,) = cseq.packed([weight])
+    assert torch.equal(again, weight)
+    assert again.requires_grad
+
+
+def test_items_of_a_generator_are_taken_one_by_one() -> None:
+    """An item may be dropped before the next one is made."""
+    packed = cseq.packed({"number": number} for number in range(3))
+    assert [item["number"] for item in packed] == [0, 1, 2]
+
+
+def bad() -> Iterator[Any]:
+    """Give items, of which the third cannot be pickled."""
+    yield from ({"f": 1}, {"f": 2}, {"f": lambda: 0})
+
+
+def test_an_item_that_cannot_be_pickled_is_named() -> None:
+    """The message has its number, the part, and what to do."""
+    with pytest.raises(TypeError, match=r"^items\[2\]\['f'\]: .*pickle.*An item is kept as its"):
+        cseq.packed(bad())
+
+
+@pytest.mark.parametrize("items", [{"a": 1}, 5, None])
+def test_what_has_no_order_is_refused(items: Any) -> None:
+    """A mapping would lose its values."""
+    with pytest.raises(TypeError, match=f"items is a {type(items).__name__}; give a list"):
+        cseq.packed(items)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_workers_read_it(kind: Kind) -> None:
+    """It is a data set for all kinds of workers."""
+    dataset = cseq.from_dataset(
+        cseq.packed((sample["text"], sample["label"]) for sample in SAMPLES)
+    )
+    with kind.start(dataset, None, batch_size=5, shuffle=False, dtype=None) as batches:
+        labels = np.concatenate([labels for _, labels in batches])
+    assert labels.tolist() == [*range(20)]
+
+
+@pytest.mark.needs("Linux")
+@pytest.mark.parametrize("how", ["fork", "forkserver", "spawn", "multiprocessing"])
+def test_all_processes_map_one_file(run_script: RunScript, how: str) -> None:
+    """A worker has the trainer's pages, and the classes of its script."""
+    done = run_script(SCRIPT, how)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_what_another_process_cannot_import_arrives_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There the items have neither the file nor the module of their class."""
+    module: Any = types.ModuleType("made_by_hand")
+    module.Hidden = type("Hidden", (), {"__module__": "made_by_hand", "value": 8})
+    monkeypatch.setitem(sys.modules, "made_by_hand", module)
+    packed = cseq.packed([module.Hidden()])
+    assert arrives_elsewhere(packed, "obj[0].value, len(obj)") == "(8, 1)"
