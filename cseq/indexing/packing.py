@@ -1,4 +1,4 @@
-"""`packed`: Python objects as their pickles in one buffer, a file that all processes map."""
+"""`packed`: objects as their pickles, in one file that all processes map."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ __all__ = ["PackedItems", "packed"]
 
 T = TypeVar("T")
 
-CHILDREN: Any = context  # what follows is public only by name
-FILES: Any = reduction
 REMEDY = "An item is kept as its pickle: make what cannot be pickled from the item, when it is read"
 
 
@@ -39,18 +37,12 @@ def packed(items: Iterable[T]) -> PackedItems[T]:
     Parameters
     ----------
     items : iterable
-        Objects that pickle takes; of a generator, one at a time is in memory.
+        Objects that pickle takes. One that cannot be pickled is a TypeError with its number.
 
     Returns
     -------
     PackedItems
-        A sequence that cannot be changed; its slices are such sequences, too. An item is unpickled
-        each time it is asked for.
-
-    Raises
-    ------
-    TypeError
-        An item cannot be pickled: the message has its number. Or `items` is a mapping.
+        A sequence that cannot be changed, nor can its slices. It unpickles an item each time.
 
     Examples
     --------
@@ -106,9 +98,9 @@ class PackedItems(Sequence[T]):
     def __reduce__(self) -> Any:
         """Pickle for a child of this process as the file's descriptor, otherwise as the bytes."""
         rest = self._numbers, len(self._ends), self._named
-        if self._file and os.name != "nt" and CHILDREN.get_spawning_popen() is not None:
+        if self._file and os.name != "nt" and context.get_spawning_popen() is not None:
             with contextlib.suppress(RuntimeError):  # other processes cannot open it here
-                return _mapped, (FILES.DupFd(self._file.fd), self._data.nbytes, *rest)
+                return _mapped, (reduction.DupFd(self._file.fd), self._data.nbytes, *rest)
         return PackedItems, (np.frombuffer(self._data, np.uint8), None, *rest)
 
 
@@ -119,7 +111,7 @@ def _mapped(handed: Any, nbytes: int, *rest: Any) -> PackedItems[Any]:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes items, and notes the classes and functions in them: these travel beside the items."""
+    """Writes items, and notes their classes and functions, which travel beside them."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
@@ -148,6 +140,6 @@ class _Unpickler(pickle.Unpickler):
 
 def _reduce_tensor(tensor: Any) -> Any:
     """Reduce a tensor; one that is a part of a storage, to a copy of that part."""
-    is_plain = tensor.is_cpu and str(tensor.layout) == "torch.strided"
-    is_part = is_plain and tensor.untyped_storage().nbytes() > tensor.nbytes
+    has_storage = tensor.is_cpu and str(tensor.layout) == "torch.strided"
+    is_part = has_storage and tensor.untyped_storage().nbytes() > tensor.nbytes
     return reduce_tensor(tensor.clone() if is_part else tensor)
