@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime as dt
+import os
 import pickle
 import sys
 import types
@@ -206,6 +207,20 @@ def test_all_processes_map_one_file(run_script: RunScript, how: str) -> None:
     """A worker has the trainer's pages, and the classes of its script."""
     done = run_script(SCRIPT, how)
     assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.needs("Linux")
+def test_the_file_is_gone_with_the_last_slice() -> None:
+    """Its memory is freed, and its descriptor closed."""
+
+    def files() -> int:
+        links = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
+        return sum("cseq-packed" in os.readlink(link) for link in links if os.path.lexists(link))
+
+    part = cseq.packed(SAMPLES)[3:5]
+    assert (files(), part[1]) == (1, SAMPLES[4])
+    del part
+    assert files() == 0
 
 
 def test_what_another_process_cannot_import_arrives_with_it(
