@@ -31,6 +31,7 @@ DEFAULTS = {
     "length": 6,
     "item": "tuple",
     "draws": [],
+    "kinds": ["torch", "numpy", "random"],  # what a collate function draws from, without draws
     "info": False,
     "sampler": None,
     "key": "int",
@@ -373,7 +374,7 @@ def loader(case: Case, cls: type) -> Any:
     if case.collate:
         options["collate_fn"] = parts.Collate(
             case.collate,
-            case.draws,
+            case.draws or case.kinds,
             case.error if case.fails("collate") else None,
             case.layout,
         )

@@ -33,18 +33,30 @@ def in_processes(events: list[Any]) -> list[Any]:
     return told
 
 
-def settled(case: Case) -> Case:
-    """Leave out what threads cannot have, or may do in another way."""
-    for name in ("method", "method_object", "context", "info"):
+def settled(options: dict) -> Case:
+    """Return a case without what threads cannot have.
+
+    - How processes are started (`method`, `context`).
+    - What a call leaves in the data set or a collate function (`calls`, `init` of "dataset"): they
+      are not copied, so it is there for all workers, and for the trainer.
+    - A data set's own tensors that the trainer writes to: samples may be these, no copies.
+    - The global generators, which are the trainer's (the seed in `info`, `init` of "seed"), and
+      numpy's of a worker: a process has its old kind of generator, a thread a new one.
+    """
+    case = settle(options)
+    for name in ("method", "method_object", "context"):
         case.pop(name, None)
-    if case.dataset == "pipe":
-        case.pop("dataset")
-    for name in ("init", "collate"):
-        if case.get(name) in ("dataset", "draw", "seed", "count"):  # of what is shared
-            case.pop(name)
-    if case.fails("collate"):  # the collate function that fails draws, too
+    if case.init in ("dataset", "seed"):
+        case.pop("init")
+    if case.fails("collate"):  # at a number of calls
         case.pop("error")
-    if "steps" in case:
-        case["steps"] = [step for step in case.steps if step != "collate count"]
-    case["draws"] = [name for name in case.draws if name != "numpy"]  # of another kind
+    if case.collate == "count":
+        case.pop("collate")
+    case["steps"] = [step for step in case.steps if step != "collate count"]
+    if case.dataset in ("tensor", "stack"):
+        case["kept"] = True
+    if case.info:
+        case["info"] = "worker"
+    case["draws"] = [name for name in case.draws if name != "numpy"]
+    case["kinds"] = [name for name in case.kinds if name != "numpy"]
     return settle(case)

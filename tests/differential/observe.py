@@ -154,20 +154,24 @@ class Trainer:
         self.case = case
         self.cls = cls
         self.events: list[Event] = []
-        self.warned: list[warnings.WarningMessage] = []
+        self.warned: list[tuple[str, str]] = []
         self.loader: Any = None
         self.begun = 0  # iterators
         self.kept: list[tuple[Any, Any]] = []  # batches of this step, as they were and as they are
         self.leaves: list[tuple[Any, Any]] = []  # of all batches, the smallest tensor of each
 
     def see(self, name: str, *values: Any) -> None:
-        for warning in self.warned:
-            text = str(warning.message).split("\n")[0]
+        for category, message in self.warned:
+            text = message.split("\n")[0]
             if "multi-threaded, use of fork" not in text:
-                text = bare(text)
-                self.events.append(["warning", warning.category.__name__, text])
+                self.events.append(["warning", category, bare(text)])
         self.warned.clear()
         self.events.append([name, *values])
+
+    def warn(self, message: Warning, category: type[Warning], *_: Any) -> None:
+        """Note a warning, unless it is of a worker thread: those of processes are not seen."""
+        if torch.utils.data.get_worker_info() is None:
+            self.warned.append((category.__name__, str(message)))
 
     @contextlib.contextmanager
     def seeing(self, name: str) -> Iterator[None]:
@@ -184,8 +188,9 @@ class Trainer:
         torch.manual_seed(self.case.seed)
         np.random.seed(self.case.seed)  # noqa: NPY002
         random.seed(self.case.seed)
-        with warnings.catch_warnings(record=True) as self.warned:
+        with warnings.catch_warnings():
             warnings.simplefilter("always")
+            warnings.showwarning = self.warn
             with self.seeing("loader"):
                 self.loader = cases.loader(self.case, self.cls)
                 self.see("loader", plain(attributes(self.loader)), generators(self.loader))

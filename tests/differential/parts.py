@@ -37,7 +37,7 @@ def drawn(generators: list[str]) -> list[float]:
     own = getattr(torch.utils.data.get_worker_info(), "rng", None)
     draw = {
         "torch": lambda: torch.rand((), generator=own and own.torch_generator).item(),
-        "numpy": np.random.random,
+        "numpy": own.numpy_generator.random if own else np.random.random,
         "random": own.random_generator.random if own else random.random,
     }
     return [draw[name]() for name in generators]
@@ -50,7 +50,7 @@ class Items:
         self,
         kind: str = "tuple",
         draws: tuple[str, ...] = (),
-        info: bool = False,
+        info: bool | str = False,
         error: dict | None = None,
     ) -> None:
         self.kind = kind
@@ -71,13 +71,9 @@ class Items:
                 (worker.id, worker.num_workers, worker.seed) if worker is not None else (-1, -1, -1)
             )
             self.calls += 1
-            value = (
-                value,
-                *about,
-                torch.initial_seed() % 2**62,
-                torch.get_num_threads(),
-                self.calls,
-            )
+            value = (value, *about, torch.get_num_threads())
+            if self.info != "worker":
+                value = (*value, torch.initial_seed() % 2**62, self.calls)
         if key is not None:
             value = (value, f"{type(key).__module__}.{type(key).__name__}")
         return value
@@ -349,7 +345,7 @@ class Collate:
         if self.kind == "set":
             return {"text": {repr(samples)}, "none": None, "whole": 2**70, "class": Pair}
         batch = default_collate(samples) if isinstance(samples, list) else samples
-        return {"batch": batch, "drawn": drawn(self.draws or ["torch", "numpy", "random"])}
+        return {"batch": batch, "drawn": drawn(self.draws)}
 
 
 def laid(layout: str, batch: Any) -> Any:

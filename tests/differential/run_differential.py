@@ -30,10 +30,18 @@ DEFAULT = "cseq.adapters.torch:DataLoader"
 
 def compare(case: Case, first: str, second: str) -> tuple | None:
     """Return the first two events that differ, or None; a batch may be lost by the first alone."""
-    seen = observe(case, first, second)
-    if second == in_threads.PATH:
-        seen = [in_threads.in_processes(events) for events in seen]
-    return difference(case, *seen)
+    return difference(case, *seen(case, first, second))
+
+
+def seen(case: Case, first: str, second: str) -> list:
+    """Return the events of both."""
+    events = observe(case, first, second)
+    return [*map(in_threads.in_processes, events)] if second == in_threads.PATH else events
+
+
+def prepared(options: dict, second: str) -> Case:
+    """Return a case as it can be compared."""
+    return in_threads.settled(options) if second == in_threads.PATH else settle(options)
 
 
 def shrink(case: Case, first: str, second: str, seconds: float = 120) -> Case:
@@ -43,7 +51,7 @@ def shrink(case: Case, first: str, second: str, seconds: float = 120) -> Case:
     found = True
     while found:
         found = False
-        for candidate in smaller(case):
+        for candidate in (prepared(each, second) for each in smaller(case)):
             text = json.dumps(candidate, sort_keys=True)
             if text in tried or len(text) > len(json.dumps(case)):
                 continue
@@ -86,9 +94,7 @@ def search(seed: int, number: int, first: str, second: str, *, methods: bool, fa
     """Compare cases of a seed, and return how many differ; stop after some that do."""
     began, differ = time.monotonic(), 0
     for each in range(number):
-        case = cases(seed, each, methods=methods)
-        if second == in_threads.PATH:
-            case = in_threads.settled(case)
+        case = prepared(cases(seed, each, methods=methods), second)
         if compare(case, first, second) is not None:
             differ += 1
             print(f"case {each} of seed {seed} differs:", flush=True)
@@ -149,11 +155,11 @@ def main() -> int:
     if asked.mutants:
         return hunt(asked.seed, asked.cases)
     if asked.case is not None:
-        case = settle(asked.case)
-        seen = observe(case, asked.against, asked.cls)
-        for event in seen[1]:
+        case = prepared(asked.case, asked.cls)
+        both = seen(case, asked.against, asked.cls)
+        for event in both[1]:
             print(json.dumps(event)[:400])
-        found = difference(case, *seen)
+        found = difference(case, *both)
         print("the same" if found is None else f"differ:\n  {found[0]}\n  {found[1]}")
         return int(found is not None)
     methods = not asked.no_methods

@@ -25,7 +25,16 @@ from cseq.processes.spawning import spawning
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["ALONE", "UNUSABLE", "lines", "made", "make_iterator", "note", "reason_against"]
+__all__ = [
+    "ALONE",
+    "UNUSABLE",
+    "lines",
+    "made",
+    "make_iterator",
+    "method_of",
+    "note",
+    "reason_against",
+]
 
 log = logging.getLogger("cseq")
 

@@ -16,6 +16,7 @@ from cseq.adapters.torch.pinning import Pinner
 from cseq.adapters.torch.state import LoaderProgress
 from cseq.adapters.torch.stateful import is_stateful
 from cseq.encoding import failure
+from cseq.encoding.pickling import dumps
 from cseq.errors import WorkerDied, WorkerTimeout
 from cseq.indexing.leaving import indices_of
 from cseq.stream import ItemFailure, Naming, Streams
@@ -240,6 +241,9 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             )
             for number in range(len(progress.counts))
         ]
+        keeps_dataset = self._in_threads and self._snapshot_every and is_stateful(self._dataset)
+        if keeps_dataset and resume is None:  # it is as it was left, no copy that begins anew
+            progress.states = [dumps({"dataset": self._dataset.state_dict(), "made": 0})]
         if self._num_workers == 0:
             progress.inline = self._streams.begin_with(epochs[0], keys)
         else:
@@ -251,6 +255,8 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
                 assign="free" if free else "turn",
                 first=progress.turn,
             )
+        if keeps_dataset and resume:  # the state is set even if no batch is left
+            self._streams.ask("get_ready")
         self._items = iter(self._streams)
 
     # -- the next batch

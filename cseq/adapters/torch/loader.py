@@ -11,7 +11,7 @@ from torch.utils import data
 
 from cseq.adapters.torch import names
 from cseq.adapters.torch.batches import BatchSampler, with_order
-from cseq.adapters.torch.fallback import UNUSABLE, make_iterator, reason_against
+from cseq.adapters.torch.fallback import UNUSABLE, make_iterator, method_of, reason_against
 from cseq.adapters.torch.options import VALUES, defaults
 from cseq.adapters.torch.order import OWN, Keys, inner_of
 from cseq.adapters.torch.state import LoaderProgress, read
@@ -203,11 +203,12 @@ class DataLoader(Torchs[T_co]):
         """Read a state that was loaded."""
         if not loaded:
             return None
+        in_threads = method_of(self, defaults.worker_method) == "thread"
         resume = read(
             loaded,
             iterable=self._dataset_kind == names.ITERABLE,
             num_workers=self.num_workers,
-            keeps=self.num_workers == 0 or self.persistent_workers,
+            keeps=self.num_workers == 0 or self.persistent_workers or in_threads,
             batching=self._batching(),
         )
         reason = resume and reason_against(self)

@@ -1,8 +1,8 @@
 """Random resumes of `cseq.DataLoader`: the rest, and the next epochs, are the uninterrupted run's.
 
 A case is chosen by its seed: what is sampled, how the loader is made, where the state is taken, and
-where it is taken again before it is used. For other seeds than
-those of the test: ``python tests/contract/adapters/test_torch_resumes.py FIRST COUNT``.
+where it is taken again before it is used. For other seeds than those of the test, in processes and
+with threads: ``python tests/contract/adapters/test_torch_resumes.py FIRST COUNT``.
 """
 
 from __future__ import annotations
@@ -213,6 +213,7 @@ class Case:
     """What one seed chooses."""
 
     seed: int
+    methods: tuple[str, str] = ("multiprocessing", "multiprocessing")  # before a state, behind it
     kind: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -242,11 +243,17 @@ class Case:
         self.place = chosen.choice(["idle", "begun", "middle", "middle", "end", "end"])
         self.again = chosen.choice([None, None, "idle", "begun", "middle", "end"])
         self.takes = chosen.randint(1, 6), chosen.randint(1, 4)
+        if "thread" in self.methods and (
+            self.has_state or self.kind in ("counted", "own iterator")
+        ):
+            # Threads share the data set, so one has its state, and keeps it as no process does.
+            self.methods = "thread", "thread"
+            self.num_workers = self.second = min(1, self.num_workers)
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
 
-    def make(self, num_workers: int) -> Any:
+    def make(self, num_workers: int, method: str) -> Any:
         """Make a loader."""
         options: dict[str, Any] = {"batch_size": self.batch_size, "drop_last": self.drop_last}
         if self.kind in ITERABLE:
@@ -259,7 +266,8 @@ class Case:
             dataset,
             rng=self.rng,
             num_workers=num_workers,
-            multiprocessing_context="fork" if num_workers else None,
+            worker_method=method,
+            multiprocessing_context="fork" if num_workers and method != "thread" else None,
             persistent_workers=self.is_kept and num_workers > 0,
             snapshot_every_n_steps=self.every,
             **options,
@@ -268,19 +276,19 @@ class Case:
     def run(self) -> None:
         """Compare what comes behind a state with what the loader gives that it was taken of."""
         torch.manual_seed(self.seed)
-        made = self.make(self.num_workers)
+        made = self.make(self.num_workers, self.methods[0])
         for _ in range(self.epochs):
             numbers(made)
         place = Place(made, self.place, self.takes[0])
         torch.manual_seed(self.seed + 1)
-        again = self.make(self.second)
+        again = self.make(self.second, self.methods[1])
         again.load_state_dict(place.state)
         if self.again is not None:
             other = Place(again, self.again, self.takes[1])
             self.compare(other.whole(), place.rest, place.is_within)
             other.is_within |= place.is_within and self.again == "idle"
             place = other
-            again = self.make(self.second)
+            again = self.make(self.second, self.methods[1])
             again.load_state_dict(place.state)
         self.compare([numbers(again) for _ in place.rest], place.rest, place.is_within)
 
@@ -345,6 +353,12 @@ def listed(batch: Any) -> list[int]:
     return found if isinstance(found, list) else [found]
 
 
+def with_threads(seed: int) -> Case:
+    """Return the case of a seed with threads before the state, behind it, or both."""
+    kinds = ("thread", "multiprocessing"), ("multiprocessing", "thread"), ("thread", "thread")
+    return Case(seed, kinds[seed % 3])
+
+
 @pytest.mark.parametrize(
     "seed",
     [
@@ -352,20 +366,22 @@ def listed(batch: Any) -> list[int]:
         *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(CASES, CASES + NIGHTLY)),
     ],
 )
-def test_a_resume(seed: int) -> None:
-    Case(seed).run()
+@pytest.mark.parametrize("case", [Case, with_threads])
+def test_a_resume(case: Callable[[int], Case], seed: int) -> None:
+    case(seed).run()
 
 
 def main(first: int, count: int) -> int:
     """Try the cases of other seeds; return how many fail."""
     failed = 0
     for seed in range(first, first + count):
-        try:
-            Case(seed).run()
-        except Exception as error:  # noqa: BLE001 - the next one is tried
-            failed += 1
-            print(f"{seed}: {type(error).__name__}: {error}", flush=True)
-    print(f"{count} cases, {failed} failed")
+        for case in Case(seed), with_threads(seed):
+            try:
+                case.run()
+            except Exception as error:  # noqa: BLE001 - the next one is tried
+                failed += 1
+                print(f"{seed}: {type(error).__name__}: {error}", flush=True)
+    print(f"{count} seeds, {failed} cases failed")
     return failed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import logging
 import os
@@ -394,6 +395,38 @@ def test_a_state_is_for_threads_and_processes(taken: int) -> None:
         resumed = make(**after)
         resumed.load_state_dict(state)
         assert_equal([*begun, *resumed], expected)
+
+
+class Counting(Plain):
+    """Each sample is one more than the one before, of any epoch."""
+
+    made = 0
+
+    def __getitem__(self, index: int) -> int:
+        self.made += 1
+        return self.made
+
+    def state_dict(self) -> dict[str, int]:
+        return {"made": self.made}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.made = state["made"]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4, 5])
+def test_a_state_has_what_earlier_epochs_have_left_in_the_data_set(taken: int) -> None:
+    """It is the same object in all of them, also behind the last batch, and behind the end."""
+
+    def make() -> Any:
+        options: Any = {"batch_size": None, "num_workers": 1, "worker_method": "thread"}
+        return cseq.StatefulDataLoader(Counting(4), **options)
+
+    loader, resumed = make(), make()
+    first = [*loader]
+    begun = [*itertools.islice(iter(loader), taken)]
+    resumed.load_state_dict(loader.state_dict())
+    numbers = [*first, *begun, *resumed, *resumed]
+    assert numbers == [*range(1, 17 if taken == 5 else 13)]
 
 
 def test_batches_in_no_order() -> None:
