@@ -139,6 +139,5 @@ def test_batch_that_torch_loses_may_be_given():
 
 def test_every_option_is_made():
     made = [generate(random.Random(number)) for number in range(2000)]
-    assert {name for case in made for name in case} == set(DEFAULTS) - {
-        "kinds"
-    }  # see in_threads.py
+    named = {name for case in made for name in case}
+    assert named == set(DEFAULTS) - {"kinds"}  # see in_threads.py

@@ -243,10 +243,9 @@ class Case:
         self.place = chosen.choice(["idle", "begun", "middle", "middle", "end", "end"])
         self.again = chosen.choice([None, None, "idle", "begun", "middle", "end"])
         self.takes = chosen.randint(1, 6), chosen.randint(1, 4)
-        if "thread" in self.methods and (
-            self.has_state or self.kind in ("counted", "own iterator")
-        ):
-            # Threads share the data set, so one has its state, and keeps it as no process does.
+        keeps_state = self.has_state or self.kind in ("counted", "own iterator")
+        if keeps_state and "thread" in self.methods:
+            # One thread alone can have the data set's state, and has it in the next epoch, too.
             self.methods = "thread", "thread"
             self.num_workers = self.second = min(1, self.num_workers)
 
