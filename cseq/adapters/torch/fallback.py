@@ -25,16 +25,7 @@ from cseq.processes.spawning import spawning
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = [
-    "ALONE",
-    "UNUSABLE",
-    "lines",
-    "made",
-    "make_iterator",
-    "method_of",
-    "note",
-    "reason_against",
-]
+__all__ = ["UNUSABLE", "lines", "made", "make_iterator", "method_of", "note", "reason_against"]
 
 log = logging.getLogger("cseq")
 
@@ -42,9 +33,6 @@ UNUSABLE = (
     "the state that was loaded cannot be used: this loader has torch's own iterator, which begins "
     "at the first batch"
 )
-
-
-ALONE = "with num_workers=0 the loop makes the batches"
 
 # How many iterators there were, by their loader's class, and why they were torch's, if they were.
 made: Counter[tuple[str, str | None]] = Counter()

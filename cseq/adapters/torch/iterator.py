@@ -49,16 +49,6 @@ def start_method_of(loader: Any) -> str:
     return method
 
 
-def refuse_shared_state(dataset: Any) -> None:
-    """Refuse a state that several threads would change at the same time."""
-    if is_stateful(dataset):
-        raise ValueError(
-            f"dataset={type(dataset).__name__} has a state, and threads share the data set: its "
-            "state is not that of one worker; give num_workers=1, worker_method='multiprocessing', "
-            "or snapshot_every_n_steps=0"
-        )
-
-
 class LoaderIterator(names.Workers):  # type: ignore[misc]
     """Batches, one by one.
 
@@ -108,8 +98,13 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
                     loader.dataset.load_state_dict(state["dataset"])
             resume = {**resume, "workers": [None]}
         keeps_state = snapshot_every is not None and not self._is_iterable
-        if self._in_threads and loader.num_workers > 1 and snapshot_every:
-            refuse_shared_state(loader.dataset)
+        self._shares_state = self._in_threads and snapshot_every and is_stateful(loader.dataset)
+        if self._shares_state and loader.num_workers > 1:
+            raise ValueError(
+                f"dataset={type(loader.dataset).__name__} has a state, and threads share the data "
+                "set: its state is not that of one worker; give num_workers=1, "
+                "worker_method='multiprocessing', or snapshot_every_n_steps=0"
+            )
         order = Keys(loader, keeps_state=keeps_state, resume=resume)
         self.progress = LoaderProgress(loader, order, rng=rng)
         names.Base.__init__(self, loader)
@@ -241,8 +236,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             )
             for number in range(len(progress.counts))
         ]
-        keeps_dataset = self._in_threads and self._snapshot_every and is_stateful(self._dataset)
-        if keeps_dataset and resume is None:  # it is as it was left, no copy that begins anew
+        if self._shares_state and resume is None:  # the data set is as the last epoch left it
             progress.states = [dumps({"dataset": self._dataset.state_dict(), "made": 0})]
         if self._num_workers == 0:
             progress.inline = self._streams.begin_with(epochs[0], keys)
@@ -255,7 +249,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
                 assign="free" if free else "turn",
                 first=progress.turn,
             )
-        if keeps_dataset and resume:  # the state is set even if no batch is left
+        if self._shares_state and resume:  # the data set gets its state even if no batch is left
             self._streams.ask("get_ready")
         self._items = iter(self._streams)
 

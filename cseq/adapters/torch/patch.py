@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils import data
 
-from cseq.adapters.torch.fallback import ALONE, make_iterator, note
+from cseq.adapters.torch.fallback import make_iterator, note
 from cseq.adapters.torch.loader import DataLoader
 from cseq.adapters.torch.options import defaults
 
@@ -32,7 +32,7 @@ def _get_iterator(self: Any) -> Any:
     rng, on_error = defaults.rng, defaults.on_error
     if self.num_workers == 0 and (rng, on_error) == ("worker", "raise"):
         self._progress = None
-        note(self, ALONE)
+        note(self, "with num_workers=0 the loop makes the batches")
         return own(self)
     method = defaults.worker_method
     return make_iterator(self, lambda: own(self), rng=rng, on_error=on_error, worker_method=method)
