@@ -227,12 +227,9 @@ cdef class FeistelReader(Reader):
 
     cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
                       int64_t* sizes) except -1:
-        cdef uint64_t k
         if epoch != self.epoch:
             self.begin(epoch)
-        for k in range(count):
-            out[k] = <int64_t>(start + k)
-        cseq_feistel_gather(&self.feistel, out, count, out)
+        cseq_feistel_read(&self.feistel, start, count, out)
         return count
 
 

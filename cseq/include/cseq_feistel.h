@@ -105,21 +105,45 @@ static inline uint64_t cseq_feistel_walk(const cseq_feistel *f, uint64_t value)
     return value;
 }
 
+/* The samples of `count` positions, CSEQ_LANES at most, whose rows and columns these are. */
+CSEQ_FORCE_INLINE void cseq_feistel_write(const cseq_feistel *f, uint64_t *rows, uint64_t *columns,
+                                          uint64_t count, int64_t *out)
+{
+    cseq_feistel_rounds(f, rows, columns, CSEQ_LANES);
+    uint64_t lanes = count < CSEQ_LANES ? count : CSEQ_LANES;
+    for (uint64_t k = 0; k < lanes; k++)
+        out[k] = (int64_t)cseq_feistel_walk(f, rows[k] * f->b + columns[k]);
+}
+
 /* The samples at positions below n; `out` may be `places`. */
 static inline void cseq_feistel_gather(const cseq_feistel *f, const int64_t *places, uint64_t count,
                                        int64_t *out)
 {
     uint64_t rows[CSEQ_LANES], columns[CSEQ_LANES];
     for (uint64_t done = 0; done < count; done += CSEQ_LANES) {
-        uint64_t lanes = count - done < CSEQ_LANES ? count - done : CSEQ_LANES;
         for (uint64_t k = 0; k < CSEQ_LANES; k++) {
-            uint64_t place = (uint64_t)places[done + (k < lanes ? k : 0)];
+            uint64_t place = (uint64_t)places[done + (k < count - done ? k : 0)];
             rows[k] = place / f->b;
             columns[k] = place % f->b;
         }
-        cseq_feistel_rounds(f, rows, columns, CSEQ_LANES);
-        for (uint64_t k = 0; k < lanes; k++)
-            out[done + k] = (int64_t)cseq_feistel_walk(f, rows[k] * f->b + columns[k]);
+        cseq_feistel_write(f, rows, columns, count - done, out + done);
+    }
+}
+
+/* The samples at positions start .. start+count-1, which are below n: one division for all. */
+static inline void cseq_feistel_read(const cseq_feistel *f, uint64_t start, uint64_t count,
+                                     int64_t *out)
+{
+    uint64_t rows[CSEQ_LANES], columns[CSEQ_LANES];
+    uint64_t row = start / f->b, column = start % f->b;
+    for (uint64_t done = 0; done < count; done += CSEQ_LANES) {
+        for (uint64_t k = 0; k < CSEQ_LANES; k++) {
+            rows[k] = row;
+            columns[k] = column;
+            column = column + 1 == f->b ? 0 : column + 1;
+            row += column == 0;
+        }
+        cseq_feistel_write(f, rows, columns, count - done, out + done);
     }
 }
 

@@ -1,7 +1,8 @@
 """The order of an epoch: the keys of the index sampler, drawn one by one.
 
 An index sampler is what a loader takes its keys from: its batch sampler, or its sampler if it does
-not batch. For a resume its keys are drawn again and dropped (`Keys`).
+not batch. For a resume its keys are drawn again and dropped (`Keys`); those of
+`shuffle=True` are slices of one permutation, which begins anywhere (`permuted`).
 
 After the end of an epoch the state is what the next one begins with: the sampler's, or that of its
 generator. What is drawn from a global generator is the trainer's.
@@ -134,6 +135,43 @@ def sources_of(index_sampler: Any) -> dict[str, Source]:
 # -- orders
 
 
+TOGETHER = 2048  # keys, or about as many, that become a list together
+
+
+def is_permuted(index_sampler: Any) -> bool:
+    """Whether it is torch's own for ``shuffle=True``, whose keys are slices of a permutation."""
+    inner = inner_of(index_sampler)
+    is_torchs = type(index_sampler) is BatchSampler and type(inner) is RandomSampler
+    return is_torchs and not inner.replacement
+
+
+def permuted(index_sampler: Any, skip: int = 0) -> Iterator[list[int]]:
+    """Yield the keys of such a sampler that follow the first `skip` ones, and draw as it does.
+
+    torch makes a list of a whole epoch, and every key goes through two iterators. Here the epoch
+    stays a tensor: of 32 bits where they are enough, for which torch draws the same.
+    """
+    sampler, size = index_sampler.sampler, index_sampler.batch_size
+    n, samples, generator = len(sampler.data_source), sampler.num_samples, sampler.generator
+    if samples > n:
+        yield from islice(index_sampler, skip, None)
+        return
+    if generator is None:
+        generator = torch.Generator()
+        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    kind = torch.int32 if n < 2**31 else torch.int64
+    order = torch.randperm(n, generator=generator, dtype=kind)
+    end = samples - samples % size
+    for start in range(skip * size, end, together := max(1, TOGETHER // size) * size):
+        keys = order[start : min(start + together, end)].tolist()
+        for first in range(0, len(keys), size):
+            yield keys[first : first + size]
+    if samples == n and sampler.generator is not None:
+        torch.randperm(n, generator=generator, dtype=kind)  # torch's does, to use none of it
+    if end < samples and skip * size <= end and not index_sampler.drop_last:
+        yield order[end:samples].tolist()
+
+
 class Keys:
     """An epoch's keys, which a resume draws again from the states that are noted here.
 
@@ -204,6 +242,8 @@ class Keys:
 
         `iterator` is ``iter(index_sampler)``, `state` that of the run that is resumed.
         """
+        if is_permuted(self._index_sampler):
+            iterator = permuted(self._index_sampler)
         if "generators" in state and self._keeps_state:
             if "generator" in self._sources and "generator" not in state["generators"]["first"]:
                 raise ValueError(
@@ -247,10 +287,12 @@ class Keys:
             put(generators["first"] | generators["iter"], self._sources)
             if self._sampler is not None and "sampler" in state:
                 self._sampler.load_state_dict(copy.deepcopy(state["sampler"]))
-            iterator = iter(self._index_sampler)
+            sampler = self._index_sampler
+            is_slices = is_permuted(sampler)
+            iterator = permuted(sampler, skip) if is_slices else iter(sampler)
             put(generators["first"], self._sources)
             key = list(islice(iterator, 1))
-            if skip:
+            if skip and not is_slices:
                 before = look(self._sources)
                 key = list(islice(iterator, skip - 1, skip))
                 self._compare(before)

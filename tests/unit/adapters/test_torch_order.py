@@ -1,4 +1,4 @@
-"""Which samplers may be asked before workers are forked."""
+"""The keys of torch's own samplers, and which may be asked before workers are forked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch.utils import data  # noqa: E402
 from torch_data import Plain  # noqa: E402
 
-from cseq.adapters.torch.order import leaves_no_trace  # noqa: E402
+from cseq.adapters.torch.order import leaves_no_trace, permuted  # noqa: E402
 
 
 class Own(data.Sampler[int]):
@@ -37,3 +37,36 @@ class Own(data.Sampler[int]):
 def test_keys_that_may_be_drawn_before_a_fork(sampler: Any, expected: bool, batched: bool) -> None:
     index_sampler = data.BatchSampler(sampler, 2, drop_last=False) if batched else sampler
     assert leaves_no_trace(index_sampler) is expected
+
+
+def drawn(keys: Any, generator: Any) -> list[Any]:
+    """Return the keys, and where torch's generators are after each of them and at the end."""
+    sources = [torch.default_generator, *([generator] if generator else [])]
+    found = []
+    while True:
+        key = next(keys, None)
+        found.append((key, [source.get_state().numpy().tobytes() for source in sources]))
+        if key is None:
+            return found
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize(
+    ("n", "size"), [(1, 1), (1, 30), (90, 30), (91, 30), (91, 1), (3000, 30), (5000, 3000)]
+)
+def test_slices_of_a_permutation_are_torchs_keys(
+    n: int, size: int, drop_last: bool, own: bool
+) -> None:
+    def keys(samples: int | None, *, slices: bool, skip: int = 0) -> Any:
+        torch.manual_seed(7)
+        generator = torch.Generator().manual_seed(5) if own else None
+        sampler = data.RandomSampler(range(n), num_samples=samples, generator=generator)
+        batches = data.BatchSampler(sampler, size, drop_last)
+        return drawn(permuted(batches, skip) if slices else iter(batches), generator)
+
+    for samples in (None, n, n // 2 or 1, 2 * n + 1):
+        expected = keys(samples, slices=False)
+        assert keys(samples, slices=True) == expected
+        for skip in (len(expected) // 2, len(expected) - 1):
+            assert keys(samples, slices=True, skip=skip) == expected[skip:]
