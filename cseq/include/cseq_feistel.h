@@ -4,8 +4,8 @@
  * digits of the position in a grid of a rows and b columns, a * b >= n. A value of n or more is put
  * through again, until it is smaller: the grid has fewer than a such values.
  *
- * No memory, no state, any position at once. Eight positions go through a round together: the
- * multiplications of one overlap with the others'.
+ * No memory, no state, any position at once. Several positions go through a round together: the
+ * multiplications of one overlap with the others'. Not unrolled, the round's words stay in registers.
  */
 #ifndef CSEQ_FEISTEL_H
 #define CSEQ_FEISTEL_H
@@ -15,7 +15,7 @@
 enum {
     CSEQ_PURPOSE_FEISTEL = 6,
     CSEQ_ROUNDS = 8,
-    CSEQ_LANES = 8, /* positions that go through together */
+    CSEQ_LANES = 16, /* positions that go through together */
 };
 #define CSEQ_FEISTEL_LEAST 65536 /* samples; a network over fewer would have too few keys' bits */
 
@@ -76,17 +76,15 @@ CSEQ_FORCE_INLINE uint64_t cseq_feistel_round(const cseq_feistel *f, int i, uint
     return cseq_multiply(low ^ high, range, &low);
 }
 
-/* All rounds, for a constant number of positions: row and column of each, changed in place. */
+/* All rounds, for some positions: row and column of each, changed in place. */
 CSEQ_FORCE_INLINE void cseq_feistel_rounds(const cseq_feistel *f, uint64_t *row, uint64_t *column,
                                            int lanes)
 {
     for (int i = 0; i < CSEQ_ROUNDS; i += 2) {
-        CSEQ_UNROLL_8
         for (int k = 0; k < lanes; k++) {
             uint64_t sum = row[k] + cseq_feistel_round(f, i, column[k], f->a);
             row[k] = sum < f->a ? sum : sum - f->a;
         }
-        CSEQ_UNROLL_8
         for (int k = 0; k < lanes; k++) {
             uint64_t sum = column[k] + cseq_feistel_round(f, i + 1, row[k], f->b);
             column[k] = sum < f->b ? sum : sum - f->b;
@@ -105,13 +103,12 @@ static inline uint64_t cseq_feistel_walk(const cseq_feistel *f, uint64_t value)
     return value;
 }
 
-/* The samples of `count` positions, CSEQ_LANES at most, whose rows and columns these are. */
+/* The samples of positions whose rows and columns these are. */
 CSEQ_FORCE_INLINE void cseq_feistel_write(const cseq_feistel *f, uint64_t *rows, uint64_t *columns,
-                                          uint64_t count, int64_t *out)
+                                          int lanes, int64_t *out)
 {
-    cseq_feistel_rounds(f, rows, columns, CSEQ_LANES);
-    uint64_t lanes = count < CSEQ_LANES ? count : CSEQ_LANES;
-    for (uint64_t k = 0; k < lanes; k++)
+    cseq_feistel_rounds(f, rows, columns, lanes);
+    for (int k = 0; k < lanes; k++)
         out[k] = (int64_t)cseq_feistel_walk(f, rows[k] * f->b + columns[k]);
 }
 
@@ -121,12 +118,12 @@ static inline void cseq_feistel_gather(const cseq_feistel *f, const int64_t *pla
 {
     uint64_t rows[CSEQ_LANES], columns[CSEQ_LANES];
     for (uint64_t done = 0; done < count; done += CSEQ_LANES) {
-        for (uint64_t k = 0; k < CSEQ_LANES; k++) {
-            uint64_t place = (uint64_t)places[done + (k < count - done ? k : 0)];
-            rows[k] = place / f->b;
-            columns[k] = place % f->b;
+        int lanes = count - done < CSEQ_LANES ? (int)(count - done) : CSEQ_LANES;
+        for (int k = 0; k < lanes; k++) {
+            rows[k] = (uint64_t)places[done + k] / f->b;
+            columns[k] = (uint64_t)places[done + k] % f->b;
         }
-        cseq_feistel_write(f, rows, columns, count - done, out + done);
+        cseq_feistel_write(f, rows, columns, lanes, out + done);
     }
 }
 
@@ -137,13 +134,14 @@ static inline void cseq_feistel_read(const cseq_feistel *f, uint64_t start, uint
     uint64_t rows[CSEQ_LANES], columns[CSEQ_LANES];
     uint64_t row = start / f->b, column = start % f->b;
     for (uint64_t done = 0; done < count; done += CSEQ_LANES) {
-        for (uint64_t k = 0; k < CSEQ_LANES; k++) {
+        int lanes = count - done < CSEQ_LANES ? (int)(count - done) : CSEQ_LANES;
+        for (int k = 0; k < lanes; k++) {
             rows[k] = row;
             columns[k] = column;
             column = column + 1 == f->b ? 0 : column + 1;
             row += column == 0;
         }
-        cseq_feistel_write(f, rows, columns, count - done, out + done);
+        cseq_feistel_write(f, rows, columns, lanes, out + done);
     }
 }
 

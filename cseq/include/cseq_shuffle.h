@@ -33,11 +33,6 @@
 #define CSEQ_UNLIKELY(condition) __builtin_expect(!!(condition), 0)
 #define CSEQ_PREFETCH(address) __builtin_prefetch((address), 1, 2)
 #endif
-#if defined(__GNUC__) && !defined(__clang__) /* the others unroll a loop of eight unasked */
-#define CSEQ_UNROLL_8 _Pragma("GCC unroll 8")
-#else
-#define CSEQ_UNROLL_8
-#endif
 
 #define CSEQ_ALGORITHM "fisher-yates-v1"
 #define CSEQ_IV UINT64_C(0x637365712D763100)     /* "cseq-v1\0", read big-endian */

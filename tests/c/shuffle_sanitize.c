@@ -115,6 +115,13 @@ static void one_network(uint64_t n) {
         REQUIRE(alone == out[k]);
         REQUIRE(cseq_feistel_find(&f, (uint64_t)alone) == (uint64_t)places[k]);
     }
+    uint64_t start = n > count ? below(n - count) : 0;
+    cseq_feistel_read(&f, start, n > count ? count : 0, out);
+    for (uint64_t k = 0; k < count && n > count; k++) {
+        alone = (int64_t)(start + k);
+        cseq_feistel_gather(&f, &alone, 1, &alone);
+        REQUIRE(alone == out[k]);
+    }
     free(places);
     free(out);
     orders++;
