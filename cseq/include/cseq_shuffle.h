@@ -210,7 +210,8 @@ CSEQ_FORCE_INLINE void cseq_walk(uint32_t *table, int masked, uint64_t n, uint64
     uint64_t drawn = draws->drawn;
     for (; drawn < limit && drawn - i < CSEQ_AHEAD; drawn++)
         partners[drawn % CSEQ_AHEAD] = cseq_draw(table, n, drawn, s, order);
-    for (; i < end && limit - i > CSEQ_AHEAD; i++) {
+    uint64_t ahead = limit > CSEQ_AHEAD ? limit - CSEQ_AHEAD : 0; /* until then, a draw for a swap */
+    for (uint64_t stop = ahead < end ? ahead : end; i < stop; i++) {
         uint64_t j = partners[i % CSEQ_AHEAD];
         partners[i % CSEQ_AHEAD] = cseq_draw(table, n, i + CSEQ_AHEAD, s, order);
         cseq_swap(table, masked, i, j);
