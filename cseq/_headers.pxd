@@ -266,6 +266,21 @@ cdef extern from "cseq_place.h":
     void cseq_place_learn(cseq_place* p, const void* address, uint64_t* wanted) noexcept
 
 
+cdef extern from "cseq_reuse.h":
+    ctypedef struct cseq_reuse:
+        void* ctx
+        void* (*malloc)(void* ctx, size_t size) noexcept
+        void* (*calloc)(void* ctx, size_t count, size_t size) noexcept
+        void* (*realloc)(void* ctx, void* p, size_t size) noexcept
+        void (*free)(void* ctx, void* p, size_t size) noexcept
+
+    void* cseq_reuse_malloc(void* ctx, size_t size) noexcept
+    void* cseq_reuse_calloc(void* ctx, size_t count, size_t size) noexcept
+    void* cseq_reuse_realloc(void* ctx, void* p, size_t size) noexcept
+    void cseq_reuse_free(void* ctx, void* p, size_t size) noexcept
+    void cseq_reuse_count(cseq_reuse* r, bint begins) noexcept
+
+
 # References to objects: whether there are others, and how one is handed on.
 # Without a GIL, to count a reference to an object of another thread takes an atomic operation, and
 # memory that goes from core to core.

@@ -35,6 +35,7 @@ cdef extern from "numpy/arrayobject.h":
 
     object PyDataMem_SetHandler(object handler)
     object PyDataMem_GetHandler()
+    PyObject* PyDataMem_DefaultHandler
 
 cdef Py_ssize_t PY_SSIZE_T_MAX = <Py_ssize_t>(<size_t>-1 >> 1)
 
@@ -65,6 +66,7 @@ cdef extern from "cseq_fault.h":
 cdef extern from *:
     """
     static cseq_place cseq_placed; /* one for the process: arrays that outlive everything point to it */
+    static cseq_reuse cseq_reused;
     static uint32_t cseq_forks;  /* between this process and the program that was executed */
     static uint64_t cseq_forker; /* the thread that this process is a copy of */
 
@@ -86,6 +88,7 @@ cdef extern from *:
     }
     static void cseq_at_child(void) {
         cseq_placed.active = 0; /* the child is in the middle of no ticket */
+        cseq_reuse_forget(&cseq_reused);
         cseq_forks++;
         cseq_forker = PyThread_get_thread_ident();
     }
@@ -93,6 +96,7 @@ cdef extern from *:
     #endif
     """
     cseq_place cseq_placed
+    cseq_reuse cseq_reused
     uint32_t cseq_forks
     uint64_t cseq_forker
     int cseq_fork_install() noexcept
@@ -481,11 +485,8 @@ cdef class SlotAllocator:
             cseq_placed.release = place_release
             memcpy(place_handler.name, b"cseq", 5)
             place_handler.version = 1
-            place_handler.allocator.ctx = &cseq_placed
-            place_handler.allocator.malloc = cseq_place_malloc
-            place_handler.allocator.calloc = cseq_place_calloc
-            place_handler.allocator.realloc = cseq_place_realloc
-            place_handler.allocator.free = cseq_place_free
+            place_handler.allocator = PyDataMemAllocator(
+                &cseq_placed, cseq_place_malloc, cseq_place_calloc, cseq_place_realloc, cseq_place_free)
             place_installed = True
         PyDataMem_SetHandler(PyCapsule_New(&place_handler, "mem_handler", NULL))
 
@@ -538,6 +539,36 @@ cdef class SlotAllocator:
     def holds(self, Mapping slot not None):
         """Whether arrays are alive in a slot after its `end`."""
         return bool(cseq_place_holds(&cseq_placed, slot.data))
+
+
+# -- arrays of worker threads: numpy allocates them where earlier ones lay (cseq_reuse.h)
+
+cdef PyDataMem_Handler reuse_handler = (
+    <PyDataMem_Handler*>PyCapsule_GetPointer(<object>PyDataMem_DefaultHandler, "mem_handler"))[0]
+cseq_reused.ctx = reuse_handler.allocator.ctx
+cseq_reused.malloc = reuse_handler.allocator.malloc
+cseq_reused.calloc = reuse_handler.allocator.calloc
+cseq_reused.realloc = reuse_handler.allocator.realloc
+cseq_reused.free = reuse_handler.allocator.free
+memcpy(reuse_handler.name, b"cseq_reuse", 11)
+reuse_handler.allocator = PyDataMemAllocator(
+    &cseq_reused, cseq_reuse_malloc, cseq_reuse_calloc, cseq_reuse_realloc, cseq_reuse_free)
+
+
+@cython.final
+cdef class Reuse:
+    """While a thread is in this context manager, its large arrays lie where freed ones lay.
+
+    A handler of the user's that numpy has in this thread stays.
+    """
+
+    def __enter__(self):
+        cseq_reuse_count(&cseq_reused, True)
+        if PyDataMem_GetHandler() is <object>PyDataMem_DefaultHandler:
+            PyDataMem_SetHandler(PyCapsule_New(&reuse_handler, "mem_handler", NULL))
+
+    def __exit__(self, *_):
+        cseq_reuse_count(&cseq_reused, False)
 
 
 include "include/slots.pxi"

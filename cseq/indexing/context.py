@@ -210,7 +210,8 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
 
     A batch that is built in it (``np.take(…, out=)``, ``np.stack(…, out=)``) is not copied on its
     way to the training loop. The indexer may keep the array; the batch is then copied.
-    Outside of a worker process this is `numpy.empty`.
+    Outside of a worker process this is `numpy.empty`; in a worker thread, large arrays of either
+    lie where earlier ones lay that are gone.
 
     Parameters
     ----------

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cseq._core import Lock, Ring, Turns, now_ns, ring_bytes
-from cseq._memory import HAS_GIL, Block, Mapping, commit
+from cseq._memory import HAS_GIL, Block, Mapping, Reuse, commit
 from cseq._work import Runner
 from cseq.converter.host import Converter
 from cseq.encoding import failure
@@ -78,7 +78,8 @@ class ThreadGroup:
         """Run a thread's work; its exception is raised in the loop."""
         try:
             self._lanes.note("start", owner, os.getpid(), threading.get_native_id())
-            target()
+            with Reuse():
+                target()
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
             self.fail(error)
 

@@ -10,6 +10,7 @@
 #include "cseq_map.h"
 #include "cseq_meter.h"
 #include "cseq_place.h"
+#include "cseq_reuse.h"
 #include "cseq_ring.h"
 #include "cseq_shuffle.h"
 #include "cseq_trace.h"

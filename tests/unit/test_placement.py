@@ -1,4 +1,7 @@
-"""Large arrays of the indexer's lie in the slot from the first, and may be kept all the same."""
+"""Large arrays of the indexer's lie in the slot from the first, and may be kept all the same.
+
+In threads, they lie where arrays lay that the loop has dropped.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ import numpy as np
 import pytest
 from ringing import Trainer, make_ring
 
-from cseq._memory import SlotAllocator, SlotTable
+import cseq
+from cseq._memory import Reuse, SlotAllocator, SlotTable, fork
 from cseq._work import Runner
 from cseq.encoding import codec
 from cseq.encoding import writer as writer_module
@@ -21,6 +25,7 @@ from cseq.encoding.transport import SlotReader
 from cseq.encoding.writer import KEEPS, Writer
 from cseq.errors import WorkerError
 from cseq.memory.arena import Arena
+from cseq.system import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -235,6 +240,137 @@ def test_other_threads_allocate_as_ever(bench: Bench) -> None:
 
     bench.batch(make)
     assert made[1] == 0
+
+
+# -- threads: memory is used again
+
+WIDE = 40 * MIB  # bytes; malloc maps such a block anew each time, with zeros
+MARK = 77
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    """Call a function in a thread as a worker's."""
+    made: list[Any] = []
+
+    def work() -> None:
+        with Reuse():
+            made.append(function())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+def dropped(nbytes: int) -> None:
+    """Make an array, mark its memory, and drop it."""
+    np.empty(nbytes, np.uint8).fill(MARK)
+
+
+def test_memory_is_used_again_for_arrays_of_about_its_size() -> None:
+    """A block is for arrays of up to an eighth less; what is to be zero is."""
+
+    def found() -> list[int]:
+        first = []
+        for nbytes in (WIDE, WIDE - 3 * MIB, WIDE - 6 * MIB):
+            dropped(WIDE)
+            first.append(int(np.empty(nbytes, np.uint8)[0]))
+        dropped(WIDE)
+        zeros = np.zeros(WIDE, np.uint8)
+        return [*first, int(zeros.max())]
+
+    assert in_thread(found) == [MARK, MARK, 0, 0]
+
+
+def test_an_array_of_a_thread_is_resized() -> None:
+    """It keeps its content, and its memory is used again for arrays of the new size."""
+
+    def resized() -> Any:
+        array = np.full(WIDE, MARK, np.uint8)
+        array.resize(2 * WIDE, refcheck=False)
+        array.resize(WIDE - MIB, refcheck=False)
+        array.resize(WIDE, refcheck=False)
+        kept = bool((array[: WIDE - MIB] == MARK).all())
+        del array
+        return kept, int(np.empty(WIDE, np.uint8)[0])
+
+    assert in_thread(resized) == (True, MARK)
+
+
+def test_arrays_outlive_their_thread() -> None:
+    """They stay as they are, and are freed anywhere; then nothing is kept."""
+    before = resident()
+    arrays = in_thread(lambda: [np.full(WIDE, number, np.uint8) for number in range(3)])
+    assert [(int(array.min()), int(array.max())) for array in arrays] == [(0, 0), (1, 1), (2, 2)]
+    del arrays
+    assert resident() - before < WIDE // 2
+
+
+def test_free_memory_is_bounded_and_ends_with_the_threads() -> None:
+    """What is free is 128 MiB at most, the oldest goes first; without a worker, nothing."""
+    before = resident()
+
+    def held() -> int:
+        arrays = [np.full(WIDE, MARK, np.uint8) for _ in range(5)]
+        arrays.clear()
+        return resident() - before
+
+    assert 3 * WIDE // 2 < in_thread(held) < 4 * WIDE
+    assert resident() - before < WIDE // 2
+
+
+def test_a_forked_process_frees_arrays_of_threads() -> None:
+    """Its copy of the table of free memory is empty."""
+
+    def forked() -> int:
+        dropped(WIDE)
+        array = np.full(WIDE, MARK, np.uint8)
+        child = fork()
+        if child == 0:
+            was = int(array.max())
+            del array
+            os._exit(0 if was == MARK and np.empty(WIDE, np.uint8)[0] == 0 else 1)
+        return os.waitpid(child, 0)[1]
+
+    assert in_thread(forked) == 0
+
+
+def test_many_threads_make_and_drop_arrays() -> None:
+    """No memory is two arrays' at a time, also where others drop them."""
+    left: list[Any] = []
+    wrong: list[Any] = []
+
+    def work(number: int) -> None:
+        with Reuse():
+            for k in range(300):
+                array = np.empty(MIB // 8 * (1 + k % 3), np.uint8)
+                array[:: MIB // 16] = number
+                left.append((array, number))
+                del array
+                array, written = left.pop(0)
+                if (array[:: MIB // 16] != written).any():
+                    wrong.append(written)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("make", [np.empty, cseq.empty])
+def test_what_the_loop_drops_is_used_again(make: Callable[..., Any]) -> None:
+    """A batch lies where an earlier one lay, once the loop has dropped that."""
+
+    class Found:
+        def __getitem__(self, indices: Any) -> Any:
+            batch = make(WIDE, np.uint8)
+            found, batch[0] = batch[0], MARK
+            return batch, found
+
+    with cseq.MTSequence(Found, 8, 1, batch_size=1, buffer=1, out_type="null").start() as batches:
+        assert [int(found) for _, found in batches][4:] == [MARK] * 4
 
 
 # -- all of it ----------------------------------------------------------------------------------

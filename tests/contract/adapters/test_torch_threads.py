@@ -208,6 +208,20 @@ def test_default_collate_makes_ordinary_tensors() -> None:
             assert not arrays.is_shared()
 
 
+@pytest.mark.needs("Linux")
+def test_what_the_loop_drops_is_used_again() -> None:
+    """Of 40 MiB, which malloc maps anew each time, with zeros."""
+
+    class Found(Plain):
+        def __getitem__(self, index: int) -> Any:
+            batch = np.empty(40 << 20, np.uint8)
+            found, batch[0] = batch[0], 77
+            return torch.from_numpy(batch), int(found)
+
+    loader = threads(Found(8), batch_size=None, num_workers=1, prefetch_factor=1)
+    assert [found for _, found in loader][4:] == [77] * 4
+
+
 def test_threads_end_with_the_epoch_or_with_the_loader() -> None:
     def count() -> int:
         return sum(thread.name.startswith("cseq-w") for thread in threading.enumerate())

@@ -1,0 +1,140 @@
+/* Memory of large arrays of worker threads, used again once the loop has dropped them.
+ *
+ * malloc unmaps freed blocks, or trims its heap, and the system clears the pages of every new one.
+ * numpy's data allocator can be replaced (NEP 49), for the arrays that a thread makes. Here freed
+ * blocks are kept for later arrays of their size, the warmest first.
+ *
+ * A block is one of numpy's own allocator, of a rounded size. numpy says an array's size where it
+ * frees the memory. Too small a size, where code has shrunk an array's shape, is safe: the block is
+ * kept for arrays of that size, or goes back. numpy's own cache of small blocks relies on it, too.
+ *
+ * Any thread may free an array. The thread that has `lock` changes the table of free blocks: in some
+ * instructions, without the interpreter. An array does not wait for it: without a GIL, a thread that
+ * finds it taken asks numpy's own allocator.
+ */
+#ifndef CSEQ_REUSE_H
+#define CSEQ_REUSE_H
+
+#include <stddef.h>
+#include <string.h>
+
+#include "cseq_atomic.h"
+
+#define CSEQ_REUSE_LEAST ((size_t)128 << 10) /* bytes; glibc's malloc maps larger blocks */
+#define CSEQ_REUSE_MOST ((size_t)128 << 20)  /* bytes of free blocks, in all */
+#define CSEQ_REUSE_COUNT 128u                /* free blocks */
+
+typedef struct {
+    /* numpy's own allocator */
+    void *ctx;
+    void *(*malloc)(void *ctx, size_t size);
+    void *(*calloc)(void *ctx, size_t count, size_t size);
+    void *(*realloc)(void *ctx, void *p, size_t size);
+    void (*free)(void *ctx, void *p, size_t size);
+
+    uint32_t lock;    /* the words below belong to the thread that has made it 1 */
+    uint32_t threads; /* that make arrays; without any, nothing is kept */
+    uint32_t count;
+    size_t nbytes; /* of all free blocks */
+    struct {
+        void *p;
+        size_t size;
+    } blocks[CSEQ_REUSE_COUNT]; /* free ones, the latest last */
+} cseq_reuse;
+
+/* The size of the block for an array: in steps of an eighth, so that batches of padded samples share blocks. */
+CSEQ_INLINE size_t cseq_reuse_room(size_t size) {
+    size_t step = CSEQ_REUSE_LEAST / 8;
+    if (size < CSEQ_REUSE_LEAST || size > CSEQ_REUSE_MOST) return size;
+    while (step * 16 <= size) step *= 2;
+    return (size + step - 1) & ~(step - 1);
+}
+
+CSEQ_INLINE int cseq_reuse_try(cseq_reuse *r) { return cseq_cas_sc_u32(&r->lock, 0, 1); }
+
+CSEQ_INLINE void cseq_reuse_unlock(cseq_reuse *r) { cseq_store_rel_u32(&r->lock, 0); }
+
+/* Take a block out of the table. The caller has the lock. */
+CSEQ_INLINE void *cseq_reuse_remove(cseq_reuse *r, uint32_t k) {
+    void *p = r->blocks[k].p;
+    r->nbytes -= r->blocks[k].size;
+    memmove(&r->blocks[k], &r->blocks[k + 1], (--r->count - k) * sizeof r->blocks[0]);
+    return p;
+}
+
+/* Give the oldest blocks back, until there is room for one more of this size. The caller has the lock. */
+CSEQ_INLINE void cseq_reuse_trim(cseq_reuse *r, size_t size) {
+    while (r->count && (r->count == CSEQ_REUSE_COUNT || r->nbytes > CSEQ_REUSE_MOST - size)) {
+        size_t oldest = r->blocks[0].size;
+        r->free(r->ctx, cseq_reuse_remove(r, 0), oldest);
+    }
+}
+
+/* A free block of this size, or NULL. */
+CSEQ_INLINE void *cseq_reuse_take(cseq_reuse *r, size_t room) {
+    void *p = 0;
+    if (room < CSEQ_REUSE_LEAST || !cseq_reuse_try(r)) return 0;
+    for (uint32_t k = r->count; k-- > 0 && !p;)
+        if (r->blocks[k].size == room) p = cseq_reuse_remove(r, k);
+    cseq_reuse_unlock(r);
+    return p;
+}
+
+CSEQ_INLINE void *cseq_reuse_malloc(void *ctx, size_t size) {
+    cseq_reuse *r = (cseq_reuse *)ctx;
+    size_t room = cseq_reuse_room(size);
+    void *p = cseq_reuse_take(r, room);
+    return p ? p : r->malloc(r->ctx, room);
+}
+
+CSEQ_INLINE void *cseq_reuse_calloc(void *ctx, size_t count, size_t size) {
+    cseq_reuse *r = (cseq_reuse *)ctx;
+    if (size && count > (size_t)-1 / size) return 0;
+    size_t room = cseq_reuse_room(count * size);
+    void *p = cseq_reuse_take(r, room);
+    return p ? memset(p, 0, count * size) : r->calloc(r->ctx, 1, room);
+}
+
+CSEQ_INLINE void *cseq_reuse_realloc(void *ctx, void *p, size_t size) {
+    cseq_reuse *r = (cseq_reuse *)ctx;
+    return r->realloc(r->ctx, p, cseq_reuse_room(size));
+}
+
+CSEQ_INLINE void cseq_reuse_free(void *ctx, void *p, size_t size) {
+    cseq_reuse *r = (cseq_reuse *)ctx;
+    size_t room = cseq_reuse_room(size);
+    if (p && room >= CSEQ_REUSE_LEAST && room <= CSEQ_REUSE_MOST && cseq_reuse_try(r)) {
+        if (r->threads) {
+            cseq_reuse_trim(r, room);
+            r->blocks[r->count].p = p;
+            r->blocks[r->count++].size = room;
+            r->nbytes += room;
+            p = 0;
+        }
+        cseq_reuse_unlock(r);
+    }
+    if (p) r->free(r->ctx, p, room);
+}
+
+/* A thread begins or ends to make arrays; the last one gives all free blocks back. It waits for the
+ * lock, whose holder goes on without the interpreter. */
+CSEQ_INLINE void cseq_reuse_count(cseq_reuse *r, int begins) {
+    while (!cseq_reuse_try(r)) {
+    }
+    if (begins) {
+        r->threads++;
+    } else if (r->threads && !--r->threads) {
+        cseq_reuse_trim(r, CSEQ_REUSE_MOST);
+    }
+    cseq_reuse_unlock(r);
+}
+
+/* In a forked process, which has no such threads. The copy of the table may be half changed: its blocks
+ * are left alone. */
+CSEQ_INLINE void cseq_reuse_forget(cseq_reuse *r) {
+    r->threads = r->count = 0;
+    r->nbytes = 0;
+    cseq_reuse_unlock(r);
+}
+
+#endif
