@@ -212,7 +212,14 @@ cdef extern from "cseq_shuffle.h" nogil:
         uint64_t generation
 
     void cseq_derive(uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t* words, size_t count) noexcept
-    void cseq_twister(const uint64_t* s, uint32_t* key) noexcept
+
+    ctypedef struct cseq_states:
+        uint64_t[9] words  # that the states belong to
+        uint32_t* python
+        uint32_t* numpy
+        uint64_t* torch
+
+    void cseq_make_states(cseq_states* to, bint with_torch) noexcept
     uint64_t cseq_table_pages(uint64_t n) noexcept
     void cseq_order_init(cseq_order* order, uint64_t n, uint32_t* table, uint32_t* tags) noexcept
     void cseq_order_begin(cseq_order* order, uint64_t seed, uint64_t epoch) noexcept

@@ -120,14 +120,30 @@ CSEQ_FORCE_INLINE uint64_t cseq_next(uint64_t s[4])
 
 enum { CSEQ_TWISTER = 624 }; /* words of a Mersenne Twister's state */
 
-/* The state that docs/inside/shuffle.md gives a Mersenne Twister: the halves of the words of `s`. */
-static inline void cseq_twister(const uint64_t s[4], uint32_t *key)
+typedef struct {
+    uint64_t words[9];                                   /* that the states belong to */
+    uint32_t python[CSEQ_TWISTER], numpy[CSEQ_TWISTER]; /* words of twisters */
+    uint64_t torch[CSEQ_TWISTER];                        /* the same, as torch saves them */
+} cseq_states;
+
+/* The states that docs/inside/shuffle.md gives the generators: chains that a processor computes at
+ * the same time. torch seeds a twister as its authors do (https://doi.org/10.1145/272991.272995). */
+static inline void cseq_make_states(cseq_states *to, int with_torch)
 {
-    uint64_t state[4] = {s[0], s[1], s[2], s[3]};
-    for (size_t k = 0; k < CSEQ_TWISTER; k += 2) {
-        uint64_t word = cseq_next(state);
-        key[k] = (uint32_t)word;
-        key[k + 1] = (uint32_t)(word >> 32);
+    uint64_t python[4], numpy[4];
+    uint32_t word = (uint32_t)to->words[8];
+    memcpy(python, to->words, sizeof python);
+    memcpy(numpy, to->words + 4, sizeof numpy);
+    for (uint32_t k = 0; k < CSEQ_TWISTER; k += 2) {
+        uint64_t a = cseq_next(python), b = cseq_next(numpy);
+        to->python[k] = (uint32_t)a;
+        to->python[k + 1] = (uint32_t)(a >> 32);
+        to->numpy[k] = (uint32_t)b;
+        to->numpy[k + 1] = (uint32_t)(b >> 32);
+        for (uint32_t i = k; with_torch && i < k + 2; i++) {
+            to->torch[i] = word;
+            word = 1812433253u * (word ^ word >> 30) + i + 1;
+        }
     }
 }
 

@@ -18,7 +18,7 @@ from kinds import INLINE, PROCESSES, QUICKEST, Kind, stream
 
 import cseq
 from cseq._core import derive
-from cseq._work import NumpyGenerator, PythonGenerator
+from cseq._work import NumpyGenerator, PythonGenerator, TorchGenerator
 from cseq.indexing import context, seeding
 
 if TYPE_CHECKING:
@@ -230,12 +230,14 @@ def test_golden_states(record: dict[str, Any]) -> None:
 BATCH = 4  # what the words of a batch are for: docs/inside/shuffle.md
 
 
-def seed(*generators: Any) -> None:
-    """Give generators the states of one batch."""
+def seed(*generators: Any) -> seeding.Seeds:
+    """Lend generators, and give them the states of one batch."""
     seeds = seeding.Seeds(context.BatchContext(0, 1))
     seeds.missing.clear()
     seeds.present.extend(generators)
+    seeds.lend()
     seeds.seed(3, 5)
+    return seeds
 
 
 def draws(generator: Any) -> list[float]:
@@ -250,61 +252,70 @@ def in_memory() -> bool:
     return sys.implementation.name == "cpython" and has_gil
 
 
-def is_in_memory(generator: PythonGenerator | NumpyGenerator) -> bool:
-    """Whether a generator's states are written into memory, and so are copies of that."""
-    return isinstance(generator.save(), tuple) and isinstance(generator.save()[0], bytes)
-
-
 def test_the_methods_of_pythons_generator_set_the_same_state() -> None:
-    """Where its place in memory is not known, `setstate` does the same; both save and restore."""
+    """Where its place in memory is not known, `setstate` does the same; both keep and restore."""
     before = random.getstate()
-    found = seeding.find_python()
-    assert is_in_memory(found) == in_memory()
-    other = random.Random(2)
-    plain = PythonGenerator(other)
-    assert not is_in_memory(plain)
+    found, other = seeding.find_python(), random.Random(2)
+    assert (found.key != 0) == in_memory()
     try:
         random.gauss(0, 1)
         random.random()
-        saved, kept = found.save(), random.getstate()
-        seed(found, plain)
+        wants = random.getstate(), other.getstate()
+        seeds = seed(found, PythonGenerator(other))
         assert random.getstate() == other.getstate()
-        again = plain.save()
         assert draws(random.random.__self__) == draws(other)  # type: ignore[attr-defined]
-        found.restore(saved)
-        assert random.getstate() == kept
-        want = draws(other)
-        plain.restore(again)
-        draws(other)
-        assert draws(other) == want
+        seeds.restore()
+        assert (random.getstate(), other.getstate()) == wants
     finally:
         random.setstate(before)
 
 
 def test_the_methods_of_numpys_generator_set_the_same_state() -> None:
     """The same of numpy's."""
-    before = states()
+    before = np.random.get_state()
     found = seeding.find_numpy()
-    assert is_in_memory(found) == in_memory()
+    assert (found.key != 0) == in_memory()
     bit_generator = np.random.MT19937(5)
     other = np.random.RandomState(bit_generator)
-    plain = NumpyGenerator(other, lambda: bit_generator, bit_generator)
-    saved = found.save()
     try:
         np.random.randn()
-        kept = np.random.get_state(legacy=False)
-        inner = found.save()
-        seed(found, plain)
+        wants = repr(np.random.get_state(legacy=False)), repr(other.get_state(legacy=False))
+        seeds = seed(found, NumpyGenerator(other, lambda: bit_generator, bit_generator))
         assert repr(np.random.get_state()) == repr(other.get_state())
         assert draws(np.random) == draws(other)
-        again, want = plain.save(), draws(other)
-        plain.restore(again)
-        assert draws(other) == want
-        found.restore(inner)
-        assert repr(np.random.get_state(legacy=False)) == repr(kept)
+        seeds.restore()
+        kept = repr(np.random.get_state(legacy=False)), repr(other.get_state(legacy=False))
+        assert kept == wants
     finally:
-        found.restore(saved)
-    assert states() == before
+        np.random.set_state(before)
+
+
+def test_a_state_of_torchs_that_is_made_here() -> None:
+    """`set_state` gets what `manual_seed` would make; where that has other bytes, it is called."""
+    torch = pytest.importorskip("torch")
+
+    class Other(torch.Generator):  # type: ignore[misc, name-defined]
+        """Keeps a state in other bytes."""
+
+        def get_state(self) -> Any:
+            return super().get_state().flip(0)
+
+        def set_state(self, state: Any) -> Any:
+            return super().set_state(state.flip(0))
+
+    words = set()
+    for kind, is_prepared in ((torch.Generator, True), (Other, False)):
+        generator = kind()
+        torch.randn(1, generator=generator)  # keeps the second of a pair
+        kept = generator.get_state()
+        ours = TorchGenerator(generator)
+        assert ours.is_prepared == is_prepared
+        seeds = seed(ours)
+        words.add(word := generator.initial_seed())
+        assert generator.get_state().equal(kind().manual_seed(word).get_state())
+        seeds.restore()
+        assert generator.get_state().equal(kept)
+    assert len(words) == 1
 
 
 def test_a_bit_generator_of_the_users() -> None:
@@ -316,14 +327,13 @@ def test_a_bit_generator_of_the_users() -> None:
     try:
         np.random.set_bit_generator(np.random.PCG64(1))
         for generator in (found, seeding.find_numpy()):
-            saved = generator.save()
-            want = np.random.rand(3).tolist()
-            seed(generator)
+            left = repr(np.random.get_state(legacy=False))
+            seeds = seed(generator)
             got = np.random.rand(3).tolist()
             np.random.seed(derive(3, 5, BATCH, 5)[4] & 0xFFFFFFFF)
             assert np.random.rand(3).tolist() == got
-            generator.restore(saved)
-            assert np.random.rand(3).tolist() == want
+            seeds.restore()
+            assert repr(np.random.get_state(legacy=False)) == left
     finally:
         np.random.set_bit_generator(before)
     assert states() == kept
