@@ -27,7 +27,8 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── fleet/          batches from other machines: a pool of threads, each of which asks an actor
     ├── pools/          ★ the loop's end of all runners: inline (test mode), thread, process, stream
     ├── _feed.pyx       ★ posts tickets, takes out batches and items; include/streams.pxi
-    ├── arguments.py    the arguments of MSequence and Streams: types and checks
+    ├── arguments.py    the arguments of MSequence: types and checks
+    ├── options.py      options of workers, for MSequence and Streams
     ├── order/          ★ which samples, in which order, for which rank; the loop's place
     ├── indexing/       ★ in a worker: the user's code makes a batch of indices
     ├── converter/      stage 2: batch → tensors, on the CPU or a CUDA device
@@ -67,27 +68,27 @@ except ModuleNotFoundError as error:
 from cseq._core import count, span
 from cseq.errors import CseqError, RemoteTraceback, WorkerDied, WorkerError, WorkerTimeout
 from cseq.indexing.context import WorkerInfo, empty, parts, rng, worker_info
-from cseq.indexing.dataset import from_dataset
-from cseq.indexing.indexer import Indexer
-from cseq.kinds import MPSequence, MTSequence, RaySequence
-from cseq.measure.stats import Stats
-from cseq.order.base import Order
-from cseq.order.blocks import Blocks
-from cseq.order.buckets import Buckets
-from cseq.order.groups import Groups
-from cseq.order.mixture import Mixture, Resized
-from cseq.order.packed import Packed
-from cseq.order.shuffled import Sequential, Shuffled
-from cseq.order.weighted import Weighted
-from cseq.sequence import MSequence
-from cseq.tracing import trace
 
 if typing.TYPE_CHECKING:
     from cseq.adapters.torch import DataLoader as DataLoader
     from cseq.adapters.torch import StatefulDataLoader as StatefulDataLoader
     from cseq.fleet.ray import RayFleet as RayFleet
+    from cseq.indexing.dataset import from_dataset
+    from cseq.indexing.indexer import Indexer
     from cseq.indexing.packing import packed as packed
+    from cseq.kinds import MPSequence, MTSequence, RaySequence
+    from cseq.measure.stats import Stats
     from cseq.observe.progress import progress as progress
+    from cseq.order.base import Order
+    from cseq.order.blocks import Blocks
+    from cseq.order.buckets import Buckets
+    from cseq.order.groups import Groups
+    from cseq.order.mixture import Mixture, Resized
+    from cseq.order.packed import Packed
+    from cseq.order.shuffled import Sequential, Shuffled
+    from cseq.order.weighted import Weighted
+    from cseq.sequence import MSequence
+    from cseq.tracing import trace
 
 __version__ = "0.2.0.dev0"
 
@@ -127,15 +128,33 @@ __all__ = [
 
 
 _ELSEWHERE = {
+    "Blocks": "cseq.order.blocks",
+    "Buckets": "cseq.order.buckets",
+    "Groups": "cseq.order.groups",
+    "Indexer": "cseq.indexing.indexer",
+    "MPSequence": "cseq.kinds",
+    "MSequence": "cseq.sequence",
+    "MTSequence": "cseq.kinds",
+    "Mixture": "cseq.order.mixture",
+    "Order": "cseq.order.base",
+    "Packed": "cseq.order.packed",
     "RayFleet": "cseq.fleet.ray",
+    "RaySequence": "cseq.kinds",
+    "Resized": "cseq.order.mixture",
+    "Sequential": "cseq.order.shuffled",
+    "Shuffled": "cseq.order.shuffled",
+    "Stats": "cseq.measure.stats",
+    "Weighted": "cseq.order.weighted",
+    "from_dataset": "cseq.indexing.dataset",
     "packed": "cseq.indexing.packing",
     "progress": "cseq.observe.progress",
+    "trace": "cseq.tracing",
 }
 
 if not typing.TYPE_CHECKING:  # to a type checker, the names above are all there are
 
     def __getattr__(name: str) -> object:
-        """Import what needs torch, or Ray, or few programs need, when it is asked for."""
+        """Import what a program does not need, or lacks torch or Ray for, when it is asked for."""
         if name in _ELSEWHERE:
             from importlib import import_module
 

@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Runners, and their work: batches made, and published; in include/, the global generators."""
+"""Runners, and their work: batches made, and published."""
 
 from cpython.dict cimport PyDict_Contains, PyDict_Copy, PyDict_Next, PyDict_SetItem, PyDict_Size
 from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE

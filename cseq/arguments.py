@@ -1,4 +1,4 @@
-"""The arguments of MSequence, and those that Streams take, too: types, checks."""
+"""The arguments of MSequence: types, checks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from cseq._core import ALGORITHMS
-from cseq.check import MOST_WORKERS, choice, count, flag, modules, seconds, unexpected
+from cseq.check import MOST_WORKERS, choice, count, flag, unexpected
 from cseq.converter import output as outputs
 from cseq.indexing import indexer
 from cseq.indexing.dataset import is_torchs, unasked
 from cseq.measure.advice import MOST_READERS
+from cseq.options import MAX_RESTARTS, Size, WorkerOptions
 from cseq.order.base import Order
 from cseq.order.sampler import Sampler
 from cseq.order.shuffled import Sequential, Shuffled
-from cseq.processes.launcher import start_methods
-from cseq.system import memory_limit_of, share
+from cseq.system import share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,14 +50,11 @@ if TYPE_CHECKING:
     OutType: TypeAlias = str | Device | Callable[[NDArray[Any]], object] | None
 
 __all__ = [
-    "MAX_RESTARTS",
     "Arguments",
     "ArgumentsOfKind",
     "ArgumentsOfRay",
     "Job",
-    "Size",
     "Sizes",
-    "WorkerOptions",
     "batch_size_of",
     "converters_of",
     "dtype_of",
@@ -72,7 +69,6 @@ __all__ = [
 P = typing.ParamSpec("P")
 T = typing.TypeVar("T")
 
-MAX_RESTARTS = 100  # in an epoch, where nothing else is said
 MOST_EPOCHS = 2**63
 BATCH_SIZE = 32  # where nothing else is said
 AUTO = "auto"
@@ -172,44 +168,6 @@ def taking(
         return __init__
 
     return decorate
-
-
-class WorkerOptions(NamedTuple):
-    """How workers are started, replaced and limited: options of `MSequence` and `Streams`, checked.
-
-    Attributes
-    ----------
-    memory_limit : int or None
-        In bytes; None: a quarter of the memory of the machine that has them, or a rank's part.
-    """
-
-    start_method: str | None
-    max_restarts: int
-    timeout: float | None
-    on_timeout: str
-    memory_limit: Any
-    threads: int | None
-    preload: Any
-
-    def checked(self) -> WorkerOptions:
-        """Check these arguments."""
-        limit, threads = self.memory_limit, self.threads
-        return WorkerOptions(
-            choice("start_method", self.start_method, (None, *start_methods())),
-            count("max_restarts", self.max_restarts, least=0),
-            seconds("timeout", self.timeout),
-            choice("on_timeout", self.on_timeout, ("raise", "restart")),
-            None if limit is None else memory_limit_of(limit),
-            None if threads is None else count("threads", threads),
-            modules("preload", self.preload),
-        )
-
-
-class Size(NamedTuple):
-    """How many workers a pool has, and the most batches ahead of the loop."""
-
-    num_workers: int
-    buffer: int
 
 
 class Sizes(NamedTuple):

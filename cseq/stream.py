@@ -20,12 +20,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from cseq._feed import FeedIterator, ItemFailure
-from cseq.arguments import MAX_RESTARTS, WorkerOptions
 from cseq.check import MOST_WORKERS, choice, count, flag
 from cseq.indexing.producer import KeyProducer, Producer
 from cseq.manager import Run
+from cseq.options import MAX_RESTARTS, WorkerOptions
 from cseq.pools.stream import Naming, ProcessStreamPool, StreamPool
-from cseq.pools.thread_stream import ThreadStreamPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -140,8 +139,12 @@ class Streams:
         options = WorkerOptions(
             start_method, max_restarts, timeout, on_timeout, memory_limit, threads, preload
         ).checked()
-        kinds = {"processes": ProcessStreamPool, "threads": ThreadStreamPool}
-        pool: StreamPool = kinds[choice("kind", kind, (*kinds,))](
+        make: type[StreamPool] = ProcessStreamPool
+        if choice("kind", kind, ("processes", "threads")) == "threads":
+            from cseq.pools.thread_stream import ThreadStreamPool
+
+            make = ThreadStreamPool
+        pool = make(
             workers,
             options,
             prefetch=count("prefetch", prefetch, most=MOST_AHEAD),

@@ -22,7 +22,6 @@ from cseq import _core
 from cseq._core import now_ns
 from cseq.check import count
 from cseq.measure import lanes
-from cseq.order import shard
 from cseq.processes.launcher.forks import in_forked_children
 
 if TYPE_CHECKING:
@@ -217,6 +216,8 @@ def full(path: str, rank: int | None = None) -> str:
 
 def _rank() -> str:
     """Return the rank of this process, as ``shard='auto'`` finds it."""
+    from cseq.order import shard
+
     return str(shard.resolve().rank)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 import os
 import sys
-import sysconfig
 from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +108,8 @@ def _is_installed(spec: ModuleSpec | None) -> bool:
     """Whether machines that are set up alike have a module that is not inside another one."""
     if spec is None or spec.name == "cseq" or spec.origin in ("built-in", "frozen"):
         return spec is not None
+    import sysconfig
+
     place = os.path.realpath(spec.origin or next(iter(spec.submodule_search_locations or [""])))
     standard = [os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
     return any(place.startswith(os.path.join(folder, "")) for folder in standard) or any(

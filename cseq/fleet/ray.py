@@ -30,7 +30,7 @@ import numpy as np
 
 from cseq import check, system
 from cseq._memory import keep_freed
-from cseq.arguments import MOST_BUFFER, Size
+from cseq.arguments import MOST_BUFFER
 from cseq.encoding import failure
 from cseq.encoding.pickling import dump, dumps
 from cseq.errors import WorkerDied
@@ -38,6 +38,7 @@ from cseq.fleet.wire import NONCE, PROOF_SECONDS, Buffers, Connection
 from cseq.indexing import context
 from cseq.indexing.indexer import advised, build_seeded, check_worker, leaving
 from cseq.indexing.seeding import Seeds
+from cseq.options import Size
 from cseq.pools.thread import ThreadPool
 from cseq.threads import tell
 

@@ -13,7 +13,6 @@ import threading
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cseq._work import BatchMaker
-from cseq.converter.output import explain_cast
 from cseq.encoding import failure
 from cseq.indexing.dataset import (
     DatasetIndexer,
@@ -241,6 +240,8 @@ class FirstBatches:
 
     def _look(self, batch: Any) -> None:
         """Look at a batch."""
+        from cseq.converter.output import explain_cast
+
         note = explain_cast(batch, self._output)
         if note is not None and self._untold.acquire(blocking=False):
             self._tell(note)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from cseq.check import count
-from cseq.measure.advice import Advice, Window, advise, duration
 from cseq.measure.meters import METER, Meters
 from cseq.system import share
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cseq._core import Ring
+    from cseq.measure.advice import Advice, Window
     from cseq.measure.meters import Histogram
 
 __all__ = ["Every", "SlowBatch", "Stats", "WorkerStats", "added", "counting", "read"]
@@ -233,6 +233,8 @@ class Stats:
 
     def advice(self) -> Advice:
         """Return why the loop waits, and what to do: see docs/how-to/slow.md."""
+        from cseq.measure.advice import advise
+
         return advise(self.window())
 
     def since(self, earlier: Stats) -> Stats:
@@ -305,6 +307,8 @@ class Stats:
 
     def window(self) -> Window:
         """Return what `advice` looks at."""
+        from cseq.measure.advice import Window, duration
+
         meters = self.meters
         runners, loop = meters.runners[self._indexers], meters.loop
         index, step = self.index_seconds, self.step_seconds

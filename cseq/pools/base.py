@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from cseq._core import RunState, now_ns
 from cseq._feed import Feed
 from cseq._memory import HAS_GIL
-from cseq.arguments import Size
 from cseq.encoding import failure
 from cseq.indexing.leaving import Partial, Skipped, note_batch, note_samples
 from cseq.measure.meters import History
 from cseq.measure.stats import Stats
-from cseq.pools.tuning import Controller
+from cseq.options import Size
 from cseq.processes.deaths import Held
 from cseq.stage import RAISED
 from cseq.system import gpu_is_idle, memory_limit_of, share
@@ -27,11 +26,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cseq._core import Ring
-    from cseq.arguments import Job, WorkerOptions
+    from cseq.arguments import Job
     from cseq.encoding.transport import BatchReader
     from cseq.measure.lanes import Lanes
+    from cseq.options import WorkerOptions
     from cseq.order.place import Place
     from cseq.order.sampler import Sampler
+    from cseq.pools.tuning import Controller
     from cseq.processes.supervisor import Supervisor
 
     Awaited = list[tuple[int, int]]  # ring and cell of tickets
@@ -352,6 +353,8 @@ class BatchPool(Pool):
         job = self._job
         self.resize(*job.start)
         if any(job.auto):
+            from cseq.pools.tuning import Controller
+
             self._controller = Controller(self, job.auto)
 
     def resize(self, num_workers: int, buffer: int) -> None:

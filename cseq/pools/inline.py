@@ -25,7 +25,8 @@ from cseq.pools.base import BatchPool
 from cseq.stage import INDEXER
 
 if TYPE_CHECKING:
-    from cseq.arguments import Job, Size
+    from cseq.arguments import Job
+    from cseq.options import Size
     from cseq.order.place import Place
 
 __all__ = ["InlinePool"]

@@ -38,11 +38,12 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from cseq.arguments import Job, Size
+    from cseq.arguments import Job
     from cseq.converter.export import Imports
     from cseq.converter.page_locks import PageLocks
     from cseq.encoding.transport import BatchReader
     from cseq.measure.stats import Stats
+    from cseq.options import Size
     from cseq.pools.base import Awaited, Working
     from cseq.processes.worker import Entered
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from cseq._core import Ring
     from cseq._feed import Feed
-    from cseq.arguments import WorkerOptions
     from cseq.encoding.transport import BatchReader
+    from cseq.options import WorkerOptions
     from cseq.pools.base import Awaited, Working
 
     Answer = tuple[int, int, int, tuple[int, ...]]  # see `Ring.peek`

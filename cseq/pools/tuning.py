@@ -15,8 +15,8 @@ import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq._core import now_ns
-from cseq.arguments import Size
 from cseq.measure.advice import ENOUGH_BATCHES, LITTLE, advise
+from cseq.options import Size
 
 if TYPE_CHECKING:
     from cseq.measure.advice import Window

@@ -316,7 +316,10 @@ def test_all_is_sorted_and_complete() -> None:
     }
     public.discard("annotations")  # from __future__
     assert list(cseq.__all__) == sorted(set(cseq.__all__))
-    assert {name for name in cseq.__all__ if not name.startswith("_")} == public
+    assert public <= set(cseq.__all__)
+    assert all(hasattr(cseq, name) for name in cseq.__all__)  # most are imported when asked for
+    optional = {"DataLoader", "StatefulDataLoader", "RayFleet", "packed", "progress", "__version__"}
+    assert {*dir(cseq)} - {*cseq.__all__} <= optional
 
 
 ORDERS = ("orders", "cseq_feistel")
@@ -417,6 +420,32 @@ print(*sorted(set(sys.modules) - before))
     assert done.returncode == 0, done.stderr
     slow = {"asyncio", "importlib.metadata", "multiprocessing", "pathlib", "subprocess", "tempfile"}
     assert slow.isdisjoint(done.stdout.split())
+
+
+FIRST = """
+import sys, torch
+from cseq import DataLoader
+imported = set(sys.modules)
+if __name__ == "__main__":
+    [batch] = DataLoader(list(range(3)), batch_size=3, num_workers=1)
+    print(batch.tolist())
+    print(*sorted(imported | set(sys.modules)))
+"""
+
+
+def test_a_loader_imports_what_a_first_batch_needs(run_anew: RunScript) -> None:
+    """A DataLoader and its first batch import no sequence, no order, no thread and no advice."""
+    pytest.importorskip("torch")
+    done = run_anew(FIRST)
+    assert done.returncode == 0, done.stderr
+    first, imported = done.stdout.splitlines()
+    assert first == "[0, 1, 2]"
+    apart = {f"cseq.pools.{name}" for name in ("inline", "process", "thread", "tuning", "remake")}
+    apart |= {f"cseq.{name}" for name in ("arguments", "kinds", "sequence", "measure.advice")}
+    apart |= {f"cseq.order.{name}" for name in ("mixture", "sampler", "shard", "shuffled")}
+    apart |= {"cseq.adapters.torch.batches", "cseq.adapters.torch.drawing", "cseq.converter.output"}
+    assert apart <= {*MODULES}
+    assert apart.isdisjoint(imported.split())
 
 
 @pytest.mark.skipif(

@@ -11,8 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cseq import arguments, system
-from cseq.arguments import Size, Sizes, workers_of_auto
+from cseq.arguments import Sizes, workers_of_auto
 from cseq.measure.advice import Window, advise
+from cseq.options import Size
 from cseq.pools.tuning import Tuner, log_change
 
 BOTH = (True, True)

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq.arguments import MAX_RESTARTS
 from cseq.errors import WorkerDied, WorkerTimeout
+from cseq.options import MAX_RESTARTS
 from cseq.stream import Streams
 
 try:

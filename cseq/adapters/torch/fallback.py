@@ -17,10 +17,9 @@ from cseq.adapters.torch import names
 from cseq.adapters.torch.iterator import LoaderIterator, start_method_of
 from cseq.adapters.torch.options import VALUES
 from cseq.adapters.torch.order import look, put
-from cseq.arguments import MAX_RESTARTS
 from cseq.encoding.unpicklable import UnpicklableError
+from cseq.options import MAX_RESTARTS
 from cseq.processes.launcher import start_methods
-from cseq.processes.spawning import spawning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,6 +58,8 @@ def _can_torch(loader: data.DataLoader[Any]) -> bool:
     """
     if os.name == "nt":  # it needs the child's process
         return True
+    from cseq.processes.spawning import spawning
+
     try:
         with spawning():
             ForkingPickler.dumps((loader.dataset, loader.collate_fn, loader.worker_init_fn))

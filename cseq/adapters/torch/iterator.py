@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cseq.adapters.torch import names, worker
-from cseq.adapters.torch.drawing import Draws
 from cseq.adapters.torch.order import Keys, leaves_no_trace
 from cseq.adapters.torch.pinning import Pinner
 from cseq.adapters.torch.state import LoaderProgress
@@ -22,6 +21,7 @@ from cseq.indexing.leaving import indices_of
 from cseq.stream import ItemFailure, Naming, Streams
 
 if TYPE_CHECKING:
+    from cseq.adapters.torch.drawing import Draws
     from cseq.manager import Run
     from cseq.measure.stats import Stats
     from cseq.processes.launcher import Child
@@ -182,6 +182,8 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         run.pool.told = vars(loader).setdefault("_cseq_told", set())
         kind, size = type(loader.dataset).__name__, loader.batch_size
         if in_threads and "draws" not in run.pool.told:
+            from cseq.adapters.torch.drawing import Draws
+
             run.pool.told.add("draws")
             self._draws = Draws(self._index_sampler, self._dataset)
         run.about = f"{kind}, batch_size={size}, num_workers={self._num_workers}"

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils import data
 
 from cseq.adapters.torch import names
-from cseq.adapters.torch.batches import BatchSampler, with_order
 from cseq.adapters.torch.fallback import UNUSABLE, make_iterator, method_of, reason_against
 from cseq.adapters.torch.options import VALUES, defaults
 from cseq.adapters.torch.order import OWN, Keys, inner_of
 from cseq.adapters.torch.state import LoaderProgress, read
 from cseq.adapters.torch.stateful import is_stateful
-from cseq.arguments import MAX_RESTARTS
 from cseq.check import choice, count
-from cseq.measure.advice import Window, advise
+from cseq.options import MAX_RESTARTS
 from cseq.order.base import Order
 
 if TYPE_CHECKING:
@@ -163,6 +161,8 @@ class DataLoader(Torchs[T_co]):
                 told = "num_workers='auto' is for MPSequence and MTSequence; give a number"
                 raise ValueError(f"{told}: advice() says which, after an epoch")
             if any(isinstance(each, Order) for each in (*args, *kwargs.values())):
+                from cseq.adapters.torch.batches import with_order
+
                 args, kwargs = (), with_order(args, kwargs)
             if worker_method not in (None, *VALUES["worker_method"]):
                 raise ValueError(
@@ -264,6 +264,8 @@ class DataLoader(Torchs[T_co]):
     def advice(self, since: Stats | None = None) -> Advice:
         """Return why the loop waits, and what helps: print it. See `cseq.MSequence.advice`."""
         if not self.num_workers:
+            from cseq.measure.advice import Window, advise
+
             return advise(Window(batches=1))
         now = self.stats()
         return (now if since is None else now.since(since)).advice()
@@ -357,8 +359,9 @@ class DataLoader(Torchs[T_co]):
         loaded = copy.deepcopy(state_dict)
         resume = self._resume(loaded)
         own: Any = None if resume is None else resume["sampler"].get("sampler")
-        if own is not None and isinstance(self.batch_sampler, BatchSampler):
-            copy.copy(self.batch_sampler).load_state_dict(own)  # to see whether it can
+        order: Any = self.batch_sampler
+        if own is not None and hasattr(order, "state_after"):  # cseq's BatchSampler
+            copy.copy(order).load_state_dict(own)  # to see whether it can
         self._loaded, self._iterator = loaded, None
         taken, own = state_dict.get("rng"), self.rng or defaults.rng
         if taken not in (None, own):

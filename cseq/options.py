@@ -1,0 +1,51 @@
+"""Options of workers, for MSequence and Streams; how many workers a pool has."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cseq.check import choice, count, modules, seconds
+from cseq.processes.launcher import start_methods
+from cseq.system import memory_limit_of
+
+__all__ = ["MAX_RESTARTS", "Size", "WorkerOptions"]
+
+MAX_RESTARTS = 100  # in an epoch, where nothing else is said
+
+
+class WorkerOptions(NamedTuple):
+    """How workers are started, replaced and limited: options of `MSequence` and `Streams`, checked.
+
+    Attributes
+    ----------
+    memory_limit : int or None
+        In bytes; None: a quarter of the memory of the machine that has them, or a rank's part.
+    """
+
+    start_method: str | None
+    max_restarts: int
+    timeout: float | None
+    on_timeout: str
+    memory_limit: Any
+    threads: int | None
+    preload: Any
+
+    def checked(self) -> WorkerOptions:
+        """Check these arguments."""
+        limit, threads = self.memory_limit, self.threads
+        return WorkerOptions(
+            choice("start_method", self.start_method, (None, *start_methods())),
+            count("max_restarts", self.max_restarts, least=0),
+            seconds("timeout", self.timeout),
+            choice("on_timeout", self.on_timeout, ("raise", "restart")),
+            None if limit is None else memory_limit_of(limit),
+            None if threads is None else count("threads", threads),
+            modules("preload", self.preload),
+        )
+
+
+class Size(NamedTuple):
+    """How many workers a pool has, and the most batches ahead of the loop."""
+
+    num_workers: int
+    buffer: int
