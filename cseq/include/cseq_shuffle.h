@@ -142,7 +142,7 @@ static inline void cseq_make_states(cseq_states *to, int with_torch)
         to->numpy[k + 1] = (uint32_t)(b >> 32);
         for (uint32_t i = k; with_torch && i < k + 2; i++) {
             to->torch[i] = word;
-            word = 1812433253u * (word ^ word >> 30) + i + 1;
+            word = 1812433253u * (word ^ (word >> 30)) + i + 1;
         }
     }
 }
