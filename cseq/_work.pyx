@@ -21,7 +21,7 @@ from cseq._memory cimport (
 
 import numpy
 from importlib import import_module
-from pickle import loads
+from pickle import dumps, loads
 
 from cseq._core import PARK_NS
 from cseq._memory import copy_of, flat_of

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from harness import usage
 from harness.case import Case, Contender, Counter, Goal, scaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 OURS, TORCH, STATEFUL = "cseq.DataLoader", "torch DataLoader", "StatefulDataLoader"
+POOL = "multiprocessing.Pool.imap"
 WITHOUT = "torch DataLoader, num_workers=0"
 HOMES = {OURS: "cseq", TORCH: "torch.utils.data", STATEFUL: "torchdata.stateful_dataloader"}
-NEEDS = {OURS: ("torch",), TORCH: ("torch",), STATEFUL: ("torch", "torchdata.stateful_dataloader")}
+NEEDS = {POOL: (), STATEFUL: ("torch", "torchdata.stateful_dataloader")}
 
 # -- data sets: a batch is 32 samples, or as many as `Load` says
 
@@ -79,6 +83,61 @@ class Slow(Tensors):
         return super().__getitem__(index)
 
 
+@dataclass
+class Record:
+    """A sample of four fields."""
+
+    number: int
+    text: str
+    score: float
+    tags: list[str]
+
+
+class Named(NamedTuple):
+    """The same as a named tuple."""
+
+    number: int
+    text: str
+    score: float
+    tags: list[str]
+
+
+def fields(n: int) -> tuple[int, str, float, list[str]]:
+    """Return what a record has in it."""
+    return n, f"some words of text number {n} " * 8, n / 2, ["a", "b", str(n)]
+
+
+def annotations(n: int) -> dict[str, Any]:
+    """Return an image's annotations: numbers, six containers inside one another."""
+    box = [1.0, 2.0, 3.0, 4.0 * n]
+    return {"id": n, "parts": [{"box": box, "outline": [[n, *box]]} for _ in range(n % 8)]}
+
+
+OBJECTS: dict[str, Callable[[int], Any]] = {
+    "dataclasses": lambda n: Record(*fields(n)),
+    "named": lambda n: Named(*fields(n)),
+    "numbers": lambda n: {"id": np.int64(n), "y": np.float32(n), "text": f"abc{n}"},
+    "lists": lambda n: list(range(n % 200 + 50)),
+    "annotations": annotations,
+}
+
+
+class Objects(Tensors):
+    """Objects without arrays, made before."""
+
+    def __init__(self, kind: str, samples: int) -> None:
+        self.samples = samples
+        self.table = [OBJECTS[kind](n) for n in range(2000)]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.table[index % len(self.table)]
+
+
+def listed(samples: list[Any]) -> list[Any]:
+    """Leave samples as they are: a collate function."""
+    return samples
+
+
 def stacked(samples: list[Any]) -> Any:
     """The user's own collate function."""
     import torch
@@ -133,6 +192,47 @@ def measured(loader: Any) -> float:
     seconds = time.perf_counter() - start
     Counter.batches += count
     return seconds / count * 1e6
+
+
+class Pooled:
+    """The batches of `Pool.imap` over the same samples."""
+
+    dataset: Any  # of a process of the pool
+
+    def __init__(self, load: Load, pool: Any) -> None:
+        self.load, self.pool = load, pool
+
+    def __iter__(self) -> Iterator[Any]:
+        order = np.random.default_rng().permutation(self.load.batches * self.load.batch_size)
+        return self.pool.imap(self.fetch, order.reshape(-1, self.load.batch_size).tolist())
+
+    @classmethod
+    def open(cls, dataset: Any) -> None:
+        """Keep the data set, in a process of the pool."""
+        cls.dataset = dataset
+
+    @classmethod
+    def fetch(cls, keys: list[int]) -> list[Any]:
+        """Make a batch there."""
+        return [cls.dataset[key] for key in keys]
+
+
+def processor(loader: Any) -> float:
+    """Go through an epoch; return the CPU time of a batch in all processes, in microseconds."""
+    before, batches = usage.cpu_seconds(os.getpid()), Counter.batches
+    measured(loader)
+    return (usage.cpu_seconds(os.getpid()) - before) / (Counter.batches - batches) * 1e6
+
+
+def objects(load: Load, name: str) -> Iterator[Callable[[], float]]:
+    """CPU time of a batch, over an epoch of persistent workers."""
+    if name != POOL:
+        yield partial(processor, load.loader(name))
+        return
+    dataset = load.dataset(load.batches * load.batch_size)
+    context = multiprocessing.get_context("fork")
+    with context.Pool(load.num_workers, Pooled.open, (dataset,)) as pool:
+        yield partial(processor, Pooled(load, pool))
 
 
 def first_batch(load: Any, name: str) -> Iterator[Callable[[], float]]:
@@ -240,6 +340,14 @@ def case(name: str, title: str, load: Load, most: float) -> Case:
     return Case(f"dataloader_{name}", title, "µs/batch", rivals, goals=(part(most),))
 
 
+def case_of_objects(kind: str, title: str, most: float) -> Case:
+    """Declare a case of batches that are lists of objects."""
+    load = Load(partial(Objects, kind), scaled(1000, 6), collate_fn=listed)
+    rivals = contenders(objects, load, OURS, TORCH, POOL)
+    name = f"dataloader_{kind}"
+    return Case(name, f"DataLoader: {title}", "CPU µs/batch", rivals, goals=(part(most),))
+
+
 CASES = (
     case("tensors", "32 tensors of 8 floats", TINY, 1 / 10),
     case("arrays", "32 arrays of 8 floats", TINY._replace(dataset=Arrays), 1 / 10),
@@ -247,6 +355,11 @@ CASES = (
     case("large", "38 MB of images", LARGE, 1 / 4),
     case("stacked", "38 MB, torch.stack in collate_fn", LARGE._replace(collate_fn=stacked), 1 / 4),
     case("dicts", "32 dicts of 20 tensors", Load(Dicts, scaled(1000, 6)), 1 / 6),
+    case_of_objects("dataclasses", "32 dataclasses of four fields", 0.51),
+    case_of_objects("named", "32 named tuples of four fields", 0.85),
+    case_of_objects("numbers", "32 dicts with two of numpy's numbers", 0.53),
+    case_of_objects("lists", "32 lists of 50 to 249 ints", 0.71),
+    case_of_objects("annotations", "32 dicts of lists of dicts of lists", 0.71),
     case("slow", "4 samples of 5 ms", SLOW, 1.02),
     Case(
         "dataloader_one",

@@ -44,7 +44,7 @@ import numpy as np
 from numpy import ndarray
 
 from cseq._memory import flat_of, laid_as, order_of
-from cseq._work import LONG, Plan, decode, is_plain
+from cseq._work import LONG, Plan, decode
 from cseq.encoding.pickling import data_reducers, dumps, import_torch, reduce_tensor
 from cseq.encoding.unpicklable import unpicklable
 
@@ -325,9 +325,10 @@ REMEDY = "Return arrays, tensors, numbers, strings, bytes, None, or objects that
 
 
 def dump(objects: list[Any], batch: Any) -> tuple[bytes, list[Array]]:
-    """Pickle the other leaves of a batch: return the pickle, and the buffers that are not in it."""
-    if is_plain(objects):
-        return pickle.dumps(objects, protocol=5), []
+    """Pickle the other leaves of a batch: return the pickle, and the buffers that are not in it.
+
+    Where all of them are numbers and texts, `Encoder` pickles them without a call of this.
+    """
     buffers: list[memoryview] = []
     pickled = _dumps(objects, batch, buffers, _reducers())
     return pickled, [np.frombuffer(buffer, np.uint8) for buffer in buffers]

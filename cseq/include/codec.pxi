@@ -12,8 +12,8 @@ cdef class Encoder(TicketWriter):
     """The part of `writer.Writer` that is in C: its state for the present ticket, and writing by plans.
 
     A subclass in Python has ``survey(batch)``, which returns plan, arrays and other leaves of a batch that
-    no plan fits; and ``dump(objects, batch)``, which pickles these leaves: the pickle, and the arrays that
-    lie beside it.
+    no plan fits; and ``dump(objects, batch)``, which pickles these leaves if they are more than numbers and
+    texts: the pickle, and the arrays that lie beside it.
     """
 
     cdef public Memory memory  # the slot, up to `capacity`; another object when it has grown
@@ -32,6 +32,7 @@ cdef class Encoder(TicketWriter):
     cdef readonly list plans  # of the last batches of different structure, the latest first
     cdef list arrays      # leaves of the batch being written; else a list of Nones, to be used again
     cdef list objects
+    cdef int contents     # of the objects
     cdef int64_t* words  # room for a layout
     cdef Py_ssize_t room
 
@@ -67,7 +68,8 @@ cdef class Encoder(TicketWriter):
                 arrays = self.arrays = [None] * plan.leaf_count
             if plan.objects:
                 objects = self.objects = []
-            if plan.match(batch, arrays, objects):
+            self.contents = plan.match(batch, arrays, objects)
+            if self.contents:
                 if k:
                     plans.insert(0, plans.pop(k))
                 return plan
@@ -128,8 +130,11 @@ cdef class Encoder(TicketWriter):
             plan = self.find_plan(batch)
             if plan is None:
                 plan, self.arrays, self.objects = self.survey(batch)
+                self.contents = contents_of(self.objects, MOST_SEARCHED)
             arrays = self.arrays
-            if plan.objects:
+            if plan.objects and self.contents == PLAIN:
+                pickled = dumps(self.objects, protocol=5)
+            elif plan.objects:
                 pickled, buffers = self.dump(self.objects, batch)
                 arrays = arrays + buffers
             if self.watched:  # what is not copied as it is had better not lie in the slot

@@ -22,7 +22,7 @@ cdef enum:
     MOST_PICKLED = 4096  # bytes; longer `bytes` are leaves
     MOST_KNOWN = 64  # structures that a reader remembers
     RECENT = 4       # and a writer, which compares them one by one
-    MOST_SEARCHED = 4  # containers inside one another, in the search for leaves that are not pickled
+    MOST_SEARCHED = 100  # containers inside one another, in the search for leaves that are not pickled
     BLOCKS = 8       # of copied leaves, that a plan keeps to use them again
 
     # Kinds of leaves, which lie in the slot as arrays; of what is pickled; of containers.
@@ -33,6 +33,11 @@ cdef enum:
     TUPLE = 4   # named ones too
     LIST = 5
     DICT = 6
+
+    # What a value contains: leaves that lie in the slot; only what is pickled; only numbers and texts.
+    LEAVES = 0
+    OBJECTS = 1
+    PLAIN = 2
 
 cdef struct Leaf:
     int kind
@@ -59,6 +64,7 @@ cdef struct Cursor:       # what comes next: a node, and leaf, layout, object
     const char* word
     Py_ssize_t object
     Py_ssize_t end        # of the leaves in the slot
+    int contents          # of the objects
 
 
 cdef inline Py_ssize_t aligned(Py_ssize_t nbytes) noexcept:
@@ -194,11 +200,15 @@ cdef class Plan:
 
     # -- writing
 
-    cdef bint match(self, object batch, list arrays, list objects) except -1:
-        """Whether a batch is like this; then its leaves are in `arrays` and `objects`."""
+    cdef int match(self, object batch, list arrays, list objects) except -1:
+        """Whether a batch is like this; then its leaves are in `arrays` and `objects`.
+
+        Returned is what the objects contain, or 0.
+        """
         cdef Cursor at
         at.node = at.leaf = 0
-        return self.match_node(&at, batch, arrays, objects)
+        at.contents = PLAIN
+        return at.contents if self.match_node(&at, batch, arrays, objects) else 0
 
     cdef bint match_array(self, int k, object value, list arrays) except -1:
         cdef Leaf* leaf = &self.leaf[k]
@@ -253,7 +263,8 @@ cdef class Plan:
                 return self.match_array(<int>k, value, arrays)
             return self.match_leaf(n.kind, <int>k, value, arrays)
         if n.kind == OBJECT:
-            if not is_object(value, MOST_SEARCHED, False):
+            at.contents = min(at.contents, contents_of(value, MOST_SEARCHED))
+            if at.contents == LEAVES:
                 return False
             objects.append(value)
             return True
@@ -443,7 +454,7 @@ cdef class Plan:
         if n.kind == OBJECT:
             value = objects[at.object]
             at.object += 1
-            if converters is None or is_object(value, MOST_SEARCHED, True):
+            if converters is None or contents_of(value, MOST_SEARCHED) == PLAIN:
                 return value
             return (<object>PyList_GET_ITEM(converters, self.leaf_count))(value)
         if n.kind == DICT:
@@ -502,47 +513,42 @@ cdef class Plan:
         return result
 
 
-cdef bint is_object(object value, int depth, bint plain) except -1:
-    """Whether a value is pickled whatever it contains: not a leaf of another kind, nor such a container.
+cdef int contents_of(object value, int depth) except -1:
+    """What a value contains: LEAVES, OBJECTS or PLAIN.
 
-    At most `depth` containers inside one another are searched. If `plain`: whether it is numbers and
-    texts, alone or in such containers.
+    At most `depth` containers inside one another are searched; deeper ones count as LEAVES.
     """
+    cdef int found = PLAIN
     cdef Py_ssize_t k = 0
     cdef PyObject* key
     cdef PyObject* child
     cls = type(value)
     if cls is str or cls is int or cls is float or value is None or cls is bool:
-        return True
+        return PLAIN
     if cls is bytes:
-        return len(<bytes>value) < MOST_PICKLED
+        return PLAIN if len(<bytes>value) < MOST_PICKLED else LEAVES
     cdef bint named = cls is not tuple and isinstance(value, tuple) and hasattr(value, "_fields")
     if cls is not list and cls is not tuple and cls is not dict and not named:
-        return not (plain or cls is cnp.ndarray or cls is MEMMAP
-                    or strcmp((<PyTypeObject*>cls).tp_name, "Tensor") == 0)
-    if not depth or (plain and named):
-        return False
+        if cls is cnp.ndarray or cls is MEMMAP or strcmp((<PyTypeObject*>cls).tp_name, "Tensor") == 0:
+            return LEAVES
+        return OBJECTS
+    if not depth:
+        return LEAVES
     if cls is tuple or named:
-        for k in range(PyTuple_GET_SIZE(value)):
-            if not is_object(<object>PyTuple_GET_ITEM(value, k), depth - 1, plain):
-                return False
-        return True
+        found = OBJECTS if named else PLAIN
+        while k < PyTuple_GET_SIZE(value) and found != LEAVES:
+            found = min(found, contents_of(<object>PyTuple_GET_ITEM(value, k), depth - 1))
+            k += 1
+        return found
     with cython.critical_section(value):
         if cls is list:
-            while k < PyList_GET_SIZE(value):
-                if not is_object(<object>PyList_GET_ITEM(value, k), depth - 1, plain):
-                    return False
+            while found != LEAVES and k < PyList_GET_SIZE(value):
+                found = min(found, contents_of(<object>PyList_GET_ITEM(value, k), depth - 1))
                 k += 1
         else:
-            while PyDict_Next(value, &k, &key, &child):
-                if not is_object(<object>child, depth - 1, plain):
-                    return False
-    return True
-
-
-def is_plain(value):
-    """Whether a value is numbers and texts, alone or in a few containers."""
-    return is_object(value, MOST_SEARCHED, True)
+            while found != LEAVES and PyDict_Next(value, &k, &key, &child):
+                found = min(found, contents_of(<object>child, depth - 1))
+    return found
 
 
 cdef list load_objects(Memory memory, Py_ssize_t offset, Py_ssize_t nbytes, Memory home):

@@ -73,6 +73,7 @@ KNOWN = [
     [np.arange(3), 1, 2.5, "text", None, True, b"short", 1j, ["a", "b"], (1, 2)],
     OrderedDict(a=np.arange(2)), (np.float32(1.5), np.bool_(True)), np.arange(6).reshape(2, 3).T,
     [np.zeros(2, "M8[s]"), np.zeros(2, ">f4"), np.array(["abc"]), Colour.RED, [range(3), {1: 2}]],
+    [np.arange(3), [{"parts": [{"box": [[1.5], 2]}, {"box": [[(1j,)]]}]}]],
 ]  # fmt: skip
 
 
