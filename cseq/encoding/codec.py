@@ -44,7 +44,7 @@ import numpy as np
 from numpy import ndarray
 
 from cseq._memory import flat_of, laid_as, order_of
-from cseq._work import LONG, Plan, decode
+from cseq._work import LONG, MAX_DEPTH, Plan, decode
 from cseq.encoding.pickling import data_reducers, dumps, import_torch, reduce_tensor
 from cseq.encoding.unpicklable import unpicklable
 
@@ -69,8 +69,6 @@ __all__ = [
     "recast",
     "recast_tensor",
 ]
-
-MAX_DEPTH = 100  # containers inside one another that are opened
 
 
 class Record(NamedTuple):

@@ -74,6 +74,7 @@ cdef inline Py_ssize_t aligned(Py_ssize_t nbytes) noexcept:
 
 ALIGNMENT = LINE
 LONG = MOST_PICKLED
+MAX_DEPTH = MOST_SEARCHED
 cdef object MEMMAP = numpy.memmap
 cdef object UINT8 = numpy.uint8
 cdef object frombuffer = numpy.frombuffer
@@ -513,6 +514,12 @@ cdef class Plan:
         return result
 
 
+cdef inline bint is_plain(object value) noexcept:
+    """Whether a value is a number or a text."""
+    cls = type(value)
+    return cls is str or cls is int or cls is float or value is None or cls is bool
+
+
 cdef int contents_of(object value, int depth) except -1:
     """What a value contains: LEAVES, OBJECTS or PLAIN.
 
@@ -522,9 +529,9 @@ cdef int contents_of(object value, int depth) except -1:
     cdef Py_ssize_t k = 0
     cdef PyObject* key
     cdef PyObject* child
-    cls = type(value)
-    if cls is str or cls is int or cls is float or value is None or cls is bool:
+    if is_plain(value):
         return PLAIN
+    cls = type(value)
     if cls is bytes:
         return PLAIN if len(<bytes>value) < MOST_PICKLED else LEAVES
     cdef bint named = cls is not tuple and isinstance(value, tuple) and hasattr(value, "_fields")
@@ -543,7 +550,9 @@ cdef int contents_of(object value, int depth) except -1:
     with cython.critical_section(value):
         if cls is list:
             while found != LEAVES and k < PyList_GET_SIZE(value):
-                found = min(found, contents_of(<object>PyList_GET_ITEM(value, k), depth - 1))
+                child = PyList_GET_ITEM(value, k)
+                if not is_plain(<object>child):  # long lists are of numbers
+                    found = min(found, contents_of(<object>child, depth - 1))
                 k += 1
         else:
             while found != LEAVES and PyDict_Next(value, &k, &key, &child):
