@@ -402,3 +402,32 @@ cdef class Decoder:
                 self.converters.clear()
             leaves = self.converters[plan] = plan.converters(self.leaf_for, self.convert)
         return leaves
+
+
+def decode(Memory memory not None, record, lend=None, Py_ssize_t slot=-1, uint64_t capacity=0):
+    """Read a batch.
+
+    Parameters
+    ----------
+    memory : Memory
+    record : sequence of int
+        See `codec.Record`.
+    lend : callable, optional
+        Arrays of up to `COPIED` bytes are copies; larger ones lie on what
+        ``lend(slot, capacity)`` returns, a memory of the same bytes, or are copies of their own
+        where that is None. Without it, all are views of `memory`.
+    slot, capacity : int
+        For `lend`.
+
+    Raises
+    ------
+    IndexError
+        If the record does not fit the memory.
+    """
+    cdef uint64_t f[4]
+    cdef int k
+    for k in range(4):
+        word = record[k]
+        f[k] = word if 0 <= word <= memory.size else <uint64_t>-1
+    check_record(memory, f)
+    return plan_of(memory, f).read(memory, f, lend, slot, capacity, None)

@@ -3,6 +3,8 @@
 cdef extern from "Python.h":
     ctypedef struct PyTypeObject:
         const char* tp_name
+    Py_ssize_t PySequence_Fast_GET_SIZE(object sequence) noexcept
+    PyObject* PySequence_Fast_GET_ITEM(object sequence, Py_ssize_t k) noexcept
 
 cdef extern from "numpy/arrayobject.h":
     bint PyArray_EquivTypes(cnp.dtype one, cnp.dtype other) noexcept
@@ -525,13 +527,12 @@ cdef int contents_of(object value, int depth) except -1:
 
     At most `depth` containers inside one another are searched; deeper ones count as LEAVES.
     """
-    cdef int found = PLAIN
     cdef Py_ssize_t k = 0
     cdef PyObject* key
     cdef PyObject* child
+    cls = type(value)
     if is_plain(value):
         return PLAIN
-    cls = type(value)
     if cls is bytes:
         return PLAIN if len(<bytes>value) < MOST_PICKLED else LEAVES
     cdef bint named = cls is not tuple and isinstance(value, tuple) and hasattr(value, "_fields")
@@ -539,24 +540,19 @@ cdef int contents_of(object value, int depth) except -1:
         if cls is cnp.ndarray or cls is MEMMAP or strcmp((<PyTypeObject*>cls).tp_name, "Tensor") == 0:
             return LEAVES
         return OBJECTS
+    cdef int found = OBJECTS if named else PLAIN
     if not depth:
         return LEAVES
-    if cls is tuple or named:
-        found = OBJECTS if named else PLAIN
-        while k < PyTuple_GET_SIZE(value) and found != LEAVES:
-            found = min(found, contents_of(<object>PyTuple_GET_ITEM(value, k), depth - 1))
-            k += 1
-        return found
     with cython.critical_section(value):
-        if cls is list:
-            while found != LEAVES and k < PyList_GET_SIZE(value):
-                child = PyList_GET_ITEM(value, k)
-                if not is_plain(<object>child):  # long lists are of numbers
-                    found = min(found, contents_of(<object>child, depth - 1))
-                k += 1
-        else:
+        if cls is dict:
             while found != LEAVES and PyDict_Next(value, &k, &key, &child):
                 found = min(found, contents_of(<object>child, depth - 1))
+            return found
+        while found != LEAVES and k < PySequence_Fast_GET_SIZE(value):
+            child = PySequence_Fast_GET_ITEM(value, k)
+            if not is_plain(<object>child):  # long lists are of numbers
+                found = min(found, contents_of(<object>child, depth - 1))
+            k += 1
     return found
 
 
@@ -599,32 +595,3 @@ cdef Plan plan_of(Memory memory, const uint64_t* record):
                 known.clear()
             known[structure] = plan
     return plan
-
-
-def decode(Memory memory not None, record, lend=None, Py_ssize_t slot=-1, uint64_t capacity=0):
-    """Read a batch.
-
-    Parameters
-    ----------
-    memory : Memory
-    record : sequence of int
-        See `codec.Record`.
-    lend : callable, optional
-        Arrays of up to `COPIED` bytes are copies; larger ones lie on what
-        ``lend(slot, capacity)`` returns, a memory of the same bytes, or are copies of their own
-        where that is None. Without it, all are views of `memory`.
-    slot, capacity : int
-        For `lend`.
-
-    Raises
-    ------
-    IndexError
-        If the record does not fit the memory.
-    """
-    cdef uint64_t f[4]
-    cdef int k
-    for k in range(4):
-        word = record[k]
-        f[k] = word if 0 <= word <= memory.size else <uint64_t>-1
-    check_record(memory, f)
-    return plan_of(memory, f).read(memory, f, lend, slot, capacity, None)
