@@ -210,7 +210,7 @@ def test_default_collate_makes_ordinary_tensors() -> None:
 
 @pytest.mark.needs("Linux")
 def test_what_the_loop_drops_is_used_again() -> None:
-    """Of 40 MiB, which malloc maps anew each time, with zeros."""
+    """Of 40 MiB, which malloc maps anew each time, with zeros. Some four arrays are there at once."""
 
     class Found(Plain):
         def __getitem__(self, index: int) -> Any:
@@ -218,8 +218,8 @@ def test_what_the_loop_drops_is_used_again() -> None:
             found, batch[0] = batch[0], 77
             return torch.from_numpy(batch), int(found)
 
-    loader = threads(Found(8), batch_size=None, num_workers=1, prefetch_factor=1)
-    assert [found for _, found in loader][4:] == [77] * 4
+    loader = threads(Found(20), batch_size=None, num_workers=1, prefetch_factor=1)
+    assert [found for _, found in loader].count(77) >= 10
 
 
 def test_threads_end_with_the_epoch_or_with_the_loader() -> None:
