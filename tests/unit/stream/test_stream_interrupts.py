@@ -186,7 +186,7 @@ def test_ctrl_c_anywhere_in_a_call(kind: str, prefetch: int, share: int) -> None
             reading.finish()
             return struck.is_set()
 
-        assert first_hits(step, share=share) > (40 if kind == "processes" else 15)
+        assert first_hits(step, share=share) > (40 if kind == "processes" else 10)
 
 
 @in_shares
