@@ -586,12 +586,11 @@ cdef Plan plan_of(Memory memory, const uint64_t* record):
     """The plan of a batch, whose record was checked."""
     cdef Plan plan
     cdef bytes structure = memory.data[record[0]:record[0] + record[1]]
-    with cython.critical_section(known):  # or it could be cleared before `get` counts its reference
-        plan = known.get(structure)
-    if plan is None:
+    try:
+        plan = known[structure]  # not `get`, whose reference another thread's `clear` may outrun
+    except KeyError:
         plan = Plan(structure, loads(structure))
-        with cython.critical_section(known):
-            if len(known) >= MOST_KNOWN:
-                known.clear()
-            known[structure] = plan
+        if len(known) >= MOST_KNOWN:
+            known.clear()
+        known[structure] = plan
     return plan
