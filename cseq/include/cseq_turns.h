@@ -24,7 +24,7 @@
 #include "cseq_wait.h"
 
 #define CSEQ_PATIENCE 2000000 /* ns that a runner waits for its turn at most; slower batches have none */
-#define CSEQ_TRIAL 64         /* batches that are measured at a time */
+#define CSEQ_TRIAL 64         /* batches that are measured at a time, unless the way on trial falls behind */
 #define CSEQ_RARELY 256       /* measurements between two trials, at most */
 
 typedef struct {
@@ -67,8 +67,9 @@ CSEQ_INLINE void cseq_turns_learn(cseq_turns *t, uint64_t before, uint64_t awake
     if (awake - before < ns / 2) return; /* the loop is what takes time, or was elsewhere */
     t->ns += ns;
     t->count += count;
-    if (t->count < CSEQ_TRIAL) return;
-    const uint64_t cost = t->ns / t->count;
+    const int behind = t->trial && t->ns > t->cost * (t->count + 4) + CSEQ_PATIENCE; /* it has lost already */
+    if (t->count < CSEQ_TRIAL && !behind) return;
+    const uint64_t cost = behind ? (uint64_t)-1 : t->ns / t->count;
     t->ns = t->count = 0;
     if (t->trial) {
         const int wins = cost < t->cost - t->cost / 10;

@@ -557,6 +557,8 @@ def test_turns_are_kept_while_they_are_quicker() -> None:
     assert [measured(10**7) for _ in range(9)] == [False] * 9  # slow batches: no trial
     assert [measured(700, share=0.4) for _ in range(9)] == [False] * 9  # the loop takes longer
     assert (measured(700), turns.holder) == (True, 0)
+    turns.learn(clock[0], clock[0] + 3 * 10**6, clock[1] + 1)  # in one batch, it falls behind
+    assert not turns.on
 
 
 # -- without the futex
