@@ -300,10 +300,10 @@ def ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners):
 @cython.final
 @cython.no_gc
 cdef class Turns:
-    """Has threads work one at a time while that is quicker; see cseq_turns.h."""
+    """Has so many threads work one at a time while that is quicker; see cseq_turns.h."""
 
-    def __cinit__(self):
-        self.t.between = 1
+    def __cinit__(self, uint32_t runners):
+        self.t.runners, self.t.between = runners, 1
 
     @property
     def on(self):

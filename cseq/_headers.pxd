@@ -156,6 +156,7 @@ cdef extern from "cseq_turns.h" nogil:
     ctypedef struct cseq_turns:
         uint32_t on
         uint32_t holder
+        uint32_t runners
         uint32_t between
 
     void cseq_turns_take(cseq_turns* t, uint32_t runner) noexcept

@@ -16,20 +16,22 @@
  *   on                          the trainer
  *   holder                      a runner: its number by compare-and-swap, then 0
  *   waiters                     each runner: +1 on its way into a wait, -1 on its way out
- *   all others                  the trainer, which alone reads them
+ *   all others                  the trainer, which alone reads them; `runners`: how many there are
  */
 #ifndef CSEQ_TURNS_H
 #define CSEQ_TURNS_H
 
 #include "cseq_wait.h"
 
-#define CSEQ_PATIENCE 2000000 /* ns that a runner waits for its turn at most; slower batches have none */
-#define CSEQ_TRIAL 64         /* batches that are measured at a time, unless the way on trial falls behind */
+#define CSEQ_PATIENCE 2000000 /* ns that a runner waits for its turn at most */
+#define CSEQ_QUICK 6000000    /* ns in its thread: what takes longer has no turns */
+#define CSEQ_TRIAL 64         /* batches that are measured at a time */
 #define CSEQ_RARELY 256       /* measurements between two trials, at most */
 
 typedef struct {
     uint32_t on, holder, waiters;
     char pad[CSEQ_LINE - 12];
+    uint32_t runners;
     uint32_t trial;           /* 1: the present way is tried; `cost` is what the other one took */
     uint32_t left, between;   /* measurements until the next trial, and from one to the next */
     uint64_t awake_ns, taken; /* when the trainer woke up last, and how many batches it had taken */
@@ -67,9 +69,8 @@ CSEQ_INLINE void cseq_turns_learn(cseq_turns *t, uint64_t before, uint64_t awake
     if (awake - before < ns / 2) return; /* the loop is what takes time, or was elsewhere */
     t->ns += ns;
     t->count += count;
-    const int behind = t->trial && t->ns > t->cost * (t->count + 4) + CSEQ_PATIENCE; /* it has lost already */
-    if (t->count < CSEQ_TRIAL && !behind) return;
-    const uint64_t cost = behind ? (uint64_t)-1 : t->ns / t->count;
+    if (t->count < CSEQ_TRIAL) return;
+    const uint64_t cost = t->ns / t->count;
     t->ns = t->count = 0;
     if (t->trial) {
         const int wins = cost < t->cost - t->cost / 10;
@@ -80,7 +81,7 @@ CSEQ_INLINE void cseq_turns_learn(cseq_turns *t, uint64_t before, uint64_t awake
     } else if (t->left) {
         t->left--;
         return;
-    } else if (cost > CSEQ_PATIENCE) {
+    } else if (cost * t->runners > CSEQ_QUICK) {
         return;
     } else {
         t->trial = 1;

@@ -163,7 +163,7 @@ def open_rings(
     file = _file_for(count * width, name)
     size = count * width
     memory = Block(size, zero=True) if file is None else Mapping(file.fd, 0, size)
-    rings, turns = [], Turns() if HAS_GIL and count > 1 else None
+    rings, turns = [], Turns(count) if HAS_GIL and count > 1 else None
     for number in range(count):
         ring = Ring(memory, cells, room, runners, calls, number * width, limit, threads=True)
         ring.turns = turns

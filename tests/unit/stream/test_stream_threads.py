@@ -128,11 +128,11 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
     """Return turns that threads take until the trainer has tried the other way."""
     if not HAS_GIL:
         pytest.skip("without a GIL, threads take no turns")
-    made = Turns()
+    made = Turns(2)
     for k in range(1, 3):
         made.learn(k * 1000, k * 1000 + 999, k * 64)
     assert made.on
-    monkeypatch.setattr("cseq.pools.thread.Turns", lambda: made)
+    monkeypatch.setattr("cseq.pools.thread.Turns", lambda _: made)
     return made
 
 
