@@ -210,7 +210,7 @@ def test_default_collate_makes_ordinary_tensors() -> None:
 
 @pytest.mark.needs("Linux")
 def test_what_the_loop_drops_is_used_again() -> None:
-    """Of 40 MiB, which malloc maps anew each time, with zeros. Some four arrays are there at once."""
+    """Of 40 MiB, which malloc maps anew each time, with zeros; some four are there at once."""
 
     class Found(Plain):
         def __getitem__(self, index: int) -> Any:
