@@ -261,6 +261,8 @@ cdef class BatchSeeds:
         """Set the states of the generators in `present`; keep those that are lent before."""
         cdef Generator generator
         cdef bint with_torch = False
+        if not self.present:
+            return 0
         while self.lent and self.kept < len(self.present):  # which only grows
             generator = self.present[self.kept]
             generator.keep()
