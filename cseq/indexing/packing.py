@@ -128,7 +128,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads an item, whose classes may be those of a script, which no process can import."""
+    """Reads an item, whose classes may be in a script, which no process can import."""
 
     def __init__(self, item: memoryview, named: dict[Any, Any]) -> None:
         super().__init__(io.BytesIO(item))

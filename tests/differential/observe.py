@@ -169,7 +169,7 @@ class Trainer:
         self.events.append([name, *values])
 
     def warn(self, message: Warning, category: type[Warning], *_: Any) -> None:
-        """Note a warning, unless it is of a worker thread: those of processes are not seen."""
+        """Note a warning, unless it is of a worker thread: in a process it is not seen."""
         if torch.utils.data.get_worker_info() is None:
             self.warned.append((category.__name__, str(message)))
 

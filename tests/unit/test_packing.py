@@ -95,7 +95,7 @@ if __name__ == "__main__":
 
 
 def test_it_is_a_sequence_of_the_items() -> None:
-    """Length, indices of any kind, slices, iteration, membership: as those of the list."""
+    """Length, indices of any kind, slices, iteration, membership: as of the list."""
     packed = cseq.packed(SAMPLES)
     assert len(packed) == 20
     assert [*packed] == SAMPLES
@@ -117,7 +117,7 @@ def test_there_are_no_others(index: int) -> None:
 
 @pytest.mark.parametrize("part", [slice(3, 9), slice(None, None, -3), slice(-4, None), slice(5, 5)])
 def test_a_slice_is_such_a_sequence(part: slice) -> None:
-    """Slices have the items that those of the list have; so have their slices, and their copies."""
+    """Slices have the items of the list's slices; so have their slices, and their copies."""
     packed = cseq.packed(SAMPLES)[part]
     assert type(packed) is type(cseq.packed([]))
     assert ([*packed], len(packed)) == (SAMPLES[part], len(SAMPLES[part]))

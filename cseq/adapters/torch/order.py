@@ -1,7 +1,7 @@
 """The order of an epoch: the keys of the index sampler, drawn one by one.
 
 An index sampler is what a loader takes its keys from: its batch sampler, or its sampler if it does
-not batch. For a resume its keys are drawn again and dropped (`Keys`); those of
+not batch. For a resume its keys are drawn again and dropped (`Keys`); keys of
 `shuffle=True` are slices of one permutation, which begins anywhere (`permuted`).
 
 After the end of an epoch the state is what the next one begins with: the sampler's, or that of its

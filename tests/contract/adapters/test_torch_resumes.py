@@ -1,7 +1,7 @@
 """Random resumes of `cseq.DataLoader`: the rest, and the next epochs, are the uninterrupted run's.
 
 A case is chosen by its seed: what is sampled, how the loader is made, where the state is taken, and
-where it is taken again before it is used. For other seeds than those of the test, in processes and
+where it is taken again before it is used. For seeds other than the test's, in processes and
 with threads: ``python tests/contract/adapters/test_torch_resumes.py FIRST COUNT``.
 """
 
