@@ -127,7 +127,7 @@ cdef extern from "cseq_ring.h" nogil:
     void cseq_gate_notify_all(cseq_gate* g) noexcept
     void cseq_gate_notify(cseq_gate* g) noexcept
     int cseq_ring_claim(cseq_ring* r, uint32_t stage, uint32_t owner) noexcept
-    void cseq_ring_publish(cseq_ring* r, uint32_t cell, int next) noexcept
+    int cseq_ring_publish(cseq_ring* r, uint32_t cell, int next, int later) noexcept
     void cseq_ring_post(cseq_ring* r, uint32_t cell, uint64_t ticket) noexcept
     void cseq_ring_begin(cseq_ring* r, uint32_t cell) noexcept
     int cseq_ring_leaves(const cseq_ring* r, uint32_t stage, uint32_t owner) noexcept
@@ -160,6 +160,7 @@ cdef extern from "cseq_turns.h" nogil:
         uint32_t between
 
     void cseq_turns_take(cseq_turns* t, uint32_t runner) noexcept
+    int cseq_turns_has(const cseq_turns* t, uint32_t runner) noexcept
     void cseq_turns_give(cseq_turns* t, uint32_t runner) noexcept
     void cseq_turns_learn(cseq_turns* t, uint64_t before, uint64_t awake, uint64_t taken) noexcept
 

@@ -94,6 +94,9 @@ cdef class Runner:
     cdef readonly int cell  # of the present ticket; -1: none
     cdef public uint64_t park  # ns that `claim` waits at most
     cdef bint last
+    cdef cseq_turns* turns     # NULL: there are none
+    cdef uint32_t turn         # its number there, another one in each queue of a pool
+    cdef bint owes             # the trainer is to be notified before the turn is given up
     cdef uint64_t since        # when a ticket was claimed or published last; when none came
     cdef cnp.ndarray room      # for the indices of a ticket
 
@@ -104,6 +107,8 @@ cdef class Runner:
             raise ValueError(f"owner={owner} is not in [1, {ring.r.runners}]")
         self.ring = ring
         self.r = ring.r
+        if ring.turns is not None:
+            self.turns, self.turn = &ring.turns.t, ring.first + owner
         self.stage = stage
         self.owner = owner
         self.last = last
@@ -118,8 +123,6 @@ cdef class Runner:
         closed."""
         cdef int cell = CSEQ_CLOSED
         cdef uint64_t awake
-        cdef cseq_turns* turns = NULL if self.ring.turns is None else &self.ring.turns.t
-        cdef uint32_t me = self.ring.first + self.owner  # another one in each queue of a pool
         if self.cell >= 0:
             raise RuntimeError(f"cell {self.cell} is still in hand: publish it first")
         if self.since - self.meter.polled_ns >= CSEQ_POLL:
@@ -128,16 +131,25 @@ cdef class Runner:
             cell = cseq_ring_claim(self.r, self.stage, self.owner)
             if cell < 0:
                 with nogil:
-                    if turns: cseq_turns_give(turns, me)
+                    self.pause()
                     cell = cseq_gil_await(&self.ring.gil, self.r, self.stage, self.owner, self.park)
-                    if turns and cell >= 0: cseq_turns_take(turns, me)
+                    if self.turns and cell >= 0: cseq_turns_take(self.turns, self.turn)
                     awake = cseq_now_ns()
                 self.since = cseq_now_ns()
                 cseq_histogram_add(&self.meter.gil, self.since - awake)
+        else:
+            self.pause()
         if cell < 0:
             return None if cell == CSEQ_CLOSED else False
         self.hold(cell, cseq_now_ns())
         return True
+
+    cdef void pause(self) noexcept nogil:
+        """Give the turn up, and notify the trainer."""
+        if self.owes:
+            self.owes = False
+            cseq_gate_notify(cseq_ring_output(self.r))
+        if self.turns: cseq_turns_give(self.turns, self.turn)
 
     def __iter__(self):
         return self
@@ -283,12 +295,14 @@ cdef class Runner:
     cdef void deliver(self, cseq_cell* c, uint32_t status) noexcept:
         """`publish`, with slot and record written."""
         cdef uint32_t cell = <uint32_t>self.cell
+        cdef bint later = self.turns and cseq_turns_has(self.turns, self.turn)
         c.status = status
         c.stage = self.stage
         c.owner[self.stage] = <unsigned short>self.owner
         self.since = cseq_cell_stint(c, self.stage).published_ns = cseq_now_ns()
         self.cell = -1
-        cseq_ring_publish(self.r, cell, CSEQ_READY if self.last or status else CSEQ_INDEXED)
+        if cseq_ring_publish(self.r, cell, CSEQ_READY if self.last or status else CSEQ_INDEXED, later):
+            self.owes = later
 
 
 cdef class TicketWriter:

@@ -380,8 +380,9 @@ CSEQ_INLINE int cseq_ring_await(cseq_ring *r, uint32_t stage, uint32_t owner, ui
 }
 
 /* Publish a claimed cell, whose stint has both times: `next` is CSEQ_INDEXED or CSEQ_READY.
+ * 1: the trainer wants it, and with `later`, the caller is to notify it.
  * SYNC: batch visible to reader (this swap; against claim's swap, or ready's load) */
-CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
+CSEQ_INLINE int cseq_ring_publish(cseq_ring *r, uint32_t cell, int next, int later) {
     cseq_cell *c = cseq_ring_cell(r, cell);
     uint64_t w = cseq_load_rlx_u64(&c->word);
     const cseq_stint *stint = cseq_cell_stint(c, CSEQ_STATE(w) == CSEQ_CONVERTING);
@@ -395,10 +396,12 @@ CSEQ_INLINE void cseq_ring_publish(cseq_ring *r, uint32_t cell, int next) {
     CSEQ_POINT("published");
     if (next == CSEQ_INDEXED) {
         cseq_gate_notify(&r->gate[1]);
-    } else {
-        uint32_t wanted = cseq_load_sc_u32(&r->gate[2].wanted);
-        if (wanted == 0 || wanted == cell + 1) cseq_gate_notify(cseq_ring_output(r));
+        return 0;
     }
+    const uint32_t wanted = cseq_load_sc_u32(&r->gate[2].wanted);
+    if (wanted && wanted != cell + 1) return 0;
+    if (!later) cseq_gate_notify(cseq_ring_output(r));
+    return 1;
 }
 
 /* ── trainer ──────────────────────────────────────────────────────────────────────────── */

@@ -2,7 +2,8 @@
  *
  * Two such threads take the GIL from each other in the middle of a batch, at each call that releases
  * it, and each time one of them sleeps. In turns, a thread works on all tickets of its queue, while the
- * others wait without the GIL; it gives its turn up when no ticket is left.
+ * others wait without the GIL; it gives its turn up when no ticket is left. Only then does it wake the
+ * trainer, which needs the GIL as well.
  *
  * Whether that is quicker depends on the user's code, so the trainer tries: it measures CSEQ_TRIAL
  * batches in both ways, keeps the better one, and tries the other one again, each time it loses after
@@ -52,6 +53,10 @@ CSEQ_INLINE void cseq_turns_take(cseq_turns *t, uint32_t runner) {
         waited = cseq_now_ns() - begun;
     }
     cseq_add_sc_u32(&t->waiters, (uint32_t)-1);
+}
+
+CSEQ_INLINE int cseq_turns_has(const cseq_turns *t, uint32_t runner) {
+    return cseq_load_rlx_u32(&t->on) && cseq_load_rlx_u32(&t->holder) == runner;
 }
 
 /* A runner gives its turn up, if it has it. SYNC: turn seen (the swap, then the load) */

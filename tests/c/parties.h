@@ -101,7 +101,7 @@ static void runner_work(const seat *s, uint32_t cell) {
 }
 
 CSEQ_INLINE void runner_publish(const seat *s, uint32_t cell) {
-    cseq_ring_publish(s->ring, cell, s->last ? CSEQ_READY : CSEQ_INDEXED);
+    cseq_ring_publish(s->ring, cell, s->last ? CSEQ_READY : CSEQ_INDEXED, 0);
 }
 
 /* ── trainer ────────────────────────────────────────────────────────────────────────────── */

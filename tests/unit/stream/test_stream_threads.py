@@ -45,6 +45,8 @@ class Producing:
             raise ValueError("a bad key")
         if type(key) is threading.Barrier:
             key.wait(20)
+        if type(key) is threading.Event:
+            assert key.wait(20)
         if type(key) is Turns:
             self.holders.add(key.holder)
         return key
@@ -141,10 +143,22 @@ def test_in_turns_one_thread_works_at_a_time(turns: Turns) -> None:
     with streams(2, prefetch=4) as s:
         seen: set[int] = set()
         while len(seen) < 2:  # a thread that has not waited yet has no turn
-            s.begin([None] * 2, iter([turns] * 100))
-            assert [one is turns for one in s] == [True] * 100
+            # Many: a loop that the end of a turn does not wake looks ten times a second.
+            s.begin([None] * 2, iter([turns] * 16_000))
+            assert [one is turns for one in s] == [True] * 16_000
             seen = set.union(*(one.holders for one in made)) - {0}
     assert len(seen) == 2
+
+
+def test_in_turns_an_item_comes_while_its_thread_works(turns: Turns) -> None:
+    """The loop need not wait for the end of the turn."""
+    with streams(2, prefetch=4) as s:
+        for _ in range(4):
+            taken = threading.Event()
+            s.begin([None] * 2, iter([turns, turns, taken, taken]))
+            for _ in s:
+                taken.set()
+    assert turns.on
 
 
 def test_threads_that_wait_for_each_other_go_on_in_turns(turns: Turns) -> None:
