@@ -37,18 +37,24 @@ def main() -> int:
         return 0
     check_checkout(options.beside)
     compile_sources(options.beside)
+    name = options.name or named(options)
     report = {"machine": machine(), "rounds": options.rounds, "cases": []}
     if options.beside is not None:
         report["machine"]["before"] = commit(options.beside)
+    if options.add:
+        report = added_to(options.output / f"{name}.json", report)
+    order = [case.name for case in chosen([])]
     for case in cases:
         contenders = present(case, options)
         if not contenders:
             continue
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else nan
         results = run_case(case, contenders, options.rounds)
-        report["cases"].append(as_json(case, results, load))
-        print(section(report["cases"][-1]), flush=True)
-        write(report, options.output, options.name or named(options))
+        found = as_json(case, results, load)
+        others = [one for one in report["cases"] if one["name"] != case.name]
+        report["cases"] = sorted([*others, found], key=lambda one: order.index(one["name"]))
+        print(section(found), flush=True)
+        write(report, options.output, name)
     contenders = [one for case in report["cases"] for one in case["contenders"]]
     failed = [one for one in contenders if one["error"] and not one["before"]]
     for one in failed:
@@ -59,6 +65,16 @@ def main() -> int:
 def named(options: argparse.Namespace) -> str:
     """Name the files of the results."""
     return "partial" if options.cases or options.only else "latest"
+
+
+def added_to(path: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """Return the report that a file has, if it is one of this program on this machine."""
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else report
+    for key in ("commit", "cpu", "cores", "versions"):
+        if found["machine"][key] != report["machine"][key]:
+            was, now = (one["machine"][key] for one in (found, report))
+            raise SystemExit(f"--add: {key} of {path} is {was}, now it is {now}; use --name")
+    return found
 
 
 def check_checkout(checkout: Path | None) -> None:
@@ -103,6 +119,7 @@ def parser() -> argparse.ArgumentParser:
         help="another built checkout of cseq: run ours with it as well",
     )
     result.add_argument("--name", default="", help="name of the files; latest, or partial")
+    result.add_argument("--add", action="store_true", help="keep other cases of these files")
     result.add_argument("--list", action="store_true", help="name the cases")
     return result
 

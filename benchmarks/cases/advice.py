@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from cseq.measure.advice import Advice
 
+ROUNDS = 2  # of some seconds for each contender
 BATCHES = scaled(300, 25)
 START = scaled(25, 1) / 10  # seconds of a constructor
 EARLY = 5  # the batch of the first pause: no buffer helps before it
@@ -209,6 +210,7 @@ CASES = (
         tuple(
             Contender(name, partial(named, script), ours=True) for name, script in OTHERS.items()
         ),
+        rounds=ROUNDS,
         goals=tuple(
             Goal(f"{name}: % right", lambda f, name=name: f[name], at_least=100) for name in OTHERS
         ),
@@ -219,6 +221,7 @@ CASES = (
         "Loops that wait, before and after the advice is taken",
         "% of the waiting removed",
         tuple(Contender(name, partial(removed, script), ours=True) for name, script in BAD.items()),
+        rounds=ROUNDS,
         goals=tuple(
             Goal(f"{name}: % removed", lambda f, name=name: f[name], at_least=80) for name in BAD
         ),
@@ -229,6 +232,7 @@ CASES = (
         "Loops that do not wait: what the advice promises",
         "times as fast at most",
         tuple(Contender(name, partial(gained, script), ours=True) for name, script in GOOD.items()),
+        rounds=ROUNDS,
         goals=tuple(
             Goal(f"{name}: gain", lambda f, name=name: f[name], at_most=1.06) for name in GOOD
         ),

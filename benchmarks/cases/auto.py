@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 SETTLE = scaled(50, 2) / 10  # seconds that 'auto' has
 WARM, MEASURED = scaled(5, 1) / 10, scaled(20, 1) / 10
 SAME = 0.97  # of the best rate: of those, the one that computes least is the best
+ROUNDS = 2  # of some 10 s for each contender
 STILL = scaled(50, 1) / 10  # seconds in which nothing is to change after that
 AUTO: dict[str, Any] = {"num_workers": "auto", "buffer": "auto"}
 # What a user may have given.
@@ -162,6 +163,7 @@ CASES = (
         "num_workers='auto', buffer='auto' after 5 s, beside the best numbers given",
         "% of its rate",
         contenders(beside_the_best, "rate"),
+        rounds=ROUNDS,
         goals=goals("% of the rate", at_least=90),
         more_is_better=True,
     ),
@@ -170,6 +172,7 @@ CASES = (
         "The same: CPU time of all processes for a batch",
         "% of its CPU time",
         contenders(beside_the_best, "cpu"),
+        rounds=ROUNDS,
         goals=goals("% of the CPU time", at_most=105),
     ),
     Case(
@@ -177,6 +180,7 @@ CASES = (
         "Changes of the numbers from 5 s to 10 s",
         "changes",
         contenders(changes),
+        rounds=ROUNDS,
         goals=goals("changes", at_most=0),
     ),
 )

@@ -91,6 +91,9 @@ class Case:
         A new process for every round, without a warm-up: for what can be measured but once.
     alone : bool
         The same, with a warm-up: for contenders that take CPU time while others are measured.
+    rounds : int
+        So many at most, without a warm-up and a look at the memory: for what takes long and is a
+        judgement rather than a time. 0: as many as are asked for.
     """
 
     name: str
@@ -102,6 +105,7 @@ class Case:
     more_is_better: bool = False
     fresh: bool = False
     alone: bool = False
+    rounds: int = 0
 
     def contender(self, name: str) -> Contender:
         """Find a contender by its name, with or without `BEFORE`."""

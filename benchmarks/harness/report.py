@@ -73,13 +73,17 @@ def versions(distributions: tuple[str, ...]) -> dict[str, str]:
 
 
 def commit(folder: Path = Path(__file__).parent) -> str:
-    """The commit of a checkout; with a plus sign if files differ from it."""
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+"]
+    """The commit of a checkout; with a plus sign if files differ from it, results apart."""
+    git = ["git", "-C", str(folder)]
+    changed = [*git, "diff", "--name-only", "HEAD", "--", ":/", ":(top,exclude)benchmarks/results"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        name, files = (
+            subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+            for command in ([*git, "describe", "--always"], changed)
+        )
     except FileNotFoundError:
         return ""
-    return answer.stdout.strip()
+    return name + "+" * bool(files)
 
 
 def as_json(case: Case, results: list[Result], load: float) -> dict[str, Any]:
@@ -90,6 +94,7 @@ def as_json(case: Case, results: list[Result], load: float) -> dict[str, Any]:
         "unit": case.unit,
         "more_is_better": case.more_is_better,
         "limit": case.limit,
+        "rounds": case.rounds,
         "load_before": round(load, 2),
         "contenders": [contender_as_json(case, result, results) for result in results],
         "goals": goals_as_json(case, results),
@@ -196,7 +201,8 @@ def section(case: dict[str, Any]) -> str:
     key = "cpu_us_per_batch" if counted else "cpu_seconds"
     titles += ["cores", "CPU µs/batch" if counted else "CPU s/round", "memory MB", "descriptors"]
     lines = [f"\n## {case['name']}: {case['title']}\n"]
-    lines += [f"Figures in {case['unit']}; load before: {case['load_before']}.\n"]
+    rounds = f"; rounds: {case['rounds']}" if case["rounds"] else ""
+    lines += [f"Figures in {case['unit']}; load before: {case['load_before']}{rounds}.\n"]
     lines += [row(titles), row(["---", *["---:"] * (len(titles) - 1)])]
     lines += [contender_row(one, case, mine, key) for one in case["contenders"]]
     if case["goals"]:

@@ -176,6 +176,7 @@ def environment(checkout: Path | None) -> dict[str, str]:
 def run_case(case: Case, contenders: list[Contender], rounds: int) -> list[Result]:
     """Measure the contenders of a case, in turn."""
     results = [Result(contender) for contender in contenders]
+    rounds = min(rounds, case.rounds or rounds)
     if case.fresh or case.alone:
         run_afresh(case, results, rounds)
     else:
@@ -206,14 +207,16 @@ def run_together(case: Case, results: list[Result], rounds: int) -> None:
             with noting(result):
                 process = running[result.contender.name] = Running(case, result.contender)
                 stack.enter_context(ending(process, result))
-                process.warm_up()
+                if not case.rounds:
+                    process.warm_up()
         for number in range(rounds):
             for result in in_turn(results, number):
                 with noting(result):
                     running[result.contender.name].round(result)
         for result in in_turn(results, 0):
-            with noting(result):
-                running[result.contender.name].weigh(result)
+            if not case.rounds:
+                with noting(result):
+                    running[result.contender.name].weigh(result)
 
 
 def in_turn(results: list[Result], number: int) -> list[Result]:
