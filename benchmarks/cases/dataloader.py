@@ -311,7 +311,7 @@ def death(load: Load, name: str) -> Iterator[Callable[[], float]]:
 
 # -- cases
 
-TINY = Load(Tensors, scaled(10_000, 10))
+TINY = Load(Tensors, scaled(5000, 10))
 ONE = TINY._replace(num_workers=1)
 LARGE = Load(Images, scaled(60, 6), 256)
 SLOW = Load(Slow, scaled(150, 8), 4)
@@ -342,7 +342,7 @@ def case(name: str, title: str, load: Load, most: float) -> Case:
 
 def case_of_objects(kind: str, title: str, most: float) -> Case:
     """Declare a case of batches that are lists of objects."""
-    load = Load(partial(Objects, kind), scaled(1000, 6), collate_fn=listed)
+    load = Load(partial(Objects, kind), scaled(500, 6), collate_fn=listed)
     rivals = contenders(objects, load, OURS, TORCH, POOL)
     name = f"dataloader_{kind}"
     return Case(name, f"DataLoader: {title}", "CPU µs/batch", rivals, goals=(part(most),))
@@ -354,7 +354,7 @@ CASES = (
     case("images", "4.8 MB of images", Load(Images, scaled(400, 6)), 1 / 6),
     case("large", "38 MB of images", LARGE, 1 / 4),
     case("stacked", "38 MB, torch.stack in collate_fn", LARGE._replace(collate_fn=stacked), 1 / 4),
-    case("dicts", "32 dicts of 20 tensors", Load(Dicts, scaled(1000, 6)), 1 / 6),
+    case("dicts", "32 dicts of 20 tensors", Load(Dicts, scaled(500, 6)), 1 / 6),
     case_of_objects("dataclasses", "32 dataclasses of four fields", 0.51),
     case_of_objects("named", "32 named tuples of four fields", 0.85),
     case_of_objects("numbers", "32 dicts with two of numpy's numbers", 0.53),

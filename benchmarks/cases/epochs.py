@@ -37,6 +37,7 @@ def pause(work: Work, loader: Iterable[Any]) -> float:
 def boundary(name: str, title: str, work: Work, *, goal: bool = True) -> Case:
     """Declare a case of the pause."""
     ours, threads = "cseq, processes", "cseq, threads"
+    fewer = replace(work, epochs=max(2, work.epochs // 4))
     return Case(
         name,
         title,
@@ -44,10 +45,12 @@ def boundary(name: str, title: str, work: Work, *, goal: bool = True) -> Case:
         (
             Contender(ours, partial(loaders.cseq_processes, work), ours=True),
             Contender(threads, partial(loaders.cseq_threads, work), ours=True),
-            Contender("SPDL subprocess", partial(loaders.spdl_process, work), needs=("spdl-core",)),
+            Contender(
+                "SPDL subprocess", partial(loaders.spdl_process, fewer), needs=("spdl-core",)
+            ),
             Contender(
                 "torch DataLoader",
-                partial(loaders.torch_dataloader, replace(work, epochs=max(2, work.epochs // 4))),
+                partial(loaders.torch_dataloader, fewer),
                 needs=("torch",),
             ),
         ),

@@ -9,7 +9,7 @@ import loaders
 from harness.case import Case, Contender, Goal, scaled
 from work import Interpreted, Work, milliseconds
 
-WORK = Work(Interpreted, scaled(2000, 20), milliseconds)
+WORK = Work(Interpreted, scaled(1000, 20), milliseconds)
 
 LIMIT = "bare loop"
 TWO_THREADS, ONE_THREAD = "cseq, 2 threads", "cseq, 1 thread"

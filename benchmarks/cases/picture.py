@@ -284,7 +284,7 @@ def case(name: str, title: str, kind: Any, size: int, counts: tuple[int, ...], g
 
 
 CASES = (
-    case("photographs", "JPEG folder", Photographs, 32, (150, 150, 150, 150, 150), 1),
+    case("photographs", "JPEG folder", Photographs, 32, (100, 100, 100, 100, 100), 1),
     case("tokens", "Tokens", Tokens, 64, (5000, 1000, 500, 500, 300), 1.5),
     case("table", "Table, 113 columns", Table, 512, (1000, 300, 200, 200, 40), 3),
     case("images", "4.8 MB of images", Images, 32, (400, 300, 100, 100, 60), 3),

@@ -298,12 +298,12 @@ FIRST = tuple(
 
 CASES = (
     case("jpeg", "32 JPEG files, Pillow", Jpegs, scaled(60, 4), 32, 2, HALVES, needs=("pillow",)),
-    case("tokens", "32 windows of a token file", Tokens, scaled(1500, 8)),
+    case("tokens", "32 windows of a token file", Tokens, scaled(1000, 8)),
     case("images", "4.8 MB of images by an index", Images, scaled(400, 6)),
-    case("dicts", "32 of 300 000 records", Dicts, scaled(2000, 8)),
+    case("dicts", "32 of 300 000 records", Dicts, scaled(1000, 8)),
     case("remote", "samples after 20 ms, 32 workers", Remote, scaled(1600, 64), 1, 32, WAITING),
     case("arrow", "32 rows of Hugging Face's", Arrow, scaled(600, 6), needs=("datasets",)),
-    case("small", "32 tensors of 8 floats", Tensors, scaled(4000, 8)),
+    case("small", "32 tensors of 8 floats", Tensors, scaled(2000, 8)),
     Case(
         "threads_start",
         "Threads and processes: first batch of 300 000 records",
