@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from harness.case import Case
     from harness.runner import Result
 
-DISTRIBUTIONS = ("numpy", "torch", "spdl-core", "grain", "torchdata", "returnn")
+DISTRIBUTIONS = (
+    *("numpy", "torch", "spdl-core", "grain", "torchdata", "returnn", "lhotse", "trl", "datasets"),
+    *("pillow", "simplejpeg", "opencv-python-headless", "tensorflow-cpu"),
+    *("webdataset", "litdata", "mosaicml-streaming"),
+)
 HOLDINGS = ("peak_mb", "descriptors")
 
 
