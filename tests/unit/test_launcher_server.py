@@ -39,15 +39,11 @@ def kill_server(child: Child) -> None:
 
 
 @linux
-@pytest.mark.parametrize("pidfds", [True, False])
 def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(
-    served: Callable[..., Launcher], entries: Path, *, pidfds: bool
+    served: Callable[..., Launcher],
 ) -> None:
     """Its `status` is None; `gone` says that it has ended. That of a worker before it is known."""
-    (entries / "no_pidfds.py").write_text(
-        "import os\nfrom entries import answer\nif hasattr(os, 'pidfd_open'): del os.pidfd_open"
-    )
-    one = served(entry="entries:answer" if pidfds else "no_pidfds:answer")
+    one = served()
     child, other = one.launch(0), one.launch(1)
     ask(child, "0")
     ask(other, "0")
@@ -91,10 +87,10 @@ def test_a_server_that_does_not_get_ready_is_a_timeout(
 def test_a_fork_that_fails_is_an_error(served: Callable[..., Launcher], entries: Path) -> None:
     """`launch` raises the OSError of the server's fork, and the server lives on."""
     (entries / "full.py").write_text(
-        "import errno\nfrom cseq.processes.launcher import child\nfrom entries import answer\n"
-        "fork = child.fork\n"
-        "def fail():\n    child.fork = fork\n    raise OSError(errno.EAGAIN, 'full')\n"
-        "child.fork = fail"
+        "import errno\nfrom cseq.processes.launcher import server\nfrom entries import answer\n"
+        "fork = server.fork\n"
+        "def fail():\n    server.fork = fork\n    raise OSError(errno.EAGAIN, 'full')\n"
+        "server.fork = fail"
     )
     one = served(entry="full:answer")
     with pytest.raises(BlockingIOError, match="no worker process"):

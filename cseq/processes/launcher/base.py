@@ -1,4 +1,4 @@
-"""What both sides of a launcher know: records, exit codes, waiting."""
+"""What both sides of a launcher know: signals, exit codes, waiting."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
-
-from cseq.memory import descriptors
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,41 +72,6 @@ def hung_up(sock: socket.socket) -> bool:
     except ConnectionError:
         return True
     return sock.fileno() < 0
-
-
-# What trainer and fork server tell each other: what, and a value; some carry descriptors.
-RECORD = struct.Struct("=cq")
-IMPORT = b"i"  # to the server; the length of a module's name, which follows
-FORK = b"f"  # to the server; the worker's number
-BORN = b"b"  # of a worker; its process number; carries a pidfd where there are any
-FAIL = b"e"  # of a worker; errno of the fork
-EXIT = b"x"  # of a worker; its exit code
-DONE = b"d"  # of an import; its outcome, one of these:
-KEPT, FAILED, THREADS, FILES, ENDED = range(5)
-
-
-class Received(NamedTuple):
-    """A record that was received."""
-
-    what: bytes
-    value: int
-    fds: list[int]
-
-
-def send(sock: socket.socket, what: bytes, value: int, *fds: int) -> None:
-    """Send a record; that the other end is gone is noticed by reading."""
-    with contextlib.suppress(OSError):
-        socket.send_fds(sock, [RECORD.pack(what, value)], fds)
-
-
-def receive(sock: socket.socket) -> Received | None:
-    """Receive a record, which comes in one piece; None at end of file."""
-    with contextlib.suppress(ConnectionError):
-        data, fds = descriptors.receive(sock, RECORD.size, 2)
-        if data:
-            what, value = RECORD.unpack(data)
-            return Received(what, value, fds)
-    return None
 
 
 def describe_exit(code: int | None) -> str:

@@ -1,4 +1,4 @@
-"""The new process's side: a worker, or the server that forks workers."""
+"""The new process: how a worker, or the fork server, begins and ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import gc
 import importlib
 import os
-import select
 import signal
 import socket
 import sys
@@ -15,35 +14,12 @@ import threading
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from cseq import system
-from cseq._memory import Descriptor, fork, fork_depth
-from cseq.memory.descriptors import receive_exactly
-from cseq.processes.launcher.base import (
-    BORN,
-    DONE,
-    EXIT,
-    FAIL,
-    FAILED,
-    FILES,
-    FORK,
-    IMPORT,
-    KEPT,
-    SHIELDED,
-    THREADS,
-    end_copy,
-    exit_code_of,
-    flush_output,
-    hung_up,
-    reading,
-    receive,
-    send,
-)
+from cseq._memory import fork_depth
+from cseq.processes.launcher.base import SHIELDED, end_copy, exit_code_of, flush_output, hung_up
 from cseq.processes.launcher.forks import close_in_forks, in_forked_children
 
 if TYPE_CHECKING:
     from cseq.processes.launcher.base import Identity, Start
-
-# Threads, by name, that a library starts again in a forked process: jemalloc's (in pyarrow).
-FORKING = ("jemalloc_bg_thd",)
 
 
 def begin(start: Start) -> NoReturn:
@@ -54,10 +30,12 @@ def begin(start: Start) -> NoReturn:
     sys.argv[:] = start["argv"]
     importlib.import_module("multiprocessing")  # before it can take this for the trainer
     sock = _own_socket(start["socket"])
-    if start["role"] == "server":
-        _Forker(sock, start["entry"], start["trainer"]).serve()
+    entry, trainer = start["entry"], start["trainer"]
+    if start["number"] is None:
+        server = importlib.import_module("cseq.processes.launcher.server")  # which imports this
+        server.Forker(sock, entry, trainer).serve()
     gc.enable()
-    _work(sock, start["number"], start["entry"], start["trainer"])
+    work(sock, start["number"], entry, trainer)
 
 
 def begin_as_copy(
@@ -80,8 +58,8 @@ def begin_as_copy(
         _empty_stdin()
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - the old has read ahead
     except BaseException:  # noqa: BLE001 - it must not go back into the user's code
-        _leave(_report(number), number)
-    _work(sock, number, entry, trainer, local)
+        leave(report(number), number)
+    work(sock, number, entry, trainer, local)
 
 
 def _own_socket(handle: int | bytes) -> socket.socket:
@@ -100,7 +78,7 @@ def _shield() -> None:
     worker could not stop its own children by SIGTERM.
     """
     for number in SHIELDED:
-        signal.signal(number, _ignore)
+        signal.signal(number, ignore)
         if hasattr(signal, "siginterrupt"):
             signal.siginterrupt(number, False)  # noqa: FBT003 - its own way
     if hasattr(signal, "pthread_sigmask"):
@@ -110,12 +88,12 @@ def _shield() -> None:
 def _unshield() -> None:
     """Restore the usual handling of signals, in a process that a worker forks."""
     for number in SHIELDED:
-        if signal.getsignal(number) is _ignore:
+        if signal.getsignal(number) is ignore:
             usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, usual)
 
 
-def _ignore(number: int, frame: object) -> None:
+def ignore(number: int, frame: object) -> None:
     """Do nothing about a signal."""
 
 
@@ -160,7 +138,7 @@ def set_name(name: str) -> None:
         file.write(name)
 
 
-def _work(
+def work(
     sock: socket.socket, number: int, entry: str, trainer: Identity, local: object = None
 ) -> NoReturn:
     """Run a worker's entry, and end the process; one that user code has forked off it, too."""
@@ -181,7 +159,7 @@ def _work(
         if fork_depth() != depth:
             end_copy(error)
         code = _code_after(error, sock, number)
-    _leave(code, number)
+    leave(code, number)
 
 
 def _code_after(error: BaseException, sock: socket.socket, number: int) -> int:
@@ -190,10 +168,10 @@ def _code_after(error: BaseException, sock: socket.socket, number: int) -> int:
         return exit_code_of(error.code)
     if isinstance(error, ConnectionError) and hung_up(sock):
         return 0  # the trainer is gone: nothing to report
-    return _report(number)
+    return report(number)
 
 
-def _report(number: int) -> int:
+def report(number: int) -> int:
     """Print the current exception, of a worker of this number; return the exit code for it."""
     with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be no stderr
         sys.stderr.write(f"cseq: worker {number} (process {os.getpid()}) ends with an exception:\n")
@@ -201,156 +179,13 @@ def _report(number: int) -> int:
     return 1
 
 
-def _leave(code: int, number: int) -> NoReturn:
+def leave(code: int, number: int) -> NoReturn:
     """End the process, without waiting for its threads."""
     try:
         if "concurrent.futures.process" in sys.modules:
             importlib.import_module("cseq.processes.launcher.identity").close_pools()
         atexit._run_exitfuncs()
     except BaseException:  # noqa: BLE001 - no caller above handles it
-        _report(number)
+        report(number)
     flush_output()
     os._exit(code)
-
-
-class _Forker:
-    """The fork server itself: one thread, which forks and reaps workers, and reports both.
-
-    It ends when the trainer closes its socket, or dies. Each worker has its own socket.
-    """
-
-    def __init__(self, sock: socket.socket, entry: str, trainer: Identity) -> None:
-        close_in_forks(sock)
-        self._sock = sock
-        self._entry = entry
-        self._trainer = trainer
-        self._reports: dict[int, socket.socket] = {}  # of living children, by process number
-        self._woken, self._wake = socket.socketpair()
-
-    def serve(self) -> NoReturn:
-        """Serve until the trainer is gone; the garbage collector is off."""
-        set_name("cseq-server")
-        for name in ("numpy", self._entry.partition(":")[0]):
-            importlib.import_module(name)
-        self._listen()
-        while self._step():
-            pass
-        os._exit(0)
-
-    def _listen(self) -> None:
-        """Make the end of a child wake the loop."""
-        self._woken.settimeout(0)
-        self._wake.settimeout(0)
-        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _ignore)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-        self._poll = select.poll()
-        self._poll.register(self._woken, select.POLLIN)
-        self._poll.register(self._sock, select.POLLIN)
-
-    def _step(self) -> bool:
-        """Wait for a request or the end of a child, and handle it; False: the trainer is gone."""
-        ready = [fd for fd, _ in self._poll.poll()]
-        if self._woken.fileno() in ready:
-            self._woken.recv(4096)  # first: a child that ends later wakes it again
-            self._reap()
-        if self._sock.fileno() not in ready:
-            return True
-        record = receive(self._sock)
-        if record is None:
-            return False
-        answers = socket.socket(fileno=record.fds[0])
-        if record.what == FORK:
-            self._fork(answers, record.fds[1], record.value)
-        elif record.what == IMPORT:
-            name = receive_exactly(self._sock, record.value).decode()
-            close_in_forks(answers)
-            send(answers, DONE, _import(name))
-            answers.close()
-        return True
-
-    def _fork(self, reports: socket.socket, fd: int, number: int) -> None:
-        """Start a worker, which owns the socket `fd`."""
-        gc.freeze()  # or every worker's garbage collector would copy these pages
-        try:
-            pid = fork()
-        except OSError as error:
-            os.close(fd)
-            send(reports, FAIL, error.errno or 1)
-            reports.close()
-            return
-        if pid == 0:
-            self._become_worker(reports, fd, number)
-        os.close(fd)
-        close_in_forks(reports)
-        self._reports[pid] = reports
-
-    def _become_worker(self, reports: socket.socket, fd: int, number: int) -> NoReturn:
-        """Run a worker in the copy of the server; the end of `reports` will be that of both.
-
-        So the worker itself says that it is born: the server may die before it could.
-        """
-        try:
-            pidfds = []
-            with contextlib.suppress(AttributeError, OSError):  # macOS, old kernels
-                pidfds = [Descriptor(os.pidfd_open, os.getpid())]
-            send(reports, BORN, os.getpid(), *(pidfd.fd for pidfd in pidfds))
-            del pidfds
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            self._woken.close()
-            self._wake.close()
-            gc.enable()
-            close_in_forks(reports)
-            sock = socket.socket(fileno=fd)
-        except BaseException:  # noqa: BLE001 - it must not go back to serving
-            _leave(_report(number), number)
-        _work(sock, number, self._entry, self._trainer)
-
-    def _reap(self) -> None:
-        """Reap every child that has ended, and say how."""
-        while self._reports:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            with self._reports.pop(pid, contextlib.nullcontext()) as reports:
-                if reports is not None:
-                    send(reports, EXIT, os.waitstatus_to_exitcode(status))
-
-
-def _import(name: str) -> int:
-    """Import a module for all workers, and say whether they can be forked with it."""
-    tasks, files, outcome = _tasks(), _files(), KEPT
-    try:
-        with reading():
-            importlib.import_module(name)
-    except BaseException:  # noqa: BLE001 - a worker that imports it will see it raise
-        outcome = FAILED
-    flush_output()
-    if _tasks() - tasks:
-        return THREADS
-    return FILES if _files() - files else outcome
-
-
-def _tasks() -> set[str]:
-    """List the threads of this process that a fork would lose, where the system lists threads."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for task in os.listdir("/proc/self/task"):
-            with (
-                contextlib.suppress(OSError),  # one that has just ended
-                open(f"/proc/self/task/{task}/comm", encoding="utf-8") as file,
-            ):
-                if file.read().strip() not in FORKING:
-                    found.add(task)
-    return found
-
-
-def _files() -> set[tuple[str, str]]:
-    """List the open descriptors of this process, where the system lists them; CUDA has some."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for fd in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # the one that has listed them
-                found.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
-    return found

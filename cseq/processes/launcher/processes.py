@@ -349,12 +349,11 @@ def trainer_identity() -> Identity:
     return name, os.getpid()
 
 
-def describe_start(role: str, entry: str, **more: Any) -> Start:
-    """Describe to a new interpreter what it is."""
+def describe_start(entry: str, number: int | None = None) -> Start:
+    """Describe to a new interpreter what it is: the worker of a number, or a fork server."""
     words = [str(word) for word in sys.argv] if hasattr(sys, "argv") else []
-    return {"role": role, "entry": entry, "path": _search_path(), "argv": words, **more} | {
-        "trainer": trainer_identity()
-    }
+    start = {"number": number, "entry": entry, "path": _search_path(), "argv": words}
+    return start | {"trainer": trainer_identity()}
 
 
 def _search_path() -> list[str]:
@@ -391,8 +390,7 @@ class SpawnLauncher(Launcher):
     method = "spawn"
 
     def _launch(self, number: int) -> Child:
-        start = describe_start("worker", self._entry, number=number)
-        return spawn(start, f"cseq-w{number}", self._threads)
+        return spawn(describe_start(self._entry, number), f"cseq-w{number}", self._threads)
 
 
 class ForkLauncher(Launcher):

@@ -1,9 +1,9 @@
-"""The launcher whose workers are forked by a small server process.
+"""The fork server, a small process, and the launcher that asks it for workers.
 
 ::
 
     trainer ── IMPORT, FORK ──► server
-            ◄─ DONE | BORN, FAIL, EXIT ── on a socket that came with the request
+            ◄─ numbers ── on a socket that came with the request
 
 A worker keeps the server's end of its own socket, so end of file there means that it is gone.
 """
@@ -11,50 +11,215 @@ A worker keeps the server's end of its own socket, so end of file there means th
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import logging
 import os
+import select
 import signal
+import socket
+import struct
 import threading
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
-from cseq._memory import Descriptor
+from cseq._memory import fork
+from cseq.memory import descriptors
 from cseq.processes.launcher.base import (
-    ENDED,
-    FAIL,
-    FAILED,
-    FILES,
     FOREVER,
-    FORK,
-    IMPORT,
     LAST,
-    THREADS,
-    Received,
     describe_exit,
+    flush_output,
     readable,
-    receive,
-    send,
+    reading,
 )
-from cseq.processes.launcher.forks import in_forked_children, pair
-from cseq.processes.launcher.processes import (
-    Child,
-    Launcher,
-    describe_start,
-    spawn,
-)
+from cseq.processes.launcher.child import ignore, leave, report, set_name, work
+from cseq.processes.launcher.forks import close_in_forks, in_forked_children, pair
+from cseq.processes.launcher.processes import Child, Launcher, describe_start, spawn
 from cseq.threads import tell
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Sequence
+
+    from cseq.processes.launcher.base import Identity
 
 START = 120.0  # seconds that a fork server may take to start: torch from a cold network disk
 LOOK = 0.25  # seconds after which a thread that waits for a server looks whether it is cancelled
+
+# A request carries the socket for the answers; FORK carries the worker's own, too.
+REQUEST = struct.Struct("=cq")
+IMPORT = b"i"  # with the length of a module's name, which follows; the answer is one of these:
+KEPT, FAILED, THREADS, FILES = range(4)
+FORK = b"f"  # with the worker's number; the answers: its process number, or -errno; its exit code
+ANSWER = struct.Struct("=q")
+
 REASONS = {
     THREADS: "starts threads, which forked processes would not have",
     FILES: "opens files, sockets or CUDA, which forked processes would share",
-    ENDED: "ends the process",
+    None: "ends the process",
 }
+# Threads, by name, that a library starts again in a forked process: jemalloc's (in pyarrow).
+FORKING = ("jemalloc_bg_thd",)
+
+
+def answer(sock: socket.socket, number: int) -> None:
+    """Send an answer; that the other end is gone is noticed by reading."""
+    with contextlib.suppress(OSError):
+        sock.sendall(ANSWER.pack(number))
+
+
+def answered(sock: socket.socket) -> int | None:
+    """Receive an answer, which comes in one piece; None at end of file."""
+    with contextlib.suppress(ConnectionError):
+        data = sock.recv(ANSWER.size)
+        if data:
+            return int(ANSWER.unpack(data)[0])
+    return None
+
+
+# ── the server ─────────────────────────────────────────────────────────────────────────────
+
+
+class Forker:
+    """The fork server itself: one thread, which forks and reaps workers, and reports both.
+
+    It ends when the trainer closes its socket, or dies. Each worker has its own socket.
+    """
+
+    def __init__(self, sock: socket.socket, entry: str, trainer: Identity) -> None:
+        close_in_forks(sock)
+        self._sock = sock
+        self._entry = entry
+        self._trainer = trainer
+        self._reports: dict[int, socket.socket] = {}  # of living children, by process number
+        self._woken, self._wake = socket.socketpair()
+
+    def serve(self) -> NoReturn:
+        """Serve until the trainer is gone; the garbage collector is off."""
+        set_name("cseq-server")
+        for name in ("numpy", self._entry.partition(":")[0]):
+            importlib.import_module(name)
+        self._woken.settimeout(0)
+        self._wake.settimeout(0)
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, ignore)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        self._poll = select.poll()
+        self._poll.register(self._woken, select.POLLIN)
+        self._poll.register(self._sock, select.POLLIN)
+        while self._step():
+            pass
+        os._exit(0)
+
+    def _step(self) -> bool:
+        """Wait for a request or the end of a child, and handle it; False: the trainer is gone."""
+        ready = [fd for fd, _ in self._poll.poll()]
+        if self._woken.fileno() in ready:
+            self._woken.recv(4096)  # first: a child that ends later wakes it again
+            self._reap()
+        if self._sock.fileno() not in ready:
+            return True
+        try:
+            request, fds = descriptors.receive(self._sock, REQUEST.size, 2)
+        except ConnectionError:
+            return False
+        if not request:
+            return False
+        what, value = REQUEST.unpack(request)
+        answers = socket.socket(fileno=fds[0])
+        if what == FORK:
+            self._fork(answers, fds[1], value)
+        else:
+            name = descriptors.receive_exactly(self._sock, value).decode()
+            close_in_forks(answers)
+            answer(answers, _import(name))
+            answers.close()
+        return True
+
+    def _fork(self, reports: socket.socket, fd: int, number: int) -> None:
+        """Start a worker, which owns the socket `fd`."""
+        gc.freeze()  # or every worker's garbage collector would copy these pages
+        try:
+            pid = fork()
+        except OSError as error:
+            os.close(fd)
+            answer(reports, -(error.errno or 1))
+            reports.close()
+            return
+        if pid == 0:
+            self._become_worker(reports, fd, number)
+        os.close(fd)
+        close_in_forks(reports)
+        self._reports[pid] = reports
+
+    def _become_worker(self, reports: socket.socket, fd: int, number: int) -> NoReturn:
+        """Run a worker in the copy of the server; the end of `reports` will be that of both.
+
+        So the worker itself says that it is born: the server may die before it could.
+        """
+        try:
+            answer(reports, os.getpid())
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._woken.close()
+            self._wake.close()
+            gc.enable()
+            close_in_forks(reports)
+            sock = socket.socket(fileno=fd)
+        except BaseException:  # noqa: BLE001 - it must not go back to serving
+            leave(report(number), number)
+        work(sock, number, self._entry, self._trainer)
+
+    def _reap(self) -> None:
+        """Reap every child that has ended, and say how."""
+        while self._reports:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            with self._reports.pop(pid, contextlib.nullcontext()) as reports:
+                if reports is not None:
+                    answer(reports, os.waitstatus_to_exitcode(status))
+
+
+def _import(name: str) -> int:
+    """Import a module for all workers, and say whether they can be forked with it."""
+    tasks, files, outcome = _tasks(), _files(), KEPT
+    try:
+        with reading():
+            importlib.import_module(name)
+    except BaseException:  # noqa: BLE001 - a worker that imports it will see it raise
+        outcome = FAILED
+    flush_output()
+    if _tasks() - tasks:
+        return THREADS
+    return FILES if _files() - files else outcome
+
+
+def _tasks() -> set[str]:
+    """List the threads of this process that a fork would lose, where the system lists threads."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for task in os.listdir("/proc/self/task"):
+            with (
+                contextlib.suppress(OSError),  # one that has just ended
+                open(f"/proc/self/task/{task}/comm", encoding="utf-8") as file,
+            ):
+                if file.read().strip() not in FORKING:
+                    found.add(task)
+    return found
+
+
+def _files() -> set[tuple[str, str]]:
+    """List the open descriptors of this process, where the system lists them; CUDA has some."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the one that has listed them
+                found.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
+    return found
+
+
+# ── in the trainer ─────────────────────────────────────────────────────────────────────────
 
 # The servers of this process that workers may be forked from, by what they were started with.
 _servers: dict[str, ForkServer] = {}
@@ -78,8 +243,7 @@ class ForkServer:
         self.has: set[str] = set()  # modules that it has imported
         self.is_unfit = False  # no worker is to be forked from it any more
         self.users = 0  # launchers whose workers are its children; under `_guard`
-        self._sending = threading.Lock()
-        self.process = spawn(describe_start("server", entry), "cseq-server", threads)
+        self.process = spawn(describe_start(entry), "cseq-server", threads)
 
     @property
     def is_usable(self) -> bool:
@@ -89,9 +253,9 @@ class ForkServer:
     def ask(self, what: bytes, value: int, *fds: int, data: bytes = b"") -> socket.socket:
         """Send a request; return the socket on which the answers come, and the end of file."""
         ours, theirs = pair()
-        with theirs, self._sending, contextlib.suppress(OSError):
-            send(self.process.sock, what, value, theirs.fileno(), *fds)
-            self.process.sock.sendall(data)
+        request = REQUEST.pack(what, value) + data  # in one piece: others may ask, too
+        with theirs, contextlib.suppress(OSError):
+            socket.send_fds(self.process.sock, [request], [theirs.fileno(), *fds])
         return ours
 
     def close(self, deadline: float) -> bool:
@@ -107,28 +271,21 @@ class ForkServer:
 class _ServedChild(Child):
     """A worker that a fork server has started and reaps: it reports how the worker ends."""
 
-    def __init__(self, sock: socket.socket, born: Received, reports: socket.socket) -> None:
-        super().__init__(sock, born.value)
-        # Unlike its number, no later process has it.
-        self._pidfd = Descriptor(int, born.fds[0]) if born.fds else None
+    def __init__(self, sock: socket.socket, pid: int, reports: socket.socket) -> None:
+        super().__init__(sock, pid)
         self._reports = reports
 
     def _send(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if self._pidfd is not None:
-                signal.pidfd_send_signal(self._pidfd.fd, number)
-            elif not readable(self._reports.fileno(), 0):  # macOS, old kernels: it is not reaped
-                os.kill(self.pid, number)
+        if not readable(self._reports.fileno(), 0):  # else another process may have its number
+            with contextlib.suppress(ProcessLookupError):
+                super()._send(number)
 
     def _has_ended(self) -> bool:
         with self._lock.hold():
             if not self.ended.wait(0) and readable(self._reports.fileno(), 0):
-                record = receive(self._reports)
-                if record is not None:
-                    self.code = record.value
+                self.code = answered(self._reports)
                 self.ended.set()
                 self._reports.close()
-                self._pidfd = None
             return self.ended.wait(0)
 
 
@@ -154,7 +311,7 @@ class ForkServerLauncher(Launcher):
         """Have the server import modules before it forks the next worker."""
         self._found, self._seconds = modules, seconds
 
-    def _answer(self, answers: socket.socket, seconds: float) -> Received | None:
+    def _answer(self, answers: socket.socket, seconds: float) -> int | None:
         """Wait for an answer of a server; None: it is dead."""
         end = time.monotonic() + seconds
         while not readable(answers.fileno(), min(LOOK, end - time.monotonic())):
@@ -164,7 +321,7 @@ class ForkServerLauncher(Launcher):
                     "the fork server did not answer in time; does it import a module that is very "
                     "slow?"
                 )
-        return receive(answers)
+        return answered(answers)
 
     def _serving(self) -> ForkServer:
         """Return a server that has imported the modules."""
@@ -184,12 +341,10 @@ class ForkServerLauncher(Launcher):
         self.importing, data = name, name.encode()
         with server.ask(IMPORT, len(data), data=data) as answers:
             try:
-                record = self._answer(answers, self._seconds)
+                outcome = self._answer(answers, self._seconds)
+                reason = REASONS.get(outcome, "")
             except TimeoutError:
                 reason = f"takes more than {self._seconds:g} s"
-            else:
-                outcome = ENDED if record is None else record.value
-                reason = REASONS.get(outcome, "")
         if not reason:
             server.has.add(name)
             if outcome == FAILED:
@@ -219,7 +374,7 @@ class ForkServerLauncher(Launcher):
             if self._servers and self._servers[-1].is_usable:
                 return self._servers[-1]
             modules = self._listed if self._lists_all or _found_unfit else "all"
-            key = repr((describe_start("server", self._entry), self._threads, modules))
+            key = repr((describe_start(self._entry), self._threads, modules))
             server = _servers.get(key)
             if server is None or not server.is_usable:
                 server = _servers[key] = ForkServer(self._entry, self._threads)
@@ -235,12 +390,12 @@ class ForkServerLauncher(Launcher):
                 undo.callback(ours.close)
                 with theirs:
                     reports = undo.enter_context(server.ask(FORK, number, theirs.fileno()))
-                born = self._answer(reports, START)
-                if born is not None and born.what == FAIL:
-                    raise OSError(born.value, f"no worker process: {os.strerror(born.value)}")
-                if born is not None:
+                pid = self._answer(reports, START)
+                if pid is not None and pid < 0:
+                    raise OSError(-pid, f"no worker process: {os.strerror(-pid)}")
+                if pid is not None:
                     undo.pop_all()
-                    return _ServedChild(ours, born, reports)
+                    return _ServedChild(ours, pid, reports)
             code = server.process.status(LAST)  # or it would be found alive, and asked again
         raise OSError(
             f"the fork server {describe_exit(code)} before it could start worker {number}; if it "
