@@ -2,7 +2,7 @@
 
 Methods and attributes of torch's loader and iterators are used where they are needed
 (`_get_iterator`, `_index_sampler`, `_base_seed`, …), and so is what is multiprocessing's own, in
-`cseq.processes.launcher.identity` and `cseq.processes.spawning`. `_use` tries each of torch's, so
+`cseq.processes.launcher.child` and `cseq.processes.spawning`. `_use` tries each of torch's, so
 that a torch which lacks one is found out by name; test_torch_names.py tries multiprocessing's.
 
 With such a torch every loader has torch's own iterator: `REASON` says why. So nothing here fails

@@ -18,18 +18,6 @@ LAST = 1.0  # seconds past a deadline in which killed processes must end
 
 KILL = int(getattr(signal, "SIGKILL", signal.SIGTERM))  # on Windows they are the same
 KILLED = 0xC5E9 if os.name == "nt" else -KILL  # exit code of a process that `KILL` has ended
-# Exit codes of Windows (NTSTATUS) that processes end with when they crash.
-CRASHES = {
-    0xC0000005: "access violation",
-    0xC000001D: "illegal instruction",
-    0xC00000FD: "stack overflow",
-    0xC0000135: "a DLL was not found",
-    0xC000013A: "Ctrl-C",
-    0xC0000142: "a DLL could not be initialised",
-    0xC0000374: "heap corruption",
-    0xC0000409: "abort",
-    0xE06D7363: "exception of C++",
-}
 
 # Sent to all processes of a terminal or of a job; what to do about them is the trainer's decision.
 SHIELDED = tuple(
@@ -63,17 +51,6 @@ def readable(fd: int, seconds: float) -> bool:
     return bool(poll.poll(max(0.0, seconds) * 1000))
 
 
-def hung_up(sock: socket.socket) -> bool:
-    """Whether a socket's other end is closed; what was not read yet is dropped."""
-    try:
-        while sock.fileno() >= 0 and readable(sock.fileno(), 0):
-            if not sock.recv(65536):
-                return True
-    except ConnectionError:
-        return True
-    return sock.fileno() < 0
-
-
 def describe_exit(code: int | None) -> str:
     """Say how a process ended, for a message: 'was killed by SIGKILL', 'exited with code 3'."""
     if code is None:
@@ -83,7 +60,7 @@ def describe_exit(code: int | None) -> str:
     if code >= 0xF0000000:  # a negative number, which Windows shows without a sign
         return f"exited with code {code - (1 << 32)}"
     if code >= 0xC0000000:
-        return f"crashed: {CRASHES.get(code, 'exception')} (0x{code:X})"
+        return f"crashed with NTSTATUS 0x{code:X}"
     if code >= 0:
         return f"exited with code {code}"
     try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from cseq import system
 from cseq._memory import fork_depth
-from cseq.processes.launcher.base import SHIELDED, end_copy, exit_code_of, flush_output, hung_up
+from cseq.processes.launcher.base import SHIELDED, end_copy, exit_code_of, flush_output, readable
 from cseq.processes.launcher.forks import close_in_forks, in_forked_children
 
 if TYPE_CHECKING:
@@ -147,8 +147,7 @@ def work(
         close_in_forks(sock)
         in_forked_children(_unshield)
         if "multiprocessing.process" in sys.modules:
-            identity = importlib.import_module("cseq.processes.launcher.identity")
-            identity.adopt(number, trainer, sock.fileno())
+            _adopt(number, trainer, sock.fileno())
         set_name(f"cseq-w{number}")
         module, _, function = entry.partition(":")
         run = getattr(importlib.import_module(module), function)
@@ -162,11 +161,46 @@ def work(
     leave(code, number)
 
 
+def _adopt(number: int, trainer: Identity, sentinel: int) -> None:
+    """Tell multiprocessing, and process pools, that this is a new process.
+
+    They may have threads and finalizers of the one that it was forked from. A
+    `multiprocessing.Process` sees to this itself; its means have no public names.
+    """
+    known: Any = sys.modules
+    multiprocessing, module = known["multiprocessing"], known["multiprocessing.process"]
+    process = multiprocessing.Process(name=f"cseq-w{number}")
+    process._identity = (number + 1,)  # in the trainer they are counted; each worker has begun anew
+    module._current_process = process
+    module._parent_process = module._ParentProcess(*trainer, sentinel)
+    module._children = set()
+    util = known.get("multiprocessing.util")
+    if util is not None:
+        util._finalizer_registry.clear()
+        util._run_after_forkers()
+        atexit.unregister(util._exit_function)
+        atexit.register(util._exit_function)
+    pools = known.get("concurrent.futures.process")
+    if pools is not None:
+        pools._threads_wakeups.clear()
+
+
+def _hung_up(sock: socket.socket) -> bool:
+    """Whether a socket's other end is closed; what was not read yet is dropped."""
+    try:
+        while sock.fileno() >= 0 and readable(sock.fileno(), 0):
+            if not sock.recv(65536):
+                return True
+    except ConnectionError:
+        return True
+    return sock.fileno() < 0
+
+
 def _code_after(error: BaseException, sock: socket.socket, number: int) -> int:
     """Return the exit code of a worker whose entry has raised; report what is an error."""
     if isinstance(error, SystemExit):
         return exit_code_of(error.code)
-    if isinstance(error, ConnectionError) and hung_up(sock):
+    if isinstance(error, ConnectionError) and _hung_up(sock):
         return 0  # the trainer is gone: nothing to report
     return report(number)
 
@@ -182,8 +216,10 @@ def report(number: int) -> int:
 def leave(code: int, number: int) -> NoReturn:
     """End the process, without waiting for its threads."""
     try:
-        if "concurrent.futures.process" in sys.modules:
-            importlib.import_module("cseq.processes.launcher.identity").close_pools()
+        pools: Any = sys.modules.get("concurrent.futures.process")
+        if pools is not None:  # else multiprocessing would wait for their processes for ever
+            with contextlib.suppress(OSError):  # one was dropped just now, and is ending
+                pools._python_exit()
         atexit._run_exitfuncs()
     except BaseException:  # noqa: BLE001 - no caller above handles it
         report(number)

@@ -96,7 +96,7 @@ class Child:
         process reaped it.
         """
         deadline = time.monotonic() + timeout
-        while os.getpid() == self._owner and not self._has_ended():
+        while not self._has_ended():
             left = deadline - time.monotonic()
             if left <= 0:
                 break
@@ -146,7 +146,8 @@ class _WindowsChild(Child):
 class Launcher:
     """One way to start workers; the base of all of them.
 
-    Its methods are for threads in which no signal handler runs, but `cancel` for any.
+    Its methods are for threads in which no signal handler runs, but `cancel` for any; and for the
+    process that has made it, not for one that was forked from it.
 
     Parameters
     ----------
@@ -155,8 +156,6 @@ class Launcher:
 
     Attributes
     ----------
-    method : str
-        Its name.
     takes_objects : bool
         Whether workers inherit objects: then they are called as ``entry(sock, local)``.
     local : object
@@ -167,7 +166,6 @@ class Launcher:
         The module that is being imported for all workers now; "" if none is.
     """
 
-    method = ""
     takes_objects = False
     local: object = None
     importing = ""
@@ -175,7 +173,6 @@ class Launcher:
     def __init__(self, entry: str, threads: int | None) -> None:
         self._entry = entry
         self._threads = threads
-        self._owner = os.getpid()
         self._children: set[Child] = set()
         self._cancelled = False
         self.context = Context()
@@ -222,20 +219,14 @@ class Launcher:
         raise NotImplementedError
 
     def _check(self) -> None:
-        """Refuse to work after `cancel`, and in a process that the user forked."""
+        """Refuse to work after `cancel`."""
         if self._cancelled:
             raise InterruptedError("no worker processes: they are being ended")
-        if os.getpid() != self._owner:
-            raise OSError(
-                f"this launcher belongs to process {self._owner}, and this one, {os.getpid()}, was "
-                "forked from it; make and start a manager here"
-            )
 
     def close(self, deadline: float) -> bool:
         """End all processes that were started here: workers that are left are killed.
 
-        In a process that the user forked, nothing is done. If a process lives on, a second call
-        tries again.
+        If a process lives on, a second call tries again.
 
         Parameters
         ----------
@@ -247,8 +238,6 @@ class Launcher:
         bool
             Whether everything is gone and reaped.
         """
-        if os.getpid() != self._owner:
-            return True
         children = set(self._children)
         for child in children:
             if not child.gone:
@@ -272,22 +261,12 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
     ours, theirs = pair()
     with contextlib.ExitStack() as undo:
         undo.callback(ours.close)
-        with theirs, _signals_blocked():
+        with theirs, contextlib.ExitStack() as unblock:
+            if hasattr(signal, "pthread_sigmask"):
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+                unblock.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
             yield ours, theirs
         undo.pop_all()
-
-
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # The program of a new interpreter. It sets the trainer's sys.path before it imports cseq, so that
@@ -387,8 +366,6 @@ def _executable() -> tuple[str, dict[str, str]]:
 class SpawnLauncher(Launcher):
     """Every worker is a new interpreter."""
 
-    method = "spawn"
-
     def _launch(self, number: int) -> Child:
         return spawn(describe_start(self._entry, number), f"cseq-w{number}", self._threads)
 
@@ -396,7 +373,6 @@ class SpawnLauncher(Launcher):
 class ForkLauncher(Launcher):
     """Every worker is a copy of the trainer."""
 
-    method = "fork"
     takes_objects = True
 
     def _launch(self, number: int) -> Child:

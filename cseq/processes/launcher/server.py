@@ -292,8 +292,6 @@ class _ServedChild(Child):
 class ForkServerLauncher(Launcher):
     """Every worker is a copy of a small process that has imported what workers need."""
 
-    method = "forkserver"
-
     def __init__(self, entry: str, threads: int | None) -> None:
         super().__init__(entry, threads)
         self._listed: Sequence[str] = ()  # modules that a server imports before its first fork

@@ -41,20 +41,20 @@ def test_what_a_thread_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_multiprocessings_own() -> None:
     """What `worker` calls of multiprocessing, in a new process, and what `spawning` changes."""
-    from cseq.processes.launcher.identity import PROCESS
     from cseq.processes.spawning import CONTEXT, PICKLER
 
+    process: Any = multiprocessing.process
     util: Any = multiprocessing.util
-    parent = PROCESS._ParentProcess("trainer", 7, None)
+    parent = process._ParentProcess("trainer", 7, None)
     assert (parent.name, parent.pid, parent._sentinel) == ("trainer", 7, None)
-    assert PROCESS._parent_process is PROCESS.parent_process()
+    assert process._parent_process is process.parent_process()
     assert multiprocessing.Process()._identity[:-1] == ()
     CONTEXT.set_spawning_popen(parent)
     assert CONTEXT.get_spawning_popen() is parent
     CONTEXT.set_spawning_popen(None)
     assert callable(PICKLER._extra_reducers[Connection])
-    assert PROCESS._current_process is PROCESS.current_process()
-    assert isinstance(PROCESS._children, set)
+    assert process._current_process is process.current_process()
+    assert isinstance(process._children, set)
     assert callable(util._run_after_forkers)
     assert callable(util._exit_function)
     assert hasattr(util._finalizer_registry, "clear")
