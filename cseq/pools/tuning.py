@@ -30,10 +30,7 @@ SHORT, LONG = 0.5, 8.0  # seconds of the epochs in a window, at least; longer if
 EACH = 4  # batches of each worker in a window, at least
 QUICK = 3  # changes after which windows get longer, too
 BETTER, WORSE = 1.05, 0.95  # times the rate: less than that, and a change was of no use; or harm
-AHEAD = (
-    3  # batches of the buffer for each new worker: half are ready when those that sleep are woken
-)
-PATIENCE = 3  # windows in a row that show too many workers, before there are fewer
+AHEAD = 3  # batches of the buffer for each new worker: half are ready when sleepers are woken
 OTHER = 1.5  # times the ratio of the two sides' times, from which old experience is none
 MANY = 1 << 30
 
@@ -67,14 +64,13 @@ class Tuner:
     def __init__(self, auto: tuple[bool, bool]) -> None:
         self._auto = auto
         self.span = SHORT
-        self._changes = self._idle = 0
+        self._changes = 0
         self._trial: tuple[Size, float] | None = None  # before the last change: the size, the rate
         self._forget(0.0)
 
     def _forget(self, ratio: float) -> None:
         """Have no experience with batches and steps whose times have this ratio."""
         self._ratio = ratio
-        self._least = 1  # fewer workers were too few
         self._enough = Size(MANY, MANY)  # more workers, or a larger buffer, were of no use
 
     def is_enough(self, window: Window) -> bool:
@@ -91,7 +87,6 @@ class Tuner:
         if decision is None:
             self.span = min(2 * self.span, LONG)
             return None
-        self._idle = 0
         self._changes += 1
         self.span = min(SHORT * 2 ** max(0, self._changes - QUICK), LONG)
         return decision
@@ -111,11 +106,7 @@ class Tuner:
             if waits and not is_better:
                 self._enough = self._enough._replace(buffer=size.buffer)
             return None
-        if now > workers and not is_worse and (is_better or not waits):
-            self._least = workers + 1
-        elif now < workers and is_worse:
-            self._least = workers
-        elif waits:
+        if waits and not is_better:
             self._enough = self._enough._replace(num_workers=workers if is_worse else now)
         if not is_worse:
             self._ratio = ratio  # which the change itself may have made another
@@ -131,13 +122,8 @@ class Tuner:
         named, why = advice.change, advice.sentence
         workers, buffer = size
         if self._auto[0]:
-            workers = named.get("num_workers", workers)
-            self._idle = self._idle + 1 if advice.cause == "loop" and v.spare else 0
-            if self._idle >= PATIENCE and not named:
-                workers = v.fewest
-            highest = max(size.num_workers, min(most.num_workers, self._enough.num_workers))
-            lowest = min(size.num_workers, self._least)
-            workers = min(max(workers, lowest), highest)
+            highest = max(workers, min(most.num_workers, self._enough.num_workers))
+            workers = min(named.get("num_workers", workers), highest)
         if self._auto[1]:
             more = AHEAD * workers if workers > size.num_workers else 2 * workers
             buffer = named.get("buffer", max(buffer, more))

@@ -108,31 +108,6 @@ def test_a_larger_buffer_that_was_of_no_use_is_the_last() -> None:
     assert all(Tuner(BOTH).look(after, size, size) is None for _ in range(3))
 
 
-def test_fewer_workers_if_there_are_too_many_for_long() -> None:
-    """The number that the advice says would be enough; not after one window, nor with gaps."""
-    idle = replace(COMPUTING, workers=8, busy=0.2, waited=0.0, batches=90)
-    assert "2 workers would be enough" in advise(idle).sentence
-    tuner = Tuner(BOTH)
-    for window in (idle, idle, replace(idle, busy=0.5), idle, idle):
-        assert tuner.look(window, Size(8, 16), MOST) is None
-    decision = tuner.look(idle, Size(8, 16), MOST)
-    assert decision is not None
-    assert decision.size == (2, 16)
-
-
-def test_fewer_workers_that_were_too_few_do_not_come_again() -> None:
-    """What was found too few stays so, while batches and steps take the same time."""
-    idle = replace(COMPUTING, workers=8, busy=0.2, waited=0.0, batches=90)
-    tuner = Tuner(BOTH)
-    decisions = [tuner.look(idle, Size(8, 16), MOST) for _ in range(3)]
-    assert decisions[-1] is not None
-    back = tuner.look(replace(idle, workers=2, busy=1.0, waited=0.5, batches=45), Size(2, 16), MOST)
-    assert back is not None
-    assert back.size.num_workers == 8
-    for _ in range(20):
-        assert tuner.look(idle, Size(8, 16), MOST) is None
-
-
 def test_a_window_has_to_be_long_enough() -> None:
     """In time and in batches; longer where nothing has changed, up to some seconds."""
     tuner = Tuner(BOTH)
