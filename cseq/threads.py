@@ -99,13 +99,6 @@ class Threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
         return [thread.name for thread in self._threads if thread.is_alive()]
 
-    def ident(self, name: str) -> int | None:
-        """Return a thread's identifier; None if it is not running."""
-        for thread in self._threads:
-            if thread.name == name and thread.is_alive():
-                return thread.ident
-        return None
-
 
 def thread_limits(root: str = ROOT) -> str:
     """Say how many threads and processes there may be, for an error where there are no more."""

@@ -338,7 +338,7 @@ class BatchPool(Pool):
     @property
     def is_staffed(self) -> bool:
         """Whether all these workers have made their indexers."""
-        raise NotImplementedError
+        return all(map(self._crews[0].is_ready, range(1, self.num_workers + 1)))
 
     def most(self, stats: Stats) -> Size:
         """Return the most of both that there is memory for, as far as `stats` tell."""

@@ -221,11 +221,6 @@ class ProcessPool(BatchPool):
         self._ring.set_spin(*spins(self._arena.owners - self._job.num_workers + num_workers))
         self.supervisor.resize(num_workers)
 
-    @property
-    def is_staffed(self) -> bool:
-        """Whether all workers have made their indexers."""
-        return all(map(self.supervisor.is_ready, self.supervisor.wanted()))
-
     def most(self, stats: Stats) -> Size:
         """Return the most that there is memory for: half of what is left may go to processes."""
         most, free = super().most(stats), available_memory()

@@ -57,7 +57,7 @@ class ThreadGroup:
 
     def __init__(self, ring: Ring, lanes: Lanes) -> None:
         self._ring, self._lanes = ring, lanes
-        self._names: dict[int, str] = {}  # by owner
+        self._idents: dict[int, int] = {}  # of threads that have begun, by owner
         self.begun: dict[int, int] = {}
         self._threads = Threads()  # to be started
         self._started: list[Threads] = []
@@ -65,7 +65,6 @@ class ThreadGroup:
 
     def add(self, name: str, target: Callable[[], None], owner: int) -> None:
         """Add a thread, which ends when the ring is closed; `owner`: the runner that it is."""
-        self._names[owner] = name
         self._threads.add(name, partial(self._guard, target, owner))
 
     def start(self) -> None:
@@ -76,6 +75,7 @@ class ThreadGroup:
 
     def _guard(self, target: Callable[[], None], owner: int) -> None:
         """Run a thread's work; its exception is raised in the loop."""
+        self._idents[owner] = threading.get_ident()
         try:
             self._lanes.note("start", owner, os.getpid(), threading.get_native_id())
             with Reuse():
@@ -92,6 +92,10 @@ class ThreadGroup:
         """Raise the exception that has ended a thread."""
         self.failure.check()
 
+    def is_ready(self, owner: int) -> bool:
+        """Whether a worker has made its indexer, or producer."""
+        return self.begun.get(owner) == MADE
+
     def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:  # noqa: ARG002
         """Raise WorkerTimeout for what takes longer; no thread can be restarted."""
         starting = [(owner, since) for owner, since in list(self.begun.items()) if since > 0]
@@ -102,8 +106,7 @@ class ThreadGroup:
 
     def _stack(self, owner: int) -> str:
         """Return a thread's stack, as text."""
-        idents = [one.ident(self._names[owner]) for one in self._started]
-        frame = sys._current_frames().get(next(filter(None, idents), 0))
+        frame = sys._current_frames().get(self._idents.get(owner, 0))
         return "(not running)\n" if frame is None else "".join(traceback.format_stack(frame))
 
     def join(self, seconds: float, *, hurried: bool = False) -> None:
@@ -231,11 +234,6 @@ class ThreadPool(BatchPool):
         self._staff()
         self._group.start()
 
-    @property
-    def is_staffed(self) -> bool:
-        """Whether all workers have made their indexers."""
-        return all(self._group.begun.get(k + 1) == MADE for k in range(self.num_workers))
-
     def _staff(self) -> None:
         """Add the threads that are wanted and not there."""
         with self._lock.hold():
@@ -264,7 +262,10 @@ class ThreadPool(BatchPool):
             return
         runner = Runner(self._ring, INDEXER, number + 1, last=not job.num_converters)
         working = indexer.leaving(made, batch_context, job.on_error)
-        indexing = indexer.Indexing(self._objects, working, batch_context, self._converter())
+        convert = None
+        if not job.num_converters and job.output.kind != "null":
+            convert = Converter(job.output).convert
+        indexing = indexer.Indexing(self._objects, working, batch_context, convert)
         self._hint.watch(indexing)
         try:
             run(runner, indexing.work)
@@ -288,12 +289,6 @@ class ThreadPool(BatchPool):
             return made
         finally:
             self._making.release()
-
-    def _converter(self) -> Callable[[Any], Any] | None:
-        """Return the conversion that an indexing thread applies to its batches, if any."""
-        if self._job.num_converters or self._job.output.kind == "null":
-            return None
-        return Converter(self._job.output).convert
 
     @property
     def _is_over(self) -> bool:

@@ -60,10 +60,6 @@ class Crew(ThreadGroup):
     def begin(self) -> None:
         """Begin an epoch: no thread dies, so nothing is counted by the epoch."""
 
-    def is_ready(self, owner: int) -> bool:
-        """Whether a worker has made its producer."""
-        return self.begun.get(owner) == MADE
-
     def close(self, *, hurried: bool) -> None:
         """End the threads."""
         for ring in self._rings:
