@@ -121,8 +121,7 @@ class Run(Generic[P]):
         self.interrupt()
         if self.is_ours and not self._close_pool():
             self.lock.put_off(partial(self.close, hurried=self.pool.is_hurried))
-            return
-        if self._finalizer is not None:
+        elif self._finalizer is not None:
             self._finalizer.detach()  # not before: an interrupted close is called again
 
     def _close_pool(self) -> bool:
@@ -165,16 +164,14 @@ def close_elsewhere(close: Callable[[], object]) -> None:
     def begin() -> None:
         # `close` may call `threading.current_thread`, which registers a dummy for a thread that
         # `threading` has not started; that would stay in its list.
-        _begun_or_done(lambda: threading.Thread(target=work, name=NAME, daemon=True).start(), work)
+        try:
+            threading.Thread(target=work, name=NAME, daemon=True).start()
+        except RuntimeError:  # no more threads
+            work()
 
     # Not at once: the start of a `threading.Thread` takes locks that this very thread may hold.
-    _begun_or_done(lambda: _thread.start_new_thread(begin, ()), work)
-
-
-def _begun_or_done(begin: Callable[[], object], work: Callable[[], None]) -> None:
-    """Begin a thread; if the system has no more threads, do its work here."""
     try:
-        begin()
+        _thread.start_new_thread(begin, ())
     except RuntimeError:
         work()
 
@@ -238,7 +235,6 @@ class Manager:
 
     @property
     def _state(self) -> str:
-        """What to call its state."""
         if self._run is None or self._run.is_ended:
             return "not started"
         return "in its own 'with'" if self._is_entered else "started"

@@ -51,9 +51,9 @@ class Threads:
         self.begun = False
         self._error: BaseException | None = None
 
-    def add(self, name: str, target: Callable[[], None], *, daemon: bool = True) -> None:
+    def add(self, name: str, target: Callable[[], None]) -> None:
         """Add a thread, which `start` will start."""
-        self._threads.append(threading.Thread(target=target, name=name, daemon=daemon))
+        self._threads.append(threading.Thread(target=target, name=name, daemon=True))
 
     def start(self) -> None:
         """Start all threads, also if a signal handler raises meanwhile.
@@ -176,7 +176,6 @@ def await_told(deadline: float) -> None:
 
 
 def _forget_messages() -> None:
-    """Forget the messages of the process that has forked this one."""
     global _writer, _writing
     _pending.clear()
     _writer, _writing = Threads(), False

@@ -115,7 +115,6 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
 
 
 def _convert(task: Task, runner: Runner, entered: Entered) -> None:
-    """Convert until the ring is closed."""
     with entered.starting():
         from cseq.converter.cuda import CudaConverter
 

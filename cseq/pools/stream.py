@@ -139,7 +139,6 @@ class StreamPool(Pool):
         raise NotImplementedError
 
     def _write_key(self, key: Any, number: int) -> Request:
-        """Write a key into a slot; TypeError if it cannot be pickled."""
         return self._write(key, f"key {number} of epoch {self._epoch - 1}")
 
     # -- waiting

@@ -105,7 +105,6 @@ class ThreadGroup:
             )
 
     def _stack(self, owner: int) -> str:
-        """Return a thread's stack, as text."""
         frame = sys._current_frames().get(self._idents.get(owner, 0))
         return "(not running)\n" if frame is None else "".join(traceback.format_stack(frame))
 
@@ -134,7 +133,6 @@ def add_converters(
 
 
 def _convert(job: Job, runner: Runner, source: Source, batch_writer: Objects) -> None:
-    """Convert until the ring is closed."""
     import torch
 
     from cseq.converter.cuda import CudaConverter

@@ -68,7 +68,6 @@ class Crew(ThreadGroup):
         self._producer = None
 
     def _serve(self, number: int) -> None:
-        """Make items until the queue is closed."""
         ring, make, count = self._rings[number], self._producer, len(self._rings)
         if make is None:  # it was closed before this thread ran
             return

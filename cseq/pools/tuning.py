@@ -185,7 +185,6 @@ class Controller:
         log_change(size, decision.size, decision.why)
 
     def _begin(self, stats: Stats) -> None:
-        """Begin a window."""
         self._from = stats
         self._at = now_ns() + int(self._tuner.span * 1e9)
 

@@ -236,7 +236,6 @@ class Supervisor:
     # -- on the supervisor's thread
 
     def _run(self) -> None:
-        """Run the supervisor's thread."""
         try:
             waker, woken = pair()
             with waker, woken, Selector() as self._selector:

@@ -151,7 +151,6 @@ def enter(sock: socket.socket) -> Entered:
 
 
 def _receive_setup(sock: socket.socket) -> tuple[Setup, list[int]]:
-    """Read the setup and the descriptors that come with it."""
     head, fds = descriptors.receive(sock, LENGTH.size, 8)
     (length,) = LENGTH.unpack(head or _leave())
     setup: Setup = pickle.loads(descriptors.receive_exactly(sock, length) or _leave())

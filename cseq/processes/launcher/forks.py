@@ -34,7 +34,6 @@ def close_in_forks(sock: socket.socket) -> None:
 
 
 def _close_private() -> None:
-    """Close the sockets, in a child."""
     for sock in list(_private):
         sock.close()
     _private.clear()

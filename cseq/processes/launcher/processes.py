@@ -219,7 +219,6 @@ class Launcher:
         raise NotImplementedError
 
     def _check(self) -> None:
-        """Refuse to work after `cancel`."""
         if self._cancelled:
             raise InterruptedError("no worker processes: they are being ended")
 

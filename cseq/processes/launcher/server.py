@@ -228,7 +228,6 @@ _found_unfit = False  # since then, a server imports only the modules of an argu
 
 
 def _forget_servers() -> None:
-    """Forget the servers of the process that has forked this one."""
     global _servers, _guard
     _servers, _guard = {}, threading.Lock()
 
