@@ -38,7 +38,7 @@ import sys
 import types
 from collections import OrderedDict, defaultdict
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy import ndarray
@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]
+# Where a batch lies in its slot, four words of a cell of the ring, whose sum is its end: where the
+# structure begins, and the lengths of structure, layout and objects.
+Record: TypeAlias = tuple[int, int, int, int]
 
 __all__ = [
     "LONG",
@@ -63,7 +66,6 @@ __all__ = [
     "castable",
     "decode",
     "dump",
-    "encode",
     "encode_pickled",
     "map_leaves",
     "recast",
@@ -71,17 +73,8 @@ __all__ = [
 ]
 
 
-class Record(NamedTuple):
-    """Where a batch lies in its slot: four words of a cell of the ring, whose sum is its end."""
-
-    offset: int  # where the structure begins
-    structure: int  # its length
-    layout: int  # the length of what follows it
-    objects: int  # the length of what follows that, 0 if there are none
-
-
 def castable(dtype: Dtype) -> bool:
-    """Whether arrays of this type are numbers that `encode` casts: bool, int, uint, float."""
+    """Whether arrays of this type are numbers that a writer casts: bool, int, uint, float."""
     return dtype.kind in "biuf"
 
 
@@ -267,31 +260,6 @@ def _bits(dtype: Any) -> tuple[Any, str | None]:
     return None, None
 
 
-def encode(batch: Any, writer: Encoder) -> Record:
-    """Write a batch into a slot.
-
-    Parameters
-    ----------
-    batch : object
-    writer : Encoder
-        At the slot; bytes in use there stay. Arrays that lie in this slot are not copied. Arrays
-        and tensors of numbers (`castable`) become its `cast`, but not those of what is pickled.
-
-    Returns
-    -------
-    Record
-        What `decode` needs.
-
-    Raises
-    ------
-    TypeError
-        If something cannot be pickled; says where in the batch.
-    MemoryError
-        If there is no room for it.
-    """
-    return Record._make(writer.encode(batch))
-
-
 def plan_for(batch: Any, writer: Encoder) -> tuple[Plan, list[Array], list[Any]]:
     """Return a batch's plan, which the writer then remembers, its arrays, and its other leaves."""
     survey = _Survey(writer.cast)
@@ -416,4 +384,5 @@ ONE_OBJECT = Plan(pickle.dumps((OBJECT,), protocol=5), (OBJECT,))
 def encode_pickled(pickled: Pickled, writer: Encoder) -> Record:
     """Write an object that is pickled already into a slot; `decode` returns it."""
     buffers = [np.frombuffer(buffer, np.uint8) for buffer in pickled.buffers]
-    return Record._make(writer.encode_parts(ONE_OBJECT, buffers, pickled.data))
+    record: Record = writer.encode_parts(ONE_OBJECT, buffers, pickled.data)
+    return record

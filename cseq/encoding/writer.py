@@ -103,7 +103,8 @@ class Writer(Encoder):
     def write(self, runner: Runner, batch: Any) -> tuple[int, ...]:  # noqa: ARG002
         """Encode the batch."""
         self.settle()
-        return codec.encode(batch, self)
+        record: tuple[int, ...] = self.encode(batch)
+        return record
 
     def publish(self, runner: Runner, record: tuple[int, ...]) -> None:
         """Publish the ticket; arrays in the slot that the indexer has kept stay where they are."""
@@ -134,7 +135,7 @@ class Writer(Encoder):
             self.select(runner.slot, runner.capacity)
         else:
             self.begin()
-        record = codec.encode(packed, self)
+        record: tuple[int, ...] = self.encode(packed)
         self.end()
         return record
 

@@ -107,7 +107,11 @@ cdef class Encoder(TicketWriter):
         return 0
 
     def encode(self, batch):
-        """Write a batch into the slot: see `codec.encode`."""
+        """Write a batch into the slot, after what is in use there: a `codec.Record`.
+
+        Arrays that lie in this slot are not copied. Arrays and tensors of numbers (`castable`) become its
+        `cast`, but not those of what is pickled. TypeError says which part cannot be pickled.
+        """
         cdef uint64_t[4] f
         self.write_batch(batch, f)
         return f[0], f[1], f[2], f[3]

@@ -249,7 +249,7 @@ cdef class Plan:
                 value = value.view(<object>leaf.bits)
             value = self.to_array(value)
         except (RuntimeError, TypeError):
-            return False  # `codec.encode` surveys it
+            return False  # the writer surveys it
         return self.match_array(k, value, arrays)
 
     cdef bint match_node(self, Cursor* at, object value, list arrays, list objects) except -1:

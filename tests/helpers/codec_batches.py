@@ -128,7 +128,8 @@ def encode(batch: Any, writer: Writer, cast: np.dtype[Any] | None = None) -> cod
     if writer.cast is not cast:
         writer.cast = cast
         writer.plans.clear()
-    return codec.encode(batch, writer)
+    record: codec.Record = writer.encode(batch)
+    return record
 
 
 def copied(batch: Any, cast: np.dtype[Any] | None = None) -> Any:

@@ -106,7 +106,7 @@ def arrives_elsewhere(obj: object, expression: str) -> str:
         "import sys\nfrom cseq._memory import Block\nfrom cseq.encoding import codec\n"
         "data = sys.stdin.buffer.read()\n"
         "memory = Block(len(data))\nmemoryview(memory)[:] = data\n"
-        f"obj = codec.decode(memory, codec.Record(*{tuple(record)}))\n"
+        f"obj = codec.decode(memory, {record})\n"
         f"print(({expression}))"
     )
     done = subprocess.run(

@@ -29,7 +29,7 @@ from slots import writer_of
 
 from cseq._memory import Block, copy_of
 from cseq.encoding import codec
-from cseq.encoding.codec import decode, encode, map_leaves
+from cseq.encoding.codec import decode, map_leaves
 from cseq.memory.arena import Arena
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def test_batches_do_not_depend_on_each_other(sequence: list[Any], data: st.DataO
     written = []
     for batch in sequence + sequence[:1]:
         writer = writer_of(arena)
-        written.append((batch, writer, encode(batch, writer)))
+        written.append((batch, writer, writer.encode(batch)))
     for batch, writer, record in data.draw(st.permutations(written)):
         assert_same(batch, decode(writer.memory, record))
         writer.close()
@@ -148,16 +148,16 @@ def test_shapes_may_change_from_batch_to_batch(way: str, writer: Writer) -> None
     structures = set()
     for size in range(2 * MOST_KNOWN):
         batch = {way: np.full((size, 2), size), "n": size, "y": np.arange(size, dtype="u1")}
-        record = encode(batch, writer)
+        record = writer.encode(batch)
         assert_same(batch, decode(writer.memory, record))
-        structures.add(bytes(writer.memory)[record.offset :][: record.structure])
+        structures.add(bytes(writer.memory)[record[0] :][: record[1]])
         writer.used = 0
     assert len(structures) == 1
 
 
 def test_records_are_checked(writer: Writer) -> None:
     """A record that points outside the memory is an error."""
-    record = encode(np.arange(5), writer)
+    record = writer.encode(np.arange(5))
     with pytest.raises(IndexError):
         decode(Block(sum(record) - 1), record)
     with pytest.raises(IndexError):
@@ -185,11 +185,11 @@ def test_a_layout_that_lies_does_not_leave_the_memory(
     arena = Arena()
     writer = writer_of(arena)
     spread = np.broadcast_to(np.arange(3.0), (2, 3))
-    true = encode([np.arange(4), spread, np.ones(()).T], writer)
+    true = writer.encode([np.arange(4), spread, np.ones(()).T])
     block = copy_of(writer.memory, sum(true))
     writer.close()
     arena.close()
-    numbers = block.view(true.offset + true.structure, np.dtype("i8"), (true.layout // 8,))
+    numbers = block.view(sum(true[:2]), np.dtype("i8"), (true[2] // 8,))
     assert numbers.tolist() == [0, 32, 4, 64, 24, 2, 3, 0, 8, 128, 8]
     for at, word in words.items():
         if at < len(numbers):
@@ -206,8 +206,8 @@ def test_a_layout_that_lies_does_not_leave_the_memory(
                 (size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)
             ]
             at = array.ctypes.data - start
-            assert 0 <= at <= true.offset
-            assert not array.size or at + array.itemsize + sum(ends) <= true.offset
+            assert 0 <= at <= true[0]
+            assert not array.size or at + array.itemsize + sum(ends) <= true[0]
         if array.size < 10**6:  # an element may be in any number of places
             array.sum()
 
@@ -234,7 +234,7 @@ def test_arrays_in_the_slot_are_found_after_it_grew(writer: Writer) -> None:
     for number, array in enumerate(arrays):
         array[:] = number
     before = writer.used
-    record = encode(arrays, writer)
+    record = writer.encode(arrays)
     assert writer.used - before < 1000
     for number, array in enumerate(decode(writer.memory, record)):
         assert (array == number).all()
@@ -242,12 +242,12 @@ def test_arrays_in_the_slot_are_found_after_it_grew(writer: Writer) -> None:
 
 def test_a_stage_appends_to_what_another_wrote(writer: Writer) -> None:
     """What was read from the slot and is passed on is not copied; what is new goes behind it."""
-    first = encode([np.arange(1000), np.arange(3.0)], writer)
+    first = writer.encode([np.arange(1000), np.arange(3.0)])
     writer.select(writer.slot, writer.capacity)
     writer.used, writer.loaned = sum(first), True
     batch = decode(writer.loan(), first)
     batch[1] = batch[1] * 2
-    second = encode(batch, writer)
+    second = writer.encode(batch)
     assert sum(second) - sum(first) < 1000
     assert_same([np.arange(1000), np.arange(3.0) * 2], decode(writer.memory, second))
     assert_same([np.arange(1000), np.arange(3.0)], decode(writer.memory, first))

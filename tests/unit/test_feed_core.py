@@ -264,14 +264,14 @@ class Written:
         assert self.runner.claim() is True
         slot = self.worker.take()
         self.scratch.clear()
-        record = codec.encode(batch, self.scratch)
+        record = self.scratch.encode(batch)
         self.mapped[slot].store_from(0, self.scratch.memory, sum(record))
         self.runner.publish(0, record, WIDTH, slot)
 
     def learn(self, batch: Any) -> Any:
         """Decode a batch of this structure by `codec.decode`."""
         self.scratch.clear()
-        return codec.decode(self.scratch.memory, codec.encode(batch, self.scratch))
+        return codec.decode(self.scratch.memory, self.scratch.encode(batch))
 
 
 class Holder:

@@ -289,7 +289,7 @@ def readers(scale: int) -> None:
             batch = [floats] * (turn // 3 % 6) + [{f"{turn % 100}": floats}]
             batch += [(floats, turn)[: 1 + turn % 2]]
             scratch.used = 0
-            record = codec.encode(batch, scratch)
+            record = scratch.encode(batch)
             found = codec.decode(scratch.memory, record, lambda *_: None)
             assert len(found) == len(batch)
             for array in [*found[:-2], found[-2][f"{turn % 100}"], found[-1][0]]:

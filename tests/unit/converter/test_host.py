@@ -88,7 +88,7 @@ def through_a_slot(batch: Any, cast: np.dtype[Any] | None) -> Any:
     writer = Writer(arena.fd, arena.width)
     writer.select(slot, arena.slots.nbytes(slot))
     writer.cast = cast
-    record = codec.encode(batch, writer)
+    record = writer.encode(batch)
     memory = arena.lend(slot, sum(record), writer.capacity)
     writer.close()
     arena.close()
