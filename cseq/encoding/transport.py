@@ -15,7 +15,7 @@ from cseq.encoding import codec, failure
 from cseq.stage import BATCH, ENDED, RAISED
 
 if TYPE_CHECKING:
-    from cseq._work import ObjectTable, Runner
+    from cseq._work import Runner
     from cseq.encoding.writer import Writer
     from cseq.memory.arena import Arena
 
@@ -42,25 +42,14 @@ class Objects(ObjectWriter):
         That of several rings, where this one's cells begin at `first`.
     """
 
-    def __init__(
-        self,
-        cells: int,  # noqa: ARG002 - see ObjectWriter
-        below: SlotReader | None = None,
-        *,
-        objects: ObjectTable | None = None,  # noqa: ARG002
-        first: int = 0,
-    ) -> None:
-        self._below = below
-        self._first = first
-
     def decoder(self, **how: Any) -> Decoder:
         """Make what takes out the objects, and frees the slots of the stage before."""
-        slots = None if self._below is None else self._below.arena.slots
+        slots = None if self.below is None else self.below.arena.slots
         return Decoder(objects=self.objects, slots=slots, **how)
 
     def write(self, runner: Runner, batch: Any) -> tuple[int, ...]:
         """Store the batch under the cell's number, for the next stage, or the trainer."""
-        self.objects[self._first + runner.cell] = batch
+        self.objects[self.first + runner.cell] = batch
         return ()
 
     def publish(self, runner: Runner, record: tuple[int, ...]) -> None:
@@ -69,7 +58,7 @@ class Objects(ObjectWriter):
 
     def fail(self, runner: Runner, error: BaseException, status: int = RAISED) -> None:
         """Store the exception under the cell's number."""
-        self.objects[self._first + runner.cell] = error
+        self.objects[self.first + runner.cell] = error
         runner.publish(status)
 
     def end_items(self, runner: Runner) -> None:
@@ -78,7 +67,7 @@ class Objects(ObjectWriter):
 
     def fetch(self, runner: Runner) -> Any:
         """Return the batch of the present ticket."""
-        return self.objects[self._first + runner.cell]
+        return self.objects[self.first + runner.cell]
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
         """Return the object."""
@@ -86,10 +75,9 @@ class Objects(ObjectWriter):
 
     def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
         """Return the exception, from the slot if it was raised in the stage before."""
-        error: BaseException | None = self.objects[cell]
+        error: BaseException = self.objects[cell]
         if error is None:  # a thread may raise before its batch has left the slot
-            assert self._below is not None
-            return self._below.error(cell, slot, capacity, record)
+            error = self.below.error(cell, slot, capacity, record)
         return error
 
 

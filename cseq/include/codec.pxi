@@ -323,10 +323,12 @@ cdef class ObjectWriter(TicketWriter):
     """Publishes the batches of threads: the objects themselves. `transport.Objects` has the rest."""
 
     cdef readonly ObjectTable objects
-    cdef Py_ssize_t first  # of the ring's cells, in a table of several
+    cdef readonly object below
+    cdef readonly Py_ssize_t first  # of the ring's cells, in a table of several
 
-    def __cinit__(self, Py_ssize_t cells, *_, ObjectTable objects=None, Py_ssize_t first=0):
+    def __cinit__(self, Py_ssize_t cells, below=None, *, ObjectTable objects=None, Py_ssize_t first=0):
         self.objects, self.first = ObjectTable(cells) if objects is None else objects, first
+        self.below = below
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
         """Leave the batch in the cell's place, and publish the ticket."""
