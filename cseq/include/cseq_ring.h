@@ -423,10 +423,6 @@ CSEQ_INLINE void cseq_ring_begin(cseq_ring *r, uint32_t cell) {
     cseq_store_rlx_u32(&r->hint[1], cell);
 }
 
-CSEQ_INLINE int cseq_ring_closed(const cseq_ring *r) {
-    return cseq_load_acq_u32(&r->closed) == 1;
-}
-
 CSEQ_INLINE void cseq_ring_set_spin(cseq_ring *r, uint32_t ns, uint32_t most) {
     cseq_store_rlx_u32(&r->spin, ns);
     cseq_store_rlx_u32(&r->spin_most, most);

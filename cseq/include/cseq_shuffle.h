@@ -34,7 +34,6 @@
 #define CSEQ_PREFETCH(address) __builtin_prefetch((address), 1, 2)
 #endif
 
-#define CSEQ_ALGORITHM "fisher-yates-v1"
 #define CSEQ_IV UINT64_C(0x637365712D763100)     /* "cseq-v1\0", read big-endian */
 #define CSEQ_GOLDEN UINT64_C(0x9E3779B97F4A7C15) /* 2^64 / golden ratio, SplitMix64's step */
 #define CSEQ_AHEAD 64                            /* steps between a draw and its swap */

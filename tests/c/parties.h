@@ -45,6 +45,8 @@ CSEQ_INLINE uint32_t below(uint64_t *state, uint32_t range) {
 CSEQ_INLINE uint64_t index_of(uint64_t ticket, uint64_t k) { return ticket * 1000003 + k * 17 + 1; }
 CSEQ_INLINE uint64_t field_of(uint64_t ticket, uint64_t k) { return index_of(ticket, k % BATCH) ^ (k << 32); }
 
+static int ring_closed(const cseq_ring *r) { return cseq_load_acq_u32(&r->closed) == 1; }
+
 /* ── runner ─────────────────────────────────────────────────────────────────────────────── */
 
 typedef struct {
@@ -57,7 +59,7 @@ typedef struct {
 
 /* A cell, CSEQ_NONE after a sleep, CSEQ_CLOSED. */
 static int runner_claim(const seat *s, uint64_t ns) {
-    if (cseq_ring_closed(s->ring)) return CSEQ_CLOSED;
+    if (ring_closed(s->ring)) return CSEQ_CLOSED;
     int cell = cseq_ring_claim(s->ring, s->stage, s->owner);
     if (cell < 0)
         cell = s->turn ? cseq_gil_await(s->turn, s->ring, s->stage, s->owner, ns)

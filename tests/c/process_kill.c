@@ -139,14 +139,14 @@ static void bury(pid_t pid, int status) {
     pids[owner] = 0;
     if (WIFEXITED(status)) {
         REQUIRE(WEXITSTATUS(status) == 0, "runner %u says so", owner);
-        REQUIRE(cseq_ring_closed(boss.ring), "runner %u has left an open ring", owner);
+        REQUIRE(ring_closed(boss.ring), "runner %u has left an open ring", owner);
         return;
     }
     REQUIRE(WTERMSIG(status) == SIGKILL, "runner %u died of signal %d", owner, WTERMSIG(status));
     if (shared->place[owner]) count_place(shared->place[owner]);
     kills++;
     cseq_ring_repost(boss.ring, owner, held, 0);
-    if (!cseq_ring_closed(boss.ring)) start(owner);
+    if (!ring_closed(boss.ring)) start(owner);
 }
 
 static void reap(pid_t which, int flags) {
@@ -162,7 +162,7 @@ static void *keep(void *argument) {
     (void)argument;
     own_rng = plan.seed + plan.round * 7 + 3;
     for (uint32_t o = 1; o <= plan.runners; o++) start(o);
-    while (!cseq_ring_closed(boss.ring)) {
+    while (!ring_closed(boss.ring)) {
         usleep(below(&own_rng, plan.gap));
         reap(-1, WNOHANG);
         pid_t victim = pids[1 + below(&own_rng, plan.runners)];

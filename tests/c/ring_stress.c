@@ -111,7 +111,7 @@ static void *run(void *argument) {
     for (;;) {
         int cell = runner_claim(&self->place, PARK);
         if (cell == CSEQ_CLOSED) {
-            if (cseq_ring_closed(self->place.ring)) break;
+            if (ring_closed(self->place.ring)) break;
             sched_yield(); /* it has left: another one with its number comes when it is admitted */
             continue;
         }
