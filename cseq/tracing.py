@@ -200,7 +200,6 @@ def whole(path: str) -> Iterator[IO[str]]:
 
 
 def _open(path: str, *, packed: bool) -> IO[str]:
-    """Open a new file to be written."""
     if packed:
         return gzip.open(path, "xt", compresslevel=4, encoding="utf-8")
     return open(path, "x", encoding="utf-8")
@@ -292,7 +291,6 @@ class Writing:
             yield from self._made(one, self._pools[int(one["feed"])])
 
     def _made(self, one: Record, pool: Lanes) -> Iterator[str]:
-        """Tell who made a batch."""
         if pool.kind == "inline":
             row = int(one["thread"])
             self._names[row] = "indexer (test mode)"
@@ -359,12 +357,10 @@ class Writing:
     # -- events
 
     def _event(self, phase: str, name: str, ns: Any, row: int, **more: Any) -> str:
-        """Make an event."""
         at = {"pid": self._pid, "tid": row, "ts": (int(ns) + self._shift) / 1000}
         return json.dumps({"ph": phase, "name": name, **at, **more})
 
     def _slice(self, name: str, begin: Any, end: Any, row: int) -> str:
-        """Make a slice."""
         lasts = max(0, int(end) - int(begin)) / 1000
         return self._event("X", name, begin, row, dur=lasts, cat="cseq")
 

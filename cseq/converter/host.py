@@ -150,7 +150,6 @@ class Converter:
 
 
 def _make_null(output: Output) -> Convert:  # noqa: ARG001
-    """Make the identity."""
     return lambda batch: batch
 
 

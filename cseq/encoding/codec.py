@@ -227,7 +227,6 @@ class _Survey:
             self._object(value)
 
     def _object(self, value: Any) -> None:
-        """Collect a leaf for pickle."""
         self.nodes.append(OBJECT)
         self.objects.append(value)
 

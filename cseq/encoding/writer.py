@@ -360,7 +360,6 @@ class Writer(Encoder):
         self._window = None
 
     def _commit(self, start: int, end: int) -> None:
-        """Commit a part of the slot."""
         if self._unchecked + end - start > CHECK:
             check_available(end - start)
             self._unchecked = 0

@@ -239,7 +239,6 @@ class FirstBatches:
         owner.indexer = _FirstBatch(owner, self._look)
 
     def _look(self, batch: Any) -> None:
-        """Look at a batch."""
         from cseq.converter.output import explain_cast
 
         note = explain_cast(batch, self._output)

@@ -156,12 +156,10 @@ class Making(Work):
         self._writer.fail(runner, error, self._failing)
 
     def _end(self, epoch: int) -> None:
-        """End the stream for this epoch."""
         self._over = epoch
         self._items = None
 
     def _begin(self, runner: Runner, epoch: int) -> None:
-        """Begin an epoch."""
         self._end(epoch)  # unless it begins
         self._epoch = 0
         self._reply = self._producer.begin(self._read(runner, ASSIGNED))

@@ -121,7 +121,6 @@ class BatchSampler:
         return self._shard
 
     def _seed(self) -> None:
-        """Draw a seed, unless there is one."""
         if self._is_drawn is None:
             self._sampler = self._sampler.changed(seed=torch.initial_seed())
             self._is_drawn = True

@@ -406,7 +406,6 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
 
     @property
     def _run(self) -> Run[Any]:
-        """For `cseq.testing`."""
         run: Run[Any] = self._streams._run
         return run
 

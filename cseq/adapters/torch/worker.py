@@ -317,7 +317,6 @@ class Fetcher:
         return Item(error=self._broken, place=place, is_setup=True)
 
     def _place(self, key: Any) -> str:
-        """Name a batch."""
         of = f"batch {self._made - 1}" if self._is_stream else f"the batch of {failure.listed(key)}"
         return f"{of} in worker {self._number}" if self.IN_WORKER else of
 
