@@ -61,7 +61,8 @@ def find_numpy() -> Any:
     place = _place_in_numpy()
     if place is None:
         return _work.NumpyGenerator(*found)
-    return _work.NumpyGenerator(*found, *_addresses(random.mtrand._rand, bit_generator, place))
+    key, gauss = bit_generator.ctypes.state_address, id(random.mtrand._rand) + place
+    return _work.NumpyGenerator(*found, key, key + 624 * 4, gauss, gauss + GAUSS.size - 8)
 
 
 def find_torch() -> _work.TorchGenerator:
@@ -115,13 +116,6 @@ def _place_in_numpy() -> int | None:
 
     state = ctypes.string_at(bit_generator.ctypes.state_address, 2500)
     return place if state == key.tobytes() + struct.pack("=i", 5) else None
-
-
-def _addresses(state: object, bit_generator: Any, place: int) -> tuple[int, int, int, int]:
-    """Return where the words, the position and the two fields of `GAUSS` are."""
-    key = bit_generator.ctypes.state_address
-    gauss = id(state) + place
-    return key, key + 624 * 4, gauss, gauss + GAUSS.size - 8
 
 
 # -- seeding them
