@@ -229,21 +229,7 @@ class Writer(Encoder):
         return offset
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = float) -> Array:
-        """Make an array in the slot, uninitialised; if many are kept, in private memory.
-
-        Parameters
-        ----------
-        shape : int or sequence of int
-        dtype : dtype_like
-            Without Python objects in it.
-
-        Raises
-        ------
-        ValueError
-            For a negative shape, or a type with Python objects.
-        MemoryError
-            If there is no room for it.
-        """
+        """Make an array in the slot, uninitialised; if many slots are kept, in private memory."""
         kind = np.dtype(dtype)
         dims = dimensions(shape)
         if kind.hasobject:

@@ -215,7 +215,7 @@ class Arena:
         is no room for a mapping.
         """
         with self._lock.hold():
-            mapping = self._look(slot, capacity)
+            mapping = self.mapping_of(slot, capacity)
             may_be_held = self.slots.leased_bytes + capacity <= self.memory_limit
             if may_be_held and self.slots.leased < self._most_leased():
                 return self.slots.lease(slot, mapping)
@@ -225,7 +225,16 @@ class Arena:
     def mapping_of(self, slot: int, capacity: int) -> Mapping:
         """Return the memory of a taken slot itself, valid while the slot stays taken."""
         with self._lock.hold():
-            return self._look(slot, capacity)
+            mapping = self.mapped[slot] if slot < len(self.mapped) else None
+            if mapping is None or mapping.nbytes < capacity:
+                self._unmap(slot)  # what was mapped before the slot grew
+                self.mapped += [None] * (slot + 1 - len(self.mapped))
+                mapping = Mapping(self.fd, slot * self.width, capacity)
+                if self._locks is not None:
+                    self._locks.register(mapping)
+                self.mapped[slot] = mapping
+            self.slots.resize(slot, capacity)  # a converter may have made it larger
+            return mapping
 
     def close(self) -> None:
         """Close the files; leases keep their part of the slots. Closing twice is fine."""
@@ -233,24 +242,6 @@ class Arena:
         self.slots.close()
         for file in self._files:
             file.close()
-
-    def _look(self, slot: int, capacity: int) -> Mapping:
-        """Return the memory of the slot of a ticket."""
-        mapping = self.mapped[slot] if slot < len(self.mapped) else None
-        if mapping is None or mapping.nbytes < capacity:
-            mapping = self._map(slot, capacity)
-        self.slots.resize(slot, capacity)  # a converter may have made it larger
-        return mapping
-
-    def _map(self, slot: int, capacity: int) -> Mapping:
-        """Map the committed part of a slot, in place of the mapping made before it grew."""
-        self._unmap(slot)
-        self.mapped += [None] * (slot + 1 - len(self.mapped))
-        mapping = Mapping(self.fd, slot * self.width, capacity)
-        if self._locks is not None:
-            self._locks.register(mapping)
-        self.mapped[slot] = mapping
-        return mapping
 
     def _unmap(self, slot: int) -> None:
         """Drop a mapping: the slot is free, or a ticket's, so no lease refers to the mapping."""
