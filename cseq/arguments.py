@@ -54,7 +54,6 @@ __all__ = [
     "ArgumentsOfKind",
     "ArgumentsOfRay",
     "Job",
-    "Sizes",
     "batch_size_of",
     "converters_of",
     "dtype_of",
@@ -62,6 +61,7 @@ __all__ = [
     "is_auto",
     "job_of",
     "samples_of",
+    "sizes_of",
     "taking",
     "workers_of_auto",
 ]
@@ -170,46 +170,38 @@ def taking(
     return decorate
 
 
-class Sizes(NamedTuple):
-    """What a pool begins with, the most there can be, and which of the two are 'auto'."""
+def sizes_of(
+    num_workers: Any, buffer: Any, thread_type: str, words: int
+) -> tuple[Size, Size, tuple[bool, bool]]:
+    """Check `num_workers` and `buffer`; a cell has room for a batch's `words` indices.
 
-    start: Size
-    most: Size
-    auto: tuple[bool, bool]
-
-    @classmethod
-    def checked(cls, num_workers: Any, buffer: Any, thread_type: str, words: int) -> Sizes:
-        """Check `num_workers` and `buffer`; a cell has room for a batch's `words` indices."""
-        auto = is_auto("num_workers", num_workers), is_auto("buffer", buffer)
-        if auto[0] and thread_type == "ray":
-            raise ValueError(
-                "num_workers='auto' with thread_type='ray': cseq cannot know how many workers "
-                "other machines can run; give num_workers=, a number"
+    Returns what a pool begins with, the most there can be, and which of the two are 'auto'.
+    """
+    auto = is_auto("num_workers", num_workers), is_auto("buffer", buffer)
+    start, most = workers_of_auto()
+    if not auto[1]:
+        buffer = count("buffer", buffer, most=MOST_BUFFER)
+    if not auto[0]:
+        number = count("num_workers", num_workers, least=0, most=MOST_WORKERS)
+        if thread_type == "proc" and number > most:
+            warnings.warn(
+                f"num_workers={number} worker processes on {share()} cores: more than {most} slow "
+                "down the start, and the machine; num_workers='auto' has as many as help",
+                stacklevel=7,  # where an MPSequence is made
             )
-        if not auto[1]:
-            buffer = count("buffer", buffer, most=MOST_BUFFER)
-        if not auto[0]:
-            num_workers = count("num_workers", num_workers, least=0, most=MOST_WORKERS)
-            if thread_type == "proc" and num_workers > workers_of_auto()[1]:
-                _warn_of_many(num_workers)
-        start, most = (num_workers, num_workers) if not auto[0] else workers_of_auto()
-        if auto[0] and not auto[1]:  # more than there are batches would do nothing
-            start, most = min(start, buffer), min(most, buffer)
-        if not auto[1]:
-            return cls(Size(start, buffer), Size(most, buffer), auto)
-        first = max(FIRST_BUFFER, 2 * start)
-        cells = max(first, 2 * most, min(AUTO_BUFFER, AUTO_WORDS // words))
-        return cls(Size(start, min(first, MOST_BUFFER)), Size(most, min(cells, MOST_BUFFER)), auto)
-
-
-def _warn_of_many(num_workers: int) -> None:
-    """Warn of more worker processes than can be of use."""
-    warnings.warn(
-        f"num_workers={num_workers} worker processes on {share()} cores: more than "
-        f"{workers_of_auto()[1]} slow down the start, and the machine; num_workers='auto' has as "
-        "many as help",
-        stacklevel=8,  # where an MPSequence is made
-    )
+        start = most = number
+    elif thread_type == "ray":
+        raise ValueError(
+            "num_workers='auto' with thread_type='ray': cseq cannot know how many workers "
+            "other machines can run; give num_workers=, a number"
+        )
+    elif not auto[1]:  # more than there are batches would do nothing
+        start, most = min(start, buffer), min(most, buffer)
+    if not auto[1]:
+        return Size(start, buffer), Size(most, buffer), auto
+    first = max(FIRST_BUFFER, 2 * start)
+    cells = max(first, 2 * most, min(AUTO_BUFFER, AUTO_WORDS // words))
+    return Size(start, min(first, MOST_BUFFER)), Size(most, min(cells, MOST_BUFFER)), auto
 
 
 def is_auto(name: str, value: Any) -> bool:
@@ -289,23 +281,21 @@ def job_of(given: Arguments, worker: Any, fleet: Any, shard: Shard) -> Job:
     options = WorkerOptions(*(getattr(given, name) for name in WorkerOptions._fields)).checked()
     if given.thread_type == "ray":
         refuse(options, seed_globals=given.seed_globals, given=fleet is not None)
-    sizes = Sizes.checked(given.num_workers, given.buffer, given.thread_type, sampler.words)
+    start, most, auto = sizes_of(given.num_workers, given.buffer, given.thread_type, sampler.words)
     return Job(
         worker=worker,
         sampler=sampler,
         output=outputs.parse(given.out_type, dtype_of(worker, given.dtype)),
-        num_workers=sizes.most.num_workers,
-        num_converters=converters_of(
-            sizes.start.num_workers, given.num_converters, given.thread_type
-        ),
-        buffer=sizes.most.buffer,
+        num_workers=most.num_workers,
+        num_converters=converters_of(start.num_workers, given.num_converters, given.thread_type),
+        buffer=most.buffer,
         ordered=flag("ordered", ordered),
         compat=None,
         on_error=choice("on_error", given.on_error, ("raise", "skip")),
         seed_globals=flag("seed_globals", given.seed_globals),
         options=options,
-        start=sizes.start,
-        auto=sizes.auto,
+        start=start,
+        auto=auto,
         fleet=fleet,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 import warnings
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic
 
 from cseq import arguments
@@ -20,7 +21,7 @@ from cseq.pools import remake as remaking
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     import numpy as np
     from numpy.typing import NDArray
@@ -41,6 +42,12 @@ __all__ = ["MSequence"]
 
 MOST_EPOCH = 2**64 - 1
 KINDS = {"proc": "processes", "thread": "threads", "ray": "processes of a fleet"}  # `thread_type`
+POOLS = {
+    "inline": "cseq.pools.inline:InlinePool",
+    "proc": "cseq.pools.process:ProcessPool",
+    "ray": "cseq.fleet.ray:FleetPool",
+    "thread": "cseq.pools.thread:ThreadPool",
+}
 
 
 class MSequence(Manager, Generic[B_co]):
@@ -447,7 +454,8 @@ class MSequence(Manager, Generic[B_co]):
         resolved = outputs.resolve(output)
         converters = self._job.num_converters if resolved.use_cuda else 0
         job = self._job._replace(output=resolved, num_converters=converters, compat=compat)
-        pool = _pool_of(kind)(job)
+        module, name = POOLS[kind].split(":")
+        pool: BatchPool = getattr(import_module(module), name)(job)
         self._begin_trace(trace, (self._shard or shards.resolve()).rank)
         self._open(pool)
 
@@ -556,22 +564,3 @@ class MSequence(Manager, Generic[B_co]):
             job = self._job._replace(sampler=sampler)
             self._place, self._job = Place(*at), job  # at once: a signal handler may look at both
             self._own_seed = False
-
-
-def _pool_of(kind: str) -> Callable[[arguments.Job], BatchPool]:
-    """Return the class of pools of a kind: 'inline', or a `thread_type`."""
-    if kind == "inline":
-        from cseq.pools.inline import InlinePool
-
-        return InlinePool
-    if kind == "thread":
-        from cseq.pools.thread import ThreadPool
-
-        return ThreadPool
-    if kind == "ray":
-        from cseq.fleet.ray import FleetPool
-
-        return FleetPool
-    from cseq.pools.process import ProcessPool
-
-    return ProcessPool

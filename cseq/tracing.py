@@ -209,15 +209,10 @@ def full(path: str, rank: int | None = None) -> str:
     """Return a whole path, with the process id for %p and the rank for %r."""
     path = path.replace("%p", str(os.getpid()))
     if "%r" in path:
-        path = path.replace("%r", _rank() if rank is None else str(rank))
+        from cseq.order import shard
+
+        path = path.replace("%r", str(shard.resolve().rank if rank is None else rank))
     return os.path.abspath(path)
-
-
-def _rank() -> str:
-    """Return the rank of this process, as ``shard='auto'`` finds it."""
-    from cseq.order import shard
-
-    return str(shard.resolve().rank)
 
 
 # -- the file
@@ -252,7 +247,8 @@ class Writing:
         for text in self._events():
             yield text + ",\n"
         count = len(self._of._taken)
-        other = {"cseq": _version(), "tickets": count}
+        version = getattr(sys.modules.get("cseq"), "__version__", "")
+        other = {"cseq": str(version), "tickets": count}
         if self._of._ever > count:
             other["dropped"] = text = f"the first {self._of._ever - count} tickets"
             log.warning("the trace %s does not have all; dropped: %s", self._of.path, text)
@@ -366,7 +362,6 @@ class Writing:
 
 
 def _place(one: Record) -> str:
-    """Name a ticket."""
     return f"{one['epoch']}/{one['batch']}"
 
 
@@ -374,10 +369,6 @@ def _clocks() -> Iterator[tuple[int, int, int]]:
     """Read the system's clock between two readings of ours."""
     for _ in range(9):
         yield now_ns(), time.time_ns(), now_ns()
-
-
-def _version() -> str:
-    return str(getattr(sys.modules.get("cseq"), "__version__", ""))
 
 
 # -- CSEQ_TRACE

@@ -46,10 +46,10 @@ def pack(error: BaseException) -> bytes:
     )
 
 
-def pack_text(error: BaseException, limit: int = 1500) -> bytes:
-    """Return an exception's type, text and traceback, each text cut to `limit` characters."""
-    name, message = type(error).__qualname__, str_of(error)[:limit]
-    return pickle.dumps((b"", name, message, _traceback_of(error)[-limit:]))
+def pack_text(error: BaseException) -> bytes:
+    """Return an exception's type, text and traceback, cut to fit the beginning of any slot."""
+    name, message = type(error).__qualname__, str_of(error)[:1500]
+    return pickle.dumps((b"", name, message, _traceback_of(error)[-1500:]))
 
 
 def _traceback_of(error: BaseException) -> str:

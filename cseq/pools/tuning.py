@@ -30,7 +30,8 @@ SHORT, LONG = 0.5, 8.0  # seconds of the epochs in a window, at least; longer if
 EACH = 4  # batches of each worker in a window, at least
 QUICK = 3  # changes after which windows get longer, too
 BETTER, WORSE = 1.05, 0.95  # times the rate: less than that, and a change was of no use; or harm
-AHEAD = 3  # batches of the buffer for each new worker: half are ready when sleepers are woken
+# Batches of the buffer for each new worker: half are ready when those that sleep are woken.
+AHEAD = 3
 OTHER = 1.5  # times the ratio of the two sides' times, from which old experience is none
 MANY = 1 << 30
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cseq import arguments, system
-from cseq.arguments import Sizes, workers_of_auto
+from cseq.arguments import sizes_of, workers_of_auto
 from cseq.measure.advice import Window, advise
 from cseq.options import Size
 from cseq.pools.tuning import Tuner, log_change
@@ -172,10 +172,10 @@ def test_the_sizes_to_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "cores", lambda: 8)
     monkeypatch.setattr(arguments, "share", lambda: 8)
     assert workers_of_auto() == (4, 32)
-    assert Sizes.checked("auto", "auto", "proc", 32) == (Size(4, 10), Size(32, 1024), BOTH)
-    assert Sizes.checked("auto", 6, "proc", 32) == (Size(4, 6), Size(6, 6), (True, False))
-    assert Sizes.checked(9, "auto", "thread", 32) == (Size(9, 18), Size(9, 1024), (False, True))
-    assert Sizes.checked(9, "auto", "thread", 2**32 - 1).most == (9, 18)
+    assert sizes_of("auto", "auto", "proc", 32) == (Size(4, 10), Size(32, 1024), BOTH)
+    assert sizes_of("auto", 6, "proc", 32) == (Size(4, 6), Size(6, 6), (True, False))
+    assert sizes_of(9, "auto", "thread", 32) == (Size(9, 18), Size(9, 1024), (False, True))
+    assert sizes_of(9, "auto", "thread", 2**32 - 1)[1] == (9, 18)
     for share, expected in ((1, (1, 16)), (2, (1, 16)), (64, (4, 64)), (200, (4, 200))):
         monkeypatch.setattr(arguments, "share", lambda n=share: n)
         assert workers_of_auto() == expected
