@@ -242,6 +242,11 @@ cdef extern from "cseq_map.h" nogil:
     void cseq_await_hangup(intptr_t socket) noexcept
 
 
+cdef extern from "cseq_allocator.h":
+    ctypedef struct cseq_allocator:
+        pass
+
+
 cdef extern from "cseq_place.h":
     enum:
         LINE "CSEQ_PLACE_ALIGN"  # bytes
@@ -253,11 +258,7 @@ cdef extern from "cseq_place.h":
         void* owner
 
     ctypedef struct cseq_place:
-        void* ctx
-        void* (*malloc)(void* ctx, size_t size) noexcept
-        void* (*calloc)(void* ctx, size_t count, size_t size) noexcept
-        void* (*realloc)(void* ctx, void* p, size_t size) noexcept
-        void (*free)(void* ctx, void* p, size_t size) noexcept
+        cseq_allocator below
         void (*release)(void* owner) noexcept
         int active
         cseq_region at
@@ -277,11 +278,7 @@ cdef extern from "cseq_place.h":
 
 cdef extern from "cseq_reuse.h":
     ctypedef struct cseq_reuse:
-        void* ctx
-        void* (*malloc)(void* ctx, size_t size) noexcept
-        void* (*calloc)(void* ctx, size_t count, size_t size) noexcept
-        void* (*realloc)(void* ctx, void* p, size_t size) noexcept
-        void (*free)(void* ctx, void* p, size_t size) noexcept
+        cseq_allocator below
 
     void* cseq_reuse_malloc(void* ctx, size_t size) noexcept
     void* cseq_reuse_calloc(void* ctx, size_t count, size_t size) noexcept

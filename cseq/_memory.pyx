@@ -7,7 +7,7 @@ from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from cpython.ref cimport PyObject, Py_DECREF, Py_INCREF
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uint8_t, uintptr_t
-from libc.string cimport memcpy, memset, strerror
+from libc.string cimport memcpy, memset, strcpy, strerror
 
 cimport cython
 cimport numpy as cnp
@@ -452,10 +452,19 @@ def keep_freed():
     return bool(cseq_keep_freed())
 
 
-# -- arrays made in place: numpy allocates them in the batch's slot (cseq_place.h)
+# -- numpy's allocators: arrays made in place, in the batch's slot (cseq_place.h)
 
-cdef PyDataMem_Handler place_handler
-cdef bint place_installed = False
+cdef PyDataMem_Handler place_handler, reuse_handler
+
+
+cdef int put_above(object numpys, cseq_allocator* below, PyDataMem_Handler* handler, const char* name,
+                   PyDataMemAllocator allocator) except -1:
+    """Fill in a handler, and where it finds the allocator of numpy's that is below it."""
+    handler[0] = (<PyDataMem_Handler*>PyCapsule_GetPointer(numpys, "mem_handler"))[0]
+    memcpy(below, &handler.allocator, sizeof(cseq_allocator))
+    strcpy(handler.name, name)
+    handler.allocator = allocator
+    return 0
 
 
 cdef void place_release(void* owner) noexcept:
@@ -473,21 +482,11 @@ cdef class SlotAllocator:
     """
 
     def __cinit__(self):
-        global place_installed
-        cdef PyDataMem_Handler* before
-        if not place_installed:
-            before = <PyDataMem_Handler*>PyCapsule_GetPointer(PyDataMem_GetHandler(), "mem_handler")
-            cseq_placed.ctx = before.allocator.ctx
-            cseq_placed.malloc = before.allocator.malloc
-            cseq_placed.calloc = before.allocator.calloc
-            cseq_placed.realloc = before.allocator.realloc
-            cseq_placed.free = before.allocator.free
+        if cseq_placed.release == NULL:
+            put_above(
+                PyDataMem_GetHandler(), &cseq_placed.below, &place_handler, b"cseq", PyDataMemAllocator(
+                    &cseq_placed, cseq_place_malloc, cseq_place_calloc, cseq_place_realloc, cseq_place_free))
             cseq_placed.release = place_release
-            memcpy(place_handler.name, b"cseq", 5)
-            place_handler.version = 1
-            place_handler.allocator = PyDataMemAllocator(
-                &cseq_placed, cseq_place_malloc, cseq_place_calloc, cseq_place_realloc, cseq_place_free)
-            place_installed = True
         PyDataMem_SetHandler(PyCapsule_New(&place_handler, "mem_handler", NULL))
 
     @property
@@ -543,16 +542,9 @@ cdef class SlotAllocator:
 
 # -- arrays of worker threads: numpy allocates them where earlier ones lay (cseq_reuse.h)
 
-cdef PyDataMem_Handler reuse_handler = (
-    <PyDataMem_Handler*>PyCapsule_GetPointer(<object>PyDataMem_DefaultHandler, "mem_handler"))[0]
-cseq_reused.ctx = reuse_handler.allocator.ctx
-cseq_reused.malloc = reuse_handler.allocator.malloc
-cseq_reused.calloc = reuse_handler.allocator.calloc
-cseq_reused.realloc = reuse_handler.allocator.realloc
-cseq_reused.free = reuse_handler.allocator.free
-memcpy(reuse_handler.name, b"cseq_reuse", 11)
-reuse_handler.allocator = PyDataMemAllocator(
-    &cseq_reused, cseq_reuse_malloc, cseq_reuse_calloc, cseq_reuse_realloc, cseq_reuse_free)
+put_above(
+    <object>PyDataMem_DefaultHandler, &cseq_reused.below, &reuse_handler, b"cseq_reuse", PyDataMemAllocator(
+        &cseq_reused, cseq_reuse_malloc, cseq_reuse_calloc, cseq_reuse_realloc, cseq_reuse_free))
 
 
 @cython.final

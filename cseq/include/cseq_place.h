@@ -17,6 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cseq_allocator.h"
 #include "cseq_atomic.h"
 
 #define CSEQ_PLACE_LEAST 65536u /* bytes; smaller allocations are not numbered */
@@ -32,13 +33,7 @@ typedef struct {
 } cseq_region;
 
 typedef struct {
-    /* numpy's own allocator */
-    void *ctx;
-    void *(*malloc)(void *ctx, size_t size);
-    void *(*calloc)(void *ctx, size_t count, size_t size);
-    void *(*realloc)(void *ctx, void *p, size_t size);
-    void (*free)(void *ctx, void *p, size_t size);
-
+    cseq_allocator below;         /* numpy's own */
     void (*release)(void *owner); /* called when no allocation is left in its region */
 
     int active;       /* the indexer is making a batch, and may allocate in `at` */
@@ -95,18 +90,18 @@ CSEQ_INLINE void *cseq_place_note(cseq_place *p, void *made, size_t size) {
 
 CSEQ_INLINE void *cseq_place_malloc(void *ctx, size_t size) {
     cseq_place *p = (cseq_place *)ctx;
-    if (!cseq_place_counts(p, size)) return p->malloc(p->ctx, size);
+    if (!cseq_place_counts(p, size)) return p->below.malloc(p->below.ctx, size);
     void *made = cseq_place_next(p, size);
-    return cseq_place_note(p, made ? made : p->malloc(p->ctx, size), size);
+    return cseq_place_note(p, made ? made : p->below.malloc(p->below.ctx, size), size);
 }
 
 /* Memory that is not the slot's is cleared by the allocator, which knows what is zero already. */
 CSEQ_INLINE void *cseq_place_calloc(void *ctx, size_t count, size_t size) {
     cseq_place *p = (cseq_place *)ctx;
     if ((size && count > (size_t)-1 / size) || !cseq_place_counts(p, count * size))
-        return p->calloc(p->ctx, count, size);
+        return p->below.calloc(p->below.ctx, count, size);
     void *made = cseq_place_next(p, count * size);
-    made = made ? memset(made, 0, count * size) : p->calloc(p->ctx, count, size);
+    made = made ? memset(made, 0, count * size) : p->below.calloc(p->below.ctx, count, size);
     return cseq_place_note(p, made, count * size);
 }
 
@@ -114,7 +109,7 @@ CSEQ_INLINE void cseq_place_free(void *ctx, void *address, size_t size) {
     cseq_place *p = (cseq_place *)ctx;
     cseq_region *r = cseq_place_find(p, address);
     if (!r) {
-        p->free(p->ctx, address, size);
+        p->below.free(p->below.ctx, address, size);
         return;
     }
     r->live--;
@@ -131,8 +126,8 @@ CSEQ_INLINE void cseq_place_free(void *ctx, void *address, size_t size) {
 CSEQ_INLINE void *cseq_place_realloc(void *ctx, void *address, size_t size) {
     cseq_place *p = (cseq_place *)ctx;
     cseq_region *r = cseq_place_find(p, address);
-    if (!r) return p->realloc(p->ctx, address, size);
-    void *made = p->malloc(p->ctx, size);
+    if (!r) return p->below.realloc(p->below.ctx, address, size);
+    void *made = p->below.malloc(p->below.ctx, size);
     if (!made) return 0;
     uint64_t rest = (uint64_t)(r->base + r->size - (char *)address); /* at least its own size */
     memcpy(made, address, size < rest ? size : (size_t)rest);

@@ -15,9 +15,9 @@
 #ifndef CSEQ_REUSE_H
 #define CSEQ_REUSE_H
 
-#include <stddef.h>
 #include <string.h>
 
+#include "cseq_allocator.h"
 #include "cseq_atomic.h"
 
 #define CSEQ_REUSE_LEAST ((size_t)128 << 10) /* bytes; glibc's malloc maps larger blocks */
@@ -25,12 +25,7 @@
 #define CSEQ_REUSE_COUNT 128u                /* free blocks */
 
 typedef struct {
-    /* numpy's own allocator */
-    void *ctx;
-    void *(*malloc)(void *ctx, size_t size);
-    void *(*calloc)(void *ctx, size_t count, size_t size);
-    void *(*realloc)(void *ctx, void *p, size_t size);
-    void (*free)(void *ctx, void *p, size_t size);
+    cseq_allocator below; /* numpy's own */
 
     uint32_t lock;    /* the words below belong to the thread that has made it 1 */
     uint32_t threads; /* that make arrays; without any, nothing is kept */
@@ -66,7 +61,7 @@ CSEQ_INLINE void *cseq_reuse_remove(cseq_reuse *r, uint32_t k) {
 CSEQ_INLINE void cseq_reuse_trim(cseq_reuse *r, size_t size) {
     while (r->count && (r->count == CSEQ_REUSE_COUNT || r->nbytes > CSEQ_REUSE_MOST - size)) {
         size_t oldest = r->blocks[0].size;
-        r->free(r->ctx, cseq_reuse_remove(r, 0), oldest);
+        r->below.free(r->below.ctx, cseq_reuse_remove(r, 0), oldest);
     }
 }
 
@@ -84,7 +79,7 @@ CSEQ_INLINE void *cseq_reuse_malloc(void *ctx, size_t size) {
     cseq_reuse *r = (cseq_reuse *)ctx;
     size_t room = cseq_reuse_room(size);
     void *p = cseq_reuse_take(r, room);
-    return p ? p : r->malloc(r->ctx, room);
+    return p ? p : r->below.malloc(r->below.ctx, room);
 }
 
 CSEQ_INLINE void *cseq_reuse_calloc(void *ctx, size_t count, size_t size) {
@@ -92,12 +87,12 @@ CSEQ_INLINE void *cseq_reuse_calloc(void *ctx, size_t count, size_t size) {
     if (size && count > (size_t)-1 / size) return 0;
     size_t room = cseq_reuse_room(count * size);
     void *p = cseq_reuse_take(r, room);
-    return p ? memset(p, 0, count * size) : r->calloc(r->ctx, 1, room);
+    return p ? memset(p, 0, count * size) : r->below.calloc(r->below.ctx, 1, room);
 }
 
 CSEQ_INLINE void *cseq_reuse_realloc(void *ctx, void *p, size_t size) {
     cseq_reuse *r = (cseq_reuse *)ctx;
-    return r->realloc(r->ctx, p, cseq_reuse_room(size));
+    return r->below.realloc(r->below.ctx, p, cseq_reuse_room(size));
 }
 
 CSEQ_INLINE void cseq_reuse_free(void *ctx, void *p, size_t size) {
@@ -113,7 +108,7 @@ CSEQ_INLINE void cseq_reuse_free(void *ctx, void *p, size_t size) {
         }
         cseq_reuse_unlock(r);
     }
-    if (p) r->free(r->ctx, p, room);
+    if (p) r->below.free(r->below.ctx, p, room);
 }
 
 /* A thread begins or ends to make arrays; the last one gives all free blocks back. It waits for the

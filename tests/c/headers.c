@@ -3,6 +3,7 @@
 #define _GNU_SOURCE /* as Python.h does before _core includes the headers */
 #endif
 
+#include "cseq_allocator.h"
 #include "cseq_atomic.h"
 #include "cseq_fault.h"
 #include "cseq_fault.h"
