@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import warnings
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from kinds import (
     every_class,
     make_small,
 )
+from waiting import together
 
 import cseq
 from cseq import MPSequence, MTSequence
@@ -294,11 +296,7 @@ def test_threads_share_an_iterator(kind: Kind) -> None:
     with kind.start(Indices1, 1000, batch_size=1) as manager:
         batches = iter(manager)
         shares: list[list[Any]] = [[], [], []]
-        threads = [threading.Thread(target=share.extend, args=(batches,)) for share in shares]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(*(partial(share.extend, batches) for share in shares))
     assert sorted(int(i) for share in shares for batch in share for i in batch) == list(range(1000))
 
 

@@ -9,7 +9,7 @@ import os
 import random
 import sys
 import tempfile
-import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from slots import PAGE, acquire, commit_ticket, file_of, filled, lease, shared, whole
+from waiting import together
 
 from cseq import system
 from cseq._memory import SMALL, TRAINER, Block, Lease, Mapping, SlotTable, commit, copy_of
@@ -191,11 +192,7 @@ def test_slots_freed_on_other_threads_are_found() -> None:
         for slot in mine:
             slots.free(slot)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(work, seed) for seed in range(3)))
     assert [slots.take() for _ in range(65)] == list(range(1, 66))
 
 

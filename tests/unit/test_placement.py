@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from ringing import Trainer, make_ring
+from waiting import together
 
 import cseq
 from cseq._memory import Reuse, SlotAllocator, SlotTable, fork
@@ -351,11 +352,7 @@ def test_many_threads_make_and_drop_arrays() -> None:
                 if (array[:: MIB // 16] != written).any():
                     wrong.append(written)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(functools.partial(work, number) for number in range(4)))
     assert not wrong
 
 

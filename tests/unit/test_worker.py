@@ -6,11 +6,12 @@ import logging
 import pickle
 import socket
 import sys
-import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from waiting import together
 
 from cseq.processes import logs
 from cseq.processes import worker as worker_module
@@ -87,13 +88,7 @@ def test_messages_are_sent_whole(ends: tuple[WorkerProcess, socket.socket]) -> N
             theirs.sendall(data[5:])
 
     sock: Any = Halves()
-    threads = [
-        threading.Thread(target=send_state, args=(sock, LOGGED, b"%d" % k)) for k in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(send_state, sock, LOGGED, b"%d" % k) for k in range(8)))
     send_state(sock, READY)
     bodies = [body for _, body in worker.receive() or []]
     assert bodies[1] == b"handler's"

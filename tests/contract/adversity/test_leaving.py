@@ -8,12 +8,14 @@ import os
 import signal
 import sysconfig
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from adverse import BATCH, SAMPLES, Squares, digest, manager, reference
+from waiting import together
 
 import cseq
 from cseq import testing
@@ -244,11 +246,7 @@ def test_managers_in_several_threads() -> None:
         with manager(num_workers=2).start() as m:
             results[number] = digest(m)
 
-    threads = [threading.Thread(target=train, args=(n,)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(train, number) for number in range(3)))
     assert results == dict.fromkeys(range(3), reference())
 
 

@@ -25,6 +25,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).parents[2] / "helpers"))
 
 from ringing import Trainer, make_ring
+from waiting import together
 
 import cseq
 from cseq._feed import Request
@@ -90,27 +91,6 @@ class Numbers:
     def which(self) -> int:
         """Answer a call."""
         return self.number
-
-
-def together(*functions: Callable[[], None]) -> None:
-    """Run functions at once, in threads of their own; raise the first exception of any of them."""
-    raised: list[BaseException] = []
-    line = threading.Barrier(len(functions))
-
-    def guarded(function: Callable[[], None]) -> None:
-        try:
-            line.wait()
-            function()
-        except BaseException as error:  # noqa: BLE001 - it is raised below
-            raised.append(error)
-
-    begun = [threading.Thread(target=guarded, args=(function,)) for function in functions]
-    for thread in begun:
-        thread.start()
-    for thread in begun:
-        thread.join()
-    if raised:
-        raise raised[0]
 
 
 def started(kind: Any, worker: Any, batches: int, **options: Any) -> Any:
