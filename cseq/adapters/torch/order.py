@@ -2,7 +2,8 @@
 
 An index sampler is what a loader takes its keys from: its batch sampler, or its sampler if it does
 not batch. For a resume its keys are drawn again and dropped (`Keys`); keys of
-`shuffle=True` are slices of one permutation, which begins anywhere (`permuted`).
+`shuffle=True`, and of torch's samplers for parts and ranks, are slices of one permutation, which
+begins anywhere (`permuted`).
 
 After the end of an epoch the state is what the next one begins with: the sampler's, or that of its
 generator. What is drawn from a global generator is the trainer's.
@@ -138,38 +139,72 @@ def sources_of(index_sampler: Any) -> dict[str, Source]:
 TOGETHER = 2048  # keys, or about as many, that become a list together
 
 
+# torch's samplers whose keys are slices of a permutation, and what each of them calls its samples.
+PERMUTED = {
+    RandomSampler: "data_source",
+    SubsetRandomSampler: "indices",
+    DistributedSampler: "dataset",
+}
+
+
 def is_permuted(index_sampler: Any) -> bool:
-    """Whether it is torch's own for ``shuffle=True``, whose keys are slices of a permutation."""
+    """Whether it is torch's own, whose keys are slices of a permutation."""
     inner = inner_of(index_sampler)
-    is_torchs = type(index_sampler) is BatchSampler and type(inner) is RandomSampler
-    return is_torchs and not inner.replacement
+    is_torchs = type(index_sampler) is BatchSampler and type(inner) in PERMUTED
+    return is_torchs and not getattr(inner, "replacement", False)
 
 
-def permuted(index_sampler: Any, skip: int = 0) -> Iterator[list[int]]:
+def permuted(index_sampler: Any, skip: int = 0) -> Iterator[list[Any]]:
     """Yield the keys of such a sampler that follow the first `skip` ones, and draw as it does.
 
     torch makes a list of a whole epoch, and every key goes through two iterators. Here the epoch
-    stays a tensor: of 32 bits where they are enough, for which torch draws the same.
+    stays a tensor.
     """
     sampler, size = index_sampler.sampler, index_sampler.batch_size
-    n, samples, generator = len(sampler.data_source), sampler.num_samples, sampler.generator
-    if samples > n:
+    samples = getattr(sampler, PERMUTED[type(sampler)])
+    order = order_of(sampler, len(samples))
+    if order is None:
         yield from islice(index_sampler, skip, None)
         return
-    if generator is None:
-        generator = torch.Generator()
-        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    kind = torch.int32 if n < 2**31 else torch.int64
-    order = torch.randperm(n, generator=generator, dtype=kind)
-    end = samples - samples % size
+    count, is_subset = len(sampler), type(sampler) is SubsetRandomSampler
+    end = count - count % size
     for start in range(skip * size, end, together := max(1, TOGETHER // size) * size):
         keys = order[start : min(start + together, end)].tolist()
         for first in range(0, len(keys), size):
-            yield keys[first : first + size]
-    if samples == n and sampler.generator is not None:
-        torch.randperm(n, generator=generator, dtype=kind)  # torch's does, to use none of it
-    if end < samples and skip * size <= end and not index_sampler.drop_last:
-        yield order[end:samples].tolist()
+            batch = keys[first : first + size]
+            yield [samples[key] for key in batch] if is_subset else batch
+    if type(sampler) is RandomSampler and count == len(order) and sampler.generator is not None:
+        torch.randperm(count, generator=sampler.generator, dtype=order.dtype)  # as torch's does
+    if end < count and skip * size <= end and not index_sampler.drop_last:
+        batch = order[end:count].tolist()
+        yield [samples[key] for key in batch] if is_subset else batch
+
+
+def order_of(sampler: Any, n: int) -> torch.Tensor | None:
+    """Draw an epoch of `n` samples as such a sampler does; None: it is more than a permutation.
+
+    Of 32 bits where they are enough, for which torch draws the same.
+    """
+    kind = torch.int32 if n < 2**31 else torch.int64
+    if type(sampler) is not DistributedSampler:
+        generator = sampler.generator
+        if type(sampler) is RandomSampler and sampler.num_samples > n:
+            return None
+        if type(sampler) is RandomSampler and generator is None:
+            seed = int(torch.empty((), dtype=torch.int64).random_().item())
+            generator = torch.Generator().manual_seed(seed)
+        return torch.randperm(n, generator=generator, dtype=kind)
+    rank, end, step = sampler.rank, sampler.total_size, sampler.num_replicas
+    if end != n and sampler.drop_last != (end < n):
+        return None  # the length of the data set has changed: torch raises
+    if sampler.shuffle:
+        generator = torch.Generator().manual_seed(sampler.seed + sampler.epoch)
+        order = torch.randperm(n, generator=generator, dtype=kind)
+    else:
+        order = torch.arange(n, dtype=kind)
+    own = order[rank:end:step]
+    padding = (torch.arange(len(own), len(sampler)) * step + rank) % n  # it repeats the order
+    return torch.cat((own, order[padding]))
 
 
 class Keys:

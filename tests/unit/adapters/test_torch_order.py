@@ -55,18 +55,49 @@ def drawn(keys: Any, generator: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("n", "size"), [(1, 1), (1, 30), (90, 30), (91, 30), (91, 1), (3000, 30), (5000, 3000)]
 )
+@pytest.mark.parametrize("kind", ["None", "n", "n // 2 or 1", "2 * n + 1", "subset"])
 def test_slices_of_a_permutation_are_torchs_keys(
-    n: int, size: int, drop_last: bool, own: bool
+    kind: str, n: int, size: int, drop_last: bool, own: bool
 ) -> None:
-    def keys(samples: int | None, *, slices: bool, skip: int = 0) -> Any:
+    def keys(*, slices: bool, skip: int = 0) -> Any:
         torch.manual_seed(7)
         generator = torch.Generator().manual_seed(5) if own else None
-        sampler = data.RandomSampler(range(n), num_samples=samples, generator=generator)
+        if kind == "subset":
+            sampler = data.SubsetRandomSampler([*map(str, range(n))], generator=generator)
+        else:
+            count = eval(kind, {"n": n})
+            sampler = data.RandomSampler(range(n), num_samples=count, generator=generator)
         batches = data.BatchSampler(sampler, size, drop_last)
         return drawn(permuted(batches, skip) if slices else iter(batches), generator)
 
-    for samples in (None, n, n // 2 or 1, 2 * n + 1):
-        expected = keys(samples, slices=False)
-        assert keys(samples, slices=True) == expected
-        for skip in (len(expected) // 2, len(expected) - 1):
-            assert keys(samples, slices=True, skip=skip) == expected[skip:]
+    expected = keys(slices=False)
+    assert keys(slices=True) == expected
+    for skip in (len(expected) // 2, len(expected) - 1):
+        assert keys(slices=True, skip=skip) == expected[skip:]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 50])
+@pytest.mark.parametrize("n", [1, 6, 7, 3001])
+def test_slices_are_a_ranks_keys(n: int, ranks: int, short: bool, shuffle: bool) -> None:
+    """Padded or cut as torch does, in the epoch that was set."""
+    for rank in {0, ranks // 2, ranks - 1}:
+        sampler = data.DistributedSampler(
+            Plain(n), ranks, rank, seed=3, drop_last=short, shuffle=shuffle
+        )
+        batches = data.BatchSampler(sampler, 5, drop_last=False)
+        for epoch in (0, 9):
+            sampler.set_epoch(epoch)
+            expected = [*batches]
+            assert [*permuted(batches)] == expected
+            assert [*permuted(batches, 3)] == expected[3:]
+
+
+@pytest.mark.parametrize(("length", "short"), [(9, False), (7, True)])
+def test_a_data_set_whose_length_has_changed_is_torchs_to_refuse(length: int, short: bool) -> None:
+    dataset = [*range(8)]
+    sampler = data.DistributedSampler(dataset, 2, 0, drop_last=short)
+    dataset[:] = range(length)
+    with pytest.raises(AssertionError, match="does not match total_size"):
+        next(permuted(data.BatchSampler(sampler, 2, drop_last=False)))
