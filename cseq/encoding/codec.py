@@ -292,7 +292,7 @@ REMEDY = "Return arrays, tensors, numbers, strings, bytes, None, or objects that
 def dump(objects: list[Any], batch: Any) -> tuple[bytes, list[Array]]:
     """Pickle the other leaves of a batch: return the pickle, and the buffers that are not in it."""
     buffers: list[memoryview] = []
-    pickled = _dumps(objects, batch, buffers, _reducers())
+    pickled = _dumps(objects, batch, buffers, _reducers)
     return pickled, [np.frombuffer(buffer, np.uint8) for buffer in buffers]
 
 

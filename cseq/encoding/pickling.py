@@ -106,28 +106,43 @@ def dump(
 
 
 def dumps(
-    obj: object, buffers: list[memoryview] | None = None, reducers: Reducers | None = None
+    obj: object,
+    buffers: list[memoryview] | None = None,
+    reducers: Callable[[], Reducers] | None = None,
 ) -> bytes:
     """Pickle something for a process at the other end of a pool; `pickle.loads` reads it.
 
     Large buffers of arrays and CPU tensors, in whatever objects these are, are appended to
-    `buffers`, if that is given; `reducers` says how, in place of `data_reducers`. Without it, the
+    `buffers`, if that is given; `reducers` says how, in place of `data_reducers`. Without them, the
     pickle is one that needs no cseq to be read. Raises what pickling raises.
     """
     keep = None if buffers is None else _keep_in(buffers)
-    if reducers is None:
-        reducers = {} if buffers is None else data_reducers()
+    reducers = reducers or (dict if buffers is None else data_reducers)
     file = io.BytesIO()
     try:
         pickler = pickle.Pickler(file, protocol=5, buffer_callback=keep)
-        pickler.dispatch_table = copyreg.dispatch_table | reducers
+        pickler.dispatch_table = _table_of(reducers)
         pickler.dump(obj)
     except NAMELESS:
         if buffers is not None:
             buffers.clear()
         file = io.BytesIO()
-        by_value_pickler()(file, keep, reducers, named_here).dump(obj)
+        by_value_pickler()(file, keep, reducers(), named_here).dump(obj)
     return file.getvalue()
+
+
+# Tables that were merged, each with what it was made of.
+_tables: dict[Callable[[], Reducers], tuple[Any, Reducers]] = {}
+
+
+def _table_of(reducers: Callable[[], Reducers]) -> Reducers:
+    """Return copyreg's table with reducers in it; it is merged again when one of both changes."""
+    made_of, table = _tables.get(reducers, (None, {}))
+    if made_of != (_torch_types(), copyreg.dispatch_table):
+        made_of = _torch_types(), copyreg.dispatch_table.copy()
+        table = made_of[1] | reducers()
+        _tables[reducers] = made_of, table
+    return table
 
 
 def _keep_in(buffers: list[memoryview] | None) -> Callable[[pickle.PickleBuffer], bool]:
@@ -154,12 +169,17 @@ def _keep_in(buffers: list[memoryview] | None) -> Callable[[pickle.PickleBuffer]
 def data_reducers() -> Reducers:
     """Return how arrays are pickled, and torch's tensors and storages where it is loaded."""
     reducers: Reducers = {np.ndarray: _reduce_array, np.memmap: _reduce_array}
+    for_torch = reduce_tensor, reduce_storage, _reduce_typed
+    return reducers | dict(zip(_torch_types(), for_torch, strict=False))
+
+
+def _torch_types() -> tuple[Any, ...]:
+    """Return torch's Tensor and both its storages; none where torch is not loaded."""
     torch = sys.modules.get("torch")
     tensor, storage = getattr(torch, "Tensor", None), getattr(torch, "UntypedStorage", None)
     typed = getattr(getattr(torch, "storage", None), "TypedStorage", None)
-    if tensor and storage and typed:  # else another thread is importing torch
-        reducers |= {tensor: reduce_tensor, storage: reduce_storage, typed: _reduce_typed}
-    return reducers
+    # Without one of them, another thread is importing torch.
+    return (tensor, storage, typed) if tensor and storage and typed else ()
 
 
 def _reduce_array(array: _Array) -> Reduced:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 import threading
 from collections import OrderedDict
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import codec_batches
@@ -94,6 +96,16 @@ def test_leaves_of_objects_are_cast_where_they_are_converted(writer: Writer) -> 
         assert_same_arrays(small.astype("f4"), arrays[1])
     assert_same_arrays(large, convert(sent(writer, Plain(large), FLOAT32)).array)
     assert_same_arrays(large, convert(sent(writer, Feature(x=large), FLOAT32))["x"])
+
+
+def test_a_reducer_that_is_registered_later_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is the one that replaces it, and none once it is gone."""
+    assert copied([Fraction(1, 3)]) == [Fraction(1, 3)]
+    for value in (7, 8):
+        monkeypatch.setitem(copyreg.dispatch_table, Fraction, lambda _, to=value: (Fraction, (to,)))
+        assert copied([Fraction(1, 3)]) == [value]
+    monkeypatch.delitem(copyreg.dispatch_table, Fraction)
+    assert copied([Fraction(1, 3)]) == [Fraction(1, 3)]
 
 
 def test_other_arrays_go_by_pickle() -> None:
