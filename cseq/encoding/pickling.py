@@ -31,9 +31,9 @@ from cseq.encoding.importable import MAIN, Importable, named_here
 from cseq.encoding.unpicklable import unpicklable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Pickled", "dump", "dumps", "import_torch", "reduce_storage"]
+__all__ = ["Pickled", "dump", "dumps", "import_torch", "publish", "reduce_storage"]
 
 Reduced: TypeAlias = Any  # what a reducer returns: a name, or a tuple
 Reducers: TypeAlias = "dict[type, Callable[[Any], Reduced]]"
@@ -362,15 +362,20 @@ class _Classes(list[type]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         names = [cls for cls in self if "." not in cls.__qualname__]
-        return (_publish, (names,)) if names else (list, ())
+        return (publish, (names,)) if names else (list, ())
 
 
-def _publish(classes: list[type]) -> None:
-    """Make classes known under their names in ``__main__``, unless the names are taken."""
-    for cls in classes:
-        main = sys.modules.setdefault(cls.__module__, sys.modules["__main__"])
-        if not hasattr(main, cls.__name__):
-            setattr(main, cls.__name__, cls)
+def publish(named: Iterable[Any]) -> None:
+    """Make classes and functions known under their names in their modules, unless these are taken.
+
+    A script's module is ``__main__``; another one that is not there is made.
+    """
+    for one in named:
+        name = one.__module__
+        made = sys.modules["__main__"] if name in MAIN else types.ModuleType(name)
+        module = sys.modules.setdefault(name, made)
+        if not hasattr(module, one.__name__):
+            setattr(module, one.__name__, one)
 
 
 # -- data of a worker -----------------------------------------------------------------------------

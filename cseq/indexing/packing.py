@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cseq import _memory
-from cseq.encoding.pickling import data_reducers, reduce_tensor
+from cseq.encoding.pickling import data_reducers, publish, reduce_tensor
 from cseq.encoding.unpicklable import unpicklable
 from cseq.memory.descriptors import sparse_file
 
@@ -70,20 +70,19 @@ def packed(items: Iterable[T]) -> PackedItems[T]:
         _memory.commit(file.fd, 0, made.nbytes)
         data = memoryview(_memory.Mapping(file.fd, 0, made.nbytes))
         data[:] = made
-    return PackedItems(data, file, range(len(ends) - 1), len(ends), pickler.named)
+    return PackedItems(data, file, range(len(ends) - 1), len(ends), [*pickler.named.values()])
 
 
 class PackedItems(Sequence[T]):
     """What `packed` returns: pickles one after another, and then where each of them ends."""
 
-    def __init__(
-        self, data: Any, file: Any, numbers: range, ends: int, named: dict[Any, Any]
-    ) -> None:
+    def __init__(self, data: Any, file: Any, numbers: range, ends: int, named: list[Any]) -> None:
         self._data = memoryview(data)
         self._file = file
         self._numbers = numbers  # of the items that are in this sequence; fewer in a slice
         self._ends = self._data[-8 * ends :].cast("q")
-        self._named = named
+        self._named = named  # classes and functions in the items, which find them by name
+        publish(named)
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -92,8 +91,7 @@ class PackedItems(Sequence[T]):
         number = self._numbers[index]
         if isinstance(number, range):
             return PackedItems(self._data, self._file, number, len(self._ends), self._named)
-        item = self._data[self._ends[number] : self._ends[number + 1]]
-        return _Unpickler(item, self._named).load() if self._named else pickle.loads(item)
+        return pickle.loads(self._data[self._ends[number] : self._ends[number + 1]])
 
     def __reduce__(self) -> Any:
         """Pickle for a child of this process as the file's descriptor, otherwise as the bytes."""
@@ -111,7 +109,7 @@ def _mapped(handed: Any, nbytes: int, *rest: Any) -> PackedItems[Any]:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes items, and notes their classes and functions, which travel beside them."""
+    """Writes items, and notes the classes and functions of modules that they find there by name."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
@@ -123,19 +121,11 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)):
-            self.named[obj.__module__, obj.__qualname__] = obj
+            name = obj.__qualname__.partition(".")[0]
+            outer = getattr(sys.modules.get(obj.__module__), name, None)
+            if isinstance(outer, (type, types.FunctionType)):
+                self.named[obj.__module__, name] = outer
         return NotImplemented
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads an item, whose classes may be in a script, which no process can import."""
-
-    def __init__(self, item: memoryview, named: dict[Any, Any]) -> None:
-        super().__init__(io.BytesIO(item))
-        self._named = named
-
-    def find_class(self, module: str, name: str) -> Any:
-        return self._named.get((module, name)) or super().find_class(module, name)
 
 
 def _reduce_tensor(tensor: Any) -> Any:
