@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import weakref
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -399,9 +400,9 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             self._streams.close()
         self._shutdown = True  # not before: if `close` is interrupted, it is called again
 
-    def __del__(self) -> None:
+    def __del__(self, sys: Any = sys) -> None:  # at the end of the program, names are gone
         """Leave the counts to the loader. `Streams` end when they are dropped, nothing waits."""
-        if not self._shutdown and self._num_workers:
+        if not self._shutdown and self._num_workers and not sys.is_finalizing():
             self.progress.stats = self.stats()
 
     @property

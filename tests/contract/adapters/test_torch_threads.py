@@ -383,6 +383,22 @@ def test_ctrl_c_ends_a_program_whose_threads_sleep() -> None:
     )
     assert ended.returncode == -signal.SIGINT
     assert b"KeyboardInterrupt" in ended.stderr
+    assert b"ignored" not in ended.stderr
+
+
+KEPT = """
+import builtins, torch, cseq
+builtins.kept = iter(cseq.DataLoader(range(64), num_workers=2, worker_method="thread"))
+next(builtins.kept)
+"""
+
+
+def test_an_iterator_may_outlive_the_modules() -> None:
+    """It is dropped when the interpreter ends: nothing is said."""
+    ended = subprocess.run(
+        [sys.executable, "-c", KEPT], timeout=50, capture_output=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 # ── states, orders, defaults ───────────────────────────────────────────────────────────────
