@@ -118,6 +118,7 @@ def parser() -> argparse.ArgumentParser:
         type=checkout_at,
         help="another built checkout of cseq: run ours with it as well",
     )
+    result.add_argument("--python", default="", help="another Python with cseq: run all there too")
     result.add_argument("--name", default="", help="name of the files; latest, or partial")
     result.add_argument("--add", action="store_true", help="keep other cases of these files")
     result.add_argument("--list", action="store_true", help="name the cases")
@@ -164,6 +165,8 @@ def present(case: Case, options: argparse.Namespace) -> list[Contender]:
         contenders.append(contender)
         if contender.ours and options.beside is not None:
             contenders.append(contender.before(options.beside))
+        if options.python:
+            contenders.append(contender.elsewhere(options.python))
     return contenders
 
 

@@ -105,6 +105,22 @@ class Dicts:
         return record["id"], len(record["text"])
 
 
+class Interpreted:
+    """A sample takes some 30 µs of Python code."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        total = index
+        for number in range(500):
+            total += number & 7
+        return total
+
+
 class Remote:
     """A sample takes 20 ms to arrive."""
 
@@ -301,6 +317,7 @@ CASES = (
     case("tokens", "32 windows of a token file", Tokens, scaled(1000, 8)),
     case("images", "4.8 MB of images by an index", Images, scaled(400, 6)),
     case("dicts", "32 of 300 000 records", Dicts, scaled(1000, 8)),
+    case("python", "1 ms of Python code", Interpreted, scaled(500, 8)),
     case("remote", "samples after 20 ms, 32 workers", Remote, scaled(1600, 64), 1, 32, WAITING),
     case("arrow", "32 rows of Hugging Face's", Arrow, scaled(600, 6), needs=("datasets",)),
     case("small", "32 tensors of 8 floats", Tensors, scaled(2000, 8)),

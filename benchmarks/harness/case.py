@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 TINY = "CSEQ_BENCHMARKS_TINY"  # set in the environment: just enough work to see that all runs
 BEFORE = " (before)"  # ends the name of a contender that runs another checkout of cseq
+OTHER = " (other Python)"  # and of one that runs in another Python
 
 # A generator function. What it yields runs one round and returns that round's figure; what
 # comes before the yield is done once and not measured, what comes after it cleans up.
@@ -35,6 +36,8 @@ class Contender:
         Whether it is cseq: every other contender is compared with those that are.
     checkout : Path, optional
         Another checkout of cseq, to run instead of the installed one.
+    python : str
+        Another Python, to run it in instead of this one.
     """
 
     name: str
@@ -42,10 +45,15 @@ class Contender:
     needs: tuple[str, ...] = ()
     ours: bool = False
     checkout: Path | None = None
+    python: str = ""
 
     def before(self, checkout: Path) -> Contender:
         """Return the same contender with another checkout of cseq, to be compared with this one."""
         return replace(self, name=self.name + BEFORE, ours=False, checkout=checkout)
+
+    def elsewhere(self, python: str) -> Contender:
+        """Return the same contender in another Python."""
+        return replace(self, name=self.name + OTHER, ours=False, python=python)
 
     @property
     def missing(self) -> list[str]:
@@ -108,8 +116,8 @@ class Case:
     rounds: int = 0
 
     def contender(self, name: str) -> Contender:
-        """Find a contender by its name, with or without `BEFORE`."""
-        declared = name.removesuffix(BEFORE)
+        """Find a contender by its name, with or without `BEFORE` or `OTHER`."""
+        declared = name.removesuffix(BEFORE).removesuffix(OTHER)
         return next(contender for contender in self.contenders if contender.name == declared)
 
 

@@ -75,7 +75,7 @@ class Running:
             "w+", encoding="utf-8", errors="replace"
         )
         self._process = subprocess.Popen(
-            [sys.executable, str(CHILD), case.name, contender.name],
+            [contender.python or sys.executable, str(CHILD), case.name, contender.name],
             env=environment(contender.checkout),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -19,6 +19,7 @@ GROUPS_OF_PEERS = {
     "dataloader",
     "keys",
     "picture",
+    "threads",
 }  # without a contender that needs nothing
 
 pytestmark = pytest.mark.needs("Linux")
@@ -84,6 +85,19 @@ def test_a_run_adds_nothing_to_results_of_other_versions(tmp_path):
     done = run("--tiny", "--add", "--output", tmp_path, "permutation_1e5")
     assert done.returncode != 0
     assert "partial.json is of-a-test, now it is" in done.stderr
+
+
+def test_another_python_runs_the_same(tmp_path):
+    """Contenders run in another Python as well, which is said."""
+    options = ("--tiny", "--rounds", "1", "--only", "2 threads", "--output", tmp_path)
+    done = run(*options, "--python", sys.executable, "interpreted")
+    assert done.returncode == 0, done.stderr
+    ((one, other),) = (
+        case["contenders"] for case in json.loads((tmp_path / "partial.json").read_text())["cases"]
+    )
+    assert (one["name"], one["ours"]) == ("cseq, 2 threads", True)
+    assert (other["name"], other["ours"]) == ("cseq, 2 threads (other Python)", False)
+    assert isfinite(other["median"])
 
 
 GPU_PROGRAM = f"""

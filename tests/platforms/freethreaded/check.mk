@@ -19,22 +19,22 @@ $(FREE)/%/.python: $(FREE_TOOLS)/setup.sh
 # Each made once, also where make got there by way of a pattern only.
 .PRECIOUS: $(FREE)/%/.python $(FREE)/%/.test
 
-# torch where it is tested: the last release that has wheels for a CPython 3.13 without a GIL, without
-# CUDA; FREE_TORCH= leaves it out. With a GIL it is only measured, with the same numpy.
+# torch: the last release that has wheels for a CPython 3.13 without a GIL, without CUDA; FREE_TORCH=
+# leaves it out. With a GIL it is only measured, with the same numpy.
 FREE_NUMPY_gil = numpy==$(shell $(FREE)/free/venv/bin/python -c "import numpy; print(numpy.__version__)")
 $(FREE)/gil/.test: | $(FREE)/free/.test
 $(FREE)/%/.test: pyproject.toml | $(FREE)/%/.python
 	$(call copy,$(@D)/checkout)
 	$(@D)/python/bin/python3 -m venv $(@D)/venv
 	$(@D)/venv/bin/pip --quiet install --prefer-binary $(BUILD_REQUIRES) $(FREE_NUMPY_$*)
-	$(if $(filter free,$*),$(if $(FREE_TORCH),\
-		$(PYTHON) $(FREE_TOOLS)/install_torch.py $(@D)/venv/bin/python $(FREE_TORCH)))
+	$(if $(FREE_TORCH),$(PYTHON) $(FREE_TOOLS)/install_torch.py $(@D)/venv/bin/python $(FREE_TORCH))
 	cd $(@D)/checkout && ../venv/bin/python setup.py --quiet build_ext --inplace
 	CSEQ_PREBUILT=1 $(@D)/venv/bin/pip --quiet install --prefer-binary --no-build-isolation \
 		--editable '$(@D)/checkout[test]'
 	touch $@
 
-check-freethreaded: CASES := $(or $(CASES),interpreted small_threads small_processes)
+check-freethreaded: CASES := $(or $(CASES),interpreted small_threads small_processes \
+	threads_tokens threads_dicts threads_small threads_python)
 check-freethreaded: $(FREE)/free/.test $(FREE)/gil/.test
 	$(call copy,$(FREE)/free/checkout)
 	$(call copy,$(FREE)/gil/checkout)
@@ -44,10 +44,8 @@ check-freethreaded: $(FREE)/free/.test $(FREE)/gil/.test
 	for folder in $(addprefix $(FREE)/,$(FREE_TESTS)); do \
 		(cd $$folder/checkout && env -u PYTHON_GIL $$folder/venv/bin/python -m pytest -n $(JOBS) $(ARGS)) || exit 1; \
 	done
-	for folder in $(FREE)/free $(FREE)/gil; do \
-		(cd $$folder/checkout && env -u PYTHON_GIL $$folder/venv/bin/python benchmarks/run.py --no-peers \
-			--rounds $(ROUNDS) --output build/benchmarks $(CASES)) || exit 1; \
-	done
+	cd $(FREE)/free/checkout && env -u PYTHON_GIL ../venv/bin/python benchmarks/run.py \
+		--python $(FREE)/gil/venv/bin/python --rounds $(ROUNDS) --output build/benchmarks $(CASES)
 
 # Threads under ThreadSanitizer, with a CPython without a GIL built for it.
 check-freethreaded-tsan: $(FREE)/tsan/.python $(FREE)/free/.test
