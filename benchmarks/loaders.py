@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import multiprocessing
 import os
@@ -175,9 +176,11 @@ class TorchDataset:
         return self.indexer[indices]
 
 
-def torch_dataloader(work: Work, *, start_method: str = "fork") -> Rounds:
+def torch_dataloader(
+    work: Work, *, start_method: str = "fork", home: str = "torch.utils.data"
+) -> Rounds:
     """`DataLoader` with batch fetch: its sampler gives whole batches; tensors come out."""
-    loader = torch_loader(work, start_method)
+    loader = torch_loader(work, start_method, kind=importlib.import_module(home).DataLoader)
     yield functools.partial(work.measure, loader)
     del loader
 

@@ -157,7 +157,7 @@ class Load(NamedTuple):
     collate_fn: Any = None
     num_workers: int = 2
 
-    def loader(self, name: str) -> Any:
+    def loader(self, name: str, **more: Any) -> Any:
         """Make the loader of a contender."""
         from importlib import import_module
 
@@ -172,7 +172,7 @@ class Load(NamedTuple):
             batch_size=self.batch_size,
             shuffle=True,
             collate_fn=self.collate_fn,
-            **workers,
+            **(workers | more),
         )
 
 

@@ -46,11 +46,14 @@ class Jpegs:
 
     def __getitem__(self, index: int) -> Any:
         import torch
+
+        return torch.from_numpy(self.decode(self.files[index % 16]))
+
+    def decode(self, data: bytes) -> np.ndarray:
+        """Decode a file."""
         from PIL import Image
 
-        image = Image.open(io.BytesIO(self.files[index % 16]))
-        image.load()
-        return torch.from_numpy(np.array(image))
+        return np.array(Image.open(io.BytesIO(data)))
 
 
 class Tokens:
@@ -283,6 +286,7 @@ def case(
     batch_size: int = 32,
     num_workers: int = 2,
     *more: Goal,
+    group: str = "threads",
     needs: tuple[str, ...] = (),
 ) -> Case:
     """Declare a case whose figure is the time of a batch."""
@@ -295,7 +299,7 @@ def case(
 
     rivals = (THREADS, PROCESSES, TORCH, SPDL, FUTURES, BARE)
     return Case(
-        f"threads_{name}",
+        f"{group}_{name}",
         f"Threads and processes: {title}",
         "µs/batch",
         tuple(map(contender, rivals)),
