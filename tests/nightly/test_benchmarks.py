@@ -44,6 +44,7 @@ SELECTED = {
     "brief": ("brief_0_cpu", "brief_40_cpu", "brief_10_sleeps"),
     "structure": ("dict_113_touched", "parts_null_1", "parts_null_2"),
     "computing": ("computing_uneven",),
+    "peers": ("peers_workers_8_busy", "peers_tfdata", "peers_epochs_forkserver"),
     "epochs": ("epoch_boundary_slow", "first_batch", "resume"),
     "permutation": ("permutation_1e5", "permutation_1e8"),
 }
