@@ -168,6 +168,7 @@ RESUMING = Case(
             at_most=1.2,
         ),
     ),
+    fresh=True,  # a second time, the order is there
 )
 
 EPOCHS = scaled(20, 3)

@@ -76,14 +76,17 @@ def versions(distributions: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def commit(folder: Path = Path(__file__).parent) -> str:
-    """The commit of a checkout; with a plus sign if files differ from it, results apart."""
+def commit(folder: Path = Path(__file__).parents[2]) -> str:
+    """The last commit that has changed cseq in a checkout; with a plus sign if files differ."""
     git = ["git", "-C", str(folder)]
-    changed = [*git, "diff", "--name-only", "HEAD", "--", ":/", ":(top,exclude)benchmarks/results"]
+    last = ["log", "--max-count=1", "--format=%h", "--", "cseq"]
+    changed = ["diff", "--name-only", "HEAD", "--", "cseq"]
     try:
         name, files = (
-            subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-            for command in ([*git, "describe", "--always"], changed)
+            subprocess.run(
+                [*git, *command], capture_output=True, text=True, check=False
+            ).stdout.strip()
+            for command in (last, changed)
         )
     except FileNotFoundError:
         return ""
