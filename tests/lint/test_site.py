@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -74,6 +75,13 @@ def test_the_readme_links_to_what_is_there(kind: str) -> None:
 def test_the_pages_are_short() -> None:
     """So many words at most, as `wc -w` counts them: a new page is paid for by another."""
     assert sum(len(page.read_text(encoding="utf-8").split()) for page in PAGES) <= 40_000
+
+
+def test_the_figures_are_those_of_the_results() -> None:
+    """`python benchmarks/tables.py` puts the figures of results/latest.json into these pages."""
+    found = runpy.run_path(str(ROOT / "benchmarks" / "tables.py"))["pages"]()
+    assert len(found) > 3
+    assert [path.name for path, text in found.items() if path.read_text("utf-8") != text] == []
 
 
 def test_each_promise_has_its_test() -> None:
