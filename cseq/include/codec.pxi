@@ -110,7 +110,7 @@ cdef class Encoder(TicketWriter):
         """Write a batch into the slot, after what is in use there: a `codec.Record`.
 
         Arrays that lie in this slot are not copied. Arrays and tensors of numbers (`castable`) become its
-        `cast`, but not those of what is pickled. TypeError says which part cannot be pickled.
+        `cast`, except in what is pickled. TypeError says which part cannot be pickled.
         """
         cdef uint64_t[4] f
         self.write_batch(batch, f)

@@ -1,4 +1,4 @@
-"""Waiting for what comes by itself, and for threads."""
+"""Waiting until something is so, and for threads."""
 
 from __future__ import annotations
 

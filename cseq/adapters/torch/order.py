@@ -168,24 +168,23 @@ def permuted(index_sampler: Any, skip: int = 0) -> Iterator[list[Any]]:
         return
     count, is_subset = len(sampler), type(sampler) is SubsetRandomSampler
     end = count - count % size
+
+    def batch_of(keys: list[int]) -> list[Any]:
+        return [samples[key] for key in keys] if is_subset else keys
+
     for start in range(skip * size, end, together := max(1, TOGETHER // size) * size):
         keys = order[start : min(start + together, end)].tolist()
         for first in range(0, len(keys), size):
-            batch = keys[first : first + size]
-            yield [samples[key] for key in batch] if is_subset else batch
+            yield batch_of(keys[first : first + size])
     if type(sampler) is RandomSampler and count == len(order) and sampler.generator is not None:
         torch.randperm(count, generator=sampler.generator, dtype=order.dtype)  # as torch's does
     if end < count and skip * size <= end and not index_sampler.drop_last:
-        batch = order[end:count].tolist()
-        yield [samples[key] for key in batch] if is_subset else batch
+        yield batch_of(order[end:count].tolist())
 
 
 def order_of(sampler: Any, n: int) -> torch.Tensor | None:
-    """Draw an epoch of `n` samples as such a sampler does; None: it is more than a permutation.
-
-    Of 32 bits where they are enough, for which torch draws the same.
-    """
-    kind = torch.int32 if n < 2**31 else torch.int64
+    """Draw an epoch of `n` samples as such a sampler does; None: it is more than a permutation."""
+    kind = torch.int32 if n < 2**31 else torch.int64  # torch draws the same with both
     if type(sampler) is not DistributedSampler:
         generator = sampler.generator
         if type(sampler) is RandomSampler and sampler.num_samples > n:
