@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import tempfile
+import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 THREADS, PROCESSES = "cseq.DataLoader, threads", "cseq.DataLoader, processes"
-TORCH, SPDL, FUTURES, BARE = "torch DataLoader", "SPDL threads", "concurrent.futures", "bare loop"
+TORCH, SPDL, FUTURES = "torch DataLoader", "SPDL threads", "concurrent.futures"
+BARE, LIMIT = "bare loop", "bare threads"
 AHEAD = 2  # batches of each worker
 
 # -- data sets
@@ -217,6 +219,28 @@ class Futures:
         return futures(*self.given)
 
 
+def bare_threads(dataset: Any, batches: list[Any], num_workers: int) -> float:
+    """Make the batches in threads that hand none over; return the microseconds of a batch."""
+    import torch
+
+    fetch, begin = fetching(dataset), threading.Barrier(num_workers + 1)
+
+    def make(own: list[Any]) -> None:
+        torch.set_num_threads(1)
+        begin.wait()
+        for indices in own:
+            fetch(indices)
+
+    with ThreadPoolExecutor(num_workers) as pool:
+        made = [pool.submit(make, batches[n::num_workers]) for n in range(num_workers)]
+        begin.wait()
+        start = time.perf_counter()
+        for each in made:
+            each.result()
+    Counter.batches += len(batches)
+    return (time.perf_counter() - start) / len(batches) * 1e6
+
+
 def epochs(
     name: str, make: Callable[[int], Any], count: int, batch_size: int, num_workers: int
 ) -> Iterator[Callable[[], float]]:
@@ -234,6 +258,9 @@ def epochs(
             yield functools.partial(rate, pipeline, count, num_workers)
         return
     given = dataset, batches, num_workers
+    if name == LIMIT:
+        yield functools.partial(bare_threads, *given)
+        return
     loader = Futures(*given) if name == FUTURES else loader_of(name, *given)
     yield functools.partial(rate, loader, count, num_workers)
 
@@ -293,11 +320,11 @@ def case(
 
     def contender(which: str) -> Contender:
         needed = ("torch", *needs, *(("spdl-core",) if which == SPDL else ()))
-        count = batches // 4 if which == BARE else batches  # one after another, they take long
+        count = max(batches // 4, 2) if which == BARE else batches  # one by one, they take long
         run = partial(epochs, which, make, count, batch_size, num_workers)
         return Contender(which, run, needed, ours=which in (THREADS, PROCESSES))
 
-    rivals = (THREADS, PROCESSES, TORCH, SPDL, FUTURES, BARE)
+    rivals = (THREADS, PROCESSES, TORCH, SPDL, FUTURES, BARE, LIMIT)
     return Case(
         f"{group}_{name}",
         f"Threads and processes: {title}",
@@ -310,6 +337,7 @@ def case(
 HALVES = Goal(
     "of the bare loop's rate for each core", lambda f: f[BARE] / f[THREADS] / 2, at_least=0.9
 )
+THREADED = Goal("of bare threads' rate", lambda f: f[LIMIT] / f[THREADS], at_least=0.9)
 WAITING = Goal("of 32 readers' rate", lambda f: 20e3 / 32 / f[THREADS], at_least=0.95)
 FIRST = tuple(
     Contender(name, partial(first_batch, Records(2), name), ("torch",), ours=name != TORCH)
@@ -317,7 +345,17 @@ FIRST = tuple(
 )
 
 CASES = (
-    case("jpeg", "32 JPEG files, Pillow", Jpegs, scaled(60, 4), 32, 2, HALVES, needs=("pillow",)),
+    case(
+        "jpeg",
+        "32 JPEG files, Pillow",
+        Jpegs,
+        scaled(60, 4),
+        32,
+        2,
+        HALVES,
+        THREADED,
+        needs=("pillow",),
+    ),
     case("tokens", "32 windows of a token file", Tokens, scaled(1000, 8)),
     case("images", "4.8 MB of images by an index", Images, scaled(400, 6)),
     case("dicts", "32 of 300 000 records", Dicts, scaled(1000, 8)),
