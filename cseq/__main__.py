@@ -86,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not hasattr(given, "look"):
         parser.print_help()
         return
+    if given.look is not _run and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # Windows' files have no arrow
     status = given.look(given)
     if status is not None:
         sys.exit(status)

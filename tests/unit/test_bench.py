@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
+from cseq.__main__ import main
 from cseq.observe.bench import Figures, said, seconds_of
 
 if TYPE_CHECKING:
@@ -137,6 +141,17 @@ def test_rows_that_fail(run: Run) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("OSError: no disk") >= 2
     assert done.stdout.endswith("nothing could be measured: see above\n")
+
+
+def test_an_encoding_without_arrows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file's on Windows: a question mark stands in an arrow's place."""
+    (tmp_path / "data.py").write_text(PLAIN)
+    file = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, encoding="cp1252"))
+    with contextlib.suppress(SystemExit):
+        main(["bench", f"{tmp_path / 'data.py'}:breaks"])
+    sys.stdout.flush()
+    assert b" ? nothing could be measured" in file.getvalue()
 
 
 def test_what_is_said() -> None:

@@ -18,6 +18,8 @@ from cseq.fleet.wire import Buffers, Connection
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.needs("POSIX")  # Ray's clusters; Wine 8 knows no TCP_KEEPIDLE
+
 KEY = b"k" * 32
 
 
