@@ -88,15 +88,11 @@ cdef class Lock:
                 "ends the run once that call is over. Let a handler set a flag, and look at it after the call")
         return 0
 
-    def acquire(self, double timeout=-1):
+    cdef bint take(self, double timeout) except -1:
         """Take it; wait at most `timeout` seconds for it, -1: for any time. Return whether it was.
 
         Signal handlers run meanwhile; if one raises, it was not taken.
         """
-        return bool(self.take(timeout))
-
-    cdef bint take(self, double timeout) except -1:
-        """Do what `acquire` does."""
         if not self.has():
             return self.take_anew(timeout)
         self.depth += 1
@@ -131,12 +127,6 @@ cdef class Lock:
             if cseq_load_sc_u32(&self.asleep) and cseq_swap_sc_u32(&self.asleep, 0):  # SYNC: sleeper seen
                 cseq_wake(&self.asleep, 0)
         return self.make_calls() if cseq_load_sc_u32(&self.due) else 0  # SYNC: calls
-
-    def release(self):
-        """Give it back, as often as it was taken."""
-        if not self.has():
-            raise RuntimeError("this thread does not have the lock")
-        self.leave()
 
     def put_off(self, call not None):
         """Have the thread that has it make a call, ``call()``, once it has given it back; this one does so

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -44,9 +44,8 @@ def test_it_is_given_back_as_often_as_taken() -> None:
     got = []
 
     def look() -> None:
-        got.append(lock.acquire(timeout=0))
-        if got[-1]:
-            lock.release()
+        with lock.hold(timeout=0) as hold:
+            got.append(hold.has)
 
     def elsewhere() -> bool:
         thread = threading.Thread(target=look)
@@ -56,11 +55,11 @@ def test_it_is_given_back_as_often_as_taken() -> None:
 
     assert not is_mine(lock)
     with lock.hold():
-        assert lock.acquire()
-        assert lock.acquire(timeout=0)
-        for _ in range(2):
+        with lock.hold():
+            with lock.hold(timeout=0) as hold:
+                assert hold.has
+                assert not elsewhere()
             assert not elsewhere()
-            lock.release()
         assert is_mine(lock)
         assert not elsewhere()
     assert not is_mine(lock)
@@ -68,16 +67,16 @@ def test_it_is_given_back_as_often_as_taken() -> None:
 
 
 def test_a_time_limit() -> None:
-    """It is not taken then, and not by a thread that does not have it given back."""
+    """It is not taken then, nor given back where the body ends."""
     lock = Lock()
     with taken_elsewhere(lock):
         before = time.perf_counter()  # time.monotonic counts in steps of 16 ms on Windows
-        assert not lock.acquire(timeout=0.05)
-        assert time.perf_counter() - before >= 0.05
-        with pytest.raises(RuntimeError, match="does not have"):
-            lock.release()
-    assert lock.acquire(timeout=60)
-    lock.release()
+        for _ in range(2):
+            with lock.hold(timeout=0.05) as hold:
+                assert not hold.has
+                assert time.perf_counter() - before >= 0.05
+    with lock.hold(timeout=60) as hold:
+        assert hold.has
 
 
 class Struck(BaseException):
@@ -98,14 +97,14 @@ def test_a_signal_handler_that_raises(timeout: float) -> None:
         with taken_elsewhere(lock):
             timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
             timer.start()
-            with pytest.raises(Struck):
-                lock.acquire(timeout=timeout)
+            with pytest.raises(Struck), lock.hold(timeout=timeout):
+                pass
             assert not is_mine(lock)
             timer.join()
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert lock.acquire(timeout=60)
-    lock.release()
+    with lock.hold(timeout=60) as hold:
+        assert hold.has
 
 
 def test_an_exception_between_the_taking_and_the_body() -> None:
@@ -208,25 +207,23 @@ def test_a_fork(mine: bool) -> None:
     """Only the thread that forked is there: the lock stays its own, or is free."""
     lock = Lock()
 
-    def exits_well() -> bool:
+    def exits_well(held: ExitStack) -> bool:
         child = os.fork()
         if not child:
             try:
-                good = is_mine(lock) == mine and lock.acquire(timeout=0)
-                lock.release()
+                good = is_mine(lock) == mine
+                with lock.hold(timeout=0) as hold:
+                    good &= hold.has
                 if mine:
-                    lock.release()
+                    held.close()
                 os._exit(not good or is_mine(lock))
             finally:
                 os._exit(2)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
-    if mine:
-        with lock.hold():
-            assert exits_well()
-    else:
-        with taken_elsewhere(lock):
-            assert exits_well()
+    with ExitStack() as held:
+        held.enter_context(lock.hold() if mine else taken_elsewhere(lock))
+        assert exits_well(held)
 
 
 @pytest.mark.needs("fork")
