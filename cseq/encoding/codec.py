@@ -63,6 +63,7 @@ Record: TypeAlias = tuple[int, int, int, int]
 __all__ = [
     "LONG",
     "Record",
+    "batch_reducers",
     "castable",
     "decode",
     "dump",
@@ -292,7 +293,7 @@ REMEDY = "Return arrays, tensors, numbers, strings, bytes, None, or objects that
 def dump(objects: list[Any], batch: Any) -> tuple[bytes, list[Array]]:
     """Pickle the other leaves of a batch: return the pickle, and the buffers that are not in it."""
     buffers: list[memoryview] = []
-    pickled = _dumps(objects, batch, buffers, _reducers)
+    pickled = _dumps(objects, batch, buffers, batch_reducers)
     return pickled, [np.frombuffer(buffer, np.uint8) for buffer in buffers]
 
 
@@ -309,18 +310,25 @@ NUMBERS = {
 }
 
 
-def _reducers() -> dict[type, Callable[[Any], Any]]:
-    """Return how arrays, numbers and tensors are pickled in a batch."""
+def batch_reducers(*, handles: bool = True) -> dict[type, Callable[[Any], Any]]:
+    """Return how arrays, numbers and tensors are pickled in a batch.
+
+    A tensor that is a part of a storage becomes a copy of that part; one on CUDA, with `handles`, a
+    handle of its memory.
+    """
     reducers = data_reducers() | NUMBERS
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    return reducers | {tensor: _reduce_tensor} if tensor in reducers else reducers
+    reduce = _reduce_to_handle if handles else _reduce_part
+    return reducers | {tensor: reduce} if tensor in reducers else reducers
 
 
-def _reduce_tensor(tensor: Any) -> Any:
-    """Reduce a tensor: on CUDA, to a handle of its memory; a part of a storage, to a copy of it."""
-    if tensor.is_cuda:
-        reductions = importlib.import_module("torch.multiprocessing.reductions")
-        return reductions.reduce_tensor(tensor)
+def _reduce_to_handle(tensor: Any) -> Any:
+    if not tensor.is_cuda:
+        return _reduce_part(tensor)
+    return importlib.import_module("torch.multiprocessing.reductions").reduce_tensor(tensor)
+
+
+def _reduce_part(tensor: Any) -> Any:
     return reduce_tensor(_plain_tensor(tensor, None))
 
 
@@ -354,7 +362,7 @@ def _plain_tensor(tensor: Any, cast: Dtype | None) -> Any:
     """Return a tensor, cast, with a storage that is not larger than it; odd ones as they are."""
     if tensor.device.type != "cpu" or tensor.layout is not import_torch().strided:
         return tensor
-    if tensor.is_quantized or tensor.is_nested:
+    if tensor.is_nested or (tensor.is_quantized and cast is not None):
         return tensor
     plain = tensor.detach().resolve_conj().resolve_neg()
     if cast is not None and not plain.is_complex() and plain.dtype != torch_type(cast):

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cseq import _memory
-from cseq.encoding.pickling import data_reducers, publish, reduce_tensor
+from cseq.encoding.codec import batch_reducers
+from cseq.encoding.pickling import publish
 from cseq.encoding.unpicklable import unpicklable
 from cseq.memory.descriptors import sparse_file
 
@@ -114,10 +115,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
         self.named: dict[Any, Any] = {}
-        self.dispatch_table = copyreg.dispatch_table | data_reducers()
-        tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-        if tensor in self.dispatch_table:
-            self.dispatch_table[tensor] = _reduce_tensor
+        self.dispatch_table = copyreg.dispatch_table | batch_reducers(handles=False)
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)):
@@ -126,10 +124,3 @@ class _Pickler(pickle.Pickler):
             if isinstance(outer, (type, types.FunctionType)):
                 self.named[obj.__module__, name] = outer
         return NotImplemented
-
-
-def _reduce_tensor(tensor: Any) -> Any:
-    """Reduce a tensor; one that is a part of a storage, to a copy of that part."""
-    has_storage = tensor.is_cpu and str(tensor.layout) == "torch.strided"
-    is_part = has_storage and tensor.untyped_storage().nbytes() > tensor.nbytes
-    return reduce_tensor(tensor.clone() if is_part else tensor)

@@ -152,6 +152,7 @@ def test_arrays_are_their_own_part() -> None:
     assert item["sum"] == table[7].sum()
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage")
 def test_tensors_are_their_own_part() -> None:
     """So are rows of a tensor; what requires gradients does so again."""
     torch = pytest.importorskip("torch")
@@ -160,6 +161,10 @@ def test_tensors_are_their_own_part() -> None:
     assert len(pickle.dumps(packed)) < 1.5 * table.nbytes
     assert torch.equal(packed[7][0], table[7])
     assert torch.equal(packed[7][1], table[:, 7])
+    scaled = torch.quantize_per_tensor(table, 0.5, 3, torch.qint8)
+    packed = cseq.packed(scaled)
+    assert len(pickle.dumps(packed)) < 1.5 * scaled.nbytes
+    assert torch.equal(packed[7].int_repr(), scaled[7].int_repr())
     weight = torch.ones(3, requires_grad=True)
     (again,) = cseq.packed([weight])
     assert torch.equal(again, weight)
