@@ -102,11 +102,11 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
     return DatasetIndexer(dataset, collate)
 
 
-def is_torchs(thing: object) -> bool:
-    """Tell whether something is a map-style data set of torch's, or a class of these."""
+def is_torchs(thing: object, kind: str = "Dataset") -> bool:
+    """Tell whether something is a data set of torch's, of this kind, or a class of these."""
     torch = sys.modules.get("torch.utils.data")
-    kind = thing if isinstance(thing, type) else type(thing)
-    return torch is not None and issubclass(kind, torch.Dataset)
+    cls = thing if isinstance(thing, type) else type(thing)
+    return torch is not None and issubclass(cls, getattr(torch, kind))
 
 
 def unasked(dataset: Any) -> DatasetIndexer:
@@ -118,9 +118,8 @@ def unasked(dataset: Any) -> DatasetIndexer:
 
 def refuse_iterable(dataset: object, what: str) -> None:
     """Refuse torch's iterable style, whose ``__getitem__`` only raises; also a class of these."""
-    torch = sys.modules.get("torch.utils.data")
-    kind = dataset if isinstance(dataset, type) else type(dataset)
-    if torch is not None and issubclass(kind, torch.IterableDataset):
+    if is_torchs(dataset, "IterableDataset"):
+        kind = dataset if isinstance(dataset, type) else type(dataset)
         raise TypeError(
             f"{what} a {kind.__name__}, an IterableDataset, which gives no sample for an index; "
             "use cseq.DataLoader for it, or give an object with __getitem__ and __len__()"

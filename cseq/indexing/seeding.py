@@ -24,6 +24,7 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cseq import _work
+from cseq._memory import HAS_GIL
 from cseq.indexing.context import here
 
 if TYPE_CHECKING:
@@ -80,8 +81,7 @@ FINDERS: dict[str, Callable[[], Any]] = {
 
 def _memory_of(instance: object) -> bytes:
     """Return the memory of an object; nothing where it cannot be read, or must not be written."""
-    has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
-    if sys.implementation.name != "cpython" or not has_gil:
+    if sys.implementation.name != "cpython" or not HAS_GIL:
         return b""
     try:
         import ctypes

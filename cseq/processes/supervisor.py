@@ -555,9 +555,7 @@ class Supervisor:
         if not self._gone:
             raise RuntimeError("worker processes were killed and have not ended")
         self._thread.join(time.monotonic() + LAST_GRACE)
-        self._launcher.local = (
-            None  # a supervisor is part of a reference cycle, which would keep it
-        )
+        self._launcher.local = None  # the supervisor is in a reference cycle, which would keep it
         for worker in self._snapshot():  # if the thread has failed, none was reaped
             worker.close()
         if self._object is not None:
