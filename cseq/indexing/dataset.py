@@ -28,6 +28,7 @@ __all__ = [
     "LeavingIndexer",
     "empty_tensor",
     "from_dataset",
+    "is_plain",
     "is_torchs",
     "refuse_iterable",
     "unasked",
@@ -284,7 +285,7 @@ def _stack_tensors(torch: Any, tensors: Samples) -> Any:
     first = tensors[0]
     _check_shapes(tensors)
     if first.nbytes * len(tensors) < IN_PLACE or not all(
-        each.dtype == first.dtype and _is_plain(torch, each) for each in tensors
+        each.dtype == first.dtype and is_plain(each) for each in tensors
     ):
         return torch.stack(tuple(tensors))
     # As plain tensors: a subclass (torchvision's Image) would make the batch one of its own kind.
@@ -294,13 +295,12 @@ def _stack_tensors(torch: Any, tensors: Samples) -> Any:
     )
 
 
-def _is_plain(torch: Any, tensor: Any) -> bool:
+def is_plain(tensor: Any) -> bool:
     """Whether a tensor is nothing but its elements, in this process's memory."""
     return (
         tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
-        and not tensor.requires_grad
-        and not tensor.is_quantized
+        and tensor.layout is sys.modules["torch"].strided
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested)
     )
 
 
@@ -333,7 +333,7 @@ class _Stack:
         torch = self._torch
         if torch is None:
             self.whole[number] = array
-        elif _is_plain(torch, array):
+        elif is_plain(array):
             self.whole[number].copy_(array.as_subclass(torch.Tensor))
         else:
             return array
@@ -386,7 +386,7 @@ def _is_large(part: Any) -> bool:
         return part.nbytes >= LARGE and not part.dtype.hasobject
     torch = sys.modules.get("torch")
     is_tensor = torch is not None and isinstance(part, torch.Tensor)
-    return is_tensor and _is_plain(torch, part) and part.nbytes >= LARGE
+    return is_tensor and is_plain(part) and part.nbytes >= LARGE
 
 
 def _stack_rows(parts: Samples) -> Any:

@@ -18,7 +18,7 @@ from torch.utils.data import default_collate, default_convert
 
 from cseq.adapters.torch import names
 from cseq.indexing import context
-from cseq.indexing.dataset import IN_PLACE, empty_tensor
+from cseq.indexing.dataset import IN_PLACE, empty_tensor, is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,22 +63,13 @@ class _InThreads:
         return (self._ours if is_ours else self._own)(batch, collate_fn_map=collate_fn_map)
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value is a tensor of torch's own class with strides, on the CPU."""
-    return (
-        type(value) is torch.Tensor
-        and value.layout is torch.strided
-        and value.device.type == "cpu"
-        and not value.is_nested
-    )
-
-
 def collate_tensors(batch: Any, *, collate_fn_map: Any = None) -> Any:
     """Stack tensors, as torch's own function for them does: that raises what is to be raised."""
     first = batch[0]
-    if is_plain(first):
-        if first.nbytes * len(batch) >= IN_PLACE and not first.is_quantized:
-            return torch.stack(batch, 0, out=empty_tensor((len(batch), *first.shape), first.dtype))
+    plain = type(first) is torch.Tensor and is_plain(first)
+    if plain and first.nbytes * len(batch) >= IN_PLACE:
+        return torch.stack(batch, 0, out=empty_tensor((len(batch), *first.shape), first.dtype))
+    if plain or first.is_quantized:  # torch's own function takes no quantised ones in a worker
         stacked = torch.stack(batch, 0)
         if stacked.dtype == first.dtype and not stacked.requires_grad:
             return stacked
@@ -159,20 +150,19 @@ class _Watch(TorchFunctionMode):
 
 def _shape_of(tensors: Any, *, stacked: bool) -> tuple[int, ...] | None:
     """Return the shape of these tensors together, if they are large and alike; else None."""
-    if type(tensors) not in (list, tuple) or not tensors or not is_plain(tensors[0]):
+    if type(tensors) not in (list, tuple) or not tensors:
+        return None
+    if not all(type(tensor) is torch.Tensor and is_plain(tensor) for tensor in tensors):
         return None
     first = tensors[0]
     joined = 0 if stacked else 1  # dimensions that may differ
     shape = first.shape[joined:]
     for tensor in tensors:
         if (
-            not is_plain(tensor)
-            or tensor.dtype != first.dtype
+            tensor.dtype != first.dtype
             or tensor.dim() != first.dim()
             or tensor.dim() < joined
             or tensor.shape[joined:] != shape
-            or tensor.requires_grad
-            or tensor.is_quantized
             or not tensor.is_contiguous()
         ):
             return None

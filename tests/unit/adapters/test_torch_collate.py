@@ -127,6 +127,18 @@ def test_what_requires_grad_is_an_error_in_a_worker(room: Room) -> None:
         names.worker._worker_info = None
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("shape", [BIG, (2,)])
+def test_quantised_ones_are_stacked_in_a_worker_too(room: Room, shape: Any) -> None:
+    """In one, torch's own function raises for them."""
+    names.set_worker_info(0, 1, 0, None)
+    try:
+        one = torch.quantize_per_tensor(torch.ones(shape), 0.5, 0, torch.qint8)
+        assert default_collate([one, one]).int_repr().unique().tolist() == [2]
+    finally:
+        names.worker._worker_info = None
+
+
 def test_the_users_own_functions_stay(room: Room) -> None:
     def own(batch: Any, *, collate_fn_map: Any = None) -> str:
         return "own"
