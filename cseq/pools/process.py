@@ -34,14 +34,13 @@ from cseq.system import available_memory, neighbours, private_memory
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
 
     import numpy as np
 
+    from cseq._core import Ring
     from cseq.arguments import Job
     from cseq.converter.export import Imports
     from cseq.converter.page_locks import PageLocks
-    from cseq.encoding.transport import BatchReader
     from cseq.measure.stats import Stats
     from cseq.options import Size
     from cseq.pools.base import Awaited, Working
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["ProcessPool", "main"]
 
 ENTRY = "cseq.pools.process:main"  # what worker processes run
+ADVICE = "look at what the indexer does with these indices"
 
 
 class Task(NamedTuple):
@@ -131,6 +131,7 @@ class ProcessPool(BatchPool):
     """Worker processes, a ring and slots in shared memory."""
 
     supervisor: Supervisor
+    _imports: Imports | None = None  # if converters are processes
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -153,51 +154,42 @@ class ProcessPool(BatchPool):
         )
         (ring,) = self._arena.rings
         lanes = Lanes(job.num_workers, "process")
-        advice = "look at what the indexer does with these indices"
+        fails = job.on_error == "skip"
         self.supervisor = Supervisor(
             make_launcher(options.start_method, entry=ENTRY, threads=options.threads),
             self._arena,
             readers=job.num_workers,
             task=self._task,
             describe=self.held,
-            deaths=Deaths(
-                options.max_restarts,
-                job.num_workers,
-                "batch",
-                advice,
-                fails=job.on_error == "skip",
-            ),
+            deaths=Deaths(options.max_restarts, job.num_workers, "batch", ADVICE, fails=fails),
             lanes=lanes,
         )
         self._group = ThreadGroup(ring, lanes)
         self._crews = self.supervisor, self._group
         self._reader = SlotReader(self._arena)
-        self._imports: Imports | None = None
-        batch_reader: BatchReader = self._reader
-        convert: Callable[[Any], Any] | None = None
-        leaf_for: Callable[[Any], Any] | None = None
-        if in_processes:
-            from cseq.converter.export import Imports
+        way_out = self._import(ring) if in_processes else self._way_out()
+        super().__init__(job, ring, num_converters=job.num_converters, lanes=lanes, **way_out)
 
-            here = Converter(job.output).convert
-            batch_reader = self._imports = Imports(self._arena, ring, job.output, here)
-        elif job.num_converters:
+    def _import(self, ring: Ring) -> dict[str, Any]:
+        """Take batches from converter processes; see `BatchPool`."""
+        from cseq.converter.export import Imports
+
+        output = self._job.output
+        self._imports = Imports(self._arena, ring, output, Converter(output).convert)
+        return {"batch_reader": self._imports, "on_cancel": self._imports.cancel}
+
+    def _way_out(self) -> dict[str, Any]:
+        """Take them from converter threads, or convert them in the loop's thread, or not at all."""
+        job, reader = self._job, self._reader
+        if job.num_converters:
             from cseq.converter.cuda import receive
 
-            batch_reader, convert = Objects(job.buffer, self._reader), receive
-        elif job.output.kind != "null":
-            converter = Converter(job.output)
-            convert, leaf_for = converter.convert, converter.leaf_for
-        super().__init__(
-            job,
-            ring,
-            batch_reader,
-            convert=convert,
-            leaf_for=leaf_for,
-            on_cancel=self._imports and self._imports.cancel,
-            num_converters=job.num_converters,
-            lanes=lanes,
-        )
+            return {"batch_reader": Objects(job.buffer, reader), "convert": receive}
+        if job.output.kind == "null":
+            return {"batch_reader": reader}
+        converter = Converter(job.output)
+        convert, leaf_for = converter.convert, converter.leaf_for
+        return {"batch_reader": reader, "convert": convert, "leaf_for": leaf_for}
 
     def open(self) -> None:
         """Start the processes, and converter threads if converters are threads."""
