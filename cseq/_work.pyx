@@ -401,7 +401,7 @@ cdef class BatchMaker(Work):
             self.batch_state.drawn, self.batch_state.ticket = None, runner
         self.batch_writer.open_ticket()
         batch = self.index(runner)
-        if batch is None: raise self.forgotten()
+        if batch is None: raise self.forgotten(self.indexer)
         return batch if self.convert is None else self.convert(batch)
 
     cdef object index(self, Runner runner):

@@ -36,7 +36,7 @@ from cseq.encoding.pickling import dump, dumps
 from cseq.errors import WorkerDied
 from cseq.fleet.wire import NONCE, PROOF_SECONDS, Buffers, Connection
 from cseq.indexing import context
-from cseq.indexing.indexer import advised, build_seeded, check_worker, leaving
+from cseq.indexing.indexer import Indexing, advised, build_seeded, check_worker, leaving
 from cseq.indexing.seeding import Seeds
 from cseq.options import Size
 from cseq.pools.thread import ThreadPool
@@ -159,8 +159,7 @@ class Agent:
         try:
             batch = self._batch(*asked)
             if batch is None:
-                name = type(self._indexer).__name__
-                raise TypeError(f"`__getitem__` of {name} returned None: is a `return` missing?")
+                raise Indexing.forgotten(self._indexer)
             data = dumps(batch, buffers)
             self._has_made = True
             return data, buffers

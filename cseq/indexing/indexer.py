@@ -270,9 +270,10 @@ class Indexing(BatchMaker):
 
     end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)
 
-    def forgotten(self) -> TypeError:
+    @staticmethod
+    def forgotten(indexer: object) -> TypeError:
         """Make the error for a batch that is None."""
-        name = type(self.indexer).__name__
+        name = type(indexer).__name__
         return TypeError(f"`__getitem__` of {name} returned None: is a `return` missing?")
 
     def fail(self, runner: Runner, error: BaseException) -> None:
