@@ -108,6 +108,37 @@ possible is {computing_uneven: best possible, 32 in hand}.
     "docs/how-to/processes-or-threads.md": """
 | {start: cseq, fork} (`fork`), {start: cseq, forkserver} (`forkserver`), {start: cseq, spawn}
 (`spawn`), plus your imports | {start: cseq, threads} |
+
+| JPEG files, Pillow | {threads_jpeg: cseq.DataLoader, processes}
+| {threads_jpeg: cseq.DataLoader, threads} | {threads_jpeg: SPDL threads}
+| {threads_jpeg: torch DataLoader} |
+
+| windows of a token file | {threads_tokens: cseq.DataLoader, processes}
+| {threads_tokens: cseq.DataLoader, threads} | {threads_tokens: SPDL threads}
+| {threads_tokens: torch DataLoader} |
+
+| 4.8 MB of images by an index | {threads_images: cseq.DataLoader, processes}
+| {threads_images: cseq.DataLoader, threads} | {threads_images: SPDL threads}
+| {threads_images: torch DataLoader} |
+
+| 300 000 records in a list | {threads_dicts: cseq.DataLoader, processes}
+| {threads_dicts: cseq.DataLoader, threads} | {threads_dicts: SPDL threads}
+| {threads_dicts: torch DataLoader} |
+
+| Hugging Face rows | {threads_arrow: cseq.DataLoader, processes}
+| {threads_arrow: cseq.DataLoader, threads} | {threads_arrow: SPDL threads}
+| {threads_arrow: torch DataLoader} |
+
+| 1 ms of Python code | {threads_python: cseq.DataLoader, processes}
+| {threads_python: cseq.DataLoader, threads} | {threads_python: SPDL threads}
+| {threads_python: torch DataLoader} |
+
+| one sample after 20 ms, 32 workers | {threads_remote: cseq.DataLoader, processes}
+| {threads_remote: cseq.DataLoader, threads} | {threads_remote: SPDL threads}
+| {threads_remote: torch DataLoader} |
+
+| first batch of the 300 000 records | {threads_start: cseq.DataLoader, processes}
+| {threads_start: cseq.DataLoader, threads} | | {threads_start: torch DataLoader} |
 """,
 }
 
