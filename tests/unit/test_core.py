@@ -319,12 +319,13 @@ def test_several_tickets_are_waited_for() -> None:
     rng = random.Random(4)
     for turn in range(300):
         runners = [claim(ring) for ring in rings]
+        awaited = [(k, runner.cell) for k, runner in enumerate(runners)]
         chosen = rng.randrange(2)
         publisher = threading.Thread(target=runners[chosen].publish)
         publisher.start()
         while rings[chosen].depths()[2] == 0:
             seen = feed.notices()
-            feed.wait(seen, [(k, runner.cell) for k, runner in enumerate(runners)])
+            feed.wait(seen, awaited)
         publisher.join()
         runners[1 - chosen].publish()
         assert [trainer.batch() for trainer in trainers] == [turn, turn]

@@ -51,7 +51,7 @@ def test_the_file_of_marks_is_another_one_while_it_is_closed() -> None:
     held.opened.file = Closing(held.opened.file)  # type: ignore[assignment]
     held.file = held.opened.file
     del held
-    assert not found[0].file.closed
+    assert not found.pop().file.closed  # CPython 3.13 without a GIL never frees `Closing`
 
 
 @linux

@@ -190,7 +190,7 @@ def test_epochs_that_begin_slowly() -> None:
             ["run", "--watch", "--rng", "batch", "train.py"],
             "without --rng, --threads, --report, --trace",
         ),
-        (["rnu"], "'bench'"),
+        (["rnu"], "bench"),
     ],
 )
 def test_what_is_not_understood(
