@@ -24,7 +24,6 @@ cdef class Ring:
     cdef int calling          # of a queue: the cell of the call that is to be answered; -1: none
     cdef uint32_t next_cell   # where a free cell is looked for; in a queue, the one to post in
     cdef uint32_t unwoken     # tickets posted since the runners were last woken
-    cdef cseq_gil gil         # how threads spin before they sleep, see cseq_gil.h
     cdef public uint32_t wake_at  # as many tickets posted wake the runners
     cdef public uint32_t first  # of a queue of a thread: where its cells' objects begin, among all queues'
     cdef public Turns turns     # of a thread's queue, the same in all; else None
@@ -61,7 +60,7 @@ cdef class Ring:
         cseq_meter_slept(self.meter, before, now)
     cdef bint cancel_newest(self, uint32_t cell) noexcept
     cdef void wait(self, uint32_t seen, int cell) noexcept
-    cdef bint expect(self, uint32_t cell, uint32_t last, uint32_t seen) noexcept
+    cdef bint expect(self, uint32_t cell, uint32_t seen) noexcept
 
 
 # What a trace records: tickets that were taken; spans and counters.

@@ -384,7 +384,7 @@ cdef class Ring:
         self.kept = [None] * self.r.capacity if self.r.calls else None
         self.calling = -1
         self.wake_at = 1
-        self.limit, self.gil.crew = limit or self.r.round + self.r.calls, self.r.runners
+        self.limit = limit or self.r.round + self.r.calls
 
     cdef cseq_cell* at(self, uint32_t cell) except NULL:
         if cell >= self.r.capacity:
@@ -419,29 +419,22 @@ cdef class Ring:
         """0: open; 1: closed to all, for ever; else to indexers from this number up, which leave."""
         return cseq_load_sc_u32(&self.r.closed)
 
-    def set_spin(self, uint32_t ns, uint32_t most=0):
-        """How many nanoseconds runners and trainer spin before they sleep; 0: they do not. Between
-        processes up to `most`, if that is worth it; threads: see cseq_gil.h."""
-        if self.r.gate[0].shared:
-            cseq_ring_set_spin(self.r, ns, most)
-        else:
-            self.gil.ns = ns
+    def set_spin(self, uint32_t ns, uint32_t crew=0):
+        """How many nanoseconds runners and trainer spin before they sleep; 0: they do not. `crew`: how many
+        runners take turns with the trainer; 0: none. See cseq_spin.h."""
+        cseq_ring_set_spin(self.r, ns, crew)
 
-    def fit(self, uint32_t limit, uint32_t indexers, uint32_t converters=0, uint32_t apart=0):
+    def fit(self, uint32_t limit, uint32_t indexers):
         """Have at most `limit` tickets outstanding, and so many runners: indexers with higher numbers
         leave when they have no ticket in hand. For the thread that posts; again and again.
 
-        Converters have the numbers after the highest possible number of an indexer. `apart`: how many
-        batches or tickets lie between trainer and runners that work at the same time, see cseq_gil.h; 0:
-        they take turns.
+        Converters have the numbers after the highest possible number of an indexer.
         """
         if not 1 <= limit <= self.r.capacity or not 1 <= indexers <= self.r.runners:
             raise ValueError(f"limit={limit} is not in [1, {self.r.capacity}], or indexers={indexers} "
                              f"not in [1, {self.r.runners}]")
         cseq_ring_extend(self.r, limit)
         self.limit = limit
-        cseq_store_rlx_u32(&self.gil.crew, indexers + converters)
-        cseq_store_rlx_u32(&self.gil.apart, apart)
         cseq_ring_admit(self.r, indexers)
 
     def indices(self, uint32_t cell):
@@ -495,8 +488,7 @@ cdef class Ring:
 
         `start` is the position of the first sample in the order of the epoch, and `seed` that of the
         order and of the generators for the batch. The runners are woken when `wake_at` tickets have
-        gathered and whenever the trainer waits, but not while one of them will see the ticket (see
-        cseq_gil.h).
+        gathered and whenever the trainer waits.
         """
         cdef cseq_cell* c = cseq_ring_cell(self.r, cell)
         c.epoch = epoch
@@ -513,7 +505,7 @@ cdef class Ring:
             self.next_cell = 0 if cell + 1 == self.r.round else cell + 1
         cseq_ring_post(self.r, cell, ticket)
         self.unwoken += 1
-        if self.unwoken >= self.wake_at and not cseq_gil_is_served(&self.gil):
+        if self.unwoken >= self.wake_at:
             self.wake()
 
     cpdef void wake(self) noexcept:
@@ -565,22 +557,19 @@ cdef class Ring:
         if self.unwoken:  # written with the run's lock held
             self.wake()
         with nogil:
-            cseq_gil_wait_ready(&self.gil, self.r, cell, seen, PARK)
+            cseq_ring_wait_ready(self.r, cell, seen, PARK)
             awake = cseq_now_ns()
         self.slept(before, awake)
 
-    cdef bint expect(self, uint32_t cell, uint32_t last, uint32_t seen) noexcept:
-        """Wait for a ticket, but do not sleep: whether it is ready. `last`: see `cseq_ring_expect`."""
+    cdef bint expect(self, uint32_t cell, uint32_t seen) noexcept:
+        """Wait for a ticket, but do not sleep: whether it is ready."""
         cdef uint64_t before = cseq_now_ns()
         cdef uint64_t awake
         cdef int ready
-        if self.unwoken and not cseq_gil_is_served(&self.gil):
+        if self.unwoken:
             self.wake()
         with nogil:
-            if self.r.gate[0].shared:
-                ready = cseq_ring_expect(&self.r, &cell, 1, last, seen)
-            else:
-                ready = cseq_gil_expect(&self.gil, self.r, cell, last, seen)
+            ready = cseq_ring_expect(&self.r, &cell, 1, seen)
             awake = cseq_now_ns()
         self.slept(before, awake)
         return ready

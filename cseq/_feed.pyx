@@ -566,7 +566,7 @@ cdef class Feed:
             count += 1
         before = ring.sleep()
         with nogil:
-            if spun or not cseq_ring_expect(self.asked, self.cells, count, self.cells[0], seen):
+            if spun or not cseq_ring_expect(self.asked, self.cells, count, seen):
                 cseq_ring_wait_any(self.asked, self.cells, count, seen, PARK)
             awake = cseq_now_ns()
         ring.slept(before, awake)
@@ -578,10 +578,7 @@ cdef class Feed:
         """Wait for the next ticket, but do not sleep: whether it is ready."""
         cdef Ticket* t = self.at(0)
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, t.ring)
-        cdef uint32_t last = t.cell  # half a buffer after it, in a shared ring: see cseq_ring_expect
-        if not self.queues:
-            last = self.at(min(max(<Py_ssize_t>ring.gil.apart, 1), self.length) - 1).cell
-        self.spun = not ring.expect(t.cell, last, seen)
+        self.spun = not ring.expect(t.cell, seen)
         return not self.spun
 
     # -- peek, decode, commit

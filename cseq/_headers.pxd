@@ -133,9 +133,10 @@ cdef extern from "cseq_ring.h" nogil:
     int cseq_ring_leaves(const cseq_ring* r, uint32_t stage, uint32_t owner) noexcept
     void cseq_ring_extend(cseq_ring* r, uint32_t cells) noexcept
     void cseq_ring_admit(cseq_ring* r, uint32_t count) noexcept
-    void cseq_ring_set_spin(cseq_ring* r, uint32_t ns, uint32_t most) noexcept
-    int cseq_ring_expect(cseq_ring** rings, const uint32_t* cells, uint32_t count, uint32_t last,
-                         uint32_t seen) noexcept
+    void cseq_ring_set_spin(cseq_ring* r, uint32_t ns, uint32_t crew) noexcept
+    int cseq_ring_expect(cseq_ring** rings, const uint32_t* cells, uint32_t count, uint32_t seen) noexcept
+    int cseq_ring_await(cseq_ring* r, uint32_t stage, uint32_t owner, uint64_t ns) noexcept
+    void cseq_ring_wait_ready(cseq_ring* r, int cell, uint32_t seen, uint64_t ns) noexcept
     int cseq_ring_state(const cseq_ring* r, uint32_t cell) noexcept
     int cseq_ring_ready(const cseq_ring* r, uint32_t cell) noexcept
     int cseq_ring_cancel_newest(cseq_ring* r, uint32_t cell) noexcept
@@ -163,19 +164,6 @@ cdef extern from "cseq_turns.h" nogil:
     int cseq_turns_has(const cseq_turns* t, uint32_t runner) noexcept
     void cseq_turns_give(cseq_turns* t, uint32_t runner) noexcept
     void cseq_turns_learn(cseq_turns* t, uint64_t before, uint64_t awake, uint64_t taken) noexcept
-
-
-cdef extern from "cseq_gil.h" nogil:
-    ctypedef struct cseq_gil:
-        uint32_t ns
-        uint32_t apart
-        uint32_t crew
-
-    int cseq_gil_await(cseq_gil* t, cseq_ring* r, uint32_t stage, uint32_t owner, uint64_t ns) noexcept
-    int cseq_gil_is_served(const cseq_gil* t) noexcept
-    int cseq_gil_expect(cseq_gil* t, const cseq_ring* r, uint32_t cell, uint32_t last,
-                        uint32_t seen) noexcept
-    void cseq_gil_wait_ready(cseq_gil* t, cseq_ring* r, int cell, uint32_t seen, uint64_t ns) noexcept
 
 
 cdef extern from "cseq_feistel.h" nogil:

@@ -132,7 +132,7 @@ cdef class Runner:
             if cell < 0:
                 with nogil:
                     self.pause()
-                    cell = cseq_gil_await(&self.ring.gil, self.r, self.stage, self.owner, self.park)
+                    cell = cseq_ring_await(self.r, self.stage, self.owner, self.park)
                     if self.turns and cell >= 0: cseq_turns_take(self.turns, self.turn)
                     awake = cseq_now_ns()
                 self.since = cseq_now_ns()

@@ -27,7 +27,6 @@ __all__ = [
     "overdue",
     "run",
     "spin_ns",
-    "spins",
 ]
 
 INDEXER, CONVERTER = 0, 1  # the stages
@@ -36,7 +35,7 @@ BATCH, RAISED, ENDED = 0, 1, 2
 
 IDLE_NS = 1_000_000_000  # an idle runner wakes up once a second
 SPIN_NS = 20_000  # about the cost of a sleep and its wake-up
-MOST_SPIN_NS = 200_000  # whatever a wake-up costs
+LONG_SPIN_NS = 200_000  # where a core would be idle meanwhile
 
 HURRY = 0.5  # seconds that a busy runner gets where nothing waits for its batch any more
 START_SHARE = 10  # times `timeout` that a worker may take to get ready
@@ -67,19 +66,15 @@ def overdue(
             yield owner, f"{took}, which is more than {START_SHARE} times timeout={timeout} s"
 
 
-def spin_ns(ns: int = SPIN_NS) -> int:
-    """Return for how many ns a runner spins before it sleeps: `ns`; on one core, 0."""
-    return ns if cores() > 1 else 0
+def spin_ns(runners: int, *, turns: bool = False) -> int:
+    """Return for how many ns runners and trainer spin before they sleep.
 
-
-def spins(runners: int) -> tuple[int, int]:
-    """Return for how many ns runners and trainer spin before they sleep, at least and at most.
-
-    Where they are more than there are cores, no longer than the shortest time that is of use: one
-    that spins would keep another one from its work.
+    Where they are more than there are cores, or take turns, no longer than the shortest time that
+    is of use: one that spins would keep another one from its work. On one core, not at all.
     """
-    least = spin_ns()
-    return least, MOST_SPIN_NS if least and runners < cores() else least
+    if cores() == 1:
+        return 0
+    return SPIN_NS if turns or runners >= cores() else LONG_SPIN_NS
 
 
 def run(

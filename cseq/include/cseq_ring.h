@@ -35,6 +35,7 @@
 
 #include "cseq_atomic.h"
 #include "cseq_meter.h"
+#include "cseq_spin.h"
 #include "cseq_wait.h"
 
 /* A point where tests kill a process; nothing unless the including file defines it. */
@@ -44,8 +45,7 @@
 
 #define CSEQ_LINE 128 /* bytes; two 64-byte lines, since adjacent ones are fetched in pairs */
 #define CSEQ_MAGIC 0x63736571u
-#define CSEQ_LAYOUT 11u
-#define CSEQ_WORTH 8u /* times what a wake-up costs that spinning may take */
+#define CSEQ_LAYOUT 12u
 #define CSEQ_NO_SLOT 0xffffffffu /* of a ticket that lies in none */
 #define CSEQ_FIELDS 4 /* words of a record: where in the slot a batch lies */
 
@@ -69,12 +69,6 @@ enum { CSEQ_NONE = -1, CSEQ_CLOSED = -2 };
 #define CSEQ_OWNER(word) ((uint32_t)(((word) >> 8) & 0xffff))
 #define CSEQ_TICKET(word) ((word) >> 24)
 
-/* Whether to spin: after spinning in vain, the next times are skipped, up to 256 of them. So where
- * spinning is of no use (long batches, more threads than cores), it costs little. */
-typedef struct {
-    uint64_t doubt, rest;
-} cseq_trust;
-
 /* A word to sleep on, and who may be asleep there. */
 typedef struct {
     uint32_t event;  /* +1 at every wake-up; the word slept on */
@@ -82,13 +76,10 @@ typedef struct {
                         which costs one needless wake-up */
     uint32_t wanted; /* output only: 1 + the cell the trainer waits for, 0 for any */
     uint32_t shared; /* 1: parties are processes, 0: threads of one. Written before there are any */
-    uint64_t woken_ns; /* when sleepers were woken last; written by the waker */
-    uint64_t call_ns;  /* what that took, a running median; written by the waker */
-    char pad[CSEQ_LINE / 2 - 32];
-    uint64_t wake_ns;  /* from there to their being awake, a running median; written by those who sleep
-                          here */
-    cseq_trust trust;  /* of the one that spins before it sleeps here */
-    char pad1[CSEQ_LINE / 2 - 24];
+    char pad[CSEQ_LINE / 2 - 16];
+    cseq_spin spin; /* of the one that spins before it sleeps here; of the output, `who`: 1 while the trainer
+                       waits for a cell of this ring */
+    char pad1[CSEQ_LINE / 2 - 12];
 } cseq_gate;
 
 /* The time that a stage has a ticket, on the clock of `cseq_now_ns`; written by its owner. */
@@ -132,17 +123,16 @@ typedef struct {
     char pad[CSEQ_LINE - 44];
     uint32_t closed; /* 0: open; 1: to all runners, for ever; else to indexers with this number or a higher
                         one, which leave when they have no ticket in hand. Written by the trainer */
-    uint32_t spin;   /* ns that a party spins at least before it sleeps; 0: it does not */
-    uint32_t spin_most; /* and at most, if it is worth it: see cseq_gate_spin_ns */
+    uint32_t spin;   /* ns that a party spins before it sleeps; 0: it does not. See cseq_spin.h */
+    uint32_t crew;   /* runners that take turns with the trainer, for the GIL; 0: none does */
     char pad1[CSEQ_LINE - 12];
-    uint32_t spinner[2]; /* per stage: the owner that spins now, or 0. One is enough to catch the next
-                            ticket, more would only take the trainer's core. Advisory */
-    char pad4[CSEQ_LINE - 8];
+    uint32_t parked; /* of the crew, those that wait; written by each: +1, -1 */
+    char pad4[CSEQ_LINE - 4];
     uint32_t hint[2]; /* per stage: where to look first. Shared ring: advisory. Queue: the next cell
                          to claim, written by the runner, and by repost when the runner is gone */
     char pad2[CSEQ_LINE - 8];
     cseq_gate gate[3]; /* input: stage 0 sleeps; middle: stage 1; output: the trainer, if `output`
-                          says so; `wanted` is this ring's in any case */
+                          says so; `wanted` and `spin.who` are this ring's in any case */
 } cseq_ring;
 
 typedef char cseq_check_gate[sizeof(cseq_gate) == CSEQ_LINE ? 1 : -1];
@@ -216,19 +206,9 @@ CSEQ_INLINE uint32_t cseq_gate_enter(cseq_gate *g) {
     return seen;
 }
 
-/* Add a time, since `since`, to a running median: a step towards it, of an eighth. Several parties may
- * do so at once: a lost step is as good. */
-CSEQ_INLINE void cseq_gate_learn(uint64_t *median, uint64_t since) {
-    const uint64_t now = cseq_now_ns(), known = cseq_load_rlx_u64(median);
-    const uint64_t step = known / 8 + 100;
-    if (now > since + known) cseq_store_rlx_u64(median, known + step);
-    else cseq_store_rlx_u64(median, known > step ? known - step : 1);
-}
-
 /* Wake all sleepers, also those about to sleep. */
 CSEQ_INLINE void cseq_gate_notify_all(cseq_gate *g) {
     cseq_swap_sc_u32(&g->asleep, 0);
-    cseq_store_rlx_u64(&g->woken_ns, cseq_now_ns());
     cseq_add_sc_u32(&g->event, 1);
     cseq_wake(&g->event, (int)g->shared);
 }
@@ -240,52 +220,9 @@ CSEQ_INLINE void cseq_gate_notify_all(cseq_gate *g) {
 CSEQ_INLINE void cseq_gate_notify(cseq_gate *g) {
     if (cseq_load_sc_u32(&g->asleep) && cseq_swap_sc_u32(&g->asleep, 0)) {
         CSEQ_POINT("notify");
-        const uint64_t begun = cseq_now_ns();
-        cseq_store_rlx_u64(&g->woken_ns, begun);
         cseq_add_sc_u32(&g->event, 1);
         cseq_wake(&g->event, (int)g->shared);
-        cseq_gate_learn(&g->call_ns, begun);
     }
-}
-
-/* Sleep while `event` is `seen`, up to `ns`, after gate_enter. */
-CSEQ_INLINE void cseq_gate_sleep(cseq_gate *g, uint32_t seen, uint64_t ns) {
-    const uint64_t before = cseq_load_rlx_u64(&g->woken_ns);
-    cseq_wait(&g->event, seen, ns, (int)g->shared);
-    const uint64_t woken = cseq_load_rlx_u64(&g->woken_ns);
-    if (woken != before) cseq_gate_learn(&g->wake_ns, woken);
-}
-
-/* ── spinning before a sleep: words that any party may find old, which costs time only ────────── */
-
-CSEQ_INLINE int cseq_trust_ask(cseq_trust *t) {
-    const uint64_t rest = cseq_load_rlx_u64(&t->rest);
-    if (rest) cseq_store_rlx_u64(&t->rest, rest - 1);
-    return rest == 0;
-}
-
-/* Spinning once in vain outweighs two times that were worth it. */
-CSEQ_INLINE void cseq_trust_tell(cseq_trust *t, int worth) {
-    uint64_t doubt = cseq_load_rlx_u64(&t->doubt);
-    if (worth) {
-        if (doubt) cseq_store_rlx_u64(&t->doubt, doubt - 1);
-    } else {
-        doubt = doubt < 6 ? doubt + 2 : 8;
-        cseq_store_rlx_u64(&t->doubt, doubt);
-        cseq_store_rlx_u64(&t->rest, (uint64_t)1 << doubt);
-    }
-}
-
-/* How long to spin before a sleep at a gate, if that is worth it.
- * To spin for as long as a wake-up takes both sides is 2-competitive with the better of spinning and
- * sleeping. It may take CSEQ_WORTH times as long, since a wake-up keeps the party that wakes from its
- * work, while the core of the one that spins would be idle; and since spinning in vain is remembered.
- * `spin_most` is `spin` where there are more parties than cores. */
-CSEQ_INLINE uint64_t cseq_gate_spin_ns(const cseq_ring *r, const cseq_gate *g) {
-    const uint64_t least = cseq_load_rlx_u32(&r->spin), most = cseq_load_rlx_u32(&r->spin_most);
-    const uint64_t ns =
-        CSEQ_WORTH * (cseq_load_rlx_u64(&g->wake_ns) + cseq_load_rlx_u64(&g->call_ns));
-    return ns < least ? least : ns < most ? ns : most;
 }
 
 /* ── runners ──────────────────────────────────────────────────────────────────────────── */
@@ -338,45 +275,44 @@ CSEQ_INLINE int cseq_ring_claim(cseq_ring *r, uint32_t stage, uint32_t owner) {
     return c;
 }
 
-/* Claim again and again, for a while: a cell, or CSEQ_NONE.
- * One that was kept from running meanwhile for `spin` ns has taken a core from others: no more of it. */
+/* Claim again and again, for a while; of a crew, only while the trainer waits: a cell, or CSEQ_NONE. One
+ * spins at a time, which is enough to catch the next ticket. */
 CSEQ_INLINE int cseq_ring_spin(cseq_ring *r, uint32_t stage, uint32_t owner) {
-    const uint64_t least = cseq_load_rlx_u32(&r->spin);
-    uint32_t *spinner = &r->spinner[stage];
-    cseq_trust *trust = &r->gate[stage].trust;
+    const uint64_t ns = cseq_load_rlx_u32(&r->spin);
+    const uint32_t crew = cseq_load_rlx_u32(&r->crew);
+    cseq_spin *s = &r->gate[stage].spin;
     int cell = CSEQ_NONE;
-    if (!least || cseq_load_rlx_u32(spinner)) return cell;
-    cseq_store_rlx_u32(spinner, owner);
-    const int trusted = cseq_trust_ask(trust);
-    const uint64_t limit = trusted ? cseq_gate_spin_ns(r, &r->gate[stage]) : least;
+    if (!ns || cseq_load_rlx_u32(&s->who) || !cseq_spin_may(s)) return cell;
+    cseq_store_rlx_u32(&s->who, owner);
     const uint64_t begun = cseq_now_ns();
-    uint64_t now = begun, before = begun;
-    int alone = 1;
-    while (cell < 0 && !cseq_ring_leaves(r, stage, owner) && now - begun < limit) {
+    do {
         cseq_pause();
-        cell = cseq_ring_claim(r, stage, owner);
-        before = now;
-        now = cseq_now_ns();
-        alone &= now - before < least;
-    }
-    if (trusted) cseq_trust_tell(trust, cell >= 0 && alone);
-    cseq_store_rlx_u32(spinner, 0);
+        if (!crew || cseq_load_rlx_u32(&r->gate[2].spin.who)) cell = cseq_ring_claim(r, stage, owner);
+    } while (cell < 0 && !cseq_ring_leaves(r, stage, owner) && cseq_now_ns() - begun < ns);
+    cseq_spin_tell(s, cell >= 0);
+    cseq_store_rlx_u32(&s->who, 0);
     return cell;
 }
 
 /* Claim; sleep up to `ns` if there is nothing. A cell, CSEQ_NONE, or CSEQ_CLOSED. */
 CSEQ_INLINE int cseq_ring_await(cseq_ring *r, uint32_t stage, uint32_t owner, uint64_t ns) {
     cseq_gate *g = &r->gate[stage];
+    const uint32_t crew = cseq_load_rlx_u32(&r->crew) != 0;
+    if (crew) cseq_add_sc_u32(&r->parked, 1);
     int cell = cseq_ring_spin(r, stage, owner);
-    if (cell >= 0) return cell;
-    uint32_t seen = cseq_gate_enter(g);
-    cell = cseq_ring_claim(r, stage, owner);
-    if (cell >= 0) return cell;
-    if (cseq_ring_leaves(r, stage, owner)) return CSEQ_CLOSED;
-    uint64_t before = cseq_now_ns();
-    cseq_gate_sleep(g, seen, ns);
-    cseq_histogram_add(&cseq_ring_meter(r, owner)->wait, cseq_now_ns() - before);
-    return cseq_ring_claim(r, stage, owner);
+    if (cell < 0) {
+        const uint32_t seen = cseq_gate_enter(g);
+        cell = cseq_ring_claim(r, stage, owner);
+        if (cell < 0 && cseq_ring_leaves(r, stage, owner)) cell = CSEQ_CLOSED;
+        if (cell == CSEQ_NONE) {
+            const uint64_t before = cseq_now_ns();
+            cseq_wait(&g->event, seen, ns, (int)g->shared);
+            cseq_histogram_add(&cseq_ring_meter(r, owner)->wait, cseq_now_ns() - before);
+            cell = cseq_ring_claim(r, stage, owner);
+        }
+    }
+    if (crew) cseq_add_sc_u32(&r->parked, (uint32_t)-1);
+    return cell;
 }
 
 /* Publish a claimed cell, whose stint has both times: `next` is CSEQ_INDEXED or CSEQ_READY.
@@ -423,9 +359,9 @@ CSEQ_INLINE void cseq_ring_begin(cseq_ring *r, uint32_t cell) {
     cseq_store_rlx_u32(&r->hint[1], cell);
 }
 
-CSEQ_INLINE void cseq_ring_set_spin(cseq_ring *r, uint32_t ns, uint32_t most) {
+CSEQ_INLINE void cseq_ring_set_spin(cseq_ring *r, uint32_t ns, uint32_t crew) {
     cseq_store_rlx_u32(&r->spin, ns);
-    cseq_store_rlx_u32(&r->spin_most, most);
+    cseq_store_rlx_u32(&r->crew, crew);
 }
 
 CSEQ_INLINE int cseq_ring_state(const cseq_ring *r, uint32_t cell) {
@@ -498,7 +434,7 @@ CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *he
         held[count++] = c;
     }
     for (int s = 0; s < 2; s++)
-        if (cseq_load_rlx_u32(&r->spinner[s]) == owner) cseq_store_rlx_u32(&r->spinner[s], 0);
+        if (cseq_load_rlx_u32(&r->gate[s].spin.who) == owner) cseq_store_rlx_u32(&r->gate[s].spin.who, 0);
     cseq_ring_notify_all(r); /* its last notify may be missing */
     return count;
 }
@@ -513,6 +449,7 @@ CSEQ_INLINE uint32_t cseq_ring_notices(const cseq_ring *r) {
  * SYNC: sleeper seen (the two swaps, then the looks; against publish's swap, then its loads) */
 CSEQ_INLINE void cseq_ring_wait_ready(cseq_ring *r, int cell, uint32_t seen, uint64_t ns) {
     cseq_gate *g = cseq_ring_output(r);
+    cseq_store_rlx_u32(&r->gate[2].spin.who, 1);
     cseq_swap_sc_u32(&r->gate[2].wanted, (uint32_t)(cell + 1));
     (void)cseq_gate_enter(g);
     int ready = 0;
@@ -521,33 +458,31 @@ CSEQ_INLINE void cseq_ring_wait_ready(cseq_ring *r, int cell, uint32_t seen, uin
     } else {
         for (uint32_t c = 0; c < r->round + r->calls && !ready; c++) ready = cseq_ring_ready(r, c);
     }
-    if (!ready) cseq_gate_sleep(g, seen, ns);
+    if (!ready) cseq_wait(&g->event, seen, ns, (int)g->shared);
     cseq_store_rlx_u32(&g->asleep, 0); /* the trainer is the only sleeper here */
+    cseq_store_rlx_u32(&r->gate[2].spin.who, 0);
 }
 
-/* The trainer looks at some cells, each of a ring of its own or (`rings` of one, `count` 1) of one
- * ring, before it sleeps: 1 if one is ready. If `last` is another cell than that, it waits up to `spin`
- * ns for that one, too: it then goes through several batches at once, while the runners are half a
- * buffer ahead of it. */
+/* The trainer spins before it sleeps: 1 if one of some cells is ready, each of a ring of its own. If these
+ * have crews, it goes on once these are parked. */
 CSEQ_INLINE int cseq_ring_expect(cseq_ring *const *rings, const uint32_t *cells, uint32_t count,
-                                 uint32_t last, uint32_t seen) {
-    cseq_gate *g = cseq_ring_output(rings[0]);
-    const uint64_t least = cseq_load_rlx_u32(&rings[0]->spin);
-    if (!least || !cseq_trust_ask(&g->trust)) return 0;
-    const uint64_t limit = cseq_gate_spin_ns(rings[0], g), begun = cseq_now_ns();
-    uint64_t now = begun, before = begun;
-    int ready = 0, enough = 0, alone = 1;
+                                 uint32_t seen) {
+    cseq_spin *s = &cseq_ring_output(rings[0])->spin;
+    const uint64_t ns = cseq_load_rlx_u32(&rings[0]->spin);
+    int ready = 0, parked;
+    if (!ns || !cseq_spin_may(s)) return 0;
+    for (uint32_t k = 0; k < count; k++) cseq_store_rlx_u32(&rings[k]->gate[2].spin.who, 1);
+    const uint64_t begun = cseq_now_ns();
     do {
         cseq_pause();
-        for (uint32_t k = 0; k < count && !ready; k++) ready = cseq_ring_ready(rings[k], cells[k]);
-        enough = ready && cseq_ring_ready(rings[0], last);
-        before = now;
-        now = cseq_now_ns();
-        alone &= now - before < least;
-    } while (!enough && !(ready && now - begun >= least) && now - begun < limit &&
-             cseq_ring_notices(rings[0]) == seen);
-    /* Without a core of its own, the trainer takes one from the runners: for several batches only. */
-    cseq_trust_tell(&g->trust, limit > least ? ready && alone : enough);
+        parked = 1;
+        for (uint32_t k = 0; k < count; k++) {
+            ready |= cseq_ring_ready(rings[k], cells[k]);
+            parked &= cseq_load_rlx_u32(&rings[k]->parked) >= cseq_load_rlx_u32(&rings[k]->crew);
+        }
+    } while (!(ready && parked) && cseq_ring_notices(rings[0]) == seen && cseq_now_ns() - begun < ns);
+    cseq_spin_tell(s, ready && parked);
+    for (uint32_t k = 0; k < count; k++) cseq_store_rlx_u32(&rings[k]->gate[2].spin.who, 0);
     return ready;
 }
 
@@ -561,7 +496,7 @@ CSEQ_INLINE void cseq_ring_wait_any(cseq_ring **rings, const uint32_t *cells, ui
         cseq_swap_sc_u32(&rings[k]->gate[2].wanted, cells[k] + 1);
     (void)cseq_gate_enter(g);
     for (uint32_t k = 0; k < count && !ready; k++) ready = cseq_ring_ready(rings[k], cells[k]);
-    if (!ready) cseq_gate_sleep(g, seen, ns);
+    if (!ready) cseq_wait(&g->event, seen, ns, (int)g->shared);
     cseq_store_rlx_u32(&g->asleep, 0);
 }
 

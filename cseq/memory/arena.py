@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from cseq._core import Lock, Ring, ring_bytes
 from cseq._memory import SMALL, Mapping, Memory, SlotTable, commit, copy_of
 from cseq.memory.descriptors import sparse_file
-from cseq.stage import spins
+from cseq.stage import spin_ns
 from cseq.system import MIB, memory_limit_of
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Arena:
         for at in range(0, rings * width, width):
             commit(file.fd, at, size)
             ring = Ring(mapping, capacity, room, runners, calls, at=at, limit=limit)
-            ring.set_spin(*spins(owners))
+            ring.set_spin(spin_ns(owners))
             self.rings.append(ring)
 
     @property

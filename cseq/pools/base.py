@@ -19,7 +19,7 @@ from cseq.measure.meters import History
 from cseq.measure.stats import Stats
 from cseq.options import Size
 from cseq.processes.deaths import Held
-from cseq.stage import RAISED
+from cseq.stage import RAISED, spin_ns
 from cseq.system import gpu_is_idle, memory_limit_of, share
 
 if TYPE_CHECKING:
@@ -365,10 +365,10 @@ class BatchPool(Pool):
         most as many as the pool was made for (`Job`), at least one.
         """
         self.num_workers = num_workers
-        # Where no GIL makes them take turns, loop and workers keep half a buffer apart: in the same
-        # batches they would wait for memory that the other core has just written.
-        apart = 0 if self._takes_turns else max(1, buffer // 2)
-        self._ring.fit(buffer, num_workers, self._num_converters, apart)
+        runners = num_workers + self._num_converters
+        self._ring.fit(buffer, num_workers)
+        turns = self._takes_turns
+        self._ring.set_spin(spin_ns(runners, turns=turns), runners if turns else 0)
         self._ring.wake_at = wake_at(buffer, num_workers)
         self.feed.refill()
 

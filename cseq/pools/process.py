@@ -29,7 +29,7 @@ from cseq.processes.launcher import make_launcher
 from cseq.processes.launcher.forks import in_forked_children
 from cseq.processes.supervisor import Supervisor
 from cseq.processes.worker import NOTED, enter, send_state
-from cseq.stage import CONVERTER, INDEXER, run, spins
+from cseq.stage import CONVERTER, INDEXER, run
 from cseq.system import available_memory, neighbours, private_memory
 
 if TYPE_CHECKING:
@@ -209,7 +209,6 @@ class ProcessPool(BatchPool):
     def resize(self, num_workers: int, buffer: int) -> None:
         """Go on with another number of workers, and of batches; see `BatchPool`."""
         super().resize(num_workers, buffer)
-        self._ring.set_spin(*spins(self._arena.owners - self._job.num_workers + num_workers))
         self.supervisor.resize(num_workers)
 
     def most(self, stats: Stats) -> Size:

@@ -37,7 +37,6 @@ __all__ = ["MADE", "ThreadGroup", "ThreadPool", "add_converters", "convert", "op
 
 log = logging.getLogger("cseq")
 
-GIL_SPIN_NS = 50_000  # what two handovers of the GIL by sleeping cost, over all threads
 CLOSE_SECONDS = 5.0  # how long close waits for threads, in all
 LOOK_SECONDS = 0.5  # how often a waiting thread checks whether the pool was closed
 LINE = 64  # bytes: a ring begins at a multiple of it
@@ -168,7 +167,7 @@ def open_rings(
     for number in range(count):
         ring = Ring(memory, cells, room, runners, calls, number * width, limit, threads=True)
         ring.turns = turns
-        ring.set_spin(spin_ns(GIL_SPIN_NS) if HAS_GIL else spin_ns())
+        ring.set_spin(spin_ns(count * runners, turns=HAS_GIL), runners if HAS_GIL else 0)
         ring.first = number * cells
         rings.append(ring)
     return rings, file

@@ -14,7 +14,7 @@
 #include "cseq_reuse.h"
 #include "cseq_ring.h"
 #include "cseq_shuffle.h"
+#include "cseq_spin.h"
 #include "cseq_trace.h"
-#include "cseq_gil.h"
 #include "cseq_turns.h"
 #include "cseq_wait.h"

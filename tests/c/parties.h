@@ -54,7 +54,6 @@ typedef struct {
     uint32_t stage, owner;
     int last;          /* no stage follows */
     uint64_t *latest;  /* 1 + the ticket of the round that a queue's runner has claimed last */
-    cseq_gil *turn;   /* 0: it takes no turns */
 } seat;
 
 /* A cell, CSEQ_NONE after a sleep, CSEQ_CLOSED. */
@@ -62,8 +61,7 @@ static int runner_claim(const seat *s, uint64_t ns) {
     if (ring_closed(s->ring)) return CSEQ_CLOSED;
     int cell = cseq_ring_claim(s->ring, s->stage, s->owner);
     if (cell < 0)
-        cell = s->turn ? cseq_gil_await(s->turn, s->ring, s->stage, s->owner, ns)
-                       : cseq_ring_await(s->ring, s->stage, s->owner, ns);
+        cell = cseq_ring_await(s->ring, s->stage, s->owner, ns);
     if (cell >= 0)
         (cseq_store_rlx_u64)(&cseq_cell_stint(cseq_ring_cell(s->ring, (uint32_t)cell), s->stage)->started_ns, 1);
     return cell;
@@ -110,7 +108,6 @@ CSEQ_INLINE void runner_publish(const seat *s, uint32_t cell) {
 
 typedef struct {
     cseq_ring *ring;
-    cseq_gil *turn; /* 0: it takes no turns */
     uint32_t order[MOST_CELLS], first, outstanding;
     uint32_t cancelled[MOST_CELLS], cancelled_count;
     uint32_t next_cell, unwoken, wake_at;
@@ -161,8 +158,7 @@ static void trainer_post(trainer *t, uint32_t cell) {
     if (cell < cseq_ring_round(t->ring)) t->next_cell = (cell + 1) % cseq_ring_round(t->ring);
     cseq_ring_post(t->ring, cell, ticket);
     t->posted++;
-    if (++t->unwoken >= t->wake_at && !(t->turn && cseq_gil_is_served(t->turn)))
-        trainer_wake(t);
+    if (++t->unwoken >= t->wake_at) trainer_wake(t);
 }
 
 static void trainer_free_cancelled(trainer *t) {
@@ -270,17 +266,12 @@ static void trainer_wait(trainer *t, uint32_t seen, uint64_t ns) {
     int cell = -1;
     if (t->ordered && t->outstanding) cell = (int)t->order[t->first];
     if (cell >= 0) {
-        uint32_t at = (uint32_t)cell, most = t->turn && t->turn->apart ? t->turn->apart : 1;
-        uint32_t behind = t->outstanding < most ? t->outstanding : most;
-        uint32_t last = t->order[(t->first + behind - 1) % t->ring->capacity];
-        if (t->unwoken && !(t->turn && cseq_gil_is_served(t->turn))) trainer_wake(t);
-        if (t->turn ? cseq_gil_expect(t->turn, t->ring, at, last, seen)
-                    : t->ring->spin && cseq_ring_expect(&t->ring, &at, 1, last, seen))
-            return;
+        uint32_t at = (uint32_t)cell;
+        if (t->unwoken) trainer_wake(t);
+        if (t->ring->spin && cseq_ring_expect(&t->ring, &at, 1, seen)) return;
     }
     if (t->unwoken) trainer_wake(t);
-    if (t->turn) cseq_gil_wait_ready(t->turn, t->ring, cell, seen, ns);
-    else cseq_ring_wait_ready(t->ring, cell, seen, ns);
+    cseq_ring_wait_ready(t->ring, cell, seen, ns);
 }
 
 CSEQ_INLINE int trainer_finished(const trainer *t) {

@@ -166,6 +166,6 @@ CSEQ_INLINE void point_wake(const char *place, uint32_t *word, int shared) {
 #define cseq_wake(word, shared) point_wake(__func__, word, shared)
 
 #include "cseq_fault.h"
-#include "cseq_gil.h"
+#include "cseq_ring.h"
 
 #endif

@@ -98,7 +98,7 @@ static void run(uint32_t owner) {
     own_notes = (notes *)(void *)(memory + notes_at);
     REQUIRE(cseq_ring_fits(ring, memory_bytes), "this is no ring");
     uint32_t stage = owner > plan.indexers;
-    seat place = {ring, stage, owner, stage + 1 == plan.stages, &own_notes->latest[owner], 0};
+    seat place = {ring, stage, owner, stage + 1 == plan.stages, &own_notes->latest[owner]};
     for (;;) {
         int cell = runner_claim(&place, PARK);
         if (cell == CSEQ_CLOSED) _exit(0);

@@ -389,7 +389,7 @@ static void play(void) {
     choices = steps = deaths = failed = preemptions = 0;
     for (uint32_t f = 1; f <= plan.runners; f++) {
         seat s = {boss[plan.queues ? f - 1 : 0].ring, f == last, plan.queues ? 1 : f,
-                  plan.stages == 1 || f == last, &latest[f], 0};
+                  plan.stages == 1 || f == last, &latest[f]};
         seats[f] = s;
         latest[f] = 0;
         gone[f] = left[f] = 0;

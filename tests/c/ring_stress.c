@@ -46,7 +46,6 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static uint32_t dead[MOST_RUNNERS + 1], dead_count, left_count; /* under the lock */
 static trainer boss;
-static cseq_gil turn;
 static uint64_t kills, cancels, resizes, tickets_in_all;
 static _Thread_local runner *self; /* 0: the trainer or the watcher */
 static _Thread_local uint64_t own_rng;
@@ -181,17 +180,12 @@ static void make_plan(void) {
     cseq_ring_init(ring, capacity, BATCH, plan.runners, calls, 0);
     plan.resize_every = calls || below(rng, 2) ? 0 : 1 + below(rng, 30);
     if (plan.resize_every) ring->round = 1 + below(rng, capacity);
-    cseq_ring_set_spin(ring, below(rng, 2) ? 0 : below(rng, 50000), below(rng, 200000));
+    cseq_ring_set_spin(ring, below(rng, 2) ? 0 : below(rng, 50000), below(rng, 2) ? 0 : plan.runners);
     trainer_init(&boss, ring, below(rng, 2) ? 0 : ((uint64_t)1 << 40) - below(rng, 300), plan.tickets);
     boss.ordered = below(rng, 3) > 0;
     boss.wake_at = 1 + below(rng, capacity);
     boss.call_every = calls ? 2 + below(rng, 20) : 0;
     cseq_wait_nap = below(rng, 4) == 0;
-    memset(&turn, 0, sizeof turn);
-    turn.ns = below(rng, 2) ? 0 : 1 + below(rng, 50000);
-    turn.apart = below(rng, boss.ring->capacity + 1);
-    turn.crew = plan.runners;
-    boss.turn = below(rng, 2) ? &turn : 0;
 }
 
 static void play(void) {
@@ -201,8 +195,7 @@ static void play(void) {
     dead_count = left_count = 0;
     for (uint32_t o = 1; o <= plan.runners; o++) {
         uint32_t stage = o > plan.indexers;
-        runner r = {.place = {boss.ring, stage, o, stage + 1 == plan.stages, &runners[o].latest,
-                              boss.turn},
+        runner r = {.place = {boss.ring, stage, o, stage + 1 == plan.stages, &runners[o].latest},
                     .rng = plan.seed ^ (plan.round * 64 + o) * UINT64_C(0x5851F42D4C957F2D)};
         runners[o] = r;
     }

@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +39,7 @@ from cseq._memory import TRAINER, Block, Mapping, SlotTable, address_of
 from cseq._work import Decoder, Runner
 from cseq.measure.meters import Meters
 from cseq.memory.arena import Arena
-from cseq.stage import MOST_SPIN_NS, SPIN_NS, spin_ns, spins
+from cseq.stage import LONG_SPIN_NS, SPIN_NS, spin_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -349,9 +350,9 @@ LONG = 4_000_000_000  # ns; no turn here takes nearly as long
 def test_nobody_looks_on_a_single_core(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     """Who looks at the ring before it sleeps needs a core that the others do not."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    assert spin_ns() == (SPIN_NS if cores > 1 else 0)
-    assert spins(1) == {1: (0, 0)}.get(cores, (SPIN_NS, MOST_SPIN_NS))
-    assert spins(2) == {1: (0, 0), 2: (SPIN_NS, SPIN_NS)}.get(cores, (SPIN_NS, MOST_SPIN_NS))
+    assert spin_ns(1) == {1: 0}.get(cores, LONG_SPIN_NS)
+    assert spin_ns(2) == {1: 0, 2: SPIN_NS}.get(cores, LONG_SPIN_NS)
+    assert spin_ns(1, turns=True) == (SPIN_NS if cores > 1 else 0)
 
 
 @contextmanager
@@ -375,12 +376,11 @@ def serving(ring: Ring, *owners: int) -> Iterator[None]:
             thread.join()
 
 
-@pytest.mark.parametrize("apart", [0, 2])
-def test_threads_take_turns_awake(apart: int) -> None:
-    """Trainer and runner take turns without going to sleep, and without being woken."""
+@pytest.mark.parametrize("crew", [0, 1])
+def test_threads_wait_for_each_other_awake(crew: int) -> None:
+    """Trainer and runner go on without going to sleep, and without being woken, also in turns."""
     ring = make_ring(cells=2, runners=1)
-    ring.set_spin(LONG)
-    ring.fit(2, 1, 0, apart)
+    ring.set_spin(LONG, crew)
     with serving(ring):
         trainer = Trainer(ring, 100)
         assert [trainer.await_batch() for _ in range(100)] == list(range(100))
@@ -392,7 +392,7 @@ def test_processes_wait_for_each_other_awake() -> None:
     """Trainer and runner spin where a sleep would follow."""
     with file_of(PAGE) as fd:
         ring = Ring(Mapping(fd, 0, PAGE), 2, 2, 1)
-    ring.set_spin(LONG, LONG)
+    ring.set_spin(LONG)
     with serving(ring):
         trainer = Trainer(ring, 100)
         assert [trainer.await_batch() for _ in range(100)] == list(range(100))
@@ -406,7 +406,7 @@ def test_a_turn_begins_when_the_other_one_waits() -> None:
     But for one that has just seen it wait, and is held up by the system before it claims.
     """
     ring = make_ring(cells=1, runners=1)
-    ring.set_spin(LONG)
+    ring.set_spin(LONG, 1)
     alone = 0
     with serving(ring):
         trainer = Trainer(ring, 41)
@@ -416,49 +416,32 @@ def test_a_turn_begins_when_the_other_one_waits() -> None:
     assert alone > 20
 
 
-def test_a_runner_begins_when_there_are_enough_tickets() -> None:
-    """It leaves one alone while the trainer has something else to do, and claims two."""
+def test_the_trainer_goes_on_when_the_crew_waits() -> None:
+    """Its batch is ready, but a runner works: it goes on once that one waits, too."""
     ring = make_ring(cells=2, runners=1)
-    ring.set_spin(LONG)
-    ring.fit(2, 1, 0, 2)
-    with serving(ring):
-        trainer = Trainer(ring, 12)
-        for batch in range(0, 10, 2):
-            while ring.depths() != (0, 0, 2):  # without a wait at the ring
-                pass
-            assert [trainer.batch(), trainer.batch()] == [batch, batch + 1]
+    ring.set_spin(LONG, 1)
+    runner, trainer = Runner(ring, 0, 1, last=True), Trainer(ring, 1)
+    waited: list[int] = []
+    thread = threading.Thread(target=lambda: waited.append(trainer.await_batch()))
+    thread.start()
+    assert runner.claim()
+    runner.publish()
+    time.sleep(0.05)
+    assert not waited
+    other = threading.Thread(target=runner.claim)
+    other.start()
+    thread.join()
+    assert waited == [0]
+    assert Meters.read([ring]).loop["start"] < LONG
+    ring.close()
+    other.join()
 
 
-def test_the_trainer_goes_on_when_there_are_enough_batches() -> None:
-    """Though a runner works, which it would wait for without `apart`; and if one ticket is left."""
-    for posted in (3, 1):
-        ring = make_ring(cells=3, runners=2)
-        ring.set_spin(LONG)
-        ring.fit(3, 2, 0, 2)
-        runner = Runner(ring, 0, 1, last=True)
-        trainer = Trainer(ring, posted)
-        waited: list[int] = []
-
-        def wait(trainer: Trainer = trainer, waited: list[int] = waited) -> None:
-            waited.append(trainer.await_batch())
-
-        thread = threading.Thread(target=wait)
-        thread.start()
-        for _ in range(min(posted, 2)):
-            assert not waited
-            assert runner.claim()
-            runner.publish()
-        thread.join()
-        assert waited == [0]
-        assert Meters.read([ring]).loop["start"] < LONG
-
-
-@pytest.mark.parametrize("apart", [0, 2])
-def test_turns_that_never_come(apart: int) -> None:
+@pytest.mark.parametrize("crew", [0, 2])
+def test_turns_that_never_come(crew: int) -> None:
     """Looking in vain changes nothing: who sleeps is woken, and everything is delivered."""
     ring = make_ring(cells=2, runners=2)  # the other one is never parked
-    ring.set_spin(1000)
-    ring.fit(2, 2, 0, apart)
+    ring.set_spin(1000, crew)
     ring.wake_at = 3
     with serving(ring):
         trainer = Trainer(ring, 600)
