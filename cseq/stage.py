@@ -35,6 +35,7 @@ BATCH, RAISED, ENDED = 0, 1, 2
 
 IDLE_NS = 1_000_000_000  # an idle runner wakes up once a second
 SPIN_NS = 20_000  # about the cost of a sleep and its wake-up
+GIL_SPIN_NS = 50_000  # what two handovers of the GIL by sleeping cost
 LONG_SPIN_NS = 200_000  # where a core would be idle meanwhile
 
 HURRY = 0.5  # seconds that a busy runner gets where nothing waits for its batch any more
@@ -69,12 +70,12 @@ def overdue(
 def spin_ns(runners: int, *, turns: bool = False) -> int:
     """Return for how many ns runners and trainer spin before they sleep.
 
-    Where they are more than there are cores, or take turns, no longer than the shortest time that
-    is of use: one that spins would keep another one from its work. On one core, not at all.
+    Where they are more than there are cores, no longer than the shortest time that is of use: one
+    that spins would keep another one from its work. On one core, not at all.
     """
     if cores() == 1:
         return 0
-    return SPIN_NS if turns or runners >= cores() else LONG_SPIN_NS
+    return GIL_SPIN_NS if turns else SPIN_NS if runners >= cores() else LONG_SPIN_NS
 
 
 def run(
