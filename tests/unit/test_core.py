@@ -39,7 +39,7 @@ from cseq._memory import TRAINER, Block, Mapping, SlotTable, address_of
 from cseq._work import Decoder, Runner
 from cseq.measure.meters import Meters
 from cseq.memory.arena import Arena
-from cseq.stage import LONG_SPIN_NS, SPIN_NS, spin_ns
+from cseq.stage import GIL_SPIN_NS, LONG_SPIN_NS, SPIN_NS, spin_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -352,7 +352,7 @@ def test_nobody_looks_on_a_single_core(monkeypatch: pytest.MonkeyPatch, cores: i
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     assert spin_ns(1) == {1: 0}.get(cores, LONG_SPIN_NS)
     assert spin_ns(2) == {1: 0, 2: SPIN_NS}.get(cores, LONG_SPIN_NS)
-    assert spin_ns(1, turns=True) == (SPIN_NS if cores > 1 else 0)
+    assert spin_ns(1, turns=True) == (GIL_SPIN_NS if cores > 1 else 0)
 
 
 @contextmanager
