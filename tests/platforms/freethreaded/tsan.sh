@@ -58,16 +58,13 @@ watch() {
 }
 
 # ours NAME: count the reports that have a frame of cseq. Where a thread was created does not count: cseq
-# starts some, and CPython's own races with these have nothing else of it. Nor does a lookup in a dict
-# beside a new object where a key was: CPython looks keys up without a lock, and keeps none that was freed.
+# starts some, and CPython's own races with these have nothing else of it.
 ours() {
     cat "$reports/$1"/* 2>/dev/null | awk '
-        /^WARNING: ThreadSanitizer/ { mine = lookup = made = 0 }
+        /^WARNING: ThreadSanitizer/ { mine = 0 }
         /^  [^ ]/ { created = /^  Thread / }
         /^ +#[0-9]+ .*(__pyx_|cseq_)/ && /cseq\// && !created { mine = 1 }
-        /^ +#[0-9]+ _Py_dict_lookup_threadsafe / { lookup = 1 }
-        /^ +#[0-9]+ (_Py_NewReference|new_reference) / { made = 1 }
-        /^SUMMARY:/ { count += mine && !(lookup && made); mine = 0 }
+        /^SUMMARY:/ { count += mine; mine = 0 }
         END { print count + 0 }'
 }
 
