@@ -177,7 +177,8 @@ def run_case(case: Case, contenders: list[Contender], rounds: int) -> list[Resul
     """Measure the contenders of a case, in turn."""
     results = [Result(contender) for contender in contenders]
     rounds = min(rounds, case.rounds or rounds)
-    if case.fresh or case.alone:
+    # Of equal contenders, the one whose process was started second was up to 12 % quicker.
+    if case.fresh or case.alone or any(one.checkout for one in contenders):
         run_afresh(case, results, rounds)
     else:
         run_together(case, results, rounds)
@@ -191,7 +192,7 @@ def run_afresh(case: Case, results: list[Result], rounds: int) -> None:
             with noting(result):
                 running = Running(case, result.contender)
                 with ending(running, result):
-                    if case.alone:
+                    if not case.fresh:
                         running.warm_up()
                     if number < rounds:
                         running.round(result)
