@@ -54,6 +54,39 @@ ROWS = (
     ("idle workers, of a core", "idle", "cseq, processes"),
 )
 
+PICTURE = (
+    ("JPEG files, cropped and flipped, 32 per batch", "picture_photographs"),
+    ("tokens", "picture_tokens"),
+    ("a table of 113 columns", "picture_table"),
+    ("4.8 MB of images", "picture_images"),
+    ("20 small tensors", "picture_dicts"),
+)
+THREADS = (
+    ("JPEG files, Pillow", "threads_jpeg"),
+    ("windows of a token file", "threads_tokens"),
+    ("4.8 MB of images by an index", "threads_images"),
+    ("300 000 records in a list", "threads_dicts"),
+    ("Hugging Face rows", "threads_arrow"),
+    ("1 ms of Python code", "threads_python"),
+    ("one sample after 20 ms, 32 workers", "threads_remote"),
+)
+
+
+def picture(work: str, case: str) -> str:
+    """The README's line of a case: torch's figure, and how many times ours is as fast."""
+    torch = f"{case}: torch DataLoader"
+    ours = " | ".join(f"{{{torch} over {name}}}" for name in ("cseq.DataLoader", "MPSequence"))
+    return f"| {work} | {{{torch}}} | {ours} |"
+
+
+def threads(work: str, case: str) -> str:
+    """The line of a case in the table of processes and threads."""
+    names = "cseq.DataLoader, processes", "cseq.DataLoader, threads", "SPDL threads"
+    return (
+        f"| {work} | {' | '.join(f'{{{case}: {name}}}' for name in (*names, 'torch DataLoader'))} |"
+    )
+
+
 SENTENCES = {
     "README.md": """
 a small batch costs {small_processes: cseq, 2 workers, torch imported}, against
@@ -68,26 +101,8 @@ resuming at 99 % of 10⁸ samples takes {resume: cseq, at 99 %},
 comes after {start: cseq, forkserver} (torch's `DataLoader`: {start: torch DataLoader, spawn} with
 `spawn`, {start: torch DataLoader, fork} with `fork`).
 
-| JPEG files, cropped and flipped, 32 per batch | {picture_photographs: torch DataLoader}
-| {picture_photographs: torch DataLoader over cseq.DataLoader}
-| {picture_photographs: torch DataLoader over MPSequence} |
-
-| tokens | {picture_tokens: torch DataLoader}
-| {picture_tokens: torch DataLoader over cseq.DataLoader}
-| {picture_tokens: torch DataLoader over MPSequence} |
-
-| a table of 113 columns | {picture_table: torch DataLoader}
-| {picture_table: torch DataLoader over cseq.DataLoader}
-| {picture_table: torch DataLoader over MPSequence} |
-
-| 4.8 MB of images | {picture_images: torch DataLoader}
-| {picture_images: torch DataLoader over cseq.DataLoader}
-| {picture_images: torch DataLoader over MPSequence} |
-
-| 20 small tensors | {picture_dicts: torch DataLoader}
-| {picture_dicts: torch DataLoader over cseq.DataLoader}
-| {picture_dicts: torch DataLoader over MPSequence} |
-""",
+"""
+    + "\n\n".join(picture(*row) for row in PICTURE),
     "docs/explanation/performance.md": """
 one array of 32 floats costs {parts_null_1: one array}, a pair {parts_null_1: a pair}, a dict of 20
 {parts_null_1: a dict of 20}, a dict of 113 {parts_null_1: a dict of 113}. Tensors cost
@@ -109,33 +124,9 @@ possible is {computing_uneven: best possible, 32 in hand}.
 | {start: cseq, fork} (`fork`), {start: cseq, forkserver} (`forkserver`), {start: cseq, spawn}
 (`spawn`), plus your imports | {start: cseq, threads} |
 
-| JPEG files, Pillow | {threads_jpeg: cseq.DataLoader, processes}
-| {threads_jpeg: cseq.DataLoader, threads} | {threads_jpeg: SPDL threads}
-| {threads_jpeg: torch DataLoader} |
-
-| windows of a token file | {threads_tokens: cseq.DataLoader, processes}
-| {threads_tokens: cseq.DataLoader, threads} | {threads_tokens: SPDL threads}
-| {threads_tokens: torch DataLoader} |
-
-| 4.8 MB of images by an index | {threads_images: cseq.DataLoader, processes}
-| {threads_images: cseq.DataLoader, threads} | {threads_images: SPDL threads}
-| {threads_images: torch DataLoader} |
-
-| 300 000 records in a list | {threads_dicts: cseq.DataLoader, processes}
-| {threads_dicts: cseq.DataLoader, threads} | {threads_dicts: SPDL threads}
-| {threads_dicts: torch DataLoader} |
-
-| Hugging Face rows | {threads_arrow: cseq.DataLoader, processes}
-| {threads_arrow: cseq.DataLoader, threads} | {threads_arrow: SPDL threads}
-| {threads_arrow: torch DataLoader} |
-
-| 1 ms of Python code | {threads_python: cseq.DataLoader, processes}
-| {threads_python: cseq.DataLoader, threads} | {threads_python: SPDL threads}
-| {threads_python: torch DataLoader} |
-
-| one sample after 20 ms, 32 workers | {threads_remote: cseq.DataLoader, processes}
-| {threads_remote: cseq.DataLoader, threads} | {threads_remote: SPDL threads}
-| {threads_remote: torch DataLoader} |
+"""
+    + "\n\n".join(threads(*row) for row in THREADS)
+    + """
 
 | first batch of the 300 000 records | {threads_start: cseq.DataLoader, processes}
 | {threads_start: cseq.DataLoader, threads} | | {threads_start: torch DataLoader} |

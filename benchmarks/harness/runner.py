@@ -178,7 +178,7 @@ def run_case(case: Case, contenders: list[Contender], rounds: int) -> list[Resul
     results = [Result(contender) for contender in contenders]
     rounds = min(rounds, case.rounds or rounds)
     # Of equal contenders, the one whose process was started second was up to 12 % quicker.
-    if case.fresh or case.alone or any(one.checkout for one in contenders):
+    if case.fresh or case.alone or any(one.checkout or one.python for one in contenders):
         run_afresh(case, results, rounds)
     else:
         run_together(case, results, rounds)
