@@ -199,7 +199,7 @@ def drop_in(loader: Callable[..., Any], work: Work, dataset: Any, **options: Any
 
 
 def torch_loader(
-    work: Work, start_method: str, *, pin_memory: bool = False, kind: Any = None
+    work: Work, start_method: str | None, *, pin_memory: bool = False, kind: Any = None
 ) -> Any:
     """Make a DataLoader for a work, torch's or another class with its arguments."""
     from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler

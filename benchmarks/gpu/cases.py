@@ -27,6 +27,7 @@ PROCESSES, THREADS = "cseq.MPSequence, converters in processes", "cseq.MPSequenc
 ALL_THREADS = "cseq.MTSequence"
 DATALOADER = "torch DataLoader, pin_memory"
 OUR_DATALOADER = "cseq.DataLoader, pin_memory"
+OUR_THREADS = "cseq.DataLoader, threads, pin_memory"
 
 SHAPE = (32, 3, 224, 224)
 IMAGES = int(np.prod(SHAPE))  # bytes of a batch of uint8
@@ -218,25 +219,30 @@ def ours(work: Work, kind: str, compat: bool | None = None) -> loaders.Rounds:
 class DeviceLoader:
     """A DataLoader as it is used with a device: page-locked batches that are sent in the loop."""
 
-    def __init__(self, work: Work, *, ours: bool = False) -> None:
+    def __init__(self, work: Work, kind: Any = None, start_method: str | None = "fork") -> None:
         # Without a device, torch warns that it cannot page-lock.
         pin_memory = not device.STANDS_IN
-        kind = cseq.DataLoader if ours else None
-        self.loader = loaders.torch_loader(work, "fork", pin_memory=pin_memory, kind=kind)
+        self.loader = loaders.torch_loader(work, start_method, pin_memory=pin_memory, kind=kind)
 
     def __iter__(self) -> Iterator[Any]:
         return map(on_the_device, self.loader)
 
 
-def dataloader(work: Work, *, ours: bool = False) -> loaders.Rounds:
+def threaded(*args: Any, **kwargs: Any) -> Any:
+    """Make a `cseq.DataLoader` whose workers are threads."""
+    return cseq.DataLoader(*args, worker_method="thread", **kwargs)
+
+
+def dataloader(work: Work, *how: Any) -> loaders.Rounds:
     """`DataLoader`, or ours in its place."""
     device.prepare()
-    loader = DeviceLoader(work, ours=ours)
+    loader = DeviceLoader(work, *how)
     yield partial(work.measure, loader)
     del loader
 
 
 OURS = {THREADS: "MPSequence", ALL_THREADS: "MTSequence"}
+OUR_LOADERS = {OUR_DATALOADER: (cseq.DataLoader, "fork"), OUR_THREADS: (threaded, None)}
 TORCH = ("torch",)
 
 
@@ -247,7 +253,10 @@ def contenders(work: Work) -> tuple[Contender, ...]:
             Contender(name, partial(ours, work, kind), needs=TORCH, ours=True)
             for name, kind in OURS.items()
         ),
-        Contender(OUR_DATALOADER, partial(dataloader, work, ours=True), needs=TORCH, ours=True),
+        *(
+            Contender(name, partial(dataloader, work, *how), needs=TORCH, ours=True)
+            for name, how in OUR_LOADERS.items()
+        ),
         Contender(DATALOADER, partial(dataloader, work), needs=TORCH),
     )
 
@@ -293,7 +302,7 @@ def held(make: Callable[[], Any]) -> Iterator[Callable[[], float]]:
 def once(how_measured: Callable[[Callable[[], Any]], Any], work: Work) -> tuple[Contender, ...]:
     """All loaders, for what can be measured but once in a process."""
     makes = {name: partial(start_ours, work, kind) for name, kind in OURS.items()}
-    makes[OUR_DATALOADER] = partial(DeviceLoader, work, ours=True)
+    makes |= {name: partial(DeviceLoader, work, *how) for name, how in OUR_LOADERS.items()}
     makes[DATALOADER] = partial(DeviceLoader, work)
     return tuple(
         Contender(name, partial(how_measured, make), needs=TORCH, ours=name != DATALOADER)
