@@ -15,6 +15,7 @@ from typing import Any
 
 import cseq
 from cases import groups
+from harness import usage
 from harness.case import TINY, Case, Contender
 from harness.chart import as_svg, medians
 from harness.report import as_json, as_markdown, commit, machine, section
@@ -37,6 +38,8 @@ def main() -> int:
         return 0
     check_checkout(options.beside)
     compile_sources(options.beside)
+    if not usage.join_free_memory():
+        print("not root, so memory is scattered: who starts first may seem 12 % slower")
     name = options.name or named(options)
     report = {"machine": machine(), "rounds": options.rounds, "cases": []}
     if options.beside is not None:
@@ -160,7 +163,7 @@ def present(case: Case, options: argparse.Namespace) -> list[Contender]:
             continue
         if contender.missing:
             missing = ", ".join(contender.missing)
-            print(f"{case.name}: no {contender.name}, for want of {missing}", file=sys.stderr)
+            print(f"{case.name}: no {contender.name}, which needs {missing}", file=sys.stderr)
             continue
         contenders.append(contender)
         if contender.ours and options.beside is not None:

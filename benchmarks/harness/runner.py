@@ -177,7 +177,7 @@ def run_case(case: Case, contenders: list[Contender], rounds: int) -> list[Resul
     """Measure the contenders of a case, in turn."""
     results = [Result(contender) for contender in contenders]
     rounds = min(rounds, case.rounds or rounds)
-    # Of equal contenders, the one whose process was started second was up to 12 % quicker.
+    usage.join_free_memory()
     if case.fresh or case.alone or any(one.checkout or one.python for one in contenders):
         run_afresh(case, results, rounds)
     else:

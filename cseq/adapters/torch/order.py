@@ -105,6 +105,13 @@ def look(sources: dict[str, Source] = GLOBAL) -> State:
     return {name: source[0]() for name, source in sources.items()}
 
 
+def copied(state: Any) -> Any:
+    """Copy what `look` returned, of which most is text, or a sampler's state."""
+    if type(state) is dict:
+        return {name: copied(part) for name, part in state.items()}
+    return state if type(state) is str else copy.deepcopy(state)
+
+
 def put(states: State, sources: dict[str, Source] = GLOBAL) -> None:
     """Set each source that has a state."""
     for name in sources.keys() & states.keys():
@@ -366,4 +373,4 @@ class Keys:
             return {"sampler": self._after(state["sampler"], yielded - self._base)}
         if self._own and yielded > self._base:
             state = {**state, **self._own, "base": 1}
-        return copy.deepcopy(state)
+        return copied(state)
