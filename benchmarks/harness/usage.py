@@ -35,8 +35,8 @@ def join_free_memory() -> bool:
     """
     settings = Path("/proc/sys/vm")
     try:
-        if os.sysconf("SC_AVPHYS_PAGES") < os.sysconf("SC_PHYS_PAGES") // 2:  # files are cached there
-            (settings / "drop_caches").write_text("1")
+        if os.sysconf("SC_AVPHYS_PAGES") < os.sysconf("SC_PHYS_PAGES") // 2:
+            (settings / "drop_caches").write_text("1")  # of files, which take the rest
         (settings / "compact_memory").write_text("1")
     except (OSError, ValueError):
         return False

@@ -64,8 +64,7 @@ def leaves_no_trace(index_sampler: Any) -> bool:
     seeds anew, and a generator that they were given: the data set may have that one. They ask the
     data set for its length, which a SequentialSampler has not done before.
     """
-    inner = inner_of(index_sampler)
-    return type(inner) in OWN and getattr(inner, "generator", None) is None
+    return type(inner_of(index_sampler)) in OWN and generator_of(index_sampler) is None
 
 
 # -- what a sampler draws from
@@ -105,10 +104,9 @@ def look(sources: dict[str, Source] = GLOBAL) -> State:
     return {name: source[0]() for name, source in sources.items()}
 
 
-def copied(state: Any) -> Any:
-    """Copy what `look` returned, of which most is text, or a sampler's state."""
+def _copied(state: Any) -> Any:
     if type(state) is dict:
-        return {name: copied(part) for name, part in state.items()}
+        return {name: _copied(part) for name, part in state.items()}
     return state if type(state) is str else copy.deepcopy(state)
 
 
@@ -373,4 +371,4 @@ class Keys:
             return {"sampler": self._after(state["sampler"], yielded - self._base)}
         if self._own and yielded > self._base:
             state = {**state, **self._own, "base": 1}
-        return copied(state)
+        return _copied(state)

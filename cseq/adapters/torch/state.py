@@ -182,14 +182,9 @@ def read(
     return resume | {"_num_yielded": yielded, "workers": workers}
 
 
-def _several(state: State) -> int:
-    """Return how many make the batches in turn."""
-    return max(1, state["num_workers"])
-
-
 def _is_list(value: Any, state: State, *kinds: type) -> bool:
     """Tell whether a value is a list of these, one for each worker, and no number below 0."""
-    return len(value) == _several(state) and all(
+    return len(value) == max(1, state["num_workers"]) and all(
         type(each) in kinds and (type(each) is not int or 0 <= each <= MOST) for each in value
     )
 
