@@ -39,7 +39,7 @@ def main() -> int:
     check_checkout(options.beside)
     compile_sources(options.beside)
     if not usage.join_free_memory():
-        print("not root, so memory is scattered: who starts first may seem 12 % slower")
+        print("not root: memory stays scattered, and the first contender may seem 12 % slower")
     name = options.name or named(options)
     report = {"machine": machine(), "rounds": options.rounds, "cases": []}
     if options.beside is not None:
