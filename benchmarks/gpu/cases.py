@@ -219,30 +219,28 @@ def ours(work: Work, kind: str, compat: bool | None = None) -> loaders.Rounds:
 class DeviceLoader:
     """A DataLoader as it is used with a device: page-locked batches that are sent in the loop."""
 
-    def __init__(self, work: Work, kind: Any = None, start_method: str | None = "fork") -> None:
+    def __init__(self, work: Work, *, ours: bool = False, threads: bool = False) -> None:
         # Without a device, torch warns that it cannot page-lock.
         pin_memory = not device.STANDS_IN
-        self.loader = loaders.torch_loader(work, start_method, pin_memory=pin_memory, kind=kind)
+        method, kind = "fork", cseq.DataLoader if ours else None
+        if threads:
+            method, kind = None, partial(cseq.DataLoader, worker_method="thread")
+        self.loader = loaders.torch_loader(work, method, pin_memory=pin_memory, kind=kind)
 
     def __iter__(self) -> Iterator[Any]:
         return map(on_the_device, self.loader)
 
 
-def threaded(*args: Any, **kwargs: Any) -> Any:
-    """Make a `cseq.DataLoader` whose workers are threads."""
-    return cseq.DataLoader(*args, worker_method="thread", **kwargs)
-
-
-def dataloader(work: Work, *how: Any) -> loaders.Rounds:
+def dataloader(work: Work, **how: bool) -> loaders.Rounds:
     """`DataLoader`, or ours in its place."""
     device.prepare()
-    loader = DeviceLoader(work, *how)
+    loader = DeviceLoader(work, **how)
     yield partial(work.measure, loader)
     del loader
 
 
 OURS = {THREADS: "MPSequence", ALL_THREADS: "MTSequence"}
-OUR_LOADERS = {OUR_DATALOADER: (cseq.DataLoader, "fork"), OUR_THREADS: (threaded, None)}
+OUR_LOADERS = {OUR_DATALOADER: {"ours": True}, OUR_THREADS: {"ours": True, "threads": True}}
 TORCH = ("torch",)
 
 
@@ -254,7 +252,7 @@ def contenders(work: Work) -> tuple[Contender, ...]:
             for name, kind in OURS.items()
         ),
         *(
-            Contender(name, partial(dataloader, work, *how), needs=TORCH, ours=True)
+            Contender(name, partial(dataloader, work, **how), needs=TORCH, ours=True)
             for name, how in OUR_LOADERS.items()
         ),
         Contender(DATALOADER, partial(dataloader, work), needs=TORCH),
@@ -302,7 +300,7 @@ def held(make: Callable[[], Any]) -> Iterator[Callable[[], float]]:
 def once(how_measured: Callable[[Callable[[], Any]], Any], work: Work) -> tuple[Contender, ...]:
     """All loaders, for what can be measured but once in a process."""
     makes = {name: partial(start_ours, work, kind) for name, kind in OURS.items()}
-    makes |= {name: partial(DeviceLoader, work, *how) for name, how in OUR_LOADERS.items()}
+    makes |= {name: partial(DeviceLoader, work, **how) for name, how in OUR_LOADERS.items()}
     makes[DATALOADER] = partial(DeviceLoader, work)
     return tuple(
         Contender(name, partial(how_measured, make), needs=TORCH, ours=name != DATALOADER)

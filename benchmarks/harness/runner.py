@@ -178,6 +178,7 @@ def run_case(case: Case, contenders: list[Contender], rounds: int) -> list[Resul
     results = [Result(contender) for contender in contenders]
     rounds = min(rounds, case.rounds or rounds)
     usage.join_free_memory()
+    # With two builds of cseq: a process keeps one of the two speeds that tiny batches have.
     if case.fresh or case.alone or any(one.checkout or one.python for one in contenders):
         run_afresh(case, results, rounds)
     else:

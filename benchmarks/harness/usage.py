@@ -14,6 +14,7 @@ from math import nan
 from pathlib import Path
 
 PROC = Path("/proc")
+COMPACT = PROC / "sys" / "vm" / "compact_memory"
 HAS_PROC = (PROC / "self" / "smaps_rollup").exists()
 
 
@@ -27,20 +28,16 @@ class Process:
     reaped_seconds: float  # CPU time of its children that have ended
 
 
-def join_free_memory() -> bool:
-    """Have the kernel put free pages together, if it lets us; tell whether it did.
+def join_free_memory() -> None:
+    """Have the kernel put free pages together, if it lets us (`COMPACT`).
 
     Scattered pages are slower. Of equal contenders, the process that started first took them: it
     was up to 12 % slower than the others.
     """
-    settings = Path("/proc/sys/vm")
-    try:
+    if os.access(COMPACT, os.W_OK):
         if os.sysconf("SC_AVPHYS_PAGES") < os.sysconf("SC_PHYS_PAGES") // 2:
-            (settings / "drop_caches").write_text("1")  # of files, which take the rest
-        (settings / "compact_memory").write_text("1")
-    except (OSError, ValueError):
-        return False
-    return True
+            COMPACT.with_name("drop_caches").write_text("1")  # of files, which take the rest
+        COMPACT.write_text("1")
 
 
 def tree(root: int) -> list[Process]:

@@ -371,4 +371,5 @@ class Keys:
             return {"sampler": self._after(state["sampler"], yielded - self._base)}
         if self._own and yielded > self._base:
             state = {**state, **self._own, "base": 1}
-        return _copied(state)
+        rest = {**state, "generators": None}  # a sampler's state may refer to one thing twice
+        return copy.deepcopy(rest) | {"generators": _copied(state["generators"])}

@@ -92,9 +92,8 @@ class LoaderProgress:
         """Return it as `state_dict` does: another dict each time."""
         is_between = self.finished or self.base_seed is None
         generator = self.order.loaders_generator(now=is_between)
-        states: list[State | None]
         if self.inline:
-            states = [copy.deepcopy(self.inline.take(self.yielded))]
+            states: list[State | None] = [copy.deepcopy(self.inline.take(self.yielded))]
         else:
             states = [None if each is None else pickle.loads(each) for each in self.states]
         return {
