@@ -16,8 +16,9 @@ cdef class Generator:
         """Keep the trainer's state, until `restore`."""
         raise NotImplementedError
 
-    cdef int seed(self, const cseq_states* states) except -1:
-        """Set the state that belongs to nine words: docs/inside/shuffle.md."""
+    cdef int seed(self, const uint64_t* words) except -1:
+        """Set the state that belongs to nine words, behind which are those that may be next in the place of the
+        last one: docs/inside/shuffle.md."""
         raise NotImplementedError
 
     cdef int restore(self) except -1:
@@ -39,21 +40,25 @@ cdef class Twister(Generator):
     cdef object owner
     cdef readonly size_t key
     cdef size_t position
-    cdef uint32_t[CSEQ_TWISTER] kept_key
-    cdef int32_t kept_position
+    cdef uint32_t[CSEQ_TWISTER + 1] kept_words  # with the position, which is before or behind them
 
-    cdef void fill(self, const uint32_t* key, int32_t position) noexcept:
-        """Write a state into the memory."""
-        memcpy(<void*>self.key, key, CSEQ_TWISTER * 4)
-        (<int32_t*>self.position)[0] = position
+    cdef void fill(self, const uint64_t* words) noexcept:
+        """Write the state of four words into the memory."""
+        cseq_twister_fill(<uint32_t*>self.key, words)
+        (<int32_t*>self.position)[0] = 0
 
     cdef void copy(self) noexcept:
         """Keep what is in the memory."""
-        memcpy(self.kept_key, <void*>self.key, CSEQ_TWISTER * 4)
-        self.kept_position = (<int32_t*>self.position)[0]
+        memcpy(self.kept_words, <void*>min(self.key, self.position), sizeof(self.kept_words))
+
+    cdef void copy_back(self) noexcept:
+        """Write what was kept into the memory."""
+        memcpy(<void*>min(self.key, self.position), self.kept_words, sizeof(self.kept_words))
 
 
-cdef list twister(const uint32_t* key):
+cdef list twister(const uint64_t* words):
+    cdef uint32_t[CSEQ_TWISTER] key
+    cseq_twister_fill(key, words)
     return [key[k] for k in range(CSEQ_TWISTER)]
 
 
@@ -68,24 +73,21 @@ cdef class PythonGenerator(Twister):
         self.kept = self.owner.gauss_next if self.key else self.owner.getstate()
         if self.key:
             self.copy()
-        return 0
 
-    cdef int seed(self, const cseq_states* states) except -1:
+    cdef int seed(self, const uint64_t* words) except -1:
         """Set the state of words 0 to 3."""
         if self.key:
-            self.fill(states.python, 0)
+            self.fill(words)
             self.owner.gauss_next = None
         else:
-            self.owner.setstate((3, (*twister(states.python), 0), None))
-        return 0
+            self.owner.setstate((3, (*twister(words), 0), None))
 
     cdef int restore(self) except -1:
         if self.key:
-            self.fill(self.kept_key, self.kept_position)
+            self.copy_back()
             self.owner.gauss_next = self.kept
         else:
             self.owner.setstate(self.kept)
-        return 0
 
     def is_fresh(self):
         """Whether nothing was drawn since it was seeded from the system's entropy, or by `seed`."""
@@ -122,16 +124,9 @@ cdef class NumpyGenerator(Twister):
         self.acquire, self.release = lock.acquire, lock.release
 
     cdef bint is_here(self) except -1:
-        """Whether the memory is that of the bit generator in use."""
+        """Whether the memory is that of the bit generator in use. Other threads may draw from it without
+        the GIL."""
         return self.key and self.current() is self.bit_generator
-
-    cdef int write(self, const uint32_t* key, int32_t position, int flag, double gauss) except -1:
-        """Write a state into the memory, from which other threads may draw without the GIL."""
-        self.acquire()
-        self.fill(key, position)
-        self.has_gauss[0], self.gauss[0] = flag, gauss
-        self.release()
-        return 0
 
     cdef int keep(self) except -1:
         self.kept = None if self.is_here() else self.owner.get_state(legacy=False)
@@ -140,24 +135,27 @@ cdef class NumpyGenerator(Twister):
             self.copy()
             self.kept_flag, self.kept_gauss = self.has_gauss[0], self.gauss[0]
             self.release()
-        return 0
 
-    cdef int seed(self, const cseq_states* states) except -1:
+    cdef int seed(self, const uint64_t* words) except -1:
         """Set the state of words 4 to 7."""
         if self.is_here():
-            self.write(states.numpy, 0, 0, 0.0)
+            self.acquire()
+            self.fill(words + 4)
+            self.has_gauss[0], self.gauss[0] = 0, 0.0
+            self.release()
         elif self.current() is self.bit_generator:
-            self.owner.set_state(("MT19937", twister(states.numpy), 0, 0, 0.0))
+            self.owner.set_state(("MT19937", twister(words + 4), 0, 0, 0.0))
         else:
-            self.owner.seed(states.words[4] & 0xFFFFFFFF)
-        return 0
+            self.owner.seed(words[4] & 0xFFFFFFFF)
 
     cdef int restore(self) except -1:
         if self.kept is None:
-            self.write(self.kept_key, self.kept_position, self.kept_flag, self.kept_gauss)
+            self.acquire()
+            self.copy_back()
+            self.has_gauss[0], self.gauss[0] = self.kept_flag, self.kept_gauss
+            self.release()
         else:
             self.owner.set_state(self.kept)
-        return 0
 
     def is_fresh(self):
         """Whether nothing was drawn since its module was imported."""
@@ -178,43 +176,43 @@ cdef class TorchGenerator(Generator):
 
     cdef object probe, initial_seed, get_state, set_state, manual_seed, state
     cdef uint64_t* data  # of `state`
+    cdef uint32_t[CSEQ_CHAINS][CSEQ_TWISTER] made
     cdef readonly bint is_prepared
 
     def __cinit__(self, generator):
-        cdef cseq_states states
+        cdef uint64_t[8 + CSEQ_CHAINS] words
+        cseq_derive(0, 0, PURPOSE_MAKING, words, 8 + CSEQ_CHAINS)
         self.initial_seed, self.manual_seed = generator.initial_seed, generator.manual_seed
         self.get_state, self.set_state = generator.get_state, generator.set_state
         self.probe = type(generator)().manual_seed
         self.state = self.probe(1).get_state()
         self.data = <uint64_t*><size_t>self.state.data_ptr()
-        cseq_derive(0, 0, PURPOSE_MAKING, states.words, 9)
-        cseq_make_states(&states, True)
         if self.state.numel() >= (TORCH_KEY + CSEQ_TWISTER) * 8:
-            self.fill(&states)
-            want = self.probe(states.words[8]).get_state()
+            self.fill(words)
+            want = self.probe(words[8]).get_state()
             self.is_prepared = not memcmp(self.data, <void*><size_t>want.data_ptr(), want.numel())
 
-    cdef void fill(self, const cseq_states* states) noexcept:
+    cdef void fill(self, const uint64_t* words) noexcept:
         """Write a state into `state`."""
-        self.data[0] = states.words[8]
-        memcpy(self.data + TORCH_KEY, states.torch, CSEQ_TWISTER * 8)
+        cdef const uint32_t* key = cseq_twister_find(self.made, words + 8)
+        cdef int k
+        self.data[0] = words[8]
+        for k in range(CSEQ_TWISTER):
+            self.data[TORCH_KEY + k] = key[k]
 
     cdef int keep(self) except -1:
         self.kept = self.get_state()
-        return 0
 
-    cdef int seed(self, const cseq_states* states) except -1:
+    cdef int seed(self, const uint64_t* words) except -1:
         """Seed it with word 8."""
         if self.is_prepared:
-            self.fill(states)
+            self.fill(words)
             self.set_state(self.state)
         else:
-            self.manual_seed(states.words[8])
-        return 0
+            self.manual_seed(words[8])
 
     cdef int restore(self) except -1:
         self.set_state(self.kept)
-        return 0
 
     def is_fresh(self):
         """Whether nothing was drawn since it was seeded."""
@@ -245,35 +243,36 @@ cdef class BatchSeeds:
     cdef bint has_key, lent
     cdef bint looked  # since the batch before: no module is there that was missing
     cdef Py_ssize_t kept  # the first of `present`, whose states `restore` restores
-    cdef cseq_states states
+    cdef uint64_t place  # that the states belong to
+    cdef uint64_t[8 + CSEQ_CHAINS] words
 
     def __cinit__(self, batch_context, *_):
         self.batch_state, self.making = batch_context, batch_context.seed
         self.present, self.missing, self.names = [], {}, ()
 
-    cdef int write(self, uint64_t seed, uint64_t epoch, uint64_t purpose) except -1:
-        """Set the states that belong to (seed, epoch, purpose), also of generators that are new."""
+    cdef int write(self, uint64_t seed, uint64_t place, uint64_t purpose) except -1:
+        """Set the states that belong to (seed, place, purpose), also of generators that are new."""
         if self.is_due():
             self.look()
-        return self.set(seed, epoch, purpose)
+        return self.set(seed, place, purpose)
 
-    cdef int set(self, uint64_t seed, uint64_t epoch, uint64_t purpose) except -1:
+    cdef int set(self, uint64_t seed, uint64_t place, uint64_t purpose) except -1:
         """Set the states of the generators in `present`; keep those that are lent before."""
         cdef Generator generator
-        cdef bint with_torch = False
+        cdef uint64_t k, other
         if not self.present:
             return 0
         while self.lent and self.kept < len(self.present):  # which only grows
             generator = self.present[self.kept]
             generator.keep()
             self.kept += 1
+        cseq_derive(seed, place, purpose, self.words, 9)
+        for k in range(1, <uint64_t>CSEQ_CHAINS):  # at places as far apart as this one and the last
+            other = cseq_stream(seed, place + k * (place - self.place), purpose)
+            self.words[8 + k] = cseq_mix(other + 8 * CSEQ_GOLDEN)
+        self.place = place
         for generator in self.present:
-            with_torch |= isinstance(generator, TorchGenerator)
-        cseq_derive(seed, epoch, purpose, self.states.words, 9)
-        cseq_make_states(&self.states, with_torch)
-        for generator in self.present:
-            generator.seed(&self.states)
-        return 0
+            generator.seed(self.words)
 
     cdef bint is_due(self) except -1:
         """Whether the import of a missing module has begun. Each batch asks."""
@@ -328,4 +327,3 @@ cdef class BatchSeeds:
         for k in range(self.kept):
             generator = self.present[k]
             generator.restore()
-        return 0

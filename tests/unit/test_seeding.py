@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import reference
 from kinds import INLINE, PROCESSES, QUICKEST, Kind, stream
 
 import cseq
@@ -316,6 +317,24 @@ def test_a_state_of_torchs_that_is_made_here() -> None:
         seeds.restore()
         assert generator.get_state().equal(kept)
     assert len(words) == 1
+
+
+def test_states_of_torch_at_any_place() -> None:
+    """States are made for the places that may be next: whichever is next has its own."""
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator()
+    seeds = seed(TorchGenerator(generator))
+    jumps = random.Random(1)
+    place, seen = 0, set()
+    for k in range(400):
+        place = (place + jumps.choice((32, 32, 32, 32, 64, 96, 0, -32, 2**63))) % 2**64
+        key = 3 + k // 100
+        seeds.seed(key, place)
+        word = reference.derive(key, place, BATCH, 9)[8]
+        assert generator.get_state().equal(torch.Generator().manual_seed(word).get_state())
+        seen.add(word)
+    seeds.restore()
+    assert len(seen) > 200
 
 
 def test_a_bit_generator_of_the_users() -> None:
