@@ -14,8 +14,7 @@ import torch
 from torch.utils import data
 
 from cseq.adapters.torch import names
-from cseq.adapters.torch.iterator import LoaderIterator, start_method_of
-from cseq.adapters.torch.options import VALUES
+from cseq.adapters.torch.options import VALUES, start_method_of
 from cseq.adapters.torch.order import look, put
 from cseq.encoding.unpicklable import UnpicklableError
 from cseq.options import MAX_RESTARTS
@@ -127,13 +126,15 @@ def make_iterator(
     """
     iterator: Any = None
     method = options["worker_method"] = method_of(loader, options["worker_method"])
-    in_threads = method == "thread"
+    has_processes = loader.num_workers > 0 and method != "thread"
     reason = reason_against(loader, method)
     if reason is None:
-        if loader.num_workers and not in_threads:
+        from cseq.adapters.torch.iterator import LoaderIterator  # the engine: with the first one
+
+        if has_processes:
             loader.check_worker_number_rationality()
         chosen = loader.generator or torch.default_generator
-        is_pickled = loader.num_workers > 0 and not in_threads and start_method_of(loader) != "fork"
+        is_pickled = has_processes and start_method_of(loader) != "fork"
         before = (look(), chosen.get_state()) if is_pickled else None
         try:
             iterator = LoaderIterator(
@@ -157,9 +158,7 @@ def make_iterator(
         told = data.DataLoader if reason is names.REASON else loader  # the reason is that of all
         if told not in _told:
             _told.add(told)
-            lost = [
-                f"{name}={value!r}" for name, value in options.items() if value != VALUES[name][0]
-            ]
+            lost = [f"{one}={value!r}" for one, value in options.items() if value != VALUES[one][0]]
             more = f"; it cannot do {', '.join(lost)}" if lost else ""
             log.warning("DataLoader: torch's own iterator is used, since %s%s", reason, more)
         iterator = otherwise()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import weakref
 from threading import get_ident
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cseq.adapters.torch import names, worker
+from cseq.adapters.torch.options import start_method_of
 from cseq.adapters.torch.order import Keys, leaves_no_trace
 from cseq.adapters.torch.pinning import Pinner
 from cseq.adapters.torch.state import LoaderProgress
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cseq.measure.stats import Stats
     from cseq.processes.launcher import Child
 
-__all__ = ["LoaderIterator", "LoaderTimeout", "start_method_of"]
+__all__ = ["LoaderIterator", "LoaderTimeout"]
 
 DRAWN_AGAIN = (
     "; with rng='worker', its random generators restart from the worker's seed, so earlier numbers "
@@ -41,13 +41,6 @@ class LoaderTimeout(WorkerTimeout, RuntimeError):
 
     The iterator goes on: the batch comes later, in its place.
     """
-
-
-def start_method_of(loader: Any) -> str:
-    """Name the way in which a loader's worker processes are started."""
-    chosen = loader.multiprocessing_context
-    method: str = (multiprocessing if chosen is None else chosen).get_start_method()
-    return method
 
 
 class LoaderIterator(names.Workers):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Options that torch's DataLoader lacks, and their values where none was given.
+"""Options that torch's DataLoader lacks, and their defaults; one of its own.
 
 A framework that makes a loader of another one's attributes passes on the arguments of torch alone,
 so the options have defaults for the whole process, and variables of the environment for those.
@@ -6,11 +6,13 @@ so the options have defaults for the whole process, and variables of the environ
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from typing import Any
 
 from cseq.check import choice
 
-__all__ = ["VALUES", "Defaults", "defaults"]
+__all__ = ["VALUES", "Defaults", "defaults", "start_method_of"]
 
 # The first is that where none is said.
 VALUES = {
@@ -41,3 +43,8 @@ defaults = Defaults()
 for _name, _values in VALUES.items():
     _variable = f"CSEQ_LOADER_{_name.upper()}"
     setattr(defaults, _name, choice(_variable, os.environ.get(_variable, _values[0]), _values))
+
+
+def start_method_of(loader: Any) -> str:
+    """Name the way in which a loader's worker processes are started."""
+    return str((loader.multiprocessing_context or multiprocessing).get_start_method())
