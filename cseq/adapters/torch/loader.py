@@ -36,6 +36,7 @@ __all__ = ["DataLoader", "StatefulDataLoader"]
 
 log = logging.getLogger("cseq")
 
+SHUFFLE = {data.RandomSampler: True, data.SequentialSampler: False}
 # What managers of cseq call an argument, and its name here.
 ELSEWHERE = {
     "buffer": "that is `prefetch_factor` here: batches for each worker",
@@ -219,12 +220,11 @@ class DataLoader(Torchs[T_co]):
     def _batching(self) -> dict[str, Any]:
         """Return what the batches of an epoch are numbered by; None: that is not known."""
         kind = type(inner_of(self._index_sampler))
-        shuffle = {data.RandomSampler: True, data.SequentialSampler: False}
         # Another's `__len__` may draw, or prepare its next epoch.
-        is_torchs = kind in OWN or kind in shuffle
+        is_torchs = kind in OWN or kind in SHUFFLE
         return {
             "batch_size": self.batch_size,
-            "shuffle": shuffle.get(kind),
+            "shuffle": SHUFFLE.get(kind),
             "batches": len(self._index_sampler) if is_torchs else None,
         }
 

@@ -104,12 +104,6 @@ def look(sources: dict[str, Source] = GLOBAL) -> State:
     return {name: source[0]() for name, source in sources.items()}
 
 
-def _copied(state: Any) -> Any:
-    if type(state) is dict:
-        return {name: _copied(part) for name, part in state.items()}
-    return state if type(state) is str else copy.deepcopy(state)
-
-
 def put(states: State, sources: dict[str, Source] = GLOBAL) -> None:
     """Set each source that has a state."""
     for name in sources.keys() & states.keys():
@@ -371,5 +365,9 @@ class Keys:
             return {"sampler": self._after(state["sampler"], yielded - self._base)}
         if self._own and yielded > self._base:
             state = {**state, **self._own, "base": 1}
-        rest = {**state, "generators": None}  # a sampler's state may refer to one thing twice
-        return copy.deepcopy(rest) | {"generators": _copied(state["generators"])}
+        generators = {
+            when: {k: v if type(v) is str else copy.deepcopy(v) for k, v in states.items()}
+            for when, states in state["generators"].items()
+        }
+        rest = {**state, "generators": {}}  # a sampler's state may refer to one thing twice
+        return (copy.deepcopy(rest) if len(rest) > 1 else rest) | {"generators": generators}
