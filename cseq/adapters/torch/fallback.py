@@ -129,7 +129,7 @@ def make_iterator(
     has_processes = loader.num_workers > 0 and method != "thread"
     reason = reason_against(loader, method)
     if reason is None:
-        from cseq.adapters.torch.iterator import LoaderIterator  # the engine: with the first one
+        from cseq.adapters.torch.iterator import LoaderIterator  # the engine: for the first loader
 
         if has_processes:
             loader.check_worker_number_rationality()

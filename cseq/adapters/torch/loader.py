@@ -184,6 +184,7 @@ class DataLoader(Torchs[T_co]):
                 every = count("snapshot_every_n_steps", snapshot_every_n_steps, least=0)
             self.snapshot_every_n_steps = every
             self.max_restarts = count("max_restarts", max_restarts, least=0)
+            import cseq.adapters.torch.iterator  # noqa: F401 - the loop would wait for it
 
     def _get_iterator(self) -> Any:
         """Make an iterator, or go on where the state that was loaded says."""
