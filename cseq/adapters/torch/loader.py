@@ -220,13 +220,14 @@ class DataLoader(Torchs[T_co]):
 
     def _batching(self) -> dict[str, Any]:
         """Return what the batches of an epoch are numbered by; None: that is not known."""
-        kind = type(inner_of(self._index_sampler))
+        index_sampler = self._index_sampler
+        kind = type(inner_of(index_sampler))
         # Another's `__len__` may draw, or prepare its next epoch.
         is_torchs = kind in OWN or kind in SHUFFLE
         return {
             "batch_size": self.batch_size,
             "shuffle": SHUFFLE.get(kind),
-            "batches": len(self._index_sampler) if is_torchs else None,
+            "batches": len(index_sampler) if is_torchs else None,
         }
 
     @property

@@ -369,5 +369,6 @@ class Keys:
             when: {k: v if type(v) is str else copy.deepcopy(v) for k, v in states.items()}
             for when, states in state["generators"].items()
         }
-        rest = {**state, "generators": {}}  # a sampler's state may refer to one thing twice
-        return (copy.deepcopy(rest) if len(rest) > 1 else rest) | {"generators": generators}
+        if len(state) > 1:  # a sampler's state may refer to one thing twice
+            state = copy.deepcopy({**state, "generators": {}})
+        return {**state, "generators": generators}
