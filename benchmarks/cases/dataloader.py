@@ -293,8 +293,8 @@ def death(load: Load, name: str) -> Iterator[Callable[[], float]]:
         iterator = iter(loader)
         next(iterator)
         start = time.perf_counter()
-        os.kill(iterator._workers[0].pid, signal.SIGKILL)
-        try:
+        try:  # torch's handler of SIGCHLD may raise at once
+            os.kill(iterator._workers[0].pid, signal.SIGKILL)
             for _ in range(4 * load.num_workers):
                 next(iterator)
         except (RuntimeError, OSError):
