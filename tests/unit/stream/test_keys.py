@@ -216,18 +216,22 @@ class Gated(Makes):
 
     def __init__(self, gate: str, number: int, num_workers: int) -> None:
         super().__init__(number, num_workers)
-        self.gate = os.open(gate, os.O_RDONLY)
+        self.gate, self.begun = os.open(gate, os.O_RDONLY), gate + "-begun"
 
     def make(self, key: Any) -> Any:
+        while key in ([0], [1]) and not os.path.exists(self.begun):
+            time.sleep(PAUSE)
         if key == [2]:
             os.read(self.gate, 1)
         return super().make(key)
 
 
 @contextlib.contextmanager
-def gated(folder: Path, **options: Any) -> Iterator[tuple[Streams, Any]]:
-    """Streams whose key [2] waits for a byte, and the pipe for it."""
+def gated(folder: Path, *, held: bool = False, **options: Any) -> Iterator[tuple[Streams, Any]]:
+    """Streams whose key [2] waits for a byte, and its pipe; `held`: [0] and [1] for a file."""
     gate = folder / "gate"
+    if not held:
+        (folder / "gate-begun").touch()
     os.mkfifo(gate)
     with (
         open(gate, "r+b", buffering=0) as writer,
@@ -265,8 +269,9 @@ def test_a_slow_item_holds_no_other_up(tmp_path: Path) -> None:
 @pytest.mark.needs("POSIX")
 def test_a_slow_item_and_free_keys(tmp_path: Path) -> None:
     """Keys go to the worker that has the fewest to work on, the lowest of several."""
-    with gated(tmp_path) as (s, gate):
+    with gated(tmp_path, held=True) as (s, gate):
         begin(s, ([k] for k in range(10)), assign="free")
+        (tmp_path / "gate-begun").touch()  # before, key 2 might go to a worker that is quick
         got = []
         while len(got) < 2:
             await_answers(s, 1)
