@@ -316,14 +316,14 @@ def test_a_thread_that_pins_has_the_loops_device(monkeypatch: pytest.MonkeyPatch
 
 
 class Gated(Plain):
-    """Index 2 waits for a file; others note which process made them."""
+    """Indices 0 to 2 wait for a file; the others note which process made them."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(16)
         self.folder = folder
 
     def __getitem__(self, index: int) -> Any:
-        while index == 2 and not (self.folder / "gate").exists():
+        while index < 3 and not (self.folder / ("gate" if index == 2 else "asked")).exists():
             time.sleep(0.01)
         (self.folder / str(index)).touch()
         return index, os.getpid()
@@ -334,6 +334,7 @@ def test_a_slow_batch_leaves_the_rest_to_other_workers(tmp_path: Path, rng: str)
     """In the sampler's order all the same: with rng="batch" the slow worker gets no more keys."""
     made = loader(Gated(tmp_path), batch_size=None, prefetch_factor=4, rng=rng, shuffle=False)
     iterator = iter(made)
+    (tmp_path / "asked").touch()  # before, index 2 might go to a worker that is quick
     while not (tmp_path / "7").exists():  # the other worker has made all its own
         time.sleep(0.01)
     batches = [next(iterator), next(iterator)]
