@@ -117,7 +117,7 @@ CSEQ_FORCE_INLINE uint64_t cseq_next(uint64_t s[4])
     return word;
 }
 
-enum { CSEQ_TWISTER = 624, CSEQ_CHAINS = 4 }; /* words of a Mersenne Twister's state */
+enum { CSEQ_TWISTER = 624, CSEQ_CHAINS = 4 }; /* words of a Mersenne Twister; states made at once */
 
 /* The state that docs/inside/shuffle.md gives `random` and numpy.random. */
 static inline void cseq_twister_fill(uint32_t *key, const uint64_t words[4])
@@ -138,7 +138,7 @@ CSEQ_FORCE_INLINE uint32_t cseq_twister_word(uint32_t before, uint32_t k)
 }
 
 /* The state that torch makes of seeds[0]: one of `made`. Each of its words waits for the one before, and four
- * states take as long as one: so those of the other seeds, which may be next, are made with it. */
+ * states take as long as one. The other seeds may be next, so their states are made with it. */
 static inline const uint32_t *cseq_twister_find(uint32_t made[CSEQ_CHAINS][CSEQ_TWISTER], const uint64_t *seeds)
 {
     uint32_t a = (uint32_t)seeds[0], b = (uint32_t)seeds[1], c = (uint32_t)seeds[2], d = (uint32_t)seeds[3];
