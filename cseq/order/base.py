@@ -10,7 +10,7 @@ no special case.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -52,6 +52,9 @@ class Order:
         Whether a unit is a whole batch.
     is_seeded : bool
         Whether the order depends on the seed.
+    replaced : dict of str to str
+        The names of earlier definitions, and what has changed since each. Their states are refused
+        with these words.
 
     Examples
     --------
@@ -71,6 +74,7 @@ class Order:
     room: int = 1
     is_batch: bool = False
     is_seeded: bool = True
+    replaced: ClassVar[dict[str, str]] = {}
 
     def read(
         self, seed: int, epoch: int, start: int, count: int
@@ -123,9 +127,17 @@ class Order:
         Raises
         ------
         ValueError
-            The facts are those of another order. The message names both values.
+            The facts are those of another order, or of an earlier definition of this one. The
+            message names both values.
         """
         ours = self.facts()
+        before = str(facts.get("name"))
+        if before in self.replaced:
+            raise ValueError(
+                f"the state has an order with name={before!r}, but here it has name={self.name!r}: "
+                f"{self.replaced[before]}; finish the run with the version of cseq that wrote the "
+                "state, or begin a new epoch without it"
+            )
         for key in [*ours, *facts]:
             if ours.get(key) != facts.get(key):
                 raise ValueError(

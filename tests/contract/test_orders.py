@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
@@ -227,6 +227,40 @@ def test_a_state_of_another_order_is_refused(name: str, other: str) -> None:
     assert f"{key}={theirs.get(key)!r}" in str(error.value)
     assert f"{key}={ours.get(key)!r}" in str(error.value)
     assert units_in(epoch_of(manager)) == in_order(name)
+
+
+class Renamed(Backwards):
+    """An order whose definition got a new name."""
+
+    name = "backwards-v2"
+    replaced: ClassVar[dict[str, str]] = {"backwards-v1": "epochs begin with the last sample now"}
+
+
+WITHIN: dict[str, Callable[[cseq.Order], cseq.Order]] = {
+    "alone": lambda order: order,
+    "resized": lambda order: cseq.Resized(order, 25),
+    "mixture": lambda order: cseq.Mixture({"a": order}, {"a": 1}, block=8),
+    "resized mixture": lambda order: cseq.Resized(
+        cseq.Mixture({"a": order}, {"a": 1}, block=8), 30
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_a_state_of_an_earlier_definition_is_refused(name: str) -> None:
+    """The message has both names, what changed and what to do, also for an order in another."""
+    state = make("own", order=WITHIN[name](Backwards())).state_dict()
+    manager = make("own", order=WITHIN[name](Renamed()))
+    with pytest.raises(ValueError, match="the state has") as error:
+        manager.load_state_dict(json.loads(json.dumps(state)))
+    for part in (
+        "name='backwards-v1', but here it has name='backwards-v2': epochs begin with the last",
+        "finish the run with the version of cseq that wrote the state, or begin a new epoch",
+    ):
+        assert part in str(error.value)
+    manager.load_state_dict(make("own", order=WITHIN[name](Renamed())).state_dict())
+    with pytest.raises(ValueError, match=r"name=\['backwards-v1'\]"):
+        Renamed().resumed({"name": ["backwards-v1"]}, 1, 0, 0)
 
 
 def test_the_order_says_how_many_samples_there_are() -> None:
