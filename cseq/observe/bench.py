@@ -235,7 +235,8 @@ def _waits(batches: Iterator[Any], step: float, seconds: float) -> float:
 def _told(error: Exception) -> str:
     """Return what is wrong: a message of ours, or where the user's code has failed."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((__file__, "<")):
+    inner = (__file__, str(importlib.__file__), "<")  # "<frozen importlib._bootstrap>"
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(inner):
         trace = trace.tb_next
     if isinstance(error, ValueError) and trace is None:
         return str(error)
@@ -269,6 +270,7 @@ def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | st
     path, _, name = target.rpartition(":")
     if not path or not name.isidentifier():
         return f"cseq bench: {target!r} is not FILE.py:make: a file, and a function in it"
+    sys.argv = [path]  # what the file sees, here and in its workers
     try:
         make = load(path, name)
         made = look(make())

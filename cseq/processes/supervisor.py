@@ -36,6 +36,7 @@ from cseq.processes.launcher import describe_exit
 from cseq.processes.launcher.base import FOREVER, KILLED
 from cseq.processes.launcher.forks import pair
 from cseq.processes.logs import Records, levels
+from cseq.processes.stacks import place_in
 from cseq.processes.worker import (
     ENTERED,
     FAILED,
@@ -62,6 +63,7 @@ __all__ = ["Supervisor"]
 # One that has no descriptor, and so none that a closed standard stream's number could go to.
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 SLOW = 10.0  # seconds without a first item, after which the log says what is waited for
+slowest = 0.0  # the longest that it has said in this process; it says only what is twice as long
 GRACE = 5.0  # seconds that workers get to end by themselves
 ENDING = 0.1  # for a process to end once its socket has
 LAST_GRACE = 2.0  # and to be gone after they were killed
@@ -132,7 +134,6 @@ class Supervisor:
         self._failed: dict[str, WorkerDied] = {}  # batches, by their places
         self._noted = False
         self._records = Records()
-        self._patience = SLOW
         self._listed: Sequence[str] | Literal[False] | None = None  # modules, by the caller
         self._prepared = Latch()  # `Launcher.prepare` has returned
         self._wanted = Latch()  # workers may be started
@@ -421,21 +422,22 @@ class Supervisor:
         self.failure.check()
 
     def check_start(self, began: int) -> None:
-        """Log what a first item waits for, if that takes long.
+        """Log what a first item waits for, in one line, if that takes long.
 
         `began`: when the wait for it did (ns of `now_ns`).
         """
+        global slowest
         seconds = (now_ns() - began) / 1e9
-        if seconds < self._patience:
+        if seconds < max(SLOW, 2 * slowest):
             return
-        self._patience = 2 * seconds
+        slowest = seconds
         at_work = [w for w in self._snapshot() if w.state]
         doing, beside = "their processes start", ""
         if self._launcher.importing:
             doing = f"module {self._launcher.importing} is imported for all of them"
         elif at_work:
             worker = next((w for w in at_work if self.shared.held(w.owner)), at_work[0])
-            doing = f"worker {worker.owner - 1} is here:\n{worker.stack()}"
+            doing = f"worker {worker.owner - 1} {place_in(worker.stack())}"
         if self._beside:
             beside = (
                 f". They were forked beside other threads ({self._beside}): a lock that one of "
@@ -443,8 +445,8 @@ class Supervisor:
                 "does, start workers before such threads, or by start_method='forkserver' (of a "
                 "DataLoader: multiprocessing_context='forkserver')"
             )
-        text = "nothing has come from the workers after %.0f s%s; %s"
-        tell(logging.WARNING, text, seconds, beside, doing)
+        text = "nothing has come from the workers after %.0f s: %s; cseq waits%s"
+        tell(logging.WARNING, text, seconds, doing, beside)
 
     def _await_forks(self) -> None:
         """Let the supervisor's thread fork what replaces the dead, and wait for that."""

@@ -135,6 +135,24 @@ def test_what_cannot_be_measured(run: Run, target: str, told: str) -> None:
     assert not done.stdout
 
 
+def test_a_file_that_parses_arguments(run: Run) -> None:
+    """It sees its own name alone, as if it were run without arguments."""
+    source = "import argparse\nargparse.ArgumentParser().parse_args()\n" + PLAIN
+    done = run(source + "import sys\nprint(sys.argv)\n", "data.py:rows", "--seconds", "0.1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("['data.py']\nrows() returned")
+
+
+def test_an_error_in_the_file_has_its_own_frames_alone(run: Run) -> None:
+    """None of the import that runs it."""
+    done = run("\nimport json\njson.loads('?')\n", "data.py:rows")
+    assert done.returncode == 1
+    first, second, *_ = (line for line in done.stderr.splitlines() if line.startswith("  File"))
+    assert "data.py" in first
+    assert "json" in second
+    assert "importlib" not in done.stderr
+
+
 def test_rows_that_fail(run: Run) -> None:
     """Each says why, and the others are measured all the same."""
     done = run(PLAIN, "data.py:breaks")
@@ -148,6 +166,7 @@ def test_an_encoding_without_arrows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "data.py").write_text(PLAIN)
     file = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, encoding="cp1252"))
+    monkeypatch.setattr(sys, "argv", sys.argv)
     with contextlib.suppress(SystemExit):
         main(["bench", f"{tmp_path / 'data.py'}:breaks"])
     sys.stdout.flush()

@@ -273,9 +273,10 @@ def test_a_slow_import_is_told_of_and_can_be_broken_off(
         "        with manager.start() as batches:\n"
         "            next(iter(batches))\n"
         "    except KeyboardInterrupt:\n"
-        "        print(method, begun[0].getMessage().partition('; ')[2].splitlines()[0])\n"
+        "        print(method, begun[0].getMessage().partition(': ')[2])\n"
     )
-    told = "forkserver module slow is imported for all of them\nspawn worker 0 is here:\n"
+    told = "forkserver module slow is imported for all of them; cseq waits\n"
+    told += "spawn worker 0 still imports slow (slow.py:12 in <module>); cseq waits\n"
     assert done.stdout == told, done.stderr  # or it sleeps, and does not end
 
 

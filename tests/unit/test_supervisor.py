@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -222,6 +223,22 @@ def test_a_handler_of_logging_keeps_no_worker_from_being_replaced(
         assert handler.got == ["noted", "worker 0 exited with code 3: replaced"]
     finally:
         log.removeHandler(handler)
+
+
+def test_a_slow_start_is_a_line_and_the_next_ones_are_not(
+    pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has it again only where a start of this process takes twice as long."""
+    monkeypatch.setattr(supervisor_module, "slowest", 0.0)
+    for waited in (9.0, 15.0, 25.0, 40.0):
+        one = pool(b"R")
+        supervisor = one.start()
+        one.await_ready(1)
+        supervisor.check_start(now_ns() - int(waited * 1e9))
+        one.close()
+    first, second = caplog.messages
+    assert re.fullmatch("nothing has come from the workers after 15 s: worker 0 .*", first)
+    assert re.fullmatch("nothing has come from the workers after 40 s: worker 0 .*", second)
 
 
 def test_one_that_cannot_get_ready(pool: Callable[..., Pool], monkeypatch: Any) -> None:
