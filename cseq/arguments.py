@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from cseq._core import ALGORITHMS
-from cseq.check import MOST_WORKERS, choice, count, flag, unexpected
+from cseq.check import ELSEWHERE, MOST_WORKERS, OF_DATASET, choice, count, flag, unexpected
 from cseq.converter import output as outputs
 from cseq.indexing import indexer
 from cseq.indexing.dataset import is_torchs, unasked
@@ -153,7 +153,7 @@ def taking(
             caller, known = type(self).__name__, signature.parameters
             for name in named.keys() - known.keys():
                 is_dataset = indexer.takes_samples([*values, named.get("worker")][0])
-                raise unexpected(caller, name, known, is_dataset=is_dataset)
+                raise unexpected(caller, name, known, OF_DATASET if is_dataset else ELSEWHERE)
             try:
                 signature.bind(*values, **named)
             except TypeError as error:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
+    "ELSEWHERE",
     "MOST_WORKERS",
+    "OF_DATASET",
     "choice",
     "count",
     "dimensions",
@@ -47,22 +49,21 @@ ELSEWHERE = {
     "workers": "that is `num_workers` here",
 }
 
-# The same beside a data set.
-OF_DATASET = {
+# The same beside a data set, whose samples cseq collates.
+OF_DATASET = ELSEWHERE | {
     "collate": "give cseq.from_dataset(dataset, collate=...) as `worker`",
     "collate_fn": "give cseq.from_dataset(dataset, collate=...) as `worker`",
 }
 
 
 def unexpected(
-    caller: str, name: str, known: Iterable[str], *, is_dataset: bool = False
+    caller: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str]
 ) -> TypeError:
     """Make the error for an unknown keyword; it says what to write instead.
 
-    `is_dataset`: beside a data set, whose samples cseq collates.
+    `elsewhere`: what to write instead of names that are known from elsewhere.
     """
-    instead = OF_DATASET.get(name) if is_dataset else None
-    instead = instead or ELSEWHERE.get(name)
+    instead = elsewhere.get(name)
     if instead is None:
         import difflib
 

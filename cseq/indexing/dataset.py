@@ -30,6 +30,7 @@ __all__ = [
     "from_dataset",
     "is_plain",
     "is_torchs",
+    "refuse_class",
     "refuse_iterable",
     "unasked",
 ]
@@ -83,8 +84,7 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
     [[2, 2], [3, 3]] [2 3]
     """
     kind = type(dataset)
-    if isinstance(dataset, type):
-        raise TypeError(f"dataset is the class {dataset.__name__}; give an object of it")
+    refuse_class(dataset)
     refuse_iterable(dataset, "dataset is")
     if not hasattr(kind, "__getitem__"):
         raise TypeError(
@@ -101,6 +101,13 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
             f"collate={collate!r} cannot be called; give a function of a list of samples, or None"
         )
     return DatasetIndexer(dataset, collate)
+
+
+def refuse_class(dataset: object) -> None:
+    """Raise TypeError for a class in place of a data set; one that has a length itself is fine."""
+    if isinstance(dataset, type) and not hasattr(type(dataset), "__len__"):
+        name = dataset.__name__
+        raise TypeError(f"dataset is the class {name}; give an object of it, such as {name}()")
 
 
 def is_torchs(thing: object, kind: str = "Dataset") -> bool:

@@ -2,7 +2,7 @@
 
 One module draws the report, the notebook, the benchmarks' chart and the site's figures::
 
-    Axis ──► Chart(Drawing): grid, steps, line, bars, dot, mark ──► inline() or file()
+    Axis ──► Chart(Drawing): grid, steps, line, bars, dot, marks ──► inline() or file()
                                        colours are classes of STYLE ──┘
 """
 
@@ -181,7 +181,6 @@ class Chart(Drawing):
         super().__init__(WIDTH, HEIGHT, title)
         self.x = Axis(*x, 56, WIDTH - 24, logarithmic, times)
         self.y = Axis(*y, HEIGHT - 28, 24)
-        self._marks = 0
 
     def grid(self, x: Callable[[float], str], y: Callable[[float], str] | None = number) -> None:
         """Draw lines at round values, and write these as the functions say; None: no lines."""
@@ -226,10 +225,21 @@ class Chart(Drawing):
         left, at = _at(self.x.place(x) - 6), _at(self.y.place(y))
         self.path(f"M{left} {at}a6 6 0 1 0 12 0a6 6 0 1 0-12 0z", kind)
 
-    def mark(self, x: float, words: str, kind: str = "ink") -> None:
-        """Draw a line upright at a value; its words are in a row that no other mark has."""
-        at, self._marks = self.x.place(x), self._marks + 1
-        self.rect(at - 0.75, self.y.end, 1.5, self.y.start - self.y.end, kind)
-        is_left = at < self.width / 2
-        side, anchor = (at + 8, "") if is_left else (at - 8, " end")
-        self.text(side, self.y.end - 4 + SIZE * 1.2 * self._marks, words, f"strong{anchor}")
+    def marks(self, *found: tuple[float, str, str]) -> None:
+        """Draw a line upright at each value, in a colour, and its words beside it.
+
+        Each has a row for its words, on the side where fewer of the other lines cross them.
+        """
+        places = [self.x.place(value) for value, _, _ in found]
+        for at, (_, _, kind) in zip(places, found, strict=True):
+            self.rect(at - 0.75, self.y.end, 1.5, self.y.start - self.y.end, kind)
+        for row, (at, (_, words, _)) in enumerate(zip(places, found, strict=True), 1):
+            width = len(words) * SIZE * GLYPH + 8
+            sides = [(at, at + width, at + 8, ""), (at - width, at, at - 8, " end")]
+            worse = [
+                (left < self.x.start or right > self.width, sum(left < x < right for x in places))
+                for left, right, _, _ in sides
+            ]
+            is_left = worse[1] < worse[0] or (worse[0] == worse[1] and at >= self.width / 2)
+            _, _, x, anchor = sides[is_left]
+            self.text(x, self.y.end - 4 + SIZE * 1.2 * row, words, f"strong{anchor}")

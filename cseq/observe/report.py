@@ -240,7 +240,7 @@ def tiles(stats: Stats) -> str:
         (number(rates["batches_per_s"]), "batches a second"),
         (f"{stats.loop_waiting:.0%}", "waiting of the loop"),
         (f"{rates['worker_busy']:.0%}", f"busy, {count} worker{'s' * (count != 1)}"),
-        (duration(stats.start_waited), "until the first batch"),
+        (duration(stats.start_waited), "wait for the first batch"),
         (f"{stats.restarts} / {stats.copies} / {stats.skips}", "restarts / copies / skips"),
     )
     return f'<div class="tiles">{"".join(f"<div><b>{a}</b>{b}</div>" for a, b in shown)}</div>'
@@ -385,8 +385,7 @@ def batch_times(stats: Stats) -> Drawn:
     chart.grid(duration)
     chart.bars(found, "first")
     half, rare = times.quantile(0.5), times.quantile(0.99)
-    chart.mark(half, f"p50 {duration(half)}")
-    chart.mark(rare, f"p99 {duration(rare)}")
+    chart.marks((half, f"p50 {duration(half)}", "ink"), (rare, f"p99 {duration(rare)}", "ink"))
     return title, chart, f"{times.count:,} batches. From left to right, times are logarithmic."
 
 
@@ -402,11 +401,12 @@ def enough(stats: Stats) -> Drawn:
     chart.grid(number)
     chart.line(sorted(line))
     chart.dot(now, measured, "warm")
-    chart.mark(now, f"{now} now")
+    marks = [(now, f"{now} now", "ink")]
     if wanted not in (None, now):
-        chart.mark(wanted, f"{wanted} advised")
+        marks.append((wanted, f"{wanted} advised", "ink"))
     if window.room < most:
-        chart.mark(window.room, f"{window.room} have cores", "faint")
+        marks.append((window.room, f"{window.room} have cores", "faint"))
+    chart.marks(*marks)
     said = (
         f"A batch takes a worker {duration(window.index)}, the loop {duration(window.step)}. The "
     )

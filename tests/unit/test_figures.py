@@ -84,11 +84,26 @@ def test_words_can_be_read(name: str, choice: int) -> None:
 def test_marks_have_rows_of_their_own() -> None:
     """However near they are; their words begin or end at their line, and stay on the sheet."""
     chart = Chart("marks", (0, 10), (0, 1))
-    for value in (0, 0.1, 9.9, 10):
-        chart.mark(value, f"at {value}")
+    chart.marks(*((value, f"at {value}", "ink") for value in (0, 0.1, 9.9, 10)))
     found = list(ET.fromstring(chart.inline()).iter("text"))
     assert len({each.get("y") for each in found}) == len(found) == 4
     assert ["end" in (each.get("class") or "") for each in found] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("values", [(3.0, 3.2), (3.2, 3.0), (5.1, 5.3), (7.0, 7.1), (1, 4, 4.5)])
+def test_no_line_runs_through_the_words_of_another_mark(values: tuple[float, ...]) -> None:
+    """Words are on the side where no other line is, and are drawn after all lines."""
+    chart = Chart("marks", (0, 10), (0, 1))
+    chart.marks(*((value, "p50 1.2 ms", "ink") for value in values))
+    parts = list(ET.fromstring(chart.inline()))
+    lines = [float(each.get("x", 0)) for each in parts if each.tag == "rect"]
+    assert [each.tag for each in parts] == ["rect"] * len(lines) + ["text"] * len(lines)
+    for words in parts[len(lines) :]:
+        start = float(words.get("x", 0))
+        width = -95 if "end" in words.get("class", "") else 95
+        assert not [
+            at for at in lines if min(start, start + width) < at < max(start, start + width)
+        ]
 
 
 def test_steps_are_an_area() -> None:

@@ -261,6 +261,22 @@ def test_in_a_notebook() -> None:
 
 
 @pytest.mark.needs("worker processes")
+def test_a_loader_in_a_notebook() -> None:
+    """As a manager: its facts alone before there is an epoch, then the verdict of the latest."""
+    pytest.importorskip("torch")
+    loader = cseq.DataLoader(list(range(80)), batch_size=4, num_workers=2)
+    page = Parsed(loader._repr_html_())
+    assert page.words == ["DataLoader", "dataset", "list", "batch_size", "4", "num_workers", "2"]
+    assert len(list(loader)) == 20
+    page = Parsed(loader._repr_html_())
+    assert any(loader.advice().cause in words for words in page.words)
+    assert {"batches a second", "dataset", "num_workers"} <= set(page.words)
+    alone = cseq.DataLoader([1, 2])
+    assert list(alone)
+    assert Parsed(alone._repr_html_()).words[:3] == ["DataLoader", "dataset", "list"]
+
+
+@pytest.mark.needs("worker processes")
 def test_a_loader(tmp_path: Path) -> None:
     """Of the latest epoch."""
     pytest.importorskip("torch")
@@ -271,7 +287,7 @@ def test_a_loader(tmp_path: Path) -> None:
     loader.report(tmp_path / "loader.html")
     page = Parsed((tmp_path / "loader.html").read_text(encoding="utf-8"))
     assert page.headings[1] == "DataLoader"
-    assert "list, batch_size=4, num_workers=2" in page.words
+    assert "dataset=list, batch_size=4, num_workers=2" in page.words
     assert not [words for words in page.words if "remake" in words]
 
 

@@ -15,13 +15,14 @@ from cseq.adapters.torch.options import VALUES, defaults
 from cseq.adapters.torch.order import OWN, Keys, inner_of
 from cseq.adapters.torch.state import LoaderProgress, read
 from cseq.adapters.torch.stateful import is_stateful
-from cseq.check import choice, count
+from cseq.check import choice, count, unexpected
+from cseq.indexing.dataset import refuse_class
 from cseq.options import MAX_RESTARTS
 from cseq.order.base import Order
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from multiprocessing.context import BaseContext
     from typing import Literal
 
@@ -155,9 +156,10 @@ class DataLoader(Torchs[T_co]):
             max_restarts: int = MAX_RESTARTS,
             **kwargs: Any,
         ) -> None:
-            for name in ELSEWHERE.keys() & kwargs.keys():
-                told = f"got an unexpected keyword argument {name!r}: {ELSEWHERE[name]}"
-                raise TypeError(f"{type(self).__name__}() {told}")
+            refuse_class(kwargs.get("dataset", args[0] if args else None))
+            takes_any = any(each.kind is each.VAR_KEYWORD for each in KNOWN.values())
+            for name in kwargs.keys() & ELSEWHERE.keys() if takes_any else kwargs.keys() - KNOWN:
+                raise unexpected(type(self).__name__, name, KNOWN, ELSEWHERE)
             if kwargs.get("num_workers") == "auto":
                 told = "num_workers='auto' is for MPSequence and MTSequence; give a number"
                 raise ValueError(f"{told}: advice() says which, after an epoch")
@@ -277,10 +279,23 @@ class DataLoader(Torchs[T_co]):
         from cseq.manager import reporting
 
         stats = self.stats()
-        facts = f"{type(self.dataset).__name__}, batch_size={self.batch_size}, "
-        facts += f"num_workers={self.num_workers}"
+        facts = ", ".join(f"{name}={value}" for name, value in self._facts())
         part = reporting().Part(type(self).__name__, facts, stats)
         reporting().write(path, [part], title)
+
+    def _repr_html_(self) -> str:
+        """Show in a notebook why the loop of the latest epoch waits."""
+        from cseq.manager import reporting
+        from cseq.measure.stats import Stats, read
+
+        rows = [(type(self).__name__, ""), *self._facts()]
+        return str(reporting().in_notebook(read(self) or Stats(), rows))
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        """Name what a report shows of this loader."""
+        yield "dataset", type(self.dataset).__name__
+        for name in ("batch_size", "num_workers"):
+            yield name, str(getattr(self, name))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the latest epoch, after the last batch that was delivered.
@@ -406,3 +421,5 @@ def _signature() -> inspect.Signature:
 
 # Frameworks make a loader again from the attributes that are arguments.
 DataLoader.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
+# The arguments by name.
+KNOWN = {name: each for name, each in _signature().parameters.items() if name != "self"}

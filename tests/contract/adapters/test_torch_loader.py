@@ -332,6 +332,45 @@ def test_wrong_arguments(options: Any) -> None:
         cseq.DataLoader(Plain(), **options)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (
+            {"batchsize": 8},
+            r"^DataLoader\(\) got .* argument 'batchsize': did you mean 'batch_size'",
+        ),
+        ({"colate_fn": len}, "did you mean 'collate_fn'"),
+        ({"xyz": 1}, "there are dataset, batch_size, .*, max_restarts"),
+        ({"buffer": 8}, "that is `prefetch_factor` here"),
+    ],
+)
+def test_unknown_keywords(wrong: Any, told: str) -> None:
+    """They are refused with what to write instead."""
+    with pytest.raises(TypeError, match=told):
+        cseq.DataLoader(Plain(), **wrong)
+    with pytest.raises(TypeError, match=r"^StatefulDataLoader\(\)"):
+        cseq.StatefulDataLoader(Plain(), **wrong)
+
+
+def test_a_class_in_place_of_a_data_set() -> None:
+    """It is refused at once, by either way of giving it; one that has samples itself is not."""
+    told = r"dataset is the class Plain; give an object of it, such as Plain\(\)"
+    with pytest.raises(TypeError, match=told):
+        cseq.DataLoader(Plain, num_workers=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=told):
+        cseq.DataLoader(dataset=Plain)  # type: ignore[arg-type]
+
+    class Meta(type):
+        def __len__(cls) -> int:
+            return 2
+
+        def __getitem__(cls, index: int) -> int:
+            return index
+
+    made: Any = cseq.DataLoader(Meta("Samples", (), {}), batch_size=2)  # type: ignore[arg-type]
+    assert [batch.tolist() for batch in made] == [[0, 1]]
+
+
 def test_wrong_at_iter() -> None:
     with pytest.raises(AssertionError):
         iter(loader(Plain(), prefetch_factor=0))
