@@ -8,6 +8,7 @@ raised as a `WorkerError`.
 
 from __future__ import annotations
 
+import os
 import pickle
 import reprlib
 import signal
@@ -35,6 +36,9 @@ ARGS, CAUSE, DICT, TRACE = (vars(BaseException)[name] for name in NAMES)
 # How exceptions make their text of one argument.
 PLAIN = (BaseException.__str__, KeyError.__str__, OSError.__str__)
 
+# How the names of files with cseq's code begin: compiled code has none of the folder.
+OURS = ("cseq/", os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""))
+
 SHOWN = 16  # indices of a batch that a message shows
 MOST = 1024  # that one of a death shows
 
@@ -53,14 +57,21 @@ def pack_text(error: BaseException) -> bytes:
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Return an exception's traceback, without its causes where the exception hinders that."""
+    """Return an exception's traceback, without its causes where the exception hinders that.
+
+    It begins with the first frame that is not cseq's, if there is one.
+    """
+    whole = trace = TRACE.__get__(error)
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(OURS):
+        trace = trace.tb_next
+    trace = trace or whole
     try:
-        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return "".join(traceback.format_exception(type(error), error, trace))
     except BaseException as broken:
         if ends_program(broken):
             raise
-        trace = traceback.format_tb(TRACE.__get__(error))
-        return "".join(["Traceback (most recent call last):\n", *trace, line_of(error), "\n"])
+        said = traceback.format_tb(trace)
+        return "".join(["Traceback (most recent call last):\n", *said, line_of(error), "\n"])
 
 
 def unpack(

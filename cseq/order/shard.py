@@ -72,8 +72,13 @@ def given(shard: object) -> Shard | None:
         return None
     if not isinstance(shard, (tuple, list)) or len(shard) != 2:
         raise TypeError(f"shard={shard!r} is not a pair; give (rank, world_size), 'auto' or None")
-    ranks = count("shard[1]", shard[1])
-    return Shard(count("shard[0]", shard[0], least=0, most=ranks - 1), ranks, "the argument shard")
+    rank, ranks = count("shard[0]", shard[0], least=0), count("shard[1]", shard[1])
+    if rank >= ranks:
+        raise ValueError(
+            f"shard={shard!r}: rank {rank} is not below {ranks}, the number of ranks; ranks count "
+            f"from 0, so give a rank of at most {ranks - 1}"
+        )
+    return Shard(rank, ranks, "the argument shard")
 
 
 def resolve() -> Shard:

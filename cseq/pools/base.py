@@ -316,7 +316,8 @@ class BatchPool(Pool):
             options=job.options,
             errors=job.on_error,  # type: ignore[arg-type]
             interrupted="this iterator was interrupted: the manager was started or finished, or a "
-            "newer iterator began; call iter() on the manager again",
+            "newer iterator of it began; a manager has one iterator at a time: "
+            "make two managers for two loops at once",
             **options,
         )
         self._job = job

@@ -188,7 +188,7 @@ def test_a_newer_iterator_interrupts(kind: Kind) -> None:
         old = iter(m)
         next(old)
         new = iter(m)
-        with pytest.raises(InterruptedError):
+        with pytest.raises(InterruptedError, match="make two managers for two loops at once"):
             next(old)
         assert len(list(new)) == 10
         with pytest.raises(InterruptedError):

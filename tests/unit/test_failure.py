@@ -12,6 +12,7 @@ import sys
 import traceback
 import types
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -328,6 +329,21 @@ def test_awkward_exceptions(kind: Kind, make: Callable[[], BaseException]) -> No
     for _ in range(2):
         with pytest.raises(expected):
             stored.check()
+
+
+def test_the_text_of_a_traceback_begins_in_the_users_code() -> None:
+    """The frames above it are left out; what cseq itself raises has all of its own."""
+    worker = functools.partial(Raising, functools.partial(ValueError, "x"), 5)
+    batches = QUICKEST.start(worker, 12, batch_size=2, shuffle=False)
+    with batches as m, pytest.raises(ValueError, match="x") as e:
+        list(m)
+    files = re.findall('File "(.*?)", line', str(e.value.__cause__))
+    assert Path(files[0]).name == "indexers.py"
+    assert not [name for name in files if "cseq" in Path(name).parts[:-1] and "_work" in name]
+    with pytest.raises(TypeError) as ours:
+        cseq.permutation(3, seed="one")  # type: ignore[arg-type]
+    own = failure.unpack(failure.pack(ours.value.with_traceback(ours.tb.tb_next)))
+    assert "cseq/" in str(own.__cause__)
 
 
 @pytest.mark.parametrize("cls", [Interrupts, Hidden], ids=lambda cls: cls.__name__)

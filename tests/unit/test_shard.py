@@ -49,6 +49,10 @@ def test_shard_given() -> None:
     assert shard_of(None) == (0, 1)
     assert shard_of((1, 3)) == (1, 3)
     assert shard_of([np.int64(0), np.uint8(1)]) == (0, 1)
+    with pytest.raises(
+        ValueError, match=r"shard=\(2, 2\): rank 2 is not .* count from 0, .* most 1"
+    ):
+        shard_of((2, 2))
 
 
 def test_shard_auto_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
