@@ -180,7 +180,6 @@ cdef extern from "cseq_feistel.h" nogil:
     void cseq_feistel_init(cseq_feistel* f, uint64_t n, const uint64_t* words) noexcept
     void cseq_feistel_gather(const cseq_feistel* f, const int64_t* places, uint64_t count, int64_t* out) noexcept
     void cseq_feistel_read(const cseq_feistel* f, uint64_t start, uint64_t count, int64_t* out) noexcept
-    uint64_t cseq_feistel_find(const cseq_feistel* f, uint64_t sample) noexcept
     void cseq_derive_keyed(uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t key, uint64_t* words,
                            size_t count) noexcept
     uint64_t cseq_fold(uint64_t z, const uint64_t* words, size_t count) noexcept

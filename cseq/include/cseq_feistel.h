@@ -145,21 +145,4 @@ static inline void cseq_feistel_read(const cseq_feistel *f, uint64_t start, uint
     }
 }
 
-/* The position of a sample below n: the rounds backwards. */
-static inline uint64_t cseq_feistel_find(const cseq_feistel *f, uint64_t sample)
-{
-    uint64_t value = sample;
-    do {
-        uint64_t row = value / f->b, column = value % f->b;
-        for (int i = CSEQ_ROUNDS - 2; i >= 0; i -= 2) {
-            uint64_t minus = cseq_feistel_round(f, i + 1, row, f->b);
-            column = column >= minus ? column - minus : column + f->b - minus;
-            minus = cseq_feistel_round(f, i, column, f->a);
-            row = row >= minus ? row - minus : row + f->a - minus;
-        }
-        value = row * f->b + column;
-    } while (value >= f->n);
-    return value;
-}
-
 #endif

@@ -84,12 +84,6 @@ cdef class Permutation:
                             <int64_t*>cnp.PyArray_DATA(out))
         return out
 
-    def find(self, uint64_t element):
-        """The place of an element, which is below n."""
-        if self.table is not None:
-            return int(numpy.flatnonzero(self.table == element)[0])
-        return cseq_feistel_find(&self.network, element)
-
 
 AHEAD = 1 << 14  # samples that are read together, or about as many
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from cseq._core import AHEAD, BLOCKS, WINDOW, ArrayReader, Permutation, shuffle
+from cseq._core import AHEAD, BLOCKS, WINDOW, ArrayReader, Permutation, drawn, shuffle
 from cseq.check import count
 from cseq.order.shuffled import Samples
 
@@ -27,32 +27,35 @@ FEW = 64  # samples of each lane that are worth the way to its window
 class Blocks(Samples):
     """Every sample once per epoch, shuffled so that few blocks of neighbours are in use at a time.
 
-    A block has `rows` neighbouring samples; the last one may be shorter. The blocks are shuffled,
-    and so are the samples of each `window` of blocks. An indexer that keeps the chunks of a window
-    reads each chunk once per epoch.
+    A block has `rows` neighbouring samples; the last one may be shorter. The blocks are shuffled
+    and divided into windows of nearly equal size, and the samples of each window are shuffled. An
+    indexer that keeps the chunks of a window reads each chunk once per epoch.
 
     Parameters
     ----------
     rows : int
         Samples in a block: one chunk of the data, or several.
     window : int
-        How many blocks are mixed. 512 are nearly as good as a full shuffle. Each sample of a window
-        takes 4 bytes.
+        The most blocks that are mixed. 512 are nearly as good as a full shuffle. Each sample of a
+        window takes 4 bytes.
     lanes : int
-        How many windows are in use at a time, each of ``window / lanes`` blocks. It must divide
-        `window`. If the number of ranks divides it, and it divides the global batch, each rank
-        reads its own lanes, and so its own blocks.
+        Parts of a window, shuffled separately, that take turns. It must divide `window`. If the
+        number of ranks divides it, and it divides the global batch, each rank reads its own lanes.
+        These are whole blocks, except those that are too few to give one to each lane.
     samples : int, optional
         The number of samples. None: as many as the data has.
 
     Examples
     --------
-    >>> order = cseq.Blocks(rows=4, window=2, samples=12)
-    >>> sorted(sum(order.batches(8, seed=1, stop=1), []))
-    [0, 1, 2, 3, 4, 5, 6, 7]
+    >>> order = cseq.Blocks(rows=4, window=2, samples=16)
+    >>> order.batches(8, seed=1)
+    [[0, 15, 1, 3, 12, 14, 2, 13], [11, 7, 5, 6, 9, 8, 10, 4]]
     """
 
-    name = "blocks-v1"
+    name = "blocks-v2"
+    replaced: ClassVar[dict[str, str]] = {
+        "blocks-v1": "an epoch's last window has as many blocks as the others now"
+    }
 
     def __init__(
         self, rows: int, window: int, lanes: int = 1, *, samples: int | None = None
@@ -74,14 +77,15 @@ class Blocks(Samples):
 
     def reader(self, seed: int) -> Reader:
         """Return what reads the order."""
-        begin = lru_cache(1)(partial(BlockLanes, self, seed))
+        begin = lru_cache(1)(partial(Windows, self, seed))
 
         def share(epoch: int, first: int, together: int, start: int, size: int) -> Ints:
             ranks, rank = together // size, (start - first) // size
-            if self.lanes % ranks or together % self.lanes or first + together > begin(epoch).body:
+            if self.lanes % ranks or together % self.lanes or first + together > self.units:
                 return np.arange(start, start + size, dtype=np.int64)
             units = np.arange(first, first + together, dtype=np.int64)
-            ours: Ints = units[units % self.lanes * ranks // self.lanes == rank]
+            lanes = (units + begin(epoch).turn) % self.lanes
+            ours: Ints = units[lanes * ranks // self.lanes == rank]
             return ours
 
         return ArrayReader(
@@ -95,78 +99,95 @@ class Blocks(Samples):
     def describe(self) -> str:
         """Describe an epoch."""
         blocks = -(-self.units // self.rows)
+        windows = max(1, -(-blocks // self.window))
+        lanes = f", {self.lanes:,} lanes" if self.lanes > 1 else ""
         return (
-            f"{self.units:,} samples in {blocks:,} blocks, shuffled in windows of {self.window} "
-            f"blocks of {self.rows}, {self.lanes} lanes"
+            f"{self.units:,} samples in {blocks:,} blocks of {self.rows:,}, shuffled in windows: "
+            f"{windows:,} of some {round(blocks / windows):,} blocks{lanes}"
         )
 
 
-class BlockLanes:
-    """The lanes of an epoch: the blocks at every so many places, in windows that are shuffled.
+class Windows:
+    """The windows of an epoch: ranges of a layout of all samples, block after block.
 
-    They take turns at the positions below `body`; what longer ones have beyond that follows.
+    In the layout, the blocks are shuffled, and the short one comes last. Its first `larger` windows
+    have `step` samples more than `size`; the last window has what is left, too. The epoch begins
+    with a window that is drawn, and goes round. Its positions belong to the lanes in turn.
     """
 
     def __init__(self, order: Blocks, seed: int, epoch: int) -> None:
         self.order, self.where = order, (seed, epoch)
         n, rows, lanes = order.units, order.rows, order.lanes
-        self.blocks = -(-n // rows)
-        self.each = order.window // lanes  # blocks of a window
-        self.places = Permutation(self.blocks, seed, epoch, BLOCKS, 0)
-        self.short_by = self.blocks * rows - n
-        place, self.short_lane = divmod(self.places.find(self.blocks - 1), lanes)
-        self.sizes = (self.blocks + lanes - 1 - np.arange(lanes, dtype=np.int64)) // lanes * rows
-        self.sizes[self.short_lane] -= self.short_by
-        self.least = int(self.sizes.min())
-        self.body = self.least * lanes
-        self.beyond = (self.sizes - self.least).cumsum()
-        # After this place, the elements of the short block's lane are in a later window.
-        self.short_end = (place // self.each + 1) * self.each * rows - self.short_by
-        self.windows: dict[int, tuple[int, NDArray[Any]]] = {}  # of each lane, the last one
+        self.whole = n // rows
+        self.count = -(-n // (rows * order.window))
+        rounds, self.step = self.whole // lanes, rows * lanes
+        if rounds < self.count:
+            rounds, self.step = self.whole, rows
+        self.larger = rounds % self.count
+        self.size = rounds // self.count * self.step
+        self.blocks = Permutation(max(1, self.whole), seed, epoch, BLOCKS, 0)
+        window, turn = (
+            int(drawn(np.array([k]), below, seed, epoch, BLOCKS, 1)[0])
+            for k, below in enumerate((self.count, lanes))
+        )
+        self.begin, self.turn = self.start(window), turn
+        self.kept: dict[int, tuple[int, NDArray[Any]]] = {}
+
+    def start(self, window: int) -> int:
+        """Return where a window begins in the layout."""
+        return window * self.size + min(window, self.larger) * self.step
 
     def read(self, units: Ints) -> Ints:
         """Return the samples at some positions."""
-        elements = units // self.order.lanes
-        lanes = units - elements * self.order.lanes  # in half the time of numpy.divmod
-        tail = units >= self.body
-        if tail.any():
-            rest = units[tail] - self.body
-            lanes[tail] = lane = np.searchsorted(self.beyond, rest, "right")
-            elements[tail] = rest - self.beyond[lane] + self.sizes[lane]
-        if self.short_by:
-            elements[(lanes == self.short_lane) & (elements >= self.short_end)] += self.short_by
-        windows = elements // (self.each * self.order.rows)
-        elements -= windows * (self.each * self.order.rows)
-        by_window = None  # as they are
-        if self.order.lanes > 1:
-            few = lanes.astype(np.uint16) if self.order.lanes <= 2**16 else lanes  # sorted faster
-            by_window = few.argsort(kind="stable")  # the windows of a lane are in order
-            lanes, windows, elements = (x.take(by_window) for x in (lanes, windows, elements))
-        changes = (lanes[1:] != lanes[:-1]) | (windows[1:] != windows[:-1])
+        n, lanes = self.order.units, self.order.lanes
+        places = units + self.begin
+        places[places >= n] -= n
+        head = self.start(self.larger)
+        windows = (places - head) // max(1, self.size) + self.larger
+        low = places < head
+        windows[low] = places[low] // (self.size + self.step)
+        np.minimum(windows, self.count - 1, out=windows)
+        places -= windows * self.size + np.minimum(windows, self.larger) * self.step
+        chosen = np.zeros_like(units)
+        by_lane = None  # as they are
+        if lanes > 1:
+            places //= lanes
+            chosen = (units + self.turn) % lanes
+            few = chosen.astype(np.uint16) if lanes <= 2**16 else chosen  # sorted faster
+            by_lane = few.argsort(kind="stable")  # the windows of a lane are in order
+            chosen, windows, places = (x.take(by_lane) for x in (chosen, windows, places))
+        changes = (chosen[1:] != chosen[:-1]) | (windows[1:] != windows[:-1])
         cuts = [0, *(np.flatnonzero(changes) + 1).tolist(), len(units)]
         samples = np.empty(len(units), np.int64)
         for start, stop in itertools.pairwise(cuts):
-            table = self.window(int(lanes[start]), int(windows[start]))
-            samples[start:stop] = table.take(elements[start:stop])
-        if by_window is not None:
-            samples[by_window] = samples.copy()
+            table = self.part(int(chosen[start]), int(windows[start]))
+            samples[start:stop] = table.take(places[start:stop])
+        if by_lane is not None:
+            samples[by_lane] = samples.copy()
         return samples
 
-    def window(self, lane: int, number: int) -> NDArray[Any]:
-        """Return the samples of a lane's window, shuffled."""
-        kept, table = self.windows.get(lane, (-1, None))
-        if kept == number and table is not None:
+    def part(self, lane: int, window: int) -> NDArray[Any]:
+        """Return the samples of a lane's part of a window, shuffled."""
+        kept, table = self.kept.get(lane, (-1, None))
+        if kept == window and table is not None:
             return table
         n, rows, lanes = self.order.units, self.order.rows, self.order.lanes
-        first = lane + lanes * number * self.each
-        end = min(first + lanes * self.each, self.blocks)
-        places = np.arange(first, end, lanes, dtype=np.int64)
-        blocks = self.places.at(places).astype(np.int64)
-        table = (blocks[:, None] * rows + np.arange(rows)).ravel()
-        if lane == self.short_lane:
-            table = table[table < n]
+        start = self.start(window)
+        size, more = divmod(
+            (n if window == self.count - 1 else self.start(window + 1)) - start, lanes
+        )
+        first = ((start - self.begin) % n + self.turn) % lanes  # it has one of the `more`
+        begin, end = (
+            start + k * size + min(max(0, k - first), more) + min(k, max(0, first + more - lanes))
+            for k in (lane, lane + 1)
+        )
+        blocks = np.arange(begin // rows, -(-end // rows))
+        skipped = begin - int(blocks[0]) * rows
+        whole = blocks[blocks < self.whole]
+        blocks[: len(whole)] = self.blocks.at(whole)
+        table = (blocks[:, None] * rows + np.arange(rows)).ravel()[skipped : skipped + end - begin]
         if n <= 2**32:
             table = table.astype(np.uint32)
-        table = table.take(shuffle(len(table), *self.where, WINDOW, lane << 40 | number))
-        self.windows[lane] = number, table
+        table = table.take(shuffle(len(table), *self.where, WINDOW, begin))
+        self.kept[lane] = window, table
         return table

@@ -47,3 +47,29 @@ def perm(n: int, z: int) -> Callable[[int], int]:
         return value if value < n else network(value)
 
     return network
+
+
+def blocks(n: int, rows: int, window: int, lanes: int, seed: int, epoch: int) -> list[int]:
+    """Return an epoch of blocks-v2."""
+    whole, count = n // rows, -(-n // (rows * window))
+    order = perm(whole, stream(seed, epoch, 7, 0))
+    layout = [order(q) * rows + k for q in range(whole) for k in range(rows)]
+    layout += range(whole * rows, n)
+    dealt = lanes if whole // lanes >= count else 1
+    size, larger = divmod(whole // dealt, count)
+    starts = [rows * dealt * (j * size + min(j, larger)) for j in range(count)] + [n]
+    first, turn = (
+        word * below >> 64
+        for word, below in zip(derive(stream(seed, epoch, 7, 1), 2), (count, lanes), strict=True)
+    )
+    samples: list[int] = []
+    for j in [*range(first, count), *range(first)]:
+        at, there = starts[j], range(len(samples), len(samples) + starts[j + 1] - starts[j])
+        samples += layout[at : at + len(there)]
+        for lane in range(lanes):
+            ours = [p for p in there if (p + turn) % lanes == lane]
+            part = shuffled(layout[at : at + len(ours)], stream(seed, epoch, 8, at))
+            at += len(ours)
+            for p, sample in zip(ours, part, strict=True):
+                samples[p] = sample
+    return samples

@@ -1,4 +1,4 @@
-"""`Blocks`: golden, in windows and lanes, few reads of a chunk, and fair."""
+"""`Blocks`: golden, in windows and lanes, few blocks in use, and all batches mixed alike."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from ranked import united
+from reference_draws import blocks, derive, stream
 
 import cseq
 
@@ -47,23 +48,59 @@ def test_golden(record: dict[str, Any]) -> None:
     assert digest == record["sha256"]
 
 
+@given(shapes(), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+@example((5, 9, 6, 3), 1, 0)
+@example((28, 4, 2, 1), 1, 0)
+def test_reference(shape: tuple[int, int, int, int], seed: int, epoch: int) -> None:
+    """An epoch is that of the reference in plain Python, and can be read in any pieces."""
+    order, expected = made(*shape), blocks(*shape, seed, epoch)
+    assert drawn(order, seed, epoch).tolist() == expected
+    reader = order.reader(seed)
+    for place in np.random.default_rng(0).permutation(shape[0])[:20].tolist():
+        assert reader.samples(epoch, place, 1)[0].tolist() == expected[place : place + 1]
+
+
 @given(shapes(), st.sampled_from([1, 2, 3, 4]), st.integers(1, 12))
-@example((12, 2, 4, 4), 2, 4)  # a global batch ends where the lanes do
 def test_ranks_have_lanes(shape: tuple[int, int, int, int], ranks: int, size: int) -> None:
-    """Of a global batch, each rank has the samples of its lanes, if they can be divided so."""
-    count, rows, window, lanes = shape
-    order, together = made(count * rows, rows, window, lanes), size * ranks
-    whole, body = drawn(order, 1, 2), count // lanes * rows * lanes  # of equal parts of all lanes
+    """Of each whole global batch, a rank has the samples of its lanes, if they divide it."""
+    lanes, together = shape[3], size * ranks
+    order = made(*shape)
+    whole, turn = drawn(order, 1, 2), derive(stream(1, 2, 7, 1), 2)[1] * lanes >> 64
     for start, got in zip(range(0, len(whole), together), united(order, size, ranks, 2)):  # noqa: B905
         batch = np.arange(start, start + together)
         if batch[-1] >= len(whole):
             break
         whose = np.arange(together) // size
-        if lanes % ranks == 0 and together % lanes == 0 and batch[-1] < body:
-            whose = batch % lanes * ranks // lanes
+        if lanes % ranks == 0 and together % lanes == 0:
+            whose = (batch + turn) % lanes * ranks // lanes
         assert [samples for samples, _ in got] == [
             whole[batch[whose == rank]].tolist() for rank in range(ranks)
         ]
+
+
+@given(shapes())
+def test_few_blocks_are_in_use(shape: tuple[int, int, int, int]) -> None:
+    """At no position are there more than `window` blocks that have begun and are not over."""
+    samples, rows, window, _ = shape
+    where = np.argsort(drawn(made(*shape), 1, 2))
+    firsts = np.arange(0, samples, rows)
+    begun, over = np.minimum.reduceat(where, firsts), np.maximum.reduceat(where, firsts)
+    in_use = (
+        np.bincount(begun, minlength=samples) - np.bincount(over + 1, minlength=samples + 1)[:-1]
+    )
+    assert in_use.cumsum().max() <= window
+
+
+@pytest.mark.parametrize("short", [0, 1, 39])
+@pytest.mark.parametrize(("window", "lanes"), [(2, 1), (64, 1), (64, 2), (48, 6), (8, 8), (32, 32)])
+def test_all_batches_are_mixed_alike(window: int, lanes: int, short: int) -> None:
+    """No whole batch has samples of fewer than half the median number of blocks."""
+    for blocks_there in [*range(3, 20), *range(20, 300, 7), 1025]:
+        order = made(blocks_there * 40 - short, 40, window, lanes)
+        batches = drawn(order, 5)[: order.units // 64 * 64].reshape(-1, 64) // 40
+        batches.sort(axis=1)
+        blocks_in = 1 + (np.diff(batches, axis=1) > 0).sum(axis=1)
+        assert 2 * blocks_in.min() >= np.median(blocks_in)
 
 
 def test_lanes_after_a_resume() -> None:

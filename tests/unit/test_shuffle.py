@@ -33,7 +33,6 @@ from cseq.order.shuffled import Shuffled
 HERE = Path(__file__).parents[1]
 FILE = json.loads((HERE / "golden" / "shuffle.json").read_text(encoding="ascii"))
 COMPUTED = json.loads((HERE / "golden" / "feistel.json").read_text(encoding="ascii"))
-FEISTEL = 6  # what its words are for
 
 seeds = st.integers(0, WORD)
 sizes = st.one_of(st.integers(1, 70), st.integers(1, 5000))
@@ -254,12 +253,11 @@ def test_beyond_the_end(start: int, count: int) -> None:
 def test_permutations_that_orders_are_made_of(
     n: int, seed: int, key: int | None, data: st.DataObject
 ) -> None:
-    """Any elements at once are those of the reference, with a key and without; and back."""
+    """Any elements at once are those of the reference, with a key and without."""
     made = Permutation(n, seed, 3, 14, *([] if key is None else [key]))
     expected = perm(n, stream(seed, 3, 14, key))
     places = data.draw(st.lists(st.integers(0, n - 1), max_size=20))
     assert made.at(np.array(places, np.int64)).tolist() == [expected(place) for place in places]
-    assert all(made.find(expected(place)) == place for place in places)
 
 
 def test_places_of_a_permutation_are_checked() -> None:
@@ -400,8 +398,6 @@ def test_golden_of_an_order_without_a_table(record: dict[str, Any]) -> None:
     made = computed(record["n"], record["seed"], record["epoch"])
     samples = [int(made.read(place, 1)[0]) for place in record["positions"]]
     assert samples == record["samples"]
-    network = Permutation(record["n"], record["seed"], record["epoch"], FEISTEL)
-    assert [network.find(sample) for sample in samples] == record["positions"]
     if "sha256" in record:
         whole = cseq.permutation(record["n"], record["seed"], record["epoch"], "feistel-v1")
         assert hashlib.sha256(whole.astype("<u8").tobytes()).hexdigest() == record["sha256"]
@@ -410,7 +406,7 @@ def test_golden_of_an_order_without_a_table(record: dict[str, Any]) -> None:
 @settings(max_examples=30, deadline=None)
 @given(n=st.integers(LEAST, LEAST + 5000), seed=seeds, data=st.data())
 def test_an_order_without_a_table_is_a_permutation(n: int, seed: int, data: Any) -> None:
-    """Each sample once; read in any pieces; found again where it was."""
+    """Each sample once; read in any pieces."""
     made = computed(n, seed)
     whole = made.read(0, n)
     assert np.array_equal(np.sort(whole), np.arange(n))
@@ -418,8 +414,6 @@ def test_an_order_without_a_table_is_a_permutation(n: int, seed: int, data: Any)
     count = data.draw(st.integers(0, min(100, n - start)))
     piece = made.read(start, count)
     assert np.array_equal(piece, whole[start : start + count])
-    network = Permutation(n, seed, 0, FEISTEL)
-    assert [network.find(int(sample)) for sample in piece] == list(range(start, start + count))
 
 
 def test_few_samples_have_the_order_of_fisher_yates() -> None:
