@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from killing import await_death
 from launching import PATIENCE, ask, end_of, entries, linux, make, method, served
 
 from cseq.processes import launcher
@@ -98,6 +99,91 @@ def test_a_fork_that_fails_is_an_error(served: Callable[..., Launcher], entries:
     child = one.launch(1)
     assert ask(child, "1") == 1
     child.sock.close()
+
+
+# The server's first worker does something at once; the server goes on when it has.
+AT_BIRTH = """
+import os, signal
+from cseq.processes.launcher import server
+from entries import answer
+fork = server.fork
+def fork_once():
+    server.fork = fork
+    pid = fork()
+    if pid == 0:
+        os.kill(os.getpid(), signal.{signal})
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+    return pid
+server.fork = fork_once
+"""
+
+
+@linux
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
+def test_a_worker_that_dies_at_birth(
+    served: Callable[..., Launcher], entries: Path, number: signal.Signals
+) -> None:
+    """It was launched, whatever it has come to, and its end is that of a worker like any other."""
+    (entries / "birth.py").write_text(AT_BIRTH.format(signal=number.name))
+    one = served(entry="birth:answer")
+    child, other = one.launch(0), one.launch(1)
+    if number == signal.SIGSTOP:
+        assert not child.gone
+        child.kill()
+    assert child.sock.recv(1) == b""
+    assert end_of(child) == -(signal.SIGKILL if number == signal.SIGSTOP else number)
+    assert ask(other, "1") == 1
+    child.sock.close()
+    other.sock.close()
+
+
+@linux
+def test_a_server_that_dies_at_a_birth(served: Callable[..., Launcher], entries: Path) -> None:
+    """Its worker, which nobody knows, ends; another server has another one."""
+    (entries / "birth.py").write_text(
+        "import os, signal\nfrom pathlib import Path\nfrom cseq.processes.launcher import server\n"
+        "from entries import answer\nfork, born = server.fork, Path(__file__).with_name('born')\n"
+        "def fork_once():\n"
+        "    if not born.exists():\n"
+        "        pid = fork()\n"
+        "        if pid:\n"
+        "            born.write_text(str(pid))\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        return pid\n"
+        "    return fork()\n"
+        "server.fork = fork_once\n"
+    )
+    child = served(entry="birth:answer").launch(0)
+    assert ask(child, "1") == 1
+    unknown = int((entries / "born").read_text())
+    assert unknown != child.pid
+    await_death(unknown)
+    child.sock.close()
+
+
+@linux
+def test_a_worker_ends_though_its_server_is_stopped(served: Callable[..., Launcher]) -> None:
+    """It is gone, with the code of a failure; that it has ended without one, the server would say.
+
+    The report comes too late then, and is not missed.
+    """
+    one = served()
+    killed, left = one.launch(0), one.launch(1)
+    server = int(ask(killed, "os.getppid()"))
+    os.kill(server, signal.SIGSTOP)
+    try:
+        killed.kill()
+        assert killed.status(PATIENCE) == -signal.SIGKILL
+        left.sock.shutdown(socket.SHUT_WR)
+        await_death(left.pid)
+        assert left.gone
+        assert left.code is None
+    finally:
+        os.kill(server, signal.SIGCONT)
+    other = one.launch(2)
+    assert ask(other, "os.getppid()") == server
+    for child in (killed, left, other):
+        child.sock.close()
 
 
 def test_no_server_is_started_any_more_once_it_is_cancelled(
@@ -278,6 +364,101 @@ def test_a_slow_import_is_told_of_and_can_be_broken_off(
     told = "forkserver module slow is imported for all of them; cseq waits\n"
     told += "spawn worker 0 still imports slow (slow.py:12 in <module>); cseq waits\n"
     assert done.stdout == told, done.stderr  # or it sleeps, and does not end
+
+
+BUSY = """
+import os, sys, time
+open("begun", "w").close()
+while 'cseq' in process and not os.path.exists("go"):
+    time.sleep(0.001)
+"""
+
+
+@linux
+def test_a_server_that_is_importing_for_another_manager(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    """The first one ends without a word, or has a worker replaced once that is done.
+
+    The time that the server has for an answer does not include that import.
+    """
+    (tmp_path / "busy.py").write_text(NOTING + BUSY)
+    done = run_script(
+        JOB
+        + """
+from cseq.processes.launcher import server
+class Clock:
+    now, looks, goes = 0.0, 0, False
+    def monotonic(self):
+        self.looks += self.goes
+        self.now += 50.0 * self.goes
+        return self.now
+def manager(worker):
+    return cseq.MPSequence(worker, 12, 2, batch_size=1, out_type="null", start_method="forkserver",
+                           shuffle=False).start()
+def exists(name):
+    while not os.path.exists(name):
+        time.sleep(0.001)
+ended, killed = manager(np.arange(12)), manager(np.arange(12))
+for each in (ended, killed):
+    testing.await_workers(each)
+import busy
+os.remove("begun")
+other = manager(busy.Indexer)
+exists("begun")
+ended.finish()
+clock = server.time = Clock()
+testing.kill(killed, 0)
+while testing.pids(killed)[0] is not None:
+    time.sleep(0.001)
+clock.goes = True
+while clock.looks < 10:
+    time.sleep(0.001)
+clock.goes = False
+open("go", "w").close()
+print([np.concatenate(list(each)).tolist() == list(range(12)) for each in (killed, other)])
+for each in (killed, other):
+    each.finish()
+"""
+    )
+    assert done.stdout == "[True, True]\n", done.stderr
+    assert done.stderr == "worker 0 was killed by SIGKILL: replaced\n"
+
+
+@linux
+def test_a_module_that_ends_the_server_while_another_waits_for_its_own(
+    run_script: RunScript, tmp_path: Path
+) -> None:
+    """The log names that module alone; the workers of both start."""
+    (tmp_path / "fatal.py").write_text(NOTING + BUSY + "if 'server' in process: os._exit(3)\n")
+    (tmp_path / "fine.py").write_text(NOTING)
+    (tmp_path / "entry.py").write_text("def run(sock): sock.sendall(b'!') or sock.recv(1)\n")
+    done = run_script(
+        """
+import logging, os, time
+from concurrent.futures import ThreadPoolExecutor
+from cseq.processes.launcher import make_launcher
+logging.basicConfig(format="%(message)s")
+first, second = (make_launcher("forkserver", entry="entry:run") for _ in range(2))
+first.preload(["fatal"])
+second.preload(["fine"])
+with ThreadPoolExecutor(2) as pool:
+    launched = [pool.submit(first.launch, 0)]
+    while not os.path.exists("begun"):
+        time.sleep(0.001)
+    launched.append(pool.submit(second.launch, 0))
+    while second.importing != "fine":
+        time.sleep(0.001)
+    open("go", "w").close()
+    for child in [each.result() for each in launched]:
+        print(child.sock.recv(1))
+        child.sock.close()
+print(*(each.close(time.monotonic() + 60) for each in (first, second)))
+"""
+    )
+    assert done.stdout == "b'!'\nb'!'\nTrue True\n", done.stderr
+    assert "module fatal ends the process" in done.stderr
+    assert "module fine" not in done.stderr
 
 
 @linux

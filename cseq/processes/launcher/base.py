@@ -69,6 +69,20 @@ def describe_exit(code: int | None) -> str:
         return f"was killed by signal {-code}"
 
 
+def zombie_status(pid: int) -> int | None:
+    """Return the status, as of `os.wait`, of a process that has ended and was not reaped.
+
+    None: there is no such process, or no /proc that tells. 0 may mean that it is not known.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    # Without another thread, which might still be writing to memory.
+    return int(fields[49]) if fields[0] == b"Z" and int(fields[17]) <= 1 else None
+
+
 def exit_code_of(value: object) -> int:
     """Return the exit code that a value stands for, as `sys.exit` has it."""
     if value is None or isinstance(value, int):

@@ -19,6 +19,7 @@ import select
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Literal, NoReturn
@@ -32,6 +33,7 @@ from cseq.processes.launcher.base import (
     flush_output,
     readable,
     reading,
+    zombie_status,
 )
 from cseq.processes.launcher.child import ignore, leave, report, set_name, work
 from cseq.processes.launcher.forks import close_in_forks, in_forked_children, pair
@@ -44,14 +46,19 @@ if TYPE_CHECKING:
     from cseq.processes.launcher.base import Identity
 
 START = 120.0  # seconds that a fork server may take to start: torch from a cold network disk
-LOOK = 0.25  # seconds after which a thread that waits for a server looks whether it is cancelled
+LOOK = 0.25  # seconds after which a thread that waits for a server looks whether it still should
+IS_LINUX = sys.platform == "linux"
 
-# A request carries the socket for the answers; FORK carries the worker's own, too.
-REQUEST = struct.Struct("=cq")
-IMPORT = b"i"  # with the length of a module's name, which follows; the answer is one of these:
+# A request, and an answer: what it is, and a number. A request carries the socket for the answers,
+# which the server alone writes; FORK carries the worker's own, too.
+MESSAGE = struct.Struct("=cq")
+IMPORT = b"i"  # with the length of a module's name, which follows
+IMPORTED = b"I"  # with one of these:
 KEPT, FAILED, THREADS, FILES = range(4)
-FORK = b"f"  # with the worker's number; the answers: its process number, or -errno; its exit code
-ANSWER = struct.Struct("=q")
+FORK = b"f"  # with the worker's number; the answers are REFUSED, or BORN and later ENDED
+REFUSED = b"R"  # with the number of the system's error
+BORN = b"B"  # with the worker's process number
+ENDED = b"E"  # with its exit code
 
 REASONS = {
     THREADS: "starts threads, which forked processes would not have",
@@ -62,18 +69,19 @@ REASONS = {
 FORKING = ("jemalloc_bg_thd",)
 
 
-def answer(sock: socket.socket, number: int) -> None:
+def answer(sock: socket.socket, what: bytes, number: int) -> None:
     """Send an answer; that the other end is gone is noticed by reading."""
     with contextlib.suppress(OSError):
-        sock.sendall(ANSWER.pack(number))
+        sock.sendall(MESSAGE.pack(what, number))
 
 
-def answered(sock: socket.socket) -> int | None:
+def answered(sock: socket.socket) -> tuple[bytes, int] | None:
     """Receive an answer, which comes in one piece; None at end of file."""
     with contextlib.suppress(ConnectionError):
-        data = sock.recv(ANSWER.size)
+        data = sock.recv(MESSAGE.size)
         if data:
-            return int(ANSWER.unpack(data)[0])
+            what, number = MESSAGE.unpack(data)
+            return what, number
     return None
 
 
@@ -120,45 +128,43 @@ class Forker:
         if self._sock.fileno() not in ready:
             return True
         try:
-            request, fds = descriptors.receive(self._sock, REQUEST.size, 2)
+            request, fds = descriptors.receive(self._sock, MESSAGE.size, 2)
         except ConnectionError:
             return False
         if not request:
             return False
-        what, value = REQUEST.unpack(request)
+        what, value = MESSAGE.unpack(request)
         answers = socket.socket(fileno=fds[0])
         if what == FORK:
             self._fork(answers, fds[1], value)
         else:
             name = descriptors.receive_exactly(self._sock, value).decode()
             close_in_forks(answers)
-            answer(answers, _import(name))
+            answer(answers, IMPORTED, _import(name))
             answers.close()
         return True
 
     def _fork(self, reports: socket.socket, fd: int, number: int) -> None:
-        """Start a worker, which owns the socket `fd`."""
+        """Start a worker, which owns the socket `fd`, and say its number, also of a dead one."""
         gc.freeze()  # or every worker's garbage collector would copy these pages
         try:
             pid = fork()
         except OSError as error:
             os.close(fd)
-            answer(reports, -(error.errno or 1))
+            answer(reports, REFUSED, error.errno or 1)
             reports.close()
             return
         if pid == 0:
             self._become_worker(reports, fd, number)
+        # Before the answer: from there on, the end of the worker is that of its socket.
         os.close(fd)
+        answer(reports, BORN, pid)
         close_in_forks(reports)
         self._reports[pid] = reports
 
     def _become_worker(self, reports: socket.socket, fd: int, number: int) -> NoReturn:
-        """Run a worker in the copy of the server; the end of `reports` will be that of both.
-
-        So the worker itself says that it is born: the server may die before it could.
-        """
+        """Run a worker in the copy of the server; the end of `reports` will be that of both."""
         try:
-            answer(reports, os.getpid())
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._woken.close()
@@ -171,14 +177,27 @@ class Forker:
         work(sock, number, self._entry, self._trainer)
 
     def _reap(self) -> None:
-        """Reap every child that has ended, and say how."""
-        while self._reports:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
+        """Say of every child that has ended how it did, and reap it."""
+        while self._reports and (ended := _ended_child()) is not None:
+            pid, code = ended
             with self._reports.pop(pid, contextlib.nullcontext()) as reports:
                 if reports is not None:
-                    answer(reports, os.waitstatus_to_exitcode(status))
+                    answer(reports, ENDED, code)
+            # Not before: until the answer is there, the number is not another process's.
+            if IS_LINUX:
+                os.waitpid(pid, 0)
+
+
+def _ended_child() -> tuple[int, int] | None:
+    """Return process number and exit code of a child that has ended; Linux does not reap it."""
+    if not IS_LINUX:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        return (pid, os.waitstatus_to_exitcode(status)) if pid else None
+    found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    exits = found.si_code == os.CLD_EXITED
+    return found.si_pid, found.si_status if exits else -found.si_status
 
 
 def _import(name: str) -> int:
@@ -242,6 +261,7 @@ class ForkServer:
         self.has: set[str] = set()  # modules that it has imported
         self.is_unfit = False  # no worker is to be forked from it any more
         self.users = 0  # launchers whose workers are its children; under `_guard`
+        self.importers: list[Launcher] = []  # those that wait for an import, in their order
         self.process = spawn(describe_start(entry), "cseq-server", threads)
 
     @property
@@ -252,7 +272,7 @@ class ForkServer:
     def ask(self, what: bytes, value: int, *fds: int, data: bytes = b"") -> socket.socket:
         """Send a request; return the socket on which the answers come, and the end of file."""
         ours, theirs = pair()
-        request = REQUEST.pack(what, value) + data  # in one piece: others may ask, too
+        request = MESSAGE.pack(what, value) + data  # in one piece: others may ask, too
         with theirs, contextlib.suppress(OSError):
             socket.send_fds(self.process.sock, [request], [theirs.fileno(), *fds])
         return ours
@@ -268,7 +288,11 @@ class ForkServer:
 
 
 class _ServedChild(Child):
-    """A worker that a fork server has started and reaps: it reports how the worker ends."""
+    """A worker that a fork server has started and reaps: it reports how the worker ends.
+
+    The server is one thread, which may be importing for minutes, or stopped. So a worker that was
+    not reaped has ended, too.
+    """
 
     def __init__(self, sock: socket.socket, pid: int, reports: socket.socket) -> None:
         super().__init__(sock, pid)
@@ -279,13 +303,28 @@ class _ServedChild(Child):
             with contextlib.suppress(ProcessLookupError):
                 super()._send(number)
 
-    def _has_ended(self) -> bool:
+    def status(self, timeout: float) -> int | None:
+        """Do as `Child.status` does; the report of a worker that has ended may come too late."""
+        super().status(timeout)
+        self._has_ended(unreported=True)
+        return self.code
+
+    def _has_ended(self, *, unreported: bool = False) -> bool:
         with self._lock.hold():
-            if not self.ended.wait(0) and readable(self._reports.fileno(), 0):
-                self.code = answered(self._reports)
-                self.ended.set()
-                self._reports.close()
-            return self.ended.wait(0)
+            if self.ended.wait(0):
+                return True
+            # First: if there is no report afterwards, this was the worker's (`Forker._reap`).
+            status = zombie_status(self.pid)
+            if readable(self._reports.fileno(), 0):
+                report = answered(self._reports)
+                self.code = None if report is None else report[1]
+            elif status:
+                self.code = os.waitstatus_to_exitcode(status)
+            elif status is None or not unreported:
+                return False
+            self.ended.set()
+            self._reports.close()
+            return True
 
 
 class ForkServerLauncher(Launcher):
@@ -308,11 +347,20 @@ class ForkServerLauncher(Launcher):
         """Have the server import modules before it forks the next worker."""
         self._found, self._seconds = modules, seconds
 
-    def _answer(self, answers: socket.socket, seconds: float) -> int | None:
-        """Wait for an answer of a server; None: it is dead."""
+    def _answer(
+        self, server: ForkServer, answers: socket.socket, seconds: float
+    ) -> tuple[bytes, int] | None:
+        """Wait for an answer of a server; None: it is dead, or another launcher finds it unfit.
+
+        What it imports for others before does not count as `seconds`.
+        """
         end = time.monotonic() + seconds
         while not readable(answers.fileno(), min(LOOK, end - time.monotonic())):
             self._check()
+            if (server.is_unfit or server.process.gone) and not readable(answers.fileno(), 0):
+                return None
+            if server.importers and server.importers[0] is not self:
+                end = time.monotonic() + seconds
             if time.monotonic() >= end:
                 raise TimeoutError(
                     "the fork server did not answer in time; does it import a module that is very "
@@ -336,19 +384,24 @@ class ForkServerLauncher(Launcher):
         """Have a server import a module; fork no worker from it if that must not be."""
         global _found_unfit
         self.importing, data = name, name.encode()
-        with server.ask(IMPORT, len(data), data=data) as answers:
-            try:
-                outcome = self._answer(answers, self._seconds)
+        server.importers.append(self)
+        try:
+            reason, outcome = f"takes more than {self._seconds:g} s", FAILED
+            with contextlib.suppress(TimeoutError), server.ask(IMPORT, len(data), data=data) as got:
+                _, outcome = self._answer(server, got, self._seconds) or (ENDED, None)
                 reason = REASONS.get(outcome, "")
-            except TimeoutError:
-                reason = f"takes more than {self._seconds:g} s"
+            # What another launcher imports has ended it: nothing is known of this module.
+            if outcome is None and (server.is_unfit or server.importers[0] is not self):
+                return
+            server.is_unfit = server.is_unfit or bool(reason)
+        finally:
+            server.importers.remove(self)
         if not reason:
             server.has.add(name)
             if outcome == FAILED:
                 text = "module %s was to be imported for all workers: its import fails"
                 tell(logging.WARNING, text, name)
             return
-        server.is_unfit = True
         self._servers.remove(server)  # none of this launcher's workers is from there
         self._leave(server, time.monotonic() + LAST)
         if name in self._listed:
@@ -387,12 +440,13 @@ class ForkServerLauncher(Launcher):
                 undo.callback(ours.close)
                 with theirs:
                     reports = undo.enter_context(server.ask(FORK, number, theirs.fileno()))
-                pid = self._answer(reports, START)
-                if pid is not None and pid < 0:
-                    raise OSError(-pid, f"no worker process: {os.strerror(-pid)}")
-                if pid is not None:
+                found = self._answer(server, reports, START)
+                if found is not None:
+                    what, value = found
+                    if what == REFUSED:
+                        raise OSError(value, f"no worker process: {os.strerror(value)}")
                     undo.pop_all()
-                    return _ServedChild(ours, pid, reports)
+                    return _ServedChild(ours, value, reports)
             code = server.process.status(LAST)  # or it would be found alive, and asked again
         raise OSError(
             f"the fork server {describe_exit(code)} before it could start worker {number}; if it "
