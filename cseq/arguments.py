@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from cseq.converter.output import Output
     from cseq.indexing.indexer import Indexer
-    from cseq.order.shard import Shard
+    from cseq.order.shard import Given, Shard
 
     Worker: TypeAlias = Callable[[], Indexer[Any]] | Indexer[Any]
     Shuffle: TypeAlias = bool | Literal["feistel"]
@@ -110,7 +110,7 @@ class _Others:
     drop_last: bool = False
     ordered: bool = True
     start_method: StartMethod | None = None
-    shard: tuple[int, int] | Literal["auto"] | None = None
+    shard: Given = None
     on_error: OnError = "raise"
     max_restarts: int = MAX_RESTARTS
     timeout: float | None = None

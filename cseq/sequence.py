@@ -97,12 +97,14 @@ class MSequence(Manager, Generic[B_co]):
         False: deliver batches as they become ready.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
         How processes are started. None: 'forkserver', but 'spawn' on macOS and Windows.
-    shard : (rank, world_size), 'auto' or None
+    shard : (rank, world_size), process group, DeviceMesh, 'auto' or None
         This rank's part of every global batch of ``batch_size * world_size`` samples. All ranks get
         the same number of samples, so up to ``world_size - 1`` samples from the beginning of an
-        epoch come again at its end. 'auto' finds the shard at the first `start` or ``len``: from a
-        worker of Ray Train, an initialised torch process group, or the variables of torchrun,
-        Lightning, Open MPI, MPICH or srun. A different answer later is an error.
+        epoch come again at its end. A process group of torch, or a DeviceMesh of one dimension:
+        this process's place in it. 'auto' finds the shard at the first `start` or ``len``: from a
+        worker of Ray Train, an initialised torch process group, JAX, or the variables of torchrun,
+        Lightning, Open MPI, MPICH or srun. A different answer later is an error. So is a DeviceMesh
+        with other dimensions than data: give ``mesh["dp"]`` then.
     on_error : 'raise' or 'skip'
         'raise': the loop raises the indexer's exception. 'skip': cseq logs it and leaves out the
         batch, or with `from_dataset` only the sample. `skipped` lists both.
@@ -456,7 +458,7 @@ class MSequence(Manager, Generic[B_co]):
         job = self._job._replace(output=resolved, num_converters=converters, compat=compat)
         module, name = POOLS[kind].split(":")
         pool: BatchPool = getattr(import_module(module), name)(job)
-        self._begin_trace(trace, (self._shard or shards.resolve()).rank)
+        self._begin_trace(trace, (self._shard or shards.asked()).rank)
         self._open(pool)
 
     def __iter__(self) -> Iterator[B_co]:
@@ -514,7 +516,7 @@ class MSequence(Manager, Generic[B_co]):
                     "resumed in the middle of an epoch; take the state between epochs, or use "
                     "ordered=True"
                 )
-            world_size = (self._shard or shards.resolve()).world_size
+            world_size = (self._shard or shards.asked()).world_size
             return checkpoint.make(self._sampler, world_size, epoch, position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 ``shard='auto'`` asks the functions of `PLACES` one after the other; the first answer that is not
 None counts. It holds for a manager's life: a different answer later is an error, because some ranks
-would silently go through the same samples.
+would silently go through the same samples. Where ranks share a model, some need equal batches: then
+'auto' is an error, too.
 """
 
 from __future__ import annotations
@@ -12,18 +13,43 @@ import functools
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq.check import count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
+    from typing import Literal, Protocol, TypeAlias
 
     from cseq.order.base import Order
 
-__all__ = ["PLACES", "Shard", "agree", "given", "resolve"]
+    class Group(Protocol):
+        """A torch.distributed.ProcessGroup."""
+
+        def rank(self) -> int: ...
+        def size(self) -> int: ...
+
+    class Mesh(Protocol):
+        """A torch.distributed.DeviceMesh."""
+
+        def get_coordinate(self) -> Sequence[int] | None: ...
+        def size(self) -> int: ...
+
+    Given: TypeAlias = tuple[int, int] | Literal["auto"] | Group | Mesh | None
+
+__all__ = ["PLACES", "Shard", "agree", "asked", "given", "model_parallel", "resolve"]
 
 log = logging.getLogger("cseq")
+
+FORMS = "(rank, world_size), a process group, a DeviceMesh of one dimension, 'auto' or None"
+# A dimension of a mesh with one of these words in its name divides the batches.
+DATA = {"dp", "ddp", "fsdp", "hsdp", "efsdp", "data", "batch", "replicate", "replica", "shard"}
+HALVES = {"replicate", "replica", "shard"}  # of two such dimensions
+MEGATRON = {  # which has groups, and no mesh
+    "TENSOR_MODEL_PARALLEL_GROUP": "tensor",
+    "PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
+    "CONTEXT_PARALLEL_GROUP": "context",
+}
 
 
 class Shard(NamedTuple):
@@ -62,16 +88,24 @@ def given(shard: object) -> Shard | None:
     Raises
     ------
     TypeError, ValueError
-        It is neither None, a pair nor 'auto', or the rank is not in [0, world_size).
+        It is neither None, a pair, a group, a mesh nor 'auto'; this rank is not in [0, world_size),
+        or not in the group; or the mesh has several dimensions.
     """
     if shard is None:
         return ALONE
     if isinstance(shard, str):
         if shard != "auto":
-            raise ValueError(f"shard={shard!r} is unknown; give (rank, world_size), 'auto' or None")
+            raise ValueError(f"shard={shard!r} is unknown; give {FORMS}")
         return None
+    if callable(getattr(shard, "get_coordinate", None)):
+        return _of_mesh(shard)
+    if callable(getattr(shard, "rank", None)) and callable(getattr(shard, "size", None)):
+        group: Any = shard
+        return _member(shard, group.rank(), group.size())
+    if shard is getattr(getattr(_torch(), "GroupMember", None), "NON_GROUP_MEMBER", ALONE):
+        return _member(shard, -1, 0)
     if not isinstance(shard, (tuple, list)) or len(shard) != 2:
-        raise TypeError(f"shard={shard!r} is not a pair; give (rank, world_size), 'auto' or None")
+        raise TypeError(f"shard={shard!r} is not a pair; give {FORMS}")
     rank, ranks = count("shard[0]", shard[0], least=0), count("shard[1]", shard[1])
     if rank >= ranks:
         raise ValueError(
@@ -81,19 +115,97 @@ def given(shard: object) -> Shard | None:
     return Shard(rank, ranks, "the argument shard")
 
 
+def _of_mesh(mesh: Any) -> Shard:
+    """Return the place on a mesh of one dimension."""
+    names, coordinate = mesh.mesh_dim_names or (), mesh.get_coordinate()
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"shard={mesh!r} has {mesh.ndim} dimensions; give what divides the batches, as one: "
+            f"{_remedy(names)}"
+        )
+    return _member(mesh, -1 if coordinate is None else coordinate[0], mesh.size())
+
+
+def _member(group: object, rank: int, ranks: int) -> Shard:
+    """Return the place in a group."""
+    if rank < 0:
+        raise ValueError(
+            f"shard={group!r} is a group or mesh that this process is not in: it has no part of "
+            "its batches; make the loader on the ranks of the group only, or give another one"
+        )
+    return Shard(rank, ranks, "the argument shard")
+
+
+def _remedy(names: Iterable[str]) -> str:
+    """Say which argument takes the dimensions of a mesh that divide the batches."""
+    data = [name for name in names if _is_data(name)]
+    if not data:
+        return 'shard=mesh["dp"], where mesh_dim_names= names a dimension "dp"'
+    if "dp" in data or len(data) == 1:
+        return f'shard=mesh["{"dp" if "dp" in data else data[0]}"]'
+    listed = ", ".join(f'"{name}"' for name in data)
+    return f"shard=mesh[{listed}]._flatten()"
+
+
 def resolve() -> Shard:
     """Ask `PLACES`.
 
     Raises
     ------
     ValueError
-        A launcher's variables are no rank and number of ranks.
+        Ranks share a model, or a launcher's variables are no rank and number of ranks.
     """
+    if shared := model_parallel():
+        listed = ", ".join(f"{name}={size}" for name, size in shared)
+        raise ValueError(
+            f"shard='auto' finds a mesh of ranks with {listed}: ranks that share a model need the "
+            f"same batches; give what divides them, {_remedy(name for name, _ in shared)}, or "
+            "shard=torch.distributed.group.WORLD if each rank needs batches of its own"
+        )
+    return asked()
+
+
+def asked() -> Shard:
+    """Ask `PLACES`, whatever the ranks share."""
     for place in PLACES:
         found = place()
         if found is not None:
             return found
     return ALONE
+
+
+def model_parallel() -> list[tuple[str, int]]:
+    """Return the dimensions of a mesh of ranks, and their sizes, if ranks seem to share a model.
+
+    That is where a dimension has another name than those of data, or the only one of data leaves
+    ranks out. torch lists no meshes: from 2.6 on, the process group of each dimension says what it
+    is; before, there is a list of meshes that others were cut from. A dimension of all ranks has
+    the default group, which says nothing: a mesh of that alone is not found.
+    """
+    torch = _torch()
+    if torch is None:
+        return []
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    found: dict[str, int] = {}
+    for group in [*getattr(world, "pg_map", ())]:
+        text = getattr(group, "group_desc", "")
+        name = text[5:] if text.startswith("mesh_") else MEGATRON.get(text, "default")
+        if name != "default":
+            found[name] = max(found.get(name, 0), group.size())
+    listed = getattr(sys.modules.get("torch.distributed.device_mesh"), "_mesh_resources", None)
+    for mesh in [*getattr(listed, "child_to_root_mapping", {}).values()]:
+        found |= zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False)
+    data = [name for name in found if _is_data(name)]
+    is_part = len(data) == 1 and HALVES.isdisjoint(data[0].lower().split("_"))
+    is_shared = any(size > 1 for name, size in found.items() if name not in data)
+    if is_shared or (is_part and found[data[0]] < torch.get_world_size()):
+        return [*found.items()]
+    return []
+
+
+def _is_data(name: str) -> bool:
+    """Whether a dimension of a mesh divides the batches, by its name."""
+    return not DATA.isdisjoint(name.lower().split("_"))
 
 
 def agree(known: Shard | None) -> Shard:
@@ -144,12 +256,32 @@ def _ray_train() -> Shard | None:
     return None
 
 
-def _torch_group() -> Shard | None:
-    """Ask torch's default process group, if there is one."""
+def _torch() -> Any:
+    """Return torch.distributed, if it is imported and has a process group."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
-    return Shard(distributed.get_rank(), distributed.get_world_size(), "torch's process group")
+    return distributed
+
+
+def _torch_group() -> Shard | None:
+    """Ask torch's default process group, if there is one."""
+    torch = _torch()
+    if torch is None:
+        return None
+    return Shard(torch.get_rank(), torch.get_world_size(), "torch's process group")
+
+
+def _jax() -> Shard | None:
+    """Ask JAX, if its processes are connected or it has a backend: asking would make one."""
+    state: Any = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+    if getattr(state, "client", None) is not None:
+        return Shard(state.process_id, state.num_processes, "JAX's processes")
+    bridge, jax = sys.modules.get("jax._src.xla_bridge"), sys.modules.get("jax")
+    if jax is None or not getattr(bridge, "backends_are_initialized", lambda: False)():
+        return None
+    ranks = jax.process_count()
+    return Shard(jax.process_index(), ranks, "JAX's processes") if ranks > 1 else None
 
 
 def _torchrun() -> Shard | None:
@@ -214,6 +346,7 @@ def _variables(rank_name: str, size_name: str) -> Shard | None:
 PLACES: list[Callable[[], Shard | None]] = [
     _ray_train,
     _torch_group,
+    _jax,
     _torchrun,
     _lightning,
     _open_mpi,

@@ -55,6 +55,46 @@ def test_shard_given() -> None:
         shard_of((2, 2))
 
 
+class Group:
+    """Has the methods of a process group of torch, and a description of what it is for."""
+
+    def __init__(self, rank: int, size: int, text: str = "undefined") -> None:
+        self.rank, self.size, self.group_desc = (lambda: rank), (lambda: size), text
+
+
+class Mesh:
+    """Has the methods of a DeviceMesh of torch."""
+
+    def __init__(self, shape: list[int], place: list[int] | None, *names: str) -> None:
+        self.mesh, self.ndim, self.mesh_dim_names = np.empty(shape), len(shape), names or None
+        self.get_coordinate, self.size = (lambda: place), (lambda: self.mesh.size)
+
+
+def test_shard_of_a_group() -> None:
+    """A process group, and a mesh of one dimension, say which rank this is."""
+    assert shard_of(Group(2, 3)) == (2, 3)
+    assert shard_of(Mesh([4], [1])) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Group(-1, 3), "is a group or mesh that this process is not in"),
+        (Mesh([4], None), "is a group or mesh that this process is not in"),
+        (Mesh([2, 2], None), r'has 2 dimensions; .*: shard=mesh\["dp"\], where mesh_dim_names='),
+        (Mesh([2, 2], [0, 1], "batch", "tp"), r'as one: shard=mesh\["batch"\]$'),
+        (
+            Mesh([2, 2, 1], [0, 1, 0], "dp_replicate", "dp_shard", "cp"),
+            r'as one: shard=mesh\["dp_replicate", "dp_shard"\]\._flatten\(\)$',
+        ),
+    ],
+)
+def test_shard_of_no_rank(value: Any, text: str) -> None:
+    """A rank outside of the group, and a mesh of several dimensions, are errors."""
+    with pytest.raises(ValueError, match=text):
+        shard_of(value)
+
+
 def test_shard_auto_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """'auto' takes torchrun's environment, also beside a torch without a process group."""
     environment(monkeypatch, RANK="1", WORLD_SIZE="4")
@@ -83,6 +123,72 @@ def test_shard_auto_from_ray_train(monkeypatch: pytest.MonkeyPatch) -> None:
     ray_train(monkeypatch, None)
     assert shard_of("auto") == (2, 3)
     ray_train(monkeypatch, 1)
+    assert shard_of("auto") == (2, 3)
+
+
+def groups(monkeypatch: pytest.MonkeyPatch, *groups: Group, meshes: tuple[Mesh, ...] = ()) -> None:
+    """Put a torch in place that is rank 2 of 3, with these groups; or these meshes, before 2.6."""
+    process_group(monkeypatch, initialised=True)
+    world = types.SimpleNamespace(pg_map=dict.fromkeys([Group(2, 3, "default_pg"), *groups]))
+    module = types.SimpleNamespace(_world=world)
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", module)
+    listed = types.SimpleNamespace(child_to_root_mapping=dict(enumerate(meshes)))
+    module = types.SimpleNamespace(_mesh_resources=listed)
+    monkeypatch.setitem(sys.modules, "torch.distributed.device_mesh", module)
+
+
+def test_shard_auto_where_ranks_share_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an error where torch, or Megatron, has another dimension than those of data."""
+    environment(monkeypatch)
+    fine = Group(0, 1, "mesh_tp"), Group(0, 3, "mesh_default"), Group(0, 2, "a checkpoint's")
+    groups(monkeypatch, *fine, Group(0, 1, "CONTEXT_PARALLEL_GROUP"))
+    assert shard_of("auto") == (2, 3)
+    for shared, text in {
+        Group(1, 3, "mesh_tp"): "with tp=3: ",
+        Group(1, 3, "TENSOR_MODEL_PARALLEL_GROUP"): "with tp=1, tensor=3: ",
+        Group(0, 1, "mesh_batch"): "with tp=1, batch=1: ",
+    }.items():
+        groups(monkeypatch, *fine, shared)
+        with pytest.raises(ValueError, match=text):
+            shard_of("auto")
+    groups(monkeypatch, *fine, meshes=(Mesh([1, 3], [0, 2], "replicate", "shard"),))
+    assert shard_of("auto") == (2, 3)
+    groups(monkeypatch, *fine, meshes=(Mesh([1, 3], [0, 2], "dp", "tp"),))
+    with pytest.raises(ValueError, match=r'with tp=3, dp=1: .*shard=mesh\["dp"\]'):
+        shard_of("auto")
+
+
+def jax(monkeypatch: pytest.MonkeyPatch, *, connected: bool, backend: bool, ranks: int) -> None:
+    """Put a jax in place that is the last of some processes; to ask it makes a backend."""
+
+    def asked() -> None:
+        assert backend
+
+    state = types.SimpleNamespace(
+        client=object() if connected else None, process_id=ranks - 1, num_processes=ranks
+    )
+    modules = {
+        "jax": types.SimpleNamespace(
+            process_index=lambda: asked() or ranks - 1, process_count=lambda: asked() or ranks
+        ),
+        "jax._src.distributed": types.SimpleNamespace(global_state=state),
+        "jax._src.xla_bridge": types.SimpleNamespace(backends_are_initialized=lambda: backend),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_shard_auto_from_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """'auto' asks JAX's processes once they are connected, or have a backend; it makes none."""
+    environment(monkeypatch, RANK="0", WORLD_SIZE="5")
+    jax(monkeypatch, connected=False, backend=False, ranks=4)
+    assert shard_of("auto") == (0, 5)
+    jax(monkeypatch, connected=False, backend=True, ranks=1)
+    assert shard_of("auto") == (0, 5)
+    for connected in (False, True):
+        jax(monkeypatch, connected=connected, backend=not connected, ranks=4)
+        assert shard_of("auto") == (3, 4)
+    process_group(monkeypatch, initialised=True)
     assert shard_of("auto") == (2, 3)
 
 

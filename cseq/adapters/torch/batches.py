@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cseq._core import OrderSource
+    from cseq.order.shard import Given
 
 __all__ = ["BatchSampler", "with_order"]
 
@@ -39,7 +40,7 @@ class BatchSampler:
         In [0, 2**64). None: torch's initial seed, or that of a state. Ranks need the same.
     drop_last : bool
         Leave out the last batch if it is short.
-    shard : (rank, world_size), 'auto' or None
+    shard : (rank, world_size), process group, DeviceMesh, 'auto' or None
         This rank's part of every global batch, see `cseq.MSequence`. None: all of it, also where
         there are other ranks: some frameworks divide what they get.
     pad : bool
@@ -59,7 +60,7 @@ class BatchSampler:
         *,
         seed: int | None = None,
         drop_last: bool = False,
-        shard: tuple[int, int] | str | None = None,
+        shard: Given = None,
         pad: bool = True,
     ) -> None:
         if not isinstance(order, Order):

@@ -1,0 +1,62 @@
+"""Ranks of a gloo group on the loopback, forked from a script that has imported torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import traceback
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PATIENCE = timedelta(seconds=60)  # only a test that fails waits so long
+LOOPBACK = "lo" if "lo" in dict(map(reversed, socket.if_nameindex())) else "lo0"
+
+
+def on_ranks(
+    number: int, function: Callable[[int], Any], timeout: timedelta = PATIENCE
+) -> list[Any]:
+    """Call a function with its rank on each of several ranks; return what JSON holds of it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ranks = [fork(number, rank, function, server, timeout) for rank in range(number)]
+    answers = []
+    for pid, pipe in ranks:
+        with open(pipe, encoding="utf-8") as file:
+            answers.append(file.read())
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    return [json.loads(answer) for answer in answers]
+
+
+def fork(
+    number: int, rank: int, function: Callable[[int], Any], server: socket.socket, timeout: Any
+) -> tuple[int, int]:
+    """Fork a rank; return its process, and where its answer comes."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(theirs)
+        return pid, ours
+    code = 1
+    try:
+        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+        host, port = server.getsockname()
+        listener = server.detach() if rank == 0 else None
+        store = dist.TCPStore(host, port, number, rank == 0, timeout, master_listen_fd=listener)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=number, timeout=timeout)
+        with open(theirs, "w", encoding="utf-8") as file:
+            json.dump(function(rank), file)
+        dist.barrier()  # rank 0 has the store
+        dist.destroy_process_group()
+        code = 0
+    except BaseException:  # noqa: BLE001 - it ends the process
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
