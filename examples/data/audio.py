@@ -28,11 +28,13 @@ class Waves:
 
     def read(self, path):
         with wave.open(str(path)) as file:
-            return np.frombuffer(file.readframes(file.getnframes()), "int16") / np.float32(32768)
+            data = file.readframes(file.getnframes())
+        return np.frombuffer(data, "int16") / np.float32(32768)
 
 
 with cseq.MPSequence(
     Waves, 20, batch_size=8, out_type="cpu", dtype=None, seed=1
 ).start() as batches:
     for waves, lengths in batches:
-        print(len(waves), waves.shape[1] == int(lengths.max()), waves.dtype, lengths.dtype)
+        longest = int(lengths.max())
+        print(len(waves), waves.shape[1] == longest, waves.dtype, lengths.dtype)

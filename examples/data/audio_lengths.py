@@ -4,7 +4,8 @@ import numpy as np
 
 import cseq
 
-lengths = np.clip(np.random.default_rng(0).lognormal(4.6, 0.8, 10_000), 20, 800).astype(int)
+lengths = np.random.default_rng(0).lognormal(4.6, 0.8, 10_000)
+lengths = np.clip(lengths, 20, 800).astype(int)
 
 
 def padding(batches):

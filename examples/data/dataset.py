@@ -11,7 +11,11 @@ class Squares(Dataset):
         return 100
 
     def __getitem__(self, index):
-        return {"x": torch.tensor([index, index**2]), "name": f"number {index}", "label": index % 2}
+        return {
+            "x": torch.tensor([index, index**2]),
+            "name": f"number {index}",
+            "label": index % 2,
+        }
 
 
 worker = cseq.from_dataset(Squares())
@@ -19,7 +23,9 @@ with cseq.MPSequence(worker, batch_size=50, out_type="cpu", seed=1).start() as b
     numbers = []
     for batch in batches:
         print(
-            batch["x"].shape, batch["label"].dtype, batch["name"][0] == f"number {batch['x'][0, 0]}"
+            batch["x"].shape,
+            batch["label"].dtype,
+            batch["name"][0] == f"number {batch['x'][0, 0]}",
         )
         numbers += batch["x"][:, 0].tolist()
 print(sorted(numbers) == list(range(100)))

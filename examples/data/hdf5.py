@@ -6,7 +6,9 @@ import numpy as np
 import cseq
 
 with h5py.File("images.h5", "w") as file:
-    file.create_dataset("images", data=np.arange(6400).reshape(100, 8, 8) % 255, chunks=(16, 8, 8))
+    file.create_dataset(
+        "images", data=np.arange(6400).reshape(100, 8, 8) % 255, chunks=(16, 8, 8)
+    )
     file["labels"] = np.arange(100) % 10
 
 
@@ -25,6 +27,8 @@ class Images:
         self.file.close()
 
 
-with cseq.MPSequence(Images, 100, out_type="cpu", dtype=None, seed=1).start() as batches:
+with cseq.MPSequence(
+    Images, 100, out_type="cpu", dtype=None, seed=1
+).start() as batches:
     for batch in batches:
         print(batch["images"].shape, batch["labels"].dtype)

@@ -7,7 +7,8 @@ import cseq
 
 datasets.disable_progress_bars()
 tokens = [list(range(1, 2 + number % 5)) for number in range(100)]
-datasets.Dataset.from_dict({"tokens": tokens, "label": range(100)}).save_to_disk("texts")
+texts = {"tokens": tokens, "label": range(100)}
+datasets.Dataset.from_dict(texts).save_to_disk("texts")
 
 
 class Texts:

@@ -23,11 +23,11 @@ augmentation = v2.Compose(
         v2.ToDtype(torch.float32, scale=True),
     ]
 )
-dataset = ImageFolder("images", transform=augmentation)
+worker = cseq.from_dataset(ImageFolder("images", transform=augmentation))
 options = {"batch_size": 16, "out_type": "cpu", "seed": 1}
 sums = []
 for workers in (1, 3):
-    manager = cseq.MPSequence(cseq.from_dataset(dataset), num_workers=workers, **options)
+    manager = cseq.MPSequence(worker, num_workers=workers, **options)
     with manager.start() as batches:
         sums.append([float(images.sum()) for images, labels in batches])
         for images, labels in batches:

@@ -35,7 +35,9 @@ class Records:
         self.lines.close()
 
 
-with cseq.MPSequence(Records, 100, out_type="cpu", dtype=None, seed=1).start() as batches:
+with cseq.MPSequence(
+    Records, 100, out_type="cpu", dtype=None, seed=1
+).start() as batches:
     labels = []
     for batch in batches:
         labels += batch["label"].tolist()

@@ -16,8 +16,8 @@ class Records:
 
     def __getitem__(self, indices):
         with self.database.begin(buffers=True) as records:
-            found = [np.frombuffer(records.get(b"%08d" % index), "float32") for index in indices]
-            return np.stack(found)
+            found = [records.get(b"%08d" % index) for index in indices]
+            return np.stack([np.frombuffer(one, "float32") for one in found])
 
     def close(self):
         self.database.close()
@@ -27,6 +27,8 @@ def worker():
     return Records("records.lmdb")
 
 
-with cseq.MPSequence(worker, 100, out_type="cpu", dtype=None, seed=1).start() as batches:
+with cseq.MPSequence(
+    worker, 100, out_type="cpu", dtype=None, seed=1
+).start() as batches:
     numbers = [int(row[0]) for batch in batches for row in batch]
 print(sorted(numbers) == list(range(100)))

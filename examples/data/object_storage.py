@@ -40,7 +40,8 @@ class Objects:
     """One object a sample, kept in a folder once it was read."""
 
     def __init__(self, cache):
-        self.store = S3Store("samples", **options)  # in the worker: connections are not pickled
+        # Made in the worker, because connections are not pickled.
+        self.store = S3Store("samples", **options)
         self.cache = Path(cache)
         self.cache.mkdir(exist_ok=True)
 

@@ -20,6 +20,8 @@ class Table:
 
 
 table = Table("table.parquet")
-with cseq.MTSequence(table, 1000, batch_size=500, out_type="cpu", dtype=None).start() as batches:
+with cseq.MTSequence(
+    table, 1000, batch_size=500, out_type="cpu", dtype=None
+).start() as batches:
     for batch in batches:
         print(batch["y"].dtype, bool((batch["x"] * 2 == batch["y"]).all()))

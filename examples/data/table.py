@@ -16,6 +16,8 @@ class Table:
 
 
 table = Table(frame)
-with cseq.MTSequence(table, 1000, batch_size=256, out_type="cpu", dtype=None).start() as batches:
+with cseq.MTSequence(
+    table, 1000, batch_size=256, out_type="cpu", dtype=None
+).start() as batches:
     for batch in batches:
         print(batch["age"].dtype, batch["income"].dtype, len(batch["age"]))

@@ -24,12 +24,15 @@ def scan(folder):
     found = []
     for path in sorted(Path(folder).glob("*.tar")):
         with tarfile.open(path) as file:
-            found += [(path, one.offset_data, one.size, int(one.name[:6])) for one in file]
+            for one in file:
+                label = int(one.name[:6])
+                found.append((path, one.offset_data, one.size, label))
     return found
 
 
 def decode(data):
-    return np.load(io.BytesIO(data))  # for JPEG: np.asarray(PIL.Image.open(io.BytesIO(data)))
+    # For JPEG: np.asarray(PIL.Image.open(io.BytesIO(data)))
+    return np.load(io.BytesIO(data))
 
 
 class Shards:
@@ -37,7 +40,8 @@ class Shards:
         self.files = {path: os.open(path, os.O_RDONLY) for path, *_ in members}
 
     def __getitem__(self, indices):
-        images = cseq.empty((len(indices), 4, 4), np.uint8)  # in the memory of the batch
+        # In the memory of the batch.
+        images = cseq.empty((len(indices), 4, 4), np.uint8)
         labels = np.empty(len(indices), np.int64)
         for row, index in enumerate(indices):
             path, offset, size, labels[row] = members[index]
@@ -50,6 +54,8 @@ class Shards:
 
 
 members = scan(".")
-with cseq.MPSequence(Shards, len(members), out_type="cpu", dtype=None, seed=1).start() as batches:
+with cseq.MPSequence(
+    Shards, len(members), out_type="cpu", dtype=None, seed=1
+).start() as batches:
     for images, labels in batches:
         print(images.shape, bool((images[:, 0, 0] == labels).all()))

@@ -13,15 +13,16 @@ class Windows:
         self.steps = np.arange(length + 1)
 
     def __getitem__(self, indices):
-        starts = cseq.rng().integers(len(self.tokens) - len(self.steps) + 1, size=len(indices))
+        last = len(self.tokens) - len(self.steps)
+        starts = cseq.rng().integers(last + 1, size=len(indices))
         windows = self.tokens[starts[:, None] + self.steps].astype(np.int64)
         return windows[:, :-1], windows[:, 1:]
 
 
 def manager():
     windows = Windows("tokens.bin", 512)
-    options = {"batch_size": 64, "shuffle": False, "out_type": "cpu", "dtype": None, "seed": 1}
-    return cseq.MTSequence(windows, 64 * 5, **options)
+    options = {"batch_size": 64, "shuffle": False, "seed": 1}
+    return cseq.MTSequence(windows, 64 * 5, out_type="cpu", dtype=None, **options)
 
 
 with manager().start() as batches:

@@ -13,7 +13,8 @@ for shard in range(3):
         for number in range(shard, 60, 3):
             array = io.BytesIO()
             np.save(array, np.full((4, 4), number, "uint8"))
-            for kind, data in [("npy", array.getvalue()), ("cls", b"%d" % (number % 10))]:
+            members = {"npy": array.getvalue(), "cls": b"%d" % (number % 10)}
+            for kind, data in members.items():
                 member = tarfile.TarInfo(f"{number:06}.{kind}")
                 member.size = len(data)
                 file.addfile(member, io.BytesIO(data))
@@ -42,6 +43,8 @@ class Samples:
         return np.stack(images), np.array(labels)
 
 
-with cseq.MPSequence(Samples, len(samples), out_type="cpu", dtype=None, seed=1).start() as batches:
+with cseq.MPSequence(
+    Samples, len(samples), out_type="cpu", dtype=None, seed=1
+).start() as batches:
     for images, labels in batches:
         print(images.shape, bool((images[:, 0, 0] % 10 == labels).all()))

@@ -16,14 +16,18 @@ class Rows:
 
 
 model = SGDClassifier(random_state=0)
-with cseq.MTSequence(Rows, 2000, batch_size=100, out_type="null", seed=1).start() as batches:
+with cseq.MTSequence(
+    Rows, 2000, batch_size=100, out_type="null", seed=1
+).start() as batches:
     for rows, labels in batches:
         model.partial_fit(rows, labels, classes=[0, 1])
 print(model.score(rows, labels) > 0.9)
 
-step = jax.jit(lambda w, x, y: w - 0.05 * jax.grad(lambda w: ((x @ w - y) ** 2).mean())(w))
+gradient = jax.grad(lambda w, x, y: ((x @ w - y) ** 2).mean())
+step = jax.jit(lambda w, x, y: w - 0.05 * gradient(w, x, y))
 weights = jax.numpy.zeros(4)
 with cseq.MTSequence(Rows, 2000, out_type=jax.device_put, seed=1).start() as batches:
     for rows, labels in batches:
         weights = step(weights, rows, labels)
-print(isinstance(rows, jax.Array), bool(jax.numpy.isfinite(weights).all()), "torch" in sys.modules)
+finite = bool(jax.numpy.isfinite(weights).all())
+print(isinstance(rows, jax.Array), finite, "torch" in sys.modules)

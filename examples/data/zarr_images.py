@@ -20,6 +20,8 @@ class Images:
         return self.images.oindex[indices], self.labels[indices]
 
 
-with cseq.MTSequence(Images, 100, out_type="cpu", dtype=None, seed=1).start() as batches:
+with cseq.MTSequence(
+    Images, 100, out_type="cpu", dtype=None, seed=1
+).start() as batches:
     for images, labels in batches:
         print(images.shape, bool((images[:, 0, 0] == labels).all()))

@@ -23,11 +23,18 @@ def train(resume=None, **options):
         generator=torch.Generator().manual_seed(7),
     )
     loader = fabric.setup_dataloaders(loader)
-    parts = {"net": net, "optimizer": optimizer, "loader": loader, "epoch": 0, "step": 0}
+    parts = {
+        "net": net,
+        "optimizer": optimizer,
+        "loader": loader,
+        "epoch": 0,
+        "step": 0,
+    }
     if resume:
         fabric.load(resume, parts)
     for epoch in range(parts["epoch"], 3):
-        parts["epoch"] = loader._num_iter_calls = epoch  # what a DistributedSampler is told
+        # Fabric passes this number to a DistributedSampler as the epoch.
+        parts["epoch"] = loader._num_iter_calls = epoch
         for batch in loader:
             fabric.backward(net(**batch)["loss"])
             optimizer.step()

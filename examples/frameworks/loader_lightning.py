@@ -37,8 +37,12 @@ def train(ckpt_path=None, every=5, **options):
         rng="batch",
         generator=torch.Generator().manual_seed(7),
     )
-    saver = ModelCheckpoint("checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1)
-    trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", callbacks=[saver], **options)
+    saver = ModelCheckpoint(
+        "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1
+    )
+    trainer = lightning.Trainer(
+        max_epochs=3, accelerator="cpu", callbacks=[saver], **options
+    )
     trainer.fit(Module(), loader, ckpt_path=ckpt_path)
 
 

@@ -24,4 +24,7 @@ class Net(torch.nn.Module):
 
     def forward(self, x, labels):
         logits = self.layer(x)
-        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+        return {
+            "loss": torch.nn.functional.cross_entropy(logits, labels),
+            "logits": logits,
+        }

@@ -10,7 +10,9 @@ from net import Net
 def train(resume=None):
     accelerator = Accelerator(cpu=True)  # makes the process group
     net = Net()
-    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-4))
+    net, optimizer = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=1e-4)
+    )
     with batches(shard="auto").start() as manager:
         accelerator.register_for_checkpointing(manager)
         if resume:

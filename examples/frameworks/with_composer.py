@@ -22,7 +22,8 @@ class SaveState(Callback):
         self.manager.load_state_dict(state)
 
     def fit_start(self, state, logger):
-        if self.manager.epoch > int(state.timestamp.epoch):  # saved with an epoch's last batch
+        # Then it was saved with an epoch's last batch.
+        if self.manager.epoch > int(state.timestamp.epoch):
             state.timestamp = state.timestamp.to_next_epoch()
 
 

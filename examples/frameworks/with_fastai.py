@@ -8,7 +8,7 @@ from net import Net
 
 
 class Save(Callback):
-    """Saves the network and the manager's state after every fifth batch, and after an epoch."""
+    """Saves network and manager after every fifth batch, and after an epoch."""
 
     def after_batch(self):
         if self.training and (self.iter + 1) % 5 == 0:

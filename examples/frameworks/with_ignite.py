@@ -22,8 +22,15 @@ def train(resume=None, every=5):
 
     with batches().start() as manager:
         trainer = Engine(step)
-        parts = {"trainer": trainer, "net": net, "optimizer": optimizer, "batches": manager}
-        saver = Checkpoint(parts, DiskSaver("checkpoints", require_empty=False), n_saved=None)
+        parts = {
+            "trainer": trainer,
+            "net": net,
+            "optimizer": optimizer,
+            "batches": manager,
+        }
+        saver = Checkpoint(
+            parts, DiskSaver("checkpoints", require_empty=False), n_saved=None
+        )
         trainer.add_event_handler(Events.ITERATION_COMPLETED(every=every), saver)
         figures = cseq.Stats.every(5, manager)
 

@@ -21,7 +21,8 @@ def train(resume=None, every=5):
     net = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(net, optax.sgd(1e-4), wrt=nnx.Param)
     with (
-        batches(out_type="null").start() as manager,  # numpy arrays; jax.device_put would do too
+        # NumPy arrays; out_type=jax.device_put would do, too.
+        batches(out_type="null").start() as manager,
         ocp.CheckpointManager(os.path.abspath("checkpoints")) as checkpoints,
     ):
         step = resume or 0
@@ -29,7 +30,8 @@ def train(resume=None, every=5):
             saved = checkpoints.restore(
                 resume,
                 args=ocp.args.Composite(
-                    net=ocp.args.StandardRestore(nnx.state(net)), batches=ocp.args.JsonRestore()
+                    net=ocp.args.StandardRestore(nnx.state(net)),
+                    batches=ocp.args.JsonRestore(),
                 ),
             )
             nnx.update(net, saved.net)

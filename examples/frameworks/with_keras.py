@@ -9,7 +9,7 @@ from data import batches
 
 
 class Figures(keras.callbacks.Callback):
-    """Adds cseq's figures to the logs of every so many batches, for the callbacks after it."""
+    """Adds cseq's figures to the logs every few batches, for the callbacks after it."""
 
     def __init__(self, manager, n=50):
         super().__init__()
@@ -24,7 +24,9 @@ class Figures(keras.callbacks.Callback):
 
 
 def network():
-    net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, activation="softmax")])
+    net = keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(3, activation="softmax")]
+    )
     net.compile("sgd", "sparse_categorical_crossentropy")
     return net
 
@@ -32,7 +34,8 @@ def network():
 def train(net, folder="checkpoints", every=5, **options):
     with batches(out_type="null").start() as manager:
         callbacks = [
-            keras.callbacks.ProgbarLogger(),  # shows what is in the logs before the figures are
+            # It shows what is in the logs before the figures are.
+            keras.callbacks.ProgbarLogger(),
             Figures(manager),
             SaveState(manager, folder, every),
         ]

@@ -21,16 +21,21 @@ class Module(lightning.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
-        self.log("loss", torch.nn.functional.cross_entropy(self.net(x), y), sync_dist=True)
+        loss = torch.nn.functional.cross_entropy(self.net(x), y)
+        self.log("loss", loss, sync_dist=True)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
 def train(ckpt_path=None, every=5, **options):
-    saver = ModelCheckpoint("checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1)
+    saver = ModelCheckpoint(
+        "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1
+    )
     callbacks = [saver, Monitor(every=50)]
-    trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", callbacks=callbacks, **options)
+    trainer = lightning.Trainer(
+        max_epochs=3, accelerator="cpu", callbacks=callbacks, **options
+    )
     data = DataModule(
         lambda: batches(shard="auto"), val=lambda: batches(shard="auto", shuffle=False)
     )

@@ -7,7 +7,8 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 import cseq
 
-reader = InMemoryMetricReader()  # PeriodicExportingMetricReader(OTLPMetricExporter()), say
+# In production: PeriodicExportingMetricReader(OTLPMetricExporter()).
+reader = InMemoryMetricReader()
 metrics.set_meter_provider(MeterProvider([reader]))
 
 manager = cseq.MPSequence(np.arange(6400), batch_size=32, out_type="null")
@@ -16,7 +17,8 @@ with manager.start() as batches:
     for name in before.as_dict("cseq."):
 
         def observe(options, name=name):
-            return [metrics.Observation(batches.stats().since(before).as_dict("cseq.")[name])]
+            figures = batches.stats().since(before).as_dict("cseq.")
+            return [metrics.Observation(figures[name])]
 
         meter.create_observable_gauge(name, [observe])
     for batch in batches:

@@ -16,7 +16,7 @@ def as_it_is(data, y=None, **options):
 
 
 class Save(Callback):
-    """Saves the network and the manager's state after every fifth batch, and after an epoch."""
+    """Saves network and manager after every fifth batch, and after an epoch."""
 
     def on_epoch_begin(self, net, dataset_train, **kwargs):
         self.batches, self.step = dataset_train, 0

@@ -15,7 +15,12 @@ class Frames:
 def train(keeps=300, batches=300):
     kept = []
     with cseq.MPSequence(
-        Frames, 4 * batches, batch_size=4, out_type="null", num_workers=2, memory_limit=2**28
+        Frames,
+        4 * batches,
+        batch_size=4,
+        out_type="null",
+        num_workers=2,
+        memory_limit=2**28,
     ).start() as loader:
         for batch in loader:
             kept.append(batch)

@@ -1,4 +1,4 @@
-"""The loop pauses for an evaluation; the workers could use that time, but have no room."""
+"""The loop pauses for an evaluation. The workers could use that time but lack room."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Now and then a batch takes a hundred times as long, and those after it wait for it."""
+"""Now and then a batch takes a hundred times as long. Those after it wait."""
 
 import time
 

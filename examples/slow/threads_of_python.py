@@ -11,7 +11,9 @@ class Parsed:
 
 
 def train(kind=cseq.MTSequence, batches=300):
-    with kind(Parsed, 4 * batches, batch_size=4, out_type="null", num_workers=2).start() as loader:
+    with kind(
+        Parsed, 4 * batches, batch_size=4, out_type="null", num_workers=2
+    ).start() as loader:
         for _ in loader:
             time.sleep(0.002)
     return loader
