@@ -40,8 +40,9 @@ TORCH ?= torch==2.13.0
 # On Linux, PyPI's torch brings gigabytes of CUDA: its project's own index has one without. A pip that is
 # configured to look elsewhere looks there.
 TORCH_INDEX ?= $(if $(filter Linux,$(shell uname)),$(shell \
-	$(PYTHON) -m pip config list | grep -qE 'index-url|find-links|no-index' || \
-	echo https://download.pytorch.org/whl/cpu))
+	case "$$($(PYTHON) -m pip config list)" in \
+	(*index-url*|*find-links*|*no-index*) ;; \
+	(*) echo https://download.pytorch.org/whl/cpu ;; esac))
 ARGS ?=
 JOBS ?= 3
 CASES ?=

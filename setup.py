@@ -189,6 +189,18 @@ def normalise(archive: Path, epoch: int) -> None:
     archive.write_bytes(packed)
 
 
+def description() -> str:
+    """Return README.md as a package index needs it, which has no files: with whole addresses."""
+    project = Path("pyproject.toml").read_text(encoding="utf-8")
+    urls = dict(re.findall(r'^(\w+) = "(https:.+?)/?"$', project, re.MULTILINE))
+    raw = urls["Source"].replace("github.com", "raw.githubusercontent.com")
+    page = r"\]\(docs/([\w/-]+)\.(?:md|rst)\b"
+    text = Path("README.md").read_text(encoding="utf-8")
+    text = re.sub(r"(!\[[^]]*\]\()", rf"\1{raw}/main/", text)
+    text = re.sub(page, rf"]({urls['Documentation']}/stable/\1.html", text)
+    return re.sub(r"\]\((?!https:)", f"]({urls['Source']}/blob/main/", text)
+
+
 # The extension modules, from the bottom up.
 MODULES = ["_memory", "_core", "_work", "_feed"]
 
@@ -213,4 +225,9 @@ core = [
     )
     for name in ([] if os.environ.get("CSEQ_PREBUILT") else MODULES)
 ]
-setup(cmdclass={"build_ext": BuildCore, "sdist": WriteSources}, ext_modules=core)
+setup(
+    cmdclass={"build_ext": BuildCore, "sdist": WriteSources},
+    ext_modules=core,
+    long_description=description(),
+    long_description_content_type="text/markdown",
+)

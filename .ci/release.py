@@ -41,6 +41,10 @@ def check(tag: str) -> None:
     date, _ = section()
     if not re.fullmatch(r"\d{4}-\d\d-\d\d", date):
         raise SystemExit(f"CHANGELOG.md says ({date}) of {version()}: write the date, YYYY-MM-DD")
+    if "No release is on a package index yet" in (ROOT / "README.md").read_text(encoding="utf-8"):
+        raise SystemExit(
+            "README.md says that no release is on a package index: write how to install it"
+        )
 
 
 if __name__ == "__main__":

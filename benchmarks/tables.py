@@ -141,8 +141,7 @@ class Run:
         self.cases = {case["name"]: case for case in report["cases"]}
         about = report["machine"]
         cpu, cores = re.sub(r"\(R\)| Processor.*", "", about["cpu"]), about["cores"]
-        version = ".".join(about["versions"]["cseq"].split(".")[:2])
-        self.machine = f"cseq {version} on {cores} cores of an {cpu}"
+        self.machine = f"cseq {about['versions']['cseq']} on {cores} cores of an {cpu}"
 
     def medians(self, case: str) -> dict[str, float]:
         """The figures of a case, by contender."""

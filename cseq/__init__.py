@@ -51,9 +51,17 @@ The modules; imports point down. Those with a star are a batch's way: read them 
 
 from __future__ import annotations
 
+import os
 import sys
 import typing
 
+# A module of a project named cseq on the package index, which installs into the same folder.
+if os.path.exists(f"{__path__[0]}/cli.py"):
+    raise ImportError(
+        f"{__path__[0]} has files of another project, which the package index calls cseq: run "
+        "`pip uninstall cseq cseq-loader`, then install cseq-loader",
+        name="cseq",
+    )
 try:
     from cseq._core import permutation
 except ModuleNotFoundError as error:

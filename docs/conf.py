@@ -15,6 +15,7 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 
 import figures  # noqa: E402 - docs/figures.py
 from docutils import nodes  # noqa: E402
+from sphinx import addnodes  # noqa: E402
 from sphinx.ext.autodoc.mock import mock  # noqa: E402
 from sphinx.util import logging  # noqa: E402
 
@@ -211,6 +212,16 @@ def link_to_files(app: Sphinx, name: str, source: list[str]) -> None:
     source[0] = LINK.sub(resolve, source[0])
 
 
+def find_pages_once(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """Have words of the index lead to their page or section, which the search lists once then."""
+    for node in doctree.findall(addnodes.index):
+        whole = node.parent.parent is doctree
+        for at, (kind, word, target, *rest) in enumerate(node["entries"]):
+            if target.startswith("index-"):
+                now = "" if whole else node.parent["ids"][0]
+                node["entries"][at] = (kind, word, now, *rest)
+
+
 def link_messages(app: Sphinx, doctree: nodes.document) -> None:
     """Give each row of the page of errors an address: the words of its message."""
     if app.env.docname != "reference/errors":
@@ -228,4 +239,5 @@ def setup(app: Sphinx) -> None:
     figures.setup(app)
     app.connect("source-read", link_to_files)
     app.connect("doctree-read", link_messages)
+    app.connect("doctree-resolved", find_pages_once)
     app.connect("build-finished", redirect)

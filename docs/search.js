@@ -24,6 +24,10 @@ const QUESTIONS = {
   "replace DataLoader": "how-to/from-dataloader",
   "MPSequence or DataLoader": "how-to/which-class",
   "cannot pickle": "reference/errors",
+  install: "tutorial/quickstart",
+  "install from source": "tutorial/quickstart",
+  "not on PyPI": "tutorial/quickstart",
+  windows: "reference/platforms",
 };
 
 const site = `${process.argv[2]}`;
@@ -51,6 +55,11 @@ for (const [question, expected] of Object.entries(QUESTIONS)) {
   if (first !== expected) {
     wrong += 1;
     console.log(`${question}: ${first}, not ${expected}`);
+  }
+  // An entry of the index is the page itself: the list has that once.
+  if (found.some((result) => result[2].startsWith("#index-"))) {
+    wrong += 1;
+    console.log(`${question}: a page stands there twice`);
   }
 }
 process.exit(wrong ? 1 : 0);

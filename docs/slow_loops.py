@@ -42,10 +42,7 @@ def measure(name: str) -> None:
         draw(stats, f"{name}-{moment}")
         rate = stats.batches / (stats.start_waited + stats.elapsed)
         text = f"{moment}, {rate:.3g} batches a second. {loader.advice()}"
-        said += [
-            textwrap.fill(line, 88, subsequent_indent="  ")
-            for line in text.splitlines()
-        ]
+        said += [textwrap.fill(line, 88, subsequent_indent="  ") for line in text.splitlines()]
     (FOUND / f"{name}.txt").write_text("\n".join(said) + "\n", encoding="utf-8")
     print(name, *said, sep="\n", flush=True)
 

@@ -44,12 +44,33 @@ def test_what_is_to_be_installed_has_the_name_of_this_distribution() -> None:
     """The project is cseq-loader; on the package index, cseq is the name of another one."""
     assert re.search(r'^name = "cseq-loader"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     wrong = re.compile(r"\bcseq" + r"\[\w|pip install '?cseq" + r"\b(?!-loader)")
+    warning = re.compile(r"(?<=Do not type `)[^`]+|`[^`]+`(?= installs another project)")
     found = {
         f"{path.relative_to(ROOT)}: {match[0]}"
         for path in texts()
-        for match in wrong.finditer(path.read_text(encoding="utf-8"))
+        for match in wrong.finditer(warning.sub("", path.read_text(encoding="utf-8")))
     }
     assert found == set()
+
+
+@needs_sources
+@needs_build_tools
+def test_the_description_has_whole_addresses(sources: Path) -> None:
+    """A package index shows README.md without the repository: each link has a page or a file."""
+    project = (sources / "pyproject.toml").read_text(encoding="utf-8")
+    urls = dict(re.findall(r'^(\w+) = "(.+?)/?"$', project, re.MULTILINE))
+    site, source = f"{urls['Documentation']}/stable/", f"{urls['Source']}/blob/main/"
+    raw = source.replace("github.com", "raw.githubusercontent.com").replace("blob/", "")
+    done = setup(sources, "--long-description", PYTHONIOENCODING="utf-8")
+    links = re.findall(r"\]\(([^)\s#]+)", done.stdout)
+    pages = [link.removeprefix(site) for link in links if link.startswith(site)]
+    files = [link.removeprefix(start) for start in (source, raw) for link in links if start in link]
+    assert len(pages) > 10
+    assert len(files) > 5
+    assert len(links) == len(pages) + len(files)
+    names = [f"docs/{page.removesuffix('.html')}" for page in pages]
+    assert [n for n in names if not any((ROOT / n).parent.glob(f"{Path(n).name}.*"))] == []
+    assert [name for name in files if not (ROOT / name).exists()] == []
 
 
 @needs_sources
@@ -79,24 +100,32 @@ CHANGES = """# Changelog
 
 @pytest.mark.skipif(not RELEASE.exists(), reason="not a checkout")
 @pytest.mark.parametrize(
-    ("version", "date", "tag", "said"),
+    ("version", "date", "tag", "readme", "said"),
     [
-        ("1.2.0", "2026-03-04", "v1.2.0", ""),
-        ("1.2.0rc1", "2026-03-04", "v1.2.0rc1", ""),
-        ("1.2.0", "2026-03-04", "v1.3.0", "tag v1.2.0"),
-        ("1.2.0.dev0", "2026-03-04", "v1.2.0", "tag v1.2.0.dev0"),
-        ("1.2.0", "unreleased", "v1.2.0", "write the date"),
-        ("1.4.0", "2026-03-04", "v1.4.0", "no section '## 1.4.0"),
+        ("1.2.0", "2026-03-04", "v1.2.0", "", ""),
+        ("1.2.0rc1", "2026-03-04", "v1.2.0rc1", "", ""),
+        ("1.2.0", "2026-03-04", "v1.3.0", "", "tag v1.2.0"),
+        ("1.2.0.dev0", "2026-03-04", "v1.2.0", "", "tag v1.2.0.dev0"),
+        ("1.2.0", "unreleased", "v1.2.0", "", "write the date"),
+        ("1.4.0", "2026-03-04", "v1.4.0", "", "no section '## 1.4.0"),
+        (
+            "1.2.0",
+            "2026-03-04",
+            "v1.2.0",
+            "No release is on a package index yet.",
+            "how to install",
+        ),
     ],
 )
 def test_a_release_is_of_its_tag(
-    tmp_path: Path, version: str, date: str, tag: str, said: str
+    tmp_path: Path, version: str, date: str, tag: str, readme: str, said: str
 ) -> None:
-    """A tag other than the version, or a version without a dated section, is refused."""
+    """Another tag than the version, no dated section, or an old first command is refused."""
     for folder in ("cseq", ".ci"):
         (tmp_path / folder).mkdir()
     (tmp_path / "cseq" / "__init__.py").write_text(f'"""cseq."""\n\n__version__ = "{version}"\n')
     (tmp_path / "CHANGELOG.md").write_text(CHANGES.format(date))
+    (tmp_path / "README.md").write_text(readme)
     script = shutil.copy2(RELEASE, tmp_path / ".ci")
 
     def run(*args: str) -> subprocess.CompletedProcess[str]:
@@ -244,20 +273,35 @@ def test_which_wheels_are_published(system: str, machine: str, names: list[str])
     assert set(done.stdout.split()) == {f"{python}-{name}" for python in PYTHONS for name in names}
 
 
-@needs_sources
-def test_sources_that_are_not_built_say_what_to_do(sources: Path) -> None:
-    """`import cseq` in a source tree without the core ends with the remedy."""
+def refusal(folder: Path) -> str:
+    """Import cseq from a folder, and return the last line of the traceback."""
     libraries = str(Path(np.__file__).resolve().parents[1])
     done = subprocess.run(
         [sys.executable, "-S", "-c", "import cseq"],  # without what an editable install finds
-        cwd=sources,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(sources), libraries])},
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), libraries])},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
+    return done.stderr.strip().splitlines()[-1]
+
+
+@needs_sources
+def test_sources_that_are_not_built_say_what_to_do(sources: Path) -> None:
+    """`import cseq` in a source tree without the core ends with the remedy."""
+    last = refusal(sources)
     assert last.startswith("ImportError: cseq's compiled core is not built for this Python")
     assert str(sources / "cseq") in last
     assert "`pip install .` or `make build`" in last
+
+
+@needs_sources
+def test_files_of_another_project_in_the_folder_are_refused(tmp_path: Path) -> None:
+    """The project that an index calls cseq installs into the same folder: the error says so."""
+    shutil.copytree(PACKAGE, tmp_path / "cseq", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "cseq" / "cli.py").write_text("def main(): ...\n", encoding="utf-8")
+    last = refusal(tmp_path)
+    assert last.startswith(f"ImportError: {tmp_path / 'cseq'} has files of another project")
+    assert "`pip uninstall cseq cseq-loader`" in last
