@@ -15,8 +15,10 @@ from cseq.converter import output as outputs
 from cseq.manager import Manager, reporting
 from cseq.order import checkpoint
 from cseq.order import shard as shards
+from cseq.order.base import kind
 from cseq.order.place import Place
 from cseq.order.sampler import RankSampler, Sampler
+from cseq.order.shuffled import Sequential, Shuffled
 from cseq.pools import remake as remaking
 
 if TYPE_CHECKING:
@@ -220,10 +222,18 @@ class MSequence(Manager, Generic[B_co]):
         """Name the arguments and the state; shard='auto' is not resolved for this."""
         with self._look():
             auto, run, sampler = self._job.auto, self._run, self._sampler
+            order = sampler.order
             yield "samples", f"{self.dset_size:,}"
             if self._shard is not None:
                 yield "batches", f"{sampler.length:,}"
-            yield "batch_size", "the order's" if sampler.order.is_batch else f"{self.batch_size:,}"
+            yield "batch_size", "the order's" if order.is_batch else f"{self.batch_size:,}"
+            if not isinstance(order, (Sequential, Shuffled)):
+                yield "order", repr(order)
+            if sampler.drop_last and self._shard is not None:
+                yield (
+                    "drop_last",
+                    f"{order.units - sampler.end():,} of {order.units:,} {kind(order)}",
+                )
             workers, buffer = run.pool.size if run and any(auto) else self._job.start
             said = f"{workers} {KINDS[self._thread_type]}" if workers else "0"
             yield "workers", f"auto: {said}" if auto[0] else said
@@ -237,7 +247,7 @@ class MSequence(Manager, Generic[B_co]):
             epoch, position, _ = self._place.now(sampler)
             yield "epoch", f"{epoch}"
             if position:
-                yield "place", f"{position:,} samples in"
+                yield "place", f"{position:,} {kind(order)} in"
             yield "state", self._state
 
     @property

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from cseq._core import Reader
 
-__all__ = ["MOST_SAMPLES", "MOST_SEED", "WORD", "Ints", "Order", "Read", "passes", "spans"]
+__all__ = ["MOST_SAMPLES", "MOST_SEED", "WORD", "Ints", "Order", "Read", "kind", "passes", "spans"]
 
 MOST_SAMPLES = 2**48
 MOST_SEED = WORD = 2**64 - 1
@@ -182,6 +182,11 @@ class Order:
             reader.samples(epoch, k * size, min(size, self.units - k * size))[0].tolist()
             for k in range(count("start", start, 0), last)
         ]
+
+
+def kind(order: Order) -> str:
+    """Name what the units of an order are."""
+    return "batches" if order.is_batch else "rows of samples" if order.room > 1 else "samples"
 
 
 def called(order: Order, seed: int, epoch: int, units: Ints) -> Read:

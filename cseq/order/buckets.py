@@ -47,7 +47,7 @@ class Buckets(Recipes):
         This many batches of one bucket, or of neighbouring ones, come in a row, so that ranks have
         equal work in a step. The number of ranks should divide it.
     too_long : 'error' or 'drop'
-        What to do with samples that are longer than the budget.
+        What to do with samples that are longer than the budget. See `Packed`.
     longest_first : bool
         Put a batch of the longest bucket among the first `together` of every epoch, so that a lack
         of memory shows at once.
@@ -56,7 +56,7 @@ class Buckets(Recipes):
     --------
     >>> order = cseq.Buckets([3, 5, 4, 9, 10, 3], budget=12, ratio=2, together=1)
     >>> order
-    <Buckets: 3 buckets, 4 batches, 89.5 % of tokens used, 1–2 samples a batch>
+    <Buckets: 3 buckets, 4 batches, at most 10.5 % padding, 1–2 samples a batch>
     >>> sorted(map(sorted, order.batches(seed=1)))
     [[0, 5], [1, 2], [3], [4]]
     """
@@ -87,8 +87,8 @@ class Buckets(Recipes):
         classes = checked.classes(self.bounds)
         self._cut(checked.count, classes, sizes, together, longest_first=longest_first)
         padded = float(classes.sizes.astype(np.float64) @ self.bounds)
-        self._used = f", {checked.total / padded:.1%} of tokens used".replace("%", " %")
-        self._left_out = f"; {checked.dropped:,} samples are too long" if checked.dropped else ""
+        self._padding = f", at most {100 * (1 - checked.total / padded):.3g} % padding"
+        self._left_out = checked.left_out()
         self._facts = {
             "lengths": checked.fingerprint,
             "budget": budget,
@@ -122,7 +122,7 @@ class Buckets(Recipes):
         order.bounds = np.empty(0, np.int64)
         each = np.array([_size(sizes, label) for label in checked.values.tolist()], np.int64)
         order._cut(len(checked.classes.table), checked.classes, each, together)
-        order._used = order._left_out = ""
+        order._padding = order._left_out = ""
         order._facts = {"labels": checked.fingerprint, "sizes": fingerprint(each)}
         return order
 
@@ -159,7 +159,7 @@ class Buckets(Recipes):
     def describe(self) -> str:
         """Describe an epoch."""
         return (
-            f"{self._buckets:,} buckets, {self.units:,} batches{self._used}, "
+            f"{self._buckets:,} buckets, {self.units:,} batches{self._padding}, "
             f"{self.fewest:,}–{self.room:,} samples a batch{self._left_out}"
         )
 

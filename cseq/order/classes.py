@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,6 +26,7 @@ MOST_SAMPLES = 2**32  # a sample takes 4 bytes of the table
 MOST_BUDGET = 2**62
 Drawn: TypeAlias = "tuple[Permutation, int, int, Members]"  # `turn` is added to a group's number
 DENSE = 2**16  # a table may be longer by this than the values are many
+LITTLE = 0.01  # of the samples or tokens may be left out without a warning
 
 
 class Classes:
@@ -84,7 +86,7 @@ class Lengths:
 
     def __init__(self, lengths: ArrayLike, budget: int, too_long: str) -> None:
         self.values = one_dimensional("lengths", lengths)
-        self.count = len(self.values)
+        self.count, self.budget = len(self.values), budget
         drop = choice("too_long", too_long, ("error", "drop")) == "drop"
         if self.values.dtype.kind not in "iu":
             raise TypeError(
@@ -92,6 +94,7 @@ class Lengths:
                 "integers of at least 1, such as numpy.ceil(lengths).astype(int)"
             )
         self.shortest, self.longest, self.total, self.dropped = budget, 0, 0.0, 0
+        self.lost = 0.0  # tokens
         for start, chunk in _chunks(self.values):
             low, high, kept = int(chunk.min()), int(chunk.max()), chunk
             if low < 1:
@@ -108,12 +111,29 @@ class Lengths:
                     )
                 kept = chunk[chunk <= budget]
                 self.dropped += len(chunk) - len(kept)
+                self.lost += float(chunk[chunk > budget].sum(dtype=np.float64))
                 high = int(kept.max(initial=0))
             self.shortest, self.longest = min(self.shortest, low), max(self.longest, high)
             self.total += float(kept.sum(dtype=np.float64))
         if self.dropped == self.count:
             raise ValueError(f"all {self.count} lengths exceed budget={budget}; give a larger one")
         self.fingerprint = fingerprint(self.values)
+
+    def left_out(self) -> str:
+        """Say what is dropped, for `describe`; warn of more than a little."""
+        if not self.dropped:
+            return ""
+        samples, tokens = self.dropped / self.count, self.lost / (self.lost + self.total)
+        said = (
+            f"{self.dropped:,} of {self.count:,} samples, with {100 * tokens:.4g} % of all tokens"
+        )
+        if max(samples, tokens) > LITTLE:
+            warnings.warn(
+                f"too_long='drop' leaves out {said}, since they exceed budget={self.budget}; cut "
+                "them, or give a larger budget, to train on these",
+                stacklevel=3,
+            )
+        return f"; left out as too long: {said}"
 
     def distinct(self) -> Ints:
         """Return each length once, ascending, without those that are left out."""
@@ -245,7 +265,7 @@ def one_dimensional(name: str, given: ArrayLike) -> NDArray[Any]:
     if values.ndim != 1:
         raise ValueError(f"{name} has shape {values.shape}; give a list of one value per sample")
     if not len(values):
-        raise ValueError(f"{name} is empty; give at least one value, and one per sample")
+        raise ValueError(f"{name} is empty; give at least one value, or leave an empty source out")
     if len(values) > MOST_SAMPLES:
         raise ValueError(f"{name} has {len(values)} values; give at most {MOST_SAMPLES}")
     return values

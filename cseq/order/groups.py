@@ -45,11 +45,11 @@ class Groups(Order):
 
     Examples
     --------
-    >>> order = cseq.Groups([0, 1, 2, 0, 1, 2, 0, 1], classes=2, samples=2)
+    >>> order = cseq.Groups([0, 1, 2, 0, 1, 2, 0, 1, 0], classes=3, samples=2)
     >>> order
-    <Groups: 2 batches of 2 classes with 2 samples of each, of 3 classes>
+    <Groups: 2 batches of 3 of 3 classes, 2 samples of each; on average, samples come 1–2× an epoch>
     >>> order.batches(seed=1)
-    [[0, 3, 5, 2], [5, 2, 4, 1]]
+    [[0, 3, 5, 2, 4, 7], [5, 2, 4, 1, 6, 8]]
     """
 
     name = "groups-v1"
@@ -102,9 +102,14 @@ class Groups(Order):
 
     def describe(self) -> str:
         """Describe an epoch."""
+        sizes, rest = self.classes.sizes, self.classes.count % self.chosen
+        often = self.units * self.room / self.classes.count
+        least, most = (f"{often / size:.3g}" for size in (sizes.max(), sizes.min()))
+        left_out = f"; each round leaves out {rest:,} classes" if rest else ""
         return (
-            f"{self.units:,} batches of {self.chosen:,} classes with {self.each:,} samples of "
-            f"each, of {self.classes.count:,} classes"
+            f"{self.units:,} batches of {self.chosen:,} of {self.classes.count:,} classes, "
+            f"{self.each:,} samples of each; on average, samples come "
+            f"{least if least == most else f'{least}–{most}'}× an epoch{left_out}"
         )
 
     def reader(self, seed: int) -> Reader:

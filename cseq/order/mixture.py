@@ -16,7 +16,7 @@ import numpy as np
 
 from cseq._core import AHEAD, MIXTURE, ArrayReader, seed_of, shuffle
 from cseq.check import choice, count
-from cseq.order.base import MOST_SAMPLES, WORD, Order, passes, spans
+from cseq.order.base import MOST_SAMPLES, WORD, Order, kind, passes, spans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -370,11 +370,6 @@ def _quotas(weights: Sequence[float], block: int) -> list[int]:
     return quotas
 
 
-def _kind(order: Order) -> str:
-    """Name what the units of an order are."""
-    return "batches" if order.is_batch else "rows of samples" if order.room > 1 else "samples"
-
-
 def _sources(sources: Mapping[str, Order]) -> dict[str, Order]:
     """Check `sources`."""
     if not hasattr(sources, "keys") or not sources:
@@ -390,10 +385,10 @@ def _sources(sources: Mapping[str, Order]) -> dict[str, Order]:
             raise TypeError(f"sources[{name!r}]={order!r} is not a cseq.Order; give one")
         if order.samples is None:
             raise ValueError(f"sources[{name!r}]={order!r}: give it the number of its samples")
-        if _kind(order) != _kind(first):
+        if kind(order) != kind(first):
             raise ValueError(
-                f"the units of sources[{name!r}] are {_kind(order)}, but sources"
-                f"[{next(iter(known))!r}] has {_kind(first)}; give orders with units of one kind"
+                f"the units of sources[{name!r}] are {kind(order)}, but sources"
+                f"[{next(iter(known))!r}] has {kind(first)}; give orders with units of one kind"
             )
     return known
 

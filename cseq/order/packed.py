@@ -41,13 +41,14 @@ class Packed(Recipes):
         Lengths are rounded up to a multiple of it. More samples can then replace each other, and
         rows are less full.
     too_long : 'error' or 'drop'
-        What to do with samples that are longer than the budget.
+        What to do with samples that are longer than the budget. `describe` says how many tokens
+        are dropped; a warning, if they are more than 1 % of all, or of the samples.
 
     Examples
     --------
     >>> order = cseq.Packed([3, 5, 4, 9, 10, 3], budget=12)
     >>> order
-    <Packed: 3 rows, 94.44 % of tokens used, 1–3 samples a row>
+    <Packed: 3 rows, filled to 94.44 %, 1–3 samples a row>
     >>> sorted(map(sorted, order.batches(seed=1)))
     [[0, 1, 2], [3, 5], [4]]
     """
@@ -73,7 +74,7 @@ class Packed(Recipes):
         copies, first, parts = best_fit(lengths_of, classes.sizes, rooms)
         super().__init__(checked.count, classes, copies, first, parts)
         self._used = checked.total / (self.units * budget)
-        self._left_out = f"; {checked.dropped:,} samples are too long" if checked.dropped else ""
+        self._left_out = checked.left_out()
         self._facts = {
             "lengths": checked.fingerprint,
             "budget": budget,
@@ -84,7 +85,7 @@ class Packed(Recipes):
     def describe(self) -> str:
         """Describe an epoch."""
         return (
-            f"{self.units:,} rows, {100 * self._used:.4g} % of tokens used, "
+            f"{self.units:,} rows, filled to {100 * self._used:.4g} %, "
             f"{self.fewest:,}–{self.room:,} samples a row{self._left_out}"
         )
 

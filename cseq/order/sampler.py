@@ -19,6 +19,7 @@ may have one batch less than others.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +28,7 @@ import numpy as np
 
 from cseq._core import AHEAD, ArrayReader, OrderSource, gather
 from cseq.check import count
-from cseq.order.base import MOST_SAMPLES, MOST_SEED
+from cseq.order.base import MOST_SAMPLES, MOST_SEED, kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from cseq.order.base import Ints, Order, Read
 
 __all__ = ["RankSampler", "Sampler"]
+
+log = logging.getLogger("cseq")
 
 
 class Cut(NamedTuple):
@@ -114,6 +117,14 @@ class Sampler:
         self._stride = self.batch_size * self.world_size  # units of a global batch
         self._reader = self._make_reader()
         self.length = self.cut_at(0).batches
+        if not self.length and drop_last and self.order.units:
+            log.warning(
+                "an epoch has no batch: drop_last=True leaves out all %d %s, since a batch of all "
+                "ranks has %d; give a smaller batch_size, or drop_last=False",
+                self.order.units,
+                kind(self.order),
+                self._stride,
+            )
 
     def changed(
         self,

@@ -24,7 +24,9 @@ class Samples(Order):
 
     def __init__(self, samples: int | None = None) -> None:
         if samples is not None:
-            self.samples = self.units = count("samples", samples, 1, MOST_SAMPLES)
+            self.samples = self.units = count("samples", samples, 0, MOST_SAMPLES)
+            if not self.units:
+                raise ValueError("samples=0: give one at least, or leave an empty source out")
 
     def over(self, samples: int) -> Self:
         """Return the order over so many samples."""

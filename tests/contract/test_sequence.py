@@ -66,7 +66,11 @@ def test_repr() -> None:
             "MPSequence(samples=10,000,000, batches=1,250,000, batch_size=4, workers=0, seed=3, "
             "rank 1 of 2, epoch=0, 8 samples in, in its own 'with')"
         )
-    assert "batch_size=the order's, " in repr(MTSequence(Indices1, order=cseq.Buckets([1, 2], 4)))
+    order = cseq.Buckets([1, 2], 4)
+    shown = repr(MTSequence(Indices1, order=order))
+    assert f"batch_size=the order's, order={order!r}, " in shown
+    manager = MTSequence(Indices1, 10, batch_size=4, drop_last=True, out_type="null")
+    assert ", drop_last=2 of 10 samples, " in repr(manager)
     drawn = make_small()
     assert f"seed={drawn.seed} (drawn)" in repr(drawn)
     html = drawn._repr_html_()

@@ -47,29 +47,51 @@ def test_boundaries_are_the_buckets() -> None:
 
 
 def test_it_says_what_an_epoch_has() -> None:
-    """Buckets, batches, tokens used, the smallest and the largest batch."""
+    """Buckets, batches, the most padding, the smallest and the largest batch."""
     lengths = spread(20_000)
     order = cseq.Buckets(lengths, 16384, most=512)
     batches = epoch(order)
     bounds = order.bounds[np.searchsorted(order.bounds, lengths)]
     assert order.describe() == (
-        f"56 buckets, {len(batches)} batches, {100 * lengths.sum() / bounds.sum():.1f} % of tokens "
-        f"used, {min(map(len, batches))}–{max(map(len, batches))} samples a batch"
+        f"56 buckets, {len(batches)} batches, at most "
+        f"{100 - 100 * lengths.sum() / bounds.sum():.3g} % padding, "
+        f"{min(map(len, batches))}–{max(map(len, batches))} samples a batch"
     )
     assert lengths.sum() / bounds.sum() > 0.95
 
 
-def test_samples_that_are_too_long_can_be_left_out() -> None:
-    """They are in no batch, and counted; indices stay those of the data."""
-    lengths = spread(1000)
-    order = cseq.Buckets(lengths, 500, too_long="drop")
-    kept = np.flatnonzero(lengths <= 500)
-    assert sorted(np.concatenate(epoch(order))) == kept.tolist()
-    assert order.samples == 1000
-    assert order.describe().endswith(f"; {1000 - len(kept)} samples are too long")
-    assert cseq.Buckets(np.array([5, 2**64 - 1], np.uint64), 9, too_long="drop").units == 1
+@pytest.mark.parametrize("kind", [cseq.Buckets, cseq.Packed])
+def test_samples_that_are_too_long_can_be_left_out(kind: Any) -> None:
+    """They are in no batch; how many there are, and their tokens, are said, and a warning."""
+    lengths = spread(100_000)
+    kept = lengths <= 500
+    with pytest.warns(UserWarning, match=r"too_long='drop' leaves out .* budget=500; cut") as told:
+        order = kind(lengths, 500, too_long="drop")
+    (warning,) = told
+    assert warning.filename == __file__
+    assert sorted(np.concatenate(epoch(order))) == np.flatnonzero(kept).tolist()
+    assert order.samples == 100_000
+    said = (
+        f"{100_000 - kept.sum():,} of 100,000 samples, with "
+        f"{100 * lengths[~kept].sum() / lengths.sum():.4g} % of all tokens"
+    )
+    assert said in str(warning.message)
+    manager = cseq.MTSequence(np.arange(100_000), order=order, out_type="null")
+    assert all(f"; left out as too long: {said}" in repr(each) for each in (order, manager))
 
 
+@pytest.mark.parametrize("kind", [cseq.Buckets, cseq.Packed])
+def test_a_warning_is_for_more_than_a_little(kind: Any) -> None:
+    """Up to 1 % of the samples, and of the tokens, are only said; none are not."""
+    few = kind(np.repeat([20, 50], [9_997, 3]), 20, too_long="drop")
+    assert "3 of 10,000 samples, with 0.07497 % of all tokens" in few.describe()
+    assert "left out" not in kind(np.repeat([20, 50], [9_997, 3]), 50, too_long="drop").describe()
+    for lengths in (np.repeat([20, 20_000], [9_997, 3]), np.repeat([20, 21], [98, 2])):
+        with pytest.warns(UserWarning, match="leaves out"):
+            kind(lengths, 20, too_long="drop")
+
+
+@pytest.mark.filterwarnings("ignore:too_long='drop' leaves out")
 def test_huge_lengths() -> None:
     """They are told apart beyond the integers of a double, in any type; so is what is too long."""
     lengths = np.array([2**61, 2**61 + 1, 5, 2**62 - 1, 2**62 + 7], np.uint64)
@@ -78,6 +100,7 @@ def test_huge_lengths() -> None:
         assert sorted(map(sorted, epoch(order))) == [[0], [1], [2], [3]]
         order = cseq.Buckets(values, 2**62, ratio=2, too_long="drop")
         assert sorted(np.concatenate(epoch(order))) == [0, 1, 2, 3]
+    assert cseq.Buckets(np.array([5, 2**64 - 1], np.uint64), 9, too_long="drop").units == 1
 
 
 # ── what is refused ───────────────────────────────────────────────────────────────────────────

@@ -14,8 +14,20 @@ def test_an_epoch_is_as_long_as_the_data() -> None:
     labels = ["a", "b", "c"] * 9
     order = cseq.Groups(labels, classes=2, samples=5)
     assert order.units == 3
-    assert repr(order) == "<Groups: 3 batches of 2 classes with 5 samples of each, of 3 classes>"
     assert cseq.Groups(labels, 2, 5, epoch_size=100).units == 100
+
+
+def test_it_says_what_comes_more_often_than_once() -> None:
+    """How often a sample comes on average, and how many classes do not fill a batch."""
+    order = cseq.Groups(list("abcabcabd"), 2, 3, epoch_size=4, repeat_small=True)
+    assert repr(order) == (
+        "<Groups: 4 batches of 2 of 4 classes, 3 samples of each; on average, samples come "
+        "2–6× an epoch>"
+    )
+    assert cseq.Groups(list("abc") * 4, 2, 2, epoch_size=3).describe() == (
+        "3 batches of 2 of 3 classes, 2 samples of each; on average, samples come 1× an epoch; "
+        "each round leaves out 1 classes"
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,6 @@ def test_a_rounded_length_may_exceed_the_budget() -> None:
     assert sorted(map(sorted, rows(order))) == [[0], [1], [2], [3]]
 
 
-def test_samples_that_are_too_long_can_be_left_out() -> None:
-    """They are in no row, and counted."""
-    order = cseq.Packed([5, 50, 6, 99], 12, too_long="drop")
-    assert sorted(np.concatenate(rows(order))) == [0, 2]
-    assert order.describe().endswith("; 2 samples are too long")
-
-
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [

@@ -91,6 +91,19 @@ def test_without_padding(n: int, size: int, world: int, consumed: int, seed: int
     assert left_out == [epoch(one) for one in ranks(world, n, batch_size=size, drop_last=True)]
 
 
+def test_an_epoch_without_batches_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """If drop_last leaves out all that there is, the log has the numbers, and what to do."""
+    sampler(8, batch_size=4, drop_last=True, world_size=2)
+    sampler(7, batch_size=4, world_size=2)
+    assert not caplog.messages
+    sampler(7, batch_size=4, drop_last=True, world_size=2)
+    (message,) = caplog.messages
+    assert message == (
+        "an epoch has no batch: drop_last=True leaves out all 7 samples, since a batch of all "
+        "ranks has 8; give a smaller batch_size, or drop_last=False"
+    )
+
+
 # ── samples that are given ────────────────────────────────────────────────────────────────────
 
 
