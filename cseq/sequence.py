@@ -529,7 +529,7 @@ class MSequence(Manager, Generic[B_co]):
             world_size = (self._shard or shards.asked()).world_size
             return checkpoint.make(self._sampler, world_size, epoch, position)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
         """Make the next ``iter()`` continue from the position in a state.
 
         The number and kind of workers, `batch_size` and the number of ranks may differ: the present
@@ -540,6 +540,9 @@ class MSequence(Manager, Generic[B_co]):
         state : dict
             What `state_dict` returned, in this program or another, directly or after JSON or
             `torch.save`. The dict itself is not kept.
+        strict : bool
+            False: the data or the order may have changed. The epoch continues at the same position
+            of the present order, so samples may come twice or not at all.
 
         Raises
         ------
@@ -567,7 +570,9 @@ class MSequence(Manager, Generic[B_co]):
         [2 3] [4 5] [6 7]
         """
         with self._alone():
-            sampler, *at = checkpoint.load(state, self._sampler, any_seed=self._drawn)
+            sampler, *at = checkpoint.load(
+                state, self._sampler, any_seed=self._drawn, strict=flag("strict", strict)
+            )
             if sampler is not self._sampler:
                 self._refuse_inside_with("load_state_dict")
                 self._end()

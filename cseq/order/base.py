@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["MOST_SAMPLES", "MOST_SEED", "WORD", "Ints", "Order", "Read", "kind", "passes", "spans"]
 
 MOST_SAMPLES = 2**48
+AGAIN = (
+    "make it with the same, or call load_state_dict(state, strict=False) to continue at the same "
+    "position of what is here"
+)
 MOST_SEED = WORD = 2**64 - 1
 Ints: TypeAlias = "NDArray[np.int64]"
 Read: TypeAlias = "tuple[NDArray[np.integer[Any]], Ints | None]"  # samples; the size of each unit
@@ -142,7 +146,7 @@ class Order:
             if ours.get(key) != facts.get(key):
                 raise ValueError(
                     f"the state has an order with {key}={facts.get(key)!r}, but here it has "
-                    f"{key}={ours.get(key)!r}; make it with the same, or do not load this state"
+                    f"{key}={ours.get(key)!r}; {AGAIN}"
                 )
         return self
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from cseq.check import count
-from cseq.order.base import MOST_SEED
+from cseq.order.base import AGAIN, MOST_SEED
 from cseq.order.shuffled import Sequential
 
 if TYPE_CHECKING:
@@ -13,14 +14,19 @@ if TYPE_CHECKING:
 
 __all__ = ["load", "make"]
 
-VERSION = 2
+VERSION = 3
 
 
 def make(sampler: Sampler, world_size: int, epoch: int, consumed: int) -> dict[str, Any]:
-    """Describe a position in the epochs of a sampler by a few JSON values."""
+    """Describe a position in the epochs of a sampler by a few JSON values.
+
+    All states of a manager have the same keys, and no value is a dict: torch's distributed
+    checkpoints restore only the keys that the state of a new manager has.
+    """
     return {
         "version": VERSION,
-        "order": sampler.order.facts(),
+        "order": sampler.facts,
+        "indices": sampler.fingerprint,
         "seed": sampler.seed,
         "batch_size": sampler.batch_size,
         "world_size": world_size,
@@ -30,28 +36,51 @@ def make(sampler: Sampler, world_size: int, epoch: int, consumed: int) -> dict[s
     }
 
 
-def _facts(state: dict[str, Any]) -> dict[str, Any]:
-    """Return what a state says of its order; version 1 knew samples one by one."""
-    version = state.get("version")
-    if version not in (1, VERSION):
+def _from_1(state: dict[str, Any]) -> dict[str, Any]:
+    """Lift a state of version 1, which knew samples one by one."""
+    name = state["algorithm"] if state["shuffle"] else Sequential.name
+    return {**state, "version": 2, "order": {"name": name, "samples": state["dset_size"]}}
+
+
+def _from_2(state: dict[str, Any]) -> dict[str, Any]:
+    """Lift a state of version 2, which had a dict of the order and did not know the indices."""
+    if not isinstance(state["order"], dict):
+        raise TypeError(f"the state has order={state['order']!r}; give what state_dict() returned")
+    return {**state, "version": 3, "order": json.dumps(state["order"])}
+
+
+LIFTS = {1: _from_1, 2: _from_2}
+
+
+def _lifted(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a state as this version writes it, and what it says of its order."""
+    try:
+        while (version := state.get("version")) in LIFTS:
+            state = LIFTS[version](state)
+        missing = {"order", "seed", "epoch", "consumed"} - state.keys()
+    except KeyError as error:
+        missing = {error.args[0]}
+    if missing and version in (*LIFTS, VERSION):
+        raise ValueError(f"the state lacks {sorted(missing)}; give what state_dict() returned")
+    if version != VERSION:
         raise ValueError(
             f"the state has version={version!r}, this cseq reads 1 to {VERSION}; load it with the "
             "version of cseq that it was made with"
         )
-    needed = {"algorithm", "dset_size", "shuffle"} if version == 1 else {"order"}
-    missing = (needed | {"seed", "epoch", "consumed"}) - state.keys()
-    if missing:
-        raise ValueError(f"the state lacks {sorted(missing)}; give what state_dict() returned")
-    if version == 1:
-        name = state["algorithm"] if state["shuffle"] else Sequential.name
-        return {"name": name, "samples": state["dset_size"]}
-    facts = state["order"]
+    try:
+        facts = json.loads(state["order"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the state has order={state['order']!r}; give what state_dict() returned"
+        ) from error
     if not isinstance(facts, dict):
         raise TypeError(f"the state has order={facts!r}; give what state_dict() returned")
-    return facts
+    return state, facts
 
 
-def load(state: dict[str, Any], sampler: Sampler, *, any_seed: bool) -> tuple[Sampler, int, int]:
+def load(
+    state: dict[str, Any], sampler: Sampler, *, any_seed: bool, strict: bool = True
+) -> tuple[Sampler, int, int]:
     """Return the sampler that goes on with a state, and the state's epoch and units consumed.
 
     Raises
@@ -59,16 +88,27 @@ def load(state: dict[str, Any], sampler: Sampler, *, any_seed: bool) -> tuple[Sa
     TypeError
         The state is no dict, or a number in it is none.
     ValueError
-        The state is of another order, or of another seed, unless `any_seed`; or a number in it is
-        too large or too small.
+        The state is of another order or list of indices, unless it is not `strict`; or of another
+        seed, unless `any_seed`; or a number in it is too large or too small.
     """
     if not isinstance(state, dict):
         raise TypeError(f"state={state!r}: give the dict that state_dict() returned")
-    facts = _facts(state)
+    state, facts = _lifted(state)
     seed = count("seed", state["seed"], 0, MOST_SEED)
     epoch = count("epoch", state["epoch"], 0, MOST_SEED)
     consumed = count("consumed", state["consumed"], least=0)
-    order = sampler.order.resumed(facts, seed, epoch, consumed)
+    order = sampler.order
+    try:
+        order = order.resumed(facts, seed, epoch, consumed)
+        there = state.get("indices", sampler.fingerprint)
+        if there != sampler.fingerprint:
+            raise ValueError(
+                f"the state is of a list of indices with the fingerprint {there}, and here it is "
+                f"{sampler.fingerprint} (None: there is no list); {AGAIN}"
+            )
+    except ValueError:
+        if strict:
+            raise
     if seed != sampler.seed and not any_seed:
         raise ValueError(
             f"the state has seed={seed}, but here it is seed={sampler.seed}; make it with the same "

@@ -19,14 +19,16 @@ may have one batch less than others.
 
 from __future__ import annotations
 
+import json
 import logging
 from array import array
 from collections.abc import Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cseq._core import AHEAD, ArrayReader, OrderSource, gather
+from cseq._core import AHEAD, ArrayReader, OrderSource, fingerprint, gather
 from cseq.check import count
 from cseq.order.base import MOST_SAMPLES, MOST_SEED, kind
 
@@ -160,6 +162,16 @@ class Sampler:
         if isinstance(reader, ArrayReader):
             return ArrayReader(reader, self.seed, read, reader.share, reader.ahead)
         return ArrayReader(reader, self.seed, read, None, AHEAD)
+
+    @cached_property
+    def facts(self) -> str:
+        """What the order depends on besides the seed, as JSON."""
+        return json.dumps(self.order.facts())
+
+    @cached_property
+    def fingerprint(self) -> int | None:
+        """The fingerprint of the samples' indices; None: there is no list of them."""
+        return None if self.indices is None else fingerprint(self.indices)
 
     @property
     def words(self) -> int:

@@ -51,8 +51,10 @@ def test_a_state_of_version_1() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("version", 3),
-        ("order", {"name": "other"}),
+        ("version", 4),
+        ("order", '{"name": "other"}'),
+        ("order", "["),
+        ("consumed", 102),
         ("seed", 6),
         ("consumed", 101),
         ("epoch", -1),
@@ -67,3 +69,37 @@ def test_a_bad_state(name: str, value: Any) -> None:
     del state[name]
     with pytest.raises(ValueError, match=f"lacks.*{name}" if name != "version" else "version=None"):
         checkpoint.load(state, sampler(), any_seed=True)
+
+
+SECOND = {
+    "version": 2,
+    "order": {"name": "fisher-yates-v1", "samples": 100},
+    "seed": 5,
+    "batch_size": 8,
+    "world_size": 2,
+    "drop_last": False,
+    "epoch": 3,
+    "consumed": 48,
+}
+
+
+def test_a_state_of_version_2() -> None:
+    """It had a dict of the order, and did not know the indices."""
+    one = sampler(dset_size=list(range(100, 200)))
+    assert checkpoint.load(SECOND, one, any_seed=False) == (one, 3, 48)
+    with pytest.raises(ValueError, match="order"):
+        checkpoint.load(SECOND | {"order": {"name": "other"}}, one, any_seed=False)
+    with pytest.raises(TypeError, match="order=3"):
+        checkpoint.load(SECOND | {"order": 3}, one, any_seed=False)
+
+
+def test_a_state_of_other_indices() -> None:
+    """The message has both fingerprints; strict=False continues at the same position."""
+    one, other = (sampler(dset_size=range(first, first + 100)) for first in (0, 100))
+    state = checkpoint.make(one, 1, 2, 40)
+    with pytest.raises(ValueError, match=f"{one.fingerprint}.*{other.fingerprint}.*strict=False"):
+        checkpoint.load(state, other, any_seed=False)
+    assert checkpoint.load(state, other, any_seed=False, strict=False) == (other, 2, 40)
+    fewer = sampler(dset_size=30)
+    with pytest.raises(ValueError, match="consumed=40 of 30 units"):
+        checkpoint.load(state, fewer, any_seed=False, strict=False)

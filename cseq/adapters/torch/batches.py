@@ -138,9 +138,11 @@ class BatchSampler:
         place = state["epoch"], min(consumed + batches * stride, end)
         return checkpoint.make(sampler, sampler.world_size, *place)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
         """Have the next ``iter()`` go on where a state was taken; see `cseq.MSequence`."""
-        self._sampler, *place = checkpoint.load(state, self._sampler, any_seed=self._takes_any)
+        self._sampler, *place = checkpoint.load(
+            state, self._sampler, any_seed=self._takes_any, strict=flag("strict", strict)
+        )
         self._next, self._now = (place[0], place[1]), None
         self._is_drawn = False
 

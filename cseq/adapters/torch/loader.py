@@ -12,10 +12,10 @@ from torch.utils import data
 from cseq.adapters.torch import names
 from cseq.adapters.torch.fallback import UNUSABLE, make_iterator, method_of, reason_against
 from cseq.adapters.torch.options import VALUES, defaults
-from cseq.adapters.torch.order import OWN, Keys, inner_of
+from cseq.adapters.torch.order import Keys, Shares, inner_of, shares_of
 from cseq.adapters.torch.state import LoaderProgress, read
 from cseq.adapters.torch.stateful import is_stateful
-from cseq.check import choice, count, unexpected
+from cseq.check import choice, count, flag, unexpected
 from cseq.indexing.dataset import refuse_class
 from cseq.options import MAX_RESTARTS
 from cseq.order.base import Order
@@ -37,6 +37,7 @@ __all__ = ["DataLoader", "StatefulDataLoader"]
 
 log = logging.getLogger("cseq")
 
+NOT_SHARED = dict.fromkeys(Shares._fields)
 SHUFFLE = {data.RandomSampler: True, data.SequentialSampler: False}
 # What managers of cseq call an argument, and its name here.
 ELSEWHERE = {
@@ -114,6 +115,8 @@ class DataLoader(Torchs[T_co]):
     _is_told = False  # what `state_dict` leaves out
     _progress: LoaderProgress | None = None
     _loaded: dict[str, Any] | None = None
+    _is_strict = True  # when that is read
+    _begun: int | None = None  # the epoch of the latest `iter`
 
     if TYPE_CHECKING:  # what a script with torch's DataLoader is checked by, and what is added
 
@@ -188,6 +191,29 @@ class DataLoader(Torchs[T_co]):
             self.max_restarts = count("max_restarts", max_restarts, least=0)
             import cseq.adapters.torch.iterator  # noqa: F401 - the loop would wait for it
 
+    def __iter__(self) -> Any:
+        """Begin the next epoch, or go on in the one whose state was loaded."""
+        epoch = self.epoch
+        if not self._loaded and epoch == self._begun:  # which is left
+            epoch += 1
+        iterator = super().__iter__()
+        self._begun = epoch
+        return iterator
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch that the loop is in, from 0; behind its end, that of the next.
+
+        A state has it, so a loop can begin with ``for epoch in range(loader.epoch, epochs)``.
+        """
+        if self._loaded and self._loaded.get("epoch") is not None:
+            number: int = self._loaded["epoch"]
+            return number
+        if self._begun is None:
+            return 0
+        is_over = self._progress is None or self._progress.finished
+        return self._begun + is_over
+
     def _get_iterator(self) -> Any:
         """Make an iterator, or go on where the state that was loaded says."""
         iterator = make_iterator(
@@ -214,6 +240,7 @@ class DataLoader(Torchs[T_co]):
             num_workers=self.num_workers,
             keeps=self.num_workers == 0 or self.persistent_workers or in_threads,
             batching=self._batching(),
+            strict=self._is_strict,
         )
         reason = resume and reason_against(self)
         if reason:
@@ -222,14 +249,20 @@ class DataLoader(Torchs[T_co]):
 
     def _batching(self) -> dict[str, Any]:
         """Return what the batches of an epoch are numbered by; None: that is not known."""
-        index_sampler = self._index_sampler
-        kind = type(inner_of(index_sampler))
-        # Another's `__len__` may draw, or prepare its next epoch.
-        is_torchs = kind in OWN or kind in SHUFFLE
+        index_sampler: Any = self._index_sampler
+        dataset: Any = self.dataset
+        inner = inner_of(index_sampler)
+        kind, shares = type(inner), shares_of(index_sampler)
+        has_length = self._dataset_kind != names.ITERABLE and hasattr(dataset, "__len__")
         return {
+            "sampler_type": None if shares is None else kind.__name__,
+            "shuffle": SHUFFLE.get(kind, getattr(inner, "shuffle", None) if shares else None),
+            "seed": getattr(inner, "seed", None) if shares else None,
+            "samples": len(dataset) if has_length else None,
             "batch_size": self.batch_size,
-            "shuffle": SHUFFLE.get(kind),
-            "batches": len(index_sampler) if is_torchs else None,
+            # Another's `__len__` may draw, or prepare its next epoch.
+            "batches": None if shares is None else len(index_sampler),
+            **(NOT_SHARED if shares is None else shares._asdict()),
         }
 
     @property
@@ -336,7 +369,9 @@ class DataLoader(Torchs[T_co]):
                 "a state in the middle of an epoch with in_order=False only counts batches: after "
                 "it, those that overtook others come again, and these are lost"
             )
-        return {**progress.as_dict(), **self._batching()}
+        if progress.batching is None:
+            progress.batching = self._batching()
+        return {**progress.as_dict(), "epoch": self.epoch, **progress.batching}
 
     def _warn(self, text: str, *values: object) -> None:
         """Log, once, what a state of this loader leaves out."""
@@ -344,7 +379,7 @@ class DataLoader(Torchs[T_co]):
             self._is_told = True
             log.warning(text, *values)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Make the next `iter` continue from the position in a state.
 
         If the state's epoch is over, or the state is empty, the next `iter` begins a new epoch.
@@ -354,8 +389,13 @@ class DataLoader(Torchs[T_co]):
         Parameters
         ----------
         state_dict : dict
-            What `state_dict` returned for a loader with the same data, batches and sampler. With a
-            map-style data set, the number of workers may differ. The dict is copied.
+            What `state_dict` returned for a loader with the same data and sampler. With a map-style
+            data set, the number of workers may differ. So may the batch size and the number of
+            ranks, if the sampler is torch's own, or accelerate's part of it for a rank: one state
+            serves all ranks. The dict is copied.
+        strict : bool
+            False: the data or the sampler may have changed. The epoch continues at the same
+            position of its present order, so samples may come twice or not at all.
 
         Raises
         ------
@@ -373,12 +413,17 @@ class DataLoader(Torchs[T_co]):
         """
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict={state_dict!r}: give the dict that state_dict() returned")
-        loaded = copy.deepcopy(state_dict)
-        resume = self._resume(loaded)
+        loaded, before = copy.deepcopy(state_dict), self._is_strict
+        self._is_strict = flag("strict", strict)
+        try:
+            resume = self._resume(loaded)
+        except BaseException:
+            self._is_strict = before
+            raise
         own: Any = None if resume is None else resume["sampler"].get("sampler")
         order: Any = self.batch_sampler
         if own is not None and hasattr(order, "state_after"):  # cseq's BatchSampler
-            copy.copy(order).load_state_dict(own)  # to see whether it can
+            copy.copy(order).load_state_dict(own, strict=strict)  # to see whether it can
         self._loaded, self._iterator = loaded, None
         taken, own = state_dict.get("rng"), self.rng or defaults.rng
         if taken not in (None, own):

@@ -7,6 +7,10 @@ begins anywhere (`permuted`).
 
 After the end of an epoch the state is what the next one begins with: the sampler's, or that of its
 generator. What is drawn from a global generator is the trainer's.
+
+Ranks share the epoch of a sampler that is known (`shares_of`): after k batches on each rank, all
+of them together have had the first k * step samples of it. So the state of any rank serves all,
+and another number of ranks, or another batch size, shares what is left (`tail`).
 """
 
 from __future__ import annotations
@@ -14,11 +18,12 @@ from __future__ import annotations
 import copy
 import logging
 import random
+import sys
 from base64 import b64decode, b64encode
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy.random
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -36,7 +41,17 @@ if TYPE_CHECKING:
 
     Source = tuple[Callable[[], Any], Callable[[Any], Any]]  # returns its state, and sets it
 
-__all__ = ["OWN", "Keys", "inner_of", "leaves_no_trace", "look", "put", "sources_in"]
+__all__ = [
+    "OWN",
+    "Keys",
+    "inner_of",
+    "leaves_no_trace",
+    "look",
+    "put",
+    "shares_of",
+    "sources_in",
+    "text_of",
+]
 
 log = logging.getLogger("cseq")
 
@@ -46,9 +61,81 @@ DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 OWN = (*DRAWING, DistributedSampler)
 
 
+def _is_accelerates(sampler: Any, name: str) -> bool:
+    """Whether a sampler is of this class of accelerate's."""
+    return type(sampler) is getattr(sys.modules.get("accelerate.data_loader"), name, None)
+
+
+def shard_in(index_sampler: Any) -> Any:
+    """Return accelerate's part of a batch sampler for one rank, if it is one; otherwise None."""
+    return index_sampler if _is_accelerates(index_sampler, "BatchSamplerShard") else None
+
+
 def inner_of(index_sampler: Any) -> Any:
     """Return the sampler that torch's own BatchSampler has; of any other, itself."""
-    return index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
+    shard = shard_in(index_sampler)
+    batches = index_sampler if shard is None else shard.batch_sampler
+    return batches.sampler if type(batches) is BatchSampler else index_sampler
+
+
+class Shares(NamedTuple):
+    """How ranks share the samples of an epoch.
+
+    Attributes
+    ----------
+    step : int
+        Samples that all ranks together have had after one batch of each.
+    world_size, rank : int
+    """
+
+    step: int
+    world_size: int
+    rank: int
+
+
+def shares_of(index_sampler: Any) -> Shares | None:
+    """Return how ranks share an epoch; None: that is not known."""
+    shard = shard_in(index_sampler)
+    batches = index_sampler if shard is None else shard.batch_sampler
+    inner = inner_of(index_sampler)
+    if type(inner) not in (*OWN, SequentialSampler) and not _is_accelerates(
+        inner, "SeedableRandomSampler"
+    ):
+        return None
+    size = batches.batch_size if type(batches) is BatchSampler else 1
+    if shard is not None:
+        step = size if shard.split_batches else size * shard.num_processes
+        return Shares(step, shard.num_processes, shard.process_index)
+    if type(inner) is DistributedSampler:
+        return Shares(size * inner.num_replicas, inner.num_replicas, inner.rank)
+    return Shares(size, 1, 0)
+
+
+def _with_keys(index_sampler: Any, keys: list[Any]) -> Any:
+    """Return an index sampler that has these keys in place of those of its inner sampler."""
+    if type(index_sampler) is BatchSampler:
+        return BatchSampler(keys, index_sampler.batch_size, index_sampler.drop_last)
+    if shard_in(index_sampler) is None:
+        return keys
+    shard = copy.copy(index_sampler)
+    shard.batch_sampler = _with_keys(shard.batch_sampler, keys)
+    return shard
+
+
+def tail(index_sampler: Any, consumed: int) -> Iterator[Any]:
+    """Return this rank's keys of what is left of an epoch, of which so many samples are over.
+
+    A DistributedSampler pads what is left as it pads an epoch: with the epoch's first samples.
+    """
+    inner = inner_of(index_sampler)
+    if type(inner) is not DistributedSampler:
+        return iter(_with_keys(index_sampler, list(islice(iter(inner), consumed, None))))
+    samples: Any = inner.dataset
+    order = _epoch_of(inner, len(samples))
+    ranks, left = inner.num_replicas, max(0, len(order) - consumed)
+    count = left // ranks if inner.drop_last else -(-left // ranks)
+    places = torch.arange(count) * ranks + inner.rank + consumed
+    return iter(_with_keys(index_sampler, order[places % len(order)].tolist()))
 
 
 def generator_of(index_sampler: Any) -> torch.Generator | None:
@@ -76,7 +163,39 @@ def _as_lists(value: Any) -> Any:
         return {name: _as_lists(part) for name, part in value.items()}
     if isinstance(value, tuple):
         return tuple(map(_as_lists, value))
-    return value.tolist() if isinstance(value, numpy.ndarray) else value
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def text_of(states: torch.Tensor) -> str:
+    """Return the state of a generator of torch's as a text: its words, without those that are 0.
+
+    Half of a CPU's are.
+    """
+    words = states.numpy().view(np.uint32)
+    used = words != 0
+    parts = (np.uint32(len(words)), np.packbits(used), words[used])
+    return b64encode(b"".join(part.tobytes() for part in parts)).decode()
+
+
+def states_of(text: str) -> torch.Tensor:
+    """Return the state of a generator of torch's that `text_of` has written."""
+    kept = b64decode(text)
+    count = int.from_bytes(kept[:4], sys.byteorder)
+    start = 4 + -(-count // 8)
+    if start > len(kept):
+        raise ValueError(f"the state of a generator has {len(kept)} bytes and {count} words")
+    used = np.unpackbits(np.frombuffer(kept[4:start], np.uint8), count=count).astype(bool)
+    words = np.zeros(count, np.uint32)
+    words[used] = np.frombuffer(kept[start:], np.uint32)
+    return torch.from_numpy(words.view(np.uint8))
+
+
+def _source_of(generator: torch.Generator) -> Source:
+    """Return a generator of torch's as a source; its state is a text."""
+    return (
+        lambda: text_of(generator.get_state()),
+        lambda text: generator.set_state(states_of(text)),
+    )
 
 
 def sources_in(python: Any, of_numpy: Any, of_torch: torch.Generator) -> dict[str, Source]:
@@ -87,20 +206,15 @@ def sources_in(python: Any, of_numpy: Any, of_torch: torch.Generator) -> dict[st
             lambda state: python.setstate((state[0], tuple(state[1]), state[2])),
         ),
         "numpy": (lambda: _as_lists(of_numpy.get_state()), of_numpy.set_state),
-        "torch": (
-            lambda: b64encode(of_torch.get_state().numpy().tobytes()).decode(),
-            lambda text: of_torch.set_state(
-                torch.frombuffer(bytearray(b64decode(text)), dtype=torch.uint8)
-            ),
-        ),
+        "torch": _source_of(of_torch),
     }
 
 
-GLOBAL = sources_in(random, numpy.random, torch.default_generator)
+GLOBAL = sources_in(random, np.random, torch.default_generator)
 
 
 def look(sources: dict[str, Source] = GLOBAL) -> State:
-    """Return the states of what is drawn from: numbers, texts, and tensors."""
+    """Return the states of what is drawn from: numbers and texts."""
     return {name: source[0]() for name, source in sources.items()}
 
 
@@ -123,12 +237,12 @@ def sources_of(index_sampler: Any) -> dict[str, Source]:
     inner, generator = inner_of(index_sampler), generator_of(index_sampler)
     sources: dict[str, Source] = {}
     if generator is not None:
-        sources["generator"] = generator.get_state, generator.set_state
+        sources["generator"] = _source_of(generator)
     elif type(inner) in DRAWING:
         sources["torch"] = GLOBAL["torch"]
     set_epoch = getattr(inner, "set_epoch", None)
     if isinstance(getattr(inner, "epoch", None), int) and callable(set_epoch):
-        sources["epoch"] = (lambda: inner.epoch), set_epoch
+        sources["epoch"] = (lambda: int(inner.epoch)), lambda epoch: set_epoch(Ahead(epoch))
     return sources if type(inner) in OWN else {**GLOBAL, **sources}
 
 
@@ -195,14 +309,63 @@ def order_of(sampler: Any, n: int) -> torch.Tensor | None:
     rank, end, step = sampler.rank, sampler.total_size, sampler.num_replicas
     if end != n and sampler.drop_last != (end < n):
         return None  # the length of the data set has changed: torch raises
-    if sampler.shuffle:
-        generator = torch.Generator().manual_seed(sampler.seed + sampler.epoch)
-        order = torch.randperm(n, generator=generator, dtype=kind)
-    else:
-        order = torch.arange(n, dtype=kind)
+    order = _epoch_of(sampler, n)
     own = order[rank:end:step]
     padding = (torch.arange(len(own), len(sampler)) * step + rank) % n  # it repeats the order
     return torch.cat((own, order[padding]))
+
+
+def _epoch_of(sampler: DistributedSampler[Any], n: int) -> torch.Tensor:
+    """Draw an epoch of all ranks."""
+    kind = torch.int32 if n < 2**31 else torch.int64
+    if not sampler.shuffle:
+        return torch.arange(n, dtype=kind)
+    generator = torch.Generator().manual_seed(sampler.seed + sampler.epoch)
+    return torch.randperm(n, generator=generator, dtype=kind)
+
+
+class Ahead(int):
+    """A number of an epoch that is not the framework's, but `Epochs`'."""
+
+
+class Epochs:
+    """The epoch that a sampler is told, in a run that goes on from a state.
+
+    A framework may count epochs from 0 again behind a resume, as accelerate does where the loop
+    does not call its `set_epoch`. Then its numbers are `ahead` too low, and the sampler is told the
+    right ones. Numbers that go on from the state's are left as they are. Which of them it is shows
+    with the first epoch behind the resumed one.
+
+    Parameters
+    ----------
+    loader, sampler : object
+        The sampler has `epoch` and `set_epoch`, and was told the epoch that begins.
+    resume : dict, optional
+        The state of the run that is resumed.
+    """
+
+    def __init__(self, loader: Any, sampler: Any, resume: State | None) -> None:
+        self._sampler, kept, told = sampler, vars(loader), sampler.epoch
+        resumed, ahead = kept.get("_epochs", (None, 0))
+        if resume is not None:
+            there = resume["sampler"].get("epoch")  # behind an epoch that is over
+            if there is None:  # in the middle of one, whose number `Keys` puts back
+                first = resume["sampler"].get("generators", {}).get("first", {})
+                there, resumed = first.get("epoch", told), told
+            ahead = there - told
+        elif resumed is not None and type(told) is not Ahead:
+            ahead = ahead if told in (resumed, resumed + 1) and told != resumed + ahead + 1 else 0
+            resumed = None
+        kept["_epochs"] = resumed, ahead
+        self.begun = told
+        if ahead and type(told) is not Ahead:
+            self.begun = Ahead(told + ahead)
+            sampler.set_epoch(self.begun)
+
+    def ended(self) -> State:
+        """Return the number of the next epoch, if the sampler has counted on by itself."""
+        now = self._sampler.epoch
+        return {"epoch": int(now)} if now == self.begun + 1 else {}
 
 
 class Keys:
@@ -237,9 +400,13 @@ class Keys:
         self._after = getattr(index_sampler, "state_after", None)  # of cseq's BatchSampler
         has_sources = self._keeps_state and self._after is None
         self._sources = sources_of(index_sampler) if has_sources else {}
+        self._start = 0, 0  # samples that were over, and batches, where the epoch was cut anew
         if resume is not None:
             self._put_back(resume)
-        self._begun_with = None if self._generator is None else self._generator.get_state()
+            self._start = tuple(resume["start"])
+        self._strict = resume is None or resume["strict"] or self._after is None
+        self._epochs = Epochs(loader, inner, resume) if "epoch" in self._sources else None
+        self._begun_with = self.loaders_generator(now=True)
         self._before: State = {}
         self.look_again()
         self._state: State | None = None  # before the first key
@@ -260,14 +427,14 @@ class Keys:
     def _put_back(self, resume: State) -> None:
         """Put the generators back to where the epoch that is resumed, or the next one, began."""
         if self._generator is not None and resume.get("generator") is not None:
-            self._generator.set_state(resume["generator"])
+            _source_of(self._generator)[1](resume["generator"])
         generator = resume["sampler"].get("generator")
         put({} if generator is None else {"generator": generator}, self._sources)
 
-    def loaders_generator(self, *, now: bool) -> torch.Tensor | None:
+    def loaders_generator(self, *, now: bool) -> str | None:
         """Return the state of the loader's own generator: now, or before the epoch's seed."""
-        if now and self._generator is not None:
-            return self._generator.get_state()
+        if now:
+            return None if self._generator is None else text_of(self._generator.get_state())
         return self._begun_with
 
     def draw(self, iterator: Any, yielded: int, state: State) -> Iterator[Any]:
@@ -275,7 +442,9 @@ class Keys:
 
         `iterator` is ``iter(index_sampler)``, `state` that of the run that is resumed.
         """
-        if is_permuted(self._index_sampler):
+        if self._start[0] and not self._keeps_state:  # it needs no state of its own
+            iterator, yielded = tail(self._index_sampler, self._start[0]), yielded - self._start[1]
+        elif is_permuted(self._index_sampler):
             iterator = permuted(self._index_sampler)
         if "generators" in state and self._keeps_state:
             if "generator" in self._sources and "generator" not in state["generators"]["first"]:
@@ -283,10 +452,11 @@ class Keys:
                     "the state is of a sampler without a generator, and this loader's has one, so "
                     "its order is another; make it without, or do not load this state"
                 )
-            self._state, self._base = state, state.get("base", 0)
+            self._state, self._base = state, state.get("base", 0) or self._start[1]
             return chain.from_iterable(self._again(yielded - self._base, state))
         if "sampler" in state and self._sampler is not None:
-            self._sampler.load_state_dict(copy.deepcopy(state["sampler"]))
+            options = {} if self._strict else {"strict": False}
+            self._sampler.load_state_dict(copy.deepcopy(state["sampler"]), **options)
             iterator = iter(self._index_sampler)
             if self._after is not None:  # it goes on at the place
                 self._base, yielded = yielded, 0
@@ -315,14 +485,16 @@ class Keys:
 
     def _again(self, skip: int, state: State) -> Iterator[Iterable[Any]]:
         """Yield the key after so many that begin from a state, and the iterator."""
-        trainers, generators = look(), state["generators"]
+        trainers, generators, sampler = look(), state["generators"], self._index_sampler
         try:
             put(generators["first"] | generators["iter"], self._sources)
             if self._sampler is not None and "sampler" in state:
                 self._sampler.load_state_dict(copy.deepcopy(state["sampler"]))
-            sampler = self._index_sampler
-            is_slices = is_permuted(sampler)
-            iterator = permuted(sampler, skip) if is_slices else iter(sampler)
+            is_slices = is_permuted(sampler) and not self._start[0]
+            if self._start[0]:
+                iterator = tail(sampler, self._start[0])
+            else:
+                iterator = permuted(sampler, skip) if is_slices else iter(sampler)
             put(generators["first"], self._sources)
             key = list(islice(iterator, 1))
             if skip and not is_slices:
@@ -331,7 +503,7 @@ class Keys:
                 self._compare(before)
         finally:
             put(trainers)
-            if not skip and type(inner_of(self._index_sampler)) is RandomSampler:
+            if not skip and not self._start[0] and type(inner_of(sampler)) is RandomSampler:
                 torch.empty((), dtype=torch.int64).random_()  # as its first key does
         yield key
         yield iterator
@@ -357,7 +529,10 @@ class Keys:
             if self._keeps_state and self._sampler is not None:
                 return self._own_state()
             generator = generator_of(self._index_sampler)  # the next epoch draws from it
-            return {} if generator is None else {"generator": generator.get_state()}
+            state = {} if self._epochs is None else self._epochs.ended()
+            if generator is not None:
+                state["generator"] = text_of(generator.get_state())
+            return state
         if not self._keeps_state:
             return {}
         state = self._noted() if self._state is None else self._state

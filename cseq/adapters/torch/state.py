@@ -15,7 +15,7 @@ import torch
 
 from cseq._feed import MOST_SKIPPED
 from cseq.adapters.torch import names
-from cseq.adapters.torch.order import put, sources_in
+from cseq.adapters.torch.order import put, sources_in, text_of
 from cseq.adapters.torch.stateful import left_by
 from cseq.check import count
 from cseq.encoding.pickling import dumps
@@ -33,9 +33,12 @@ __all__ = ["VERSION", "LoaderProgress", "read"]
 
 log = logging.getLogger("cseq")
 
-VERSION = 3  # 1 had other words for a sampler, and a manager's states have 2
+VERSION = 4
 NUMBERS = ("_num_yielded", "_sampler_iter_yielded")  # one thing; accelerate lowers both
 MOST = 2**63 - 1
+# What a loader says of its epochs: what their order depends on, and their batches; and `Shares`.
+ORDER, BATCHES = ("sampler_type", "shuffle", "seed", "samples"), ("batch_size", "batches")
+SHARES = ("step", "world_size", "rank")
 
 State = dict[str, Any]
 
@@ -63,6 +66,8 @@ class LoaderProgress:
         several = max(1, self.num_workers)
         self.order, self.base_seed = order, base_seed  # None: no epoch has begun
         self.finished = False
+        self.batching: State | None = None  # what the loader says of it, once a state is asked for
+        self.start = [0, 0] if resume is None else resume["start"]
         self.skipped: deque[Skipped] = deque(maxlen=MOST_SKIPPED)
         self.inline: DatasetState | None = None  # where the trainer makes the batches
         # Of an IterableDataset, for each worker: batches delivered, whether there are no more.
@@ -89,7 +94,12 @@ class LoaderProgress:
         self.skipped.extend(note_samples(None, self.yielded, left))
 
     def as_dict(self) -> State:
-        """Return it as `state_dict` does: another dict each time."""
+        """Return it as `state_dict` does: another dict each time.
+
+        All states of a loader have the same keys, and what varies is in a tuple: torch's
+        distributed checkpoints restore only the keys that the state of a new loader has, and look
+        into dicts and lists.
+        """
         is_between = self.finished or self.base_seed is None
         generator = self.order.loaders_generator(now=is_between)
         if self.inline:
@@ -106,10 +116,11 @@ class LoaderProgress:
             "_num_yielded": self.yielded,
             "_sampler_iter_yielded": self.yielded,
             "_iterator_finished": self.finished,
-            "sampler": self.order.state(self.yielded, finished=is_between),
+            "sampler": (self.order.state(self.yielded, finished=is_between),),
+            "start": list(self.start),
             "counts": list(self.counts),
             "ended": list(self.ended),
-            "workers": states,
+            "workers": tuple(states),
         }
 
 
@@ -117,18 +128,42 @@ def _none() -> None:
     """Return what a weak reference returns when its object is gone."""
 
 
+def _from_3(state: State) -> State:
+    """Lift a state of version 3, which had tensors for the states of generators."""
+
+    def texts(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: texts(part) for name, part in value.items()}
+        return text_of(value) if isinstance(value, torch.Tensor) else value
+
+    sampler = {k: v if k == "sampler" else texts(v) for k, v in state["sampler"].items()}
+    unknown = dict.fromkeys((*ORDER, *BATCHES, *SHARES, "epoch"))
+    changed = {"sampler": (sampler,), "generator": texts(state["generator"])}
+    return {**unknown, **state, **changed, "version": 4, "start": [0, 0]}
+
+
+LIFTS = {3: _from_3}
+
+
 def read(
-    state: State, *, iterable: bool, num_workers: int, keeps: bool, batching: State
+    state: State,
+    *,
+    iterable: bool,
+    num_workers: int,
+    keeps: bool,
+    batching: State,
+    strict: bool = True,
 ) -> State | None:
     """Return a state as an iterator goes on from it; None: the next epoch begins anew.
 
     Of an epoch that is over, or has not begun, ``base_seed`` is None, and the rest as for an epoch
-    that begins. `keeps`: the data set is the same object in all epochs.
+    that begins. `keeps`: the data set is the same object in all epochs. `strict`: see
+    `DataLoader.load_state_dict`.
 
     Raises
     ------
     ValueError
-        It is of another kind of data set, of other batches, of another number of workers where
+        It is of another kind of data set, of another order, of another number of workers where
         that matters, or of a format that is not known.
     """
     if "_snapshot" in state or "fetcher_state" in state:
@@ -136,10 +171,9 @@ def read(
             "the state is of torchdata's StatefulDataLoader, whose format is not read here: finish "
             "its epoch with that loader, then begin the next one with this loader, without a state"
         )
-    version = state.get("version")
-    if type(version) is not int or version != VERSION:
-        raise ValueError(f"the state has version {version!r}, a DataLoader's have {VERSION}")
-    _check_form(state)
+    if "order" in state:
+        raise ValueError("the state is of a manager, such as MPSequence; load it into one")
+    state = _lifted(state)
     kind = "iterable" if iterable else "map"
     if state["kind"] != kind:
         raise ValueError(
@@ -148,18 +182,18 @@ def read(
     yielded = int(min(state[name] for name in NUMBERS))
     # Between epochs: that is over, or none has begun.
     is_between = state["_iterator_finished"] or state["base_seed"] is None
-    sampler, workers = state["sampler"], state["workers"]
+    (sampler,), workers, start = state["sampler"], list(state["workers"]), state["start"]
     has_states = any(each is not None for each in workers) and (keeps or not is_between)
     if is_between:  # a sampler that has a state goes on from its own
         sampler = {
             name: sampler[name]
-            for name in ("sampler", "generator")
+            for name in ("sampler", "generator", "epoch")
             if sampler.get(name) is not None
         }
         if not sampler and not has_states and state.get("generator") is None:
             return None
     else:
-        _check_batches(state, batching)
+        start, yielded = _cut(state, yielded, batching, strict=strict)
     if ((iterable and not is_between) or has_states) and state["num_workers"] != num_workers:
         what = "an IterableDataset" if iterable else "a data set that has a state"
         raise ValueError(
@@ -174,11 +208,35 @@ def read(
     elif sum(counts) != yielded:  # the caller has changed the number
         counts = [len(range(number, yielded, several)) for number in range(several)]
     workers = workers if has_states else [None] * several
-    resume = {**state, "sampler": sampler, "counts": counts, "ended": ended}
+    resume = {**state, "sampler": sampler, "start": start, "counts": counts}
+    resume |= {"ended": ended, "strict": strict}
+    if state["rng"] == "worker" and state.get("rank") != batching["rank"] and not is_between:
+        resume["base_seed"] = (state["base_seed"] + (batching["rank"] or 0)) % MOST
     if is_between:
         left = [each and left_by(each) for each in workers]
         return resume | {"_num_yielded": 0, "base_seed": None, "workers": left}
     return resume | {"_num_yielded": yielded, "workers": workers}
+
+
+def _lifted(state: State) -> State:
+    """Return a state as this version writes it.
+
+    Raises
+    ------
+    ValueError
+        It has another version, or no `state_dict` returns it.
+    """
+    version = state.get("version")
+    try:
+        lifted = LIFTS[version](state) if version in LIFTS else state
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"the state of version {version} is malformed: {error!r}") from error
+    if type(version) is not int or lifted.get("version") != VERSION:
+        raise ValueError(
+            f"the state has version {version!r}; a DataLoader's have {min(LIFTS)} to {VERSION}"
+        )
+    _check_form(lifted)
+    return lifted
 
 
 def _is_list(value: Any, state: State, *kinds: type) -> bool:
@@ -188,11 +246,12 @@ def _is_list(value: Any, state: State, *kinds: type) -> bool:
     )
 
 
-def _is_sampler(value: Any) -> bool:
-    """Tell whether a value is what orders keep of a sampler, but for the sampler's own state."""
+def _is_sampler(kept: Any) -> bool:
+    """Tell whether this is what orders keep of a sampler, but for the sampler's own state."""
+    (value,) = kept
     both = value.get("generators", {"iter": {}, "first": {}})
     trial = sources_in(random.Random(), np.random.RandomState(), torch.Generator())
-    trial["generator"] = trial["torch"][0], torch.Generator().set_state
+    trial["generator"] = trial["torch"]
     trial["epoch"] = trial["torch"][0], lambda epoch: count("epoch", epoch, 0, MOST)
     for states in (value, *both.values()):
         put(states, trial)
@@ -210,10 +269,14 @@ FORM: dict[str, Callable[[Any, State], object]] = {
     "ended": lambda ended, state: _is_list(ended, state, bool),
     "workers": lambda states, state: _is_list(states, state, dict, type(None)),
     "sampler": lambda sampler, _: _is_sampler(sampler),
-    "generator": lambda states, _: states is None or torch.Generator().set_state(states),
+    "generator": lambda states, _: states is None or _is_sampler([{"generator": states}]),
+    "start": lambda start, _: len([count("start", n, 0, MOST) for n in start]) == 2,
+    "epoch": lambda epoch, _: epoch is None or count("epoch", epoch, 0, MOST),
     **dict.fromkeys(
-        ("batch_size", "shuffle", "batches"),
-        lambda value, _: type(value) in (int, bool, type(None)),
+        (*ORDER, *BATCHES), lambda value, _: type(value) in (int, bool, str, type(None))
+    ),
+    **dict.fromkeys(
+        SHARES, lambda value, _: value is None or count("a share", value, 0, MOST) or not value
     ),
 }
 
@@ -232,13 +295,34 @@ def _check_form(state: State) -> None:
             )
 
 
-def _check_batches(state: State, batching: State) -> None:
-    """Raise ValueError if the batches of this loader are not those that the state counts."""
-    for name, value in batching.items():
-        there = state.get(name)
+def _cut(state: State, yielded: int, batching: State, *, strict: bool) -> tuple[list[int], int]:
+    """Return where the epoch is cut into batches anew, and which number the next one has.
+
+    Raises
+    ------
+    ValueError
+        The order of the samples differs; or the batches do, and it is not known how ranks share
+        the epoch.
+    """
+    steps = [(side.get("step"), side.get("world_size")) for side in (state, batching)]
+    is_shared = None not in (*steps[0], *steps[1])
+    names = [*ORDER, *(() if is_shared else BATCHES)]
+    for name in names if strict else ():
+        there, value = state.get(name), batching[name]
         if there is not None and value is not None and there != value:
+            way = "make it with the same"
+            if name == "samples":
+                way += (
+                    ", or call load_state_dict(state, strict=False) to continue at the same "
+                    "position of this one"
+                )
             raise ValueError(
                 f"the state is of an epoch with {name}={there!r}, and this loader has "
-                f"{name}={value!r}, so its batches differ; make it with the same, or do not "
-                "load this state"
+                f"{name}={value!r}, so its batches differ; {way}, or do not load this state"
             )
+    start: list[int] = list(state["start"])
+    if not is_shared or steps[0] == steps[1]:
+        return start, yielded
+    consumed = min(max(0, start[0] + (yielded - start[1]) * state["step"]), MOST)
+    number = -(-consumed // batching["step"])
+    return [consumed, number if consumed else 0], number

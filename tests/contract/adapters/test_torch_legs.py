@@ -1,0 +1,336 @@
+"""One state for all ranks: an epoch in legs, with other ranks, batch sizes and workers in each.
+
+For other seeds than the test's: ``python tests/contract/adapters/test_torch_legs.py FIRST COUNT``.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.utils import data  # noqa: E402
+from torch_data import Plain  # noqa: E402
+
+import cseq  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.needs("fork"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+
+
+def sampler_of(n: int, ranks: int, rank: int, **options: Any) -> Any:
+    """Return torch's sampler for ranks."""
+    samples: Any = range(n)
+    return data.DistributedSampler(samples, ranks, rank, **options)
+
+
+def drawn(n: int, seed: int) -> Any:
+    """Return a generator of the loader's own."""
+    return {"shuffle": True, "generator": torch.Generator().manual_seed(seed)}
+
+
+# What each rank's loader is given: of samples, a seed, a rank and the number of ranks.
+ALONE: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "sequential": lambda n, seed: {},
+    "shuffle": drawn,
+    "subset": lambda n, seed: {
+        "sampler": data.SubsetRandomSampler(
+            range(0, n, 2), generator=torch.Generator().manual_seed(seed)
+        )
+    },
+    "replacement": lambda n, seed: {
+        "sampler": data.RandomSampler(
+            range(n), True, 3 * n, generator=torch.Generator().manual_seed(seed)
+        )
+    },
+}
+SHARED: dict[str, Callable[[int, int, int, int], dict[str, Any]]] = {
+    "distributed": lambda n, seed, rank, ranks: {"sampler": sampler_of(n, ranks, rank, seed=seed)},
+    "not shuffled": lambda n, seed, rank, ranks: {
+        "sampler": sampler_of(n, ranks, rank, shuffle=False)
+    },
+}
+
+
+@dataclass
+class Epoch:
+    """An epoch, as one seed chooses it."""
+
+    seed: int
+    kind: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        chosen = random.Random(self.seed)
+        self.kind = chosen.choice([*ALONE, *SHARED])
+        self.length = chosen.randint(1, 200)
+        self.epoch = chosen.choice([0, 1, 5])
+        self.legs = [
+            (
+                chosen.randint(1, 8) if self.kind in SHARED else 1,
+                chosen.choice([None, 1, 2, 3, 7, 16]),
+                chosen.choice([0, 0, 0, 0, 1, 2, 3]) if self.seed % 8 == 0 else 0,
+                chosen.randint(0, 6),
+            )
+            for _ in range(4)
+        ]
+
+    def make(self, leg: int, rank: int) -> Any:
+        """Make the loader of a rank."""
+        ranks, size, workers, _ = self.legs[leg]
+        of_rank = (rank, ranks) if self.kind in SHARED else ()
+        options = {**ALONE, **SHARED}[self.kind](self.length, self.seed, *of_rank)
+        loader = cseq.DataLoader(
+            Plain(self.length),
+            batch_size=size,
+            num_workers=workers,
+            multiprocessing_context="fork" if workers else None,
+            **options,
+        )
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(self.epoch)
+        return loader
+
+    def oracle(self) -> list[int]:
+        """Return the samples of the epoch, as torch's own loader gives them to one rank."""
+        of_rank = (0, 1) if self.kind in SHARED else ()
+        options = {**ALONE, **SHARED}[self.kind](self.length, self.seed, *of_rank)
+        if self.kind in SHARED:
+            options["sampler"].set_epoch(self.epoch)
+        return list(data.DataLoader(Plain(self.length), batch_size=None, **options))
+
+    def run(self) -> None:
+        """Take batches of all ranks in turn, leg by leg; the last one ends the epoch."""
+        expected, state, seen = self.oracle(), None, []
+        for leg, (ranks, size, _, batches) in enumerate(self.legs):
+            loaders = [self.make(leg, rank) for rank in range(ranks)]
+            states = []
+            parts: list[list[list[int]]] = []
+            for loader in loaders:
+                if state is not None:
+                    loader.load_state_dict(state)
+                iterator = iter(loader)
+                rest = [
+                    batch.reshape(-1).tolist() if torch.is_tensor(batch) else [batch]
+                    for batch in (
+                        iterator
+                        if leg == len(self.legs) - 1
+                        else (batch for _, batch in zip(range(batches), iterator, strict=False))
+                    )
+                ]
+                parts.append(rest)
+                states.append(json.loads(json.dumps(loader.state_dict())))
+            assert len({len(part) for part in parts}) == 1, self
+            # The ranks' samples, one of each at a time: the order of the epoch.
+            mine = [[sample for batch in part for sample in batch] for part in parts]
+            together = [sample for samples in zip(*mine, strict=True) for sample in samples]
+            seen += together
+            state = random.Random(self.seed + leg).choice(states)
+            if size is not None:
+                assert all(len(batch) == size for part in parts for batch in part[:-1]), self
+            if state["_iterator_finished"]:
+                break
+        assert seen[: len(expected)] == expected, self
+        padding = seen[len(expected) :]
+        assert len(padding) < sum(ranks for ranks, *_ in self.legs), self
+        assert set(padding) <= set(expected), self
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_an_epoch_in_legs(seed: int) -> None:
+    """Each sample comes once, in the order of the epoch, whichever rank's state was loaded."""
+    Epoch(seed).run()
+
+
+def rest_of(loader: Any) -> list[list[int]]:
+    """Return the batches that follow."""
+    return [batch.tolist() for batch in loader]
+
+
+def shuffled(**options: Any) -> Any:
+    """Make a loader of 64 samples that has a generator."""
+    return cseq.DataLoader(Plain(64), 4, **drawn(64, 1), **options)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "generator": shuffled,
+    "global": lambda: cseq.DataLoader(Plain(64), 4, shuffle=True),
+    "order": lambda: cseq.DataLoader(Plain(64), 4, sampler=cseq.Shuffled(64), generator=None),
+    "workers": lambda: shuffled(num_workers=2, multiprocessing_context="fork"),
+    "distributed": lambda: cseq.DataLoader(Plain(64), 4, sampler=sampler_of(64, 1, 0)),
+    "a data set with a state": lambda: cseq.StatefulDataLoader(Counting(64), 4),
+}
+
+
+class Counting(Plain):
+    """It has a state, which is empty at first."""
+
+    made: tuple[int, ...] = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        self.made = (*self.made, index)
+        return index
+
+    def state_dict(self) -> Any:
+        return {str(number): {"made": number} for number in self.made}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.made = tuple(each["made"] for each in state.values())
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("count", [0, 5])
+def test_distributed_checkpoints_restore_a_new_loader(
+    kind: str, count: int, tmp_path: Path
+) -> None:
+    """All states have the same keys, which torch asks a new loader for."""
+    made = LOADERS[kind]()
+    iterator = iter(made)
+    for _ in range(count):
+        next(iterator)
+    dcp.save({"data": made}, checkpoint_id=tmp_path, no_dist=True)
+    rest = rest_of(iterator)
+    torch.manual_seed(99)
+    again = LOADERS[kind]()
+    dcp.load({"data": again}, checkpoint_id=tmp_path, no_dist=True)
+    if kind == "global" and not count:  # no key was drawn: the order is the new process's
+        assert len(rest_of(again)) == len(rest)
+    else:
+        assert rest_of(again) == rest
+
+
+def test_an_epoch_has_a_number() -> None:
+    """It is counted, and goes with the state: in mid-epoch, at the end, and behind it."""
+    made = shuffled()
+    assert made.epoch == made.state_dict()["epoch"] == 0
+    for number in range(2):
+        for _ in made:
+            assert made.epoch == number
+        assert made.epoch == number + 1
+    iterator = iter(made)
+    next(iterator)
+    assert made.epoch == 2
+    iterator = iter(made)  # which leaves that one
+    assert made.epoch == 3
+    next(iterator)
+    again = shuffled()
+    again.load_state_dict(made.state_dict())
+    assert again.epoch == 3
+    rest = rest_of(again)
+    assert (len(rest), again.epoch) == (15, 4)
+    assert rest == rest_of(iterator)
+    again.load_state_dict(made.state_dict())
+    assert again.epoch == made.epoch == 4
+    assert (len(rest_of(again)), again.epoch) == (16, 5)
+
+
+class Told(data.Sampler[int]):
+    """Its order depends on its epoch, which it may count itself."""
+
+    epoch = 0
+
+    def __init__(self, counts: bool) -> None:
+        self.counts = counts
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        yield from ((index + self.epoch) % 9 for index in range(9))
+        if self.counts:
+            self.set_epoch(self.epoch + 1)
+
+    def __len__(self) -> int:
+        return 9
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("taken", [0, 2, 9])
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_epochs_that_are_told_from_0_again(first: int, taken: int, counts: bool) -> None:
+    """Behind a resume the order is the uninterrupted run's, whichever numbers are told."""
+    made = cseq.DataLoader(Plain(9), None, sampler=Told(counts))
+    expected = [[(index + epoch) % 9 for index in range(9)] for epoch in range(first + 3)]
+    for epoch in range(first):
+        made.sampler.set_epoch(epoch)
+        assert list(made) == expected[epoch]
+    made.sampler.set_epoch(first)
+    iterator = iter(made)
+    for _ in range(taken):
+        next(iterator)
+    if taken == 9:
+        assert list(iterator) == []
+        if not counts:  # nothing says that the next one has another number
+            return
+    for told in (0, first + (taken == 9)):
+        again = cseq.DataLoader(Plain(9), None, sampler=Told(counts))
+        again.load_state_dict(made.state_dict())
+        got = []
+        for number in range(told, told + 2):
+            again.sampler.set_epoch(number)
+            got.append(list(again))
+        if taken == 9:
+            assert got == [expected[first + 1], expected[first + 2]]
+        else:
+            assert got == [expected[first][taken:], expected[first + 1]]
+
+
+def test_workers_of_ranks_that_have_one_state_draw_apart() -> None:
+    """With rng='worker', a rank that goes on from another's state has other seeds."""
+
+    def make(rank: int) -> Any:
+        sampler = sampler_of(64, 2, rank)
+        return cseq.DataLoader(
+            Plain(64), 4, sampler=sampler, generator=torch.Generator().manual_seed(1)
+        )
+
+    made = make(0)
+    next(iter(made))
+    seeds = []
+    for rank in (0, 1):
+        again = make(rank)
+        again.load_state_dict(made.state_dict())
+        iterator = iter(again)
+        next(iterator)
+        seeds.append(again.state_dict()["base_seed"])
+    assert seeds[0] == made.state_dict()["base_seed"] != seeds[1]
+
+
+def test_a_sampler_with_another_seed_is_refused() -> None:
+    """Its order is another: samples would come twice."""
+    made, other = (
+        cseq.DataLoader(Plain(9), sampler=sampler_of(9, 1, 0, seed=seed)) for seed in (3, 4)
+    )
+    next(iter(made))
+    with pytest.raises(ValueError, match="seed=3, and this loader has seed=4"):
+        other.load_state_dict(made.state_dict())
+
+
+def main(first: int, count: int) -> int:
+    """Try other seeds; return how many fail."""
+    failed = 0
+    for seed in range(first, first + count):
+        try:
+            Epoch(seed).run()
+        except Exception as error:  # noqa: BLE001 - the next one is tried
+            failed += 1
+            print(f"{seed}: {type(error).__name__}: {error}", flush=True)
+    print(f"{count} epochs of 4 legs, {failed} failed")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])) > 0)
