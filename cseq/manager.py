@@ -86,7 +86,7 @@ class Run(Generic[P]):
 
     def close_with(self, owner: object) -> None:
         """Close this run when its owner is garbage collected, until `close` has ended it."""
-        self._finalizer = weakref.finalize(owner, close_elsewhere, self.close)
+        self._finalizer = weakref.finalize(owner, close_elsewhere, self.close, self._pid)
         self._finalizer.atexit = False  # `_close_all` sees to that
 
     def interrupt(self) -> int:
@@ -145,11 +145,15 @@ def present() -> list[Run[Any]]:
     return [run for run in list(_runs) if run.is_ours and not run.is_ended]
 
 
-def close_elsewhere(close: Callable[[], object]) -> None:
+def close_elsewhere(close: Callable[[], object], pid: int) -> None:
     """Call `close` on another thread, without waiting for it; the interpreter's end waits.
 
     Garbage collection can happen on any thread, between any two instructions, so it must not wait.
+    In a process that was forked off the owner, which has the number `pid`, it may happen before
+    Python knows of the fork, where no thread can begin; and nothing is to be closed.
     """
+    if os.getpid() != pid:
+        return
     closed = Latch()
     _closings.add(closed)
     pending = [close]  # nothing refers to it once it is done, not even the thread that began it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -189,7 +190,7 @@ def test_what_is_dropped_is_closed_on_a_thread_that_is_known() -> None:
     """`threading` knows the thread while it closes, and makes up none that stays in its list."""
     before = set(threading.enumerate())
     names = []
-    run.close_elsewhere(lambda: names.append(threading.current_thread().name))
+    run.close_elsewhere(lambda: names.append(threading.current_thread().name), os.getpid())
     run.await_closings(60)
     assert names == ["cseq-close"]
     assert {thread.name for thread in set(threading.enumerate()) - before} <= {"cseq-close"}
@@ -204,7 +205,7 @@ def test_no_more_threads(starts: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     closed = []
     monkeypatch.setattr(starts, refuse)
-    run.close_elsewhere(lambda: closed.append(1))
+    run.close_elsewhere(lambda: closed.append(1), os.getpid())
     run.await_closings(60)
     assert closed == [1]
 
@@ -226,7 +227,7 @@ def test_what_is_closed_is_kept_by_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("threading.Thread.start", lambda thread: thread.run())
     closing = Closing()
     kept = weakref.ref(closing)
-    run.close_elsewhere(closing.close)
+    run.close_elsewhere(closing.close, os.getpid())
     del closing
     assert kept() is not None
     first[0]()

@@ -395,7 +395,9 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
 
     def __del__(self, sys: Any = sys) -> None:  # at the end of the program, names are gone
         """Leave the counts to the loader. `Streams` end when they are dropped, nothing waits."""
-        if not self._shutdown and self._num_workers and not sys.is_finalizing():
+        if self._shutdown or not self._num_workers or sys.is_finalizing():
+            return
+        if self._run.is_ours:
             self.progress.stats = self.stats()
 
     @property

@@ -15,6 +15,7 @@ process for items of the dispatching process (`Relay`).
 
 from __future__ import annotations
 
+import os
 import pickle
 import warnings
 from functools import partial
@@ -105,6 +106,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     _streams: Streams | None = None  # the workers
     _relay: Relay | None = None  # of the dispatching process
     _outlet: Outlet | None = None
+    _pid = 0  # of the process that has them
 
     def __init__(
         self,
@@ -153,6 +155,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
             The end of the graph, of which a copy is cut.
         """
         self.finalize()
+        self._pid = os.getpid()
         if self.num_workers:
             self._end_datapipe = self._start(datapipe)
         else:
@@ -246,7 +249,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         """Stop everything, in any state, also twice; another thread waits until it has ended."""
         parts = self._outlet, self._streams, self._relay
         if parts != (None, None, None):
-            close_elsewhere(partial(_close, *parts))
+            close_elsewhere(partial(_close, *parts), self._pid)
         self._outlet = self._streams = self._relay = None
 
     __del__ = finalize

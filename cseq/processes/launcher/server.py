@@ -386,7 +386,8 @@ class ForkServerLauncher(Launcher):
         self.importing, data = name, name.encode()
         server.importers.append(self)
         try:
-            reason, outcome = f"takes more than {self._seconds:g} s", FAILED
+            reason = f"takes more than {self._seconds:g} s"
+            outcome: int | None = FAILED
             with contextlib.suppress(TimeoutError), server.ask(IMPORT, len(data), data=data) as got:
                 _, outcome = self._answer(server, got, self._seconds) or (ENDED, None)
                 reason = REASONS.get(outcome, "")

@@ -133,6 +133,58 @@ def test_a_forked_child_takes_no_batches(kind: str) -> None:
         assert got + digest(iterator) == reference()
 
 
+DROPPED = """
+import _thread, gc, os, sys, threading
+import numpy as np
+import cseq
+from cseq.stream import Streams
+
+class Producer:
+    def begin(self, assignment): pass
+    def items(self, start): return iter(range(start, 9))
+
+def made(kind):
+    if kind == "streams":
+        streams = Streams(lambda number, count: Producer(), 1)
+        streams.begin([None])
+        return streams
+    if kind == "loader":
+        return iter(cseq.DataLoader(range(9), num_workers=1, multiprocessing_context="fork"))
+    return cseq.MSequence(np.arange(9), num_workers=1, out_type="null", thread_type=kind).start()
+
+def hold(held, over):
+    try:
+        raise LookupError(made(sys.argv[1]))
+    except LookupError:
+        held.set()
+        over.wait()
+
+held, over, begun, start = threading.Event(), threading.Event(), [], _thread.start_new_thread
+thread = threading.Thread(target=hold, args=(held, over))
+thread.start()
+held.wait()
+_thread.start_new_thread = lambda *args: begun.append(args) or start(*args)
+child = os.fork()
+if not child:
+    gc.collect()
+    os._exit(len(begun))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+over.set()
+thread.join()
+"""
+
+
+@pytest.mark.needs("fork")
+@pytest.mark.parametrize("kind", ["proc", "thread", "streams", "loader"])
+def test_what_a_forked_child_drops_starts_no_thread(run_anew: RunScript, kind: str) -> None:
+    """Also at the very fork, when the exception of a thread that is not there held it."""
+    if kind == "loader":
+        pytest.importorskip("torch")
+    script = "import warnings\nwarnings.simplefilter('ignore', DeprecationWarning)\n" + DROPPED
+    done = run_anew(script, kind)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
 # -- again and again
 
 
