@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
@@ -55,21 +54,12 @@ def is_usable(array: Array, target: Dtype) -> bool:
     return array.dtype == target and array.flags.behaved and flat_of(array) is not None
 
 
-def from_numpy() -> Callable[[Array], Tensor]:
-    """Return torch's function that lays a tensor on an array's memory."""
-    torch = importlib.import_module("torch")
-    if os.name == "nt":  # long doubles are doubles there, of a type that torch does not know
-        return lambda array: torch.from_numpy(array.view(array.dtype.str))
-    function: Callable[[Array], Tensor] = torch.from_numpy
-    return function
-
-
 class Host:
     """Arrays and CPU tensors in the types that an output asks for."""
 
     def __init__(self, output: Output) -> None:
         self.torch = torch = importlib.import_module("torch")
-        self.from_numpy = from_numpy()
+        self.from_numpy: Callable[[Array], Tensor] = torch.from_numpy
         self.cast = output.dtype
         self.late = getattr(torch, output.torch_dtype) if output.torch_dtype else None
         self.wanted = torch_type(output.dtype) if output.dtype is not None else self.late
@@ -90,7 +80,11 @@ class Host:
         target = target_of(array.dtype, self.cast)
         if target is None:
             return array
-        return self.from_numpy(array if is_usable(array, target) else recast(array, target, make))
+        if not is_usable(array, target):
+            array = recast(array, target, make)
+        elif array.dtype.char != target.char:
+            array = array.view(target)
+        return self.from_numpy(array)
 
     def tensor(self, tensor: Tensor) -> Tensor:
         """Cast a CPU tensor; complex and quantised ones keep their type, as complex arrays do."""
@@ -144,9 +138,10 @@ class Converter:
         target = target_of(dtype, output.dtype)
         if target is None:
             return None
-        if output.torch_dtype is not None or target != dtype:
+        if output.torch_dtype is not None or target != dtype or target.char != dtype.char:
             return self.convert
-        return from_numpy()
+        function: Convert = importlib.import_module("torch").from_numpy
+        return function
 
 
 def _make_null(output: Output) -> Convert:  # noqa: ARG001

@@ -116,7 +116,7 @@ def _parse_dtype(dtype: object) -> tuple[Dtype | None, str | None]:
         raise kind(f"dtype is {dtype!r}, which numpy does not know: {_DTYPES}") from error
     if found.kind not in "biufc" or found.type in (np.longdouble, np.clongdouble):
         raise ValueError(f"dtype is {dtype!r}, which no tensor can have: {_DTYPES}")
-    return np.dtype(found.type), None  # in native byte order
+    return np.dtype(np.dtype(found.type).str), None  # in native byte order, as torch knows it
 
 
 _DTYPES = (

@@ -45,7 +45,7 @@ from numpy import ndarray
 
 from cseq._memory import flat_of, laid_as, order_of
 from cseq._work import LONG, MAX_DEPTH, Plan, decode
-from cseq.encoding.pickling import data_reducers, dumps, import_torch, reduce_tensor
+from cseq.encoding.pickling import data_reducers, dumps, import_torch, is_usual, reduce_tensor
 from cseq.encoding.unpicklable import unpicklable
 
 if TYPE_CHECKING:
@@ -161,7 +161,8 @@ def map_leaves(function: Callable[[Any], Any], batch: Any, depth: int = MAX_DEPT
 # -- writing ------------------------------------------------------------------------------------
 
 # A leaf in the tree is (token, dtype, dimensions, order: `order_of`), or OBJECT; a container, which
-# stands before its children, is (class, keys or None, number of children).
+# stands before its children, is (class, keys or None, number of children). A dtype that `==` does
+# not tell from others is there as its pickle.
 ARRAY = "array"
 TENSOR = "tensor"  # or the name of its type, which numpy lacks
 BYTES = "bytes"
@@ -234,7 +235,8 @@ class _Survey:
     def _leaf(self, token: str, array: Array, kind: Dtype | None = None) -> None:
         """Collect the array that a leaf consists of; `kind`: its type in the slot."""
         kind = array.dtype if kind is None else kind
-        self.nodes.append((token, kind, array.ndim, order_of(array)))
+        exact = kind if is_usual(kind) else _dumps(kind, array)
+        self.nodes.append((token, exact, array.ndim, order_of(array)))
         self.arrays.append(array)
 
 

@@ -21,6 +21,7 @@ import os
 import pickle
 import sys
 import types
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -50,6 +51,11 @@ REMEDY = (
 )
 THREADS = "use MTSequence, whose threads copy nothing"
 OTHERWISE = {"producer": "give start_method='fork', which copies nothing"}
+
+# Data that cloudpickle takes and pickle does not; of a file and a memoryview it makes another type.
+EMPTY: tuple[dict[Any, Any], ...] = {}, OrderedDict()
+VIEWS = {type(view()) for one in EMPTY for view in (one.keys, one.values, one.items)}
+DATA = {io.TextIOWrapper, memoryview, *VIEWS}
 
 # cloudpickle has one list of modules that go by value, for the whole process.
 _by_value_lock = Lock()
@@ -127,7 +133,7 @@ def dumps(
         if buffers is not None:
             buffers.clear()
         file = io.BytesIO()
-        by_value_pickler()(file, keep, reducers(), named_here).dump(obj)
+        by_value_pickler()(file, keep, _table_of(reducers), named_here, DATA).dump(obj)
     return file.getvalue()
 
 
@@ -140,7 +146,7 @@ def _table_of(reducers: Callable[[], Reducers]) -> Reducers:
     made_of, table = _tables.get(reducers, (None, {}))
     if made_of != (_torch_types(), copyreg.dispatch_table):
         made_of = _torch_types(), copyreg.dispatch_table.copy()
-        table = made_of[1] | reducers()
+        table = made_of[1] | DTYPES | reducers()
         _tables[reducers] = made_of, table
     return table
 
@@ -194,8 +200,31 @@ def _reduce_array(array: _Array) -> Reduced:
     data: Any = pickle.PickleBuffer(flat.view(np.uint8) if dtype.kind in "mMV" else flat)
     if flat.nbytes < IN_BAND:
         data = bytearray(data.raw())
-    kind = dtype if dtype.kind == "V" else dtype.str
+    kind = dtype.str if dtype.kind != "V" and is_usual(dtype) else dtype
     return np.ndarray, (array.shape, kind, data, 0, array.strides)
+
+
+def is_usual(dtype: np.dtype[Any]) -> bool:
+    """Tell whether a type has nothing that `==` does not look at, such as metadata."""
+    if dtype.metadata is not None or type(dtype) in DTYPES or dtype.isalignedstruct:
+        return False
+    if dtype.fields is not None:
+        return all([is_usual(part) for part, *_ in dtype.fields.values()])
+    return dtype.subdtype is None or is_usual(dtype.base)
+
+
+def _reduce_dtype(dtype: np.dtype[Any]) -> Reduced:
+    reduced: Reduced = dtype.__reduce__()
+    make, (_, *flags), *state = reduced
+    return make, (dtype.char, *flags), *state
+
+
+# Of two types that are equal (long and long long), numpy's text, and its pickle, name one.
+DTYPES: Reducers = {
+    type(dtype): _reduce_dtype
+    for dtype in map(np.dtype, np.typecodes["AllInteger"] + np.typecodes["AllFloat"])
+    if np.dtype(dtype.str).char != dtype.char
+}
 
 
 def reduce_tensor(tensor: Any) -> Reduced:
@@ -312,8 +341,10 @@ def by_value_pickler() -> Any:
             keep: Callable[[pickle.PickleBuffer], bool] | None,
             reducers: Reducers,
             by_name: Callable[[Any], bool],
+            refused: Iterable[type] = (),
         ) -> None:
-            self.dispatch_table = {**base.dispatch_table, types.CodeType: reduce_code, **reducers}
+            known = {**base.dispatch_table, types.CodeType: reduce_code, **DTYPES, **reducers}
+            self.dispatch_table = {cls: known[cls] for cls in known if cls not in refused}
             self.by_name = by_name
             super().__init__(file, protocol=5, buffer_callback=keep)
 

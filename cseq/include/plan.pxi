@@ -8,6 +8,7 @@ cdef extern from "Python.h":
 
 cdef extern from "numpy/arrayobject.h":
     bint PyArray_EquivTypes(cnp.dtype one, cnp.dtype other) noexcept
+    PyObject* PyDataType_METADATA(cnp.dtype dtype) noexcept
 
 cdef extern from *:
     """
@@ -84,6 +85,12 @@ cdef dict KINDS = {"array": ARRAY, "tensor": TENSOR, "bytes": BYTES}
 cdef dict known = {}  # plans by structure, of batches that were read
 
 
+cdef bint are_same(cnp.dtype one, cnp.dtype other) noexcept:
+    """Whether two types are equal, also in what numpy does not compare. Of records that is not looked at."""
+    return (one.type_num == other.type_num != cnp.NPY_VOID and PyDataType_METADATA(one) == NULL
+            and PyDataType_METADATA(other) == NULL and PyArray_EquivTypes(one, other))
+
+
 cdef int check_record(Memory memory, const uint64_t* record) except -1:
     """A batch that is outside the memory is an IndexError."""
     cdef uint64_t end = 0
@@ -141,6 +148,9 @@ cdef class Plan:
                 self.objects += 1
             elif isinstance(node[0], str):
                 name, dtype, nd, order = node
+                if type(dtype) is bytes:
+                    dtype = loads(dtype)
+                    self.keep(dtype)
                 n.kind = KINDS.get(name, TENSOR)
                 self.add_leaf(n.kind, name, dtype, nd, order)
             else:
@@ -184,7 +194,7 @@ cdef class Plan:
         if self.sources is not None:
             source = self.sources[self.leaf_count]
             leaf.source = <PyObject*>source
-            leaf.casts = source is not dtype
+            leaf.casts = source != dtype
         self.leaf_count += 1
         if kind == TENSOR:
             self.add_tensor(leaf, name)
@@ -226,9 +236,8 @@ cdef class Plan:
         order = layout_of(array, &span)
         if order != leaf.order and (order != LOOSE or leaf.order != ROWS):
             return False
-        if <PyObject*>cnp.PyArray_DESCR(array) is not leaf.source and (
-                cnp.PyArray_TYPE(array) == cnp.NPY_VOID  # np.record, which is equal to np.void
-                or not PyArray_EquivTypes(array.descr, <cnp.dtype>leaf.source)):
+        if (<PyObject*>cnp.PyArray_DESCR(array) is not leaf.source
+                and not are_same(array.descr, <cnp.dtype>leaf.source)):
             return False
         cseq_set_own(arrays, k, value)
         return True

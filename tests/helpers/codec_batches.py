@@ -177,6 +177,8 @@ def assert_same(a: Any, b: Any) -> None:
         assert len(a) == len(b)
         for x, y in zip(a, b, strict=True):
             assert_same(x, y)
+    elif isinstance(a, Plain):
+        assert_same(a.array, b.array)
     elif dataclasses.is_dataclass(a):
         for name in [f.name for f in dataclasses.fields(a)]:
             assert_same(getattr(a, name), getattr(b, name))
@@ -190,8 +192,7 @@ def assert_same_arrays(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], cast: A
     if cast is not None and codec.castable(a.dtype):
         strides = tuple(step // a.itemsize * cast.itemsize for step in strides)
         a = a.astype(cast)
-    assert a.dtype == b.dtype
-    assert a.dtype.str == b.dtype.str
+    assert all_of(a.dtype) == all_of(b.dtype)
     assert a.shape == b.shape
     if a.dtype.names:  # there may be anything in the gaps between fields
         assert repr(a.tolist()) == repr(b.tolist())
@@ -200,6 +201,16 @@ def assert_same_arrays(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], cast: A
     assert b.flags.writeable
     assert b.flags.aligned
     assert a.dtype.names or b.strides == strides or not a.size
+
+
+def all_of(dtype: np.dtype[Any]) -> Any:
+    """List what a type is, also that which `==` does not look at."""
+    fields = [
+        (name, *map(repr, rest), all_of(of)) for name, (of, *rest) in (dtype.fields or {}).items()
+    ]
+    kind = None if dtype.subdtype is None else all_of(dtype.base)
+    metadata = dict(dtype.metadata or {})
+    return dtype.char, dtype.str, dtype.shape, dtype.isalignedstruct, metadata, fields, kind
 
 
 def strides_behind(array: np.ndarray[Any, Any]) -> tuple[int, ...]:
@@ -213,6 +224,17 @@ def strides_behind(array: np.ndarray[Any, Any]) -> tuple[int, ...]:
 
 # -- what batches there are ---------------------------------------------------------------------
 
+MARKED = np.dtype("i4", metadata={"enum": {"cat": 1}})
+# Types that numpy holds equal to another one of these, or to a usual one.
+RESEMBLING = [
+    np.dtype(kind)
+    for kind in (
+        "i4", MARKED, np.dtype("i4", metadata={"enum": {"dog": 1}}), "q", "Q", ">q", "g", "G",
+        [("a", "i4")], [("a", MARKED)], [("a", "i4", (2,))], [("a", MARKED, (2,))],
+        np.dtype([("a", "i4")], metadata={"of": "a"}), np.dtype([("a", "i4")], align=True),
+    )
+]  # fmt: skip
+
 dtypes = st.one_of(
     npst.boolean_dtypes(),
     npst.integer_dtypes(endianness="?"),
@@ -225,6 +247,7 @@ dtypes = st.one_of(
     npst.unicode_string_dtypes(max_len=4),
     st.just(np.dtype([("a", ">i2"), ("b", "f4", (2,)), ("c", "S3")])),
     st.just(np.dtype([("a", "u1"), ("b", "f8")], align=True)),
+    st.sampled_from(RESEMBLING),
 )
 
 
@@ -258,13 +281,11 @@ def arrays(draw: st.DrawFn) -> np.ndarray[Any, Any]:
     return array
 
 
-WIDE = np.dtype(np.longdouble).itemsize > 8  # elsewhere it becomes a float64, see below
-
 scalars = st.sampled_from(
     [np.float32(1.5), np.float64("nan"), np.bool_(True), np.int8(-3), np.uint64(2**63),
      np.complex64(1j), np.float16(-0.0), np.datetime64("2020-01-01", "D"),
      np.timedelta64(3, "us"), np.str_("text"), np.bytes_(b"bytes"),
-     *([np.longdouble(1) / 3] if WIDE else [])]
+     np.longdouble(1) / 3, np.longlong(3), np.ulonglong(3)]
 )  # fmt: skip
 leaves = st.one_of(
     arrays(), scalars, st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=5),

@@ -59,6 +59,7 @@ ARRAYS: dict[str, Any] = {
     "bool": RNG.random((3, 4)) > 0.5,
     "complex128": RNG.random((3, 4)) + 1j,
     "longdouble": RNG.random((3, 4)).astype(np.longdouble),
+    "unsigned long long": RNG.integers(0, 2**64, (3, 4), np.uint64).astype(np.ulonglong),
     "big endian": RNG.random((3, 4)).astype(">f4"),
     "big endian integers": np.arange(12).astype(">i2"),
     "read-only": read_only(RNG.random((3, 4), np.float32)),

@@ -32,8 +32,11 @@ from cseq.converter.host import Converter
 from cseq.converter.output import Output
 from cseq.encoding import codec
 from cseq.encoding.codec import map_leaves
+from cseq.encoding.unpicklable import UnpicklableError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from cseq.encoding.writer import Writer
 
 way = codec_batches.way
@@ -146,7 +149,13 @@ class Stubborn:
         raise ValueError("no")
 
 
-@pytest.mark.parametrize("bad", [threading.Lock(), (i for i in [1]), Stubborn()], ids=type)
+BAD = [
+    threading.Lock(), (i for i in [1]), Stubborn(), memoryview(b"abc"), {}.keys(), {}.values(),
+    OrderedDict(a=1).items(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD, ids=type)
 @pytest.mark.parametrize(
     ("make", "path"),
     [
@@ -162,6 +171,15 @@ def test_what_cannot_be_pickled_is_named(bad: Any, make: Any, path: str) -> None
     with pytest.raises(TypeError) as error:
         copied(make(bad))
     assert str(error.value).startswith(path)
+
+
+def test_an_open_file_cannot_be_in_a_batch(tmp_path: Path) -> None:
+    """Neither a file of text nor one of bytes arrives as something else."""
+    path = tmp_path / "notes.txt"
+    path.write_text("a note")
+    for mode in ("r", "rb"):
+        with path.open(mode) as file, pytest.raises(UnpicklableError, match="batch\\['log'\\]: "):
+            copied({"log": file, "x": np.zeros(2)})
 
 
 def test_a_batch_that_contains_itself() -> None:

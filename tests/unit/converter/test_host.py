@@ -14,7 +14,7 @@ from slots import acquire
 
 from cseq.converter.cuda import receive
 from cseq.converter.host import Converter
-from cseq.converter.output import cast_dtype, parse
+from cseq.converter.output import cast_dtype, parse, resolve
 from cseq.encoding import codec
 from cseq.encoding.writer import Writer
 from cseq.memory.arena import Arena
@@ -125,6 +125,19 @@ def test_arrays(name: str, dtype: str | None) -> None:
         assert same_bits(here, torch.from_numpy(want.view(want.dtype.str)))
     here.fill_(1)
     assert array.flags.writeable or array.tobytes() == before
+
+
+@pytest.mark.parametrize("name", [*ARRAYS, *UNTOUCHED])
+@pytest.mark.parametrize("dtype", ["uint8", None])
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
+def test_leaves_are_converted_one_by_one_to_the_same(name: str, dtype: str | None) -> None:
+    """What `leaf_for` gives for a type makes of a fresh array what `convert` makes of it."""
+    made = Converter(resolve(parse("cpu", dtype)))
+    array = through_a_slot((ARRAYS | UNTOUCHED)[name], cast_dtype(made.output))
+    function = made.leaf_for(array.dtype) if type(array) is np.ndarray else made.convert
+    got, want = array if function is None else function(array), made.convert(array)
+    assert type(got) is type(want)
+    assert got is want or same_bits(got, want)
 
 
 def test_texts_of_any_length_stay_arrays() -> None:
