@@ -39,6 +39,17 @@ PLAIN = (BaseException.__str__, KeyError.__str__, OSError.__str__)
 # How the names of files with cseq's code begin: compiled code has none of the folder.
 OURS = ("cseq/", os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""))
 
+# What sqlite3, fsspec and LMDB say of a thing that was opened in another process or thread.
+UNSHARED = (
+    "created in a thread can only be used in that same thread",
+    "This class is not fork-safe",
+    "MDB_READERS_FULL",
+    "MDB_BAD_RSLOT",
+)
+OPEN_THERE = (
+    "if the training process has opened it, open it in each worker instead, at its first use"
+)
+
 SHOWN = 16  # indices of a batch that a message shows
 MOST = 1024  # that one of a death shows
 
@@ -251,6 +262,9 @@ def ends_program(error: BaseException) -> bool:
 def named(error: BaseException, place: str) -> BaseException:
     """Return the exception to raise in the loop for an indexer's, with its batch named."""
     error = ordinary(error)
+    text = str_of(error)
+    if any(each in text for each in UNSHARED):
+        annotate(error, f"cseq: {OPEN_THERE}")
     if hasattr(error, "add_note"):
         _note(error, f"cseq: while making {place}")
     return error

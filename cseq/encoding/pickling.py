@@ -47,10 +47,8 @@ NAMELESS = (pickle.PicklingError, AttributeError, TypeError)
 
 REMEDY = (
     "Worker processes get a copy of the {name}, made with pickle. Make or open such things where "
-    "they are first used, in each worker process and not in the training process, or {otherwise}"
+    "they are first used, in each worker process and not in the training process"
 )
-THREADS = "use MTSequence, whose threads copy nothing"
-OTHERWISE = {"producer": "give start_method='fork', which copies nothing"}
 
 # Data that cloudpickle takes and pickle does not; of a file and a memoryview it makes another type.
 EMPTY: tuple[dict[Any, Any], ...] = {}, OrderedDict()
@@ -106,7 +104,7 @@ def dump(
     except Exception as error:  # noqa: BLE001 - its traceback is no news: the path says where
         probed = Importable(elsewhere=elsewhere)
         probe = functools.partial(_dump_by_value, modules=probed, reducers=reducers, buffers=None)
-        remedy = REMEDY.format(name=name, otherwise=OTHERWISE.get(name, THREADS))
+        remedy = REMEDY.format(name=name)
         raise unpicklable(obj, name, error, probe=probe, remedy=remedy) from None
     return Pickled(data, buffers, modules.importable())
 
@@ -209,7 +207,7 @@ def is_usual(dtype: np.dtype[Any]) -> bool:
     if dtype.metadata is not None or type(dtype) in DTYPES or dtype.isalignedstruct:
         return False
     if dtype.fields is not None:
-        return all([is_usual(part) for part, *_ in dtype.fields.values()])
+        return all(is_usual(part) for part, *_ in dtype.fields.values())
     return dtype.subdtype is None or is_usual(dtype.base)
 
 

@@ -75,20 +75,10 @@ cdef inline Py_ssize_t aligned(Py_ssize_t nbytes) noexcept:
     return (nbytes + (LINE - 1)) & ~<Py_ssize_t>(LINE - 1)
 
 
-ALIGNMENT = LINE
-LONG = MOST_PICKLED
-MAX_DEPTH = MOST_SEARCHED
-cdef object MEMMAP = numpy.memmap
-cdef object UINT8 = numpy.uint8
-cdef object frombuffer = numpy.frombuffer
+ALIGNMENT, LONG, MAX_DEPTH = LINE, MOST_PICKLED, MOST_SEARCHED
+cdef object MEMMAP = numpy.memmap, UINT8 = numpy.uint8, frombuffer = numpy.frombuffer
 cdef dict KINDS = {"array": ARRAY, "tensor": TENSOR, "bytes": BYTES}
 cdef dict known = {}  # plans by structure, of batches that were read
-
-
-cdef bint are_same(cnp.dtype one, cnp.dtype other) noexcept:
-    """Whether two types are equal, also in what numpy does not compare. Of records that is not looked at."""
-    return (one.type_num == other.type_num != cnp.NPY_VOID and PyDataType_METADATA(one) == NULL
-            and PyDataType_METADATA(other) == NULL and PyArray_EquivTypes(one, other))
 
 
 cdef int check_record(Memory memory, const uint64_t* record) except -1:
@@ -148,9 +138,7 @@ cdef class Plan:
                 self.objects += 1
             elif isinstance(node[0], str):
                 name, dtype, nd, order = node
-                if type(dtype) is bytes:
-                    dtype = loads(dtype)
-                    self.keep(dtype)
+                dtype = <object>self.keep(loads(dtype)) if type(dtype) is bytes else dtype
                 n.kind = KINDS.get(name, TENSOR)
                 self.add_leaf(n.kind, name, dtype, nd, order)
             else:
@@ -236,8 +224,11 @@ cdef class Plan:
         order = layout_of(array, &span)
         if order != leaf.order and (order != LOOSE or leaf.order != ROWS):
             return False
-        if (<PyObject*>cnp.PyArray_DESCR(array) is not leaf.source
-                and not are_same(array.descr, <cnp.dtype>leaf.source)):
+        # numpy compares neither metadata nor which of two equal types it is: long long, np.record.
+        if <PyObject*>cnp.PyArray_DESCR(array) is not leaf.source and (
+                not cnp.PyArray_TYPE(array) == (<cnp.dtype>leaf.source).type_num != cnp.NPY_VOID
+                or PyDataType_METADATA(array.descr) or PyDataType_METADATA(<cnp.dtype>leaf.source)
+                or not PyArray_EquivTypes(array.descr, <cnp.dtype>leaf.source)):
             return False
         cseq_set_own(arrays, k, value)
         return True

@@ -445,8 +445,7 @@ def test_what_cannot_be_pickled_is_named(obj: object, path: str) -> None:
     assert message.startswith(f"{path}: ")
     assert "cannot pickle '_thread.lock' object" in message
     assert "Make or open such things where they are first used" in message
-    assert "not in the training process" in message
-    assert "or use MTSequence" in message
+    assert message.endswith("not in the training process")  # forks and threads share a position
     assert caught.value.__suppress_context__  # one sentence, no tracebacks of cseq
 
 

@@ -146,7 +146,6 @@ def make_iterator(
             )
         except UnpicklableError as error:
             reason = str(error).replace("producer.", "").replace("the producer", "the data set")
-            reason = reason.replace("start_method='fork'", "multiprocessing_context='fork'")
             if before is None or not _can_torch(loader):
                 error.args = (reason,)
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 import os
+import sqlite3
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -348,3 +349,33 @@ def test_a_slow_batch_leaves_the_rest_to_other_workers(tmp_path: Path, rng: str)
     made_by = [workers.index(pid) for _, pid in batches]
     assert made_by[:8] == [0, 1] * 4
     assert made_by[8:10] == ([1, 1] if rng == "batch" else [0, 1])
+
+
+class Rows(data.Dataset[int]):
+    """Reads a database, by a connection that was opened before the start, or at first use."""
+
+    def __init__(self, path: Path, *, early: bool) -> None:
+        self.path = path
+        self.connection = sqlite3.connect(path) if early else None
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if self.connection is None:
+            self.connection = sqlite3.connect(self.path)
+        return int(self.connection.execute("SELECT ?", (index,)).fetchone()[0])
+
+
+@pytest.mark.parametrize("method", ["fork", "thread"])
+def test_a_connection_from_before_the_start_is_refused_with_what_to_do(
+    tmp_path: Path, method: str
+) -> None:
+    """sqlite3 speaks of threads alone; a note says to open it in the workers, which works."""
+    given: Any = {"worker_method": "thread", "num_workers": 1, "multiprocessing_context": None}
+    given = given if method == "thread" else {}
+    with pytest.raises(sqlite3.ProgrammingError) as caught:
+        list(loader(Rows(tmp_path / "rows", early=True), **given))
+    told = [str(caught.value), *getattr(caught.value, "__notes__", [])]
+    assert any("open it in each worker instead, at its first use" in each for each in told)
+    assert [int(x) for x in loader(Rows(tmp_path / "rows", early=False), **given)] == [*range(4)]
