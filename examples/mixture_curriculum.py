@@ -1,7 +1,7 @@
 """Train a language model on three corpora whose shares change: easy first, then what it is for.
 
-`cseq.Mixture` takes the documents of each corpus in exact shares, which change after a number of
-samples that is given. A corpus that is small comes again sooner, but never before all of it has
+`cseq.Mixture` takes the documents of each corpus in shares that change after a number of samples
+that is given. A corpus that is small comes again sooner, but never before all of it has
 come. Training ends anywhere and goes on there. It can also go on with other shares, or with
 one corpus more: a checkpoint says how much of each corpus has been read.
 

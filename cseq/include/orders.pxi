@@ -52,6 +52,31 @@ def drawn(cnp.ndarray places not None, uint64_t below, uint64_t seed, uint64_t e
     return out
 
 
+def split(cnp.ndarray counts not None, cnp.ndarray nodes not None, cnp.ndarray factors not None):
+    """Whether 64 bits were enough to split counts: `Shares` of cseq/order/shares.py.
+
+    `nodes` have four numbers of `counts` each: the left child gets `factors[k, 0]` / 2**64 of the first,
+    rounded, and the right child what is left of the second. The factor is rounded up: above the count
+    `factors[k, 1]`, a result just at a whole number may be one too large.
+    """
+    cdef const int64_t* node = int64s(nodes)
+    cdef const uint64_t* factor = <const uint64_t*>cnp.PyArray_DATA(factors)
+    cdef uint64_t* values = <uint64_t*>cnp.PyArray_DATA(counts)
+    cdef uint64_t count, high, low, half = <uint64_t>1 << 63
+    cdef Py_ssize_t k, there = len(nodes)
+    for k in range(there):
+        count = values[node[4 * k]]
+        high = cseq_multiply(count, factor[2 * k], &low)
+        low += half
+        if low < half:
+            high += 1
+        if low < count and count > factor[2 * k + 1]:
+            return False
+        values[node[4 * k + 2]] = high
+        values[node[4 * k + 3]] = values[node[4 * k + 1]] - high
+    return True
+
+
 @cython.final
 cdef class Permutation:
     """0 … n-1 in an order of their own for (seed, epoch, purpose, key): `perm` of docs/inside/orders.md.

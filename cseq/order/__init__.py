@@ -5,5 +5,6 @@
 ``place``       the epoch, and how many of its samples are done
 ``checkpoint``  `state_dict`, and what it must agree with
 ``base``        `Order`, for orders of the user's own; `shuffled`, `blocks`, `buckets`, `groups`,
-                `mixture`, `packed` and `weighted` are cseq's, over what `classes` has
+                `mixture`, `packed` and `weighted` are cseq's, over what `classes` has;
+                `shares`: how often each source of a mixture comes
 """

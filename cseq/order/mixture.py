@@ -1,4 +1,4 @@
-"""Orders made of others: several in exact shares, one in epochs of another size."""
+"""Orders made of others: several in shares, one in epochs of another size."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import bisect
 import copy
 import itertools
 import math
+import warnings
 from collections.abc import Mapping
-from fractions import Fraction
 from functools import lru_cache, partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
 from cseq._core import AHEAD, MIXTURE, ArrayReader, seed_of, shuffle
 from cseq.check import choice, count
 from cseq.order.base import MOST_SAMPLES, WORD, Order, kind, passes, spans
+from cseq.order.shares import Shares
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
     from typing_extensions import Self
@@ -30,14 +31,18 @@ if TYPE_CHECKING:
 __all__ = ["Mixture", "Resized"]
 
 MOST_BLOCK = 2**16 - 1
-SHOWN = 5  # sources that are described
+SHOWN = 5  # sources that are described or named
 FEW = 64  # units of each source that are worth a call of its reader
 
 Weights: TypeAlias = Mapping[str, float]
 
 
 class Mixture(Order):
-    """Units of several orders, in exact shares: every block of units has each source's share.
+    """Units of several orders, in shares that you choose, however small.
+
+    From the first unit of its weights to the end of any block, a source is less than one unit off
+    its share, if that is one unit of a block or more; otherwise less than 1.7 units. A block is in
+    random order.
 
     Each source has its own passes, each in its own order. The next pass follows the last one, and
     an epoch continues where the one before ended. Samples are numbered source after source: the
@@ -49,16 +54,21 @@ class Mixture(Order):
         Orders with units of one kind: samples, rows of samples, or batches. The order of a source
         depends on its name, not on the other sources.
     weights : dict of str to number, or list of (int, dict)
-        The share of each source. Only ratios count, and 0 leaves a source out. A list is a
-        curriculum: weights hold from the first block that begins at their unit or later. Units
-        count over all epochs. The list begins at unit 0.
+        The share of each source, as integers of any size or floats. Only their exact ratios count,
+        and 0 leaves a source out. A list is a curriculum: weights hold from the first block that
+        begins at their unit or later. Units count over all epochs. The list begins at unit 0.
     block : int
-        Shares are exact in each block of this many units, at least one of each source in use.
+        Units that are mixed with each other. There may be more sources than that.
     epoch_size : int, optional
         Units in an epoch.
     stop : 'all' or 'first'
-        Without `epoch_size`: an epoch ends when every source has had a pass, or before any has had
-        more than one. It has whole blocks, by the first weights.
+        Without `epoch_size`: the first epoch ends when every source has had a pass, or before any
+        has had more than one. It has whole blocks, by the first weights. Later epochs are as long.
+
+    Warns
+    -----
+    UserWarning
+        Sources in use have a share of less than one unit in an epoch. They are named.
 
     Notes
     -----
@@ -74,7 +84,10 @@ class Mixture(Order):
     [2, 2]
     """
 
-    name = "mixture-v1"
+    name = "mixture-v2"
+    replaced: ClassVar[dict[str, str]] = {
+        "mixture-v1": "a small share is no longer one unit of each block, but what its weight says"
+    }
 
     def __init__(
         self,
@@ -99,21 +112,49 @@ class Mixture(Order):
             if epoch_size is None
             else count("epoch_size", epoch_size, 1, MOST_SAMPLES)
         )
+        if rare := self._rare():
+            warnings.warn(
+                f"the sources {_listed(rare)} have less than one unit in an epoch of {self.units}; "
+                "give them more weight or 0, or a larger epoch_size",
+                stacklevel=2,
+            )
 
     def _end(self, stop: str) -> int:
-        """Return the units of an epoch, in whole blocks of the first weights."""
-        block = self._plan.block
-        quotas = zip(self.sources.items(), self._plan.first, strict=True)
-        pairs = [(order.units, quota, name) for (name, order), quota in quotas if quota]
-        if stop == "all":
-            return block * max(-(-units // quota) for units, quota, _ in pairs)
-        units, quota, name = min(pairs, key=lambda pair: pair[0] // pair[1])
-        if units < quota:
+        """Return the units of the first epoch, in whole blocks of the first weights."""
+        shares = self._plan.shares[0]
+        used = zip(self.sources.values(), shares.whole, strict=True)
+        units = np.array([order.units if weight else 0 for order, weight in used], np.uint64)
+
+        def is_over(blocks: int) -> bool:
+            before = shares.before(blocks)
+            return bool((before >= units).all() if stop == "all" else (before > units).any())
+
+        most = MOST_SAMPLES // shares.block
+        if not is_over(most):
+            name = [*self.sources][int((shares.before(most) < units).argmax())]
             raise ValueError(
-                f"source {name!r} has {units} units, and {quota} in a block of {block}: no block "
-                "ends before its pass; give a smaller block, stop='all', or epoch_size"
+                f"stop={stop!r} makes an epoch of more than {MOST_SAMPLES} units, because of "
+                f"source {name!r}; give epoch_size, or other weights"
             )
-        return block * (units // quota)
+        blocks = bisect.bisect_left(range(most), 1, key=is_over) - (stop == "first")
+        if not blocks:
+            s = int((shares.before(1) > units).argmax())
+            raise ValueError(
+                f"source {[*self.sources][s]!r} has {units[s]} units, and {shares.before(1)[s]} in "
+                f"the first block of {shares.block}: no block ends before its pass; give a smaller "
+                "block, stop='all', or epoch_size"
+            )
+        return blocks * shares.block
+
+    def _rare(self) -> list[str]:
+        """Name the sources in use that have less than one unit in an epoch, by all weights."""
+        phases = self._plan.shares
+        return [
+            name
+            for s, name in enumerate(self.sources)
+            if any(phase.whole[s] for phase in phases)
+            and all(phase.whole[s] * self.units < phase.total for phase in phases)
+        ]
 
     def facts(self) -> dict[str, Any]:
         """Return what the order depends on; `since` and `taken`: where its weights began."""
@@ -135,7 +176,10 @@ class Mixture(Order):
         if facts == ours:
             return self
         if facts.get("name") != self.name or ours.keys() - facts.keys():
-            return super().resumed(facts, seed, epoch, consumed)
+            try:
+                return super().resumed(facts, seed, epoch, consumed)
+            except ValueError as error:
+                raise ValueError("; ".join([str(error), *self._outdated(facts)])) from None
         before, known = _before(facts)
         if consumed > self.units:
             raise ValueError(
@@ -159,6 +203,18 @@ class Mixture(Order):
             )
         return order
 
+    def _outdated(self, facts: dict[str, Any]) -> list[str]:
+        """Say what else changed since a state of an earlier definition: in its sources."""
+        if str(facts.get("name")) not in self.replaced:
+            return []
+        _, known = _before(facts)
+        names = {name: str(each.get("name")) for name, each in known.items()}
+        return [
+            f"its source {name!r} has name={names[name]!r}: {order.replaced[names[name]]}"
+            for name, order in self.sources.items()
+            if names.get(name) in order.replaced
+        ]
+
     def _source(self, name: str, known: dict[str, Any] | None, seed: int, taken: int) -> Order:
         """Return a source as it goes on when so many units were taken of it."""
         order = self.sources[name]
@@ -176,7 +232,8 @@ class Mixture(Order):
         readers = [order.reader(seed_of(seed, name)) for name, order in self.sources.items()]
         firsts = [0, *itertools.accumulate(order.samples or 0 for order in self.sources.values())]
         plan = self._plan
-        block_of = lru_cache(1)(partial(plan.block_of, seed))
+        before = lru_cache(2)(plan.before)
+        block_of = lru_cache(1)(partial(plan.block_of, seed, before))
 
         def read(epoch: int, units: Ints) -> Read:
             numbers = units.view(np.uint64) + np.uint64(epoch * self.units - plan.since & WORD)
@@ -209,13 +266,14 @@ class Mixture(Order):
 
     def describe(self) -> str:
         """Describe an epoch."""
-        block = self._plan.block
+        block, first = self._plan.block, self._plan.shares[0]
         shares = [
-            f"{quota / block:.3g} of {name}"
-            for name, quota in zip(self.sources, self._plan.first, strict=True)
+            f"{weight / first.total:.3g} of {name}"
+            for name, weight in zip(self.sources, first.whole, strict=True)
         ]
-        more = [f"{len(shares) - SHOWN} more"] if len(shares) > SHOWN else []
-        return f"{self.units:,} units in blocks of {block}: {', '.join(shares[:SHOWN] + more)}"
+        rare = self._rare()
+        less = f"; less than one unit of {_listed(rare)}" if rare else ""
+        return f"{self.units:,} units in blocks of {block}: {_listed(shares)}{less}"
 
 
 class Resized(Order):
@@ -292,17 +350,18 @@ def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
         since = count("since", facts["since"], 0, WORD)
         count("units", facts["units"], 1, MOST_SAMPLES)
         return _Plan(names, _phases(weights, names), block, since, taken), known
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ValueError(
             f"the state of a Mixture is damaged: {error}; give what state_dict() returned"
         ) from error
 
 
 class _Plan:
-    """How many units of each source a block has, and at which unit this begins.
+    """Which units are of which source: phases, each with shares of its own.
 
     Each of `phases` begins at a unit. Block 0 begins with unit `since`; `taken` says how often each
-    source was drawn before, removed sources included.
+    source was drawn before, removed sources included. The counts of a phase begin with its first
+    block.
     """
 
     def __init__(
@@ -315,59 +374,49 @@ class _Plan:
     ) -> None:
         self.names, self.phases, self.block, self.since = names, phases, block, since
         self.taken = {**dict.fromkeys(names, 0), **taken}
-        quotas = [_quotas(weights, block) for _, weights in phases]
-        self.first, self.quotas = quotas[0], np.array(quotas, np.uint64)
-        self.blocks = [max(0, -(-(unit - since) // block)) for unit, _ in phases]
-        before = np.array([self.taken[name] for name in names], np.uint64)
-        more = np.diff(np.array(self.blocks, np.uint64))[:, None] * self.quotas[:-1]
-        self.before = np.cumsum([before, *more], 0, np.uint64)  # each phase, modulo 2**64
+        self.shares = [Shares(weights, block) for _, weights in phases]
+        self._blocks = [max(0, -(-(unit - since) // block)) for unit, _ in phases]
+        self._drawn = [np.array([self.taken[name] for name in names], np.uint64)]
+        for shares, (start, stop) in zip(
+            self.shares, itertools.pairwise(self._blocks), strict=False
+        ):
+            self._drawn.append(self._drawn[-1] + shares.before(stop - start))
 
-    def block_of(self, seed: int, block: int) -> tuple[NDArray[np.uint16], NDArray[np.uint64]]:
-        """Return the source of each unit of a block, and which draw of that source it is."""
-        phase = bisect.bisect_right(self.blocks, block) - 1
-        quotas = self.quotas[phase]
+    def before(self, block: int) -> NDArray[np.uint64]:
+        """Return how often each source was drawn before a block, modulo 2**64."""
+        phase = bisect.bisect_right(self._blocks, block) - 1
+        return self._drawn[phase] + self.shares[phase].before(block - self._blocks[phase])
+
+    def block_of(
+        self, seed: int, before: Callable[[int], NDArray[np.uint64]], block: int
+    ) -> tuple[NDArray[np.uint16], NDArray[np.uint64]]:
+        """Return the source of each unit of a block, and which draw of that source it is.
+
+        `before` is this plan's, or keeps what that has returned.
+        """
+        first = before(block)
+        quotas = before(block + 1) - first
         sources = np.repeat(np.arange(len(quotas), dtype=np.uint16), quotas.view(np.int64))
         owners = sources[shuffle(self.block, seed, 0, MIXTURE, block)]
-        first = self.before_block(block) - quotas.cumsum() + quotas
         draws = np.empty(self.block, np.uint64)
-        draws[owners.argsort(kind="stable")] = first[sources] + np.arange(
-            self.block, dtype=np.uint64
-        )
+        draws[owners.argsort(kind="stable")] = (first - quotas.cumsum() + quotas)[
+            sources
+        ] + np.arange(self.block, dtype=np.uint64)
         return owners, draws
-
-    def before_block(self, block: int) -> NDArray[np.uint64]:
-        """Return how often each source was drawn before a block."""
-        phase = bisect.bisect_right(self.blocks, block) - 1
-        more = self.quotas[phase] * np.uint64(block - self.blocks[phase])
-        before: NDArray[np.uint64] = self.before[phase] + more
-        return before
 
     def drawn(self, seed: int, unit: int) -> dict[str, int]:
         """Return how often each source was drawn before a unit of all epochs."""
         block, at = divmod(unit - self.since & WORD, self.block)
-        owners, _ = self.block_of(seed, block)
+        owners, _ = self.block_of(seed, self.before, block)
         part = np.bincount(owners[:at], minlength=len(self.names)).astype(np.uint64)
-        counts = (self.before_block(block) + part).tolist()
+        counts = (self.before(block) + part).tolist()
         return {**self.taken, **dict(zip(self.names, counts, strict=True))}
 
 
-def _quotas(weights: Sequence[float], block: int) -> list[int]:
-    """Return the units of each source in a block: by largest remainder, one at least."""
-    if sum(weight > 0 for weight in weights) > block:
-        raise ValueError(
-            f"block={block} is too small for {len(weights)} sources: each has one unit of a block "
-            "at least; give more, or weights of 0"
-        )
-    exact = [Fraction(weight) for weight in weights]
-    scale = block / sum(exact, Fraction(0))
-    exact = [part * scale for part in exact]
-    quotas = [max(1, int(part)) if part else 0 for part in exact]
-    by_rest = sorted(range(len(exact)), key=lambda s: (int(exact[s]) - exact[s], s))
-    for s in by_rest[: max(0, block - sum(quotas))]:
-        quotas[s] += 1
-    for _ in range(sum(quotas) - block):
-        quotas[quotas.index(max(quotas))] -= 1
-    return quotas
+def _listed(texts: list[str]) -> str:
+    """List texts, the first ones of many."""
+    more = [f"{len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
+    return ", ".join(texts[:SHOWN] + more)
 
 
 def _sources(sources: Mapping[str, Order]) -> dict[str, Order]:

@@ -1,17 +1,21 @@
-"""`Mixture`: golden, exact shares, whole passes, other weights in the middle, bad sources."""
+"""`Mixture`: golden, shares, whole passes, other weights in the middle, bad sources."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ranked import Rows, check, units
+from reference_mixture import mixture
 
 import cseq
 from cseq.order.sampler import Sampler
@@ -30,6 +34,12 @@ def named(sizes: dict[str, int], weights: list[list[Any]]) -> list[tuple[int, di
     return [(unit, dict(zip(sizes, each, strict=True))) for unit, each in weights]
 
 
+def source_of(order: cseq.Order) -> Any:
+    """Return an order as the reference takes one."""
+    return order.samples, cache(lambda seed, epoch: units(order, seed, epoch))
+
+
+@pytest.mark.filterwarnings("ignore:the sources")
 @pytest.mark.parametrize("record", FILE["orders"])
 @pytest.mark.parametrize("epoch_size", [3000, 250])
 def test_golden(record: dict[str, Any], epoch_size: int) -> None:
@@ -44,6 +54,37 @@ def test_golden(record: dict[str, Any], epoch_size: int) -> None:
     assert digest == record["sha256"]
 
 
+@pytest.mark.filterwarnings("ignore:the sources")
+@settings(max_examples=40)
+@given(st.data())
+def test_reference(data: Any) -> None:
+    """It is that of the reference, also for rows, mixtures of mixtures, and small blocks."""
+    count = data.draw(st.integers(1, 5))
+    weight = st.one_of(st.integers(0, 5), st.floats(0, 9))
+    weights = st.lists(weight, min_size=count, max_size=count).filter(any)
+    places = sorted(data.draw(st.sets(st.integers(1, 200), max_size=3)))
+    phases = [(unit, data.draw(weights)) for unit in [0, *places]]
+    kinds = data.draw(st.sampled_from(["samples", "rows"]))
+    sources: dict[str, cseq.Order] = {}
+    for s in range(count):
+        n = data.draw(st.integers(4, 40))
+        sources[f"s{s}"] = cseq.Shuffled(n) if kinds == "samples" else Rows(n)
+    if data.draw(st.booleans()):
+        inside = {"x": sources.pop("s0"), "y": Rows(5) if kinds == "rows" else cseq.Shuffled(5)}
+        sources = {"s0": cseq.Mixture(inside, {"x": 1, "y": 2}, block=3), **sources}
+    block, size, seed = data.draw(
+        st.tuples(st.integers(1, 60), st.integers(1, 99), st.integers(0, 9))
+    )
+    order = cseq.Mixture(
+        sources, named(dict.fromkeys(sources, 0), phases), block=block, epoch_size=size
+    )
+    plan = {name: source_of(source) for name, source in sources.items()}
+    expected, _ = mixture(plan, phases, block, seed, 3 * size)
+    assert list(chain.from_iterable(units(order, seed, epoch) for epoch in range(3))) == expected
+    reader, place = order.reader(seed), data.draw(st.integers(0, 3 * size - 1))
+    assert reader.samples(place // size, place % size, 1)[0].tolist() == expected[place]
+
+
 def test_passes_of_rows() -> None:
     """Rows stay whole, each comes once in a pass; also of a mixture in a mixture."""
     inside = cseq.Mixture({"x": Rows(21), "y": Rows(9)}, {"x": 1, "y": 2}, block=3)
@@ -55,6 +96,130 @@ def test_passes_of_rows() -> None:
         assert len(own) > len(rows)
         for start in range(0, len(own) - len(rows), len(rows)):
             assert set(own[start : start + len(rows)]) == rows
+
+
+# ── shares ────────────────────────────────────────────────────────────────────────────────────
+
+
+def owners(
+    order: cseq.Mixture, seed: int = 1, start: int = 0, count: int = 0
+) -> np.ndarray[Any, Any]:
+    """Return the source of units of the first epoch: all, or `count` from `start` on."""
+    firsts = np.cumsum([source.samples or 0 for source in order.sources.values()])
+    samples = order.reader(seed).samples(0, start, count or order.units)[0]
+    return np.searchsorted(firsts, samples, "right")
+
+
+@pytest.mark.parametrize(
+    ("weights", "block"),
+    [
+        ([0.9999, 0.0001], 1024),
+        ([10**30, 1, 10**26], 1024),
+        ([1 / (k + 1) for k in range(300)], 64),
+        ([1 / (k + 1) for k in range(1500)], 1024),
+        ([0.9, 0.1], 8),
+        ([3, 0, 2**70], 7),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the sources")
+def test_shares(weights: list[Any], block: int) -> None:
+    """At a block's end, sources are off by less than a unit, or 1.68 with less than one a block.
+
+    There may be more sources than units in a block.
+    """
+    sources = {f"s{k}": cseq.Shuffled(50) for k in range(len(weights))}
+    order = cseq.Mixture(
+        sources, dict(zip(sources, weights, strict=True)), block=block, epoch_size=100 * block
+    )
+    came = owners(order).reshape(100, block)
+    share = np.array([float(weight / sum(weights)) for weight in weights])
+    counts = np.array([np.bincount(row, minlength=len(weights)) for row in came]).cumsum(0)
+    error = np.abs(counts - np.arange(1, 101)[:, None] * block * share)
+    assert error[:, share * block >= 1].max() < 1
+    assert error.max() < 1.68
+    there = 10**9 * block - 3  # anywhere, without what comes before
+    more = cseq.Mixture(sources, order_weights(order), block=block, epoch_size=2**47)
+    assert (owners(more, start=there, count=9) == owners(more, start=there - 4, count=13)[4:]).all()
+
+
+def order_weights(order: cseq.Mixture) -> dict[str, Any]:
+    """Return the weights of an order, as it was given them."""
+    facts = order.facts()
+    return dict(zip(order.sources, facts["weights"][0][1], strict=True))
+
+
+def test_a_unit_is_anywhere_in_its_block() -> None:
+    """A source that comes once in ten blocks is as often at each place of a block."""
+    order = cseq.Mixture(
+        shuffled({"a": 7, "b": 9}), {"a": 1, "b": 159}, block=16, epoch_size=160 * 4000
+    )
+    places = np.flatnonzero(owners(order) == 0)
+    assert len(places) == 4000
+    counts = np.bincount(places % 16, minlength=16)
+    assert np.abs(counts - 250).max() < 5 * math.sqrt(4000 / 16 * 15 / 16)
+
+
+@pytest.mark.parametrize("weights", [[1, 1], [1, 3], [1, 2, 3, 2]])
+def test_neighbouring_blocks_have_orders_of_their_own(weights: list[int]) -> None:
+    """In blocks of two, which source comes first does not follow from the block before."""
+    sources = shuffled({f"s{k}": 9 for k in range(len(weights))})
+    order = cseq.Mixture(
+        sources, dict(zip(sources, weights, strict=True)), block=2, epoch_size=40_000
+    )
+    pairs = np.sort(owners(order).reshape(-1, 2)), owners(order).reshape(-1, 2)
+    mixed_pairs = pairs[0][:, 0] < pairs[0][:, 1]  # of two sources
+    is_first = (pairs[1][:, 0] == pairs[0][:, 0])[mixed_pairs]
+    n = len(is_first)
+    assert n >= 10_000
+    assert abs(is_first.sum() - n / 2) < 5 * math.sqrt(n) / 2
+    for lag in (1, 2, 3):
+        same = int((is_first[lag:] == is_first[:-lag]).sum())
+        assert abs(same - (n - lag) / 2) < 5 * math.sqrt(n) / 2
+
+
+@pytest.mark.filterwarnings("ignore:the sources")
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=5).filter(
+        lambda pairs: any(weight for _, weight in pairs)
+    ),
+    st.integers(1, 40),
+    st.sampled_from(["all", "first"]),
+)
+def test_an_epoch_ends_with_a_block(pairs: list[tuple[int, int]], block: int, stop: Any) -> None:
+    """With the first one after all sources had a pass; with the last before any began another."""
+    sizes = {f"s{k}": n for k, (n, _) in enumerate(pairs)}
+    weights = {f"s{k}": weight for k, (_, weight) in enumerate(pairs)}
+    longest = cseq.Mixture(shuffled(sizes), weights, block=block, epoch_size=block * 1000)
+    came = owners(longest).reshape(-1, block)
+    counts = np.array([np.bincount(row, minlength=len(pairs)) for row in came]).cumsum(0)
+    needed = np.array([n if weight else 0 for n, weight in pairs])
+    if stop == "all":
+        blocks = int((counts >= needed).all(1).argmax()) + 1
+    else:
+        blocks = int((counts > needed).any(1).argmax())
+    if blocks:
+        order = cseq.Mixture(shuffled(sizes), weights, block=block, stop=stop)
+        assert order.units == blocks * block
+    else:
+        with pytest.raises(ValueError, match="no block ends before its pass"):
+            cseq.Mixture(shuffled(sizes), weights, block=block, stop=stop)
+
+
+def test_sources_that_hardly_come_are_named() -> None:
+    """A warning and `describe` name what has less than one unit in an epoch, with the remedy."""
+    names = [*(f"s{k}" for k in range(9)), "rest"]
+    sources = shuffled(dict.fromkeys(names, 5))
+    weights: dict[str, float] = {**dict.fromkeys(names, 1e-9), "rest": 1}
+    with pytest.warns(UserWarning, match=r"s0, s1, s2, s3, s4, 4 more have less than") as caught:
+        order = cseq.Mixture(sources, weights, epoch_size=1000)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert "in an epoch of 1000; give them more weight or 0, or a larger" in str(caught[0].message)
+    assert repr(order).endswith("; less than one unit of s0, s1, s2, s3, s4, 4 more>")
+    later = [(0, weights), (900, {**dict.fromkeys(names, 1), "rest": 0})]
+    for fine in (later, dict.fromkeys(names, 1 / 49), {**dict.fromkeys(names, 0), "rest": 1}):
+        described = cseq.Mixture(sources, fine, epoch_size=49).describe()  # type: ignore[arg-type]
+        assert "less than" not in described
 
 
 # ── other weights in the middle ───────────────────────────────────────────────────────────────
@@ -86,18 +251,22 @@ def mixed(weights: dict[str, Any], block: int = 32, **more: int) -> cseq.Mixture
 def test_weights_change_at_every_unit_of_two_blocks() -> None:
     """Wherever they change, no sample of a pass is lost or repeated, and shares are the new ones.
 
-    They are exact in each block from there; states go through JSON.
+    From there on, the order is that of the reference; states go through JSON.
     """
     old, new = mixed(OLD), mixed({**NEW, "books": 1}, books=50)
     epochs = [units(old, 1, epoch) for epoch in range(3)]
+    plan = {name: source_of(source) for name, source in new.sources.items()}
     for consumed in range(65):
         again = new.resumed(json.loads(json.dumps(old.facts())), 1, 1, consumed)
         had = epochs[0] + epochs[1][:consumed]
+        _, taken = mixture(
+            {name: plan[name] for name in SIZES}, [(0, [*OLD.values()])], 32, 1, len(had)
+        )
+        phases = [(0, [*NEW.values(), 1])]
+        expected, _ = mixture(plan, phases, 32, 1, 270, since=len(had), taken=taken)
         drawn = again.reader(1).samples(1, consumed, 90 - consumed)[0].tolist()
         drawn += [sample for (sample,) in units(again, 1, 2)]
-        for start in range(0, len(drawn) - 31, 32):
-            owners = np.searchsorted([400, 520, 550], drawn[start : start + 32], "right")
-            assert np.bincount(owners).tolist() == [5, 5, 6, 16]  # of 4.8, 4.8, 6.4 and 16
+        assert [[sample] for sample in drawn] == expected
         for first, n in ((0, 400), (400, 120), (520, 30)):
             own = [s for s in [*chain(*had), *drawn] if first <= s < first + n]
             for start in range(0, len(own), n):
@@ -143,9 +312,33 @@ def test_states_that_do_not_belong() -> None:
         mixed(OLD, math=31).resumed(order.facts(), 1, 0, 5)
     with pytest.raises(ValueError, match="name='feistel-v1', but here it has name='mix"):
         order.resumed(cseq.Shuffled(5).facts(), 1, 0, 0)
-    small = cseq.Mixture(shuffled(SIZES), OLD, block=32, epoch_size=10)
+    with pytest.warns(UserWarning, match="the sources math have less than one unit"):
+        small = cseq.Mixture(shuffled(SIZES), OLD, block=32, epoch_size=10)
     with pytest.raises(ValueError, match=r"unit 50 of an epoch.*have 10 units; give epoch_size=90"):
         small.resumed(order.facts(), 1, 0, 50)
+
+
+class NewRows(Rows):
+    """Rows whose definition got a new name."""
+
+    name = "rows-v2"
+    replaced: ClassVar[dict[str, str]] = {"rows-v1": "rows are cut anew"}
+
+
+def test_states_of_earlier_definitions() -> None:
+    """They are refused, for the mixture and for each source; the message says what changed."""
+    order = cseq.Mixture({"a": NewRows(9), "b": Rows(9)}, {"a": 1, "b": 1})
+    facts = order.facts()
+    old = {**facts, "sources": [["a", {**facts["sources"][0][1], "name": "rows-v1"}], ["b", {}]]}
+    with pytest.raises(ValueError, match=r"^source 'a': .*'rows-v2': rows are cut anew; finish"):
+        order.resumed(old, 1, 0, 5)
+    old["name"] = "mixture-v1"
+    with pytest.raises(ValueError, match=r"'mixture-v2': a small share is no longer") as error:
+        order.resumed(old, 1, 0, 5)
+    assert str(error.value).endswith("; its source 'a' has name='rows-v1': rows are cut anew")
+    assert "finish the run with the version of cseq that wrote the state" in str(error.value)
+    with pytest.raises(ValueError, match="the state of a Mixture is damaged: 'sources'"):
+        order.resumed({"name": "mixture-v1"}, 1, 0, 5)
 
 
 @pytest.mark.parametrize(
@@ -242,10 +435,11 @@ def test_bad_sources() -> None:
             ValueError, match=rf"sources\['b'\] are {kind}, but sources.* has samples; give"
         ):
             cseq.Mixture({"a": cseq.Shuffled(5), "b": other}, {"a": 1, "b": 1})
-    with pytest.raises(ValueError, match="block=1 is too small for 2 sources"):
-        cseq.Mixture(shuffled({"a": 5, "b": 5}), {"a": 1, "b": 1}, block=1)
-    with pytest.raises(ValueError, match="source 'a' has 5 units, and 1024 in a block"):
+    with pytest.raises(ValueError, match="source 'a' has 5 units, and 1024 in the first b"):
         cseq.Mixture(shuffled({"a": 5}), one, stop="first")
+    rare = {"a": 1, "b": 1e-14}
+    with pytest.raises(ValueError, match=r"stop='all' makes an epoch of more than .* 'b'; give"):
+        cseq.Mixture(shuffled({"a": 5, "b": 5}), rare)
     with pytest.raises(ValueError, match="stop='last' is unknown"):
         cseq.Mixture(shuffled({"a": 5}), one, stop="last")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="epoch_size=0"):
