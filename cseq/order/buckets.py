@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -61,7 +61,10 @@ class Buckets(Recipes):
     [[0, 5], [1, 2], [3], [4]]
     """
 
-    name = "buckets-v1"
+    name = "buckets-v2"
+    replaced: ClassVar[dict[str, str]] = {
+        "buckets-v1": "any batch can come at any place of an epoch now, also at its end"
+    }
     is_batch = True
 
     def __init__(
@@ -115,7 +118,7 @@ class Buckets(Recipes):
         --------
         >>> order = cseq.Buckets.of(["wide", "tall", "wide", "wide"], {"wide": 2, "tall": 4})
         >>> order.batches(seed=1)
-        [[1], [0, 2], [3]]
+        [[0, 2], [3], [1]]
         """
         checked = Labels(labels)
         order = cls.__new__(cls)

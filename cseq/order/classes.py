@@ -24,7 +24,7 @@ __all__ = ["MOST_BUDGET", "MOST_SAMPLES", "Classes", "Labels", "Lengths", "Membe
 
 MOST_SAMPLES = 2**32  # a sample takes 4 bytes of the table
 MOST_BUDGET = 2**62
-Drawn: TypeAlias = "tuple[Permutation, int, int, Members]"  # `turn` is added to a group's number
+Drawn: TypeAlias = "tuple[Permutation, int, int, int, Members]"
 DENSE = 2**16  # a table may be longer by this than the values are many
 LITTLE = 0.01  # of the samples or tokens may be left out without a warning
 
@@ -223,28 +223,35 @@ class Recipes(Order):
         return ArrayReader(self, seed, lambda epoch, units: self._read(begin(epoch), units))
 
     def _begin(self, seed: int, epoch: int) -> Drawn:
-        """Draw an epoch: the order of its groups, what comes before the short one, and members."""
+        """Draw an epoch: the order of its groups, the short one, the turn in each, and members."""
         groups, rest = divmod(self.units, self.together)
         order = Permutation(groups, seed, epoch, UNITS, 0)
         members = Members(self.classes, seed, epoch, MEMBERS)
-        if self.longest is None or not groups:
-            at = int(drawn(np.zeros(1, np.int64), groups + 1, seed, epoch, UNITS, 1)[0])
-            return order, at, 0, members
-        at = groups if self.longest < rest else 0
-        wanted = (self.longest - (0 if at else rest)) // self.together
-        return order, at, wanted - int(order.at(np.zeros(1, np.int64))[0]), members
+        longest = self.longest if groups else None
+        among = self.units if longest is None else self.units - rest
+        at, turn = (
+            int(drawn(np.array([k]), below, seed, epoch, UNITS, 1)[0])
+            for k, below in enumerate((among, self.together))
+        )
+        if longest is None:
+            return order, at, turn, 0, members
+        at = (longest + 1 + at) % self.units  # the longest is not in the short group
+        before = max(0, at + rest - self.units) if longest < at else rest
+        wanted = (longest - before) // self.together
+        return order, at, turn, wanted - int(order.at(np.zeros(1, np.int64))[0]), members
 
     def _read(self, epoch: Drawn, units: Ints) -> Read:
         """Return the samples of units, and their sizes."""
-        order, at, turn, members = epoch
-        size = self.together
-        groups, rest = divmod(self.units, size)
-        numbers = units + (at - groups) * size  # of those in the short group
-        grouped = units < groups * size
+        order, at, turn, shift, members = epoch
+        groups, rest = divmod(self.units, self.together)
+        numbers = (units - groups * self.together + at) % self.units  # of those in the short group
+        grouped = units < groups * self.together
         if groups:
-            places, inside = np.divmod(units[grouped], size)
-            group = (order.at(places).astype(np.int64) + turn) % groups
-            numbers[grouped] = group * size + inside + (group >= at) * rest
+            before = max(0, at + rest - self.units)  # units of the short group that come first
+            places, inside = np.divmod(units[grouped], self.together)
+            group = (order.at(places).astype(np.int64) + shift) % groups
+            others = group * self.together + (inside + turn) % self.together + before
+            numbers[grouped] = others + (others >= at) * (rest - before)
         recipes = self.starts.searchsorted(numbers, "right") - 1
         copies, parts = numbers - self.starts.take(recipes), recipes
         if len(self.parts) > len(self.sizes):  # some recipes have several parts

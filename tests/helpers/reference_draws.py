@@ -73,3 +73,34 @@ def blocks(n: int, rows: int, window: int, lanes: int, seed: int, epoch: int) ->
             for p, sample in zip(ours, part, strict=True):
                 samples[p] = sample
     return samples
+
+
+def batches(
+    classes: list[list[int]],
+    sizes: list[int],
+    together: int,
+    seed: int,
+    epoch: int,
+    *,
+    longest_first: bool = False,
+) -> list[list[int]]:
+    """Return an epoch of buckets-v2: of samples by class, and the size of a batch of each."""
+    units, longest = [], 0
+    for c, (samples, size) in enumerate(zip(classes, sizes, strict=True)):
+        order = perm(len(samples), stream(seed, epoch, 10, c))
+        mixed = [samples[order(k)] for k in range(len(samples))]
+        longest = len(units) if samples else longest
+        units += [mixed[k : k + size] for k in range(0, len(samples), size)]
+    groups, short = divmod(len(units), together)
+    place, turn = derive(stream(seed, epoch, 9, 1), 2)
+    at, turn = place * len(units) >> 64, turn * together >> 64
+    if longest_first and groups:
+        at = (longest + 1 + (place * (len(units) - short) >> 64)) % len(units)
+    last = [(at + k) % len(units) for k in range(short)]
+    others = [x for x in range(len(units)) if x not in last]
+    numbers = list(map(perm(groups, stream(seed, epoch, 9, 0)), range(groups)))
+    if longest_first and groups:
+        shift = others.index(longest) // together - numbers[0]
+        numbers = [(number + shift) % groups for number in numbers]
+    where = [g * together + (k + turn) % together for g in numbers for k in range(together)]
+    return [units[others[k]] for k in where] + [units[x] for x in last]

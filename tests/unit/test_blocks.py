@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fair import chi, epochs, labels_of, scores, worst
 from hypothesis import example, given
 from hypothesis import strategies as st
 from ranked import united
@@ -101,6 +102,60 @@ def test_all_batches_are_mixed_alike(window: int, lanes: int, short: int) -> Non
         batches.sort(axis=1)
         blocks_in = 1 + (np.diff(batches, axis=1) > 0).sum(axis=1)
         assert 2 * blocks_in.min() >= np.median(blocks_in)
+
+
+@pytest.mark.parametrize(
+    ("n", "rows", "window", "lanes"),
+    [(30, 3, 4, 1), (30, 3, 4, 2), (48, 4, 6, 3), (42, 7, 6, 6)],
+)
+def test_every_sample_is_at_every_position_as_often(
+    n: int, rows: int, window: int, lanes: int
+) -> None:
+    """Where it comes does not depend on where it is in the data, if all blocks are whole."""
+    counts, positions = np.zeros((n, n)), np.arange(n)
+    for epoch in epochs(made(n, rows, window, lanes), 1500):
+        counts[positions, epoch] += 1
+    assert abs(chi(counts, 1500 / n, (n - 1) ** 2)) < 5
+
+
+@pytest.mark.parametrize("lanes", [1, 8])
+def test_blocks_come_by_chance(lanes: int) -> None:
+    """Classes of whole blocks are drawn for a window, and a window's samples for its batches."""
+    rows: list[Any] = []
+    order, blocks_there = made(1200 * 25, 25, 400, lanes), 1200
+    labels, inside = labels_of(blocks_there)[::2], labels_of(400 * 25)[::2]
+    for epoch in epochs(order, 25):
+        windows = epoch.reshape(3, -1)
+        found = [scores(label, np.unique(w // 25)) for label in labels for w in windows]
+        where = np.argsort(np.argsort(windows[1]))
+        found += [scores(label, where[:2000]) for label in inside] if lanes == 1 else []
+        rows.append(np.concatenate(found))
+    assert worst(rows) < 5
+
+
+def test_neighbours_are_strangers() -> None:
+    """Within a window, neighbours stay so by chance, and no sample tells of the next one."""
+    rows: list[Any] = []
+    order, kept = made(7 * 640, 64, 10, 1), 0
+    for epoch in epochs(order, 200):
+        kept += int((np.diff(epoch) == 1).sum())
+        window = epoch[640:1280] % 64
+        rows.append(np.array([np.corrcoef(window[1:], window[:-1])[0, 1] * np.sqrt(638)]))
+    pairs = 7 * 10 * 63 + 9  # within blocks; of neighbouring blocks in a window, on average
+    assert abs(kept - 200 * pairs / 640) < 5 * np.sqrt(200 * pairs / 640)
+    assert worst(rows) < 5
+
+
+def test_epochs_have_other_windows() -> None:
+    """Blocks that are together in an epoch meet in the next one by chance."""
+    rows: list[Any] = []
+    before = np.arange(600)
+    for epoch in epochs(made(600 * 4, 4, 200, 4), 100, 1):
+        now = np.empty(600, np.int64)
+        now[epoch // 4] = np.arange(2400) // 800
+        rows.append(np.concatenate([scores(before, np.flatnonzero(now == k)) for k in range(3)]))
+        before = now
+    assert worst(rows[1:]) < 5
 
 
 def test_lanes_after_a_resume() -> None:

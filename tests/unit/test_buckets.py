@@ -1,4 +1,4 @@
-"""`Buckets`: within the budget, alike within a step, and what is refused."""
+"""`Buckets`: within the budget, alike within a step, by chance otherwise, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reference_draws import batches
 
 import cseq
 
@@ -41,6 +44,85 @@ def test_boundaries_are_the_buckets() -> None:
     assert order.bounds.tolist() == [10, 40]
     assert {tuple(sorted(batch)) for batch in epoch(order)} >= {(0, 1)}
     assert {len(batch) for batch in epoch(order)} == {1, 2}
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=60),
+    st.integers(40, 90),
+    st.floats(1, 2),
+    st.integers(1, 9),
+    st.booleans(),
+    st.integers(0, 2**64 - 1),
+)
+def test_reference(
+    lengths: list[int], budget: int, ratio: float, together: int, longest: bool, seed: int
+) -> None:
+    """An epoch is that of the reference in plain Python."""
+    order = cseq.Buckets(lengths, budget, ratio=ratio, together=together, longest_first=longest)
+    bounds = order.bounds.tolist()
+    of = np.searchsorted(bounds, lengths)
+    classes = [np.flatnonzero(of == c).tolist() for c in range(len(bounds))]
+    sizes = [budget // bound for bound in bounds]
+    expected = batches(classes, sizes, together, seed, 3, longest_first=longest)
+    assert order.batches(seed=seed, epoch=3) == expected
+
+
+@pytest.mark.parametrize("longest_first", [False, True])
+@pytest.mark.parametrize(("n", "together"), [(300, 8), (301, 1), (310, 3), (60, 16)])
+def test_batches_that_come_together_are_alike(n: int, together: int, longest_first: bool) -> None:
+    """They are neighbours by length, but for one group that the last batches are taken out of."""
+    order = cseq.Buckets(spread(n, 300), 600, together=together, longest_first=longest_first)
+    bounds = order.bounds[np.searchsorted(order.bounds, spread(n, 300))]
+    for number in range(20):
+        longest = np.array([bounds[batch].max() for batch in epoch(order, number)])
+        groups = len(longest) // together * together
+        assert not longest_first or max(longest[:together]) == max(bounds)
+        steps = np.sort(longest[:groups].reshape(-1, together), axis=1)
+        within = np.sort(longest)
+        between = np.searchsorted(within, steps[:, -1]) - np.searchsorted(
+            within, steps[:, 0], "right"
+        )
+        assert between.max() <= together + len(longest) % together - 2
+
+
+# ── what is by chance ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 7, 8, 21])
+def test_a_batch_comes_anywhere(together: int) -> None:
+    """Every sample comes at every position as often, also at the end, in any rank's turn."""
+    lengths = np.random.default_rng(0).integers(5, 40, 60)
+    order = cseq.Buckets(lengths, 120, together=together)
+    counts = np.zeros((60, order.units))
+    reader = order.reader(3)
+    for number in range(2000):
+        samples, sizes = reader.samples(number, 0, order.units)
+        counts[samples, np.repeat(np.arange(order.units), sizes)] += 1
+    share = 1 / order.units
+    assert order.units % 8
+    assert np.abs(counts / 2000 - share).max() < 5 * np.sqrt(share * (1 - share) / 2000)
+
+
+@pytest.mark.parametrize("count", [40, 37, 46])
+def test_any_samples_of_a_bucket_meet_as_often(count: int) -> None:
+    """All pairs are together in a batch as often, and all samples in the short batch."""
+    order = cseq.Buckets(np.repeat([10, 30], count), 50, together=2)
+    pairs, short = np.zeros((2 * count, 2 * count)), np.zeros(2 * count)
+    for number in range(500):
+        for batch in epoch(order, number):
+            pairs[np.ix_(batch, batch)] += 1
+            short[batch] += len(batch) == count % 5
+    upper = np.triu_indices(count, 1)
+    rest = count % 5
+    share = (count // 5 * 10 + rest * (rest - 1) / 2) / len(upper[0])
+    scores = (pairs[:count, :count][upper] / 500 - share) / np.sqrt(share * (1 - share) / 500)
+    assert np.abs(scores).max() < 5
+    assert abs(np.square(scores).mean() - 1) < 5 * np.sqrt(2 / len(scores))
+    assert not pairs[:count, count:].any()
+    if rest > 1:
+        share = rest / count
+        off = np.abs(short[:count] / 500 - share).max()
+        assert off < 5 * np.sqrt(share * (1 - share) / 500)
 
 
 # ── what it is told ───────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,62 @@
+"""Whether an order is as fair as chance, in standard deviations: five are too many."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import cseq
+
+    Array = np.ndarray[Any, Any]
+
+ENOUGH = 20  # that are expected: fewer are not nearly normal
+
+
+def epochs(order: cseq.Order, count: int, seeds: int = 3) -> Iterator[Array]:
+    """Read epochs of an order, of some seeds in turn."""
+    readers = [order.reader(seed) for seed in range(seeds)]
+    for epoch in range(count):
+        yield readers[epoch % seeds].samples(epoch, 0, order.units)[0]
+
+
+def labels_of(n: int) -> list[Array]:
+    """Label n samples: by periods of 2 to 60, sorted, with a tiny class, with a huge one."""
+    samples = np.arange(n)
+    periods = (2, 3, 4, 5, 7, 8, 10, 12, 16, 24, 25, 31, 32, 48, 60)
+    sorted_ = [samples * parts // n for parts in (2, 3, 10)]
+    rare = [samples % 100 == 7, samples >= n // 100, samples * samples % n < n // 50]
+    return [*(samples % period for period in periods), *sorted_, *(np.int64(1) * x for x in rare)]
+
+
+def scores(labels: Array, picked: Array) -> Array:
+    """Score each label's count among picked samples, as if these were drawn without replacement."""
+    n, m, there = len(labels), len(picked), np.bincount(labels)
+    mean = m * there / n
+    enough = np.minimum(mean, m - mean) >= ENOUGH
+    counts = np.bincount(labels[picked], minlength=len(there))
+    variance = mean * (1 - there / n) * (n - m) / (n - 1)
+    return ((counts - mean) / np.sqrt(variance))[enough]
+
+
+def worst(rows: list[Array]) -> float:
+    """Return how unlikely scores are, with a row for each epoch, of any number of them.
+
+    It is the largest of: the mean of a column, which is 0; the mean square of all, which is 1.
+    Scores of one epoch may depend on each other.
+    """
+    z = np.array(rows)
+    squares = np.square(z).mean(axis=1)
+    bias = np.abs(z.mean(axis=0)).max() * np.sqrt(len(z))
+    spread = abs(squares.mean() - 1) / squares.std(ddof=1) * np.sqrt(len(z))
+    return float(max(bias, spread))
+
+
+def chi(counts: Any, expected: float, free: int | None = None) -> float:
+    """Score a chi-square of independent counts that have the same expectation."""
+    counts = np.asarray(counts, np.float64)
+    free = counts.size - 1 if free is None else free
+    return float((np.square(counts - expected).sum() / expected - free) / np.sqrt(2 * free))

@@ -1,0 +1,98 @@
+"""`Shuffled` and `Sequential`: what there is of an epoch, and that chance alone decides it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from fair import chi, epochs, labels_of, scores, worst
+
+import cseq
+
+ALGORITHMS = ["fisher-yates-v1", "feistel-v1"]
+SIZES = [(500, "fisher-yates-v1"), (65_536, "feistel-v1"), (70_001, "feistel-v1")]
+sizes = pytest.mark.parametrize(("n", "algorithm"), SIZES)
+
+
+def shuffled(n: int, algorithm: str) -> cseq.Shuffled:
+    """Make an order."""
+    return cseq.Shuffled(n, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("n", [1, 2, 60, 1000])
+def test_sequential(n: int) -> None:
+    """The samples come as they are, in every epoch, for any seed."""
+    for epoch in epochs(cseq.Sequential(n), 5):
+        assert epoch.tolist() == list(range(n))
+
+
+def test_no_samples() -> None:
+    """An empty source is no order: the error says what to do with it."""
+    for kind in (cseq.Shuffled, cseq.Sequential):
+        with pytest.raises(ValueError, match="samples=0: give one at least, or leave an empty sou"):
+            kind(0)
+
+
+# ── statistics ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_permutation_is_as_likely(algorithm: str) -> None:
+    """Of four samples, over epochs and seeds."""
+    where = {each: k for k, each in enumerate(itertools.permutations(range(4)))}
+    made = [where[tuple(each.tolist())] for each in epochs(shuffled(4, algorithm), 6000, 20)]
+    assert abs(chi(np.bincount(made, minlength=24), 250)) < 5
+    pairs = np.bincount(np.array(made[:-1]) * 24 + made[1:], minlength=576)
+    assert abs(chi(pairs, 5999 / 576)) < 5
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("n", [2, 7, 30, 61])
+def test_every_sample_is_at_every_position_as_often(n: int, algorithm: str) -> None:
+    """Where it comes does not depend on where it is."""
+    counts, positions = np.zeros((n, n)), np.arange(n)
+    for epoch in epochs(shuffled(n, algorithm), 3000):
+        counts[positions, epoch] += 1
+    assert abs(chi(counts, 3000 / n, (n - 1) ** 2)) < 5
+
+
+@sizes
+def test_classes_come_by_chance(n: int, algorithm: str) -> None:
+    """In the first batches, in a rank's, and in every hundredth, of periodic or sorted data."""
+    rows: list[Any] = []
+    labels = labels_of(n)
+    for epoch in epochs(shuffled(n, algorithm), 25):
+        parts = epoch[: n // 50], epoch[: n // 2], epoch[np.arange(n) // 4 % 8 == 3], epoch[::100]
+        rows.append(np.concatenate([scores(label, part) for label in labels for part in parts]))
+    assert worst(rows) < 5
+
+
+@sizes
+def test_neighbours_are_strangers(n: int, algorithm: str) -> None:
+    """Neighbours stay so by chance; no sample tells of the next one, or of its place."""
+    rows: list[Any] = []
+    places, kept = np.arange(n), 0
+    for epoch in epochs(shuffled(n, algorithm), 60):
+        kept += int((np.abs(np.diff(epoch)) == 1).sum())
+        of = [(epoch[1:], epoch[:-1]), (epoch[256:], epoch[:-256]), (places, epoch)]
+        rows.append(np.array([np.corrcoef(a, b)[0, 1] * np.sqrt(len(a) - 1) for a, b in of]))
+    assert abs(kept - 120) < 5 * np.sqrt(120)
+    assert worst(rows) < 5
+
+
+@sizes
+def test_epochs_and_seeds_are_strangers(n: int, algorithm: str) -> None:
+    """What comes first in one epoch is elsewhere in the next, and with the next seed."""
+    rows: list[Any] = []
+    order = shuffled(n, algorithm)
+    readers = [order.reader(seed) for seed in range(2)]
+    for k in range(0, 80, 2):
+        one = readers[0].samples(k, 0, n)[0]
+        others = [readers[0].samples(k + 1, 0, n)[0], readers[1].samples(k, 0, n)[0]]
+        first = np.zeros(n, np.int64)
+        first[one[: n // 5]] = 1
+        fixed = [(one == other).sum() - 1 for other in others]
+        rows.append(np.array([*(scores(first, other[: n // 5])[1] for other in others), *fixed]))
+    assert worst(rows) < 5
