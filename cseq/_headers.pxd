@@ -192,6 +192,7 @@ cdef extern from "cseq_shuffle.h" nogil:
         CSEQ_CHAINS
 
     uint64_t CSEQ_IV, CSEQ_GOLDEN, CSEQ_MOST_TABLED
+    void CSEQ_PREFETCH(const void* address) noexcept
     uint64_t cseq_mix(uint64_t v) noexcept
     uint64_t cseq_stream(uint64_t seed, uint64_t epoch, uint64_t purpose) noexcept
     uint64_t cseq_multiply(uint64_t a, uint64_t b, uint64_t* low) noexcept

@@ -110,6 +110,125 @@ cdef class Permutation:
         return out
 
 
+# CHILDREN of a node, at most: four bits of a word name one. A node is prefetched EARLY draws before its use.
+cdef enum:
+    CHILDREN = 16
+    EARLY = 8
+
+
+# The entries of a level, in rows. A node above them has a child in each row: node 0 has entry `turn`.
+cdef struct Rows:
+    uint64_t count
+    uint64_t nodes
+    uint64_t start[CHILDREN + 1]
+    uint64_t turn[CHILDREN]
+
+
+cdef Rows rows_of(uint64_t entries, uint64_t level):
+    """The rows of the entries below a level."""
+    cdef Rows rows
+    cdef uint64_t words[CHILDREN]
+    cdef uint64_t j, low
+    cseq_derive_keyed(0, 0, WEIGHTS, level + 1, words, CHILDREN)
+    rows.count = min(entries, <uint64_t>CHILDREN)
+    rows.nodes = (entries + rows.count - 1) // rows.count
+    rows.start[0] = 0
+    for j in range(rows.count):
+        rows.start[j + 1] = (j + 1) * entries // rows.count
+        rows.turn[j] = cseq_multiply(words[j], rows.start[j + 1] - rows.start[j], &low)
+    return rows
+
+
+def laid(values, uint64_t level=1):
+    """Values of 8 bytes, those of a node's children in each line, and 0 for a child that is not there."""
+    cdef cnp.ndarray given = numpy.ascontiguousarray(values)
+    cdef Rows rows = rows_of(given.size, level)
+    cdef cnp.ndarray nodes = numpy.empty((rows.nodes, rows.count), given.dtype)
+    cdef const uint64_t* value = <uint64_t*>cnp.PyArray_DATA(given)
+    cdef uint64_t* child = <uint64_t*>cnp.PyArray_DATA(nodes)
+    cdef uint64_t x, j, at, length
+    with nogil:
+        for x in range(rows.nodes):
+            for j in range(rows.count):
+                length, at = rows.start[j + 1] - rows.start[j], x + rows.turn[j]
+                at -= length if at >= length else 0
+                child[x * rows.count + j] = value[rows.start[j] + at] if x < length else 0
+    return nodes
+
+
+@cython.final
+cdef class Tree:
+    """Samples on a line, each as long as its mass, in another order each epoch: docs/inside/orders.md.
+
+    Parameters
+    ----------
+    masses : array of uint64
+        Of the samples, as `laid` returns them. They add up to less than 2**63.
+    samples : int
+        How many there are.
+    """
+
+    # The masses of each level, and where they are. There are at most 16**12 = 2**48 samples.
+    cdef readonly list levels
+    cdef uint64_t* masses[12]
+    cdef Rows rows[12]
+
+    def __cinit__(self, cnp.ndarray masses not None, uint64_t samples):
+        cdef uint64_t nodes, height = 0
+        self.levels = []
+        while True:
+            self.rows[height] = rows_of(samples if not height else nodes, height + 1)
+            self.masses[height] = <uint64_t*>cnp.PyArray_DATA(masses)
+            self.levels.append(masses)
+            nodes, height = len(masses), height + 1
+            if nodes == 1:
+                break
+            masses = laid(masses.sum(1), height + 1)
+
+    def __reduce__(self):
+        return Tree, (self.levels[0], self.rows[0].start[self.rows[0].count])
+
+    def at(self, numbers, uint64_t seed, uint64_t epoch):
+        """The samples at some numbers of an epoch's line: an array of int64."""
+        cdef cnp.ndarray left = numpy.array(numbers, numpy.uint64)
+        cdef cnp.ndarray nodes = numpy.zeros(left.size, numpy.int64)
+        cdef uint64_t* lefts = <uint64_t*>cnp.PyArray_DATA(left)
+        cdef uint64_t* entries = <uint64_t*>cnp.PyArray_DATA(nodes)
+        cdef uint64_t node, rest, word, order, there, bits, child, length
+        cdef uint64_t z = cseq_stream(seed, epoch, WEIGHTS)
+        cdef const uint64_t* mass
+        cdef const Rows* rows
+        cdef Py_ssize_t k, count = left.size
+        cdef int level, height = len(self.levels)
+        with nogil:
+            for level in range(height, 0, -1):
+                rows = &self.rows[level - 1]
+                for k in range(count):
+                    if k + EARLY < count:
+                        mass = self.masses[level - 1] + entries[k + EARLY] * rows.count
+                        CSEQ_PREFETCH(mass)
+                        CSEQ_PREFETCH(mass + 8)
+                        CSEQ_PREFETCH(mass + 15)
+                    node, rest = entries[k], lefts[k]
+                    mass = self.masses[level - 1] + node * rows.count
+                    word = cseq_mix(cseq_mix(z ^ (<uint64_t>level << 48 | node)))
+                    order, there = 0xFEDCBA9876543210, rows.count
+                    while True:
+                        bits = 4 * cseq_multiply(word, there, &word)
+                        child = order >> bits & 15
+                        if rest < mass[child]:
+                            break
+                        rest -= mass[child]
+                        # The list's last child fills the gap.
+                        there -= 1
+                        order ^= (order >> 4 * there & 15 ^ child) << bits
+                    length = rows.start[child + 1] - rows.start[child]
+                    node += rows.turn[child]
+                    node -= length if node >= length else 0
+                    lefts[k], entries[k] = rest, rows.start[child] + node
+        return nodes
+
+
 AHEAD = 1 << 14  # samples that are read together, or about as many
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from cseq._core import CHUNK, WEIGHTS, ArrayReader, Permutation, drawn, fingerprint
+from cseq._core import CHUNK, WEIGHTS, ArrayReader, Permutation, Tree, drawn, fingerprint, laid
 from cseq.check import count, flag
 from cseq.order.base import MOST_SAMPLES, Order
 from cseq.order.classes import Labels, one_dimensional
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
 
@@ -31,7 +33,8 @@ class Weighted(Order):
     """Samples in random order, each as often as its weight says.
 
     In an epoch of N draws, a sample of weight w comes N * w / (sum of all weights) times, rounded
-    up or down. With equal weights and `size` None, this is a plain shuffle.
+    up or down. Which samples are rounded up is a fair draw in each epoch, whatever the order of the
+    data. With equal weights and `size` None, this is a plain shuffle.
 
     Parameters
     ----------
@@ -50,7 +53,10 @@ class Weighted(Order):
     [0, 0, 2, 2, 2, 2, 2, 2]
     """
 
-    name = "weighted-v1"
+    name = "weighted-v2"
+    replaced: ClassVar[dict[str, str]] = {
+        "weighted-v1": "it took samples at equal distances in the data, now they are a fair draw"
+    }
 
     def __init__(
         self, weights: ArrayLike, size: int | None = None, *, replacement: bool = False
@@ -63,8 +69,14 @@ class Weighted(Order):
         self.units = count("size", self.samples if size is None else size, 1, MOST_SAMPLES)
         self.replacement = flag("replacement", replacement)
         self._fingerprint = fingerprint(array)
-        self._sums = integers_of(array)
-        self._guide = Guide(self._sums)
+        masses = integers_of(array, np.copy if self.replacement else laid)
+        self._most = int(masses.max())
+        if self.replacement:
+            self._guide = Guide(np.cumsum(masses, out=masses))
+            self._total = int(masses[-1])
+        else:
+            self._tree = Tree(masses, self.samples)
+            self._total = int(self._tree.levels[-1].sum())
 
     @classmethod
     def balanced(
@@ -95,15 +107,14 @@ class Weighted(Order):
 
     def describe(self) -> str:
         """Describe an epoch."""
-        sums = self._sums
-        most = int(max(sums[0], np.diff(sums).max(initial=0))) * self.units / int(sums[-1])
+        most = self._most * self.units / self._total
         way = "independent draws" if self.replacement else "draws"
         there = f"{self.samples:,} samples, one at most {most:.3g} times"
         return f"{self.units:,} {way} by weight from {there}"
 
     def reader(self, seed: int) -> Reader:
         """Return what reads the order."""
-        size, total = self.units, int(self._sums[-1])
+        size, total = self.units, self._total
 
         @lru_cache(1)
         def begin(epoch: int) -> tuple[Permutation, int]:
@@ -113,10 +124,10 @@ class Weighted(Order):
         def read(epoch: int, units: Ints) -> Read:
             if self.replacement:
                 numbers = drawn(units, total, seed, epoch, WEIGHTS, 1)
-            else:
-                places, offset = begin(epoch)
-                numbers = spread(places.at(units).astype(np.uint64), total, offset, size)
-            return self._guide.first_above(numbers), None
+                return self._guide.first_above(numbers), None
+            places, offset = begin(epoch)
+            numbers = spread(places.at(units).astype(np.uint64), total, offset, size)
+            return self._tree.at(numbers, seed, epoch), None
 
         return ArrayReader(self, seed, read)
 
@@ -166,14 +177,17 @@ def spread(places: NDArray[np.uint64], total: int, offset: int, size: int) -> ND
 
 
 @np.errstate(under="ignore")
-def integers_of(weights: NDArray[np.float64]) -> NDArray[np.uint64]:
-    """Return the weights of samples as integers: their cumulative sums.
+def integers_of(
+    weights: NDArray[np.float64],
+    arrange: Callable[[NDArray[np.float64]], NDArray[np.float64]] = np.copy,
+) -> NDArray[np.uint64]:
+    """Return the weights of samples as integers, in a new array that `arrange` makes of them.
 
     Each is ``weight * 2**k``, rounded half to even, and at least 1 unless the weight is 0; k is the
     largest for which the total is below 2**62.
     """
-    pieces = [(at, weights[at : at + CHUNK]) for at in range(0, len(weights), CHUNK)]
     most = 0.0
+    pieces = [(at, weights[at : at + CHUNK]) for at in range(0, len(weights), CHUNK)]
     for at, piece in pieces:
         bad = np.flatnonzero(~((piece >= 0) & (piece < math.inf)))
         if len(bad):
@@ -188,15 +202,13 @@ def integers_of(weights: NDArray[np.float64]) -> NDArray[np.uint64]:
     total = sum(float(np.ldexp(piece, scale).sum()) for _, piece in pieces)
     mantissa, exponent = math.frexp(total)  # it may be wrong by some 10**-6
     k = scale + 63 - exponent - (mantissa > 0.5001)
-    sums = np.empty(len(weights), np.uint64)
     while True:  # once, as a rule
-        before = 0
-        for at, piece in pieces:
+        arranged = arrange(weights)
+        values, masses = arranged.reshape(-1), arranged.view(np.uint64)
+        for at in range(0, len(values), CHUNK):
+            piece = values[at : at + CHUNK]
             whole = np.rint(np.ldexp(piece, k)).astype(np.uint64)
-            np.maximum(whole, piece > 0, out=whole)
-            whole[0] += np.uint64(before)
-            np.cumsum(whole, out=sums[at : at + CHUNK])
-            before = int(sums[at + len(piece) - 1])
-        if before < MOST_TOTAL:
-            return sums
+            np.maximum(whole, piece > 0, out=masses.reshape(-1)[at : at + CHUNK])
+        if int(masses.sum()) < MOST_TOTAL:
+            return masses
         k -= 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from reference import GOLDEN, IV, LEAST, WORD, bounded, mix, words
@@ -104,3 +106,42 @@ def batches(
         numbers = [(number + shift) % groups for number in numbers]
     where = [g * together + (k + turn) % together for g in numbers for k in range(together)]
     return [units[others[k]] for k in where] + [units[x] for x in last]
+
+
+def nodes_over(entries: int, level: int) -> list[list[int | None]]:
+    """Children of the nodes of a level of weighted-v2; None: there is none."""
+    rows = min(16, entries)
+    starts = [j * entries // rows for j in range(rows)]
+    sizes = [(j + 1) * entries // rows - start for j, start in enumerate(starts)]
+    drawn = derive(stream(0, 0, 13, level + 1), rows)
+    turns = [word * size >> 64 for word, size in zip(drawn, sizes, strict=True)]
+    each = list(zip(starts, sizes, turns, strict=True))
+    return [
+        [start + (x + turn) % size if x < size else None for start, size, turn in each]
+        for x in range(-(-entries // rows))
+    ]
+
+
+def weighted(masses: list[int], size: int, seed: int, epoch: int) -> list[int]:
+    """An epoch of weighted-v2."""
+    levels = [nodes_over(len(masses), 1)]
+    while len(levels[-1]) > 1:
+        levels.append(nodes_over(len(levels[-1]), len(levels) + 1))
+
+    def line(level: int, entry: int) -> list[int]:
+        if not level:
+            return [entry]
+        left, samples = levels[level - 1][entry].copy(), []
+        [word] = derive(stream(seed, epoch, 13, level << 48 | entry), 1)
+        while left:
+            k, word = divmod(word * len(left), 2**64)
+            child, left[k] = left[k], left[-1]
+            left.pop()
+            samples += [] if child is None else line(level - 1, child)
+        return samples
+
+    samples, z = line(len(levels), 0), stream(seed, epoch, 13)
+    ends = list(accumulate(masses[sample] for sample in samples))
+    shift = derive(z, 17)[16] * ends[-1] >> 64
+    numbers = ((number * ends[-1] + shift) // size for number in map(perm(size, z), range(size)))
+    return [samples[bisect_right(ends, number)] for number in numbers]

@@ -1,12 +1,14 @@
-"""`Weighted`: golden, as often as weights say, in any order of reads, and bad weights."""
+"""`Weighted`: golden, as often as weights say, as fair as a random draw, and bad weights."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import pickle
 import random
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +16,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_draws import weighted
 
 import cseq
 from cseq.order.weighted import integers_of, spread
+from cseq.testing import check_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +59,7 @@ def drawn(order: cseq.Order, seed: int, epoch: int = 0) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("record", FILE["orders"])
 def test_golden(record: dict[str, Any]) -> None:
-    """An order is the same for ever: its first draws in clear, and the hash of them all."""
+    """An order stays the same: its first draws in clear, the hash of all, and the definition."""
     options = {"size": record["size"], "replacement": record["replacement"]}
     weights = record["weights"]
     if isinstance(weights[0], str):
@@ -65,14 +69,29 @@ def test_golden(record: dict[str, Any]) -> None:
     digest = hashlib.sha256(samples.astype("<i8").tobytes()).hexdigest()
     assert (samples[:10].tolist(), samples[-1]) == (record["first"], record["last"])
     assert digest == record["sha256"]
+    if not record["replacement"] and record["size"] <= 1000:
+        masses = integers([float(weight) for weight in weights])
+        expected = weighted(masses, record["size"], record["seed"], record["epoch"])
+        assert samples.tolist() == expected
+
+
+@pytest.mark.parametrize("samples", [1, 2, 15, 16, 17, 255, 256, 257, 4096, 4097, 65537])
+def test_equal_weights_are_a_shuffle(samples: int) -> None:
+    """Each sample comes once, in another order in each epoch, from any position on."""
+    order = cseq.Weighted(np.full(samples, 0.1))
+    first, second = drawn(order, 3), drawn(order, 3, 1)
+    assert (np.sort(first) == np.arange(samples)).all()
+    assert (np.sort(second) == np.arange(samples)).all()
+    assert samples < 15 or (first != second).any()
+    check_order(order, most=1000)
 
 
 @given(lists)
 def test_integers(weights: list[float]) -> None:
     """Weights become the largest integers with a total below 2**62, and 0 alone becomes 0."""
-    sums = integers_of(np.array(weights))
-    assert np.diff(sums, prepend=np.uint64(0)).tolist() == integers(weights)
-    assert int(sums[-1]) < 2**62
+    masses = integers_of(np.array(weights))
+    assert masses.tolist() == integers(weights)
+    assert int(masses.sum()) < 2**62
 
 
 @pytest.mark.parametrize(
@@ -81,8 +100,8 @@ def test_integers(weights: list[float]) -> None:
 )
 def test_extreme_weights(weights: list[float]) -> None:
     """Denormal weights and those whose sum is infinite in float64 are exact, too."""
-    sums = integers_of(np.array(weights, float))
-    assert np.diff(sums, prepend=np.uint64(0)).tolist() == integers([float(w) for w in weights])
+    masses = integers_of(np.array(weights, float))
+    assert masses.tolist() == integers([float(weight) for weight in weights])
 
 
 @settings(max_examples=200)
@@ -98,6 +117,13 @@ def test_numbers_are_exact(weights: list[float], size: int, seed: int) -> None:
     for count, weight in zip(counts.tolist(), whole, strict=True):
         share, rest = divmod(size * weight, sum(whole))
         assert count in (share, share + bool(rest))
+
+
+def test_an_order_can_be_pickled() -> None:
+    """A copy in another process gives the same draws."""
+    for options in ({"size": 70}, {"replacement": True}):
+        order = cseq.Weighted(np.arange(300.0), **options)
+        assert drawn(pickle.loads(pickle.dumps(order)), 1).tolist() == drawn(order, 1).tolist()
 
 
 def test_the_weights_are_not_written_to(tmp_path: Path) -> None:
@@ -117,6 +143,141 @@ def test_numbers_of_great_sizes() -> None:
         offset, places = rng.randrange(total), [0, size - 1, rng.randrange(size)]
         numbers = spread(np.array(places, np.uint64), total, offset, size)
         assert numbers.tolist() == [(place * total + offset) // size for place in places]
+
+
+# ── a fair draw ───────────────────────────────────────────────────────────────────────────────
+
+
+def counts_of(order: cseq.Order, epochs: int) -> np.ndarray[Any, Any]:
+    """Return how often each sample comes in each epoch: (epochs, samples)."""
+    reader, counts = order.reader(11), np.empty((epochs, order.samples or 0), np.float32)
+    for epoch in range(epochs):
+        samples = reader.samples(epoch, 0, order.units)[0]
+        counts[epoch] = np.bincount(samples, minlength=len(counts[0]))
+    return counts
+
+
+def check(values: Any, expected: Any, variance: Any) -> None:
+    """Each value is within five standard deviations of what is expected."""
+    off = np.abs(np.asarray(values, float) - expected)
+    assert (off <= 5 * np.sqrt(variance) + 1e-6).all(), off.max()
+
+
+EPOCHS = 100
+SIZES = {  # samples, and the size of an epoch
+    "a half": (1000, 500),
+    "a tenth": (2000, 200),
+    "a tenth and three": (2000, 203),
+    "a hundredth": (5000, 50),
+    "a prime number": (1009, 331),
+    "more than all": (1000, 1300),
+    "twice and a half": (720, 1800),
+}
+of_each_size = pytest.mark.parametrize("name", SIZES)
+
+
+@lru_cache
+def equal(name: str) -> tuple[int, int, np.ndarray[Any, Any]]:
+    """Return samples of equal weight, how many come once more in an epoch, and which do."""
+    samples, size = SIZES[name]
+    whole, rest = divmod(size, samples)
+    more = counts_of(cseq.Weighted(np.ones(samples), size), EPOCHS) - whole
+    return samples, rest, more
+
+
+@of_each_size
+def test_classes_come_as_in_a_random_draw(name: str) -> None:
+    """Their counts vary as hypergeometric ones, for any period of the labels, and sorted labels."""
+    samples, rest, more = equal(name)
+    assert set(np.unique(more)) == {0, 1}
+    numbers = np.arange(samples)
+    for labels in (*(numbers % period for period in range(2, 61)), numbers * 5 // samples):
+        share = np.bincount(labels) / samples
+        found = more @ np.eye(len(share), dtype=np.float32)[labels]
+        variance = rest * share * (1 - share) * (samples - rest) / (samples - 1)
+        check(found.mean(0), rest * share, variance / EPOCHS)
+        if rest * share.min() > 50:
+            check(found, rest * share, variance)
+        ratio = ((found - rest * share) ** 2 / variance).mean()
+        assert abs(ratio - 1) < 0.15 + 5 * math.sqrt(2 / EPOCHS / (len(share) - 1))
+
+
+@of_each_size
+def test_pairs_come_together_as_in_a_random_draw(name: str) -> None:
+    """Neighbours in the data, samples at other distances, and random pairs."""
+    samples, rest, more = equal(name)
+    distances = (1, 2, 3, 5, 10, 64, 100, samples // 2)
+    together = [(more[:, d:] * more[:, :-d]).mean() for d in distances]
+    pairs = [samples - d for d in distances]
+    a, b = np.random.default_rng(1).integers(0, samples, (2, 10 * samples))
+    a, b = a[a != b], b[a != b]
+    both = rest * (rest - 1) / (samples * (samples - 1))
+    check(
+        [*together, (more[:, a] * more[:, b]).mean()],
+        both,
+        both / EPOCHS / np.array([*pairs, len(a)]),
+    )
+
+
+@of_each_size
+def test_epochs_are_drawn_independently(name: str) -> None:
+    """Two epochs have as many samples in common as two random draws."""
+    samples, rest, more = equal(name)
+    common, expected = more @ more.T, rest * rest / samples
+    variance = expected * (1 - rest / samples) ** 2 * samples / (samples - 1)
+    for later in (1, 2, 10):
+        shared = np.diagonal(common, later)
+        check(shared, expected, variance)
+        check(shared.mean(), expected, variance / len(shared))
+    assert np.triu(common, 1).max() < rest
+
+
+WEIGHTS = {
+    "few": np.arange(1.0, 13),
+    "zeros": np.arange(300) % 3 / 7,
+    "falling": 1 / np.arange(1.0, 401),
+    "one has half": np.r_[np.ones(150), 299.0, np.ones(149)],
+    "huge and tiny": np.r_[1e6, np.ones(300), 1e-3, 1e6],
+    "random": np.random.default_rng(3).pareto(1.5, 500),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("size", [1, 7, 100, 1000])
+def test_samples_come_as_their_weights_say(name: str, size: int) -> None:
+    """In each epoch, the share rounded up or down; its mean over epochs is the share itself."""
+    weights, epochs = WEIGHTS[name], 500
+    counts = counts_of(cseq.Weighted(weights, size), epochs)
+    share = size * weights / weights.sum()
+    down = np.floor(share + 1e-9)
+    rest = np.maximum(share - down, 0)
+    assert ((counts == down) | (counts == down + 1) & (rest > 1e-9)).all()
+    variance, mean = rest * (1 - rest) / epochs, counts.mean(0, dtype=float)
+    often = variance * epochs**2 > 25
+    check(mean[often], share[often], variance[often])
+    check(mean[~often].sum(), share[~often].sum(), variance[~often].sum())
+
+
+@pytest.mark.parametrize("labels", ["in turn", "sorted", "rare in turn", "rare at random"])
+@pytest.mark.parametrize("size", [None, 300, 1000, 5000])
+def test_balanced_classes(labels: str, size: int | None) -> None:
+    """Each class comes equally often in each epoch, but for what varies in a random draw."""
+    numbers = np.arange(2400)
+    of = {
+        "in turn": numbers % 10,
+        "sorted": numbers // 600,
+        "rare in turn": np.where(numbers % 48 == 0, 1, numbers % 2 * 2),
+        "rare at random": np.random.default_rng(2).choice(4, 2400, p=[0.9, 0.07, 0.02, 0.01]),
+    }[labels]
+    order, members = cseq.Weighted.balanced(of, size), np.bincount(of)
+    found = counts_of(order, EPOCHS) @ np.eye(len(members), dtype=np.float32)[of]
+    share = order.units / len(members)
+    rest = share / members % 1
+    check(found, share, members * rest * (1 - rest))
+    check(found.mean(0, dtype=float), share, members * rest * (1 - rest) / EPOCHS)
+
+
+# ── arguments ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_facts() -> None:
