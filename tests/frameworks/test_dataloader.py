@@ -6,11 +6,12 @@ bit for bit, augmentation included. Processes of their own, since both kinds of 
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from recipes import CSEQ_RUN, EPOCHS, LENGTH, SAMPLES, TORCHRUN, loader_runs
+from recipes import CSEQ_RUN, EPOCHS, LENGTH, SAMPLES, TORCHRUN, loader_runs, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,6 +138,23 @@ def test_accelerates_own_states(runs: Runs, ranks: int) -> None:
         check_served(whole)
         check_served(rest)
         assert rest["training"] == whole["training"][-(-LENGTH // ranks) + 5 :]
+
+
+@needs("accelerate", "torchdata")
+def test_accelerates_settings(folder: Path, recipes: Path) -> None:
+    """A resumed run has the batches, and draws, of the uninterrupted one in each of 60 settings."""
+    script = str(recipes.parents[1] / "tests" / "frameworks" / "accelerate_legs.py")
+    assert json.loads(run([*TORCHRUN, script, "rest", "0", "60"], folder, recipes)) == []
+
+
+@needs("accelerate", "torchdata")
+def test_accelerate_on_other_ranks(folder: Path, recipes: Path) -> None:
+    """The state of two ranks goes on with three, and no sample is lost."""
+    script = str(recipes.parents[1] / "tests" / "frameworks" / "accelerate_legs.py")
+    arguments = [str(folder), "0", "40"]
+    run([*TORCHRUN, script, "save", *arguments], folder, recipes)
+    on_three = [*TORCHRUN[:-1], "3", script, "load", *arguments]
+    assert json.loads(run(on_three, folder, recipes)) == []
 
 
 # ── the Trainer ────────────────────────────────────────────────────────────────────────────

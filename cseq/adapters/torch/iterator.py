@@ -101,7 +101,11 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             )
         order = Keys(loader, keeps_state=keeps_state, resume=resume)
         self.progress = LoaderProgress(loader, order, rng=rng)
+        goes_on = resume is not None and resume["base_seed"] is not None
+        trainers = torch.get_rng_state() if goes_on and loader.generator is None else None
         names.Base.__init__(self, loader)
+        if trainers is not None:  # the epoch has drawn its seed, where it began
+            torch.set_rng_state(trainers)
         torchs = names.Workers if self._num_workers else names.Inline
         self._profile_name = f"enumerate(DataLoader)#{torchs.__name__}.__next__"
         self._in_order = bool(not self._num_workers or getattr(loader, "in_order", True))

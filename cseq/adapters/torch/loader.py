@@ -12,7 +12,7 @@ from torch.utils import data
 from cseq.adapters.torch import names
 from cseq.adapters.torch.fallback import UNUSABLE, make_iterator, method_of, reason_against
 from cseq.adapters.torch.options import VALUES, defaults
-from cseq.adapters.torch.order import Keys, Shares, inner_of, shares_of
+from cseq.adapters.torch.order import Keys, Shares, inner_of, seed_of, shares_of
 from cseq.adapters.torch.state import LoaderProgress, read
 from cseq.adapters.torch.stateful import is_stateful
 from cseq.check import choice, count, flag, unexpected
@@ -206,13 +206,12 @@ class DataLoader(Torchs[T_co]):
 
         A state has it, so a loop can begin with ``for epoch in range(loader.epoch, epochs)``.
         """
+        number, is_over = self._begun or 0, False
         if self._loaded and self._loaded.get("epoch") is not None:
-            number: int = self._loaded["epoch"]
-            return number
-        if self._begun is None:
-            return 0
-        is_over = self._progress is None or self._progress.finished
-        return self._begun + is_over
+            number, is_over = self._loaded["epoch"], self._loaded["_iterator_finished"]
+        elif self._begun is not None:
+            is_over = self._progress is None or self._progress.finished
+        return number + is_over
 
     def _get_iterator(self) -> Any:
         """Make an iterator, or go on where the state that was loaded says."""
@@ -257,7 +256,7 @@ class DataLoader(Torchs[T_co]):
         return {
             "sampler_type": None if shares is None else kind.__name__,
             "shuffle": SHUFFLE.get(kind, getattr(inner, "shuffle", None) if shares else None),
-            "seed": getattr(inner, "seed", None) if shares else None,
+            "seed": seed_of(inner),
             "samples": len(dataset) if has_length else None,
             "batch_size": self.batch_size,
             # Another's `__len__` may draw, or prepare its next epoch.
@@ -371,7 +370,7 @@ class DataLoader(Torchs[T_co]):
             )
         if progress.batching is None:
             progress.batching = self._batching()
-        return {**progress.as_dict(), "epoch": self.epoch, **progress.batching}
+        return {**progress.as_dict(), "epoch": self._begun or 0, **progress.batching}
 
     def _warn(self, text: str, *values: object) -> None:
         """Log, once, what a state of this loader leaves out."""

@@ -48,6 +48,7 @@ __all__ = [
     "leaves_no_trace",
     "look",
     "put",
+    "seed_of",
     "shares_of",
     "sources_in",
     "text_of",
@@ -98,9 +99,7 @@ def shares_of(index_sampler: Any) -> Shares | None:
     shard = shard_in(index_sampler)
     batches = index_sampler if shard is None else shard.batch_sampler
     inner = inner_of(index_sampler)
-    if type(inner) not in (*OWN, SequentialSampler) and not _is_accelerates(
-        inner, "SeedableRandomSampler"
-    ):
+    if type(inner) not in (*OWN, SequentialSampler) and seed_of(inner) is None:
         return None
     size = batches.batch_size if type(batches) is BatchSampler else 1
     if shard is not None:
@@ -123,24 +122,33 @@ def _with_keys(index_sampler: Any, keys: list[Any]) -> Any:
 
 
 def tail(index_sampler: Any, consumed: int) -> Iterator[Any]:
-    """Return this rank's keys of what is left of an epoch, of which so many samples are over.
+    """Yield this rank's keys of what is left of an epoch, of which so many samples are over.
 
-    A DistributedSampler pads what is left as it pads an epoch: with the epoch's first samples.
+    Nothing is drawn before the first key. A DistributedSampler pads what is left as it pads an epoch: with the epoch's first samples.
     """
     inner = inner_of(index_sampler)
     if type(inner) is not DistributedSampler:
-        return iter(_with_keys(index_sampler, list(islice(iter(inner), consumed, None))))
+        yield from _with_keys(index_sampler, list(islice(iter(inner), consumed, None)))
+        return
     samples: Any = inner.dataset
     order = _epoch_of(inner, len(samples))
     ranks, left = inner.num_replicas, max(0, len(order) - consumed)
     count = left // ranks if inner.drop_last else -(-left // ranks)
     places = torch.arange(count) * ranks + inner.rank + consumed
-    return iter(_with_keys(index_sampler, order[places % len(order)].tolist()))
+    yield from _with_keys(index_sampler, order[places % len(order)].tolist())
+
+
+def seed_of(inner: Any) -> int | None:
+    """Return the seed of a sampler that draws from this and its epoch alone, if it is known."""
+    if _is_accelerates(inner, "SeedableRandomSampler"):
+        return int(inner.initial_seed)
+    return int(inner.seed) if type(inner) is DistributedSampler else None
 
 
 def generator_of(index_sampler: Any) -> torch.Generator | None:
     """Return the generator that a sampler has of its own, if any."""
-    generator = getattr(inner_of(index_sampler), "generator", None)
+    inner = inner_of(index_sampler)
+    generator = getattr(inner, "generator", None) if seed_of(inner) is None else None
     return generator if isinstance(generator, torch.Generator) else None
 
 
@@ -229,7 +237,7 @@ def sources_of(index_sampler: Any) -> dict[str, Source]:
 
     ==============================  ===========================================================
     a generator that it has         torch's samplers that draw (`DRAWING`) draw from that alone
-    its ``epoch``                   if it has ``set_epoch``; torch's DistributedSampler: alone
+    its ``epoch``                   if it has ``set_epoch``; alone where `seed_of` knows the seed
     torch's global generator        torch's samplers that draw, without one of their own
     all global generators           any other
     ==============================  ===========================================================
@@ -243,7 +251,8 @@ def sources_of(index_sampler: Any) -> dict[str, Source]:
     set_epoch = getattr(inner, "set_epoch", None)
     if isinstance(getattr(inner, "epoch", None), int) and callable(set_epoch):
         sources["epoch"] = (lambda: int(inner.epoch)), lambda epoch: set_epoch(Ahead(epoch))
-    return sources if type(inner) in OWN else {**GLOBAL, **sources}
+    is_known = type(inner) in OWN or seed_of(inner) is not None
+    return sources if is_known else {**GLOBAL, **sources}
 
 
 # -- orders
@@ -447,10 +456,12 @@ class Keys:
         elif is_permuted(self._index_sampler):
             iterator = permuted(self._index_sampler)
         if "generators" in state and self._keeps_state:
-            if "generator" in self._sources and "generator" not in state["generators"]["first"]:
+            kept = "generator" in state["generators"]["first"]
+            if kept != ("generator" in self._sources):
+                its, ours = ("with", "has none") if kept else ("without", "has one")
                 raise ValueError(
-                    "the state is of a sampler without a generator, and this loader's has one, so "
-                    "its order is another; make it without, or do not load this state"
+                    f"the state is of a sampler {its} a generator, and this loader's {ours}, so "
+                    f"its order is another; make it {its} one, or do not load this state"
                 )
             self._state, self._base = state, state.get("base", 0) or self._start[1]
             return chain.from_iterable(self._again(yielded - self._base, state))

@@ -235,6 +235,9 @@ def test_an_epoch_has_a_number() -> None:
     again.load_state_dict(made.state_dict())
     assert again.epoch == made.epoch == 4
     assert (len(rest_of(again)), again.epoch) == (16, 5)
+    next(iter(made))
+    again.load_state_dict({**made.state_dict(), "_iterator_finished": True})  # as accelerate does
+    assert (again.epoch, len(rest_of(again)), again.epoch) == (5, 16, 6)
 
 
 class Told(data.Sampler[int]):

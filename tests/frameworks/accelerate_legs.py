@@ -1,0 +1,161 @@
+"""Settings of accelerate, chosen at random: a resumed run beside the uninterrupted one.
+
+``accelerate_legs.py rest FIRST COUNT`` compares the batches, with their draws, of both.
+``accelerate_legs.py save|load FOLDER FIRST COUNT`` saves a state in each of some epochs on so many
+ranks, and goes on from it on as many as it is run with then.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchdata.stateful_dataloader
+
+import cseq
+from cseq.adapters.torch import defaults
+
+torchdata.stateful_dataloader.StatefulDataLoader = cseq.StatefulDataLoader
+defaults.rng = "batch"
+
+from accelerate import Accelerator, DataLoaderConfiguration  # noqa: E402
+
+EPOCHS = 4
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Samples that know their number and a draw."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, int(torch.randint(1 << 30, ()))])
+
+
+def prepared(length: int, config: dict[str, Any], **options: Any) -> Any:
+    """Make a loader and have accelerate prepare it."""
+    torch.manual_seed(1234)
+    config = DataLoaderConfiguration(use_stateful_dataloader=True, **config)
+    generator = torch.Generator().manual_seed(5) if options.pop("seeded") else None
+    return Accelerator(cpu=True, dataloader_config=config).prepare(
+        torch.utils.data.DataLoader(Augmented(length), generator=generator, **options)
+    )
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return what all ranks have."""
+    found = [value]
+    if dist.is_initialized():
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value)
+    return found
+
+
+def rest(seed: int) -> str | None:
+    """Return what is wrong with the rest of a run, if anything is.
+
+    Two things are accelerate's: a dispatcher pads with the first batch that it has seen, and with
+    `split_batches` it makes one batch again. Neither is chosen.
+    """
+    chosen = random.Random(seed)
+    dispatch = chosen.random() < 0.3
+    config = {
+        "use_seedable_sampler": chosen.random() < 0.5,
+        "split_batches": not dispatch and chosen.random() < 0.3,
+        "even_batches": chosen.random() < 0.7,
+        "dispatch_batches": dispatch or None,
+    }
+    workers = chosen.choice([0, 0, 2])
+    options = {
+        "batch_size": chosen.choice([2, 4]),
+        "shuffle": chosen.random() < 0.8,
+        "num_workers": workers,
+        "persistent_workers": workers > 0 and chosen.random() < 0.3,
+        "seeded": chosen.random() < 0.5,
+        "drop_last": dispatch or chosen.random() < 0.3,
+    }
+    length, tells = chosen.randint(9, 70), chosen.random() < 0.5
+    stop = chosen.randint(0, 2), chosen.randint(0, 12)
+    loader = prepared(length, config, **options)
+    expected: list[Any] = []
+    state: Any = None
+    for epoch in range(EPOCHS):
+        if tells:
+            loader.set_epoch(epoch)
+        for step, batch in enumerate(loader):
+            expected.append(batch.tolist())
+            if (epoch, step) == stop:
+                states = loader.state_dict(), torch.get_rng_state()
+                state, generator = pickle.loads(pickle.dumps(states))
+                expected.clear()
+    states = gathered(state)
+    if None in states:
+        return None
+    loader = prepared(length, config, **options)
+    loader.load_state_dict(states[0])
+    torch.set_rng_state(generator)
+    found: list[Any] = []
+    for epoch in range(loader.base_dataloader.epoch, EPOCHS):
+        if tells:
+            loader.set_epoch(epoch)
+        found += [batch.tolist() for batch in loader]
+    return None if found == expected else f"{seed}: {length}, {config}, {options}, {tells}, {stop}"
+
+
+def worlds(mode: str, folder: str, seed: int) -> str | None:
+    """Save a state and what was seen before it, or go on from it on another number of ranks."""
+    chosen = random.Random(seed)
+    length, taken, size = chosen.randint(30, 200), chosen.randint(1, 2), 12
+    config = {
+        "split_batches": chosen.random() < 0.4,
+        "use_seedable_sampler": chosen.random() < 0.5,
+        "even_batches": chosen.random() < 0.5,
+    }
+    loader = prepared(length, config, batch_size=size, shuffle=True, seeded=True)
+    file = Path(folder, f"{seed}.pickle")
+    mine: list[int] = []
+    if mode == "save":
+        for number, batch in enumerate(loader, 1):
+            mine += batch[:, 0].tolist()
+            if number == taken:
+                break
+        every = gathered(mine)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            file.write_bytes(pickle.dumps((loader.state_dict(), every)))
+        return None
+    state, before = pickle.loads(file.read_bytes())
+    loader.load_state_dict(state)
+    for batch in loader:
+        mine += batch[:, 0].tolist()
+    every = gathered(mine)
+    seen = [sample for part in (*before, *every) for sample in part]
+    is_whole = set(seen) == set(range(length))
+    return (
+        None if is_whole and len(seen) < length + size * len(every) else f"{seed}: {sorted(seen)}"
+    )
+
+
+def main(mode: str, *arguments: str) -> None:
+    """Print what is wrong, as JSON, on rank 0."""
+    *folder, first, count = arguments
+    seeds = range(int(first), int(first) + int(count))
+    if mode == "rest":
+        wrong = [text for seed in seeds for text in gathered(rest(seed)) if text]
+    else:
+        wrong = [text for seed in seeds if (text := worlds(mode, *folder, seed))]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(json.dumps(wrong))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
