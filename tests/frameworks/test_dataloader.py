@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from recipes import CSEQ_RUN, EPOCHS, LENGTH, SAMPLES, TORCHRUN, loader_runs, run
+from recipes import CSEQ_RUN, EPOCHS, LENGTH, SAMPLES, TORCHRUN, loader_runs
+from recipes import run as run_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -144,7 +145,7 @@ def test_accelerates_own_states(runs: Runs, ranks: int) -> None:
 def test_accelerates_settings(folder: Path, recipes: Path) -> None:
     """A resumed run has the batches, and draws, of the uninterrupted one in each of 60 settings."""
     script = str(recipes.parents[1] / "tests" / "frameworks" / "accelerate_legs.py")
-    assert json.loads(run([*TORCHRUN, script, "rest", "0", "60"], folder, recipes)) == []
+    assert json.loads(run_script([*TORCHRUN, script, "rest", "0", "60"], folder, recipes)) == []
 
 
 @needs("accelerate", "torchdata")
@@ -152,9 +153,9 @@ def test_accelerate_on_other_ranks(folder: Path, recipes: Path) -> None:
     """The state of two ranks goes on with three, and no sample is lost."""
     script = str(recipes.parents[1] / "tests" / "frameworks" / "accelerate_legs.py")
     arguments = [str(folder), "0", "40"]
-    run([*TORCHRUN, script, "save", *arguments], folder, recipes)
+    run_script([*TORCHRUN, script, "save", *arguments], folder, recipes)
     on_three = [*TORCHRUN[:-1], "3", script, "load", *arguments]
-    assert json.loads(run(on_three, folder, recipes)) == []
+    assert json.loads(run_script(on_three, folder, recipes)) == []
 
 
 # ── the Trainer ────────────────────────────────────────────────────────────────────────────

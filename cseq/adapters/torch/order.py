@@ -124,7 +124,8 @@ def _with_keys(index_sampler: Any, keys: list[Any]) -> Any:
 def tail(index_sampler: Any, consumed: int) -> Iterator[Any]:
     """Yield this rank's keys of what is left of an epoch, of which so many samples are over.
 
-    Nothing is drawn before the first key. A DistributedSampler pads what is left as it pads an epoch: with the epoch's first samples.
+    Nothing is drawn before the first key. A DistributedSampler pads what is left as it pads an
+    epoch: with the epoch's first samples.
     """
     inner = inner_of(index_sampler)
     if type(inner) is not DistributedSampler:
