@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 import warnings
+from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -23,7 +24,7 @@ from cseq.pools import remake as remaking
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
@@ -498,6 +499,65 @@ class MSequence(Manager, Generic[B_co]):
                 self._place = place = self._place.next(self._sampler)
                 run.pool.begin(place, place.first, place.consumed, generation)
             return FeedIterator(run.pool.feed, generation, self)
+
+    def reweigh(self, weights: Mapping[str, float]) -> None:
+        """Give the `Mixture` that this manager reads other weights, from the next batch on.
+
+        They hold until they are changed again, also in later epochs, whose size stays. Each source
+        goes on where it is. A state has the weights: it loads into a manager whose mixture was made
+        with the weights that this one's was made with. With several ranks, call it on each, after
+        the same batch. The batches that were made ahead are made again.
+
+        Parameters
+        ----------
+        weights : dict of str to number
+            The share of each source. Only ratios count, and 0 leaves a source out.
+
+        Raises
+        ------
+        TypeError
+            The order is no `Mixture`.
+        ValueError
+            The weights are not those of its sources; or `repeat` or ``ordered=False`` was given, so
+            that there is no such batch.
+
+        Examples
+        --------
+        >>> mixture = cseq.Mixture(
+        ...     {"a": cseq.Sequential(99), "b": cseq.Sequential(99)}, {"a": 1, "b": 0}, epoch_size=8
+        ... )
+        >>> manager = cseq.MPSequence(np.arange(198), order=mixture, batch_size=4, out_type="null")
+        >>> with manager.start() as batches:
+        ...     for batch in batches:
+        ...         print(batch)
+        ...         manager.reweigh({"a": 0, "b": 1})
+        [0 1 2 3]
+        [ 99 100 101 102]
+        """
+        from cseq.order.mixture import Mixture
+
+        with self._alone():
+            self._settle_shard()
+            job, run, place = self._job, self._run, self._place
+            order = job.sampler.order
+            if not isinstance(order, Mixture):
+                raise TypeError(f"order={order!r} has no weights; give a cseq.Mixture")
+            for name, value, plain in (
+                ("ordered", job.ordered, True),
+                ("repeat", job.sampler.repeat, 1),
+            ):
+                if value != plain:
+                    raise ValueError(f"reweigh() with {name}={value!r}: leave {name} out")
+            pool = None
+            if run is not None and run.is_ours and place.progress is run.pool.feed:
+                pool = run.pool
+            with nullcontext() if run is None or pool is None else run.lock.hold():
+                epoch, position, is_over = place.now(job.sampler)
+                at = (epoch + 1, 0) if is_over else (epoch, position)
+                sampler = job.sampler.changed(order=order.reweighed(weights, self.seed, *at))
+                self._job = job._replace(sampler=sampler)
+                if pool is not None:
+                    pool.replan(sampler, place, is_over=is_over, position=position)
 
     # -- checkpoint and resume
 

@@ -85,6 +85,7 @@ class Mixture(Order):
     """
 
     name = "mixture-v2"
+    _reweighed: list[float] | None = None
     replaced: ClassVar[dict[str, str]] = {
         "mixture-v1": "a small share is no longer one unit of each block, but what its weight says"
     }
@@ -100,8 +101,8 @@ class Mixture(Order):
     ) -> None:
         self.sources = _sources(sources)
         length = count("block", block, 1, MOST_BLOCK)
-        checked = _phases(weights, list(self.sources))
-        self._plan = _Plan(list(self.sources), checked, length, 0, {})
+        self._given = _phases(weights, list(self.sources))
+        self._plan = _Plan(list(self.sources), self._given, length, 0, {})
         members = list(self.sources.values())
         self.samples = sum(order.samples or 0 for order in members)
         self.room = max(order.room for order in members)
@@ -157,7 +158,10 @@ class Mixture(Order):
         ]
 
     def facts(self) -> dict[str, Any]:
-        """Return what the order depends on; `since` and `taken`: where its weights began."""
+        """Return what the order depends on; `since` and `taken`: where its weights began.
+
+        `weights` are those that it was made with, `reweighed` those of `reweighed`.
+        """
         plan = self._plan
         return {
             "name": self.name,
@@ -165,7 +169,8 @@ class Mixture(Order):
             "units": self.units,
             "block": plan.block,
             "sources": [[name, order.facts()] for name, order in self.sources.items()],
-            "weights": [[unit, list(weights)] for unit, weights in plan.phases],
+            "weights": [[unit, list(weights)] for unit, weights in self._given],
+            "reweighed": self._reweighed,
             "since": plan.since,
             "taken": dict(plan.taken),
         }
@@ -195,12 +200,25 @@ class Mixture(Order):
         if all(facts[key] == ours[key] for key in ("units", "block", "weights")) and [*known] == [
             *self.sources
         ]:
-            order._plan = before
+            order._plan, order._reweighed = before, facts["reweighed"]
         else:
+            order._reweighed = None
             since = epoch * self.units + consumed & WORD
-            order._plan = _Plan(
-                list(self.sources), self._plan.phases, self._plan.block, since, taken
-            )
+            order._plan = _Plan(list(self.sources), self._given, self._plan.block, since, taken)
+        return order
+
+    def reweighed(self, weights: Weights, seed: int, epoch: int, consumed: int) -> Self:
+        """Return the order that goes on from a position with other weights.
+
+        Epochs keep their size. A state of it loads into a mixture with the weights that this one
+        was made with, and goes on with the new ones. See `MSequence.reweigh`.
+        """
+        names, plan = list(self.sources), self._plan
+        unit = epoch * self.units + consumed
+        order = copy.copy(self)
+        order._reweighed = _weights(weights, names)
+        taken = plan.drawn(seed, unit)
+        order._plan = _Plan(names, [(0, order._reweighed)], plan.block, unit & WORD, taken)
         return order
 
     def _outdated(self, facts: dict[str, Any]) -> list[str]:
@@ -344,7 +362,8 @@ def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
     try:
         known = {name: dict(each) for name, each in facts["sources"]}
         names = list(known)
-        weights = [(unit, dict(zip(names, each, strict=True))) for unit, each in facts["weights"]]
+        given = facts["weights"] if facts.get("reweighed") is None else [(0, facts["reweighed"])]
+        weights = [(unit, dict(zip(names, each, strict=True))) for unit, each in given]
         taken = {name: count(f"taken[{name!r}]", n, 0, WORD) for name, n in facts["taken"].items()}
         block = count("block", facts["block"], 1, MOST_BLOCK)
         since = count("since", facts["since"], 0, WORD)

@@ -396,6 +396,20 @@ class BatchPool(Pool):
         feed.refill()
         feed.run_clock()
 
+    def replan(self, sampler: Sampler, place: Place, *, is_over: bool, position: int) -> None:
+        """Go on with another sampler at this position of the epoch, unless that is over.
+
+        The iterator stays, and what was made ahead for it is dropped. With the run's lock.
+        """
+        epoch = place.now(sampler).epoch
+        self._job = self._job._replace(sampler=sampler)
+        if is_over:
+            return
+        if self.supervisor is not None:
+            self.supervisor.begin()
+        self.feed.begin(sampler.source(epoch, position), ordered=self._job.ordered, place=place)
+        self.feed.refill()
+
     def held(self, number: int, cell: int, most: int = failure.MOST) -> Held:  # noqa: ARG002
         """Describe the batch in a cell; on any thread."""
         epoch, batch, count = self._ring.ticket(cell)
