@@ -331,12 +331,12 @@ BUDGET = {
     "of these compiled: C, Cython": 7_700,  # 340 of them measure, 30 ask for a trace
     "adapters": 5_450,  # 2687 of torch, 894 of torchdata, 750 of RETURNN, 312 frameworks
     "fleet": 613,  # 129 of them connections
-    "the longest file of cseq": 596,  # but a .pyx, to 1000
+    "the longest file of cseq": 650,  # but a .pyx, to 1000
     "the longest .pyx": 850,
     "the longest file of tests": 670,
     "the way of a batch": 4_900,
     "classes on it": 50,
-    "orders": 2_653,
+    "orders": 2_700,
     "extension modules": 4,
 }
 
