@@ -149,3 +149,4 @@ cdef class Source:
     cdef bint is_over(self) noexcept
     cpdef int finish(self) except -1
 
+cpdef int rest() except -1

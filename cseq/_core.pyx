@@ -20,6 +20,7 @@ from cseq._memory cimport Block, Mapping, Memory, forker_here, forks_here
 
 import numpy
 from sys import _getframe
+from threading import current_thread
 
 cnp.import_array()
 

@@ -15,7 +15,7 @@ cimport cython
 
 from cseq._core cimport (
     ASK_CALL, ASK_ITEM, KEY_IN_REQUEST, KEY_INTS, KEY_LENGTH, REQUEST_WORDS, WITHOUT_KEY,
-    Lock, Ring, RunState, Source, check_depth, cseq_log_add, is_deep, log, thread_id,
+    Lock, Ring, RunState, Source, check_depth, cseq_log_add, is_deep, log, rest, thread_id,
 )
 from cseq._headers cimport *
 from cseq._memory cimport Block, SlotTable
@@ -755,6 +755,7 @@ cdef class Feed:
             raise
         finally:
             lock.leave()
+            rest()
 
     cpdef int check(self, uint64_t generation) except -1:
         """Raise InterruptedError if a generation is over, also for what fails since then."""

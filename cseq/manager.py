@@ -19,12 +19,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from cseq import tracing
-from cseq._core import Hold, Lock
+from cseq._core import Hold, Lock, end_daemons, rest
 from cseq.measure.stats import Stats
 from cseq.order.place import Place
 from cseq.processes.launcher.forks import in_forked_children
 from cseq.stage import HURRY
-from cseq.threads import Latch, await_told
+from cseq.threads import Latch, await_left, await_told
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +48,8 @@ __all__ = [
 
 NAME = "cseq-close"  # of the threads that close dropped runs
 
-EXIT_SECONDS = 15.0  # how long the interpreter's end waits for runs that are being closed
+# How long the interpreter's end waits for runs that are being closed, and for threads in a batch.
+EXIT_SECONDS = 15.0
 TOLD_SECONDS = 2.0  # and for what is still to be logged
 LOCK_SECONDS = 5.0  # how long `close` waits for a call that another thread is in
 
@@ -190,12 +191,14 @@ def await_closings(seconds: float) -> None:
 @atexit.register
 def _close_all() -> None:
     """Close all runs at the interpreter's end, and wait for those that are being closed."""
+    end_daemons()
     deadline = time.monotonic() + HURRY
     for run in list(_runs):
         if run.is_ours and run.pool.supervisor is not None:
             run.pool.supervisor.hurry(deadline)
     await_closings(EXIT_SECONDS)
     with contextlib.ExitStack() as stack:  # all of them, also if one raises
+        stack.callback(await_left, EXIT_SECONDS)
         for run in list(_runs):
             stack.callback(run.close, hurried=True)
     await_told(time.monotonic() + TOLD_SECONDS)
@@ -245,6 +248,7 @@ class Manager:
 
     def _alone(self) -> Hold:
         """Hold the lock, for a call that cannot be made in the middle of another one."""
+        rest()
         if self._run is not None:
             self._run.lock.refuse_mine()
         self._lock.refuse_mine()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from cseq._core import rest
 from cseq._feed import FeedIterator, ItemFailure
 from cseq.check import MOST_WORKERS, choice, count, flag
 from cseq.indexing.producer import KeyProducer, Producer
@@ -130,6 +131,7 @@ class Streams:
         launch: Literal["now", "begin"] = "now",
         kind: Literal["processes", "threads"] = "processes",
     ) -> None:
+        rest()
         if not callable(producer):
             raise TypeError(
                 f"producer={producer!r} cannot be called; give producer(number, num_workers)"
@@ -229,10 +231,13 @@ class Streams:
         run = self._ours()
         run.lock.refuse_mine()
         generation = run.interrupt()
-        with run.lock.hold():
-            return run.pool.begin(
-                assignments, keys, generation, ordered=ordered, free=free, first=first
-            )
+        try:
+            with run.lock.hold():
+                return run.pool.begin(
+                    assignments, keys, generation, ordered=ordered, free=free, first=first
+                )
+        finally:
+            rest()
 
     def ask(self, method: str, *args: Any, worker: int | None = None, behind: bool = False) -> Any:
         """Call a method of the producers, and wait for the replies.
@@ -266,13 +271,15 @@ class Streams:
             What the method raised; the worker's stream is then over (but not an epoch of keys).
         """
         run = self._ours()
-        all_of_them = range(self.num_workers)
-        with run.lock.hold():
-            if worker is None:
-                return run.pool.ask(method, args, all_of_them, behind=behind)
-            if not 0 <= worker < self.num_workers:
-                raise IndexError(f"worker={worker} is not one of {self.num_workers}")
-            return run.pool.ask(method, args, [worker], behind=behind)[0]
+        if worker is not None and not 0 <= worker < self.num_workers:
+            raise IndexError(f"worker={worker} is not one of {self.num_workers}")
+        asked = range(self.num_workers) if worker is None else [worker]
+        try:
+            with run.lock.hold():
+                replies = run.pool.ask(method, args, asked, behind=behind)
+        finally:
+            rest()
+        return replies if worker is None else replies[0]
 
     @property
     def latest(self) -> int:
@@ -340,6 +347,7 @@ class Streams:
 
     def _ours(self) -> Run[StreamPool]:
         """Return the run, if it can be used here."""
+        rest()
         if not self._run.is_ours:
             raise OSError("these streams belong to the process that forked this one; make new ones")
         if self._run.is_ended:

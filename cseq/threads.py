@@ -12,6 +12,7 @@ import _thread
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 import traceback
@@ -31,7 +32,16 @@ except ModuleNotFoundError:  # Windows
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Latch", "Threads", "await_told", "later", "tell", "thread_limits"]
+__all__ = [
+    "Latch",
+    "Threads",
+    "await_left",
+    "await_told",
+    "later",
+    "leave_running",
+    "tell",
+    "thread_limits",
+]
 
 log = logging.getLogger("cseq")
 
@@ -98,6 +108,29 @@ class Threads:
             if thread.ident not in (None, _thread.get_ident()):
                 thread.join(max(0.0, deadline - time.monotonic()))
         return [thread.name for thread in self._threads if thread.is_alive()]
+
+
+_left: set[Threads] = set()  # that run code of the user's, and did not end when they were to
+
+
+def leave_running(threads: Threads) -> None:
+    """Have the interpreter's end wait for threads that run code of the user's.
+
+    Before Python 3.14, the end stops a thread where it wants the GIL back, by unwinding its stack:
+    in a function of C++, such as one of torch's, that aborts the process.
+    """
+    _left.difference_update([each for each in _left if not each.join(0.0)])
+    if sys.version_info < (3, 14):
+        _left.add(threads)
+
+
+def await_left(seconds: float) -> None:
+    """Wait for the threads that were left running, at most so long."""
+    deadline = time.monotonic() + seconds
+    stuck = [name for threads in _left for name in threads.join(deadline)]
+    if stuck:
+        text = "threads %s are still busy %g s after the end of the program, which may abort it"
+        log.warning(text, stuck, seconds)
 
 
 def thread_limits(root: str = ROOT) -> str:

@@ -1,4 +1,4 @@
-# Locks and latches that outlive signal handlers; a run's generation; hangups.
+# Locks and latches that outlive signal handlers; a run's generation; hangups; the interpreter's end.
 
 
 cdef enum:
@@ -253,3 +253,30 @@ def exit_on_hangup(intptr_t socket):
     with nogil:
         cseq_await_hangup(socket)
         cseq_exit(1)
+
+
+cdef bint ends = False  # the interpreter does
+
+
+def end_daemons():
+    """The interpreter ends: `rest` keeps daemon threads from now on."""
+    global ends
+    ends = True
+
+
+cpdef int rest() except -1:
+    """Keep a daemon thread of the user's here for good, once the interpreter ends; it holds no lock.
+
+    Python stops such a thread as soon as it wants the GIL back, until 3.13 by unwinding its stack. In
+    the destructor of a tensor, which gives the GIL away, that aborts the process. A thread that rests
+    drops nothing, and prints no traceback.
+    """
+    cdef uint32_t word = 0
+    if not ends:
+        return 0
+    thread = current_thread()
+    if not thread.daemon or thread.name.startswith("cseq-"):
+        return 0
+    with nogil:
+        while True:
+            cseq_wait(&word, 0, PARK, 0)

@@ -23,7 +23,7 @@ from cseq.measure.lanes import Lanes
 from cseq.memory.descriptors import sparse_file
 from cseq.pools.base import BatchPool, file_name
 from cseq.stage import CONVERTER, HURRY, INDEXER, overdue, run, spin_ns
-from cseq.threads import Threads
+from cseq.threads import Threads, leave_running
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,7 +110,11 @@ class ThreadGroup:
     def join(self, seconds: float, *, hurried: bool = False) -> None:
         """Wait for all threads, so long in all; `hurried`: not longer than `HURRY`."""
         deadline = time.monotonic() + (HURRY if hurried else seconds)
-        stuck = [name for threads in self._started for name in threads.join(deadline)]
+        stuck = []
+        for threads in self._started:
+            if names := threads.join(deadline):
+                stuck += names
+                leave_running(threads)
         if stuck and not hurried:
             log.warning(
                 "threads %s did not end within %g s: what they call hangs; they are left running",

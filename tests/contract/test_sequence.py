@@ -483,6 +483,53 @@ print("end")
     assert (done.stdout, done.stderr, done.returncode) == ("end\n", "", 0)
 
 
+READS_ON = """
+import sys, threading
+import numpy as np
+import cseq
+from cseq.stream import Streams
+
+class Producer:
+    def begin(self, assignment): pass
+    def items(self, start): return iter(range(start, 1000))
+
+class W:
+    def __getitem__(self, indices): return np.ones((100, 1000))
+
+kind, again = sys.argv[1:]
+if kind == "streams":
+    loader = Streams(lambda number, count: Producer(), 2, kind="threads")
+    loader.begin([None] * 2)
+else:
+    loader = cseq.MSequence(W, 1000, 2, thread_type=kind, out_type="null", repeat=10**6).start()
+reads = threading.Event()
+
+def read():
+    while True:
+        try:
+            for batch in loader:
+                reads.set()
+            if kind == "streams":
+                loader.begin([None] * 2)
+        except InterruptedError:
+            if not again:
+                raise
+
+threading.Thread(target=read, daemon=True).start()
+reads.wait()
+"""
+
+
+@pytest.mark.parametrize("kind", ["thread", "proc", "streams"])
+@pytest.mark.parametrize("again", ["", "again"])
+def test_a_daemon_thread_that_reads_when_the_script_ends(
+    run_script: RunScript, kind: str, again: str
+) -> None:
+    """It stays in its call, or in the next one, without a traceback; nothing is aborted."""
+    done = run_script(READS_ON, kind, again)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
 ONE_PICKLE = """
 import sys
 import cseq

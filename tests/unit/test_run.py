@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import weakref
@@ -17,6 +18,7 @@ from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from conftest import RunScript
 
@@ -248,3 +250,38 @@ def test_what_looks_at_its_end_may_raise(monkeypatch: pytest.MonkeyPatch) -> Non
         manager.finish()
     assert not run.present()
     assert threading.active_count() < threads
+
+
+BUSY = """
+import sys, threading, time
+import cseq, cseq.manager, cseq.pools.thread
+
+cseq.pools.thread.HURRY = 0.01
+cseq.manager.EXIT_SECONDS = float(sys.argv[1])
+begun, ends = threading.Event(), sys.argv[2] == "ends"
+
+class Indexer:
+    def __getitem__(self, indices):
+        begun.set()
+        time.sleep(0.3 if ends else 1000)
+        open("made", "w").close()
+        return indices
+
+manager = cseq.MTSequence(Indexer, 10, 1, out_type="null").start()
+batches = iter(manager)
+begun.wait()
+"""
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="there, no thread is unwound at the end")
+@pytest.mark.parametrize(("seconds", "ends"), [(60.0, True), (0.01, False)])
+def test_the_end_of_the_program_waits_for_threads_in_a_batch(
+    run_script: RunScript, tmp_path: Path, seconds: float, ends: bool
+) -> None:
+    """Or Python unwinds their stacks, which aborts it in C++; what hangs is named after a time."""
+    done = run_script(BUSY, str(seconds), "ends" if ends else "hangs")
+    assert (done.stdout, done.returncode) == ("", 0)
+    assert (tmp_path / "made").exists() == ends
+    said = "" if ends else f"threads ['cseq-w0'] are still busy {seconds:g} s after the end"
+    assert done.stderr.startswith(said)
+    assert bool(done.stderr) != ends
