@@ -118,6 +118,17 @@ def test_every_sample_is_at_every_position_as_often(
     assert abs(chi(counts, 1500 / n, (n - 1) ** 2)) < 5
 
 
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_a_short_block_comes_anywhere(lanes: int) -> None:
+    """The last samples come in every window and in every lane's turn as often."""
+    n = 3 * 8 * 40 + 3
+    counts = np.zeros((5, lanes))
+    for epoch in epochs(made(n, 8, 28, lanes), 1500, 10):
+        position = int(np.flatnonzero(epoch == n - 1)[0])
+        counts[position * 5 // n, position % lanes] += 1
+    assert abs(chi(counts, 1500 / counts.size)) < 5
+
+
 @pytest.mark.parametrize("lanes", [1, 8])
 def test_blocks_come_by_chance(lanes: int) -> None:
     """Classes of whole blocks are drawn for a window, and a window's samples for its batches."""

@@ -1,4 +1,4 @@
-"""`Packed`: rows within the budget, and nearly full."""
+"""`Packed`: rows within the budget, nearly full, and by chance otherwise."""
 
 from __future__ import annotations
 
@@ -20,6 +20,60 @@ def test_a_rounded_length_may_exceed_the_budget() -> None:
     """What is no longer than the budget has a row of its own."""
     order = cseq.Packed([100, 99, 97, 1], 100, quantum=8)
     assert sorted(map(sorted, rows(order))) == [[0], [1], [2], [3]]
+
+
+# ── statistics ────────────────────────────────────────────────────────────────────────────────
+
+# Sorted, of a period that divides nothing, with one long sample, all equal.
+LENGTHS = {
+    "sorted": np.repeat([10, 20, 30, 45], [30, 15, 10, 5]),
+    "periodic": np.arange(60) % 7 * 9 + 3,
+    "one long": np.where(np.arange(60) == 13, 64, 9),
+    "equal": np.full(61, 16),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_row_comes_anywhere(name: str) -> None:
+    """Every sample comes at every position of an epoch as often."""
+    lengths = LENGTHS[name]
+    order = cseq.Packed(lengths, 64)
+    counts, reader = np.zeros((len(lengths), order.units)), order.reader(3)
+    for number in range(1500):
+        samples, sizes = reader.samples(number, 0, order.units)
+        counts[samples, np.repeat(np.arange(order.units), sizes)] += 1
+    share = 1 / order.units
+    assert np.abs(counts / 1500 - share).max() < 5 * np.sqrt(share * (1 - share) / 1500)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_samples_of_equal_length_stand_in_for_each_other(name: str) -> None:
+    """Samples of two lengths, or of one, meet in a row as often as any others of these lengths."""
+    lengths = LENGTHS[name]
+    order, pairs = cseq.Packed(lengths, 64), np.zeros((len(lengths), len(lengths)))
+    for number in range(600):
+        for row in rows(order, number):
+            pairs[np.ix_(row, row)] += 1
+    pairs[np.diag_indices_from(pairs)] = 0
+    for one in np.unique(lengths):
+        for other in np.unique(lengths):
+            block = pairs[np.ix_(lengths == one, lengths == other)]
+            choices = block.size - len(block) * (one == other)
+            share = block.sum() / max(1, choices) / 600
+            if 0 < share < 1:
+                off = np.abs(block / 600 - share)[block > 0].max()
+                assert off < 5 * np.sqrt(share * (1 - share) / 600)
+                assert (block > 0).sum() == choices
+
+
+def test_lengths_that_are_rounded_mix_more() -> None:
+    """Samples of their own length have the same row in every epoch, but for a quantum."""
+    lengths = np.random.default_rng(0).permutation(np.arange(1, 201))
+    for quantum, most in ((1, 1.0), (20, 0.1)):
+        order = cseq.Packed(lengths, 400, quantum=quantum)
+        epochs = [{tuple(sorted(row)) for row in rows(order, number)} for number in range(2)]
+        again = len(epochs[0] & epochs[1]) / len(epochs[0])
+        assert again == most if quantum == 1 else again < most
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
+from fair import epochs, labels_of, scores, worst
 from ranked import Rows, check, units
 
 import cseq
@@ -30,6 +32,21 @@ def test_goes_through_the_epochs(name: str, size: int) -> None:
     got = chain.from_iterable(units(resized, 5, epoch) for epoch in range(4))
     assert list(got) == expected[: 4 * size]
     assert (resized.units, resized.room) == (size, order.room)
+
+
+@pytest.mark.parametrize("size", [700, 1024, 4000, 5003])
+def test_a_part_of_the_data_is_a_fair_one(size: int) -> None:
+    """An epoch has the classes of periodic or sorted data by chance; samples come in turn."""
+    often = np.zeros(5000, int)
+    order = cseq.Resized(cseq.Shuffled(5000), size)
+    for epoch in epochs(order, 30, 1):
+        often += np.bincount(epoch, minlength=5000)
+        assert often.max() - often.min() <= 1
+    labels, rows = labels_of(5000), []
+    for seed in range(40):
+        part = order.reader(seed).samples(seed % 9, size // 2, 300)[0]
+        rows.append(np.concatenate([scores(label, np.unique(part)) for label in labels]))
+    assert worst(rows) < 5
 
 
 def test_in_a_mixture() -> None:
