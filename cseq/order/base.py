@@ -56,6 +56,8 @@ class Order:
         Whether a unit is a whole batch.
     is_seeded : bool
         Whether the order depends on the seed.
+    left_out : str
+        What no epoch has of the samples, in words. '': they all come.
     replaced : dict of str to str
         The names of earlier definitions, and what has changed since each. Their states are refused
         with these words.
@@ -78,6 +80,7 @@ class Order:
     room: int = 1
     is_batch: bool = False
     is_seeded: bool = True
+    left_out: str = ""
     replaced: ClassVar[dict[str, str]] = {}
 
     def read(

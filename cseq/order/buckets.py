@@ -91,7 +91,7 @@ class Buckets(Recipes):
         self._cut(checked.count, classes, sizes, together, longest_first=longest_first)
         padded = float(classes.sizes.astype(np.float64) @ self.bounds)
         self._padding = f", at most {100 * (1 - checked.total / padded):.3g} % padding"
-        self._left_out = checked.left_out()
+        self.left_out = checked.left_out()
         self._facts = {
             "lengths": checked.fingerprint,
             "budget": budget,
@@ -125,7 +125,7 @@ class Buckets(Recipes):
         order.bounds = np.empty(0, np.int64)
         each = np.array([_size(sizes, label) for label in checked.values.tolist()], np.int64)
         order._cut(len(checked.classes.table), checked.classes, each, together)
-        order._padding = order._left_out = ""
+        order._padding = ""
         order._facts = {"labels": checked.fingerprint, "sizes": fingerprint(each)}
         return order
 
@@ -161,10 +161,11 @@ class Buckets(Recipes):
 
     def describe(self) -> str:
         """Describe an epoch."""
-        return (
+        said = (
             f"{self._buckets:,} buckets, {self.units:,} batches{self._padding}, "
-            f"{self.fewest:,}–{self.room:,} samples a batch{self._left_out}"
+            f"{self.fewest:,}–{self.room:,} samples a batch"
         )
+        return f"{said}; {self.left_out}" if self.left_out else said
 
 
 def _growing(shortest: int, longest: int, ratio: float) -> NDArray[np.int64]:

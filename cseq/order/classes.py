@@ -125,15 +125,15 @@ class Lengths:
             return ""
         samples, tokens = self.dropped / self.count, self.lost / (self.lost + self.total)
         said = (
-            f"{self.dropped:,} of {self.count:,} samples, with {100 * tokens:.4g} % of all tokens"
+            f"{self.dropped:,} of {self.count:,} samples, with {100 * tokens:.4g} % of all tokens, "
+            "are left out as too long"
         )
         if max(samples, tokens) > LITTLE:
             warnings.warn(
-                f"too_long='drop' leaves out {said}, since they exceed budget={self.budget}; cut "
-                "them, or give a larger budget, to train on these",
+                f"too_long='drop', budget={self.budget}: {said}; cut them, or give a larger budget",
                 stacklevel=3,
             )
-        return f"; left out as too long: {said}"
+        return said
 
     def distinct(self) -> Ints:
         """Return each length once, ascending, without those that are left out."""

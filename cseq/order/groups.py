@@ -105,7 +105,7 @@ class Groups(Order):
         sizes, rest = self.classes.sizes, self.classes.count % self.chosen
         often = self.units * self.room / self.classes.count
         least, most = (f"{often / size:.3g}" for size in (sizes.max(), sizes.min()))
-        left_out = f"; each round leaves out {rest:,} classes" if rest else ""
+        left_out = f"; each round leaves out {rest:,} class{'es' * (rest > 1)}" if rest else ""
         return (
             f"{self.units:,} batches of {self.chosen:,} of {self.classes.count:,} classes, "
             f"{self.each:,} samples of each; on average, samples come "

@@ -104,6 +104,10 @@ class Mixture(Order):
         self._given = _phases(weights, list(self.sources))
         self._plan = _Plan(list(self.sources), self._given, length, 0, {})
         members = list(self.sources.values())
+        lost = [
+            f"of {name}, {part.left_out}" for name, part in self.sources.items() if part.left_out
+        ]
+        self.left_out = _listed(lost)
         self.samples = sum(order.samples or 0 for order in members)
         self.room = max(order.room for order in members)
         self.is_batch = members[0].is_batch
@@ -291,7 +295,8 @@ class Mixture(Order):
         ]
         rare = self._rare()
         less = f"; less than one unit of {_listed(rare)}" if rare else ""
-        return f"{self.units:,} units in blocks of {block}: {_listed(shares)}{less}"
+        left_out = f"; {self.left_out}" if self.left_out else ""
+        return f"{self.units:,} units in blocks of {block}: {_listed(shares)}{less}{left_out}"
 
 
 class Resized(Order):
@@ -321,7 +326,7 @@ class Resized(Order):
         size = count("epoch_size", epoch_size, 1, MOST_SAMPLES)
         self.order, self._size = order, size
         self.samples, self.room, self.is_batch = order.samples, order.room, order.is_batch
-        self.is_seeded = order.is_seeded
+        self.is_seeded, self.left_out = order.is_seeded, order.left_out
         self.units = size if order.units else 0
 
     def over(self, samples: int) -> Self:

@@ -74,7 +74,7 @@ class Packed(Recipes):
         copies, first, parts = best_fit(lengths_of, classes.sizes, rooms)
         super().__init__(checked.count, classes, copies, first, parts)
         self._used = checked.total / (self.units * budget)
-        self._left_out = checked.left_out()
+        self.left_out = checked.left_out()
         self._facts = {
             "lengths": checked.fingerprint,
             "budget": budget,
@@ -84,10 +84,11 @@ class Packed(Recipes):
 
     def describe(self) -> str:
         """Describe an epoch."""
-        return (
+        said = (
             f"{self.units:,} rows, filled to {100 * self._used:.4g} %, "
-            f"{self.fewest:,}–{self.room:,} samples a row{self._left_out}"
+            f"{self.fewest:,}–{self.room:,} samples a row"
         )
+        return f"{said}; {self.left_out}" if self.left_out else said
 
 
 def best_fit(lengths: Ints, counts: Ints, budget: int) -> tuple[Ints, Ints, Ints]:

@@ -27,7 +27,7 @@ def test_it_says_what_comes_more_often_than_once() -> None:
     )
     assert cseq.Groups(list("abc") * 4, 2, 2, epoch_size=3).describe() == (
         "3 batches of 2 of 3 classes, 2 samples of each; on average, samples come 1× an epoch; "
-        "each round leaves out 1 classes"
+        "each round leaves out 1 class"
     )
 
 

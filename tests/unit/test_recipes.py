@@ -48,7 +48,7 @@ def made(name: str, given: dict[str, Any]) -> cseq.Order:
 # ── what it is ────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.filterwarnings("ignore:too_long='drop' leaves out")
+@pytest.mark.filterwarnings("ignore:too_long='drop'")
 @pytest.mark.parametrize(
     ("name", "given"), [(name, each) for name, all_ in RECORDS.items() for each in all_]
 )
