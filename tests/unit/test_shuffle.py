@@ -464,7 +464,7 @@ def test_a_trillion_samples_begin_at_once() -> None:
         with manager.start() as batches:
             got.append(next(iter(batches)))
             state = manager.state_dict()
-    assert (state["order"]["name"], state["consumed"]) == ("feistel-v1", 8)
+    assert (json.loads(state["order"])["name"], state["consumed"]) == ("feistel-v1", 8)
     order = computed(n, 5)
     assert np.array_equal(np.concatenate(got), order.read(0, 8))
     later = cseq.MTSequence(Indices, n, 1, **options)
