@@ -19,6 +19,7 @@ may have one batch less than others.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from array import array
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RankSampler", "Sampler"]
 
-log = logging.getLogger("cseq")
+warn = functools.cache(logging.getLogger("cseq").warning)  # once for the same numbers
 
 
 class Cut(NamedTuple):
@@ -120,7 +121,7 @@ class Sampler:
         self._reader = self._make_reader()
         self.length = self.cut_at(0).batches
         if not self.length and drop_last and self.order.units:
-            log.warning(
+            warn(
                 "an epoch has no batch: drop_last=True leaves out all %d %s, since a batch of all "
                 "ranks has %d; give a smaller batch_size, or drop_last=False",
                 self.order.units,

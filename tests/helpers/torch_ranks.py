@@ -15,16 +15,17 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PATIENCE = timedelta(seconds=60)  # only a test that fails waits so long
+PATIENCE = 60.0  # seconds: only a test that fails waits so long
 LOOPBACK = "lo" if "lo" in dict(map(reversed, socket.if_nameindex())) else "lo0"
 
 
-def on_ranks(
-    number: int, function: Callable[[int], Any], timeout: timedelta = PATIENCE
-) -> list[Any]:
-    """Call a function with its rank on each of several ranks; return what JSON holds of it."""
+def on_ranks(number: int, function: Callable[[int], Any], patience: float = PATIENCE) -> list[Any]:
+    """Call a function with its rank on each of several ranks; return what JSON holds of it.
+
+    `patience`: the timeout of the store, in seconds.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
-        ranks = [fork(number, rank, function, server, timeout) for rank in range(number)]
+        ranks = [fork(number, rank, function, server, patience) for rank in range(number)]
     answers = []
     for pid, pipe in ranks:
         with open(pipe, encoding="utf-8") as file:
@@ -34,7 +35,7 @@ def on_ranks(
 
 
 def fork(
-    number: int, rank: int, function: Callable[[int], Any], server: socket.socket, timeout: Any
+    number: int, rank: int, function: Callable[[int], Any], server: socket.socket, patience: float
 ) -> tuple[int, int]:
     """Fork a rank; return its process, and where its answer comes."""
     ours, theirs = os.pipe()
@@ -47,8 +48,9 @@ def fork(
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
         host, port = server.getsockname()
         listener = server.detach() if rank == 0 else None
-        store = dist.TCPStore(host, port, number, rank == 0, timeout, master_listen_fd=listener)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=number, timeout=timeout)
+        store = dist.TCPStore(host, port, number, rank == 0, master_listen_fd=listener)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=number)
+        store.set_timeout(timedelta(seconds=patience))
         with open(theirs, "w", encoding="utf-8") as file:
             json.dump(function(rank), file)
         dist.barrier()  # rank 0 has the store

@@ -9,7 +9,7 @@ docs/how-to/from-dataloader.md and dataloader-differences.md have both.
     trainer                                               worker process
       loader.DataLoader ─► iterator.LoaderIterator          worker.Fetcher: seeds, fetches, collates
         pinning.py pins the next one
-        batches.py orders of cseq
+        batches.py orders of cseq: ranks.py
         order.py   keys of the sampler  ── Streams.begin ─►   collate.py   stacks into the slot
         state.py   where the epoch is   ◄── slots ─────────
 

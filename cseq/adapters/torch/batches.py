@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from cseq.adapters.torch import ranks
 from cseq.arguments import batch_size_of
 from cseq.check import count, flag
 from cseq.order import checkpoint
@@ -23,12 +25,15 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchSampler", "with_order"]
 
+log = logging.getLogger("cseq")
+
 
 class BatchSampler:
     """A batch sampler for `cseq.DataLoader`, and torch's: the batches of a `cseq.Order`.
 
     ``DataLoader(…, batch_sampler=order)`` makes one of it. Each ``iter()`` is the next epoch, and
-    one in the middle of an epoch leaves that.
+    one in the middle of an epoch leaves that. Frameworks that divide batches among ranks, such as
+    accelerate, divide these, too.
 
     Parameters
     ----------
@@ -37,7 +42,8 @@ class BatchSampler:
     batch_size : int
         Units of a batch, for each rank.
     seed : int, optional
-        In [0, 2**64). None: torch's initial seed, or that of a state. Ranks need the same.
+        In [0, 2**64), the same on all ranks. None: torch's initial seed, or that of a state; where
+        there is a process group, that of its rank 0.
     drop_last : bool
         Leave out the last batch if it is short.
     shard : (rank, world_size), process group, DeviceMesh, 'auto' or None
@@ -69,6 +75,8 @@ class BatchSampler:
             raise ValueError(f"order={order!r} is over no number of samples; give it one")
         self._takes_any = seed is None  # seed of a state
         self._is_drawn = None if seed is None else False  # whether the seed is; None: not yet
+        self._is_agreed = False  # whether the seed is known to be that of rank 0
+        self._number, self._loads = ranks.number_of(order), 0
         self._shard = shards.given(shard)
         rank, world_size, _ = self._shard or shards.ALONE
         self._sampler = Sampler(
@@ -89,6 +97,17 @@ class BatchSampler:
         self._settle()
         return self._sampler.length
 
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in a batch, for frameworks that divide batches; None: it varies."""
+        order = self._sampler.order
+        return None if order.is_batch or order.room > 1 else self._sampler.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether the last batch is left out if it is short."""
+        return self._sampler.drop_last
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next ``iter()``; one that goes on stays in its own."""
         if count("epoch", epoch, least=0) != self._next[0]:
@@ -97,9 +116,9 @@ class BatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         """Begin the next epoch, or go on in the one whose state was loaded."""
         shard = self._settle()
-        self._seed()
-        if self._is_drawn:
+        if self._is_drawn is not False:
             shard.check_drawn(self._sampler.order)
+        self._agree()
         self._now = None
         return self._keys(self._next, self._sampler.source(*self._next, own=True))
 
@@ -121,14 +140,38 @@ class BatchSampler:
             self._sampler = self._sampler.changed(rank=found.rank, world_size=found.world_size)
         return self._shard
 
-    def _seed(self) -> None:
-        if self._is_drawn is None:
-            self._sampler = self._sampler.changed(seed=torch.initial_seed())
+    def _agree(self) -> None:
+        """Draw a seed, that of rank 0; or compare with it one that was given, if ranks divide."""
+        divider = ranks.divider(self)
+        is_drawn, is_divided = self._is_drawn is None, divider not in (None, self)
+        if self._is_agreed or not (is_drawn or is_divided):
+            return
+        ranks.divisions(divider)
+        order = self._sampler.order
+        own = torch.initial_seed() if is_drawn else self._sampler.seed
+        seed = ranks.agreed(own, order, self._number, self._loads)
+        if is_drawn:
+            self._sampler = self._sampler.changed(seed=seed)
             self._is_drawn = True
+        elif seed != own:
+            raise ValueError(
+                f"seed={own} of order={order!r} is {seed} on rank 0, so ranks that divide its "
+                "batches would miss samples; give all of them the same (generator= of a "
+                "DataLoader), or none"
+            )
+        self._is_agreed = True
+        if seed != own and divider is None:
+            log.warning(
+                "order=%r has rank 0's seed here, too, not torch.initial_seed()=%d: unless a "
+                "framework divides its batches, all ranks read the same ones; give batch_sampler="
+                "BatchSampler(order, seed=..., shard='auto') of cseq.adapters.torch",
+                order,
+                own,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the order is, after the last batch that was drawn."""
-        self._seed()
+        self._agree()
         return checkpoint.make(self._sampler, self._sampler.world_size, *(self._now or self._next))
 
     def state_after(self, state: dict[str, Any], batches: int) -> dict[str, Any]:
@@ -144,7 +187,8 @@ class BatchSampler:
             state, self._sampler, any_seed=self._takes_any, strict=flag("strict", strict)
         )
         self._next, self._now = (place[0], place[1]), None
-        self._is_drawn = False
+        self._is_drawn = self._is_agreed = False
+        self._loads += 1
 
 
 def with_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from cseq.adapters.torch import names, worker
 from cseq.adapters.torch.options import start_method_of
 from cseq.adapters.torch.order import Keys, leaves_no_trace
 from cseq.adapters.torch.pinning import Pinner
+from cseq.adapters.torch.ranks import divisions, place_of
 from cseq.adapters.torch.state import LoaderProgress
 from cseq.adapters.torch.stateful import is_stateful
 from cseq.encoding import failure
@@ -225,6 +226,8 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             state = resume["sampler"] if resume else {}
             keys = progress.order.draw(self._sampler_iter, progress.yielded, state)
         index = next(iter(self._index_sampler)) if self._is_iterable else None  # always the same
+        parts = divisions(self._index_sampler)
+        rank = place_of(parts) if self._rng == "batch" else (0, 1)
         epochs = [
             worker.FetcherEpoch(
                 self._base_seed,
@@ -233,6 +236,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
                 state=progress.states[number],
                 snapshot_every=self._snapshot_every,
                 is_over=progress.ended[number],
+                rank=rank,
             )
             for number in range(len(progress.counts))
         ]
@@ -297,6 +301,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             received = item = self._next_item()
         except StopIteration:
             self._ended = self.progress.finished = True
+            self._look_back()
             if not self._persistent_workers:
                 self._shutdown_workers()
             raise
@@ -334,6 +339,15 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             if self._num_workers:
                 self._pin_next()
         return item
+
+    def _look_back(self) -> None:
+        """Look at the epoch that is over, if it may be odd."""
+        progress = self.progress
+        if not progress.yielded or (self._is_iterable and self._num_workers > 1):
+            from cseq.adapters.torch.hints import look_at
+
+            counts = progress.counts if self._is_iterable else [progress.yielded]
+            look_at(self._dataset, self._index_sampler, counts)
 
     def _fail(self, error: BaseException, place: str | None = None, indices: Any = ()) -> None:
         """Have an exception raised in place of the next batch; or that, of a `place`, left out."""

@@ -44,6 +44,7 @@ ELSEWHERE = {
     "buffer": "that is `prefetch_factor` here: batches for each worker",
     "collate": "that is `collate_fn` here",
     "device": "batches are made on the CPU: give pin_memory=True, and move them in the loop",
+    "order": "give it as sampler=, or as batch_sampler= where it has batches of its own",
     "out_type": "batches are made on the CPU: give pin_memory=True, and move them in the loop",
     "seed": "give generator=torch.Generator().manual_seed(seed); with rng='batch', what the data "
     "set draws does not depend on the workers, either",

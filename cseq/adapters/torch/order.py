@@ -406,7 +406,10 @@ class Keys:
         self._generator: torch.Generator | None = loader.generator
         self._index_sampler = index_sampler
         self._keeps_state = keeps_state and type(inner) is not SequentialSampler
-        self._sampler = next(filter(is_stateful, (index_sampler, inner)), None)
+        divided = getattr(shard_in(index_sampler), "batch_sampler", None)
+        self._sampler = next(filter(is_stateful, (index_sampler, inner, divided)), None)
+        # Its place is not that of a rank's keys, so an epoch is always drawn from its beginning.
+        self._is_divided = divided is not None and self._sampler is divided
         self._after = getattr(index_sampler, "state_after", None)  # of cseq's BatchSampler
         has_sources = self._keeps_state and self._after is None
         self._sources = sources_of(index_sampler) if has_sources else {}
@@ -481,7 +484,7 @@ class Keys:
         self._state = self._noted()
         key = next(iterator)
         # Many draw their order with it. At a short batch a sampler has come to its end.
-        if not self._size or len(key) == self._size:
+        if (not self._size or len(key) == self._size) and not self._is_divided:
             self._own = self._own_state()
         return key
 

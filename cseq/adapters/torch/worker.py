@@ -123,6 +123,7 @@ class FetcherEpoch(NamedTuple):
     state: bytes | None = None  # where the data set of a new process is to begin, from `Item`
     snapshot_every: int = 0  # send the data set's state after every so many batches; 0: never
     is_over: bool = False  # an IterableDataset has no more batches for this worker
+    rank: tuple[int, int] = (0, 1)  # whose batches draw their own numbers, of how many; see `ranks`
 
 
 class Fetcher:
@@ -238,7 +239,8 @@ class Fetcher:
     def _seed(self, number: int) -> int:
         """Seed the generators for a batch, or for `iter`; return torch's seed."""
         # Nothing is known of samples.
-        self._context.set(Numbers(self._epoch.base_seed, 0, number, number))
+        rank, ranks = self._epoch.rank
+        self._context.set(Numbers(self._epoch.base_seed, 0, number, number * ranks + rank))
         self._seeds.seed_present()
         return torch.default_generator.initial_seed()
 

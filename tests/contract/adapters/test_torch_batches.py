@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -162,6 +164,58 @@ def test_ranks_have_parts_of_global_batches() -> None:
     ]  # fmt: skip
 
 
+def test_what_frameworks_ask_of_a_batch_sampler() -> None:
+    """The size of batches is None where it varies, as accelerate has it."""
+    order = BatchSampler(cseq.Shuffled(9), 4, seed=1, drop_last=True)
+    assert (order.batch_size, order.drop_last) == (4, True)
+    assert (BatchSampler(Pairs(9)).batch_size, BatchSampler(Pairs(9)).drop_last) == (None, False)
+
+
+class BatchSamplerShard:
+    """Every second batch, as accelerate divides them among two ranks."""
+
+    num_processes, split_batches = 2, False
+
+    def __init__(self, batches: Any, rank: int) -> None:
+        self.batch_sampler, self.process_index = batches, rank
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(self.batch_sampler):
+            if number % 2 == 0:
+                first = batch
+            else:
+                yield (first, batch)[self.process_index]
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler) // 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_resume_of_batches_that_accelerate_divides(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """The state has the order's seed and epoch: the rest is the same, and so is the next epoch."""
+    shards = types.SimpleNamespace(BatchSamplerShard=BatchSamplerShard)
+    monkeypatch.setitem(sys.modules, "accelerate.data_loader", shards)
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        shard = BatchSamplerShard(BatchSampler(cseq.Shuffled(12), 2), rank)
+        return DataLoader(list(range(12)), batch_sampler=shard)
+
+    loader, states, got = make(3), [], []
+    for _ in range(2):
+        for batch in loader:
+            got.append(batch.tolist())
+            states.append(loader.state_dict())
+    assert got == [b for e in range(2) for b in expected(cseq.Shuffled(12), 2, 3, e)[rank::2]]
+    for number, state in enumerate(states[:5], 1):
+        other = make(4)
+        other.load_state_dict(copy.deepcopy(state))
+        left = batches(other) + batches(other)
+        assert got[number:] == left[: 6 - number]
+
+
 def test_a_state_of_another_order() -> None:
     """It names both; a seed that was not given is taken over."""
     state = BatchSampler(Pairs(12), seed=2).state_dict()
@@ -191,7 +245,7 @@ def test_what_is_refused(options: Any, text: str) -> None:
     """With the argument, its value, and what to do."""
     with pytest.raises(ValueError, match=text):
         DataLoader(list(range(9)), **options)
-    with pytest.raises(TypeError, match=r"order=.* of a DataLoader: give it as sampler="):
+    with pytest.raises(TypeError, match=r"argument 'order': give it as sampler="):
         DataLoader(list(range(9)), order=cseq.Shuffled())  # type: ignore[call-arg]
 
 

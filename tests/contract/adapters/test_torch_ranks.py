@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +23,30 @@ pytestmark = pytest.mark.needs("fork")
 
 HELPERS = Path(__file__).parents[2] / "helpers"
 HEAD = """
-import json, sys
+import json, logging, sys, types
 import numpy as np, torch, torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch_ranks import on_ranks
 import cseq
 from cseq.adapters.torch import BatchSampler, DataLoader
 
-def said(function, *args):
+class Part:  # as accelerate divides batches
+    def __init__(self, batches, rank):
+        self.batch_sampler, self.process_index, self.num_processes = batches, rank, 2
+    def __iter__(self):
+        return (each for k, each in enumerate(self.batch_sampler) if k % 2 == self.process_index)
+    def __len__(self):
+        return len(self.batch_sampler) // 2
+
+lines = []
+class Lines(logging.Handler):
+    def emit(self, record):
+        lines.append(record.getMessage())
+logging.getLogger("cseq").addHandler(Lines())
+
+def said(function, **options):
     try:
-        return function(*args)
+        return function(**options)
     except (TypeError, ValueError, RuntimeError) as error:
         return str(error)
 """
@@ -108,7 +123,7 @@ def look(rank):
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "fsdp", "tp"))
     pair, odd = dist.new_group([0, 1]), dist.new_group([1, 3])
     flat = mesh["dp", "fsdp"]._flatten()
-    return [said(first, shard) for shard in (
+    return [said(first, shard=shard) for shard in (
         mesh["fsdp"], mesh.get_group("fsdp"), flat, dist.group.WORLD, mesh["tp"], None,
         mesh, pair, odd, DeviceMesh("cpu", [0, 2]),
     )]
@@ -131,3 +146,150 @@ def test_a_group_or_a_mesh_as_shard(run_ranks: Any) -> None:
                 assert value == every[ranks.index(rank) :: 2]
             else:
                 assert "is a group or mesh that this process is not in" in value
+
+
+SEEDS = """
+data = list(range(48))
+
+def divided(rank, **options):
+    whole = DataLoader(data, **options)
+    return DataLoader(data, batch_sampler=Part(whole.batch_sampler, rank))
+
+def look(rank):
+    torch.manual_seed(5 + rank)
+    answers = []
+    for options in (
+        {"sampler": cseq.Shuffled(), "batch_size": 4},
+        {"sampler": cseq.Weighted(np.ones(48)), "batch_size": 4, "num_workers": 1},
+        {"batch_sampler": cseq.Buckets(np.arange(48) % 9 + 1, 20)},
+        {"sampler": cseq.Sequential(), "batch_size": 4},
+    ):
+        loader = divided(rank, **options)
+        answers.append([[batch.tolist() for batch in loader] for _ in range(2)])
+    one = DataLoader(data, 4, sampler=cseq.Shuffled())
+    first = next(iter(one)).tolist()
+    torch.manual_seed(70 + rank)
+    other = DataLoader(data, 4, sampler=cseq.Shuffled())
+    other.load_state_dict(one.state_dict())
+    return answers, [first] + [batch.tolist() for batch in other], lines
+
+print(json.dumps(on_ranks(2, look)))
+"""
+
+
+def samples_of(batches: list[list[int]]) -> list[int]:
+    """Return the samples of batches, sorted."""
+    return sorted(chain.from_iterable(batches))
+
+
+def test_ranks_agree_on_the_seed_of_an_order(run_ranks: Any) -> None:
+    """Ranks that are seeded apart, and divide an order's batches, read each sample once.
+
+    The seed is rank 0's, and a state keeps it. Where nothing divides them, the log says so.
+    """
+    (zero, resumed, silent), (one, again, lines) = run_ranks(SEEDS)
+    for ours, theirs in zip(zero, one, strict=True):
+        for epoch, other in zip(ours, theirs, strict=True):
+            assert samples_of(epoch + other) == list(range(48))
+    order = cseq.Shuffled(48)
+    assert zero[0][0] == order.batches(4, seed=5)[::2]
+    assert resumed == again == order.batches(4, seed=5)
+    assert silent == []
+    assert any("has rank 0's seed here, too, not torch.initial_seed()=6" in line for line in lines)
+
+
+ALONE = """
+def look(rank):
+    def batches():
+        return [batch.tolist() for batch in DataLoader(list(range(8)), 4, sampler=cseq.Shuffled())]
+    if rank == int(sys.argv[1]):
+        return said(batches)
+
+print(json.dumps(on_ranks(2, look, patience=0.2)))
+"""
+
+
+def test_a_rank_that_iterates_alone(run_ranks: Any) -> None:
+    """Rank 0 waits for nobody; another one waits for its seed as long as the group would."""
+    assert samples_of(run_ranks(ALONE, "0")[0]) == list(range(8))
+    answer = run_ranks(ALONE, "1")[1]
+    assert re.match(r"rank 1 has waited \d+ s for rank 0 to begin order=<Shuffled: 8 ", answer)
+    assert "generator=torch.Generator().manual_seed(seed)" in answer
+
+
+DIVIDED = """
+def look(rank):
+    def epochs(**options):
+        part = Part(BatchSampler(cseq.Shuffled(16), 2, **options), rank)
+        state = types.SimpleNamespace(active_dataloader=types.SimpleNamespace(batch_sampler=part))
+        sys.modules["accelerate.state"] = types.SimpleNamespace(GradientState=lambda: state)
+        return [[*part], [*part]]
+    return [(said(epochs, **options), lines[:]) for options in (
+        {"seed": 4}, {"seed": 4, "shard": "auto"}, {"seed": rank}
+    )]
+
+print(json.dumps(on_ranks(2, look)))
+"""
+
+
+def test_what_accelerate_divides(run_ranks: Any) -> None:
+    """Seeds that differ are an error, and the log says that the batches were divided before."""
+    zero, one = run_ranks(DIVIDED)
+    (ours, silent), (halves, lines), (given, _) = zero
+    for epoch, other in zip(ours, one[0][0], strict=True):
+        assert samples_of(epoch + other) == list(range(16))
+    assert silent == []
+    assert [len(epoch) for epoch in halves] == [2, 2]
+    [line] = lines
+    assert line.startswith("the batches are divided among ranks twice, by 2 and by 2: an epoch")
+    assert [len(epoch) for epoch in given] == [4, 4]
+    assert re.match("seed=1 of order=<.*> is 0 on rank 0, so ranks .* give all of", one[2][0])
+
+
+DRAWS = """
+class Draws(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        return torch.rand(()), np.random.rand(), cseq.rng().random() if rng == "batch" else 0.0
+
+def make(**options):
+    torch.manual_seed(0)
+    return DataLoader(Draws(), rng=rng, **options)
+
+def taken(batches):
+    return [[part.tolist() for part in batch] for batch in batches]
+
+def look(rank):
+    def part():
+        sampler = torch.utils.data.DistributedSampler(Draws(), shuffle=False)
+        return make(batch_size=2, sampler=sampler, num_workers=1)
+    one, other, states = part(), part(), [None, None]
+    batches = iter(one)
+    first = taken([next(batches)])
+    dist.all_gather_object(states, one.state_dict())
+    other.load_state_dict(states[0])
+    same = BatchSampler(cseq.Sequential(16), 2, shard=(0, 1))
+    return (
+        first + taken(batches), taken(other),
+        taken(make(batch_sampler=same)), taken(make(sampler=range(8))),
+    )
+
+rng = sys.argv[1]
+print(json.dumps(on_ranks(2, look)))
+"""
+
+
+def test_ranks_draw_other_numbers_with_rng_batch(run_ranks: Any) -> None:
+    """Also after a resume from one rank's state; where all read the same part, the same ones."""
+    zero, one = run_ranks(DRAWS, "batch")
+    for ours, theirs in zip(zero[:2] + zero[3:], one[:2] + one[3:], strict=True):
+        assert not {*map(str, chain(*ours))} & {*map(str, chain(*theirs))}
+    assert (zero[0][1:], one[0][1:]) == (zero[1], one[1])
+    assert zero[2] == one[2]
+
+
+def test_ranks_draw_as_torch_s_do_with_rng_worker(run_ranks: Any) -> None:
+    """Ranks with the same seed draw the same numbers, except after a resume from one's state."""
+    (whole, _, *rest), (again, _, *others) = run_ranks(DRAWS, "worker")
+    assert [whole, *rest] == [again, *others]

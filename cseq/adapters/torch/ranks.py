@@ -1,0 +1,137 @@
+"""What a loader has to know of other ranks: an order's seed, and who reads what."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import sys
+import time
+import zlib
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from cseq.order.base import Order
+
+__all__ = ["agreed", "divider", "divisions", "number_of", "place_of"]
+
+log = logging.getLogger("cseq")
+
+PATIENCE = 10.0  # seconds after which the log says what is waited for
+# What samplers call their part: accelerate's, and torch's DistributedSampler.
+NAMES = ("process_index", "num_processes"), ("rank", "num_replicas")
+MOST = 4  # samplers inside one another
+
+_made: Counter[tuple[str, int | None]] = Counter()  # orders, by name and samples
+
+
+def number_of(order: Order) -> int:
+    """Count an order among those of its kind that this process has made: ranks make the same."""
+    _made[order.name, order.samples] += 1
+    return _made[order.name, order.samples]
+
+
+def group() -> Any:
+    """Return torch.distributed, if there is a process group of more than one rank."""
+    distributed = torch.distributed
+    is_there = distributed.is_available() and distributed.is_initialized()
+    return distributed if is_there and distributed.get_world_size() > 1 else None
+
+
+def agreed(seed: int, order: Order, *numbers: int) -> int:
+    """Return rank 0's seed of an order, where there are several ranks.
+
+    It goes through the store of the process group, not through a collective: rank 0 waits for
+    nobody, so it may iterate alone, and no tensor is sent. The numbers are another question's on
+    all ranks.
+
+    Raises
+    ------
+    RuntimeError
+        The process group has no store, or rank 0 has set no seed within the group's timeout.
+    """
+    distributed = group()
+    if distributed is None or not order.is_seeded:
+        return seed
+    facts, rank = json.dumps(order.facts(), sort_keys=True, default=str), distributed.get_rank()
+    key = f"cseq/seed/{zlib.crc32(facts.encode()):08x}/{numbers}"
+    remedy = (
+        "give all ranks the same seed: generator=torch.Generator().manual_seed(seed) of a "
+        "DataLoader, or seed= of a BatchSampler"
+    )
+    store = getattr(distributed.distributed_c10d, "_get_default_store", lambda: None)()
+    if store is None:
+        raise RuntimeError(f"rank {rank} cannot ask for rank 0's seed of order={order!r}; {remedy}")
+    if rank == 0:
+        store.set(key, str(seed))
+        return seed
+    begun, nap, is_told = time.monotonic(), 0.001, False
+    while not store.check([key]):
+        waited = time.monotonic() - begun
+        text = f"rank {rank} has waited {waited:.0f} s for rank 0 to begin order={order!r}"
+        if waited > store.timeout.total_seconds():
+            raise RuntimeError(f"{text}, whose seed both need; {remedy}")
+        if waited > PATIENCE and not is_told:
+            is_told = True
+            log.warning("%s, whose seed both need; if it does not, %s", text, remedy)
+        time.sleep(nap)
+        nap = min(1.0, 2 * nap)
+    return int(store.get(key))
+
+
+def divider(sampler: Any) -> Any:
+    """Return what accelerate takes the batches of a sampler by: that itself, or what divides it.
+
+    None: it does not iterate over them now.
+    """
+    state: Any = sys.modules.get("accelerate.state")
+    loader = None if state is None else getattr(state.GradientState(), "active_dataloader", None)
+    outer = getattr(loader, "batch_sampler", None)
+    return outer if sampler in (outer, getattr(outer, "batch_sampler", None)) else None
+
+
+def divisions(sampler: Any) -> list[tuple[int, int]]:
+    """Return which part of how many a sampler gives, and those inside it, from the outermost on."""
+    parts: list[tuple[int, int]] = []
+    for _ in range(MOST):
+        own = getattr(sampler, "__dict__", {})  # what a wrapper passes on is not its own
+        shard: Any = own.get("_shard")  # of cseq's BatchSampler
+        if getattr(shard, "source", ""):
+            parts.append(shard[:2])
+        for rank, ranks in NAMES:
+            if type(own.get(rank)) is int and type(own.get(ranks)) is int:
+                parts.append((own[rank], own[ranks]))
+        sampler = own.get("batch_sampler", own.get("sampler"))
+    if len(several := [of for _, of in parts if of > 1]) > 1:
+        warn_twice(*several)
+    return parts
+
+
+@functools.cache
+def warn_twice(*ranks: int) -> None:
+    """Log, once, that ranks read a part of a part."""
+    log.warning(
+        "the batches are divided among ranks twice, by %s: an epoch lacks samples; where a "
+        "framework divides them (accelerate's prepare), leave out DistributedSampler, or shard= "
+        "of a BatchSampler",
+        " and by ".join(map(str, ranks)),
+    )
+
+
+def place_of(parts: list[tuple[int, int]]) -> tuple[int, int]:
+    """Return by which number, below which, this rank's batches differ from those of other ranks.
+
+    The parts that samplers give say so: `divisions`. Without them, ranks read data of their own,
+    unless they seem to share a model.
+    """
+    rank, ranks = 0, 1
+    for one, of in parts:
+        rank, ranks = rank * of + one, ranks * of
+    if parts or (distributed := group()) is None:
+        return rank, ranks
+    from cseq.order.shard import model_parallel
+
+    return (0, 1) if model_parallel() else (distributed.get_rank(), distributed.get_world_size())

@@ -1,0 +1,80 @@
+"""What the log says of an epoch that is most likely wrong, where torch is silent."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import cseq  # noqa: E402 - after the check for torch
+from cseq.adapters.torch import DataLoader, hints  # noqa: E402
+from cseq.order import sampler  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def nothing_said() -> None:
+    """Nothing was logged before."""
+    hints.warn.cache_clear()
+    sampler.warn.cache_clear()
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Numbers; each worker gives all of them, or its part."""
+
+    def __init__(self, length: Any, *, divides: bool = False) -> None:
+        self.length, self.divides = length, divides
+
+    def __len__(self) -> int:
+        if self.length is None:
+            raise RuntimeError("its length is not known")
+        return int(self.length)
+
+    def __iter__(self) -> Any:
+        info = torch.utils.data.get_worker_info()
+        return iter(range(info.id, 12, info.num_workers) if self.divides else range(12))
+
+
+@pytest.mark.parametrize("size", [1, 5, None])
+def test_a_stream_that_comes_once_per_worker(caplog: pytest.LogCaptureFixture, size: Any) -> None:
+    """It is said once: how often each sample came, and what to do."""
+    loader = DataLoader(Stream(12), size, num_workers=2)
+    assert [sum(1 for _ in loader) for _ in range(2)] == [2 * len(range(0, 12, size or 1))] * 2
+    [line] = caplog.messages
+    assert line.startswith("each of 2 workers has read all 12 samples of dataset=Stream, so the")
+    assert "get_worker_info().id" in line
+
+
+@pytest.mark.parametrize(
+    ("stream", "workers", "size"),
+    [
+        (Stream(12, divides=True), 2, 4),
+        (Stream(12, divides=True), 2, 8),
+        (Stream(12, divides=True), 2, 1),
+        (Stream(12), 1, 4),
+        (Stream(24), 2, 4),
+        (Stream(None), 2, 4),
+    ],
+)
+def test_a_stream_about_which_nothing_is_said(
+    caplog: pytest.LogCaptureFixture, stream: Any, workers: int, size: int
+) -> None:
+    """It divides its samples, or has no such length, or one worker."""
+    assert sum(1 for _ in DataLoader(stream, size, num_workers=workers)) > 0
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("kind", ["list", "order", "stream"])
+def test_an_epoch_without_batches(caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    """drop_last left nothing; this is said once, and not of an empty data set that keeps all."""
+    options: Any = {"sampler": cseq.Shuffled()} if kind == "order" else {}
+    data: Any = Stream(12) if kind == "stream" else list(range(12))
+    workers = int(kind == "stream")
+    loader = DataLoader(data, 16, drop_last=True, num_workers=workers, **options)
+    assert [sum(1 for _ in loader) for _ in range(2)] == [0, 0]
+    [line] = caplog.messages
+    assert re.match("an epoch .*has no batch: .*; give a smaller batch_size, or drop_last=F", line)
+    assert [*DataLoader([])] == []
+    assert len(caplog.messages) == 1
