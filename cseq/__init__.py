@@ -73,7 +73,6 @@ except ModuleNotFoundError as error:
         "cseq is installed elsewhere, start Python in another folder",
         name=error.name,
     ) from None
-from cseq._core import count, span
 from cseq.errors import CseqError, RemoteTraceback, WorkerDied, WorkerError, WorkerTimeout
 from cseq.indexing.context import WorkerInfo, empty, parts, rng, worker_info
 
@@ -123,13 +122,11 @@ __all__ = [
     "WorkerError",
     "WorkerInfo",
     "WorkerTimeout",
-    "count",
     "empty",
     "from_dataset",
     "parts",
     "permutation",
     "rng",
-    "span",
     "trace",
     "worker_info",
 ]

@@ -63,7 +63,7 @@ cdef class Ring:
     cdef bint expect(self, uint32_t cell, uint32_t seen) noexcept
 
 
-# What a trace records: tickets that were taken; spans and counters.
+# What a trace records: tickets that were taken.
 
 cdef extern from "cseq_trace.h" nogil:
     ctypedef struct cseq_log:
@@ -79,13 +79,13 @@ cdef extern from "cseq_trace.h" nogil:
 
 cdef cseq_log* log  # of this process's trace
 
-cdef uint32_t thread_id() noexcept
 
 
 # Locks and latches for threads, which the core takes without a call of Python.
 
 cdef extern from "pythread.h":
     unsigned long PyThread_get_thread_ident() noexcept
+    unsigned long PyThread_get_thread_native_id() noexcept
 
 
 cpdef int check_depth() except -1

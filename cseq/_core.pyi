@@ -1,6 +1,5 @@
 # What the package has of the core for its users; all else is private, and has no types.
 
-from contextlib import AbstractContextManager
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -12,6 +11,4 @@ def permutation(
     epoch: SupportsIndex = 0,
     algorithm: str = "fisher-yates-v1",
 ) -> NDArray[np.uint32] | NDArray[np.int64]: ...
-def span(name: str, /) -> AbstractContextManager[None]: ...
-def count(name: str, n: float = 1.0) -> None: ...
 def __getattr__(name: str) -> Any: ...

@@ -15,7 +15,7 @@ cimport cython
 
 from cseq._core cimport (
     ASK_CALL, ASK_ITEM, KEY_IN_REQUEST, KEY_INTS, KEY_LENGTH, REQUEST_WORDS, WITHOUT_KEY,
-    Lock, Ring, RunState, Source, check_depth, cseq_log_add, is_deep, log, rest, thread_id,
+    Lock, PyThread_get_thread_native_id, Ring, RunState, Source, check_depth, cseq_log_add, is_deep, log, rest,
 )
 from cseq._headers cimport *
 from cseq._memory cimport Block, SlotTable
@@ -671,8 +671,8 @@ cdef class Feed:
         self.note_step()
         ring.committed(self.cell(&t))
         if log.on:
-            cseq_log_add(log, self.cell(&t), self.now, self.waited, thread_id(), self.number,
-                         <int>t.ring if self.queues else -1)
+            cseq_log_add(log, self.cell(&t), self.now, self.waited, <uint32_t>PyThread_get_thread_native_id(),
+                         self.number, <int>t.ring if self.queues else -1)
         self.units += t.units
         self.latest = t.ring
         cseq_count_u64(&self.taken_count, 1)

@@ -111,7 +111,6 @@ cdef extern from "cseq_ring.h" nogil:
         uint32_t calls       # cells of a queue that are not in its round
         uint32_t round       # the others, as far as runners look at them
         uint32_t closed
-        uint32_t traced      # the number of the trace that records spans of worker processes
         int64_t output       # bytes from the ring to the gate that the trainer sleeps at
         cseq_gate* gate
 

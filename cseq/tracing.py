@@ -12,7 +12,6 @@ import re
 import sys
 import threading
 import time
-from collections import defaultdict
 from itertools import count as counting
 from typing import IO, TYPE_CHECKING, Any
 
@@ -63,9 +62,8 @@ def trace(path: str | os.PathLike[str], *, tickets: int = TICKETS) -> Trace:
         Ends in ``.json`` or ``.json.gz``. ``%p`` in it becomes the process id, ``%r`` the rank (0
         where there is one process).
     tickets : int
-        How many batches are kept, the newest ones; 72 bytes of memory for each. Of spans and
-        counts, the first 262 144 of each process are kept, with 64 bytes each. The log says what
-        was dropped.
+        How many batches are kept, the newest ones; 72 bytes of memory for each. The log says how
+        many were dropped.
 
     Returns
     -------
@@ -80,17 +78,12 @@ def trace(path: str | os.PathLike[str], *, tickets: int = TICKETS) -> Trace:
     RuntimeError
         Another trace records in this process.
 
-    See Also
-    --------
-    span, count : What indexers do, and the loop, in the same trace.
-
     Examples
     --------
     >>> manager = cseq.MPSequence(np.arange(8), batch_size=2, out_type="null")
     >>> with cseq.trace("run.json"), manager.start() as batches:
     ...     for batch in batches:
-    ...         with cseq.span("train"):
-    ...             pass
+    ...         pass
     """
     return Trace(path, tickets)
 
@@ -124,8 +117,6 @@ class Trace:
             self.path = path
             self._pid, self._thread = os.getpid(), threading.get_native_id()
             self._begun = now_ns()
-            self._file = lanes.marks_file()
-            _core.attach_marks(self._file.fd)
             _core.begin_log(self._tickets)
             _present = self
             try:
@@ -171,9 +162,6 @@ class Trace:
         lanes.record(0)
         self._taken, self._ever = _core.end_log()
         self._ended = now_ns()
-        said = self._file.take()
-        del self._file
-        self._marks = np.frombuffer(said, _core.MARK, len(said) // _core.MARK.itemsize)
         _present = None
 
 
@@ -226,11 +214,6 @@ class Writing:
         self._pools = {pool.number: pool for pool in trace._lanes}
         self._names = {trace._thread: "main"}  # of rows
         self._runners: dict[tuple[int, int], int] = {}  # of a pool, an owner: its row
-        self._rows: dict[int, int] = {}  # of a process, or a thread: that of the runner that it is
-        for pool in trace._lanes:
-            for event in pool.events:
-                if event.what == "start":
-                    self._rows[event.tid] = self._runner(pool, event.owner)
         shift = min((abs(b - a), t - (a + b) // 2) for a, t, b in _clocks())[1]
         self._base = (trace._begun + shift) // QUARTER * QUARTER
         self._shift = shift - self._base
@@ -262,7 +245,6 @@ class Writing:
             yield from self._loop(taken[taken["thread"] == thread], int(thread))
         for pool in self._pools.values():
             yield from self._happenings(pool)
-        yield from self._marks()
         yield from self._headings()
 
     # -- the loop, and what it took
@@ -297,7 +279,7 @@ class Writing:
             row = self._runner(pool, int(one["converter"]))
             yield self._slice(f"convert {_place(one)}", one["converting"], one["converted"], row)
 
-    # -- what happened to runners, and what processes said
+    # -- what happened to runners
 
     def _happenings(self, pool: Lanes) -> Iterator[str]:
         """Tell of starts and deaths."""
@@ -312,20 +294,6 @@ class Writing:
             for since, place in event.held:
                 row = self._runner(pool, event.owner)
                 yield self._slice(f"index {place} (lost)", since, event.ns, row)
-
-    def _marks(self) -> Iterator[str]:
-        """Tell of spans and counters."""
-        marks = self._of._marks
-        marks = marks[np.argsort(marks["begin"], kind="stable")]
-        marks = marks[np.searchsorted(marks["begin"], self._of._begun) :]
-        sums: dict[bytes, float] = defaultdict(float)
-        for begin, value, thread, kind, name in marks.tolist():
-            row, text = self._rows.get(thread, thread), name.decode("utf-8", "ignore")
-            if kind == _core.COUNT:
-                sums[name] += value
-                yield self._event("C", text, begin, row, args={"sum": sums[name]})
-            else:
-                yield self._slice(text, begin, begin + int(value), row)
 
     # -- rows
 
@@ -393,7 +361,7 @@ def _forget() -> None:
     global _told, _present, _guard
     _told, _present, _guard = True, None, threading.Lock()
     lanes.forget()
-    _core.in_forked_child()
+    _core.drop_log()
 
 
 in_forked_children(_forget)

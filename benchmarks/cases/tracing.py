@@ -1,4 +1,4 @@
-"""What a trace costs: a batch of test mode, where one thread is both sides, and an empty span."""
+"""What a trace costs a batch of test mode, where one thread is both sides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 BATCHES = scaled(50_000, 500)
 PLAIN, TRACED = "a batch", "what a trace adds to it"
-SPAN_OFF, SPAN_ON = "a span, nothing records", "a span, recorded"
 
 
 def batches() -> float:
@@ -32,20 +31,6 @@ def batches() -> float:
         for _ in iterator:
             pass
         return (time.thread_time_ns() - begun) / (BATCHES - 1)
-
-
-def spans() -> float:
-    """Nanoseconds of processor time for a span, without those of the loop."""
-    span = cseq.span
-    rounds = range(BATCHES)
-    begun = time.thread_time_ns()
-    for _ in rounds:
-        pass
-    between = time.thread_time_ns()
-    for _ in rounds:
-        with span("decode"):
-            pass
-    return (time.thread_time_ns() - between - (between - begun)) / BATCHES
 
 
 def measured(what: Callable[[], float], *, recorded: bool) -> Iterator[Callable[[], float]]:
@@ -81,13 +66,7 @@ CASES = (
         (
             contender(PLAIN, batches, recorded=False),
             Contender(TRACED, added, ours=True),
-            contender(SPAN_OFF, spans, recorded=False),
-            contender(SPAN_ON, spans, recorded=True),
         ),
-        goals=(
-            Goal("more for a batch, both sides", lambda f: f[TRACED], at_most=120),
-            Goal("a span, nothing records", lambda f: f[SPAN_OFF], at_most=30),
-            Goal("a span, recorded", lambda f: f[SPAN_ON], at_most=1000),
-        ),
+        goals=(Goal("more for a batch, both sides", lambda f: f[TRACED], at_most=120),),
     ),
 )

@@ -118,9 +118,7 @@ typedef struct {
                        adds to them before it posts there */
     int64_t output; /* bytes from here to the gate that the trainer sleeps at: `gate[2]` of this ring,
                        or of another one in the same memory, so that it can wait for several */
-    uint32_t traced; /* the number of the trace that records spans of worker processes; 0: none. Written by
-                        the trainer */
-    char pad[CSEQ_LINE - 44];
+    char pad[CSEQ_LINE - 40];
     uint32_t closed; /* 0: open; 1: to all runners, for ever; else to indexers with this number or a higher
                         one, which leave when they have no ticket in hand. Written by the trainer */
     uint32_t spin;   /* ns that a party spins before it sleeps; 0: it does not. See cseq_spin.h */

@@ -1,18 +1,8 @@
-/* What a trace records: tickets that were taken, and marks: spans and counters of the user's code.
- *
- *   log      in the trainer's private memory: a ring of the newest tickets, written where they are taken
- *   marks    in one file, to whose end all processes and threads append theirs
- */
+/* What a trace records: the newest tickets, in the trainer's private memory, written where they are taken. */
 #ifndef CSEQ_TRACE_H
 #define CSEQ_TRACE_H
 
-#include <string.h>
-
-#include "cseq_map.h"
 #include "cseq_ring.h"
-
-/* What a mark is. */
-enum { CSEQ_SPAN = 0, CSEQ_COUNT = 1 };
 
 /* A ticket that was taken, on the clock of `cseq_now_ns`. */
 typedef struct {
@@ -31,15 +21,7 @@ typedef struct {
     cseq_taken *taken;
 } cseq_log;
 
-typedef struct {
-    uint64_t begin_ns;
-    double value; /* of a span, what it took (ns); of a counter, what was added */
-    uint32_t thread, kind;
-    char name[40]; /* UTF-8; the rest is cut off */
-} cseq_mark;
-
 typedef char cseq_check_taken[sizeof(cseq_taken) == 72 ? 1 : -1];
-typedef char cseq_check_mark[sizeof(cseq_mark) == 64 ? 1 : -1];
 
 /* Record a ticket that is taken now, after a wait (ns). `queue`: the number of its queue; of a shared
  * ring, -1. A queue's tickets count epochs from 1, and a converter's claim may bear the time of the
@@ -60,19 +42,6 @@ CSEQ_INLINE void cseq_log_add(cseq_log *l, const cseq_cell *c, uint64_t now, uin
     r->worker = (uint16_t)(queue < 0 ? c->owner[0] : c->owner[0] + queue);
     r->converter = c->owner[1];
     cseq_add_sc_u64(&l->done, 1);
-}
-
-/* Append a mark to a file: 1 if it is there. */
-CSEQ_INLINE int cseq_mark_append(int fd, const cseq_mark *m) {
-#if defined(_WIN32)
-    DWORD written;
-    return WriteFile(CSEQ_HANDLE(fd), m, sizeof *m, &written, 0) && written == sizeof *m;
-#else
-    ssize_t written;
-    do written = write(fd, m, sizeof *m);
-    while (written < 0 && errno == EINTR);
-    return written == (ssize_t)sizeof *m;
-#endif
 }
 
 #endif

@@ -17,14 +17,14 @@ import importlib
 import os
 import socket
 from array import array
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from cseq._memory import Descriptor, lift, section
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["anonymous_file", "appended_file", "lifted", "receive", "send", "sparse_file"]
+__all__ = ["anonymous_file", "lifted", "receive", "send", "sparse_file"]
 
 
 def anonymous_file(name: str) -> tuple[Descriptor, bool]:
@@ -81,25 +81,6 @@ def sparse_file(nbytes: int, name: str = "cseq") -> Descriptor:
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(file.fd, fcntl.F_ADD_SEALS, seals)
     return file
-
-
-def appended_file(name: str) -> tuple[IO[bytes], int]:
-    """Open a file without a name, to whose end processes write: to be read, and to be sent.
-
-    On Windows, all of them share one place in it, which each write moves.
-    """
-    if os.name == "nt":
-        import tempfile
-
-        file: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - the caller's
-        msvcrt: Any = importlib.import_module("msvcrt")
-        return file, msvcrt.get_osfhandle(file.fileno())
-    import fcntl
-
-    found, _ = anonymous_file(name)
-    fcntl.fcntl(found.fd, fcntl.F_SETFL, os.O_APPEND)
-    file = open(lift(os.dup(found.fd)), "r+b", buffering=0)  # noqa: SIM115 - the caller's
-    return file, file.fileno()
 
 
 def lifted(sock: socket.socket) -> socket.socket:

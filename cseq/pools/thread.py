@@ -76,7 +76,7 @@ class ThreadGroup:
         """Run a thread's work; its exception is raised in the loop."""
         self._idents[owner] = threading.get_ident()
         try:
-            self._lanes.note("start", owner, os.getpid(), threading.get_native_id())
+            self._lanes.note("start", owner, os.getpid())
             with Reuse():
                 target()
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop

@@ -29,7 +29,6 @@ from cseq.encoding import codec, failure
 from cseq.encoding.pickling import Pickled, dump
 from cseq.encoding.writer import Writer
 from cseq.errors import WorkerTimeout
-from cseq.measure.lanes import Lanes, MarksFile, marks_file
 from cseq.memory.arena import GRAIN, Arena
 from cseq.memory.descriptors import sparse_file
 from cseq.processes.launcher import describe_exit
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cseq.errors import WorkerDied
+    from cseq.measure.lanes import Lanes
     from cseq.processes.deaths import Deaths, Held
     from cseq.processes.launcher import Child, Launcher
 
@@ -130,7 +130,6 @@ class Supervisor:
         self._object: Any = None  # and the file where they read it
         self._record: codec.Record | None = None
         self._workers: dict[int, WorkerProcess] = {}
-        self._marks: MarksFile | None = None  # the file of what traces record in workers
         self._failed: dict[str, WorkerDied] = {}  # batches, by their places
         self._noted = False
         self._records = Records()
@@ -250,7 +249,6 @@ class Supervisor:
         try:
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         finally:
-            self._marks = None
             self._ended.set()  # first: `_await_forks` adds itself before it looks at it
             self._prepared.set()
             self._launched.set()
@@ -330,8 +328,7 @@ class Supervisor:
         known = None if self.takes_objects else levels()
         setup = Setup(owner - 1, *place, self._task(owner), record, known)
         fds = [self._object.fd] if reads and self._object is not None else []
-        self._marks = self._marks or marks_file()
-        worker.handshake(setup, *self.shared.fds, self._marks.fd, *fds)
+        worker.handshake(setup, *self.shared.fds, *fds)
 
     def _receive(self, worker: WorkerProcess) -> None:
         """Handle what a worker has sent, or its end of file."""

@@ -29,7 +29,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from cseq._core import Ring, attach_marks, exit_on_hangup, now_ns
+from cseq._core import Ring, exit_on_hangup, now_ns
 from cseq._memory import DEBUG, Descriptor, Mapping, SlotTable, keep_freed
 from cseq.encoding import codec, failure
 from cseq.encoding.writer import Writer
@@ -130,7 +130,7 @@ class Entered(NamedTuple):
 def enter(sock: socket.socket) -> Entered:
     """Set up a worker process; it ends when the trainer closes `sock`."""
     keep_freed()
-    setup, (ring_fd, arena_fd, marks_fd, *more) = _receive_setup(sock)
+    setup, (ring_fd, arena_fd, *more) = _receive_setup(sock)
     if DEBUG:  # see cseq_fault.h
         os.environ["CSEQ_WORKER"] = str(setup.number)
     threading.Thread(target=exit_on_hangup, args=(sock.fileno(),), daemon=True).start()
@@ -139,7 +139,6 @@ def enter(sock: socket.socket) -> Entered:
     send_state(sock, LOADED if setup.record is None else ENTERED)
     at, nbytes = setup.ring
     ring = Ring(Mapping(ring_fd, 0, at + nbytes), at=at)
-    attach_marks(marks_fd, ring)
     os.environ.pop("CSEQ_TRACE", None)  # that file is the trainer's
     Descriptor(int, ring_fd).close()
     owner = setup.number + 1
@@ -214,13 +213,11 @@ class WorkerProcess:
             self._stacks = descriptors.anonymous_file("cseq-stacks")[0]
         self._buffer = bytearray()
 
-    def handshake(
-        self, setup: Setup, ring_fd: int, arena_fd: int, marks_fd: int, *object_fd: int
-    ) -> None:
+    def handshake(self, setup: Setup, ring_fd: int, arena_fd: int, *object_fd: int) -> None:
         """Send the setup and the descriptors that come with it."""
         body = pickle.dumps(setup)
         stacks_fd = [] if self._stacks is None else [self._stacks.fd]
-        fds = [ring_fd, arena_fd, marks_fd, *stacks_fd, *object_fd]
+        fds = [ring_fd, arena_fd, *stacks_fd, *object_fd]
         # If the worker is dead already, the socket will be at end of file.
         with contextlib.suppress(ConnectionError):
             descriptors.send(self.child.sock, LENGTH.pack(len(body)), fds, self.child.handle)

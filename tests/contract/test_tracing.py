@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
@@ -28,20 +27,18 @@ if TYPE_CHECKING:
     from conftest import RunScript
 
 POOLS = {
-    "processes": lambda: cseq.MPSequence(Spanned, 24, batch_size=2, num_workers=2, out_type="null"),
-    "threads": lambda: cseq.MTSequence(Spanned, 24, batch_size=2, num_workers=2, out_type="null"),
-    "test mode": lambda: cseq.MPSequence(Spanned, 24, batch_size=2, num_workers=0, out_type="null"),
+    "processes": lambda: cseq.MPSequence(Slow, 24, batch_size=2, num_workers=2, out_type="null"),
+    "threads": lambda: cseq.MTSequence(Slow, 24, batch_size=2, num_workers=2, out_type="null"),
+    "test mode": lambda: cseq.MPSequence(Slow, 24, batch_size=2, num_workers=0, out_type="null"),
 }
 STEP = 0.001  # seconds, at least
 
 
-class Spanned:
-    """Says what it does."""
+class Slow:
+    """Takes some time for a batch."""
 
     def __getitem__(self, indices: Any) -> Any:
-        with cseq.span("decode"):
-            cseq.count("samples", len(indices))
-            return np.repeat(indices, 20_000)
+        return np.repeat(indices, 20_000)
 
 
 class Numbers:
@@ -55,13 +52,10 @@ class Numbers:
 
     def items(self, start: int) -> Iterator[Any]:
         """Make six items."""
-        for item in range(start, 6):
-            with cseq.span("decode"):
-                made = item
-            yield made
+        yield from range(start, 6)
 
 
-class Mortal(Spanned):
+class Mortal(Slow):
     """Its worker dies in the middle of batch 3, once."""
 
     def __init__(self, mark: Path) -> None:
@@ -72,8 +66,7 @@ class Mortal(Spanned):
 
     def __getitem__(self, indices: Any) -> Any:
         if 6 in indices and not self._mark.exists():
-            with cseq.span("last"):
-                self._mark.touch()
+            self._mark.touch()
             os.kill(os.getpid(), signal.SIGTERM if os.name == "nt" else signal.SIGKILL)
         return super().__getitem__(indices)
 
@@ -83,7 +76,7 @@ def read(path: Path) -> Any:
     text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     trace = json.loads(text)
     assert trace["baseTimeNanoseconds"] % (7_889_238 * 10**9) == 0
-    needed = {"X": {"dur"}, "i": {"s"}, "C": {"args"}, "M": {"args"}}
+    needed = {"X": {"dur"}, "i": {"s"}, "M": {"args"}}
     by_lane = defaultdict(list)
     for event in trace["traceEvents"]:
         assert {"ph", "name", "pid", "tid", "ts"} | needed[event["ph"]] <= event.keys()
@@ -132,17 +125,6 @@ def test_every_batch(kind: str, tmp_path: Path) -> None:
     made = named(trace, "index")
     assert {e["name"] for e in made} == {f"index 0/{k}" for k in range(12)}
     assert [e["name"] for e in named(trace, "train")] == [f"train 0/{k}" for k in range(11)]
-    spans = named(trace, "decode")
-    assert len(spans) == 12
-    for span in spans:
-        [around] = [
-            e
-            for e in made
-            if e["ts"] <= span["ts"] <= e["ts"] + e["dur"]
-            and (e["pid"], e["tid"]) == (span["pid"], span["tid"])
-        ]
-        assert span["dur"] <= around["dur"]
-    assert [e["args"]["sum"] for e in named(trace, "samples", "C")] == list(range(2, 26, 2))
     names = lanes(trace)
     assert {e["pid"] for e in made} == {os.getpid()}
     assert {names[e["pid"], e["tid"]] for e in made} <= {
@@ -163,11 +145,10 @@ def test_streams(tmp_path: Path) -> None:
     count = Counter(e["name"] for e in named(trace, "index"))
     assert count == {f"index 0/{k}": 2 for k in range(6)}
     assert len({e["tid"] for e in named(trace, "index")}) == 2
-    assert len(named(trace, "decode")) == 12
 
 
 def test_a_worker_dies(tmp_path: Path) -> None:
-    """Its end, its replacement's start, and the lost batch are there; so are its last spans."""
+    """Its end, its replacement's start, and the lost batch are there."""
     path = tmp_path / "run.json"
     worker = Mortal(tmp_path / "mark")
     manager = cseq.MPSequence(
@@ -180,7 +161,6 @@ def test_a_worker_dies(tmp_path: Path) -> None:
     [lost] = [e for e in named(trace, "index") if e["name"] == "index 0/3 (lost)"]
     assert {e["tid"] for e in named(trace, "index")} == {lost["tid"]}  # also of the next one
     assert len([e for e in named(trace, "index") if e["name"] == "index 0/3"]) == 1
-    assert [e["tid"] for e in named(trace, "last")] == [lost["tid"]]
     starts = [
         e
         for e in named(trace, "start", "i")
@@ -300,117 +280,6 @@ def test_wrong_numbers() -> None:
         cseq.trace("run.json", tickets=0)
 
 
-def test_what_the_loop_says(tmp_path: Path) -> None:
-    """Spans and counters outside of indexers, in any thread; an exception ends a span, too."""
-    path = tmp_path / "run.json"
-
-    def work() -> None:
-        with cseq.span("elsewhere"):
-            pass
-
-    with cseq.trace(path):
-        with pytest.raises(KeyError), cseq.span("outer"), cseq.span("inner é"):
-            raise KeyError
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        for n in (1, 2.5):
-            cseq.count("losses", n)
-    trace = read(path)
-    [outer], [inner], [other] = (named(trace, name) for name in ("outer", "inner", "elsewhere"))
-    assert outer["ts"] <= inner["ts"]
-    assert inner["name"] == "inner é"
-    assert inner["tid"] == outer["tid"] != other["tid"]
-    assert [e["args"]["sum"] for e in named(trace, "losses", "C")] == [1, 3.5]
-
-
-def test_spans_that_a_trace_begins_or_ends_in(tmp_path: Path) -> None:
-    """They are not recorded; nor is one that was never entered."""
-    first, second = cseq.trace(tmp_path / "1.json"), cseq.trace(tmp_path / "2.json")
-    with cseq.span("before"):
-        first.__enter__()
-        ended = cseq.span("over")
-        ended.__enter__()
-        cseq.span("never").__exit__(None, None, None)
-    first.__exit__(None, None, None)
-    with second:
-        ended.__exit__(None, None, None)
-        with cseq.span("inside"):
-            pass
-    found = [read(tmp_path / name)["traceEvents"] for name in ("1.json", "2.json")]
-    assert [[e["name"] for e in events if e["ph"] == "X"] for events in found] == [[], ["inside"]]
-
-
-def test_nothing_records() -> None:
-    """Then spans and counters do nothing, but names are still to be text."""
-    with cseq.span("nothing"):
-        cseq.count("nothing")
-    with pytest.raises(TypeError):
-        cseq.span(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        cseq.count(None, 1)  # type: ignore[arg-type]
-
-
-def test_too_many_spans(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The first ones of a process are kept, in each trace; of a name, its first 40 bytes."""
-    most = 1 << 18
-    for number in (most + 1, 3):
-        path = tmp_path / f"{number}.json"
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "cseq"), cseq.trace(path):
-            for k in range(number):
-                with cseq.span(f"a {k % 1000:03} {'é' * 20}"):
-                    pass
-        found = [e["name"] for e in named(read(path), "a")]
-        assert found == [f"a {k % 1000:03} {'é' * 17}" for k in range(min(number, most))]
-        said = f"the trace has no more spans of process {os.getpid()}: File too large"
-        assert (said in caplog.text) == (number > most)
-
-
-@pytest.mark.needs("fork")
-def test_no_room_for_spans(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What cannot be written is missing, and the log says so; the loop goes on."""
-    import resource
-
-    path = tmp_path / "run.json"
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with cseq.trace(path):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (256, limits[1]))
-        try:
-            for k in range(6):
-                with cseq.span(f"a {k}"):
-                    pass
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [e["name"] for e in named(read(path), "a")] == [f"a {k}" for k in range(4)]
-    assert caplog.text.count(f"the trace has no more spans of process {os.getpid()}: ") == 1
-
-
-def test_spans_of_many_threads_and_processes(tmp_path: Path) -> None:
-    """Each is whole, and there: all append to one file."""
-    path = tmp_path / "run.json"
-
-    def work(number: int) -> None:
-        for k in range(500):
-            with cseq.span(f"a {number} {k}"):
-                cseq.count(f"of {number}")
-
-    manager = cseq.MPSequence(Spanned, 400, batch_size=2, num_workers=3, out_type="null")
-    with cseq.trace(path), manager.start() as batches:
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        count = sum(1 for _ in batches)
-        for thread in threads:
-            thread.join()
-    trace = read(path)
-    assert sorted(e["name"] for e in named(trace, "a")) == sorted(
-        f"a {number} {k}" for number in range(4) for k in range(500)
-    )
-    assert [max(e["args"]["sum"] for e in named(trace, "of", "C"))] == [500]
-    assert len(named(trace, "decode")) == count == 200
-
-
 SCRIPT = """
 import os, signal, sys, time
 import numpy as np, cseq
@@ -448,15 +317,12 @@ def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
     with cseq.trace(path):
         pid = os.fork()
         if not pid:
-            with cseq.span("theirs"):
-                pass
-            os._exit(0)
-        os.waitpid(pid, 0)
-        with cseq.span("ours"):
-            pass
-    trace = read(path)
-    assert named(trace, "ours")
-    assert not named(trace, "theirs")
+            with POOLS["test mode"]().start_test() as batches:
+                os._exit(go_through(batches))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 12
+        with POOLS["test mode"]().start_test() as batches:
+            next(iter(batches))
+    assert [e["name"] for e in named(read(path), "index")] == ["index 0/0"]
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # of torch 2.12
@@ -466,19 +332,21 @@ def test_beside_torchs_profiler(tmp_path: Path) -> None:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
-    with profile(activities=[ProfilerActivity.CPU]) as profiler, cseq.trace(ours):
-        for k in range(20):
-            with cseq.span(f"a {k}"):
-                time.sleep(STEP)
+    with (
+        profile(activities=[ProfilerActivity.CPU]) as profiler,
+        cseq.trace(ours),
+        POOLS["test mode"]().start_test() as batches,
+    ):
+        for k, _ in enumerate(batches):
             with record_function(f"b {k}"):
                 torch.ones(3).sum()
                 time.sleep(STEP)
     profiler.export_chrome_trace(str(theirs))
     one, other = read(ours), read(theirs)
     assert one["baseTimeNanoseconds"] == other["baseTimeNanoseconds"]
-    events = [e for e in one["traceEvents"] + other["traceEvents"] if e["name"][:2] in ("a ", "b ")]
+    events = [
+        *(e for e in one["traceEvents"] if e["name"].startswith("index ")),
+        *(e for e in other["traceEvents"] if e["name"][:2] == "b " and e["ph"] == "X"),
+    ]
     order = [e["name"] for e in sorted(events, key=lambda e: e["ts"]) if e["ph"] == "X"]
-    assert order == [f"{letter} {k}" for k in range(20) for letter in "ab"]
-    assert {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"} == {
-        (os.getpid(), threading.get_native_id())
-    }
+    assert order == [name for k in range(12) for name in (f"index 0/{k}", f"b {k}")]

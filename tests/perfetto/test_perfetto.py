@@ -37,11 +37,8 @@ class Mortal:
         return self
 
     def __getitem__(self, indices: Any) -> Any:
-        with cseq.span("decode"):
-            time.sleep(0.03 if indices[0] % 5 == 0 else 0.012)
-        with cseq.span("augment"):
-            batch = np.sqrt(np.arange(40_000.0 * len(indices)))
-        cseq.count("bytes", batch.nbytes)
+        time.sleep(0.03 if indices[0] % 5 == 0 else 0.012)
+        batch = np.sqrt(np.arange(40_000.0 * len(indices)))
         if indices[0] == 100 and not self._mark.exists():
             self._mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -61,14 +58,11 @@ def record(path: Path, mark: Path) -> None:
     )
     with cseq.trace(path), manager.start() as batches:
         for _ in batches:
-            with cseq.span("forward"):
-                time.sleep(0.003)
-            with cseq.span("backward"):
-                time.sleep(0.003)
+            time.sleep(0.006)
 
 
 def test_a_run(tmp_path: Path) -> None:
-    """Slices by lane, nested spans, instants: how many, how long, and where."""
+    """Slices by lane, instants: how many, how long, and where."""
     path = tmp_path / "run.json"
     record(path, tmp_path / "mark")
     events = json.loads(path.read_text())["traceEvents"]
@@ -94,8 +88,5 @@ def test_a_run(tmp_path: Path) -> None:
         }
         took = sum(e["dur"] for e in events if e["name"].startswith("index "))
         assert abs(ask("sum(dur)", "index *")[0][0] / 1000 - took) < 2 * BATCHES
-        inside = "select count(*) from slice a join slice b on a.parent_id = b.id where "
-        [[nested]] = page.query(inside + "a.name = 'decode' and b.name glob 'index *'")
-        assert nested == BATCHES + 1
         instants = page.query("select name from slice where dur = 0 and name glob 'death*'")
         assert len(instants) == 1

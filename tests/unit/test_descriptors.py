@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import pytest
 
-from cseq.measure import lanes
 from cseq.memory import descriptors
 from cseq.processes.launcher import start_methods
 
@@ -30,28 +29,6 @@ def test_an_anonymous_file() -> None:
     assert not os.get_inheritable(file.fd)
     os.write(file.fd, b"text")
     assert os.pread(file.fd, 9, 0) == b"text"
-
-
-def test_the_file_of_marks_is_another_one_while_it_is_closed() -> None:
-    """Closing it gives the GIL away: a start on another thread gets a file that is open."""
-
-    class Closing:
-        """Stands for the file, and for that thread."""
-
-        def __init__(self, file: IO[bytes]) -> None:
-            self.file = file
-
-        def close(self) -> None:
-            self.file.close()
-            found.append(lanes.marks_file())
-
-    found: list[lanes.MarksFile] = []
-    lanes.forget()
-    held = lanes.marks_file()
-    held.opened.file = Closing(held.opened.file)  # type: ignore[assignment]
-    held.file = held.opened.file
-    del held
-    assert not found.pop().file.closed  # CPython 3.13 without a GIL never frees `Closing`
 
 
 @linux
