@@ -24,7 +24,7 @@ from cseq._work cimport STRIDE, UNREAD, Decoder
 from collections import deque
 
 from cseq._core import PARK_NS
-from cseq.encoding.failure import ends_program
+from cseq.encoding.failure import ends_program, of_handler
 from cseq.indexing.leaving import Partial
 
 cdef struct Ticket:
@@ -173,6 +173,7 @@ cdef class Feed:
     # The ticket that is decoded, and still in the line.
     cdef uint64_t decoded
     cdef object batch, error, note
+    cdef uint64_t short        # the ticket whose decoding was short of memory last
 
     def __cinit__(self, RunState run not None, list rings not None, Decoder decoder not None, wait,
                   decode, describe, *, str errors="raise", make=None, on_cancel=None, str interrupted=""):
@@ -197,7 +198,7 @@ cdef class Feed:
         self.make, self.interrupted = make, interrupted
         self.skip, self.give = errors == "skip", errors == "return"
         self.skipped = deque(maxlen=MOST_SKIPPED)
-        self.generation = self.decoded = NONE
+        self.generation = self.decoded = self.short = NONE
 
     # -- the line of outstanding tickets, in the order of delivery; beside it, those cancelled
 
@@ -646,9 +647,12 @@ cdef class Feed:
                 if batch is UNREAD:
                     batch, error = self.read(t.ring, t.cell, c.status, c.slot, c.capacity,
                                              (f[0], f[1], f[2], f[3]))
-            except (Exception, SystemExit) as raised:
-                if (isinstance(raised, MemoryError) or isinstance(raised, RecursionError) and is_deep()
-                        or ends_program(raised)):  # the next attempt may find more
+            except BaseException as raised:
+                # The next attempt may find more. Not forever: the batch itself may raise a MemoryError.
+                if (of_handler(raised) or ends_program(raised) or isinstance(raised, RecursionError) and is_deep()
+                        or isinstance(raised, MemoryError) and self.short != t.number):
+                    if isinstance(raised, MemoryError):
+                        self.short = t.number
                     raise
                 error = raised
             if error is not None:
@@ -780,6 +784,7 @@ cdef class Feed:
                 return None
             return self.batch if self.error is None else ItemFailure(self.error, self.at(0).ring)
         except MemoryError:
+            self.short = NONE
             return None  # the call that takes the item decodes it again
         finally:
             self.run.lock.leave()

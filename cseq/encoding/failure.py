@@ -9,6 +9,7 @@ raised as a `WorkerError`.
 from __future__ import annotations
 
 import os
+import opcode
 import pickle
 import reprlib
 import signal
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "Failure", "annotate", "ends_program", "line_of", "listed", "named", "ordinary", "pack",
-    "pack_text", "str_of", "told", "unpack", "where",
+    "Failure", "annotate", "ends_program", "line_of", "listed", "named", "of_handler", "ordinary",
+    "pack", "pack_text", "str_of", "told", "unpack", "where",
 ]  # fmt: skip
+
+RAISE = opcode.opmap["RAISE_VARARGS"]  # the instruction of a `raise` statement
 
 # What ends a loop, a program or a generator, if it is raised there.
 ENDINGS = (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit)
@@ -93,7 +96,7 @@ def unpack(
     error: BaseException
     try:
         error = _restored(pickled)
-    except (Exception, SystemExit) as reason:  # anything may go wrong in the user's class
+    except BaseException as reason:  # anything may go wrong in the user's class
         if ends_program(reason):
             raise
         why = f"unpickled here: {reason!r}" if pickled else "pickled"
@@ -242,15 +245,25 @@ def ordinary(error: BaseException) -> BaseException:
 def ends_program(error: BaseException) -> bool:
     """Tell whether an exception comes from outside of the code that was called.
 
-    Ctrl-C, which a worker process ignores, and what a signal handler raises, which is seen in the
-    traceback, such as `sys.exit`.
+    Ctrl-C, which a worker process ignores: no `raise` statement has raised that. And what a signal
+    handler raises, such as `sys.exit`.
     """
     cls = type(error)
-    if not issubclass(cls, (SystemExit, KeyboardInterrupt)):
-        return False
-    usual = signal.default_int_handler, None
-    if issubclass(cls, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) in usual:
+    if issubclass(cls, KeyboardInterrupt) and not _is_stated(error):
         return True
+    return issubclass(cls, (SystemExit, KeyboardInterrupt)) and of_handler(error)
+
+
+def _is_stated(error: BaseException) -> bool:
+    """Tell whether an exception comes from a `raise` statement, and not from a function of C."""
+    trace = TRACE.__get__(error)
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_code[max(trace.tb_lasti, 0)] == RAISE
+
+
+def of_handler(error: BaseException) -> bool:
+    """Tell whether a signal handler has raised an exception, which is seen in the traceback."""
     codes = set()
     for handler in filter(callable, map(signal.getsignal, signal.valid_signals())):
         function = getattr(handler, "func", handler)  # of a functools.partial

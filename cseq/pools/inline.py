@@ -42,7 +42,7 @@ class InlineIndexing(indexer.Indexing):
 
     def fail(self, runner: Runner, error: BaseException) -> None:
         """Publish the present ticket with an exception; raise what is not the indexer's own."""
-        if failure.ends_program(error) or not isinstance(error, (Exception, SystemExit)):
+        if failure.ends_program(error):
             raise error
         if isinstance(error, RecursionError) and is_deep():
             raise error

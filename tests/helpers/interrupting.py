@@ -115,7 +115,7 @@ class Interrupting:
     def handle(self) -> None:
         """Do what a signal handler does."""
         if self.handler is None:
-            raise KeyboardInterrupt
+            signal.default_int_handler(signal.SIGINT, None)
         self.handler()
 
 

@@ -411,8 +411,6 @@ ENDINGS: list[Callable[[], BaseException]] = [
 def test_what_would_end_the_loop(kind: Kind, make: Callable[[], BaseException]) -> None:
     """StopIteration, `sys.exit` and the like in an indexer are errors of their batch."""
     name = type(make()).__name__
-    if not kind.parallel and name in ("KeyboardInterrupt", "GeneratorExit"):
-        pytest.skip("raised by the loop's own thread: Ctrl-C comes out as itself")
     worker = functools.partial(Raising, make, 5)
     with kind.start(worker, 12, batch_size=2, shuffle=False) as m:
         with pytest.raises(RuntimeError, match=f"the worker raised {name}") as caught:
@@ -432,28 +430,41 @@ def test_what_would_end_the_loop(kind: Kind, make: Callable[[], BaseException]) 
 class Ending:
     """Ends the program where it is unpickled."""
 
+    def __init__(self, make: Callable[[], BaseException]) -> None:
+        self.make = make
+
     def __reduce__(self) -> Any:
-        return sys.exit, (0,)
+        return throw, (self.make,)
+
+
+def throw(make: Callable[[], BaseException]) -> None:
+    """Raise an exception."""
+    raise make()
 
 
 class HasEnding:
     """Has one of these in its batch 2."""
 
+    def __init__(self, make: Callable[[], BaseException]) -> None:
+        self.make = make
+
     def __getitem__(self, indices: Any) -> Any:
-        return [indices, Ending() if 5 in indices else None]
+        return [indices, Ending(self.make) if 5 in indices else None]
 
 
-def test_an_object_that_ends_the_program() -> None:
-    """`sys.exit` in the unpickling of a batch is an error of that batch, in the trainer too."""
-    made = cseq.MPSequence(HasEnding, 12, batch_size=2, shuffle=False, out_type="null")
+@pytest.mark.parametrize("make", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_an_object_that_ends_the_program(make: type[BaseException]) -> None:
+    """What the unpickling of a batch raises is an error of that batch, once, in the trainer too."""
+    worker = functools.partial(HasEnding, make)
+    made = cseq.MPSequence(worker, 12, batch_size=2, shuffle=False, out_type="null")
     with made.start() as m:
         iterator = iter(m)
         got = [next(iterator)[0][0], next(iterator)[0][0]]
-        with pytest.raises(RuntimeError, match="the worker raised SystemExit: 0"):
+        with pytest.raises(RuntimeError, match=f"the worker raised {make.__name__}"):
             next(iterator)
         assert [*got, *(batch[0][0] for batch in iterator)] == [0, 2, 6, 8, 10]
     made = cseq.MPSequence(
-        HasEnding, 12, batch_size=2, shuffle=False, out_type="null", on_error="skip"
+        worker, 12, batch_size=2, shuffle=False, out_type="null", on_error="skip"
     )
     with made.start() as m:
         assert [batch[0][0] for batch in m] == [0, 2, 6, 8, 10]

@@ -147,7 +147,7 @@ def test_an_epoch_that_is_begun_anew() -> None:
 
 def interrupt(batch: Any) -> Any:
     """Be a conversion during which Ctrl-C comes."""
-    raise KeyboardInterrupt
+    signal.default_int_handler(signal.SIGINT, None)
 
 
 def test_an_exit_of_a_conversion() -> None:
@@ -187,7 +187,7 @@ def test_ctrl_c(late: bool) -> None:
     counter = Counter(pending if late else interrupt)
     counter.work()
     before = counter.state()
-    for _ in range(2):
+    for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             counter.next()
         assert counter.state() == before
@@ -195,6 +195,57 @@ def test_ctrl_c(late: bool) -> None:
             break
     if late:
         assert isinstance(counter.next(), int)  # what `pending` has returned
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals")
+@pytest.mark.parametrize("kind", [TimeoutError, GeneratorExit])
+def test_a_handler_that_raises_while_a_batch_is_converted(kind: type[BaseException]) -> None:
+    """Whatever it raises, however often, the batch is still the next one."""
+    struck: list[int] = []
+
+    def strike(number: int, frame: object) -> None:
+        struck.append(number)
+        raise kind
+
+    def convert(batch: Any) -> Any:
+        if len(struck) < 3:
+            signal.raise_signal(signal.SIGINT)
+        return batch
+
+    counter = Counter(convert)
+    counter.work()
+    state, before = counter.state(), signal.signal(signal.SIGINT, strike)
+    try:
+        for _ in range(3):
+            with pytest.raises(kind):
+                counter.next()
+            assert counter.state() == state
+        assert counter.next() == "batch"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_batch_for_which_memory_is_short_twice() -> None:
+    """It is tried again once, and then passed: its MemoryError may be its own."""
+    short = [True, True, True]
+
+    def convert(batch: Any) -> Any:
+        if short and short.pop():
+            raise MemoryError
+        return batch
+
+    counter = Counter(convert)
+    counter.work("first")
+    counter.work("second")
+    before = counter.state()
+    for is_last in (False, True):
+        with pytest.raises(MemoryError):
+            counter.next()
+        assert (counter.state() == before) != is_last
+    assert (counter.feed.taken, counter.feed.done) == (1, 0)
+    with pytest.raises(MemoryError):
+        counter.next()
+    assert counter.next() == "second"
 
 
 def test_unordered_tickets_are_looked_at_in_turn() -> None:
