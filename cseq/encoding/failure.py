@@ -8,8 +8,8 @@ raised as a `WorkerError`.
 
 from __future__ import annotations
 
-import os
 import opcode
+import os
 import pickle
 import reprlib
 import signal
