@@ -1,4 +1,4 @@
-"""What is most likely wrong with an epoch, where torch is silent: a line in the log."""
+"""What is most likely wrong with an epoch: log lines where torch is silent."""
 
 from __future__ import annotations
 
