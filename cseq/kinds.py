@@ -27,7 +27,7 @@ class _Kind(MSequence[B_co]):
 
 
 class MPSequence(_Kind[B_co]):
-    """An `MSequence` with worker processes, for indexers that run Python code.
+    """Whole batches from worker processes, for indexers that run Python code.
 
     It takes the parameters of `MSequence`, except ``thread_type``.
 
@@ -43,7 +43,7 @@ class MPSequence(_Kind[B_co]):
 
 
 class MTSequence(_Kind[B_co]):
-    """An `MSequence` with threads, for indexers that read, wait, or compute without the GIL.
+    """Whole batches from threads, for indexers that read, wait, or compute without the GIL.
 
     It takes the parameters of `MSequence`, except ``thread_type``.
 
@@ -59,7 +59,7 @@ class MTSequence(_Kind[B_co]):
 
 
 class RaySequence(_Kind[B_co]):
-    """An `MSequence` with worker processes on the nodes of a Ray cluster.
+    """Whole batches from worker processes on the nodes of a Ray cluster.
 
     It takes the parameters of `MSequence`, except ``thread_type``. `worker` may also be a
     `RayFleet`, which then has the workers. Otherwise, `start` makes a fleet, which `finish` ends:

@@ -54,7 +54,9 @@ POOLS = {
 
 
 class MSequence(Manager, Generic[B_co]):
-    """Feeds a training loop with batches in order. An epoch has each sample once.
+    """The managers' common class: workers make whole batches, which the loop gets in order.
+
+    An epoch has each sample once.
 
     Parameters
     ----------
