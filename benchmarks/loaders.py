@@ -323,18 +323,23 @@ class GrainSource:
 class GrainEpochs:
     """A Grain iterator that repeats its epochs without end, so that its workers are kept."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, *, threads: bool = False) -> None:
         import grain
 
         logging.getLogger("absl").setLevel(logging.ERROR)
-        share = max(1, work.buffer // work.num_workers)
-        # By default, each worker would read 500 batches ahead, in 16 threads.
-        reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=share)
-        working = grain.MultiprocessingOptions(work.num_workers, per_worker_buffer_size=share)
         dataset = grain.MapDataset.source(GrainSource(work))
         if work.shuffle:
             dataset = dataset.shuffle(seed=1)
-        self.batches = iter(dataset.repeat().to_iter_dataset(reading).mp_prefetch(working))
+        dataset = dataset.repeat()
+        # By default, it would read 500 batches ahead, in 16 threads of each worker.
+        if threads:
+            reading = grain.ReadOptions(work.num_workers, prefetch_buffer_size=work.buffer)
+            self.batches = iter(dataset.to_iter_dataset(reading))
+        else:
+            share = max(1, work.buffer // work.num_workers)
+            reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=share)
+            working = grain.MultiprocessingOptions(work.num_workers, per_worker_buffer_size=share)
+            self.batches = iter(dataset.to_iter_dataset(reading).mp_prefetch(working))
         self.count = work.batches
 
     def __iter__(self) -> Iterator[Any]:
@@ -348,7 +353,16 @@ class GrainEpochs:
 
 def grain_processes(work: Work) -> Rounds:
     """`mp_prefetch` over a source whose elements are batches."""
-    epochs = GrainEpochs(work)
+    yield from grain_rounds(GrainEpochs(work), work)
+
+
+def grain_threads(work: Work) -> Rounds:
+    """Threads that read a source whose elements are batches."""
+    yield from grain_rounds(GrainEpochs(work, threads=True), work)
+
+
+def grain_rounds(epochs: GrainEpochs, work: Work) -> Rounds:
+    """The rounds of an iterator, which is closed after them."""
     yield functools.partial(work.measure, epochs)
     epochs.close()
 

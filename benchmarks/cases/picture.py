@@ -1,8 +1,12 @@
 """Work that people have, with cseq and its peers: what the README's picture is drawn from.
 
-All have two spawned workers and ten batches in readiness. The DataLoaders get samples, as they are
-used; the others ask for a whole batch at once, as they can. SPDL and Grain give arrays, the others
-tensors.
+All have two workers and ten batches in readiness. Processes are spawned. The DataLoaders get
+samples, as they are used; the others ask for a whole batch at once. SPDL and Grain give arrays, the
+others tensors.
+
+SPDL's pages recommend threads for work that releases the GIL, as Pillow's does, and processes for
+what holds it. Grain reads in threads by default, and has processes, too. Both are measured in both
+modes, and the picture shows the faster one.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
 
 OURS, DROP_IN = "MPSequence", "cseq.DataLoader"
 TORCH, SPDL, GRAIN = "torch DataLoader", "SPDL", "Grain"
+# What stands behind a peer's name, and is drawn with it.
+THREADS, PROCESSES = ", threads", ", processes"
 START_METHOD = "spawn"  # the only one of Grain's workers
 
 # -- data sets: a sample by its number, as tensors; a batch by numbers, as arrays
@@ -243,12 +249,22 @@ def ours(work: Work, _kind: Any, _folder: str) -> Rounds:
     return loaders.cseq_processes(work, start_method=START_METHOD, out_type="cpu", dtype=None)
 
 
-def spdl(work: Work, _kind: Any, _folder: str) -> Rounds:
+def spdl_threads(work: Work, _kind: Any, _folder: str) -> Rounds:
+    """A pipeline in threads, its default."""
+    return loaders.spdl_threads(work)
+
+
+def spdl_processes(work: Work, _kind: Any, _folder: str) -> Rounds:
     """A pipeline with a pool of processes."""
     return loaders.spdl_pool(work, start_method=START_METHOD)
 
 
-def grain(work: Work, _kind: Any, _folder: str) -> Rounds:
+def grain_threads(work: Work, _kind: Any, _folder: str) -> Rounds:
+    """Threads that read."""
+    return loaders.grain_threads(work)
+
+
+def grain_processes(work: Work, _kind: Any, _folder: str) -> Rounds:
     """`mp_prefetch`, which spawns."""
     return loaders.grain_processes(work)
 
@@ -257,13 +273,16 @@ def grain(work: Work, _kind: Any, _folder: str) -> Rounds:
 
 
 def case(name: str, title: str, kind: Any, size: int, counts: tuple[int, ...], goal: float) -> Case:
-    """Declare a case; a round has so many batches of ours, of the drop-in, SPDL, Grain, torch's."""
+    """Declare a case; a round has so many batches of ours, the drop-in, SPDL, Grain, torch's."""
+    first, second, third, fourth, last = counts
     own = ("pillow",) if kind is Photographs else ()
     makes: dict[str, tuple[Any, tuple[str, ...]]] = {
         OURS: (ours, ("torch",)),
         DROP_IN: (partial(dataloader, "cseq"), ("torch",)),
-        SPDL: (spdl, ("spdl-core",)),
-        GRAIN: (grain, ("grain",)),
+        SPDL + THREADS: (spdl_threads, ("spdl-core",)),
+        SPDL + PROCESSES: (spdl_processes, ("spdl-core",)),
+        GRAIN + THREADS: (grain_threads, ("grain",)),
+        GRAIN + PROCESSES: (grain_processes, ("grain",)),
         TORCH: (partial(dataloader, "torch.utils.data"), ("torch",)),
     }
     return Case(
@@ -277,7 +296,9 @@ def case(name: str, title: str, kind: Any, size: int, counts: tuple[int, ...], g
                 (*needs, *own),
                 contender in (OURS, DROP_IN),
             )
-            for (contender, (make, needs)), count in zip(makes.items(), counts, strict=True)
+            for (contender, (make, needs)), count in zip(
+                makes.items(), (first, second, third, third, fourth, fourth, last), strict=True
+            )
         ),
         goals=(Goal("times torch's rate, drop-in", lambda f: f[TORCH] / f[DROP_IN], None, goal),),
     )

@@ -19,7 +19,7 @@ GROUP = 30  # a case's title
 def as_svg(cases: list[dict[str, Any]], base: str, title: str, footer: str) -> str:
     """Draw the cases that have a figure of `base`, one below the other."""
     cases = [case for case in cases if base in medians(case)]
-    rates = {case["name"]: ratios(case, base) for case in cases}
+    rates = {case["name"]: fastest(ratios(case, base)) for case in cases}
     values = [1.0, 10.0, *(value for found in rates.values() for value in found.values())]
     axis = Axis(min(values), max(values), NAMES + 10, WIDTH - VALUES, logarithmic=True)
     height = HEAD + sum(GROUP + LANE * len(found) for found in rates.values()) + 42
@@ -32,7 +32,8 @@ def as_svg(cases: list[dict[str, Any]], base: str, title: str, footer: str) -> s
         group(drawing, case, rates[case["name"]], axis, y)
         y += GROUP + LANE * len(rates[case["name"]])
     drawing.text(MARGIN, 32, title, "large")
-    drawing.text(MARGIN, 56, "logarithmic; two workers each, all spawned", "faint")
+    told = "logarithmic; two workers each; of SPDL and Grain, the faster mode"
+    drawing.text(MARGIN, 56, told, "faint")
     drawing.text(MARGIN, bottom + 22, footer, "faint")
     return drawing.file()
 
@@ -67,6 +68,16 @@ def ratios(case: dict[str, Any], base: str) -> dict[str, float]:
         for name, figure in found.items()
         if name != base
     }
+
+
+def fastest(rates: dict[str, float]) -> dict[str, float]:
+    """Of contenders that differ behind a comma only, the fastest one."""
+    result: dict[str, float] = {}
+    for name, rate in rates.items():
+        of_one = [other for other in rates if other.partition(",")[0] == name.partition(",")[0]]
+        if rate == max(rates[other] for other in of_one):
+            result[name] = rate
+    return result
 
 
 def shown(rate: float) -> str:
