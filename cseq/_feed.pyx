@@ -392,7 +392,7 @@ cdef class Feed:
             for owner in range(1, self.r[k].runners + 1):
                 runner = cseq_ring_meter(self.r[k], owner)
                 cseq_store_rlx_u64(&runner.first_ns, cseq_load_rlx_u64(&runner.work.sum))
-        cseq_meter_poll(m, self.now, False)
+        cseq_meter_poll(m, self.now, False, False)
         cseq_store_rlx_u64(&m.first_ns, self.now)
         return waited
 
@@ -416,11 +416,12 @@ cdef class Feed:
     def run_clock(self):
         """Count time for the epoch; a pause after the last batch is of none."""
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
-        cdef uint64_t polled = m.polled_ns
-        cseq_meter_begin(m, cseq_now_ns())
+        cdef bint goes_on = m.since_ns != 0  # else there was a pause: what it computes is not the loop's
+        cdef uint64_t now = cseq_now_ns()
+        cseq_meter_begin(m, now)
         if m.first_ns:
-            cseq_meter_poll(m, cseq_now_ns(), False)  # what a pause computes is not the loop's
-            cseq_store_rlx_u64(&m.polled_ns, polled)  # else short epochs never had their 100 ms
+            cseq_count_u64(&m.epochs, 1)
+            cseq_meter_read(m, now, False, goes_on)
 
     def end(self):
         """Cancel the epoch; nothing is under way then."""
@@ -509,6 +510,7 @@ cdef class Feed:
             What the source raises after the last ticket.
         """
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
+        cdef uint64_t now
         self.refill()
         if self.find() >= 0:
             return True
@@ -517,7 +519,9 @@ cdef class Feed:
         self.source.finish()
         self.ended = True
         if m.first_ns:
-            cseq_meter_step(m, cseq_now_ns(), False)
+            now = cseq_now_ns()
+            cseq_meter_step(m, now, False)
+            cseq_meter_read(m, now, False, True)
         cseq_store_rlx_u64(&m.since_ns, 0)
         return None
 
@@ -702,7 +706,7 @@ cdef class Feed:
         self.waited = waited = cseq_meter_step(m, now, not self.taken_count)
         cseq_store_rlx_u64(&m.since_ns, now)
         if now - m.polled_ns > CSEQ_POLL:
-            cseq_meter_poll(m, now, False)
+            cseq_meter_poll(m, now, False, True)
             self.due = self.watch is not None
         if waited:
             for k in range(most):

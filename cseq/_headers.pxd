@@ -53,6 +53,7 @@ cdef extern from "cseq_meter.h" nogil:
         uint64_t behind_ns
         uint64_t early_ns
         uint64_t polled_ns
+        uint64_t epochs
         cseq_histogram work
         cseq_histogram wait
         cseq_histogram gil
@@ -62,7 +63,8 @@ cdef extern from "cseq_meter.h" nogil:
     void cseq_meter_begin(cseq_meter* m, uint64_t now) noexcept
     void cseq_meter_slept(cseq_meter* m, uint64_t before, uint64_t now) noexcept
     uint64_t cseq_meter_step(cseq_meter* m, uint64_t now, int first) noexcept
-    void cseq_meter_poll(cseq_meter* m, uint64_t now, int whole) noexcept
+    void cseq_meter_read(cseq_meter* m, uint64_t now, int whole, int counts) noexcept
+    void cseq_meter_poll(cseq_meter* m, uint64_t now, int whole, int counts) noexcept
 
 
 cdef extern from "cseq_ring.h" nogil:

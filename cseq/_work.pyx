@@ -122,7 +122,6 @@ cdef class Runner:
         """Claim a ticket. True: claimed; False: none came within `park` ns; None: the ring is
         closed."""
         cdef int cell = CSEQ_CLOSED
-        cdef uint64_t awake
         if self.cell >= 0:
             raise RuntimeError(f"cell {self.cell} is still in hand: publish it first")
         if self.since - self.meter.polled_ns >= CSEQ_POLL:
@@ -134,9 +133,7 @@ cdef class Runner:
                     self.pause()
                     cell = cseq_ring_await(self.r, self.stage, self.owner, self.park)
                     if self.turns and cell >= 0: cseq_turns_take(self.turns, self.turn)
-                    awake = cseq_now_ns()
                 self.since = cseq_now_ns()
-                cseq_histogram_add(&self.meter.gil, self.since - awake)
         else:
             self.pause()
         if cell < 0:
@@ -198,7 +195,7 @@ cdef class Runner:
                 cseq_wait(&word, 0, PROBE_NS, 0)
                 awake = cseq_now_ns()
             cseq_histogram_add(&self.meter.gil, cseq_now_ns() - awake)
-        cseq_meter_poll(self.meter, cseq_now_ns(), shared)
+        cseq_meter_poll(self.meter, cseq_now_ns(), shared, True)
 
     cdef cseq_cell* held(self) except NULL:
         if self.cell < 0:

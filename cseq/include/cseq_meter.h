@@ -8,7 +8,7 @@
  *                trainer                                     runner
  *   work         the loop's own time between two batches     claim to publish, of each ticket
  *   wait         what the loop waited for a batch            each sleep without a ticket
- *   gil          after a sleep: until it has the GIL again   the same, and once in CSEQ_POLL
+ *   gil          after a sleep: until it has the GIL again   once in CSEQ_POLL: if it asks for the GIL
  */
 #ifndef CSEQ_METER_H
 #define CSEQ_METER_H
@@ -20,6 +20,8 @@
 #include <intrin.h>
 #endif
 #if defined(__linux__)
+#include <fcntl.h>
+#include <stdlib.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -30,6 +32,7 @@
 #define CSEQ_BUCKETS 144 /* four an octave, from 64 ns to 73 minutes */
 #define CSEQ_SLOWEST 8
 #define CSEQ_POLL 100000000u /* ns between two looks at what the system has counted */
+#define CSEQ_READ 1000000u   /* ns between two readings at least, which take some microseconds */
 
 typedef struct {
     uint64_t sum; /* ns, of all */
@@ -53,11 +56,14 @@ typedef struct {
     uint64_t behind_ns; /* of `wait`: half of the other tickets were ready when it ended */
     uint64_t early_ns;  /* of `wait`: for the first batches of an epoch, one for each runner */
     uint64_t cpu_ns;    /* computed */
-    uint64_t polled_ns, cpu_seen; /* the last poll; 0: there was none */
+    uint64_t queued_ns; /* waited for a core, of the party's thread */
+    uint64_t polled_ns; /* the last poll; 0: there was none */
+    uint64_t read_ns, cpu_seen, queued_seen; /* the last reading of what the system has counted */
+    uint64_t epochs;    /* the trainer's: that began after the first batch */
     uint64_t thread; /* its number in the system; of a process, that of the process */
     cseq_histogram work, wait, gil;
     cseq_slow slowest[CSEQ_SLOWEST]; /* a runner's */
-    char pad[80];
+    char pad[48];
 } cseq_meter;
 
 typedef char cseq_check_histogram[sizeof(cseq_histogram) == 640 ? 1 : -1];
@@ -143,10 +149,30 @@ CSEQ_INLINE uint64_t cseq_meter_step(cseq_meter *m, uint64_t now, int first) {
 
 /* ── what the system has counted ──────────────────────────────────────────────────────── */
 
-/* Add what the calling thread (`whole`: its process) has computed since the last call. The first call, of
- * a record or of a new runner, adds nothing. */
-CSEQ_INLINE void cseq_meter_poll(cseq_meter *m, uint64_t now, int whole) {
-    uint64_t cpu = 0;
+/* What the calling thread has waited for a core, in ns; 0 where the system does not say. The file has what
+ * it computed, what it waited, and how often it ran. */
+CSEQ_INLINE uint64_t cseq_queued_ns(void) {
+    uint64_t queued = 0;
+#if defined(__linux__)
+    char text[64], *end;
+    const int fd = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
+    const ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) close(fd);
+    if (n > 0) {
+        text[n] = 0;
+        strtoull(text, &end, 10);
+        queued = strtoull(end, NULL, 10);
+    }
+#endif
+    return queued;
+}
+
+/* Read what the calling thread (`whole`: its process) has computed, and what the thread has waited for a core;
+ * `counts`: add what came since the last reading. The first one of a record, or of a thread, adds nothing. */
+CSEQ_INLINE void cseq_meter_read(cseq_meter *m, uint64_t now, int whole, int counts) {
+    uint64_t cpu = 0, queued, thread = 0;
+    if (m->polled_ns && now - m->read_ns < CSEQ_READ) return;
+    queued = cseq_queued_ns();
 #if !defined(_WIN32)
     struct timespec t;
     clock_gettime(whole ? CLOCK_PROCESS_CPUTIME_ID : CLOCK_THREAD_CPUTIME_ID, &t);
@@ -154,11 +180,22 @@ CSEQ_INLINE void cseq_meter_poll(cseq_meter *m, uint64_t now, int whole) {
 #else
     (void)whole;
 #endif
-    if (m->polled_ns) cseq_count_u64(&m->cpu_ns, cpu - m->cpu_seen);
 #if defined(__linux__)
-    cseq_store_rlx_u64(&m->thread, (uint64_t)syscall(SYS_gettid));
+    thread = (uint64_t)syscall(SYS_gettid);
 #endif
+    if (counts && m->polled_ns && m->thread == thread) {
+        cseq_count_u64(&m->cpu_ns, cpu - m->cpu_seen);
+        cseq_count_u64(&m->queued_ns, queued - m->queued_seen);
+    }
+    cseq_store_rlx_u64(&m->thread, thread);
+    cseq_store_rlx_u64(&m->read_ns, now);
     cseq_store_rlx_u64(&m->cpu_seen, cpu);
+    cseq_store_rlx_u64(&m->queued_seen, queued);
+}
+
+/* The same for all that came since the last poll: a reading in between puts none off. */
+CSEQ_INLINE void cseq_meter_poll(cseq_meter *m, uint64_t now, int whole, int counts) {
+    cseq_meter_read(m, now, whole, counts);
     cseq_store_rlx_u64(&m->polled_ns, now);
 }
 

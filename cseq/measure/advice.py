@@ -19,13 +19,19 @@ __all__ = ["RULES", "Advice", "Rule", "Said", "Window", "advise", "duration"]
 ENOUGH_BATCHES = 8  # for any other answer than 'unknown'
 FED = 0.1  # part of the waits; if the GPU runs dry in less, the waits cost nothing
 LITTLE = 0.05  # part of the time; if the loop waits less, the loop is the bottleneck
-HANDOVER = 50e-6  # seconds a batch; if the loop waits less, nothing is the bottleneck
+HANDOVER = 50e-6  # seconds a batch; if the loop waits less, larger batches are what helps
+OVERHEAD = 5e-6  # seconds; what either side needs for a batch, whatever is in it, is less
+MOST_LARGER = 64  # times as large as they are; larger batches are not named
 BUSY = 0.8  # part of the time; workers that work as much cannot do more
 START = 2.0  # seconds until the first batch
-GIL = 1e-3  # seconds; if one in five waits for the GIL is longer, threads compete for it
+GIL = 1e-3  # seconds; a wait for the GIL that takes so long is a long one
+LONG = 0.3  # part of the waits for the GIL; if more are long, threads compete for it
 ONE_CORE = 1.3  # cores that threads use at most if only one of them runs at a time
-HELD = 0.5  # cores; if threads use fewer and the loop does not wait, the GIL is free
+HELD = 0.8  # cores; if threads want fewer, the GIL is free now and then
+STARVED = 2.0  # times what threads compute; if they wait longer for a core, so does who has the GIL
 USED_UP = 0.95  # part of the cores
+QUEUED = 0.25  # part of the work; if workers wait longer for a core, there is none for another one
+OTHERS = 0.7  # part of the cores; if this process uses less, and waits for a core, others use it
 TURNS = 0.2  # part of what threads compute that the workers do, where these hold the GIL
 SPARE = 1.1  # workers for one that is needed
 MOST_READERS = 4  # workers for each core, where they wait for something else than a core
@@ -42,10 +48,13 @@ class Window:
 
     Attributes
     ----------
+    size : float
+        Samples in a batch; 0: not known.
     elapsed, waited : float
         The time of the epochs, and how much of it the loop waited.
-    start : float
-        The time until the first batch. `elapsed` does not include it.
+    start, first : float
+        What the loop waited for the first batch of all, and for the first one of each other worker,
+        if no other epoch began. `elapsed` and `waited` include neither.
     step, step_p99 : float
         The loop's own time for a batch: the mean without the longest twentieth, and the 99th
         percentile.
@@ -55,17 +64,21 @@ class Window:
         The part of the time in which a worker works: the mean over all workers.
     cpu : float or None
         The part of `busy` in which they compute; None: not known.
-    loop_cpu : float
-        The part of all time in which the loop's thread computes.
+    queued : float
+        The part of `busy` in which they wait for a core; 0 where the system does not say.
+    loop_cpu, loop_queued : float
+        The parts of all time in which the loop's thread computes, and waits for a core.
     cores : int
         The cores for this process: its container's quota, divided by the ranks on the machine.
-    gil : float
-        One in five waits for the GIL takes at least so long. Not the median: if two threads take
-        turns, the GIL is often free. Nor the mean: on a busy machine, single waits are long.
+    gil, gil_long : float
+        A thread of a worker that asks for the GIL at some time waits for `gil` or longer in one of
+        five cases; it waits for at least `GIL` in the part `gil_long`. Not the mean: on a busy
+        machine, single waits are long.
     computed : float
         How many cores all threads together use, if they share a GIL.
     behind, early : float
-        Parts of the waiting: while most other batches are ready; for the first batches of epochs.
+        Parts of the waiting: while most other batches are ready; for the first batches of later
+        epochs.
     converting : float
         Part of the time that converters worked.
     dry : float or None
@@ -75,9 +88,11 @@ class Window:
     """
 
     batches: int = 0
+    size: float = 0.0
     elapsed: float = 0.0
     waited: float = 0.0
     start: float = 0.0
+    first: float = 0.0
     step: float = 0.0
     step_p99: float = 0.0
     index: float = 0.0
@@ -85,10 +100,13 @@ class Window:
     workers: int = 0
     busy: float = 0.0
     cpu: float | None = None
+    queued: float = 0.0
     loop_cpu: float = 1.0
+    loop_queued: float = 0.0
     cores: int = 1
     threads: bool = False
     gil: float = 0.0
+    gil_long: float = 0.0
     computed: float = 0.0
     buffer: int = 0
     behind: float = 0.0
@@ -115,9 +133,34 @@ class Window:
         return self.busy * self.workers * (1.0 if self.cpu is None else self.cpu)
 
     @property
+    def queue(self) -> float:
+        """How many threads, of the workers and the loop, wait for a core at a time."""
+        return self.queued * self.busy * self.workers + self.loop_queued
+
+    @property
+    def wanted(self) -> float:
+        """How many cores the workers and the loop would use, if they never waited for one."""
+        return self.own + min(self.loop_cpu, 1.0) + self.queue
+
+    @property
+    def starved(self) -> bool:
+        """Whether threads that share a GIL wait for a core, rather than for each other."""
+        return self.queue > STARVED * self.computed
+
+    @property
+    def holds_gil(self) -> bool:
+        """Whether threads hold the GIL while they compute: others that ask for it wait long."""
+        return self.threads and self.gil_long > self.computed / 4
+
+    @property
+    def has_others(self) -> bool:
+        """Whether other programs use the cores that are wanted here."""
+        return self.own + min(self.loop_cpu, 1.0) < OTHERS * self.cores
+
+    @property
     def computes(self) -> bool:
-        """Whether workers compute most of their time."""
-        return self.cpu is None or self.cpu >= 0.5
+        """Whether workers compute most of their time, or would if they had a core."""
+        return self.cpu is None or self.cpu + self.queued >= 0.5
 
     @property
     def most(self) -> float:
@@ -143,10 +186,16 @@ class Window:
 
     @property
     def room(self) -> int:
-        """How many such workers the cores have room for, beside the loop."""
-        computing = 1.0 if self.cpu is None else max(self.cpu, 0.01)
-        cores = ONE_CORE if _takes_turns(self) else self.cores - min(self.loop_cpu, 1.0)
-        return max(1, int(cores / min(computing, 1.0) + 0.5))
+        """How many such workers the cores, or the one GIL, have room for, beside the loop."""
+        if self.queued >= QUEUED:
+            return max(1, self.workers)
+        if self.cpu is None:
+            return max(1, int(self.cores - min(self.loop_cpu, 1.0) + 0.5))
+        # Waits for a core get longer with each worker: half as much is taken off in advance.
+        queues = self.queued / max(self.cpu + self.queued, 0.01) / 2
+        cores = 1.0 if self.holds_gil else self.cores - min(self.loop_cpu, 1.0)
+        computing = min(max(self.cpu / (1 - self.queued), 0.01), 1.0)
+        return max(1, int(cores * (1 - queues) / computing + 0.5))
 
     def rate(self, workers: float) -> float:
         """Batches a second of so many workers that never wait for tickets."""
@@ -188,7 +237,8 @@ class Advice:
     @property
     def remedy(self) -> str:
         """The action, with what it can gain."""
-        gained = f": at most {self.gain:.1f} times as fast" if self.gain > 1.05 else ""
+        gained = f": at most {self.gain:.{int(self.gain < 10)}f} times as fast"
+        gained = gained if self.gain > 1.05 else ""
         return f"{self.action}{gained}" if self.action else ""
 
 
@@ -250,6 +300,8 @@ def _waits(v: Window) -> str:
         said += f"; {maker} {duration(v.index)} per batch, the loop {duration(v.step)}"
     if v.dry is not None:
         said += f"; the GPU had run dry after {v.dry:.0%} of the waits"
+    if v.first >= LITTLE * (v.elapsed + v.first):
+        said += f"; before that, it waited {duration(v.first)} until all workers had begun"
     return said
 
 
@@ -259,6 +311,8 @@ def _busy(v: Window) -> str:
     said = f"{_count(v.workers, 'worker')} {are} busy {v.busy:.0%} of the time"
     if v.cpu is not None:
         said += f", computing {v.cpu:.0%} of that"
+    if v.queued >= LITTLE:
+        said += f" and waiting for a core {min(v.queued, 1 - (v.cpu or 0.0)):.0%}"
     return said
 
 
@@ -278,7 +332,7 @@ def _start(v: Window) -> str:
 def _more(v: Window, seen: str, action: str = "") -> Said:
     """Name the number of workers that would keep up, and how much they can gain."""
     made = v.index * v.batches / v.elapsed  # by workers that are always busy: by so many
-    gain = max(1.0, min(v.most, v.enough / made)) if made > 0 else v.most
+    gain = max(1.0, min(v.most, min(v.enough, v.room) / made)) if made > 0 else v.most
     return Said(seen, action, {"num_workers": v.enough}, gain)
 
 
@@ -304,28 +358,55 @@ def _inline(v: Window) -> Said:
 
 
 def _gil(v: Window) -> Said:
-    return Said(
+    seen = (
         f"all threads together compute on {v.computed:.1f} cores of {v.cores}, and one in five of "
-        f"their waits for the GIL takes {duration(v.gil)} or longer",
+        f"their waits for the GIL takes {duration(v.gil)} or longer"
+    )
+    if v.starved:
+        seen += "; they wait even longer for a core: others compute here, too"
+    # What threads that run want a core for; what the loop's step needs without the GIL's waits.
+    wanted = v.computed + v.queue
+    rest = (1 - v.w) * v.elapsed - min(wanted, 1.0) * v.gil * v.batches
+    gain = min(
+        min(v.workers + 1, v.cores) / max(wanted, 0.01),
+        v.elapsed / max(rest, (1 - v.w) * v.elapsed / 10, 1e-9),
+    )
+    return Said(
+        seen,
         "use processes: "
         + (
             "worker_method='multiprocessing'"
             if v.is_stream
             else "MPSequence in place of MTSequence"
         ),
-        gain=max(v.most, min(v.workers + 1, v.cores) / max(v.computed, 1.0)),
+        gain=1.0 if v.starved else max(gain, 1.0),
     )
 
 
 def _loop(v: Window) -> Said:
     if v.w >= LITTLE:
-        return Said(
-            "the GPU has enough work" if _is_fed(v) else "handing over a batch takes that long"
-        )
+        return Said("the GPU has enough work")
     seen = "the loop is the bottleneck"
+    if v.loop_queued >= QUEUED:
+        seen += f", and waits for a core {v.loop_queued:.0%} of the time"
+        seen += ": others compute here, too" * v.has_others
     if v.spare:
         seen += f"; {_count(v.fewest, 'worker')} would be enough, not {v.workers}"
     return Said(seen)
+
+
+def _handover(v: Window) -> Said:
+    """Name a size of batches, and what it gains if all but what either side adds is for samples."""
+    took = v.elapsed / v.batches
+    larger = 2 ** math.ceil(math.log2(2 * HANDOVER / took)) if took < HANDOVER else 2
+    larger = min(larger, MOST_LARGER)
+    step, index = (max(each - OVERHEAD, each / larger) for each in (v.step, v.index))
+    named = f", such as batch_size={round(larger * v.size)}" if v.size else ""
+    return Said(
+        "handing over a batch takes as long as making it",
+        f"larger batches{named}",
+        gain=max(1.0, took / max(step, index / max(v.workers, 1), took / larger)),
+    )
 
 
 def _converters(v: Window) -> Said:
@@ -355,6 +436,12 @@ def _buffer(v: Window) -> Said:
 
 
 def _cores(v: Window) -> Said:
+    if v.queued >= QUEUED and v.has_others:
+        return Said(
+            f"{_busy(v)}: others compute here, too",
+            "more workers would only take turns with them; leave this program more cores",
+            gain=min(v.most, 1 / max(1 - v.queued, 0.01)),
+        )
     fewer = "try fewer workers, and " if v.workers > v.cores else ""
     return Said(
         f"{_busy(v)}: {_count(v.cores, 'core')} are used up",
@@ -363,7 +450,8 @@ def _cores(v: Window) -> Said:
 
 
 def _workers(v: Window) -> Said:
-    waits = "" if v.computes else ": they wait for a disk, a network or a core"
+    waits = "" if v.computes else ": they wait for a disk or a network"
+    waits += "" if v.queued or not waits else ", or for a core"
     if waits and v.is_stream and not v.threads:
         waits += "; threads (of a DataLoader: worker_method='thread') wait as well, in less memory"
     return _more(v, f"{_busy(v)}{waits}")
@@ -372,8 +460,9 @@ def _workers(v: Window) -> Said:
 def _takes_turns(v: Window) -> bool:
     """Tell whether threads wait for the GIL, which workers hold for a good part of that time."""
     indexing = v.own >= TURNS * v.computed  # else the loop holds it, and is the bottleneck
-    in_turns = v.threads and v.cores > 1 and v.computed <= ONE_CORE
-    return v.gil > GIL and in_turns and indexing and (v.w >= LITTLE or v.computed >= HELD)
+    if not (v.threads and v.cores > 1 and v.computed <= ONE_CORE and indexing):
+        return False
+    return v.gil_long >= LONG and v.computed + v.queue >= HELD
 
 
 def _is_fed(v: Window) -> bool:
@@ -397,9 +486,15 @@ def _is_used_up(v: Window) -> bool:
     """Tell whether more workers would have no core to compute on."""
     if v.cpu is None:
         return False
-    return v.own + min(v.loop_cpu, 1.0) >= USED_UP * v.cores or (
-        v.workers >= v.cores and v.computes
+    return (
+        v.queued >= QUEUED or v.wanted >= USED_UP * v.cores or (v.workers >= v.cores and v.computes)
     )
+
+
+def _is_handed_over(v: Window) -> bool:
+    """Tell whether the loop waits for batches that take hardly any time to make."""
+    makes = v.busy < BUSY or v.index < OVERHEAD
+    return makes and v.waited < HANDOVER * v.batches
 
 
 # The rules; docs/how-to/slow.md says in words when each of them holds.
@@ -411,11 +506,8 @@ RULES = (
     ),
     Rule("inline", _is_inline, _inline),
     Rule("gil", _takes_turns, _gil),
-    Rule(
-        "loop",
-        lambda v: v.w < LITTLE or _is_fed(v) or v.waited < HANDOVER * v.batches,
-        _loop,
-    ),
+    Rule("loop", lambda v: v.w < LITTLE or _is_fed(v), _loop),
+    Rule("handover", _is_handed_over, _handover),
     Rule("converters", lambda v: v.converters > 0 and v.converting >= BUSY > v.busy, _converters),
     Rule("memory", lambda v: v.copies >= LITTLE * v.batches and v.copies > 0, _memory),
     Rule(

@@ -20,11 +20,12 @@ BUCKETS, SLOWEST = 144, 8
 HISTOGRAM = np.dtype([("sum", "u8"), ("bucket", "u4", BUCKETS), ("pad", "V56")])
 SLOW = np.dtype([("ns", "u8"), ("epoch", "u8"), ("batch", "u8")])
 COUNTS = ["batches", "samples", "nbytes", "since", "waited", "asleep", "start", "first"]
-COUNTS += ["behind", "early", "cpu", "polled", "cpu_seen", "thread"]
+COUNTS += ["behind", "early", "cpu", "queued", "polled", "read", "cpu_seen", "queued_seen"]
+COUNTS += ["epochs", "thread"]
 METER = np.dtype(
     [(name, "u8") for name in COUNTS]
     + [(name, HISTOGRAM) for name in ("work", "wait", "gil")]
-    + [("slowest", SLOW, SLOWEST), ("pad", "V80")]
+    + [("slowest", SLOW, SLOWEST), ("pad", "V48")]
 )
 POINTS, EVERY = 512, 100_000_000  # rows of a history; ns between two at first
 # Seconds from which a bucket counts; the last one is the end of the last bucket.
@@ -61,6 +62,10 @@ class Histogram:
         k = int(np.searchsorted(below, max(rank, 1)))
         part = min(max((rank - below[k]) / self._buckets[k] + 1, 0), 1)
         return float(EDGES[k] + (EDGES[k + 1] - EDGES[k]) * part)
+
+    def part_above(self, seconds: float) -> float:
+        """Part of all that took at least so long, within 12 % of the time; 0 of nothing."""
+        return float(self._buckets[EDGES[:-1] >= seconds].sum()) / max(self.count, 1)
 
     def mean_below(self, p: float) -> float:
         """Mean of the part `p` that took least, within 12 %; 0 of nothing."""
@@ -163,7 +168,7 @@ class Meters:
 def _grown(now: Any, then: Any) -> Any:
     """Return records with what was added to their counts, and the slowest batches of that time."""
     found = now.copy()
-    for name in ("batches", "behind", "early", "cpu"):
+    for name in ("batches", "behind", "early", "cpu", "queued", "epochs"):
         found[name] -= then[name]
     for name in ("work", "wait", "gil"):
         for part in ("sum", "bucket"):

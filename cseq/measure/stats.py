@@ -307,13 +307,19 @@ class Stats:
 
     def window(self) -> Window:
         """Return what `advice` looks at."""
-        from cseq.measure.advice import Window, duration
+        from cseq.measure.advice import GIL, Window, duration
 
         meters = self.meters
         runners, loop = meters.runners[self._indexers], meters.loop
         index, step = self.index_seconds, self.step_seconds
         even = step.quantile(0.99) <= 3 * step.quantile(0.5)  # else pauses are left out
         busy = float(meters.busy[self._indexers].sum())
+        queued = float(runners["queued"].sum()) / 1e9
+        gil = meters.histogram("gil", meters.runners)
+        early = float(loop["early"]) / 1e9
+        # The workers begin one after another: in the only epoch, that is a part of the start.
+        first = 0.0 if loop["epochs"] else min(early, self.loop_waited)
+        waited = self.loop_waited - first
         computed = int(meters.runners["cpu"].sum()) + int(loop["cpu"]) if self.threads else 0
         ready, behind = self.depths[2], float(loop["behind"]) / 1e9
         if meters.waits and ready and ready >= sum(self.depths[:2]):
@@ -321,9 +327,11 @@ class Stats:
         slowest = next(iter(self.slowest), None)
         return Window(
             batches=self.batches,
-            elapsed=self.elapsed,
-            waited=self.loop_waited,
+            size=self.samples / max(self.batches, 1),
+            elapsed=self.elapsed - first,
+            waited=waited,
             start=self.start_waited,
+            first=first,
             step=step.mean if even else step.mean_below(0.95),
             step_p99=step.quantile(0.99),
             index=index.mean,
@@ -331,14 +339,17 @@ class Stats:
             workers=self.num_workers,
             busy=1 - self.workers_waiting,
             cpu=_cpu(float(runners["cpu"].sum()) / 1e9, busy),
+            queued=_part(queued, busy),
             loop_cpu=_part(float(loop["cpu"]) / 1e9, self.elapsed) or 1.0,
+            loop_queued=_part(float(loop["queued"]) / 1e9, self.elapsed),
             cores=share(),
             threads=self.threads,
-            gil=meters.histogram("gil", loop, meters.runners).quantile(0.8),
+            gil=gil.quantile(0.8),
+            gil_long=gil.part_above(GIL),
             computed=_part(computed / 1e9, self.elapsed, most=1e9),
             buffer=self.buffer,
             behind=_part(behind, self.loop_waited),
-            early=_part(float(loop["early"]) / 1e9, self.loop_waited),
+            early=_part(early - first, waited),
             converters=self.num_converters,
             converting=1 - self._waiting(meters.busy[self._converters], self.num_converters),
             copies=self.copies,

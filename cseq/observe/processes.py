@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["cpu_seconds", "resident", "starts", "tree"]
+__all__ = ["cpu_seconds", "queued_seconds", "resident", "starts", "tree"]
 
 PROC = "/proc"
 
@@ -41,6 +41,15 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     """Return what processes have computed, with their children that have ended; 0: not known."""
     fields = (_fields(pid)[11:15] for pid in pids)
     return sum(sum(map(int, each)) for each in fields) / _ticks()
+
+
+def queued_seconds(pids: Iterable[int]) -> float:
+    """Return what the main threads of processes have waited for a core; 0: not known."""
+    found = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, IndexError), open(f"{PROC}/{pid}/schedstat") as file:
+            found += int(file.read().split()[1])
+    return found / 1e9
 
 
 def starts(pid: int) -> str | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cseq.measure.advice import LITTLE, Window, advise, duration
-from cseq.observe.processes import cpu_seconds
+from cseq.observe.processes import cpu_seconds, queued_seconds
 from cseq.system import share
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class Watched:
     computed : float
         CPU seconds of what made the batches, the workers or the loop's own thread, after the first
         one of each epoch.
+    queued : float
+        Seconds that the workers waited for a core in that time.
     epochs, batches : int
         First batches of epochs; all others.
     started : float
@@ -54,6 +56,7 @@ class Watched:
     num_workers: int
     persistent: bool = False
     computed: float = 0.0
+    queued: float = 0.0
     epochs: int = 0
     batches: int = 0
     started: float = 0.0
@@ -72,7 +75,7 @@ class Watched:
             batches=count, elapsed=elapsed, waited=self.waited, step=self.stepped / count,
             index=worked / count if self.waited >= LITTLE * elapsed else 0.0, workers=workers,
             busy=float(workers > 0), cpu=self.computed / worked if is_known else None,
-            cores=cores,
+            queued=min(self.queued / worked, 1.0), cores=cores,
         )  # fmt: skip
 
     def lines(self, cores: int) -> list[str]:
@@ -114,7 +117,7 @@ class Turn:
     def begin(self, pids: Sequence[int]) -> None:
         """Note the workers, when they have made the first batch."""
         self._pids = pids
-        self._computed = cpu_seconds(pids)
+        self._computed, self._queued = cpu_seconds(pids), queued_seconds(pids)
         self.watched.turns.append(self)
 
     def end(self) -> None:
@@ -122,6 +125,7 @@ class Turn:
         if self in self.watched.turns:
             self.watched.turns.remove(self)
             self.watched.computed += max(cpu_seconds(self._pids) - self._computed, 0.0)
+            self.watched.queued += max(queued_seconds(self._pids) - self._queued, 0.0)
 
 
 def watch(loaders: dict[Any, Watched]) -> None:

@@ -62,11 +62,11 @@ def test_copies_are_counted() -> None:
 class Held:
     """Batches at once; from one index on, or at one alone, only when there is a file."""
 
-    def __init__(self, gate: str, *, alone: bool) -> None:
-        self.gate, self.alone = gate, alone
+    def __init__(self, gate: str, *, alone: bool, at: int = FREE) -> None:
+        self.gate, self.alone, self.at = gate, alone, at
 
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        if indices[0] == FREE or (indices[0] > FREE and not self.alone):
+        if indices[0] == self.at or (indices[0] > self.at and not self.alone):
             while not os.path.exists(self.gate):
                 time.sleep(PAUSE)
         return indices
@@ -79,6 +79,13 @@ class Computes:
         begun = time.thread_time()
         sum(k * k for k in range(20_000))
         return time.thread_time() - begun
+
+
+class Pinned(Computes):
+    """The same, on the first core of all, where another one may be."""
+
+    def __init__(self) -> None:
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 
 
 class SlowToMake:
@@ -330,6 +337,68 @@ def test_the_start_is_no_waiting(tmp_path: Path) -> None:
     assert stats.elapsed >= 50 * PAUSE
     assert stats.elapsed + stats.start_waited <= took
     assert stats.loop_waited <= stats.elapsed - 50 * PAUSE
+
+
+@both
+def test_waits_for_the_first_batches_of_the_only_epoch_are_of_the_start(
+    kind: str, tmp_path: Path
+) -> None:
+    """The advice counts them once there is another epoch; what was counted has them always."""
+    gate = tmp_path / "gate"
+    seen = []
+    with make(kind, partial(Held, str(gate), alone=True, at=1), 2, 20).start() as running:
+
+        def open_gate() -> None:
+            while running.stats().meters.waits < PAUSE or not running.stats().batches:
+                time.sleep(PAUSE)
+            gate.touch()
+
+        for _ in range(2):
+            opening = threading.Thread(target=open_gate)
+            opening.start()
+            assert len(list(running)) == 20
+            opening.join()
+            gate.unlink()
+            seen.append(running.stats())
+    one, two = (stats.window() for stats in seen)
+    assert one.first >= PAUSE
+    assert (one.early, one.waited + one.first) == (0, pytest.approx(seen[0].loop_waited))
+    assert one.elapsed + one.first == pytest.approx(seen[0].elapsed)
+    assert (two.first, two.waited) == (0, seen[1].loop_waited)
+    assert two.early * two.waited >= 2 * PAUSE
+    later = seen[1].since(seen[0]).window()
+    assert later.early > 0
+    assert later.first == 0
+
+
+def test_what_a_pause_computes_is_none_of_the_loops() -> None:
+    """The loop's CPU time is of its epochs alone, as all of its time is."""
+    with make("thread", Slow, 1, 5).start() as batches:
+        for _ in range(4):
+            assert len(list(batches)) == 5
+            end = time.thread_time() + 0.04
+            while time.thread_time() < end:
+                pass
+        loop = batches.stats().meters.loop
+    assert loop["epochs"] == 3
+    assert 0 < loop["cpu"] < 0.06e9  # of 0.12 s in the pauses
+
+
+@pytest.mark.needs("worker processes")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/thread-self/schedstat"), reason="the system does not count it"
+)
+def test_workers_that_wait_for_a_core() -> None:
+    """Two workers on one core have it in turn: they wait for no disk, and no third would help."""
+    with make("proc", Pinned, 2, 10**6).start() as batches:
+        for number, _ in enumerate(batches):
+            if number % 16:
+                continue
+            stats = batches.stats()
+            if stats.bottleneck == "cores" and stats.window().queued > 0.3:
+                break
+    assert "and waiting for a core" in stats.advice().sentence
+    assert stats.advice().change == {}
 
 
 @both

@@ -100,11 +100,16 @@ def test_a_script_without_a_loader(run_command: RunCommand, tmp_path: Path) -> N
 
 
 def watched(
-    wait: float, step: float, workers: int = 0, computed: float = 0.0, first: float = 0.01
+    wait: float,
+    step: float,
+    workers: int = 0,
+    computed: float = 0.0,
+    first: float = 0.01,
+    queued: float = 0.0,
 ) -> Watched:
     """Return a loader of 200 batches in two epochs."""
     one = Watched("DataLoader of Images", workers, computed=computed, epochs=2, batches=198)
-    one.started, one.waited, one.stepped = 2 * first, 198 * wait, 198 * step
+    one.queued, one.started, one.waited, one.stepped = queued, 2 * first, 198 * wait, 198 * step
     return one
 
 
@@ -122,6 +127,8 @@ CPU = pytest.mark.skipif(sys.platform != "linux", reason="the CPU time of worker
         pytest.param(watched(0.003, 0.002, 2), "num_workers=6: at most 2.5 times", marks=CPU),
         pytest.param(watched(0.003, 0.002, 2, 1.8), "num_workers=3: at most 1.5", marks=CPU),
         pytest.param(watched(0.003, 0.002, 4, 3.8), "4 cores are used up", marks=CPU),
+        # they would compute all the time, and have a core for a third of it
+        (watched(0.003, 0.002, 2, 0.6, queued=1.2), "waiting for a core 61%: others compute here"),
         (watched(0.0001, 0.02, 2), "the loop is the bottleneck"),
     ],
 )
@@ -133,6 +140,7 @@ def test_what_would_help(loader: Watched, said: str) -> None:
 
 
 COUNTS = """
+import os
 import time
 from cseq.observe import watch
 from torch.utils.data import DataLoader, Dataset
@@ -143,8 +151,9 @@ class Naps(Dataset):
     def __getitem__(self, index):
         return index
 
-class Burns(Naps):
+class Burns(Naps):  # on one core
     def __getitem__(self, index):
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
         end = time.process_time() + 0.01
         while time.process_time() < end:
             pass
@@ -161,20 +170,25 @@ if __name__ == "__main__":
     for each in loaders.values():
         for turn in list(each.turns):
             turn.end()
-        print(each.name.split()[2].strip(","), each.computed)
+        print(each.name.split()[2].strip(","), each.computed, each.queued)
 """
 
 
 @CPU
 @pytest.mark.parametrize("persistent", [False, True])
 def test_each_loader_has_its_own_workers(run_prepared: RunScript, persistent: bool) -> None:
-    """What they computed is theirs alone, and is there of those that stay alive, too."""
+    """What they computed is theirs alone, and is there of those that stay alive, too.
+
+    So is how long they waited for a core.
+    """
     pytest.importorskip("torch")
     done = run_prepared(COUNTS.replace("PERSISTENT", str(persistent)))
     assert not done.returncode, done.stderr
-    computed = {name: float(value) for name, value in map(str.split, done.stdout.splitlines())}
-    assert computed["Burns"] > 0.5  # of 0.8 s, less what was made before the first batch
-    assert computed["Naps"] < computed["Burns"] / 2
+    found = {name: list(map(float, two)) for name, *two in map(str.split, done.stdout.splitlines())}
+    (computed, queued), naps = found["Burns"], found["Naps"]
+    assert computed > 0.5  # of 0.8 s, less what was made before the first batch
+    assert naps[0] < computed / 2
+    assert queued > 0.1 or not os.path.exists("/proc/self/schedstat")
 
 
 def test_epochs_that_begin_slowly() -> None:
