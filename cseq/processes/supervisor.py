@@ -544,8 +544,10 @@ class Supervisor:
                 self.hurry(time.monotonic() + HURRY)
             if not self._ended.wait(GRACE):
                 for worker in self._snapshot():
-                    number = worker.owner - 1
-                    tell(logging.WARNING, "worker %d is busy: killed after %g s", number, GRACE)
+                    number, text = worker.owner - 1, "worker %d is ending: killed after %g s"
+                    if self._is_busy(worker):
+                        text = "worker %d is busy: killed after %g s"
+                    tell(logging.WARNING, text, number, GRACE)
                     worker.child.kill()
                 self._ended.wait(LAST_GRACE)
         if not self._gone:  # the thread was not started, or hangs; or processes lived on
@@ -565,9 +567,12 @@ class Supervisor:
         if not (self.closed and self._thread.begun):
             return
         if not self._ended.wait(max(0.0, deadline - time.monotonic())):
-            for worker in self._snapshot():  # others close their indexers
-                if worker.state != READY or self.shared.held(worker.owner):
-                    worker.child.kill()
+            for worker in filter(self._is_busy, self._snapshot()):  # others close their indexers
+                worker.child.kill()
+
+    def _is_busy(self, worker: WorkerProcess) -> bool:
+        """Whether a worker is not ready, or in a batch."""
+        return worker.state != READY or bool(self.shared.held(worker.owner))
 
 
 def _other_threads(caller: int) -> str:

@@ -8,6 +8,8 @@ import pytest
 from kinds import start_methods
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from conftest import RunScript
 
 SHARING = """
@@ -98,6 +100,29 @@ if __name__ == "__main__":
     print(1 <= len(pids) <= 4, [pid for pid in pids if os.path.exists(f"/proc/{pid}")])
 """
 
+JOINED = """
+import os
+import sys
+import numpy as np
+import cseq
+from joblib import Parallel, delayed
+
+class Joined:
+    def __getitem__(self, indices):
+        pids = Parallel(2)(delayed(os.getpid)() for _ in indices)
+        return np.array(list(zip(indices, pids)))
+
+if __name__ == "__main__":
+    method, before = sys.argv[1:]
+    if before:  # its processes, and the threads that serve them, are this process's
+        Parallel(2)(delayed(abs)(k) for k in range(4))
+    m = cseq.MPSequence(Joined, 16, 2, batch_size=4, out_type="null", start_method=method)
+    with m.start() as batches:
+        pids = {int(pid) for batch in batches for pid in batch[:, 1]}
+    left = [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    print(os.getpid() in pids, 1 <= len(pids) <= 4, left)
+"""
+
 
 @pytest.mark.needs("Linux")
 @pytest.mark.filterwarnings("ignore")
@@ -124,3 +149,15 @@ def test_a_process_pool_ends_with_its_worker(run_script: RunScript, method: str)
     """No worker has to be killed for it, and none of its processes is left."""
     done = run_script(POOLED, method)
     assert (done.stdout, done.stderr) == ("True []\n", "")
+
+
+@pytest.mark.needs("Linux")
+@pytest.mark.parametrize("before", ["", "before"])
+@pytest.mark.parametrize("method", start_methods())
+def test_the_processes_of_joblib_end_with_its_worker(
+    run_script: RunScript, tmp_path: Path, method: str, before: str
+) -> None:
+    """Also where the trainer has some of its own, whose pool a forked worker inherits."""
+    pytest.importorskip("joblib")
+    done = run_script(JOINED, method, before, JOBLIB_TEMP_FOLDER=str(tmp_path))
+    assert (done.stdout, done.stderr) == ("False True []\n", "")

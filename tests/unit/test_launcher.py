@@ -308,6 +308,24 @@ def test_the_end_of_a_worker_is_seen_though_a_process_it_forked_lives(
     await_death(grandchild)  # the pipe of the dead worker has ended
 
 
+@linux
+def test_what_a_worker_has_started_is_killed_with_it(launch: Callable[..., Child]) -> None:
+    """Its children, and theirs; a signal alone goes to the worker alone."""
+    child = launch()
+    fork = (
+        "[pipe := os.pipe(), pid := os.fork() or [own := os.fork() or [os.close(pipe[1]), "
+        "signal.pause()], os.write(pipe[1], b'%d' % own), signal.pause()],"
+        " int(os.read(pipe[0], 99))][1:]"
+    )
+    started = ask(child, fork)
+    child.send_signal(signal.SIGUSR1)
+    assert ask(child, "'alive'") == "alive"
+    child.kill()
+    assert end_of(child) == -signal.SIGKILL
+    for pid in started:
+        await_death(pid)
+
+
 def test_a_process_that_the_user_forks_does_not_end_the_trainers_workers(
     make: Callable[..., Launcher],
 ) -> None:

@@ -386,12 +386,14 @@ def test_a_server_that_is_importing_for_another_manager(
     done = run_script(
         JOB
         + """
+import threading
 from cseq.processes.launcher import server
-class Clock:
-    now, looks, goes = 0.0, 0, False
+class Clock(threading.local):  # of each thread
+    now = 0.0
     def monotonic(self):
-        self.looks += self.goes
-        self.now += 50.0 * self.goes
+        if goes:
+            looks.append(1)
+            self.now += 50.0
         return self.now
 def manager(worker):
     return cseq.MPSequence(worker, 12, 2, batch_size=1, out_type="null", start_method="forkserver",
@@ -407,14 +409,14 @@ os.remove("begun")
 other = manager(busy.Indexer)
 exists("begun")
 ended.finish()
-clock = server.time = Clock()
+goes, looks, server.time = False, [], Clock()
 testing.kill(killed, 0)
 while testing.pids(killed)[0] is not None:
     time.sleep(0.001)
-clock.goes = True
-while clock.looks < 10:
+goes = True
+while len(looks) < 20:
     time.sleep(0.001)
-clock.goes = False
+goes = False
 open("go", "w").close()
 print([np.concatenate(list(each)).tolist() == list(range(12)) for each in (killed, other)])
 for each in (killed, other):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import logging
@@ -66,6 +67,8 @@ def obey(sock: socket.socket, local: Any = None) -> None:
             time.sleep(0.3)
         elif order == ord("3"):
             os._exit(3)
+        elif order == ord("E"):
+            atexit.register(threading.Event().wait)
     until_closed(runner)
 
 
@@ -368,6 +371,18 @@ def test_close_waits_for_what_is_made(
         seen.wait(0.001)
     one.close()
     assert "worker 0 is busy: killed" in caplog.text
+
+
+def test_a_worker_that_does_not_come_to_its_end(
+    pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that has left its last batch is not called busy."""
+    monkeypatch.setattr(supervisor_module, "GRACE", 0.05)
+    one = pool(b"ER")
+    one.start()
+    one.await_ready(1)
+    one.close()
+    assert caplog.messages == ["worker 0 is ending: killed after 0.05 s"]
 
 
 # A worker's interpreter that imports this does not come to the end of it.

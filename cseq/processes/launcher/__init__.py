@@ -21,7 +21,8 @@ For all three:
 - No process but worker and trainer holds an end of their socket: a process that user code forks
   off either of them closes its copies (`close_in_forks`), executed programs inherit none.
 - Exit codes are as in `subprocess`: minus the signal's number for a killed process.
-- A worker ends when ``entry`` returns: its ``atexit`` functions run; it waits for no threads.
+- A worker ends when ``entry`` returns: its process pools end, its ``atexit`` functions run; it
+  waits for no threads. One that is killed takes with it what it has started (Linux).
 """
 
 from __future__ import annotations

@@ -83,6 +83,19 @@ def zombie_status(pid: int) -> int | None:
     return int(fields[49]) if fields[0] == b"Z" and int(fields[17]) <= 1 else None
 
 
+def descendants(pid: int) -> list[int]:
+    """List what a process has started, and what that has, where the system lists it."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with (
+                contextlib.suppress(OSError),  # a thread that has just ended
+                open(f"/proc/{pid}/task/{task}/children", "rb") as file,
+            ):
+                found += map(int, file.read().split())
+    return found + [each for child in found for each in descendants(child)]
+
+
 def exit_code_of(value: object) -> int:
     """Return the exit code that a value stands for, as `sys.exit` has it."""
     if value is None or isinstance(value, int):

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from cseq.processes.launcher.base import Identity, Start
 
 
+LOKY = ("loky", "joblib.externals.loky")
+# Modules of process pools, which end their processes where the interpreter ends, before `atexit`.
+POOLS = ("concurrent.futures.process", *(f"{name}.process_executor" for name in LOKY))
+
+
 def begin(start: Start) -> NoReturn:
     """Run the worker or the server that this interpreter is for; its garbage collector is off."""
     _shield()
@@ -180,9 +185,20 @@ def _adopt(number: int, trainer: Identity, sentinel: int) -> None:
         util._run_after_forkers()
         atexit.unregister(util._exit_function)
         atexit.register(util._exit_function)
-    pools = known.get("concurrent.futures.process")
-    if pools is not None:
+    for pools in _imported(*POOLS):
         pools._threads_wakeups.clear()
+    for reusing in _imported(*(f"{name}.reusable_executor" for name in LOKY)):
+        _inherited.append(reusing._executor)
+        reusing._executor, reusing._executor_lock = None, threading.RLock()
+
+
+# The pools that joblib would use again, whose threads are not here: their end would wait for these.
+_inherited: list[Any] = []
+
+
+def _imported(*names: str) -> list[Any]:
+    """Return those of these modules that are imported."""
+    return [sys.modules[name] for name in names if name in sys.modules]
 
 
 def _hung_up(sock: socket.socket) -> bool:
@@ -216,8 +232,9 @@ def report(number: int) -> int:
 def leave(code: int, number: int) -> NoReturn:
     """End the process, without waiting for its threads."""
     try:
-        pools: Any = sys.modules.get("concurrent.futures.process")
-        if pools is not None:  # else multiprocessing would wait for their processes for ever
+        for pools in _imported(
+            *POOLS
+        ):  # else multiprocessing would wait for their processes for ever
             with contextlib.suppress(OSError):  # one was dropped just now, and is ending
                 pools._python_exit()
         atexit._run_exitfuncs()

@@ -17,7 +17,15 @@ from cseq import system
 from cseq._core import Lock
 from cseq._memory import fork
 from cseq.memory.descriptors import anonymous_file
-from cseq.processes.launcher.base import FOREVER, KILL, KILLED, LAST, SHIELDED, flush_output
+from cseq.processes.launcher.base import (
+    FOREVER,
+    KILL,
+    KILLED,
+    LAST,
+    SHIELDED,
+    descendants,
+    flush_output,
+)
 from cseq.processes.launcher.child import begin_as_copy
 from cseq.processes.launcher.forks import handing_over, pair
 from cseq.threads import Latch, await_told, tell
@@ -74,17 +82,20 @@ class Child:
         return self.ended.wait(0)
 
     def kill(self) -> None:
-        """Kill it, unless it is gone."""
-        self.send_signal(KILL)
+        """Kill it, unless it is gone, with the processes that it has started."""
+        self.send_signal(KILL, tree=True)
 
-    def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process is gone; never to a later one with the same number."""
+    def send_signal(self, number: int, *, tree: bool = False) -> None:
+        """Send a signal, unless the process is gone; never to a later one with the same number.
+
+        `tree`: also to the processes that it has started, on Linux.
+        """
         if os.getpid() != self._owner:
             return
         try:
             with self._lock.hold():
                 if not self.ended.wait(0):
-                    self._send(number)
+                    self._send(number, tree=tree)
         except PermissionError:  # this process has given up its rights
             tell(logging.WARNING, "process %d gets no signal %d: no permission", self.pid, number)
 
@@ -103,9 +114,12 @@ class Child:
             time.sleep(min(left, PAUSE))
         return self.code
 
-    def _send(self, number: int) -> None:
+    def _send(self, number: int, *, tree: bool) -> None:
         """Send a signal; the process is not reaped."""
-        os.kill(self.pid, number)
+        started = descendants(self.pid) if tree else []
+        for pid in (self.pid, *started):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _has_ended(self) -> bool:
         """Reap the process, if it has ended; return whether it has."""
@@ -128,7 +142,7 @@ class _WindowsChild(Child):
         self._popen = popen
         self.handle = int(cast("Any", popen)._handle)
 
-    def _send(self, number: int) -> None:
+    def _send(self, number: int, *, tree: bool) -> None:  # noqa: ARG002
         if number != KILL:
             self._popen.send_signal(number)
         elif self._popen.poll() is None:

@@ -28,6 +28,7 @@ from cseq._memory import fork
 from cseq.memory import descriptors
 from cseq.processes.launcher.base import (
     FOREVER,
+    KILL,
     LAST,
     describe_exit,
     flush_output,
@@ -282,7 +283,7 @@ class ForkServer:
         self.process.sock.close()  # it ends, unless it is importing
         self.process.status(deadline - time.monotonic())
         if not self.process.gone:
-            self.process.kill()
+            self.process.send_signal(KILL)
             self.process.status(LAST)
         return self.process.gone
 
@@ -298,10 +299,9 @@ class _ServedChild(Child):
         super().__init__(sock, pid)
         self._reports = reports
 
-    def _send(self, number: int) -> None:
+    def _send(self, number: int, *, tree: bool) -> None:
         if not readable(self._reports.fileno(), 0):  # else another process may have its number
-            with contextlib.suppress(ProcessLookupError):
-                super()._send(number)
+            super()._send(number, tree=tree)
 
     def status(self, timeout: float) -> int | None:
         """Do as `Child.status` does; the report of a worker that has ended may come too late."""
@@ -467,5 +467,5 @@ class ForkServerLauncher(Launcher):
         if server.users > 0:
             return True
         if self.importing:
-            server.process.kill()  # nothing else ends an import
+            server.process.send_signal(KILL)  # nothing else ends an import
         return server.close(deadline)
