@@ -44,12 +44,17 @@ class Augmented(torch.utils.data.Dataset):
 
 def prepared(length: int, config: dict[str, Any], **options: Any) -> Any:
     """Make a loader and have accelerate prepare it."""
-    torch.manual_seed(1234)
     config = DataLoaderConfiguration(use_stateful_dataloader=True, **config)
-    generator = torch.Generator().manual_seed(5) if options.pop("seeded") else None
-    return Accelerator(cpu=True, dataloader_config=config).prepare(
-        torch.utils.data.DataLoader(Augmented(length), generator=generator, **options)
-    )
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    is_order, data = options.pop("order", False), Augmented(length)
+    torch.manual_seed(1234 + (accelerator.process_index if is_order else 0))
+    seeded, loader = options.pop("seeded"), torch.utils.data.DataLoader
+    if is_order:
+        options["sampler"] = cseq.Shuffled() if options.pop("shuffle") else cseq.Sequential()
+        loader = cseq.DataLoader
+    elif seeded:
+        options["generator"] = torch.Generator().manual_seed(5)
+    return accelerator.prepare(loader(data, **options))
 
 
 def gathered(value: Any) -> list[Any]:
@@ -86,6 +91,7 @@ def rest(seed: int) -> str | None:
     }
     length, tells = chosen.randint(9, 70), chosen.random() < 0.5
     stop = chosen.randint(0, 2), chosen.randint(0, 12)
+    options["order"] = chosen.random() < 0.3
     loader = prepared(length, config, **options)
     expected: list[Any] = []
     state: Any = None
@@ -102,7 +108,8 @@ def rest(seed: int) -> str | None:
     if None in states:
         return None
     loader = prepared(length, config, **options)
-    loader.load_state_dict(states[0])
+    # Ranks that seed themselves have draws of their own.
+    loader.load_state_dict(state if options["order"] and not dispatch else states[0])
     torch.set_rng_state(generator)
     found: list[Any] = []
     for epoch in range(loader.base_dataloader.epoch, EPOCHS):

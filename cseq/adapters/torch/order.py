@@ -471,7 +471,12 @@ class Keys:
             return chain.from_iterable(self._again(yielded - self._base, state))
         if "sampler" in state and self._sampler is not None:
             options = {} if self._strict else {"strict": False}
-            self._sampler.load_state_dict(copy.deepcopy(state["sampler"]), **options)
+            own = state["sampler"]
+            begun, base, there = state.get("begun", (own, 0, 0))
+            if self._after is not None and yielded < there:  # accelerate has taken some back
+                self._sampler.load_state_dict(begun, **options)
+                own = self._after(begun, yielded - base)
+            self._sampler.load_state_dict(copy.deepcopy(own), **options)
             iterator = iter(self._index_sampler)
             if self._after is not None:  # it goes on at the place
                 self._base, yielded = yielded, 0
@@ -552,7 +557,8 @@ class Keys:
             return {}
         state = self._noted() if self._state is None else self._state
         if self._after is not None:
-            return {"sampler": self._after(state["sampler"], yielded - self._base)}
+            begun = state["sampler"], self._base, yielded
+            return {"sampler": self._after(begun[0], yielded - self._base), "begun": begun}
         if self._own and yielded > self._base:
             state = {**state, **self._own, "base": 1}
         generators = {

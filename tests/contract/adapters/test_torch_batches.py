@@ -216,6 +216,28 @@ def test_a_resume_of_batches_that_accelerate_divides(
         assert got[number:] == left[: 6 - number]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_from_which_accelerate_takes_batches_back(workers: int) -> None:
+    """It lowers the counts by what it has not passed on: that comes again, also at the end."""
+
+    def make() -> Any:
+        generator = torch.Generator().manual_seed(3)
+        data, order = list(range(11)), cseq.Shuffled()
+        return DataLoader(data, 2, sampler=order, generator=generator, num_workers=workers)
+
+    whole, done, loader = expected(cseq.Shuffled(11), 2, 3, 0), 0, make()
+    for taken in (2, 1, 3, 3):
+        iterator = iter(loader)
+        assert [next(iterator).tolist() for _ in range(taken)] == whole[done : done + taken]
+        done += taken - 1
+        state = loader.state_dict()
+        state["_num_yielded"] -= 1
+        state["_sampler_iter_yielded"] -= 1
+        loader = make()
+        loader.load_state_dict(state)
+    assert batches(loader) == whole[done:] == [whole[-1]]
+
+
 def test_a_state_of_another_order() -> None:
     """It names both; a seed that was not given is taken over."""
     state = BatchSampler(Pairs(12), seed=2).state_dict()
