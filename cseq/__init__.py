@@ -41,8 +41,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── threads.py      threads that a signal handler cannot break; what is logged on another thread
     ├── system.py       the machine or container: cores, threads of libraries, memory
     ├── _work.pyx       ★ runners, and their work: batches made and published; in include/:
-    │                   generators.pxi, the global ones; plan.pxi, codec.pxi, how a batch is
-    │                   written into its slot, and read
+    │                   plan.pxi, codec.pxi, how a batch is written into its slot, and read
     ├── _core.pyx       ★ the ring (include/cseq_ring.h), the shuffle, readers of orders; in
     │                   include/: source.pxi, orders.pxi, lock.pxi, trace.pxi
     ├── _memory.pyx     ★ memory that arrays lie on; include/slots.pxi, slots and leases

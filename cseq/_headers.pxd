@@ -189,8 +189,6 @@ cdef extern from "cseq_feistel.h" nogil:
 cdef extern from "cseq_shuffle.h" nogil:
     enum:
         CSEQ_PURPOSE_SHUFFLE
-        CSEQ_TWISTER
-        CSEQ_CHAINS
 
     uint64_t CSEQ_IV, CSEQ_GOLDEN, CSEQ_MOST_TABLED
     void CSEQ_PREFETCH(const void* address) noexcept
@@ -205,8 +203,6 @@ cdef extern from "cseq_shuffle.h" nogil:
 
     void cseq_derive(uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t* words, size_t count) noexcept
 
-    void cseq_twister_fill(uint32_t* key, const uint64_t* words) noexcept
-    const uint32_t* cseq_twister_find(uint32_t (*made)[624], const uint64_t* seeds) noexcept
     uint64_t cseq_table_pages(uint64_t n) noexcept
     void cseq_order_init(cseq_order* order, uint64_t n, uint32_t* table, uint32_t* tags) noexcept
     void cseq_order_begin(cseq_order* order, uint64_t seed, uint64_t epoch) noexcept

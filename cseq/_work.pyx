@@ -1,12 +1,12 @@
 # cython: language_level=3, freethreading_compatible=True
 """Runners, and their work: batches made, and published."""
 
-from cpython.dict cimport PyDict_Contains, PyDict_Copy, PyDict_Next, PyDict_SetItem, PyDict_Size
+from cpython.dict cimport PyDict_Copy, PyDict_Next, PyDict_SetItem
 from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
 from cpython.ref cimport PyObject, Py_INCREF, Py_XDECREF
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, strcmp
 
 cimport cython
@@ -29,9 +29,6 @@ from cseq._memory import copy_of, flat_of
 cnp.import_array()
 
 cseq_wait_choose()
-
-cdef extern from "Python.h":
-    PyObject* PyImport_GetModuleDict()  # borrowed
 
 cdef enum:
     PROBE_NS = 50000  # that a thread sleeps before it asks for the GIL: else it would have it again at once
@@ -379,19 +376,16 @@ cdef class BatchMaker(Work):
     cdef public object indexer
     cdef BatchState batch_state
     cdef object convert
-    cdef BatchSeeds seeds
+    cdef object seeds
 
     def __cinit__(self, batch_writer, indexer, BatchState batch_state not None, convert=None,
-                  BatchSeeds seeds=None):
+                  seeds=None):
         self.indexer, self.batch_state = indexer, batch_state
         self.convert, self.seeds = convert, seeds
 
     cdef bint is_to_repeat(self) except -1:
-        """Whether this batch may have drawn from a generator whose module was not there before it."""
-        if not self.seeds.is_due():
-            self.seeds.looked = not self.seeds.lent
-            return False
-        return forks_here[0] == self.depth and self.seeds.has_drawn()
+        """Whether this batch has imported a generator's module, and may have drawn from it."""
+        return forks_here[0] == self.depth and self.seeds.has_new()
 
     cdef object make_batch(self, Runner runner):
         if self.batch_state.drawn is not None or self.batch_state.ticket is not runner:
@@ -402,11 +396,10 @@ cdef class BatchMaker(Work):
         return batch if self.convert is None else self.convert(batch)
 
     cdef object index(self, Runner runner):
-        """Call the indexer; once more if it has drawn from generators that it imported just now."""
-        cdef cseq_cell* c = runner.held()
+        """Call the indexer; once more if it has imported a generator's module just now."""
         indexer = self.indexer  # the first call changes it
         if self.seeds is None: return indexer[runner.indices()]
-        self.seeds.seed_batch(c.seed, c.epoch, c.start)
+        self.seeds.seed_present()
         try:
             batch = indexer[runner.indices()]
             if not self.is_to_repeat():
@@ -416,7 +409,7 @@ cdef class BatchMaker(Work):
                 raise
         batch = None
         self.batch_state.drawn = None
-        self.seeds.seed_batch(c.seed, c.epoch, c.start)
+        self.seeds.seed_present()
         return self.indexer[runner.indices()]
 
     def make_here(self, Runner runner not None, here):
@@ -446,9 +439,12 @@ cdef class BatchMaker(Work):
                 runner.repost()
             here.batch_context = left
             if self.seeds is not None:
-                self.seeds.restore()
+                try:
+                    self.seeds.restore()
+                except BaseException:  # a signal handler has raised, perhaps before anything was done
+                    self.seeds.restore()
+                    raise
 
 
-include "include/generators.pxi"
 include "include/plan.pxi"
 include "include/codec.pxi"

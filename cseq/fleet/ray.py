@@ -173,7 +173,7 @@ class Agent:
             faulthandler.cancel_dump_traceback_later()
 
     def _batch(self, numbers: context.Numbers, indices: NDArray[np.int64], on_error: str) -> Any:
-        """Make a batch: once more, if it has drawn from a generator that it imported just now."""
+        """Make a batch: once more, if it has imported a generator's module just now."""
         if self._indexer is None:
             own = ray.get_runtime_context().runtime_env.get("env_vars") or {}
             if self._threads is not None and system.OPENMP not in own:
@@ -187,7 +187,7 @@ class Agent:
             if self._seeds is not None:
                 self._seeds.seed_present()
             batch = indexer[indices.copy()]
-            if self._seeds is None or not self._seeds.has_drawn():
+            if self._seeds is None or not self._seeds.has_new():
                 return batch
 
 

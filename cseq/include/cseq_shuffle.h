@@ -117,41 +117,6 @@ CSEQ_FORCE_INLINE uint64_t cseq_next(uint64_t s[4])
     return word;
 }
 
-enum { CSEQ_TWISTER = 624, CSEQ_CHAINS = 4 }; /* words of a Mersenne Twister; states made at once */
-
-/* The state that docs/inside/shuffle.md gives `random` and numpy.random. */
-static inline void cseq_twister_fill(uint32_t *key, const uint64_t words[4])
-{
-    uint64_t s[4];
-    memcpy(s, words, sizeof s);
-    for (uint32_t k = 0; k < CSEQ_TWISTER; k += 2) {
-        uint64_t word = cseq_next(s);
-        key[k] = (uint32_t)word;
-        key[k + 1] = (uint32_t)(word >> 32);
-    }
-}
-
-/* A word of a state that its authors make of a number (https://doi.org/10.1145/272991.272995). */
-CSEQ_FORCE_INLINE uint32_t cseq_twister_word(uint32_t before, uint32_t k)
-{
-    return 1812433253u * (before ^ (before >> 30)) + k;
-}
-
-/* The state that torch makes of seeds[0]: one of `made`. Each of its words waits for the one before, and four
- * states take as long as one. The other seeds may be next, so their states are made with it. */
-static inline const uint32_t *cseq_twister_find(uint32_t made[CSEQ_CHAINS][CSEQ_TWISTER], const uint64_t *seeds)
-{
-    uint32_t a = (uint32_t)seeds[0], b = (uint32_t)seeds[1], c = (uint32_t)seeds[2], d = (uint32_t)seeds[3];
-    for (int k = 0; k < CSEQ_CHAINS; k++)
-        if (made[k][0] == a && made[k][1] == cseq_twister_word(a, 1)) return made[k];
-    for (uint32_t k = 0; k < CSEQ_TWISTER; k++) {
-        made[0][k] = a, made[1][k] = b, made[2][k] = c, made[3][k] = d;
-        a = cseq_twister_word(a, k + 1), b = cseq_twister_word(b, k + 1);
-        c = cseq_twister_word(c, k + 1), d = cseq_twister_word(d, k + 1);
-    }
-    return made[0];
-}
-
 /* A number below `range` >= 1, without bias (Lemire 2019, https://arxiv.org/abs/1805.10941). */
 CSEQ_FORCE_INLINE uint64_t cseq_bounded(uint64_t s[4], uint64_t range)
 {

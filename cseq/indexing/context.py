@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchContext", "Numbers", "WorkerInfo", "empty", "enter", "parts", "rng", "worker_info"]
 
-# What words derived from a seed are for (docs/inside/shuffle.md); 1 is the shuffle, 4 and 5
-# are in _work.pyx.
+# What words derived from a seed are for (docs/inside/shuffle.md); 1 is the shuffle, 4 and 5 are in
+# seeding.py.
 PURPOSE_RNG = 2  # `rng`
 PURPOSE_ITEM = 3  # generators that adapters seed, for each item
 

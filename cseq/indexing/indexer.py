@@ -180,13 +180,13 @@ def build(worker: Any) -> Indexer[Any]:
 def build_seeded(worker: Any, seeds: Seeds | None, *, copied: bool) -> Indexer[Any]:
     """Make an indexer, with the global generators seeded; see `build` and `dispose`.
 
-    Once more if it has drawn from generators that it imported just now.
+    Once more if it has imported a generator's module just now.
     """
     if seeds is None:
         return build(worker)
     seeds.seed_present()
     made = build(worker)
-    if seeds.has_drawn():
+    if seeds.has_new():
         dispose(worker, made, copied=copied)
         seeds.seed_present()
         made = build(worker)

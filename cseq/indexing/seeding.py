@@ -1,30 +1,22 @@
-"""Global generators, set for each batch: Python's, numpy's and torch's.
+"""Global generators, seeded for each batch: Python's, numpy's and torch's.
 
-Their states are a function of the key of `cseq.rng` (seed, epoch, position of the batch):
-`generator-states-v1` of docs/inside/shuffle.md. So what an indexer draws from them depends neither
-on the process that makes the batch nor on the batches before. They are written into the generators'
-memory (`_work`). The address of numpy's is public. For Python's, and for the Gaussian number that
-numpy keeps, this module looks for the place, once, in an object of its own whose state it knows:
-by all its bytes. Where that fails (another interpreter, no GIL), the generators' methods set the
-same states.
+Their seeds are a function of the key of `cseq.rng` (seed, epoch, position of the batch):
+`generator-states-v2` of docs/inside/shuffle.md. So what an indexer draws from them depends neither
+on the process that makes the batch nor on the batches before.
 
-Only generators whose modules are imported are set. `sys.modules` is looked at after each batch, and
-before it in the trainer, whose loop imports modules meanwhile. Where a batch has imported such a
-module, or a thread beside it, and it was drawn from, the indexer is asked for the batch once more:
-so the first batch that draws does so as any later one would.
+Only generators whose modules are imported are seeded. `sys.modules` is looked at before and after
+each batch. A batch in which such a module was imported is made once more: so the first batch that
+draws does so as any later one would.
 
-Threads of the trainer share these generators with the training loop; nothing is set there.
+Threads of the trainer share these generators with the training loop; nothing is seeded there.
 """
 
 from __future__ import annotations
 
-import functools
-import struct
 import sys
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from cseq import _work
-from cseq._memory import HAS_GIL
+from cseq._core import derive
 from cseq.indexing.context import here
 
 if TYPE_CHECKING:
@@ -32,93 +24,50 @@ if TYPE_CHECKING:
 
     from cseq.indexing.context import BatchContext
 
-__all__ = ["Seeds", "call_here"]
+__all__ = ["Seeds", "call_here", "from_python", "from_torch"]
 
 T = TypeVar("T")
 
-STATE = struct.Struct("=i624I")  # a position, and the words of a Mersenne Twister
-GAUSS = struct.Struct("@id")  # whether a number is kept, and that number
+# What words derived from a seed are for: docs/inside/shuffle.md.
+PURPOSE_BATCH = 4
+PURPOSE_MAKING = 5
 
 
-# -- where the generators are
+class Generator(NamedTuple):
+    """The methods of a generator, and which word of a batch is its seed."""
+
+    word: int
+    seed: Callable[[int], object]
+    keep: Callable[[], object]
+    restore: Callable[[Any], object]
 
 
-def find_python() -> _work.PythonGenerator:
-    """Find the generator of `random`."""
-    instance = sys.modules["random"].random.__self__
-    place = _place_in_python() if type(instance) is sys.modules["random"].Random else None
-    if place is None:
-        return _work.PythonGenerator(instance)
-    return _work.PythonGenerator(instance, id(instance) + place + 4, id(instance) + place)
+def from_python(generator: Any) -> Generator:
+    """Describe the generator of the module `random`, or a `random.Random`."""
+    return Generator(0, generator.seed, generator.getstate, generator.setstate)
 
 
-def find_numpy() -> Any:
-    """Find the generator of numpy.random."""
-    random = sys.modules["numpy.random"]
-    bit_generator = random.get_bit_generator()
-    found = random, random.get_bit_generator, bit_generator
-    if type(bit_generator) is not random.MT19937:  # its `seed` is to be called, as for any change
-        return _work.NumpyGenerator(random, random.get_bit_generator, random.MT19937(0))
-    place = _place_in_numpy()
-    if place is None:
-        return _work.NumpyGenerator(*found)
-    key, gauss = bit_generator.ctypes.state_address, id(random.mtrand._rand) + place
-    return _work.NumpyGenerator(*found, key, key + 624 * 4, gauss, gauss + GAUSS.size - 8)
+def from_numpy(random: Any) -> Generator:
+    """Describe the generator of numpy.random, whose seeds have 32 bits."""
+    return Generator(
+        1,
+        lambda word: random.seed(word >> 32),
+        lambda: random.get_state(legacy=False),
+        random.set_state,
+    )
 
 
-def find_torch() -> _work.TorchGenerator:
-    """Find the generator of torch for the CPU."""
+def from_torch(generator: Any) -> Generator:
+    """Describe a `torch.Generator`."""
+    return Generator(2, generator.manual_seed, generator.get_state, generator.set_state)
+
+
+FINDERS: dict[str, Callable[[Any], Generator]] = {
+    "random": from_python,
+    "numpy.random": from_numpy,
     # Not torch.manual_seed, which also seeds every device: 100 times as long.
-    return _work.TorchGenerator(sys.modules["torch"].default_generator)
-
-
-FINDERS: dict[str, Callable[[], Any]] = {
-    "random": find_python,
-    "numpy.random": find_numpy,
-    "torch": find_torch,
+    "torch": lambda torch: from_torch(torch.default_generator),
 }
-
-
-def _memory_of(instance: object) -> bytes:
-    """Return the memory of an object; nothing where it cannot be read, or must not be written."""
-    if sys.implementation.name != "cpython" or not HAS_GIL:
-        return b""
-    try:
-        import ctypes
-    except ImportError:  # an interpreter that was built without it
-        return b""
-    memory: bytes = ctypes.string_at(id(instance), type(instance).__basicsize__)
-    return memory
-
-
-@functools.cache
-def _place_in_python() -> int | None:
-    """Return at which byte of a `random.Random` its position lies, and then its words, or None."""
-    probe = sys.modules["random"].Random(1)
-    version, state, _ = probe.getstate()
-    probe.setstate((version, (*state[:-1], 123), None))
-    place = _memory_of(probe).find(STATE.pack(123, *state[:-1]))
-    return None if place < 0 else place
-
-
-@functools.cache
-def _place_in_numpy() -> int | None:
-    """Return at which byte of a RandomState its `GAUSS` lies; None: not there, or not usable."""
-    random = sys.modules["numpy.random"]
-    bit_generator = random.MT19937(1)
-    probe = random.RandomState(bit_generator)
-    _, key, *_ = probe.get_state()
-    probe.set_state(("MT19937", key, 5, 1, 0.123456789))
-    place = _memory_of(probe).find(GAUSS.pack(1, 0.123456789))
-    if place < 0:
-        return None
-    import ctypes
-
-    state = ctypes.string_at(bit_generator.ctypes.state_address, 2500)
-    return place if state == key.tobytes() + struct.pack("=i", 5) else None
-
-
-# -- seeding them
 
 
 def _is_imported(name: str) -> bool:
@@ -127,34 +76,73 @@ def _is_imported(name: str) -> bool:
     return spec is not None and not getattr(spec, "_initializing", False)
 
 
-class Seeds(_work.BatchSeeds):
+class Seeds:
     """Seeds the process's generators before each batch, if their modules are imported.
 
     Parameters
     ----------
     batch_context : BatchContext
         Has the present batch; without a batch, the indexer is being made.
+    own : list of Generator, optional
+        A thread's own generators, seeded instead.
     """
 
-    def __init__(self, *_: object) -> None:
-        self.missing.update(FINDERS)
+    def __init__(self, batch_context: BatchContext, own: list[Generator] | None = None) -> None:
+        self._context = batch_context
+        self._missing = dict(FINDERS) if own is None else {}
+        self._present = [] if own is None else own
+        self._epoch: tuple[int, int] | None = None
+        self._key = 0  # of that epoch
+        self._is_lent = False
+        self._kept: list[tuple[Callable[[Any], object], object]] = []
 
-    def have(self, generators: tuple[Any, Any]) -> None:
-        """Seed a thread's own instead: a `random.Random`, and a generator of torch."""
-        own, torchs = generators
-        self.missing.clear()
-        self.present.extend([_work.PythonGenerator(own), _work.TorchGenerator(torchs)])
+    def seed_present(self) -> None:
+        """Seed for the present batch, or for an indexer that is being made."""
+        ticket = self._context.ticket
+        if ticket is None:
+            self._seed(self._context.seed, 0, PURPOSE_MAKING)
+            return
+        epoch = ticket.seed, ticket.epoch
+        if epoch != self._epoch:
+            [self._key] = derive(*epoch, PURPOSE_BATCH, 1)
+            self._epoch = epoch
+        self._seed(self._key, ticket.start, PURPOSE_BATCH)
 
-    def look(self) -> list[Any]:
-        """Find the modules whose import is over; return their generators."""
-        found = [name for name in self.missing if _is_imported(name)]
-        arrived = [self.missing.pop(name)() for name in found]
-        self.present.extend(arrived)
-        return arrived
+    def seed(self, key: int, start: int) -> None:
+        """Seed for the batch, or sequence, at this position in the epoch that has this key."""
+        self._seed(key, start, PURPOSE_BATCH)
 
-    def has_drawn(self) -> bool:
-        """Find new generators; whether one of them was drawn from since its module was imported."""
-        return not all(generator.is_fresh() for generator in self.look())
+    def _seed(self, key: int, start: int, purpose: int) -> None:
+        if self._missing:
+            self.has_new()
+        if self._is_lent:
+            for one in self._present[len(self._kept) :]:
+                self._kept.append((one.restore, one.keep()))
+        words = derive(key, start, purpose, 3)
+        for word, seed, _, _ in self._present:
+            seed(words[word])
+
+    def has_new(self) -> bool:
+        """Find generators whose modules were imported since; whether there are any."""
+        if sys.modules.keys().isdisjoint(self._missing):
+            return False
+        new = [name for name in self._missing if _is_imported(name)]
+        self._present += [self._missing[name](sys.modules[name]) for name in new]
+        for name in new:
+            del self._missing[name]
+        return bool(new)
+
+    def lend(self) -> None:
+        """Keep each generator's state before it is seeded, until `restore`: it is the trainer's."""
+        self._is_lent = True
+
+    def restore(self) -> None:
+        """Restore the states of the trainer's generators; after an interruption, call it again."""
+        self._is_lent = False
+        while self._kept:
+            restore, state = self._kept[-1]
+            restore(state)
+            self._kept.pop()
 
 
 def call_here(
@@ -162,8 +150,8 @@ def call_here(
 ) -> T:
     """Call what makes a batch, or an indexer, on the trainer's own thread.
 
-    It has the context of a worker meanwhile, and may set the trainer's generators by `seeds`: their
-    states are restored, also if a signal handler raises.
+    It has the context of a worker meanwhile, and may seed the trainer's generators by `seeds`:
+    their states are restored, even if a signal handler raises.
     """
     left = here.batch_context
     try:

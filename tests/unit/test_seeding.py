@@ -8,7 +8,6 @@ import hashlib
 import json
 import random
 import struct
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,6 @@ import reference
 from kinds import INLINE, PROCESSES, QUICKEST, Kind, stream
 
 import cseq
-from cseq._core import derive
-from cseq._work import NumpyGenerator, PythonGenerator, TorchGenerator
 from cseq.indexing import context, seeding
 
 if TYPE_CHECKING:
@@ -184,175 +181,77 @@ def test_threads_are_not_seeded() -> None:
 # -- the states themselves
 
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "states.json"
+GOLDEN = Path(__file__).parents[1] / "golden" / "generator_states.json"
 FILE = json.loads(GOLDEN.read_text(encoding="ascii"))
 
 
-class Place:
-    """A batch."""
+BATCH, MAKING = 4, 5  # what words are for: docs/inside/shuffle.md
 
-    batch = 3
 
-    def __init__(self, seed: int, epoch: int, start: int) -> None:
-        self.seed, self.epoch, self.start = seed, epoch, start
+def sha256(words: Any) -> str:
+    """Return the hash of a twister's 624 words."""
+    return hashlib.sha256(struct.pack("<624I", *words)).hexdigest()
 
 
 @pytest.mark.parametrize(
     "record", FILE["states"], ids=lambda one: f"{one['seed']}-{one['epoch']}-{one['start']}"
 )
 def test_golden_states(record: dict[str, Any]) -> None:
-    """The states of a batch, and of the making of an indexer, are the same for ever."""
+    """The states of a batch, and of the making of an indexer, never change."""
+    torch = pytest.importorskip("torch")
     seed, epoch, start = record["seed"], record["epoch"], record["start"]
     batch_context = context.BatchContext(0, 1, seed)
     if start is not None:
-        batch_context.set(Place(seed, epoch, start))
+        batch_context.set(context.Numbers(seed, epoch, 3, start))
     seeds = seeding.Seeds(batch_context)
-    torch = pytest.importorskip("torch") if record["start"] == 32 else sys.modules.get("torch")
     np.random.randn()  # an odd number of Gaussian ones: the second of a pair is forgotten
     random.gauss(0, 1)
-    before = states()
+    before, torchs = states(), torch.get_rng_state()
     seeds.lend()
     seeds.seed_present()
     try:
         _, (*words, position), gauss = random.getstate()
         kind, key, *rest = np.random.get_state()
-        drawn = None if torch is None else torch.default_generator.initial_seed()
+        drawn = torch.get_rng_state()
     finally:
         seeds.restore()
     assert states() == before
-    assert (position, gauss, kind, rest) == (0, None, "MT19937", [0, 0, 0.0])
-    for name, found in (("random", words), ("numpy.random", key.tolist())):
-        assert found[:3] == record[name]["first"]
-        packed = struct.pack("<624I", *found)
-        assert hashlib.sha256(packed).hexdigest() == record[name]["sha256"]
-    assert drawn in (None, record["torch"])
+    assert torch.get_rng_state().equal(torchs)
+    assert (position, gauss, kind, rest) == (624, None, "MT19937", [624, 0, 0.0])
+    assert {"random": sha256(words), "numpy.random": sha256(key)} == record["sha256"]
+    assert drawn.equal(torch.Generator().manual_seed(record["torch"]).get_state())
 
 
-BATCH = 4  # what the words of a batch are for: docs/inside/shuffle.md
-
-
-def seed(*generators: Any) -> seeding.Seeds:
-    """Lend generators, and give them the states of one batch."""
-    seeds = seeding.Seeds(context.BatchContext(0, 1))
-    seeds.missing.clear()
-    seeds.present.extend(generators)
-    seeds.lend()
-    seeds.seed(3, 5)
-    return seeds
-
-
-def draws(generator: Any) -> list[float]:
-    """Return numbers for which its words are made anew: of Python's or of numpy's."""
-    gauss = generator.gauss if isinstance(generator, random.Random) else generator.normal
-    return [gauss(0, 1) for _ in range(501)] + [generator.uniform(0, 1) for _ in range(500)]
-
-
-def in_memory() -> bool:
-    """Whether states are to be written into memory here."""
-    has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
-    return sys.implementation.name == "cpython" and has_gil
-
-
-def test_the_methods_of_pythons_generator_set_the_same_state() -> None:
-    """Where its place in memory is not known, `setstate` does the same; both keep and restore."""
-    before = random.getstate()
-    found, other = seeding.find_python(), random.Random(2)
-    assert (found.key != 0) == in_memory()
-    try:
-        random.gauss(0, 1)
-        random.random()
-        wants = random.getstate(), other.getstate()
-        seeds = seed(found, PythonGenerator(other))
-        assert random.getstate() == other.getstate()
-        assert draws(random.random.__self__) == draws(other)  # type: ignore[attr-defined]
-        seeds.restore()
-        assert (random.getstate(), other.getstate()) == wants
-    finally:
-        random.setstate(before)
-
-
-def test_the_methods_of_numpys_generator_set_the_same_state() -> None:
-    """The same of numpy's."""
-    before = np.random.get_state()
-    found = seeding.find_numpy()
-    assert (found.key != 0) == in_memory()
-    bit_generator = np.random.MT19937(5)
-    other = np.random.RandomState(bit_generator)
-    try:
-        np.random.randn()
-        wants = repr(np.random.get_state(legacy=False)), repr(other.get_state(legacy=False))
-        seeds = seed(found, NumpyGenerator(other, lambda: bit_generator, bit_generator))
-        assert repr(np.random.get_state()) == repr(other.get_state())
-        assert draws(np.random) == draws(other)
-        seeds.restore()
-        kept = repr(np.random.get_state(legacy=False)), repr(other.get_state(legacy=False))
-        assert kept == wants
-    finally:
-        np.random.set_state(before)
-
-
-def test_a_state_of_torchs_that_is_made_here() -> None:
-    """`set_state` gets what `manual_seed` would make; where that has other bytes, it is called."""
-    torch = pytest.importorskip("torch")
-
-    class Other(torch.Generator):  # type: ignore[misc, name-defined]
-        """Keeps a state in other bytes."""
-
-        def get_state(self) -> Any:
-            return super().get_state().flip(0)
-
-        def set_state(self, state: Any) -> Any:
-            return super().set_state(state.flip(0))
-
-    words = set()
-    for kind, is_prepared in ((torch.Generator, True), (Other, False)):
-        generator = kind()
-        torch.randn(1, generator=generator)  # keeps the second of a pair
-        kept = generator.get_state()
-        ours = TorchGenerator(generator)
-        assert ours.is_prepared == is_prepared
-        seeds = seed(ours)
-        words.add(word := generator.initial_seed())
-        assert generator.get_state().equal(kind().manual_seed(word).get_state())
-        seeds.restore()
-        assert generator.get_state().equal(kept)
-    assert len(words) == 1
-
-
-def test_states_of_torch_at_any_place() -> None:
-    """States are made for the places that may be next: whichever is next has its own."""
-    torch = pytest.importorskip("torch")
-    generator = torch.Generator()
-    seeds = seed(TorchGenerator(generator))
-    jumps = random.Random(1)
-    place, seen = 0, set()
-    for k in range(400):
-        place = (place + jumps.choice((32, 32, 32, 32, 64, 96, 0, -32, 2**63))) % 2**64
-        key = 3 + k // 100
-        seeds.seed(key, place)
-        word = reference.derive(key, place, BATCH, 9)[8]
-        assert generator.get_state().equal(torch.Generator().manual_seed(word).get_state())
-        seen.add(word)
-    seeds.restore()
-    assert len(seen) > 200
+@pytest.mark.parametrize("record", FILE["states"][::4])
+def test_the_page_defines_the_golden_states(record: dict[str, Any]) -> None:
+    """Public calls with three words that are derived of seed, epoch and place give these states."""
+    seed, start = record["seed"], record["start"]
+    place = (seed, 0, MAKING)
+    if start is not None:
+        [key] = reference.derive(seed, record["epoch"], BATCH, 1)
+        place = (key, start, BATCH)
+    own, numpys, torchs = reference.derive(*place, 3)
+    _, key, *_ = np.random.RandomState(numpys >> 32).get_state(legacy=True)
+    words = random.Random(own).getstate()[1][:624]
+    assert {"random": sha256(words), "numpy.random": sha256(key)} == record["sha256"]
+    assert torchs == record["torch"]
 
 
 def test_a_bit_generator_of_the_users() -> None:
-    """While numpy.random has another bit generator, `numpy.random.seed` gets a word."""
+    """`numpy.random` keeps the bit generator that the user has set, which gets the same word."""
     np.random.seed(4)
-    found = seeding.find_numpy()
-    before = np.random.get_bit_generator()
-    kept = states()
+    before, kept = np.random.get_bit_generator(), states()
+    seeds = seeding.Seeds(context.BatchContext(0, 1))
     try:
         np.random.set_bit_generator(np.random.PCG64(1))
-        for generator in (found, seeding.find_numpy()):
-            left = repr(np.random.get_state(legacy=False))
-            seeds = seed(generator)
-            got = np.random.rand(3).tolist()
-            np.random.seed(derive(3, 5, BATCH, 5)[4] & 0xFFFFFFFF)
-            assert np.random.rand(3).tolist() == got
-            seeds.restore()
-            assert repr(np.random.get_state(legacy=False)) == left
+        left = repr(np.random.get_state(legacy=False))
+        seeds.lend()
+        seeds.seed(3, 5)
+        got = np.random.rand(3).tolist()
+        np.random.seed(reference.derive(3, 5, BATCH, 2)[1] >> 32)
+        assert np.random.rand(3).tolist() == got
+        seeds.restore()
+        assert repr(np.random.get_state(legacy=False)) == left
     finally:
         np.random.set_bit_generator(before)
     assert states() == kept
@@ -429,20 +328,20 @@ print([batch[0] for batch in sent], [b[1] for b in sent][1:] == [b[1] for b in r
 
 
 @pytest.mark.needs("worker processes")
-def test_a_batch_is_made_again_only_if_it_drew_from_what_it_imported(
+def test_a_batch_is_made_once_more_if_it_imports_what_it_may_draw_from(
     run_script: RunScript,
 ) -> None:
-    """Once, also if it has failed; `cseq.rng` begins anew. So is an indexer that drew when made."""
+    """Once, even if it failed; `cseq.rng` starts again. So is an indexer that imports when made."""
     done = run_script(AGAIN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "batch True False [2, 3, 4, 5]",
-        "batch False False [1, 2, 3, 4]",
+        "batch False False [2, 3, 4, 5]",
         "batch True True [2, 3, 4, 5]",
         "made True False [1, 2, 3, 4]",
         "[2, 3, 4, 5]",
         "[1, 2, 3, 4]",
         "True",
         "True",
-        "[1, 3, 4, 5] True",
+        "[1, 2, 3, 4] True",
     ]

@@ -30,7 +30,7 @@ from cseq.encoding.pickling import dumps
 from cseq.indexing import context
 from cseq.indexing.context import Numbers
 from cseq.indexing.leaving import Leaving, Partial, none_text
-from cseq.indexing.seeding import Seeds, call_here
+from cseq.indexing.seeding import Seeds, call_here, from_python, from_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -327,7 +327,7 @@ class ThreadFetcher(Fetcher):
     """A producer in a thread, which shares the data set with the other ones.
 
     The global generators are the program's. So it has its own, which begin as torch's rules say for
-    a worker of its number; with ``rng="batch"`` each batch begins with the states that the global
+    a worker of its number; with ``rng="batch"`` each batch begins with the seeds that the global
     ones of a process have then.
     """
 
@@ -335,7 +335,8 @@ class ThreadFetcher(Fetcher):
         super().__init__(setup, number, num_workers, batch_context)
         self._own = names.Generators(random.Random(), torch.Generator(), np.random.default_rng())
         if self._seeds is not None:
-            self._seeds.have(self._own[:2])
+            mine = [from_python(self._own[0]), from_torch(self._own[1])]
+            self._seeds = Seeds(batch_context, own=mine)
 
     def _set_up(self) -> None:
         setup, base_seed = self._setup, self._epoch.base_seed
