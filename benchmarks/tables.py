@@ -94,8 +94,6 @@ a small batch costs {small_processes: cseq, 2 workers, torch imported}, against
 {dict_113: cseq, 2 workers}, against {dict_113: torch DataLoader}. Batches of 4.8 MB arrive at
 {large_uint8: cseq, fresh array}, against {large_uint8: torch DataLoader}.
 
-each worker spends {small_processes: cseq, 1 worker, torch imported less cseq, 1 worker} per batch
-
 resuming at 99 % of 10⁸ samples takes {resume: cseq, at 99 %},
 
 comes after {start: cseq, forkserver} (torch's `DataLoader`: {start: torch DataLoader, spawn} with
@@ -110,8 +108,6 @@ one array of 32 floats costs {parts_null_1: one array}, a pair {parts_null_1: a 
 {parts_cpu_1: a dict of 113}.
 
 a call of `torch.from_numpy` takes {parts_cpu_1: torch.from_numpy}.
-
-adds {small_processes: cseq, 1 worker, torch imported less cseq, 1 worker} to a batch
 
 With `buffer=32`, cseq needs {computing_uneven: cseq, buffer=32} per batch; in order, the best
 possible is {computing_uneven: best possible, 32 in hand}.

@@ -335,8 +335,8 @@ class ThreadFetcher(Fetcher):
         super().__init__(setup, number, num_workers, batch_context)
         self._own = names.Generators(random.Random(), torch.Generator(), np.random.default_rng())
         if self._seeds is not None:
-            mine = [from_python(self._own[0]), from_torch(self._own[1])]
-            self._seeds = Seeds(batch_context, own=mine)
+            own = self._own
+            self._seeds = Seeds(batch_context, [from_python(own[0]), from_torch(own[1])])
 
     def _set_up(self) -> None:
         setup, base_seed = self._setup, self._epoch.base_seed
