@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from math import isfinite
@@ -34,6 +35,22 @@ def run(*args: object) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
     )
+
+
+def test_the_picture_has_the_faster_mode_of_a_peer():
+    """Of contenders that differ behind a comma, the fastest is drawn, and the picture says so."""
+    medians = {"MPSequence": 1.0, "SPDL, threads": 2.0, "SPDL, processes": 4.0, "torch": 8.0}
+    contenders = [
+        {"name": name, "median": median, "ours": name == "MPSequence"}
+        for name, median in medians.items()
+    ]
+    case = {"name": "a", "title": "A", "more_is_better": False, "contenders": contenders}
+    draw = runpy.run_path(str(FOLDER / "harness" / "chart.py"))["as_svg"]
+    both = draw([case], "torch", "Title", "")
+    assert ("SPDL, threads" in both, "SPDL, processes" in both) == (True, False)
+    assert "faster mode" in both
+    one = draw([case | {"contenders": contenders[:2] + contenders[3:]}], "torch", "Title", "")
+    assert "faster mode" not in one
 
 
 # Of cases that are one declaration with several numbers: enough that each number is there once.
