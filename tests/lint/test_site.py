@@ -63,6 +63,20 @@ def test_the_pages_are_short() -> None:
     assert sum(len(page.read_text(encoding="utf-8").split()) for page in PAGES) <= 42_553
 
 
+def test_code_fits_its_column() -> None:
+    """Code has 90 columns at most: beside both bars, a page of 1280 pixels shows 96."""
+    pages = [*PAGES, ROOT / "README.md", *(ROOT / "examples").glob("*/*.py")]
+    wide = {}
+    for path in (path for path in pages if "inside" not in path.parts):
+        text = path.read_text(encoding="utf-8")
+        blocks = re.findall(
+            r"^```(?:python|py|sh|text)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL
+        )
+        lines = "".join([text] if path.suffix == ".py" else blocks).splitlines()
+        wide[path.name] = max(map(len, lines), default=0)
+    assert {name: width for name, width in wide.items() if width > 90} == {}
+
+
 def test_the_figures_are_those_of_the_results() -> None:
     """`python benchmarks/tables.py` puts the figures of results/latest.json into these pages."""
     found = runpy.run_path(str(ROOT / "benchmarks" / "tables.py"))["pages"]()
