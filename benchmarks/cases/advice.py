@@ -1,12 +1,17 @@
 """Loops that wait, each for another reason: is it named, and what of it is gone then.
 
-Where the advice is taken, nothing computes for long, and a core is never what is missing: so a
-figure says whether the advice is right, and not how fast the machine is.
+Where the waiting is to go, nothing computes for long, and a core is never what is missing: so a
+figure says whether the advice is right, and not how fast the machine is. Where a promise is judged,
+some loops compute, also beside two other busy processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import subprocess
+import sys
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cseq.measure.advice import Advice
+    from cseq.measure.stats import Stats
 
 ROUNDS = 2  # of some seconds for each contender
 BATCHES = scaled(300, 25)
@@ -91,17 +97,23 @@ class Script(NamedTuple):
     every: int = 0
     do: Callable[[float], None] = time.sleep
     epochs: int = 1
+    samples: int = BATCHES
 
     def run(self, **changed: Any) -> tuple[float, Advice]:
         """Go through it: seconds that a batch was waited for, and the advice."""
+        stats = self.stats(**changed)
+        return stats.loop_waited / stats.batches, stats.advice()
+
+    def stats(self, **changed: Any) -> Stats:
+        """Go through it, with other arguments."""
         arguments = {"batch_size": 1, "out_type": "null", "shuffle": False} | self.arguments
-        manager = cseq.MSequence(self.worker, BATCHES // self.epochs, **arguments | changed)
+        manager = cseq.MSequence(self.worker, self.samples // self.epochs, **arguments | changed)
         with manager.start() as batches:
             for number, _ in enumerate((b for _ in range(self.epochs) for b in batches), 1):
                 pauses = self.every and number % self.every == EARLY
-                self.do(self.pause if pauses else self.step)
-            stats = manager.stats()
-        return stats.loop_waited / stats.batches, stats.advice()
+                if self.step:
+                    self.do(self.pause if pauses else self.step)
+            return manager.stats()
 
 
 def removed(script: Script) -> Iterator[Callable[[], float]]:
@@ -131,6 +143,46 @@ def named(script: Script) -> Iterator[Callable[[], float]]:
 def gained(script: Script) -> Iterator[Callable[[], float]]:
     """Ask for advice where nothing is wrong: how many times as fast it might get."""
     yield lambda: script.run()[1].gain
+
+
+@contextlib.contextmanager
+def beside(busy: int) -> Iterator[None]:
+    """Have so many other processes compute meanwhile."""
+    command = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(command) for _ in range(busy)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def followed(advice: Advice) -> dict[str, Any]:
+    """Return the arguments that the advice means; none: it names nothing to change."""
+    size = re.search(r"batch_size=(\d+)", advice.action)
+    change = advice.change | ({"batch_size": int(size[1])} if size else {})
+    return change | ({"thread_type": "proc"} if advice.cause == "gil" else {})
+
+
+def kept(script: Script, busy: int) -> Iterator[Callable[[], float]]:
+    """Follow the advice: what it gained in percent of the promise; 100 if nothing was promised.
+
+    Two loops of the same length are compared, without their starts.
+    """
+
+    def once() -> float:
+        with beside(busy):
+            stats = script.stats()
+            advice = stats.advice()
+            change = followed(advice)
+            if not change:
+                return 100.0
+            after = script.stats(**change)
+        got = stats.elapsed / stats.samples / (after.elapsed / after.samples)
+        return 100 * got / advice.gain
+
+    yield once
 
 
 def both(**arguments: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -191,6 +243,25 @@ OTHERS = {
     }.items()
     for kind, script in scripts
 }
+TINY = Script("handover", partial(np.zeros, (scaled(200_000, 1_000), 8), "float32"), TWO, 0.0)
+TINY = TINY._replace(samples=scaled(200_000, 1_000))
+PROMISES = {
+    f"{name}, {kind}": script
+    for name, worker, step in (
+        ("too few workers", DISK, 0.005),
+        ("a disk, then Python", BOTH, 0.001),
+        ("Python", PYTHON, 0.001),
+        ("Python, a longer step", PYTHON, 0.012),
+        ("sorting", SORTS, 0.001),
+    )
+    for kind, arguments in both(num_workers=2)
+    for script in [Script("", worker, arguments, step)]
+} | {"tiny batches, processes": TINY, "tiny batches, threads": TINY._replace(arguments=THREADS)}
+KEPT = {
+    f"{name}{', beside 2 busy processes' * (busy > 0)}": (script, busy)
+    for busy in (0, 2)
+    for name, script in PROMISES.items()
+}
 GOOD = {
     f"{name}, {kind}": script
     for name, worker, step in (
@@ -224,6 +295,22 @@ CASES = (
         rounds=ROUNDS,
         goals=tuple(
             Goal(f"{name}: % removed", lambda f, name=name: f[name], at_least=80) for name in BAD
+        ),
+        more_is_better=True,
+    ),
+    Case(
+        "advice_kept",
+        "Loops before and after the advice is followed: what it gained of what was promised",
+        "% of the promised speed-up",
+        tuple(Contender(name, partial(kept, *of), ours=True) for name, of in KEPT.items()),
+        rounds=ROUNDS,
+        goals=tuple(
+            Goal(
+                f"{name}: times as much, or as little",
+                lambda f, name=name: max(f[name] / 100, 100 / max(f[name], 0.01)),
+                at_most=2,
+            )
+            for name in KEPT
         ),
         more_is_better=True,
     ),

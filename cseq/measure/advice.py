@@ -22,6 +22,7 @@ LITTLE = 0.05  # part of the time; if the loop waits less, the loop is the bottl
 HANDOVER = 50e-6  # seconds a batch; if the loop waits less, larger batches are what helps
 OVERHEAD = 5e-6  # seconds; what either side needs for a batch, whatever is in it, is less
 MOST_LARGER = 64  # times as large as they are; larger batches are not named
+LONGER = 1.5  # times as long as now; larger batches take that to hand over
 BUSY = 0.8  # part of the time; workers that work as much cannot do more
 START = 2.0  # seconds until the first batch
 GIL = 1e-3  # seconds; a wait for the GIL that takes so long is a long one
@@ -405,7 +406,7 @@ def _handover(v: Window) -> Said:
     return Said(
         "handing over a batch takes as long as making it",
         f"larger batches{named}",
-        gain=max(1.0, took / max(step, index / max(v.workers, 1), took / larger)),
+        gain=max(1.0, took / max(step, index / max(v.workers, 1), LONGER * took / larger)),
     )
 
 

@@ -175,7 +175,8 @@ def test_larger_batches() -> None:
     )
     said = advise(tiny)
     assert said.action == "larger batches, such as batch_size=32"
-    assert (said.cause, said.gain, said.change) == ("handover", 32.0, {})
+    assert (said.cause, said.change) == ("handover", {})
+    assert said.gain == pytest.approx(32 / 1.5)  # a larger batch takes longer to hand over
     assert advise(replace(tiny, size=4.0)).action.endswith("=128")
     assert advise(replace(tiny, size=0.0)).action == "larger batches"
     worked = replace(tiny, elapsed=12.0, waited=11.0, index=15e-6, workers=2, busy=0.6)
@@ -228,7 +229,7 @@ def test_what_was_measured(row: dict[str, Any]) -> None:
     advice = advise(Window(**row["window"]))
     assert advice.cause == row["cause"]
     if row["got"] is not None:
-        least, most = (0.5, 2.5) if advice.cause == "handover" else (0.6, 1.3)
+        least, most = (0.5, 3.0) if advice.cause == "handover" else (0.6, 1.3)
         assert least < row["got"] / advice.gain < most
 
 
