@@ -24,7 +24,7 @@ from cseq._work cimport STRIDE, UNREAD, Decoder
 from collections import deque
 
 from cseq._core import PARK_NS
-from cseq.encoding.failure import ends_program, of_handler
+from cseq.encoding.failure import ends_program, of_handler, shorten
 from cseq.indexing.leaving import Partial
 
 cdef struct Ticket:
@@ -758,9 +758,10 @@ cdef class Feed:
         lock.enter_anew()
         try:
             return cseq_given(self.take(generation))
-        except Exception:
+        except Exception as error:
             self.check(generation)
-            raise
+            shorten(error)
+            raise error
         finally:
             lock.leave()
             rest()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Failure", "annotate", "ends_program", "line_of", "listed", "named", "of_handler", "ordinary",
-    "pack", "pack_text", "str_of", "told", "unpack", "where",
+    "pack", "pack_text", "shorten", "str_of", "told", "unpack", "where",
 ]  # fmt: skip
 
 RAISE = opcode.opmap["RAISE_VARARGS"]  # the instruction of a `raise` statement
@@ -75,10 +75,8 @@ def _traceback_of(error: BaseException) -> str:
 
     It begins with the first frame that is not cseq's, if there is one.
     """
-    whole = trace = TRACE.__get__(error)
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(OURS):
-        trace = trace.tb_next
-    trace = trace or whole
+    whole = TRACE.__get__(error)
+    trace = _without(whole, OURS) or whole
     try:
         return "".join(traceback.format_exception(type(error), error, trace))
     except BaseException as broken:
@@ -86,6 +84,19 @@ def _traceback_of(error: BaseException) -> str:
             raise
         said = traceback.format_tb(trace)
         return "".join(["Traceback (most recent call last):\n", *said, line_of(error), "\n"])
+
+
+def _without(trace: Any, files: tuple[str, ...]) -> Any:
+    """Leave out the frames at the beginning of a traceback that are of files named so."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(files):
+        trace = trace.tb_next
+    return trace
+
+
+def shorten(error: BaseException) -> None:
+    """Cut the frames of cseq's that an exception has come out of: of one of its own, the feed's."""
+    trace = TRACE.__get__(error)
+    TRACE.__set__(error, _without(trace, OURS) or _without(trace, ("cseq/_feed.pyx",)))
 
 
 def unpack(

@@ -331,6 +331,19 @@ def test_awkward_exceptions(kind: Kind, make: Callable[[], BaseException]) -> No
             stored.check()
 
 
+@every_kind
+def test_a_traceback_in_the_loop_has_few_frames_of_ours(kind: Kind) -> None:
+    """Two of the call that gave the batch, then those of the user's code, if that ran here."""
+    worker = functools.partial(Raising, functools.partial(ValueError, "x"), 5)
+    batches = kind.start(worker, 12, batch_size=2, shuffle=False)
+    with batches as m, pytest.raises(ValueError, match="x") as e:
+        list(m)
+    files = [Path(frame.filename).name for frame in traceback.extract_tb(e.tb)]
+    assert files[0] == "test_failure.py"
+    assert files[1:3] == ["_feed.pyx"] * 2
+    assert set(files[3:]) <= {"indexers.py"}
+
+
 def test_the_text_of_a_traceback_begins_in_the_users_code() -> None:
     """The frames above it are left out; what cseq itself raises has all of its own."""
     worker = functools.partial(Raising, functools.partial(ValueError, "x"), 5)
