@@ -39,6 +39,7 @@ __all__ = [
     "await_told",
     "later",
     "leave_running",
+    "refuse_patches",
     "tell",
     "thread_limits",
 ]
@@ -71,8 +72,9 @@ class Threads:
         Raises
         ------
         RuntimeError
-            The system has no more threads.
+            The system has no more threads, or they would be greenlets.
         """
+        refuse_patches("threading", "thread")
         if _thread.get_ident() != threading.main_thread().ident:  # no handler runs here
             self.begun = True
             self._start()
@@ -108,6 +110,23 @@ class Threads:
             if thread.ident not in (None, _thread.get_ident()):
                 thread.join(max(0.0, deadline - time.monotonic()))
         return [thread.name for thread in self._threads if thread.is_alive()]
+
+
+# Libraries of greenlets, and what tells whether they have patched a module.
+GREENLETS = {"gevent.monkey": "is_module_patched", "eventlet.patcher": "is_monkey_patched"}
+
+
+def refuse_patches(*modules: str) -> None:
+    """Raise RuntimeError if one of these modules is patched, so that it runs greenlets."""
+    for name, asked in GREENLETS.items():
+        library = sys.modules.get(name)
+        for module in () if library is None else modules:
+            if getattr(library, asked)(module):
+                raise RuntimeError(
+                    f"{name.partition('.')[0]} has patched {module!r} in this process, where "
+                    "cseq's workers would hang or die: start them in a process without that patch, "
+                    "or make batches without workers (num_workers=0, or a manager's start_test())"
+                )
 
 
 _left: set[Threads] = set()  # that run code of the user's, and did not end when they were to

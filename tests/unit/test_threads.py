@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from interrupting import interrupted
 
+import cseq
 from cseq.threads import Latch, Threads, await_told, tell, thread_limits
 
 if TYPE_CHECKING:
@@ -95,6 +99,37 @@ def test_a_system_without_any_thread(main: bool, monkeypatch: pytest.MonkeyPatch
             other.result()
             if main:
                 start()
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "patched", "refuses"),
+    [
+        ("gevent.monkey", "is_module_patched", ["threading", "socket"], ["threads", "processes"]),
+        ("gevent.monkey", "is_module_patched", ["socket", "time"], ["processes"]),
+        ("gevent.monkey", "is_module_patched", ["time"], []),
+        ("eventlet.patcher", "is_monkey_patched", ["thread"], ["threads", "processes"]),
+        ("eventlet.patcher", "is_monkey_patched", ["subprocess"], ["processes"]),
+    ],
+)
+def test_patched_modules(
+    monkeypatch: pytest.MonkeyPatch, library: str, name: str, patched: list[str], refuses: list[str]
+) -> None:
+    """Where threads are greenlets, or processes need what is patched: an error, no hang."""
+    module = SimpleNamespace(**{name: patched.__contains__})
+    monkeypatch.setitem(sys.modules, library, module)
+    makers = {"threads": cseq.MTSequence, "processes": cseq.MPSequence}
+    text = f"^{library.partition('.')[0]} has patched {patched[0]!r} in this process"
+    for what, make in makers.items():
+        manager = make(np.arange(8), num_workers=1, out_type="null", shuffle=False)
+        if what in refuses:
+            with pytest.raises(RuntimeError, match=text):
+                manager.start()
+        else:
+            with manager.start():
+                assert np.concatenate(list(manager)).tolist() == list(range(8))
+        with manager.start_test():
+            assert np.concatenate(list(manager)).tolist() == list(range(8))
+        manager.finish()
 
 
 def test_the_limits_of_threads(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from cseq.processes.launcher.base import (
 )
 from cseq.processes.launcher.forks import close_in_forks
 from cseq.processes.launcher.processes import Child, ForkLauncher, Launcher, SpawnLauncher
+from cseq.threads import refuse_patches
 
 __all__ = [
     "SHIELDED",
@@ -66,9 +67,11 @@ def make_launcher(method: str | None = None, *, entry: str, threads: int | None 
     ValueError
         This system does not have the method.
     RuntimeError
-        Called by a module that a worker process or the fork server is importing.
+        Called by a module that a worker process or the fork server is importing; or gevent, or
+        eventlet, has patched what processes need.
     """
     check_reading()
+    refuse_patches("threading", "thread", "socket", "select", "subprocess")
     there = start_methods()
     method = method or there[0]
     if method not in there:
