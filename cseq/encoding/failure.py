@@ -53,12 +53,19 @@ OPEN_THERE = (
     "if the training process has opened it, open it in each worker instead, at its first use"
 )
 
+DEBUG = (
+    "cseq: a debugger needs the terminal, which worker processes do not have: give num_workers=0, "
+    "or start a manager by start_test()"
+)
+
 SHOWN = 16  # indices of a batch that a message shows
 MOST = 1024  # that one of a death shows
 
 
 def pack(error: BaseException) -> bytes:
     """Return an exception as bytes that `unpack` can always read."""
+    if type(error).__name__ == "BdbQuit":
+        annotate(error, DEBUG)
     return pickle.dumps(
         (_travelling(error), type(error).__qualname__, str_of(error), _traceback_of(error))
     )

@@ -123,6 +123,51 @@ if __name__ == "__main__":
     print(os.getpid() in pids, 1 <= len(pids) <= 4, left)
 """
 
+MEASURED = """
+import signal
+import sys
+import coverage
+import numpy as np
+
+if __name__ == "__main__":
+    measuring = coverage.Coverage()
+    measuring.start()
+    import cseq, lines
+    from cseq import testing
+    m = cseq.MPSequence(
+        lines.Indexer, 8, 1, out_type="null", start_method=sys.argv[1], shuffle=False
+    )
+    with m.start() as batches:
+        testing.await_workers(batches)
+        testing.kill(batches, 0, signal.SIGTERM)
+        assert np.concatenate(list(batches)).tolist() == list(range(8))
+        print(batches.stats().restarts)
+    measuring.stop()
+    measuring.save()
+    measuring.combine()
+    _, statements, missing, _ = measuring.analysis("lines.py")
+    print(statements, missing)
+"""
+
+LINES = """class Indexer:
+    def __getitem__(self, indices):
+        made = indices
+        return made
+"""
+
+
+@pytest.mark.needs("Linux")
+@pytest.mark.parametrize("method", start_methods())
+def test_coverage_measures_workers(run_anew: RunScript, tmp_path: Path, method: str) -> None:
+    """As it does processes of multiprocessing; signals for the trainer stay the trainer's."""
+    # The folder of that name beside this one has no such module.
+    pytest.importorskip("coverage.exceptions")
+    (tmp_path / "lines.py").write_text(LINES)
+    settings = "concurrency = multiprocessing\nparallel = true\nsigterm = true\ninclude = lines.py"
+    (tmp_path / ".coveragerc").write_text(f"[run]\n{settings}\n")
+    done = run_anew(MEASURED, method)
+    assert (done.stdout, done.stderr) == ("0\n[1, 2, 3, 4] []\n", "")
+
 
 @pytest.mark.needs("Linux")
 @pytest.mark.filterwarnings("ignore")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import contextlib
 import dataclasses
 import functools
@@ -99,6 +100,15 @@ def there_and_back(error: BaseException) -> BaseException:
         raise error
     except BaseException as raised:  # noqa: BLE001 - whatever it is
         return failure.unpack(failure.pack(raised))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="its exception has no text, and no notes")
+def test_a_debugger_in_a_worker() -> None:
+    """It finds no terminal, and quits: the exception says where it works."""
+    got = there_and_back(bdb.BdbQuit())
+    assert type(got) is bdb.BdbQuit
+    [*_, last] = traceback.format_exception_only(got)
+    assert "give num_workers=0, or start a manager by start_test()" in last
 
 
 # -- the exception itself

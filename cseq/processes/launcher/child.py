@@ -35,6 +35,7 @@ def begin(start: Start) -> NoReturn:
     sys.argv[:] = start["argv"]
     importlib.import_module("multiprocessing")  # before it can take this for the trainer
     sock = _own_socket(start["socket"])
+    _measure_as(start["measured"])
     entry, trainer = start["entry"], start["trainer"]
     if start["number"] is None:
         server = importlib.import_module("cseq.processes.launcher.server")  # which imports this
@@ -53,6 +54,7 @@ def begin_as_copy(
 ) -> NoReturn:
     """Run a worker in a forked copy of the trainer."""
     try:
+        _measure_as(is_measured())
         system.limit_threads(threads)
         gc.freeze()  # the trainer's objects: looking through them would copy their pages
         atexit._clear()
@@ -65,6 +67,30 @@ def begin_as_copy(
     except BaseException:  # noqa: BLE001 - it must not go back into the user's code
         leave(report(number), number)
     work(sock, number, entry, trainer, local)
+
+
+_measures = False  # this process, or the workers that are forked off it, by coverage
+
+
+def is_measured() -> bool:
+    """Whether coverage measures this process, and is to measure what multiprocessing starts."""
+    measuring: Any = getattr(sys.modules.get("coverage"), "Coverage", None)
+    current = None if measuring is None else measuring.current()
+    return current is not None and "multiprocessing" in current.get_option("run:concurrency")
+
+
+def _measure_as(measures: bool) -> None:  # noqa: FBT001 - its one meaning
+    global _measures
+    _measures = measures
+
+
+def _measure() -> None:
+    """Begin to measure, as in a `multiprocessing.Process`; what `atexit` runs writes the file."""
+    coverage: Any = importlib.import_module("coverage")
+    measuring = coverage.Coverage(data_suffix=True, auto_data=True)
+    measuring._warn_preimported_source = measuring._warn_no_data = False
+    measuring.start()
+    _shield()  # it may have a handler for SIGTERM
 
 
 def _own_socket(handle: int | bytes) -> socket.socket:
@@ -154,6 +180,8 @@ def work(
         if "multiprocessing.process" in sys.modules:
             _adopt(number, trainer, sock.fileno())
         set_name(f"cseq-w{number}")
+        if _measures:
+            _measure()
         module, _, function = entry.partition(":")
         run = getattr(importlib.import_module(module), function)
         code = exit_code_of(run(sock) if local is None else run(sock, local))

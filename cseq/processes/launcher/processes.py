@@ -26,7 +26,7 @@ from cseq.processes.launcher.base import (
     descendants,
     flush_output,
 )
-from cseq.processes.launcher.child import begin_as_copy
+from cseq.processes.launcher.child import begin_as_copy, is_measured
 from cseq.processes.launcher.forks import handing_over, pair
 from cseq.threads import Latch, await_told, tell
 
@@ -345,7 +345,7 @@ def describe_start(entry: str, number: int | None = None) -> Start:
     """Describe to a new interpreter what it is: the worker of a number, or a fork server."""
     words = [str(word) for word in sys.argv] if hasattr(sys, "argv") else []
     start = {"number": number, "entry": entry, "path": _search_path(), "argv": words}
-    return start | {"trainer": trainer_identity()}
+    return start | {"trainer": trainer_identity(), "measured": is_measured()}
 
 
 def _search_path() -> list[str]:
