@@ -54,11 +54,17 @@ class Naming(NamedTuple):
         What the log adds where it says that a worker was replaced.
     samples : callable, optional
         ``samples(key)`` is how many samples `stats` counts for the item of a key; None: one.
+    interrupted : str
+        What InterruptedError says where no epoch is under way.
     """
 
     unit: str = "item"
     lost: str = ""
     samples: Callable[[Any], int] | None = None
+    interrupted: str = (
+        "no epoch is under way: none was begun, or it was interrupted, or the streams were closed; "
+        "call begin()"
+    )
 
 
 class StreamPool(Pool):
@@ -100,8 +106,7 @@ class StreamPool(Pool):
             errors=errors,
             options=options,
             lanes=lanes,
-            interrupted="no epoch is under way: none was begun, or it was interrupted, or the "
-            "streams were closed; call begin()",
+            interrupted=naming.interrupted,
         )
         for ring in self.rings:
             # Waking a worker costs more than a small item does. It sleeps only when all items asked

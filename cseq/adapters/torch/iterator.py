@@ -34,6 +34,10 @@ DRAWN_AGAIN = (
     "; with rng='worker', its random generators restart from the worker's seed, so earlier numbers "
     "repeat; rng='batch' draws the same as without the death, max_restarts=0 forbids replacements"
 )
+INTERRUPTED = (
+    "this iterator's epoch is over: its workers were closed, or they belong to the process that "
+    "forked this one; call iter() of the DataLoader again"
+)
 LEFT_OUT = Exception()  # is not raised
 
 
@@ -68,7 +72,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
     _num_yielded: int
     _base_seed: Any
     _sampler_iter: Any
-    _taker = 0  # the thread that is in `__next__`
+    _taker: int  # the thread that is in `__next__`
 
     def __init__(
         self,
@@ -82,6 +86,14 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         worker_method: str = "multiprocessing",
     ) -> None:
         self._shutdown = True
+        self._taker = 0
+        self._options: dict[str, Any] = {
+            "rng": rng,
+            "on_error": on_error,
+            "snapshot_every": snapshot_every,
+            "max_restarts": max_restarts,
+            "worker_method": worker_method,
+        }
         self._in_threads = worker_method == "thread" and loader.num_workers > 0
         self._kind = f"DataLoader worker {'thread' if self._in_threads else 'process'}"
         self._rng, self._skips_errors = rng, on_error == "skip"
@@ -172,6 +184,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
                 "batch",
                 lost="" if is_seeded else DRAWN_AGAIN,
                 samples=worker.count if self._auto_collation else None,
+                interrupted=INTERRUPTED,
             ),
             lethal="return" if self._skips_errors and not self._is_iterable else "raise",
             launch="begin" if keys_first else "now",
@@ -195,7 +208,14 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         first_iter: bool = False,  # noqa: FBT001, FBT002 - as torch has it
         resume: dict[str, Any] | None = None,
     ) -> None:
-        """Begin an epoch; what is left of the one before is dropped."""
+        """Begin an epoch; what is left of the one before is dropped.
+
+        In a process that was forked off, persistent workers are its parent's: it has its own.
+        """
+        if not first_iter and self._num_workers and not self._run.is_ours:
+            LoaderIterator.__init__(self, loader, **self._options)
+            vars(loader)["_progress"] = self.progress
+            return
         self._pinner.forget()
         order, is_seeded = self.progress.order, self._rng == "batch"
         if first_iter:

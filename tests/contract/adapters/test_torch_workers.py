@@ -8,7 +8,7 @@ import decimal
 import multiprocessing
 import os
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -22,6 +22,9 @@ from torch_data import (  # noqa: E402
 from torch_loaders import FORK, check, forked, loader  # noqa: E402
 
 import cseq.testing  # noqa: E402
+
+if TYPE_CHECKING:
+    from conftest import RunScript
 
 pytestmark = [
     pytest.mark.needs("quick processes"),
@@ -248,3 +251,53 @@ def test_seeds_of_a_streams_batches() -> None:
     assert len(set(seeds(0))) == 6
     assert seeds(2) == seeds(1) == seeds(0)
     assert not {*seeds(0)} & {*seeds(0, 4)}
+
+
+INHERITED = """
+import os, sys
+import torch
+import cseq
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+    def __getitem__(self, index):
+        return index
+
+def read(batches):
+    return [int(number) for batch in batches for number in batch]
+
+if __name__ == "__main__":
+    method, persistent = sys.argv[1:]
+    how = {"worker_method": "thread"} if method == "thread" else {"multiprocessing_context": method}
+    loader = cseq.DataLoader(
+        Samples(), batch_size=2, num_workers=2, persistent_workers=bool(persistent), **how
+    )
+    iterator = iter(loader)
+    got = read([next(iterator)])
+    child = os.fork()
+    if not child:
+        try:
+            next(iterator)
+        except InterruptedError as error:
+            print(str(error).partition("; ")[2])
+        print(read(loader) == read(loader) == list(range(24)), loader.stats().batches, flush=True)
+        del iterator, loader
+        os._exit(0)
+    os.waitpid(child, 0)
+    print(got + read(iterator) == read(loader) == list(range(24)))
+"""
+
+
+@pytest.mark.needs("fork")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("persistent", ["", "persistent"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", "thread"])
+def test_a_forked_process_has_workers_of_its_own(
+    run_prepared: RunScript, method: str, persistent: str
+) -> None:
+    """Its iterators are new ones; an inherited one says so, and its parent's goes on."""
+    done = run_prepared(INHERITED, method, persistent)
+    batches = 24 if persistent else 12
+    said = ["call iter() of the DataLoader again", f"True {batches}", "True"]
+    assert done.stdout.splitlines() == said, done.stderr
