@@ -45,13 +45,13 @@ cdef extern from *:
     #ifdef __GLIBC__
     #include <malloc.h>
     enum {
-        CSEQ_MAPPED = 64 << 20, /* bytes; larger blocks are mapped: zero at once, and given back at once */
-        CSEQ_MOST_MAPPED = 32 << 20, /* glibc before 2.35 takes no more than this */
-        CSEQ_FREED = 2 * CSEQ_MAPPED /* bytes that stay at the end of the heap, as glibc itself has it */
+        /* Bytes; larger blocks are mapped: zero at once, and given back at once. Of freed blocks of
+           torch's, which it aligns, glibc keeps up to seven of a size. */
+        CSEQ_MAPPED = 32 << 20,
+        CSEQ_FREED = 128 << 20 /* bytes that stay at the end of the heap */
     };
     static int cseq_keep_freed(void) {
-        return (mallopt(M_MMAP_THRESHOLD, CSEQ_MAPPED) || mallopt(M_MMAP_THRESHOLD, CSEQ_MOST_MAPPED))
-            && mallopt(M_TRIM_THRESHOLD, CSEQ_FREED);
+        return mallopt(M_MMAP_THRESHOLD, CSEQ_MAPPED) && mallopt(M_TRIM_THRESHOLD, CSEQ_FREED);
     }
     #else
     static int cseq_keep_freed(void) { return 0; }
@@ -447,7 +447,7 @@ def address_of(cnp.ndarray array not None):
 
 
 def keep_freed():
-    """Make this process's malloc keep freed blocks of up to 64 MB, since the system clears the pages
+    """Make this process's malloc keep freed blocks of up to 32 MB, since the system clears the pages
     of new ones; larger ones are mapped and unmapped. Return whether it does (glibc)."""
     return bool(cseq_keep_freed())
 
