@@ -256,7 +256,7 @@ def _bits(dtype: Any) -> tuple[Any, str | None]:
     """Return, for a torch dtype that numpy lacks, an integer dtype of its size, and its name."""
     torch = import_torch()
     try:
-        torch.empty(0, dtype=dtype).numpy()
+        torch.empty(0, dtype=dtype, device="cpu").numpy()
     except TypeError:
         return getattr(torch, f"int{8 * dtype.itemsize}"), str(dtype).removeprefix("torch.")
     return None, None

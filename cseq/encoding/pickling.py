@@ -246,7 +246,7 @@ def reduce_tensor(tensor: Any) -> Reduced:
 
 def _tensor_on(storage: Any, dtype: Any, part: tuple[Any, ...], grad: bool) -> Any:  # noqa: FBT001
     """Make a tensor of a part of a storage."""
-    tensor = import_torch().empty(0, dtype=dtype).set_(storage, *part)
+    tensor = import_torch().empty(0, dtype=dtype, device="cpu").set_(storage, *part)
     return tensor.requires_grad_() if grad else tensor
 
 
@@ -266,7 +266,7 @@ def reduce_storage(storage: Any) -> Reduced:
     if not storage.nbytes():
         return type(storage), (0,)
     torch = sys.modules["torch"]
-    data = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
     return _storage_on, (pickle.PickleBuffer(data),)
 
 

@@ -612,7 +612,7 @@ with cseq.MPSequence(Memory, 3, batch_size=1, out_type="null").start() as batche
 @pytest.mark.needs("Linux")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="without glibc")
 def test_memory_that_a_worker_frees(run_script: RunScript) -> None:
-    """A block of up to 32 MiB stays with its worker, a larger one goes; large zeros take no memory."""
+    """A block of usual size stays with its worker, a large one goes; large zeros take no memory."""
     done = run_script(OWN_MEMORY)
     assert done.stdout == "True True True True\n", done.stderr
 

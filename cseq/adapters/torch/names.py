@@ -34,11 +34,13 @@ __all__ = [
     "array_entry",
     "as_generic",
     "collate_map",
+    "function_modes",
     "know_threads",
     "make_fetcher",
     "numpy_seed",
     "pin",
     "profiler_enabled",
+    "push_mode",
     "set_thread_info",
     "set_worker_info",
     "tensor_entry",
@@ -50,6 +52,7 @@ DATAPIPES = tuple(getattr(data, name, ()) or () for name in ("IterDataPipe", "Ma
 Base: Any = object
 Inline: Any = object
 Workers: Any = object
+function_modes: Any = list
 ITERABLE = 1  # what `DataLoader._dataset_kind` may be
 
 REASON: str | None = None  # why no loader can have an iterator of cseq's with this torch, if so
@@ -162,6 +165,11 @@ def _use() -> None:
     worker._worker_info = present
     numpy_seed(0, 0)
     profiler_enabled()
+    mode = torch.overrides.BaseTorchFunctionMode()
+    push_mode(mode)
+    if function_modes()[-1] is not mode:
+        raise ValueError("a function mode is not where it was put")
+    mode.__exit__(None, None, None)
 
 
 try:
@@ -178,6 +186,8 @@ try:
     worker: Any = data._utils.worker
     numpy_seed: Any = worker._generate_state  # the words that a worker seeds numpy's with
     profiler_enabled: Any = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+    function_modes = torch.overrides._get_current_function_mode_stack
+    push_mode: Any = torch.overrides._push_mode
     with torch.device("cpu"):
         _use()
 except Exception as error:  # noqa: BLE001 - of any type: a name has another meaning

@@ -78,13 +78,32 @@ def _infer(mode: bool) -> None:  # noqa: FBT001 - as torch's own
         _entered.enter_context(torch.inference_mode())
 
 
-# Modes of torch that a thread is in: how one is read, and set.
+def _push_all(modes: list[Any]) -> None:
+    for mode in modes:
+        names.push_mode(mode)
+
+
+def _autocasts() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    for device in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "privateuseone"):
+        with contextlib.suppress(RuntimeError):  # an older torch does not know it
+            torch.is_autocast_enabled(device)
+            yield (
+                partial(torch.is_autocast_enabled, device),
+                partial(torch.set_autocast_enabled, device),
+            )
+            yield (
+                partial(torch.get_autocast_dtype, device),
+                partial(torch.set_autocast_dtype, device),
+            )
+
+
+# Modes of torch that a thread is in: how one is read, and set. A default device is a function mode.
 MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.is_inference_mode_enabled, _infer),
     (torch.is_grad_enabled, torch.set_grad_enabled),
-    (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
-    (partial(torch.get_autocast_dtype, "cpu"), partial(torch.set_autocast_dtype, "cpu")),
+    *_autocasts(),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    (names.function_modes, _push_all),
 )
 
 

@@ -15,6 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils import data  # noqa: E402
 from torch_data import (  # noqa: E402
     Plain,
@@ -155,6 +156,54 @@ def test_no_grad_is_inherited() -> None:
     with torch.no_grad():
         assert list(loader(Graded(2), batch_size=None)) == [False, False]
     assert list(loader(Graded(2), batch_size=None)) == [True, True]
+
+
+@forked
+def test_autocast_of_every_device_is_inherited() -> None:
+    class Cast(Plain):
+        def __getitem__(self, index: int) -> Any:
+            return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.float32)
+    try:
+        check(Cast(2), batch_size=None, collate_fn=str)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+
+
+class Elsewhere(TorchFunctionMode):
+    """Is a default device, but for the number that the loader draws its seed by."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if function in (torch.empty, torch.zeros) and args[0] != ():
+            given.setdefault("device", "meta")
+        return function(*args, **given)
+
+
+class Made(Plain):
+    """Says where its tensors are, and has some of the CPU: in an object, and of a rare type."""
+
+    def __getitem__(self, index: int) -> Any:
+        numbers = torch.arange(index + 3, device="cpu")
+        return str(torch.zeros(1).device), {1: numbers[1:]}, numbers.to(torch.float8_e5m2)
+
+
+@forked
+def test_function_modes_are_inherited() -> None:
+    """A default device is one: samples are made where it says, and travel as without it."""
+    with Elsewhere():
+        got = list(loader(Made(2), batch_size=None))
+    for index, (device, held, rare) in enumerate(got):
+        assert device == "meta"
+        assert held[1].tolist() == [*range(1, index + 3)]
+        assert rare.dtype == torch.float8_e5m2
+        assert rare.float().tolist() == [*range(index + 3)]
 
 
 @forked
