@@ -138,13 +138,13 @@ def _member(group: object, rank: int, ranks: int) -> Shard:
 
 def _remedy(names: Iterable[str]) -> str:
     """Say which argument takes the dimensions of a mesh that divide the batches."""
-    data = [name for name in names if _is_data(name)]
+    data = [name for name in names if _words(name) <= DATA | {"parallel"}]
+    if "dp" in data and all(name.startswith("dp") for name in data):
+        data = ["dp"]  # of which others are parts
     if not data:
         return 'shard=mesh["dp"], where mesh_dim_names= names a dimension "dp"'
-    if "dp" in data or len(data) == 1:
-        return f'shard=mesh["{"dp" if "dp" in data else data[0]}"]'
     listed = ", ".join(f'"{name}"' for name in data)
-    return f"shard=mesh[{listed}]._flatten()"
+    return f"shard=mesh[{listed}]" + ("._flatten()" if len(data) > 1 else "")
 
 
 def resolve() -> Shard:
@@ -195,17 +195,17 @@ def model_parallel() -> list[tuple[str, int]]:
     listed = getattr(sys.modules.get("torch.distributed.device_mesh"), "_mesh_resources", None)
     for mesh in [*getattr(listed, "child_to_root_mapping", {}).values()]:
         found |= zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False)
-    data = [name for name in found if _is_data(name)]
-    is_part = len(data) == 1 and HALVES.isdisjoint(data[0].lower().split("_"))
+    data = [name for name in found if DATA & _words(name)]
+    is_part = len(data) == 1 and not HALVES & _words(data[0])
     is_shared = any(size > 1 for name, size in found.items() if name not in data)
     if is_shared or (is_part and found[data[0]] < torch.get_world_size()):
         return [*found.items()]
     return []
 
 
-def _is_data(name: str) -> bool:
-    """Whether a dimension of a mesh divides the batches, by its name."""
-    return not DATA.isdisjoint(name.lower().split("_"))
+def _words(name: str) -> set[str]:
+    """Return the words in the name of a dimension of a mesh."""
+    return {*name.lower().split("_")}
 
 
 def agree(known: Shard | None) -> Shard:

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import traceback
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -24,18 +25,19 @@ def on_ranks(number: int, function: Callable[[int], Any], patience: float = PATI
 
     `patience`: the timeout of the store, in seconds.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ranks = [fork(number, rank, function, server, patience) for rank in range(number)]
     answers = []
-    for pid, pipe in ranks:
-        with open(pipe, encoding="utf-8") as file:
-            answers.append(file.read())
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "store")
+        ranks = [fork(number, rank, function, path, patience) for rank in range(number)]
+        for pid, pipe in ranks:
+            with open(pipe, encoding="utf-8") as file:
+                answers.append(file.read())
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     return [json.loads(answer) for answer in answers]
 
 
 def fork(
-    number: int, rank: int, function: Callable[[int], Any], server: socket.socket, patience: float
+    number: int, rank: int, function: Callable[[int], Any], path: str, patience: float
 ) -> tuple[int, int]:
     """Fork a rank; return its process, and where its answer comes."""
     ours, theirs = os.pipe()
@@ -46,14 +48,12 @@ def fork(
     code = 1
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-        host, port = server.getsockname()
-        listener = server.detach() if rank == 0 else None
-        store = dist.TCPStore(host, port, number, rank == 0, master_listen_fd=listener)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=number)
+        store, timeout = dist.FileStore(path, number), timedelta(seconds=PATIENCE)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=number, timeout=timeout)
         store.set_timeout(timedelta(seconds=patience))
         with open(theirs, "w", encoding="utf-8") as file:
             json.dump(function(rank), file)
-        dist.barrier()  # rank 0 has the store
+        dist.barrier()
         dist.destroy_process_group()
         code = 0
     except BaseException:  # noqa: BLE001 - it ends the process

@@ -84,6 +84,14 @@ def test_shard_of_a_group() -> None:
         (Mesh([2, 2], None), r'has 2 dimensions; .*: shard=mesh\["dp"\], where mesh_dim_names='),
         (Mesh([2, 2], [0, 1], "batch", "tp"), r'as one: shard=mesh\["batch"\]$'),
         (
+            Mesh([2, 2, 1], [0, 1, 0], "dp", "fsdp", "tp"),
+            r'as one: shard=mesh\["dp", "fsdp"\]\._flatten\(\)$',
+        ),
+        (
+            Mesh([2, 1, 1, 2], [0, 1, 0, 0], "dp", "dp_shard", "cp", "dp_shard_cp"),
+            r'as one: shard=mesh\["dp"\]$',
+        ),
+        (
             Mesh([2, 2, 1], [0, 1, 0], "dp_replicate", "dp_shard", "cp"),
             r'as one: shard=mesh\["dp_replicate", "dp_shard"\]\._flatten\(\)$',
         ),
