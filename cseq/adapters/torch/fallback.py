@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -14,7 +15,7 @@ import torch
 from torch.utils import data
 
 from cseq.adapters.torch import names
-from cseq.adapters.torch.options import VALUES, start_method_of
+from cseq.adapters.torch.options import VALUES, defaults, start_method_of
 from cseq.adapters.torch.order import look, put
 from cseq.encoding.unpicklable import UnpicklableError
 from cseq.options import MAX_RESTARTS
@@ -23,7 +24,16 @@ from cseq.processes.launcher import start_methods
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["UNUSABLE", "lines", "made", "make_iterator", "method_of", "note", "reason_against"]
+__all__ = [
+    "UNUSABLE",
+    "lines",
+    "made",
+    "make_iterator",
+    "method_of",
+    "note",
+    "reason_against",
+    "tell_lost",
+]
 
 log = logging.getLogger("cseq")
 
@@ -100,6 +110,32 @@ def reason_against(loader: data.DataLoader[Any], worker_method: str = "") -> str
     if method not in start_methods():
         return f"cseq does not start processes by {method!r} here"
     return None
+
+
+def tell_lost(loader: Any) -> None:
+    """Tell, once, what a framework loses that makes a loader of torch's class of this one."""
+    is_installed = data.DataLoader._get_iterator.__module__ != data.DataLoader.__module__
+    lost = [] if is_installed else ["cseq's workers"]
+    remedy = [] if is_installed else ["call cseq.adapters.torch.install()"]
+    for name, (first, *_) in VALUES.items():
+        default = getattr(defaults, name)
+        value = getattr(loader, name) or default
+        if value != (default if is_installed else first):
+            lost.append(f"{name}={value!r}")
+        if value != default:
+            remedy.append(f"set cseq.adapters.torch.defaults.{name} = {value!r}")
+    if lost:
+        _warn_of_loss(", ".join(lost), ", ".join(remedy))
+
+
+@functools.cache
+def _warn_of_loss(lost: str, remedy: str) -> None:
+    log.warning(
+        "accelerate makes a loader of torch's class of this cseq.DataLoader, without %s: %s, "
+        "before the first loop",
+        lost,
+        remedy,
+    )
 
 
 _told: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -5,12 +5,19 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils import data
 
 from cseq.adapters.torch import names
-from cseq.adapters.torch.fallback import UNUSABLE, make_iterator, method_of, reason_against
+from cseq.adapters.torch.fallback import (
+    UNUSABLE,
+    make_iterator,
+    method_of,
+    reason_against,
+    tell_lost,
+)
 from cseq.adapters.torch.options import VALUES, defaults
 from cseq.adapters.torch.order import Keys, Shares, inner_of, seed_of, shares_of
 from cseq.adapters.torch.state import LoaderProgress, read
@@ -191,6 +198,13 @@ class DataLoader(Torchs[T_co]):
             self.snapshot_every_n_steps = every
             self.max_restarts = count("max_restarts", max_restarts, least=0)
             import cseq.adapters.torch.iterator  # noqa: F401 - the loop would wait for it
+
+        @data.DataLoader.multiprocessing_context.getter
+        def multiprocessing_context(self) -> Any:
+            """What torch's is. accelerate asks for it to make another loader of this one."""
+            if sys._getframe(1).f_globals.get("__name__") == "accelerate.data_loader":
+                tell_lost(self)
+            return data.DataLoader.multiprocessing_context.fget(self)
 
     def __iter__(self) -> Any:
         """Begin the next epoch, or go on in the one whose state was loaded."""

@@ -607,3 +607,50 @@ def test_the_engine_of_a_loader_of_cseqs(also: bool) -> None:
         assert told(Kind) == [(2, None)]
         iter(Kind(IterableWrapper([1, 2]), batch_size=None, **FORK))
     assert told(Kind) == [(2, None), (1, "its data set is a datapipe")]
+
+
+# What accelerate does in `prepare` and `skip_first_batches`: it passes on what torch's class has.
+ANOTHER = """
+from torch.utils.data import DataLoader
+
+def another(loader):
+    names = "dataset", "batch_sampler", "num_workers", "multiprocessing_context", "collate_fn"
+    return DataLoader(**{name: getattr(loader, name) for name in names})
+"""
+
+
+class Odd(Plain):
+    """Has samples that raise."""
+
+    def __getitem__(self, index: int) -> int:
+        if index % 2 == 0:
+            raise ValueError(index)
+        return index
+
+
+def test_what_accelerate_loses_is_said_with_what_keeps_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once; without a word if nothing is lost, and not where another one reads the attributes."""
+    there: Any = {"__name__": "accelerate.data_loader"}
+    exec(ANOTHER, there)
+    elsewhere: Any = {"__name__": "another"}
+    exec(ANOTHER, elsewhere)
+    made = cseq.DataLoader(Odd(4), batch_size=2, **FORK, on_error="skip", rng="batch")
+    elsewhere["another"](made)
+    assert caplog.messages == []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="0"):
+            list(there["another"](made))
+    (said,) = caplog.messages
+    assert "without cseq's workers, rng='batch', on_error='skip': call" in said
+    assert "set cseq.adapters.torch.defaults.on_error = 'skip'" in said
+    install()
+    monkeypatch.setattr(defaults, "rng", "batch")
+    caplog.clear()
+    there["another"](made)
+    assert "without on_error='skip': set" in caplog.text
+    monkeypatch.setattr(defaults, "on_error", "skip")
+    caplog.clear()
+    assert [batch.tolist() for batch in there["another"](made)] == [[1], [3]]
+    assert "accelerate" not in caplog.text
