@@ -247,7 +247,7 @@ def test_an_sdist_is_the_same_each_time(sources: Path, tmp_path: Path) -> None:
         assert text.read() == (sources / "cseq" / "stage.py").read_bytes()
 
 
-PYTHONS = ["cp310", "cp311", "cp312", "cp313", "cp314", "cp314t"]
+PYTHONS = ["cp310", "cp311", "cp312", "cp313", "cp314", "cp314t", "cp315"]
 PLATFORMS = [
     ("linux", "x86_64", ["manylinux_x86_64", "musllinux_x86_64"]),
     ("linux", "aarch64", ["manylinux_aarch64", "musllinux_aarch64"]),
@@ -271,6 +271,18 @@ def test_which_wheels_are_published(system: str, machine: str, names: list[str])
     )
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == {f"{python}-{name}" for python in PYTHONS for name in names}
+
+
+@needs_sources
+def test_the_oldest_and_the_newest_python_are_tested() -> None:
+    """A Python of the classifiers has wheels; the workflow tests the oldest and the newest."""
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    versions = re.findall(r"Python :: (3\.\d+)", text)
+    assert {f"cp{version.replace('.', '')}" for version in versions} == {*PYTHONS} - {"cp314t"}
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text("utf-8")
+    page = (ROOT / "docs" / "reference" / "platforms.md").read_text("utf-8")
+    assert {f'"{versions[0]}"', f'"{versions[-1]}"'} <= set(re.findall(r'"3\.\d+"', workflow))
+    assert f"CPython {versions[0]} to {versions[-1]} " in page
 
 
 def refusal(folder: Path) -> str:
