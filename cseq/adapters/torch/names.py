@@ -99,6 +99,11 @@ def set_worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> N
     worker._worker_info = info
 
 
+def forget_worker_info() -> None:
+    """Have `get_worker_info` return None in this process, at its end."""
+    worker._worker_info = None
+
+
 def set_thread_info(
     number: int, num_workers: int, seed: int, dataset: Any, generators: Any
 ) -> None:
@@ -185,6 +190,9 @@ try:
     pin: Any = data._utils.pin_memory.pin_memory
     worker: Any = data._utils.worker
     numpy_seed: Any = worker._generate_state  # the words that a worker seeds numpy's with
+    # Whether a worker's own copy of the data set is dropped when it ends: since torch 2.14.1.
+    _loop: Any = getattr(worker, "_worker_loop", repr)
+    GIVES_BACK = "dataset_holder" in inspect.signature(_loop).parameters
     profiler_enabled: Any = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
     function_modes = torch.overrides._get_current_function_mode_stack
     push_mode: Any = torch.overrides._push_mode

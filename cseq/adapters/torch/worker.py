@@ -168,6 +168,15 @@ class Fetcher:
         self._state: DatasetState | None = None
         self._depth = fork_depth()
 
+    def close(self) -> None:
+        """Let go of the data set where a worker process of torch's does; nothing else has it then.
+
+        A forked one has its parent's, which stays.
+        """
+        if names.GIVES_BACK and not self._setup.is_thread:
+            names.forget_worker_info()
+            self._fetcher = self._state = None
+
     def begin(self, epoch: FetcherEpoch) -> None:
         """Begin an epoch. What the user has written is called with the first batch of it."""
         self._epoch = epoch

@@ -18,9 +18,12 @@ torch = pytest.importorskip("torch")
 
 from cseq.encoding.pickling import dump  # noqa: E402
 from cseq.encoding.unpicklable import UnpicklableError  # noqa: E402
+from cseq.processes.launcher import start_methods  # noqa: E402
 from cseq.processes.spawning import Reopened, Workers, spawning  # noqa: E402
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from conftest import RunScript
 
 pytestmark = [
@@ -126,3 +129,54 @@ def test_workers_are_started_as_torch_starts_them(run_prepared: RunScript) -> No
     theirs, ours, method = done.stdout.splitlines()
     assert (theirs, method) in {("inherited", "fork"), ("made anew", "forkserver")}, done.stderr
     assert ours == theirs
+
+
+# A data set that notes down where a copy of it is dropped; a worker imports this, too.
+GIVEN = """
+import os, sys
+import torch
+from cseq.adapters.torch import names
+if len(sys.argv) > 2:
+    names.GIVES_BACK = bool(sys.argv[2])
+class Given:
+    def __init__(self):
+        self.pid = os.getpid()
+    def __del__(self):
+        if os.getpid() != self.pid:
+            with open("dropped", "a") as file:
+                file.write("x")
+class Samples(Given, torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return index
+class Stream(Given, torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+"""
+
+DROPPING = """
+import gc, os, sys
+import cseq, given
+from cseq.manager import await_closings
+
+if __name__ == "__main__":
+    for kind in (given.Samples, given.Stream):
+        open("dropped", "w").close()
+        loader = cseq.DataLoader(kind(), num_workers=1, multiprocessing_context=sys.argv[1])
+        assert len(list(loader)) == 4
+        gc.collect()
+        await_closings(60)
+        print(os.path.getsize("dropped"))
+"""
+
+
+@pytest.mark.parametrize("gives", ["gives", ""])
+@pytest.mark.parametrize("method", start_methods())
+def test_a_worker_gives_its_data_set_back(
+    run_prepared: RunScript, tmp_path: Path, method: str, gives: str
+) -> None:
+    """At its end, where torch's does (2.14.1 and newer); a forked one has that of its parent."""
+    (tmp_path / "given.py").write_text(GIVEN, encoding="ascii")
+    done = run_prepared(DROPPING, method, gives)
+    assert done.stdout == f"{int(bool(gives) and method != 'fork')}\n" * 2, done.stderr
