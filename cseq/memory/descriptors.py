@@ -16,6 +16,7 @@ import errno
 import importlib
 import os
 import socket
+import stat
 from array import array
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from cseq._memory import Descriptor, lift, section
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["anonymous_file", "lifted", "receive", "send", "sparse_file"]
+__all__ = ["anonymous_file", "lifted", "own_offsets", "receive", "send", "sparse_file"]
 
 
 def anonymous_file(name: str) -> tuple[Descriptor, bool]:
@@ -88,6 +89,31 @@ def lifted(sock: socket.socket) -> socket.socket:
     if os.name == "nt" or sock.fileno() > 2:
         return sock
     return socket.socket(fileno=lift(sock.detach()))
+
+
+def own_offsets() -> None:
+    """Give a forked process an offset of its own in each file that it only reads.
+
+    A fork shares offsets: whoever seeks moves those of all, and the others read something else. On
+    Linux, a file can be opened again under the same number, even one without a name. Files that are
+    written keep the common offset, so logs stay whole. A file that refuses keeps it, too.
+    """
+    if not os.path.isdir("/proc/self/fd"):
+        return
+    import fcntl
+
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        with contextlib.suppress(OSError):
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            is_read = flags & os.O_ACCMODE == os.O_RDONLY and stat.S_ISREG(os.fstat(fd).st_mode)
+            if fd > 2 and is_read:
+                again = os.open(f"/proc/self/fd/{fd}", flags)
+                try:
+                    os.lseek(again, os.lseek(fd, 0, os.SEEK_CUR), os.SEEK_SET)
+                    os.dup2(again, fd, os.get_inheritable(fd))
+                finally:
+                    os.close(again)
 
 
 def send(sock: socket.socket, data: bytes, fds: Sequence[int], process: int | None = None) -> None:

@@ -49,6 +49,46 @@ def test_a_system_that_refuses_them(monkeypatch: pytest.MonkeyPatch, refusal: in
         descriptors.anonymous_file("cseq-test")
 
 
+@linux
+@pytest.mark.parametrize("mode", ["rb", "r+b"])
+def test_a_forked_process_has_an_offset_of_its_own_in_what_it_reads(
+    tmp_path: Path, mode: str
+) -> None:
+    """It begins where the offset was, in a deleted file, too. Files that are written share one."""
+    path = tmp_path / "read"
+    path.write_bytes(bytes(range(100)))
+    with path.open(mode, buffering=0) as file:
+        path.unlink()
+        file.seek(20)
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                descriptors.own_offsets()
+                status = file.read(10) != bytes(range(20, 30)) or os.get_inheritable(file.fileno())
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert file.tell() == (20 if mode == "rb" else 30)
+
+
+@linux
+def test_own_offsets_leave_no_descriptor(tmp_path: Path) -> None:
+    """Each file keeps its number, and what cannot be opened again is as it was."""
+    (tmp_path / "read").write_bytes(b"text")
+    reader, writer = os.pipe()
+    path_only = os.open(tmp_path, os.O_PATH)
+    with (tmp_path / "read").open() as file:
+        before = os.listdir("/proc/self/fd")
+        descriptors.own_offsets()
+        assert os.listdir("/proc/self/fd") == before
+        assert file.read() == "text"
+    os.write(writer, b"1")
+    assert os.read(reader, 1) == b"1"
+    for fd in (reader, writer, path_only):
+        os.close(fd)
+
+
 @pytest.mark.needs("POSIX")
 @pytest.mark.parametrize("atomic", [True, False])
 def test_what_is_received_is_closed_in_programs(

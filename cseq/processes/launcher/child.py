@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from cseq import system
 from cseq._memory import fork_depth
+from cseq.memory.descriptors import own_offsets
 from cseq.processes.launcher.base import SHIELDED, end_copy, exit_code_of, flush_output, readable
 from cseq.processes.launcher.forks import close_in_forks, in_forked_children
 
@@ -55,6 +56,7 @@ def begin_as_copy(
     """Run a worker in a forked copy of the trainer."""
     try:
         _measure_as(is_measured())
+        own_offsets()
         system.limit_threads(threads)
         gc.freeze()  # the trainer's objects: looking through them would copy their pages
         atexit._clear()

@@ -172,6 +172,7 @@ class Forker:
             self._wake.close()
             gc.enable()
             close_in_forks(reports)
+            descriptors.own_offsets()
             sock = socket.socket(fileno=fd)
         except BaseException:  # noqa: BLE001 - it must not go back to serving
             leave(report(number), number)

@@ -25,6 +25,8 @@ from torch_loaders import FORK, check, forked, loader  # noqa: E402
 import cseq.testing  # noqa: E402
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from conftest import RunScript
 
 pytestmark = [
@@ -274,6 +276,31 @@ def test_a_worker_computes_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> N
         assert list(loader(Computing(2), batch_size=None)) == [1, 1]
     finally:
         torch.set_num_threads(before)
+
+
+class Reading(Plain):
+    """Two workers seek in one file, and read when both have done so."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(8)
+        self.file = path.open("rb", buffering=0)
+        self.sought = [multiprocessing.get_context("fork").Semaphore(0) for _ in range(2)]
+
+    def __getitem__(self, index: int) -> int:
+        self.file.seek(index)
+        worker: Any = data.get_worker_info()
+        self.sought[worker.id].release()
+        self.sought[1 - worker.id].acquire()
+        return self.file.read(1)[0]
+
+
+@pytest.mark.needs("Linux")
+def test_forked_workers_read_one_file_each_at_its_own_offset(tmp_path: Path) -> None:
+    """Though the trainer has opened it."""
+    (tmp_path / "read").write_bytes(bytes(range(8)))
+    dataset = Reading(tmp_path / "read")
+    assert list(cseq.DataLoader(dataset, batch_size=None, **FORK)) == list(range(8))
+    dataset.file.close()
 
 
 class Seeds(data.IterableDataset[int]):
