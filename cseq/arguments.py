@@ -7,30 +7,28 @@ import inspect
 import os
 import typing
 import warnings
-from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from cseq._core import ALGORITHMS
-from cseq.check import ELSEWHERE, MOST_WORKERS, OF_DATASET, choice, count, flag, unexpected
-from cseq.converter import output as outputs
+from cseq.check import ELSEWHERE, MOST_WORKERS, OF_DATASET, count, flag, unexpected
 from cseq.indexing import indexer
 from cseq.indexing.dataset import is_torchs, unasked
 from cseq.measure.advice import MOST_READERS
-from cseq.options import MAX_RESTARTS, Size, WorkerOptions
+from cseq.options import Size, WorkerOptions
 from cseq.order.base import Order
 from cseq.order.sampler import Sampler
 from cseq.order.shuffled import Sequential, Shuffled
 from cseq.system import share
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Concatenate, TypeAlias
+    from collections.abc import Callable
+    from typing import TypeAlias
 
     from numpy.typing import NDArray
 
     from cseq.converter.output import Output
     from cseq.indexing.indexer import Indexer
-    from cseq.order.shard import Given, Shard
+    from cseq.order.shard import Shard
 
     Worker: TypeAlias = Callable[[], Indexer[Any]] | Indexer[Any]
     Shuffle: TypeAlias = bool | Literal["feistel"]
@@ -50,26 +48,25 @@ if TYPE_CHECKING:
     OutType: TypeAlias = str | Device | Callable[[NDArray[Any]], object] | None
 
 __all__ = [
-    "Arguments",
-    "ArgumentsOfKind",
-    "ArgumentsOfRay",
     "Job",
     "batch_size_of",
     "converters_of",
     "dtype_of",
+    "explained",
     "fleet_of",
     "is_auto",
-    "job_of",
+    "refuse",
+    "sampler_of",
     "samples_of",
     "sizes_of",
-    "taking",
     "workers_of_auto",
 ]
 
-P = typing.ParamSpec("P")
-T = typing.TypeVar("T")
+F = typing.TypeVar("F", bound="Callable[..., None]")
 
 MOST_EPOCHS = 2**63
+# By `thread_type`.
+KINDS = {"proc": "processes", "thread": "threads", "ray": "processes of a fleet"}
 BATCH_SIZE = 32  # where nothing else is said
 AUTO = "auto"
 AUTO_START, FIRST_BUFFER = 4, 10  # what 'auto' begins with, at most and at least
@@ -79,95 +76,23 @@ MOST_BUFFER = 2**14  # each has a mapping in two processes; Linux allows a proce
 MOST_BATCH = 2**32 - 1  # a ticket counts its words in 32 bits
 
 
-@dataclass(repr=False, eq=False)
-class _First:
-    """What all sequences take first; the fields are in the order of the positions."""
+def explained(initialise: F) -> F:
+    """Have an ``__init__`` say what to write instead of a keyword that it does not take."""
+    signature = inspect.signature(initialise)
 
-    worker: Worker
-    dset_size: Any = None
-    num_workers: int | Literal["auto"] = 4
-    num_converters: int | None = None
-    batch_size: int = BATCH_SIZE
-    buffer: int | Literal["auto"] = 10
-    shuffle: Shuffle = True
+    @functools.wraps(initialise)
+    def __init__(self: Any, *values: Any, **named: Any) -> None:  # noqa: N807
+        caller, (_, *known) = type(self).__name__, signature.parameters
+        for name in named.keys() - signature.parameters.keys():
+            is_dataset = indexer.takes_samples([*values, named.get("worker")][0])
+            raise unexpected(caller, name, known, OF_DATASET if is_dataset else ELSEWHERE)
+        try:
+            signature.bind(self, *values, **named)
+        except TypeError as error:
+            raise TypeError(f"{caller}(): {error}") from None
+        initialise(self, *values, **named)
 
-
-@dataclass(repr=False, eq=False)
-class _WithKind(_First):
-    """And then `MSequence`."""
-
-    thread_type: ThreadType = "proc"
-
-
-@dataclass(repr=False, eq=False)
-class _Others:
-    """What all sequences take then."""
-
-    out_type: OutType = "cuda"
-    seed: int | None = None
-    _: KW_ONLY
-    dtype: Any = "auto"
-    drop_last: bool = False
-    ordered: bool = True
-    start_method: StartMethod | None = None
-    shard: Given = None
-    on_error: OnError = "raise"
-    max_restarts: int = MAX_RESTARTS
-    timeout: float | None = None
-    on_timeout: OnTimeout = "raise"
-    memory_limit: int | str | None = None
-    pad: bool = True
-    threads: int | None = 1
-    preload: Sequence[str] | Literal[False] | None = None
-    seed_globals: bool = True
-    order: Order | None = None
-    repeat: int | Literal[True] = 1
-
-
-@dataclass(repr=False, eq=False)
-class Arguments(_Others, _WithKind):
-    """The arguments of `MSequence`."""
-
-
-@dataclass(repr=False, eq=False)
-class ArgumentsOfKind(_Others, _First):
-    """The arguments of the classes that set `thread_type`."""
-
-
-@dataclass(repr=False, eq=False)
-class ArgumentsOfRay(ArgumentsOfKind):
-    """The arguments of `RaySequence`."""
-
-    buffer: int | Literal["auto"] = "auto"
-
-
-def taking(
-    arguments: Callable[P, T],
-) -> Callable[[Callable[[Any, T], None]], Callable[Concatenate[Any, P], None]]:
-    """Have an ``__init__`` take the arguments of a class of these, and get an object of that."""
-    signature = inspect.signature(arguments)
-
-    def decorate(initialise: Callable[[Any, T], None]) -> Callable[Concatenate[Any, P], None]:
-        @functools.wraps(initialise)
-        def __init__(self: Any, /, *values: P.args, **named: P.kwargs) -> None:  # noqa: N807
-            caller, known = type(self).__name__, signature.parameters
-            for name in named.keys() - known.keys():
-                is_dataset = indexer.takes_samples([*values, named.get("worker")][0])
-                raise unexpected(caller, name, known, OF_DATASET if is_dataset else ELSEWHERE)
-            try:
-                signature.bind(*values, **named)
-            except TypeError as error:
-                raise TypeError(f"{caller}(): {error}") from None
-            initialise(self, arguments(*values, **named))
-
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        shown = signature.replace(
-            parameters=[own, *signature.parameters.values()], return_annotation="None"
-        )
-        setattr(__init__, "__signature__", shown)  # noqa: B010
-        return __init__
-
-    return decorate
+    return typing.cast("F", __init__)
 
 
 def sizes_of(
@@ -177,6 +102,8 @@ def sizes_of(
 
     Returns what a pool begins with, the most there can be, and which of the two are 'auto'.
     """
+    if buffer is None:
+        buffer = AUTO if thread_type == "ray" else 10
     auto = is_auto("num_workers", num_workers), is_auto("buffer", buffer)
     start, most = workers_of_auto()
     if not auto[1]:
@@ -187,7 +114,7 @@ def sizes_of(
             warnings.warn(
                 f"num_workers={number} worker processes on {share()} cores: more than {most} slow "
                 "down the start, and the machine; num_workers='auto' has as many as help",
-                stacklevel=7,  # where an MPSequence is made
+                stacklevel=6,  # where an MPSequence is made
             )
         start = most = number
     elif thread_type == "ray":
@@ -250,53 +177,34 @@ class Job(NamedTuple):
     num_converters: int
     buffer: int
     ordered: bool
-    compat: bool | None
     on_error: str
     seed_globals: bool
     options: WorkerOptions
     start: Size
     auto: tuple[bool, bool] = (False, False)
     fleet: Any = None
+    compat: bool | None = None
 
     def without_worker(self) -> Job:
         """Return the job of a closed pool: a pool is part of a cycle that would keep the worker."""
         return self._replace(worker=None, fleet=None)
 
 
-def job_of(given: Arguments, worker: Any, fleet: Any, shard: Shard) -> Job:
-    """Check the arguments that `fleet_of` and `shard.given` do not; in this order."""
-    chosen = order_of(given.order, given.shuffle)
-    pad, drop_last, ordered = given.pad, given.drop_last, given.ordered
-    sampler = Sampler(
-        samples_of(worker, chosen) if given.dset_size is None else given.dset_size,
-        chosen,
-        batch_size=batch_size_of(given.batch_size, chosen),
-        seed=int.from_bytes(os.urandom(4), "little") if given.seed is None else given.seed,
+def sampler_of(
+    worker: Any, dset_size: Any, order: Order, batch_size: Any, seed: Any, drop_last: Any,
+    ordered: Any, shard: Shard, pad: Any, repeat: Any,
+) -> Sampler:  # fmt: skip
+    """Check what says which samples a batch has."""
+    return Sampler(
+        samples_of(worker, order) if dset_size is None else dset_size,
+        order,
+        batch_size=batch_size_of(batch_size, order),
+        seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed,
         drop_last=flag("drop_last", drop_last),
         rank=shard.rank,
         world_size=shard.world_size,
         pad=flag("pad", pad),
-        repeat=repeat_of(given.repeat, ordered=ordered, pad=pad, drop_last=drop_last),
-    )
-    options = WorkerOptions(*(getattr(given, name) for name in WorkerOptions._fields)).checked()
-    if given.thread_type == "ray":
-        refuse(options, seed_globals=given.seed_globals, given=fleet is not None)
-    start, most, auto = sizes_of(given.num_workers, given.buffer, given.thread_type, sampler.words)
-    return Job(
-        worker=worker,
-        sampler=sampler,
-        output=outputs.parse(given.out_type, dtype_of(worker, given.dtype)),
-        num_workers=most.num_workers,
-        num_converters=converters_of(start.num_workers, given.num_converters, given.thread_type),
-        buffer=most.buffer,
-        ordered=flag("ordered", ordered),
-        compat=None,
-        on_error=choice("on_error", given.on_error, ("raise", "skip")),
-        seed_globals=flag("seed_globals", given.seed_globals),
-        options=options,
-        start=start,
-        auto=auto,
-        fleet=fleet,
+        repeat=repeat_of(repeat, ordered=ordered, pad=pad, drop_last=drop_last),
     )
 
 
@@ -305,13 +213,15 @@ def refuse(options: WorkerOptions, *, seed_globals: bool, given: bool) -> None:
     told = {**options._asdict(), "memory_limit": None, "seed_globals": seed_globals}
     for name, value in told.items():
         own = name in ("timeout", "threads", "seed_globals")
-        if value != getattr(ArgumentsOfRay, name) and (given or not own):
+        if value != WorkerOptions._field_defaults.get(name, True) and (given or not own):
             to_do = "give it to the fleet" if own else "Ray starts these; see RayFleet"
             raise TypeError(f"{name}={value!r} concerns a fleet's workers: {to_do}")
 
 
 def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:
     """Check `worker`: return it, and the fleet that was given in its place, or None."""
+    if thread_type not in KINDS:
+        raise TypeError(f"thread_type={thread_type!r} is unknown; give one of {[*KINDS]}")
     if not hasattr(worker, "ask") or not hasattr(worker, "handles"):
         indexer.check_worker(worker)
         is_dataset = is_torchs(worker) and not isinstance(worker, type)

@@ -5,11 +5,17 @@ from __future__ import annotations
 import typing
 from typing import TYPE_CHECKING, Any
 
-from cseq.arguments import ArgumentsOfKind, ArgumentsOfRay, taking
+from cseq import arguments
 from cseq.sequence import MSequence
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Literal
+
     from typing_extensions import TypeVar
+
+    from cseq.order.base import Order
+    from cseq.order.shard import Given
 
     B_co = TypeVar("B_co", covariant=True, default=Any)
 else:
@@ -21,9 +27,37 @@ __all__ = ["MPSequence", "MTSequence", "RaySequence"]
 class _Kind(MSequence[B_co]):
     """An `MSequence` whose class sets `thread_type`: the arguments after it move up by one."""
 
-    @taking(ArgumentsOfKind)
-    def __init__(self, given: ArgumentsOfKind) -> None:
-        super().__init__(**vars(given), thread_type=self._thread_type)
+    @arguments.explained
+    def __init__(
+        self,
+        worker: arguments.Worker,
+        dset_size: Any = None,
+        num_workers: int | Literal["auto"] = 4,
+        num_converters: int | None = None,
+        batch_size: int = 32,
+        buffer: int | Literal["auto"] | None = None,
+        shuffle: arguments.Shuffle = True,  # noqa: FBT002
+        out_type: arguments.OutType = "cuda",
+        seed: int | None = None,
+        *,
+        dtype: Any = "auto",
+        drop_last: bool = False,
+        ordered: bool = True,
+        start_method: arguments.StartMethod | None = None,
+        shard: Given = None,
+        on_error: arguments.OnError = "raise",
+        max_restarts: int = 100,
+        timeout: float | None = None,
+        on_timeout: arguments.OnTimeout = "raise",
+        memory_limit: int | str | None = None,
+        pad: bool = True,
+        threads: int | None = 1,
+        preload: Sequence[str] | Literal[False] | None = None,
+        seed_globals: bool = True,
+        order: Order | None = None,
+        repeat: int | Literal[True] = 1,
+    ) -> None:
+        MSequence.__init__(**locals(), thread_type=self._thread_type)
 
 
 class MPSequence(_Kind[B_co]):
@@ -76,7 +110,3 @@ class RaySequence(_Kind[B_co]):
     """
 
     _thread_type = "ray"
-
-    @taking(ArgumentsOfRay)
-    def __init__(self, given: ArgumentsOfRay) -> None:
-        super().__init__(**vars(given))

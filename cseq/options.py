@@ -22,13 +22,13 @@ class WorkerOptions(NamedTuple):
         In bytes; None: a quarter of the memory of the machine that has them, or a rank's part.
     """
 
-    start_method: str | None
-    max_restarts: int
-    timeout: float | None
-    on_timeout: str
-    memory_limit: Any
-    threads: int | None
-    preload: Any
+    start_method: str | None = None
+    max_restarts: int = MAX_RESTARTS
+    timeout: float | None = None
+    on_timeout: str = "raise"
+    memory_limit: Any = None
+    threads: int | None = 1
+    preload: Any = None
 
     def checked(self) -> WorkerOptions:
         """Check these arguments."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from cseq import arguments
 from cseq._feed import FeedIterator
-from cseq.arguments import Arguments, taking
-from cseq.check import count, flag
+from cseq.check import choice, count, flag
 from cseq.converter import output as outputs
 from cseq.manager import Manager, reporting
+from cseq.options import WorkerOptions
 from cseq.order import checkpoint
 from cseq.order import shard as shards
 from cseq.order.base import kind
@@ -24,14 +24,16 @@ from cseq.pools import remake as remaking
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import Literal
 
     import numpy as np
     from numpy.typing import NDArray
     from typing_extensions import Self, TypeVar
 
-    from cseq.arguments import TestMode, ThreadType
     from cseq.converter.output import Output
+    from cseq.order.base import Order
+    from cseq.order.shard import Given
     from cseq.pools.base import BatchPool
     from cseq.pools.remake import Remade
 
@@ -44,7 +46,6 @@ __all__ = ["MSequence"]
 
 
 MOST_EPOCH = 2**64 - 1
-KINDS = {"proc": "processes", "thread": "threads", "ray": "processes of a fleet"}  # `thread_type`
 POOLS = {
     "inline": "cseq.pools.inline:InlinePool",
     "proc": "cseq.pools.process:ProcessPool",
@@ -78,8 +79,9 @@ class MSequence(Manager, Generic[B_co]):
         none. None: 1 for processes, otherwise ``max(num_workers // 4, min(num_workers, 4))``.
     batch_size : int
         Samples in a batch. The last one may be smaller.
-    buffer : int or 'auto'
-        How many batches are made ahead of the loop, from 1 to 16384. 'auto': as many as help.
+    buffer : int, 'auto' or None
+        How many batches are made ahead of the loop, from 1 to 16384. 'auto': as many as help. None:
+        10, or on a Ray cluster 'auto'.
     shuffle : bool or 'feistel'
         True: a new order for each epoch, which depends only on the seed, the epoch and the number
         of samples. 'feistel': such an order that needs no table, for more than about 10**9 samples.
@@ -162,19 +164,71 @@ class MSequence(Manager, Generic[B_co]):
     [4 5]
     """
 
-    @taking(Arguments)
-    def __init__(self, given: Arguments) -> None:
-        if given.thread_type not in KINDS:
-            raise TypeError(f"thread_type={given.thread_type!r} is unknown; give one of {[*KINDS]}")
-        worker, fleet = arguments.fleet_of(given.worker, given.thread_type)
-        self._thread_type: ThreadType = given.thread_type
-        self._drawn = given.seed is None
-        self._own_seed = self._drawn  # other ranks do not have it
-        self._shard = shards.given(given.shard)
+    @arguments.explained
+    def __init__(
+        self,
+        worker: arguments.Worker,
+        dset_size: Any = None,
+        num_workers: int | Literal["auto"] = 4,
+        num_converters: int | None = None,
+        batch_size: int = 32,
+        buffer: int | Literal["auto"] | None = None,
+        shuffle: arguments.Shuffle = True,  # noqa: FBT002
+        thread_type: arguments.ThreadType = "proc",
+        out_type: arguments.OutType = "cuda",
+        seed: int | None = None,
+        *,
+        dtype: Any = "auto",
+        drop_last: bool = False,
+        ordered: bool = True,
+        start_method: arguments.StartMethod | None = None,
+        shard: Given = None,
+        on_error: arguments.OnError = "raise",
+        max_restarts: int = 100,
+        timeout: float | None = None,
+        on_timeout: arguments.OnTimeout = "raise",
+        memory_limit: int | str | None = None,
+        pad: bool = True,
+        threads: int | None = 1,
+        preload: Sequence[str] | Literal[False] | None = None,
+        seed_globals: bool = True,
+        order: Order | None = None,
+        repeat: int | Literal[True] = 1,
+    ) -> None:
+        worker, fleet = arguments.fleet_of(worker, thread_type)
+        self._thread_type: arguments.ThreadType = thread_type
+        # Other ranks do not have a seed that was drawn.
+        self._drawn = self._own_seed = seed is None
+        self._shard = shards.given(shard)
         self._automatic = self._shard is None
-        self._job = arguments.job_of(given, worker, fleet, self._shard or shards.ALONE)
+        part = self._shard or shards.ALONE
+        order = arguments.order_of(order, shuffle)
+        sampler = arguments.sampler_of(
+            worker, dset_size, order, batch_size, seed, drop_last, ordered, part, pad, repeat
+        )
+        options = WorkerOptions(
+            start_method, max_restarts, timeout, on_timeout, memory_limit, threads, preload
+        ).checked()
+        if thread_type == "ray":
+            arguments.refuse(options, seed_globals=seed_globals, given=fleet is not None)
+        start, most, auto = arguments.sizes_of(num_workers, buffer, thread_type, sampler.words)
+        self._job = arguments.Job(
+            worker=worker,
+            sampler=sampler,
+            output=outputs.parse(out_type, arguments.dtype_of(worker, dtype)),
+            num_workers=most.num_workers,
+            num_converters=arguments.converters_of(start.num_workers, num_converters, thread_type),
+            buffer=most.buffer,
+            ordered=flag("ordered", ordered),
+            on_error=choice("on_error", on_error, ("raise", "skip")),
+            seed_globals=flag("seed_globals", seed_globals),
+            options=options,
+            start=start,
+            auto=auto,
+            fleet=fleet,
+        )
         if self._own_seed:
-            (self._shard or shards.ALONE).check_drawn(self._sampler.order)
+            part.check_drawn(sampler.order)
         super().__init__()
 
     @property
@@ -238,7 +292,7 @@ class MSequence(Manager, Generic[B_co]):
                     f"{order.units - sampler.end():,} of {order.units:,} {kind(order)}",
                 )
             workers, buffer = run.pool.size if run and any(auto) else self._job.start
-            said = f"{workers} {KINDS[self._thread_type]}" if workers else "0"
+            said = f"{workers} {arguments.KINDS[self._thread_type]}" if workers else "0"
             yield "workers", f"auto: {said}" if auto[0] else said
             if auto[1]:
                 yield "buffer", f"auto: {buffer}"
@@ -425,7 +479,7 @@ class MSequence(Manager, Generic[B_co]):
             return "inline"
         return self._thread_type
 
-    def start_test(self, test_mode: TestMode = "default") -> Self:
+    def start_test(self, test_mode: arguments.TestMode = "default") -> Self:
         """Start test mode: the calling thread makes each batch when the loop asks for it.
 
         The order and the results are those of `start`, without workers. Returns the manager.

@@ -176,6 +176,8 @@ def test_the_sizes_to_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes_of("auto", 6, "proc", 32) == (Size(4, 6), Size(6, 6), (True, False))
     assert sizes_of(9, "auto", "thread", 32) == (Size(9, 18), Size(9, 1024), (False, True))
     assert sizes_of(9, "auto", "thread", 2**32 - 1)[1] == (9, 18)
+    assert sizes_of(9, None, "thread", 32) == (Size(9, 10), Size(9, 10), (False, False))
+    assert sizes_of(9, None, "ray", 32) == sizes_of(9, "auto", "ray", 32)
     for share, expected in ((1, (1, 16)), (2, (1, 16)), (64, (4, 64)), (200, (4, 200))):
         monkeypatch.setattr(arguments, "share", lambda n=share: n)
         assert workers_of_auto() == expected
