@@ -83,11 +83,12 @@ class BatchContext(BatchState):
 
     def rng(self) -> np.random.Generator:
         """Return the batch's generator: the same object throughout the batch."""
-        if self.ticket is None:
-            raise RuntimeError(
-                "cseq.rng() belongs to a batch: call it in __getitem__, not in __init__"
-            )
         if self.drawn is None:
+            if self.ticket is None:
+                raise RuntimeError(
+                    "cseq.rng() belongs to a batch: call it in __getitem__, not in __init__; in "
+                    "the data set of a DataLoader, with rng='batch'"
+                )
             self.drawn = generator(self.ticket.seed, self.ticket.epoch, self.ticket.start)
         return self.drawn
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from cseq.indexing.context import BatchContext
 
-__all__ = ["Seeds", "call_here", "from_python", "from_torch"]
+__all__ = ["Seeds", "call_here"]
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class Generator(NamedTuple):
 
 
 def from_python(generator: Any) -> Generator:
-    """Describe the generator of the module `random`, or a `random.Random`."""
+    """Describe the generator of the module `random`."""
     return Generator(0, generator.seed, generator.getstate, generator.setstate)
 
 
@@ -83,14 +83,12 @@ class Seeds:
     ----------
     batch_context : BatchContext
         Has the present batch; without a batch, the indexer is being made.
-    own : list of Generator, optional
-        A thread's own generators, seeded instead.
     """
 
-    def __init__(self, batch_context: BatchContext, own: list[Generator] | None = None) -> None:
+    def __init__(self, batch_context: BatchContext) -> None:
         self._context = batch_context
-        self._missing = dict(FINDERS) if own is None else {}
-        self._present = [] if own is None else own
+        self._missing = dict(FINDERS)
+        self._present: list[Generator] = []
         self._epoch: tuple[int, int] | None = None
         self._key = 0  # of that epoch
         self._is_lent = False

@@ -2,7 +2,7 @@
 
     python tests/conformance/run_torch.py [--class module:Class] [--tags must,own] [-k EXPR] [times]
 
-With --stateful: torchdata's tests of `StatefulDataLoader`. With --threads: its workers are threads.
+With --stateful: torchdata's tests of `StatefulDataLoader`.
 
 See README.md for the tags, and for where the tests come from.
 """
@@ -85,11 +85,10 @@ def main() -> int:
     parser.add_argument(
         "--class", dest="cls", metavar="MODULE:CLASS", help="what is tested; cseq's class"
     )
-    parser.add_argument("--threads", action="store_true", help="cseq's class, with worker threads")
     parser.add_argument("--tags", help="only the tests with these tags, with commas between")
     parser.add_argument("-k", metavar="EXPRESSION", help="only the tests that pytest selects by it")
     asked = parser.parse_args()
-    module = "in_threads" if asked.threads else "cseq.adapters.torch"
+    module = "cseq.adapters.torch"
     if asked.stateful:
         title, library = f"torchdata {TORCHDATA}", "torchdata.stateful_dataloader"
         cls = asked.cls or f"{module}:StatefulDataLoader"
@@ -104,7 +103,6 @@ def main() -> int:
     options = ["-c", os.devnull, "--rootdir", ".", "--timeout", str(SECONDS)]
     options += ["-p", "torch_plugin", "--disable-warnings"]
     options += ["--table", str(HERE / "torch_tests.txt")]
-    options += ["--table", str(HERE / "torch_threads.txt")] if asked.threads else []
     options += ["--tags", asked.tags] if asked.tags else []
     options += ["-k", asked.k] if asked.k else []
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

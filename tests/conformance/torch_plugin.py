@@ -1,10 +1,10 @@
 """pytest plugin: every outcome is compared with a table, and the exit status says the result.
 
 A line of the table: tag, outcomes that are right (`passed|skipped`), the test, and after a # the
-reason where `passed` is not the only one. A second table replaces lines. A session is right if each
-test had such an outcome, if it ran every test of the table that has one of the tags (unless -k
-chose), and if nothing entered torch's own multiprocessing engine. Torch's and torchdata's own
-classes may enter it, of course, and so may a test whose reason begins with "enters".
+reason where `passed` is not the only one. A session is right if each test had such an outcome, if
+it ran every test of the table that has one of the tags (unless -k chose), and if nothing entered
+torch's own multiprocessing engine. Torch's and torchdata's own classes may enter it, of course, and
+so may a test whose reason begins with "enters".
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import pytest
 import stand_in
 
 TAGS = ("own", "must", "skew", "internal", "cuda")
-NEVER = "process"  # of a test that is not run
 RANK = (
     "passed",
     "skipped",
@@ -41,7 +40,7 @@ def read(path: Path) -> dict[str, Row]:
         if words.strip():
             tag, right, name = words.split()
             outcomes = tuple(right.split("|"))
-            if tag not in (*TAGS, NEVER) or not set(outcomes) <= set(RANK) or name in table:
+            if tag not in TAGS or not set(outcomes) <= set(RANK) or name in table:
                 raise ValueError(f"{path.name}:{number}: {line}")
             table[name] = Row(tag, outcomes, reason.strip())
     return table
@@ -49,7 +48,7 @@ def read(path: Path) -> dict[str, Row]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("stand-in")
-    group.addoption("--table", type=Path, action="append", required=True, help="expected outcomes")
+    group.addoption("--table", type=Path, required=True, help="expected outcomes")
     group.addoption("--tags", default=",".join(TAGS), help="which tests: " + ",".join(TAGS))
 
 
@@ -63,7 +62,7 @@ class Judge:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         Path(os.environ[stand_in.ENTERED]).write_text("")
-        self.table = {name: row for path in config.option.table for name, row in read(path).items()}
+        self.table = read(config.option.table)
         self.tags = set(config.option.tags.split(","))
         if unknown := self.tags - set(TAGS):
             raise ValueError(f"no such tag: {', '.join(sorted(unknown))}")

@@ -1,6 +1,6 @@
 """The loader whose workers are threads, and the cases in which it does what torch's processes do.
 
-A data set is shared then, and a thread's generators are its own.
+A data set is shared then, and so are the generators.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ def settled(options: dict) -> Case:
     - What a call leaves in the data set or a collate function (`calls`, `init` of "dataset"): they
       are not copied, so it is there for all workers, and for the trainer.
     - A data set's own tensors that the trainer writes to: samples may be these, no copies.
-    - The global generators, which are the trainer's (the seed in `info`, `init` of "seed"), and
-      numpy's of a worker: a process has its old kind of generator, a thread a new one.
+    - The global generators, which are the trainer's, and `get_worker_info`, which is None.
+    - An IterableDataset in several workers.
     """
     case = settle(options)
-    for name in ("method", "method_object", "context"):
+    for name in ("method", "method_object", "context", "draws", "info"):
         case.pop(name, None)
-    if case.init in ("dataset", "seed"):
+    case["kinds"] = []
+    if case.init in ("dataset", "seed", "draw"):
         case.pop("init")
     if case.fails("collate"):  # at a number of calls
         case.pop("error")
     if case.collate == "count":
         case.pop("collate")
-    case["steps"] = [step for step in case.steps if step != "collate count"]
+    if case.streams and case.num_workers > 1:
+        case["num_workers"] = 1
+    other = ("collate count", *(("num_workers",) if case.streams else ()))
+    case["steps"] = [step for step in case.steps if not step.startswith(other)]
     if case.dataset in ("tensor", "stack"):
         case["kept"] = True
-    if case.info:
-        case["info"] = "worker"
-    case["draws"] = [name for name in case.draws if name != "numpy"]
-    case["kinds"] = [name for name in case.kinds if name != "numpy"]
     return settle(case)

@@ -17,6 +17,7 @@ import random
 import re
 import signal
 import tempfile
+import threading
 import traceback
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -170,7 +171,7 @@ class Trainer:
 
     def warn(self, message: Warning, category: type[Warning], *_: Any) -> None:
         """Note a warning, unless it is of a worker thread: in a process it is not seen."""
-        if torch.utils.data.get_worker_info() is None:
+        if not threading.current_thread().name.startswith("cseq-w"):
             self.warned.append((category.__name__, str(message)))
 
     @contextlib.contextmanager

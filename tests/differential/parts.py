@@ -33,12 +33,11 @@ class Pair(NamedTuple):
 
 
 def drawn(generators: list[str]) -> list[float]:
-    """Draw a number from each of the named generators: the global ones, or a thread's own."""
-    own = getattr(torch.utils.data.get_worker_info(), "rng", None)
+    """Draw a number from each of the named global generators."""
     draw = {
-        "torch": lambda: torch.rand((), generator=own and own.torch_generator).item(),
-        "numpy": own.numpy_generator.random if own else np.random.random,
-        "random": own.random_generator.random if own else random.random,
+        "torch": lambda: torch.rand(()).item(),
+        "numpy": np.random.random,
+        "random": random.random,
     }
     return [draw[name]() for name in generators]
 
@@ -50,7 +49,7 @@ class Items:
         self,
         kind: str = "tuple",
         draws: tuple[str, ...] = (),
-        info: bool | str = False,
+        info: bool = False,
         error: dict | None = None,
     ) -> None:
         self.kind = kind
@@ -71,9 +70,8 @@ class Items:
                 (worker.id, worker.num_workers, worker.seed) if worker is not None else (-1, -1, -1)
             )
             self.calls += 1
-            value = (value, *about, torch.get_num_threads())
-            if self.info != "worker":
-                value = (*value, torch.initial_seed() % 2**62, self.calls)
+            seed = torch.initial_seed() % 2**62
+            value = (value, *about, torch.get_num_threads(), seed, self.calls)
         if key is not None:
             value = (value, f"{type(key).__module__}.{type(key).__name__}")
         return value

@@ -141,7 +141,7 @@ def test_a_release_is_of_its_tag(
 
 @pytest.mark.skipif(not RELEASE.exists(), reason="not a checkout")
 def test_the_changelog_is_about_this_version() -> None:
-    """The newest section of CHANGELOG.md is that of `cseq.__version__`, and has its three parts."""
+    """The newest section of CHANGELOG.md is that of `cseq.__version__`, and has its four parts."""
     newest = re.findall(r"^## (\S+) \(", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)[
         0
     ]
@@ -150,7 +150,7 @@ def test_the_changelog_is_about_this_version() -> None:
         [sys.executable, RELEASE, "notes"], capture_output=True, text=True, check=True
     )
     parts = re.findall("^### (.*)$", done.stdout, re.MULTILINE)
-    assert parts == ["Added", "Changed", "Fixed"]
+    assert parts == ["Added", "Changed", "Removed", "Fixed"]
 
 
 @needs_sources

@@ -23,7 +23,6 @@ from cseq.indexing.leaving import indices_of
 from cseq.stream import ItemFailure, Naming, Streams
 
 if TYPE_CHECKING:
-    from cseq.adapters.torch.drawing import Draws
     from cseq.manager import Run
     from cseq.measure.stats import Stats
     from cseq.processes.launcher import Child
@@ -106,6 +105,12 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             resume = {**resume, "workers": [None]}
         keeps_state = snapshot_every is not None and not self._is_iterable
         self._shares_state = self._in_threads and snapshot_every and is_stateful(loader.dataset)
+        if self._in_threads and self._is_iterable and loader.num_workers > 1:
+            raise ValueError(
+                f"dataset={type(loader.dataset).__name__} is an IterableDataset, and threads do "
+                "not divide one: get_worker_info() is None in them; give num_workers=1, or "
+                "worker_method='multiprocessing'"
+            )
         if self._shares_state and loader.num_workers > 1:
             raise ValueError(
                 f"dataset={type(loader.dataset).__name__} has a state, and threads share the data "
@@ -130,7 +135,6 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         self._after: bytes | None = None  # and the state after it
         self._error: BaseException | None = None  # what is raised instead of the next batch
         self._pinner = Pinner(self._pin_memory_device)
-        self._draws: Draws | None = None  # while they are looked at
         self._streams = self._open(loader, max_restarts)
         self._shutdown = False
         self._items: Any
@@ -169,8 +173,6 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
             )
-        if in_threads:
-            names.know_threads()
         keys_first = is_forked and (self._is_iterable or leaves_no_trace(self._index_sampler))
         streams = Streams(
             setup,
@@ -193,11 +195,6 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         run = streams._run
         run.pool.told = vars(loader).setdefault("_cseq_told", set())
         kind, size = type(loader.dataset).__name__, loader.batch_size
-        if in_threads and "draws" not in run.pool.told:
-            from cseq.adapters.torch.drawing import Draws
-
-            run.pool.told.add("draws")
-            self._draws = Draws(self._index_sampler, self._dataset)
         run.about = f"{kind}, batch_size={size}, num_workers={self._num_workers}"
         self.progress.iterator = weakref.ref(self)
         return streams
@@ -392,7 +389,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         """Receive the next item; see `worker`."""
         progress, self._after = self.progress, None
         while True:
-            item = next(self._items) if self._draws is None else self._watch()
+            item = next(self._items)
             is_item = type(item) is worker.Item
             if is_item or self._is_iterable:
                 self._maker = self._streams.latest
@@ -400,16 +397,6 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
                 return item
             progress.states[self._maker] = item.state
             progress.ended[self._maker] = True
-
-    def _watch(self) -> Any:
-        """Receive the next item, and look whether threads draw from what is the program's."""
-        draws = self._draws
-        assert draws is not None
-        draws.begin()
-        item = next(self._items)
-        if draws.end():
-            self._draws = None
-        return item
 
     # -- the workers
 

@@ -84,10 +84,10 @@ class DataLoader(Torchs[T_co]):
         torch. 'batch': before each batch, so the batches are the same for any number of workers,
         after a worker's death, and after a resume. None: `defaults.rng`, which is 'worker'.
     worker_method : {None, 'multiprocessing', 'thread'}
-        What the workers are. 'thread': threads of this process. They share the data set, and
-        nothing is copied or pickled; code that holds the GIL runs in one thread at a time. Each
-        thread has generators of its own: `get_worker_info().rng`, `torch.thread_safe_generator()`.
-        None: `defaults.worker_method`, which is 'multiprocessing', for map-style data sets.
+        What the workers are. 'thread': threads of this process, for map-style data sets. They share
+        the data set, and nothing is copied or pickled; code that holds the GIL runs in one thread
+        at a time. `get_worker_info()` is None in them; `cseq.worker_info` and `cseq.rng` are the
+        thread's own. None: `defaults.worker_method`, which is 'multiprocessing'.
     on_error : {None, 'raise', 'skip'}
         What happens if the data set or `collate_fn` raises an exception. 'raise': the loop raises
         it. 'skip': cseq logs it and leaves out the sample or, if that is impossible, the batch.

@@ -12,13 +12,10 @@ when it is imported, and each name is used once, as the loader uses it.
 from __future__ import annotations
 
 import inspect
-import random  # noqa: TC003 - of a class that is made
-import threading
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np  # noqa: TC002
 import torch
 from torch.utils import data
 
@@ -28,20 +25,17 @@ __all__ = [
     "REASON",
     "UNKNOWN",
     "Base",
-    "Generators",
     "Inline",
     "Workers",
     "array_entry",
     "as_generic",
     "collate_map",
     "function_modes",
-    "know_threads",
     "make_fetcher",
     "numpy_seed",
     "pin",
     "profiler_enabled",
     "push_mode",
-    "set_thread_info",
     "set_worker_info",
     "tensor_entry",
 ]
@@ -102,45 +96,6 @@ def set_worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> N
 def forget_worker_info() -> None:
     """Have `get_worker_info` return None in this process, at its end."""
     worker._worker_info = None
-
-
-def set_thread_info(
-    number: int, num_workers: int, seed: int, dataset: Any, generators: Any
-) -> None:
-    """Set what `get_worker_info` returns in this thread; see `Generators`."""
-    info = worker.WorkerInfo(
-        id=number,
-        num_workers=num_workers,
-        seed=seed,
-        dataset=dataset,
-        rng=generators,
-        worker_method="thread",
-    )
-    worker._thread_local_worker_info.worker_info = info
-
-
-def know_threads() -> None:
-    """Have `get_worker_info` look at the thread first, as a torch with worker threads does.
-
-    Others have imported that function already: it stays, and gets other code.
-    """
-    if not hasattr(worker, "_thread_local_worker_info"):
-        worker._thread_local_worker_info = threading.local()
-        worker.get_worker_info.__code__ = _look_at_thread.__code__
-
-
-def _look_at_thread() -> Any:
-    """Give `get_worker_info` its code: the globals here are in torch's module."""
-    info = getattr(_thread_local_worker_info, "worker_info", None)  # type: ignore[name-defined]  # noqa: F821
-    return _worker_info if info is None else info  # type: ignore[name-defined]  # noqa: F821
-
-
-class Generators(NamedTuple):
-    """A thread's own generators: `WorkerInfo.rng`, with the names of a torch that has threads."""
-
-    random_generator: random.Random
-    torch_generator: torch.Generator
-    numpy_generator: np.random.Generator
 
 
 _OF_ITERATORS = attrgetter(

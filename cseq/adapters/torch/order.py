@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     Source = tuple[Callable[[], Any], Callable[[Any], Any]]  # returns its state, and sets it
 
 __all__ = [
-    "OWN",
     "Keys",
     "inner_of",
     "leaves_no_trace",

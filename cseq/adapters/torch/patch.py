@@ -34,6 +34,10 @@ def _get_iterator(self: Any) -> Any:
         self._progress = None
         note(self, "with num_workers=0 the loop makes the batches")
         return own(self)
+    if getattr(self, "worker_method", None) == "thread":  # of a torch that has threads itself
+        self._progress = None
+        note(self, "torch's worker threads are its own")
+        return own(self)
     method = defaults.worker_method
     return make_iterator(self, lambda: own(self), rng=rng, on_error=on_error, worker_method=method)
 

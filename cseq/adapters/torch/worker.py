@@ -30,7 +30,7 @@ from cseq.encoding.pickling import dumps
 from cseq.indexing import context
 from cseq.indexing.context import Numbers
 from cseq.indexing.leaving import Leaving, Partial, none_text
-from cseq.indexing.seeding import Seeds, call_here, from_python, from_torch
+from cseq.indexing.seeding import Seeds, call_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -157,7 +157,7 @@ class Fetcher:
         self._is_stream = setup.kind == names.ITERABLE
         self._collate = setup.collate_fn
         self._context = batch_context
-        self._seeds: Any = Seeds(batch_context) if setup.batch_seeds else None
+        self._seeds = Seeds(batch_context) if setup.batch_seeds else None
         self._epoch = FetcherEpoch(0)
         self._fetcher: Any = None
         self._key: Any = ()  # of the present batch
@@ -266,11 +266,15 @@ class Fetcher:
 
     def _seed(self, number: int) -> int:
         """Seed the generators for a batch, or for `iter`; return torch's seed."""
-        # Nothing is known of samples.
-        rank, ranks = self._epoch.rank
-        self._context.set(Numbers(self._epoch.base_seed, 0, number, number * ranks + rank))
+        assert self._seeds is not None
+        self._count(number)
         self._seeds.seed_present()
         return torch.default_generator.initial_seed()
+
+    def _count(self, number: int) -> None:
+        """Set which batch `cseq.rng` and `cseq.worker_info` are for. Its samples are not known."""
+        rank, ranks = self._epoch.rank
+        self._context.set(Numbers(self._epoch.base_seed, 0, number, number * ranks + rank))
 
     def _fetcher_from(self, state: dict[str, Any]) -> Any:
         """Make what fetches batches, beginning at a state of the data set (`DatasetState`).
@@ -354,20 +358,13 @@ class Fetcher:
 class ThreadFetcher(Fetcher):
     """A producer in a thread, which shares the data set with the other ones.
 
-    The global generators are the program's. So it has its own, which begin as torch's rules say for
-    a worker of its number; with ``rng="batch"`` each batch begins with the seeds that the global
-    ones of a process have then.
+    The global generators are the program's, and so is what `get_worker_info` returns. `cseq.rng` is
+    the thread's: of the present batch with ``rng="batch"``, else seeded once, as torch seeds numpy
+    in a worker of this number.
     """
 
-    def __init__(self, setup: Fetching, number: int, num_workers: int, batch_context: Any) -> None:
-        super().__init__(setup, number, num_workers, batch_context)
-        self._own = names.Generators(random.Random(), torch.Generator(), np.random.default_rng())
-        if self._seeds is not None:
-            own = self._own
-            self._seeds = Seeds(batch_context, [from_python(own[0]), from_torch(own[1])])
-
     def _set_up(self) -> None:
-        setup, base_seed = self._setup, self._epoch.base_seed
+        setup = self._setup
         torch.set_num_threads(1)
         stack_in_threads()
         if setup.pins:
@@ -375,33 +372,18 @@ class ThreadFetcher(Fetcher):
             settle()
             collate = self._collate
             self._collate = lambda samples: names.pin(collate(samples), device)
-        seed = base_seed + self._number
-        self._own.random_generator.seed(seed)
-        self._own.torch_generator.manual_seed(seed)
-        words = names.numpy_seed(base_seed, self._number)
-        self._own = self._own._replace(numpy_generator=np.random.default_rng(words))
-        self._tell(seed)
+        if self._seeds is None:
+            words = names.numpy_seed(self._epoch.base_seed, self._number)
+            self._context.drawn = np.random.default_rng(words)
         if setup.init_fn is not None:
             setup.init_fn(self._number)
 
-    def _fetcher_from(self, state: dict[str, Any]) -> Any:
-        fetcher = super()._fetcher_from(state)
-        dataset = self._setup.dataset
-        if getattr(fetcher, "dataset_iter", None) is dataset and self._num_workers > 1:
-            raise ValueError(
-                f"`__iter__` of {type(dataset).__name__} returns the data set itself, which "
-                "threads share: they would take each other's samples; return a new iterator (a "
-                "generator is one), or give num_workers=1 or worker_method='multiprocessing'"
-            )
-        return fetcher
-
     def _tell(self, seed: int) -> None:
-        names.set_thread_info(self._number, self._num_workers, seed, self._setup.dataset, self._own)
+        """Tell `get_worker_info` nothing: it has one answer for all threads of a process."""
 
     def _seed(self, number: int) -> int:
-        super()._seed(number)
-        self._own = self._own._replace(numpy_generator=self._context.rng())
-        return self._own.torch_generator.initial_seed()
+        self._count(number)
+        return 0
 
 
 class FetcherHere(Fetcher):

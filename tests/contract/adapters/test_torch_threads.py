@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import logging
 import os
 import random
 import signal
@@ -44,32 +43,18 @@ def flat(batches: Any) -> list[Any]:
     return [number for batch in batches for number in batch.tolist()]
 
 
-def own() -> Any:
-    """The generators to draw from: the thread's, or the process's."""
-    rng = getattr(data.get_worker_info(), "rng", None)
-    return (random, None) if rng is None else (rng.random_generator, rng.torch_generator)
-
-
 class Drawing(Plain):
-    """Each sample draws from Python's generator and from torch's."""
+    """Each sample draws from the thread's generator."""
 
     def __getitem__(self, index: int) -> Any:
-        python, torchs = own()
-        return index, python.random(), torch.rand(2, generator=torchs)
+        rng = cseq.rng()
+        return index, rng.random(), rng.integers(9, size=2)
 
 
 class Streaming(data.IterableDataset[Any]):
-    """Each worker has every so many-th number, and draws."""
-
-    def __init__(self, length: int = 20) -> None:
-        self.length = length
-
     def __iter__(self) -> Iterator[Any]:
-        info = data.get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        for number in range(first, self.length, step):
-            python, torchs = own()
-            yield number, python.random(), torch.rand(2, generator=torchs)
+        assert data.get_worker_info() is None
+        yield from range(8)
 
 
 def assert_equal(made: list[Any], expected: list[Any]) -> None:
@@ -79,20 +64,6 @@ def assert_equal(made: list[Any], expected: list[Any]) -> None:
 
 
 # ── the same batches ───────────────────────────────────────────────────────────────────────
-
-
-@forks
-@pytest.mark.parametrize("num_workers", [1, 3])
-@pytest.mark.parametrize("kind", [Drawing, Streaming])
-def test_batches_are_those_of_torchs_processes(kind: Any, num_workers: int) -> None:
-    """Bit for bit, over two epochs, where the data set draws from what is its worker's."""
-    options: Any = {"batch_size": 3, "num_workers": num_workers, "shuffle": kind is Drawing or None}
-    torch.manual_seed(3)
-    theirs = data.DataLoader(kind(20), **options, **FORK)
-    expected = [*theirs, *theirs]
-    torch.manual_seed(3)
-    ours = threads(kind(20), **options)
-    assert_equal([*ours, *ours], expected)
 
 
 @forks
@@ -108,53 +79,46 @@ def test_batches_of_a_seed_for_each_batch() -> None:
         assert_equal(made(num_workers=num_workers, worker_method="thread"), expected)
 
 
-class Numpys(Plain):
-    def __getitem__(self, index: int) -> Any:
-        info: Any = data.get_worker_info()
-        rng = info.rng.numpy_generator if getattr(info, "rng", None) else cseq.rng()
-        return index, rng.random()
+def test_a_thread_has_a_generator_of_its_own() -> None:
+    """It begins as torch seeds numpy in a worker of that number, once for all of its batches."""
+    torch.manual_seed(5)
+    made = [*threads(Drawing(6), batch_size=None, num_workers=2)]
+    torch.manual_seed(5)
+    seed = torch.empty((), dtype=torch.int64).random_().item()
+    for number in range(2):
+        rng = np.random.default_rng(data._utils.worker._generate_state(seed, number))
+        for index, first, rest in made[number::2]:
+            assert (index % 2, first) == (number, rng.random())
+            assert rest.tolist() == rng.integers(9, size=2).tolist()
 
 
-@forks
-def test_numpys_generator_of_a_batch_is_that_of_cseq_rng() -> None:
-    torch.manual_seed(5)
-    expected = [*cseq.DataLoader(Numpys(9), batch_size=2, num_workers=2, rng="batch", **FORK)]
-    torch.manual_seed(5)
-    assert_equal([*threads(Numpys(9), batch_size=2, rng="batch")], expected)
+def test_global_generators_are_the_programs() -> None:
+    """Threads seed none of them, whatever `rng` is."""
+
+    class Globals(Plain):
+        def __getitem__(self, index: int) -> float:
+            return random.random()
+
+    for rng in ("worker", "batch"):
+        random.seed(3)
+        made = [*threads(Globals(6), batch_size=None, num_workers=1, rng=rng)]
+        expected = random.Random(3)
+        assert made == [expected.random() for _ in range(6)]
 
 
 class Told(Plain):
     def __getitem__(self, index: int) -> Any:
-        return data.get_worker_info()
+        return data.get_worker_info(), cseq.worker_info()
 
 
 @pytest.mark.parametrize("rng", ["worker", "batch"])
-def test_a_thread_has_an_info_of_its_own(rng: str) -> None:
-    dataset = Told(6)
-    torch.manual_seed(7)
-    told = [*threads(dataset, batch_size=None, num_workers=2, rng=rng)]
-    assert [info.id for info in told[:2]] == [0, 1]
-    assert data.get_worker_info() is None
-    for info in told:
-        assert (info.num_workers, info.worker_method) == (2, "thread")
-        assert info.dataset is dataset
-    if rng == "worker":
-        first, second = told[:2]
-        assert second.seed == first.seed + 1
-        assert first.rng.random_generator.random() == random.Random(first.seed).random()
-        assert first.rng.torch_generator.initial_seed() == first.seed
-        words = data._utils.worker._generate_state(first.seed, 0)
-        assert first.rng.numpy_generator.random() == np.random.default_rng(words).random()
-
-
-@pytest.mark.skipif(not hasattr(torch, "thread_safe_generator"), reason="torch before 2.13")
-def test_torchs_thread_safe_generator_is_the_threads() -> None:
-    class Asking(Plain):
-        def __getitem__(self, index: int) -> Any:
-            info: Any = data.get_worker_info()
-            return torch.thread_safe_generator() is info.rng.torch_generator
-
-    assert all(threads(Asking(6), batch_size=None))
+def test_what_a_thread_knows_of_itself(rng: str) -> None:
+    """`cseq.worker_info` is its own; torch's knows no threads."""
+    told = [*threads(Told(6), batch_size=None, num_workers=2, rng=rng)]
+    assert {info for info, _ in told} == {None}
+    assert {(own.number, own.num_workers) for _, own in told} == {(0, 2), (1, 2)}
+    if rng == "batch":
+        assert [own.batch for _, own in told] == [*range(6)]
 
 
 # ── one data set, no pickling ──────────────────────────────────────────────────────────────
@@ -247,7 +211,7 @@ def test_each_thread_is_initialised_once() -> None:
         batch_size=2,
         num_workers=2,
         persistent_workers=True,
-        worker_init_fn=lambda number: called.append((number, data.get_worker_info().id)),
+        worker_init_fn=lambda number: called.append((number, cseq.worker_info().number)),
     )
     for _ in range(2):
         assert flat(loader) == [*range(12)]
@@ -311,14 +275,6 @@ def test_what_takes_too_long_shows_its_stack_and_comes_later() -> None:
     assert [*iterator] == [3, 4, 5, 6, 7]
 
 
-class Itself(data.IterableDataset[int]):
-    def __iter__(self) -> Itself:
-        return self
-
-    def __next__(self) -> int:
-        raise StopIteration
-
-
 class Stateful(Plain):
     def state_dict(self) -> dict[str, int]:
         return {}
@@ -327,9 +283,9 @@ class Stateful(Plain):
 
 
 def test_what_threads_cannot_share_is_refused() -> None:
-    with pytest.raises(ValueError, match="Itself returns the data set itself, which threads share"):
-        next(iter(threads(Itself())))
-    assert [*threads(Itself(), num_workers=1)] == []
+    with pytest.raises(ValueError, match=r"dataset=Streaming is an IterableDataset.*num_workers=1"):
+        iter(threads(Streaming()))
+    assert flat(threads(Streaming(), num_workers=1)) == [*range(8)]
     with pytest.raises(ValueError, match=r"dataset=Stateful has a state.*give num_workers=1"):
         iter(cseq.StatefulDataLoader(Stateful(4), num_workers=2, worker_method="thread"))
     loader = cseq.StatefulDataLoader(Stateful(4), num_workers=1, worker_method="thread")
@@ -341,26 +297,6 @@ def test_arguments_that_cannot_be() -> None:
         cseq.DataLoader(Plain(3), worker_method="fibre")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="multiprocessing_context says how processes are started"):
         threads(Plain(3), multiprocessing_context="spawn")
-
-
-def test_global_draws_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Globals(Plain):
-        def __getitem__(self, index: int) -> Any:
-            first.wait(60)
-            return random.random(), np.random.rand()
-
-    first = threading.Event()
-    caplog.set_level(logging.WARNING, "cseq")
-    loader = threads(Globals(20), batch_size=2, num_workers=2)
-    iterator = iter(loader)
-    assert not caplog.records
-    threading.Timer(0.05, first.set).start()  # while the loop is in its first call
-    assert len([*iterator, *loader]) == 20
-    [record] = caplog.records
-    assert "dataset=Globals draws from the global generators of random and numpy" in record.message
-    caplog.clear()
-    assert len([*threads(Drawing(20), batch_size=2, shuffle=True)]) == 10
-    assert not caplog.records
 
 
 INTERRUPTED = """
@@ -481,15 +417,16 @@ def test_the_default_is_for_map_style_data_without_a_context() -> None:
         assert flat(cseq.DataLoader(Unpicklable(6), num_workers=2)) == [*range(6)]
         with installed():
             assert flat(data.DataLoader(Unpicklable(6), num_workers=2)) == [*range(6)]
-        told = [*cseq.DataLoader(Infos(), num_workers=1, batch_size=None)]
-        assert told == ["multiprocessing"]
+        [told] = cseq.DataLoader(Infos(), num_workers=1, batch_size=None)
+        assert told == 1
     finally:
         defaults.worker_method = "multiprocessing"
 
 
 class Infos(data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
-        yield getattr(data.get_worker_info(), "worker_method", "multiprocessing")
+        info = data.get_worker_info()
+        yield None if info is None else info.num_workers
 
 
 SCRIPT = """

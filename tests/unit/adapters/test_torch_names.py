@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import threading
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -11,32 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils import data  # noqa: E402
-
-from cseq.adapters.torch import names  # noqa: E402
-
 if TYPE_CHECKING:
     from conftest import RunScript
-
-
-def test_what_a_thread_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By `get_worker_info`, also where that was imported before; other threads are told nothing."""
-    asked, told = data.get_worker_info, []
-    names.know_threads()
-
-    def tell() -> None:
-        names.set_thread_info(3, 5, 7, "data", "generators")
-        told.append(asked())
-
-    thread = threading.Thread(target=tell)
-    thread.start()
-    thread.join()
-    [found] = told
-    there = found.id, found.num_workers, found.seed, found.dataset, found.rng
-    assert (there, found.worker_method) == ((3, 5, 7, "data", "generators"), "thread")
-    assert asked() is None
-    monkeypatch.setattr(data._utils.worker, "_worker_info", "that of a process")
-    assert asked() == "that of a process"
 
 
 def test_multiprocessings_own() -> None:

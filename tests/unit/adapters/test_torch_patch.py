@@ -254,6 +254,18 @@ def test_an_argument_that_is_not_known(
     check_fallback(loader, caplog, "worker_method='thread'")
 
 
+def test_a_torch_that_has_worker_threads_itself(seeds: list[int]) -> None:
+    """Its loaders keep them, with what `get_worker_info` says there."""
+    with installed():
+        loader = data.DataLoader(Plain(2), **FORK)
+        loader.worker_method = "thread"  # type: ignore[attr-defined]
+        with pytest.raises(Made):
+            iter(loader)
+        assert seeds
+        loader.worker_method = "multiprocessing"  # type: ignore[attr-defined]
+        assert type(iter(loader)) is LoaderIterator
+
+
 SPAWN: Any = {"num_workers": 1, "multiprocessing_context": "spawn"}
 
 
