@@ -15,7 +15,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
 ``sequence`` on, to know how cseq works; the rest keeps them true when something goes wrong::
 
     cseq/
-    ├── testing.py      for tests of training scripts: kill workers, count what is held
+    ├── testing.py      for tests of training scripts: kill workers, wait for them
     ├── __main__.py     cseq, the command: run a script with cseq's DataLoader in torch's place
     ├── observe/        for people who look: reports; cseq run --watch, bench, doctor, top
     ├── adapters/       other libraries' interfaces: loaders, frameworks, metrics systems

@@ -1,4 +1,4 @@
-"""For tests of training scripts: kill workers, count what is held.
+"""For tests of training scripts: kill workers, wait for them, check an order.
 
 ::
 
@@ -22,11 +22,9 @@ RuntimeError
 
 from __future__ import annotations
 
-import os
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from cseq._memory import TRAINER
 from cseq.check import seconds
 from cseq.order.checking import check_order
 from cseq.processes.launcher.base import KILL
@@ -35,46 +33,9 @@ if TYPE_CHECKING:
     from cseq.manager import Run
     from cseq.processes.supervisor import Supervisor
 
-__all__ = [
-    "Slots",
-    "await_workers",
-    "check_order",
-    "descriptors",
-    "kill",
-    "pids",
-    "ready",
-    "slots",
-]
+__all__ = ["await_workers", "check_order", "kill", "pids"]
 
 PAUSE = 0.001  # seconds between two checks of a state that nothing signals
-
-
-class Slots(NamedTuple):
-    """Slots of shared memory, at one moment.
-
-    Attributes
-    ----------
-    total : int
-        The sum of the next four.
-    free : int
-        Those that occupy memory.
-    leased : int
-        With data of batches that the loop holds (small batches are copied out), or that it held
-        when a worker was forked which has not ended yet.
-    taken : int
-        With batches that wait for the loop, or with requests to workers.
-    owned : int
-        Of workers: with batches that are being made, and with arrays that an indexer keeps.
-    committed : int
-        Bytes of memory that all of them occupy, with their table.
-    """
-
-    total: int
-    free: int
-    leased: int
-    taken: int
-    owned: int
-    committed: int
 
 
 def kill(running: Any, worker: int, number: int = KILL) -> int | None:
@@ -98,7 +59,7 @@ def kill(running: Any, worker: int, number: int = KILL) -> int | None:
     ValueError
         There is no such worker.
     """
-    supervisor = _supervisor(running)
+    supervisor = supervisor_of(running)
     owners = supervisor.shared.owners
     if not 0 <= worker < owners:
         raise ValueError(f"worker={worker} does not exist; give a number from 0 to {owners - 1}")
@@ -115,13 +76,7 @@ def pids(running: Any) -> list[int | None]:
     Where workers are forked, a dead one is replaced while the loop waits for a batch, or in
     `await_workers`.
     """
-    return _supervisor(running).pids()
-
-
-def ready(running: Any) -> list[bool]:
-    """Tell which workers are ready: their indexers are made."""
-    supervisor = _supervisor(running)
-    return [supervisor.is_ready(owner) for owner in supervisor.wanted()]
+    return supervisor_of(running).pids()
 
 
 def await_workers(running: Any, timeout: float = 60.0) -> None:
@@ -134,49 +89,18 @@ def await_workers(running: Any, timeout: float = 60.0) -> None:
     Exception
         What the loop would raise: a worker cannot be made, or has died too often.
     """
-    supervisor = _supervisor(running)
+    supervisor = supervisor_of(running)
     deadline = time.monotonic() + (seconds("timeout", timeout) or 0.0)
-    while not all(now := ready(running)):
+    while late := [
+        worker for worker, owner in enumerate(supervisor.wanted()) if not supervisor.is_ready(owner)
+    ]:
         supervisor.check()
         if time.monotonic() > deadline:
-            late = [worker for worker, is_ready in enumerate(now) if not is_ready]
             raise TimeoutError(f"workers {late} are not ready after {timeout:g} s")
         time.sleep(PAUSE)
 
 
-def slots(running: Any) -> Slots:
-    """Count the slots of shared memory."""
-    shared = _supervisor(running).shared
-    made = shared.slots
-    published = set().union(*(ring.slots() for ring in shared.rings))
-    free = leased = taken = owned = committed = 0
-    for slot, owner in enumerate(made.owners()):
-        if slot == 0:  # that of the table
-            continue
-        nbytes = made.nbytes(slot)
-        committed += nbytes
-        if not owner:
-            free += nbytes > 0
-        elif made.is_leased(slot):
-            leased += 1
-        elif owner == TRAINER or slot in published:
-            taken += 1
-        else:
-            owned += 1
-    if os.name != "nt":  # no pages come back there
-        committed = os.fstat(shared.fd).st_blocks * 512
-    return Slots(free + leased + taken + owned, free, leased, taken, owned, committed)
-
-
-def descriptors() -> int:
-    """Count the open file descriptors of this process."""
-    for folder in ("/proc/self/fd", "/dev/fd"):
-        if os.path.isdir(folder):
-            return len(os.listdir(folder)) - 1  # without the one that lists them
-    raise OSError("this system does not list a process's file descriptors")
-
-
-def _supervisor(running: Any) -> Supervisor:
+def supervisor_of(running: Any) -> Supervisor:
     """Find the worker processes."""
     try:
         run: Run[Any] | None = running._run

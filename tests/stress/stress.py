@@ -20,10 +20,15 @@ import threading
 import time
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from streams import Alarm, StreamTrial
+
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+
+import held
 
 import cseq
 import cseq.processes.deaths
@@ -127,7 +132,7 @@ class Killer(threading.Thread):
                 continue
             worker = self.rng.randrange(self.workers)
             try:
-                pid, ready = testing.pids(running)[worker], testing.ready(running)[worker]
+                pid, ready = testing.pids(running)[worker], held.ready(running)[worker]
                 if pid is None or (not ready and self.spares(worker, pid)):
                     continue
                 if self.rng.random() < 0.6:

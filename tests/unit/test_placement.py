@@ -12,6 +12,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+import held
 import numpy as np
 import pytest
 from ringing import Trainer, make_ring
@@ -376,6 +377,7 @@ KEEPING = """
 import time
 import numpy as np
 import cseq
+import held
 from cseq import _memory, testing
 from cseq.processes import deaths
 from cseq.encoding.writer import KEEPS
@@ -407,7 +409,7 @@ with m.start() as batches:
     restarts, end = m.stats().restarts, time.monotonic() + 30
     while True:  # one may be in the place of another
         testing.await_workers(m)
-        slots = testing.slots(m)
+        slots = held.slots(m)
         if slots.taken == 0 and slots.owned <= 2 * KEEPS:
             break
         assert time.monotonic() < end, slots
@@ -421,6 +423,6 @@ def test_deaths_of_workers_that_keep_arrays(
     run_script: RunScript, debug_build: Path, point: str
 ) -> None:
     """A worker that dies on its way into another slot loses no batch, and no slot."""
-    environment = {"CSEQ_FAULT": f"{point}:23", "PYTHONPATH": str(debug_build)}
-    done = run_script(KEEPING, **environment)
+    path = f"{debug_build}{os.pathsep}{os.path.dirname(held.__file__)}"
+    done = run_script(KEEPING, CSEQ_FAULT=f"{point}:23", PYTHONPATH=path)
     assert (done.stdout, done.stderr.count("Error")) == ("True 0 True\n", 0), done.stderr

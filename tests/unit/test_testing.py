@@ -73,21 +73,6 @@ def test_another_signal(caplog: pytest.LogCaptureFixture) -> None:
     assert "worker 1 was killed by SIGKILL" in caplog.text
 
 
-@posix
-def test_slots() -> None:
-    """What the loop holds is leased, and free again when it is dropped; nothing is lost."""
-    with manager(buffer=2).start() as m:
-        assert testing.slots(m).leased == 0
-        held = list(m)
-        full = testing.slots(m)
-        assert full.leased == len(held) == 30
-        assert full.total == full.free + full.leased + full.taken + full.owned
-        assert full.committed >= sum(array.nbytes for array, _, _ in held)
-        del held
-        empty = testing.slots(m)
-        assert (empty.leased, empty.taken, empty.total) == (0, 0, full.total)
-
-
 class Late:
     """Is ready once its file is there."""
 

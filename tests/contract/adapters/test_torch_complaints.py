@@ -10,6 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import held
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -257,7 +258,7 @@ def test_no_worker_is_forked_while_a_batch_is_pinned(
         taken += 1
     if whose == "its own":
         testing.kill(made, 0)
-        while testing.ready(made)[0]:  # until its death is known
+        while held.ready(made)[0]:  # until its death is known
             time.sleep(0.001)
     else:
         made = loader(dataset, **options)

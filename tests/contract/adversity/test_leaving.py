@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import held
 import numpy as np
 import pytest
 from adverse import BATCH, SAMPLES, Squares, digest, manager, reference
 from waiting import together
 
 import cseq
-from cseq import testing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -279,12 +279,12 @@ def test_epochs_leave_nothing() -> None:
         for _ in range(2):
             list(m)
         before = census()
-        slots = testing.slots(m).total
+        slots = held.slots(m).total
         for _ in range(20):
             for _ in m:
                 pass
         assert census()[:2] == before[:2]
-        assert testing.slots(m).total <= slots
+        assert held.slots(m).total <= slots
 
 
 # -- many at once

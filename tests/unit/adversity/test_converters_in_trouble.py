@@ -8,6 +8,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import exports as exporting
+import held
 import pytest
 import rehearsal
 from adverse import Squares, converted, digest, manager
@@ -45,7 +46,7 @@ def test_converters_give_what_test_mode_gives(compat: bool | None) -> None:
     with m.start(compat=compat):
         assert len(testing.pids(m)) == (3 if compat is None else 5)
         assert digest(m) == expected
-        assert testing.slots(m).taken == 0
+        assert held.slots(m).taken == 0
 
 
 @pytest.mark.usefixtures("converters_on_the_cpu")

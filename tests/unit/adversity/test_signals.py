@@ -12,6 +12,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import held
 import numpy as np
 import pytest
 from adverse import GUARD
@@ -20,7 +21,6 @@ from interrupting import SHARES, first_hits, handled, in_shares, interrupted, pl
 from killing import await_death
 
 import cseq
-from cseq import testing
 from cseq.pools.process import ENTRY
 from cseq.processes.launcher import make_launcher
 
@@ -119,7 +119,7 @@ def test_ctrl_c_anywhere_in_the_taking_of_a_batch(
             assert sorted(int(np.ravel(first)[0]) for first in got) == list(range(0, 60, 10))
         assert hits >= 1
         if kind == "proc":
-            assert testing.slots(m).total <= 16
+            assert held.slots(m).total <= 16
 
 
 def indices_of(batches: Iterable[np.ndarray]) -> list[int]:

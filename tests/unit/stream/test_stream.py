@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import held
 import numpy as np
 import pytest
 from counting import (
@@ -25,7 +26,6 @@ from kinds import QUICKEST
 
 import cseq
 import cseq.processes.deaths
-from cseq import testing
 from cseq.stream import Streams
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def test_epochs_take_no_more_memory() -> None:
             list(itertools.islice(s, epoch % 20))
             s.ask("add", 1, 1)
         # Ten for items, two in work on what was given up, letters and calls; made by the dozen.
-        assert testing.slots(s).total <= 32
+        assert held.slots(s).total <= 32
 
 
 # -- the end, from any state
