@@ -1,7 +1,7 @@
 """Memory that arrays are made on."""
 
 from cpython.ref cimport PyObject
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 cimport cython
@@ -17,12 +17,6 @@ cdef enum:
     LARGE = 65536  # bytes; copies of this size or more release the GIL
     LEAST = 16384  # bytes of a slot that are committed before it is used
     MOST_COPIED = 65536  # bytes; leaves up to this are copied out of their slots, together as many as fit
-
-    # How the elements of an array lie in memory.
-    ROWS = 0
-    COLUMNS = 1
-    STRIDED = 2  # in another order, or some in several places, and no more bytes than all elements have
-    LOOSE = 3    # the rest: with gaps, backwards
 
 cdef uint32_t* forks_here   # see `fork_depth`
 cdef uint64_t* forker_here  # the thread that this process is a copy of
@@ -42,7 +36,8 @@ cdef extern from *:
     object cseq_array_on(object owner, char* data, PyObject* dtype, int nd, cnp.npy_intp* dims,
                          cnp.npy_intp* strides, int flags)
 
-cdef int layout_of(cnp.ndarray array, Py_ssize_t* span) noexcept
+cdef bint lies_in(cnp.ndarray array, const uint8_t* axes) noexcept
+cdef bint is_permuted(cnp.ndarray array, uint8_t* axes) noexcept
 
 
 cdef class Memory:

@@ -247,78 +247,74 @@ def copy_of(Memory source not None, Py_ssize_t nbytes, Py_ssize_t offset=0):
 
 # -- how arrays lie: most without gaps, so that their bytes can be copied as they are
 
-cdef int layout_of(cnp.ndarray array, Py_ssize_t* span) noexcept:
-    """How an array lies in memory; `span`: the bytes from its first element to the end of its last.
+cdef bint lies_in(cnp.ndarray array, const uint8_t* axes) noexcept:
+    """Whether an array lies without gaps, with its axes in this order, the outermost first."""
+    cdef Py_ssize_t step = cnp.PyArray_ITEMSIZE(array)
+    cdef int k
+    for k in range(cnp.PyArray_NDIM(array) - 1, -1, -1):
+        if cnp.PyArray_STRIDE(array, axes[k]) != step:
+            return False
+        step *= cnp.PyArray_DIM(array, axes[k])
+    return True
 
-    Strides of dimensions of one element count: torch says them, and has formats that differ in them alone.
+
+cdef bint is_permuted(cnp.ndarray array, uint8_t* axes) noexcept:
+    """Whether an array lies without gaps, but not in rows. `axes` is then set to the order of its axes, else to
+    that of rows.
+
+    Strides of axes of one element count: torch has formats that differ in them alone.
     """
-    cdef Py_ssize_t nbytes
-    cdef Py_ssize_t itemsize = cnp.PyArray_ITEMSIZE(array)
-    cdef Py_ssize_t step = itemsize, end = itemsize
-    cdef cnp.npy_intp* dims = cnp.PyArray_DIMS(array)
-    cdef cnp.npy_intp* strides = cnp.PyArray_STRIDES(array)
+    cdef Py_ssize_t step = cnp.PyArray_ITEMSIZE(array)
     cdef int nd = cnp.PyArray_NDIM(array)
-    cdef int order = (ROWS if cnp.PyArray_IS_C_CONTIGUOUS(array)
-                      else COLUMNS if cnp.PyArray_IS_F_CONTIGUOUS(array) else STRIDED)
-    cdef int k, i
-    if order != STRIDED:
-        for k in range(nd):
-            i = k if order == COLUMNS else nd - 1 - k
-            if strides[i] != step:
-                break
-            step *= dims[i]
-        else:
-            span[0] = step
-            return order
-    span[0] = nbytes = cnp.PyArray_NBYTES(array)
-    if not nbytes:
-        return order
+    cdef int k, i, inner
+    cdef uint8_t axis
     for k in range(nd):
-        if strides[k] < 0 or strides[k] % itemsize:
-            return LOOSE
-        end += (dims[k] - 1) * strides[k]
-    if end > nbytes:
-        return LOOSE
-    span[0] = end
-    return STRIDED
+        axes[k] = k
+    if lies_in(array, axes) or not cnp.PyArray_NBYTES(array):
+        return False
+    for k in range(nd - 1, -1, -1):
+        inner = -1
+        for i in range(k + 1):
+            if cnp.PyArray_STRIDE(array, axes[i]) == step and (
+                    inner < 0 or cnp.PyArray_DIM(array, axes[i]) == 1
+                    or cnp.PyArray_DIM(array, axes[inner]) != 1):
+                inner = i
+        if inner < 0:
+            for k in range(nd):
+                axes[k] = k
+            return False
+        axis = axes[inner]
+        step *= cnp.PyArray_DIM(array, axis)
+        for i in range(inner, k):
+            axes[i] = axes[i + 1]
+        axes[k] = axis
+    return True
 
 
-def order_of(cnp.ndarray array not None):
-    """How an array lies in a slot: ROWS, COLUMNS or STRIDED."""
-    cdef Py_ssize_t span
-    cdef int order = layout_of(array, &span)
-    return ROWS if order == LOOSE else order
+def axes_of(cnp.ndarray array not None):
+    """The order of an array's axes in a slot, the outermost first, as bytes: that of rows if it has gaps."""
+    cdef uint8_t axes[MAX_DIMS]
+    is_permuted(array, axes)
+    return (<char*>axes)[:cnp.PyArray_NDIM(array)]
 
 
 def flat_of(cnp.ndarray array not None):
-    """The elements of an array as they lie in memory, in one dimension; None: there are gaps between them.
+    """The elements of an array as they lie in memory, in one dimension; None: there are gaps between them, or
+    a stride is negative.
 
     To be read: it says that it can be written to, since what is made of its bytes can.
     """
-    cdef Py_ssize_t span
+    cdef uint8_t axes[MAX_DIMS]
     cdef cnp.npy_intp itemsize = cnp.PyArray_ITEMSIZE(array)
-    cdef cnp.npy_intp count
-    if layout_of(array, &span) == LOOSE:
+    cdef cnp.npy_intp count = cnp.PyArray_SIZE(array)
+    cdef int k
+    if not cnp.PyArray_IS_C_CONTIGUOUS(array) and not is_permuted(array, axes):
         return None
-    count = span // itemsize if itemsize else cnp.PyArray_SIZE(array)
+    for k in range(cnp.PyArray_NDIM(array)):
+        if cnp.PyArray_STRIDE(array, k) < 0:
+            return None
     return cseq_array_on(array, <char*>cnp.PyArray_DATA(array), <PyObject*>cnp.PyArray_DESCR(array), 1,
                          &count, &itemsize, cnp.NPY_ARRAY_WRITEABLE)
-
-
-def laid_as(cnp.ndarray flat not None, cnp.ndarray array not None):
-    """Return an array on `flat`, which replaces `flat_of(array)`, with the shape and order of `array`."""
-    cdef cnp.npy_intp strides[MAX_DIMS]
-    cdef Py_ssize_t span
-    cdef Py_ssize_t itemsize = max(<Py_ssize_t>cnp.PyArray_ITEMSIZE(array), 1)
-    cdef int k
-    if (layout_of(array, &span) == LOOSE or not cnp.PyArray_IS_C_CONTIGUOUS(flat)
-            or cnp.PyArray_SIZE(flat) < span // itemsize):
-        raise ValueError(f"{span // itemsize} elements do not lie on an array of {cnp.PyArray_SIZE(flat)}")
-    for k in range(cnp.PyArray_NDIM(array)):
-        strides[k] = cnp.PyArray_STRIDE(array, k) // itemsize * cnp.PyArray_ITEMSIZE(flat)
-    return cseq_array_on(flat, <char*>cnp.PyArray_DATA(flat), <PyObject*>cnp.PyArray_DESCR(flat),
-                         cnp.PyArray_NDIM(array), cnp.PyArray_DIMS(array), strides,
-                         cnp.PyArray_FLAGS(flat) & cnp.NPY_ARRAY_WRITEABLE)
 
 
 @cython.final

@@ -6,7 +6,7 @@ from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
 from cpython.ref cimport PyObject, Py_INCREF, Py_XDECREF
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, strcmp
 
 cimport cython
@@ -15,8 +15,8 @@ cimport numpy as cnp
 from cseq._core cimport Ring, Turns
 from cseq._headers cimport *
 from cseq._memory cimport (
-    COLUMNS, LEAST, LOOSE, MAX_DIMS, MOST_COPIED, ROWS, STRIDED, Block, Mapping, Memory, SlotTable,
-    cseq_array_on, forks_here, layout_of,
+    LEAST, MAX_DIMS, MOST_COPIED, Block, Mapping, Memory, SlotTable, cseq_array_on, forks_here, is_permuted,
+    lies_in,
 )
 
 import numpy

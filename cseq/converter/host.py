@@ -10,7 +10,7 @@ import numpy as np
 
 from cseq._memory import flat_of
 from cseq.encoding import failure
-from cseq.encoding.codec import castable, map_leaves, recast, recast_tensor, torch_type
+from cseq.encoding.codec import castable, map_leaves, recast, torch_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,8 +48,8 @@ def is_usable(array: Array, target: Dtype) -> bool:
     """Tell whether a tensor can be laid on the array as it is.
 
     It must be writable, because a tensor cannot be marked read-only and a write into, say, a
-    read-only mapped file kills the process; and lie as in a slot, so that a batch has the same
-    strides whichever pool it came through.
+    read-only mapped file kills the process; and lie without gaps, as in a slot, so that a batch has
+    the same strides whichever pool it came through.
     """
     return array.dtype == target and array.flags.behaved and flat_of(array) is not None
 
@@ -90,7 +90,7 @@ class Host:
         """Cast a CPU tensor; complex and quantised ones keep their type, as complex arrays do."""
         if not self.casts(tensor) or tensor.dtype == self.wanted:
             return tensor
-        return recast_tensor(tensor, self.wanted)
+        return tensor.to(self.wanted, copy=True)
 
     def casts(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is to be cast."""

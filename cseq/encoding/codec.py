@@ -11,7 +11,7 @@ in the slot as well.
                                                            ▲ offset    └── lengths ───────┘  Record
 
 *Structure* is the containers, types and memory orders: a pickle, made and read only when it
-changes. *Layout* is where the arrays begin, their bytes, shapes, and of some the strides: integers.
+changes. *Layout* is where the arrays begin, their bytes and shapes: integers.
 *Objects* are the other leaves: one pickle, and where its buffers are. All of it lies in the slot,
 so a batch can be read without any other one.
 
@@ -19,8 +19,8 @@ At both ends, a structure is held as a `Plan`. A batch that matches none of the 
 is surveyed here, which makes one; the rest is C.
 
 The guarantee: the batch that is read equals the one written, in types and bits, and is writable.
-Arrays and tensors arrive with their strides, and take what they took, unless that is more than
-their elements do (gaps), or strides are negative: these are written out row by row. An array in two
+Arrays and tensors without gaps keep the order of their axes (C, Fortran, channels_last, …); others
+(expanded, backwards, with gaps) are written out row by row. An array in two
 places of a plan arrives as two, and so does a container of arrays; in objects, what is one stays
 one. A tensor arrives without its graph (a leaf that requires gradients if it did).
 
@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy import ndarray
 
-from cseq._memory import flat_of, laid_as, order_of
+from cseq._memory import axes_of
 from cseq._work import LONG, MAX_DEPTH, Plan, decode
 from cseq.encoding.pickling import data_reducers, dumps, import_torch, is_usual, reduce_tensor
 from cseq.encoding.unpicklable import unpicklable
@@ -70,7 +70,6 @@ __all__ = [
     "encode_pickled",
     "map_leaves",
     "recast",
-    "recast_tensor",
 ]
 
 
@@ -160,7 +159,7 @@ def map_leaves(function: Callable[[Any], Any], batch: Any, depth: int = MAX_DEPT
 
 # -- writing ------------------------------------------------------------------------------------
 
-# A leaf in the tree is (token, dtype, dimensions, order: `order_of`), or OBJECT; a container, which
+# A leaf in the tree is (token, dtype, axes: `axes_of`), or OBJECT; a container, which
 # stands before its children, is (class, keys or None, number of children). A dtype that `==` does
 # not tell from others is there as its pickle.
 ARRAY = "array"
@@ -236,7 +235,7 @@ class _Survey:
         """Collect the array that a leaf consists of; `kind`: its type in the slot."""
         kind = array.dtype if kind is None else kind
         exact = kind if is_usual(kind) else _dumps(kind, array)
-        self.nodes.append((token, exact, array.ndim, order_of(array)))
+        self.nodes.append((token, exact, axes_of(array)))
         self.arrays.append(array)
 
 
@@ -350,14 +349,11 @@ def recast(array: Array, dtype: Dtype, make: Callable[..., Array] = np.empty) ->
 
     `make`: makes an array of a shape and a type.
     """
-    flat = flat_of(array)
-    if flat is None:
-        made = make(array.shape, dtype)
-        np.copyto(made, array, casting="unsafe")
-        return made
-    made = make(flat.shape, dtype)
-    np.copyto(made, flat, casting="unsafe")
-    return laid_as(made, array)
+    axes = axes_of(array)
+    made = make(tuple(array.shape[axis] for axis in axes), dtype)
+    made = made.transpose(sorted(range(array.ndim), key=axes.__getitem__))
+    np.copyto(made, array, casting="unsafe")
+    return made
 
 
 def _plain_tensor(tensor: Any, cast: Dtype | None) -> Any:
@@ -368,23 +364,12 @@ def _plain_tensor(tensor: Any, cast: Dtype | None) -> Any:
         return tensor
     plain = tensor.detach().resolve_conj().resolve_neg()
     if cast is not None and not plain.is_complex() and plain.dtype != torch_type(cast):
-        plain = recast_tensor(plain, torch_type(cast))
+        plain = plain.to(torch_type(cast), copy=True)
     elif plain.untyped_storage().nbytes() > plain.nbytes:
-        plain = recast_tensor(plain, plain.dtype)
+        plain = plain.to(plain.dtype, copy=True)
     if plain.data_ptr() == tensor.data_ptr() and plain.dtype == tensor.dtype:
         return tensor
     return plain.requires_grad_() if tensor.requires_grad else plain
-
-
-def recast_tensor(tensor: Any, dtype: Any) -> Any:
-    """Copy and cast a CPU tensor; one whose elements are in several places keeps its strides."""
-    if tensor.layout is import_torch().strided and not tensor.is_nested and not tensor.is_quantized:
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        span = 1 + sum((size - 1) * step for size, step in steps)
-        if 0 < span < tensor.numel():
-            flat = tensor.as_strided((span,), (1,)).to(dtype, copy=True)
-            return flat.as_strided(tensor.shape, tensor.stride())
-    return tensor.to(dtype, copy=True)
 
 
 ONE_OBJECT = Plan(pickle.dumps((OBJECT,), protocol=5), (OBJECT,))

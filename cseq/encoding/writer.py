@@ -252,7 +252,7 @@ class Writer(Encoder):
 
         All mappings of this ticket are searched. Only aligned arrays without gaps are found.
         """
-        flat = array if array.flags.forc else flat_of(array)
+        flat = array if array.flags.c_contiguous else flat_of(array)
         if flat is not None and flat.flags.aligned and flat.nbytes:
             start = address_of(flat)
             for memory in (self.memory, *self.older):

@@ -3,7 +3,7 @@
 cdef object UNREAD = object()  # in place of a batch: Python is to decode it
 
 cdef Leaf BUFFER  # how the buffers of pickles lie in the slot: bytes, without a shape
-BUFFER.words, BUFFER.itemsize = 2, 1
+BUFFER.rows, BUFFER.words, BUFFER.itemsize = True, 2, 1
 
 cdef extern from "numpy/arrayobject.h":
     int PyArray_CopyInto(cnp.ndarray target, cnp.ndarray source) except -1
@@ -161,7 +161,7 @@ cdef class Encoder(TicketWriter):
         cdef Py_ssize_t layout = 8 * plan.words
         cdef Py_ssize_t table = 8 * (2 * (count - leaves) + 1)  # of buffers
         cdef Py_ssize_t objects = 0 if pickled is None else len(pickled) + table
-        cdef Py_ssize_t at, nbytes, stride, span
+        cdef Py_ssize_t at, nbytes
         cdef int64_t* word
         cdef int k, i
         cdef Leaf* leaf
@@ -173,15 +173,8 @@ cdef class Encoder(TicketWriter):
             leaf = &plan.leaf[k] if k < leaves else &BUFFER
             array = <cnp.ndarray>PyList_GET_ITEM(arrays, k)
             nbytes = cnp.PyArray_SIZE(array) * leaf.itemsize
-            span = leaf.itemsize
             for i in range(leaf.nd):
                 set_word(&word[2 + i], cnp.PyArray_DIM(array, i))
-                if leaf.order == STRIDED:
-                    stride = cnp.PyArray_STRIDE(array, i) // cnp.PyArray_ITEMSIZE(array) * leaf.itemsize
-                    set_word(&word[2 + leaf.nd + i], stride)
-                    span += stride * (cnp.PyArray_DIM(array, i) - 1)
-            if leaf.order == STRIDED and nbytes:
-                nbytes = span
             at = -1
             if self.loaned and not leaf.casts:
                 at = self.find_own(k, plan, array, nbytes, base)
@@ -279,11 +272,11 @@ cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array
     """Copy an array to where its layout says, and cast it."""
     cdef cnp.npy_intp dims[MAX_DIMS]
     cdef int i, nd = leaf.nd
-    if not leaf.casts and (leaf.order != ROWS or cnp.PyArray_IS_C_CONTIGUOUS(array)):
+    if not leaf.casts and (not leaf.rows or cnp.PyArray_IS_C_CONTIGUOUS(array)):
         return memory.put(word[0], <const char*>cnp.PyArray_DATA(array), word[1])
     for i in range(nd):
         dims[i] = word[2 + i]
-    if leaf.order != ROWS:
+    if not leaf.rows:
         nd, dims[0] = 1, word[1] // leaf.itemsize
         array = flat_of(array)
     memory.inside(word[0], word[1])

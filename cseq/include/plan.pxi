@@ -45,8 +45,9 @@ cdef enum:
 cdef struct Leaf:
     int kind
     int nd
-    int order             # ROWS, COLUMNS or STRIDED
-    int words             # of its layout: where it begins, its bytes, its shape, and strides if it is STRIDED
+    bint rows             # its axes are in order
+    const uint8_t* axes   # as it lies, the outermost first
+    int words             # of its layout: where it begins, its bytes, its shape
     bint casts            # its type differs from its source's
     Py_ssize_t itemsize
     PyObject* dtype       # in the slot
@@ -137,10 +138,10 @@ cdef class Plan:
                 n.kind = OBJECT
                 self.objects += 1
             elif isinstance(node[0], str):
-                name, dtype, nd, order = node
+                name, dtype, axes = node
                 dtype = <object>self.keep(loads(dtype)) if type(dtype) is bytes else dtype
                 n.kind = KINDS.get(name, TENSOR)
-                self.add_leaf(n.kind, name, dtype, nd, order)
+                self.add_leaf(n.kind, name, dtype, axes)
             else:
                 cls, keys, n.count = node
                 n.kind = DICT if cls is dict else LIST if cls is list else TUPLE
@@ -168,16 +169,18 @@ cdef class Plan:
         self.kept.append(value)
         return <PyObject*>value
 
-    cdef int add_leaf(self, int kind, str name, dtype, int nd, int order) except -1:
+    cdef int add_leaf(self, int kind, str name, dtype, bytes axes) except -1:
         """Append a leaf that lies in the slot as an array."""
         cdef Leaf* leaf = &self.leaf[self.leaf_count]
-        if (not isinstance(dtype, cnp.dtype) or dtype.hasobject or not 0 <= nd <= MAX_DIMS
-                or not ROWS <= order <= STRIDED):
-            raise ValueError(f"a leaf of {dtype!r} in {nd} dimensions cannot lie in raw memory")
-        leaf.kind, leaf.nd, leaf.order = kind, nd, order
+        cdef int nd = len(axes)
+        rows = bytes(range(nd))
+        if not isinstance(dtype, cnp.dtype) or dtype.hasobject or nd > MAX_DIMS or bytes(sorted(axes)) != rows:
+            raise ValueError(f"a leaf of {dtype!r} with axes {[*axes]} cannot lie in raw memory")
+        leaf.kind, leaf.nd, leaf.rows = kind, nd, axes == rows
+        leaf.axes = <const uint8_t*><const char*>axes  # which `nodes` keeps
         leaf.dtype = <PyObject*>dtype
         leaf.itemsize = dtype.itemsize
-        leaf.words = 2 + (2 * nd if order == STRIDED else nd)
+        leaf.words = 2 + nd
         self.words += leaf.words
         if self.sources is not None:
             source = self.sources[self.leaf_count]
@@ -214,15 +217,13 @@ cdef class Plan:
     cdef bint match_array(self, int k, object value, list arrays) except -1:
         cdef Leaf* leaf = &self.leaf[k]
         cdef cnp.ndarray array
-        cdef Py_ssize_t span
-        cdef int order
+        cdef uint8_t axes[MAX_DIMS]
         if type(value) is not cnp.ndarray and type(value) is not MEMMAP:
             return False
         array = <cnp.ndarray>value
         if cnp.PyArray_NDIM(array) != leaf.nd:
             return False
-        order = layout_of(array, &span)
-        if order != leaf.order and (order != LOOSE or leaf.order != ROWS):
+        if not lies_in(array, leaf.axes) and (not leaf.rows or is_permuted(array, axes)):
             return False
         # numpy compares neither metadata nor which of two equal types it is: long long, np.record.
         if <PyObject*>cnp.PyArray_DESCR(array) is not leaf.source and (
@@ -401,28 +402,18 @@ cdef class Plan:
         cdef cnp.npy_intp strides[MAX_DIMS]
         cdef int64_t size
         cdef uint64_t taken = leaf.itemsize
-        cdef Py_ssize_t span = leaf.itemsize
-        cdef bint fits = True
-        cdef int i
+        cdef int i, axis
         if leaf.kind == BYTES:
             return memory.data[offset:offset + nbytes]
-        for i in range(leaf.nd):
-            memcpy(&size, word + 8 * (2 + i), 8)
-            dims[i] = <cnp.npy_intp>size
+        for i in range(leaf.nd - 1, -1, -1):
+            axis = leaf.axes[i]
+            memcpy(&size, word + 8 * (2 + axis), 8)
+            dims[axis], strides[axis] = <cnp.npy_intp>size, <cnp.npy_intp>taken
             taken *= <uint64_t>size  # numpy refuses what is negative, or more than there can be
-        if leaf.order == STRIDED:
-            for i in range(leaf.nd):
-                memcpy(&size, word + 8 * (2 + leaf.nd + i), 8)
-                strides[i] = <cnp.npy_intp>size
-                if dims[i] > 1:
-                    fits = fits and 0 <= size <= (nbytes - span) // (dims[i] - 1)
-                    span += strides[i] * (dims[i] - 1) if fits else 0
-            taken = span
-        if not fits or taken > <uint64_t>nbytes:
+        if taken > <uint64_t>nbytes:
             raise IndexError(f"array {k} of a batch is larger than its {nbytes} bytes")
         return cseq_array_on(memory, memory.data + offset, leaf.dtype, leaf.nd, dims,
-                             strides if leaf.order == STRIDED else NULL,
-                             cnp.NPY_ARRAY_FARRAY if leaf.order == COLUMNS else cnp.NPY_ARRAY_CARRAY)
+                             NULL if leaf.rows else strides, cnp.NPY_ARRAY_CARRAY)
 
     cdef Block spare(self, Py_ssize_t nbytes):
         """Room for copies: the block of an earlier batch, if nothing refers to that any more.

@@ -82,7 +82,7 @@ ITEMS = [
     ],
     *["named", "nested", "ragged", "none", "empty", "half", "mixed"],
 ]
-LAYOUTS = ["expanded", "channels last", "transposed", "one row", "large"]
+LAYOUTS = ["channels last", "transposed", "large"]
 FRESH = ("spawn", "forkserver")  # workers that begin as new interpreters: seconds each
 
 

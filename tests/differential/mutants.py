@@ -230,7 +230,12 @@ MUTANTS: dict[str, dict] = {
     "ErrorOfAnotherType": {"num_workers": 1, "error": FAILING},
     "Narrowed": {"num_workers": 1, "item": "double"},
     "MemoryReused": {"num_workers": 1, "item": "tensor"},
-    "WrittenOut": {"num_workers": 1, "item": "tensor", "collate": "same", "layout": "expanded"},
+    "WrittenOut": {
+        "num_workers": 1,
+        "item": "tensor",
+        "collate": "same",
+        "layout": "channels last",
+    },
     "LeafOverwritten": {"num_workers": 1, "kept": True},
     "BeginsAnew": {"num_workers": 1},
     "GoesOnLater": {"steps": ["resume 1"]},

@@ -106,7 +106,7 @@ class Labelled:
 
     def __getitem__(self, indices: Indices) -> Any:
         images = np.ones((len(indices), 64, 64, 8), np.float32)
-        mask = np.broadcast_to(np.arange(512, dtype=np.uint8), (len(indices), 4096, 512))
+        mask = np.broadcast_to(np.arange(512, dtype=np.uint8), (len(indices), 8, 512))
         return images.transpose(0, 3, 1, 2), indices, mask
 
 
