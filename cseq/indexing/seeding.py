@@ -40,6 +40,8 @@ class Generator(NamedTuple):
     seed: Callable[[int], object]
     keep: Callable[[], object]
     restore: Callable[[Any], object]
+    # Puts something else in its place after that, if anything.
+    lend: Callable[[], object] | None = None
 
 
 def from_python(generator: Any) -> Generator:
@@ -48,12 +50,32 @@ def from_python(generator: Any) -> Generator:
 
 
 def from_numpy(random: Any) -> Generator:
-    """Describe the generator of numpy.random, whose seeds have 32 bits."""
+    """Describe the generator of numpy.random, whose seeds have 32 bits.
+
+    Another bit generator of the same class is lent in the meantime, since setting the state of the
+    trainer's costs as much as reading it. Only the second of two Gaussian draws, which lies beside
+    the bit generator, is restored with a state.
+    """
+    own: list[Any] = []
+
+    def lend() -> None:
+        kind = type(random.get_bit_generator())
+        if not own or type(own[0]) is not kind:
+            own[:] = [kind()]
+        random.set_bit_generator(own[0])
+
+    def restore(kept: tuple[Any, dict[str, Any]]) -> None:
+        bit_generator, state = kept
+        random.set_bit_generator(bit_generator)
+        if state["has_gauss"]:
+            random.set_state(state)
+
     return Generator(
         1,
         lambda word: random.seed(word >> 32),
-        lambda: random.get_state(legacy=False),
-        random.set_state,
+        lambda: (random.get_bit_generator(), random.get_state(legacy=False)),
+        restore,
+        lend,
     )
 
 
@@ -116,8 +138,10 @@ class Seeds:
         if self._is_lent:
             for one in self._present[len(self._kept) :]:
                 self._kept.append((one.restore, one.keep()))
+                if one.lend:
+                    one.lend()
         words = derive(key, start, purpose, 3)
-        for word, seed, _, _ in self._present:
+        for word, seed, *_ in self._present:
             seed(words[word])
 
     def has_new(self) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import reference
+from interrupting import first_hits, interrupted
 from kinds import INLINE, PROCESSES, QUICKEST, Kind, stream
 
 import cseq
@@ -117,12 +118,13 @@ def test_test_mode_restores() -> None:
     np.random.randn()
     random.seed(5)
     random.gauss(0, 1)
-    before = states()
+    before, bit_generator = states(), np.random.get_bit_generator()
     with INLINE.start(Drawing, 12, batch_size=4) as m:
         batches = iter(m)
         for _ in range(3):
             next(batches)
             assert states() == before
+            assert np.random.get_bit_generator() is bit_generator
     assert states() == before
 
 
@@ -147,6 +149,24 @@ def test_test_mode_restores_after_an_exception() -> None:
         with INLINE.start(worker, 4) as m, pytest.raises(error):
             next(iter(m))
         assert states() == before
+
+
+def test_test_mode_restores_after_a_signal_handler() -> None:
+    """Wherever in seeding and restoring it raises."""
+    np.random.seed(5)
+    np.random.randn()
+    before, bit_generator = states(), np.random.get_bit_generator()
+    with INLINE.start(Drawing, 10**6, batch_size=4) as m:
+        batches = iter(m)
+
+        def step(countdown: int) -> bool:
+            with interrupted(countdown, "indexing/seeding.py") as struck:
+                next(batches)
+            assert states() == before
+            assert np.random.get_bit_generator() is bit_generator
+            return struck.is_set()
+
+        assert first_hits(step) > 20
 
 
 @pytest.mark.needs("fork")
