@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import threading
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cseq._work import BatchMaker
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from cseq.indexing.seeding import Seeds
 
 __all__ = [
-    "FirstBatches",
+    "FirstBatch",
     "Indexer",
     "Indexing",
     "advised",
@@ -218,47 +217,35 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
         log.exception("close() of an indexer raised; it was made by %r", worker)
 
 
-class FirstBatches:
-    """Looks at the first batch of each runner that shares it; warns of the first odd one.
-
-    Of labels that become floats.
+class FirstBatch:
+    """Stands in for the indexer of `owner` until its first batch; warns of labels made floats.
 
     Parameters
     ----------
+    owner : object
+        Has the indexer in its attribute `indexer`.
+    output : Output
+        What the batch becomes.
     tell : callable
         Called with the text.
     """
 
-    def __init__(self, output: Output, tell: Callable[[str], object]) -> None:
-        self._output = output
-        self._tell = tell
-        self._untold = threading.Lock()  # the thread that acquires it tells
-
-    def watch(self, owner: Any) -> None:
-        """Look at the first batch of a runner, which has its indexer in the attribute `indexer`."""
-        owner.indexer = _FirstBatch(owner, self._look)
-
-    def _look(self, batch: Any) -> None:
-        from cseq.converter.output import explain_cast
-
-        note = explain_cast(batch, self._output)
-        if note is not None and self._untold.acquire(blocking=False):
-            self._tell(note)
-
-
-class _FirstBatch:
-    """Stands in for the indexer of `owner` until its first call: passes the batch to `look`."""
-
-    def __init__(self, owner: Any, look: Callable[[Any], None]) -> None:
+    def __init__(self, owner: Any, output: Output, tell: Callable[[str], object]) -> None:
         self._owner = owner
         self._indexer = owner.indexer
-        self._look = look
+        self._output = output
+        self._tell = tell
+        owner.indexer = self
 
     def __getitem__(self, indices: NDArray[np.int64], /) -> Any:
-        """Return the indexer's batch, and put the indexer back into its place."""
+        """Return the indexer's batch; from now on the owner has the indexer itself."""
+        from cseq.converter.output import explain_cast
+
         self._owner.indexer = self._indexer
         batch = self._indexer[indices]
-        self._look(batch)
+        note = explain_cast(batch, self._output)
+        if note is not None:
+            self._tell(note)
         return batch
 
 

@@ -86,7 +86,7 @@ class InlinePool(BatchPool):
             raise failure.ordinary(error) from error
         self._made = made
         self._indexing.indexer = indexer.leaving(made, self._batch_context, self._job.on_error)
-        indexer.FirstBatches(self._job.output, log.warning).watch(self._indexing)
+        indexer.FirstBatch(self._indexing, self._job.output, log.warning)
 
     @property
     def size(self) -> Size:

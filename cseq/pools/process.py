@@ -105,10 +105,7 @@ def _index(sock: socket.socket, task: Task, runner: Runner, entered: Entered, lo
     working = indexer.leaving(made, batch_context, task.on_error)
     indexing = indexer.Indexing(entered.writer, working, batch_context, seeds=seeds)
 
-    def tell(note: str) -> None:
-        send_state(sock, NOTED, note.encode())
-
-    indexer.FirstBatches(task.output, tell).watch(indexing)
+    indexer.FirstBatch(indexing, task.output, lambda note: send_state(sock, NOTED, note.encode()))
     run(runner, indexing.work)
     batch_context.clear()
     indexer.dispose(worker, made, copied=True)

@@ -207,7 +207,7 @@ class ThreadPool(BatchPool):
         self._objects = Objects(job.buffer)
         self._group = ThreadGroup(ring, lanes)
         self._crews = (self._group,)
-        self._hint = indexer.FirstBatches(job.output, log.warning)
+        self._unwarned = threading.Lock()  # the thread that acquires it warns of a first batch
         self._lock = Lock()  # around `begun`, which has the owners that have a thread
         self._making = threading.Lock()  # some libraries cannot open a data set in two threads
         convert: Callable[[Any], Any] | None = None
@@ -253,6 +253,10 @@ class ThreadPool(BatchPool):
                     del self._group.begun[owner]
                     return
 
+    def _warn(self, text: str) -> None:
+        if self._unwarned.acquire(blocking=False):
+            log.warning(text)
+
     def _index(self, number: int) -> None:
         """Make an indexer and index until the ring is closed to it."""
         job = self._job
@@ -267,7 +271,7 @@ class ThreadPool(BatchPool):
         if not job.num_converters and job.output.kind != "null":
             convert = Converter(job.output).convert
         indexing = indexer.Indexing(self._objects, working, batch_context, convert)
-        self._hint.watch(indexing)
+        indexer.FirstBatch(indexing, job.output, self._warn)
         try:
             run(runner, indexing.work)
         finally:

@@ -172,19 +172,22 @@ class Returns:
         return self.batch
 
 
-def test_labels_are_told_of_once() -> None:
-    """Runners that share a look tell once, at a first batch; the indexer is then in its place."""
+def test_labels_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """At the first batch alone, however many threads make one; the indexer is then in its place."""
     told: list[str] = []
-    look = indexer.FirstBatches(Output("cpu", dtype=np.dtype("float32")), told.append)
     labels = {"x": np.zeros(3), "label": np.arange(3)}
-    owners = [Owner(), Owner(), Owner()]
-    for owner, batch in zip(owners, (np.zeros(3), labels, labels), strict=True):
+    for batch, count in ((np.zeros(3), 0), (labels, 1)):
+        owner = Owner()
         owner.indexer = made = Returns(batch)
-        look.watch(owner)
+        indexer.FirstBatch(owner, Output("cpu", dtype=np.dtype("float32")), told.append)
         assert owner.indexer[np.arange(3)] is batch
         assert owner.indexer is made
-    assert len(told) == 1
+        assert len(told) == count
     assert "int64 of shape (3,)" in told[0]
+    worker = functools.partial(Returns, labels)
+    with cseq.MTSequence(worker, 64, batch_size=2, out_type="cpu", num_workers=3).start() as m:
+        assert len([*m]) == 32
+    assert caplog.text.count("labels and indices need dtype=None") == 1
 
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
