@@ -160,13 +160,14 @@ def test_test_mode_restores_after_a_signal_handler() -> None:
         batches = iter(m)
 
         def step(countdown: int) -> bool:
+            next(batches)  # it may have been made when the handler raised
             with interrupted(countdown, "indexing/seeding.py") as struck:
                 next(batches)
             assert states() == before
             assert np.random.get_bit_generator() is bit_generator
             return struck.is_set()
 
-        assert first_hits(step) > 20
+        assert first_hits(step) > 25
 
 
 @pytest.mark.needs("fork")
