@@ -6,5 +6,4 @@
 ``failure``      an exception, packed in a worker and raised in the loop
 ``pickling``     objects as bytes: by reference, or by value for new processes
 ``importable``   what a new process can import
-``unpicklable``  which part of an object cannot be pickled
 """

@@ -45,8 +45,14 @@ from numpy import ndarray
 
 from cseq._memory import axes_of
 from cseq._work import LONG, MAX_DEPTH, Plan, decode
-from cseq.encoding.pickling import data_reducers, dumps, import_torch, is_usual, reduce_tensor
-from cseq.encoding.unpicklable import unpicklable
+from cseq.encoding.pickling import (
+    data_reducers,
+    dumps,
+    import_torch,
+    is_usual,
+    reduce_tensor,
+    unpicklable,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -234,7 +240,7 @@ class _Survey:
     def _leaf(self, token: str, array: Array, kind: Dtype | None = None) -> None:
         """Collect the array that a leaf consists of; `kind`: its type in the slot."""
         kind = array.dtype if kind is None else kind
-        exact = kind if is_usual(kind) else _dumps(kind, array)
+        exact = kind if is_usual(kind) else _dumps(kind)
         self.nodes.append((token, exact, axes_of(array)))
         self.arrays.append(array)
 
@@ -273,7 +279,7 @@ def plan_for(batch: Any, writer: Encoder) -> tuple[Plan, list[Array], list[Any]]
     for plan in writer.plans:  # `match` does not recognise it where tensors are cast
         if plan.nodes == nodes and plan.sources == sources:
             return plan, survey.arrays, survey.objects
-    plan = Plan(_dumps(nodes, batch), nodes, sources)
+    plan = Plan(_dumps(nodes), nodes, sources)
     writer.remember(plan)
     return plan, survey.arrays, survey.objects
 
@@ -291,10 +297,10 @@ def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
 REMEDY = "Return arrays, tensors, numbers, strings, bytes, None, or objects that pickle takes"
 
 
-def dump(objects: list[Any], batch: Any) -> tuple[bytes, list[Array]]:
+def dump(objects: list[Any]) -> tuple[bytes, list[Array]]:
     """Pickle the other leaves of a batch: return the pickle, and the buffers that are not in it."""
     buffers: list[memoryview] = []
-    pickled = _dumps(objects, batch, buffers, batch_reducers)
+    pickled = _dumps(objects, buffers, batch_reducers)
     return pickled, [np.frombuffer(buffer, np.uint8) for buffer in buffers]
 
 
@@ -333,15 +339,14 @@ def _reduce_part(tensor: Any) -> Any:
     return reduce_tensor(_plain_tensor(tensor, None))
 
 
-def _dumps(value: object, batch: Any, *how: Any) -> bytes:
-    """Pickle something of a batch; say which part cannot be pickled, where that raises."""
+def _dumps(value: object, *how: Any) -> bytes:
+    """Pickle something of a batch; say what a batch may have, where that raises."""
     try:
         return dumps(value, *how)
     except MemoryError:
         raise
     except Exception as error:
-        probe = functools.partial(dumps, buffers=[])
-        raise unpicklable(batch, "batch", error, probe=probe, remedy=REMEDY) from error
+        raise unpicklable("batch", error, REMEDY) from error
 
 
 def recast(array: Array, dtype: Dtype, make: Callable[..., Array] = np.empty) -> Array:

@@ -29,12 +29,20 @@ import numpy as np
 from cseq._core import Lock
 from cseq._memory import flat_of
 from cseq.encoding.importable import MAIN, Importable, named_here
-from cseq.encoding.unpicklable import unpicklable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Pickled", "dump", "dumps", "import_torch", "publish", "reduce_storage"]
+__all__ = [
+    "Pickled",
+    "UnpicklableError",
+    "dump",
+    "dumps",
+    "import_torch",
+    "publish",
+    "reduce_storage",
+    "unpicklable",
+]
 
 Reduced: TypeAlias = Any  # what a reducer returns: a name, or a tuple
 Reducers: TypeAlias = "dict[type, Callable[[Any], Reduced]]"
@@ -57,6 +65,15 @@ DATA = {io.TextIOWrapper, memoryview, *VIEWS}
 
 # cloudpickle has one list of modules that go by value, for the whole process.
 _by_value_lock = Lock()
+
+
+class UnpicklableError(TypeError):
+    """Something cannot be pickled for another process."""
+
+
+def unpicklable(name: str, error: Exception, remedy: str) -> UnpicklableError:
+    """Make the error for something that cannot be pickled, which a message calls `name`."""
+    return UnpicklableError(f"{name}: {str(error) or type(error).__name__}. {remedy}")
 
 
 class Pickled(NamedTuple):
@@ -90,7 +107,8 @@ def dump(
     Raises
     ------
     TypeError
-        When it cannot be pickled; the message says which attribute is to blame and what to do.
+        When it cannot be pickled; the message says which of its attributes cannot, if one is to
+        blame, and what to do.
     """
     if isinstance(obj, Pickled):
         return obj
@@ -101,12 +119,27 @@ def dump(
         data = _dump_by_value(obj, modules, reducers, buffers)
     except MemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - its traceback is no news: the path says where
-        probed = Importable(elsewhere=elsewhere)
-        probe = functools.partial(_dump_by_value, modules=probed, reducers=reducers, buffers=None)
+    except Exception as error:  # noqa: BLE001 - its traceback is no news: the name says where
         remedy = REMEDY.format(name=name)
-        raise unpicklable(obj, name, error, probe=probe, remedy=remedy) from None
+        probed = Importable(elsewhere=elsewhere)
+        for attribute, part in _attributes_of(obj).items():
+            try:
+                _dump_by_value(part, probed, reducers, None)
+            except Exception as its:  # noqa: BLE001 - it is raised, whatever it is
+                raise unpicklable(f"{name}.{attribute}", its, remedy) from None
+        raise unpicklable(name, error, remedy) from None
     return Pickled(data, buffers, modules.importable())
+
+
+def _attributes_of(obj: Any) -> dict[str, Any]:
+    """Return the attributes that an object is pickled with."""
+    if hasattr(obj, "_fields"):
+        return dict(zip(obj._fields, obj, strict=True))
+    try:
+        state = obj.__reduce_ex__(5)[2]
+    except Exception:  # noqa: BLE001 - then this object itself is the one to blame
+        return {}
+    return state if isinstance(state, dict) else {}
 
 
 def dumps(

@@ -12,7 +12,7 @@ cdef class Encoder(TicketWriter):
     """The part of `writer.Writer` that is in C: its state for the present ticket, and writing by plans.
 
     A subclass in Python has ``survey(batch)``, which returns plan, arrays and other leaves of a batch that
-    no plan fits; and ``dump(objects, batch)``, which pickles these leaves if they are more than numbers and
+    no plan fits; and ``dump(objects)``, which pickles these leaves if they are more than numbers and
     texts: the pickle, and the arrays that lie beside it.
     """
 
@@ -139,7 +139,7 @@ cdef class Encoder(TicketWriter):
             if plan.objects and self.contents == PLAIN:
                 pickled = dumps(self.objects, protocol=5)
             elif plan.objects:
-                pickled, buffers = self.dump(self.objects, batch)
+                pickled, buffers = self.dump(self.objects)
                 arrays = arrays + buffers
             if self.watched:  # what is not copied as it is had better not lie in the slot
                 self.placement.learn([

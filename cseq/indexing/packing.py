@@ -18,8 +18,7 @@ import numpy as np
 
 from cseq import _memory
 from cseq.encoding.codec import batch_reducers
-from cseq.encoding.pickling import publish
-from cseq.encoding.unpicklable import unpicklable
+from cseq.encoding.pickling import publish, unpicklable
 from cseq.memory.descriptors import sparse_file
 
 __all__ = ["PackedItems", "packed"]
@@ -61,8 +60,7 @@ def packed(items: Iterable[T]) -> PackedItems[T]:
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - the message says where and why
-            name, probe = f"items[{number}]", _Pickler(io.BytesIO()).dump
-            raise unpicklable(item, name, error, probe=probe, remedy=REMEDY) from None
+            raise unpicklable(f"items[{number}]", error, REMEDY) from None
         pickler.clear_memo()
         ends.append(out.tell())
     out.write(ends)

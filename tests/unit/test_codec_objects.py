@@ -32,7 +32,7 @@ from cseq.converter.host import Converter
 from cseq.converter.output import Output
 from cseq.encoding import codec
 from cseq.encoding.codec import map_leaves
-from cseq.encoding.unpicklable import UnpicklableError
+from cseq.encoding.pickling import UnpicklableError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -157,20 +157,18 @@ BAD = [
 
 @pytest.mark.parametrize("bad", BAD, ids=type)
 @pytest.mark.parametrize(
-    ("make", "path"),
+    "make",
     [
-        (lambda bad: bad, "batch: "),
-        (lambda bad: {"meta": [1, bad]}, "batch['meta'][1]: "),
-        (lambda bad: {"x": (np.zeros(2), [1, {2: bad}])}, "batch['x'][1][1][2]: "),
-        (lambda bad: Pair(np.zeros(3), Sample(np.zeros(2), bad)), "batch.second.label: "),
-        (lambda bad: [Plain(bad)], "batch[0].array: "),
+        lambda bad: bad,
+        lambda bad: {"x": (np.zeros(2), [1, {2: bad}])},
+        lambda bad: Pair(np.zeros(3), Sample(np.zeros(2), bad)),
+        lambda bad: [Plain(bad)],
     ],
-)  # fmt: skip
-def test_what_cannot_be_pickled_is_named(bad: Any, make: Any, path: str) -> None:
-    """The error says where in the batch the culprit is."""
-    with pytest.raises(TypeError) as error:
+)
+def test_what_cannot_be_pickled_is_refused(bad: Any, make: Any) -> None:
+    """The error says what a batch may have."""
+    with pytest.raises(UnpicklableError, match=r"^batch: .*\. Return arrays, tensors"):
         copied(make(bad))
-    assert str(error.value).startswith(path)
 
 
 def test_an_open_file_cannot_be_in_a_batch(tmp_path: Path) -> None:
@@ -178,7 +176,7 @@ def test_an_open_file_cannot_be_in_a_batch(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("a note")
     for mode in ("r", "rb"):
-        with path.open(mode) as file, pytest.raises(UnpicklableError, match="batch\\['log'\\]: "):
+        with path.open(mode) as file, pytest.raises(UnpicklableError, match=r"^batch: "):
             copied({"log": file, "x": np.zeros(2)})
 
 

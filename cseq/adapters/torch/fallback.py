@@ -17,7 +17,7 @@ from torch.utils import data
 from cseq.adapters.torch import names
 from cseq.adapters.torch.options import VALUES, defaults, start_method_of
 from cseq.adapters.torch.order import look, put
-from cseq.encoding.unpicklable import UnpicklableError
+from cseq.encoding.pickling import UnpicklableError
 from cseq.options import MAX_RESTARTS
 from cseq.processes.launcher import start_methods
 

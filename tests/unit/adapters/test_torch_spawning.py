@@ -16,8 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cseq.encoding.pickling import dump  # noqa: E402
-from cseq.encoding.unpicklable import UnpicklableError  # noqa: E402
+from cseq.encoding.pickling import UnpicklableError, dump  # noqa: E402
 from cseq.processes.launcher import start_methods  # noqa: E402
 from cseq.processes.spawning import Reopened, Workers, spawning  # noqa: E402
 
