@@ -22,8 +22,10 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── kinds.py        MPSequence, MTSequence, RaySequence: of processes, threads, a Ray fleet
     ├── sequence.py     ★ MSequence: its arguments, epochs and states
     ├── stream.py       a stream of items from each worker process
-    ├── manager.py      ★ a manager's lifecycle, and one start of it, up to its end
+    ├── manager.py      ★ a manager's lifecycle: started, used in a `with`, finished
+    ├── runs.py         ★ one start of a manager or loader, up to its end; all runs of the process
     ├── tracing.py      a trace of every batch: recorded, written as JSON
+    ├── report/         a page about a run, from its figures: SVG, HTML, what the doctor finds
     ├── fleet/          batches from other machines: a pool of threads, each of which asks an actor
     ├── pools/          ★ the loop's end of all runners: inline (test mode), thread, process, stream
     ├── _feed.pyx       ★ posts tickets, takes out batches and items; include/streams.pxi
@@ -38,6 +40,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── memory/         ★ the shared memory that batches lie in
     ├── stage.py        ★ the loop of every runner: claim, work, publish
     ├── check.py        checks of arguments
+    ├── files.py        files that are written whole or not at all
     ├── threads.py      threads that a signal handler cannot break; what is logged on another thread
     ├── system.py       the machine or container: cores, threads of libraries, memory
     ├── _work.pyx       ★ runners, and their work: batches made and published; in include/:

@@ -115,7 +115,7 @@ def _run(given: argparse.Namespace) -> str | None:
 
 
 def _doctor(_: argparse.Namespace) -> int:
-    from cseq.observe.doctor import report
+    from cseq.report.doctor import report
 
     return report()
 
@@ -153,7 +153,7 @@ def _replace(given: argparse.Namespace) -> None:
             Trace(given.trace)
             os.environ["CSEQ_TRACE"] = given.trace
         if given.report is not None:
-            from cseq.observe.report import Recorder
+            from cseq.observe.recorder import Recorder
 
             atexit.register(Recorder(given.report).end)
     except (OSError, ValueError) as error:  # of a name

@@ -12,7 +12,7 @@ from cseq import arguments
 from cseq._feed import FeedIterator
 from cseq.check import choice, count, flag
 from cseq.converter import output as outputs
-from cseq.manager import Manager, reporting
+from cseq.manager import Manager
 from cseq.options import WorkerOptions
 from cseq.order import checkpoint
 from cseq.order import shard as shards
@@ -272,8 +272,9 @@ class MSequence(Manager, Generic[B_co]):
 
     def _repr_html_(self) -> str:
         """Show in a notebook why the loop waits, and what `repr` shows."""
-        rows = [(type(self).__name__, ""), *self._facts()]
-        return str(reporting().in_notebook(self.stats(), rows))
+        from cseq.report.page import in_notebook
+
+        return in_notebook(self.stats(), [(type(self).__name__, ""), *self._facts()])
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Name the arguments and the state; shard='auto' is not resolved for this."""

@@ -23,9 +23,9 @@ from cseq._core import rest
 from cseq._feed import FeedIterator, ItemFailure
 from cseq.check import MOST_WORKERS, choice, count, flag
 from cseq.indexing.producer import KeyProducer, Producer
-from cseq.manager import Run
 from cseq.options import MAX_RESTARTS, WorkerOptions
 from cseq.pools.stream import Naming, ProcessStreamPool, StreamPool
+from cseq.runs import Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -30,8 +30,8 @@ from cseq.order.checking import check_order
 from cseq.processes.launcher.base import KILL
 
 if TYPE_CHECKING:
-    from cseq.manager import Run
     from cseq.processes.supervisor import Supervisor
+    from cseq.runs import Run
 
 __all__ = ["await_workers", "check_order", "kill", "pids"]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
-import gzip
 import json
 import logging
 import os
@@ -13,13 +11,14 @@ import sys
 import threading
 import time
 from itertools import count as counting
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cseq import _core
 from cseq._core import now_ns
 from cseq.check import count
+from cseq.files import whole
 from cseq.measure import lanes
 from cseq.processes.launcher.forks import in_forked_children
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     from cseq.measure.lanes import Lanes
 
-__all__ = ["Trace", "full", "record_as_told", "trace", "whole"]
+__all__ = ["Trace", "full", "record_as_told", "trace"]
 
 log = logging.getLogger("cseq")
 
@@ -163,34 +162,6 @@ class Trace:
         self._taken, self._ever = _core.end_log()
         self._ended = now_ns()
         _present = None
-
-
-@contextlib.contextmanager
-def whole(path: str) -> Iterator[IO[str]]:
-    """Write a file of text, packed if it ends in .gz, which then is there as a whole or not at all.
-
-    An OSError names it. What lies where it is written first, a link say, is not followed.
-    """
-    part = f"{path}.{os.getpid()}.part"
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(part)  # of an earlier process with that number, which was killed
-        try:
-            with _open(part, packed=path.endswith(".gz")) as file:
-                yield file
-            os.replace(part, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(part)
-            raise
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, path) from None
-
-
-def _open(path: str, *, packed: bool) -> IO[str]:
-    if packed:
-        return gzip.open(path, "xt", compresslevel=4, encoding="utf-8")
-    return open(path, "x", encoding="utf-8")
 
 
 def full(path: str, rank: int | None = None) -> str:

@@ -19,7 +19,7 @@ from docutils import nodes
 from docutils.parsers.rst import Directive, directives
 from sphinx.util.docutils import SphinxDirective
 
-from cseq.observe.figures import Drawing, number
+from cseq.report.figures import Drawing, number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

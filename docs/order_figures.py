@@ -12,7 +12,7 @@ import numpy as np
 from figures import figure
 
 import cseq
-from cseq.observe.figures import Drawing
+from cseq.report.figures import Drawing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

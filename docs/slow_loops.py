@@ -14,7 +14,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cseq.observe.report import drawn
+from cseq.report.page import drawn
 
 if TYPE_CHECKING:
     from cseq.measure.stats import Stats

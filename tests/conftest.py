@@ -252,8 +252,8 @@ def settled_leaks(before: Census) -> Leaks:
         gc.freeze()
     else:
         let_end(leaks, time.monotonic() + GRACE)
-        if "cseq.manager" in sys.modules:
-            sys.modules["cseq.manager"].await_closings(GRACE)  # what was dropped, and closes
+        if "cseq.runs" in sys.modules:
+            sys.modules["cseq.runs"].await_closings(GRACE)  # what was dropped, and closes
         gc.collect()
         leaks = leaks_since(before)
     return leaks

@@ -7,5 +7,5 @@
     child.py    the process of one contender
     usage.py    what a process and all its descendants use
     report.py   the table, in Markdown and JSON
-    chart.py    the picture, of parts in cseq/observe/figures.py
+    chart.py    the picture, of parts in cseq/report/figures.py
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cseq.observe.figures import Axis, Drawing
+from cseq.report.figures import Axis, Drawing
 
 WIDTH = 600
 MARGIN = 16

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from cseq._core import now_ns
 from cseq.observe.attached import RECENT
-from cseq.observe.figures import duration
 from cseq.observe.processes import resident
+from cseq.report.figures import duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

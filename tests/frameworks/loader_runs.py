@@ -33,7 +33,7 @@ from typing import Any
 from torch.utils import data
 
 import cseq
-import cseq.manager
+import cseq.runs
 from cseq.adapters.torch import installed, names
 from cseq.adapters.torch.iterator import LoaderIterator
 
@@ -110,7 +110,7 @@ def children() -> list[str]:
 def left_behind(before: list[str]) -> list[str]:
     """Name the processes that are there and were not before, when what ends has ended."""
     gc.collect()
-    cseq.manager.await_closings(GRACE)
+    cseq.runs.await_closings(GRACE)
     deadline = time.monotonic() + GRACE
     while len(children()) > len(before) and time.monotonic() < deadline:
         time.sleep(0.01)

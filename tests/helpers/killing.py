@@ -10,9 +10,9 @@ import select
 import time
 from typing import Any
 
-from cseq.manager import await_closings
 from cseq.processes.launcher import describe_exit
 from cseq.processes.launcher.base import KILL, KILLED
+from cseq.runs import await_closings
 
 __all__ = ["CODE", "KILLED", "WORDS", "await_closings", "is_alive", "kill", "kill_agent"]
 

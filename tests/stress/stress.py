@@ -34,7 +34,7 @@ import cseq
 import cseq.processes.deaths
 from cseq import testing
 from cseq.indexing.context import generator
-from cseq.manager import await_closings
+from cseq.runs import await_closings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

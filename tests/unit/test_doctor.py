@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cseq.observe import doctor
+from cseq.report import doctor
 from cseq.system import GIB
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from conftest import RunCommand
 
-    from cseq.observe.doctor import Finding
+    from cseq.report.doctor import Finding
 
 GROUP = "sys/fs/cgroup/pod"
 SOUND = {

@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from cseq.observe.figures import COLOURS, STYLE, Axis, Chart, Drawing, number
+from cseq.report.figures import COLOURS, STYLE, Axis, Chart, Drawing, number
 
 SVG = "{http://www.w3.org/2000/svg}"
 

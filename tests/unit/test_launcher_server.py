@@ -16,7 +16,7 @@ from killing import await_death
 from launching import PATIENCE, ask, end_of, entries, linux, make, method, served
 
 from cseq.processes import launcher
-from cseq.processes.launcher import make_launcher, server, start_methods
+from cseq.processes.launcher import forkserver, make_launcher, start_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,7 +79,7 @@ def test_a_server_that_does_not_get_ready_is_a_timeout(
     """`launch` raises TimeoutError; closing the launcher ends the server nevertheless."""
     (entries / "endless.py").write_text("import signal\nwhile True: signal.pause()")
     one = served(entry="endless:answer")
-    monkeypatch.setattr(server, "START", 0.01)
+    monkeypatch.setattr(forkserver, "START", 0.01)
     with pytest.raises(TimeoutError, match="in time"):
         one.launch(0)
     assert one.close(time.monotonic())
@@ -191,13 +191,13 @@ def test_no_server_is_started_any_more_once_it_is_cancelled(
 ) -> None:
     """Not after the one that imports something is ended: `launch` raises."""
     starts: list[int] = []
-    spawn = server.spawn
+    spawn = forkserver.spawn
 
     def count(*args: Any) -> Child:
         starts.append(1)
         return spawn(*args)
 
-    monkeypatch.setattr(server, "spawn", count)
+    monkeypatch.setattr(forkserver, "spawn", count)
     (entries / "endless.py").write_text("import signal\nwhile True: signal.pause()")
     one = served()
     one.preload(["endless"])
@@ -387,7 +387,7 @@ def test_a_server_that_is_importing_for_another_manager(
         JOB
         + """
 import threading
-from cseq.processes.launcher import server
+from cseq.processes.launcher import forkserver
 class Clock(threading.local):  # of each thread
     now = 0.0
     def monotonic(self):
@@ -409,7 +409,7 @@ os.remove("begun")
 other = manager(busy.Indexer)
 exists("begun")
 ended.finish()
-goes, looks, server.time = False, [], Clock()
+goes, looks, forkserver.time = False, [], Clock()
 testing.kill(killed, 0)
 while testing.pids(killed)[0] is not None:
     time.sleep(0.001)

@@ -49,9 +49,9 @@ from cseq.adapters.returnn.worker import CONFIGURATION, OrderRequest, SequencePr
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from cseq.manager import Run
     from cseq.measure.stats import Stats
     from cseq.pools.stream import StreamPool
+    from cseq.runs import Run
 
 __all__ = ["MultiProcDataset", "install"]
 

@@ -23,9 +23,9 @@ from cseq.indexing.leaving import indices_of
 from cseq.stream import ItemFailure, Naming, Streams
 
 if TYPE_CHECKING:
-    from cseq.manager import Run
     from cseq.measure.stats import Stats
     from cseq.processes.launcher import Child
+    from cseq.runs import Run
 
 __all__ = ["LoaderIterator", "LoaderTimeout"]
 

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     import torch
 
     from cseq.indexing.leaving import Skipped
-    from cseq.manager import Run
     from cseq.measure.advice import Advice
     from cseq.measure.stats import Stats
+    from cseq.runs import Run
 
 __all__ = ["DataLoader", "StatefulDataLoader"]
 
@@ -323,20 +323,17 @@ class DataLoader(Torchs[T_co]):
 
     def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         """Write an HTML page about what `stats` counts. See `cseq.MSequence.report`."""
-        from cseq.manager import reporting
+        from cseq.report.page import Part, write
 
-        stats = self.stats()
         facts = ", ".join(f"{name}={value}" for name, value in self._facts())
-        part = reporting().Part(type(self).__name__, facts, stats)
-        reporting().write(path, [part], title)
+        write(path, [Part(type(self).__name__, facts, self.stats())], title)
 
     def _repr_html_(self) -> str:
         """Show in a notebook why the loop of the latest epoch waits."""
-        from cseq.manager import reporting
         from cseq.measure.stats import Stats, read
+        from cseq.report.page import in_notebook
 
-        rows = [(type(self).__name__, ""), *self._facts()]
-        return str(reporting().in_notebook(read(self) or Stats(), rows))
+        return in_notebook(read(self) or Stats(), [(type(self).__name__, ""), *self._facts()])
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Name what a report shows of this loader."""

@@ -48,14 +48,14 @@ from cseq.adapters.torchdata.graph import initialized, pause_all, replaced, resu
 from cseq.adapters.torchdata.relay import Relay, telling
 from cseq.adapters.torchdata.worker import Dispatcher, PipeEpoch, Worker
 from cseq.check import count, flag, seconds
-from cseq.manager import close_elsewhere
+from cseq.runs import close_elsewhere
 from cseq.stream import Streams
 
 if TYPE_CHECKING:
     from cseq.adapters.torchdata.graph import DataPipe, GraphFn, InitFn, ResetFn
-    from cseq.manager import Run
     from cseq.measure.stats import Stats
     from cseq.pools.stream import StreamPool
+    from cseq.runs import Run
 
 __all__ = ["MultiProcessingReadingService"]
 

@@ -78,7 +78,7 @@ def make_launcher(method: str | None = None, *, entry: str, threads: int | None 
         names = ", ".join(map(repr, there))
         raise ValueError(f"start_method={method!r} does not exist here; choose one of {names}")
     if method == "forkserver":
-        from cseq.processes.launcher.server import ForkServerLauncher
+        from cseq.processes.launcher.forkserver import ForkServerLauncher
 
         return ForkServerLauncher(entry, threads)
     return (SpawnLauncher if method == "spawn" else ForkLauncher)(entry, threads)

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -29,6 +30,17 @@ SHIELDED = tuple(
 Start: TypeAlias = dict[str, Any]  # what a new interpreter gets first
 Identity: TypeAlias = tuple[str, int]  # of the trainer: its name for multiprocessing, its number
 
+# A request to a fork server, and an answer: what it is, and a number. A request carries the socket
+# for the answers, which the server alone writes; FORK carries the worker's own, too.
+MESSAGE = struct.Struct("=cq")
+IMPORT = b"i"  # with the length of a module's name, which follows
+IMPORTED = b"I"  # with one of these:
+KEPT, FAILED, THREADS, FILES = range(4)
+FORK = b"f"  # with the worker's number; the answers are REFUSED, or BORN and later ENDED
+REFUSED = b"R"  # with the number of the system's error
+BORN = b"B"  # with the worker's process number
+ENDED = b"E"  # with its exit code
+
 
 def start_methods() -> tuple[str, ...]:
     """Name the start methods that this system has, the best first.
@@ -49,6 +61,22 @@ def readable(fd: int, seconds: float) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(max(0.0, seconds) * 1000))
+
+
+def answer(sock: socket.socket, what: bytes, number: int) -> None:
+    """Send an answer; that the other end is gone is noticed by reading."""
+    with contextlib.suppress(OSError):
+        sock.sendall(MESSAGE.pack(what, number))
+
+
+def answered(sock: socket.socket) -> tuple[bytes, int] | None:
+    """Receive an answer, which comes in one piece; None at end of file."""
+    with contextlib.suppress(ConnectionError):
+        data = sock.recv(MESSAGE.size)
+        if data:
+            what, number = MESSAGE.unpack(data)
+            return what, number
+    return None
 
 
 def describe_exit(code: int | None) -> str:

@@ -1,4 +1,4 @@
-"""The new process: how a worker, or the fork server, begins and ends."""
+"""The new process: how a worker begins and ends."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ LOKY = ("loky", "joblib.externals.loky")
 POOLS = ("concurrent.futures.process", *(f"{name}.process_executor" for name in LOKY))
 
 
-def begin(start: Start) -> NoReturn:
-    """Run the worker or the server that this interpreter is for; its garbage collector is off."""
+def prepare(start: Start) -> socket.socket:
+    """Make this new interpreter what `start` says; return its socket."""
     _shield()
     _empty_stdin()
     _clear_main()
     sys.argv[:] = start["argv"]
     importlib.import_module("multiprocessing")  # before it can take this for the trainer
-    sock = _own_socket(start["socket"])
     _measure_as(start["measured"])
-    entry, trainer = start["entry"], start["trainer"]
-    if start["number"] is None:
-        server = importlib.import_module("cseq.processes.launcher.server")  # which imports this
-        server.Forker(sock, entry, trainer).serve()
+    return _own_socket(start["socket"])
+
+
+def begin(start: Start) -> NoReturn:
+    """Run the worker that this interpreter is for; its garbage collector is off."""
+    sock = prepare(start)
     gc.enable()
-    work(sock, start["number"], entry, trainer)
+    work(sock, start["number"], start["entry"], start["trainer"])
 
 
 def begin_as_copy(

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from cseq.processes.launcher.base import Identity, Start
 
+WORKER = "cseq.processes.launcher.child"  # the module that a worker runs
 PAUSE = 0.001  # seconds between two looks at a process
 
 
@@ -293,13 +294,13 @@ try:
 except EOFError:
     os._exit(0)  # the trainer is gone
 sys.path[:] = start["path"]
-from cseq.processes.launcher.child import begin
-begin(start)
+from importlib import import_module
+import_module(start["module"]).begin(start)
 """
 
 
 def spawn(start: Start, title: str, threads: int | None) -> Child:
-    """Start a new interpreter that runs `begin(start)`.
+    """Start a new interpreter that runs `begin(start)` of the module that `start` names.
 
     Its libraries, and its children's, compute with `threads` threads.
     """
@@ -341,10 +342,11 @@ def trainer_identity() -> Identity:
     return name, os.getpid()
 
 
-def describe_start(entry: str, number: int | None = None) -> Start:
+def describe_start(entry: str, module: str, number: int | None = None) -> Start:
     """Describe to a new interpreter what it is: the worker of a number, or a fork server."""
     words = [str(word) for word in sys.argv] if hasattr(sys, "argv") else []
-    start = {"number": number, "entry": entry, "path": _search_path(), "argv": words}
+    start: Start = {"module": module, "entry": entry, "number": number}
+    start |= {"path": _search_path(), "argv": words}
     return start | {"trainer": trainer_identity(), "measured": is_measured()}
 
 
@@ -380,7 +382,7 @@ class SpawnLauncher(Launcher):
     """Every worker is a new interpreter."""
 
     def _launch(self, number: int) -> Child:
-        return spawn(describe_start(self._entry, number), f"cseq-w{number}", self._threads)
+        return spawn(describe_start(self._entry, WORKER, number), f"cseq-w{number}", self._threads)
 
 
 class ForkLauncher(Launcher):

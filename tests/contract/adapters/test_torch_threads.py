@@ -200,7 +200,7 @@ def test_threads_end_with_the_epoch_or_with_the_loader() -> None:
     del loader
     gc.collect()
     assert iterator() is None
-    cseq.manager.await_closings(10)
+    cseq.runs.await_closings(10)
     assert count() == 0
 
 

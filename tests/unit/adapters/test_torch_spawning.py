@@ -157,7 +157,7 @@ class Stream(Given, torch.utils.data.IterableDataset):
 DROPPING = """
 import gc, os, sys
 import cseq, given
-from cseq.manager import await_closings
+from cseq.runs import await_closings
 
 if __name__ == "__main__":
     for kind in (given.Samples, given.Stream):

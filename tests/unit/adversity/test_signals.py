@@ -205,6 +205,7 @@ BEGINNING = (
     "pools/base.py",
     "order/place.py",
     "manager.py",
+    "runs.py",
     "order/sampler.py",
     "pools/inline.py",
 )
@@ -336,7 +337,9 @@ def test_a_signal_handler_in_a_start(kind: str, by: str) -> None:
         epochs.m.finish()
         before = threading.active_count()
         handler = partial(refused, epochs.start) if by == "start" else epochs.m.finish
-        strike = handled(countdown, "sequence.py", "manager.py", "pools/thread.py", by=handler)
+        strike = handled(
+            countdown, "sequence.py", "manager.py", "runs.py", "pools/thread.py", by=handler
+        )
         with strike as struck, contextlib.suppress(InterruptedError):
             epochs.start()
         if struck.is_set() and by == "start":

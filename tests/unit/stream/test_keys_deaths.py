@@ -98,7 +98,7 @@ class Killing(Makes):
 STEPS = (
     "stream.py",
     "pools/base.py",
-    "manager.py",
+    "runs.py",
     "encoding/transport.py",
     "memory/arena.py",
     "encoding/codec.py",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # -- Ctrl-C between any two steps
 
 STEPS = (
-    "stream.py", "pools/base.py", "manager.py", "encoding/transport.py", "memory/arena.py",
+    "stream.py", "pools/base.py", "runs.py", "encoding/transport.py", "memory/arena.py",
     "encoding/writer.py", "encoding/codec.py", "encoding/failure.py", "encoding/pickling.py",
 )  # fmt: skip
 

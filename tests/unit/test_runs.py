@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cseq
-from cseq import manager as run
+from cseq import runs
 from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:
@@ -119,14 +119,14 @@ def in_another_thread(call: Callable[[], object]) -> threading.Thread:
 
 def await_generation(generation: int) -> None:
     """Wait until another thread's call has interrupted the run, and so has the manager's lock."""
-    while any(one.pool.run.generation == generation for one in run.present()):
+    while any(one.pool.run.generation == generation for one in runs.present()):
         time.sleep(0.001)
 
 
 @pytest.mark.parametrize("seconds", [60.0, 0.0])
 def test_finish_on_another_thread(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for a call that is under way; if that takes too long, the call ends the run."""
-    monkeypatch.setattr(run, "LOCK_SECONDS", seconds)
+    monkeypatch.setattr(runs, "LOCK_SECONDS", seconds)
     seen: list[str] = []
 
     def act() -> None:
@@ -192,8 +192,8 @@ def test_what_is_dropped_is_closed_on_a_thread_that_is_known() -> None:
     """`threading` knows the thread while it closes, and makes up none that stays in its list."""
     before = set(threading.enumerate())
     names = []
-    run.close_elsewhere(lambda: names.append(threading.current_thread().name), os.getpid())
-    run.await_closings(60)
+    runs.close_elsewhere(lambda: names.append(threading.current_thread().name), os.getpid())
+    runs.await_closings(60)
     assert names == ["cseq-close"]
     assert {thread.name for thread in set(threading.enumerate()) - before} <= {"cseq-close"}
 
@@ -207,8 +207,8 @@ def test_no_more_threads(starts: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     closed = []
     monkeypatch.setattr(starts, refuse)
-    run.close_elsewhere(lambda: closed.append(1), os.getpid())
-    run.await_closings(60)
+    runs.close_elsewhere(lambda: closed.append(1), os.getpid())
+    runs.await_closings(60)
     assert closed == [1]
 
 
@@ -229,12 +229,12 @@ def test_what_is_closed_is_kept_by_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("threading.Thread.start", lambda thread: thread.run())
     closing = Closing()
     kept = weakref.ref(closing)
-    run.close_elsewhere(closing.close, os.getpid())
+    runs.close_elsewhere(closing.close, os.getpid())
     del closing
     assert kept() is not None
     first[0]()
     assert kept() is None
-    run.await_closings(60)
+    runs.await_closings(60)
 
 
 def test_what_looks_at_its_end_may_raise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,21 +243,21 @@ def test_what_looks_at_its_end_may_raise(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(run, "on_close", [fail])
+    monkeypatch.setattr(runs, "on_close", [fail])
     manager = cseq.MTSequence(np.arange(8), 8, 1, out_type="null").start()
     threads = threading.active_count()
     with pytest.raises(ZeroDivisionError):
         manager.finish()
-    assert not run.present()
+    assert not runs.present()
     assert threading.active_count() < threads
 
 
 BUSY = """
 import sys, threading, time
-import cseq, cseq.manager, cseq.pools.thread
+import cseq, cseq.runs, cseq.pools.thread
 
 cseq.pools.thread.HURRY = 0.01
-cseq.manager.EXIT_SECONDS = float(sys.argv[1])
+cseq.runs.EXIT_SECONDS = float(sys.argv[1])
 begun, ends = threading.Event(), sys.argv[2] == "ends"
 
 class Indexer:

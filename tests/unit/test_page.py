@@ -15,7 +15,7 @@ import pytest
 import cseq
 from cseq.measure.advice import Window
 from cseq.measure.stats import Stats
-from cseq.observe import report
+from cseq.report import page
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,22 +108,22 @@ def test_a_page_of_a_run_that_is_over(tmp_path: Path) -> None:
     manager, path = ran(), tmp_path / "loader.html"
     manager.report(path, title="<my> run")
     text = path.read_text(encoding="utf-8")
-    page = Parsed(text)
+    shown = Parsed(text)
     assert os.listdir(tmp_path) == ["loader.html"]
-    assert page.headings[:2] == ["<my> run", "MSequence"]
-    assert FIGURES[1] in page.headings
+    assert shown.headings[:2] == ["<my> run", "MSequence"]
+    assert FIGURES[1] in shown.headings
     said = manager.advice().sentence
-    assert any(said[1:] in words for words in page.words)
-    assert {"script", "link", "img", "iframe"}.isdisjoint(page.tags)
-    assert not [value for name, value in page.attributes if name in ("href", "src", "onclick")]
+    assert any(said[1:] in words for words in shown.words)
+    assert {"script", "link", "img", "iframe"}.isdisjoint(shown.tags)
+    assert not [value for name, value in shown.attributes if name in ("href", "src", "onclick")]
     assert not re.search(r"https?:|url\(|@import", text)
     assert len(text) < 60_000
     slowest = manager.stats().slowest[0]
-    assert f"manager.remake({slowest.epoch}, {slowest.batch})" in page.words
+    assert f"manager.remake({slowest.epoch}, {slowest.batch})" in shown.words
     for name, value in manager.stats().as_dict("").items():
-        assert name in page.words
-        assert f"{value:.6g}" in page.words
-    assert any("Python" in words for words in page.words)
+        assert name in shown.words
+        assert f"{value:.6g}" in shown.words
+    assert any("Python" in words for words in shown.words)
 
 
 def test_there_is_always_a_page(tmp_path: Path) -> None:
@@ -175,14 +175,14 @@ def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> 
 def test_figures_over_time(workers: int, rows: int) -> None:
     """All six, of 150 kB at most; of more than 16 workers, those that differ most."""
     stats = with_history(rows, workers)
-    text = report.page([report.Part("a run", "", stats)])
-    page = Parsed(text)
-    assert [each for each in page.headings if each in FIGURES] == FIGURES
+    text = page.page([page.Part("a run", "", stats)])
+    shown = Parsed(text)
+    assert [each for each in shown.headings if each in FIGURES] == FIGURES
     assert len(text) < 150_000
-    over = report.Over.of(stats.history)
+    over = page.Over.of(stats.history)
     assert over is not None
     assert len(over.edges) == min(rows, 121)
-    figure = report.workers(over)[1].inline()
+    figure = page.workers(over)[1].inline()
     names = [int(name) for name in re.findall(r'class="faint end">(\d+)<', figure)]
     assert names[0] == 0
     assert figure.count('class="first"') == min(workers, 16)
@@ -193,8 +193,8 @@ def test_figures_over_time(workers: int, rows: int) -> None:
 
 def test_intervals_are_parts_of_the_time() -> None:
     """Half of the time is waited, and nothing of a pause; fewer than four rows are too few."""
-    assert report.Over.of(history(3, 2)) is None
-    over = report.Over.of(history(101, 2))
+    assert page.Over.of(history(3, 2)) is None
+    over = page.Over.of(history(101, 2))
     assert over is not None
     assert np.isclose(np.median(over.waiting), 0.5)
     assert 7 <= (over.waiting < 0.01).sum() <= 10
@@ -222,18 +222,18 @@ def test_how_many_would_be_enough() -> None:
     """Now and the number that the advice names; the cores are a limit."""
     stats = told()
     assert stats.advice().change == {"num_workers": 5}
-    heading, chart, caption = report.enough(stats)
+    heading, chart, caption = page.enough(stats)
     assert heading == FIGURES[1]
     assert {"2 now", "5 advised"} <= set(re.findall(r">([^<]+)</text>", chart.inline()))
     assert "have cores" not in chart.inline()
     assert "200 ms" in caption
-    few = report.enough(told(cores=4))[1].inline()
+    few = page.enough(told(cores=4))[1].inline()
     assert "6 have cores" in few
 
 
 def test_the_verdict_has_a_line_for_the_start() -> None:
     """A slow start is no cause of what was waited since."""
-    said = report.verdict(told(waited=7.0, start=30.0, step=0.03, cpu=0.01, cores=2))
+    said = page.verdict(told(waited=7.0, start=30.0, step=0.03, cpu=0.01, cores=2))
     assert re.search("waits 50%: workers.*num_workers=8.*<p>Start: the first batch", said)
 
 
@@ -241,7 +241,7 @@ def test_the_verdict_has_a_line_for_the_start() -> None:
 @pytest.mark.parametrize("step", [0.0, 1e-7, 10.0])
 def test_whatever_was_measured_is_drawn(cpu: float | None, step: float) -> None:
     """Cores that are never there, steps of no time: the figure has places for all of it."""
-    _, chart, _ = report.enough(told(step=step, cpu=cpu, cores=2))
+    _, chart, _ = page.enough(told(step=step, cpu=cpu, cores=2))
     places = re.findall(r'(?:x|y|d)="([^"]*)"', chart.inline())
     assert "2 now" in chart.inline()
     assert not re.search("nan|inf", " ".join(places))
@@ -250,14 +250,14 @@ def test_whatever_was_measured_is_drawn(cpu: float | None, step: float) -> None:
 def test_in_a_notebook() -> None:
     """Verdict, tiles and a figure, then the facts; the facts alone of what has not run."""
     manager = ran()
-    page = Parsed(manager._repr_html_())
-    assert page.tags.count("svg") == 1
-    assert any(manager.advice().cause in words for words in page.words)
-    assert "batch_size" in page.words
+    shown = Parsed(manager._repr_html_())
+    assert shown.tags.count("svg") == 1
+    assert any(manager.advice().cause in words for words in shown.words)
+    assert "batch_size" in shown.words
     idle = cseq.MTSequence(Rows, 4, batch_size=2, out_type="null")
-    page = Parsed(idle._repr_html_())
-    assert "svg" not in page.tags
-    assert "batch_size" in page.words
+    shown = Parsed(idle._repr_html_())
+    assert "svg" not in shown.tags
+    assert "batch_size" in shown.words
 
 
 @pytest.mark.needs("worker processes")
@@ -265,12 +265,12 @@ def test_a_loader_in_a_notebook() -> None:
     """As a manager: its facts alone before there is an epoch, then the verdict of the latest."""
     pytest.importorskip("torch")
     loader = cseq.DataLoader(list(range(80)), batch_size=4, num_workers=2)
-    page = Parsed(loader._repr_html_())
-    assert page.words == ["DataLoader", "dataset", "list", "batch_size", "4", "num_workers", "2"]
+    shown = Parsed(loader._repr_html_())
+    assert shown.words == ["DataLoader", "dataset", "list", "batch_size", "4", "num_workers", "2"]
     assert len(list(loader)) == 20
-    page = Parsed(loader._repr_html_())
-    assert any(loader.advice().cause in words for words in page.words)
-    assert {"batches a second", "dataset", "num_workers"} <= set(page.words)
+    shown = Parsed(loader._repr_html_())
+    assert any(loader.advice().cause in words for words in shown.words)
+    assert {"batches a second", "dataset", "num_workers"} <= set(shown.words)
     alone = cseq.DataLoader([1, 2])
     assert list(alone)
     assert Parsed(alone._repr_html_()).words[:3] == ["DataLoader", "dataset", "list"]
@@ -285,10 +285,10 @@ def test_a_loader(tmp_path: Path) -> None:
         loader.report(tmp_path / "loader.html")
     assert len(list(loader)) == 20
     loader.report(tmp_path / "loader.html")
-    page = Parsed((tmp_path / "loader.html").read_text(encoding="utf-8"))
-    assert page.headings[1] == "DataLoader"
-    assert "dataset=list, batch_size=4, num_workers=2" in page.words
-    assert not [words for words in page.words if "remake" in words]
+    shown = Parsed((tmp_path / "loader.html").read_text(encoding="utf-8"))
+    assert shown.headings[1] == "DataLoader"
+    assert "dataset=list, batch_size=4, num_workers=2" in shown.words
+    assert not [words for words in shown.words if "remake" in words]
 
 
 SCRIPT = """
@@ -319,13 +319,13 @@ def test_a_script_is_not_changed(run_command: RunCommand, tmp_path: Path) -> Non
     assert done.returncode == 3, done.stderr
     assert done.stdout.splitlines()[:2] == ["60", "60"]
     assert f"cseq: the report is {tmp_path / 'of-3.html'}" in done.stderr.splitlines()
-    page = Parsed((tmp_path / "of-3.html").read_text(encoding="utf-8"))
-    parts = [words for words in page.words if words.startswith("samples=")]
+    shown = Parsed((tmp_path / "of-3.html").read_text(encoding="utf-8"))
+    parts = [words for words in shown.words if words.startswith("samples=")]
     assert parts == [
         "samples=60, batches=30, batch_size=2, workers=1, seed=1",
         "samples=90, batches=30, batch_size=3, workers=2, seed=1",
     ]
-    assert [page.headings[0], page.headings[1]] == ["train.py", "MTSequence"]
+    assert [shown.headings[0], shown.headings[1]] == ["train.py", "MTSequence"]
     assert (tmp_path / "run.json").exists()
 
 

@@ -13,31 +13,26 @@ import math
 import os
 import platform
 import sys
-import threading
 import time
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cseq.manager import on_close, present
+from cseq.files import whole
 from cseq.measure.stats import WorkerStats
-from cseq.observe import doctor
-from cseq.observe.figures import STYLE, Chart, duration, number
-from cseq.pools.base import BatchPool
+from cseq.report import doctor
+from cseq.report.figures import STYLE, Chart, duration, number
 from cseq.system import cores
-from cseq.tracing import full, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from cseq.manager import Run
     from cseq.measure.stats import Stats
-    from cseq.sequence import MSequence
 
-__all__ = ["Part", "Recorder", "in_notebook", "of_manager", "page", "write"]
+__all__ = ["Part", "in_notebook", "page", "write"]
 
 INTERVALS = 120  # in which a run is drawn over time
 LEAST_POINTS = 4  # of a history, for figures over time
@@ -113,63 +108,6 @@ def write(path: str | os.PathLike[str], parts: Sequence[Part], title: str | None
     content = page(parts, title)
     with whole(name) as file:
         file.write(content)
-
-
-def of_manager(manager: MSequence) -> Part:
-    """Look at a manager."""
-    name, _, facts = repr(manager).removesuffix(")").partition("(")
-    return Part(name, facts, manager.stats(), has_remake=True)
-
-
-def of_run(run: Run[Any]) -> Part:
-    """Look at what runs, whatever it belongs to."""
-    pool, stats = run.pool, run.pool.stats()
-    if not isinstance(pool, BatchPool):
-        return Part("DataLoader" if run.about else "Streams", run.about, stats)
-    sampler = pool.sampler
-    facts = f"samples={sampler.dset_size:,}, batches={sampler.length:,}, "
-    facts += f"batch_size={sampler.batch_size:,}, workers={stats.num_workers}, seed={sampler.seed}"
-    return Part(pool.of, facts, stats, has_remake=True)
-
-
-class Recorder:
-    """Keeps of each kind of run of this process the longest one, and writes a page at the end.
-
-    Parameters
-    ----------
-    path : str
-        With %p for the process id, %r for the rank.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._path, self._pid = full(path), os.getpid()
-        os.stat(os.path.join(os.path.dirname(self._path), ""))  # raises where there is no folder
-        self._kept: dict[tuple[str, str], Part] = {}
-        self._guard = threading.RLock()  # runs end on any thread, and in signal handlers
-        on_close.append(self.note)
-
-    def note(self, run: Run[Any]) -> None:
-        """Keep what a run was."""
-        if not run.pool.stats().batches:
-            return
-        part = of_run(run)
-        with self._guard:
-            kept = self._kept.setdefault((part.name, part.facts), part)
-            if part.stats.elapsed > kept.stats.elapsed:
-                self._kept[part.name, part.facts] = part
-
-    def end(self) -> None:
-        """Write the page; not in a copy of the process."""
-        if os.getpid() != self._pid:
-            return
-        for run in present():
-            self.note(run)
-        said = "no report: nothing was made by workers of cseq's"
-        if self._kept:
-            write(self._path, [*self._kept.values()])
-            said = f"the report is {self._path}"
-        if sys.stderr is not None:
-            print("cseq:", said, file=sys.stderr)  # noqa: T201
 
 
 # -- the page
