@@ -116,7 +116,6 @@ cdef class SlotTable:
     cdef int extend(self) except -1
     cdef int commit(self, uint64_t offset, uint64_t nbytes) except -1
     cpdef Py_ssize_t take(self) except -1
-    cdef int punch(self, Py_ssize_t slot, uint64_t nbytes) noexcept
     cdef void set_free(self, Py_ssize_t slot) noexcept nogil
     cdef int free_from(self, cseq_cell* c) except -1
     cdef bint end_use(self, Py_ssize_t slot, uint32_t use) noexcept nogil

@@ -23,7 +23,7 @@ cdef class SlotTable:
     slot takes it::
 
         FREE ──► worker k ──► TRAINER ──► FREE
-        FREE ──► TRAINER ──► FREE                     the trainer's own: requests, `shrink`
+        FREE ──► TRAINER ──► FREE                     the trainer's own: requests, `give_back`
                  worker k ──► FREE                    a slot that was kept; one of a worker that is gone
 
     FREE is changed by compare-and-swap (`take`), k by worker k, until it has published the slot's
@@ -191,37 +191,20 @@ cdef class SlotTable:
             raise RuntimeError(f"slot {slot} is not taken")
         self.set_free(slot)
 
-    def shrink(self, Py_ssize_t slot, uint64_t nbytes, uint32_t owner=FREE):
-        """Give the pages of a slot back but for the first `nbytes`, and free it.
-
-        They read as zeros, and must be committed before they are written again.
-
-        Parameters
-        ----------
-        slot : int
-        nbytes : int
-        owner : int
-            Its present owner: FREE, or a worker that is gone.
-
-        Returns
-        -------
-        bool
-            False: another one has it, or the system cannot do that.
+    def give_back(self, Py_ssize_t slot, uint32_t owner=FREE):
+        """Give the pages of a slot back and free it, if its owner is FREE or a worker that is gone. Return
+        whether they are given back: not if another process has the slot, or the system cannot do that.
         """
         cdef int error
         self.check(slot)
         if not cseq_cas_sc_u32(self.word(slot), owner, self.owner):  # SYNC: slot is the trainer's
             return False
-        error = self.punch(slot, nbytes)
+        with nogil:
+            error = cseq_punch(self.fd, slot * self.width, self.width)
         if not error:
-            self.set_committed(slot, nbytes)
+            self.set_committed(slot, 0)
         self.set_free(slot)
         return not error
-
-    cdef int punch(self, Py_ssize_t slot, uint64_t nbytes) noexcept:
-        """Give the pages of a slot back but for the first `nbytes`; 0: done."""
-        with nogil:
-            return cseq_punch(self.fd, slot * self.width + nbytes, self.width - nbytes)
 
     # -- leased
 

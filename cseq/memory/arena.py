@@ -198,7 +198,7 @@ class Arena:
         published = set().union(*(ring.slots() for ring in self.rings))
         for slot, has in enumerate(self.slots.owners()):
             if has == owner and slot not in published:
-                self.slots.shrink(slot, 0, owner)
+                self.slots.give_back(slot, owner)
 
     def lend(self, slot: int, used: int, capacity: int) -> Memory:
         """Return the first `used` bytes of a taken slot: its lease, or a copy; see `lease`."""
@@ -254,8 +254,8 @@ class Arena:
     def tidy(self) -> None:
         """Where an epoch begins, free what forks pinned, and give back what the last did not need.
 
-        It shrinks each free slot to the epoch's largest batch, if that gives back more than half,
-        and drops the slots that neither tickets nor the batches held at one time need.
+        These are the slots of more than twice the epoch's largest batch, and those that neither
+        tickets nor the batches held at one time need.
         """
         with self._lock.hold():
             self.slots.unpin()
@@ -265,8 +265,8 @@ class Arena:
             room = room_for(largest, 0, self.width)
             free, busy = self.slots.spare()
             for k, (slot, nbytes) in enumerate(free, busy):
-                size = 0 if k >= self._tickets + held else room if nbytes > 2 * room else nbytes
-                if size < nbytes and self.slots.shrink(slot, size):
+                is_spare = k >= self._tickets + held or nbytes > 2 * room
+                if is_spare and self.slots.give_back(slot):
                     self._unmap(slot)
 
     def _most_leased(self) -> int:

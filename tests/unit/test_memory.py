@@ -402,7 +402,7 @@ def through(arena: Arena, writer: Writer, nbytes: int, value: int = 0) -> Any:
 
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("nbytes", [100, MIB, 5 * MIB])
-def test_slots_shrink_after_an_epoch_without_huge_batches(nbytes: int) -> None:
+def test_huge_slots_are_given_back_after_an_epoch_without_huge_batches(nbytes: int) -> None:
     """Pages that no batch needs any more are given back; what is held stays."""
     arena = Arena(tickets=4)
     writer = Writer(arena.fd, arena.width)
@@ -438,7 +438,7 @@ def test_slots_that_were_held_once_are_given_back(arena: Arena, writer: Writer) 
 
 
 @pytest.mark.needs("Linux")
-def test_page_locked_slots_shrink_unlocked(writer: Writer) -> None:
+def test_page_locked_slots_are_given_back_unlocked(writer: Writer) -> None:
     """A mapping is unlocked before its pages are given back: a device would go on using them."""
     locked: dict[int, int] = {}
 
