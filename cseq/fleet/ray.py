@@ -34,7 +34,7 @@ from cseq.arguments import MOST_BUFFER
 from cseq.encoding import failure
 from cseq.encoding.pickling import dump, dumps
 from cseq.errors import WorkerDied
-from cseq.fleet.wire import NONCE, PROOF_SECONDS, Buffers, Connection
+from cseq.fleet.wire import PROOF_SECONDS, Buffers, Connection
 from cseq.indexing import context
 from cseq.indexing.indexer import Indexing, advised, build_seeded, check_worker, leaving
 from cseq.indexing.seeding import Seeds
@@ -396,7 +396,7 @@ class Caller:
         pid, node = ray.get(call)
         self._at, self._name = k, f"the agent with pid {pid} on node {node}"
         if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
-            host, key = ray.util.get_node_ip_address(), secrets.token_bytes(NONCE)
+            host, key = ray.util.get_node_ip_address(), secrets.token_bytes(32)
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             with socket.create_server((host, 0), family=family) as server:
                 server.settimeout(PROOF_SECONDS)

@@ -7,15 +7,13 @@ sends.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import pickle
-import secrets
 import socket
 import struct
 import threading
 import weakref
 from itertools import accumulate
-from multiprocessing.connection import wait
+from multiprocessing import AuthenticationError, connection
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cseq._memory import Block, Loan, Memory
@@ -28,9 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Buffers", "Connection"]
 
 PROOF_SECONDS = 5.0  # for both proofs together
-NONCE = 32  # bytes
 LENGTH = struct.Struct("<Q")
-ROLES = b"trainer", b"agent"
 ALIGN = 64  # bytes, of buffers
 SMALL = 1 << 17  # bytes that are sent together
 LARGE = 1 << 20  # bytes; the memory of as many, or more, is used again
@@ -67,7 +63,6 @@ class Connection:
 
     def __init__(self, raw: socket.socket, key: bytes, *, is_agent: bool) -> None:
         self._raw, self._out = raw, raw.makefile("wb", SMALL)
-        me, other = ROLES[is_agent], ROLES[not is_agent]
         deadline = threading.Timer(PROOF_SECONDS, self.close)
         deadline.start()
         try:
@@ -76,18 +71,22 @@ class Connection:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name in KEEP_ALIVE.keys() & vars(socket).keys():
                 raw.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), KEEP_ALIVE[name])
-            mine = secrets.token_bytes(NONCE)
-            raw.sendall(mine)
-            theirs = bytes(self._read(NONCE))
-            raw.sendall(hmac.digest(key, me + theirs + mine, "sha256"))
-            proof = bytes(self._read(NONCE))
-            if not hmac.compare_digest(proof, hmac.digest(key, other + mine + theirs, "sha256")):
-                raise PermissionError("the other end has not the key")
+            self._prove(key, is_agent=is_agent)
         except BaseException:
             self.close()
             raise
         finally:
             deadline.cancel()
+
+    def _prove(self, key: bytes, *, is_agent: bool) -> None:
+        """Prove that this end has the key, and have the other end prove it."""
+        proofs = [connection.deliver_challenge, connection.answer_challenge]
+        with connection.Connection(self._raw.dup().detach()) as copy:
+            try:
+                for proof in reversed(proofs) if is_agent else proofs:
+                    proof(copy, key)
+            except (AuthenticationError, AssertionError) as error:  # before Python 3.12, the latter
+                raise PermissionError(f"the other end does not have the key: {error}") from error
 
     def send(self, data: bytes, buffers: list[Any]) -> None:
         """Send a message."""
@@ -101,7 +100,7 @@ class Connection:
     def wait(self, seconds: float | None) -> bool:
         """Wait at most so long; return whether a message comes, or the end."""
         self._raw.settimeout(seconds)  # between its parts, too
-        return bool(wait([self._raw], seconds))
+        return bool(connection.wait([self._raw], seconds))
 
     def receive(self, take: Callable[[int], Memory] = Block) -> Message:
         """Receive a message, its buffers in what `take` returns."""
