@@ -10,7 +10,6 @@ import re
 import sys
 import threading
 import time
-from itertools import count as counting
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,7 +43,6 @@ SUPERVISOR = RUNNERS - 1
 Record = Any  # a row of `_core.TAKEN`
 
 
-_numbers = counting(1)  # of traces
 _guard = threading.Lock()  # around beginnings and ends of traces
 _present: Trace | None = None
 
@@ -119,7 +117,8 @@ class Trace:
             _core.begin_log(self._tickets)
             _present = self
             try:
-                self._lanes = lanes.record(next(_numbers))
+                self._lanes: list[Lanes] = []
+                lanes.record(self._lanes)
             except BaseException:
                 self._stop()
                 raise
@@ -158,7 +157,7 @@ class Trace:
     def _stop(self) -> None:
         """Record no more; `_guard` is held."""
         global _present
-        lanes.record(0)
+        lanes.record(None)
         self._taken, self._ever = _core.end_log()
         self._ended = now_ns()
         _present = None
@@ -258,10 +257,9 @@ class Writing:
         for event in pool.events:
             if not self._of._begun <= event.ns <= self._of._ended:
                 continue
-            if pool.kind == "process":
-                name = f"{event.what} {self._title(pool, event.owner)}"
-                more = {"pid": event.pid, "text": event.text}
-                yield self._event("i", name, event.ns, SUPERVISOR, s="p", args=more)
+            name = f"{event.what} {self._title(pool, event.owner)}"
+            more = {"pid": event.pid, "text": event.text}
+            yield self._event("i", name, event.ns, SUPERVISOR, s="p", args=more)
             for since, place in event.held:
                 row = self._runner(pool, event.owner)
                 yield self._slice(f"index {place} (lost)", since, event.ns, row)
@@ -331,7 +329,7 @@ def _forget() -> None:
     """Leave the trace to the process that has forked this one."""
     global _told, _present, _guard
     _told, _present, _guard = True, None, threading.Lock()
-    lanes.forget()
+    lanes.record(None)
     _core.drop_log()
 
 

@@ -3,5 +3,5 @@
 ``meters``  what each party of a ring has measured
 ``stats``   counts and times of a run, or of a part of it
 ``advice``  why a loop waits, and what helps: one table of rules
-``lanes``   the runners of a pool, as a trace shows them; the file of marks
+``lanes``   the runners of a pool, as a trace shows them
 """

@@ -5,38 +5,25 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from cseq import _core
 
-if TYPE_CHECKING:
-    from cseq._core import Ring
-
-__all__ = ["Event", "Lanes", "forget", "record"]
+__all__ = ["Event", "Lanes", "record"]
 
 MOST_EVENTS = 1000  # of a pool, that are remembered
 
 _numbers = itertools.count(1)
 _alive: weakref.WeakSet[Lanes] = weakref.WeakSet()  # of all pools
-_present: tuple[int, list[Lanes]] = 0, []  # the number of the trace that records, and its pools
+_recorded: list[Lanes] | None = None  # the pools of the trace that records
 
 
-def record(number: int) -> list[Lanes]:
-    """Have the trace of this number record all pools; 0: none does.
-
-    Returns the pools of the trace, to which those are added that begin later.
-    """
-    global _present
-    _present = number, []
-    for each in sorted(_alive, key=lambda pool: pool.number):
-        each.tell()
-    return _present[1]
-
-
-def forget() -> None:
-    """Have no trace: this process is a copy of the one that had it."""
-    global _present
-    _present = 0, []
+def record(pools: list[Lanes] | None) -> None:
+    """Append to a trace's list all pools, and those that begin later; None ends that."""
+    global _recorded
+    _recorded = pools
+    for pool in () if pools is None else sorted(_alive, key=lambda pool: pool.number):
+        pool.tell()
 
 
 class Event(NamedTuple):
@@ -69,31 +56,26 @@ class Lanes:
     ----------
     number : int
         What records of tickets have as their feed.
-    rings : list of Ring
     """
 
     def __init__(self, num_workers: int, kind: str) -> None:
         self.number = next(_numbers) & 0xFFFF
         self.num_workers, self.kind = num_workers, kind
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
-        self.rings: list[Ring] = []
 
-    def begin(self, rings: list[Ring]) -> None:
-        """Have traces look at these, which are complete; also one that records."""
-        self.rings = rings
+    def begin(self) -> None:
+        """Be in the traces that record from now on, and in one that records already."""
         _alive.add(self)
         self.tell()
 
     def tell(self) -> None:
         """Be one of the pools of the trace that records, if one does."""
-        number, pools = _present
-        if number and self not in pools:
-            pools.append(self)
+        if _recorded is not None and self not in _recorded:
+            _recorded.append(self)
 
     def end(self) -> None:
-        """No trace that begins after this looks at these."""
+        """Be in no trace that begins after this."""
         _alive.discard(self)
-        self.rings = []
 
     def note(
         self,

@@ -174,7 +174,7 @@ class Pool:
         self.feed.number = lanes.number
         self._history, self._skips = History(rings), errors == "skip"
         self.feed.watch = self._look
-        lanes.begin(rings)
+        lanes.begin()
 
     def notify_all(self) -> None:
         """Have a call that waits in another thread look at the run's generation."""

@@ -161,7 +161,7 @@ class ProcessPool(BatchPool):
             deaths=Deaths(options.max_restarts, job.num_workers, "batch", ADVICE, fails=fails),
             lanes=lanes,
         )
-        self._group = ThreadGroup(ring, lanes)
+        self._group = ThreadGroup(ring)
         self._crews = self.supervisor, self._group
         self._reader = SlotReader(self._arena)
         way_out = self._import(ring) if in_processes else self._way_out()

@@ -54,8 +54,8 @@ class ThreadGroup:
 
     instead = "threads cannot be restarted; the processes of an MPSequence can"
 
-    def __init__(self, ring: Ring, lanes: Lanes) -> None:
-        self._ring, self._lanes = ring, lanes
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
         self._idents: dict[int, int] = {}  # of threads that have begun, by owner
         self.begun: dict[int, int] = {}
         self._threads = Threads()  # to be started
@@ -76,7 +76,6 @@ class ThreadGroup:
         """Run a thread's work; its exception is raised in the loop."""
         self._idents[owner] = threading.get_ident()
         try:
-            self._lanes.note("start", owner, os.getpid())
             with Reuse():
                 target()
         except BaseException as error:  # noqa: BLE001 - it is raised in the loop
@@ -205,7 +204,7 @@ class ThreadPool(BatchPool):
         )
         lanes = Lanes(job.num_workers, "thread")
         self._objects = Objects(job.buffer)
-        self._group = ThreadGroup(ring, lanes)
+        self._group = ThreadGroup(ring)
         self._crews = (self._group,)
         self._unwarned = threading.Lock()  # the thread that acquires it warns of a first batch
         self._lock = Lock()  # around `begun`, which has the owners that have a thread

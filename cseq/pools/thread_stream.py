@@ -39,8 +39,8 @@ class Crew(ThreadGroup):
 
     instead = "a thread cannot be replaced: what it makes comes late"
 
-    def __init__(self, rings: list[Ring], objects: ObjectTable, lanes: Lanes) -> None:
-        super().__init__(rings[0], lanes)
+    def __init__(self, rings: list[Ring], objects: ObjectTable) -> None:
+        super().__init__(rings[0])
         self._rings, self._objects = rings, objects
         self._producer: Callable[[int, int], Any] | None = None
         self._is_launched = False
@@ -96,7 +96,7 @@ class ThreadStreamPool(StreamPool):
         name = file_name(num_workers, rings=num_workers, threads=True)
         rings, self._file = open_rings(num_workers, name, cells, room, 1, CALLS)
         objects, lanes = ObjectTable(num_workers * cells), Lanes(num_workers, "thread")
-        self.crew = Crew(rings, objects, lanes)
+        self.crew = Crew(rings, objects)
         self._crews = (self.crew,)
         return rings, Objects(cells, objects=objects), lanes
 
