@@ -12,6 +12,7 @@ import pytest
 from kinds import QUICKEST
 
 import cseq
+from cseq import testing
 
 pytest.importorskip("returnn")
 
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
 
 
 TASK = {"class": "Task12AXDataset", "num_seqs": 23, "seq_ordering": "random"}
+
+
+def pids(dataset: MultiProcDataset) -> list[int]:
+    """List the processes of the workers that have started."""
+    try:
+        return [pid for pid in testing.pids(dataset) if pid is not None]
+    except RuntimeError:
+        return []
 
 
 # ── datasets ───────────────────────────────────────────────────────────────────────────────

@@ -101,9 +101,6 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         Seconds that a sequence, an answer, or making the dataset may take; None: any time.
     on_timeout : {'raise', 'restart'}
         Raise `cseq.WorkerTimeout`, or replace the worker, which tries again.
-    memory_limit : int or str or None
-        The most shared memory that held sequences may occupy, in bytes or as ``'2GiB'``; beyond it,
-        sequences are copied.
     **kwargs
         What every dataset takes (``name``, ``seq_ordering``, ``partition_epoch``, …). They are
         passed on to `dataset`, whose own entries win.
@@ -147,7 +144,6 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         max_restarts: int = MAX_RESTARTS,
         timeout: float | None = None,
         on_timeout: str = "raise",
-        memory_limit: int | str | None = None,
         **kwargs: Any,
     ) -> None:
         self._streams: Streams | None = None
@@ -169,7 +165,6 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._max_restarts = max_restarts
         self._timeout = timeout
         self._on_timeout = on_timeout
-        self._memory_limit = memory_limit
         self._meta = dict(_meta_info_cache or {})  # what the wrapped dataset has answered
         if self._meta:
             self._describe()
@@ -284,7 +279,6 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
                 max_restarts=self._max_restarts,
                 timeout=self._timeout,
                 on_timeout=self._on_timeout,
-                memory_limit=self._memory_limit,
             )
         return self._streams
 
@@ -308,12 +302,6 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     def stats(self) -> Stats | None:
         """Return counts and times since the workers started; None without workers."""
         return self._streams.stats() if self._streams is not None else None
-
-    def pids(self) -> list[int]:
-        """Return the process ids of the workers that have started."""
-        if self._streams is None or not self._is_running():
-            return []
-        return [pid for pid in self._streams.pids() if pid is not None]
 
     @property
     def _run(self) -> Run[StreamPool] | None:

@@ -37,6 +37,7 @@ from returnn_data import (
     assert_same,
     make,
     numbers,
+    pids,
     sequences,
     tags,
 )
@@ -159,12 +160,12 @@ def test_workers_start_when_they_are_needed_and_have_names(make: Any) -> None:
     """
     plan = numbers(Who, np.zeros(100_000))
     lazy = MultiProcDataset(plan, 2, 1, name="it")
-    assert (lazy.pids(), lazy.stats()) == ([], None)
+    assert (pids(lazy), lazy.stats()) == ([], None)
     dataset = make(plan, name="it", start_method=FIRST_PROCESS.start_method)
-    assert len(dataset.pids()) == 2
+    assert len(pids(dataset)) == 2
     assert tags(dataset)[:2] == [f"it worker proc {n}/2, daemon=False, Mapping" for n in (1, 2)]
     if HAS_PROC:
-        comm = [Path(f"/proc/{pid}/comm").read_text() for pid in dataset.pids()]
+        comm = [Path(f"/proc/{pid}/comm").read_text() for pid in pids(dataset)]
         assert comm == ["MPD worker 0\n", "MPD worker 1\n"]
 
 
@@ -458,7 +459,7 @@ def test_answers_at_any_time(make: Any, state: str, method: str) -> None:
     if state == "copied":
         dataset.close()
         dataset = pickle.loads(pickle.dumps(dataset))
-        assert (dataset.epoch, dataset.pids()) == (1, [])
+        assert (dataset.epoch, pids(dataset)) == (1, [])
     assert list(dataset.get_current_seq_order()) == ([] if state == "new" else [6, 2, 4])
     assert dataset.get_total_num_seqs() == 7
     assert dataset.get_all_tags() == [f"seq-{n}" for n in range(7)]
@@ -469,7 +470,7 @@ def test_answers_at_any_time(make: Any, state: str, method: str) -> None:
 def test_finish_epoch(make: Any) -> None:
     """After an epoch's end there are no sequences until the next; the processes stay."""
     dataset = make(TASK)
-    expected, pids = sequences(dataset), dataset.pids()
+    expected, workers = sequences(dataset), pids(dataset)
     for free in (False, True):
         dataset.init_seq_order(epoch=1)
         dataset.load_seqs(0, 1)
@@ -479,7 +480,7 @@ def test_finish_epoch(make: Any) -> None:
         with pytest.raises(RuntimeError, match="init_seq_order"):
             dataset.load_seqs(1, 2)
         assert_same(sequences(dataset), expected)
-    assert dataset.pids() == pids
+    assert pids(dataset) == workers
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
@@ -495,7 +496,7 @@ def test_copies(make: Any, copied: Any) -> None:
     assert (another.num_outputs, another.get_total_num_seqs()) == (dataset.num_outputs, total)
     assert another.dataset == dataset.dataset
     assert another.__reduce__()[1][1]["timeout"] == 60.0
-    assert another.pids() == []
+    assert pids(another) == []
     dataset.close()
     assert_same(sequences(another), expected)
     another.close()
@@ -506,4 +507,4 @@ def test_fast_answers_start_no_workers() -> None:
     dataset = MultiProcDataset(TASK, 1, 1)
     with pytest.raises(NotImplementedError):
         dataset.get_total_num_seqs(fast=True)
-    assert dataset.pids() == []
+    assert pids(dataset) == []

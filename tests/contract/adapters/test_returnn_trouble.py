@@ -38,6 +38,7 @@ from returnn_data import (
     assert_same,
     make,
     numbers,
+    pids,
     sequences,
     tags,
 )
@@ -84,7 +85,7 @@ def test_a_killed_worker_is_replaced(make: Any, method: str) -> None:
     expected = sequences(dataset)
     dataset.init_seq_order(epoch=1)
     dataset.load_seqs(0, 8)
-    for pid in dataset.pids():
+    for pid in pids(dataset):
         kill(pid)
     dataset.load_seqs(8, 9)
     rest = [(seq.seq_tag, dict(seq.features)) for seq in dataset.added_data]
@@ -100,7 +101,7 @@ def test_cseq_testing_knows_its_workers(make: Any) -> None:
     dataset = make(TASK)
     expected = sequences(dataset)
     testing.await_workers(dataset)
-    assert testing.kill(dataset, 1) == dataset.pids()[1]
+    assert testing.kill(dataset, 1) == pids(dataset)[1]
     while not dataset.stats().restarts:
         time.sleep(0.001)
     assert_same(sequences(dataset), expected)
@@ -113,7 +114,7 @@ def test_deaths_can_be_errors(make: Any) -> None:
     """With `max_restarts=0`, a killed worker is a WorkerDied that names it; then all is well."""
     dataset = make(TASK, 2, 1, max_restarts=0)
     dataset.init_seq_order(epoch=1)
-    kill(dataset.pids()[1])
+    kill(pids(dataset)[1])
     with pytest.raises(cseq.WorkerDied, match=f"worker 1 {WORDS}") as caught:
         dataset.load_seqs(0, 23)
     assert caught.value.worker == 1
@@ -127,7 +128,7 @@ def test_a_worker_that_hangs(make: Any, tmp_path: Path) -> None:
     dataset = make(numbers(Gated, str(tmp_path), 2), timeout=0.3)
     with pytest.raises(cseq.WorkerTimeout, match="is here"):
         tags(dataset)
-    assert dataset.pids() == []
+    assert pids(dataset) == []
     (tmp_path / "again").unlink(missing_ok=True)
     dataset = make(numbers(Gated, str(tmp_path), 2), timeout=3.0, on_timeout="restart")
     assert len(tags(dataset)) == 12
@@ -252,7 +253,7 @@ def test_augmentation_does_not_depend_on_the_number_of_workers(
     dataset = make(plan, 2, 1)
     assert_same(sequences(dataset), expected)
     dataset.init_seq_order(epoch=1)
-    kill(dataset.pids()[0])
+    kill(pids(dataset)[0])
     assert_same(sequences(dataset, None), expected)
 
 
@@ -291,7 +292,7 @@ def test_closing(make: Any) -> None:
     dataset.load_seqs(0, 1)
     for _ in range(2):
         dataset.close()
-        assert dataset.pids() == []
+        assert pids(dataset) == []
     with pytest.raises(RuntimeError, match="init_seq_order"):
         dataset.load_seqs(1, 2)
     assert tags(dataset) == expected
@@ -304,9 +305,9 @@ def test_a_dataset_that_is_dropped_ends_its_workers() -> None:
     )
     dataset.init_seq_order(epoch=1)
     dataset.load_seqs(0, 3)
-    pids = dataset.pids()
+    workers = pids(dataset)
     del dataset
-    for pid in pids:  # another thread sees to it
+    for pid in workers:  # another thread sees to it
         await_death(pid)
 
 
