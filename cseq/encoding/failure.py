@@ -113,7 +113,7 @@ def unpack(
     pickled, name, message, text = pickle.loads(data)
     error: BaseException
     try:
-        error = _restored(pickled)
+        error = pickle.loads(pickled)
     except BaseException as reason:  # anything may go wrong in the user's class
         if ends_program(reason):
             raise
@@ -126,35 +126,17 @@ def unpack(
 
 
 def _travelling(error: BaseException) -> bytes:
-    """Pickle an exception so that it surely unpickles and has a text; else, return nothing.
-
-    The default way calls the class with ``args``, which fails for one whose constructor takes
-    something else: that is pickled in its parts.
-    """
-    cls, args, state = type(error), ARGS.__get__(error), DICT.__get__(error)
-    candidates: list[Any] = [error, (cls, args, state), (cls, args, {})]
-    for candidate in candidates:
-        try:
-            data = dumps(candidate)
-            back = _restored(data)
-            str(back), vars(back)
-            if type(back) is cls:
-                return data
-        except BaseException as broken:
-            if ends_program(broken):
-                raise
+    """Pickle an exception that unpickles as its type, and has a text; of others, return nothing."""
+    try:
+        data = dumps(error)
+        back = pickle.loads(data)
+        str(back), vars(back)
+        if type(back) is type(error):
+            return data
+    except BaseException as broken:
+        if ends_program(broken):
+            raise
     return b""
-
-
-def _restored(data: bytes) -> Any:
-    """Unpickle an exception; one in parts is made without a call of its constructor."""
-    error = pickle.loads(data)
-    if type(error) is tuple:
-        cls, args, state = error
-        error = cls.__new__(cls, *args)
-        ARGS.__set__(error, args)
-        DICT.__get__(error).update(state)
-    return error
 
 
 class Failure:

@@ -113,11 +113,13 @@ class Broken(Numbers):
 
 
 class TwoArguments(Exception):
-    """Cannot be made from its `args` alone."""
+    """Has two arguments."""
 
     def __init__(self, first: int, second: str) -> None:
-        super().__init__(f"{first}: {second}")
-        self.first, self.second = first, second
+        super().__init__(first, second)
+
+    def __str__(self) -> str:
+        return "{}: {}".format(*self.args)
 
 
 def one_alone(number: int, num_workers: int, length: int, kind: type[Numbers]) -> list[Any]:

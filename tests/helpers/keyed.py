@@ -98,5 +98,4 @@ class TwoArguments(Exception):
     """Has a second argument."""
 
     def __init__(self, first: str, second: int) -> None:
-        super().__init__(first)
-        self.second = second
+        super().__init__(first, second)

@@ -130,7 +130,7 @@ def test_an_exception_in_begin() -> None:
     with streams(Broken) as s:
         with pytest.raises(TwoArguments, match="1: broken") as caught:
             s.begin([(-1, 5), ("begin", 5)])
-        assert (caught.value.first, caught.value.second) == (1, "broken")
+        assert caught.value.args == (1, "broken")
         check_error(caught, 1, "in begin")
         with pytest.raises(InterruptedError):
             iter(s)
