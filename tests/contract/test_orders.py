@@ -51,7 +51,7 @@ ORDERS: dict[str, Callable[[], cseq.Order]] = {
     "groups": lambda: cseq.Groups(LABELS, 2, 3, epoch_size=13),
     "weighted": lambda: cseq.Weighted(LENGTHS, 50),
     "mixture": lambda: cseq.Mixture(
-        {"a": cseq.Shuffled(40), "b": cseq.Weighted([1] * 20)},
+        {"a": cseq.Resized(cseq.Shuffled(40), 15), "b": cseq.Weighted([1] * 20)},
         {"a": 1, "b": 2},
         block=8,
         stop="first",

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranked import Rows, check, units
+from ranked import Rows, units
 from reference_mixture import mixture
 
 import cseq
@@ -223,19 +223,6 @@ def test_sources_that_hardly_come_are_named() -> None:
 
 
 # ── other weights in the middle ───────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("is_batch", [False, True])
-def test_ranks_and_resumes(rows: bool, is_batch: bool) -> None:
-    """Any ranks have one stream, which goes on at any place: samples, rows and batches."""
-    sources: dict[str, cseq.Order]
-    if rows or is_batch:
-        sources = {name: Rows(n, is_batch=is_batch) for name, n in (("a", 40), ("b", 11))}
-    else:
-        sources = {"a": cseq.Shuffled(40), "b": cseq.Shuffled(11), "c": cseq.Sequential(5)}
-    weights = [(0, dict.fromkeys(sources, 1)), (70, {**dict.fromkeys(sources, 1), "a": 4})]
-    check(cseq.Mixture(sources, weights, block=16, epoch_size=37))
 
 
 SIZES = {"web": 400, "code": 120, "math": 30}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fair import epochs, labels_of, scores, worst
-from ranked import Rows, check, units
+from ranked import Rows, units
 
 import cseq
 
@@ -47,11 +47,6 @@ def test_a_part_of_the_data_is_a_fair_one(size: int) -> None:
         part = order.reader(seed).samples(seed % 9, size // 2, 300)[0]
         rows.append(np.concatenate([scores(label, np.unique(part)) for label in labels]))
     assert worst(rows) < 5
-
-
-def test_in_a_mixture() -> None:
-    """Its passes are its epochs there."""
-    check(cseq.Mixture({"a": cseq.Resized(cseq.Shuffled(20), 6)}, {"a": 1}, block=5, epoch_size=17))
 
 
 def test_of_the_data() -> None:
