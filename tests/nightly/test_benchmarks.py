@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from math import isfinite
@@ -35,22 +34,6 @@ def run(*args: object) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
     )
-
-
-def test_the_picture_has_the_faster_mode_of_a_peer():
-    """Of contenders that differ behind a comma, the fastest is drawn, and the picture says so."""
-    medians = {"MPSequence": 1.0, "SPDL, threads": 2.0, "SPDL, processes": 4.0, "torch": 8.0}
-    contenders = [
-        {"name": name, "median": median, "ours": name == "MPSequence"}
-        for name, median in medians.items()
-    ]
-    case = {"name": "a", "title": "A", "more_is_better": False, "contenders": contenders}
-    draw = runpy.run_path(str(FOLDER / "harness" / "chart.py"))["as_svg"]
-    both = draw([case], "torch", "Title", "")
-    assert ("SPDL, threads" in both, "SPDL, processes" in both) == (True, False)
-    assert "faster mode" in both
-    one = draw([case | {"contenders": contenders[:2] + contenders[3:]}], "torch", "Title", "")
-    assert "faster mode" not in one
 
 
 # Of cases that are one declaration with several numbers: enough that each number is there once.
@@ -86,38 +69,6 @@ def test_contenders_that_need_no_peer_give_numbers(group, tmp_path):
     assert (tmp_path / "partial.md").read_text(encoding="utf-8").startswith("# Results")
 
 
-def test_a_run_can_add_to_the_results_of_another(tmp_path):
-    """Cases of both are in the files, in order; one that ran again is there once."""
-    for cases in (("permutation_1e6", "interpreted"), ("permutation_1e5", "permutation_1e6")):
-        done = run("--tiny", "--rounds", "1", "--add", "--output", tmp_path, "--no-peers", *cases)
-        assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "partial.json").read_text(encoding="utf-8"))
-    names = [case["name"] for case in report["cases"]]
-    assert names == ["interpreted", "permutation_1e5", "permutation_1e6"]
-
-
-def test_a_run_adds_nothing_to_results_of_other_versions(tmp_path):
-    """It ends at once, and says what differs."""
-    about = {"commit": "of-a-test", "cpu": "", "cores": 2, "versions": {}}
-    (tmp_path / "partial.json").write_text(json.dumps({"machine": about, "cases": []}))
-    done = run("--tiny", "--add", "--output", tmp_path, "permutation_1e5")
-    assert done.returncode != 0
-    assert "partial.json is of-a-test, now it is" in done.stderr
-
-
-def test_another_python_runs_the_same(tmp_path):
-    """Contenders run in another Python as well, which is said."""
-    options = ("--tiny", "--rounds", "1", "--only", "2 threads", "--output", tmp_path)
-    done = run(*options, "--python", sys.executable, "interpreted")
-    assert done.returncode == 0, done.stderr
-    ((one, other),) = (
-        case["contenders"] for case in json.loads((tmp_path / "partial.json").read_text())["cases"]
-    )
-    assert (one["name"], one["ours"]) == ("cseq, 2 threads", True)
-    assert (other["name"], other["ours"]) == ("cseq, 2 threads (other Python)", False)
-    assert isfinite(other["median"])
-
-
 GPU_PROGRAM = f"""
 import runpy, sys
 sys.argv[0] = {str(FOLDER / "gpu" / "run.py")!r}
@@ -139,7 +90,7 @@ def test_a_rehearsal_of_the_gpu_says_that_it_is_one(run_prepared, tmp_path):
     assert report["device"]["stands_in"]
     assert report["machine"]["commit"] == "of-a-test"
     (case,) = report["cases"]
-    assert len(case["contenders"]) == 5
+    assert len(case["contenders"]) == 6
     assert all(isfinite(one["median"]) for one in case["contenders"])
     text = (tmp_path / "gpu-rehearsal-partial.md").read_text(encoding="utf-8")
     assert "**There was no GPU" in text
