@@ -73,10 +73,6 @@ def test_repr() -> None:
     assert ", drop_last=2 of 10 samples, " in repr(manager)
     drawn = make_small()
     assert f"seed={drawn.seed} (drawn)" in repr(drawn)
-    html = drawn._repr_html_()
-    assert html.startswith('<div class="scroll"><table><tr><td>MTSequence</td>')
-    for text in ("MTSequence", "samples", "10", "not started", f"{drawn.seed} (drawn)"):
-        assert text in html
 
 
 # -- what it says of itself

@@ -109,14 +109,6 @@ def test_an_epoch_without_batches_is_said(caplog: pytest.LogCaptureFixture) -> N
 # ── samples that are given ────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_resume_at_the_end(drop_last: bool) -> None:
-    """An epoch of which everything was delivered has no batches left."""
-    one = sampler(20, batch_size=6, drop_last=drop_last)
-    assert epoch(one, 0, one.end()) == []
-    assert epoch(one, 0, 20) == []
-
-
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.int64, np.uint64, ">i2"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_indices(dtype: Any, world: int) -> None:

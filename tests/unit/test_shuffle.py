@@ -166,23 +166,6 @@ def test_table_is_reused(n: int, seed: int, epochs: list[tuple[int, float]]) -> 
 # ── never more of it than is used ─────────────────────────────────────────────────────────────
 
 
-def resident() -> int:
-    """Return the bytes of memory this process really holds."""
-    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * mmap.PAGESIZE
-
-
-@pytest.mark.needs("Linux")
-def test_beginning_costs_nothing() -> None:
-    """A batch of 10^9 samples touches a batch of memory, in the first epoch and in later ones."""
-    before = resident()
-    made = TableReader(10**9, 1)
-    for epoch in range(3):
-        assert made.samples(epoch, 0, 32)[0].tolist() == list(
-            itertools.islice(order(10**9, 1, epoch), 32)
-        )
-    assert resident() - before < 2**24
-
-
 @pytest.mark.needs("POSIX")
 @pytest.mark.parametrize("what", ["order", "permutation"])
 def test_interruption(what: str) -> None:

@@ -126,15 +126,6 @@ def test_an_order_can_be_pickled() -> None:
         assert drawn(pickle.loads(pickle.dumps(order)), 1).tolist() == drawn(order, 1).tolist()
 
 
-def test_the_weights_are_not_written_to(tmp_path: Path) -> None:
-    """A memory map for reading, and one that is not contiguous, are taken as they are."""
-    np.arange(1.0, 9).tofile(tmp_path / "weights")
-    weights = np.memmap(tmp_path / "weights", np.float64, "r")
-    for given_weights, same in ((weights, range(1, 9)), (weights[::2], [1, 3, 5, 7])):
-        expected = drawn(cseq.Weighted([*same]), 1).tolist()
-        assert drawn(cseq.Weighted(given_weights), 1).tolist() == expected
-
-
 def test_numbers_of_great_sizes() -> None:
     """Places times the total have up to 110 bits."""
     rng = random.Random(2)
