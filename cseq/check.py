@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +19,6 @@ __all__ = [
     "count",
     "dimensions",
     "flag",
-    "modules",
     "seconds",
     "unexpected",
 ]
@@ -113,20 +112,6 @@ def seconds(name: str, value: Any) -> float | None:
     if not value > 0 or math.isinf(value):
         raise ValueError(f"{name}={value!r} is not above 0; give seconds, or None for no bound")
     return float(value)
-
-
-def modules(name: str, value: Any) -> tuple[str, ...] | Literal[False] | None:
-    """Check a list of names of modules, False for none at all, or None."""
-    if value is None or value is False:
-        return None if value is None else False
-    if not isinstance(value, (list, tuple, set, frozenset)):
-        raise TypeError(
-            f"{name}={value!r} is not a list of names of modules; give one, or False, or None"
-        )
-    for each in value:
-        if not isinstance(each, str) or not all(part.isidentifier() for part in each.split(".")):
-            raise TypeError(f"{name} has {each!r}, which names no module; give 'a.b' or 'a'")
-    return tuple(value)
 
 
 def dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:

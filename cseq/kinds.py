@@ -9,7 +9,6 @@ from cseq import arguments
 from cseq.sequence import MSequence
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from typing import Literal
 
     from typing_extensions import TypeVar
@@ -52,7 +51,7 @@ class _Kind(MSequence[B_co]):
         memory_limit: int | str | None = None,
         pad: bool = True,
         threads: int | None = 1,
-        preload: Sequence[str] | Literal[False] | None = None,
+        preload: bool = True,
         seed_globals: bool = True,
         order: Order | None = None,
         repeat: int | Literal[True] = 1,

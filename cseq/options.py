@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cseq.check import choice, count, modules, seconds
+from cseq.check import choice, count, flag, seconds
 from cseq.processes.launcher import start_methods
 from cseq.system import memory_limit_of
 
@@ -28,7 +28,7 @@ class WorkerOptions(NamedTuple):
     on_timeout: str = "raise"
     memory_limit: Any = None
     threads: int | None = 1
-    preload: Any = None
+    preload: bool = True
 
     def checked(self) -> WorkerOptions:
         """Check these arguments."""
@@ -40,7 +40,7 @@ class WorkerOptions(NamedTuple):
             choice("on_timeout", self.on_timeout, ("raise", "restart")),
             None if limit is None else memory_limit_of(limit),
             None if threads is None else count("threads", threads),
-            modules("preload", self.preload),
+            flag("preload", self.preload),
         )
 
 

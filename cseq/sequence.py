@@ -24,7 +24,7 @@ from cseq.pools import remake as remaking
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from typing import Literal
 
     import numpy as np
@@ -134,10 +134,10 @@ class MSequence(Manager, Generic[B_co]):
         How many threads torch, OpenMP, OpenBLAS, MKL, numexpr and OpenCV use in each worker
         process. Environment variables such as ``OMP_NUM_THREADS`` take precedence. None: each
         library's own default, usually all cores. No effect with ``thread_type='thread'``.
-    preload : sequence of str, False or None
-        More modules that the fork server imports once for all workers, besides those that `worker`
-        refers to. If one of the latter starts threads, opens files or initialises CUDA on import,
-        the fork server imports only the listed modules. False: each worker imports everything.
+    preload : bool
+        The fork server imports the modules that `worker` refers to once, for all workers. If one of
+        them starts threads, opens files or initialises CUDA on import, each worker imports what it
+        needs, as with False.
     order : Order, optional
         An order to use instead of `shuffle`. If its units are batches (`Buckets`), leave out
         `batch_size`. If they are rows (`Packed`), `batch_size` counts rows.
@@ -190,7 +190,7 @@ class MSequence(Manager, Generic[B_co]):
         memory_limit: int | str | None = None,
         pad: bool = True,
         threads: int | None = 1,
-        preload: Sequence[str] | Literal[False] | None = None,
+        preload: bool = True,
         seed_globals: bool = True,
         order: Order | None = None,
         repeat: int | Literal[True] = 1,

@@ -124,7 +124,7 @@ class Streams:
         on_timeout: str = "raise",
         memory_limit: int | str | None = None,
         threads: int | None = 1,
-        preload: Sequence[str] | Literal[False] | None = None,
+        preload: bool = True,
         errors: Literal["raise", "return"] = "raise",
         naming: Naming = Naming(),  # noqa: B008 - a tuple
         lethal: Literal["raise", "return"] = "raise",

@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -84,11 +85,17 @@ def with_grain() -> Iterator[Callable[[], float]]:
     yield from first_batch(lambda: loaders.GrainEpochs(WORK))
 
 
+def beside(_module: Any, indexer: Callable[[], Any]) -> Any:
+    """Make an indexer in a process that has imported a module."""
+    return indexer()
+
+
 def nth_with_torch(number: int) -> Iterator[Callable[[], float]]:
     """Start the `number`-th manager beside those before it; the workers of all have torch."""
-    make = partial(
-        loaders.cseq_manager, cseq.MPSequence, WORK, start_method="forkserver", preload=["torch"]
-    )
+    import torch
+
+    work = replace(WORK, indexer=partial(beside, torch, WORK.indexer))
+    make = partial(loaders.cseq_manager, cseq.MPSequence, work, start_method="forkserver")
     before = []
     for _ in range(number - 1):
         manager = make().start()

@@ -324,7 +324,7 @@ def _start(v: Window) -> str:
     remedy = (
         "see what the workers import, and what comes to them with the data set"
         if v.is_stream
-        else "name the modules that the workers import in preload=, and see what the worker's "
+        else "import what the workers need at the top of a module, and see what the worker's "
         "constructor does"
     )
     return f"the first batch came after {duration(v.start)} → {remedy}"

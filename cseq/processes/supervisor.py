@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from cseq._core import now_ns
 from cseq.encoding import codec, failure
@@ -133,7 +133,7 @@ class Supervisor:
         self._failed: dict[str, WorkerDied] = {}  # batches, by their places
         self._noted = False
         self._records = Records()
-        self._listed: Sequence[str] | Literal[False] | None = None  # modules, by the caller
+        self._preloads = True
         self._prepared = Latch()  # `Launcher.prepare` has returned
         self._wanted = Latch()  # workers may be started
         self._launched = Latch()  # all workers have been started once
@@ -149,7 +149,7 @@ class Supervisor:
         worker: Any,
         *,
         name: str = "worker",
-        preload: Sequence[str] | Literal[False] | None = None,
+        preload: bool = True,
         needs: Sequence[str] = (),
         timeout: float | None = None,
     ) -> None:
@@ -164,16 +164,16 @@ class Supervisor:
             The user's object, for the readers; or a `Pickled` one.
         name : str
             The name of `worker` in error messages.
-        preload : sequence of str, False or None
-            Modules that a fork server imports once for all workers, beside those that `worker` and
-            the workers' code refer to; False: none.
+        preload : bool
+            A fork server imports once, for all workers, the modules that `worker` and the workers'
+            code refer to.
         needs : sequence of str
             Modules that the workers' code will import.
         timeout : float, optional
             Seconds that a batch or item may take; the imports may take `START_SHARE` times as long.
         """
         launcher = self._launcher
-        self._listed = preload
+        self._preloads = preload
         self._thread.start()
         self._prepared.wait()  # work on this thread would compete with that one for the GIL
         modules: list[str] = []
@@ -256,7 +256,7 @@ class Supervisor:
 
     def _serve(self) -> None:
         """Start the workers, and watch them until all are gone and no more are wanted."""
-        self._launcher.prepare(self._listed)
+        self._launcher.prepare(preload=self._preloads)
         self._prepared.set()
         self._wanted.wait()
         if self.takes_objects:

@@ -238,7 +238,7 @@ def test_what_a_stream_has_not_is_not_named(cause: str) -> None:
     """A DataLoader has no such arguments."""
     for changed in CASES[cause]:
         action = advise(replace(PLAIN, **changed | {"buffer": 0})).action
-        assert not re.search(r"preload|\bordered=|memory_limit|manager|buffer=", action)
+        assert not re.search(r"\bordered=|memory_limit|manager|buffer=", action)
 
 
 def test_the_start_is_a_line_of_its_own() -> None:
@@ -246,10 +246,10 @@ def test_the_start_is_a_line_of_its_own() -> None:
     slow = advise(replace(PLAIN, start=30.0))
     told, start = str(slow).splitlines()
     assert told == str(advise(PLAIN))
-    assert start.startswith("start: the first batch came after 30 s → name the modules")
+    assert start.startswith("start: the first batch came after 30 s → import what the workers need")
     for short in {"start": 1.9}, {"start": 30.0, "elapsed": 1000.0}, {"start": 2.5, "index": 0.2}:
         assert not advise(replace(PLAIN, **short)).start
-    assert "preload" not in advise(replace(PLAIN, start=30.0, buffer=0)).start
+    assert "constructor" not in advise(replace(PLAIN, start=30.0, buffer=0)).start
 
 
 def test_a_loop_that_makes_its_batches_itself() -> None:

@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from cseq.processes.launcher.base import (
     ENDED,
@@ -54,7 +54,7 @@ REASONS = {
 # The servers of this process that workers may be forked from, by what they were started with.
 _servers: dict[str, ForkServer] = {}
 _guard = threading.Lock()  # for `_servers`, and their users
-_found_unfit = False  # since then, a server imports only the modules of an argument `preload`
+_found_unfit = False  # since then, each worker imports what it needs
 
 
 def _forget_servers() -> None:
@@ -142,20 +142,19 @@ class ForkServerLauncher(Launcher):
 
     def __init__(self, entry: str, threads: int | None) -> None:
         super().__init__(entry, threads)
-        self._listed: Sequence[str] = ()  # modules that a server imports before its first fork
-        self._found: Sequence[str] = ()  # and those that are left out where one is unfit
-        self._lists_all = False  # no others are wanted
+        self._modules: Sequence[str] = ()  # that a server imports before its first fork
+        self._preloads = True
         self._seconds = FOREVER  # that each of these imports may take
         self._servers: list[ForkServer] = []  # the present one is the last
 
-    def prepare(self, preload: Sequence[str] | Literal[False] | None = None) -> None:
+    def prepare(self, *, preload: bool = True) -> None:
         """Begin to start the server."""
-        self._listed, self._lists_all = tuple(preload or ()), preload is False
+        self._preloads = preload
         self._present()
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
         """Have the server import modules before it forks the next worker."""
-        self._found, self._seconds = modules, seconds
+        self._modules, self._seconds = modules, seconds
 
     def _answer(
         self, server: ForkServer, answers: socket.socket, seconds: float
@@ -183,8 +182,8 @@ class ForkServerLauncher(Launcher):
         while True:
             self._check()
             server = self._present()
-            found = () if self._lists_all or _found_unfit else self._found
-            lacking = [name for name in (*self._listed, *found) if name not in server.has]
+            wanted = self._modules if self._preloads and not _found_unfit else ()
+            lacking = [name for name in wanted if name not in server.has]
             if not lacking:
                 self.importing = ""
                 return server
@@ -215,16 +214,11 @@ class ForkServerLauncher(Launcher):
             return
         self._servers.remove(server)  # none of this launcher's workers is from there
         self._leave(server, time.monotonic() + LAST)
-        if name in self._listed:
-            raise ValueError(
-                f"preload={list(self._listed)!r}: module {name} {reason} when it is imported; "
-                "leave it out: each worker imports it"
-            )
         _found_unfit = True
         tell(
             logging.WARNING,
             "module %s %s when it is imported; so each worker imports all modules itself. Import "
-            "that one in a function, or name the others in preload=: these are imported once",
+            "that one in a function: the others are then imported once, for all workers",
             name,
             reason,
         )
@@ -234,8 +228,8 @@ class ForkServerLauncher(Launcher):
         with _guard:
             if self._servers and self._servers[-1].is_usable:
                 return self._servers[-1]
-            modules = self._listed if self._lists_all or _found_unfit else "all"
-            key = repr((describe_start(self._entry, SERVER), self._threads, modules))
+            preloads = self._preloads and not _found_unfit
+            key = repr((describe_start(self._entry, SERVER), self._threads, preloads))
             server = _servers.get(key)
             if server is None or not server.is_usable:
                 server = _servers[key] = ForkServer(self._entry, self._threads)

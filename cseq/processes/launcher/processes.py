@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from contextvars import Context
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from cseq import system
 from cseq._core import Lock
@@ -192,10 +192,10 @@ class Launcher:
         self._cancelled = False
         self.context = Context()
 
-    def prepare(self, preload: Sequence[str] | Literal[False] | None = None) -> None:
+    def prepare(self, *, preload: bool = True) -> None:
         """Begin to start what `launch` needs (a fork server), without waiting for it.
 
-        `preload`: modules that it imports in any case; False: no module.
+        Without `preload`, it imports no modules for the workers.
         """
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
@@ -203,7 +203,7 @@ class Launcher:
 
         Only a fork server does so; other workers import by themselves. If one of these modules must
         not be imported before a fork, ends the server, or takes longer than `seconds`, the workers
-        import all of them, and the log names it. If one of `prepare` does, that is a ValueError.
+        import all of them, and the log names it.
         """
 
     def cancel(self) -> None:
