@@ -248,6 +248,3 @@ def test_a_fork_whose_thread_has_the_number_of_the_owner() -> None:
             finally:
                 os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-# -- the end of a process
