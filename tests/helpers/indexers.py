@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from killing import kill
 
 import cseq
 
@@ -217,26 +216,6 @@ class Raising:
         if self.at in indices:
             raise self.make()
         return indices
-
-
-class Killing:
-    """Kills its process at some indices, once for each."""
-
-    def __init__(self, folder: Path, at: tuple[int, ...]) -> None:
-        self.folder = folder
-        self.at = at
-
-    def __getitem__(self, indices: Indices) -> dict[str, Any]:
-        batch = Augmented()[indices]
-        batch["large"] = Large()[indices]
-        batch["index"] = indices.copy()
-        for index in set(self.at) & set(indices.tolist()):
-            indices[:] = 0  # it is a copy, so that the next one to make the batch gets them again
-            marker = self.folder / str(index)
-            if not marker.exists():
-                marker.touch()
-                kill(os.getpid())
-        return batch
 
 
 class Lasting:
