@@ -5,5 +5,4 @@
 ``codec``        encodes a batch into a slot, and decodes it
 ``failure``      an exception, packed in a worker and raised in the loop
 ``pickling``     objects as bytes: by reference, or by value for new processes
-``importable``   what a new process can import
 """

@@ -1,9 +1,9 @@
 """Objects as bytes, for two kinds of readers.
 
-`dump` is for a new process: cloudpickle writes what that can import by reference, as in every
-pickle, and all else by value. `dumps` is for a process that runs already, between a worker and the
-trainer: both have the same modules, and each its own copy of the user's classes. So what has a name
-goes by reference, and the rest by value.
+`dump` is for a new process: cloudpickle writes by value what is in ``__main__`` or has no name, and
+all else by reference, as in every pickle. `dumps` is for a process that runs already, between a
+worker and the trainer: both have the same modules, and each its own copy of the user's classes. So
+what has a name goes by reference, and the rest by value.
 
 Both leave large arrays and tensors out of the pickle, as buffers: `codec` writes them beside it. A
 data set of gigabytes is therefore in memory once, whatever the number of workers.
@@ -17,6 +17,7 @@ import functools
 import importlib
 import io
 import mmap
+import operator
 import os
 import pickle
 import sys
@@ -26,12 +27,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from cseq._core import Lock
 from cseq._memory import flat_of
-from cseq.encoding.importable import MAIN, Importable, named_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
 __all__ = [
     "Pickled",
@@ -47,6 +46,7 @@ __all__ = [
 Reduced: TypeAlias = Any  # what a reducer returns: a name, or a tuple
 Reducers: TypeAlias = "dict[type, Callable[[Any], Reduced]]"
 
+MAIN = ("__main__", "__mp_main__")  # the user's script, here and in multiprocessing's children
 IN_BAND = 512  # bytes; buffers below this stay inside the pickle
 FILENAME = 10  # which argument of `types.CodeType` is the file's name
 
@@ -62,9 +62,6 @@ REMEDY = (
 EMPTY: tuple[dict[Any, Any], ...] = {}, OrderedDict()
 VIEWS = {type(view()) for one in EMPTY for view in (one.keys, one.values, one.items)}
 DATA = {io.TextIOWrapper, memoryview, *VIEWS}
-
-# cloudpickle has one list of modules that go by value, for the whole process.
-_by_value_lock = Lock()
 
 
 class UnpicklableError(TypeError):
@@ -87,10 +84,8 @@ class Pickled(NamedTuple):
     modules: tuple[str, ...] = ()  # that it refers to by name, as far as is known
 
 
-def dump(
-    obj: object, *, name: str = "worker", elsewhere: bool = False, reducers: Reducers | None = None
-) -> Pickled:
-    """Pickle an object so that any process of this machine can read it.
+def dump(obj: object, *, name: str = "worker", reducers: Reducers | None = None) -> Pickled:
+    """Pickle an object so that a new process can read it, if it can import the same modules.
 
     Parameters
     ----------
@@ -99,8 +94,6 @@ def dump(
         returned is returned.
     name : str
         What error messages call it.
-    elsewhere : bool
-        Processes of other machines can read it, too: see `Importable`.
     reducers : dict, optional
         How objects of some types are pickled, by type.
 
@@ -112,7 +105,7 @@ def dump(
     """
     if isinstance(obj, Pickled):
         return obj
-    modules = Importable(elsewhere=elsewhere)
+    modules: dict[str, None] = {}
     buffers: list[memoryview] = []
     reducers = reducers or {}
     try:
@@ -121,14 +114,13 @@ def dump(
         raise
     except Exception as error:  # noqa: BLE001 - its traceback is no news: the name says where
         remedy = REMEDY.format(name=name)
-        probed = Importable(elsewhere=elsewhere)
         for attribute, part in _attributes_of(obj).items():
             try:
-                _dump_by_value(part, probed, reducers, None)
+                _dump_by_value(part, {}, reducers, None)
             except Exception as its:  # noqa: BLE001 - it is raised, whatever it is
                 raise unpicklable(f"{name}.{attribute}", its, remedy) from None
         raise unpicklable(name, error, remedy) from None
-    return Pickled(data, buffers, modules.importable())
+    return Pickled(data, buffers, tuple(modules))
 
 
 def _attributes_of(obj: Any) -> dict[str, Any]:
@@ -331,30 +323,31 @@ def import_torch() -> Any:
 
 
 def _dump_by_value(
-    obj: object, modules: Importable, reducers: Reducers, buffers: list[memoryview] | None
+    obj: object, modules: dict[str, None], reducers: Reducers, buffers: list[memoryview] | None
 ) -> bytes:
-    """Pickle with cloudpickle; modules that workers cannot import go by value.
+    """Pickle with cloudpickle, and note the modules that the pickle refers to.
 
     Without a list of buffers, these are dropped: to test whether something can be pickled.
     """
     file = io.BytesIO()
     classes = _Classes()
     reducers = data_reducers() | {np.memmap: _reduce_memmap} | reducers
-    with _modules_by_value() as register:
 
-        def by_name(named: Any) -> bool:
-            """Register a module that goes by value; then let cloudpickle decide."""
-            module = named.__name__ if isinstance(named, types.ModuleType) else named.__module__
-            if module != "builtins" and not modules.findable(module):
-                register(module)
-            if isinstance(named, type) and module in MAIN:
+    def by_name(named: Any) -> bool:
+        """Note a module that a new process may import; then let cloudpickle decide."""
+        module = named.__name__ if isinstance(named, types.ModuleType) else named.__module__
+        if module in MAIN:
+            if isinstance(named, type):
                 classes.append(named)
-            if named is _tensor_on:
-                modules.findable("torch")
-            return False
+        # One without a spec was made by another module, and will be again.
+        elif module != "builtins" and getattr(sys.modules.get(module), "__spec__", None):
+            modules[module] = None
+        if named is _tensor_on:
+            modules["torch"] = None
+        return False
 
-        pickler = by_value_pickler()(file, _keep_in(buffers), reducers, by_name)
-        pickler.dump([obj, classes])  # in this order: the classes are known at the end
+    pickler = by_value_pickler()(file, _keep_in(buffers), reducers, by_name)
+    pickler.dump([obj, classes])  # in this order: the classes are known at the end
     return file.getvalue()
 
 
@@ -394,27 +387,6 @@ def by_value_pickler() -> Any:
     return Pickler
 
 
-@contextlib.contextmanager
-def _modules_by_value() -> Iterator[Callable[[str], None]]:
-    """In this context, give the function that makes cloudpickle pickle a module by value."""
-    import cloudpickle
-
-    ours: list[types.ModuleType] = []
-
-    def register(name: str) -> None:
-        module = sys.modules.get(name)
-        if module is not None and name not in cloudpickle.list_registry_pickle_by_value():
-            cloudpickle.register_pickle_by_value(module)
-            ours.append(module)
-
-    with _by_value_lock.hold():
-        try:
-            yield register
-        finally:
-            for module in ours:
-                cloudpickle.unregister_pickle_by_value(module)
-
-
 class _Classes(list[type]):
     """Classes of the user's script that went by value; unpickling puts them into ``__main__``.
 
@@ -428,16 +400,21 @@ class _Classes(list[type]):
 
 
 def publish(named: Iterable[Any]) -> None:
-    """Make classes and functions known under their names in their modules, unless these are taken.
-
-    A script's module is ``__main__``; another one that is not there is made.
-    """
+    """Make a script's classes and functions known by their names here, unless these are taken."""
+    main = sys.modules["__main__"]
     for one in named:
-        name = one.__module__
-        made = sys.modules["__main__"] if name in MAIN else types.ModuleType(name)
-        module = sys.modules.setdefault(name, made)
-        if not hasattr(module, one.__name__):
-            setattr(module, one.__name__, one)
+        if one.__module__ in MAIN:
+            sys.modules.setdefault(one.__module__, main)
+            if not hasattr(main, one.__name__):
+                setattr(main, one.__name__, one)
+
+
+def named_here(obj: Any) -> bool:
+    """Whether a class or function has a name in this process, importable or not."""
+    try:
+        return operator.attrgetter(obj.__qualname__)(sys.modules[obj.__module__]) is obj
+    except (AttributeError, KeyError):
+        return False
 
 
 # -- data of a worker -----------------------------------------------------------------------------

@@ -256,7 +256,7 @@ class RayFleet:
         seeds = check.flag("seed_globals", seed_globals)
         ours = {"scheduling_strategy": "SPREAD", "max_restarts": -1, "num_cpus": num_cpus}
         make = ray.remote(Agent).options(**ours | options, max_concurrency=CALLS).remote
-        data, views, _ = dump(worker, elsewhere=True)
+        data, views, _ = dump(worker)
         if not ray.is_initialized():
             ray.init()
         total = count(nodes, num_workers, num_cpus)

@@ -61,6 +61,11 @@ __all__ = [
     "send_state",
 ]
 
+NOT_THERE = (
+    "cseq: worker processes import modules by name, with the sys.path of the training process: put "
+    "the module into a folder on it, or call cloudpickle.register_pickle_by_value(module)"
+)
+
 ENTERED, LOADED, READY, FAILED, NOTED, LOGGED = b"E", b"L", b"R", b"F", b"N", b"G"
 HEADER = struct.Struct("<cQ")  # one of the above, and the length of what follows
 LENGTH = struct.Struct("<Q")  # of the setup that follows
@@ -107,8 +112,12 @@ class Entered(NamedTuple):
         record, worker = self.setup.record, local
         if record is not None:
             (fd,) = self.object_fd
-            with reading():
-                worker = codec.decode(Mapping(fd, 0, sum(record), own=True), record)
+            try:
+                with reading():
+                    worker = codec.decode(Mapping(fd, 0, sum(record), own=True), record)
+            except ModuleNotFoundError as error:
+                failure.annotate(error, NOT_THERE)
+                raise
             send_state(self.sock, LOADED)
         if self.ring.closed == 1:  # a trainer that did not see LOADED before it closed kills us
             _leave(0)

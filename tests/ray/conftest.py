@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -28,7 +29,9 @@ try:
         until,
     )
 
-    ray.cloudpickle.register_pickle_by_value(drawing)  # for actors and tasks of tests
+    # For actors and tasks of tests, and for fleets.
+    ray.cloudpickle.register_pickle_by_value(drawing)
+    cloudpickle.register_pickle_by_value(drawing)
 except ImportError:
     collect_ignore_glob = ["test_*.py"]
 
@@ -39,7 +42,9 @@ if TYPE_CHECKING:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Ray warns of much; what cseq warns of stays an error."""
+    """Ray warns of much; what cseq warns of stays an error. Fleets get the tests' own workers."""
+    for module in {item.module for item in items if isinstance(item, pytest.Function)}:
+        cloudpickle.register_pickle_by_value(module)
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore"))
         item.add_marker(pytest.mark.filterwarnings("error:iterating a manager"))

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 
+import cloudpickle
 import numpy as np
 import pytest
 import ray
@@ -65,7 +66,7 @@ def without(samples):
 
 
 def test_exceptions_of_indexers_arrive_as_themselves():
-    """Own classes are the loop's own; each note names batch, node and process."""
+    """Own classes are the loop's own, if pickle takes them; notes name batch, node and process."""
     errors, got = [], []
     with cseq.RayFleet(Fails, 2, 1) as fleet, sequence(fleet).start() as batches:
         iterator = iter(batches)
@@ -83,7 +84,7 @@ def test_exceptions_of_indexers_arrive_as_themselves():
     assert sorted(type(error).__name__ for error in errors) == [
         "OwnError",
         "RuntimeError",
-        "Unpicklable",
+        "WorkerError",
     ]
     for error in errors:
         assert isinstance(error.__cause__, cseq.RemoteTraceback)
@@ -209,27 +210,32 @@ def written(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_modules_of_the_user_go_by_value(written):
-    """With those that they import; and closures."""
+def test_modules_of_the_user_go_by_value_if_cloudpickle_is_told(written):
+    """And closures."""
     offset = 5
 
     class Closure(written.Own):
         def __getitem__(self, indices):
             return super().__getitem__(indices) + offset
 
-    for worker in (written.Own, Closure):
-        with cseq.RayFleet(worker, 2, 1) as fleet, sequence(fleet).start() as batches:
-            got = list(batches)
-        assert_is_test_mode(got, worker)
+    modules = [written, sys.modules["written_more"]]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        for worker in (written.Own, Closure):
+            with cseq.RayFleet(worker, 2, 1) as fleet, sequence(fleet).start() as batches:
+                got = list(batches)
+            assert_is_test_mode(got, worker)
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
 
 
 def test_a_module_that_agents_lack_is_named(tmp_path, monkeypatch):
     """With the two ways out."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "site-packages").mkdir()
-    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
-    (tmp_path / "site-packages" / "only_here.py").write_text(SOURCE.format("only_here"))
-    (tmp_path / "site-packages" / "only_here_more.py").write_text("twice = abs\n")
+    (tmp_path / "only_here.py").write_text(SOURCE.format("only_here"))
+    (tmp_path / "only_here_more.py").write_text("twice = abs\n")
     importlib.invalidate_caches()
     module = importlib.import_module("only_here")
     try:

@@ -7,14 +7,13 @@ import datetime as dt
 import os
 import pickle
 import sys
-import types
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from kinds import KINDS, Kind
-from travelling import Pair, Record, arrives_elsewhere, travel
+from travelling import Pair, Record, travel
 
 import cseq
 
@@ -230,14 +229,3 @@ def test_the_file_is_gone_with_the_last_slice() -> None:
     assert (files(), part[1]) == (1, SAMPLES[4])
     del part
     assert files() == 0
-
-
-def test_what_another_process_cannot_import_arrives_with_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """There the items have neither the file nor the module of their class."""
-    module: Any = types.ModuleType("made_by_hand")
-    module.Hidden = type("Hidden", (), {"__module__": "made_by_hand", "value": 8})
-    monkeypatch.setitem(sys.modules, "made_by_hand", module)
-    packed = cseq.packed([module.Hidden()])
-    assert arrives_elsewhere(packed, "obj[0].value, len(obj)") == "(8, 1)"

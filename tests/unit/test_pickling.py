@@ -11,6 +11,7 @@ import types
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,18 +20,15 @@ from travelling import (
     Indexer,
     Pair,
     Record,
-    Slotted,
     Stateful,
     arrives_elsewhere,
     goes_by_value,
-    make,
     nbytes,
     travel,
 )
 
-from cseq.encoding import importable
-from cseq.encoding.importable import Importable, named_here
-from cseq.encoding.pickling import dump
+import cseq
+from cseq.encoding.pickling import dump, named_here
 from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:
@@ -195,19 +193,6 @@ def test_plain_workers_need_no_cloudpickle() -> None:
     assert arrives_elsewhere(by_value, "'cloudpickle' in sys.modules") == "True"
 
 
-def test_cloudpickles_own_list_of_modules_is_left_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What goes by value for us goes by reference for the user's own uses of cloudpickle."""
-    cloudpickle = pytest.importorskip("cloudpickle")
-    module = types.ModuleType("made_by_hand")
-    exec("class Worker: pass", vars(module))
-    monkeypatch.setitem(sys.modules, "made_by_hand", module)
-    before = set(cloudpickle.list_registry_pickle_by_value())
-    dump(vars(module)["Worker"])
-    assert set(cloudpickle.list_registry_pickle_by_value()) == before
-
-
 SCRIPT = """
 import pickle, subprocess, sys
 from cseq.encoding.pickling import dump
@@ -305,45 +290,27 @@ def test_what_can_be_imported_goes_by_reference(folder: Path) -> None:
     assert arrives_elsewhere(module.Worker(), "obj[1], type(obj).__module__") == "(43, 'on_disk')"
 
 
-def test_another_machine_has_what_is_installed_alone(folder: Path) -> None:
-    """The standard library, packages, cseq, what a runtime_env brings; no file of the user's."""
-    (folder / "site-packages").mkdir()
-    (folder / "working_dir_files").mkdir()
-    sys.path[:0] = [str(folder / "site-packages"), str(folder / "working_dir_files")]
-    own = import_file(folder / "own_file.py", SOURCE)
-    installed = import_file(folder / "site-packages" / "installed.py", SOURCE)
-    brought = import_file(folder / "working_dir_files" / "brought.py", SOURCE)
-    names = ["json", "numpy", "cseq", "cseq.errors", "itertools", "installed", "brought"]
-    there = Importable(elsewhere=True)
-    assert [name for name in names if not there.findable(name)] == []
-    assert not there.findable("own_file")
-    assert b"helper" in dump(own.Worker(), elsewhere=True).data
-    assert dump(own.Worker()).modules == ("own_file",)
-    for module in (installed, brought):
-        made = dump(module.Worker(), elsewhere=True)
-        assert (b"helper" in made.data, made.modules) == (False, (module.__name__,))
-
-
-def test_a_module_made_by_hand_goes_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that exists in memory only is taken along."""
+def test_a_module_that_no_worker_can_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the worker begins, with what to do; cloudpickle may be told to take it along."""
     module = types.ModuleType("made_by_hand")
     exec(SOURCE, vars(module))
     monkeypatch.setitem(sys.modules, "made_by_hand", module)
-    assert goes_by_value(vars(module)["Worker"])
-    assert arrives_elsewhere(vars(module)["Worker"](), "obj[1]") == "43"
-    assert arrives_elsewhere(functools.partial(vars(module)["helper"], 2), "obj()") == "44"
-
-
-def test_a_module_that_another_one_hides_goes_by_value(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A new process would import the other one of the same name."""
-    module = import_file(folder / "twin.py", SOURCE)
-    (folder / "first").mkdir()
-    (folder / "first" / "twin.py").write_text("raise SystemExit('the wrong twin')")
-    monkeypatch.syspath_prepend(str(folder / "first"))
-    assert goes_by_value(module.Worker)
-    assert arrives_elsewhere(module.Worker(), "obj[1]") == "43"
+    worker = vars(module)["Worker"]
+    options: Any = {"batch_size": 2, "shuffle": False, "out_type": "null", "start_method": "spawn"}
+    manager = cseq.MPSequence(worker, 4, 1, **options)
+    with (
+        manager.start() as batches,
+        pytest.raises(ModuleNotFoundError, match="made_by_hand") as caught,
+    ):
+        next(iter(batches))
+    told = [str(caught.value), *getattr(caught.value, "__notes__", [])]
+    assert any("call cloudpickle.register_pickle_by_value" in each for each in told)
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        with manager.start() as batches:
+            assert [batch.tolist() for batch in batches] == [[42, 43], [44, 45]]
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 def test_packages_and_their_modules_go_by_reference(folder: Path) -> None:
@@ -364,21 +331,6 @@ def test_packages_and_their_modules_go_by_reference(folder: Path) -> None:
         assert arrives_elsewhere(inner.Made, "obj.__module__") == f"{place}.inner.made"
 
 
-def test_each_module_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of objects of a class ask the import system once."""
-    asked: list[str] = []
-    find = importable.find_spec
-
-    def count(name: str, path: Any) -> Any:
-        asked.append(name)
-        return find(name, path)
-
-    monkeypatch.setattr(importable, "find_spec", count)
-    dump([Indexer(make) for _ in range(1000)] + [Slotted(Pair(1, 2))])
-    assert len(asked) == len(set(asked))
-    assert make.__module__ in asked
-
-
 def test_what_a_process_that_has_met_this_one_knows_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -392,7 +344,6 @@ def test_what_a_process_that_has_met_this_one_knows_by_name(
     monkeypatch.setitem(sys.modules, "made_by_hand", module)
     worker = vars(module)["Worker"]
     assert named_here(worker)
-    assert not Importable().findable("made_by_hand")
     assert not named_here(Local)
     assert not named_here(lambda: 1)
     vars(module)["Worker"] = Local

@@ -20,7 +20,6 @@ from returnn.datasets.basic import init_dataset
 from returnn.datasets.cached2 import CachedDataset2
 
 from cseq.adapters.returnn.seeds import SequenceSeeds
-from cseq.encoding.importable import promise
 from cseq.indexing import context
 from cseq.processes.launcher.child import set_name
 
@@ -28,11 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["CONFIGURATION", "OrderRequest", "SequenceProducer"]
-
-
-# The classes and functions of RETURNN's configuration are in a module that has no file; a worker
-# has this module once it has the configuration, which is unpickled first (`CONFIGURATION`).
-promise("__returnn_config__")
 
 
 class OrderRequest(NamedTuple):
@@ -47,7 +41,11 @@ class OrderRequest(NamedTuple):
 
 
 class _Configuration:
-    """Pickles as RETURNN's configuration, which is restored where it is unpickled."""
+    """Pickles as RETURNN's configuration, which is restored where it is unpickled.
+
+    Its classes and functions are in a module without a file, ``__returnn_config__``, which a worker
+    has once it has the configuration: that is unpickled first.
+    """
 
     def __reduce__(self) -> Any:
         return _restore, (pickle.dumps(SubProcCopyGlobalConfigPreInitFunc()),)
