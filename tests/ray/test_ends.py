@@ -120,7 +120,9 @@ import os, signal, sys
 sys.path[:0] = sys.argv[2:4]
 from local_cluster import local_cluster, until
 from drawing import DrawsSlowly, OPTIONS, SAMPLES
-import cseq
+import cloudpickle, cseq, drawing
+
+cloudpickle.register_pickle_by_value(drawing)
 
 with local_cluster(2) as cluster:
     manager = cseq.RaySequence(DrawsSlowly, SAMPLES, 2, **OPTIONS)

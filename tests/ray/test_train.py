@@ -14,12 +14,13 @@ import sys, warnings
 warnings.simplefilter("ignore")
 sys.path[:0] = sys.argv[1:3]
 import ray
-import cseq, drawing
+import cloudpickle, cseq, drawing
 from drawing import Draws, SAMPLES, sequence
 from local_cluster import local_cluster
 from ray import train
 
 ray.cloudpickle.register_pickle_by_value(drawing)
+cloudpickle.register_pickle_by_value(drawing)
 
 # A Ray Train without elastic ranks puts its trainer and the first rank on one node, of one CPU.
 is_older = not hasattr(train.ScalingConfig, "elastic_resize_monitor_interval_s")
