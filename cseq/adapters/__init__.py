@@ -4,8 +4,8 @@
 ``returnn``        `MultiProcDataset`: a RETURNN dataset whose sequences are loaded by workers
 ``torchdata``      `MultiProcessingReadingService`: DataLoader2's data pipes, run by workers
 
-``lightning``      `DataModule`; `Monitor`, which hands figures to the framework's loggers
-``transformers``   `BatchTrainer`, `SaveState`, `Monitor`
+``lightning``      `DataModule`, `SaveState`; `Monitor`, which hands figures to its loggers
+``transformers``   `BatchTrainer`, `SaveState`, `SeedEpochs`, `Monitor`
 ``keras``          `Batches`, `SaveState`
 
 None is imported with cseq. Each needs its library, and an ImportError says how to install it. In

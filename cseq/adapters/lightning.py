@@ -1,15 +1,20 @@
-"""Lightning: a data module that starts managers, and a monitor for its loggers."""
+"""Lightning: a data module that starts managers, exact resumes, and a monitor."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from cseq.adapters import needs
+from cseq.adapters.torch import DataLoader
+from cseq.adapters.torch.order import inner_of, seed_from
 from cseq.check import count
 from cseq.measure.stats import Every, counting
 
 with needs("lightning", "lightning"):
     from lightning.pytorch import Callback, LightningDataModule
+    from lightning.pytorch.utilities import CombinedLoader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +23,7 @@ if TYPE_CHECKING:
 
     from cseq.sequence import MSequence
 
-__all__ = ["DataModule", "Monitor"]
+__all__ = ["DataModule", "Monitor", "SaveState"]
 
 
 class DataModule(LightningDataModule):  # type: ignore[misc]
@@ -80,6 +85,65 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
         """Finish the managers; Lightning calls this after an exception, too."""
         while self._managers:
             self._managers.popitem()[1].finish()
+
+
+class SaveState(Callback):  # type: ignore[misc]
+    """Makes a resume exact where Lightning saves no state of cseq's DataLoaders.
+
+    What validation loaders draw depends on a seed, which each checkpoint has, and on the number of
+    batches trained with. A checkpoint with the last batch of an epoch has the training loaders at
+    the beginning of the next one.
+
+    Examples
+    --------
+    >>> trainer = lightning.Trainer(callbacks=[SaveState(), ModelCheckpoint()])  # doctest: +SKIP
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._trainer = trainer
+        self._state = {"seed": trainer.strategy.broadcast(torch.initial_seed()), "train": []}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        trainer = self._trainer
+        is_over = trainer.is_last_batch and not trainer.reload_dataloaders_every_n_epochs
+        loaders = loaders_in(trainer.train_dataloader) if is_over else []
+        train = [loader.state_dict(next_epoch=True) for loader in loaders]
+        return {"seed": self._state["seed"], "train": train}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._state = state_dict
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loop, states = trainer.fit_loop, self._state["train"]
+        loaders = loaders_in(trainer.train_dataloader) if states else []
+        for loader, state in zip(loaders, states, strict=True):
+            loader.load_state_dict(state)
+            sampler = inner_of(loader._index_sampler)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(trainer.current_epoch)
+        # Lightning has begun to iterate. After a validation at the last batch it does so once more.
+        if states and not loop.epoch_loop.restarted_on_last:
+            iter(loop._data_fetcher)
+        if trainer.val_dataloaders is None:
+            loop.epoch_loop.val_loop.setup_data()
+        self._seed_validation(trainer)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self._seed_validation(trainer)
+
+    def _seed_validation(self, trainer: Trainer) -> None:
+        """Seed the next validation: Lightning draws for it before it calls a hook."""
+        for number, loader in enumerate(loaders_in(trainer.val_dataloaders)):
+            if loader.generator is None:
+                loader.generator = torch.Generator()
+            key = self._state["seed"], number, trainer.fit_loop.total_batch_idx + 1
+            loader.generator.manual_seed(seed_from(*key))
+
+
+def loaders_in(found: Any) -> list[DataLoader[Any]]:
+    """Return the loaders of cseq's in a collection of Lightning's."""
+    return [each for each in CombinedLoader(found).flattened if isinstance(each, DataLoader)]
 
 
 class Monitor(Callback):  # type: ignore[misc]

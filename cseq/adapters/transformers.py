@@ -1,10 +1,13 @@
-"""Hugging Face's Trainer: managers as its data sets, their state, and a monitor."""
+"""Hugging Face's Trainer: managers as its data sets, states, seeds, and a monitor."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from cseq.adapters import needs
+from cseq.adapters.torch.order import inner_of, seed_from, seed_of
 from cseq.check import count
 from cseq.measure.stats import Every, counting
 
@@ -12,7 +15,7 @@ with needs("transformers", "'transformers[torch]'"):
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_callback import ExportableState
 
-__all__ = ["BatchTrainer", "Monitor", "SaveState"]
+__all__ = ["BatchTrainer", "Monitor", "SaveState", "SeedEpochs"]
 
 
 class BatchTrainer(Trainer):  # type: ignore[misc]
@@ -63,6 +66,32 @@ class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
         saved = kept["attributes"]["saved"]
         if saved is not None:
             self.batches.load_state_dict(saved)
+
+
+class SeedEpochs(TrainerCallback):  # type: ignore[misc]
+    """Makes a resume in mid-epoch exact for other samplers than the Trainer's default.
+
+    The Trainer skips the keys of batches that were trained with; this has them drawn again. What
+    the sampler draws from, if it has a `generator`, and the loader, is seeded with the run's
+    `data_seed`, or `seed`, and the epoch.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._epoch = int(state.epoch or 0)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        prepared = kwargs["train_dataloader"]
+        loader = getattr(prepared, "base_dataloader", prepared)
+        sampler = inner_of(loader._index_sampler)
+        seed = args.seed if args.data_seed is None else args.data_seed
+        for number, drawing in enumerate((loader, sampler)):
+            if hasattr(drawing, "generator") and seed_of(drawing) is None:
+                generator = torch.Generator()
+                drawing.generator = generator.manual_seed(seed_from(seed, self._epoch, number))
+        # Behind skipped batches, accelerate's dispatcher does not reach the sampler.
+        if hasattr(prepared, "set_epoch"):
+            prepared.set_epoch(self._epoch)
+        self._epoch += 1
 
 
 class Monitor(TrainerCallback):  # type: ignore[misc]

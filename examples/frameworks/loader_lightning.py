@@ -5,6 +5,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from cseq import DataLoader
+from cseq.adapters.lightning import SaveState
 
 from samples import Net, Samples
 
@@ -21,7 +22,7 @@ class Module(lightning.LightningModule):
         self.log("loss", self.net(**batch)["loss"], sync_dist=True)
 
     def val_dataloader(self):
-        return DataLoader(Samples(), batch_size=8, num_workers=2)
+        return DataLoader(Samples(), batch_size=8, num_workers=2, rng="batch")
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1e-4)
@@ -41,7 +42,10 @@ def train(ckpt_path=None, every=5, **options):
         "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1
     )
     trainer = lightning.Trainer(
-        max_epochs=3, accelerator="cpu", callbacks=[saver], **options
+        max_epochs=3,
+        accelerator="cpu",
+        callbacks=[saver, SaveState()],
+        **options,
     )
     trainer.fit(Module(), loader, ckpt_path=ckpt_path)
 

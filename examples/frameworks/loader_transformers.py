@@ -1,19 +1,20 @@
 """The Hugging Face Trainer with `cseq.DataLoader`."""
 
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, set_seed
 
-from cseq.adapters.torch import install
+from cseq.adapters.torch import defaults, install
 
 from samples import Net, Samples
 
 
-def train(resume=None, **options):
+def train(resume=None, every=5, **options):
+    set_seed(7)
     args = TrainingArguments(
         "checkpoints",
         num_train_epochs=3,
         per_device_train_batch_size=8,
         dataloader_num_workers=2,
-        save_steps=5,
+        save_steps=every,
         use_cpu=True,
         report_to="none",
         **options,
@@ -24,5 +25,6 @@ def train(resume=None, **options):
 
 if __name__ == "__main__":
     install()
+    defaults.rng = "batch"  # keeps the augmentation the same
     train()
     train("checkpoints/checkpoint-20")  # goes on in mid-epoch

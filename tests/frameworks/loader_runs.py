@@ -9,10 +9,16 @@ dicts:
     Whose class the recipe's loaders are of; the recipe's own, if it is left out.
 ``arguments``
     Of those loaders, in place of the recipe's.
+``plain``
+    Whether to leave out `SaveState`.
 ``installed``
     Whether to call `cseq.adapters.torch.install` for this run.
+``rng``
+    `cseq.adapters.torch.defaults.rng` for this run.
 ``where``
     The name of a folder in FOLDER that it runs in; the same one for a run and its resume.
+``killed``
+    The batch of the training at which the process kills itself.
 
 Each rank writes ``rank0.json``, ``rank1.json`` into FOLDER: a list of dicts, see `main`.
 """
@@ -25,6 +31,7 @@ import importlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -34,21 +41,31 @@ from torch.utils import data
 
 import cseq
 import cseq.runs
-from cseq.adapters.torch import installed, names
+from cseq.adapters.torch import defaults, installed, names
 from cseq.adapters.torch.iterator import LoaderIterator
 
 import samples
 
+CHANGED = {"DataLoader", "SaveState"}  # what a run may change in a recipe
 GRACE = 10.0  # seconds in which worker processes have to end
 
 
-def batches_of_nets(training: list[Any], held_out: list[Any]) -> None:
-    """Take down what `samples.Net` is called with, while it trains and while it does not."""
+def batches_of_nets(
+    training: list[Any], held_out: list[Any], losses: list[float], run: dict[str, Any]
+) -> None:
+    """Take down what `samples.Net` is called with, while it trains and while it does not.
+
+    And the losses of both.
+    """
     forward = samples.Net.forward
 
     def recording(self: Any, x: Any, labels: Any) -> Any:
+        if self.training and len(training) == run.get("killed"):
+            os.kill(os.getpid(), signal.SIGKILL)
         (training if self.training else held_out).append([x.tolist(), labels.tolist()])
-        return forward(self, x, labels)
+        result = forward(self, x, labels)
+        losses.append(result["loss"].item())
+        return result
 
     samples.Net.forward = recording
 
@@ -143,12 +160,15 @@ def main(module: str, folder: str, runs: str) -> None:
     if "composer" in module:
         import vision  # noqa: F401 - Composer needs a torchvision
     recipe: Any = importlib.import_module(module)
+    rng = defaults.rng
     training: list[Any] = []
     held_out: list[Any] = []
+    losses: list[float] = []
+    present: dict[str, Any] = {}
     counts = {"torch": 0, "cseq": 0, "ended": 0}
     log = Lines()
     logging.getLogger("cseq").addHandler(log)
-    batches_of_nets(training, held_out)
+    batches_of_nets(training, held_out, losses, present)
     iterators_of_torch(counts)
     batches_of_workers(counts)
     results = []
@@ -157,17 +177,22 @@ def main(module: str, folder: str, runs: str) -> None:
         where = Path(folder, run.get("where", "run"))
         where.mkdir(exist_ok=True)
         os.chdir(where)
-        own = vars(recipe).get("DataLoader")
+        present.clear()
+        present.update(run)
+        defaults.rng = run.get("rng", rng)
+        own = {name: vars(recipe)[name] for name in CHANGED & vars(recipe).keys()}
         if "loader" in run or "arguments" in run:
             recipe.DataLoader = loader_class(run.get("loader", "cseq"), run.get("arguments", {}))
+        if run.get("plain"):
+            recipe.SaveState = recipe.lightning.Callback
         with installed() if run.get("installed") else contextlib.nullcontext():
             recipe.train(**run.get("options", {}))
-        if own is not None:
-            recipe.DataLoader = own
+        vars(recipe).update(own)
         results.append(
             {
                 "training": training.copy(),
                 "held_out": held_out.copy(),
+                "losses": losses.copy(),
                 "by_torch": counts["torch"],  # iterators with workers
                 "by_cseq": counts["cseq"],  # batches from workers
                 "ended": counts["ended"],  # iterators with persistent workers
@@ -177,6 +202,7 @@ def main(module: str, folder: str, runs: str) -> None:
         )
         training.clear()
         held_out.clear()
+        losses.clear()
         log.lines.clear()
         counts.update(dict.fromkeys(counts, 0))
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from itertools import pairwise
@@ -74,8 +75,11 @@ def record_torch(monkeypatch: Any, record: Record, held_out: Record | None = Non
     monkeypatch.setattr(net.Net, "forward", recording)
 
 
-def run(command: Sequence[str], folder: Path, recipes: Path) -> str:
-    """Run a script in a folder, the recipes importable, the network the loopback alone."""
+def run(command: Sequence[str], folder: Path, recipes: Path, *, killed: bool = False) -> str:
+    """Run a script in a folder, the recipes importable, the network the loopback alone.
+
+    `killed`: it has to end by its own death.
+    """
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(recipes), str(ROOT), str(Path(__file__).parent)]),
@@ -94,7 +98,8 @@ def run(command: Sequence[str], folder: Path, recipes: Path) -> str:
         timeout=110,
         check=False,
     )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert (done.returncode != 0) is killed, f"{done.stdout}\n{done.stderr}"
+    assert not killed or done.returncode == -signal.SIGKILL or "Signal 9 (SIGKILL)" in done.stderr
     return done.stdout
 
 
@@ -130,7 +135,11 @@ def loader_runs(
     results = [folder / f"rank{rank}.json" for rank in range(ranks)]
     for path in results:
         path.unlink(missing_ok=True)
-    run([*launcher, script, module, str(folder), json.dumps(runs)], folder, recipes)
+    killed = any("killed" in each for each in runs)
+    command = [*launcher, script, module, str(folder), json.dumps(runs)]
+    run(command, folder, recipes, killed=killed)
+    if killed:
+        return []
     return [json.loads(path.read_text(encoding="utf-8")) for path in results]
 
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     Runs: TypeAlias = Callable[..., list[list[dict[str, Any]]]]
 
 
+LEGS = 5  # settings of a framework and a number of ranks
+
+
 def needs(*modules: str) -> pytest.MarkDecorator:
     """Skip a test where one of these modules is not installed."""
     missing = [name for name in modules if find_spec(name) is None]
@@ -87,6 +90,41 @@ def check_whole(*ranks: dict[str, Any]) -> None:
         found = [number for batches in epochs for batch in batches for number in batch]
         assert set(found) == set(range(SAMPLES))
         assert len(found) < SAMPLES + 8 * len(ranks)
+
+
+def check_killed(
+    runs: Runs, module: str, stops: dict[int, str], ranks: int = 1, **run: Any
+) -> None:
+    """Check that a run which was killed goes on as the uninterrupted one, to the last bit.
+
+    `stops`: batches that were trained with, and where that checkpoint is. `run` has `launcher`, the
+    options of the recipe, and the name of its argument for that.
+    """
+    launcher, options, resume = run.pop("launcher", ()), run.pop("options", {}), run.pop("resume")
+    whole = {**run, "options": options, "where": "whole"}
+    killed = {**run, "options": options, "killed": max(stops) + 2}
+    rests = [{**run, "options": {**options, resume: path}} for path in stops.values()]
+    assert runs(module, [killed], launcher=launcher, ranks=ranks) == []
+    found = runs(module, [whole, *rests], launcher=launcher, ranks=ranks)
+    for first, *others in found:
+        check_served({**first, "left": []})  # Lightning has started another rank, which stays
+        for taken, rest in zip(stops, others, strict=True):
+            check_served(rest)
+            assert rest["training"] == first["training"][taken:]
+            held_out, losses = len(rest["held_out"]), len(rest["losses"])
+            assert rest["held_out"] == first["held_out"][len(first["held_out"]) - held_out :]
+            assert rest["losses"] == first["losses"][-losses:]
+            assert losses == len(rest["training"]) + held_out
+    check_whole(*(first for first, *_ in found))
+    draws = [{tuple(row[1:]) for x, _ in first["training"] for row in x} for first, *_ in found]
+    assert len(set().union(*draws)) == sum(map(len, draws))
+
+
+def check_legs(name: str, folder: Path, recipes: Path, ranks: int, *, first: int) -> None:
+    """Check that settings chosen at random are exact: a run that is killed, and resumed."""
+    script = str(recipes.parents[1] / "tests" / "frameworks" / name)
+    output = run_script([script, *map(str, (ranks, first, LEGS))], folder, recipes)
+    assert json.loads(output.splitlines()[-1]) == {}
 
 
 # ── accelerate ─────────────────────────────────────────────────────────────────────────────
@@ -158,6 +196,18 @@ def test_accelerate_on_other_ranks(folder: Path, recipes: Path) -> None:
     assert json.loads(run_script(on_three, folder, recipes)) == []
 
 
+@needs("accelerate", "torchdata")
+@pytest.mark.parametrize(
+    ("module", "ranks"),
+    [("loader_accelerate", 1), ("loader_accelerate", 2), ("loader_accelerate_state", 1)],
+)
+def test_accelerate_killed(runs: Runs, module: str, ranks: int) -> None:
+    """`skip_first_batches` is exact with `rng="batch"`, as a state is; no batch is made again."""
+    run = {"launcher": TORCHRUN if ranks > 1 else (), "resume": "resume", "rng": "batch"}
+    taken = -(-LENGTH // ranks) + 5
+    check_killed(runs, module, {taken: "1-5"}, ranks, installed=True, **run)
+
+
 # ── the Trainer ────────────────────────────────────────────────────────────────────────────
 
 
@@ -199,6 +249,32 @@ def test_the_trainer_on_two_ranks(runs: Runs) -> None:
         assert numbers(ours[rank][1]) == numbers(ours[rank][0])[10:]
 
 
+@needs("transformers")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_trainer_killed(runs: Runs, ranks: int) -> None:
+    """With `rng="batch"` a resume is exact in mid-epoch and between epochs, with evaluations."""
+    length = -(-LENGTH // ranks)
+    stops = {taken: f"checkpoints/checkpoint-{taken}" for taken in (length, length + 3)}
+    check_killed(
+        runs,
+        "loader_transformers",
+        stops,
+        ranks,
+        launcher=TORCHRUN if ranks > 1 else (),
+        options={"every": 1, "eval_strategy": "steps", "eval_steps": 4},
+        resume="resume",
+        installed=True,
+        rng="batch",
+    )
+
+
+@needs("transformers")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_trainers_settings(folder: Path, recipes: Path, ranks: int) -> None:
+    """A resume is exact with dropout and random masks, and any sampler, with `SeedEpochs`."""
+    check_legs("trainer_legs.py", folder, recipes, ranks, first=125)
+
+
 # ── Lightning ──────────────────────────────────────────────────────────────────────────────
 
 # What Lightning calls itself: no progress bar, whose thread would be there.
@@ -211,7 +287,8 @@ DDP = {**QUIET, "strategy": "ddp", "devices": 2}
 def test_lightning(runs: Runs, persistent: bool) -> None:
     """Training, and validation with a loader that Lightning asks for in a hook."""
     arguments = {"rng": "worker", "persistent_workers": persistent}
-    [[theirs, ours]] = runs("loader_lightning", with_both(QUIET, arguments=arguments))
+    both = with_both(QUIET, arguments=arguments, plain=True)
+    [[theirs, ours]] = runs("loader_lightning", both)
     check_same(theirs, ours)
     check_whole(ours)
     assert ours["ended"] == (2 if persistent else 0)
@@ -247,23 +324,35 @@ def test_lightning_resumed_with_torchs_seeds(runs: Runs) -> None:
     assert rest["training"][6:] == whole["training"][26:]
 
 
-@needs("lightning", "torchdata")
-def test_lightning_resumed_behind_a_last_batch(runs: Runs) -> None:
-    """The page's warning: a state from before the loop saw the end is one of an empty rest."""
-    resumed = {**QUIET, "ckpt_path": f"checkpoints/step={LENGTH}.ckpt"}
-    trainings = [{"options": {**QUIET, "every": LENGTH}}, {"options": resumed}]
-    torchs = [{**run, "loader": "torchdata", "where": "torchdata"} for run in trainings]
-    [[whole, rest, _, theirs]] = runs("loader_lightning", [*trainings, *torchs])
-    assert rest["training"] == whole["training"][LENGTH : 2 * LENGTH]
-    assert len(theirs["training"]) == len(rest["training"])
-    check_served(rest)
+@needs("lightning")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lightning_killed(runs: Runs, ranks: int) -> None:
+    """`SaveState` makes validation exact, and a checkpoint with the last batch of an epoch."""
+    length = -(-LENGTH // ranks)
+    stops = {taken: f"checkpoints/step={taken}.ckpt" for taken in (length, length + 3)}
+    check_killed(
+        runs,
+        "loader_lightning",
+        stops,
+        ranks,
+        options={**(DDP if ranks > 1 else QUIET), "every": 1, "val_check_interval": 4},
+        resume="ckpt_path",
+    )
+
+
+@needs("lightning")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lightnings_settings(folder: Path, recipes: Path, ranks: int) -> None:
+    """A resume is exact from each kind of checkpoint, with limits, and two validation loaders."""
+    check_legs("lightning_legs.py", folder, recipes, ranks, first=0)
 
 
 @needs("lightning")
 def test_lightning_on_two_ranks(runs: Runs) -> None:
     """Lightning makes the loader again, with a DistributedSampler; resumes are exact there, too."""
     resumed = {"options": {**DDP, "ckpt_path": "checkpoints/step=10.ckpt"}}
-    trainings = [*with_both(DDP, arguments={"rng": "worker"}), {"options": DDP}, resumed]
+    both = with_both(DDP, arguments={"rng": "worker"}, plain=True)
+    trainings = [*both, {"options": DDP}, resumed]
     found = runs("loader_lightning", trainings, ranks=2)
     for theirs, ours, whole, rest in found:
         check_same(theirs, ours)

@@ -228,6 +228,8 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             if is_seeded:  # as a new iterator does it
                 drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
                 self._base_seed = drawn.item()
+        if is_seeded and (known := order.seed()) is not None:
+            self._base_seed = known
         if resume is not None:
             self._num_yielded = resume["_num_yielded"]
             if resume["base_seed"] is not None:

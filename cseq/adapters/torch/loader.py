@@ -341,8 +341,14 @@ class DataLoader(Torchs[T_co]):
         for name in ("batch_size", "num_workers"):
             yield name, str(getattr(self, name))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, next_epoch: bool = False) -> dict[str, Any]:
         """Return the position in the latest epoch, after the last batch that was delivered.
+
+        Parameters
+        ----------
+        next_epoch : bool
+            True: the beginning of the next epoch, for loops that leave one before its end. A state
+            that was loaded is returned as it is, until ``iter()`` goes on from it.
 
         Returns
         -------
@@ -382,7 +388,8 @@ class DataLoader(Torchs[T_co]):
             )
         if progress.batching is None:
             progress.batching = self._batching()
-        return {**progress.as_dict(), "epoch": self._begun or 0, **progress.batching}
+        state = progress.as_dict(next_epoch=next_epoch)
+        return {**state, "epoch": self._begun or 0, **progress.batching}
 
     def _warn(self, text: str, *values: object) -> None:
         """Log, once, what a state of this loader leaves out."""

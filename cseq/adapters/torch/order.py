@@ -47,6 +47,7 @@ __all__ = [
     "leaves_no_trace",
     "look",
     "put",
+    "seed_from",
     "seed_of",
     "shares_of",
     "sources_in",
@@ -71,10 +72,19 @@ def shard_in(index_sampler: Any) -> Any:
     return index_sampler if _is_accelerates(index_sampler, "BatchSamplerShard") else None
 
 
+def unskipped(index_sampler: Any) -> tuple[Any, int]:
+    """Return a sampler without accelerate's SkipBatchSampler, and how many keys that omits."""
+    omitted = 0
+    while _is_accelerates(index_sampler, "SkipBatchSampler"):
+        omitted += index_sampler.skip_batches
+        index_sampler = index_sampler.batch_sampler
+    return index_sampler, omitted
+
+
 def inner_of(index_sampler: Any) -> Any:
     """Return the sampler that torch's own BatchSampler has; of any other, itself."""
-    shard = shard_in(index_sampler)
-    batches = index_sampler if shard is None else shard.batch_sampler
+    index_sampler, _ = unskipped(index_sampler)
+    batches = getattr(shard_in(index_sampler), "batch_sampler", index_sampler)
     return batches.sampler if type(batches) is BatchSampler else index_sampler
 
 
@@ -95,6 +105,7 @@ class Shares(NamedTuple):
 
 def shares_of(index_sampler: Any) -> Shares | None:
     """Return how ranks share an epoch; None: that is not known."""
+    index_sampler, _ = unskipped(index_sampler)
     shard = shard_in(index_sampler)
     batches = index_sampler if shard is None else shard.batch_sampler
     inner = inner_of(index_sampler)
@@ -143,6 +154,12 @@ def seed_of(inner: Any) -> int | None:
     if _is_accelerates(inner, "SeedableRandomSampler"):
         return int(inner.initial_seed)
     return int(inner.seed) if type(inner) is DistributedSampler else None
+
+
+def seed_from(*numbers: Any) -> int:
+    """Return a seed that depends on several numbers."""
+    words = np.random.SeedSequence([number % 2**64 for number in numbers])
+    return int(words.generate_state(1, np.uint64)[0] >> 1)
 
 
 def generator_of(index_sampler: Any) -> torch.Generator | None:
@@ -400,7 +417,7 @@ class Keys:
     """
 
     def __init__(self, loader: Any, *, keeps_state: bool, resume: State | None = None) -> None:
-        index_sampler = loader._index_sampler
+        index_sampler, self.omitted = unskipped(loader._index_sampler)
         inner = inner_of(index_sampler)
         self._generator: torch.Generator | None = loader.generator
         self._index_sampler = index_sampler
@@ -443,6 +460,16 @@ class Keys:
         generator = resume["sampler"].get("generator")
         put({} if generator is None else {"generator": generator}, self._sources)
 
+    def seed(self) -> int | None:
+        """Return a seed for the draws of an epoch of accelerate's sampler, which has one itself.
+
+        A run that skips batches cannot draw it again, as accelerate keeps no state of generators.
+        """
+        inner = inner_of(self._index_sampler)
+        if not _is_accelerates(inner, "SeedableRandomSampler"):
+            return None
+        return seed_from(seed_of(inner), inner.epoch)
+
     def loaders_generator(self, *, now: bool) -> str | None:
         """Return the state of the loader's own generator: now, or before the epoch's seed."""
         if now:
@@ -458,6 +485,8 @@ class Keys:
             iterator, yielded = tail(self._index_sampler, self._start[0]), yielded - self._start[1]
         elif is_permuted(self._index_sampler):
             iterator = permuted(self._index_sampler)
+        elif self.omitted:
+            iterator = iter(self._index_sampler)
         if "generators" in state and self._keeps_state:
             kept = "generator" in state["generators"]["first"]
             if kept != ("generator" in self._sources):

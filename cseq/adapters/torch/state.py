@@ -72,7 +72,7 @@ class LoaderProgress:
         self.inline: DatasetState | None = None  # where the trainer makes the batches
         # Of an IterableDataset, for each worker: batches delivered, whether there are no more.
         if resume is None:
-            self.yielded = 0
+            self.yielded = order.omitted
             self.counts, self.ended = [0] * several, [False] * several
             states = [each and left_by(pickle.loads(each)) for each in self.states]
         else:
@@ -80,8 +80,8 @@ class LoaderProgress:
             self.counts, self.ended = list(resume["counts"]), list(resume["ended"])
             states = resume["workers"]
         self.states = [None if each is None else dumps(each) for each in states or [None] * several]
-        # The worker that is next: batch k of keys is made by worker k mod N.
-        self.turn = self.yielded % several
+        # The worker that is next: batch k of the keys of this loader is made by worker k mod N.
+        self.turn = (self.yielded - order.omitted) % several
         if self.iterable:  # they take turns: the last with the most batches was the latest
             self.turn = -self.counts[::-1].index(max(self.counts)) % several
 
@@ -93,14 +93,16 @@ class LoaderProgress:
         """Note, and log, which samples are left out of the next batch."""
         self.skipped.extend(note_samples(None, self.yielded, left))
 
-    def as_dict(self) -> State:
+    def as_dict(self, *, next_epoch: bool) -> State:
         """Return it as `state_dict` does: another dict each time.
 
         All states of a loader have the same keys, and what varies is in a tuple: torch's
         distributed checkpoints restore only the keys that the state of a new loader has, and look
         into dicts and lists.
         """
-        is_between = self.finished or self.base_seed is None
+        has_begun = self.base_seed is not None
+        is_over = self.finished or (next_epoch and has_begun)
+        is_between = is_over or not has_begun
         generator = self.order.loaders_generator(now=is_between)
         if self.inline:
             states: list[State | None] = [copy.deepcopy(self.inline.take(self.yielded))]
@@ -115,7 +117,7 @@ class LoaderProgress:
             "base_seed": self.base_seed,
             "_num_yielded": self.yielded,
             "_sampler_iter_yielded": self.yielded,
-            "_iterator_finished": self.finished,
+            "_iterator_finished": is_over,
             "sampler": (self.order.state(self.yielded, finished=is_between),),
             "start": list(self.start),
             "counts": list(self.counts),

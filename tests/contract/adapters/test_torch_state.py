@@ -223,6 +223,30 @@ def test_a_lowered_count() -> None:
     assert [batch.tolist() for batch in made] == [[4, 5], [6, 7], [8, 9]]
 
 
+@pytest.mark.parametrize("num_workers", [0, with_workers()])
+def test_the_state_before_the_next_epoch(num_workers: int) -> None:
+    """A loop that leaves its epochs early can save where the next one begins, with its draws."""
+
+    def make() -> Any:
+        generator = torch.Generator().manual_seed(1)
+        options: Any = {"batch_size": 2, "shuffle": True, "rng": "batch", "generator": generator}
+        return loader(Augmented(40), num_workers, **options)
+
+    made, other = make(), make()
+    other.load_state_dict(made.state_dict(next_epoch=True))
+    assert other.epoch == 0
+    for _ in range(2):
+        taken(iter(made), 3)
+        left = made.state_dict()
+        state = made.state_dict(next_epoch=True)
+    other.load_state_dict(state)
+    assert other.epoch == 2
+    assert other.state_dict(next_epoch=True) == state
+    assert same(without_told(list(other)), without_told(list(made)))
+    other.load_state_dict(left)
+    assert other.state_dict(next_epoch=True) == left
+
+
 # ── states that do not fit ─────────────────────────────────────────────────────────────────
 
 
