@@ -29,28 +29,16 @@ def stack_in_slots() -> None:
 
 
 def stack_in_threads() -> None:
-    """Have default_collate stack as it does without workers, where a thread makes a batch.
-
-    To torch's own code a thread is a process, whose tensors are to lie in shared memory.
-    """
-    for kind, own, ours in (
-        (torch.Tensor, names.tensor_entry, collate_tensors),
-        (np.ndarray, names.array_entry, collate_arrays),
-    ):
-        if names.collate_map.get(kind) is own:
-            names.collate_map[kind] = _InThreads(own, ours)
+    """Have default_collate stack arrays into memory that is used again, in threads of a loader."""
+    if names.collate_map.get(np.ndarray) is names.array_entry:
+        names.collate_map[np.ndarray] = _collate_in_threads
 
 
-class _InThreads:
-    """An entry of default_collate's map: ours in a thread that makes a batch, torch's elsewhere."""
-
-    def __init__(self, own: Any, ours: Any) -> None:
-        self._own, self._ours = own, ours
-
-    def __call__(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
-        """Collate."""
-        is_ours = context.here.batch_context is not None
-        return (self._ours if is_ours else self._own)(batch, collate_fn_map=collate_fn_map)
+def _collate_in_threads(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    """Stack arrays, where a thread makes a batch; do as torch elsewhere."""
+    is_ours = context.here.batch_context is not None
+    collate = collate_arrays if is_ours else names.array_entry
+    return collate(batch, collate_fn_map=collate_fn_map)
 
 
 def collate_tensors(batch: Any, *, collate_fn_map: Any = None) -> Any:
