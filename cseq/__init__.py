@@ -26,8 +26,8 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── runs.py         ★ one start of a manager or loader, up to its end; all runs of the process
     ├── tracing.py      a trace of every batch: recorded, written as JSON
     ├── report/         a page about a run, from its figures: SVG, HTML, what the doctor finds
-    ├── fleet/          batches from other machines: a pool of threads, each of which asks an actor
-    ├── pools/          ★ the loop's end of all runners: inline (test mode), thread, process, stream
+    ├── fleet/          batches from other machines: a crew of threads, each of which asks an actor
+    ├── engine/         ★ a pool is a crew (processes, threads, the loop's own thread) × tickets
     ├── _feed.pyx       ★ posts tickets, takes out batches and items; include/streams.pxi
     ├── arguments.py    the arguments of MSequence: types and checks
     ├── options.py      options of workers, for MSequence and Streams

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from cseq import tracing
 from cseq._core import Hold, Lock, rest
+from cseq.engine.pool import Pool
+from cseq.engine.tickets.batches import Batches
 from cseq.measure.stats import Stats
 from cseq.order.place import Place
 from cseq.runs import Run
@@ -17,11 +20,36 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from cseq.arguments import Job
+    from cseq.engine.crews.base import Crew
     from cseq.indexing.leaving import Skipped
     from cseq.measure.advice import Advice
-    from cseq.pools.base import BatchPool
 
-__all__ = ["Manager"]
+__all__ = ["Manager", "pool_of"]
+
+
+def pool_of(kind: str, job: Job) -> Pool[Batches]:
+    """Make a pool that makes batches in processes, in threads, on a Ray fleet, or inline."""
+    make: Callable[[Batches], Crew]
+    if kind == "ray":
+        from cseq.fleet.ray import FleetCrew, of_fleet
+
+        job = of_fleet(job)
+        make = partial(FleetCrew, fleet=job.worker)
+    elif kind == "proc":
+        from cseq.engine.crews.processes import ProcessCrew
+
+        make = ProcessCrew
+    elif kind == "thread":
+        from cseq.engine.crews.threads import ThreadCrew
+
+        make = ThreadCrew
+    else:
+        from cseq.engine.crews.inline import InlineCrew
+
+        make = InlineCrew
+    tickets = Batches(job)
+    return Pool(make(tickets), tickets)
 
 
 class Manager:
@@ -29,7 +57,7 @@ class Manager:
 
     def __init__(self) -> None:
         self._lock = Lock()  # around changes of the next ones
-        self._run: Run[BatchPool] | None = None
+        self._run: Run[Batches] | None = None
         self._is_entered = False  # it is in its own 'with'
         self._trace: tracing.Trace | None = None  # that of the last start
         self._place = Place()
@@ -78,7 +106,7 @@ class Manager:
                 return True
         return False
 
-    def _open(self, pool: BatchPool) -> None:
+    def _open(self, pool: Pool[Batches]) -> None:
         """Start a pool; nothing runs."""
         pool.told = self._told
         self._run = run = Run(pool)
@@ -95,7 +123,7 @@ class Manager:
             raise InterruptedError("finish() was called while the manager was being started")
         return self
 
-    def _present(self) -> Run[BatchPool]:
+    def _present(self) -> Run[Batches]:
         """Return what runs, for an iterator of this process."""
         run = self._run
         assert run is not None
@@ -140,7 +168,7 @@ class Manager:
         run = self._run
         if run is not None:
             self._place.keep()
-            self._stats, self._skipped = run.pool.stats(), run.pool.skipped
+            self._stats, self._skipped = run.pool.stats(), run.pool.tickets.skipped
             run.close()
             self._run = None
         trace, self._trace = self._trace, None
@@ -252,4 +280,4 @@ class Manager:
         batch), ``error`` and ``indices``. ``stats().skips`` counts every such batch.
         """
         with self._look():
-            return list(self._skipped) if self._run is None else self._run.pool.skipped
+            return list(self._skipped) if self._run is None else self._run.pool.tickets.skipped

@@ -26,7 +26,8 @@ from cseq.threads import Latch, await_left, await_told
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cseq.pools.base import Pool
+    from cseq.engine.pool import Pool
+    from cseq.engine.tickets.base import Tickets
 
 __all__ = ["Run", "await_closings", "close_elsewhere", "on_close", "present"]
 
@@ -38,10 +39,10 @@ TOLD_SECONDS = 2.0  # and for what is still to be logged
 LOCK_SECONDS = 5.0  # how long `close` waits for a call that another thread is in
 
 
-P = TypeVar("P", bound="Pool")
+K = TypeVar("K", bound="Tickets")
 
 
-class Run(Generic[P]):
+class Run(Generic[K]):
     """One start of a manager, up to its end.
 
     Attributes
@@ -54,7 +55,7 @@ class Run(Generic[P]):
         `close` was called: it can only be closed, also if that was interrupted.
     """
 
-    def __init__(self, pool: P) -> None:
+    def __init__(self, pool: Pool[K]) -> None:
         self.pool = pool
         self.lock = pool.run.lock
         self.is_ended = False

@@ -5,14 +5,14 @@ from __future__ import annotations
 import typing
 import warnings
 from contextlib import nullcontext
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic
 
 from cseq import arguments
 from cseq._feed import FeedIterator
 from cseq.check import choice, count, flag
 from cseq.converter import output as outputs
-from cseq.manager import Manager
+from cseq.engine import remake as remaking
+from cseq.manager import Manager, pool_of
 from cseq.options import WorkerOptions
 from cseq.order import checkpoint
 from cseq.order import shard as shards
@@ -20,7 +20,6 @@ from cseq.order.base import kind
 from cseq.order.place import Place
 from cseq.order.sampler import RankSampler, Sampler
 from cseq.order.shuffled import Sequential, Shuffled
-from cseq.pools import remake as remaking
 
 if TYPE_CHECKING:
     import os
@@ -32,10 +31,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self, TypeVar
 
     from cseq.converter.output import Output
+    from cseq.engine.remake import Remade
     from cseq.order.base import Order
     from cseq.order.shard import Given
-    from cseq.pools.base import BatchPool
-    from cseq.pools.remake import Remade
 
     # What the loop gets; anything where that is not said.
     B_co = TypeVar("B_co", covariant=True, default=Any)
@@ -44,14 +42,7 @@ else:
 
 __all__ = ["MSequence"]
 
-
 MOST_EPOCH = 2**64 - 1
-POOLS = {
-    "inline": "cseq.pools.inline:InlinePool",
-    "proc": "cseq.pools.process:ProcessPool",
-    "ray": "cseq.fleet.ray:FleetPool",
-    "thread": "cseq.pools.thread:ThreadPool",
-}
 
 
 class MSequence(Manager, Generic[B_co]):
@@ -292,7 +283,7 @@ class MSequence(Manager, Generic[B_co]):
                     "drop_last",
                     f"{order.units - sampler.end():,} of {order.units:,} {kind(order)}",
                 )
-            workers, buffer = run.pool.size if run and any(auto) else self._job.start
+            workers, buffer = run.pool.tickets.size if run and any(auto) else self._job.start
             said = f"{workers} {arguments.KINDS[self._thread_type]}" if workers else "0"
             yield "workers", f"auto: {said}" if auto[0] else said
             if auto[1]:
@@ -368,7 +359,7 @@ class MSequence(Manager, Generic[B_co]):
                         self._place = Place(number)
                     else:  # the iterator stays, and so does its place
                         pool = run.pool
-                        pool.begin(place, number, 0, pool.feed.generation)
+                        pool.tickets.begin(place, number, 0, pool.feed.generation)
 
     @property
     def sampler(self) -> RankSampler:
@@ -524,8 +515,7 @@ class MSequence(Manager, Generic[B_co]):
         resolved = outputs.resolve(output)
         converters = self._job.num_converters if resolved.use_cuda else 0
         job = self._job._replace(output=resolved, num_converters=converters, compat=compat)
-        module, name = POOLS[kind].split(":")
-        pool: BatchPool = getattr(import_module(module), name)(job)
+        pool = pool_of(kind, job)
         self._begin_trace(trace, (self._shard or shards.asked()).rank)
         self._open(pool)
 
@@ -554,7 +544,7 @@ class MSequence(Manager, Generic[B_co]):
             generation = run.interrupt()
             with run.lock.hold():  # now no batch is delivered
                 self._place = place = self._place.next(self._sampler)
-                run.pool.begin(place, place.first, place.consumed, generation)
+                run.pool.tickets.begin(place, place.first, place.consumed, generation)
             return FeedIterator(run.pool.feed, generation, self)
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
@@ -614,7 +604,7 @@ class MSequence(Manager, Generic[B_co]):
                 sampler = job.sampler.changed(order=order.reweighed(weights, self.seed, *at))
                 self._job = job._replace(sampler=sampler)
                 if pool is not None:
-                    pool.replan(sampler, place, is_over=is_over, position=position)
+                    pool.tickets.replan(sampler, place, is_over=is_over, position=position)
 
     # -- checkpoint and resume
 

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from cseq._core import rest
 from cseq._feed import FeedIterator, ItemFailure
 from cseq.check import MOST_WORKERS, choice, count, flag
+from cseq.engine.pool import Pool
+from cseq.engine.tickets.items import Items, Naming
 from cseq.indexing.producer import KeyProducer, Producer
 from cseq.options import MAX_RESTARTS, WorkerOptions
-from cseq.pools.stream import Naming, ProcessStreamPool, StreamPool
 from cseq.runs import Run
 
 if TYPE_CHECKING:
@@ -141,12 +142,7 @@ class Streams:
         options = WorkerOptions(
             start_method, max_restarts, timeout, on_timeout, memory_limit, threads, preload
         ).checked()
-        make: type[StreamPool] = ProcessStreamPool
-        if choice("kind", kind, ("processes", "threads")) == "threads":
-            from cseq.pools.thread_stream import ThreadStreamPool
-
-            make = ThreadStreamPool
-        pool = make(
+        items = Items(
             workers,
             options,
             prefetch=count("prefetch", prefetch, most=MOST_AHEAD),
@@ -154,13 +150,16 @@ class Streams:
             naming=naming,
             fails=choice("lethal", lethal, ("raise", "return")) == "return",
         )
+        if choice("kind", kind, ("processes", "threads")) == "threads":
+            from cseq.engine.crews.threads import ThreadCrew as Crew
+        else:
+            from cseq.engine.crews.processes import ProcessCrew as Crew  # type: ignore[assignment]
+        pool = Pool(Crew(items), items)
         self._run = Run(pool)
-        self._feed = pool.give_feed()
+        self._feed = items.feed_of(pool)
         self._run.close_with(self)
         try:
-            pool.crew.prepare(
-                producer, name="producer", preload=options.preload, timeout=options.timeout
-            )
+            pool.crew.prepare(producer, "producer")
             if early:
                 pool.crew.launch()
         except BaseException:
@@ -233,7 +232,7 @@ class Streams:
         generation = run.interrupt()
         try:
             with run.lock.hold():
-                return run.pool.begin(
+                return run.pool.tickets.begin(
                     assignments, keys, generation, ordered=ordered, free=free, first=first
                 )
         finally:
@@ -276,7 +275,7 @@ class Streams:
         asked = range(self.num_workers) if worker is None else [worker]
         try:
             with run.lock.hold():
-                replies = run.pool.ask(method, args, asked, behind=behind)
+                replies = run.pool.tickets.ask(method, args, asked, behind=behind)
         finally:
             rest()
         return replies if worker is None else replies[0]
@@ -345,7 +344,7 @@ class Streams:
     ) -> None:
         self.close()
 
-    def _ours(self) -> Run[StreamPool]:
+    def _ours(self) -> Run[Items]:
         """Return the run, if it can be used here."""
         rest()
         if not self._run.is_ours:

@@ -1,4 +1,4 @@
-"""Fleets of Ray actors, and the pool of threads that ask them for batches.
+"""Fleets of Ray actors, and the crew of threads that ask them for batches.
 
 ::
 
@@ -33,13 +33,13 @@ from cseq._memory import keep_freed
 from cseq.arguments import MOST_BUFFER
 from cseq.encoding import failure
 from cseq.encoding.pickling import dump, dumps
+from cseq.engine.crews.threads import ThreadCrew
 from cseq.errors import WorkerDied
 from cseq.fleet.wire import PROOF_SECONDS, Buffers, Connection
 from cseq.indexing import context
 from cseq.indexing.indexer import Indexing, advised, build_seeded, check_worker, leaving
 from cseq.indexing.seeding import Seeds
 from cseq.options import Size
-from cseq.pools.thread import ThreadPool
 from cseq.threads import tell
 
 try:
@@ -56,9 +56,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cseq.arguments import Job
+    from cseq.engine.tickets.base import Tickets
     from cseq.fleet.wire import Message
 
-__all__ = ["FleetPool", "RayFleet"]
+__all__ = ["FleetCrew", "RayFleet"]
 
 TRIES = 3  # agents that may be lost with a batch
 CALLS = 8  # of Ray's that an agent answers at a time
@@ -236,6 +237,8 @@ class RayFleet:
         An argument is wrong; or no node has the CPUs, and `nodes` or `num_workers` is None.
     """
 
+    is_own = False  # of the one sequence that has made it, and ends it
+
     def __init__(
         self,
         worker: Any,
@@ -309,7 +312,7 @@ def count(nodes: int | None, num_workers: int | None, num_cpus: float) -> int:
 class Caller:
     """The indexer of a thread: has an agent make its batches, its own one if that is there."""
 
-    def __init__(self, pool: FleetPool, number: int) -> None:
+    def __init__(self, pool: FleetCrew, number: int) -> None:
         self._pool, self._number = pool, number
         self._own = self._at = number % len(pool.handles)  # its agent, and the present one
         self._there: Connection | None = None  # with RAY_USE_TLS, there is none
@@ -426,38 +429,45 @@ class Caller:
             self._there.close()
 
 
-class FleetPool(ThreadPool):
+def of_fleet(job: Job) -> Job:
+    """Return a job with a fleet, one that is its own if none was given, and a thread an agent."""
+    fleet, options = job.fleet, job.options
+    if fleet is None:
+        own: dict[str, Any] = {"timeout": options.timeout, "threads": options.threads}
+        fleet = RayFleet(job.worker, 1, job.num_workers, seed_globals=job.seed_globals, **own)
+        fleet.is_own = True
+    if not fleet.handles:
+        raise RuntimeError("this fleet is over: it was closed")
+    threads, buffer = len(fleet.handles), job.start.buffer
+    if job.auto[1]:
+        buffer = min(max(buffer, 2 * threads), MOST_BUFFER)
+    return job._replace(
+        worker=fleet,
+        num_workers=threads,
+        buffer=max(job.buffer, buffer),
+        start=Size(threads, buffer),
+        options=options._replace(timeout=None),  # that of an agent
+    )
+
+
+class FleetCrew(ThreadCrew):
     """Threads, each of which asks an agent for a batch, and hands it over."""
 
     of = "RaySequence"
-    _own: RayFleet | None = None  # where none was given
 
-    def __init__(self, job: Job) -> None:
-        options = job.options
-        self.fleet: RayFleet = job.fleet
-        if job.fleet is None:
-            own: dict[str, Any] = {"timeout": options.timeout, "threads": options.threads}
-            own["seed_globals"] = job.seed_globals
-            self.fleet = self._own = RayFleet(job.worker, 1, job.num_workers, **own)
-        if not self.fleet.handles:
-            raise RuntimeError("this fleet is over: it was closed")
-        first = job.sampler.rank * len(self.fleet.handles) // job.sampler.world_size
-        self.handles = self.fleet.handles[first:] + self.fleet.handles[:first]  # of each rank
+    def __init__(self, tickets: Tickets, fleet: RayFleet) -> None:
+        self.fleet, sampler = fleet, tickets.sampler
+        assert sampler is not None
+        first = sampler.rank * len(fleet.handles) // sampler.world_size
+        self.handles = fleet.handles[first:] + fleet.handles[:first]  # of each rank
         self.calls: dict[int, Any] = {}  # of `ask`, until the answer is used or the agent lost
-        self.on_error, self.take, self.closed = job.on_error, Buffers().take, threading.Event()
+        self.on_error, self.take, self.closed = tickets.errors, Buffers().take, threading.Event()
         self._callers: list[Caller] = []
-        threads, buffer = len(self.handles), job.start.buffer
-        if job.auto[1]:
-            buffer = min(max(buffer, 2 * threads), MOST_BUFFER)
-        super().__init__(
-            job._replace(
-                worker=self._caller,
-                num_workers=threads,
-                buffer=max(job.buffer, buffer),
-                start=Size(threads, buffer),
-                options=options._replace(timeout=None),  # that of an agent
-            )
-        )
+        super().__init__(tickets)
+
+    def prepare(self, worker: Any, name: str = "worker") -> None:  # noqa: ARG002 - the fleet
+        """Set what makes the indexers."""
+        super().prepare(self._caller, name)
 
     def _caller(self) -> Caller:
         """Make the indexer of a thread; one after another."""
@@ -469,11 +479,11 @@ class FleetPool(ThreadPool):
         self._group.fail(error)
         return error
 
-    def close(self) -> None:
+    def close(self, *, hurried: bool) -> None:
         """End the threads, and the agents of a fleet that was not given."""
         self.closed.set()
         for caller in self._callers:
             caller.close()
-        super().close()
-        if self._own is not None:
-            self._own.close()
+        super().close(hurried=hurried)
+        if self.fleet.is_own:
+            self.fleet.close()

@@ -78,6 +78,7 @@ class BatchContext(BatchState):
         self.num_workers = num_workers
         self.seed = seed
         self.allocator: Writer | None = None  # makes arrays in the batch's slot
+        self.seeds: Any = None  # the `Seeds` of the global generators, if they are seeded
         self.item = 0  # of a stream: its number in the epoch, or that of its key
         self.left: Sequence[tuple[int, Any, str]] = ()  # samples left out: `Leaving.left`
 

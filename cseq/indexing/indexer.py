@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from cseq._work import BatchMaker
 from cseq.encoding import failure
@@ -20,6 +21,7 @@ from cseq.indexing.dataset import (
     refuse_iterable,
     unasked,
 )
+from cseq.indexing.seeding import Seeds
 from cseq.processes.launcher.base import end_copy
 
 if TYPE_CHECKING:
@@ -28,12 +30,14 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from cseq._core import Ring
     from cseq._work import Runner
     from cseq.converter.output import Output
+    from cseq.encoding.transport import BatchWriter
     from cseq.indexing.context import BatchContext
-    from cseq.indexing.seeding import Seeds
 
 __all__ = [
+    "BatchTask",
     "FirstBatch",
     "Indexer",
     "Indexing",
@@ -231,7 +235,7 @@ class FirstBatch:
     """
 
     def __init__(self, owner: Any, output: Output, tell: Callable[[str], object]) -> None:
-        self._owner = owner
+        self._owner: Any = weakref.proxy(owner)  # which has this one as its indexer
         self._indexer = owner.indexer
         self._output = output
         self._tell = tell
@@ -268,3 +272,56 @@ class Indexing(BatchMaker):
         if not runner.ring.published(runner.owner):
             error = advised(self.indexer, error)
         self.batch_writer.fail(runner, error)
+
+
+class BatchTask(NamedTuple):
+    """What a worker does with a ticket of an order: makes a batch of its indices.
+
+    Attributes
+    ----------
+    stage : int
+        INDEXER; or CONVERTER, in a process that converts batches.
+    last : bool
+        No stage follows.
+    cast : numpy.dtype or None
+        What floating point becomes as it is written into a slot.
+    """
+
+    stage: int
+    num_workers: int
+    last: bool
+    seed: int
+    seed_globals: bool
+    on_error: str
+    cast: np.dtype[Any] | None
+    output: Output
+
+    def make(
+        self, read: Callable[[], Any], batch_context: BatchContext, *, copied: bool
+    ) -> tuple[Any, Indexer[Any]]:
+        """Return the user's object, which may draw and import as it is read, and its indexer."""
+        if self.seed_globals:
+            batch_context.seeds = Seeds(batch_context)
+            batch_context.seeds.seed_present()
+        worker = read()
+        return worker, build_seeded(worker, batch_context.seeds, copied=copied)
+
+    def work(
+        self,
+        indexer: Indexer[Any],
+        ring: Ring,  # noqa: ARG002 - for items
+        batch_context: BatchContext,
+        writer: BatchWriter,
+        tell: Callable[[str], object],
+        convert: Callable[[Any], Any] | None,
+        *,
+        copied: bool,
+    ) -> Indexing:
+        """Return what makes the batches, and publishes them."""
+        if copied:
+            batch_context.allocator = writer
+            writer.cast = self.cast
+        indexer = leaving(indexer, batch_context, self.on_error)
+        indexing = Indexing(writer, indexer, batch_context, convert, batch_context.seeds)
+        FirstBatch(indexing, self.output, tell)
+        return indexing

@@ -19,29 +19,25 @@ and goes to `start`.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from cseq._core import ASSIGNED, CALLED, ITEM, KEY, KEYS, NO_KEY
 from cseq._memory import copy_of
-from cseq._work import NO_MORE, Runner, Work
+from cseq._work import NO_MORE, Work
 from cseq.encoding import codec
-from cseq.indexing import context, indexer
 from cseq.processes.launcher.base import end_copy
-from cseq.processes.launcher.forks import in_forked_children
-from cseq.processes.worker import enter
-from cseq.stage import ENDED, INDEXER, RAISED, run
+from cseq.stage import ENDED, INDEXER, RAISED
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable, Iterator
 
     from cseq._core import Ring
+    from cseq._work import Runner
     from cseq.encoding.transport import BatchWriter
     from cseq.encoding.writer import Writer
+    from cseq.indexing import context
 
-__all__ = ["ENTRY", "KeyProducer", "Producer", "main"]
-
-ENTRY = "cseq.indexing.producer:main"
+__all__ = ["ItemTask", "KeyProducer", "Producer"]
 
 
 class Producer(Protocol):
@@ -74,32 +70,6 @@ class KeyProducer(Protocol):
         The key has the type and the value that it has in the trainer. Arrays may be made by
         `cseq.empty`, and kept. A process that replaces a dead one makes some keys' items again.
         """
-
-
-def main(sock: socket.socket, local: Any = None) -> None:
-    """Run one worker process.
-
-    Parameters
-    ----------
-    sock : socket
-        To the trainer. When it ends, so does this process.
-    local : object, optional
-        The callable that makes the producer, if it was inherited by `os.fork` and is in no file.
-    """
-    entered = enter(sock)
-    number, num_workers = entered.setup.number, entered.setup.task
-    runner = Runner(entered.ring, INDEXER, entered.setup.owner, last=True)
-    batch_context = context.BatchContext(number, num_workers)
-    context.enter(batch_context)
-    with entered.starting():
-        make = entered.read(local)
-        producer = make(number, num_workers)
-    entered.writer.place_arrays()
-    # In a process that the producer forks, `cseq.empty` is numpy's.
-    in_forked_children(partial(setattr, batch_context, "allocator", None))
-    making = Making(entered.writer, producer, entered.ring, batch_context, allocator=entered.writer)
-    run(runner, making.work)
-    indexer.dispose(make, producer, copied=True)
 
 
 class Making(Work):
@@ -204,3 +174,47 @@ class Making(Work):
             self._at += 1
             self._failing = RAISED  # one that cannot be sent ends nothing
         return item
+
+
+class Serving(Making):
+    """The work on a ticket in a thread: what the ticket refers to is there as an object."""
+
+    def _read(self, runner: Runner, which: slice) -> Any:
+        assignment, key, _ = self._ring.kept[runner.cell]
+        return (assignment if which == ASSIGNED else key).value
+
+
+class ItemTask(NamedTuple):
+    """What a worker of `Streams` does with a ticket: makes an item, or answers a call."""
+
+    num_workers: int
+    stage: int = INDEXER
+    last: bool = True
+    seed: int = 0
+
+    def make(
+        self,
+        read: Callable[[], Any],
+        batch_context: context.BatchContext,
+        *,
+        copied: bool,  # noqa: ARG002 - for batches
+    ) -> tuple[Any, Any]:
+        """Return the user's object, and the producer that it makes."""
+        make = read()
+        return make, make(batch_context.number, self.num_workers)
+
+    def work(
+        self,
+        producer: Any,
+        ring: Ring,
+        batch_context: context.BatchContext,
+        writer: BatchWriter,
+        tell: Callable[[str], object],  # noqa: ARG002 - for batches
+        convert: Callable[[Any], Any] | None,  # noqa: ARG002 - for batches
+        *,
+        copied: bool,
+    ) -> Making:
+        """Return what makes the items, and publishes them."""
+        if copied:
+            return Making(writer, producer, ring, batch_context, allocator=writer)
+        return Serving(writer, producer, ring, batch_context, allocator=None)

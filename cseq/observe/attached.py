@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from cseq._core import Ring, now_ns
 from cseq._memory import Block, Descriptor
+from cseq.engine.crews.base import RUN
 from cseq.measure.advice import ENOUGH_BATCHES, advise
 from cseq.measure.stats import Stats, added
 from cseq.observe.processes import starts, tree
-from cseq.pools.base import RUN
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
@@ -44,7 +44,7 @@ class AttachedRun:
     pid : int
         Of the process, as it is called here.
     told : dict of str to int
-        See `pools.base.file_name`.
+        See `engine.crews.base.file_name`.
 
     Attributes
     ----------

@@ -7,7 +7,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from cseq.pools.base import BatchPool
+from cseq.engine.tickets.batches import Batches
 from cseq.report.page import Part, write
 from cseq.runs import on_close, present
 from cseq.tracing import full
@@ -21,12 +21,13 @@ __all__ = ["Recorder"]
 def of_run(run: Run[Any]) -> Part:
     """Look at what runs, whatever it belongs to."""
     pool, stats = run.pool, run.pool.stats()
-    if not isinstance(pool, BatchPool):
+    if not isinstance(pool.tickets, Batches):
         return Part("DataLoader" if run.about else "Streams", run.about, stats)
-    sampler = pool.sampler
+    assert pool.tickets.sampler is not None
+    sampler = pool.tickets.sampler.changed()  # with a reader of its own
     facts = f"samples={sampler.dset_size:,}, batches={sampler.length:,}, "
     facts += f"batch_size={sampler.batch_size:,}, workers={stats.num_workers}, seed={sampler.seed}"
-    return Part(pool.of, facts, stats, has_remake=True)
+    return Part(pool.crew.of, facts, stats, has_remake=True)
 
 
 class Recorder:

@@ -362,7 +362,7 @@ def test_finish_while_an_indexer_is_made(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Threads that wait for their turn end; the one that makes an indexer is left behind."""
-    monkeypatch.setattr("cseq.pools.thread.CLOSE_SECONDS", 1.5)
+    monkeypatch.setattr("cseq.engine.crews.threads.CLOSE_SECONDS", 1.5)
     begun, go_on = threading.Event(), threading.Event()
 
     class Slow:

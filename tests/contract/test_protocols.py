@@ -196,7 +196,12 @@ def test_interrupted_set_epoch(kind: Kind) -> None:
         with kind.begin(make(kind)) as manager:
             batches = iter(manager)
             with interrupted(
-                countdown, "sequence.py", "order/place.py", "pools/base.py", "order/sampler.py"
+                countdown,
+                "sequence.py",
+                "order/place.py",
+                "engine/pool.py",
+                "tickets/batches.py",
+                "order/sampler.py",
             ) as struck:
                 manager.set_epoch(3)
             epoch = manager.epoch

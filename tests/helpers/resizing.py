@@ -12,10 +12,10 @@ def resize(manager: Any, num_workers: int | None = None, buffer: int | None = No
 
     For the thread that takes its batches.
     """
-    pool = manager._run.pool
-    size = pool.size
+    batches = manager._run.pool.tickets
+    size = batches.size
     with manager._run.lock.hold():
-        pool.resize(
+        batches.resize(
             size.num_workers if num_workers is None else num_workers,
             size.buffer if buffer is None else buffer,
         )

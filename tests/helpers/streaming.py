@@ -20,6 +20,6 @@ def lost_slots(s: Streams) -> set[int]:
     if slots.leased:
         return set(range(1, len(slots.owners())))
     kept = [one for ring in pool.rings for there in ring.kept if there for one in there]
-    requests = {one for one in [*kept, *pool.assignments] if isinstance(one, Request)}
+    requests = {one for one in [*kept, *pool.tickets.assignments] if isinstance(one, Request)}
     in_use = {request.slot for request in requests}.union(*(ring.slots() for ring in pool.rings))
     return {k for k, owner in enumerate(slots.owners()) if k and owner == TRAINER} - in_use

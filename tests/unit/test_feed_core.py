@@ -26,9 +26,9 @@ from cseq._work import Decoder, ObjectTable, Runner
 from cseq.converter.host import Converter
 from cseq.converter.output import parse
 from cseq.encoding import codec
+from cseq.engine.tickets.batches import wake_at
 from cseq.memory.descriptors import sparse_file
 from cseq.order.sampler import Cut
-from cseq.pools.base import wake_at
 from cseq.stage import BATCH, ENDED, RAISED
 
 if TYPE_CHECKING:

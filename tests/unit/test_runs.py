@@ -254,9 +254,9 @@ def test_what_looks_at_its_end_may_raise(monkeypatch: pytest.MonkeyPatch) -> Non
 
 BUSY = """
 import sys, threading, time
-import cseq, cseq.runs, cseq.pools.thread
+import cseq, cseq.runs, cseq.engine.crews.threads
 
-cseq.pools.thread.HURRY = 0.01
+cseq.engine.crews.threads.HURRY = 0.01
 cseq.runs.EXIT_SECONDS = float(sys.argv[1])
 begun, ends = threading.Event(), sys.argv[2] == "ends"
 

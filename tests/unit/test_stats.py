@@ -17,7 +17,6 @@ from indexers import Indices1, Large, Slow
 import cseq
 from cseq._memory import HAS_GIL
 from cseq.measure.stats import Stats
-from cseq.pools import base
 from cseq.system import cores
 
 if TYPE_CHECKING:
@@ -278,7 +277,7 @@ def test_the_log_says_why_a_loop_has_waited(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At an epoch's end, once for each cause, however often the manager is started."""
-    monkeypatch.setattr(base, "LONG", 0.0)
+    monkeypatch.setattr("cseq.engine.pool.LONG", 0.0)
     caplog.set_level(logging.INFO, logger="cseq")
     m = make(kind, Slow, 1, 20)
     for _ in range(2):
@@ -295,7 +294,7 @@ def test_the_log_says_why_a_loop_has_waited(
     with m.start() as batches:
         list(batches)
     monkeypatch.delenv("CSEQ_ADVICE")
-    monkeypatch.setattr(base, "LONG", 1000.0)
+    monkeypatch.setattr("cseq.engine.pool.LONG", 1000.0)
     with m.start() as batches:
         list(batches)
     assert "the loop waits" not in caplog.text
@@ -306,8 +305,8 @@ def test_the_log_says_it_in_the_middle_of_a_long_epoch(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A training may have one epoch, or one without end."""
-    monkeypatch.setattr(base, "LONG", 0.0)
-    monkeypatch.setattr(base, "OFTEN", 0.2)  # for some batches
+    monkeypatch.setattr("cseq.engine.pool.LONG", 0.0)
+    monkeypatch.setattr("cseq.engine.pool.OFTEN", 0.2)  # for some batches
     caplog.set_level(logging.INFO, logger="cseq")
     with make(kind, Slow, 1, 10**6).start() as batches:
         for _ in batches:
@@ -405,7 +404,7 @@ def test_workers_that_wait_for_a_core() -> None:
 def test_whether_the_gpu_had_run_dry(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked after each wait but the first; a loop that waits may have a GPU that does not."""
     answers = iter([*[None] * 3, True, *[False] * 10**6])
-    monkeypatch.setattr(base, "gpu_is_idle", lambda: next(answers))
+    monkeypatch.setattr("cseq.engine.pool.gpu_is_idle", lambda: next(answers))
     with make(kind, Slow, 1, 60).start() as batches:
         for _ in batches:
             pass

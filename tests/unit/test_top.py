@@ -20,13 +20,13 @@ from resizing import resize
 
 import cseq
 from cseq._memory import Descriptor
+from cseq.engine.crews.base import RUN
 from cseq.measure.meters import METER, Meters
 from cseq.measure.stats import Stats
 from cseq.observe import attached
 from cseq.observe.attached import AttachedRun, Watcher
 from cseq.observe.lines import head, overview, ranks, workers
 from cseq.observe.top import top
-from cseq.pools.base import RUN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

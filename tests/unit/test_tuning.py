@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from cseq import arguments, system
 from cseq.arguments import sizes_of, workers_of_auto
+from cseq.engine.tuning import Tuner, log_change
 from cseq.measure.advice import Window, advise
 from cseq.options import Size
-from cseq.pools.tuning import Tuner, log_change
 
 BOTH = (True, True)
 MOST = Size(64, 1024)

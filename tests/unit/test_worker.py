@@ -187,7 +187,7 @@ class Slow:
         send = cseq.processes.worker.send_state
         def in_halves(sock, state, body=b""):
             send(Halves(sock), state, body)
-        import cseq.pools.process as process
+        import cseq.engine.worker as process
         process.send_state = in_halves
 
     def __getitem__(self, indices):

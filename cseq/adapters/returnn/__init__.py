@@ -49,8 +49,8 @@ from cseq.adapters.returnn.worker import CONFIGURATION, OrderRequest, SequencePr
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from cseq.engine.tickets.items import Items
     from cseq.measure.stats import Stats
-    from cseq.pools.stream import StreamPool
     from cseq.runs import Run
 
 __all__ = ["MultiProcDataset", "install"]
@@ -304,7 +304,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return self._streams.stats() if self._streams is not None else None
 
     @property
-    def _run(self) -> Run[StreamPool] | None:
+    def _run(self) -> Run[Items] | None:
         """The running workers, for `cseq.testing`."""
         return self._streams._run if self._streams is not None else None
 

@@ -53,8 +53,8 @@ from cseq.stream import Streams
 
 if TYPE_CHECKING:
     from cseq.adapters.torchdata.graph import DataPipe, GraphFn, InitFn, ResetFn
+    from cseq.engine.tickets.items import Items
     from cseq.measure.stats import Stats
-    from cseq.pools.stream import StreamPool
     from cseq.runs import Run
 
 __all__ = ["MultiProcessingReadingService"]
@@ -325,7 +325,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return self._needs_workers("count").stats()
 
     @property
-    def _run(self) -> Run[StreamPool] | None:
+    def _run(self) -> Run[Items] | None:
         """The running workers, for `cseq.testing`."""
         return self._streams._run if self._streams is not None else None
 

@@ -138,7 +138,10 @@ def test_a_worker_that_hangs(make: Any, tmp_path: Path) -> None:
 STEPS = (
     "adapters/returnn/__init__.py",
     "stream.py",
-    "pools/base.py",
+    "engine/pool.py",
+    "tickets/items.py",
+    "crews/processes.py",
+    "crews/threads.py",
     "encoding/transport.py",
     "encoding/codec.py",
 )

@@ -647,4 +647,4 @@ def test_without_torch_errors_say_what_to_install() -> None:
     assert all("pip install 'cseq-loader[torch]'" in line for line in printed[1:])
     assert hasattr(cseq, "DataLoader")
     assert {"DataLoader", "progress", "__version__", *cseq.__all__} <= {*dir(cseq)}
-    assert not {"kinds", "lanes", "pools", "sys", "typing", "annotations"} & {*dir(cseq)}
+    assert not {"kinds", "lanes", "engine", "sys", "typing", "annotations"} & {*dir(cseq)}

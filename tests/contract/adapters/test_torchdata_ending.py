@@ -39,6 +39,10 @@ from torchdata_graphs import (  # noqa: E402
 # Many loaders are started here, whose processes import torch: for minutes where they are spawned.
 pytestmark = pytest.mark.needs("quick processes")
 
+STREAMS = (
+    "stream.py", "engine/pool.py", "tickets/items.py", "crews/processes.py", "crews/threads.py",
+)  # fmt: skip
+
 
 # -- 11, D 2, 3: ending
 
@@ -129,7 +133,15 @@ def test_ctrl_c_in_an_epoch(verb: str, share: int) -> None:
             got = list(itertools.islice(items, 3))
             if verb == "_resume":
                 loaded._pause()
-            with interrupted(countdown, *STEPS, "stream.py", "pools/base.py") as struck:
+            with interrupted(
+                countdown,
+                *STEPS,
+                "stream.py",
+                "engine/pool.py",
+                "tickets/items.py",
+                "crews/processes.py",
+                "crews/threads.py",
+            ) as struck:
                 iter(loaded) if verb == "iter" else getattr(loaded, verb)()
             if verb == "iter":
                 items, got = iter(loaded), []

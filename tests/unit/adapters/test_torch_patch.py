@@ -37,7 +37,6 @@ from cseq.adapters.torch import (  # noqa: E402
 from cseq.adapters.torch.fallback import made  # noqa: E402
 from cseq.adapters.torch.iterator import LoaderIterator  # noqa: E402
 from cseq.measure import advice  # noqa: E402
-from cseq.pools import base  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,8 +105,8 @@ def test_the_log_says_a_cause_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of each loader, though each of its epochs has workers of its own."""
-    monkeypatch.setattr(base, "LONG", 0.0)
-    monkeypatch.setattr(base, "TOLD", 0.0)
+    monkeypatch.setattr("cseq.engine.pool.LONG", 0.0)
+    monkeypatch.setattr("cseq.engine.pool.TOLD", 0.0)
     monkeypatch.setattr(advice, "RULES", advice.RULES[-1:])  # one cause
     caplog.set_level("INFO", logger="cseq")
     loaders = [cseq.DataLoader(Plain(16), num_workers=1) for _ in range(2)]

@@ -21,7 +21,7 @@ from interrupting import SHARES, first_hits, handled, in_shares, interrupted, pl
 from killing import await_death
 
 import cseq
-from cseq.pools.process import ENTRY
+from cseq.engine.worker import ENTRY
 from cseq.processes.launcher import make_launcher
 
 if TYPE_CHECKING:
@@ -81,9 +81,10 @@ class Paced:
 
 
 TAKING = (
-    "pools/base.py", "encoding/transport.py", "memory/arena.py", "encoding/codec.py",
-    "pools/process.py",
-    "pools/thread.py",
+    "engine/pool.py", "tickets/batches.py", "encoding/transport.py", "memory/arena.py",
+    "encoding/codec.py",
+    "crews/processes.py",
+    "crews/threads.py",
 )  # fmt: skip
 
 
@@ -187,8 +188,9 @@ def test_ctrl_c_anywhere_in_test_mode(bad: bool) -> None:
             got = [next(iterator)[0]]
             with interrupted(
                 countdown,
-                "pools/inline.py",
-                "pools/base.py",
+                "crews/inline.py",
+                "engine/pool.py",
+                "tickets/batches.py",
                 "indexing/indexer.py",
                 "encoding/failure.py",
             ):
@@ -202,12 +204,13 @@ def test_ctrl_c_anywhere_in_test_mode(bad: bool) -> None:
 
 BEGINNING = (
     "sequence.py",
-    "pools/base.py",
+    "engine/pool.py",
+    "tickets/batches.py",
     "order/place.py",
     "manager.py",
     "runs.py",
     "order/sampler.py",
-    "pools/inline.py",
+    "crews/inline.py",
 )
 
 
@@ -338,7 +341,7 @@ def test_a_signal_handler_in_a_start(kind: str, by: str) -> None:
         before = threading.active_count()
         handler = partial(refused, epochs.start) if by == "start" else epochs.m.finish
         strike = handled(
-            countdown, "sequence.py", "manager.py", "runs.py", "pools/thread.py", by=handler
+            countdown, "sequence.py", "manager.py", "runs.py", "crews/threads.py", by=handler
         )
         with strike as struck, contextlib.suppress(InterruptedError):
             epochs.start()

@@ -97,7 +97,10 @@ class Killing(Makes):
 
 STEPS = (
     "stream.py",
-    "pools/base.py",
+    "engine/pool.py",
+    "tickets/items.py",
+    "crews/processes.py",
+    "crews/threads.py",
     "runs.py",
     "encoding/transport.py",
     "memory/arena.py",

@@ -12,7 +12,7 @@ from counting import Broken, Gated, Numbers, TwoArguments, in_process, plain, st
 
 import cseq
 import cseq.processes.deaths
-from cseq.pools.stream import StreamPool
+from cseq.engine.tickets.items import Items
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,17 +77,17 @@ def test_a_call_overtakes_what_was_only_asked_for(tmp_path: Path) -> None:
 
 def test_a_worker_that_begins_before_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that claims an item first has begun the epoch for that, once, and kept the reply."""
-    original = StreamPool.post_call
+    original = Items.post_call
 
-    def late(pool: Any, *call: Any) -> Any:
-        pool.feed.refill()
-        for ring in pool.rings:
+    def late(items: Any, *call: Any) -> Any:
+        items.pool.feed.refill()
+        for ring in items.pool.rings:
             ring.wake()
             while not ring.depths()[2]:
                 pass
-        return original(pool, *call)
+        return original(items, *call)
 
-    monkeypatch.setattr(StreamPool, "post_call", late)
+    monkeypatch.setattr(Items, "post_call", late)
     with streams() as s:
         assert s.begin([3, 4]) == [("begun", 0, 3), ("begun", 1, 4)]
         assert plain(s) == in_process([3, 4])

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 # -- Ctrl-C between any two steps
 
 STEPS = (
-    "stream.py", "pools/base.py", "runs.py", "encoding/transport.py", "memory/arena.py",
+    "stream.py", "engine/pool.py", "tickets/items.py", "crews/processes.py", "crews/threads.py",
+    "runs.py", "encoding/transport.py", "memory/arena.py",
     "encoding/writer.py", "encoding/codec.py", "encoding/failure.py", "encoding/pickling.py",
 )  # fmt: skip
 

@@ -134,7 +134,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
     for k in range(1, 3):
         made.learn(k * 1000, k * 1000 + 999, k * 64)
     assert made.on
-    monkeypatch.setattr("cseq.pools.thread.Turns", lambda _: made)
+    monkeypatch.setattr("cseq.engine.crews.threads.Turns", lambda _: made)
     return made
 
 

@@ -1,7 +1,8 @@
-"""The thread pool: indexers and converters in threads of this process."""
+"""Workers and converters in threads, which hand over batches as objects."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -12,28 +13,30 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cseq._core import Lock, Ring, Turns, now_ns, ring_bytes
+from cseq._feed import Request
 from cseq._memory import HAS_GIL, Block, Mapping, Reuse, commit
-from cseq._work import Runner
+from cseq._work import ObjectTable, Runner
 from cseq.converter.host import Converter
 from cseq.encoding import failure
 from cseq.encoding.transport import Objects
+from cseq.engine.crews.base import Crew, file_name
+from cseq.engine.worker import convert, serve
 from cseq.errors import WorkerTimeout
-from cseq.indexing import context, indexer
+from cseq.indexing.context import BatchContext
 from cseq.measure.lanes import Lanes
 from cseq.memory.descriptors import sparse_file
-from cseq.pools.base import BatchPool, file_name
 from cseq.stage import CONVERTER, HURRY, INDEXER, overdue, run, spin_ns
 from cseq.threads import Threads, leave_running
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from cseq._memory import Descriptor
-    from cseq.arguments import Job
-    from cseq.encoding.transport import BatchWriter, Source
-    from cseq.pools.base import Working
+    from cseq.converter.output import Output
+    from cseq.encoding.transport import Source
+    from cseq.engine.tickets.base import Tickets, Working
 
-__all__ = ["MADE", "ThreadGroup", "ThreadPool", "add_converters", "convert", "open_rings"]
+__all__ = ["ThreadCrew", "ThreadGroup", "add_converters"]
 
 log = logging.getLogger("cseq")
 
@@ -52,10 +55,8 @@ class ThreadGroup:
         By owner, since when its thread makes an indexer (ns of `now_ns`); or MADE, or WAITS.
     """
 
-    instead = "threads cannot be restarted; the processes of an MPSequence can"
-
-    def __init__(self, ring: Ring) -> None:
-        self._ring = ring
+    def __init__(self, ring: Ring, instead: str = "") -> None:
+        self._ring, self._instead = ring, instead
         self._idents: dict[int, int] = {}  # of threads that have begun, by owner
         self.begun: dict[int, int] = {}
         self._threads = Threads()  # to be started
@@ -99,7 +100,7 @@ class ThreadGroup:
         starting = [(owner, since) for owner, since in list(self.begun.items()) if since > 0]
         for owner, took in overdue(working, starting, timeout):
             raise WorkerTimeout(
-                f"{took}; its thread is here:\n{self._stack(owner)}({self.instead})"
+                f"{took}; its thread is here:\n{self._stack(owner)}({self._instead})"
             )
 
     def _stack(self, owner: int) -> str:
@@ -124,51 +125,42 @@ class ThreadGroup:
 
 
 def add_converters(
-    job: Job, ring: Ring, source: Source, batch_writer: Objects, group: ThreadGroup
+    tickets: Tickets, ring: Ring, source: Source, batch_writer: Objects, group: ThreadGroup
 ) -> None:
     """Add threads of the second stage, each with a CUDA stream of its own."""
-    first = job.num_workers + 1
-    for number in range(job.num_converters):
+    first, output = tickets.num_workers + 1, tickets.output
+    if output is None:
+        return
+    for number in range(tickets.num_converters):
         runner = Runner(ring, CONVERTER, first + number, last=True)
-        work = partial(_convert, job, runner, source, batch_writer)
+        work = partial(_convert, output, runner, source, batch_writer)
         group.add(f"cseq-c{number}", work, first + number)
 
 
-def _convert(job: Job, runner: Runner, source: Source, batch_writer: Objects) -> None:
+def _convert(output: Output, runner: Runner, source: Source, batch_writer: Objects) -> None:
     import torch
 
     from cseq.converter.cuda import CudaConverter
 
     torch.set_num_threads(1)  # of this thread: a copy by all cores takes them from the indexers
-    converter = CudaConverter(job.output)
+    converter = CudaConverter(output)
     try:
         run(runner, partial(convert, source, converter.convert, batch_writer), idle=converter.reap)
     finally:
         converter.close()
 
 
-def convert(
-    source: Source, function: Callable[[Any], Any], batch_writer: BatchWriter, runner: Runner
-) -> None:
-    """Do the work of a converter: its batch, converted by a function, is published."""
-    try:
-        record = batch_writer.write(runner, function(source.fetch(runner)))
-        batch_writer.publish(runner, record)
-    except BaseException as error:  # noqa: BLE001 - it is raised in the loop
-        batch_writer.fail(runner, error)
-
-
-def open_rings(
-    count: int, name: str, cells: int, room: int, runners: int, calls: int = 0, limit: int = 0
-) -> tuple[list[Ring], Descriptor | None]:
+def open_rings(tickets: Tickets, name: str) -> tuple[list[Ring], Descriptor | None]:
     """Make rings of threads in one memory, and the file that this is in, if it is in one."""
-    width = -(-ring_bytes(cells, room, runners) // LINE) * LINE
-    file = _file_for(count * width, name)
+    count, cells, words, runners = tickets.rings, tickets.cells, tickets.words, tickets.runners
+    width = -(-ring_bytes(cells, words, runners) // LINE) * LINE
     size = count * width
+    file = _file_for(size, name)
     memory = Block(size, zero=True) if file is None else Mapping(file.fd, 0, size)
     rings, turns = [], Turns(count) if HAS_GIL and count > 1 else None
     for number in range(count):
-        ring = Ring(memory, cells, room, runners, calls, number * width, limit, threads=True)
+        at, limit = number * width, tickets.limit
+        ring = Ring(memory, cells, words, runners, tickets.calls, at, limit, threads=True)
         ring.turns = turns
         ring.set_spin(spin_ns(count * runners, turns=HAS_GIL), runners if HAS_GIL else 0)
         ring.first = number * cells
@@ -190,119 +182,139 @@ def _file_for(size: int, name: str) -> Descriptor | None:
     return None
 
 
-class ThreadPool(BatchPool):
-    """Indexers in threads, batches handed over as objects."""
+class ThreadCrew(Crew):
+    """Workers in threads: what they hand over is the object itself. No thread is replaced."""
 
     of = "MTSequence"
+    _worker: Any = None
 
-    def __init__(self, job: Job) -> None:
-        runners = job.num_workers + job.num_converters
-        words = job.sampler.words
-        name = file_name(job.num_workers, job.num_converters, threads=True, sampler=job.sampler)
-        (ring,), self._file = open_rings(
-            1, name, job.buffer, words, runners, limit=job.start.buffer
-        )
-        lanes = Lanes(job.num_workers, "thread")
-        self._objects = Objects(job.buffer)
-        self._group = ThreadGroup(ring)
-        self._crews = (self._group,)
+    def __init__(self, tickets: Tickets) -> None:
+        super().__init__(tickets)
+        self.rings, self._file = open_rings(tickets, file_name(tickets, threads=True))
+        self.lanes = Lanes(tickets.num_workers, "thread")
+        self.timed = tickets.num_workers + tickets.num_converters
+        self._objects = ObjectTable(tickets.rings * tickets.cells)
+        self.reader: Objects = Objects(tickets.cells, objects=self._objects)
+        self._group = ThreadGroup(self.rings[0], tickets.instead)
+        self._wanted = tickets.num_workers
+        self._is_launched = False
         self._unwarned = threading.Lock()  # the thread that acquires it warns of a first batch
         self._lock = Lock()  # around `begun`, which has the owners that have a thread
         self._making = threading.Lock()  # some libraries cannot open a data set in two threads
-        convert: Callable[[Any], Any] | None = None
-        if job.num_converters:
+        if tickets.num_converters:
             from cseq.converter.cuda import receive
 
-            convert = receive
-        super().__init__(
-            job,
-            ring,
-            self._objects,
-            convert=convert,
-            num_converters=job.num_converters,
-            lanes=lanes,
-        )
+            self.convert = receive
 
-    def open(self) -> None:
-        """Start the threads."""
-        add_converters(self._job, self._ring, self._objects, self._objects, self._group)
-        self._fit()
+    def prepare(self, worker: Any, name: str = "worker") -> None:  # noqa: ARG002
+        """Set the user's object, and add converters."""
+        self._worker = worker
+        add_converters(self.tickets, self.rings[0], self.reader, self.reader, self._group)
 
-    def resize(self, num_workers: int, buffer: int) -> None:
-        """Go on with another number of workers, and of batches; see `BatchPool`."""
-        super().resize(num_workers, buffer)
-        self._staff()
-        self._group.start()
-
-    def _staff(self) -> None:
-        """Add the threads that are wanted and not there."""
+    def launch(self) -> None:
+        """Start the threads that are wanted and not there."""
+        self._is_launched = True
         with self._lock.hold():
-            for number in range(self.num_workers):
+            for number in range(self._wanted):
                 if number + 1 not in self._group.begun:
                     self._group.begun[number + 1] = WAITS
                     self._group.add(f"cseq-w{number}", partial(self._serve, number), number + 1)
+        self._group.start()
+
+    def resize(self, num_workers: int) -> None:
+        """Go on with another number of workers."""
+        self._wanted = num_workers
+        if self._is_launched:
+            self.launch()
+
+    def check(self) -> None:
+        """Raise the exception that has ended a thread."""
+        self._group.check()
+
+    def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:
+        """Raise WorkerTimeout for what takes longer; no thread can be restarted."""
+        self._group.check_time(working, timeout, restart=restart)
+
+    def is_ready(self, owner: int) -> bool:
+        """Whether a worker has made its indexer, or producer."""
+        return self._group.is_ready(owner)
+
+    def write(self, value: Any, name: str) -> Request:  # noqa: ARG002 - for what is pickled
+        """Refer to something for a worker."""
+        return Request(None, value)
+
+    def written(self, number: int, cell: int) -> Any:
+        """Return the key that the ticket in a cell refers to; on any thread."""
+        _, key, _ = self.rings[number].kept[cell] or (None, None, None)
+        return key and key.value
 
     def _serve(self, number: int) -> None:
-        """Index for as long as the ring is open to this thread's number."""
-        owner = number + 1
+        """Work for as long as the ring is open to this thread's number."""
+        owner, is_alone = number + 1, len(self.rings) > 1
+        ring = self.rings[number if is_alone else 0]
         while True:
-            self._index(number)
-            with self._lock.hold():  # `_staff` finds this one, which goes on, or adds another
-                if self._is_over or owner > self.num_workers:
+            self._work(number, ring, 1 if is_alone else owner)
+            with self._lock.hold():  # `launch` finds this one, which goes on, or adds another
+                if self._is_over(ring) or owner > self._wanted:
                     del self._group.begun[owner]
                     return
+
+    def _work(self, number: int, ring: Ring, owner: int) -> None:
+        """Make what makes batches, and work until the ring is closed to this thread."""
+        tickets, output = self.tickets, self.tickets.output
+        task = tickets.task(number + 1, forks=False)
+        convert = None
+        if output is not None and not tickets.num_converters and output.kind != "null":
+            convert = Converter(output).convert
+        try:
+            serve(
+                task,
+                Runner(ring, INDEXER, owner, last=task.last),
+                BatchContext(number, tickets.num_workers, task.seed),
+                Objects(ring.capacity, objects=self._objects, first=ring.first),
+                lambda: self._worker,
+                self._starting(number + 1, ring),
+                self._warn,
+                copied=False,
+                convert=convert,
+            )
+        except _Over:
+            pass
+        finally:
+            self._group.begun[number + 1] = WAITS
+
+    @contextlib.contextmanager
+    def _starting(self, owner: int, ring: Ring) -> Iterator[None]:
+        """Have a thread make its indexer, one after another; `_Over` once the pool is over."""
+        while not self._making.acquire(timeout=LOOK_SECONDS):
+            if self._is_over(ring):
+                raise _Over
+        try:
+            if self._is_over(ring):
+                raise _Over
+            self._group.begun[owner] = now_ns()
+            yield
+            self._group.begun[owner] = MADE
+        finally:
+            self._making.release()
 
     def _warn(self, text: str) -> None:
         if self._unwarned.acquire(blocking=False):
             log.warning(text)
 
-    def _index(self, number: int) -> None:
-        """Make an indexer and index until the ring is closed to it."""
-        job = self._job
-        batch_context = context.BatchContext(number, job.num_workers, job.sampler.seed)
-        context.enter(batch_context)
-        made = self._make(number + 1, job.worker)
-        if made is None:
-            return
-        runner = Runner(self._ring, INDEXER, number + 1, last=not job.num_converters)
-        working = indexer.leaving(made, batch_context, job.on_error)
-        convert = None
-        if not job.num_converters and job.output.kind != "null":
-            convert = Converter(job.output).convert
-        indexing = indexer.Indexing(self._objects, working, batch_context, convert)
-        indexer.FirstBatch(indexing, job.output, self._warn)
-        try:
-            run(runner, indexing.work)
-        finally:
-            self._group.begun[number + 1] = WAITS
-            batch_context.clear()
-            del indexing.indexer  # before the first batch, a `_FirstBatch`, which refers back
-            indexer.dispose(job.worker, made, copied=False)
-
-    def _make(self, owner: int, worker: Any) -> Any:
-        """Make a thread's indexer, one after another; None once the pool is over."""
-        while not self._making.acquire(timeout=LOOK_SECONDS):
-            if self._is_over:
-                return None
-        try:
-            if self._is_over:
-                return None
-            self._group.begun[owner] = now_ns()
-            made = indexer.build(worker)
-            self._group.begun[owner] = MADE
-            return made
-        finally:
-            self._making.release()
-
-    @property
-    def _is_over(self) -> bool:
+    def _is_over(self, ring: Ring) -> bool:
         """Whether the pool was closed, or a thread has failed."""
-        return self._ring.closed == 1 or bool(self._group.failure)
+        return ring.closed == 1 or bool(self._group.failure)
 
-    def close(self) -> None:
-        """Close the ring and wait for the threads."""
-        self._ring.close()
-        self._group.join(CLOSE_SECONDS, hurried=self.is_hurried)
+    def close(self, *, hurried: bool) -> None:
+        """Close the rings and wait for the threads."""
+        for ring in self.rings:
+            ring.close()
+        self._group.join(CLOSE_SECONDS, hurried=hurried)
         if self._file is not None:
             self._file.close()
-        self._job = self._job.without_worker()
+        self._worker = None
+
+
+class _Over(Exception):
+    """The pool was closed before a thread could begin."""

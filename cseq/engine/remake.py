@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq._feed import FeedIterator
 from cseq.converter import output as outputs
+from cseq.engine.crews.inline import InlineCrew
+from cseq.engine.pool import Pool
+from cseq.engine.tickets.batches import Batches
 from cseq.order.place import Place
-from cseq.pools.inline import InlinePool
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,9 +72,11 @@ def remake(job: Job, epoch: int, batch: int, consumed: int) -> Remade:
     sampler = job.sampler.changed()  # with a reader of its own
     source, before = locate(sampler, epoch, batch, consumed)
     job = job._replace(sampler=sampler, output=outputs.resolve(job.output), on_error="raise")
-    pool = InlinePool(job)
+    tickets = Batches(job)
+    pool = Pool(InlineCrew(tickets), tickets)
     with closing(pool):
-        pool.begin(Place(epoch, before), epoch, before, pool.run.interrupt())
+        pool.open()
+        tickets.begin(Place(epoch, before), epoch, before, pool.run.interrupt())
         start = time.perf_counter()
         made = next(FeedIterator(pool.feed, pool.feed.generation))
         seconds = time.perf_counter() - start

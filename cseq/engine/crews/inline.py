@@ -1,4 +1,4 @@
-"""The inline pool: the caller makes each batch itself. This is test mode.
+"""The loop's own thread, which makes each batch itself. This is test mode.
 
 A ring of one cell, whose runner works on the trainer's own thread when the loop wants a batch.
 """
@@ -15,21 +15,19 @@ from cseq._work import Runner
 from cseq.converter.host import Converter
 from cseq.encoding import failure
 from cseq.encoding.transport import Objects
+from cseq.engine.crews.base import Crew
 from cseq.indexing import context, indexer
 from cseq.indexing.context import here
 from cseq.indexing.seeding import Seeds, call_here
 from cseq.measure.lanes import Lanes
 from cseq.measure.meters import Meters
 from cseq.measure.stats import Stats
-from cseq.pools.base import BatchPool
 from cseq.stage import INDEXER
 
 if TYPE_CHECKING:
-    from cseq.arguments import Job
-    from cseq.options import Size
-    from cseq.order.place import Place
+    from cseq.engine.tickets.base import Tickets
 
-__all__ = ["InlinePool"]
+__all__ = ["InlineCrew"]
 
 log = logging.getLogger("cseq")
 
@@ -49,35 +47,39 @@ class InlineIndexing(indexer.Indexing):
         super().fail(runner, error)
 
 
-class InlinePool(BatchPool):
+class InlineCrew(Crew):
     """Same order, same results, no process and no thread."""
 
-    def __init__(self, job: Job) -> None:
-        self._made: Any = None  # the indexer
-        words = job.sampler.words
-        ring = Ring(Block(ring_bytes(1, words, 1), zero=True), 1, words, 1)
-        objects = Objects(1)
-        self._batch_context = context.BatchContext(0, 1, job.sampler.seed)
-        self._seeds = Seeds(self._batch_context) if job.seed_globals else None
-        convert = None if job.output.kind == "null" else Converter(job.output).convert
-        self._indexing = InlineIndexing(objects, None, self._batch_context, convert, self._seeds)
-        super().__init__(
-            job,
-            ring,
-            objects,
-            make=partial(self._indexing.make_here, Runner(ring, INDEXER, 1, last=True), here),
-            lanes=Lanes(1, "inline"),
-        )
+    of = "MSequence"
 
-    def begin(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
+    def __init__(self, tickets: Tickets) -> None:
+        super().__init__(tickets)
+        self._made: Any = None  # the indexer
+        self._worker: Any = None
+        self._task = task = tickets.task(1, forks=True)
+        ring = Ring(Block(ring_bytes(1, tickets.words, 1), zero=True), 1, tickets.words, 1)
+        self.rings, self.lanes, self.reader = [ring], Lanes(1, "inline"), Objects(1)
+        self._batch_context = context.BatchContext(0, 1, task.seed)
+        self._seeds = Seeds(self._batch_context) if task.seed_globals else None
+        output = tickets.output
+        convert = None if output is None or output.kind == "null" else Converter(output).convert
+        self._indexing = InlineIndexing(
+            self.reader, None, self._batch_context, convert, self._seeds
+        )
+        self.make = partial(self._indexing.make_here, Runner(ring, INDEXER, 1, last=True), here)
+
+    def prepare(self, worker: Any, name: str = "worker") -> None:  # noqa: ARG002
+        """Set the user's object."""
+        self._worker = worker
+
+    def begin(self) -> None:
         """Begin an epoch; the first time, make the indexer."""
         if self._indexing.indexer is None:
             self._build()
-        super().begin(place, epoch, consumed, generation)
 
     def _build(self) -> None:
         """Make the indexer, as a worker process does: with the global generators seeded."""
-        build = partial(indexer.build_seeded, self._job.worker, self._seeds, copied=False)
+        build = partial(indexer.build_seeded, self._worker, self._seeds, copied=False)
         try:
             made = call_here(build, self._batch_context, self._seeds)
         except (StopIteration, SystemExit) as error:
@@ -85,25 +87,17 @@ class InlinePool(BatchPool):
                 raise
             raise failure.ordinary(error) from error
         self._made = made
-        self._indexing.indexer = indexer.leaving(made, self._batch_context, self._job.on_error)
-        indexer.FirstBatch(self._indexing, self._job.output, log.warning)
+        self._indexing.indexer = indexer.leaving(made, self._batch_context, self._task.on_error)
+        indexer.FirstBatch(self._indexing, self._task.output, log.warning)
 
-    @property
-    def size(self) -> Size:
-        """What it would be with workers."""
-        return self._job.start
-
-    def stats(self) -> Stats:
+    def stats(self, **counted: Any) -> Stats:
         """Count what was delivered."""
-        return Stats(batches=Meters.read(self.rings).counts()["batches"], skips=self.feed.skips)
+        batches = Meters.read(self.rings).counts()["batches"]
+        return Stats(batches=batches, skips=counted["skips"])
 
-    def close(self) -> None:
-        """Close the indexer, if this pool made it."""
+    def close(self, *, hurried: bool) -> None:  # noqa: ARG002
+        """Close the indexer, if this crew made it."""
         made, self._made, self._indexing.indexer = self._made, None, None
-        self.lanes.end()
-        self.feed.end()
         self._batch_context.clear()
-        call_here(
-            partial(indexer.dispose, self._job.worker, made, copied=False), self._batch_context
-        )
-        self._job = self._job.without_worker()
+        call_here(partial(indexer.dispose, self._worker, made, copied=False), self._batch_context)
+        self._worker = None

@@ -1,41 +1,30 @@
-"""The pool of `Streams`: items of workers, items of keys, calls of producers."""
+"""Items of workers, items of keys, calls of producers: the tickets of `Streams`."""
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from cseq._core import CALL, CALLED, IN_REQUEST, ITEM, KEY, KEYS, now_ns, ring_bytes
+from cseq._core import CALL, IN_REQUEST, ITEM, KEY, KEYS, now_ns, ring_bytes
 from cseq._feed import ItemSource, KeySource, Request
-from cseq._memory import Mapping
-from cseq.encoding import codec, failure
-from cseq.encoding.pickling import Pickled, dump, dumps
-from cseq.encoding.transport import SlotReader
-from cseq.encoding.writer import Writer
+from cseq.encoding import failure
+from cseq.engine.tickets.base import Tickets
 from cseq.errors import RemoteTraceback
-from cseq.indexing.producer import ENTRY
-from cseq.measure.lanes import Lanes
-from cseq.memory.arena import Arena
-from cseq.pools.base import Pool, file_name
+from cseq.indexing.producer import ItemTask
 from cseq.processes.deaths import Deaths, Held
-from cseq.processes.launcher import make_launcher
-from cseq.processes.supervisor import Supervisor
 from cseq.stage import RAISED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from cseq._core import Ring
     from cseq._feed import Feed
-    from cseq.encoding.transport import BatchReader
+    from cseq.engine.pool import Pool
+    from cseq.engine.tickets.base import Awaited, Working
     from cseq.options import WorkerOptions
-    from cseq.pools.base import Awaited, Working
 
     Answer = tuple[int, int, int, tuple[int, ...]]  # see `Ring.peek`
-    T = TypeVar("T")
 
-__all__ = ["Naming", "ProcessStreamPool", "StreamPool"]
+__all__ = ["Items", "Naming"]
 
 DEEPEST = 64  # the most tickets of one worker in flight, also if `prefetch` is larger
 MOST_BYTES = 16 << 20  # of all cells, beyond what `prefetch` of each worker takes
@@ -67,16 +56,13 @@ class Naming(NamedTuple):
     )
 
 
-class StreamPool(Pool):
-    """The pool of `Streams`; for one thread at a time, except `interrupt` and `close`.
+class Items(Tickets):
+    """A ring for each worker; for one thread at a time, except `Pool.close`."""
 
-    Attributes
-    ----------
-    crew : Supervisor, or Crew of `thread_stream`
-        Starts the workers, and notices what goes wrong with them.
-    """
-
-    crew: Any
+    pool: Pool[Items]
+    calls = CALLS
+    runners = 1
+    instead = "a thread cannot be replaced: what it makes comes late"
 
     def __init__(
         self,
@@ -88,82 +74,67 @@ class StreamPool(Pool):
         naming: Naming,
         fails: bool,
     ) -> None:
-        self._naming = naming
+        self.options, self._naming, self._fails = options, naming, fails
+        self.errors, self.interrupted = errors, naming.interrupted
         self._prefetch = prefetch
         self._depth = depth = min(prefetch, DEEPEST)
         # Besides items, a worker may hold one ticket that was cancelled.
         besides = 1 + CALLS
         # One worker may have all keys, unless the cells for them would take too much memory.
-        room = KEYS + KEY_ROOM
-        cell = ring_bytes(2, room, 1) - ring_bytes(1, room, 1)
+        self.words = words = KEYS + KEY_ROOM
+        cell = ring_bytes(2, words, 1) - ring_bytes(1, words, 1)
         affordable = MOST_BYTES // (num_workers * cell) - besides
         self._most = max(depth, min(prefetch * num_workers, DEEPEST, affordable))
-        self._options, self._fails = options, fails
-        rings, reader, lanes = self._open(num_workers, self._most + besides, room)
-        super().__init__(
-            rings,
-            reader,
-            errors=errors,
-            options=options,
-            lanes=lanes,
-            interrupted=naming.interrupted,
-        )
-        for ring in self.rings:
-            # Waking a worker costs more than a small item does. It sleeps only when all items asked
-            # for are ready, so it is woken when half of them are asked for again.
-            ring.wake_at = (depth + 1) // 2
+        self.rings = self.num_workers = num_workers
+        self.cells = self._most + besides
+        self.ahead = num_workers * (depth + besides)
         self._epoch = 0  # as tickets have it, where 0 is none; messages count epochs from 0
         self.assignments: list[Request] = []  # of the epoch that is under way
         self._begun = 0  # when the present wait began
         self._idle: dict[int, int] = {}  # since when a worker is ready and has claimed nothing
 
-    def _open(
-        self, num_workers: int, cells: int, room: int
-    ) -> tuple[list[Ring], BatchReader, Lanes]:
-        """Make the workers' queues, what reads items, and the crew; it starts nothing."""
-        raise NotImplementedError
+    def task(self, owner: int, *, forks: bool) -> ItemTask:  # noqa: ARG002
+        """Return what a worker is to do."""
+        return ItemTask(self.num_workers)
 
-    def give_feed(self) -> Feed:
-        """Return the feed, to which this pool then refers weakly.
+    def deaths(self) -> Deaths:
+        """Make what decides on workers that die."""
+        most, naming = self.options.max_restarts, self._naming
+        advice = "look at what makes it"
+        return Deaths(most, self.num_workers, naming.unit, advice, naming.lost, fails=self._fails)
+
+    def feed_of(self, pool: Pool[Items]) -> Feed:
+        """Return the feed, to which the pool then refers weakly; the rings are set up.
 
         What closes dropped `Streams` refers to the pool, and the feed to the iterator of keys,
         and so perhaps to the `Streams`.
         """
-        feed = self.feed
-        self.feed = weakref.proxy(feed)
+        for ring in pool.rings:
+            # Waking a worker costs more than a small item does. It sleeps only when all items asked
+            # for are ready, so it is woken when half of them are asked for again.
+            ring.wake_at = (self._depth + 1) // 2
+        feed = pool.feed
+        pool.feed = weakref.proxy(feed)
         return feed
 
-    # -- requests
-
-    def _write(self, value: Any, name: str) -> Request:
-        """Write something for a worker; TypeError if that cannot be sent."""
-        raise NotImplementedError
-
-    def _written(self, number: int, cell: int) -> Any:
-        """Return the key that the ticket in a cell refers to; on any thread."""
-        raise NotImplementedError
-
     def _write_key(self, key: Any, number: int) -> Request:
-        return self._write(key, f"key {number} of epoch {self._epoch - 1}")
+        return self.pool.crew.write(key, f"key {number} of epoch {self._epoch - 1}")
 
     # -- waiting
 
-    def _await(
-        self, generation: int, look: Callable[[], T | None], awaited: Awaited | None = None
-    ) -> T:
-        """Sleep until `look` finds something; times are measured from here."""
+    def note_wait(self) -> None:
+        """Note that the loop begins to wait: times are measured from here."""
         self._idle, self._begun = {}, now_ns()
-        return super()._await(generation, look, awaited)
 
-    def _working(self, awaited: Awaited | None) -> Working:
+    def working(self, awaited: Awaited | None) -> Working:
         """List what workers that are waited for work on, and since when: not before the wait."""
         found = []
         # Of each worker, the first.
-        first = dict(reversed(self.feed.awaited() if awaited is None else awaited))
+        first = dict(reversed(self.pool.feed.awaited() if awaited is None else awaited))
         for number, cell in first.items():
             owner = number + 1
             working = self._held_by(number)
-            if working or not self.crew.is_ready(owner):
+            if working or not self.pool.crew.is_ready(owner):
                 self._idle.pop(owner, None)
             else:  # its process may be stopped
                 since = self._idle.setdefault(owner, now_ns())
@@ -173,13 +144,13 @@ class StreamPool(Pool):
 
     def _held_by(self, number: int) -> Working:
         """Return what a worker works on, and since when (ns of `now_ns`)."""
-        ring = self.rings[number]
+        ring = self.pool.rings[number]
         held = [(cell, ring.holder(cell)[1]) for cell in ring.held(1)]
         return [(number + 1, since, self.held(number, cell).place) for cell, since in held if since]
 
     def held(self, number: int, cell: int, most: int = failure.MOST) -> Held:
         """Describe the item, or the call, of the ticket in a cell; on any thread."""
-        ring = self.rings[number]
+        ring = self.pool.rings[number]
         (epoch, kind, _), start, key = ring.ticket(cell), ring.start(cell), None
         if kind == CALL:
             kept = ring.kept[cell]
@@ -198,16 +169,16 @@ class StreamPool(Pool):
 
     def _key(self, number: int, cell: int) -> Any:
         """Return the key of the ticket in a cell; None: it has none."""
-        words = self.rings[number].indices(cell)
+        words = self.pool.rings[number].indices(cell)
         count = int(words[KEY])
         if count >= 0:
             return words[KEYS : KEYS + count].tolist()
-        return self._written(number, cell) if count == IN_REQUEST else None
+        return self.pool.crew.written(number, cell) if count == IN_REQUEST else None
 
-    def _describe(self, number: int, cell: int, error: BaseException) -> tuple[BaseException, None]:
+    def describe(self, number: int, cell: int, error: BaseException) -> tuple[BaseException, None]:
         """Name the item in an exception."""
         error = _signed(error, number)
-        place = f"{self._naming.unit} {self.rings[number].start(cell)} of worker {number}"
+        place = f"{self._naming.unit} {self.pool.rings[number].start(cell)} of worker {number}"
         named = failure.named(error, f"{place}, epoch {self._epoch - 1}")
         return named, None
 
@@ -224,21 +195,21 @@ class StreamPool(Pool):
         first: int,
     ) -> list[Any]:
         """Begin an epoch: post its tickets, start the workers; return the replies."""
-        feed = self.feed
+        feed = self.pool.feed
         self._end()
         try:
-            self.crew.check()
-            self.crew.begin()
+            self.pool.crew.check()
+            self.pool.crew.begin()
             self._epoch += 1
             requests = self._write_all(assignments)
             source: ItemSource | KeySource
             if keys is None:
                 source = ItemSource(
-                    self.rings, self._epoch, requests, depth=self._depth, first=first
+                    self.pool.rings, self._epoch, requests, depth=self._depth, first=first
                 )
             else:
                 source = KeySource(
-                    self.rings,
+                    self.pool.rings,
                     self._epoch,
                     requests,
                     keys,
@@ -258,9 +229,9 @@ class StreamPool(Pool):
                 posts = [self.post_call(number, None, name) for number in range(self.num_workers)]
             feed.refill()
             source.finish()  # which raises what the iterator of keys has raised
-            for ring in self.rings:
+            for ring in self.pool.rings:
                 ring.wake()
-            self.crew.launch()
+            self.pool.crew.launch()
             replies = [self._reply(*post, generation) for post in posts]
             feed.check(generation)
         except BaseException as error:
@@ -277,13 +248,13 @@ class StreamPool(Pool):
         written: dict[int, Request] = {}
         for assignment in assignments:
             if id(assignment) not in written:
-                written[id(assignment)] = self._write(assignment, "assignment")
+                written[id(assignment)] = self.pool.crew.write(assignment, "assignment")
         return [written[id(assignment)] for assignment in assignments]
 
     def _end(self) -> None:
         """Cancel the epoch, and the calls that are under way."""
         self.assignments = []
-        self.feed.end()
+        self.pool.feed.end()
 
     # -- calls
 
@@ -291,32 +262,32 @@ class StreamPool(Pool):
         self, method: str, args: tuple[Any, ...], workers: Sequence[int], *, behind: bool
     ) -> list[Any]:
         """Call a method in some workers. The next call cancels an interrupted one."""
-        generation = self.run.generation
+        generation = self.pool.run.generation
         try:
-            self.crew.check()
-            self.crew.launch()
+            self.pool.crew.check()
+            self.pool.crew.launch()
             for number in workers if behind else ():
-                for cell, ticket in self.feed.tickets(number)[-1:]:
+                for cell, ticket in self.pool.feed.tickets(number)[-1:]:
                     self._await_answer(number, cell, ticket, generation)
-            request = self._write((method, args), f"{method}'s arguments")
+            request = self.pool.crew.write((method, args), f"{method}'s arguments")
             name = f"a call of {method}()"
             posts = [self.post_call(number, request, name) for number in workers]
             del request  # it is freed with the last ticket that refers to it
             return [self._reply(*post, generation) for post in posts]
         except InterruptedError:
-            self.feed.check(generation)
+            self.pool.feed.check(generation)
             raise
 
     def post_call(self, number: int, request: Request | None, name: str) -> tuple[int, int, int]:
         """Post a call; return the worker, and cell and number of its ticket."""
         known = self.assignments
         epoch = (known[number], self._epoch) if known else ()
-        return number, *self.feed.post_call(number, request, name, *epoch)
+        return number, *self.pool.feed.post_call(number, request, name, *epoch)
 
     def _await_answer(self, number: int, cell: int, ticket: int, generation: int) -> Answer | None:
         """Sleep until a ticket is answered. None: it is not in the ring any more."""
-        peek = self.rings[number].peek
-        answer: Any = self._await(generation, lambda: peek(cell, ticket), [(number, cell)])
+        peek = self.pool.rings[number].peek
+        answer: Any = self.pool.await_for(generation, lambda: peek(cell, ticket), [(number, cell)])
         return answer or None
 
     def _reply(self, number: int, cell: int, ticket: int, generation: int) -> Any:
@@ -324,102 +295,24 @@ class StreamPool(Pool):
         answer = self._await_answer(number, cell, ticket, generation)
         if answer is None:
             raise InterruptedError("a signal handler has made another call")
-        at = cell + self.rings[number].first
+        at = cell + self.pool.rings[number].first
         if not answer[0] & RAISED:
             try:
-                reply = self._batch_reader.decode(at, *answer[1:])
+                reply = self.pool.crew.reader.decode(at, *answer[1:])
             except SystemExit as ending:
                 if failure.ends_program(ending):
                     raise
                 raise failure.ordinary(ending) from ending
-            self.feed.commit_reply(number, cell, ticket)
+            self.pool.feed.commit_reply(number, cell, ticket)
             return reply
-        error = self._batch_reader.error(at, *answer[1:])
+        error = self.pool.crew.reader.error(at, *answer[1:])
         place = self.held(number, cell).place
-        self.feed.commit_reply(number, cell, ticket, ends=True)
+        self.pool.feed.commit_reply(number, cell, ticket, ends=True)
         try:
             error = failure.named(_signed(error, number), place)
             raise error
         finally:
             del error  # its traceback refers to this frame: a reference cycle
-
-
-class ProcessStreamPool(StreamPool):
-    """The pool of streams from processes: items and requests travel through slots."""
-
-    supervisor: Supervisor
-
-    def _open(
-        self, num_workers: int, cells: int, room: int
-    ) -> tuple[list[Ring], BatchReader, Lanes]:
-        options, naming = self._options, self._naming
-        tickets = num_workers * (self._depth + 1 + CALLS)
-        self._arena = Arena(options.memory_limit, tickets=tickets)
-        self._arena.add_rings(
-            cells,
-            room,
-            1,
-            owners=num_workers,
-            rings=num_workers,
-            calls=CALLS,
-            name=file_name(num_workers, rings=num_workers),
-        )
-        lanes = Lanes(num_workers, "process")
-        self.crew = self.supervisor = Supervisor(
-            make_launcher(options.start_method, entry=ENTRY, threads=options.threads),
-            self._arena,
-            readers=num_workers,
-            task=lambda _: num_workers,
-            describe=self.held,
-            deaths=Deaths(
-                options.max_restarts,
-                num_workers,
-                naming.unit,
-                "look at what makes it",
-                naming.lost,
-                fails=self._fails,
-            ),
-            lanes=lanes,
-        )
-        self._crews = (self.supervisor,)
-        self._writers: list[Writer] = []  # that nothing is written with
-        return self._arena.rings, SlotReader(self._arena), lanes
-
-    def _write(self, value: Any, name: str) -> Request:
-        """Write something for a worker into a slot.
-
-        A signal handler may do the same meanwhile, with another writer.
-        """
-        pickled = self._pickle(value, name)
-        request = Request(self._arena.slots)
-        arena = self._arena
-        writer = self._writers.pop() if self._writers else Writer(arena.fd, arena.width)
-        writer.select(request.slot, self._arena.request(request.slot))
-        record = codec.encode_pickled(pickled, writer)
-        request.locate(writer.capacity, record)
-        self._writers.append(writer)
-        return request
-
-    def _pickle(self, value: Any, name: str) -> Pickled:
-        """Pickle something for a worker; one that was forked from this process has its classes."""
-        if self.supervisor.takes_objects:
-            with contextlib.suppress(Exception):  # `dump` raises it again, and explains it
-                buffers: list[memoryview] = []
-                return Pickled(dumps([value], buffers), buffers)
-        return dump(value, name=name)
-
-    def _written(self, number: int, cell: int) -> Any:
-        slot, capacity, *record = self.rings[number].indices(cell)[CALLED].tolist()
-        # Not by the arena, whose lock the loop's thread may have.
-        at = slot * self._arena.width
-        return codec.decode(Mapping(self._arena.fd, at, capacity, own=True), record)
-
-    def close(self) -> None:
-        """End the workers and free the memory; returns within a bounded time."""
-        self.supervisor.close(hurried=self.is_hurried)
-        for writer in self._writers:
-            writer.close()
-        self._arena.close()
 
 
 def _signed(error: BaseException, worker: int) -> BaseException:

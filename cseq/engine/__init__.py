@@ -1,0 +1,9 @@
+"""The engine: a pool is a crew that works on tickets.
+
+``pool``     the feed over rings, and the Python that it calls: waits, errors, counts
+``crews``    who makes what a ticket asks for: processes, threads, or the loop's own thread
+``tickets``  what is asked for: batches of an order, items of streams
+``worker``   the life of a worker, in a process or in a thread
+``tuning``   how many workers, how large a buffer: what 'auto' takes
+``remake``   a batch of any epoch once more, in the calling thread
+"""

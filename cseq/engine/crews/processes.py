@@ -1,0 +1,201 @@
+"""Worker processes, replaced when they die; rings and slots in shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from cseq._core import CALLED
+from cseq._feed import Request
+from cseq._memory import Mapping
+from cseq.converter.host import Converter
+from cseq.encoding import codec
+from cseq.encoding.pickling import Pickled, dump, dumps
+from cseq.encoding.transport import Objects, SlotReader
+from cseq.encoding.writer import Writer
+from cseq.engine.crews.base import Crew, file_name
+from cseq.engine.crews.threads import ThreadGroup, add_converters
+from cseq.engine.worker import ENTRY
+from cseq.measure.lanes import Lanes
+from cseq.memory.arena import Arena
+from cseq.processes.launcher import make_launcher
+from cseq.processes.supervisor import Supervisor
+from cseq.system import available_memory, neighbours, private_memory
+
+if TYPE_CHECKING:
+    from cseq.converter.export import Imports
+    from cseq.converter.page_locks import PageLocks
+    from cseq.engine.tickets.base import Tickets, Working
+    from cseq.measure.stats import Stats
+
+__all__ = ["ProcessCrew"]
+
+
+class ProcessCrew(Crew):
+    """Worker processes; converters are processes, too, or threads."""
+
+    supervisor: Supervisor
+    of = "MPSequence"  # as a report names what has it
+    _imports: Imports | None = None  # if converters are processes
+
+    def __init__(self, tickets: Tickets) -> None:
+        super().__init__(tickets)
+        options, output = tickets.options, tickets.output
+        in_processes = tickets.converts_in_processes
+        self._locks: PageLocks | None = None
+        # Converter threads copy to the device from where a batch lies.
+        if output is not None and output.use_cuda and not in_processes:
+            from cseq.converter.page_locks import PageLocks
+
+            self._locks = PageLocks(output.device)
+        self.timed = tickets.num_workers + (tickets.num_converters if in_processes else 0)
+        self._arena = Arena(options.memory_limit, self._locks, tickets=tickets.ahead)
+        self._arena.add_rings(
+            tickets.cells,
+            tickets.words,
+            tickets.runners,
+            owners=self.timed,
+            rings=tickets.rings,
+            calls=tickets.calls,
+            limit=tickets.limit,
+            name=file_name(tickets),
+        )
+        self.rings = self._arena.rings
+        self.lanes = Lanes(tickets.num_workers, "process")
+        self.supervisor = Supervisor(
+            make_launcher(options.start_method, entry=ENTRY, threads=options.threads),
+            self._arena,
+            readers=tickets.num_workers,
+            task=lambda owner: tickets.task(owner, forks=True),
+            describe=tickets.held,
+            deaths=tickets.deaths(),
+            lanes=self.lanes,
+        )
+        self._group = ThreadGroup(self.rings[0])
+        self._writers: list[Writer] = []  # that nothing is written with
+        self._reader = SlotReader(self._arena)
+        self._find_way_out(in_processes=in_processes)
+
+    def _find_way_out(self, *, in_processes: bool) -> None:
+        """Take batches from converters, or convert them in the loop's thread, or not at all."""
+        tickets, output = self.tickets, self.tickets.output
+        self.reader = self._reader
+        if output is None:
+            return
+        if in_processes:
+            from cseq.converter.export import Imports
+
+            convert = Converter(output).convert
+            self.reader = self._imports = Imports(self._arena, self.rings[0], output, convert)
+            self.on_cancel = self._imports.cancel
+        elif tickets.num_converters:
+            from cseq.converter.cuda import receive
+
+            self.reader, self.convert = Objects(tickets.cells, self._reader), receive
+        elif output.kind != "null":
+            converter = Converter(output)
+            self.convert, self.leaf_for = converter.convert, converter.leaf_for
+
+    def prepare(self, worker: Any, name: str = "worker") -> None:
+        """Get ready all that the workers need, and start converters that are threads."""
+        options = self.tickets.options
+        if isinstance(self.reader, Objects):
+            add_converters(self.tickets, self.rings[0], self._reader, self.reader, self._group)
+            self._group.start()
+        self.supervisor.prepare(
+            worker,
+            name=name,
+            preload=options.preload,
+            needs=[] if self._imports is None else ["torch"],
+            timeout=options.timeout,
+        )
+
+    def launch(self) -> None:
+        """Start the processes, once."""
+        self.supervisor.launch()
+
+    def begin(self) -> None:
+        """Begin an epoch, by which deaths are counted."""
+        self.supervisor.begin()
+
+    def resize(self, num_workers: int) -> None:
+        """Go on with another number of workers."""
+        self.supervisor.resize(num_workers)
+
+    def room_for(self, num_workers: int, present: int) -> int:
+        """Return how many there is memory for: half of what is left may go to processes."""
+        free = available_memory()
+        each = max(private_memory(pid) for pid in self.supervisor.pids())
+        if free is None or not each:
+            return num_workers
+        more = free // (2 * neighbours() * each)
+        return min(num_workers, present + more)
+
+    def check(self) -> None:
+        """Raise errors of processes, and of converter threads."""
+        self.supervisor.check()
+        self._group.check()
+
+    def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:
+        """Raise WorkerTimeout for what takes longer, or restart its worker."""
+        self.supervisor.check_time(working, timeout, restart=restart)
+
+    def is_ready(self, owner: int) -> bool:
+        """Whether a worker has made its indexer, or producer."""
+        return self.supervisor.is_ready(owner)
+
+    def died_of(self, number: int, cell: int) -> BaseException | None:
+        """Return the exception in place of a ticket that has killed its workers."""
+        return self.supervisor.died_of(number, cell)
+
+    def write(self, value: Any, name: str) -> Request:
+        """Write something for a worker into a slot.
+
+        A signal handler may do the same meanwhile, with another writer.
+        """
+        pickled = self._pickle(value, name)
+        request = Request(self._arena.slots)
+        arena = self._arena
+        writer = self._writers.pop() if self._writers else Writer(arena.fd, arena.width)
+        writer.select(request.slot, self._arena.request(request.slot))
+        record = codec.encode_pickled(pickled, writer)
+        request.locate(writer.capacity, record)
+        self._writers.append(writer)
+        return request
+
+    def _pickle(self, value: Any, name: str) -> Pickled:
+        """Pickle something for a worker; one that was forked from this process has its classes."""
+        if self.supervisor.takes_objects:
+            with contextlib.suppress(Exception):  # `dump` raises it again, and explains it
+                buffers: list[memoryview] = []
+                return Pickled(dumps([value], buffers), buffers)
+        return dump(value, name=name)
+
+    def written(self, number: int, cell: int) -> Any:
+        """Return the key that the ticket in a cell refers to; on any thread."""
+        slot, capacity, *record = self.rings[number].indices(cell)[CALLED].tolist()
+        # Not by the arena, whose lock the loop's thread may have.
+        at = slot * self._arena.width
+        return codec.decode(Mapping(self._arena.fd, at, capacity, own=True), record)
+
+    def stats(self, **counted: Any) -> Stats:
+        """Return counts and times; a batch that is converted again is made again, too."""
+        deaths = self.supervisor.deaths
+        counted["restarts"], counted["copies"] = deaths.restarts, self._arena.copies
+        stats = super().stats(**counted, retries=deaths.retries)
+        lost = 0 if self._imports is None else self._imports.lost
+        return replace(stats, retries=stats.retries + lost)
+
+    def close(self, *, hurried: bool) -> None:
+        """End the workers, and then free what they used."""
+        self.supervisor.closed = True
+        if self._imports is not None:  # it may still read the converter processes' memory
+            self._imports.close()
+        self.supervisor.close(hurried=hurried)
+        self._group.join(1.0)
+        if self._locks is not None:
+            self._locks.close()
+        for writer in self._writers:
+            writer.close()
+        self._arena.close()

@@ -1,0 +1,1 @@
+"""What a pool asks for: batches of an order, or items of streams."""

@@ -1,0 +1,127 @@
+"""The life of a worker, in a process or in a thread: made, at work, disposed of.
+
+::
+
+    trainer                                        worker process
+      Feed ── tickets, indices ──► ring ─────────►  Runner ── indices ──► indexer
+      SlotReader ◄── views ── slots (arena) ◄───────── Writer ◄── batch
+      Supervisor ◄── end of file ── socket ──────►  `main`; ends when its socket does
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from cseq._work import Runner
+from cseq.indexing import context
+from cseq.indexing.indexer import dispose
+from cseq.processes.launcher.forks import in_forked_children
+from cseq.processes.worker import NOTED, enter, send_state
+from cseq.stage import CONVERTER, run
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from cseq.encoding.transport import BatchWriter, Source
+    from cseq.indexing.indexer import BatchTask
+    from cseq.indexing.producer import ItemTask
+    from cseq.processes.worker import Entered
+
+__all__ = ["ENTRY", "convert", "main", "serve"]
+
+ENTRY = "cseq.engine.worker:main"  # what worker processes run
+
+
+def main(sock: socket.socket, local: Any = None) -> None:
+    """Run one worker process.
+
+    Parameters
+    ----------
+    sock : socket
+        To the trainer. When it ends, so does this process.
+    local : object, optional
+        The user's object, if it was inherited by `os.fork` and is in no file.
+    """
+    entered = enter(sock)
+    setup = entered.setup
+    task = setup.task
+    runner = Runner(entered.ring, task.stage, setup.owner, last=task.last)
+    if task.stage == CONVERTER:
+        _convert(task, runner, entered)
+        return
+    serve(
+        task,
+        runner,
+        context.BatchContext(setup.number, task.num_workers, task.seed),
+        entered.writer,
+        partial(entered.read, local),
+        entered.starting(),
+        lambda note: send_state(sock, NOTED, note.encode()),
+        copied=True,
+    )
+
+
+def serve(
+    task: BatchTask | ItemTask,
+    runner: Runner,
+    batch_context: context.BatchContext,
+    writer: BatchWriter,
+    read: Callable[[], Any],
+    starting: AbstractContextManager[object],
+    tell: Callable[[str], object],
+    *,
+    copied: bool,
+    convert: Callable[[Any], Any] | None = None,
+) -> None:
+    """Make what the tickets of a ring ask for, until it is closed to this worker.
+
+    Parameters
+    ----------
+    read : callable
+        Returns the user's object.
+    starting : context manager
+        Around the making of what makes batches.
+    tell : callable
+        Called with the text of a warning.
+    copied : bool
+        It is this process's own copy of the user's object; batches are written into slots.
+    convert : callable, optional
+        Applied to every batch.
+    """
+    context.enter(batch_context)
+    with starting:
+        worker, made = task.make(read, batch_context, copied=copied)
+    if copied:
+        writer.place_arrays()
+        # In a process that the user's code forks, `cseq.empty` is numpy's.
+        in_forked_children(partial(setattr, batch_context, "allocator", None))
+    work = task.work(made, runner.ring, batch_context, writer, tell, convert, copied=copied)
+    try:
+        run(runner, work.work)
+    finally:
+        batch_context.clear()
+        dispose(worker, made, copied=copied)
+
+
+def _convert(task: BatchTask, runner: Runner, entered: Entered) -> None:
+    with entered.starting():
+        from cseq.converter.cuda import CudaConverter
+
+        converter = CudaConverter(task.output)
+    work = partial(convert, entered.writer, converter.export, entered.writer)
+    run(runner, work, idle=converter.reap)
+    converter.close()
+
+
+def convert(
+    source: Source, function: Callable[[Any], Any], batch_writer: BatchWriter, runner: Runner
+) -> None:
+    """Do the work of a converter: its batch, converted by a function, is published."""
+    try:
+        record = batch_writer.write(runner, function(source.fetch(runner)))
+        batch_writer.publish(runner, record)
+    except BaseException as error:  # noqa: BLE001 - it is raised in the loop
+        batch_writer.fail(runner, error)
