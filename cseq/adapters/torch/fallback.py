@@ -39,7 +39,7 @@ log = logging.getLogger("cseq")
 
 UNUSABLE = (
     "the state that was loaded cannot be used: this loader has torch's own iterator, which begins "
-    "at the first batch"
+    "at the first batch, since %s; load_state_dict({}) drops the state"
 )
 
 # How many iterators there were, by their loader's class, and why they were torch's, if they were.
@@ -189,7 +189,7 @@ def make_iterator(
             chosen.set_state(before[1])
     if reason is not None:
         if resume is not None:
-            raise ValueError(f"{UNUSABLE}, since {reason}; load_state_dict({{}}) drops the state")
+            raise ValueError(UNUSABLE % reason)
         told = data.DataLoader if reason is names.REASON else loader  # the reason is that of all
         if told not in _told:
             _told.add(told)

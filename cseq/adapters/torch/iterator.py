@@ -19,7 +19,7 @@ from cseq.adapters.torch.stateful import is_stateful
 from cseq.encoding import failure
 from cseq.encoding.pickling import dumps
 from cseq.errors import WorkerDied, WorkerTimeout
-from cseq.indexing.leaving import indices_of
+from cseq.indexing.leaving import indices_of, note_batch, note_samples
 from cseq.stream import ItemFailure, Naming, Streams
 
 if TYPE_CHECKING:
@@ -348,7 +348,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
                 place = None if item.is_setup else item.place
                 return self._fail(error, place, indices_of(item.key))
             if item.left:
-                progress.leave(item.left)
+                progress.skipped.extend(note_samples(None, progress.yielded, item.left))
             item = item.batch
         if self._pin_memory and not self._in_threads:
             try:
@@ -373,7 +373,8 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
         self._num_yielded -= 1  # torch's `__next__` counts it, and warns of too many
         self._error = error
         if self._skips_errors and place is not None and isinstance(error, Exception):
-            self.progress.skip(error, place, indices)
+            progress = self.progress
+            progress.skipped.append(note_batch(place, None, progress.yielded, error, indices))
             self._error = LEFT_OUT
 
     def _pin_next(self) -> None:

@@ -258,7 +258,7 @@ class DataLoader(Torchs[T_co]):
         )
         reason = resume and reason_against(self)
         if reason:
-            raise ValueError(f"{UNUSABLE}, since {reason}; load_state_dict({{}}) drops the state")
+            raise ValueError(UNUSABLE % reason)
         return resume
 
     def _batching(self) -> dict[str, Any]:

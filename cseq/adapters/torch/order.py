@@ -414,6 +414,13 @@ class Keys:
         Whether states may be asked for.
     resume : dict, optional
         The state of the run that is resumed: its generators are put back.
+
+    Attributes
+    ----------
+    start : tuple of int
+        Samples that were over, and batches, where the epoch was cut anew.
+    omitted : int
+        Batches that accelerate's SkipBatchSampler leaves out.
     """
 
     def __init__(self, loader: Any, *, keeps_state: bool, resume: State | None = None) -> None:
@@ -429,14 +436,13 @@ class Keys:
         self._after = getattr(index_sampler, "state_after", None)  # of cseq's BatchSampler
         has_sources = self._keeps_state and self._after is None
         self._sources = sources_of(index_sampler) if has_sources else {}
-        self._start = 0, 0  # samples that were over, and batches, where the epoch was cut anew
+        self.start = 0, 0
         if resume is not None:
             self._put_back(resume)
-            self._start = tuple(resume["start"])
+            self.start = tuple(resume["start"])
         self._strict = resume is None or resume["strict"] or self._after is None
         self._epochs = Epochs(loader, inner, resume) if "epoch" in self._sources else None
         self._begun_with = self.loaders_generator(now=True)
-        self._before: State = {}
         self.look_again()
         self._state: State | None = None  # before the first key
         self._base = 0  # keys before that
@@ -451,7 +457,7 @@ class Keys:
         if resume is not None and resume["_iterator_finished"]:
             self._put_back(resume)
         is_torchs = type(self._index_sampler) in (BatchSampler, *OWN)  # whose `iter` draws nothing
-        self._before = {} if is_torchs else look(self._sources)
+        self._before: State = {} if is_torchs else look(self._sources)
 
     def _put_back(self, resume: State) -> None:
         """Put the generators back to where the epoch that is resumed, or the next one, began."""
@@ -481,8 +487,8 @@ class Keys:
 
         `iterator` is ``iter(index_sampler)``, `state` that of the run that is resumed.
         """
-        if self._start[0] and not self._keeps_state:  # it needs no state of its own
-            iterator, yielded = tail(self._index_sampler, self._start[0]), yielded - self._start[1]
+        if self.start[0] and not self._keeps_state:  # it needs no state of its own
+            iterator, yielded = tail(self._index_sampler, self.start[0]), yielded - self.start[1]
         elif is_permuted(self._index_sampler):
             iterator = permuted(self._index_sampler)
         elif self.omitted:
@@ -495,7 +501,7 @@ class Keys:
                     f"the state is of a sampler {its} a generator, and this loader's {ours}, so "
                     f"its order is another; make it {its} one, or do not load this state"
                 )
-            self._state, self._base = state, state.get("base", 0) or self._start[1]
+            self._state, self._base = state, state.get("base", 0) or self.start[1]
             return chain.from_iterable(self._again(yielded - self._base, state))
         if "sampler" in state and self._sampler is not None:
             options = {} if self._strict else {"strict": False}
@@ -538,9 +544,9 @@ class Keys:
             put(generators["first"] | generators["iter"], self._sources)
             if self._sampler is not None and "sampler" in state:
                 self._sampler.load_state_dict(copy.deepcopy(state["sampler"]))
-            is_slices = is_permuted(sampler) and not self._start[0]
-            if self._start[0]:
-                iterator = tail(sampler, self._start[0])
+            is_slices = is_permuted(sampler) and not self.start[0]
+            if self.start[0]:
+                iterator = tail(sampler, self.start[0])
             else:
                 iterator = permuted(sampler, skip) if is_slices else iter(sampler)
             put(generators["first"], self._sources)
@@ -551,7 +557,7 @@ class Keys:
                 self._compare(before)
         finally:
             put(trainers)
-            if not skip and not self._start[0] and type(inner_of(sampler)) is RandomSampler:
+            if not skip and not self.start[0] and type(inner_of(sampler)) is RandomSampler:
                 torch.empty((), dtype=torch.int64).random_()  # as its first key does
         yield key
         yield iterator

@@ -19,7 +19,6 @@ from cseq.adapters.torch.order import put, sources_in, text_of
 from cseq.adapters.torch.stateful import left_by
 from cseq.check import count
 from cseq.encoding.pickling import dumps
-from cseq.indexing.leaving import note_batch, note_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +66,6 @@ class LoaderProgress:
         self.order, self.base_seed = order, base_seed  # None: no epoch has begun
         self.finished = False
         self.batching: State | None = None  # what the loader says of it, once a state is asked for
-        self.start = [0, 0] if resume is None else resume["start"]
         self.skipped: deque[Skipped] = deque(maxlen=MOST_SKIPPED)
         self.inline: DatasetState | None = None  # where the trainer makes the batches
         # Of an IterableDataset, for each worker: batches delivered, whether there are no more.
@@ -85,14 +83,6 @@ class LoaderProgress:
         if self.iterable:  # they take turns: the last with the most batches was the latest
             self.turn = -self.counts[::-1].index(max(self.counts)) % several
 
-    def skip(self, error: Exception, place: str, indices: list[Any]) -> None:
-        """Note, and log, that the next batch is left out, since it is an error."""
-        self.skipped.append(note_batch(place, None, self.yielded, error, indices))
-
-    def leave(self, left: tuple[tuple[Any, str], ...]) -> None:
-        """Note, and log, which samples are left out of the next batch."""
-        self.skipped.extend(note_samples(None, self.yielded, left))
-
     def as_dict(self, *, next_epoch: bool) -> State:
         """Return it as `state_dict` does: another dict each time.
 
@@ -100,9 +90,8 @@ class LoaderProgress:
         distributed checkpoints restore only the keys that the state of a new loader has, and look
         into dicts and lists.
         """
-        has_begun = self.base_seed is not None
-        is_over = self.finished or (next_epoch and has_begun)
-        is_between = is_over or not has_begun
+        is_over = self.finished or (next_epoch and self.base_seed is not None)
+        is_between = is_over or self.base_seed is None
         generator = self.order.loaders_generator(now=is_between)
         if self.inline:
             states: list[State | None] = [copy.deepcopy(self.inline.take(self.yielded))]
@@ -119,7 +108,7 @@ class LoaderProgress:
             "_sampler_iter_yielded": self.yielded,
             "_iterator_finished": is_over,
             "sampler": (self.order.state(self.yielded, finished=is_between),),
-            "start": list(self.start),
+            "start": list(self.order.start),
             "counts": list(self.counts),
             "ended": list(self.ended),
             "workers": tuple(states),
