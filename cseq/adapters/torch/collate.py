@@ -2,21 +2,31 @@
 
 In a worker, torch's default_collate stacks tensors into a new file of shared memory for each. Here
 it stacks them into the batch's slot, which is there already. Its map of functions by type is
-changed for that, so a collate function that calls default_collate gains by it as well.
+changed for that, so a collate function that calls default_collate gains by it as well. One that
+calls `torch.stack` or `torch.cat` gains by `collating`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import default_collate, default_convert
 
 from cseq.adapters.torch import names
 from cseq.indexing import context
 from cseq.indexing.dataset import IN_PLACE, empty_tensor, is_plain
 
-__all__ = ["stack_in_slots", "stack_in_threads"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["collating", "stack_in_slots", "stack_in_threads"]
+
+WATCHED = 1 << 20  # bytes from which a copy takes longer than to watch a collate function's calls
+EVERY = 32  # batches: of so many, one is watched if nothing is gained
 
 
 def stack_in_slots() -> None:
@@ -71,3 +81,79 @@ def collate_arrays(batch: Any, *, collate_fn_map: Any = None) -> Any:
     out = context.empty(dims, dtype) if is_large else np.empty(dims, dtype)
     np.stack(batch, out=out)
     return torch.from_numpy(out)
+
+
+def collating(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a collate function whose large `torch.stack` and `torch.cat` are made in the slot."""
+    return function if function in (default_collate, default_convert) else _Collating(function)
+
+
+class _Collating:
+    """A collate function of the user's.
+
+    torch's allocator cannot be replaced as numpy's can, so its calls of torch are watched, which
+    takes some microseconds for each: while a tensor of the batch is in the slot for that, and once
+    in a while.
+    """
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+        self._batches = 0
+        self._gains = False
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch."""
+        self._batches += 1
+        if not self._gains and self._batches % EVERY != 1:
+            return self._function(samples)
+        with _Watch() as watch:
+            batch = self._function(samples)
+        self._gains = any(tensor() is not None for tensor in watch.made)
+        return batch
+
+
+class _Watch(TorchFunctionMode):
+    """Has `stack` and `cat` of large tensors, along their first dimension, write into the slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is not torch.stack and function is not torch.cat:
+            return function(*args, **kwargs)
+        options = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+        shape = None
+        if options.keys() <= {"tensors", "dim"} and options.get("dim", 0) == 0:
+            shape = _shape_of(options.get("tensors"), stacked=function is torch.stack)
+        if shape is None:
+            return function(*args, **kwargs)
+        out = empty_tensor(shape, options["tensors"][0].dtype)
+        self.made.append(weakref.ref(out))
+        return function(options["tensors"], 0, out=out)
+
+
+def _shape_of(tensors: Any, *, stacked: bool) -> tuple[int, ...] | None:
+    """Return the shape of these tensors together, if they are large and alike; else None."""
+    if type(tensors) not in (list, tuple) or not tensors:
+        return None
+    if not all(type(tensor) is torch.Tensor and is_plain(tensor) for tensor in tensors):
+        return None
+    first = tensors[0]
+    joined = 0 if stacked else 1  # dimensions that may differ
+    shape = first.shape[joined:]
+    for tensor in tensors:
+        if (
+            tensor.dtype != first.dtype
+            or tensor.dim() != first.dim()
+            or tensor.dim() < joined
+            or tensor.shape[joined:] != shape
+            or not tensor.is_contiguous()
+        ):
+            return None
+    if sum(tensor.nbytes for tensor in tensors) < WATCHED:
+        return None
+    return (len(tensors) if stacked else sum(map(len, tensors)), *shape)

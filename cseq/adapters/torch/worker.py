@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 from cseq._core import check_depth
 from cseq._memory import fork_depth
 from cseq.adapters.torch import names
-from cseq.adapters.torch.collate import stack_in_slots, stack_in_threads
+from cseq.adapters.torch.collate import collating, stack_in_slots, stack_in_threads
 from cseq.adapters.torch.stateful import DatasetState
 from cseq.encoding import failure
 from cseq.encoding.pickling import dumps
@@ -230,6 +230,7 @@ class Fetcher:
         setup = self._setup
         multiprocessing.current_process().name = f"DataLoader-{self._number}"
         torch.set_num_threads(1)
+        self._collate = collating(self._collate)
         for (_, enter), mode in zip(MODES, setup.modes, strict=False):
             enter(mode)
         base_seed = self._epoch.base_seed

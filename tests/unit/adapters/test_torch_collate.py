@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.data import default_collate  # noqa: E402
+from torch.utils.data import default_collate, default_convert  # noqa: E402
 from torch_data import same  # noqa: E402
 
 from cseq.adapters.torch import collate, names  # noqa: E402
@@ -146,6 +146,74 @@ def test_the_users_own_functions_stay(room: Room) -> None:
     names.collate_map[torch.Tensor] = own
     collate.stack_in_slots()
     assert default_collate([torch.ones(BIG)]) == "own"
+
+
+# ── the user's own collate function ────────────────────────────────────────────────────────
+
+LARGE = (512, 1024)
+
+OWN: list[tuple[Any, list[Any]]] = [
+    (torch.stack, [torch.rand(LARGE), torch.rand(LARGE)]),
+    (torch.stack, [torch.rand(LARGE).bfloat16()] * 3),
+    (torch.cat, [torch.rand(LARGE), torch.rand(3, 1024)]),
+    (lambda samples: torch.stack(tuple(samples), dim=0), [torch.rand(LARGE)] * 2),
+    (lambda samples: {"a": [torch.stack(tensors=samples)]}, [torch.rand(LARGE)] * 2),
+]
+NOT_OWN: list[tuple[Any, list[Any]]] = [
+    (torch.stack, [torch.rand(3)] * 2),
+    (torch.stack, [torch.rand(LARGE), torch.rand(LARGE).double()]),
+    (torch.stack, [torch.rand(LARGE).T] * 2),
+    (torch.stack, [torch.rand(LARGE).as_subclass(Sub)] * 2),
+    (torch.stack, [torch.rand(LARGE, requires_grad=True)] * 2),
+    (torch.cat, [torch.rand(LARGE), torch.rand(0)]),
+    (torch.hstack, [torch.rand(LARGE)] * 2),
+    (lambda samples: torch.stack(samples, 1), [torch.rand(LARGE)] * 2),
+    (lambda samples: torch.stack(samples, out=torch.empty(2, *LARGE)), [torch.rand(LARGE)] * 2),
+]
+
+
+@pytest.mark.parametrize(("function", "samples"), OWN)
+def test_large_tensors_of_the_users_own_function_are_in_the_slot(
+    room: Room, function: Any, samples: Any
+) -> None:
+    """Those of every batch from the first on."""
+    own = collate.collating(function)
+    expected = function(samples)
+    for count in range(1, 4):
+        assert same(own(samples), expected)
+        assert len(room.asked) == count
+
+
+@pytest.mark.parametrize(("function", "samples"), NOT_OWN)
+def test_other_tensors_of_the_users_own_function(room: Room, function: Any, samples: Any) -> None:
+    got, expected = collate.collating(function)(samples), function(samples)
+    assert same(got.detach(), expected.detach())
+    assert (type(got), got.requires_grad) == (type(expected), expected.requires_grad)
+    assert not room.asked
+
+
+def test_errors_of_the_users_own_function(room: Room) -> None:
+    own = collate.collating(torch.stack)
+    for samples in ([], [torch.rand(LARGE), torch.rand(3)], [torch.rand(LARGE), None], None):
+        with pytest.raises((RuntimeError, TypeError)) as expected:
+            torch.stack(samples)
+        with pytest.raises(expected.type) as got:
+            own(samples)
+        assert str(got.value) == str(expected.value)
+
+
+def test_what_does_not_get_into_the_batch_is_not_put_into_the_slot(room: Room) -> None:
+    """After the first batch; from time to time it is tried again."""
+    own = collate.collating(lambda samples: torch.stack(samples) + 1)
+    samples = [torch.rand(LARGE)] * 2
+    for _ in range(collate.EVERY + 1):
+        assert same(own(samples), torch.stack(samples) + 1)
+    assert len(room.asked) == 2
+
+
+def test_torchs_own_functions_are_not_watched() -> None:
+    for function in (default_collate, default_convert):
+        assert collate.collating(function) is function
 
 
 @pytest.mark.usefixtures("room")
