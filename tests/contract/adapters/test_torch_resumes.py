@@ -247,6 +247,7 @@ class Case:
         if keeps_state and "thread" in self.methods:
             # One thread alone can have the data set's state, and has it in the next epoch, too.
             self.methods = "thread", "thread"
+        if "thread" in self.methods and (keeps_state or self.kind in ITERABLE):
             self.num_workers = self.second = min(1, self.num_workers)
 
     def __str__(self) -> str:
