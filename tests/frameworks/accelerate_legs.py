@@ -162,6 +162,8 @@ def main(mode: str, *arguments: str) -> None:
         wrong = [text for seed in seeds if (text := worlds(mode, *folder, seed))]
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(json.dumps(wrong))
+    if dist.is_initialized():  # otherwise gloo's threads may abort the process at its end
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -84,7 +84,10 @@ def train(
 
 
 def leg(chosen: random.Random, ranks: int) -> tuple[str, list[str]]:
-    """Train, be killed, and resume from one of the checkpoints."""
+    """Train, be killed, and resume from one of the checkpoints.
+
+    None is chosen that lies between two steps of the optimiser: it has no gradients.
+    """
     samples, batch = chosen.randint(30, 70), chosen.choice((4, 8))
     workers = chosen.choice((0, 2))
     drop_last, own = chosen.random() < 0.3, chosen.random() < 0.3
@@ -103,6 +106,7 @@ def leg(chosen: random.Random, ranks: int) -> tuple[str, list[str]]:
     if chosen.random() < 0.25 and length > 2:
         length = chosen.randint(2, length)
         options["limit_train_batches"] = length
+    steps = -(-length // accumulate)
     held_out = [{"seed": None, "batch_size": 8, "num_workers": workers}]
     held_out.append({**held_out[0], "seed": 8, "shuffle": True})
     held_out = held_out[: chosen.randint(0, 2)]
@@ -110,7 +114,7 @@ def leg(chosen: random.Random, ranks: int) -> tuple[str, list[str]]:
         options |= chosen.choice(
             (
                 {},
-                {"val_check_interval": chosen.randint(1, length)},
+                {"val_check_interval": min(length, accumulate * chosen.randint(1, steps))},
                 {"check_val_every_n_epoch": 2},
                 {"limit_val_batches": 2},
             )
@@ -122,7 +126,6 @@ def leg(chosen: random.Random, ranks: int) -> tuple[str, list[str]]:
         *({"save_on_train_epoch_end": False},) * len(held_out),
     ]
     saver = chosen.choice(savers)
-    steps = -(-length // accumulate)
     run = train, samples, [loader, held_out, own], saver, options
     kill_at = chosen.randint(2 * length, EPOCHS * length - 1)
     if legs.on_ranks(ranks, *run, None, kill_at) is not None:
