@@ -1,6 +1,6 @@
-"""Figures of the README and the pages, from results/latest.json: `python benchmarks/tables.py`.
+"""Figures of the README and the pages, from results: `python benchmarks/tables.py`.
 
-The table of performance.md is made anew. Elsewhere, a sentence is found by its words, and gets its
+They are those of latest.json, and of renewed.json for the cases that it has. The table of performance.md is made anew. Elsewhere, a sentence is found by its words, and gets its
 figures: `{case: contender}`, that figure *less* another contender's, or *over* it. A test compares
 the pages with what this program makes of them.
 """
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "latest.json"
+RESULTS = ROOT / "benchmarks" / "results"
+NAMES = ("latest", "renewed")  # the second has cases that were measured again since
 HEAD = "|work|cseq|torch|best peer|limit|\n|---|---:|---:|---:|---:|\n"
 PEERS = "SPDL|Grain|grain|lhotse|trl|numpy|queue|multiproc|concurrent|Stateful|WebLoader"
 UNITS = ("ns", "µs", "ms", "s")
@@ -133,9 +134,9 @@ possible is {computing_uneven: best possible, 32 in hand}.
 class Run:
     """The medians of a run, as pages have them."""
 
-    def __init__(self, report: dict[str, Any]) -> None:
-        self.cases = {case["name"]: case for case in report["cases"]}
-        about = report["machine"]
+    def __init__(self, *reports: dict[str, Any]) -> None:
+        self.cases = {case["name"]: case for report in reports for case in report["cases"]}
+        about = reports[0]["machine"]
         cpu, cores = re.sub(r"\(R\)| Processor.*", "", about["cpu"]), about["cores"]
         self.machine = f"cseq {about['versions']['cseq']} on {cores} cores of an {cpu}"
 
@@ -188,7 +189,8 @@ def renewed(page: str, sentence: str, run: Run) -> str:
 
 def pages() -> dict[Path, str]:
     """The pages as they should be."""
-    run = Run(json.loads(RESULTS.read_text(encoding="utf-8")))
+    texts = ((RESULTS / f"{name}.json").read_text(encoding="utf-8") for name in NAMES)
+    run = Run(*map(json.loads, texts))
     result = {}
     for name, sentences in SENTENCES.items():
         page = (ROOT / name).read_text(encoding="utf-8")
