@@ -136,7 +136,7 @@ class Run:
 
     def __init__(self, *reports: dict[str, Any]) -> None:
         self.cases = {case["name"]: case for report in reports for case in report["cases"]}
-        about = reports[0]["machine"]
+        about = reports[-1]["machine"]
         cpu, cores = re.sub(r"\(R\)| Processor.*", "", about["cpu"]), about["cores"]
         self.machine = f"cseq {about['versions']['cseq']} on {cores} cores of an {cpu}"
 
@@ -200,7 +200,7 @@ def pages() -> dict[Path, str]:
             before, rest = page.split(HEAD)
             rows = "".join(run.row(*row) for row in ROWS)
             page = before + HEAD + rows + rest[rest.index("\n\n") + 1 :]
-        if "latest.md" in page and " cores of " in page and run.machine not in page:
+        if "renewed.md" in page and " cores of an " in page and run.machine not in page:
             raise ValueError(f"{name} does not say {run.machine!r}")
         result[ROOT / name] = page
     return result
