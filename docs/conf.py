@@ -89,6 +89,10 @@ class StandIn(Generic[TypeVar("T")]):
     ):
         raise NotImplementedError
 
+    @property
+    def multiprocessing_context(self):
+        raise NotImplementedError
+
 
 StandIn.__name__ = StandIn.__qualname__ = "DataLoader"
 StandIn.__module__ = "torch.utils.data"
