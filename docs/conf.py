@@ -91,6 +91,7 @@ class StandIn(Generic[TypeVar("T")]):
 
     @property
     def multiprocessing_context(self):
+        """Have the name that cseq's class extends."""
         raise NotImplementedError
 
 
