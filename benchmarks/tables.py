@@ -1,6 +1,6 @@
 """Figures of the README and the pages, from results: `python benchmarks/tables.py`.
 
-They are those of latest.json, and of renewed.json for the cases that it has. The table of
+They come from latest.json, or from renewed.json if that has the case. The table of
 performance.md is made again. Elsewhere, a sentence is found by its words, and gets its figures:
 `{case: contender}`, that figure *less* another contender's, or *over* it. A test compares the pages
 with what this program makes of them.

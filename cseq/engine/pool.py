@@ -106,7 +106,7 @@ class Pool(Generic[K]):
 
     def close(self) -> None:
         """End all that was started; returns within a bounded time. Calling it twice is fine."""
-        if self.crew.make is not None:  # no other thread ends what lies in the ring
+        if self.crew.is_inline:  # no other thread ends what lies in the ring
             self.lanes.end()
             self.feed.end()
         self.crew.close(hurried=self.is_hurried)

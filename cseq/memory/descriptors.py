@@ -94,9 +94,9 @@ def lifted(sock: socket.socket) -> socket.socket:
 def own_offsets() -> None:
     """Give a forked process an offset of its own in each file that it only reads.
 
-    A fork shares offsets: whoever seeks moves those of all, and the others read something else. On
-    Linux, a file can be opened again under the same number, even one without a name. Files that are
-    written keep the common offset, so logs stay whole. A file that refuses keeps it, too.
+    Forked processes share offsets: where one seeks, the next one reads. On Linux, a file can be
+    opened again under the same number, even one without a name. Files that are written keep the
+    common offset, so logs stay whole. A file that cannot be opened again keeps it, too.
     """
     if not os.path.isdir("/proc/self/fd"):
         return

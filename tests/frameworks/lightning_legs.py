@@ -23,7 +23,7 @@ QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": 
 
 
 class Module(lightning.LightningModule):
-    """Has its loaders, with these options, and those of the validation."""
+    """Has the training loaders, with these options, and the validation loaders."""
 
     def __init__(self, net: legs.Net, samples: int, options: Any, held_out: Any, own: bool) -> None:
         super().__init__()

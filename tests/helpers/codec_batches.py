@@ -225,7 +225,7 @@ def axes_behind(array: np.ndarray[Any, Any]) -> tuple[int, ...]:
 
 
 def long_axes(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
-    """List the strides of the axes of more than one element; those of others say nothing."""
+    """List the strides of the axes of more than one element; the other strides say nothing."""
     return [stride for size, stride in zip(shape, strides, strict=True) if size > 1]
 
 

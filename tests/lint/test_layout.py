@@ -444,7 +444,7 @@ def test_a_loader_imports_what_a_first_batch_needs(run_anew: RunScript) -> None:
     first, imported = done.stdout.splitlines()
     assert first == "[0, 1, 2]"
     apart = {"cseq.engine.tuning", "cseq.engine.remake", "cseq.engine.tickets.batches"}
-    apart |= {f"cseq.engine.crews.{name}" for name in ("inline",)}
+    apart |= {f"cseq.engine.crews.{name}" for name in ("inline", "threads")}
     apart |= {f"cseq.{name}" for name in ("arguments", "kinds", "sequence", "measure.advice")}
     apart |= {f"cseq.order.{name}" for name in ("mixture", "sampler", "shard", "shuffled")}
     apart |= {"cseq.adapters.torch.batches", "cseq.converter.output"}

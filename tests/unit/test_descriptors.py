@@ -8,6 +8,7 @@ import socket
 from typing import TYPE_CHECKING
 
 import pytest
+from forking import in_child
 
 from cseq.memory import descriptors
 from cseq.processes.launcher import start_methods
@@ -60,15 +61,12 @@ def test_a_forked_process_has_an_offset_of_its_own_in_what_it_reads(
     with path.open(mode, buffering=0) as file:
         path.unlink()
         file.seek(20)
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                descriptors.own_offsets()
-                status = file.read(10) != bytes(range(20, 30)) or os.get_inheritable(file.fileno())
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
+
+        def reads() -> bool:
+            descriptors.own_offsets()
+            return file.read(10) == bytes(range(20, 30)) and not os.get_inheritable(file.fileno())
+
+        assert in_child(reads)
         assert file.tell() == (20 if mode == "rb" else 30)
 
 

@@ -344,7 +344,7 @@ def test_awkward_exceptions(kind: Kind, make: Callable[[], BaseException]) -> No
 
 @every_kind
 def test_a_traceback_in_the_loop_has_few_frames_of_ours(kind: Kind) -> None:
-    """Two of the call that gave the batch, then those of the user's code, if that ran here."""
+    """Two of the call that gave the batch, then the user's own, if its code ran here."""
     worker = functools.partial(Raising, functools.partial(ValueError, "x"), 5)
     batches = kind.start(worker, 12, batch_size=2, shuffle=False)
     with batches as m, pytest.raises(ValueError, match="x") as e:

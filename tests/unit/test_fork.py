@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from forking import in_child
 from slots import filled, whole
 
 from cseq._memory import fork
@@ -15,26 +16,12 @@ from cseq.memory.arena import Arena
 from cseq.system import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy as np
     from conftest import RunScript
 
 pytestmark = pytest.mark.needs("fork")
 
 NBYTES = MIB
-
-
-def in_child(act: Callable[[], bool]) -> bool:
-    """Fork, and return what `act` returns in the child."""
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            status = 0 if act() else 1
-        finally:
-            os._exit(status)
-    return os.waitpid(child, 0)[1] == 0
 
 
 def held(arena: Arena, value: int) -> np.ndarray[Any, Any]:

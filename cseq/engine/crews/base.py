@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from cseq._core import Ring
     from cseq._feed import Request
+    from cseq.converter.host import Converter
     from cseq.encoding.transport import BatchReader
     from cseq.engine.tickets.base import Tickets, Working
     from cseq.measure.lanes import Lanes
@@ -72,6 +73,8 @@ class Crew:
         The worker processes, if there are any.
     of : str
         The class that has it, as a report names it.
+    is_inline : bool
+        The loop's own thread makes each batch, when it is asked for.
     timed : int
         Owners up to this number may take no longer for a ticket than its timeout.
     """
@@ -85,10 +88,20 @@ class Crew:
     on_cancel: Callable[[int], None] | None = None
     supervisor: Supervisor | None = None
     of: str
+    is_inline = False
     timed = 0
 
     def __init__(self, tickets: Tickets) -> None:
         self.tickets = tickets
+
+    def _converter(self) -> Converter | None:
+        """Return what converts batches on this side of the rings, if they are converted there."""
+        output = self.tickets.output
+        if output is None or output.kind == "null":
+            return None
+        from cseq.converter.host import Converter
+
+        return Converter(output)
 
     def prepare(self, worker: Any, name: str = "worker") -> None:
         """Set the user's object; `name`: what messages call it."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from cseq._core import Ring, is_deep, ring_bytes
 from cseq._memory import Block
 from cseq._work import Runner
-from cseq.converter.host import Converter
 from cseq.encoding import failure
 from cseq.encoding.transport import Objects
 from cseq.engine.crews.base import Crew
@@ -51,6 +50,7 @@ class InlineCrew(Crew):
     """Same order, same results, no process and no thread."""
 
     of = "MSequence"
+    is_inline = True
 
     def __init__(self, tickets: Tickets) -> None:
         super().__init__(tickets)
@@ -61,8 +61,8 @@ class InlineCrew(Crew):
         self.rings, self.lanes, self.reader = [ring], Lanes(1, "inline"), Objects(1)
         self._batch_context = context.BatchContext(0, 1, task.seed)
         self._seeds = Seeds(self._batch_context) if task.seed_globals else None
-        output = tickets.output
-        convert = None if output is None or output.kind == "null" else Converter(output).convert
+        converter = self._converter()
+        convert = None if converter is None else converter.convert
         self._indexing = InlineIndexing(
             self.reader, None, self._batch_context, convert, self._seeds
         )

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cseq._core import CALLED
 from cseq._feed import Request
 from cseq._memory import Mapping
-from cseq.converter.host import Converter
 from cseq.encoding import codec
 from cseq.encoding.pickling import Pickled, dump, dumps
 from cseq.encoding.transport import Objects, SlotReader
 from cseq.encoding.writer import Writer
 from cseq.engine.crews.base import Crew, file_name
-from cseq.engine.crews.threads import ThreadGroup, add_converters
 from cseq.engine.worker import ENTRY
 from cseq.measure.lanes import Lanes
 from cseq.memory.arena import Arena
@@ -26,6 +23,7 @@ from cseq.system import available_memory, neighbours, private_memory
 if TYPE_CHECKING:
     from cseq.converter.export import Imports
     from cseq.converter.page_locks import PageLocks
+    from cseq.engine.crews.threads import ThreadGroup
     from cseq.engine.tickets.base import Tickets, Working
     from cseq.measure.stats import Stats
 
@@ -38,6 +36,7 @@ class ProcessCrew(Crew):
     supervisor: Supervisor
     of = "MPSequence"  # as a report names what has it
     _imports: Imports | None = None  # if converters are processes
+    _group: ThreadGroup | None = None  # of converters, if they are threads
 
     def __init__(self, tickets: Tickets) -> None:
         super().__init__(tickets)
@@ -72,7 +71,6 @@ class ProcessCrew(Crew):
             deaths=tickets.deaths(),
             lanes=self.lanes,
         )
-        self._group = ThreadGroup(self.rings[0])
         self._writers: list[Writer] = []  # that nothing is written with
         self._reader = SlotReader(self._arena)
         self._find_way_out(in_processes=in_processes)
@@ -85,23 +83,26 @@ class ProcessCrew(Crew):
             return
         if in_processes:
             from cseq.converter.export import Imports
+            from cseq.converter.host import Converter
 
             convert = Converter(output).convert
             self.reader = self._imports = Imports(self._arena, self.rings[0], output, convert)
             self.on_cancel = self._imports.cancel
         elif tickets.num_converters:
             from cseq.converter.cuda import receive
+            from cseq.engine.crews.threads import ThreadGroup, add_converters
 
-            self.reader, self.convert = Objects(tickets.cells, self._reader), receive
-        elif output.kind != "null":
-            converter = Converter(output)
+            self._group = ThreadGroup(self.rings[0])
+            self.reader = objects = Objects(tickets.cells, self._reader)
+            self.convert = receive
+            add_converters(tickets, self.rings[0], self._reader, objects, self._group)
+        elif (converter := self._converter()) is not None:
             self.convert, self.leaf_for = converter.convert, converter.leaf_for
 
     def prepare(self, worker: Any, name: str = "worker") -> None:
         """Get ready all that the workers need, and start converters that are threads."""
         options = self.tickets.options
-        if isinstance(self.reader, Objects):
-            add_converters(self.tickets, self.rings[0], self._reader, self.reader, self._group)
+        if self._group is not None:
             self._group.start()
         self.supervisor.prepare(
             worker,
@@ -135,7 +136,8 @@ class ProcessCrew(Crew):
     def check(self) -> None:
         """Raise errors of processes, and of converter threads."""
         self.supervisor.check()
-        self._group.check()
+        if self._group is not None:
+            self._group.check()
 
     def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:
         """Raise WorkerTimeout for what takes longer, or restart its worker."""
@@ -182,10 +184,13 @@ class ProcessCrew(Crew):
     def stats(self, **counted: Any) -> Stats:
         """Return counts and times; a batch that is converted again is made again, too."""
         deaths = self.supervisor.deaths
-        counted["restarts"], counted["copies"] = deaths.restarts, self._arena.copies
-        stats = super().stats(**counted, retries=deaths.retries)
         lost = 0 if self._imports is None else self._imports.lost
-        return replace(stats, retries=stats.retries + lost)
+        return super().stats(
+            **counted,
+            restarts=deaths.restarts,
+            retries=deaths.retries + lost,
+            copies=self._arena.copies,
+        )
 
     def close(self, *, hurried: bool) -> None:
         """End the workers, and then free what they used."""
@@ -193,7 +198,8 @@ class ProcessCrew(Crew):
         if self._imports is not None:  # it may still read the converter processes' memory
             self._imports.close()
         self.supervisor.close(hurried=hurried)
-        self._group.join(1.0)
+        if self._group is not None:
+            self._group.join(1.0)
         if self._locks is not None:
             self._locks.close()
         for writer in self._writers:

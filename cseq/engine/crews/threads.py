@@ -16,7 +16,6 @@ from cseq._core import Lock, Ring, Turns, now_ns, ring_bytes
 from cseq._feed import Request
 from cseq._memory import HAS_GIL, Block, Mapping, Reuse, commit
 from cseq._work import ObjectTable, Runner
-from cseq.converter.host import Converter
 from cseq.encoding import failure
 from cseq.encoding.transport import Objects
 from cseq.engine.crews.base import Crew, file_name
@@ -261,11 +260,9 @@ class ThreadCrew(Crew):
 
     def _work(self, number: int, ring: Ring, owner: int) -> None:
         """Make what makes batches, and work until the ring is closed to this thread."""
-        tickets, output = self.tickets, self.tickets.output
+        tickets = self.tickets
         task = tickets.task(number + 1, forks=False)
-        convert = None
-        if output is not None and not tickets.num_converters and output.kind != "null":
-            convert = Converter(output).convert
+        converter = None if tickets.num_converters else self._converter()
         try:
             serve(
                 task,
@@ -276,7 +273,7 @@ class ThreadCrew(Crew):
                 self._starting(number + 1, ring),
                 self._warn,
                 copied=False,
-                convert=convert,
+                convert=None if converter is None else converter.convert,
             )
         except _Over:
             pass

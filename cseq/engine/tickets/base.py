@@ -38,8 +38,6 @@ class Tickets:
         See `Feed`.
     instead : str
         What a WorkerTimeout of a thread adds.
-    sampler : Sampler or None
-        Of batches.
     output : Output or None
         What batches become.
     converts_in_processes : bool
@@ -60,9 +58,13 @@ class Tickets:
     errors: Literal["raise", "skip", "return"]
     interrupted: str
     instead: str
-    sampler: Sampler | None = None
     output: Output | None = None
     converts_in_processes = False
+
+    @property
+    def sampler(self) -> Sampler | None:
+        """Of batches."""
+        return None
 
     def task(self, owner: int, *, forks: bool) -> Any:
         """Return what a worker is to do; `forks`: in a process. On any thread."""

@@ -51,13 +51,18 @@ class Batches(Tickets):
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self.options, self.output, self.sampler = job.options, job.output, job.sampler
+        self.options, self.output = job.options, job.output
         self.num_workers, self.num_converters = job.num_workers, job.num_converters
         self.converts_in_processes = job.num_converters > 0 and job.compat is False
         self.cells = self.ahead = job.buffer
         self.words, self.limit = job.sampler.words, job.start.buffer
         self.runners = job.num_workers + job.num_converters
         self.errors = job.on_error  # type: ignore[assignment]
+
+    @property
+    def sampler(self) -> Sampler:
+        """Of the present epochs."""
+        return self._job.sampler
 
     @property
     def _ring(self) -> Ring:
@@ -101,7 +106,7 @@ class Batches(Tickets):
     @property
     def size(self) -> Size:
         """How many workers, and the most batches that are being made or wait, at present."""
-        if self.pool.crew.make is not None:  # what it would be with workers
+        if self.pool.crew.is_inline:  # what it would be with workers
             return self._job.start
         return Size(self.pool.num_workers, self._ring.limit)
 
@@ -131,7 +136,7 @@ class Batches(Tickets):
         most as many as the pool was made for (`Job`), at least one.
         """
         pool, ring = self.pool, self._ring
-        if pool.crew.make is not None:
+        if pool.crew.is_inline:
             return
         pool.num_workers = num_workers
         runners = num_workers + self.num_converters
@@ -171,7 +176,7 @@ class Batches(Tickets):
         The iterator stays, and what was made ahead for it is dropped. With the run's lock.
         """
         epoch = place.now(sampler).epoch
-        self._job, self.sampler = self._job._replace(sampler=sampler), sampler
+        self._job = self._job._replace(sampler=sampler)
         if is_over:
             return
         self.pool.crew.begin()

@@ -228,7 +228,7 @@ _inherited: list[Any] = []
 
 
 def _imported(*names: str) -> list[Any]:
-    """Return those of these modules that are imported."""
+    """Return the modules, of these names, that are imported."""
     return [sys.modules[name] for name in names if name in sys.modules]
 
 

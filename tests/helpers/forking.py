@@ -1,0 +1,23 @@
+"""Code that runs in a process which a test forks."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["in_child"]
+
+
+def in_child(act: Callable[[], bool]) -> bool:
+    """Fork, and return what `act` returns in the child."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            status = 0 if act() else 1
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1] == 0
