@@ -1,0 +1,142 @@
+"""Documents laid end to end: where each begins, and which one has a token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cseq._core import CHUNK
+from cseq.order.base import MOST_SAMPLES
+from cseq.order.classes import one_dimensional
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from cseq.order.base import Ints
+
+__all__ = ["DocumentEnds"]
+
+# Documents between two sums that are kept; positions that are looked up together.
+BLOCK, MOST = 64, 2**14
+
+
+class DocumentEnds:
+    """Positions of documents that lie end to end: 8 bytes for 64 documents.
+
+    Position 0 is the first token of the first document. Lengths are read where they are asked for.
+
+    Parameters
+    ----------
+    lengths : array of int
+        Tokens of each document, at least 0. May be a memory map; it must not change.
+    unit : int
+        Count whole units of as many tokens in each document, instead of tokens.
+    ends : array of int64, optional
+        The attribute `ends` of an equal one: the lengths are neither checked nor summed up.
+
+    Attributes
+    ----------
+    total : int
+        Tokens of all documents, below 2**48.
+    ends : array of int64
+        Where every 64th document ends, and the last one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `lengths` is no array of integers of at least 0, or its sum is not below 2**48.
+
+    Examples
+    --------
+    >>> ends = DocumentEnds([3, 0, 5])
+    >>> ends.starts(np.array([0, 1, 2])).tolist()
+    [0, 3, 3]
+    >>> [found.tolist() for found in ends.find(np.array([2, 3, 7]))]
+    [[0, 2, 2], [0, 3, 3]]
+    """
+
+    def __init__(self, lengths: ArrayLike, unit: int = 1, ends: Ints | None = None) -> None:
+        values = np.asarray(one_dimensional("lengths", lengths))
+        self.lengths, self.unit = values.view(np.ndarray), unit
+        whole = len(values) // BLOCK
+        self._blocks = self.lengths[: whole * BLOCK].reshape(whole, BLOCK)
+        self._rest = np.zeros((int(len(values) > whole * BLOCK), BLOCK), values.dtype)
+        self._rest.ravel()[: len(values) - whole * BLOCK] = self.lengths[whole * BLOCK :]
+        self.ends = self._sums() if ends is None else ends
+        self.total = int(self.ends[-1])
+
+    def _sums(self) -> Ints:
+        """Check the lengths, piece by piece, and add them up."""
+        if self.lengths.dtype.kind not in "iu":
+            raise TypeError(
+                f"lengths has values of type {self.lengths.dtype}, such as {self.lengths[0]!r}; "
+                "give integers of at least 0"
+            )
+        sums = np.zeros(len(self._blocks) + len(self._rest), np.int64)
+        for start in range(0, len(self.lengths), CHUNK):
+            chunk = self.lengths[start : start + CHUNK]
+            low, high = int(chunk.min()), int(chunk.max())
+            if low < 0 or high >= MOST_SAMPLES:
+                at = start + int(chunk.argmin() if low < 0 else chunk.argmax())
+                raise ValueError(
+                    f"lengths[{at}]={self.lengths[at]} is not in [0, {MOST_SAMPLES}); correct it: "
+                    "an empty document has 0"
+                )
+            units = chunk.astype(np.int64) if self.unit == 1 else self._units(chunk)
+            blocks = np.add.reduceat(units, np.arange(0, len(units), BLOCK))
+            sums[start // BLOCK : start // BLOCK + len(blocks)] = blocks
+        if sums.sum(dtype=np.float64) >= MOST_SAMPLES:
+            raise ValueError(
+                f"lengths has {sums.sum(dtype=np.float64):.4g} tokens in all, not below "
+                f"{MOST_SAMPLES}; divide the documents into several sources"
+            )
+        return sums.cumsum()
+
+    def _units(self, lengths: NDArray[np.integer[Any]]) -> Ints:
+        return (lengths // self.unit).astype(np.int64)
+
+    def starts(self, documents: Ints) -> Ints:
+        """Return the position of the first token of each of some documents."""
+        if len(documents) > MOST:
+            return np.concatenate([self.starts(part) for part in _parts(documents)])
+        blocks, inside = np.divmod(documents, BLOCK)
+        before, sums, first = self._sums_in(blocks)
+        return before + sums.take(first + inside) - sums.take(first)
+
+    def find(self, positions: Ints) -> tuple[Ints, Ints]:
+        """Return the document of each of some positions, and where this document begins.
+
+        Positions are in [0, `total`). Empty documents have none.
+        """
+        if len(positions) > MOST:
+            documents, starts = zip(*map(self.find, _parts(positions)), strict=True)
+            return np.concatenate(documents), np.concatenate(starts)
+        blocks = self.ends.searchsorted(positions, side="right")
+        before, sums, first = self._sums_in(blocks)
+        base = sums.take(first)
+        found = sums[1:].searchsorted(positions - before + base, side="right")
+        return blocks * BLOCK + found - first, before + sums.take(found) - base
+
+    def _sums_in(self, blocks: Ints) -> tuple[Ints, Ints, Ints]:
+        """Return where some blocks begin, and sums: 0, then one more for each of their documents.
+
+        The third array has the number of the sum that each block begins with.
+        """
+        whole = len(self._blocks)
+        rows = (self._blocks if whole else self._rest).take(blocks, axis=0, mode="clip")
+        if whole and len(self._rest):
+            rows[blocks == whole] = self._rest
+        if self.unit > 1:
+            rows //= self.unit
+        sums = np.zeros(rows.size + 1, np.int64)
+        rows.ravel().cumsum(dtype=np.int64, out=sums[1:])
+        before = self.ends.take(np.maximum(blocks - 1, 0)) * (blocks > 0)
+        return before, sums, np.arange(len(blocks)) * BLOCK
+
+
+def _parts(values: Ints) -> Iterator[Ints]:
+    """Cut an array into parts for which sums stay below 2**63."""
+    return (values[start : start + MOST] for start in range(0, len(values), MOST))

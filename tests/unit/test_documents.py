@@ -1,0 +1,79 @@
+"""`DocumentEnds`: positions of documents and back, from lengths of any kind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cseq.order.documents import DocumentEnds
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KINDS = [np.int32, np.int64, np.uint16, np.uint64, np.dtype(">i4")]
+
+
+def check(lengths: np.ndarray[Any, Any], unit: int = 1) -> None:
+    """Compare with sums over all documents."""
+    units = lengths.astype(np.int64) // unit
+    starts = np.append(0, units.cumsum())
+    ends = DocumentEnds(lengths, unit)
+    assert ends.total == starts[-1]
+    assert (ends.starts(np.arange(len(lengths))) == starts[:-1]).all()
+    documents, begins = ends.find(np.arange(ends.total))
+    assert (documents == np.repeat(np.arange(len(lengths)), units)).all()
+    assert (begins == starts[documents]).all()
+    again = DocumentEnds(lengths, unit, ends.ends)
+    assert (again.find(np.arange(ends.total))[0] == documents).all()
+
+
+@given(
+    st.lists(st.sampled_from([0, 0, 0, 1, 2, 9]), min_size=1, max_size=300),
+    st.sampled_from(KINDS),
+    st.integers(1, 4),
+)
+def test_each_token_is_in_its_document(lengths: list[int], kind: Any, unit: int) -> None:
+    """Empty documents are never found, wherever they are; any type of integer will do."""
+    check(np.array(lengths, kind), unit)
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 128, 20_000])
+def test_any_number_of_documents(count: int, tmp_path: Path) -> None:
+    """Blocks may be whole or not, lengths mapped, or every second one of an array."""
+    lengths = (np.arange(count) * 7 % 5).astype(np.int32)
+    lengths[0] = 3
+    np.save(tmp_path / "lengths.npy", np.repeat(lengths, 2))
+    mapped = np.load(tmp_path / "lengths.npy", mmap_mode="r")
+    for values in (lengths, mapped, mapped[::2]):
+        check(values)
+
+
+def test_long_documents_do_not_overflow() -> None:
+    """Documents of nearly 2**48 tokens are looked up in any number."""
+    ends = DocumentEnds([1, 2**48 - 3, 1])
+    positions = np.repeat([0, 2**48 - 3, 2**48 - 2], 100_000)
+    documents, starts = ends.find(positions)
+    assert (documents == np.repeat([0, 1, 2], 100_000)).all()
+    assert (starts == np.repeat([0, 1, 2**48 - 2], 100_000)).all()
+    assert (ends.starts(documents) == starts).all()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "said"),
+    [
+        ([1.5], TypeError, "lengths has values of type float64, such as"),
+        ([3, -1], ValueError, r"lengths\[1\]=-1 is not in \[0, 281474976710656\)"),
+        (np.array([2**63], np.uint64), ValueError, r"lengths\[0\]=9223372036854775808"),
+        ([2**47, 2**47], ValueError, r"2\.815e\+14 tokens in all, not below 281474976710656"),
+        ([], ValueError, "lengths is empty"),
+        ([[1]], ValueError, r"lengths has shape \(1, 1\)"),
+    ],
+)
+def test_bad_lengths(lengths: Any, error: type[Exception], said: str) -> None:
+    """Argument, value and remedy."""
+    with pytest.raises(error, match=said):
+        DocumentEnds(lengths)
