@@ -9,7 +9,7 @@ from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
-from libc.stdint cimport int64_t, intptr_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, intptr_t, uint32_t, uint64_t, uint8_t
 from libc.string cimport memcpy, memset
 
 cimport cython

@@ -195,6 +195,7 @@ cdef extern from "cseq_shuffle.h" nogil:
     uint64_t cseq_mix(uint64_t v) noexcept
     uint64_t cseq_stream(uint64_t seed, uint64_t epoch, uint64_t purpose) noexcept
     uint64_t cseq_multiply(uint64_t a, uint64_t b, uint64_t* low) noexcept
+    uint64_t cseq_bounded(uint64_t* s, uint64_t range) noexcept
 
     ctypedef struct cseq_order:
         uint64_t n           # samples

@@ -110,6 +110,45 @@ cdef class Permutation:
         return out
 
 
+cdef enum:
+    BRIEFEST = 128  # elements: fewer are shuffled each time, without a table that is kept
+
+
+def keyed(cnp.ndarray sizes not None, cnp.ndarray keys not None, cnp.ndarray places not None, uint64_t seed,
+          uint64_t epoch, uint64_t purpose):
+    """The element at a place of 0 … size-1 in an order of its own, for each of some sizes, keys and places.
+
+    That of fisher-yates-v1 below `BRIEFEST` elements, otherwise that of feistel-v1: nothing is kept.
+    """
+    cdef Py_ssize_t k, i, j, count = len(places)
+    cdef const int64_t* size = int64s(sizes)
+    cdef const int64_t* key = int64s(keys)
+    cdef const int64_t* place = int64s(places)
+    cdef uint64_t words[2 * CSEQ_ROUNDS]
+    cdef uint8_t table[BRIEFEST]
+    cdef cseq_feistel network
+    if len(sizes) != count or len(keys) != count or (places >= sizes).any() or (places < 0).any():
+        raise IndexError(f"places {places} are not all below {sizes}")
+    out = numpy.empty(count, numpy.int64)
+    cdef int64_t* element = <int64_t*>cnp.PyArray_DATA(out)
+    for k in range(count):
+        if not k or size[k] != size[k - 1] or key[k] != key[k - 1]:
+            cseq_derive_keyed(seed, epoch, purpose, <uint64_t>key[k], words, 2 * CSEQ_ROUNDS)
+            if size[k] >= BRIEFEST:
+                cseq_feistel_init(&network, <uint64_t>size[k], words)
+            else:
+                for i in range(size[k]):
+                    table[i] = <uint8_t>i
+                for i in range(size[k]):
+                    j = i + <Py_ssize_t>cseq_bounded(words, <uint64_t>(size[k] - i))
+                    table[i], table[j] = table[j], table[i]
+        if size[k] >= BRIEFEST:
+            cseq_feistel_gather(&network, place + k, 1, element + k)
+        else:
+            element[k] = table[place[k]]
+    return out
+
+
 # CHILDREN of a node, at most: four bits of a word name one. A node is prefetched EARLY draws before its use.
 cdef enum:
     CHILDREN = 16

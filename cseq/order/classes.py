@@ -13,7 +13,7 @@ from cseq.check import choice, count
 from cseq.order.base import Order, spans
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import ArrayLike, NDArray
 
@@ -24,7 +24,8 @@ __all__ = ["MOST_BUDGET", "MOST_SAMPLES", "Classes", "Labels", "Lengths", "Membe
 
 MOST_SAMPLES = 2**32  # a sample takes 4 bytes of the table
 MOST_BUDGET = 2**62
-Drawn: TypeAlias = "tuple[Permutation, int, int, int, Members]"
+ReadMembers: TypeAlias = "Callable[[Ints, Ints, Ints], NDArray[np.integer[Any]]]"
+Drawn: TypeAlias = "tuple[Permutation, int, int, int, ReadMembers]"
 DENSE = 2**16  # a table may be longer by this than the values are many
 LITTLE = 0.01  # of the samples or tokens may be left out without a warning
 
@@ -47,6 +48,10 @@ class Classes:
         self.table = order[: self.offsets[count]].astype(np.uint32)
         for array in (self.table, self.offsets, self.sizes):
             array.flags.writeable = False
+
+    def members(self, seed: int, epoch: int) -> ReadMembers:
+        """Return what reads members of classes in an epoch's order: see `Members.read`."""
+        return Members(self, seed, epoch, MEMBERS).read
 
 
 class Members:
@@ -226,7 +231,7 @@ class Recipes(Order):
         """Draw an epoch: the order of its groups, the short one, the turn in each, and members."""
         groups, rest = divmod(self.units, self.together)
         order = Permutation(groups, seed, epoch, UNITS, 0)
-        members = Members(self.classes, seed, epoch, MEMBERS)
+        members = self.classes.members(seed, epoch)
         longest = self.longest if groups else None
         among = self.units if longest is None else self.units - rest
         at, turn = (
@@ -259,7 +264,7 @@ class Recipes(Order):
             counts = self.first.take(recipes + 1) - first
             copies, parts = copies.repeat(counts), spans(first, counts)
         classes, many, base = self.parts.take(parts, 0).T
-        samples = members.read(classes, base + copies * many, many)
+        samples = members(classes, base + copies * many, many)
         return samples, self.sizes.take(recipes)
 
 

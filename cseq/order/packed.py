@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from cseq.check import count
+from cseq._core import fingerprint
+from cseq.check import choice, count
 from cseq.order.classes import MOST_BUDGET, Lengths, Recipes
+from cseq.order.pieces import Pieces, fewest_rows
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["Packed"]
 
 MOST_ROOMS = 2**27
+SHOWN = 1.001  # times as many rows as full ones: a bound that is described
+MOST_COUNTED = 2**24  # quanta of a row; 8 bytes each while pieces are counted
 
 Contents: TypeAlias = "tuple[int, int, Contents] | None"  # class, samples of it, what there was
 
@@ -26,10 +30,10 @@ Contents: TypeAlias = "tuple[int, int, Contents] | None"  # class, samples of it
 class Packed(Recipes):
     """Rows of whole samples, with at most `budget` tokens. Nearly every row is full.
 
-    Every sample comes once per epoch, and none is cut. Each epoch draws which samples of equal
-    length are in which row, and which row comes when. The combinations of lengths are the same in
-    every epoch. A batch has `batch_size` rows. In the indexer, `cseq.parts` says how many samples
-    each row has.
+    Every sample comes once per epoch, and none is cut but for ``too_long='split'``. Each epoch
+    draws which samples of equal length are in which row, and which row comes when. The combinations
+    of lengths are the same in every epoch. A batch has `batch_size` rows. In the indexer,
+    `cseq.parts` says how many samples each row has.
 
     Parameters
     ----------
@@ -40,9 +44,18 @@ class Packed(Recipes):
     quantum : int
         Lengths are rounded up to a multiple of it. More samples can then replace each other, and
         rows are less full.
-    too_long : 'error' or 'drop'
+    too_long : 'error', 'drop' or 'split'
         What to do with samples that are longer than the budget. `describe` says how many tokens
-        are dropped; a warning, if they are more than 1 % of all, or of the samples.
+        are dropped; a warning, if they are more than 1 % of all, or of the samples. With 'split',
+        samples are documents, which may be empty: see below.
+
+    Notes
+    -----
+    With ``too_long='split'``, documents are cut into pieces of `budget` tokens and a rest, and the
+    rows hold pieces. Indices are positions of tokens, with all documents laid end to end: an index
+    is that of a piece's first token. The piece ends with its document, or where the row is full.
+    `samples` is the number of all tokens, below 2**48. `describe` says how full the rows can be, if
+    that is less than 99.9 %.
 
     Examples
     --------
@@ -51,6 +64,12 @@ class Packed(Recipes):
     <Packed: 3 rows, filled to 94.44 %, 1–3 samples a row>
     >>> sorted(map(sorted, order.batches(seed=1)))
     [[0, 1, 2], [3, 5], [4]]
+
+    The second document, at 5 to 24, is cut at 17. Its rest and the first one make a row:
+
+    >>> order = cseq.Packed([5, 20, 0, 3], budget=12, too_long="split")
+    >>> sorted(map(sorted, order.batches(seed=1)))
+    [[0], [5], [17, 25]]
     """
 
     name = "packed-v1"
@@ -60,23 +79,36 @@ class Packed(Recipes):
     ) -> None:
         budget = count("budget", budget, 1, MOST_BUDGET)
         quantum = count("quantum", quantum, 1, budget)
-        rooms = budget // quantum
-        if rooms > MOST_ROOMS:
+        choice("too_long", too_long, ("error", "drop", "split"))
+        rooms, most = budget // quantum, MOST_COUNTED if too_long == "split" else MOST_ROOMS
+        if rooms > most:
             raise ValueError(
                 f"budget={budget} is {rooms} times quantum={quantum}; give a quantum of at least "
-                f"{-(-budget // MOST_ROOMS)}"
+                f"{-(-budget // most)}"
             )
-        checked = Lengths(lengths, budget, too_long)
-        lengths_of = np.unique(np.minimum(-(-checked.distinct() // quantum), rooms))
-        bounds = lengths_of * quantum
-        bounds[-1] = max(bounds[-1], checked.longest)
-        classes = checked.classes(bounds)
-        copies, first, parts = best_fit(lengths_of, classes.sizes, rooms)
-        super().__init__(checked.count, classes, copies, first, parts)
-        self._used = checked.total / (self.units * budget)
-        self.left_out = checked.left_out()
+        self._bound, total = "", 0.0
+        if too_long == "split":
+            self.name = "packed-split-v1"
+            pieces = Pieces(lengths, budget, quantum)
+            recipes = best_fit(pieces.lengths, pieces.sizes, rooms)
+            super().__init__(pieces.ends.total, pieces, *recipes)
+            total, said = pieces.ends.total, fingerprint(pieces.ends.lengths)
+            least = fewest_rows(pieces.lengths, pieces.sizes, rooms)
+            if least > SHOWN * total / budget + 1:
+                share = 100 * total / (least * budget)
+                self._bound = f" ({share:.4g} % at most, as pieces are whole)"
+        else:
+            checked = Lengths(lengths, budget, too_long)
+            lengths_of = np.unique(np.minimum(-(-checked.distinct() // quantum), rooms))
+            bounds = lengths_of * quantum
+            bounds[-1] = max(bounds[-1], checked.longest)
+            classes = checked.classes(bounds)
+            super().__init__(checked.count, classes, *best_fit(lengths_of, classes.sizes, rooms))
+            self.left_out = checked.left_out()
+            total, said = checked.total, checked.fingerprint
+        self._used = total / (self.units * budget)
         self._facts = {
-            "lengths": checked.fingerprint,
+            "lengths": said,
             "budget": budget,
             "quantum": quantum,
             "too_long": too_long,
@@ -84,9 +116,10 @@ class Packed(Recipes):
 
     def describe(self) -> str:
         """Describe an epoch."""
+        parts = "samples" if self.name == "packed-v1" else "pieces"
         said = (
-            f"{self.units:,} rows, filled to {100 * self._used:.4g} %, "
-            f"{self.fewest:,}–{self.room:,} samples a row"
+            f"{self.units:,} rows, filled to {100 * self._used:.4g} %{self._bound}, "
+            f"{self.fewest:,}–{self.room:,} {parts} a row"
         )
         return f"{said}; {self.left_out}" if self.left_out else said
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LENGTHS = np.array([(7 * k * k + 3) % 19 + 1 for k in range(60)])
+DOCUMENTS = np.array([0, 3, 1, 20, 0, 7, 9, 2, 5, 0, 1, 12])  # 60 tokens
 LABELS = np.array(list("abcde"))[np.arange(60) % 13 % 5]
 
 
@@ -48,6 +49,7 @@ ORDERS: dict[str, Callable[[], cseq.Order]] = {
     "of labels": lambda: cseq.Buckets.of(LABELS, {"a": 2, "b": 5, "c": 3, "d": 9, "e": 1}),
     "packed": lambda: cseq.Packed(LENGTHS, 30),
     "packed roughly": lambda: cseq.Packed(LENGTHS, 30, quantum=4),
+    "packed pieces": lambda: cseq.Packed(DOCUMENTS, 9, too_long="split"),
     "groups": lambda: cseq.Groups(LABELS, 2, 3, epoch_size=13),
     "weighted": lambda: cseq.Weighted(LENGTHS, 50),
     "mixture": lambda: cseq.Mixture(
@@ -277,6 +279,7 @@ OF_ARRAYS: dict[str, tuple[Callable[[Any], cseq.Order], Any]] = {
     "of labels": (lambda labels: cseq.Buckets.of(labels, dict.fromkeys("abcde", 2)), LABELS),
     "of numbers": (lambda labels: cseq.Buckets.of(labels, {0: 2, 1: 3}), np.arange(60) % 2),
     "packed": (lambda lengths: cseq.Packed(lengths, 30), LENGTHS),
+    "packed pieces": (lambda lengths: cseq.Packed(lengths, 7, too_long="split"), LENGTHS),
     "groups": (lambda labels: cseq.Groups(labels, 2, 3), LABELS),
     "weighted": (cseq.Weighted, LENGTHS.astype(np.float64)),
     "weighted by integers": (cseq.Weighted, LENGTHS),

@@ -21,7 +21,7 @@ from cseq._core import fingerprint as core_fingerprint
 HERE = Path(__file__).parents[1]
 RECORDS = {
     name: json.loads((HERE / "golden" / f"orders_{name}.json").read_text("ascii"))["orders"]
-    for name in ("buckets", "packed", "groups")
+    for name in ("buckets", "packed", "packed_split", "groups")
 }
 RESULTS = ("seed", "epoch", "units", "first", "last", "sha256")
 
@@ -42,7 +42,8 @@ def made(name: str, given: dict[str, Any]) -> cseq.Order:
     if name == "groups":
         return cseq.Groups(labels(*arguments.pop("labels")), repeat_small=True, **arguments)
     kind = cseq.Buckets if name == "buckets" else cseq.Packed
-    return kind(lengths(*arguments.pop("lengths")), too_long="drop", **arguments)
+    too_long = "split" if name == "packed_split" else "drop"
+    return kind(lengths(*arguments.pop("lengths")), too_long=too_long, **arguments)
 
 
 # ── what it is ────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,123 @@
+"""Pieces of documents: rows' worth of tokens, and the rests, by length."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cseq._core import MEMBERS, keyed
+from cseq.order.base import spans
+from cseq.order.classes import Classes
+from cseq.order.documents import DocumentEnds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from cseq.order.base import Ints
+    from cseq.order.classes import ReadMembers
+
+__all__ = ["Pieces", "fewest_rows"]
+
+TOGETHER = 2**20  # documents that are sorted at once
+
+
+class Pieces(Classes):
+    """Documents cut every `budget` tokens, as members of classes.
+
+    A class has the rests that take as many quanta; the last class has the pieces of `budget`
+    tokens. A table has the documents of the rests, class after class: 4 bytes each.
+
+    Attributes
+    ----------
+    lengths : array
+        Quanta of a piece of each class.
+    sizes, offsets : array
+        Pieces of each class; where the documents of its rests begin in `table`.
+    """
+
+    def __init__(self, lengths: ArrayLike, budget: int, quantum: int) -> None:
+        self.budget, self.quantum = budget, quantum
+        self.rooms = budget // quantum
+        self.ends = DocumentEnds(lengths)
+        self.whole = DocumentEnds(lengths, budget)
+        if not self.ends.total:
+            raise ValueError("all lengths are 0: no document has a token; leave this source out")
+        counts = np.zeros(self.rooms + 1, np.int64)
+        for _, quanta in self._quanta():
+            counts += np.bincount(quanta, minlength=len(counts))
+        counts[0] = 0
+        present = np.flatnonzero(counts)
+        self.lengths = np.append(present, self.rooms)[: len(present) + (self.whole.total > 0)]
+        self.sizes = np.append(counts[present], self.whole.total)[: len(self.lengths)]
+        self.rests = len(present)  # classes of rests
+        self.offsets = np.append(0, counts[present].cumsum())
+        self.table = np.empty(self.offsets[-1], np.uint32)
+        self.count = len(self.lengths)
+        self._sort(counts)
+
+    def _quanta(self) -> Iterator[tuple[int, NDArray[np.integer[Any]]]]:
+        """Go through the documents: how many quanta the rest of each takes, 0 if it has none."""
+        step = max(TOGETHER, 4 * self.rooms)
+        kind = np.uint16 if self.rooms < 2**16 else np.uint32
+        for start in range(0, len(self.ends.lengths), step):
+            rests = self.ends.lengths[start : start + step].astype(np.int64) % self.budget
+            yield start, np.minimum(-(-rests // self.quantum), self.rooms).astype(kind)
+
+    def _sort(self, counts: Ints) -> None:
+        """Write the table."""
+        following = counts.cumsum() - counts  # where the next one of each class goes
+        for start, quanta in self._quanta():
+            order = quanta.argsort(kind="stable")
+            found = np.bincount(quanta, minlength=len(counts))
+            empty, found[0] = int(found[0]), 0
+            shift = following - (found.cumsum() - found)
+            order = order[empty:]
+            at = shift.take(quanta.take(order)) + np.arange(len(order))
+            self.table[at] = order + start
+            following += found
+
+    def _positions(self, classes: Ints, members: Ints) -> Ints:
+        """Return the positions of pieces in the corpus: the n-th members of some classes."""
+        is_rest = classes < self.rests
+        documents = np.empty(len(classes), np.int64)
+        documents[is_rest] = self.table.take(self.offsets.take(classes[is_rest]) + members[is_rest])
+        documents[~is_rest], first = self.whole.find(members[~is_rest])
+        starts = self.ends.starts(documents)
+        lengths = self.ends.lengths.take(documents[is_rest]).astype(np.int64)
+        starts[is_rest] += lengths - lengths % self.budget
+        starts[~is_rest] += (members[~is_rest] - first) * self.budget
+        return starts
+
+    def members(self, seed: int, epoch: int) -> ReadMembers:
+        """Return what reads pieces of classes, each class in an order of its own, by its number."""
+
+        def read(classes: Ints, ranks: Ints, counts: Ints) -> Ints:
+            each = classes.repeat(counts)
+            members = keyed(self.sizes.take(each), each, spans(ranks, counts), seed, epoch, MEMBERS)
+            return self._positions(each, members)
+
+        return read
+
+
+def fewest_rows(lengths: Ints, counts: Ints, budget: int) -> int:
+    """Return a number of rows that no packing of whole pieces can do with less of.
+
+    Rows hold one piece longer than half a budget, two longer than a third, and so on. Pieces of at
+    least k, up to half a budget, go beside those that leave room for k, or into further rows
+    (Martello and Toth's bound, for every k).
+    """
+    tokens = lengths * counts
+    above = np.append(counts[::-1].cumsum()[::-1], 0)  # pieces from each class on
+    many = np.arange(1, budget // int(lengths[0]) + 1)
+    best = int((-(-above[lengths.searchsorted(budget // (many + 1), "right")] // many)).max())
+    half = int(lengths.searchsorted(budget // 2, "right"))
+    beside = lengths.searchsorted(budget - lengths[:half], "right")  # what leaves no room for k
+    small = tokens[:half][::-1].cumsum()[::-1]
+    large = np.append(0, tokens.cumsum())
+    room = (above[half] - above[beside]) * budget - (large[beside] - large[half])
+    further = np.maximum(0, -(-(small - room) // budget))
+    return max(best, int(above[half]), int((above[half] + further).max(initial=0)))

@@ -1,0 +1,171 @@
+"""`Packed` with documents that are split: each token once, full rows, by chance otherwise."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cseq
+from cseq._core import keyed
+from cseq.order.documents import DocumentEnds
+from cseq.order.pieces import fewest_rows
+
+
+def corpus(seed: int) -> tuple[np.ndarray[Any, Any], int]:
+    """Return lengths of documents, some of them empty, and a row."""
+    rng = np.random.default_rng(seed)
+    row = int(rng.choice([1, 2, 7, 16, 17, 100]))
+    each = [0, 0, 1, 1, 2, row - 1, row, row + 1, 2 * row, 5 * row + 3, *range(1, row, 5)]
+    return np.append(rng.choice(each, int(rng.integers(0, 90))), [0, 1, 0]), row
+
+
+def split(order: cseq.Order, lengths: Any, row: int, epoch: int = 0) -> list[list[int]]:
+    """Return the tokens of each row of an epoch, by what an indexer knows."""
+    ends, stops = DocumentEnds(lengths), np.append(0, np.cumsum(lengths))
+    rows = []
+    for pieces in order.batches(seed=3, epoch=epoch):
+        tokens: list[int] = []
+        for first, document in zip(pieces, ends.find(np.array(pieces))[0].tolist(), strict=True):
+            assert stops[document] <= first < stops[document + 1]
+            tokens += range(first, min(stops[document + 1], first + row - len(tokens)))
+        rows.append(tokens)
+    return rows
+
+
+def test_each_token_comes_once() -> None:
+    """In 200 corpora with empty documents, and such as fill rows: none is lost or doubled."""
+    for seed in range(200):
+        lengths, row = corpus(seed)
+        order = cseq.Packed(lengths, row, quantum=1 + seed % min(3, row), too_long="split")
+        assert order.samples == lengths.sum()
+        rows = split(order, lengths, row, epoch=seed)
+        assert max(map(len, rows)) <= row
+        assert sorted(itertools.chain(*rows)) == list(range(order.samples))
+
+
+def test_a_document_is_cut_into_rows_and_a_rest() -> None:
+    """No piece that could be whole is cut."""
+    order = cseq.Packed([25, 10, 0, 9], 10, too_long="split")
+    assert sorted(map(sorted, order.batches(seed=1))) == [[0], [10], [20], [25], [35]]
+    assert str(order) == "<Packed: 5 rows, filled to 88 %, 1–1 pieces a row>"
+
+
+@pytest.mark.parametrize("sigma", [0.8, 1.2, 1.5])
+def test_rows_are_full(sigma: float) -> None:
+    """At most 1 % more rows than full ones, from 10^4 documents on; of 10^5, 99.98 % are full."""
+    for count, most in ((10**4, 1.01), (10**5, 1.0002)):
+        drawn = np.random.default_rng(0).lognormal(6.5 - sigma**2 / 2, sigma, count)
+        lengths = drawn.astype(np.int32).clip(max=60_000)
+        order = cseq.Packed(lengths, 8192, too_long="split")
+        assert order.units <= math.ceil(most * math.ceil(lengths.sum() / 8192))
+        assert "at most" not in order.describe()
+
+
+AWKWARD = {
+    "cannot meet": (range(4097, 4098), 50.01),
+    "two at most": (range(3000, 5001), 97.63),
+    "large and small": (range(2731, 8193), 88.9),
+    "three at most": (range(2100, 2101), 73.24),
+}
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_how_full_rows_can_be(name: str) -> None:
+    """Where no packing of whole pieces can fill the rows, `describe` says so."""
+    lengths, most = AWKWARD[name]
+    order = cseq.Packed(np.repeat(lengths, 40), 8192, too_long="split")
+    share = float(order.describe().partition("(")[2].partition(" % at most")[0])
+    assert share == pytest.approx(most, abs=0.1)
+    full = float(order.describe().partition("filled to ")[2].partition(" %")[0])
+    assert share - 0.2 <= full <= share
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=7))
+def test_no_packing_needs_fewer_rows_than_the_bound(pieces: list[int]) -> None:
+    """It is never above the best of all ways to fill rows of 12."""
+
+    def best(left: tuple[int, ...], rooms: tuple[int, ...]) -> int:
+        if not left:
+            return len(rooms)
+        first, *others = left
+        ways = [
+            tuple(sorted((*rooms[:k], room - first, *rooms[k + 1 :])))
+            for k, room in enumerate(rooms)
+            if room >= first
+        ]
+        return min(best(tuple(others), way) for way in {*ways, (*rooms, 12 - first)})
+
+    lengths, counts = np.unique(pieces, return_counts=True)
+    bound = fewest_rows(lengths, counts, 12)
+    assert math.ceil(sum(pieces) / 12) <= bound
+    assert bound <= best(tuple(sorted(pieces, reverse=True)), ())
+
+
+def test_many_documents_are_sorted_in_parts() -> None:
+    """More than are sorted at once, and rests of more lengths than 16 bits have."""
+    lengths = np.arange(2**20 + 1000) % 5
+    lengths[::50_000] = 100_001
+    for row in (100_000, 7):
+        order = cseq.Packed(lengths, row, too_long="split")
+        starts = np.sort(order.reader(1).samples(2, 0, order.units)[0])
+        cut = -(-lengths // row)
+        first = np.repeat(lengths.cumsum() - lengths, cut)
+        inside = np.arange(len(first)) - np.repeat(cut.cumsum() - cut, cut)
+        assert (starts == first + inside * row).all()
+
+
+# ── statistics ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 127, 128, 400])
+def test_members_come_anywhere(size: int) -> None:
+    """Each of few elements, or of many, is at each place as often, for all keys."""
+    keys = 60_000 // size
+    places = np.tile(np.arange(size), keys)
+    drawn = keyed(np.full(len(places), size), np.repeat(np.arange(keys), size), places, 1, 2, 3)
+    assert (np.sort(drawn.reshape(keys, size), 1) == np.arange(size)).all()
+    counts = np.zeros((size, size))
+    np.add.at(counts, (places, drawn), 1)
+    free = (size - 1) ** 2
+    deviation = ((counts - keys / size) ** 2).sum() / (keys / size)
+    assert abs(deviation - free) < 5 * math.sqrt(2 * free)
+
+
+def test_a_place_beyond_the_elements_is_refused() -> None:
+    """It would be an element that is not there."""
+    ones = np.ones(1, np.int64)
+    with pytest.raises(IndexError, match="not all below"):
+        keyed(ones, ones, ones, 1, 2, 3)
+
+
+def test_a_row_comes_anywhere() -> None:
+    """Every piece, a row or a rest, comes at every position of an epoch as often."""
+    lengths = np.array([40, 7, 0, 3, 16, 5, 5, 9, 33, 12])
+    order = cseq.Packed(lengths, 16, too_long="split")
+    reader, counts = order.reader(3), np.zeros((int(lengths.sum()), order.units))
+    for epoch in range(1500):
+        pieces, sizes = reader.samples(epoch, 0, order.units)
+        counts[pieces, np.repeat(np.arange(order.units), sizes)] += 1
+    there, share = counts[counts.any(1)], 1 / order.units
+    assert len(there) == sum(-(-length // 16) for length in lengths.tolist())
+    assert np.abs(there / 1500 - share).max() < 5 * math.sqrt(share * (1 - share) / 1500)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "said"),
+    [
+        ([0, 0], {}, "all lengths are 0"),
+        ([1, -2], {}, r"lengths\[1\]=-2"),
+        ([1], {"budget": 2**25}, "give a quantum of at least 2"),
+    ],
+)
+def test_bad_documents(lengths: list[int], options: dict[str, Any], said: str) -> None:
+    """Argument, value and remedy."""
+    with pytest.raises(ValueError, match=said):
+        cseq.Packed(**{"lengths": lengths, "budget": 4, "too_long": "split", **options})
