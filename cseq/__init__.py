@@ -91,6 +91,7 @@ if typing.TYPE_CHECKING:
     from cseq.order.base import Order
     from cseq.order.blocks import Blocks
     from cseq.order.buckets import Buckets
+    from cseq.order.concatenated import Concatenated
     from cseq.order.groups import Groups
     from cseq.order.mixture import Mixture, Resized
     from cseq.order.packed import Packed
@@ -104,6 +105,7 @@ __version__ = "0.2.0.dev0"
 __all__ = [
     "Blocks",
     "Buckets",
+    "Concatenated",
     "CseqError",
     "Groups",
     "Indexer",
@@ -137,6 +139,7 @@ __all__ = [
 _ELSEWHERE = {
     "Blocks": "cseq.order.blocks",
     "Buckets": "cseq.order.buckets",
+    "Concatenated": "cseq.order.concatenated",
     "Groups": "cseq.order.groups",
     "Indexer": "cseq.indexing.indexer",
     "MPSequence": "cseq.kinds",

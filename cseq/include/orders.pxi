@@ -2,7 +2,7 @@
 
 CHUNK = 1 << 16  # values that are converted together
 # What words are for; those below 6 are in cseq_shuffle.h and context.py, 6 is feistel-v1's.
-BLOCKS, WINDOW, UNITS, MEMBERS, MIXTURE, SOURCE, WEIGHTS, GROUPS = range(7, 15)
+BLOCKS, WINDOW, UNITS, MEMBERS, MIXTURE, SOURCE, WEIGHTS, GROUPS, DOCUMENTS = range(7, 16)
 
 
 def fingerprint(array):

@@ -6,6 +6,6 @@
 ``checkpoint``  `state_dict`, and what it must agree with
 ``documents``   `DocumentEnds`: documents end to end, positions of their tokens; `pieces` of them
 ``base``        `Order`, for orders of the user's own; `shuffled`, `blocks`, `buckets`, `groups`,
-                `mixture`, `packed` and `weighted` are cseq's, over what `classes` has;
-                `shares`: how often each source of a mixture comes
+                `mixture`, `packed`, `concatenated` and `weighted` are cseq's, over what `classes`
+                has; `shares`: how often each source of a mixture comes
 """

@@ -50,6 +50,7 @@ ORDERS: dict[str, Callable[[], cseq.Order]] = {
     "packed": lambda: cseq.Packed(LENGTHS, 30),
     "packed roughly": lambda: cseq.Packed(LENGTHS, 30, quantum=4),
     "packed pieces": lambda: cseq.Packed(DOCUMENTS, 9, too_long="split"),
+    "concatenated": lambda: cseq.Concatenated(DOCUMENTS, 7),
     "groups": lambda: cseq.Groups(LABELS, 2, 3, epoch_size=13),
     "weighted": lambda: cseq.Weighted(LENGTHS, 50),
     "mixture": lambda: cseq.Mixture(
@@ -280,6 +281,7 @@ OF_ARRAYS: dict[str, tuple[Callable[[Any], cseq.Order], Any]] = {
     "of numbers": (lambda labels: cseq.Buckets.of(labels, {0: 2, 1: 3}), np.arange(60) % 2),
     "packed": (lambda lengths: cseq.Packed(lengths, 30), LENGTHS),
     "packed pieces": (lambda lengths: cseq.Packed(lengths, 7, too_long="split"), LENGTHS),
+    "concatenated": (lambda lengths: cseq.Concatenated(lengths, 7), LENGTHS),
     "groups": (lambda labels: cseq.Groups(labels, 2, 3), LABELS),
     "weighted": (cseq.Weighted, LENGTHS.astype(np.float64)),
     "weighted by integers": (cseq.Weighted, LENGTHS),

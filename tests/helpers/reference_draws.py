@@ -145,3 +145,20 @@ def weighted(masses: list[int], size: int, seed: int, epoch: int) -> list[int]:
     shift = derive(z, 17)[16] * ends[-1] >> 64
     numbers = ((number * ends[-1] + shift) // size for number in map(perm(size, z), range(size)))
     return [samples[bisect_right(ends, number)] for number in numbers]
+
+
+def concatenated(lengths: list[int], row: int, seed: int, epoch: int) -> list[list[int]]:
+    """Return an epoch of concatenated-v1."""
+    documents = perm(len(lengths), stream(seed, epoch, 15, 0))
+    starts = [0, *accumulate(lengths)]
+    tokens = [
+        (number, starts[number] + k)
+        for number in map(documents, range(len(lengths)))
+        for k in range(lengths[number])
+    ]
+    rows = [tokens[at : at + row] for at in range(0, len(tokens) - row + 1, row)]
+    first = [
+        [at for k, (number, at) in enumerate(cut) if not k or cut[k - 1][0] != number]
+        for cut in rows
+    ]
+    return [first[k] for k in map(perm(len(rows), stream(seed, epoch, 15, 1)), range(len(rows)))]

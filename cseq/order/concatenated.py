@@ -1,0 +1,144 @@
+"""Documents end to end in an order by chance, cut into rows of as many tokens."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cseq._core import DOCUMENTS, ArrayReader, Permutation, fingerprint
+from cseq.check import count
+from cseq.order.base import Order, spans
+from cseq.order.documents import DocumentEnds
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from cseq._core import Reader
+    from cseq.order.base import Ints, Read
+
+__all__ = ["Concatenated"]
+
+BLOCK = 16  # documents of an epoch between two sums that are kept
+MOST_ROW = 2**24
+TOGETHER = 2**20  # documents that are put in order at once
+
+
+class Concatenated(Order):
+    """Rows of `row` tokens, cut from all documents in a row: the standard of pre-training.
+
+    Each epoch lays the documents end to end in another order and cuts this every `row` tokens. The
+    rows then come in an order of their own, so that parts of a long document are far apart. Every
+    token comes once per epoch, but for the last ones, which fill no row.
+
+    Indices are positions of tokens, with all documents laid end to end as they are numbered: an
+    index is that of a piece's first token. The piece ends with its document, or where the row is
+    full. In the indexer, `cseq.parts` says how many pieces each row has.
+
+    Parameters
+    ----------
+    lengths : array of int
+        The tokens of each document, at least 0. May be a memory map. They are below 2**48 in all:
+        this is `samples`.
+    row : int
+        Tokens of a row, at most 2**24.
+
+    Examples
+    --------
+    >>> order = cseq.Concatenated([5, 20, 0, 3], 12)
+    >>> order
+    <Concatenated: 2 rows of 12 tokens, at most 3 pieces a row; an epoch leaves 4 tokens out>
+    >>> order.batches(seed=1)
+    [[17, 25, 0], [5]]
+    """
+
+    name = "concatenated-v1"
+
+    def __init__(self, lengths: ArrayLike, row: int) -> None:
+        self.row = count("row", row, 1, MOST_ROW)
+        self._ends = DocumentEnds(lengths)
+        self.samples = self._ends.total
+        self.units = self.samples // self.row
+        if not self.units:
+            raise ValueError(
+                f"row={row} is longer than all documents together, which have {self.samples} "
+                "tokens; give a shorter row, or more documents"
+            )
+        self.room = self._most_pieces()
+        if rest := self.samples % self.row:
+            self.left_out = f"an epoch leaves {rest:,} tokens out, others each time"
+
+    def _most_pieces(self) -> int:
+        """Return the most pieces that a row can have: two that are cut, and short documents."""
+        counts, lengths = np.zeros(self.row + 1, np.int64), self._ends.lengths
+        step = max(TOGETHER, 4 * self.row)
+        for start in range(0, len(lengths), step):
+            chunk = np.minimum(lengths[start : start + step].astype(np.int64), self.row)
+            counts += np.bincount(chunk, minlength=self.row + 1)
+        counts[0] = 0
+        each = np.arange(self.row + 1)
+        tokens, room = np.append(0, (counts * each).cumsum()), max(0, self.row - 2)
+        longest = int(tokens.searchsorted(room, "right")) - 1  # shorter ones fit in all
+        whole = int(counts[:longest].sum()) + (room - int(tokens[longest])) // max(1, longest)
+        return min(whole + 2, self.row, int(counts.sum()))
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the order depends on."""
+        return super().facts() | {"lengths": fingerprint(self._ends.lengths), "row": self.row}
+
+    def describe(self) -> str:
+        """Describe an epoch."""
+        said = (
+            f"{self.units:,} rows of {self.row:,} tokens, at most {self.room:,} "
+            f"piece{'s' * (self.room > 1)} a row"
+        )
+        return f"{said}; {self.left_out}" if self.left_out else said
+
+    def reader(self, seed: int) -> Reader:
+        """Return what reads the order."""
+        begin = lru_cache(1)(partial(_Epoch, self._ends, self.row, self.units, seed))
+        return ArrayReader(self, seed, lambda epoch, units: begin(epoch).read(units))
+
+
+class _Epoch:
+    """The documents in the order of an epoch: where every 16th one ends."""
+
+    def __init__(self, ends: DocumentEnds, row: int, rows: int, seed: int, epoch: int) -> None:
+        self.corpus, self.row = ends, row
+        self.documents = Permutation(len(ends.lengths), seed, epoch, DOCUMENTS, 0)
+        self.rows = Permutation(rows, seed, epoch, DOCUMENTS, 1)
+        n = len(ends.lengths)
+        sums = np.zeros(-(-n // BLOCK), np.int64)
+        for start in range(0, n, TOGETHER):
+            there = np.arange(start, min(start + TOGETHER, n))
+            lengths = ends.lengths.take(self.documents.at(there)).astype(np.int64)
+            blocks = np.add.reduceat(lengths, np.arange(0, len(lengths), BLOCK))
+            sums[start // BLOCK : start // BLOCK + len(blocks)] = blocks
+        self.ends = sums.cumsum()
+
+    def pieces(self, units: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return each piece of some rows: the row's number among them, document, start, length."""
+        n = len(self.corpus.lengths)
+        first = self.rows.at(units).astype(np.int64) * self.row
+        blocks = self.ends.searchsorted(first, "right")
+        counts = self.ends.searchsorted(first + (self.row - 1), "right") - blocks + 1
+        each = spans(blocks, counts)
+        places = np.add.outer(each * BLOCK, np.arange(BLOCK)).ravel()
+        there = places < n
+        documents = self.documents.at(np.minimum(places, n - 1)).astype(np.int64)
+        lengths = self.corpus.lengths.take(documents).astype(np.int64) * there
+        stops = lengths.reshape(-1, BLOCK).cumsum(1)
+        stops += (self.ends.take(each - 1) * (each > 0))[:, None]  # 0 before the first block
+        begins = stops.ravel() - lengths
+        number = np.repeat(np.arange(len(units)), counts * BLOCK)
+        low = np.maximum(begins, first.take(number))
+        long = np.minimum(begins + lengths, first.take(number) + self.row) - low
+        kept = np.flatnonzero(long > 0)
+        return (number[kept], documents[kept], (low - begins)[kept], long[kept])
+
+    def read(self, units: Ints) -> Read:
+        """Return the first tokens of the pieces of some rows, and how many pieces each has."""
+        number, documents, starts, _ = self.pieces(units)
+        sizes = np.bincount(number, minlength=len(units))
+        return self.corpus.starts(documents) + starts, sizes

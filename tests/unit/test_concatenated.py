@@ -1,0 +1,144 @@
+"""`Concatenated`: golden, each token once but the tail, full rows, far apart."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from reference import mix
+from reference_draws import concatenated
+
+import cseq
+from cseq.order.documents import DocumentEnds
+
+FILE = Path(__file__).parents[1] / "golden" / "orders_concatenated.json"
+RECORDS = json.loads(FILE.read_text(encoding="ascii"))["orders"]
+
+
+def lengths_of(count: int, spread: int) -> list[int]:
+    """Return lengths that anybody can compute: some 0, few long."""
+    return [mix(k) % spread * (mix(k) % 97) // 97 for k in range(count)]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: str(list(record.values())[:5]))
+def test_golden(record: dict[str, Any]) -> None:
+    """An order is the same for ever: its first and last row, and the hash of all of them."""
+    lengths = lengths_of(record["count"], record["spread"])
+    where = record["seed"], record["epoch"]
+    rows = cseq.Concatenated(lengths, record["row"]).batches(seed=where[0], epoch=where[1])
+    digest = hashlib.sha256(np.array([*map(len, rows), *itertools.chain(*rows)], "<u8").tobytes())
+    shown = {"units": len(rows), "first": rows[0][:12], "last": rows[-1][:12]}
+    found = {key: record[key] for key in ("units", "first", "last", "sha256")}
+    assert shown | {"sha256": digest.hexdigest()} == found
+    if sum(lengths) < 200_000:
+        assert rows == concatenated(lengths, record["row"], *where)
+
+
+def test_each_token_comes_once() -> None:
+    """In 200 corpora with empty documents: but the tail, others each time, none is lost."""
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        row = int(rng.choice([1, 2, 7, 16, 17, 100]))
+        each = [0, 0, 1, 1, 2, row - 1, row, row + 1, 5 * row + 3, *range(1, row, 5)]
+        lengths = np.append(rng.choice(each, int(rng.integers(0, 90))), [0, row, 0])
+        order = cseq.Concatenated(lengths, row)
+        ends, stops = DocumentEnds(lengths), np.append(0, lengths.cumsum())
+        came = np.zeros(ends.total, np.int64)
+        for pieces in order.batches(seed=seed, epoch=seed):
+            assert len(pieces) <= order.room
+            left = row
+            for first, document in zip(pieces, ends.find(np.array(pieces))[0], strict=True):
+                stop = min(stops[document + 1], first + left)
+                came[first:stop] += 1
+                left -= stop - first
+            assert left == 0
+        assert came.max() == 1
+        assert (came == 0).sum() == ends.total % row == order.samples - order.units * row
+
+
+def test_many_documents_are_put_in_order_in_parts() -> None:
+    """More than are summed up at once; they need no table, and any row is there at once."""
+    lengths = np.arange(2**20 + 1000) % 5
+    order = cseq.Concatenated(lengths, 100)
+    reader = order.reader(1)
+    samples, sizes = reader.samples(3, 0, order.units)
+    assert len(np.unique(samples)) == len(samples) == sizes.sum()
+    ends = DocumentEnds(lengths)
+    documents, starts = ends.find(samples)
+    whole = samples == starts
+    missing = (lengths > 0).sum() - len(np.unique(documents[whole]))
+    assert 0 <= missing <= order.samples % 100  # they are in the tail
+    assert (sizes > 25).all()
+    alone = order.reader(1).samples(3, order.units - 7, 7)[0]
+    assert (alone == samples[-len(alone) :]).all()
+
+
+def test_the_most_pieces_of_a_row() -> None:
+    """`room` is enough for the shortest documents together, and is not far above."""
+    assert cseq.Concatenated([1] * 20, 6).room == 6
+    assert cseq.Concatenated([3] * 20, 11).room == 5
+    assert cseq.Concatenated([100], 11).room == 1
+    assert cseq.Concatenated([1, 1, 30, 0, 30], 20).room == 4
+    assert cseq.Concatenated([1], 1).room == 1
+
+
+# ── statistics ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_document_comes_anywhere() -> None:
+    """The first token of each is in every row as often, and left out as often as it must be."""
+    lengths = np.array([40, 7, 3, 16, 5, 5, 9, 33, 12])
+    order, ends = cseq.Concatenated(lengths, 16), DocumentEnds(lengths)
+    reader, starts = order.reader(3), ends.starts(np.arange(len(lengths)))
+    counts = np.zeros((len(lengths), order.units))
+    for epoch in range(3000):
+        pieces, sizes = reader.samples(epoch, 0, order.units)
+        documents, begins = ends.find(pieces)
+        first = pieces == begins
+        rows = np.repeat(np.arange(order.units), sizes)
+        counts[documents[first], rows[first]] += 1
+    assert (starts[1:] > 0).all()
+    share = counts.sum(1, keepdims=True) / 3000 / order.units
+    assert (share * order.units > 0.85).all()
+    assert (np.abs(counts / 3000 - share) < 5 * np.sqrt(share / 3000)).all()
+
+
+def test_rows_of_a_long_document_are_far_apart() -> None:
+    """They come one after another as seldom as any two rows do."""
+    order = cseq.Concatenated([5000, *[7] * 5000], 50)
+    after = 0
+    for epoch in range(50):
+        first = np.array([row[0] for row in order.batches(seed=1, epoch=epoch)])
+        after += int((np.diff(first) == 50).sum())
+    expected = 50 * 100 / order.units  # of 100 rows, each with one that follows
+    assert abs(after - expected) < 5 * math.sqrt(expected)
+
+
+def test_what_it_says() -> None:
+    """Rows, pieces, and the tail, here and in a mixture."""
+    order = cseq.Concatenated([5, 20, 0, 3], 12)
+    said = "an epoch leaves 4 tokens out, others each time"
+    assert order.describe() == f"2 rows of 12 tokens, at most 3 pieces a row; {said}"
+    assert said in cseq.Mixture({"a": order}, {"a": 1}, block=2).describe()
+    assert "leaves" not in cseq.Concatenated([24], 12).describe()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "row", "said"),
+    [
+        ([3, 4], 8, "row=8 is longer than all documents together, which have 7 tokens"),
+        ([0], 1, "row=1 is longer"),
+        ([3], 0, "row=0"),
+        ([3, -1], 2, r"lengths\[1\]=-1"),
+    ],
+)
+def test_bad_documents(lengths: list[int], row: int, said: str) -> None:
+    """Argument, value and remedy."""
+    with pytest.raises(ValueError, match=said):
+        cseq.Concatenated(lengths, row)
