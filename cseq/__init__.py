@@ -19,6 +19,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── __main__.py     cseq, the command: run a script with cseq's DataLoader in torch's place
     ├── observe/        for people who look: reports; cseq run --watch, bench, doctor, top
     ├── adapters/       other libraries' interfaces: loaders, frameworks, metrics systems
+    ├── tokens/         documents of tokens in, training rows out: readers of files, rows, batches
     ├── kinds.py        MPSequence, MTSequence, RaySequence: of processes, threads, a Ray fleet
     ├── sequence.py     ★ MSequence: its arguments, epochs and states
     ├── stream.py       a stream of items from each worker process

@@ -247,6 +247,7 @@ PUBLIC = {
     "cseq.errors",
     "cseq.stream",
     "cseq.testing",
+    "cseq.tokens",
     *(f"cseq.adapters.{library}" for library in ("returnn", "torch", "torchdata")),
 }
 # Inside, and reached all the same: private names of torch, and who may connect.
@@ -328,14 +329,15 @@ ORDERS = ("orders", "cseq_feistel")
 
 # Lines, at most: what there is, and 2 % of head-room.
 BUDGET = {
-    "cseq without adapters, fleet, orders": 21_514,
+    "cseq without adapters, fleet, orders, tokens": 21_514,
     "what users look with": 3_850,  # 1170 measuring and its rules, 1990 `observe`, 410 a trace
     "of these compiled: C, Cython": 7_410,  # 340 of them measure, 30 ask for a trace
     "adapters": 5_708,  # 894 of torchdata, 750 of RETURNN, 312 frameworks
+    "tokens": 700,
     "fleet": 640,  # 129 of them connections
     "the longest file of cseq": 710,  # but a .pyx, to 1000
     "the longest .pyx": 850,
-    "tests": 47_840,
+    "tests": 48_300,
     "the longest file of tests": 686,
     "orders": 3_169,
     "extension modules": 4,
@@ -367,6 +369,7 @@ def test_the_house_stays_within_its_budget() -> None:
     adapters = sum(found[path] for path in ours if "adapters" in path.relative_to(PACKAGE).parts)
     inside = {path: path.relative_to(PACKAGE).parts for path in ours}  # not the checkout's folder
     fleet = {path for path in ours if "fleet" in inside[path]}
+    tokens = {path for path in ours if "tokens" in inside[path]}
     orders = {path for path in ours if "order" in inside[path] or path.stem in ORDERS}
     orders -= {path for path in orders if path.stem in ("sampler", "place", "shard", "checkpoint")}
     looks = {
@@ -379,9 +382,10 @@ def test_the_house_stays_within_its_budget() -> None:
         found[path] for path in ours.keys() - fleet - orders - looks if path.suffix != ".py"
     )
     there = {
-        "cseq without adapters, fleet, orders": sum(ours.values())
+        "cseq without adapters, fleet, orders, tokens": sum(ours.values())
         - adapters
-        - sum(found[path] for path in fleet | orders | looks),
+        - sum(found[path] for path in fleet | orders | looks | tokens),
+        "tokens": sum(found[path] for path in tokens),
         "of these compiled: C, Cython": compiled,
         "adapters": adapters,
         "fleet": sum(found[path] for path in fleet),

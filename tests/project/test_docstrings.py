@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 
 import cseq
+from cseq import tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 LOADERS = ("DataLoader", "StatefulDataLoader")
 NAMES = [*cseq.__all__, "packed", "progress", *LOADERS]
+NAMES += [f"tokens.{name}" for name in tokens.__all__]
 # What a program is given: errors, records, a protocol.
 GIVEN = {
     *("CseqError", "RemoteTraceback", "WorkerDied", "WorkerError", "WorkerTimeout"),
-    *("Indexer", "Stats", "WorkerInfo"),
+    *("Indexer", "Stats", "WorkerInfo", "tokens.Documents", "tokens.Piece"),
 }
 
 
@@ -27,12 +29,14 @@ def examples_of(name: str) -> list[doctest.DocTest]:
     """Find the examples of a public name and of its methods."""
     if name in LOADERS:
         pytest.importorskip("torch", reason="it is torch's")
-    thing = getattr(cseq, name)
+    thing: Any = cseq
+    for part in name.split("."):
+        thing = getattr(thing, part)
     members = vars(thing) if isinstance(thing, type) else {}
     documented: dict[str, Any] = {name: thing} | {
         f"{name}.{key}": member for key, member in members.items() if not key.startswith("_")
     }
-    shared = {"__name__": "__main__", "cseq": cseq, "np": np}
+    shared = {"__name__": "__main__", "cseq": cseq, "np": np, "tokens": tokens}
     parse = doctest.DocTestParser().get_doctest
     return [
         parse(inspect.getdoc(one) or "", dict(shared), title, None, 0)

@@ -1,0 +1,128 @@
+"""A column of lists of tokens: of a table, of Parquet files, or of a data set."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cseq.tokens.documents import Corpus, damaged
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Arrow"]
+
+
+class Arrow(Corpus):
+    """The documents of a column of lists, a document in a row.
+
+    The tokens of a table, and of a Hugging Face data set's mapped files, are not copied. Parquet
+    files are decoded in each worker process; with threads, once.
+
+    Parameters
+    ----------
+    data : pyarrow.Table, datasets.Dataset, str, path, or list of these paths
+        A table, which processes get a copy of; a data set; or Parquet files.
+    column : str
+        Lists of integers.
+    mask : str, optional
+        Lists as long as the documents: a loss counts the tokens where it is not 0.
+    name : str, optional
+        None: the name of the first file without its ending, or of the column.
+
+    Raises
+    ------
+    ImportError
+        pyarrow is not installed.
+    TypeError, ValueError
+        A column is not there, is no list of integers, or has a null; or `mask` has other lengths.
+        The message names the row and the remedy.
+
+    Examples
+    --------
+    >>> chat = tokens.Arrow(dataset, "input_ids", mask="assistant_masks")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        column: str = "input_ids",
+        *,
+        mask: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        paths = [data] if isinstance(data, (str, os.PathLike)) else data
+        if isinstance(paths, (list, tuple)):
+            data = [os.path.abspath(os.fspath(path)) for path in paths]
+            name = name or os.path.basename(data[0]).partition(".")[0]
+        super().__init__(data=data, column=column, mask=mask, name=name or column)
+
+    def attach(  # type: ignore[override]
+        self, *, is_new: bool, data: Any, column: str, mask: str | None, name: str
+    ) -> None:
+        """Find the columns."""
+        import pyarrow as pa
+
+        columns = [column] if mask is None else [column, mask]
+        if isinstance(data, list):
+            table = pa.concat_tables([read(path, columns) for path in data])
+        elif getattr(data, "_indices", None) is not None:
+            remedy = "give what its flatten_indices() returns"
+            raise damaged(name, None, "the data set is a selection, or shuffled", remedy)
+        else:
+            table = getattr(getattr(data, "data", None), "table", data)
+        if not isinstance(table, pa.Table):
+            raise TypeError(
+                f"data={data!r}: give a pyarrow.Table, a datasets.Dataset or Parquet files"
+            )
+        lengths, parts = lists(table, column, name)
+        masks = None
+        if mask is not None:
+            others, masks = lists(table, mask, name)
+            if is_new and not np.array_equal(lengths, others):
+                k = int((lengths != others).argmax())
+                said = f"row {k} has {lengths[k]} values of {column!r} and {others[k]} of {mask!r}"
+                raise damaged(name, None, said, "give a mask as long as the tokens")
+        self.lay(name, lengths, parts, masks)
+
+
+def read(path: str, columns: list[str]) -> Any:
+    """Read columns of a Parquet file, those that are there."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        there = pq.read_schema(path).names
+        return pq.read_table(path, columns=[name for name in columns if name in there])
+    except pa.ArrowInvalid as error:
+        raise damaged(path, None, str(error), "write the file again") from None
+
+
+def lists(table: Any, column: str, name: str) -> tuple[NDArray[Any], list[NDArray[Any]]]:
+    """Return the length of each list of a column, and the values, chunk by chunk."""
+    import pyarrow as pa
+
+    if column not in table.column_names:
+        remedy = f"give one of {table.column_names}"
+        raise damaged(name, None, f"there is no column {column!r}", remedy)
+    kind = table.schema.field(column).type
+    of = getattr(kind, "value_type", kind)
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if not is_list or not (pa.types.is_integer(of) or pa.types.is_boolean(of)):
+        raise damaged(name, None, f"{column!r} is of {kind}", "give a column of lists of integers")
+    lengths, parts, row = [np.empty(0, np.int64)], [], 0
+    for chunk in table.column(column).chunks:
+        if not len(chunk):
+            continue
+        ends = chunk.offsets.to_numpy()
+        values = chunk.values[int(ends[0]) : int(ends[-1])]
+        if chunk.null_count or values.null_count:
+            given = enumerate(chunk.to_pylist(), row)
+            null = next(k for k, value in given if value is None or None in value)
+            raise damaged(name, None, f"{column!r} has a null in row {null}", "leave it out")
+        lengths.append(np.diff(ends))
+        parts.append(values.to_numpy(zero_copy_only=False))
+        row += len(chunk)
+    return np.concatenate(lengths), [part for part in parts if len(part)]

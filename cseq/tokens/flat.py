@@ -1,0 +1,157 @@
+"""A flat array of tokens; documents by offsets, or by the token that ends them."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cseq._core import CHUNK, fingerprint
+from cseq.check import count
+from cseq.files import once
+from cseq.tokens.documents import Corpus, damaged, first, mapped
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+__all__ = ["Flat"]
+
+
+class Flat(Corpus):
+    """The documents of a flat array of tokens, which is mapped: an ``.npy``, or a raw file.
+
+    Parameters
+    ----------
+    path : str or path
+        An ``.npy`` of one dimension, or any other file with `dtype`.
+    dtype : data type, optional
+        The type of a raw file's tokens, an integer's.
+    offsets : str, path or array of int, optional
+        Where each document begins, and at last where the tokens end: shape (documents + 1,), or an
+        ``.npy`` with that.
+    end : int, optional
+        Instead of `offsets`: the token that ends each document, and belongs to it. The documents
+        are found once, in one pass; a file then has their lengths.
+    cache : str or path, optional
+        The folder of this file. None: that of `path`.
+    name : str, optional
+        None: the file's name without its ending.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The file is damaged, or contradicts an argument. The message has the file and both values.
+
+    Examples
+    --------
+    >>> np.save("notes.npy", np.array([7, 8, 0, 9, 0], "uint16"))
+    >>> tokens.Flat("notes.npy", end=0)
+    <Flat notes: 5 tokens in 2 documents>
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        dtype: DTypeLike | None = None,
+        *,
+        offsets: str | os.PathLike[str] | ArrayLike | None = None,
+        end: int | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+    ) -> None:
+        full = os.path.abspath(os.fspath(path))
+        if (offsets is None) == (end is None):
+            raise ValueError(f"{full}: give either offsets or end, which say where documents end")
+        if isinstance(offsets, (str, os.PathLike)):
+            offsets = os.path.abspath(offsets)
+        super().__init__(
+            path=full,
+            dtype=None if dtype is None else np.dtype(dtype).str,
+            offsets=offsets,
+            end=end,
+            cache=os.path.abspath(os.fspath(cache or os.path.dirname(full))),
+            name=name or os.path.basename(full).partition(".")[0],
+        )
+
+    def attach(  # type: ignore[override]
+        self, *, is_new: bool, path: str, dtype: str | None, offsets: Any, end: Any, cache: str,
+        name: str,
+    ) -> None:  # fmt: skip
+        """Map the file, and find its documents."""
+        tokens = npy(path) if path.endswith(".npy") else raw(path, dtype)
+        if dtype is not None and tokens.dtype != np.dtype(dtype):
+            raise damaged(path, 0, f"its tokens are {tokens.dtype}, not {dtype}", "leave dtype out")
+        if tokens.dtype.kind not in "iu":
+            raise damaged(path, 0, f"its values are {tokens.dtype}", "give a file of integers")
+        if end is not None:
+            lengths = npy(found(path, tokens, end, cache))
+        else:
+            is_path = isinstance(offsets, str)
+            bounds = npy(offsets) if is_path else np.asarray(offsets)
+            if is_new:
+                check(offsets if is_path else path, bounds, len(tokens))
+            lengths = np.diff(bounds)
+        self.lay(name, lengths, [tokens])
+
+
+def raw(path: str, dtype: str | None) -> NDArray[Any]:
+    """Map a file without a head."""
+    if dtype is None:
+        raise TypeError(f"{path}: give dtype, the type of its tokens, such as dtype='uint16'")
+    size, item = os.path.getsize(path), np.dtype(dtype).itemsize
+    if size % item:
+        remedy = "copy the file again, or give the dtype that it was written with"
+        raise damaged(path, size - size % item, f"it ends within a token of {item} bytes", remedy)
+    return mapped(path, dtype)
+
+
+def npy(path: str) -> NDArray[Any]:
+    """Map an .npy of one dimension, as a plain array."""
+    try:
+        array = np.asarray(np.load(path, mmap_mode="r"))
+    except ValueError as error:
+        raise damaged(path, 0, str(error), "write it again with numpy.save") from None
+    if array.ndim != 1:
+        raise damaged(path, 0, f"it has shape {array.shape}", "give an array of one dimension")
+    return array
+
+
+def check(path: str, offsets: NDArray[Any], tokens: int) -> None:
+    """Check the offsets of documents."""
+    remedy = "give where each document begins, and at last the number of tokens"
+    if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or len(offsets) < 2:
+        raise damaged(path, None, f"offsets={offsets!r}", remedy)
+    said, k = "", first(len(offsets) - 1, lambda a, b: offsets[a + 1 : b + 1] < offsets[a:b])
+    if k is not None:
+        said = f"offsets[{k + 1}]={offsets[k + 1]} is below offsets[{k}]={offsets[k]}"
+    elif offsets[0] != 0:
+        said = f"offsets[0]={offsets[0]} is not 0"
+    elif offsets[-1] != tokens:
+        said = f"offsets[-1]={offsets[-1]}, but there are {tokens} tokens"
+        remedy = "give the offsets of this file, or copy it again"
+    if said:
+        raise damaged(path, None, said, remedy)
+
+
+def found(path: str, tokens: NDArray[Any], end: Any, cache: str) -> str:
+    """Return the file with the lengths of documents that end with a token; make it if need be."""
+    limits, there = np.iinfo(tokens.dtype), os.stat(path)
+    last = count("end", end, int(limits.min), int(limits.max))
+    facts = [there.st_size, there.st_mtime_ns, tokens.itemsize, last]
+    key = f"{int(fingerprint(np.array(facts))):016x}"
+    kept = os.path.join(cache, f"{os.path.basename(path)}.{key}.lengths.npy")
+    try:
+        return once(kept, lambda file: np.save(file, lengths_of(tokens, last)))
+    except OSError as error:
+        remedy = "give cache=, a folder for the lengths of documents"
+        raise OSError(error.errno, f"{error.strerror}: {remedy}", error.filename) from None
+
+
+def lengths_of(tokens: NDArray[Any], end: int) -> NDArray[Any]:
+    """Find the lengths of documents; the last one may lack its last token."""
+    chunks = range(0, len(tokens), CHUNK)
+    ends = [np.flatnonzero(tokens[at : at + CHUNK] == end) + (at + 1) for at in chunks]
+    bounds = np.concatenate([[0], *ends, [len(tokens)]])
+    lengths = np.diff(bounds[:-1] if bounds[-1] == bounds[-2] else bounds)
+    return lengths.astype(np.uint32 if lengths.max(initial=0) < 2**32 else np.int64)

@@ -1,0 +1,105 @@
+"""Megatron's pair of files: `.idx` says where the sequences are that `.bin` has."""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cseq.tokens.documents import Corpus, damaged, first, mapped
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Megatron"]
+
+MAGIC = b"MMIDIDX\0\0"
+HEAD = struct.Struct("<9sQBQQ")  # magic, version, type, sequences, bounds of documents
+TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+FLOATS = {6: "float64", 7: "float32"}
+REMEDY = "write the pair again with Megatron's preprocess_data.py, or copy both files again"
+
+
+class Megatron(Corpus):
+    """The documents of Megatron-LM's pair ``PREFIX.idx`` and ``PREFIX.bin``, which are mapped.
+
+    Parameters
+    ----------
+    prefix : str or path
+        The path without its ending.
+    name : str, optional
+        None: the last part of the path.
+
+    Raises
+    ------
+    ValueError
+        A file is damaged, or the index is another file's. The message has the file and the byte.
+
+    Examples
+    --------
+    >>> web = tokens.Megatron("web_text_document")  # doctest: +SKIP
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], *, name: str | None = None) -> None:
+        path = os.path.abspath(os.fspath(prefix)).removesuffix(".idx").removesuffix(".bin")
+        super().__init__(prefix=path, name=name or os.path.basename(path))
+
+    def attach(self, *, is_new: bool, prefix: str, name: str) -> None:  # type: ignore[override]
+        """Map both files."""
+        path, data = f"{prefix}.idx", f"{prefix}.bin"
+        with open(path, "rb") as file:
+            head = file.read(HEAD.size)
+        if len(head) < HEAD.size or not head.startswith(MAGIC):
+            raise damaged(path, 0, f"it does not begin with {MAGIC!r} and a header", REMEDY)
+        _, version, code, number, bounds = HEAD.unpack(head)
+        if version != 1:
+            raise damaged(path, 9, f"version {version} is not 1", REMEDY)
+        if code not in TYPES:
+            kind = FLOATS.get(code, "unknown")
+            raise damaged(path, 17, f"type code {code} ({kind}) is no integer's", REMEDY)
+        size, whole = os.path.getsize(path), HEAD.size + 12 * number + 8 * bounds
+        if size not in (whole, whole + number):  # the latter with a mode of each sequence
+            said = f"{number} sequences and {bounds} bounds need {whole} bytes"
+            raise damaged(path, size, said, REMEDY)
+        lengths = mapped(path, "<i4", HEAD.size, number)
+        starts = mapped(path, "<i8", HEAD.size + 4 * number, number)
+        documents = mapped(path, "<i8", HEAD.size + 12 * number, bounds)
+        dtype, there = np.dtype(TYPES[code]), os.path.getsize(data)
+        if is_new:
+            check(path, lengths, starts, documents, dtype.itemsize)
+        total = int(starts[-1]) + int(lengths[-1]) * dtype.itemsize if number else 0
+        if there != total:
+            said = f"it has {there} bytes, and {path} says {total}"
+            raise damaged(data, min(there, total), said, REMEDY)
+        others = first(bounds - 1, lambda a, b: np.diff(documents[a : b + 1]) != 1)
+        if others is not None:
+            lengths = np.diff(np.append(starts, total)[documents]) // dtype.itemsize
+        self.lay(name, lengths, [mapped(data, dtype)])
+
+
+def check(
+    path: str, lengths: NDArray[Any], starts: NDArray[Any], documents: NDArray[Any], size: int
+) -> None:
+    """Check that sequences lie one after the other, and that documents are made of them."""
+
+    def is_apart(a: int, b: int) -> NDArray[np.bool_]:
+        due = starts[a + 1 : b + 1]
+        return due != (starts[a:b] + lengths[a:b].astype(np.int64) * size)[: len(due)]
+
+    number = len(lengths)
+    at = [HEAD.size, HEAD.size + 4 * number, HEAD.size + 12 * number]
+    if number and starts[0]:
+        raise damaged(path, at[1], f"sequence 0 begins at byte {starts[0]} of .bin", REMEDY)
+    if not len(documents) or documents[0] != 0 or documents[-1] != number:
+        raise damaged(path, at[2], f"bounds of documents are not from 0 to {number}", REMEDY)
+    if (k := first(number, lambda a, b: lengths[a:b] < 0)) is not None:
+        raise damaged(path, at[0] + 4 * k, f"sequence {k} has length {lengths[k]}", REMEDY)
+    if (k := first(number, is_apart)) is not None:
+        said = f"sequence {k + 1} does not begin where the one before ends"
+        raise damaged(path, at[1] + 8 * (k + 1), said, REMEDY)
+    k = first(len(documents) - 1, lambda a, b: np.diff(documents[a : b + 1]) < 0)
+    if k is not None:
+        said = f"document {k + 1} begins before the last one"
+        raise damaged(path, at[2] + 8 * (k + 1), said, REMEDY)

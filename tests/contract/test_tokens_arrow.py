@@ -1,0 +1,98 @@
+"""`cseq.tokens.Arrow`: columns of lists, where pyarrow is installed."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from cseq import tokens
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8], [9, 10]]
+
+
+def table_of(kind: Any = None, **columns: Any) -> Any:
+    """Return a table of lists, in several chunks."""
+    whole = pa.table({name: pa.array(lists, kind) for name, lists in columns.items()})
+    return pa.concat_tables([whole.slice(0, 2), whole.slice(2, 2), whole.slice(4)])
+
+
+def documents_of(source: tokens.Arrow) -> list[list[int]]:
+    """Read all documents of a source."""
+    return [source.read(k, 0, int(source.lengths[k])).tolist() for k in range(len(source))]
+
+
+@pytest.mark.parametrize("of", ["int32", "uint16", "int64"])
+@pytest.mark.parametrize("kind", ["list_", "large_list"])
+def test_tables(kind: str, of: str) -> None:
+    """Lists of any integers are read in place, from each chunk."""
+    table = table_of(getattr(pa, kind)(getattr(pa, of)()), input_ids=DOCUMENTS)
+    source = tokens.Arrow(table)
+    assert documents_of(source) == DOCUMENTS
+    assert source.read(3, 0, 4).dtype == of
+    there = {chunk.values.buffers()[1].address for chunk in table["input_ids"].chunks}
+    address = source.read(0, 0, 3).__array_interface__["data"][0]
+    assert address in there
+    assert documents_of(pickle.loads(pickle.dumps(source))) == DOCUMENTS
+
+
+def test_parquet_files(tmp_path: Path) -> None:
+    """One file or several; a worker's copy reads them again."""
+    pq.write_table(table_of(ids=DOCUMENTS), tmp_path / "a.parquet", row_group_size=2)
+    pq.write_table(table_of(ids=[[11]]), tmp_path / "b.parquet")
+    assert documents_of(tokens.Arrow(tmp_path / "a.parquet", "ids")) == DOCUMENTS
+    both = tokens.Arrow([tmp_path / "a.parquet", tmp_path / "b.parquet"], "ids")
+    assert documents_of(pickle.loads(pickle.dumps(both))) == [*DOCUMENTS, [11]]
+    assert both.name == "a"
+
+
+def test_data_sets(tmp_path: Path) -> None:
+    """A Hugging Face data set is read in place; a selection is refused, with the remedy."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()  # of a thread
+    datasets.Dataset.from_dict({"input_ids": DOCUMENTS}).save_to_disk(tmp_path / "set")
+    data = datasets.load_from_disk(tmp_path / "set")
+    source = tokens.Arrow(data)
+    assert documents_of(source) == DOCUMENTS
+    assert documents_of(pickle.loads(pickle.dumps(source))) == DOCUMENTS
+    with pytest.raises(ValueError, match="selection, or shuffled; give what its flatten_indices"):
+        tokens.Arrow(data.select([3, 0]))
+    assert documents_of(tokens.Arrow(data.select([3, 0]).flatten_indices())) == [
+        DOCUMENTS[3],
+        DOCUMENTS[0],
+    ]
+
+
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    ({"ids": DOCUMENTS}, {}, r"there is no column 'input_ids'; give one of \['ids'\]"),
+    ({"input_ids": [1, 2]}, {}, "'input_ids' is of int64; give a column of lists of integers"),
+    ({"input_ids": [[1.5]]}, {}, "'input_ids' is of list<.*double>"),
+    ({"input_ids": [[1], [], None]}, {}, "'input_ids' has a null in row 2; leave it out"),
+    ({"input_ids": [[1], [], [2, None]]}, {}, "'input_ids' has a null in row 2; leave it out"),
+    ({"input_ids": [[1], [2]], "m": [[1], []]}, {"mask": "m"}, "row 1 has 1 values of 'input_ids'"),
+    ({"input_ids": [np.zeros(0, "i4")] * 2}, {}, "input_ids: it has no tokens"),
+]
+
+
+@pytest.mark.parametrize(("columns", "given", "said"), WRONG)
+def test_columns_that_are_refused(columns: Any, given: dict[str, Any], said: str) -> None:
+    """What is no column of documents is refused, with the row and the remedy."""
+    with pytest.raises(ValueError, match=said):
+        tokens.Arrow(pa.table(columns), **given)
+
+
+def test_what_is_no_table(tmp_path: Path) -> None:
+    """A damaged file is named; so is an object of another kind."""
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"a\.parquet.*; write the file again"):
+        tokens.Arrow(tmp_path / "a.parquet")
+    with pytest.raises(TypeError, match=r"data=7: give a pyarrow\.Table"):
+        tokens.Arrow(7)

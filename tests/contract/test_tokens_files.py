@@ -1,0 +1,236 @@
+"""The readers of `cseq.tokens`: what they read, and files that they refuse."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from token_data import CODES, random_documents, write_flat, write_megatron
+
+from cseq import tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8]]
+
+
+def documents_of(source: tokens.Documents) -> list[list[int]]:
+    """Read all documents of a source."""
+    return [source.read(k, 0, int(source.lengths[k])).tolist() for k in range(len(source))]
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_a_pair_of_megatron(tmp_path: Path, dtype: str) -> None:
+    """Each type of integers is read, with documents that are empty."""
+    write_megatron(tmp_path / "web", DOCUMENTS, dtype)
+    for path in ("web", "web.idx", "web.bin"):
+        source = tokens.Megatron(tmp_path / path)
+        assert documents_of(source) == DOCUMENTS
+        assert source.read(3, 1, 3).dtype == dtype
+        assert (source.name, len(source)) == ("web", 4)
+
+
+def test_documents_of_several_sequences(tmp_path: Path) -> None:
+    """A document of Megatron's is what lies between two bounds, in sequences."""
+    write_megatron(tmp_path / "web", DOCUMENTS, bounds=[0, 2, 2, 4])
+    assert documents_of(tokens.Megatron(tmp_path / "web")) == [[1, 2, 3], [], [4, 5, 6, 7, 8]]
+
+
+def test_flat_files(tmp_path: Path) -> None:
+    """An .npy or a raw file, with offsets that are an array, a list or a file."""
+    offsets = write_flat(tmp_path / "a.npy", DOCUMENTS)
+    write_flat(tmp_path / "a.bin", DOCUMENTS, "uint32")
+    np.save(tmp_path / "offsets.npy", offsets)
+    for given in (offsets, offsets.tolist(), tmp_path / "offsets.npy"):
+        assert documents_of(tokens.Flat(tmp_path / "a.npy", offsets=given)) == DOCUMENTS
+        assert documents_of(tokens.Flat(tmp_path / "a.bin", "uint32", offsets=given)) == DOCUMENTS
+
+
+@pytest.mark.parametrize("last", [[], [9, 9]])
+def test_documents_by_their_last_token(tmp_path: Path, last: list[int]) -> None:
+    """Documents end with a token, which belongs to them; the last one may lack it."""
+    documents = [[*each, 0] for each in DOCUMENTS] + [last] * bool(last)
+    write_flat(tmp_path / "a.bin", documents)
+    assert documents_of(tokens.Flat(tmp_path / "a.bin", "uint16", end=0)) == documents
+
+
+def test_documents_are_found_once(tmp_path: Path) -> None:
+    """Their lengths lie in a file, until the tokens change; in `cache`, if that is given."""
+    data, cache = tmp_path / "data", tmp_path / "cache"
+    data.mkdir()
+    cache.mkdir()
+    path = data / "a.bin"
+    write_flat(path, [[1, 2, 0], [3, 0]])
+    assert documents_of(tokens.Flat(path, "uint16", end=0)) == [[1, 2, 0], [3, 0]]
+    [kept] = [name for name in os.listdir(data) if name != "a.bin"]
+    before = os.stat(data / kept)
+    assert documents_of(tokens.Flat(path, "uint16", end=0)) == [[1, 2, 0], [3, 0]]
+    assert os.stat(data / kept).st_ino == before.st_ino
+    assert documents_of(tokens.Flat(path, "uint16", end=2)) == [[1, 2], [0, 3, 0]]
+    write_flat(path, [[1, 0], [2, 3, 0], [4, 0]])
+    os.utime(path, ns=(1, 1))
+    assert documents_of(tokens.Flat(path, "uint16", end=0)) == [[1, 0], [2, 3, 0], [4, 0]]
+    assert documents_of(tokens.Flat(path, "uint16", end=4, cache=cache))[1:] == [[0]]
+    assert len(os.listdir(cache)) == 1
+
+
+def found(path: str, answers: Any) -> None:
+    """Tell how many documents there are, in another process."""
+    answers.put(len(tokens.Flat(path, "uint16", end=0)))
+
+
+@pytest.mark.needs("fork")
+def test_processes_that_ask_at_once(tmp_path: Path) -> None:
+    """One finds the documents, the others wait; nothing but the lengths is left."""
+    path = str(tmp_path / "a.bin")
+    write_flat(tmp_path / "a.bin", [[1] * 99 + [0]] * 1000)
+    context = get_context("fork")
+    answers = context.SimpleQueue()
+    processes = [context.Process(target=found, args=(path, answers)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    assert [answers.get() for _ in processes] == [1000] * 4
+    for process in processes:
+        process.join()
+    answers.close()
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_a_worker_s_copy_is_of_the_same_tokens(tmp_path: Path) -> None:
+    """A pickle opens the files again, whose tokens must be what they were."""
+    write_megatron(tmp_path / "web", DOCUMENTS)
+    offsets = write_flat(tmp_path / "a.npy", DOCUMENTS)
+    flat = tokens.Flat(tmp_path / "a.npy", offsets=offsets)
+    for source in (tokens.Megatron(tmp_path / "web"), flat):
+        copy = pickle.loads(pickle.dumps(source))
+        assert documents_of(copy) == DOCUMENTS
+        assert (copy.fingerprint, copy.name) == (source.fingerprint, source.name)
+    known = pickle.dumps(tokens.Megatron(tmp_path / "web"))
+    write_megatron(tmp_path / "web", [[1, 2, 3], [], [4], [5, 6, 7, 9]])
+    with pytest.raises(ValueError, match="web: its tokens have changed since the run opened it"):
+        pickle.loads(known)
+
+
+def test_fingerprints_differ_with_tokens(tmp_path: Path) -> None:
+    """Other tokens, or another division of the same number of them, are another corpus."""
+    rng = np.random.default_rng(1)
+    prints = set()
+    for number in range(20):
+        offsets = write_flat(tmp_path / f"{number}.npy", random_documents(rng, 20, 8))
+        prints.add(tokens.Flat(tmp_path / f"{number}.npy", offsets=offsets).fingerprint)
+    assert len(prints) == 20
+
+
+def patched(at: int, data: bytes) -> Callable[[bytes], bytes]:
+    """Return a function that overwrites some bytes of a file."""
+    return lambda file: file[:at] + data + file[at + len(data) :]
+
+
+# Of 4 sequences: lengths are at 34, offsets at 50, bounds at 82, and the file has 122 bytes.
+PAIRS: list[tuple[str, Callable[[bytes], bytes], str]] = [
+    ("idx", lambda file: b"", "web.idx at byte 0: it does not begin with"),
+    ("idx", patched(0, b"X"), "web.idx at byte 0: it does not begin with"),
+    ("idx", patched(9, b"\2"), "web.idx at byte 9: version 2 is not 1"),
+    ("idx", patched(17, b"\6"), r"web.idx at byte 17: type code 6 \(float64\) is no integer's"),
+    ("idx", patched(17, b"\7"), r"web.idx at byte 17: type code 7 \(float32\) is no integer's"),
+    ("idx", patched(17, b"\x63"), r"type code 99 \(unknown\) is no integer's"),
+    ("idx", lambda file: file[:-8], "web.idx at byte 114: 4 sequences and 5 bounds need 122 bytes"),
+    ("idx", patched(38, struct.pack("<i", -1)), "web.idx at byte 38: sequence 1 has length -1"),
+    ("idx", patched(58, struct.pack("<q", 2)), "byte 58: sequence 1 does not begin where"),
+    ("idx", patched(50, struct.pack("<q", 2)), "byte 50: sequence 0 begins at byte 2 of"),
+    ("idx", patched(82, b"\1"), "byte 82: bounds of documents are not from 0 to 4"),
+    ("idx", patched(114, b"\3"), "byte 82: bounds of documents are not from 0 to 4"),
+    ("idx", patched(90, b"\4"), "byte 98: document 2 begins before the last one"),
+    ("bin", lambda file: file[:-1], "web.bin at byte 15: it has 15 bytes, and .*web.idx says 16"),
+    ("bin", lambda file: file + b"12", "web.bin at byte 16: it has 18 bytes, and .* says 16"),
+]
+
+
+@pytest.mark.parametrize(("which", "damage", "said"), PAIRS)
+def test_a_damaged_pair(tmp_path: Path, which: str, damage: Any, said: str) -> None:
+    """A pair that contradicts itself is refused: with the file, the byte and the remedy."""
+    write_megatron(tmp_path / "web", DOCUMENTS)
+    path = tmp_path / f"web.{which}"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=f"{said}.*; write the pair again"):
+        tokens.Megatron(tmp_path / "web")
+
+
+def test_half_a_pair(tmp_path: Path) -> None:
+    """An error of the system names the file that is missing."""
+    write_megatron(tmp_path / "web", DOCUMENTS)
+    (tmp_path / "web.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"web\.bin"):
+        tokens.Megatron(tmp_path / "web")
+
+
+def test_sources_without_tokens(tmp_path: Path) -> None:
+    """A source has a token, or is to be left out."""
+    write_megatron(tmp_path / "a", [[], []])
+    write_megatron(tmp_path / "b", [])
+    write_flat(tmp_path / "c.npy", [[]])
+    for make in (
+        lambda: tokens.Megatron(tmp_path / "a"),
+        lambda: tokens.Megatron(tmp_path / "b"),
+        lambda: tokens.Flat(tmp_path / "c.npy", offsets=[0, 0]),
+        lambda: tokens.Flat(tmp_path / "c.npy", end=0),
+    ):
+        with pytest.raises(ValueError, match="it has no tokens; leave this source out"):
+            make()
+
+
+FLAT: list[tuple[str, dict[str, Any], str]] = [
+    ("a.npy", {}, "a.npy: give either offsets or end"),
+    ("a.npy", {"offsets": [0, 8], "end": 0}, "a.npy: give either offsets or end"),
+    ("a.npy", {"offsets": [0, 3, 2, 8]}, r"offsets\[2\]=2 is below offsets\[1\]=3"),
+    ("a.npy", {"offsets": [1, 8]}, r"offsets\[0\]=1 is not 0"),
+    ("a.npy", {"offsets": [0, 3]}, r"offsets\[-1\]=3, but there are 8 tokens"),
+    ("a.npy", {"offsets": [0.0, 8.0]}, r"a.npy: offsets=array\(\[0., 8.\]\)"),
+    ("a.npy", {"offsets": [0]}, r"a.npy: offsets=array\(\[0\]\)"),
+    ("a.npy", {"offsets": "other.npy"}, r"other.npy: offsets\[-1\]=3, but there are 8 tokens"),
+    ("a.npy", {"end": 2**16}, "end=65536 is above 65535"),
+    ("a.npy", {"end": -1}, "end=-1 is below 0"),
+    ("a.npy", {"end": 0, "dtype": "uint32"}, "a.npy at byte 0: its tokens are uint16, not <u4"),
+    ("a.bin", {"end": 0}, "a.bin: give dtype"),
+    ("a.bin", {"end": 0, "dtype": "uint32"}, "a.bin at byte 12: it ends within a token of 4 bytes"),
+    ("a.bin", {"end": 0, "dtype": "float16"}, "a.bin at byte 0: its values are float16"),
+    ("two.npy", {"end": 0}, r"two.npy at byte 0: it has shape \(2, 2\)"),
+    ("cut.npy", {"end": 0}, "cut.npy at byte 0: .*; write it again with numpy.save"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "said"), FLAT)
+def test_a_damaged_flat_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, given: dict[str, Any], said: str
+) -> None:
+    """A file that contradicts what is said of it is refused, with both and the remedy."""
+    monkeypatch.chdir(tmp_path)
+    write_flat(tmp_path / "a.npy", DOCUMENTS)
+    write_flat(tmp_path / "a.bin", [*DOCUMENTS[:-1], [5, 6, 7]])
+    np.save("other.npy", [0, 3])
+    np.save("two.npy", np.zeros((2, 2), int))
+    whole = (tmp_path / "a.npy").read_bytes()
+    (tmp_path / "cut.npy").write_bytes(whole[:-1])
+    with pytest.raises((TypeError, ValueError), match=said):
+        tokens.Flat(name, **given)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    """The error names the file that could not be written, and `cache`."""
+    write_flat(tmp_path / "a.bin", DOCUMENTS)
+    with pytest.raises(OSError, match=r"give cache=.*missing"):
+        tokens.Flat(tmp_path / "a.bin", "uint16", end=0, cache=tmp_path / "missing")
+
+
+def test_a_range_that_no_document_has(tmp_path: Path) -> None:
+    """What lies outside of a document is not read."""
+    write_megatron(tmp_path / "web", DOCUMENTS)
+    with pytest.raises(IndexError, match=r"web: document 0 has no \[2, 4\) of 3"):
+        tokens.Megatron(tmp_path / "web").read(0, 2, 4)

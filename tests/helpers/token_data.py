@@ -1,0 +1,113 @@
+"""Corpora of tokens, as Megatron and others write them, and the batches that they make."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+Tokens = list[int]
+CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
+
+
+def random_documents(rng: np.random.Generator, number: int, row: int) -> list[Tokens]:
+    """Return documents of any length: some empty, some of one token, some as long as a row."""
+    odd = np.array([0, 1, 2, row - 1, row, row + 1, 2 * row, 3 * row + 1])
+    drawn = rng.geometric(2 / row, number)
+    lengths = np.where(rng.random(number) < 0.4, rng.choice(odd, number), drawn)
+    return [rng.integers(1, 30_000, length).tolist() for length in lengths]
+
+
+def write_flat(path: Path, documents: Sequence[Tokens], dtype: str = "uint16") -> NDArray[np.int64]:
+    """Write an array of all tokens; return where documents begin, and the number of tokens."""
+    tokens = np.array([token for document in documents for token in document], dtype)
+    if path.suffix == ".npy":
+        np.save(path, tokens)
+    else:
+        tokens.tofile(path)
+    return np.cumsum([0, *map(len, documents)])
+
+
+def write_megatron(
+    prefix: Path,
+    documents: Sequence[Tokens],
+    dtype: str = "uint16",
+    bounds: Sequence[int] | None = None,
+) -> None:
+    """Write a pair; each document is one sequence, or `bounds` says which sequences it has."""
+    write_flat(prefix.with_suffix(".bin"), documents, dtype)
+    lengths = np.array([*map(len, documents)], "<i4")
+    starts = (lengths.cumsum(dtype="<i8") - lengths) * np.dtype(dtype).itemsize
+    ends = np.arange(len(documents) + 1) if bounds is None else np.array(bounds)
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, CODES[dtype], len(documents), len(ends))
+    parts = lengths.tobytes() + starts.astype("<i8").tobytes() + ends.astype("<i8").tobytes()
+    prefix.with_suffix(".idx").write_bytes(head + parts)
+
+
+class Listed:
+    """An object of the user's that is a source: documents in lists, and perhaps masks."""
+
+    def __init__(self, documents: list[Tokens], masks: list[Tokens] | None = None) -> None:
+        self.documents = documents
+        self.lengths, self.name = np.array([*map(len, documents)]), "listed"
+        self.fingerprint = len(documents)
+        if masks is not None:
+            self.mask = lambda document, start, stop: np.array(masks[document][start:stop], bool)
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def read(self, document: int, start: int, stop: int) -> NDArray[np.int32]:
+        """Return tokens of a document."""
+        return np.array(self.documents[document][start:stop], np.int32)
+
+
+def expected(
+    rows: Sequence[Sequence[tuple[str, int, int, int]]],
+    sources: dict[str, list[Tokens]],
+    row: int,
+    masks: dict[str, list[Tokens]] | None = None,
+    *,
+    flat: bool = False,
+) -> dict[str, Any]:
+    """Make a batch of rows of pieces, token by token, with 0 as padding."""
+    batch: dict[str, Any] = {"cu_seqlens": [0]}
+    shares = dict.fromkeys(sources, 0)
+    keys = ("input_ids", "labels", "position_ids", "document_ids")
+    for key in keys:
+        batch[key] = []
+    number = 0
+    for pieces in rows:
+        number = number if flat else 0
+        used = 0
+        for source, document, start, stop in pieces:
+            tokens = sources[source][document]
+            counted = masks[source][document] if masks else [1] * len(tokens)
+            for at in range(start, stop):
+                is_label = at + 1 < len(tokens) and counted[at + 1]
+                values = (tokens[at], tokens[at + 1] if is_label else -100, at - start, number)
+                for key, value in zip(keys, values, strict=True):
+                    batch[key].append(value)
+            number, used = number + 1, used + stop - start
+            shares[source] += stop - start
+            batch["cu_seqlens"].append(batch["cu_seqlens"][-1] + stop - start)
+        if used < row:
+            batch["cu_seqlens"].append(batch["cu_seqlens"][-1] + row - used)
+            for at in range(row - used):
+                for key, value in zip(keys, (0, -100, at, -1), strict=True):
+                    batch[key].append(value)
+    batch["max_seqlen"] = max(np.diff(batch["cu_seqlens"]).tolist())
+    batch["valid_tokens"] = sum(label != -100 for label in batch["labels"])
+    batch["source_tokens"] = [*shares.values()]
+    shape = (1, -1) if flat else (len(rows), row)
+    return {
+        key: np.array(value).reshape(shape).tolist() if key in keys else value
+        for key, value in batch.items()
+    }
