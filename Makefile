@@ -159,6 +159,6 @@ include $(wildcard tests/*/check.mk tests/*/*/check.mk benchmarks/*/check.mk)
 
 clean:
 	rm -rf build dist wheelhouse docs/reference/api *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	rm -f cseq/*.so cseq/*.pyd cseq/*.c cseq/*.html
+	find cseq -name '*.so' -o -name '*.pyd' -o -name '*.c' -o -name '*.html' | xargs rm -f
 	find cseq tests examples -name __pycache__ -prune -exec rm -rf {} +
 	$(if $(ALL),rm -rf $(ENVIRONMENTS))

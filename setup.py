@@ -72,21 +72,19 @@ def c_folder() -> str | None:
     return folder.as_posix()
 
 
-# Modules of cseq that a .pyx or .pxd cimports; files that a .pyx includes.
-CIMPORTED = re.compile(r"^ *from cseq\.(\w+) cimport ", re.MULTILINE)
-INCLUDED = re.compile(r'^include "(.+)"$', re.MULTILINE)
+# Modules of cseq that a .pyx or .pxd cimports.
+CIMPORTED = re.compile(r"^ *from (cseq\.[\w.]+) cimport ", re.MULTILINE)
 
 
 def sources_of(path: Path) -> set[Path]:
-    """Return a .pyx, what it includes, its .pxd, and each .pxd that these cimport."""
+    """Return a .pyx, its .pxd, and every .pxd that these cimport."""
     found, left = set(), [path, path.with_suffix(".pxd")]
     while left:
         one = left.pop()
         if one not in found and one.exists():
             found.add(one)
             text = one.read_text(encoding="utf-8")
-            left += [one.with_name(f"{name}.pxd") for name in CIMPORTED.findall(text)]
-            left += [one.parent / name for name in INCLUDED.findall(text)]
+            left += [Path(*name.split(".")).with_suffix(".pxd") for name in CIMPORTED.findall(text)]
     return found
 
 
@@ -202,14 +200,16 @@ def description() -> str:
 
 
 # The extension modules, from the bottom up.
-MODULES = ["_memory", "_core", "_work", "_feed"]
+MODULES = ["_memory", "_core", "_lock", "_work", "memory._slots", "measure._trace"]
+MODULES += ["encoding._plan", "encoding._codec", "order._readers", "order._source"]
+MODULES += ["engine._streams", "engine._feed"]
 
 # CSEQ_PREBUILT=1 installs what `build_ext --inplace` has compiled: an editable installation would
 # compile it once more, in a folder that is thrown away.
 core = [
     Extension(
         f"cseq.{name}",
-        sources=[f"cseq/{name}.pyx"],
+        sources=[f"cseq/{name.replace('.', '/')}.pyx"],
         depends=[mode_file(), *map(str, sorted(Path("cseq", "include").glob("*.h")))],
         include_dirs=["cseq/include", np.get_include()],
         define_macros=[  # numpy 1.25 is the oldest that pyproject.toml allows at run time

@@ -28,8 +28,8 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── tracing.py      a trace of every batch: recorded, written as JSON
     ├── report/         a page about a run, from its figures: SVG, HTML, what the doctor finds
     ├── fleet/          batches from other machines: a crew of threads, each of which asks an actor
-    ├── engine/         ★ a pool is a crew (processes, threads, the loop's own thread) × tickets
-    ├── _feed.pyx       ★ posts tickets, takes out batches and items; include/streams.pxi
+    ├── engine/         ★ a pool is a crew (processes, threads, the loop's own thread) × tickets;
+    │                   _feed posts these, and takes out batches and items
     ├── arguments.py    the arguments of MSequence: types and checks
     ├── options.py      options of workers, for MSequence and Streams
     ├── order/          ★ which samples, in which order, for which rank; the loop's place
@@ -44,11 +44,10 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── files.py        files that are written whole or not at all
     ├── threads.py      threads that a signal handler cannot break; what is logged on another thread
     ├── system.py       the machine or container: cores, threads of libraries, memory
-    ├── _work.pyx       ★ runners, and their work: batches made and published; in include/:
-    │                   plan.pxi, codec.pxi, how a batch is written into its slot, and read
-    ├── _core.pyx       ★ the ring (include/cseq_ring.h), the shuffle, readers of orders; in
-    │                   include/: source.pxi, orders.pxi, lock.pxi, trace.pxi
-    ├── _memory.pyx     ★ memory that arrays lie on; include/slots.pxi, slots and leases
+    ├── _work.pyx       ★ runners, and their work: batches made and published
+    ├── _lock.pyx       locks and latches that outlive signal handlers
+    ├── _core.pyx       ★ the ring (include/cseq_ring.h), the shuffle, readers of its orders
+    ├── _memory.pyx     ★ memory that arrays lie on
     └── errors.py       every error, drawn as a tree
 """
 

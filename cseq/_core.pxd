@@ -1,12 +1,27 @@
-"""The ring; locks; what an epoch asks for."""
+"""The ring; the shuffle; readers of orders."""
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 cimport cython
+cimport numpy as cnp
 
 from cseq._headers cimport *
 from cseq._memory cimport Memory
 
+cdef enum:
+    PARK = 100_000_000  # ns: longest sleep before a sleeper checks signals, workers, deadlines
+
+cdef const int64_t* int64s(cnp.ndarray array) except? NULL
+cdef object shuffled(uint64_t size, uint64_t* state)
+
+
+cdef class Reader:
+    cdef readonly uint64_t units, seed
+    cdef readonly uint32_t room
+    cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
+                      int64_t* sizes) except -1
+    cdef int64_t read_batch(self, uint64_t epoch, uint64_t first, uint64_t together, uint64_t start,
+                            uint64_t count, int64_t* out, int64_t* sizes) except -1
 
 
 @cython.final
@@ -62,70 +77,6 @@ cdef class Ring:
     cdef void wait(self, uint32_t seen, int cell) noexcept
     cdef bint expect(self, uint32_t cell, uint32_t seen) noexcept
 
-
-# What a trace records: tickets that were taken.
-
-cdef extern from "cseq_trace.h" nogil:
-    ctypedef struct cseq_log:
-        uint32_t on
-        uint64_t begun
-        uint64_t done
-        uint64_t size
-        void* taken
-
-    void cseq_log_add(cseq_log* l, const cseq_cell* c, uint64_t now, uint64_t waited, uint32_t thread,
-                      unsigned short feed, int queue) noexcept
-
-
-cdef cseq_log* log  # of this process's trace
-
-
-
-# Locks and latches for threads, which the core takes without a call of Python.
-
-cdef extern from "pythread.h":
-    unsigned long PyThread_get_thread_ident() noexcept
-    unsigned long PyThread_get_thread_native_id() noexcept
-
-
-cpdef int check_depth() except -1
-cpdef bint is_deep(int depth=*) except -1
-
-
-@cython.final
-@cython.no_gc
-cdef class Lock:
-    cdef uint64_t owner  # the thread that has it, or 0
-    cdef uint32_t asleep # a thread may be, until it is free
-    cdef uint32_t depth  # how often
-    cdef uint32_t forks  # `forks_here`, when it was last looked at
-    cdef uint32_t due    # there are
-    cdef list calls      # that were put off
-    cdef bint has(self) noexcept
-    cdef int look_at_fork(self) noexcept
-    cdef bint take(self, double timeout) except -1
-    cdef bint take_anew(self, double timeout) except -1
-    cdef bint sleep(self, double timeout) except -1
-    cdef int leave(self) except -1
-    cdef int make_calls(self) except -1
-    cdef object next_call(self)
-    cpdef int refuse_mine(self) except -1
-    cdef inline int enter_anew(self) except -1:
-        """Take it; RuntimeError if this thread has it."""
-        return self.refuse_mine() if self.has() else self.take_anew(-1)
-
-
-@cython.final
-cdef class RunState:
-    cdef uint64_t number
-    cdef readonly Lock lock
-    cdef inline bint is_at(self, uint64_t generation) noexcept:
-        """Whether this is the present generation."""
-        return cseq_load_acq_u64(&self.number) == generation
-
-
-# What an epoch asks for, ticket by ticket.
-
 cdef enum:
     ASK_ITEM = 0       # kinds of tickets of a stream; see producer.py
     ASK_CALL = 1
@@ -135,18 +86,3 @@ cdef enum:
     WITHOUT_KEY = -1
     KEY_IN_REQUEST = -2
     KEY_INTS = 13
-
-
-cdef class Source:
-    cdef readonly uint64_t epoch
-    cdef readonly uint64_t consumed  # units before the first ticket
-    cdef readonly bint keyed         # its items are named by keys
-    cdef bint is_ready(self, uint64_t taken) noexcept
-    cdef int prepare(self, uint64_t taken) except -1
-    cdef Py_ssize_t target(self) noexcept
-    cdef uint64_t write(self, Py_ssize_t number, Ring ring, uint32_t cell, uint64_t ticket) noexcept
-    cdef void end(self, Py_ssize_t number) noexcept
-    cdef bint is_over(self) noexcept
-    cpdef int finish(self) except -1
-
-cpdef int rest() except -1

@@ -8,23 +8,24 @@ arguments, release the GIL where something can take long, and turn status codes 
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
-from cpython.unicode cimport PyUnicode_AsUTF8AndSize
-from libc.stdint cimport int64_t, intptr_t, uint32_t, uint64_t, uint8_t
-from libc.string cimport memcpy, memset
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport *
-from cseq._memory cimport Block, Mapping, Memory, forker_here, forks_here
+from cseq._memory cimport Block, Mapping, Memory
 
 import numpy
-from sys import _getframe
-from threading import current_thread
 
 cnp.import_array()
 
 FIELDS = CSEQ_FIELDS
+
+# For `producer`, and `stream`.
+ITEM, CALL = ASK_ITEM, ASK_CALL
+CALLED, ASSIGNED = slice(0, REQUEST_WORDS), slice(REQUEST_WORDS, 2 * REQUEST_WORDS)
+KEY, KEYS, NO_KEY, IN_REQUEST = KEY_LENGTH, KEY_INTS, WITHOUT_KEY, KEY_IN_REQUEST
 
 cseq_wait_choose()
 
@@ -160,9 +161,6 @@ cdef class Reader:
         In [0, 2**64).
     """
 
-    cdef readonly uint64_t units, seed
-    cdef readonly uint32_t room
-
     cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
                       int64_t* sizes) except -1:
         """Write the samples of units [start, start + count), which exist; return how many.
@@ -287,10 +285,6 @@ cdef class TableReader(Reader):
         cseq_order_advance(&self.order, start + count, BRIEF)
         cseq_order_read(&self.order, start, count, out)
         return count
-
-
-cdef uint64_t PARK = 100_000_000  # ns: longest sleep before a sleeper checks signals, workers, deadlines
-PARK_NS = PARK
 
 
 def ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners):
@@ -647,9 +641,3 @@ cdef class Ring:
 def now_ns():
     """Nanoseconds on a monotonic clock, that of `Ring.holder`."""
     return cseq_now_ns()
-
-
-include "include/trace.pxi"
-include "include/lock.pxi"
-include "include/orders.pxi"
-include "include/source.pxi"

@@ -1,6 +1,5 @@
 """The functions and structs of the headers in `include/`, for every module of the core."""
 
-cimport cython
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, intptr_t, uint32_t, uint64_t
 
@@ -31,6 +30,7 @@ cdef extern from "cseq_wait.h" nogil:
 
 
 cdef extern from "cseq_fault.h" nogil:
+    int CSEQ_POISON  # whether memory that is no longer in use is overwritten
     void CSEQ_POINT(const char* name) noexcept
 
 

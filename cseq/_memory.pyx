@@ -6,8 +6,8 @@ from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from cpython.ref cimport PyObject, Py_DECREF, Py_INCREF
 from libc.errno cimport errno
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uint8_t, uintptr_t
-from libc.string cimport memcpy, memset, strcpy, strerror
+from libc.stdint cimport uint32_t, uint64_t, uint8_t, uintptr_t
+from libc.string cimport memcpy, strcpy, strerror
 
 cimport cython
 cimport numpy as cnp
@@ -16,7 +16,6 @@ from cseq._headers cimport *
 
 import os
 import sys
-from weakref import ref as weak_reference
 
 cnp.import_array()
 
@@ -58,10 +57,6 @@ cdef extern from *:
     #endif
     """
     int cseq_keep_freed() noexcept nogil
-
-cdef extern from "cseq_fault.h":
-    int CSEQ_POISON
-
 
 cdef extern from *:
     """
@@ -557,6 +552,3 @@ cdef class Reuse:
 
     def __exit__(self, *_):
         cseq_reuse_count(&cseq_reused, False)
-
-
-include "include/slots.pxi"

@@ -1,30 +1,18 @@
 # cython: language_level=3, freethreading_compatible=True
 """Runners, and their work: batches made, and published."""
 
-from cpython.dict cimport PyDict_Copy, PyDict_Next, PyDict_SetItem
-from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
-from cpython.ref cimport PyObject, Py_INCREF, Py_XDECREF
-from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcmp, memcpy, strcmp
+from cpython.ref cimport PyObject
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.string cimport memcpy
 
 cimport cython
 cimport numpy as cnp
 
-from cseq._core cimport Ring, Turns
+from cseq._core cimport PARK, Ring
 from cseq._headers cimport *
-from cseq._memory cimport (
-    LEAST, MAX_DIMS, MOST_COPIED, Block, Mapping, Memory, SlotTable, cseq_array_on, forks_here, is_permuted,
-    lies_in,
-)
+from cseq._memory cimport LEAST, forks_here
 
 import numpy
-from importlib import import_module
-from pickle import dumps, loads
-
-from cseq._core import PARK_NS
-from cseq._memory import copy_of, flat_of
 
 cnp.import_array()
 
@@ -82,21 +70,6 @@ cdef class Runner:
         No stage follows: publish to the output.
     """
 
-    cdef cseq_ring* r
-    cdef readonly Ring ring
-    cdef readonly uint32_t stage
-    cdef readonly uint32_t owner
-    cdef cseq_cell* c
-    cdef cseq_meter* meter
-    cdef readonly int cell  # of the present ticket; -1: none
-    cdef public uint64_t park  # ns that `claim` waits at most
-    cdef bint last
-    cdef cseq_turns* turns     # NULL: there are none
-    cdef uint32_t turn         # its number there, another one in each queue of a pool
-    cdef bint owes             # the trainer is to be notified before the turn is given up
-    cdef uint64_t since        # when a ticket was claimed or published last; when none came
-    cdef cnp.ndarray room      # for the indices of a ticket
-
     def __cinit__(self, Ring ring not None, uint32_t stage, uint32_t owner, *, bint last):
         if stage > 1:
             raise ValueError(f"stage={stage} is neither 0 nor 1")
@@ -110,7 +83,7 @@ cdef class Runner:
         self.owner = owner
         self.last = last
         self.cell = -1
-        self.park = PARK_NS
+        self.park = PARK
         self.room = NOTHING
         self.meter = cseq_ring_meter(ring.r, owner)
         cseq_meter_renew(self.meter)
@@ -194,11 +167,6 @@ cdef class Runner:
             cseq_histogram_add(&self.meter.gil, cseq_now_ns() - awake)
         cseq_meter_poll(self.meter, cseq_now_ns(), shared, True)
 
-    cdef cseq_cell* held(self) except NULL:
-        if self.cell < 0:
-            raise RuntimeError("no ticket in hand: claim one first")
-        return self.c
-
     @property
     def seed(self):
         """Of the order of the epoch, and of the generators."""
@@ -232,10 +200,6 @@ cdef class Runner:
         """The record of the stage before."""
         cdef uint64_t* f = self.held().record
         return f[0], f[1], f[2], f[3]
-
-    def free_slot(self, SlotTable slots not None):
-        """Free the slot that the batch lies in, or leave that to its lease: `Feed` must not do it."""
-        slots.free_from(self.held())
 
     cpdef object indices(self):
         """The batch's indices: an int64 array that nothing else refers to.
@@ -444,7 +408,3 @@ cdef class BatchMaker(Work):
                 except BaseException:  # a signal handler has raised, perhaps before anything was done
                     self.seeds.restore()
                     raise
-
-
-include "include/plan.pxi"
-include "include/codec.pxi"

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from cseq import tracing
-from cseq._core import Hold, Lock, rest
+from cseq._lock import Hold, Lock, rest
 from cseq.engine.pool import Pool
 from cseq.engine.tickets.batches import Batches
 from cseq.measure.stats import Stats

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from cseq import tracing
-from cseq._core import end_daemons
+from cseq._lock import end_daemons
 from cseq.processes.launcher.forks import in_forked_children
 from cseq.stage import HURRY
 from cseq.threads import Latch, await_left, await_told

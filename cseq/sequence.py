@@ -8,10 +8,10 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Generic
 
 from cseq import arguments
-from cseq._feed import FeedIterator
 from cseq.check import choice, count, flag
 from cseq.converter import output as outputs
 from cseq.engine import remake as remaking
+from cseq.engine._feed import FeedIterator
 from cseq.manager import Manager, pool_of
 from cseq.options import WorkerOptions
 from cseq.order import checkpoint

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from cseq._core import rest
-from cseq._feed import FeedIterator, ItemFailure
+from cseq._lock import rest
 from cseq.check import MOST_WORKERS, choice, count, flag
+from cseq.engine._feed import FeedIterator, ItemFailure
 from cseq.engine.pool import Pool
 from cseq.engine.tickets.items import Items, Naming
 from cseq.indexing.producer import KeyProducer, Producer

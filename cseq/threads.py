@@ -21,7 +21,7 @@ from functools import partial
 from os.path import join
 from typing import TYPE_CHECKING
 
-from cseq._core import Latch, Lock
+from cseq._lock import Latch, Lock
 from cseq.system import ROOT, groups, number
 
 try:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq import _core
 from cseq._core import now_ns
 from cseq.check import count
 from cseq.files import whole
 from cseq.measure import lanes
+from cseq.measure._trace import begin_log, drop_log, end_log
 from cseq.processes.launcher.forks import in_forked_children
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ MADE_UP = 1 << 30  # thread ids of loops' rows; a thread has its own
 RUNNERS = MADE_UP // 2  # the first one of runners' rows
 SUPERVISOR = RUNNERS - 1
 
-Record = Any  # a row of `_core.TAKEN`
+Record = Any  # a row of `_trace.TAKEN`
 
 
 _guard = threading.Lock()  # around beginnings and ends of traces
@@ -114,7 +114,7 @@ class Trace:
             self.path = path
             self._pid, self._thread = os.getpid(), threading.get_native_id()
             self._begun = now_ns()
-            _core.begin_log(self._tickets)
+            begin_log(self._tickets)
             _present = self
             try:
                 self._lanes: list[Lanes] = []
@@ -158,7 +158,7 @@ class Trace:
         """Record no more; `_guard` is held."""
         global _present
         lanes.record(None)
-        self._taken, self._ever = _core.end_log()
+        self._taken, self._ever = end_log()
         self._ended = now_ns()
         _present = None
 
@@ -330,7 +330,7 @@ def _forget() -> None:
     global _told, _present, _guard
     _told, _present, _guard = True, None, threading.Lock()
     lanes.record(None)
-    _core.drop_log()
+    drop_log()
 
 
 in_forked_children(_forget)

@@ -551,7 +551,7 @@ def debug_build() -> Path:
     with open(tree / "lock", "w", encoding="ascii") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         built = shutil.ignore_patterns("*.so", "*.c", "__pycache__")
-        for old in (tree / "cseq").rglob("*.py"):
+        for old in (tree / "cseq").rglob("*.p[yx]*"):
             if not (root / old.relative_to(tree)).exists():
                 old.unlink()
         stamp = tree / "built"

@@ -14,9 +14,9 @@ import os
 import pickle
 from typing import TYPE_CHECKING, Any
 
-from cseq._work import Decoder
 from cseq.converter.lane import Lane
 from cseq.encoding import codec
+from cseq.encoding._codec import Decoder
 from cseq.encoding.codec import map_leaves
 from cseq.encoding.pickling import dumps
 from cseq.encoding.transport import SlotReader

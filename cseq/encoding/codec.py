@@ -44,7 +44,8 @@ import numpy as np
 from numpy import ndarray
 
 from cseq._memory import axes_of
-from cseq._work import LONG, MAX_DEPTH, Plan, decode
+from cseq.encoding._codec import decode
+from cseq.encoding._plan import LONG, MAX_DEPTH, Plan
 from cseq.encoding.pickling import (
     data_reducers,
     dumps,
@@ -57,7 +58,7 @@ from cseq.encoding.pickling import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from cseq._work import Encoder
+    from cseq.encoding._codec import Encoder
     from cseq.encoding.pickling import Pickled
 
 Array: TypeAlias = ndarray[Any, Any]

@@ -103,7 +103,7 @@ def _without(trace: Any, files: tuple[str, ...]) -> Any:
 def shorten(error: BaseException) -> None:
     """Cut the frames of cseq's that an exception has come out of: of one of its own, the feed's."""
     trace = TRACE.__get__(error)
-    TRACE.__set__(error, _without(trace, OURS) or _without(trace, ("cseq/_feed.pyx",)))
+    TRACE.__set__(error, _without(trace, OURS) or _without(trace, ("cseq/engine/_feed.pyx",)))
 
 
 def unpack(

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cseq._work import Decoder, ObjectWriter
 from cseq.encoding import codec, failure
+from cseq.encoding._codec import Decoder, ObjectWriter
 from cseq.stage import BATCH, ENDED, RAISED
 
 if TYPE_CHECKING:
@@ -110,5 +110,5 @@ class SlotReader:
         slot, used = runner.slot, sum(runner.record)
         # All of it where it lies: page-locked, and dropped once it is on the device.
         batch = codec.decode(self.arena.lend(slot, used, runner.capacity), runner.record)
-        runner.free_slot(self.arena.slots)
+        self.arena.slots.free_cell(runner.ring, runner.cell)
         return batch

@@ -28,9 +28,10 @@ from cseq._memory import (
     commit,
     flat_of,
 )
-from cseq._work import ALIGNMENT, Encoder
 from cseq.check import dimensions
 from cseq.encoding import codec, failure
+from cseq.encoding._codec import Encoder
+from cseq.encoding._plan import ALIGNMENT
 from cseq.memory.arena import FIRST, room_for
 from cseq.stage import BATCH, ENDED, RAISED
 from cseq.system import MIB, check_available
@@ -40,8 +41,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike
 
-    from cseq._memory import SlotTable
-    from cseq._work import Plan, Runner
+    from cseq._work import Runner
+    from cseq.encoding._plan import Plan
+    from cseq.memory._slots import SlotTable
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

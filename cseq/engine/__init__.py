@@ -1,6 +1,7 @@
 """The engine: a pool is a crew that works on tickets.
 
 ``pool``     the feed over rings, and the Python that it calls: waits, errors, counts
+``_feed``    posts tickets, takes out batches and items; ``_streams``: what these ask for
 ``crews``    who makes what a ticket asks for: processes, threads, or the loop's own thread
 ``tickets``  what is asked for: batches of an order, items of streams
 ``worker``   the life of a worker, in a process or in a thread

@@ -10,9 +10,10 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from cseq._core import RunState, now_ns
-from cseq._feed import Feed
+from cseq._core import now_ns
+from cseq._lock import RunState
 from cseq._memory import HAS_GIL
+from cseq.engine._feed import Feed
 from cseq.measure.meters import History
 from cseq.measure.stats import Stats
 from cseq.stage import RAISED

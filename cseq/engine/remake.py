@@ -6,8 +6,8 @@ import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cseq._feed import FeedIterator
 from cseq.converter import output as outputs
+from cseq.engine._feed import FeedIterator
 from cseq.engine.crews.inline import InlineCrew
 from cseq.engine.pool import Pool
 from cseq.engine.tickets.batches import Batches
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cseq._core import OrderSource
     from cseq.arguments import Job
+    from cseq.order._source import OrderSource
     from cseq.order.sampler import Sampler
 
 __all__ = ["Remade", "locate", "remake"]

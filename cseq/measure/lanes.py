@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from typing import NamedTuple
 
-from cseq import _core
+from cseq._core import now_ns
 
 __all__ = ["Event", "Lanes", "record"]
 
@@ -87,7 +87,7 @@ class Lanes:
         held: tuple[tuple[int, str], ...] = (),
     ) -> None:
         """Remember an event; any thread may."""
-        self.events.append(Event(_core.now_ns(), what, owner, pid, text, held))
+        self.events.append(Event(now_ns(), what, owner, pid, text, held))
 
     def name(self, owner: int) -> str:
         """Name a runner."""

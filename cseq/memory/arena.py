@@ -26,8 +26,10 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from cseq._core import Lock, Ring, ring_bytes
-from cseq._memory import SMALL, Mapping, Memory, SlotTable, commit, copy_of
+from cseq._core import Ring, ring_bytes
+from cseq._lock import Lock
+from cseq._memory import SMALL, Mapping, Memory, commit, copy_of
+from cseq.memory._slots import SlotTable
 from cseq.memory.descriptors import sparse_file
 from cseq.stage import spin_ns
 from cseq.system import MIB, memory_limit_of

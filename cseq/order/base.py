@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from cseq._core import ArrayReader, gather
 from cseq.check import count
+from cseq.order._readers import ArrayReader, gather
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

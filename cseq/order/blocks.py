@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from cseq._core import AHEAD, BLOCKS, WINDOW, ArrayReader, Permutation, drawn, shuffle
 from cseq.check import count
+from cseq.order._readers import AHEAD, BLOCKS, WINDOW, ArrayReader, Permutation, drawn, shuffle
 from cseq.order.shuffled import Samples
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from cseq._core import fingerprint
 from cseq.check import count, flag
+from cseq.order._readers import fingerprint
 from cseq.order.classes import MOST_BUDGET, MOST_SAMPLES, Labels, Lengths, Recipes
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from cseq._core import CHUNK, MEMBERS, UNITS, ArrayReader, Permutation, drawn, fingerprint
 from cseq.check import choice, count
+from cseq.order._readers import CHUNK, MEMBERS, UNITS, ArrayReader, Permutation, drawn, fingerprint
 from cseq.order.base import Order, spans
 
 if TYPE_CHECKING:

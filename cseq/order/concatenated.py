@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq._core import DOCUMENTS, ArrayReader, Permutation, fingerprint
 from cseq.check import count
+from cseq.order._readers import DOCUMENTS, ArrayReader, Permutation, fingerprint
 from cseq.order.base import Order, spans
 from cseq.order.documents import DocumentEnds
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq._core import CHUNK
+from cseq.order._readers import CHUNK
 from cseq.order.base import MOST_SAMPLES
 from cseq.order.classes import one_dimensional
 

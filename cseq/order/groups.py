@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq._core import GROUPS, ArrayReader, Permutation
 from cseq.check import count, flag
+from cseq.order._readers import GROUPS, ArrayReader, Permutation
 from cseq.order.base import MOST_SAMPLES, Order
 from cseq.order.classes import Labels
 

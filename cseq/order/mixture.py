@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
-from cseq._core import AHEAD, MIXTURE, ArrayReader, seed_of, shuffle
 from cseq.check import choice, count
+from cseq.order._readers import AHEAD, MIXTURE, ArrayReader, seed_of, shuffle
 from cseq.order.base import MOST_SAMPLES, WORD, Order, kind, passes, spans
 from cseq.order.shares import Shares
 

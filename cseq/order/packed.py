@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from cseq._core import fingerprint
 from cseq.check import choice, count
+from cseq.order._readers import fingerprint
 from cseq.order.classes import MOST_BUDGET, Lengths, Recipes
 from cseq.order.pieces import Pieces, fewest_rows
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cseq._core import MEMBERS, keyed
+from cseq.order._readers import MEMBERS, keyed
 from cseq.order.base import spans
 from cseq.order.classes import Classes
 from cseq.order.documents import DocumentEnds

@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cseq._core import AHEAD, ArrayReader, OrderSource, fingerprint, gather
 from cseq.check import count
+from cseq.order._readers import AHEAD, ArrayReader, fingerprint, gather
+from cseq.order._source import OrderSource
 from cseq.order.base import MOST_SAMPLES, MOST_SEED, kind
 
 if TYPE_CHECKING:

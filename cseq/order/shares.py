@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cseq._core import split
+from cseq.order._readers import split
 from cseq.order.base import WORD
 
 if TYPE_CHECKING:

@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from cseq._core import CHUNK, WEIGHTS, ArrayReader, Permutation, Tree, drawn, fingerprint, laid
 from cseq.check import count, flag
+from cseq.order._readers import (
+    CHUNK,
+    WEIGHTS,
+    ArrayReader,
+    Permutation,
+    Tree,
+    drawn,
+    fingerprint,
+    laid,
+)
 from cseq.order.base import MOST_SAMPLES, Order
 from cseq.order.classes import Labels, one_dimensional
 

@@ -29,11 +29,13 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from cseq._core import Ring, exit_on_hangup, now_ns
-from cseq._memory import DEBUG, Descriptor, Mapping, SlotTable, keep_freed
+from cseq._core import Ring, now_ns
+from cseq._lock import exit_on_hangup
+from cseq._memory import DEBUG, Descriptor, Mapping, keep_freed
 from cseq.encoding import codec, failure
 from cseq.encoding.writer import Writer
 from cseq.memory import descriptors
+from cseq.memory._slots import SlotTable
 from cseq.processes.launcher import reading
 from cseq.processes.logs import Sender
 from cseq.threads import Latch

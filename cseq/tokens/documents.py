@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from cseq._core import CHUNK, fingerprint
+from cseq.order._readers import CHUNK, fingerprint
 from cseq.order.documents import DocumentEnds
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq._core import CHUNK, fingerprint
 from cseq.check import count
 from cseq.files import once
+from cseq.order._readers import CHUNK, fingerprint
 from cseq.tokens.documents import Corpus, damaged, first, mapped
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cseq._memory import TRAINER
+from cseq.memory._slots import TRAINER
 from cseq.testing import supervisor_of
 
 

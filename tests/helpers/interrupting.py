@@ -20,7 +20,7 @@ import cseq
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from cseq._core import Lock
+    from cseq._lock import Lock
 
 PACKAGE = os.path.join(Path(cseq.__file__).parent, "")
 LIBRARY = os.path.join(Path(threading.__file__).parent, "")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cseq._core import OrderSource, RangeReader, Ring, RunState, begin_log, end_log, ring_bytes
-from cseq._feed import Feed, FeedIterator
+from cseq._core import RangeReader, Ring, ring_bytes
+from cseq._lock import RunState
 from cseq._memory import Block
-from cseq._work import Decoder, Runner
+from cseq._work import Runner
+from cseq.encoding._codec import Decoder
+from cseq.engine._feed import Feed, FeedIterator
+from cseq.measure._trace import begin_log, end_log
+from cseq.order._source import OrderSource
 from cseq.order.sampler import Cut
 
 if TYPE_CHECKING:
-    from cseq._memory import SlotTable
+    from cseq.memory._slots import SlotTable
 
 
 def make_ring(cells: int = 4, size: int = 2, runners: int = 3, calls: int = 0) -> Ring:

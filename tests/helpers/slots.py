@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from ringing import Trainer, claim, make_ring
 
-from cseq._memory import Block, SlotTable, commit
+from cseq._memory import Block, commit
 from cseq.encoding.writer import Writer
+from cseq.memory._slots import SlotTable
 from cseq.memory.descriptors import sparse_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cseq._memory import Descriptor, Lease, Mapping
+    from cseq._memory import Descriptor, Mapping
+    from cseq.memory._slots import Lease
     from cseq.memory.arena import Arena
 
 

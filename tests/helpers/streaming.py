@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cseq._feed import Request
-from cseq._memory import TRAINER
+from cseq.engine._streams import Request
+from cseq.memory._slots import TRAINER
 
 if TYPE_CHECKING:
     from cseq.stream import Streams

@@ -28,7 +28,7 @@ PACKAGE = Path(cseq.__file__).resolve().parent
 # A line of the map: `├── sampler.py   what it is`; a line below a folder is further to the right.
 BRANCH = re.compile(r"^(?P<indent>[│ ]*)[├└]── (?P<entry>\S+)  +\S", re.MULTILINE)
 CYTHON_IMPORT = re.compile(
-    r"^\s*(?:from +(?P<base>[\w.]+) +c?import +(?P<names>[\w, ]+)|c?import +(?P<module>[\w.]+))",
+    r"^\s*(?:from +(?P<base>[\w.]+) +c?import +\(?(?P<names>[\w, ]*)|c?import +(?P<module>[\w.]+))",
     re.MULTILINE,
 )
 CYTHON_RUNTIME = ("_cython_", "cython_runtime")  # modules without a file, made by Cython's code
@@ -42,7 +42,7 @@ def module_of(path: Path) -> str:
 
 MODULES = {
     module_of(path.relative_to(PACKAGE)): path
-    for pattern in ("**/*.py", "*.pyx")
+    for pattern in ("**/*.py", "**/*.pyx")
     for path in sorted(PACKAGE.glob(pattern))
 }
 
@@ -71,9 +71,12 @@ def place_of(module: str) -> int:
 
 def imports_of(module: str) -> set[str]:
     """Find the modules of cseq that a module imports, anywhere in it and for types too."""
-    text = MODULES[module].read_text(encoding="utf-8")
-    is_cython = MODULES[module].suffix == ".pyx"
-    found = cython_imports(text) if is_cython else python_imports(text)
+    path = MODULES[module]
+    texts = [
+        one.read_text(encoding="utf-8") for one in (path, path.with_suffix(".pxd")) if one.exists()
+    ]
+    is_cython = path.suffix == ".pyx"
+    found = cython_imports("".join(texts)) if is_cython else python_imports(texts[0])
     return {name for name in found if name in MODULES and name != module}
 
 
@@ -81,8 +84,8 @@ def cython_imports(text: str) -> set[str]:
     """Find import and cimport lines by their look."""
     found: set[str] = set()
     for match in CYTHON_IMPORT.finditer(text):
-        names = match["names"].replace(" ", "").split(",") if match["names"] else []
-        found |= as_modules(match["base"], names) if names else {match["module"]}
+        names = (match["names"] or "").replace(" ", "").split(",")
+        found |= as_modules(match["base"], names) if match["base"] else {match["module"]}
     return found
 
 
@@ -163,7 +166,7 @@ def test_the_table_of_what_makes_what_visible() -> None:
         "| name | writes | sees |\n|---|---|---|\n"
     )
     rows = table.partition("\n\n")[0].splitlines()
-    sources = [*PACKAGE.glob("_*.pyx"), *(PACKAGE / "include").iterdir()]
+    sources = [*PACKAGE.rglob("*.pyx"), *PACKAGE.rglob("*.pxd"), *PACKAGE.glob("include/*.h")]
     marks = [
         name
         for path in sources
@@ -190,7 +193,7 @@ ALLOWED = {
     "_shutdown_workers": "torch's, which Lightning and Composer call",
 }
 # The modules of the core, of which tests test each.
-CORE = {path.stem for path in PACKAGE.glob("_*.pyx")}
+CORE = {path.stem for path in PACKAGE.rglob("_*.pyx")}
 # What nothing public shows: which tickets were posted, and that an iterator has been asked.
 REACHING = {("test_protocols.py", "_run"), ("streams.py", "_run"), ("stress.py", "_run")}
 REACHING |= {("streaming.py", "_run"), ("test_keys.py", "_run")}
@@ -325,7 +328,8 @@ def test_all_is_sorted_and_complete() -> None:
     assert {*dir(cseq)} - {*cseq.__all__} <= optional
 
 
-ORDERS = ("orders", "cseq_feistel")
+ORDERS = ("cseq_feistel",)
+APART = ("sampler", "place", "shard", "checkpoint", "_source")
 
 # Lines, at most: what there is, and 2 % of head-room.
 BUDGET = {
@@ -337,10 +341,10 @@ BUDGET = {
     "fleet": 640,  # 129 of them connections
     "the longest file of cseq": 710,  # but a .pyx, to 1000
     "the longest .pyx": 850,
-    "tests": 48_300,
+    "tests": 48_310,
     "the longest file of tests": 686,
-    "orders": 3_169,
-    "extension modules": 4,
+    "orders": 3_195,
+    "extension modules": 12,
 }
 
 
@@ -351,7 +355,7 @@ LOOKS = {
     "meters",
     "tracing",
     "lanes",
-    "trace",
+    "_trace",
     "cseq_trace",
 }
 
@@ -361,7 +365,7 @@ def test_the_house_stays_within_its_budget() -> None:
     found = {
         path: path.read_text(encoding="utf-8").count("\n")
         for folder in (PACKAGE, Path(__file__).parents[1])
-        for pattern in ("*.py", "*.pyx", "*.pxi", "*.pxd", "*.h")
+        for pattern in ("*.py", "*.pyx", "*.pxd", "*.h")
         for path in folder.rglob(pattern)
         if "build" not in path.parts
     }
@@ -371,7 +375,7 @@ def test_the_house_stays_within_its_budget() -> None:
     fleet = {path for path in ours if "fleet" in inside[path]}
     tokens = {path for path in ours if "tokens" in inside[path]}
     orders = {path for path in ours if "order" in inside[path] or path.stem in ORDERS}
-    orders -= {path for path in orders if path.stem in ("sampler", "place", "shard", "checkpoint")}
+    orders -= {path for path in orders if path.stem in APART}
     looks = {
         path
         for path in ours
@@ -394,7 +398,7 @@ def test_the_house_stays_within_its_budget() -> None:
         "the longest file of cseq": max(ours[path] for path in ours if path.suffix != ".pyx"),
         "the longest .pyx": max(ours[path] for path in ours if path.suffix == ".pyx"),
         "the longest file of tests": max(found[path] for path in found.keys() - ours.keys()),
-        "extension modules": len(list(PACKAGE.glob("*.pyx"))),
+        "extension modules": len(list(PACKAGE.rglob("*.pyx"))),
         "tests": sum(found[path] for path in found.keys() - ours.keys() if path.suffix == ".py"),
     }
     assert {name: lines for name, lines in there.items() if lines > BUDGET[name]} == {}

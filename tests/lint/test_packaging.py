@@ -19,7 +19,7 @@ import cseq
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(cseq.__file__).resolve().parent
-TEXTS = (".py", ".pyx", ".pxi", ".pyi", ".md", ".toml", ".yml", "Makefile", ".mk")
+TEXTS = (".py", ".pyx", ".pyi", ".md", ".toml", ".yml", "Makefile", ".mk")
 BUILD_TOOLS = [name for name in ("Cython", "setuptools") if find_spec(name) is None]
 
 needs_sources = pytest.mark.skipif(

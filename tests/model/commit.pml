@@ -1,4 +1,4 @@
-/* How a batch leaves the ring (Feed in cseq/_feed.pyx), and who has each slot (SlotTable), as a model
+/* How a batch leaves the ring (Feed in cseq/engine/_feed.pyx), and who has each slot (SlotTable), as a model
  * for spin; see run.sh. The ring itself is ring.pml; here a claim is one step, and nothing sleeps.
  *
  *   trainer   posts; peeks, decodes, commits; is interrupted; begins epochs; tidies  (one thread)

@@ -25,20 +25,16 @@ from ringing import Trainer, claim, make_ring
 from slots import MOST, PAGE, WIDTH, file_of, shared
 
 from cseq import _core
-from cseq._core import (
-    FIELDS,
-    OrderSource,
-    RangeReader,
-    Ring,
-    RunState,
-    Turns,
-    ring_bytes,
-)
-from cseq._feed import Feed
-from cseq._memory import TRAINER, Block, Mapping, SlotTable, address_of
-from cseq._work import Decoder, Runner
+from cseq._core import FIELDS, RangeReader, Ring, Turns, ring_bytes
+from cseq._lock import RunState
+from cseq._memory import Block, Mapping, address_of
+from cseq._work import Runner
+from cseq.encoding._codec import Decoder
+from cseq.engine._feed import Feed
 from cseq.measure.meters import Meters
+from cseq.memory._slots import TRAINER, SlotTable
 from cseq.memory.arena import Arena
+from cseq.order._source import OrderSource
 from cseq.stage import GIL_SPIN_NS, LONG_SPIN_NS, SPIN_NS, spin_ns
 
 if TYPE_CHECKING:
@@ -230,7 +226,7 @@ def test_a_slot_that_a_converter_frees() -> None:
     assert first.claim()
     first.publish(slot=slot)
     second = claim(ring, 2, 1)
-    second.free_slot(slots)
+    slots.free_cell(second.ring, second.cell)
     assert slots.owners()[slot] == 0
     second.publish()
     assert trainer.take() == (0, 0, 0, 0xFFFFFFFF, 0, (0,) * FIELDS)
@@ -505,7 +501,7 @@ def test_a_runner_has_one_ticket() -> None:
     with pytest.raises(RuntimeError, match="in hand"):
         runner.claim()
     runner.publish()
-    uses = [runner.publish, runner.indices, lambda: runner.free_slot(shared()[1])]
+    uses = [runner.publish, runner.indices]
     uses += [lambda: runner.batch, lambda: runner.record]
     for use in uses:
         with pytest.raises(RuntimeError, match="no ticket"):

@@ -13,21 +13,20 @@ import numpy as np
 import pytest
 from slots import Scratch
 
-from cseq._core import (
-    OrderSource,
-    RangeReader,
-    Ring,
-    RunState,
-    ring_bytes,
-)
-from cseq._feed import Feed, FeedIterator, ItemSource, KeySource, Request
-from cseq._memory import COPIED, Block, Mapping, SlotTable, commit
-from cseq._work import Decoder, ObjectTable, Runner
+from cseq._core import RangeReader, Ring, ring_bytes
+from cseq._lock import RunState
+from cseq._memory import COPIED, Block, Mapping, commit
+from cseq._work import Runner
 from cseq.converter.host import Converter
 from cseq.converter.output import parse
 from cseq.encoding import codec
+from cseq.encoding._codec import Decoder, ObjectTable
+from cseq.engine._feed import Feed, FeedIterator
+from cseq.engine._streams import ItemSource, KeySource, Request
 from cseq.engine.tickets.batches import wake_at
+from cseq.memory._slots import SlotTable
 from cseq.memory.descriptors import sparse_file
+from cseq.order._source import OrderSource
 from cseq.order.sampler import Cut
 from cseq.stage import BATCH, ENDED, RAISED
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from interrupting import is_mine
 
-from cseq._core import Lock
+from cseq._lock import Lock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

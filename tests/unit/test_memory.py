@@ -20,10 +20,11 @@ from slots import PAGE, acquire, commit_ticket, file_of, filled, lease, shared, 
 from waiting import together
 
 from cseq import system
-from cseq._memory import SMALL, TRAINER, Block, Lease, Mapping, SlotTable, commit, copy_of
+from cseq._memory import SMALL, Block, Mapping, commit, copy_of
 from cseq.encoding import writer as writer_module
 from cseq.encoding.writer import Writer
 from cseq.memory import arena as arena_module
+from cseq.memory._slots import TRAINER, Lease, SlotTable
 from cseq.memory.arena import FIRST, LARGE, Arena, reserved, room_for
 from cseq.memory.descriptors import sparse_file
 from cseq.system import MIB

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cseq
-from cseq._core import keyed
+from cseq.order._readers import keyed
 from cseq.order.documents import DocumentEnds
 from cseq.order.pieces import fewest_rows
 

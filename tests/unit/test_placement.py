@@ -19,13 +19,14 @@ from ringing import Trainer, make_ring
 from waiting import together
 
 import cseq
-from cseq._memory import Reuse, SlotAllocator, SlotTable, fork
+from cseq._memory import Reuse, SlotAllocator, fork
 from cseq._work import Runner
 from cseq.encoding import codec
 from cseq.encoding import writer as writer_module
 from cseq.encoding.transport import SlotReader
 from cseq.encoding.writer import KEEPS, Writer
 from cseq.errors import WorkerError
+from cseq.memory._slots import SlotTable
 from cseq.memory.arena import Arena
 from cseq.system import MIB
 

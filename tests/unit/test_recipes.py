@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from reference import IV, WORD, mix
 
 import cseq
-from cseq._core import fingerprint as core_fingerprint
+from cseq.order._readers import fingerprint as core_fingerprint
 
 HERE = Path(__file__).parents[1]
 RECORDS = {

@@ -17,7 +17,7 @@ from cseq.order.shuffled import Sequential, Shuffled
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from cseq._core import OrderSource
+    from cseq.order._source import OrderSource
 
 sizes = st.integers(1, 300)
 batch_sizes = st.integers(1, 40)

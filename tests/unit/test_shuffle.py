@@ -26,8 +26,9 @@ from reference import GOLDEN, LEAST, WORD, bounded, derive, mix, order, words
 from reference_draws import perm, stream
 
 import cseq
-from cseq._core import FeistelReader, Permutation, RangeReader, Reader, TableReader, gather
+from cseq._core import FeistelReader, RangeReader, Reader, TableReader
 from cseq._core import derive as core_derive
+from cseq.order._readers import Permutation, gather
 from cseq.order.shuffled import Shuffled
 
 HERE = Path(__file__).parents[1]

@@ -20,7 +20,7 @@ from cseq.order.sampler import Sampler
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cseq._core import OrderSource
+    from cseq.order._source import OrderSource
     from cseq.order.shard import Given
 
 __all__ = ["BatchSampler", "with_order"]

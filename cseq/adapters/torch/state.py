@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from cseq._feed import MOST_SKIPPED
 from cseq.adapters.torch import names
 from cseq.adapters.torch.order import put, sources_in, text_of
 from cseq.adapters.torch.stateful import left_by
 from cseq.check import count
 from cseq.encoding.pickling import dumps
+from cseq.engine._feed import MOST_SKIPPED
 
 if TYPE_CHECKING:
     from collections.abc import Callable

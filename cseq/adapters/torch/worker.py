@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from cseq._core import check_depth
+from cseq._lock import check_depth
 from cseq._memory import fork_depth
 from cseq.adapters.torch import names
 from cseq.adapters.torch.collate import collating, stack_in_slots, stack_in_threads

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchdata.datapipes.iter import IterDataPipe
 
-from cseq._core import Lock
+from cseq._lock import Lock
 from cseq.encoding import failure
 from cseq.errors import RemoteTraceback, WorkerDied, WorkerTimeout
 from cseq.threads import Threads

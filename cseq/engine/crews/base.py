@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cseq._core import Ring
-    from cseq._feed import Request
     from cseq.converter.host import Converter
     from cseq.encoding.transport import BatchReader
+    from cseq.engine._streams import Request
     from cseq.engine.tickets.base import Tickets, Working
     from cseq.measure.lanes import Lanes
     from cseq.processes.supervisor import Supervisor

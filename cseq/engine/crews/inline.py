@@ -9,7 +9,8 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cseq._core import Ring, is_deep, ring_bytes
+from cseq._core import Ring, ring_bytes
+from cseq._lock import is_deep
 from cseq._memory import Block
 from cseq._work import Runner
 from cseq.encoding import failure

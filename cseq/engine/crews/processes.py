@@ -6,12 +6,12 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from cseq._core import CALLED
-from cseq._feed import Request
 from cseq._memory import Mapping
 from cseq.encoding import codec
 from cseq.encoding.pickling import Pickled, dump, dumps
 from cseq.encoding.transport import Objects, SlotReader
 from cseq.encoding.writer import Writer
+from cseq.engine._streams import Request
 from cseq.engine.crews.base import Crew, file_name
 from cseq.engine.worker import ENTRY
 from cseq.measure.lanes import Lanes

@@ -12,12 +12,14 @@ import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cseq._core import Lock, Ring, Turns, now_ns, ring_bytes
-from cseq._feed import Request
+from cseq._core import Ring, Turns, now_ns, ring_bytes
+from cseq._lock import Lock
 from cseq._memory import HAS_GIL, Block, Mapping, Reuse, commit
-from cseq._work import ObjectTable, Runner
+from cseq._work import Runner
 from cseq.encoding import failure
+from cseq.encoding._codec import ObjectTable
 from cseq.encoding.transport import Objects
+from cseq.engine._streams import Request
 from cseq.engine.crews.base import Crew, file_name
 from cseq.engine.worker import convert, serve
 from cseq.errors import WorkerTimeout

@@ -6,8 +6,8 @@ import weakref
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from cseq._core import CALL, IN_REQUEST, ITEM, KEY, KEYS, now_ns, ring_bytes
-from cseq._feed import ItemSource, KeySource, Request
 from cseq.encoding import failure
+from cseq.engine._streams import ItemSource, KeySource, Request
 from cseq.engine.tickets.base import Tickets
 from cseq.errors import RemoteTraceback
 from cseq.indexing.producer import ItemTask
@@ -17,7 +17,7 @@ from cseq.stage import RAISED
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from cseq._feed import Feed
+    from cseq.engine._feed import Feed
     from cseq.engine.pool import Pool
     from cseq.engine.tickets.base import Awaited, Working
     from cseq.options import WorkerOptions

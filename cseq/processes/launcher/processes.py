@@ -14,7 +14,7 @@ from contextvars import Context
 from typing import TYPE_CHECKING, Any, cast
 
 from cseq import system
-from cseq._core import Lock
+from cseq._lock import Lock
 from cseq._memory import fork
 from cseq.memory.descriptors import anonymous_file
 from cseq.processes.launcher.base import (

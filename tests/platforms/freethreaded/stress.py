@@ -28,11 +28,12 @@ from ringing import Trainer, make_ring
 from waiting import together
 
 import cseq
-from cseq._feed import Request
-from cseq._memory import TRAINER, Block, SlotTable
+from cseq._memory import Block
 from cseq._work import Runner
 from cseq.encoding import codec
 from cseq.encoding.writer import Writer
+from cseq.engine._streams import Request
+from cseq.memory._slots import TRAINER, SlotTable
 from cseq.memory.arena import Arena
 from cseq.stream import Streams
 

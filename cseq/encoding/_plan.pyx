@@ -1,4 +1,29 @@
-# Plans: what batches of one structure have in common, and how they are read.
+# cython: language_level=3, freethreading_compatible=True
+"""Plans: what batches of one structure have in common, and how they are read."""
+
+from cpython.dict cimport PyDict_Copy, PyDict_Next, PyDict_SetItem
+from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
+from cpython.ref cimport PyObject, Py_INCREF, Py_XDECREF
+from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
+from libc.stdint cimport int64_t, uint8_t, uint64_t
+from libc.string cimport memcmp, memcpy, strcmp
+
+cimport cython
+cimport numpy as cnp
+
+from cseq._headers cimport *
+from cseq._memory cimport (
+    MAX_DIMS, MOST_COPIED, Block, Memory, cseq_array_on, is_permuted, lies_in,
+)
+
+import numpy
+from importlib import import_module
+from pickle import loads
+
+from cseq._memory import copy_of
+
+cnp.import_array()
 
 cdef extern from "Python.h":
     ctypedef struct PyTypeObject:
@@ -9,72 +34,6 @@ cdef extern from "Python.h":
 cdef extern from "numpy/arrayobject.h":
     bint PyArray_EquivTypes(cnp.dtype one, cnp.dtype other) noexcept
     PyObject* PyDataType_METADATA(cnp.dtype dtype) noexcept
-
-cdef extern from *:
-    """
-    /* Set an item of a list that no other thread uses: without the list's lock. */
-    static inline void cseq_set_own(PyObject *list, Py_ssize_t k, PyObject *value) {
-        PyObject *before = PyList_GET_ITEM(list, k);
-        PyList_SET_ITEM(list, k, Py_NewRef(value));
-        Py_DECREF(before);
-    }
-    """
-    void cseq_set_own(list one, Py_ssize_t k, object value) noexcept
-
-cdef enum:
-    MOST_PICKLED = 4096  # bytes; longer `bytes` are leaves
-    MOST_KNOWN = 64  # structures that a reader remembers
-    RECENT = 4       # and a writer, which compares them one by one
-    MOST_SEARCHED = 100  # containers inside one another, in the search for leaves that are not pickled
-    BLOCKS = 8       # of copied leaves, that a plan keeps to use them again
-
-    # Kinds of leaves, which lie in the slot as arrays; of what is pickled; of containers.
-    ARRAY = 0
-    TENSOR = 1
-    BYTES = 2
-    OBJECT = 3
-    TUPLE = 4   # named ones too
-    LIST = 5
-    DICT = 6
-
-    # What a value contains: leaves that lie in the slot; only what is pickled; only numbers and texts.
-    LEAVES = 0
-    OBJECTS = 1
-    PLAIN = 2
-
-cdef struct Leaf:
-    int kind
-    int nd
-    bint rows             # its axes are in order
-    const uint8_t* axes   # as it lies, the outermost first
-    int words             # of its layout: where it begins, its bytes, its shape
-    bint casts            # its type differs from its source's
-    Py_ssize_t itemsize
-    PyObject* dtype       # in the slot
-    PyObject* source      # of what is written; NULL in a reader
-    PyObject* torch_dtype  # of a tensor, if numpy lacks it; else NULL
-    PyObject* bits         # and one of torch's that numpy has
-
-cdef struct Node:
-    int kind
-    int count             # children
-    PyObject* cls
-    PyObject* keys        # of a dict
-    PyObject* blank       # the dict of these keys, each with None
-
-cdef struct Cursor:       # what comes next: a node, and leaf, layout, object
-    int node
-    int leaf
-    const char* word
-    Py_ssize_t object
-    Py_ssize_t end        # of the leaves in the slot
-    int contents          # of the objects
-
-
-cdef inline Py_ssize_t aligned(Py_ssize_t nbytes) noexcept:
-    """Round up to whole cache lines."""
-    return (nbytes + (LINE - 1)) & ~<Py_ssize_t>(LINE - 1)
-
 
 ALIGNMENT, LONG, MAX_DEPTH = LINE, MOST_PICKLED, MOST_SEARCHED
 cdef object MEMMAP = numpy.memmap, UINT8 = numpy.uint8, frombuffer = numpy.frombuffer
@@ -106,21 +65,6 @@ cdef class Plan:
     sources : list of numpy.dtype, optional
         The arrays' types before they are cast. Without them, the plan is a reader's.
     """
-
-    cdef readonly bytes structure
-    cdef const char* text       # its bytes
-    cdef Py_ssize_t text_bytes
-    cdef readonly tuple nodes
-    cdef readonly list sources
-    cdef object torch  # the module, if there are tensors
-    cdef object tensor, to_array, from_numpy
-    cdef Leaf* leaf
-    cdef Node* node
-    cdef int leaf_count, objects
-    cdef Py_ssize_t words  # of a layout
-    cdef list kept         # what nodes and leaves point to, and `nodes` has not
-    cdef PyObject* blocks[BLOCKS]  # the latest
-    cdef int turn             # which of them is replaced next
 
     def __cinit__(self, bytes structure not None, nodes not None, list sources=None):
         cdef Node* n

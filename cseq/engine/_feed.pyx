@@ -1,29 +1,24 @@
 # cython: language_level=3, freethreading_compatible=True
 """The trainer's end of the rings: takes what a source has asked for."""
 
-from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.long cimport PyLong_AsLongLongAndOverflow
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
 from cpython.ref cimport PyObject, PyTypeObject, Py_INCREF
-from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
-from libc.stdint cimport int64_t, uint32_t, uint64_t
-from libc.string cimport memcpy, memset
+from libc.stdint cimport uint32_t, uint64_t
 
 cimport cython
 
-from cseq._core cimport (
-    ASK_CALL, ASK_ITEM, KEY_IN_REQUEST, KEY_INTS, KEY_LENGTH, REQUEST_WORDS, WITHOUT_KEY,
-    Lock, PyThread_get_thread_native_id, Ring, RunState, Source, check_depth, cseq_log_add, is_deep, log, rest,
-)
+from cseq._core cimport ASK_CALL, PARK, Ring
 from cseq._headers cimport *
-from cseq._memory cimport Block, SlotTable
-from cseq._work cimport STRIDE, UNREAD, Decoder
+from cseq._lock cimport Lock, PyThread_get_thread_native_id, RunState, is_deep, rest
+from cseq.encoding._codec cimport STRIDE, UNREAD, Decoder
+from cseq.engine._streams cimport Request, refer
+from cseq.measure._trace cimport cseq_log_add, log
+from cseq.order._source cimport Source
 
 from collections import deque
 
-from cseq._core import PARK_NS
 from cseq.encoding.failure import ends_program, of_handler, shorten
 from cseq.indexing.leaving import Partial
 
@@ -35,10 +30,6 @@ cdef struct Ticket:
     uint32_t place  # of its object, among those of all rings
 
 cdef uint64_t NONE = <uint64_t>-1
-cdef uint64_t PARK = PARK_NS
-
-
-include "include/streams.pxi"
 
 MOST_SKIPPED = 1000  # batches that were left out are listed, the latest
 

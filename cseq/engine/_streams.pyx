@@ -1,4 +1,23 @@
-# Streams: what an epoch asks for, the workers' own items, or items that are named by keys.
+# cython: language_level=3, freethreading_compatible=True
+"""What an epoch of a stream asks for: workers' own items, or items of keys."""
+
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.long cimport PyLong_AsLongLongAndOverflow
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
+from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.string cimport memcpy, memset
+
+cimport cython
+
+from cseq._core cimport (
+    ASK_ITEM, KEY_IN_REQUEST, KEY_INTS, KEY_LENGTH, REQUEST_WORDS, WITHOUT_KEY, Ring,
+)
+from cseq._headers cimport *
+from cseq._lock cimport check_depth
+from cseq._memory cimport Block
+from cseq.memory._slots cimport SlotTable
+from cseq.order._source cimport Source
 
 cdef uint64_t NO_MORE = <uint64_t>-1  # tickets: the items of a worker have ended
 cdef uint64_t MOST_AHEAD = <uint64_t>1 << 40
@@ -38,11 +57,6 @@ cdef class Request:
         The lowest free one; -1: none.
     value : object
     """
-
-    cdef SlotTable slots
-    cdef readonly Py_ssize_t slot
-    cdef readonly object value
-    cdef int64_t words[REQUEST_WORDS]
 
     def __cinit__(self, SlotTable slots=None, value=None):
         memset(self.words, 0, sizeof(self.words))

@@ -1,4 +1,18 @@
-# Permutations that orders are made of; readers of orders written in Python.
+# cython: language_level=3, freethreading_compatible=True
+"""Permutations that orders are made of; readers of orders written in Python."""
+
+from libc.stdint cimport int64_t, uint8_t, uint64_t
+from libc.string cimport memcpy
+
+cimport cython
+cimport numpy as cnp
+
+from cseq._core cimport Reader, int64s, shuffled
+from cseq._headers cimport *
+
+import numpy
+
+cnp.import_array()
 
 CHUNK = 1 << 16  # values that are converted together
 # What words are for; those below 6 are in cseq_shuffle.h and context.py, 6 is feistel-v1's.

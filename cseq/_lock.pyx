@@ -1,5 +1,19 @@
-# Locks and latches that outlive signal handlers; a run's generation; hangups; the interpreter's end.
+# cython: language_level=3, freethreading_compatible=True
+"""Locks and latches that outlive signal handlers; hangups; the interpreter's end."""
 
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport intptr_t, uint32_t, uint64_t
+
+cimport cython
+
+from cseq._core cimport PARK
+from cseq._headers cimport *
+from cseq._memory cimport forker_here, forks_here
+
+from sys import _getframe
+from threading import current_thread
+
+cseq_wait_choose()
 
 cdef enum:
     ROOM = 100  # frames, for a sampler or an iterator of keys
@@ -114,7 +128,7 @@ cdef class Lock:
             if cseq_cas_sc_u64(&self.owner, 0, PyThread_get_thread_ident()):
                 return True
             with nogil:
-                cseq_wait(&self.asleep, 1, min(limit - waited, PARK), 0)
+                cseq_wait(&self.asleep, 1, min(limit - waited, <uint64_t>PARK), 0)
             PyErr_CheckSignals()
             waited = cseq_now_ns() - begun
         return False
@@ -206,7 +220,7 @@ cdef class Latch:
         begun = cseq_now_ns()
         while waited < limit and not cseq_load_acq_u32(&self.word):
             with nogil:
-                cseq_wait(&self.word, 0, min(limit - waited, PARK), 0)
+                cseq_wait(&self.word, 0, min(limit - waited, <uint64_t>PARK), 0)
             PyErr_CheckSignals()
             waited = cseq_now_ns() - begun
         return bool(cseq_load_acq_u32(&self.word))

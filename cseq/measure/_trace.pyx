@@ -1,4 +1,15 @@
-# What a trace records: tickets that were taken.
+# cython: language_level=3, freethreading_compatible=True
+"""What a trace records: tickets that were taken."""
+
+from libc.stdint cimport uint64_t
+
+cimport numpy as cnp
+
+from cseq._headers cimport cseq_load_acq_u64
+
+import numpy
+
+cnp.import_array()
 
 TAKEN = numpy.dtype([  # cseq_taken
     ("started", "u8"), ("indexed", "u8"), ("converting", "u8"), ("converted", "u8"), ("asked", "u8"),

@@ -1,9 +1,19 @@
-# What an epoch asks for: samples in an order. Items of workers, and keys, are in streams.pxi.
+# cython: language_level=3, freethreading_compatible=True
+"""What an epoch asks for, ticket by ticket: samples in an order."""
 
-# For `producer`, and `stream`.
-ITEM, CALL = ASK_ITEM, ASK_CALL
-CALLED, ASSIGNED = slice(0, REQUEST_WORDS), slice(REQUEST_WORDS, 2 * REQUEST_WORDS)
-KEY, KEYS, NO_KEY, IN_REQUEST = KEY_LENGTH, KEY_INTS, WITHOUT_KEY, KEY_IN_REQUEST
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.string cimport memcpy
+
+cimport cython
+cimport numpy as cnp
+
+from cseq._core cimport Reader, Ring
+from cseq._headers cimport *
+from cseq._memory cimport Block
+
+import numpy
+
+cnp.import_array()
 
 cdef struct Cut:  # see sampler.py
     uint64_t first, batches, full, start, stride, part_start, consumed

@@ -1,4 +1,28 @@
-# Batches on their way: into a cell or a slot, and out of it.
+# cython: language_level=3, freethreading_compatible=True
+"""Batches on their way: into a cell or a slot, and out of it."""
+
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.string cimport memcpy
+
+cimport cython
+cimport numpy as cnp
+
+from cseq._headers cimport *
+from cseq._memory cimport LEAST, MAX_DIMS, Block, Mapping, Memory, cseq_array_on
+from cseq._work cimport Runner, TicketWriter
+from cseq.encoding._plan cimport (
+    MOST_KNOWN, MOST_SEARCHED, PLAIN, RECENT, Leaf, Plan, aligned, check_record, contents_of,
+    cseq_set_own, plan_of,
+)
+from cseq.memory._slots cimport SlotTable
+
+from pickle import dumps
+
+from cseq._memory import flat_of
+
+cnp.import_array()
 
 cdef object UNREAD = object()  # in place of a batch: Python is to decode it
 

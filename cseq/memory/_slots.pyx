@@ -1,4 +1,17 @@
-# Slots of shared memory: the owner of each, and how large it is.
+# cython: language_level=3, freethreading_compatible=True
+"""Slots of shared memory: the owner of each, how large it is, and leases on it."""
+
+from libc.stdint cimport uint32_t, uint64_t
+from libc.string cimport memset, strerror
+
+cimport cython
+
+from cseq._core cimport Ring
+from cseq._headers cimport *
+from cseq._memory cimport Mapping, Memory, forks_here
+
+import os
+from weakref import ref as weak_reference
 
 cdef enum:
     FREE = 0
@@ -252,6 +265,10 @@ cdef class SlotTable:
         cseq_add_sc_u64(&self.held_bytes, self.committed(slot))
         lease.slots = self
         return 0
+
+    def free_cell(self, Ring ring not None, uint32_t cell):
+        """Free the slot that the batch in a cell lies in, or leave that to its lease: `Feed` must not do it."""
+        self.free_from(ring.at(cell))
 
     def peak(self):
         """The most bytes that a ticket took, and the most leases alive, since this was called."""

@@ -1,0 +1,49 @@
+"""Locks and latches for threads, which the core takes without a call of Python."""
+
+from libc.stdint cimport uint32_t, uint64_t
+
+cimport cython
+
+from cseq._headers cimport cseq_load_acq_u64
+
+cdef extern from "pythread.h":
+    unsigned long PyThread_get_thread_ident() noexcept
+    unsigned long PyThread_get_thread_native_id() noexcept
+
+
+cpdef int check_depth() except -1
+cpdef bint is_deep(int depth=*) except -1
+
+
+@cython.final
+@cython.no_gc
+cdef class Lock:
+    cdef uint64_t owner  # the thread that has it, or 0
+    cdef uint32_t asleep # a thread may be, until it is free
+    cdef uint32_t depth  # how often
+    cdef uint32_t forks  # `forks_here`, when it was last looked at
+    cdef uint32_t due    # there are
+    cdef list calls      # that were put off
+    cdef bint has(self) noexcept
+    cdef int look_at_fork(self) noexcept
+    cdef bint take(self, double timeout) except -1
+    cdef bint take_anew(self, double timeout) except -1
+    cdef bint sleep(self, double timeout) except -1
+    cdef int leave(self) except -1
+    cdef int make_calls(self) except -1
+    cdef object next_call(self)
+    cpdef int refuse_mine(self) except -1
+    cdef inline int enter_anew(self) except -1:
+        """Take it; RuntimeError if this thread has it."""
+        return self.refuse_mine() if self.has() else self.take_anew(-1)
+
+
+@cython.final
+cdef class RunState:
+    cdef uint64_t number
+    cdef readonly Lock lock
+    cdef inline bint is_at(self, uint64_t generation) noexcept:
+        """Whether this is the present generation."""
+        return cseq_load_acq_u64(&self.number) == generation
+
+cpdef int rest() except -1
