@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import pytest
+from witness import UNCOUNTED, Witness, descends, is_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
@@ -57,7 +58,6 @@ HANG = 100.0  # seconds after which a script is asked where it hangs; below faul
 PROC = Path("/proc/self")
 HAS_PROC = os.name == "posix" and (PROC / "maps").exists()  # Wine's programs see Linux's /proc
 SHM = Path("/dev/shm")
-TORCH_FILE = re.compile(r"torch_(\d+)_")
 
 # What `pytest.mark.needs` can name, and whether this system has it.
 HERE = {
@@ -169,42 +169,26 @@ def leaks_since(before: Census) -> Leaks:
     others += [f"mapping {line}" for line in now.mappings - before.mappings]
     others += [f"name {SHM / name}" for name in now.names - before.names if is_my_file(SHM / name)]
     return Leaks(
-        sorted(pid for pid in new if is_ours(pid, new)),
+        sorted(filter(is_ours, new)),
         sorted(now.threads - before.threads, key=str),
         sorted(others),
     )
 
 
-def is_ours(pid: int, new: frozenset[int]) -> bool:
-    """Whether a new process descends from this one."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        parent = int(stat.rpartition(")")[2].split()[1])
-        if parent == os.getpid() or (parent in new and is_ours(parent, new)):
-            return True
-        return f"{MARK}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # gone meanwhile, or another user's
-        return False
+def is_ours(pid: int) -> bool:
+    """Whether a process is this one, descends from it, or bears its mark."""
+    return descends(pid, os.getpid(), MARK)
 
 
 def is_my_file(path: Path) -> bool:
-    """Whether a file still exists, belongs to this user and may be of cseq's making.
+    """Whether a file still exists that a process of this test's has made; see `Witness`.
 
-    Semaphores are not, nor is what CUDA's driver has there for each process that uses it.
-
-    A file of torch bears the number of the process that made it, which may belong to another test
-    that runs at the same time. It has a name for as long as it is on its way to its reader, or for
-    ever if torch's loader has ended that process in between; so only those of living processes of
-    this test count. What dead converters leave has tests of its own.
+    A file whose maker nobody saw, and that nobody has open, is another program's.
     """
-    if path.name.startswith(("sem.", "cuda.shm.")):
+    if path.name.startswith(UNCOUNTED) or not path.exists():
         return False
-    maker = TORCH_FILE.match(path.name)
-    if maker is not None and int(maker[1]) != os.getpid():
-        return is_ours(int(maker[1]), frozenset())
-    with contextlib.suppress(OSError):
-        return path.stat().st_uid == os.getuid()
-    return False
+    seen = WITNESS and WITNESS.saw_us(path.name)
+    return bool(is_of(path, os.getpid(), MARK) if seen is None else seen)
 
 
 def command_of(pid: int) -> str:
@@ -320,6 +304,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         needed.add("worker processes")
     if missing := sorted(name for name in needed if not HERE[name]):
         pytest.skip(f"needs {' and '.join(missing)}")
+    if module := sys.modules.get("prepared"):  # before its fixtures count what there is
+        module.Prepared.replace_ended()
 
 
 def pytest_collection_finish() -> None:
@@ -370,6 +356,20 @@ def cuda_started(request: pytest.FixtureRequest) -> None:
     wanted = any("gpu" in item.path.parts for item in request.session.items)
     if wanted and torch is not None and torch.cuda.is_available():
         torch.zeros(1, device="cuda").cpu()
+
+
+WITNESS: Witness | None = None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def watched_names() -> Iterator[None]:
+    """Have a process look on who makes names in /dev/shm, where there is one."""
+    global WITNESS
+    if HAS_PROC and SHM.is_dir():
+        WITNESS = Witness(SHM, MARK)
+    yield
+    if WITNESS is not None:
+        WITNESS.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

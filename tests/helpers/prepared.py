@@ -41,14 +41,24 @@ class Prepared:
 
     def __init__(self, *modules: str, environment: Mapping[str, str]) -> None:
         self.command = [sys.executable, "-W", "error", "-X", "faulthandler", __file__, *modules]
-        self.process = subprocess.Popen(
-            self.command,
-            env=dict(environment),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self.environment = dict(environment)
+        self.begin()
         self.running.append(self)
+
+    def begin(self) -> None:
+        """Start the interpreter."""
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            self.command, env=self.environment, stdin=pipe, stdout=pipe, text=True
+        )
+
+    @classmethod
+    def replace_ended(cls) -> None:
+        """Start those that have ended again: of want of memory, say."""
+        for one in cls.running:
+            if one.process.poll() is not None:
+                one.end()
+                one.begin()
 
     @classmethod
     def cpu_seconds(cls) -> float:
@@ -77,28 +87,52 @@ class Prepared:
             "environment": dict(environment),
             "streams": [str(name) for name in names],
         }
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        pid = int(self.process.stdout.readline())
-        texts = [bytearray() for _ in ends]
-        hangs = not read(ends, texts, patience)
-        if hangs:
-            os.kill(pid, signal.SIGABRT)  # faulthandler answers
-            read(ends, texts, 10.0)
-        code = int(self.process.stdout.readline())
-        for end, name in zip(ends, names, strict=True):
-            os.close(end)
-            name.unlink()
+        try:
+            pid = self._ask(json.dumps(request))
+            texts = [bytearray() for _ in ends]
+            hangs = not read(ends, texts, patience)
+            if hangs:
+                os.kill(pid, signal.SIGABRT)  # faulthandler answers
+                read(ends, texts, 10.0)
+            code = self._answer()
+        except BaseException:
+            self.process.kill()  # its next answer is not one to the next request
+            raise
+        finally:
+            for end, name in zip(ends, names, strict=True):
+                os.close(end)
+                name.unlink()
         output, errors = (text.decode(errors="replace") for text in texts)
         assert not hangs, f"the script, or what it started, hangs\n{output}\n{errors}"
         return subprocess.CompletedProcess(command, code, output, errors)
 
+    def _ask(self, request: str) -> int:
+        """Send a line; return the number that comes back."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `_answer` says so
+            self.process.stdin.write(request + "\n")
+            self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> int:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            code = self.process.wait()
+            raise ChildProcessError(
+                f"the prepared interpreter has ended with {code}; the next test has a new one"
+            )
+        return int(line)
+
     def close(self) -> None:
-        """End the interpreter."""
-        self.process.communicate()
+        """End the interpreter for good."""
         self.running.remove(self)
+        self.end()
+
+    def end(self) -> None:
+        """End the interpreter."""
+        with contextlib.suppress(BrokenPipeError):  # of a line that it has not read
+            self.process.communicate()
 
 
 def read(ends: list[int], texts: list[bytearray], patience: float) -> bool:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from prepared import Prepared
 
 if TYPE_CHECKING:
     from conftest import RunScript
 
-CONFTEST = (Path(__file__).parents[1] / "conftest.py").read_text(encoding="utf-8")
+TESTS = Path(__file__).parents[1]
+CONFTEST = (TESTS / "conftest.py").read_text(encoding="utf-8")
 IMPATIENT = CONFTEST.replace("GRACE = 10.0", "GRACE = 0.0")
 
 needs_proc = pytest.mark.needs("Linux")
 
 LEAKS = """
-import mmap, os, pathlib, subprocess, sys, tempfile, threading, time
+import conftest, mmap, os, pathlib, subprocess, sys, tempfile, threading, time
 keep = []
 
 def await_command(pid):
@@ -65,7 +70,18 @@ def test_shm():
     path.touch()
     keep.append(path)
 
+def test_shm_of_a_dead_process():
+    script = "import os, pathlib; p = pathlib.Path(f'/dev/shm/torch_{os.getpid()}_dead')\\n" + (
+        "p.touch(); print(p, flush=True); input()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe) as maker:
+        keep.append(pathlib.Path(maker.stdout.readline().decode().strip()))
+        assert conftest.is_my_file(keep[-1])  # and from now on, when its maker has ended
+        maker.communicate(b"\\n")
+
 def test_last_clean():
+    keep.pop().unlink()
     keep.pop().unlink()
 """
 WORDS = {
@@ -78,6 +94,7 @@ WORDS = {
     "mapping": "/memfd:slots",
     "private_file": "(deleted)",
     "shm": "name /dev/shm/torch_",
+    "shm_of_a_dead_process": "_dead",
 }
 
 CLEAN = """
@@ -131,7 +148,9 @@ def test_a_thread_and_a_process_about_to_end():
 
 def run(pytester: pytest.Pytester, conftest: str, source: str) -> pytest.RunResult:
     """Run tests under a conftest, in a process of their own."""
-    pytester.makeini("[pytest]\nfilterwarnings = error")
+    pytester.makeini(
+        f"[pytest]\nfilterwarnings = error\npythonpath = {(TESTS / 'helpers').as_posix()}"
+    )
     pytester.makeconftest(conftest)
     pytester.makepyfile(source)
     return pytester.runpytest_subprocess("-p", "no:cacheprovider")
@@ -161,6 +180,46 @@ def test_clean_tests_pass(pytester: pytest.Pytester) -> None:
     run(pytester, CONFTEST, CLEAN).assert_outcomes(passed=5, xfailed=1)
 
 
+# What another program does in /dev/shm: it has a name open, and leaves a second one.
+PROGRAM = """
+import mmap, os, sys
+asked, made, *paths = sys.argv[1:]
+open(asked).close()
+with open(paths[0], "w+b") as file:
+    file.truncate(4096)
+    memory = mmap.mmap(file.fileno(), 4096)
+open(paths[1], "x").close()
+open(made, "w").close()
+sys.stdin.read()
+for path in paths:
+    os.unlink(path)
+"""
+WHILE_IT_WORKS = """
+import os
+
+def test_its_names():
+    open(os.environ["ASKED"], "w").close()
+    open(os.environ["MADE"]).close()
+    assert all(map(os.path.exists, os.environ["PATHS"].split()))
+"""
+
+
+@needs_proc
+def test_names_of_another_program_are_no_leaks(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same user: what it has open in /dev/shm, and what it leaves there."""
+    asked, made = (str(pytester.path / name) for name in ("asked", "made"))
+    paths = [f"/dev/shm/{name}_{os.urandom(4).hex()}x" for name in ("psm", "left")]
+    for name in (asked, made):
+        os.mkfifo(name)
+    command = [sys.executable, "-c", PROGRAM, asked, made, *paths]
+    for name, value in {"ASKED": asked, "MADE": made, "PATHS": " ".join(paths)}.items():
+        monkeypatch.setenv(name, value)
+    with subprocess.Popen(command, stdin=subprocess.PIPE):
+        run(pytester, IMPATIENT, WHILE_IT_WORKS).assert_outcomes(passed=1)
+
+
 @pytest.mark.needs("fork")
 def test_a_prepared_script_is_as_one_in_a_new_interpreter(
     run_anew: RunScript, run_script: RunScript, run_prepared: RunScript
@@ -185,3 +244,19 @@ def test_a_prepared_script_is_as_one_in_a_new_interpreter(
         assert (done.stderr, done.returncode) == ("an error\n", 3)
         assert "1 / 0" in run("1 / 0").stderr
         assert run("import os\nos.kill(os.getpid(), 9)").returncode == -9
+
+
+@pytest.mark.needs("fork")
+def test_a_prepared_interpreter_that_ended_is_replaced(tmp_path: Path) -> None:
+    """The test in which it is missed fails, and says why; the next one has another."""
+    script = tmp_path / "script.py"
+    script.write_text("print(json)", encoding="utf-8")
+    interpreter = Prepared("json", environment=os.environ)
+    interpreter.process.kill()
+    interpreter.process.wait()
+    with pytest.raises(ChildProcessError, match="has ended with -9"):
+        interpreter.run([str(script)], tmp_path, os.environ, 10.0)
+    Prepared.replace_ended()
+    done = interpreter.run([str(script)], tmp_path, os.environ, 10.0)
+    assert "NameError" in done.stderr
+    interpreter.close()

@@ -227,7 +227,7 @@ def test_a_system_without_anonymous_files(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_file_system_without_long_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SlotTable are narrower and fewer where a file cannot be that long."""
+    """Slots are narrower and fewer where a file cannot be that long."""
     real = os.ftruncate
 
     def cut(fd: int, length: int) -> None:
@@ -428,7 +428,7 @@ def test_huge_slots_are_given_back_after_an_epoch_without_huge_batches(nbytes: i
 
 @pytest.mark.needs("Linux")
 def test_slots_that_were_held_once_are_given_back(arena: Arena, writer: Writer) -> None:
-    """SlotTable that only many held batches needed do not stay committed."""
+    """Slots that only many held batches needed do not stay committed."""
     held = [through(arena, writer, 2 * MIB, value) for value in range(30)]
     held.clear()
     arena.tidy()

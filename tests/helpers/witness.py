@@ -1,0 +1,132 @@
+"""Who made a name in /dev/shm: a process looks on, since its maker may have ended with the test.
+
+A file keeps its owner, not the process that made it. Other programs of the same user make names,
+too, and so do other processes of pytest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+IN_CREATE, IN_MOVED_TO = 0x100, 0x80
+EVENT = struct.Struct("iIII")  # of inotify: watch, mask, cookie, length of the name that follows
+NUMBER = re.compile(r"(?<![0-9a-zA-Z])\d+(?![0-9a-zA-Z])")
+# Semaphores, and what CUDA's driver has there for each process that uses it.
+UNCOUNTED = ("sem.", "cuda.shm.")
+ANSWERS = {"True": True, "False": False, "None": None}
+
+
+class Witness:
+    """A process that looks on while names are made in a folder.
+
+    Parameters
+    ----------
+    folder : Path
+        Where names are made.
+    mark : str
+        The variable that processes which this one starts have in their environment.
+    """
+
+    def __init__(self, folder: Path, mark: str) -> None:
+        command = [sys.executable, "-I", "-S", __file__, str(folder), str(os.getpid()), mark]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        self._answer()
+
+    def saw_us(self, name: str) -> bool | None:
+        """Whether this process, or one that it has started, made a name; None: nobody was seen."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{name}\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> bool | None:
+        assert self._process.stdout is not None
+        return ANSWERS[self._process.stdout.readline().strip()]
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def descends(pid: int, ancestor: int, mark: str) -> bool:
+    """Whether a process is another one, descends from it, or has a variable that it has set."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        parent = int(stat.rpartition(")")[2].split()[1])
+        if ancestor in (pid, parent) or (parent > 1 and descends(parent, ancestor, mark)):
+            return True
+        return f"{mark}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # gone meanwhile, or another user's
+        return False
+
+
+def is_of(path: Path, ancestor: int, mark: str) -> bool | None:
+    """Whether a file is of a process that descends from another one; None: nobody was seen.
+
+    It is of the process whose number its name bears, or of those that have it open.
+    """
+    for number in NUMBER.findall(path.name):
+        if os.path.exists(f"/proc/{number}"):
+            return descends(int(number), ancestor, mark)
+    pids = [int(pid) for pid in os.listdir("/proc") if pid.isdecimal()]
+    return any(has(pid, path) for pid in pids if descends(pid, ancestor, mark)) or None
+
+
+def has(pid: int, path: Path) -> bool:
+    """Whether a process has a file mapped or open."""
+    try:
+        if f" {path}\n" in Path(f"/proc/{pid}/maps").read_text(errors="replace"):
+            return True
+        files = os.listdir(f"/proc/{pid}/fd")
+        return any(os.readlink(f"/proc/{pid}/fd/{file}") == str(path) for file in files)
+    except OSError:  # gone meanwhile, or another user's
+        return False
+
+
+def names_of(events: int) -> list[str]:
+    """Read which names were made since the last call."""
+    try:
+        data = os.read(events, 1 << 16)
+    except BlockingIOError:
+        return []
+    names, at = [], 0
+    while at < len(data):
+        *_, length = EVENT.unpack_from(data, at)
+        at += EVENT.size + length
+        names.append(os.fsdecode(data[at - length : at].rstrip(b"\0")))
+    return names
+
+
+def main(folder: Path, ancestor: int, mark: str) -> None:
+    """Look on, and answer questions, until there come no more."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # what it has forked may hold the pipe
+    events: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    libc.inotify_add_watch(events, os.fsencode(folder), IN_CREATE | IN_MOVED_TO)
+    seen: dict[str, bool | None] = {}
+    print(None, flush=True)
+    while True:
+        # Without inotify (a user may have so many of them), nobody is seen.
+        ready, _, _ = select.select([0] if events < 0 else [0, events], [], [])
+        for name in names_of(events) if events >= 0 else []:
+            if not name.startswith(UNCOUNTED):
+                seen[name] = is_of(folder / name, ancestor, mark)
+        if 0 in ready:
+            name = os.read(0, 4096).decode().strip()
+            if not name:
+                return
+            print(seen.get(name), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
