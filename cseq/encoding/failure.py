@@ -113,7 +113,7 @@ def unpack(
     pickled, name, message, text = pickle.loads(data)
     error: BaseException
     try:
-        error = pickle.loads(pickled)
+        error = _load(pickled)
     except BaseException as reason:  # anything may go wrong in the user's class
         if ends_program(reason):
             raise
@@ -128,8 +128,8 @@ def unpack(
 def _travelling(error: BaseException) -> bytes:
     """Pickle an exception that unpickles as its type, and has a text; of others, return nothing."""
     try:
-        data = dumps(error)
-        back = pickle.loads(data)
+        data = dumps(_with_args(error))
+        back = _load(data)
         str(back), vars(back)
         if type(back) is type(error):
             return data
@@ -137,6 +137,25 @@ def _travelling(error: BaseException) -> bytes:
         if ends_program(broken):
             raise
     return b""
+
+
+def _with_args(error: BaseException) -> list[tuple[BaseException, tuple[Any, ...]]]:
+    """List an exception and those among its arguments, as in a group, each with its arguments.
+
+    Pickle calls the class with these. A constructor that formats its text would format it twice.
+    """
+    args: tuple[Any, ...] = ARGS.__get__(error)
+    inner = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
+    parts = [_with_args(part) for part in inner if isinstance(part, BaseException)]
+    return [(error, args), *(pair for part in parts for pair in part)]
+
+
+def _load(pickled: bytes) -> BaseException:
+    """Unpickle an exception, and those among its arguments, with the arguments they had."""
+    pairs: list[tuple[BaseException, tuple[Any, ...]]] = pickle.loads(pickled)
+    for error, args in pairs:
+        ARGS.__set__(error, args)
+    return pairs[0][0]
 
 
 class Failure:

@@ -42,6 +42,14 @@ class Coded(Exception):
         return Coded.__new__, (Coded, *self.args), vars(self)
 
 
+class Formatted(Exception):
+    """Its constructor makes the text of its one argument."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"no file for {name}")
+        self.name = name
+
+
 class Slotted(LookupError):
     """Has an attribute that it does not show its args."""
 
@@ -127,6 +135,7 @@ PLAIN: list[Callable[[], BaseException]] = [
     lambda: StopIteration(5),
     GeneratorExit,
     lambda: Coded(7, reason="wet"),
+    lambda: Formatted("maps"),
     lambda: cseq.WorkerDied("gone", epoch=1, batch=2, indices=[3], exitcode=-9),
     lambda: MemoryError("no room"),
 ]
@@ -142,6 +151,17 @@ def test_arrives_as_itself(make: Callable[[], BaseException]) -> None:
     assert vars(got) == vars(sent)
     for name in ("errno", "filename", "code", "value", "object", "end"):
         assert getattr(got, name, None) == getattr(sent, name, None)
+
+
+def test_what_is_among_its_arguments_arrives_as_itself() -> None:
+    """So do the exceptions of a group, and one that another has as its argument."""
+    errors: list[BaseException] = [ValueError("it failed", Formatted("a"))]
+    if sys.version_info >= (3, 11):
+        errors.append(ExceptionGroup("all", [Formatted("a"), Formatted("b")]))  # noqa: F821
+    for sent in errors:
+        got = there_and_back(sent)
+        assert repr(got.args) == repr(sent.args)
+        assert traceback.format_exception_only(got) == traceback.format_exception_only(sent)
 
 
 def test_what_cannot_be_pickled_is_in_the_text() -> None:
