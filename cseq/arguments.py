@@ -249,8 +249,16 @@ def batch_size_of(batch_size: Any, order: Order) -> int:
     return size
 
 
-def order_of(order: Any, shuffle: Any) -> Order:
-    """Check `order`, or make the one that `shuffle` asks for."""
+def own_order(worker: Any) -> Order | None:
+    """Return the order that an indexer brings with it, if any."""
+    order = getattr(worker, "order", None) if indexer.is_indexer(worker) else None
+    return order if isinstance(order, Order) else None
+
+
+def order_of(worker: Any, order: Any, shuffle: Any) -> Order:
+    """Check `order`, or take the worker's own, or make the one that `shuffle` asks for."""
+    if order is None:
+        order = own_order(worker)
     if order is None:
         if shuffle == "feistel":
             return Shuffled()
@@ -304,10 +312,11 @@ def converters_of(workers: int, converters: int | None, thread_type: ThreadType)
 
 
 def dtype_of(worker: Any, dtype: Any) -> Any:
-    """Resolve 'auto': a data set's samples keep their types, as with a DataLoader."""
+    """Resolve 'auto': types are kept of a data set's samples, and where a worker has its order."""
     if not isinstance(dtype, str) or dtype != "auto":
         return dtype
-    return None if indexer.takes_samples(worker) else "float32"
+    is_kept = indexer.takes_samples(worker) or own_order(worker) is not None
+    return None if is_kept else "float32"
 
 
 def samples_of(worker: Any, order: Order) -> int:

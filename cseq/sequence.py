@@ -87,8 +87,8 @@ class MSequence(Manager, Generic[B_co]):
         In [0, 2**64). None: cseq draws one. The property `seed` shows it.
     dtype : data type, 'auto' or None
         The type of numeric arrays with ``'cpu'`` and ``'cuda'``. None keeps each array's type:
-        integer labels need this. 'auto': None if `worker` is what `from_dataset` returns, otherwise
-        'float32'.
+        integer labels need this. 'auto': None if `worker` is what `from_dataset` returns or has an
+        order, otherwise 'float32'.
     drop_last : bool
         Leave out the last batch if it is smaller than the others.
     ordered : bool
@@ -130,7 +130,8 @@ class MSequence(Manager, Generic[B_co]):
         them starts threads, opens files or initialises CUDA on import, each worker imports what it
         needs, as with False.
     order : Order, optional
-        An order to use instead of `shuffle`. If its units are batches (`Buckets`), leave out
+        An order to use instead of `shuffle`. None: that of `worker`, an indexer with an attribute
+        `order` that is one. If its units are batches (`Buckets`), leave out
         `batch_size`. If they are rows (`Packed`), `batch_size` counts rows.
     repeat : int or True
         How many epochs one ``iter()`` goes through. True: without end. Workers start the next epoch
@@ -193,7 +194,7 @@ class MSequence(Manager, Generic[B_co]):
         self._shard = shards.given(shard)
         self._automatic = self._shard is None
         part = self._shard or shards.ALONE
-        order = arguments.order_of(order, shuffle)
+        order = arguments.order_of(worker, order, shuffle)
         sampler = arguments.sampler_of(
             worker, dset_size, order, batch_size, seed, drop_last, ordered, part, pad, repeat
         )

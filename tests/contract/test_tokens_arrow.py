@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from token_data import expected, random_documents
 
+import cseq
 from cseq import tokens
 
 pa = pytest.importorskip("pyarrow")
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8], [9, 10]]
+MASKS = [[0, 1, 1], [], [1], [0, 0, 1, 0], [1, 1]]
 
 
 def table_of(kind: Any = None, **columns: Any) -> Any:
@@ -69,6 +72,29 @@ def test_data_sets(tmp_path: Path) -> None:
         DOCUMENTS[3],
         DOCUMENTS[0],
     ]
+
+
+@pytest.mark.parametrize("of", ["int8", "bool_"])
+def test_a_mask_column(of: str) -> None:
+    """A second column says which tokens a loss counts, as integers or as booleans."""
+    rng = np.random.default_rng(1)
+    documents = [*random_documents(rng, 60, 8), [1, 2]]
+    masks = [rng.integers(0, 2, len(each)).tolist() for each in documents]
+    lists = [[bool(bit) for bit in each] for each in masks] if of == "bool_" else masks
+    table = pa.table({
+        "input_ids": pa.array(documents, pa.list_(pa.int32())),
+        "mask": pa.array(lists, pa.list_(getattr(pa, of)())),
+    })  # fmt: skip
+    source = tokens.Arrow(table, mask="mask", name="chat")
+    rows = tokens.Rows(source, 8, keys=["input_ids", "labels", "valid_tokens"])
+    assert rows.order is not None
+    pieces = [rows.locate(k, seed=5) for k in range(rows.order.units)]
+    manager = cseq.MPSequence(rows, num_workers=1, batch_size=1, seed=5, out_type="null")
+    with manager.start() as batches:
+        for batch, row in zip(batches, pieces, strict=True):
+            wanted = expected([row], {"chat": documents}, 8, {"chat": masks})
+            assert batch["labels"].tolist() == wanted["labels"]
+            assert batch["valid_tokens"] == wanted["valid_tokens"]
 
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [

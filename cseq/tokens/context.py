@@ -1,0 +1,65 @@
+"""Context parallelism: the tokens of a batch that are one rank's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cseq.check import flag
+from cseq.order import shard as shards
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cseq.order.shard import Given
+
+__all__ = ["split_context"]
+
+ALONG = ("input_ids", "labels", "position_ids", "document_ids")
+
+
+def split_context(
+    batch: Mapping[str, Any], shard: Given, *, balanced: bool = False
+) -> dict[str, Any]:
+    """Return a batch of `Rows` with this rank's part of each row.
+
+    Parameters
+    ----------
+    batch : dict
+        Of arrays, or of tensors on any device. Labels are shifted already, so parts need no more.
+    shard : (rank, world_size), process group, or DeviceMesh of one dimension
+        This rank's place among those that share the batch, such as ``mesh["cp"]``.
+    balanced : bool
+        False: consecutive tokens. True: of 2n equal parts, rank r of n has r and 2n - 1 - r, which
+        is equal work under a causal mask.
+
+    Returns
+    -------
+    dict
+        What has a value for each token is cut. The rest is the whole batch's, also `cu_seqlens` and
+        `valid_tokens`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `shard` is no place; or the parts would not be equal.
+
+    Examples
+    --------
+    >>> batch = {"input_ids": np.arange(8).reshape(1, 8)}
+    >>> tokens.split_context(batch, (0, 2), balanced=True)["input_ids"]
+    array([[0, 1, 6, 7]])
+    """
+    place = None if shard is None else shards.given(shard)
+    if place is None:
+        raise ValueError(f"shard={shard!r} is no place; give mesh['cp'] or (rank, world_size)")
+    pieces = place.world_size * (2 if flag("balanced", balanced) else 1)
+    own = [place.rank, pieces - 1 - place.rank] if balanced else [place.rank]
+    cut = dict(batch)
+    for key in [key for key in ALONG if key in batch]:
+        *rows, row = batch[key].shape
+        if row % pieces:
+            raise ValueError(
+                f"{key} has rows of {row} tokens, not divisible by {pieces}; give Rows a multiple"
+            )
+        cut[key] = batch[key].reshape(*rows, pieces, row // pieces)[..., own, :].reshape(*rows, -1)
+    return cut

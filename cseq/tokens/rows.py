@@ -1,0 +1,346 @@
+"""Rows of a training batch: which pieces of documents each has, and its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from cseq.check import choice, count, flag
+from cseq.indexing.context import empty, parts
+from cseq.order.base import MOST_SEED
+from cseq.order.concatenated import Concatenated
+from cseq.order.mixture import Mixture
+from cseq.order.packed import Packed
+from cseq.tokens.documents import Corpus, corpus_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import DTypeLike, NDArray
+
+    from cseq.order.base import Ints, Order
+    from cseq.order.mixture import Weights
+    from cseq.tokens.documents import Documents
+
+__all__ = ["Piece", "Rows"]
+
+IGNORED = -100  # the label that torch's cross_entropy leaves out
+MOST_ROW = 2**30  # cu_seqlens counts in 32 bits
+KEYS = ("input_ids", "labels", "position_ids", "document_ids", "valid_tokens", "source_tokens")
+ALL = (*KEYS, "cu_seqlens", "max_seqlen")
+
+
+class Piece(NamedTuple):
+    """Tokens [start, stop) of a document.
+
+    Attributes
+    ----------
+    source : str
+        The name of the source.
+    document, start, stop : int
+    """
+
+    source: str
+    document: int
+    start: int
+    stop: int
+
+
+class Pieces(NamedTuple):
+    """The pieces of some rows, one after the other, padding included."""
+
+    sources: Ints  # the number of each one's source; padding has one of its own
+    at: Ints  # in all documents of the source
+    documents: Ints
+    starts: Ints
+    counts: Ints
+    is_last: NDArray[np.bool_]  # whether the document ends with the piece
+    numbers: Ints  # in the row; -1 for padding
+
+
+class Padding(Corpus):
+    """What rows that are not full end with: one document, of which no loss counts a token."""
+
+    def attach(self, *, is_new: bool, tokens: NDArray[Any]) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Lay out a row of it."""
+        self.lay("padding", [len(tokens)], [tokens], [np.zeros(len(tokens), np.bool_)])
+
+
+class Rows:
+    """An indexer of rows of tokens, with an order: the first argument of `MPSequence`.
+
+    Each token of each document comes once an epoch, but for the rest that fills no row with
+    `concatenate`. A row is a sequence of *pieces*, each of one
+    document. A document is cut only where it is longer than a row, or with `concatenate`, where a
+    row ends.
+
+    Parameters
+    ----------
+    sources : Documents or dict of str to Documents
+        `Megatron`, `Flat`, `Arrow`, or an object like `Documents`. Several are one corpus.
+    row : int
+        Tokens in a row, 2 or more.
+    weights : dict of str to number, or list of (int, dict), optional
+        The share of each source, as `Mixture` takes it. None: each comes whole, once an epoch.
+    packing : 'best-fit' or 'concatenate'
+        Which order: `Packed`, or `Concatenated`.
+    epoch_size : int, optional
+        Rows in an epoch of a mixture.
+    flat : bool
+        Rows of a batch are one row, of shape (1, rows * row).
+    pad : int
+        The token that fills a row's rest.
+    dtype : data type
+        Of `input_ids`, `labels` and `position_ids`.
+    keys : sequence of str
+        What a batch has, of these:
+
+        - ``input_ids``: shape (rows, row).
+        - ``labels``: the next token of the document, or -100: at each document's last token, where
+          a loss mask leaves the next token out, and at padding.
+        - ``position_ids``: from 0 in each piece, and in padding.
+        - ``document_ids``: int32, the number of the piece in its row, -1 at padding.
+        - ``cu_seqlens``: int32, where the pieces of the whole batch begin and the last one ends,
+          padding included: shape (pieces + 1,), which differs from batch to batch. It is what
+          varlen attention takes beside the batch as one row.
+        - ``max_seqlen``: int, the longest piece.
+        - ``valid_tokens``: int, the labels that are not -100.
+        - ``source_tokens``: int64, the tokens of each source, without padding: shape (sources,).
+
+    Attributes
+    ----------
+    order : Order
+        The order of `MPSequence(rows)`; its samples are tokens, its units rows.
+    names : list of str
+        The sources.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is wrong, or no loss can be made. The message names it and the remedy.
+
+    Examples
+    --------
+    >>> from cseq import tokens
+    >>> np.save("notes.npy", np.arange(10, dtype="uint16"))
+    >>> notes = tokens.Flat("notes.npy", offsets=[0, 7, 10])
+    >>> rows = tokens.Rows(notes, 5, keys=["input_ids", "labels"])
+    >>> manager = cseq.MPSequence(rows, batch_size=2, num_workers=0, seed=1, out_type="null")
+    >>> with manager.start() as batches:
+    ...     for batch in batches:
+    ...         print(batch["input_ids"].tolist(), batch["labels"].tolist())
+    [[0, 1, 2, 3, 4], [7, 8, 9, 5, 6]] [[1, 2, 3, 4, 5], [8, 9, -100, 6, -100]]
+    """
+
+    def __init__(
+        self,
+        sources: Documents | Mapping[str, Documents],
+        row: int,
+        weights: Weights | Sequence[tuple[int, Weights]] | None = None,
+        *,
+        packing: Literal["best-fit", "concatenate"] = "best-fit",
+        epoch_size: int | None = None,
+        flat: bool = False,
+        pad: int = 0,
+        dtype: DTypeLike = "int64",
+        keys: Sequence[str] = KEYS,
+    ) -> None:
+        named = sources if isinstance(sources, Mapping) else {"": sources}
+        if not named:
+            raise ValueError("sources={}: give one source at least")
+        corpora = [corpus_of(source) for source in named.values()]
+        self.names = [*named] if isinstance(sources, Mapping) else [corpora[0].name]
+        self.row = count("row", row, 2, MOST_ROW)
+        self.flat = flag("flat", flat)
+        self.keys = tuple(choice("keys", key, ALL) for key in keys)
+        self._dtype = np.dtype(dtype)
+        self._check(corpora, count("pad", pad, 0))
+        self._corpora = [*corpora, Padding(tokens=np.full(row, pad, self._dtype))]
+        self._firsts = np.cumsum([0, *(corpus.tokens for corpus in corpora)])
+        self._has_masks = any(corpus.has_mask for corpus in corpora)
+        self._range = np.arange(self.row)
+        over: Callable[[Any], Order] = partial(Concatenated, row=self.row)
+        if choice("packing", packing, ("best-fit", "concatenate")) == "best-fit":
+            over = partial(Packed, budget=self.row, too_long="split")
+        self.order: Order | None
+        if weights is not None:
+            members = [over(corpus.lengths) for corpus in corpora]
+            orders = dict(zip(self.names, members, strict=True))
+            self.order = Mixture(orders, weights, epoch_size=epoch_size)
+        elif epoch_size is not None:
+            raise ValueError(f"epoch_size={epoch_size} without weights; give weights, too")
+        else:
+            lengths = [corpus.lengths for corpus in corpora]
+            self.order = over(lengths[0] if len(lengths) == 1 else np.concatenate(lengths))
+
+    def _check(self, corpora: list[Corpus], pad: int) -> None:
+        """Check that tokens fit in the type, and that there is something to predict."""
+        kind = self._dtype.kind
+        if kind not in "iu" or pad > np.iinfo(self._dtype).max:
+            raise TypeError(f"dtype={self._dtype} with pad={pad}; give an integer's that holds it")
+        if kind == "u" and "labels" in self.keys:
+            raise TypeError(f"dtype={self._dtype} has no {IGNORED} for labels; give 'int64'")
+        for corpus in corpora:
+            [token] = corpus.slices(np.zeros(1, np.int64), np.ones(1, np.int64))
+            if not np.can_cast(token.dtype, self._dtype):
+                raise TypeError(
+                    f"{corpus.name} has tokens of type {token.dtype}, which dtype={self._dtype} "
+                    "cannot hold; give dtype='int64', or write the tokens in a smaller type"
+                )
+        if "labels" in self.keys and max(int(corpus.lengths.max()) for corpus in corpora) < 2:
+            raise ValueError(
+                "no document has 2 tokens, so that no token has a next one: a loss has nothing to "
+                "predict; give longer documents"
+            )
+
+    def __repr__(self) -> str:
+        return f"<Rows of {self.row} tokens of {', '.join(self.names)}: {self.order!r}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle without the order: a worker is given the indices."""
+        return {**self.__dict__, "order": None}
+
+    def locate(self, row: int, *, seed: int, epoch: int = 0) -> list[Piece]:
+        """Say what a row of an epoch has: its pieces, in their order.
+
+        Parameters
+        ----------
+        row : int
+            Its number in the epoch over all ranks, from 0.
+        seed, epoch : int
+            In [0, 2**64).
+
+        Raises
+        ------
+        IndexError
+            The epoch has no such row.
+
+        Examples
+        --------
+        >>> np.save("notes.npy", np.arange(10, dtype="uint16"))
+        >>> notes = tokens.Flat("notes.npy", offsets=[0, 7, 10])
+        >>> tokens.Rows(notes, 12).locate(0, seed=1)
+        [Piece(source='notes', document=0, start=0, stop=7),
+         Piece(source='notes', document=1, start=0, stop=3)]
+        """
+        assert self.order is not None
+        if not 0 <= row < self.order.units:
+            raise IndexError(f"row={row} is not in [0, {self.order.units}), the rows of an epoch")
+        reader = self.order.reader(count("seed", seed, 0, MOST_SEED))
+        indices, sizes = reader.samples(count("epoch", epoch, 0, MOST_SEED), row, 1)
+        pieces = self._pieces(np.asarray(indices, np.int64), sizes)
+        columns = pieces.sources, pieces.documents, pieces.starts, pieces.starts + pieces.counts
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [Piece(self.names[s], *rest) for s, *rest in rows if s < len(self.names)]
+
+    def __getitem__(self, indices: Ints) -> dict[str, Any]:
+        """Return the batch of these positions, of which `cseq.parts` says the rows."""
+        sizes = parts()
+        pieces = self._pieces(indices, sizes)
+        stops = pieces.counts.cumsum()
+        shape = (1, len(sizes) * self.row) if self.flat else (len(sizes), self.row)
+        batch: dict[str, Any] = {}
+        batch["input_ids"] = empty(shape, self._dtype)
+        ids = batch["input_ids"].reshape(-1)
+        tokens = self._read(pieces.sources, pieces.at, pieces.counts)
+        np.concatenate(tokens, out=ids, casting="safe")
+        if "labels" in self.keys or "valid_tokens" in self.keys:
+            batch["labels"] = empty(shape, self._dtype)
+            labels = batch["labels"].reshape(-1)
+            batch["valid_tokens"] = self._label(labels, ids, pieces, stops)
+        if "position_ids" in self.keys:
+            batch["position_ids"] = positions = empty(shape, self._dtype)
+            if len(self._range) < len(ids):
+                self._range = np.arange(len(ids))
+            begins = (stops - pieces.counts).repeat(pieces.counts)
+            out = positions.reshape(-1)
+            np.subtract(self._range[: len(ids)], begins, out=out, casting="unsafe")
+        if "document_ids" in self.keys:
+            batch["document_ids"] = documents = empty(shape, np.int32)
+            documents.reshape(-1)[:] = pieces.numbers.astype(np.int32).repeat(pieces.counts)
+        if "cu_seqlens" in self.keys:
+            batch["cu_seqlens"] = np.append(0, stops).astype(np.int32)
+        if "max_seqlen" in self.keys:
+            batch["max_seqlen"] = int(pieces.counts.max())
+        if "source_tokens" in self.keys:
+            shares = np.bincount(pieces.sources, pieces.counts, len(self._corpora))[:-1]
+            batch["source_tokens"] = shares.astype(np.int64)
+        return {key: batch[key] for key in self.keys}
+
+    def _label(self, labels: Ints, ids: Ints, pieces: Pieces, stops: Ints) -> int:
+        """Write what follows each token in its document; return what a loss counts of it."""
+        cut = np.flatnonzero(~pieces.is_last)
+        behind = pieces.at[cut] + pieces.counts[cut], np.ones(len(cut), np.int64)
+        after = np.full(len(stops), IGNORED, labels.dtype)
+        if len(cut):
+            after[cut] = np.concatenate(self._read(pieces.sources[cut], *behind))
+        labels[:-1] = ids[1:]
+        if self._has_masks:
+            masks = self._read(pieces.sources, pieces.at, pieces.counts, masks=True)
+            labels[:-1][np.concatenate(masks)[1:] == 0] = IGNORED
+            if len(cut):
+                masks = self._read(pieces.sources[cut], *behind, masks=True)
+                after[cut[np.concatenate(masks) == 0]] = IGNORED
+        labels[stops - 1] = after
+        ignored = len(stops) - len(cut)
+        for k in np.flatnonzero(pieces.numbers < 0).tolist():
+            labels[stops[k] - pieces.counts[k] : stops[k]] = IGNORED
+            ignored += int(pieces.counts[k]) - 1
+        if self._has_masks:
+            return int(np.count_nonzero(labels != IGNORED))
+        return len(labels) - ignored
+
+    def _pieces(self, indices: Ints, sizes: Ints) -> Pieces:
+        """Return what rows have: a piece ends with its document, or with the row."""
+        sources = self._firsts.searchsorted(indices, "right") - 1
+        at = indices - self._firsts.take(sources)
+        documents, starts, counts = np.empty((3, len(at)), np.int64)
+        for s, which in self._by_source(sources):
+            corpus = self._corpora[s]
+            documents[which], begins = corpus.ends.find(at[which])
+            starts[which] = at[which] - begins
+            counts[which] = corpus.lengths[documents[which]] - starts[which]
+        ends = sizes.cumsum()
+        short = self.row - np.add.reduceat(counts, ends - sizes)
+        counts[ends - 1] += np.minimum(short, 0)
+        if counts.min() < 1:
+            raise ValueError(
+                f"the order has pieces behind the end of a row of {self.row} tokens: it is not "
+                "that of these Rows; leave order= out"
+            )
+        is_last = np.ones(len(counts), np.bool_)
+        is_last[ends - 1] = short >= 0
+        numbers = np.arange(len(counts))
+        if not self.flat:
+            numbers -= (ends - sizes).repeat(sizes)
+        pieces = Pieces(sources, at, documents, starts, counts, is_last, numbers)
+        padded = np.flatnonzero(short > 0)
+        if not len(padded):
+            return pieces
+        values: tuple[Any, ...] = (len(self.names), 0, -1, 0, short[padded], [True], -1)
+        together = zip(pieces, values, strict=True)
+        return Pieces(*(np.insert(column, ends[padded], value) for column, value in together))
+
+    def _by_source(self, sources: Ints) -> list[tuple[int, Any]]:
+        """Group the numbers of pieces by source."""
+        if sources[0] == sources[-1] and (sources == sources[0]).all():
+            return [(int(sources[0]), slice(None))]
+        by_source = sources.argsort(kind="stable")
+        cuts = np.bincount(sources).cumsum()[:-1]
+        return [(s, part) for s, part in enumerate(np.split(by_source, cuts)) if len(part)]
+
+    def _read(
+        self, sources: Ints, at: Ints, counts: Ints, *, masks: bool = False
+    ) -> list[NDArray[Any]]:
+        """Read pieces, in their order."""
+        found: list[Any] = [None] * len(at)
+        for s, which in self._by_source(sources):
+            slices = self._corpora[s].slices(at[which], counts[which], masks=masks)
+            if isinstance(which, slice):
+                return slices
+            for k, part in zip(which.tolist(), slices, strict=True):
+                found[k] = part
+        return found

@@ -1,0 +1,265 @@
+"""`cseq.tokens.Rows`: every token of every document once, in arrays that trainers take."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from token_data import Listed, expected, random_documents, write_flat, write_megatron
+
+import cseq
+from cseq import tokens
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from token_data import Tokens
+
+ALL = (
+    "input_ids", "labels", "position_ids", "document_ids", "cu_seqlens", "max_seqlen",
+    "valid_tokens", "source_tokens",
+)  # fmt: skip
+ARRAYS = ALL[:4]
+
+
+def as_lists(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch without arrays."""
+    return {key: getattr(value, "tolist", lambda it=value: it)() for key, value in batch.items()}
+
+
+def reader_of(kind: str, folder: Path, name: str, documents: list[Tokens]) -> Any:
+    """Write documents, and return the source of a kind that reads them."""
+    if kind == "megatron":
+        write_megatron(folder / name, documents)
+        return tokens.Megatron(folder / name)
+    if kind == "end":  # each document ends with token 0
+        path = folder / f"{name}.bin"
+        write_flat(path, documents, "int32")
+        return tokens.Flat(path, "int32", end=0)
+    if kind == "listed":
+        return Listed(documents)
+    offsets = write_flat(folder / f"{name}.npy", documents)
+    return tokens.Flat(folder / f"{name}.npy", offsets=offsets)
+
+
+KINDS = ("megatron", "flat", "end", "listed")
+
+
+def batches_of(rows: tokens.Rows, **options: Any) -> list[dict[str, Any]]:
+    """Return the batches of an epoch, made without workers."""
+    given = {"num_workers": 0, "batch_size": 3, "seed": 5, "out_type": "null"} | options
+    with cseq.MPSequence(rows, **given).start() as batches:
+        return [as_lists(batch) for batch in batches]
+
+
+@pytest.mark.parametrize("packing", ["best-fit", "concatenate"])
+def test_each_token_comes_once_with_its_labels(tmp_path: Path, packing: Any) -> None:
+    """Rows are what plain Python makes of their pieces; no token is twice there, or missing.
+
+    With `concatenate`, the rest that fills no row is missing.
+    """
+    rng = np.random.default_rng(1)
+    for number in range(100):
+        row = int(rng.integers(2, 30))
+        names = ["a", "b"][: 1 + number % 2]
+        documents = {name: random_documents(rng, int(rng.integers(1, 40)), row) for name in names}
+        kinds = {name: KINDS[int(rng.integers(len(KINDS)))] for name in names}
+        for name in names:
+            documents[name].append([7, 8] * row)  # so that there is a row, and a loss
+            if kinds[name] == "end":
+                documents[name] = [[*document, 0] for document in documents[name]]
+        sources = {n: reader_of(kinds[n], tmp_path, f"{n}{number}", documents[n]) for n in names}
+        flat = number % 3 == 0
+        rows = tokens.Rows(sources, row, packing=packing, flat=flat, keys=ALL)
+        assert rows.order is not None
+        pieces = [rows.locate(k, seed=5) for k in range(rows.order.units)]
+        seen = sorted(piece for each in pieces for piece in each)
+        whole = {
+            (name, k): [token for piece in seen if piece[:2] == (name, k)
+                        for token in range(piece.start, piece.stop)]
+            for name in names for k in range(len(documents[name]))
+        }  # fmt: skip
+        lengths = {
+            (name, k): len(document) for name in names for k, document in enumerate(documents[name])
+        }
+        assert all(each == sorted({*each}) for each in whole.values())
+        assert all(not each or each[-1] < lengths[key] for key, each in whole.items())
+        missing = sum(lengths.values()) - sum(map(len, whole.values()))
+        assert missing == (sum(lengths.values()) % row if packing == "concatenate" else 0)
+        wanted = [
+            expected(pieces[first : first + 3], documents, row, flat=flat)
+            for first in range(0, len(pieces), 3)
+        ]
+        assert batches_of(rows) == wanted
+
+
+def test_a_mask_of_the_loss(tmp_path: Path) -> None:
+    """Labels are -100 where the next token's mask is 0, also behind a cut."""
+    rng = np.random.default_rng(2)
+    for number in range(20):
+        documents = {name: [*random_documents(rng, 20, 8), [1, 2]] for name in ("a", "b")}
+        masks = {
+            name: [rng.integers(0, 2, len(each)).tolist() for each in documents[name]]
+            for name in documents
+        }
+        masks["b"] = [[1] * len(each) for each in documents["b"]]
+        sources = {
+            "a": Listed(documents["a"], masks["a"]),
+            "b": reader_of("flat", tmp_path, f"b{number}", documents["b"]),
+        }
+        rows = tokens.Rows(sources, 8, keys=ALL, packing="concatenate")
+        assert rows.order is not None
+        pieces = [rows.locate(k, seed=5) for k in range(rows.order.units)]
+        wanted = [
+            expected(pieces[first : first + 3], documents, 8, masks)
+            for first in range(0, len(pieces), 3)
+        ]
+        assert batches_of(rows) == wanted
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("packing", ["best-fit", "concatenate"])
+def test_positions_alone_keep_documents_apart(tmp_path: Path, packing: Any, flat: Any) -> None:
+    """A mask that is made of ``positions == 0`` lets no token see another document, or padding."""
+    rng = np.random.default_rng(3)
+    documents = random_documents(rng, 200, 16)
+    # Each token says which document it is of, and where it is.
+    numbered = [[100 * k + at + 1 for at in range(len(each))] for k, each in enumerate(documents)]
+    source = Listed(numbered)
+    rows = tokens.Rows(source, 16, packing=packing, flat=flat)
+    for batch in batches_of(rows):
+        for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
+            begins = np.cumsum(np.array(positions) == 0)
+            assert begins[0] == 1
+            for begin in range(1, begins[-1] + 1):
+                seen = np.array(ids)[begins == begin]
+                assert len({*((seen - 1) // 100).tolist()}) == 1
+                assert not seen.any() or np.diff(seen).tolist() == [1] * (len(seen) - 1)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", "thread"])
+def test_every_kind_of_worker_reads_the_same(tmp_path: Path, method: Any) -> None:
+    """Sources go to worker processes and threads, which open the files for themselves."""
+    rng = np.random.default_rng(4)
+    documents = {kind: [[*each, 0] for each in random_documents(rng, 30, 16)] for kind in KINDS}
+    sources = {kind: reader_of(kind, tmp_path, kind, documents[kind]) for kind in KINDS}
+    weights = dict.fromkeys(KINDS, 1)
+    rows = tokens.Rows(sources, 16, weights, epoch_size=40, keys=ALL)
+    wanted = batches_of(rows)
+    options = {"batch_size": 3, "seed": 5, "out_type": "null", "num_workers": 2}
+    if method == "thread":
+        manager: Any = cseq.MTSequence(rows, **options)
+    else:
+        manager = cseq.MPSequence(rows, start_method=method, **options)
+    with manager.start() as batches:
+        assert [as_lists(batch) for batch in batches] == wanted
+
+
+def test_types_and_keys(tmp_path: Path) -> None:
+    """A batch has the keys that were asked for, integers of the type that was asked for."""
+    source = reader_of("megatron", tmp_path, "m", [[1, 2, 3], [4, 5]])
+    kinds = {}
+    for dtype in ("int64", "int32"):
+        rows = tokens.Rows(source, 4, dtype=dtype, keys=["labels", "cu_seqlens", "document_ids"])
+        with cseq.MPSequence(rows, num_workers=0, batch_size=2, seed=1).start() as batches:
+            [batch] = batches
+        assert [*batch] == ["labels", "cu_seqlens", "document_ids"]
+        kinds[dtype] = {str(array.dtype).removeprefix("torch.") for array in batch.values()}
+    assert kinds == {"int64": {"int64", "int32"}, "int32": {"int32"}}
+
+
+def test_a_sequence_takes_the_order_of_its_indexer(tmp_path: Path) -> None:
+    """An indexer's own order is used, unless another is given; `shuffle` beside it is an error."""
+    rows = tokens.Rows(reader_of("flat", tmp_path, "f", [[1, 2, 3, 4], [5, 6]]), 4)
+    order = cseq.MPSequence(rows, batch_size=1, seed=1)
+    assert order.dset_size == 6
+    assert len(order) == 2
+    with pytest.raises(ValueError, match="shuffle=False beside order="):
+        cseq.MPSequence(rows, shuffle=False)
+    other = cseq.Resized(rows.order, 5)
+    assert len(cseq.MPSequence(rows, batch_size=1, seed=1, order=other)) == 5
+
+
+def test_an_order_of_other_rows_is_refused(tmp_path: Path) -> None:
+    """Rows that are longer than these are an error, not a batch without the rest."""
+    source = reader_of("flat", tmp_path, "f", [[1, 2, 3, 4], [5, 6]])
+    longer = tokens.Rows(source, 6).order
+    with pytest.raises(ValueError, match="pieces behind the end of a row of 3 tokens"):
+        batches_of(tokens.Rows(source, 3), order=longer)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"row": 1}, "row=1 is below 2"),
+    ({"sources": {}}, "give one source at least"),
+    ({"sources": {"a": [1, 2]}}, r"sources has \[1, 2\], which has no name"),
+    ({"sources": Listed([[], []])}, "listed: it has no tokens; leave this source out"),
+    ({"sources": Listed([[1], [2]])}, "no document has 2 tokens"),
+    ({"dtype": "int16"}, "listed has tokens of type int32, which dtype=int16 cannot hold"),
+    ({"dtype": "uint64"}, "dtype=uint64 has no -100"),
+    ({"dtype": "int32", "pad": 2**40}, "dtype=int32 with pad="),
+    ({"keys": ["ids"]}, "keys='ids' is unknown; give one of"),
+    ({"packing": "best"}, "packing='best' is unknown"),
+    ({"epoch_size": 4}, "epoch_size=4 without weights"),
+    ({"weights": {"b": 1}}, "weights has 'b', which is not a source"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "said"), WRONG)
+def test_what_is_wrong_is_said(wrong: dict[str, Any], said: str) -> None:
+    """An argument that cannot be is refused at once, with its value and the remedy."""
+    given = {"sources": {"listed": Listed([[1, 2, 3]])}, "row": 4} | wrong
+    with pytest.raises((TypeError, ValueError), match=said):
+        tokens.Rows(**given)
+
+
+def test_a_row_beyond_the_epoch(tmp_path: Path) -> None:
+    """`locate` names the rows that there are."""
+    rows = tokens.Rows(reader_of("flat", tmp_path, "f", [[1, 2, 3, 4], [5, 6]]), 4)
+    assert sorted(rows.locate(0, seed=1) + rows.locate(1, seed=1)) == [
+        ("f", 0, 0, 4),
+        ("f", 1, 0, 2),
+    ]
+    with pytest.raises(IndexError, match=r"row=2 is not in \[0, 2\)"):
+        rows.locate(2, seed=1)
+
+
+def test_a_source_of_one_s_own_that_contradicts_itself() -> None:
+    """What `read` returns has the length that was asked for."""
+    source = Listed([[1, 2, 3]])
+    source.lengths = np.array([4])
+    with pytest.raises(ValueError, match=r"read\(0, 0, 4\) returned .* correct lengths\[0\]"):
+        batches_of(tokens.Rows(source, 4))
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
+def test_parts_of_a_context(tmp_path: Path, flat: Any, balanced: Any) -> None:
+    """Ranks that share a batch have each token once, with its label; all else is the batch's."""
+    rng = np.random.default_rng(7)
+    source = reader_of("flat", tmp_path, "f", random_documents(rng, 30, 16))
+    rows = tokens.Rows(source, 16, flat=flat, keys=ALL)
+    manager = cseq.MPSequence(rows, num_workers=0, batch_size=2, seed=1, out_type="null")
+    with manager.start() as batches:
+        batch = next(iter(batches))
+    parts = [tokens.split_context(batch, (rank, 2), balanced=balanced) for rank in range(2)]
+    for key in ALL:
+        if key in ARRAYS:
+            first, second = (part[key] for part in parts)
+            quarters = [*np.split(first, 2, 1), *np.split(second, 2, 1)]
+            order = [0, 2, 3, 1] if balanced else [0, 1, 2, 3]
+            assert (np.concatenate([quarters[k] for k in order], 1) == batch[key]).all()
+        else:
+            assert all(part[key] is batch[key] for part in parts)
+    with pytest.raises(ValueError, match="not divisible by 3"):
+        tokens.split_context(batch, (0, 3))
+    for shard in (None, "auto"):
+        with pytest.raises(ValueError, match="is no place"):
+            tokens.split_context(batch, shard)
+
+
+def test_a_pickle_of_rows_has_no_data(tmp_path: Path) -> None:
+    """Workers are sent paths and numbers, whatever the corpus has."""
+    source = reader_of("end", tmp_path, "f", [[*range(1, 900), 0]] * 500)
+    assert len(pickle.dumps(tokens.Rows(source, 16))) < 3000
