@@ -5,6 +5,7 @@
 # make bench    cseq and its peers, measured: CASES (all), ROUNDS (5) of each, into files called NAME;
 #               BESIDE=PATH measures another built checkout of cseq in the same rounds; benchmarks/README.md
 # make demo     train a small network on handwritten digits (examples/digits.py)
+# make golden   the results of records in tests/golden that have none; it changes no others (CONTRIBUTING.md)
 # make docs     the site, into build/docs: Sphinx's warnings are errors; without torch and network
 # make clean    remove what was built; ALL=1 the environments, too
 #
@@ -57,7 +58,7 @@ COMPILE := $(PY) setup.py --quiet build_ext --inplace
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 ENVIRONMENTS := $(VENV) .docs-venv .bench-venv
 
-VERBS := build test quick lint bench demo docs clean
+VERBS := build test quick lint bench demo golden docs clean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := build
 .PHONY: $(VERBS)
@@ -125,6 +126,9 @@ lint: build check-headers $(VENV)/.test $(VENV)/.dev
 
 demo: build $(VENV)/.demo
 	$(PY) examples/digits.py
+
+golden: build
+	PYTHONPATH=. $(PY) tests/helpers/golden.py
 
 # With the peers at the versions of benchmarks/requirements.txt.
 bench:

@@ -1,15 +1,14 @@
-"""`Mixture`: golden, shares, whole passes, other weights in the middle, bad sources."""
+"""`Mixture`: shares, whole passes, other weights in the middle, bad sources."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from functools import cache
 from itertools import chain
-from pathlib import Path
 from typing import Any, ClassVar
 
+import golden
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,18 +19,10 @@ from reference_mixture import mixture
 import cseq
 from cseq.order.sampler import Sampler
 
-HERE = Path(__file__).parents[1]
-FILE = json.loads((HERE / "golden" / "orders_mixture.json").read_text(encoding="ascii"))
-
 
 def shuffled(sizes: dict[str, int]) -> dict[str, cseq.Order]:
     """Make sources."""
     return {name: cseq.Shuffled(n) for name, n in sizes.items()}
-
-
-def named(sizes: dict[str, int], weights: list[list[Any]]) -> list[tuple[int, dict[str, Any]]]:
-    """Return weights by name."""
-    return [(unit, dict(zip(sizes, each, strict=True))) for unit, each in weights]
 
 
 def source_of(order: cseq.Order) -> Any:
@@ -40,18 +31,13 @@ def source_of(order: cseq.Order) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:the sources")
-@pytest.mark.parametrize("record", FILE["orders"])
-@pytest.mark.parametrize("epoch_size", [3000, 250])
-def test_golden(record: dict[str, Any], epoch_size: int) -> None:
-    """An order is the same for ever, however it is cut into epochs."""
-    sizes, weights = record["sources"], named(record["sources"], record["weights"])
-    order = cseq.Mixture(shuffled(sizes), weights, block=record["block"], epoch_size=epoch_size)
+@pytest.mark.parametrize("record", golden.records("orders_mixture"))
+def test_epochs_of_another_size(record: golden.Record) -> None:
+    """An order is the same, however it is cut into epochs."""
+    order = golden.made("mixture-v2", record | {"epoch_size": 250})
     reader = order.reader(record["seed"])
-    parts = [reader.samples(k, 0, epoch_size)[0] for k in range(3000 // epoch_size)]
-    samples = np.concatenate(parts)
-    digest = hashlib.sha256(samples.astype("<i8").tobytes()).hexdigest()
-    assert (samples[:10].tolist(), samples[-1]) == (record["first"], record["last"])
-    assert digest == record["sha256"]
+    samples = np.concatenate([reader.samples(k, 0, 250)[0] for k in range(3000 // 250)])
+    assert golden.arguments_of(record) | golden.of_samples(samples) == record
 
 
 @pytest.mark.filterwarnings("ignore:the sources")
@@ -75,9 +61,7 @@ def test_reference(data: Any) -> None:
     block, size, seed = data.draw(
         st.tuples(st.integers(1, 60), st.integers(1, 99), st.integers(0, 9))
     )
-    order = cseq.Mixture(
-        sources, named(dict.fromkeys(sources, 0), phases), block=block, epoch_size=size
-    )
+    order = cseq.Mixture(sources, golden.named(sources, phases), block=block, epoch_size=size)
     plan = {name: source_of(source) for name, source in sources.items()}
     expected, _ = mixture(plan, phases, block, seed, 3 * size)
     assert list(chain.from_iterable(units(order, seed, epoch) for epoch in range(3))) == expected

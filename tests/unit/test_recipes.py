@@ -1,12 +1,8 @@
-"""What `Buckets`, `Packed` and `Groups` have in common: golden, any unit at once, any ranks."""
+"""What `Buckets`, `Packed` and `Groups` have in common: any unit at once, any ranks."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
 import signal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,50 +13,6 @@ from reference import IV, WORD, mix
 
 import cseq
 from cseq.order._readers import fingerprint as core_fingerprint
-
-HERE = Path(__file__).parents[1]
-RECORDS = {
-    name: json.loads((HERE / "golden" / f"orders_{name}.json").read_text("ascii"))["orders"]
-    for name in ("buckets", "packed", "packed_split", "groups")
-}
-RESULTS = ("seed", "epoch", "units", "first", "last", "sha256")
-
-
-def lengths(n: int, shortest: int, spread: int) -> list[int]:
-    """Return lengths that anybody can compute: few long ones."""
-    return [shortest + mix(k) % spread * (mix(k) % 97) // 97 for k in range(n)]
-
-
-def labels(n: int, count: int) -> list[int]:
-    """Return labels that anybody can compute: uneven classes."""
-    return [min(mix(k) % count, mix(n + k) % count) for k in range(n)]
-
-
-def made(name: str, given: dict[str, Any]) -> cseq.Order:
-    """Make the order of a golden record."""
-    arguments = {key: value for key, value in given.items() if key not in RESULTS}
-    if name == "groups":
-        return cseq.Groups(labels(*arguments.pop("labels")), repeat_small=True, **arguments)
-    kind = cseq.Buckets if name == "buckets" else cseq.Packed
-    too_long = "split" if name == "packed_split" else "drop"
-    return kind(lengths(*arguments.pop("lengths")), too_long=too_long, **arguments)
-
-
-# ── what it is ────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.filterwarnings("ignore:too_long='drop'")
-@pytest.mark.parametrize(
-    ("name", "given"), [(name, each) for name, all_ in RECORDS.items() for each in all_]
-)
-def test_golden(name: str, given: dict[str, Any]) -> None:
-    """An order is the same for ever: its first and last unit, and the hash of all of them."""
-    where = given["seed"], given["epoch"]
-    units = made(name, given).batches(seed=where[0], epoch=where[1])
-    sizes = [len(unit) for unit in units]
-    digest = hashlib.sha256(np.array([*sizes, *itertools.chain(*units)], "<u8").tobytes())
-    shown = {"units": len(units), "first": units[0][:12], "last": units[-1][:12]}
-    assert shown | {"sha256": digest.hexdigest()} == {key: given[key] for key in RESULTS[2:]}
 
 
 def fingerprint(values: list[int]) -> int:

@@ -1,17 +1,15 @@
-"""`Weighted`: golden, as often as weights say, as fair as a random draw, and bad weights."""
+"""`Weighted`: as often as weights say, as fair as a random draw, and bad weights."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import pickle
 import random
 from fractions import Fraction
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import golden
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -22,21 +20,8 @@ import cseq
 from cseq.order.weighted import integers_of, spread
 from cseq.testing import check_order
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-HERE = Path(__file__).parents[1]
-FILE = json.loads((HERE / "golden" / "orders_weighted.json").read_text(encoding="ascii"))
-
 finite = st.floats(0, allow_infinity=False, allow_nan=False)
 lists = st.lists(st.one_of(finite, st.floats(0, 10)), min_size=1, max_size=60).filter(any)
-WEIGHT: dict[str, Callable[[int], float]] = {  # of a sample, in golden records
-    "equal": lambda i: 0.1,
-    "falling": lambda i: 1 / (i + 2),
-    "some": lambda i: (i + 1) % 7 / 3,
-    "steep": lambda i: (1e300, 0.0, 1.0, 5e-324)[(i + 1) % 4],
-    "tiny": lambda i: 5e-324 * ((i + 1) % 3),
-}
 
 
 def integers(weights: list[float]) -> list[int]:
@@ -57,22 +42,15 @@ def drawn(order: cseq.Order, seed: int, epoch: int = 0) -> np.ndarray[Any, Any]:
     return order.reader(seed).samples(epoch, 0, order.units)[0]
 
 
-@pytest.mark.parametrize("record", FILE["orders"])
-def test_golden(record: dict[str, Any]) -> None:
-    """An order stays the same: its first draws in clear, the hash of all, and the definition."""
-    options = {"size": record["size"], "replacement": record["replacement"]}
-    weights = record["weights"]
-    if isinstance(weights[0], str):
-        weights = [WEIGHT[weights[0]](i) for i in range(weights[1])]
-    order = cseq.Weighted(weights, **options)
-    samples = drawn(order, record["seed"], record["epoch"])
-    digest = hashlib.sha256(samples.astype("<i8").tobytes()).hexdigest()
-    assert (samples[:10].tolist(), samples[-1]) == (record["first"], record["last"])
-    assert digest == record["sha256"]
-    if not record["replacement"] and record["size"] <= 1000:
-        masses = integers([float(weight) for weight in weights])
-        expected = weighted(masses, record["size"], record["seed"], record["epoch"])
-        assert samples.tolist() == expected
+@pytest.mark.parametrize("record", golden.records("orders_weighted"))
+def test_reference(record: golden.Record) -> None:
+    """An order without replacement is that of the reference in plain Python."""
+    if record["replacement"] or record["size"] > 1000:
+        return
+    masses = integers([float(weight) for weight in golden.weights(record["weights"])])
+    where = record["seed"], record["epoch"]
+    expected = weighted(masses, record["size"], *where)
+    assert drawn(golden.made("weighted-v2", record), *where).tolist() == expected
 
 
 @pytest.mark.parametrize("samples", [1, 2, 15, 16, 17, 255, 256, 257, 4096, 4097, 65537])

@@ -1,0 +1,238 @@
+"""Golden files: what the definitions give, always. `make golden` completes new records.
+
+A file in tests/golden has lists of records, each with arguments and results. A record without
+results gets them; one that has them is compared, and never changed. So a new order has a line in
+`ORDERS` here, and a file with the name of its definition and the arguments of each record::
+
+    {
+      "algorithm": "rows-v1",
+      "orders": [
+        {"n": 100, "rows": 7, "seed": 0, "epoch": 0}
+      ]
+    }
+
+A definition that is to change is a new one: it has a new name, and records without results.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from reference import mix
+
+import cseq
+from cseq._core import derive
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    Record: TypeAlias = "dict[str, Any]"
+    Kind: TypeAlias = "Callable[[str, Record], Record]"  # what computes the results of records
+    Case: TypeAlias = "tuple[Kind, str, Record]"
+
+MOST_HASHED = 1 << 17  # samples of an order without a table
+FOLDER = Path(__file__).parents[1] / "golden"
+
+
+def lengths(n: int, shortest: int, spread: int) -> list[int]:
+    """Return lengths that anybody can compute: few long ones."""
+    return [shortest + mix(k) % spread * (mix(k) % 97) // 97 for k in range(n)]
+
+
+def labels(n: int, count: int) -> list[int]:
+    """Return labels that anybody can compute: uneven classes."""
+    return [min(mix(k) % count, mix(n + k) % count) for k in range(n)]
+
+
+WEIGHTS: dict[str, Callable[[int], float]] = {  # of a sample, by name
+    "equal": lambda i: 0.1,
+    "falling": lambda i: 1 / (i + 2),
+    "some": lambda i: (i + 1) % 7 / 3,
+    "steep": lambda i: (1e300, 0.0, 1.0, 5e-324)[(i + 1) % 4],
+    "tiny": lambda i: 5e-324 * ((i + 1) % 3),
+}
+
+
+def weights(given: list[Any]) -> list[float]:
+    """Return weights, of which a record may have the name and the number."""
+    name, *count = given
+    return [WEIGHTS[name](i) for i in range(*count)] if isinstance(name, str) else given
+
+
+def mixture(
+    sources: dict[str, int], weights: list[Any], block: int, epoch_size: int = 3000
+) -> cseq.Order:
+    """Make a mixture of shuffled sources, whose weights are in the order of the sources."""
+    orders = {name: cseq.Shuffled(samples) for name, samples in sources.items()}
+    return cseq.Mixture(orders, named(sources, weights), block=block, epoch_size=epoch_size)
+
+
+def named(sources: Iterable[str], weights: list[Any]) -> list[tuple[int, Record]]:
+    """Return weights by source."""
+    return [(unit, dict(zip(sources, each, strict=True))) for unit, each in weights]
+
+
+# By the definition's name: what makes an order of a record's arguments.
+ORDERS: dict[str, Callable[..., cseq.Order]] = {
+    "blocks-v2": lambda n, rows, window, lanes: cseq.Blocks(rows, window, lanes, samples=n),
+    "buckets-v2": lambda lengths, **options: cseq.Buckets(lengths, too_long="drop", **options),
+    "concatenated-v1": lambda count, spread, row: cseq.Concatenated(lengths(count, 0, spread), row),
+    "groups-v1": lambda labels, **options: cseq.Groups(labels, repeat_small=True, **options),
+    "mixture-v2": mixture,
+    "packed-v1": lambda lengths, **options: cseq.Packed(lengths, too_long="drop", **options),
+    "packed-split-v1": lambda lengths, **options: cseq.Packed(lengths, too_long="split", **options),
+    "weighted-v2": cseq.Weighted,
+}
+OF_SAMPLES = ("blocks-v2", "mixture-v2", "weighted-v2")  # their files have no units
+VALUES = {"lengths": lengths, "labels": labels, "weights": lambda *given: weights([*given])}
+
+
+def arguments_of(record: Record, kind: Kind | None = None) -> Record:
+    """Return what a record has beside its results; of an order, if the kind is not given."""
+    return {key: value for key, value in record.items() if key not in RESULTS[kind or order]}
+
+
+def made(name: str, record: Record) -> cseq.Order:
+    """Make the order of a record."""
+    if name not in ORDERS:
+        raise ValueError(f"{name!r} is not in ORDERS of {__file__}: write what makes its orders")
+    given = arguments_of(record)
+    del given["seed"], given["epoch"]
+    if name != "mixture-v2":  # whose weights are by source
+        given |= {key: VALUES[key](*given[key]) for key in VALUES.keys() & given.keys()}
+    return ORDERS[name](**given)
+
+
+def of_samples(samples: Any) -> Record:
+    """Return the results of an order of samples: the first ones, the last one, and the hash."""
+    first, last = samples[:10].tolist(), int(samples[-1])
+    return {"first": first, "last": last, "sha256": sha256(samples)}
+
+
+def of_units(units: list[list[int]]) -> Record:
+    """Return the results of an order: units, the first and the last one, and the hash of all."""
+    digest = sha256([*map(len, units), *itertools.chain(*units)])
+    return {"units": len(units), "first": units[0][:12], "last": units[-1][:12], "sha256": digest}
+
+
+def sha256(numbers: Any) -> str:
+    """Return the hash of integers, as 64 bits each."""
+    return hashlib.sha256(np.asarray(numbers).astype("<u8").tobytes()).hexdigest()
+
+
+def order(name: str, record: Record) -> Record:
+    """Compute the results of an order."""
+    order, seed, epoch = made(name, record), record["seed"], record["epoch"]
+    if order.name != name:
+        raise ValueError(f"the file is of {name}, and the order is {order.name}: make a new file")
+    if name in OF_SAMPLES:
+        return of_samples(order.reader(seed).samples(epoch, 0, order.units)[0])
+    return of_units(order.batches(seed=seed, epoch=epoch))
+
+
+def positions(name: str, record: Record) -> Record:
+    """Compute the samples at the positions of a record, and the hash of all if these are few."""
+    n, where = record["n"], (record["seed"], record["epoch"])
+    reader = cseq.Shuffled(n).reader(where[0])
+    read = [int(reader.samples(where[1], at, 1)[0][0]) for at in record["positions"]]
+    found: Record = {"samples": read}
+    return (
+        found if n > MOST_HASHED else found | {"sha256": sha256(cseq.permutation(n, *where, name))}
+    )
+
+
+def permutation(_: str, record: Record) -> Record:
+    """Compute the order of a table."""
+    found = cseq.permutation(record["n"], record["seed"], record["epoch"])
+    return {"first": found[:10].tolist(), "sha256": sha256(found)}
+
+
+def words(_: str, record: Record) -> Record:
+    """Compute the words that seed all randomness."""
+    made = derive(record["seed"], record["epoch"], record["purpose"], 4)
+    return {"words": [f"{word:016x}" for word in made]}
+
+
+# The names of the results, in their order.
+RESULTS: dict[Kind, tuple[str, ...]] = {
+    order: ("units", "first", "last", "sha256"),
+    positions: ("samples", "sha256"),
+    permutation: ("first", "sha256"),
+    words: ("words",),
+}
+
+
+def kind_of(path: Path, part: str) -> Kind | None:
+    """Return what computes the results of a part of a file, if this module knows it."""
+    others = {
+        ("feistel", "orders"): positions,
+        ("shuffle", "permutation"): permutation,
+        ("shuffle", "derive"): words,
+    }
+    is_order = path.stem.startswith("orders_") and part == "orders"
+    return order if is_order else others.get((path.stem, part))
+
+
+def cases(path: Path) -> list[Case]:
+    """List the records of a file, each with what computes its results, and the definition."""
+    file = json.loads(path.read_text(encoding="ascii"))
+    parts = file.items() if isinstance(file, dict) else ()
+    kinds = [(kind_of(path, part), records) for part, records in parts]
+    return [(kind, file["algorithm"], each) for kind, some in kinds if kind for each in some]
+
+
+def records(stem: str) -> list[Record]:
+    """Return the records of a file."""
+    return [record for _, _, record in cases(FOLDER / f"{stem}.json")]
+
+
+def complete(path: Path) -> int:
+    """Write the results that a file's records lack; return how many.
+
+    Raises
+    ------
+    ValueError
+        A record has other results than its definition gives now. The file is left as it is.
+    """
+    text, count = path.read_text(encoding="ascii"), 0
+    for kind, name, record in cases(path):
+        results = kind(name, record)
+        given = arguments_of(record, kind)
+        there = {key: value for key, value in record.items() if key not in given}
+        if there and there != results:
+            raise ValueError(
+                f"{path.name}: {name} gives other results than the file has for "
+                f"{given}; what a name stands for never changes: give the new "
+                "definition a new name, and a new file"
+            )
+        if not there:
+            line = json.dumps(given)
+            if line not in text:
+                raise ValueError(f"{path.name}: write the record as {line}, on one line")
+            text = text.replace(line, json.dumps(given | results))
+            count += 1
+    if count:
+        path.write_text(text, encoding="ascii")
+    return count
+
+
+def main() -> None:
+    """Complete all files of the folder."""
+    for path in sorted(FOLDER.glob("*.json")):
+        if count := complete(path):
+            print(f"{path.name}: {count} records have their results now")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # what orders say of their arguments
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(str(error))
