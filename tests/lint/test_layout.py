@@ -331,19 +331,23 @@ def test_all_is_sorted_and_complete() -> None:
 ORDERS = ("cseq_feistel",)
 APART = ("sampler", "place", "shard", "checkpoint", "_source")
 
-# Lines, at most: what there is, and 2 % of head-room.
+# Lines that there were when each was last set. A change may add to them within the head-room. One
+# that needs more sets its line to what there is then, and says why. At a release, all of them are
+# set to what `python tests/lint/test_layout.py` prints, if that is less; so are the words of the
+# pages, in test_site.py.
+HEADROOM = 1.02
 BUDGET = {
-    "cseq without adapters, fleet, orders, tokens": 21_514,
-    "what users look with": 3_850,  # 1170 measuring and its rules, 1990 `observe`, 410 a trace
-    "of these compiled: C, Cython": 7_410,  # 340 of them measure, 30 ask for a trace
-    "adapters": 5_708,  # 894 of torchdata, 750 of RETURNN, 312 frameworks
-    "tokens": 1_060,
-    "fleet": 640,  # 129 of them connections
-    "the longest file of cseq": 710,  # but a .pyx, to 1000
-    "the longest .pyx": 850,
-    "tests": 48_770,
-    "the longest file of tests": 686,
-    "orders": 3_195,
+    "cseq without adapters, fleet, orders, tokens": 21_491,
+    "what users look with": 3_810,
+    "of these compiled: C, Cython": 7_400,
+    "adapters": 5_708,
+    "tokens": 1_055,
+    "fleet": 622,
+    "the longest file of cseq": 691,
+    "the longest .pyx": 836,
+    "tests": 49_207,
+    "the longest file of tests": 685,
+    "orders": 3_193,
     "extension modules": 12,
 }
 
@@ -360,8 +364,8 @@ LOOKS = {
 }
 
 
-def test_the_house_stays_within_its_budget() -> None:
-    """Raise none of these without a reason in the commit."""
+def lines_there() -> dict[str, int]:
+    """Count the lines that have a budget."""
     found = {
         path: path.read_text(encoding="utf-8").count("\n")
         for folder in (PACKAGE, Path(__file__).parents[1])
@@ -385,7 +389,7 @@ def test_the_house_stays_within_its_budget() -> None:
     compiled = sum(
         found[path] for path in ours.keys() - fleet - orders - looks if path.suffix != ".py"
     )
-    there = {
+    return {
         "cseq without adapters, fleet, orders, tokens": sum(ours.values())
         - adapters
         - sum(found[path] for path in fleet | orders | looks | tokens),
@@ -401,7 +405,14 @@ def test_the_house_stays_within_its_budget() -> None:
         "extension modules": len(list(PACKAGE.rglob("*.pyx"))),
         "tests": sum(found[path] for path in found.keys() - ours.keys() if path.suffix == ".py"),
     }
-    assert {name: lines for name, lines in there.items() if lines > BUDGET[name]} == {}
+
+
+def test_the_house_stays_within_its_budget() -> None:
+    """Raise none of these without a reason in the commit."""
+    there = lines_there()
+    assert there.keys() == BUDGET.keys()
+    above = {name: lines for name, lines in there.items() if lines > BUDGET[name] * HEADROOM}
+    assert above == {}
 
 
 def test_import_needs_numpy_alone(run_anew: RunScript) -> None:
@@ -467,3 +478,8 @@ def test_import_leaves_the_gil_off(run_anew: RunScript) -> None:
     """In a free-threaded Python, `import cseq` does not bring the GIL back."""
     done = run_anew("import cseq, sys\nprint(sys._is_gil_enabled())")
     assert done.stdout == "False\n", done.stderr
+
+
+if __name__ == "__main__":
+    for name, lines in lines_there().items():
+        print(f"{name}: {lines} ({lines / BUDGET[name] - 1:+.1%})")
