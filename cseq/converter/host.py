@@ -35,8 +35,10 @@ def target_of(dtype: Dtype, cast: Dtype | None) -> Dtype | None:
     """
     if dtype.kind not in "biufc":
         return None
-    target = cast if cast is not None and castable(dtype) else dtype.newbyteorder("=")
-    target = np.dtype(target.str)  # of types that numpy holds equal, the one that torch knows
+    wanted = cast if cast is not None and castable(dtype) else dtype.newbyteorder("=")
+    target: Dtype = np.dtype(
+        wanted.str
+    )  # of types that numpy holds equal, the one that torch knows
     try:
         torch_type(target)
     except TypeError:

@@ -356,7 +356,7 @@ def recast(array: Array, dtype: Dtype, make: Callable[..., Array] = np.empty) ->
     `make`: makes an array of a shape and a type.
     """
     axes = axes_of(array)
-    made = make(tuple(array.shape[axis] for axis in axes), dtype)
+    made: Array = make(tuple(array.shape[axis] for axis in axes), dtype)
     made = made.transpose(sorted(range(array.ndim), key=axes.__getitem__))
     np.copyto(made, array, casting="unsafe")
     return made

@@ -220,7 +220,8 @@ def _reduce_array(array: _Array) -> Reduced:
         array = array.copy()
         flat = array.reshape(-1)
     # numpy gives no buffer of dates and times.
-    data: Any = pickle.PickleBuffer(flat.view(np.uint8) if dtype.kind in "mMV" else flat)
+    buffer: Any = flat.view(np.uint8) if dtype.kind in "mMV" else flat
+    data: Any = pickle.PickleBuffer(buffer)
     if flat.nbytes < IN_BAND:
         data = bytearray(data.raw())
     kind = dtype.str if dtype.kind != "V" and is_usual(dtype) else dtype

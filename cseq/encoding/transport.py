@@ -42,6 +42,8 @@ class Objects(ObjectWriter):
         That of several rings, where this one's cells begin at `first`.
     """
 
+    allocator = None  # arrays of a batch lie anywhere
+
     def decoder(self, **how: Any) -> Decoder:
         """Make what takes out the objects, and frees the slots of the stage before."""
         slots = None if self.below is None else self.below.arena.slots

@@ -93,6 +93,11 @@ class Writer(Encoder):
         """Make the plan of a batch."""
         return codec.plan_for(batch, self)
 
+    @property
+    def allocator(self) -> Writer:
+        """What makes arrays of a batch where the batch will lie."""
+        return self
+
     # -- tickets
 
     def fetch(self, runner: Runner) -> Any:

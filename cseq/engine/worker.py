@@ -94,11 +94,12 @@ def serve(
     context.enter(batch_context)
     with starting:
         worker, made = task.make(read, batch_context, copied=copied)
-    if copied:
-        writer.place_arrays()
+    allocator = writer.allocator
+    if allocator is not None:
+        allocator.place_arrays()
         # In a process that the user's code forks, `cseq.empty` is numpy's.
         in_forked_children(partial(setattr, batch_context, "allocator", None))
-    work = task.work(made, runner.ring, batch_context, writer, tell, convert, copied=copied)
+    work = task.work(made, runner.ring, batch_context, writer, tell, convert)
     try:
         run(runner, work.work)
     finally:

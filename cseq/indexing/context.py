@@ -194,7 +194,10 @@ def parts() -> NDArray[np.int64]:
     """
     batch_context = here.batch_context
     ticket = None if batch_context is None else batch_context.ticket
-    divided = ticket.units if isinstance(ticket, Numbers) else ticket and ticket.parts()
+    if isinstance(ticket, Numbers):
+        divided = ticket.units
+    else:
+        divided = None if ticket is None else ticket.parts()
     if divided is None:
         raise RuntimeError(
             "cseq.parts() belongs to the batch of a sequence: call it in __getitem__ of its indexer"

@@ -259,6 +259,7 @@ class Indexing(BatchMaker):
     `work` and `make_here` are in C.
     """
 
+    batch_writer: BatchWriter
     end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)
 
     @staticmethod
@@ -314,13 +315,12 @@ class BatchTask(NamedTuple):
         writer: BatchWriter,
         tell: Callable[[str], object],
         convert: Callable[[Any], Any] | None,
-        *,
-        copied: bool,
     ) -> Indexing:
         """Return what makes the batches, and publishes them."""
-        if copied:
-            batch_context.allocator = writer
-            writer.cast = self.cast
+        allocator = writer.allocator
+        if allocator is not None:
+            batch_context.allocator = allocator
+            allocator.cast = self.cast
         indexer = leaving(indexer, batch_context, self.on_error)
         indexing = Indexing(writer, indexer, batch_context, convert, batch_context.seeds)
         FirstBatch(indexing, self.output, tell)

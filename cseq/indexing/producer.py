@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from cseq._core import Ring
     from cseq._work import Runner
     from cseq.encoding.transport import BatchWriter
-    from cseq.encoding.writer import Writer
     from cseq.indexing import context
 
 __all__ = ["ItemTask", "KeyProducer", "Producer"]
@@ -83,13 +82,11 @@ class Making(Work):
         producer: Any,
         ring: Ring,
         batch_context: context.BatchContext,
-        *,
-        allocator: Writer | None,
     ) -> None:
         self._producer = producer
         self._ring = ring
-        self._writer: Any = writer
-        self._allocator = allocator
+        self._writer = writer
+        self._allocator = writer.allocator
         self._batch_context = batch_context
         self._rooms = [ring.indices(cell).data for cell in range(ring.capacity)]
         self._epoch = 0  # the producer's epoch; the trainer counts them from 1
@@ -138,7 +135,8 @@ class Making(Work):
     def _read(self, runner: Runner, which: slice) -> Any:
         """Read a request from a copy, since its slot is used again."""
         slot, capacity, *record = self._rooms[runner.cell][which].tolist()
-        memory = copy_of(self._writer.mapping_of(slot, capacity), sum(record))
+        assert self._allocator is not None
+        memory = copy_of(self._allocator.mapping_of(slot, capacity), sum(record))
         return codec.decode(memory, record)
 
     def _answer_call(self, runner: Runner, epoch: int, *, begins: bool) -> Any:
@@ -211,10 +209,7 @@ class ItemTask(NamedTuple):
         writer: BatchWriter,
         tell: Callable[[str], object],  # noqa: ARG002 - for batches
         convert: Callable[[Any], Any] | None,  # noqa: ARG002 - for batches
-        *,
-        copied: bool,
     ) -> Making:
         """Return what makes the items, and publishes them."""
-        if copied:
-            return Making(writer, producer, ring, batch_context, allocator=writer)
-        return Serving(writer, producer, ring, batch_context, allocator=None)
+        kind = Serving if writer.allocator is None else Making
+        return kind(writer, producer, ring, batch_context)

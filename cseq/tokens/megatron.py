@@ -86,7 +86,10 @@ def check(
 
     def is_apart(a: int, b: int) -> NDArray[np.bool_]:
         due = starts[a + 1 : b + 1]
-        return due != (starts[a:b] + lengths[a:b].astype(np.int64) * size)[: len(due)]
+        apart: NDArray[np.bool_] = (
+            due != (starts[a:b] + lengths[a:b].astype(np.int64) * size)[: len(due)]
+        )
+        return apart
 
     number = len(lengths)
     at = [HEAD.size, HEAD.size + 4 * number, HEAD.size + 12 * number]

@@ -1,0 +1,58 @@
+from collections.abc import Callable, Iterator
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Self
+
+from cseq._core import Ring, _Fields
+
+NO_MORE: Final[object]
+
+class BatchState:
+    ticket: object
+    drawn: np.random.Generator | None
+
+@final
+class Runner:
+    seed: int
+    epoch: int
+    batch: int
+    start: int
+    slot: int
+    capacity: int
+    record: _Fields
+    ring: Ring
+    stage: int
+    owner: int
+    cell: int
+    park: int
+    def __new__(cls, ring: Ring, stage: int, owner: int, *, last: bool) -> Self: ...
+    def __iter__(self) -> Iterator[bool]: ...
+    def __next__(self) -> bool: ...
+    def claim(self) -> bool | None: ...
+    def indices(self) -> NDArray[np.int64]: ...
+    def parts(self) -> NDArray[np.int64]: ...
+    def publish(
+        self, status: int = 0, record: tuple[int, ...] = (), capacity: int = 0, slot: int = -1
+    ) -> None: ...
+
+class TicketWriter:
+    def begin_ticket(self) -> None: ...
+
+class Work:
+    batch_writer: TicketWriter
+    def __new__(cls, batch_writer: TicketWriter, *_: Any, **__: Any) -> Self: ...
+    def work(self, runner: Runner) -> int: ...
+
+class BatchMaker(Work):
+    indexer: Any
+    def __new__(
+        cls,
+        batch_writer: TicketWriter,
+        indexer: object,
+        batch_state: BatchState,
+        convert: Callable[[Any], Any] | None = None,
+        seeds: object = None,
+    ) -> Self: ...
+    def make_here(self, runner: Runner, here: object) -> None: ...

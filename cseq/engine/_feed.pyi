@@ -1,0 +1,82 @@
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, final
+
+from typing_extensions import Self
+
+from cseq._core import Ring, _Fields
+from cseq._lock import RunState
+from cseq.encoding._codec import Decoder
+from cseq.engine._streams import Request
+from cseq.order._source import Source
+from cseq.order.place import Place
+
+MOST_SKIPPED: Final[int]
+
+@final
+class ItemFailure:
+    error: BaseException
+    worker: int
+    def __new__(cls, error: BaseException, worker: int = -1) -> Self: ...
+
+@final
+class Feed:
+    source: Source | None
+    ticket: int
+    taken: int
+    done: int
+    position: int
+    cancelled_count: int
+    run: RunState
+    generation: int
+    place: Place | None
+    ended: bool
+    latest: int
+    skipped: deque[Any]
+    skips: int
+    watch: Callable[[], object] | None
+    number: int
+    def __new__(
+        cls,
+        run: RunState,
+        rings: list[Ring],
+        decoder: Decoder,
+        wait: Callable[[], object],
+        decode: Callable[[int, int, int, int, int, _Fields], tuple[Any, BaseException | None]],
+        describe: Callable[[int, int, Any], tuple[Any, Any]],
+        *,
+        errors: str = "raise",
+        make: Callable[[], object] | None = None,
+        on_cancel: Callable[[int], object] | None = None,
+        interrupted: str = "",
+    ) -> Self: ...
+    def tickets(self, number: int) -> list[tuple[int, int]]: ...
+    def refill(self) -> int: ...
+    def free_cancelled(self) -> int: ...
+    def post_call(
+        self,
+        number: int,
+        request: Request | None,
+        name: str,
+        assignment: Request | None = None,
+        epoch: int = 0,
+    ) -> tuple[int, int]: ...
+    def begin(
+        self, source: Source, *, ordered: bool = True, place: Place | None = None
+    ) -> None: ...
+    def run_clock(self) -> None: ...
+    def end(self) -> None: ...
+    def advance(self) -> bool | None: ...
+    def notices(self) -> int: ...
+    def awaited(self) -> list[tuple[int, int]]: ...
+    def wait(self, seen: int, awaited: list[tuple[int, int]] | None = None) -> None: ...
+    def check(self, generation: int) -> int: ...
+    def glance(self) -> Any: ...
+    def commit_reply(self, number: int, cell: int, ticket: int, ends: bool = False) -> None: ...
+
+@final
+class FeedIterator:
+    generation: int
+    def __new__(cls, feed: Feed, generation: int, owner: object = None) -> Self: ...
+    def __iter__(self) -> Self: ...
+    def __next__(self) -> Any: ...
