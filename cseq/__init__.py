@@ -88,6 +88,7 @@ if typing.TYPE_CHECKING:
     from cseq.kinds import MPSequence, MTSequence, RaySequence
     from cseq.measure.stats import Stats
     from cseq.observe.progress import progress as progress
+    from cseq.order.balanced import Balanced
     from cseq.order.base import Order
     from cseq.order.blocks import Blocks
     from cseq.order.buckets import Buckets
@@ -103,6 +104,7 @@ if typing.TYPE_CHECKING:
 __version__ = "0.2.0.dev0"
 
 __all__ = [
+    "Balanced",
     "Blocks",
     "Buckets",
     "Concatenated",
@@ -137,6 +139,7 @@ __all__ = [
 
 
 _ELSEWHERE = {
+    "Balanced": "cseq.order.balanced",
     "Blocks": "cseq.order.blocks",
     "Buckets": "cseq.order.buckets",
     "Concatenated": "cseq.order.concatenated",

@@ -7,6 +7,6 @@
 ``checkpoint``  `state_dict`, and what it must agree with
 ``documents``   `DocumentEnds`: documents end to end, positions of their tokens; `pieces` of them
 ``base``        `Order`, for orders of the user's own; `shuffled`, `blocks`, `buckets`, `groups`,
-                `mixture`, `packed`, `concatenated` and `weighted` are cseq's, over what `classes`
-                and `_readers` have; `shares`: how often each source of a mixture comes
+                `mixture`, `packed`, `concatenated`, `balanced` and `weighted` are cseq's, over what
+                `classes` and `_readers` have; `shares`: how often each source of a mixture comes
 """

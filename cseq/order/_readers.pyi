@@ -22,6 +22,7 @@ SOURCE: Final[int]
 WEIGHTS: Final[int]
 GROUPS: Final[int]
 DOCUMENTS: Final[int]
+BALANCE: Final[int]
 
 class _Units(Protocol):
     @property
@@ -40,6 +41,9 @@ def drawn(
 def keyed(
     sizes: _Int64s, keys: _Int64s, places: _Int64s, seed: int, epoch: int, purpose: int
 ) -> _Int64s: ...
+def deal(
+    works: NDArray[np.float64], batches: _Int64s | None, ranks: int, count: int, size: int
+) -> tuple[_Int64s, _Int64s]: ...
 def split(counts: NDArray[Any], nodes: _Int64s, factors: NDArray[np.uint64]) -> bool: ...
 def laid(values: ArrayLike, level: int = 1) -> NDArray[Any]: ...
 def gather(reader: Reader, epoch: int, units: _Int64s) -> tuple[_Int64s, _Int64s | None]: ...

@@ -16,7 +16,7 @@ cnp.import_array()
 
 CHUNK = 1 << 16  # values that are converted together
 # What words are for; those below 6 are in cseq_shuffle.h and context.py, 6 is feistel-v1's.
-BLOCKS, WINDOW, UNITS, MEMBERS, MIXTURE, SOURCE, WEIGHTS, GROUPS, DOCUMENTS = range(7, 16)
+BLOCKS, WINDOW, UNITS, MEMBERS, MIXTURE, SOURCE, WEIGHTS, GROUPS, DOCUMENTS, BALANCE = range(7, 17)
 
 
 def fingerprint(array):
@@ -161,6 +161,41 @@ def keyed(cnp.ndarray sizes not None, cnp.ndarray keys not None, cnp.ndarray pla
         else:
             element[k] = table[place[k]]
     return out
+
+
+def deal(cnp.ndarray works not None, batches, Py_ssize_t ranks, Py_ssize_t count, Py_ssize_t size):
+    """Deal rows to ranks, each to the one with the least work so far: the rank of each, and its turn there.
+
+    A rank takes `size` rows of each of `count` batches; `batches` has that of each row, None: any has room.
+    Works come in descending order. Of equal ranks, the first one is taken.
+    """
+    cdef Py_ssize_t k, r, best, batch, rows = len(works), slots = 1 if batches is None else count
+    cdef Py_ssize_t room = count * size if batches is None else size
+    cdef const double* work = <const double*>cnp.PyArray_DATA(works)
+    cdef const int64_t* batch_of = NULL
+    if batches is not None:
+        batch_of = int64s(batches)
+    if works.dtype != numpy.float64 or rows != ranks * count * size:
+        raise ValueError(f"{rows} rows are not {ranks} x {count} x {size} of float64")
+    owners, turns = numpy.empty(rows, numpy.int64), numpy.empty(rows, numpy.int64)
+    loads, taken = numpy.zeros(ranks), numpy.zeros((slots, ranks), numpy.int64)
+    cdef int64_t* owner = <int64_t*>cnp.PyArray_DATA(owners)
+    cdef int64_t* turn = <int64_t*>cnp.PyArray_DATA(turns)
+    cdef double* load = <double*>cnp.PyArray_DATA(loads)
+    cdef int64_t* full = <int64_t*>cnp.PyArray_DATA(taken)
+    for k in range(rows):
+        batch, best = 0 if batch_of == NULL else batch_of[k], -1
+        if not 0 <= batch < slots:
+            raise IndexError(f"batch {batch} is not below {slots}")
+        for r in range(ranks):
+            if full[batch * ranks + r] < room and (best < 0 or load[r] < load[best]):
+                best = r
+        if best < 0:
+            raise ValueError(f"batch {batch} has more than {ranks} x {size} rows")
+        owner[k], turn[k] = best, full[batch * ranks + best]
+        full[batch * ranks + best] += 1
+        load[best] += work[k]
+    return owners, turns
 
 
 # CHILDREN of a node, at most: four bits of a word name one. A node is prefetched EARLY draws before its use.

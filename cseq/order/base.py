@@ -9,6 +9,7 @@ no special case.
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -18,6 +19,8 @@ from cseq.check import count
 from cseq.order._readers import ArrayReader, gather
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from numpy.typing import NDArray
     from typing_extensions import Self
 
@@ -32,6 +35,8 @@ AGAIN = (
 )
 MOST_SEED = WORD = 2**64 - 1
 Ints: TypeAlias = "NDArray[np.int64]"
+Floats: TypeAlias = "NDArray[np.float64]"
+Works: TypeAlias = "Callable[[int, Ints], Floats]"  # the work of units of an epoch
 Read: TypeAlias = "tuple[NDArray[np.integer[Any]], Ints | None]"  # samples; the size of each unit
 
 
@@ -157,6 +162,19 @@ class Order:
         """Return what reads the order for one seed, on one thread at a time."""
         return ArrayReader(self, seed, partial(called, self, seed), ahead=0)  # at its turn
 
+    def measured(self, seed: int) -> tuple[Reader, Works]:  # noqa: ARG002
+        """Return a reader, and a function that returns the work of units: see `Balanced`.
+
+        Raises
+        ------
+        TypeError
+            The order does not know it.
+        """
+        raise TypeError(
+            f"order={self!r} does not know the work of its units; give Packed, Concatenated, or a "
+            "Mixture or Resized of them"
+        )
+
     def batches(
         self,
         batch_size: int = 1,
@@ -229,14 +247,16 @@ def spans(starts: Ints, counts: Ints) -> Ints:
 
 def passes(reader: Reader, numbers: NDArray[np.uint64]) -> Read:
     """Read units of the endless sequence of a reader's epochs: numbers in a row, modulo 2**64."""
-    epochs, units = np.divmod(numbers, np.uint64(reader.units))
-    places = units.view(np.int64)
-    if epochs[0] == epochs[-1]:
-        return gather(reader, int(epochs[0]), places)
-    cuts = np.flatnonzero(np.diff(epochs)) + 1
-    parts = [
-        gather(reader, int(epochs[a]), places[a:b])
-        for a, b in zip([0, *cuts.tolist()], [*cuts.tolist(), len(epochs)], strict=True)
-    ]
+    parts = [gather(reader, epoch, units) for epoch, units in in_epochs(reader.units, numbers)]
+    if len(parts) == 1:
+        return parts[0]
     sizes = [size for _, size in parts if size is not None]
     return np.concatenate([part for part, _ in parts]), np.concatenate(sizes) if sizes else None
+
+
+def in_epochs(size: int, numbers: NDArray[np.uint64]) -> Iterator[tuple[int, Ints]]:
+    """Cut units of an endless sequence of epochs of some size: each epoch, and its units."""
+    epochs, units = np.divmod(numbers, np.uint64(size))
+    cuts = [0, *(np.flatnonzero(np.diff(epochs)) + 1).tolist(), len(epochs)]
+    for start, stop in itertools.pairwise(cuts):
+        yield int(epochs[start]), units[start:stop].view(np.int64)

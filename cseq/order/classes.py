@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from cseq._core import Reader
-    from cseq.order.base import Ints, Read
+    from cseq.order.base import Floats, Ints, Read, Works
 
 __all__ = ["MOST_BUDGET", "MOST_SAMPLES", "Classes", "Labels", "Lengths", "Members", "Recipes"]
 
@@ -194,6 +194,7 @@ class Recipes(Order):
     """
 
     _facts: dict[str, Any]  # what this kind of recipes has beside them
+    _works: Floats | None = None  # of a unit of each recipe
 
     def __init__(
         self,
@@ -224,8 +225,21 @@ class Recipes(Order):
 
     def reader(self, seed: int) -> Reader:
         """Return what reads the order."""
+        return self._reads(seed)[0]
+
+    def measured(self, seed: int) -> tuple[Reader, Works]:
+        """Return a reader, and what returns the work of units."""
+        return super().measured(seed) if self._works is None else self._reads(seed)
+
+    def _reads(self, seed: int) -> tuple[Reader, Works]:
         begin = lru_cache(1)(partial(self._begin, seed))
-        return ArrayReader(self, seed, lambda epoch, units: self._read(begin(epoch), units))
+
+        def works(epoch: int, units: Ints) -> Floats:
+            assert self._works is not None
+            return self._works.take(self._recipes(begin(epoch), units)[1])
+
+        reader = ArrayReader(self, seed, lambda epoch, units: self._read(begin(epoch), units))
+        return reader, works
 
     def _begin(self, seed: int, epoch: int) -> Drawn:
         """Draw an epoch: the order of its groups, the short one, the turn in each, and members."""
@@ -245,9 +259,9 @@ class Recipes(Order):
         wanted = (longest - before) // self.together
         return order, at, turn, wanted - int(order.at(np.zeros(1, np.int64))[0]), members
 
-    def _read(self, epoch: Drawn, units: Ints) -> Read:
-        """Return the samples of units, and their sizes."""
-        order, at, turn, shift, members = epoch
+    def _recipes(self, epoch: Drawn, units: Ints) -> tuple[Ints, Ints]:
+        """Return the numbers of units among all copies, and the recipe of each."""
+        order, at, turn, shift, _ = epoch
         groups, rest = divmod(self.units, self.together)
         numbers = (units - groups * self.together + at) % self.units  # of those in the short group
         grouped = units < groups * self.together
@@ -257,14 +271,18 @@ class Recipes(Order):
             group = (order.at(places).astype(np.int64) + shift) % groups
             others = group * self.together + (inside + turn) % self.together + before
             numbers[grouped] = others + (others >= at) * (rest - before)
-        recipes = self.starts.searchsorted(numbers, "right") - 1
+        return numbers, self.starts.searchsorted(numbers, "right") - 1
+
+    def _read(self, epoch: Drawn, units: Ints) -> Read:
+        """Return the samples of units, and their sizes."""
+        numbers, recipes = self._recipes(epoch, units)
         copies, parts = numbers - self.starts.take(recipes), recipes
         if len(self.parts) > len(self.sizes):  # some recipes have several parts
             first = self.first.take(recipes)
             counts = self.first.take(recipes + 1) - first
             copies, parts = copies.repeat(counts), spans(first, counts)
         classes, many, base = self.parts.take(parts, 0).T
-        samples = members(classes, base + copies * many, many)
+        samples = epoch[-1](classes, base + copies * many, many)
         return samples, self.sizes.take(recipes)
 
 

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from cseq._core import Reader
-    from cseq.order.base import Ints, Read
+    from cseq.order.base import Floats, Ints, Read, Works
 
 __all__ = ["Concatenated"]
 
 BLOCK = 16  # documents of an epoch between two sums that are kept
 MOST_ROW = 2**24
+MEASURED = 2**14  # rows whose pieces are looked up together
 TOGETHER = 2**20  # documents that are put in order at once
 
 
@@ -97,8 +98,13 @@ class Concatenated(Order):
 
     def reader(self, seed: int) -> Reader:
         """Return what reads the order."""
+        return self.measured(seed)[0]
+
+    def measured(self, seed: int) -> tuple[Reader, Works]:
+        """Return a reader, and what returns the work of units."""
         begin = lru_cache(1)(partial(_Epoch, self._ends, self.row, self.units, seed))
-        return ArrayReader(self, seed, lambda epoch, units: begin(epoch).read(units))
+        reader = ArrayReader(self, seed, lambda epoch, units: begin(epoch).read(units))
+        return reader, lambda epoch, units: begin(epoch).works(units)
 
 
 class _Epoch:
@@ -142,3 +148,14 @@ class _Epoch:
         number, documents, starts, _ = self.pieces(units)
         sizes = np.bincount(number, minlength=len(units))
         return self.corpus.starts(documents) + starts, sizes
+
+    def works(self, units: Ints) -> Floats:
+        """Return the sum of the squares of the lengths of the pieces of some rows."""
+        parts = [units[start : start + MEASURED] for start in range(0, len(units), MEASURED)]
+        return np.concatenate([self._works(part) for part in parts])
+
+    def _works(self, units: Ints) -> Floats:
+        number, _, _, lengths = self.pieces(units)
+        squares = lengths.astype(np.float64) ** 2
+        sizes = np.bincount(number, minlength=len(units))
+        return np.add.reduceat(squares, sizes.cumsum() - sizes)

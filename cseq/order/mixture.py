@@ -16,7 +16,7 @@ import numpy as np
 
 from cseq.check import choice, count
 from cseq.order._readers import AHEAD, MIXTURE, ArrayReader, seed_of, shuffle
-from cseq.order.base import MOST_SAMPLES, WORD, Order, kind, passes, spans
+from cseq.order.base import MOST_SAMPLES, WORD, Order, in_epochs, kind, passes, spans
 from cseq.order.shares import Shares
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cseq._core import Reader
-    from cseq.order.base import Ints, Read
+    from cseq.order.base import Floats, Ints, Read, Works
 
 __all__ = ["Mixture", "Resized"]
 
@@ -35,6 +35,8 @@ SHOWN = 5  # sources that are described or named
 FEW = 64  # units of each source that are worth a call of its reader
 
 Weights: TypeAlias = Mapping[str, float]
+Parts: TypeAlias = "list[tuple[int, int, int]]"  # a source, and which draws are its
+Draws: TypeAlias = "Callable[[int, Ints], tuple[Ints, NDArray[np.uint64], Parts]]"
 
 
 class Mixture(Order):
@@ -252,29 +254,62 @@ class Mixture(Order):
     def reader(self, seed: int) -> Reader:
         """Return what reads the order."""
         readers = [order.reader(seed_of(seed, name)) for name, order in self.sources.items()]
-        firsts = [0, *itertools.accumulate(order.samples or 0 for order in self.sources.values())]
+        return self._reader(seed, readers, self._draws(seed))
+
+    def measured(self, seed: int) -> tuple[Reader, Works]:
+        """Return a reader, and what returns the work of units."""
+        pairs = [order.measured(seed_of(seed, name)) for name, order in self.sources.items()]
+        draws, sizes = self._draws(seed), [order.units for order in self.sources.values()]
+
+        def works(epoch: int, units: Ints) -> Floats:
+            by_owner, numbers, parts = draws(epoch, units)
+            mixed = np.empty(len(units))
+            mixed[by_owner] = np.concatenate(
+                [
+                    pairs[s][1](number, places)
+                    for s, start, stop in parts
+                    for number, places in in_epochs(sizes[s], numbers[start:stop])
+                ]
+            )
+            return mixed
+
+        return self._reader(seed, [reader for reader, _ in pairs], draws), works
+
+    def _draws(self, seed: int) -> Draws:
+        """Return what says which draws of which sources some units are, source by source."""
         plan = self._plan
         before = lru_cache(2)(plan.before)
         block_of = lru_cache(1)(partial(plan.block_of, seed, before))
 
-        def read(epoch: int, units: Ints) -> Read:
+        def draws(epoch: int, units: Ints) -> tuple[Ints, NDArray[np.uint64], Parts]:
             numbers = units.view(np.uint64) + np.uint64(epoch * self.units - plan.since & WORD)
             blocks, places = np.divmod(numbers, np.uint64(plan.block))
             cuts = [0, *(np.flatnonzero(blocks[1:] != blocks[:-1]) + 1).tolist(), len(units)]
-            owners, draws = np.empty(len(units), np.uint16), np.empty(len(units), np.uint64)
+            owners, drawn = np.empty(len(units), np.uint16), np.empty(len(units), np.uint64)
             for start, stop in itertools.pairwise(cuts):
                 at = places[start:stop].view(np.int64)
                 owner, draw = block_of(int(blocks[start]))
-                owners[start:stop], draws[start:stop] = owner.take(at), draw.take(at)
+                owners[start:stop], drawn[start:stop] = owner.take(at), draw.take(at)
             by_owner = owners.argsort(kind="stable")
-            draws, ends = draws.take(by_owner), np.bincount(owners).cumsum().tolist()
+            ends = np.bincount(owners).cumsum().tolist()
+            pairs = enumerate(itertools.pairwise([0, *ends]))
+            parts = [(s, start, stop) for s, (start, stop) in pairs if start < stop]
+            return by_owner, drawn.take(by_owner), parts
+
+        return draws
+
+    def _reader(self, seed: int, readers: Sequence[Reader], draws: Draws) -> Reader:
+        """Return what reads the order from what reads the sources."""
+        firsts = [0, *itertools.accumulate(order.samples or 0 for order in self.sources.values())]
+
+        def read(epoch: int, units: Ints) -> Read:
+            by_owner, numbers, parts = draws(epoch, units)
             samples: list[NDArray[np.integer[Any]]] = []
             sizes: list[Ints] = []
-            for s, (start, stop) in enumerate(itertools.pairwise([0, *ends])):
-                if start < stop:
-                    part, size = passes(readers[s], draws[start:stop])
-                    samples.append(part + firsts[s])
-                    sizes.append(np.ones(stop - start, np.int64) if size is None else size)
+            for s, start, stop in parts:
+                part, size = passes(readers[s], numbers[start:stop])
+                samples.append(part + firsts[s])
+                sizes.append(np.ones(stop - start, np.int64) if size is None else size)
             values = np.concatenate(samples)
             if self.room == 1:
                 mixed = np.empty_like(values)
@@ -349,8 +384,20 @@ class Resized(Order):
 
     def reader(self, seed: int) -> Reader:
         """Return what reads the order."""
-        inner = self.order.reader(seed)
+        return self._reader(seed, self.order.reader(seed))
 
+    def measured(self, seed: int) -> tuple[Reader, Works]:
+        """Return a reader, and what returns the work of units."""
+        inner, works = self.order.measured(seed)
+        size = self.order.units
+
+        def measure(epoch: int, units: Ints) -> Floats:
+            numbers = units.view(np.uint64) + np.uint64(epoch * self._size & WORD)
+            return np.concatenate([works(*part) for part in in_epochs(size, numbers)])
+
+        return self._reader(seed, inner), measure
+
+    def _reader(self, seed: int, inner: Reader) -> Reader:
         def read(epoch: int, units: Ints) -> Read:
             first = np.uint64(epoch * self._size & WORD)
             return passes(inner, units.view(np.uint64) + first)

@@ -92,6 +92,7 @@ class Packed(Recipes):
             pieces = Pieces(lengths, budget, quantum)
             recipes = best_fit(pieces.lengths, pieces.sizes, rooms)
             super().__init__(pieces.ends.total, pieces, *recipes)
+            lengths_of = pieces.lengths
             total, said = pieces.ends.total, fingerprint(pieces.ends.lengths)
             least = fewest_rows(pieces.lengths, pieces.sizes, rooms)
             if least > SHOWN * total / budget + 1:
@@ -106,6 +107,10 @@ class Packed(Recipes):
             super().__init__(checked.count, classes, *best_fit(lengths_of, classes.sizes, rooms))
             self.left_out = checked.left_out()
             total, said = checked.total, checked.fingerprint
+        squares = np.minimum(lengths_of * quantum, budget).astype(np.float64) ** 2
+        self._works = np.add.reduceat(
+            squares.take(self.parts[:, 0]) * self.parts[:, 1], self.first[:-1]
+        )
         self._used = total / (self.units * budget)
         self._facts = {
             "lengths": said,

@@ -79,8 +79,24 @@ def named(sources: Iterable[str], weights: list[Any]) -> list[tuple[int, Record]
     return [(unit, dict(zip(sources, each, strict=True))) for unit, each in weights]
 
 
+def rows(kind: str, lengths: list[int], row: int) -> cseq.Order:
+    """Make rows of documents."""
+    if kind == "packed":
+        return cseq.Packed(lengths, row, too_long="split")
+    if kind == "concatenated":
+        return cseq.Concatenated(lengths, row)
+    parts = {"a": rows("packed", lengths[::2], row), "b": rows("concatenated", lengths[1::2], row)}
+    return cseq.Mixture(parts, {"a": 1, "b": 2}, block=64)
+
+
+def balanced(kind: str, lengths: list[int], row: int, **options: Any) -> cseq.Order:
+    """Make rows of documents that are dealt by their work."""
+    return cseq.Balanced(rows(kind, lengths, row), **options)
+
+
 # By the definition's name: what makes an order of a record's arguments.
 ORDERS: dict[str, Callable[..., cseq.Order]] = {
+    "balanced-v1": balanced,
     "blocks-v2": lambda n, rows, window, lanes: cseq.Blocks(rows, window, lanes, samples=n),
     "buckets-v2": lambda lengths, **options: cseq.Buckets(lengths, too_long="drop", **options),
     "concatenated-v1": lambda count, spread, row: cseq.Concatenated(lengths(count, 0, spread), row),

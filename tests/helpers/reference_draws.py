@@ -162,3 +162,32 @@ def concatenated(lengths: list[int], row: int, seed: int, epoch: int) -> list[li
         for cut in rows
     ]
     return [first[k] for k in map(perm(len(rows), stream(seed, epoch, 15, 1)), range(len(rows)))]
+
+
+def balanced(
+    works: list[float], step: int, over: str, together: int, seed: int, epoch: int
+) -> list[int]:
+    """Return an epoch of balanced-v1: the numbers of units of the other order with these works."""
+    steps = {"step": 1, "window": 16, "epoch": max(1, len(works) // step)}[over]
+    groups, numbers = step // together, []
+    for w, first in enumerate(range(0, len(works), step * steps)):
+        whole = min(steps, (len(works) - first) // step)
+        stop = first + whole * step
+        by_work = sorted(range(first, stop), key=lambda unit: -works[unit])
+        if whole == 1:
+            bins: list[list[int]] = [[] for _ in range(together)]
+            for unit in by_work:
+                open_ = [units for units in bins if len(units) < groups]
+                min(open_, key=lambda units: sum(works[unit] for unit in units)).append(unit)
+            numbers += [bins[k][turn] for turn in range(groups) for k in range(together)]
+        else:
+            turns = [
+                list(map(perm(whole, stream(seed, epoch, 16, w * groups + k)), range(whole)))
+                for k in range(groups if whole else 0)
+            ]
+            for j in range(whole):
+                for k, turn in enumerate(turns):
+                    at = (k * whole + turn[j]) * together
+                    numbers += by_work[at : at + together]
+        numbers += range(stop, min(first + step * steps, len(works)))
+    return numbers

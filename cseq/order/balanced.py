@@ -1,0 +1,168 @@
+"""Rows of another order, dealt so that ranks have equal attention to compute."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from cseq.check import choice, count
+from cseq.order._readers import AHEAD, BALANCE, ArrayReader, Permutation, deal, gather
+from cseq.order.base import AGAIN, Order
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from cseq._core import Reader
+    from cseq.order.base import Floats, Ints, Read, Works
+
+__all__ = ["Balanced"]
+
+STEPS = {"step": 1, "window": 16}
+ARTICLES = {"step": "a step", "window": "16 steps", "epoch": "an epoch"}
+MOST_STEP = 2**20
+
+
+class Balanced(Order):
+    """The rows of another order, in steps in which ranks have nearly equal work.
+
+    The work of a row is that of its attention: the sum of the squares of its pieces' lengths. Each
+    rank computes it for all ranks, without messages. Which rows a step has, and which come together
+    in it, does not depend on the number of ranks; which rank has which of them does.
+
+    Parameters
+    ----------
+    order : Order
+        `Packed`, `Concatenated`, or a `Mixture` of them.
+    step : int
+        Rows of one optimizer step, over all ranks and microbatches.
+    over : 'step', 'window' or 'epoch'
+        'step' keeps the rows of a step, and deals them. 'window' exchanges rows between 16 steps,
+        and 'epoch' between all, so that rows come together that are more alike. Each step still has
+        groups of rows with much work and with little.
+    together : int, optional
+        So many rows of like work come in a row: the number of ranks should divide it. A quarter of
+        a step, if that is a whole number.
+
+    Notes
+    -----
+    The global batch, `batch_size` times the number of ranks, should divide a step. A batch that
+    belongs to two steps is dealt as it comes.
+
+    Examples
+    --------
+    >>> packed = cseq.Packed([9, 9, 5, 4, 3, 3, 3, 1, 1, 1], 9)
+    >>> cseq.Balanced(packed, step=4)
+    <Balanced: 5 rows, filled to 86.67 %, 1–3 samples a row; in steps of 4, by work within a step>
+    """
+
+    name = "balanced-v1"
+
+    def __init__(
+        self,
+        order: Order,
+        step: int,
+        *,
+        over: Literal["step", "window", "epoch"] = "step",
+        together: int | None = None,
+    ) -> None:
+        if not isinstance(order, Order):
+            raise TypeError(f"order={order!r} is not a cseq.Order; give one")
+        order.measured(0)  # or it says that it does not know the work of its units
+        self.order, self.step = order, count("step", step, 1, MOST_STEP)
+        quarter = self.step // math.gcd(self.step, 4)
+        self.together = count("together", quarter if together is None else together, 1, self.step)
+        if self.step % self.together:
+            raise ValueError(f"together={together} does not divide step={step}; give one that does")
+        self._over = choice("over", over, (*STEPS, "epoch"))
+        self._window = self.step * STEPS.get(over, max(1, order.units // self.step))
+        self.samples, self.units, self.room = order.samples, order.units, order.room
+        self.left_out = order.left_out
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the order depends on."""
+        ours = {"step": self.step, "over": self._over, "together": self.together}
+        return super().facts() | ours | {"order": self.order.facts()}
+
+    def describe(self) -> str:
+        """Describe an epoch."""
+        said = f"in steps of {self.step:,}, by work within {ARTICLES[self._over]}"
+        return f"{self.order.describe()}; {said}"
+
+    def resumed(self, facts: dict[str, Any], seed: int, epoch: int, consumed: int) -> Self:
+        """Return the order that goes on where a state is; another inner one, between windows."""
+        inner = facts.get("order")
+        if facts | {"order": None} != self.facts() | {"order": None} or not isinstance(inner, dict):
+            return super().resumed(facts, seed, epoch, consumed)
+        order = self.order.resumed(inner, seed, epoch, consumed)
+        if order is self.order:
+            return self
+        if consumed % self._window and consumed < self.units:
+            raise ValueError(
+                f"the state is at row {consumed} of an epoch, and its order changes in the middle "
+                f"of {self._window} rows that are dealt together; {AGAIN}, or take a state at a "
+                "multiple of them"
+            )
+        return type(self)(order, self.step, over=self._over, together=self.together)
+
+    def reader(self, seed: int) -> Reader:
+        """Return what reads the order."""
+        reader, works = self.order.measured(seed)
+        window = lru_cache(2)(partial(self._sorted, seed, works))
+        dealt = lru_cache(2)(partial(self._dealt, window))
+
+        def read(epoch: int, units: Ints) -> Read:
+            windows = units // self._window
+            rows = np.empty_like(units)
+            for w in np.unique(windows).tolist():
+                ours = np.flatnonzero(windows == w)
+                rows[ours] = window(epoch, w)[0].take(units[ours] - w * self._window)
+            return gather(reader, epoch, rows)
+
+        def share(epoch: int, first: int, together: int, start: int, size: int) -> Ints:
+            step, phase = divmod(first, self.step)
+            batch, phase = divmod(phase, together)
+            whole = phase + (batch + 1) * together <= self.step
+            if not whole or (step + 1) * self.step > self.units:
+                return np.arange(start, start + size, dtype=np.int64)
+            ours: Ints = dealt(epoch, step, phase, together, size)[batch, (start - first) // size]
+            return ours
+
+        return ArrayReader(self, seed, read, share, AHEAD)
+
+    def _sorted(self, seed: int, works: Works, epoch: int, number: int) -> tuple[Ints, Floats]:
+        """Return the rows of the order for each position of a window, and their work."""
+        first = number * self._window
+        rows = np.arange(first, min(first + self._window, self.units))
+        work = works(epoch, rows)
+        steps, groups = len(rows) // self.step, self.step // self.together
+        order = np.argsort(-work[: steps * self.step], kind="stable")
+        if steps == 1:
+            bins, turns = deal(work.take(order), None, self.together, groups, 1)
+            order[turns * self.together + bins] = order.copy()
+        elif steps:
+            alike = order.reshape(groups, steps, self.together)
+            for k in range(groups):  # of the most work, …, of the least: one for each step
+                key = number * groups + k
+                turn = Permutation(steps, seed, epoch, BALANCE, key).at(np.arange(steps))
+                alike[k] = alike[k].take(turn, axis=0)
+            order = alike.swapaxes(0, 1).ravel()
+        rows[: len(order)] = rows.take(order)
+        work[: len(order)] = work.take(order)
+        return rows, work
+
+    def _dealt(
+        self, window: Any, epoch: int, step: int, phase: int, together: int, size: int
+    ) -> Ints:
+        """Return the units of each rank in each global batch of a step, from a phase on."""
+        number, at = divmod(step * self.step + phase, self._window)
+        batches, ranks = (self.step - phase) // together, together // size
+        work = window(epoch, number)[1][at : at + batches * together]
+        order = np.argsort(-work, kind="stable")
+        ours, turns = deal(work.take(order), order // together, ranks, batches, size)
+        units = np.empty((batches, ranks, size), np.int64)
+        units[order // together, ours, turns] = order + step * self.step + phase
+        units.sort(axis=2)
+        return units

@@ -1,0 +1,264 @@
+"""`Balanced`: golden, the same rows in the same steps, and as much work for all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import TYPE_CHECKING, Any
+
+import golden
+import numpy as np
+import pytest
+from reference_draws import balanced
+
+import cseq
+from cseq.order._readers import deal
+from cseq.order.documents import DocumentEnds
+from cseq.order.sampler import Sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROW = 8192
+
+
+def lengths_of(count: int) -> np.ndarray[Any, Any]:
+    """Return lengths as those of web pages, some longer than a row."""
+    drawn = np.random.default_rng(5).lognormal(np.log(700) - 0.72, 1.2, count)
+    return drawn.clip(2, 60_000).astype(np.int64)
+
+
+LENGTHS = lengths_of(300_000)
+SMALL = (lengths_of(300) // 64).tolist()
+KINDS: dict[str, Callable[[Any, int], cseq.Order]] = {
+    "packed": lambda lengths, row: cseq.Packed(lengths, row, too_long="split"),
+    "concatenated": cseq.Concatenated,
+    "mixture": lambda lengths, row: cseq.Mixture(
+        {
+            "a": cseq.Packed(lengths[::3], row, too_long="split"),
+            "b": cseq.Resized(cseq.Concatenated(lengths[1::3], row), 30),
+            "c": cseq.Concatenated(lengths[2::3], row),
+        },
+        {"a": 1, "b": 1, "c": 2},
+        block=64,
+    ),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def work_of(lengths: Any, row: int, pieces: np.ndarray[Any, Any]) -> float:
+    """Return the work of a row by what an indexer knows of it."""
+    documents, begins = DocumentEnds(lengths).find(pieces)
+    left, work = row, 0
+    for length in (np.asarray(lengths)[documents] - (pieces - begins)).tolist():
+        work += min(length, left) ** 2
+        left -= min(length, left)
+    return work
+
+
+def works_of(order: cseq.Order, epoch: int = 0) -> dict[bytes, float]:
+    """Return the work of each row, by what is in it."""
+    samples, sizes = order.reader(7).samples(epoch, 0, order.units)
+    works = order.measured(7)[1](epoch, np.arange(order.units))
+    rows = np.split(samples, np.cumsum(sizes)[:-1])
+    return {row.tobytes(): work for row, work in zip(rows, works.tolist(), strict=True)}
+
+
+def of_ranks(order: cseq.Order, ranks: int, size: int, start: int = 0) -> list[list[list[bytes]]]:
+    """Return the rows of each global batch, rank by rank."""
+    each = []
+    for rank in range(ranks):
+        options: dict[str, Any] = {"rank": rank, "world_size": ranks, "drop_last": True}
+        sampler = Sampler(order.samples, order, batch_size=size, seed=7, **options)
+        source = sampler.source(0, start)
+        batches = (source.samples(k) for k in range(len(source)))
+        each.append(
+            [
+                [row.tobytes() for row in np.split(samples, np.cumsum(sizes)[:-1])]
+                for samples, sizes in batches
+            ]
+        )
+    return [list(batches) for batches in zip(*each, strict=True)]
+
+
+# ── what it is ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("record", golden.records("orders_balanced"), ids=str)
+def test_the_page_defines_the_golden_file(record: dict[str, Any]) -> None:
+    """All rows are those of the other order, in the order that docs/inside/orders.md defines."""
+    options = {key: record[key] for key in ("step", "over", "together", "seed", "epoch")}
+    lengths = golden.lengths(*record["lengths"])
+    inner = golden.rows(record["kind"], lengths, record["row"])
+    where = {"seed": record["seed"], "epoch": record["epoch"]}
+    works = inner.measured(where["seed"])[1](where["epoch"], np.arange(inner.units)).tolist()
+    rows = inner.batches(**where)
+    numbers = balanced(works, **options)
+    assert sorted(numbers) == list(range(len(rows)))
+    assert golden.order("balanced-v1", record) == golden.of_units([rows[k] for k in numbers])
+
+
+@every_kind
+def test_the_work_of_rows(kind: str) -> None:
+    """It is the sum of the squares of the lengths of their pieces."""
+    if kind == "mixture":
+        order = cseq.Mixture({"a": KINDS["packed"](SMALL, 100)}, {"a": 1}, block=8)
+        order = cseq.Mixture({"b": cseq.Resized(order, 17)}, {"b": 1}, block=8)
+    else:
+        order = KINDS[kind](SMALL, 100)
+    for row, work in works_of(order, epoch=3).items():
+        assert work == work_of(SMALL, 100, np.frombuffer(row, np.int64))
+
+
+def test_the_work_of_whole_samples() -> None:
+    """Rows that are not split have a work, too, up to the next quantum."""
+    lengths = [3, 5, 4, 9, 10, 3]
+    assert sorted(works_of(cseq.Packed(lengths, 12)).values()) == [50, 90, 100]
+    assert sorted(works_of(cseq.Packed([3, 5, 4, 9], 12, quantum=4)).values()) == [16, 80, 144]
+
+
+# ── the same rows ─────────────────────────────────────────────────────────────────────────────
+
+
+@every_kind
+@pytest.mark.parametrize(("over", "steps"), [("step", 1), ("window", 16), ("epoch", 10**9)])
+def test_rows_stay_in_their_window(kind: str, over: Any, steps: int) -> None:
+    """Each row comes once, in the step, window or epoch that it was in; the rest stays."""
+    inner = KINDS[kind](LENGTHS[:7000], 1024)
+    rows = inner.batches(seed=7, epoch=2)
+    order = cseq.Balanced(inner, 12, over=over)
+    window = min(12 * steps, len(rows) // 12 * 12)
+    found = order.batches(seed=7, epoch=2)
+    assert found != rows
+    for at in range(0, len(rows), window):
+        assert sorted(found[at : at + window]) == sorted(rows[at : at + window])
+    tail = len(rows) % 12
+    assert order.left_out == inner.left_out
+    if over == "step":
+        assert found[len(rows) - tail :] == rows[len(rows) - tail :]
+
+
+@every_kind
+@pytest.mark.parametrize("over", ["step", "window", "epoch"])
+def test_global_batches_do_not_depend_on_ranks(kind: str, over: Any) -> None:
+    """2, 4, 8 ranks and one get the same rows in each global batch, from any row on."""
+    order = cseq.Balanced(KINDS[kind](LENGTHS[:1500], 1024), 48, over=over)
+    for start in (0, 40, 5):
+        alone = [sorted(batch) for (batch,) in of_ranks(order, 1, 16, start)]
+        assert len(alone) == (order.units - start) // 16
+        for ranks in (2, 4, 8):
+            found = of_ranks(order, ranks, 16 // ranks, start)
+            assert [sorted(itertools.chain(*batch)) for batch in found] == alone
+
+
+# ── equal work ────────────────────────────────────────────────────────────────────────────────
+
+# Rows of a step are those of 64 ranks and 4 microbatches: the slowest rank over the mean.
+MOST = {
+    ("packed", "step"): (1.1, 1.6),
+    ("concatenated", "step"): (1.35, 1.7),
+    ("packed", "window"): (1.05, 1.05),
+    ("concatenated", "window"): (1.05, 1.05),
+    ("packed", "epoch"): (1.01, 1.01),
+    ("concatenated", "epoch"): (1.01, 1.01),
+}
+
+
+def slowest(order: cseq.Order, ranks: int, size: int) -> tuple[float, float]:
+    """Return how long ranks work in the mean if they wait once a step, and at each microbatch.
+
+    In parts of the mean work of a rank.
+    """
+    works, step = works_of(order.order), order.step  # type: ignore[attr-defined]
+    batches = of_ranks(order, ranks, size)
+    count = step // (ranks * size)
+    work = np.array([[sum(map(works.__getitem__, rows)) for rows in batch] for batch in batches])
+    work = work[: len(work) // count * count].reshape(-1, count, ranks)
+    once = work.sum(1).max(1) / work.sum(1).mean(1)
+    each = work.max(2).sum(1) / work.mean(2).sum(1)
+    return float(once.mean()), float(each.mean())
+
+
+@pytest.mark.parametrize(("kind", "over"), MOST)
+def test_ranks_have_equal_work(kind: str, over: Any) -> None:
+    """64 ranks, which wait once a step or at each of 4 microbatches; as well 8 and 2."""
+    count = 300_000 if over == "epoch" else 60_000
+    order = cseq.Balanced(KINDS[kind](LENGTHS[:count], ROW), 256, over=over)
+    once, each = slowest(order, 64, 1)
+    assert once <= MOST[kind, over][0]
+    assert each <= MOST[kind, over][1]
+    if over == "epoch":
+        return
+    assert slowest(order, 64, 4)[1] <= MOST[kind, over][0]  # four rows at once: no microbatches
+    for ranks in (8, 2):
+        once, each = slowest(order, ranks, 1)
+        assert once <= 1.01
+        assert each <= 1.1
+
+
+def test_without_balance_ranks_wait() -> None:
+    """What the bounds are to be compared with: rows as they come."""
+    inner = KINDS["packed"](LENGTHS[:60_000], ROW)
+    plain: Any = cseq.Balanced(inner, 64, together=64)
+    plain.reader = inner.reader
+    assert slowest(plain, 64, 1)[1] > 3
+
+
+def test_rows_are_dealt_to_whom_has_least() -> None:
+    """The next row goes to the rank with the least work that has room, in its batch."""
+    works = np.array([9.0, 8, 7, 3, 2, 1])
+    owners, turns = deal(works, None, 2, 3, 1)
+    assert owners.tolist() == [0, 1, 1, 0, 0, 1]
+    assert turns.tolist() == [0, 0, 1, 1, 2, 2]
+    owners, turns = deal(works, np.array([0, 1, 0, 1, 2, 2]), 2, 3, 1)
+    assert owners.tolist() == [0, 1, 1, 0, 0, 1]
+    assert turns.tolist() == [0] * 6
+    for arguments, said in (
+        ((works, None, 4, 1, 1), "6 rows are not 4 x 1 x 1"),
+        ((works.astype(np.float32), None, 2, 3, 1), "of float64"),
+        ((works, np.zeros(6, np.int64), 2, 3, 1), "batch 0 has more than 2 x 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            deal(*arguments)
+    with pytest.raises(IndexError, match="batch 3 is not below 3"):
+        deal(works, np.full(6, 3), 2, 3, 1)
+
+
+# ── states, and bad arguments ─────────────────────────────────────────────────────────────────
+
+
+def mixed(weights: dict[str, int]) -> cseq.Balanced:
+    """Return a balanced mixture."""
+    parts = {name: cseq.Concatenated(SMALL, 100) for name in "ab"}
+    return cseq.Balanced(cseq.Mixture(parts, weights, block=8, epoch_size=100), 12)
+
+
+def test_other_weights_begin_with_a_step() -> None:
+    """A state loads into a mixture with other weights after whole steps, and says so."""
+    before, after = mixed({"a": 1, "b": 1}), mixed({"a": 1, "b": 3})
+    facts = json.loads(json.dumps(before.facts()))
+    assert before.resumed(facts, 7, 2, 5) is before
+    going = after.resumed(facts, 7, 2, 24)
+    assert going.batches(seed=7, epoch=2, start=24) != before.batches(seed=7, epoch=2, start=24)
+    assert {row for batch in going.batches(seed=7, epoch=2, start=24) for row in batch}
+    with pytest.raises(ValueError, match="the state is at row 25 of an epoch"):
+        after.resumed(facts, 7, 2, 25)
+    with pytest.raises(ValueError, match="step=12, but here it has step=24"):
+        cseq.Balanced(before.order, 24).resumed(facts, 7, 2, 24)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: cseq.Balanced(cseq.Shuffled(9), 4), TypeError, "does not know the work"),
+        (lambda: cseq.Balanced(cseq.Buckets([1, 2], 4), 4), TypeError, "does not know the work"),
+        (lambda: cseq.Balanced("rows", 4), TypeError, "'rows' is not a cseq.Order"),  # type: ignore[arg-type]
+        (lambda: cseq.Balanced(cseq.Packed([1], 4), 0), ValueError, "step=0"),
+        (lambda: cseq.Balanced(cseq.Packed([1], 4), 6, together=4), ValueError, "together=4"),
+        (lambda: cseq.Balanced(cseq.Packed([1], 4), 6, over="day"), ValueError, "over='day'"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_arguments(make: Callable[[], Any], error: type[Exception], said: str) -> None:
+    """Argument, value and remedy."""
+    with pytest.raises(error, match=said):
+        make()
