@@ -341,14 +341,14 @@ BUDGET = {
     "what users look with": 3_810,
     "of these compiled: C, Cython": 7_400,
     "adapters": 5_708,
-    "tokens": 1_055,
+    "tokens": 1_240,
     "fleet": 622,
     "the longest file of cseq": 691,
     "the longest .pyx": 836,
     "tests": 49_207,
     "the longest file of tests": 685,
     "orders": 3_504,
-    "extension modules": 12,
+    "extension modules": 13,
 }
 
 
@@ -387,7 +387,9 @@ def lines_there() -> dict[str, int]:
         and "adapters" not in inside[path]
     }
     compiled = sum(
-        found[path] for path in ours.keys() - fleet - orders - looks if path.suffix != ".py"
+        found[path]
+        for path in ours.keys() - fleet - orders - looks - tokens
+        if path.suffix != ".py"
     )
     return {
         "cseq without adapters, fleet, orders, tokens": sum(ours.values())
