@@ -33,6 +33,7 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── arguments.py    the arguments of MSequence: types and checks
     ├── options.py      options of workers, for MSequence and Streams
     ├── order/          ★ which samples, in which order, for which rank; the loop's place
+    ├── store/          what was decoded once, for all workers and ranks of a machine
     ├── indexing/       ★ in a worker: the user's code makes a batch of indices
     ├── converter/      stage 2: batch → tensors, on the CPU or a CUDA device
     ├── processes/      worker processes: started, replaced when they die, ended
@@ -99,6 +100,7 @@ if typing.TYPE_CHECKING:
     from cseq.order.shuffled import Sequential, Shuffled
     from cseq.order.weighted import Weighted
     from cseq.sequence import MSequence
+    from cseq.store.cache import cached
     from cseq.tracing import trace
 
 __version__ = "0.2.0.dev0"
@@ -128,6 +130,7 @@ __all__ = [
     "WorkerError",
     "WorkerInfo",
     "WorkerTimeout",
+    "cached",
     "empty",
     "from_dataset",
     "parts",
@@ -159,6 +162,7 @@ _ELSEWHERE = {
     "Stats": "cseq.measure.stats",
     "Weighted": "cseq.order.weighted",
     "from_dataset": "cseq.indexing.dataset",
+    "cached": "cseq.store.cache",
     "packed": "cseq.indexing.packing",
     "progress": "cseq.observe.progress",
     "trace": "cseq.tracing",

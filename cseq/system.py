@@ -246,8 +246,8 @@ _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGT]?i?B)", re.ASCII)
 
 
-def memory_limit_of(value: int | str | None) -> int:
-    """Check the argument ``memory_limit``, and return it in bytes.
+def memory_limit_of(value: int | str | None, name: str = "memory_limit") -> int:
+    """Check the argument ``memory_limit``, or another of that kind, and return it in bytes.
 
     Parameters
     ----------
@@ -266,24 +266,24 @@ def memory_limit_of(value: int | str | None) -> int:
     if value is None:
         return default_memory_limit()
     if isinstance(value, str):
-        return _parse_size(value)
+        return _parse_size(value, name)
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(
-            f"memory_limit={value!r} is a {type(value).__name__}: give bytes (an int), a size "
+            f"{name}={value!r} is a {type(value).__name__}: give bytes (an int), a size "
             "such as '2GiB', or None"
         )
     limit = operator.index(value)
     if limit < 0:
-        raise ValueError(f"memory_limit={limit} is negative: give 0 or more bytes")
+        raise ValueError(f"{name}={limit} is negative: give 0 or more bytes")
     return limit
 
 
-def _parse_size(text: str) -> int:
+def _parse_size(text: str, name: str) -> int:
     """Read a size such as '2GiB'."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2] not in _UNITS:
         raise ValueError(
-            f"memory_limit={text!r} is not a size: write a number and one of {', '.join(_UNITS)}, "
+            f"{name}={text!r} is not a size: write a number and one of {', '.join(_UNITS)}, "
             "such as '2GiB'"
         )
     count = float(match[1]) if "." in match[1] else int(match[1])

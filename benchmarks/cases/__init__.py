@@ -30,6 +30,7 @@ MODULES = (
     "keys",
     "dataloader",
     "threads",
+    "cached",
     "peers",
     "picture",
 )

@@ -1,0 +1,322 @@
+"""`cached`: a data set whose samples are made once a machine."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import pickle
+import sys
+import sysconfig
+import tempfile
+import threading
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, overload
+
+import numpy as np
+
+from cseq.check import count
+from cseq.encoding.codec import batch_reducers
+from cseq.encoding.pickling import dump, dumps
+from cseq.store.entries import Entries, check, remove_unused
+from cseq.system import memory_limit_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = ["CacheStats", "Cached", "cached"]
+
+T_co = TypeVar("T_co", covariant=True)
+
+FORMAT = 1
+SHARED = "/dev/shm"
+LINE = 64
+REDUCERS = partial(batch_reducers, handles=False)
+
+
+class Samples(Protocol[T_co]):
+    """A data set: what `cached` takes."""
+
+    def __getitem__(self, index: int, /) -> T_co: ...
+    def __len__(self) -> int: ...
+
+
+class CacheStats(NamedTuple):
+    """What a cache has, and what all processes have had from it.
+
+    Attributes
+    ----------
+    samples, kept : int
+        In the data set, and in the cache.
+    nbytes, limit : int
+        Bytes that the cache takes, and may take.
+    hits : int
+        Samples that were read from the cache.
+    made : int
+        Samples that were made and kept.
+    others : int
+        Samples that were made and not kept: the cache is full, or another worker was making them.
+    """
+
+    samples: int
+    kept: int
+    nbytes: int
+    limit: int
+    hits: int
+    made: int
+    others: int
+
+
+def cached(
+    make: Samples[T_co], limit: int | str, *, folder: str | None = None, version: str | None = None
+) -> Cached[T_co]:
+    """Keep the samples of a data set, so that each is made once a machine.
+
+    All workers, ranks and threads of a machine share one copy, whatever their start method. Put
+    into `make` what gives the same sample each time: read, decode, resize. Draw random numbers
+    behind it. A process compares the first sample that it finds with what `make` returns, and
+    raises if they differ.
+
+    Parameters
+    ----------
+    make : data set
+        ``make[index]`` returns a sample: arrays, CPU tensors, numbers, texts, and containers of
+        them; ``len(make)`` is the number of samples. Workers get a copy, made with pickle.
+    limit : int or str
+        The most bytes that the cache takes, such as ``4 * 2**30`` or ``'4 GB'``. Once it is full,
+        other samples are made each time.
+    folder : str, optional
+        Where samples are kept from one run to the next: a folder of its own, on a local disk.
+        Without it, they are in shared memory (in a temporary folder, where ``/dev/shm`` is smaller
+        than `limit`), until the last process that uses them ends.
+    version : str, optional
+        What `make` is, in your words: change it when `make` returns something else. Without it,
+        entries are of the pickle of `make` and the source of its modules.
+
+    Returns
+    -------
+    Cached
+        A data set: ``[index]`` returns a sample, a copy of your own. ``[indices]``, with a list or
+        an array, returns a list of samples, whose arrays are read-only views of the cache.
+
+    Raises
+    ------
+    ValueError
+        The folder has samples of another data set, of another version, or with another limit.
+    OSError
+        There is no room for the cache's index, or the system has no `fcntl` (Windows).
+
+    Examples
+    --------
+    >>> pictures = [np.full((8, 8), number, np.uint8) for number in range(100)]
+    >>> samples = cseq.cached(pictures, "1 MB")
+    >>> int(samples[3].sum()), int(samples[3].sum()), samples.stats().hits
+    (192, 192, 1)
+    """
+    return Cached(make, limit, folder, version)
+
+
+class Cached(Generic[T_co]):
+    """What `cached` returns."""
+
+    def __init__(
+        self, make: Samples[T_co], limit: int | str, folder: str | None, version: str | None
+    ) -> None:
+        if os.name == "nt":
+            raise OSError("cseq.cached needs fcntl's locks, which Windows does not have")
+        for name in ("__getitem__", "__len__"):
+            if not hasattr(make, name):
+                raise TypeError(
+                    f"make={make!r} has no {name}; give a data set, with [index] and len()"
+                )
+        about = {
+            "format": FORMAT,
+            "samples": count("len(make)", len(make)),
+            "limit": memory_limit_of(limit, "limit"),
+            **_identity(make, version),
+        }
+        self._is_kept = folder is not None
+        if folder is None:
+            name = hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()[:16]
+            base = f"{_base(about['limit'])}/cseq-cache-{os.getuid()}-"
+            for path in glob.glob(f"{base}*"):
+                remove_unused(path)  # of processes that were killed
+            folder = base + name
+        self._make, self._about, self._folder = make, about, os.path.abspath(folder)
+        self._entries = opened(self._folder, about, is_kept=self._is_kept)
+        self._is_checked = False
+
+    def __reduce__(self) -> Any:
+        return _again, (self._make, self._about, self._folder, self._is_kept)
+
+    def __len__(self) -> int:
+        return int(self._about["samples"])
+
+    def __repr__(self) -> str:
+        have = self.stats()
+        return (
+            f"<Cached: {have.kept:,} of {have.samples:,} samples, {have.nbytes:,} of at most "
+            f"{have.limit:,} bytes in {self._folder}; {have.hits:,} hits>"
+        )
+
+    def stats(self) -> CacheStats:
+        """Return what the cache has, and what all processes have had from it."""
+        entries = self._entries
+        there = len(self), entries.kept, entries.nbytes, entries.limit
+        return CacheStats(*there, *entries.counts())
+
+    @overload
+    def __getitem__(self, index: int) -> T_co: ...
+    @overload
+    def __getitem__(self, index: Sequence[int] | NDArray[np.integer[Any]]) -> list[T_co]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            index = range(len(self))[index]
+        if isinstance(index, (list, tuple, range, np.ndarray)):
+            return [self._read(each, copies=False) for each in index]
+        return self._read(index, copies=True)
+
+    def _read(self, index: int, *, copies: bool) -> Any:
+        """Return a sample, of the cache or newly made; `copies`: its arrays are the caller's."""
+        number = range(len(self))[index]
+        entry = self._entries.read(number)
+        if entry is None:
+            return self._made(number)
+        if not self._is_checked:
+            self._check(number, entry)
+        return _sample_of(entry, copies=copies)
+
+    def _made(self, number: int) -> T_co:
+        """Make a sample, and keep it if no other process or thread does."""
+        if not self._entries.claim(number):
+            self._entries.note_private()
+            return self._make[number]
+        try:
+            sample = self._make[number]
+            self._entries.keep(number, _entry_of(sample))
+        finally:
+            self._entries.release(number)
+        return sample
+
+    def _check(self, number: int, entry: memoryview) -> None:
+        """Compare an entry with the sample as it is made now."""
+        self._is_checked = True
+        ours = b"".join(_entry_of(self._make[number]))
+        if _arrays_of(memoryview(ours)) != _arrays_of(entry):
+            raise ValueError(
+                f"make[{number}] is not the sample that the cache has: "
+                "what it returns must not depend on random numbers, which belong behind the cache; "
+                f"if make has changed, give another version, or remove {self._folder}"
+            )
+
+
+def _again(make: Any, about: dict[str, Any], folder: str, is_kept: bool) -> Cached[Any]:  # noqa: FBT001 - from a pickle
+    """Return a cache that was pickled."""
+    cache: Cached[Any] = object.__new__(Cached)
+    cache._make, cache._about, cache._folder, cache._is_kept = make, about, folder, is_kept
+    cache._entries, cache._is_checked = opened(folder, about, is_kept=is_kept), False
+    return cache
+
+
+_opened: weakref.WeakValueDictionary[str, Entries] = weakref.WeakValueDictionary()
+_opening = threading.RLock()
+
+
+def opened(folder: str, about: dict[str, Any], *, is_kept: bool) -> Entries:
+    """Return the entries of a folder, which a process opens once: `fcntl` locks are a process's."""
+    with _opening:
+        entries = _opened.get(folder)
+        if entries is None:
+            number, limit = about["samples"], about["limit"]
+            entries = _opened[folder] = Entries(folder, number, limit, about, is_kept=is_kept)
+        check(folder, about)
+        return entries
+
+
+def _base(nbytes: int) -> str:
+    """Return where shared memory has names, or a folder if that is too small."""
+    try:
+        room = os.statvfs(SHARED)
+    except OSError:
+        return tempfile.gettempdir()
+    is_large = room.f_blocks * room.f_frsize >= nbytes and os.access(SHARED, os.W_OK)
+    return SHARED if is_large else tempfile.gettempdir()
+
+
+# -- an entry: words (the pickle's bytes, and those of each buffer), the pickle, and the buffers
+
+
+def _entry_of(sample: object) -> list[Any]:
+    """Return a sample as the parts of an entry."""
+    buffers: list[memoryview] = []
+    data = dumps(sample, buffers, REDUCERS)
+    words = np.array([len(buffers), len(data), *(buffer.nbytes for buffer in buffers)], np.int64)
+    parts: list[Any] = [words.tobytes(), data]
+    end = 8 + words.nbytes + len(data)  # 8: the bytes that `Entries` writes first
+    for buffer in buffers:
+        parts += [bytes(-end % LINE), buffer]
+        end += -end % LINE + buffer.nbytes
+    return parts
+
+
+def _parts_of(entry: memoryview) -> tuple[memoryview, list[memoryview]]:
+    """Return the pickle of an entry, and its buffers."""
+    number, nbytes = entry[:16].cast("q")
+    end = 16 + 8 * number
+    sizes, data = entry[16:end].cast("q").tolist(), entry[end : end + nbytes]
+    end += nbytes
+    buffers = []
+    for size in sizes:
+        end += -(8 + end) % LINE
+        buffers.append(entry[end : end + size])
+        end += size
+    return data, buffers
+
+
+def _sample_of(entry: memoryview, *, copies: bool) -> Any:
+    data, buffers = _parts_of(entry)
+    return pickle.loads(data, buffers=[bytearray(each) for each in buffers] if copies else buffers)
+
+
+def _arrays_of(entry: memoryview) -> list[memoryview] | memoryview:
+    """Return what of an entry is compared: its arrays; the pickle, if it has none."""
+    data, buffers = _parts_of(entry)
+    return buffers or data
+
+
+# -- what entries are of
+
+
+def _identity(make: Any, version: str | None) -> dict[str, Any]:
+    """Return what entries are of: the data set's type, and its data and code or its version."""
+    kind = type(make)
+    named = f"{kind.__module__}.{kind.__qualname__}"
+    if version is not None:
+        return {"type": named, "version": version}
+    modules = dump(make, name="make").modules
+    buffers: list[memoryview] = []
+    pickled = dumps(make, buffers, REDUCERS)
+    if b"_make_skeleton_class" in pickled:  # cloudpickle's, with a number that is drawn
+        raise ValueError(
+            f"make={make!r} is of a class in a function, or has one, whose pickle differs from "
+            "process to process; define it in a module, or give version="
+        )
+    data = hashlib.sha256(pickled)
+    for buffer in buffers:
+        data.update(buffer)
+    code = hashlib.sha256()
+    for path in sorted(filter(None, map(_source_of, {kind.__module__, *modules}))):
+        with open(path, "rb") as file:
+            code.update(file.read())
+    return {"type": named, "data": data.hexdigest(), "code": code.hexdigest()}
+
+
+def _source_of(name: str) -> str | None:
+    """Return the file of a module of the user's; None: it is installed, or it has no source."""
+    path: str = getattr(sys.modules.get(name), "__file__", None) or ""
+    installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    is_source = path.endswith(".py") and os.path.exists(path)
+    return path if is_source and not path.startswith(installed) else None

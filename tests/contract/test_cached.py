@@ -1,0 +1,437 @@
+"""`cached`: samples that are made once a machine, for all workers, ranks and threads."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import pickle
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from forking import in_child
+from kinds import PARALLEL, Kind, by_name
+
+import cseq
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import RunScript
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fcntl")
+
+
+# In the pickles of data sets, so that tests in two processes of pytest share no cache.
+PROCESS = os.getpid()
+
+
+class Decoded:
+    """Samples of several parts, each with its number in it; `log` gets a line for each one made."""
+
+    def __init__(self, number: int = 20, log: str | None = None, shape: Any = (3, 50)) -> None:
+        self.number, self.log, self.shape = number, log, shape
+        self.process = PROCESS
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.log is not None:
+            with open(self.log, "a") as file:
+                file.write(f"{index}\n")
+        image = np.random.default_rng(index).integers(0, 256, self.shape, np.uint8)
+        return {"image": image, "label": index, "name": f"sample {index}", "none": np.empty((0, 2))}
+
+
+class Noisy(Decoded):
+    """A data set that draws."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"image": np.random.default_rng().integers(0, 256, self.shape, np.uint8)}
+
+
+class Indexer:
+    """Batches of a cache's samples."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __getitem__(self, indices: Any) -> Any:
+        return np.stack([each["image"] for each in self.samples[indices]])
+
+
+def is_right(sample: Any, index: int, shape: Any = (3, 50)) -> bool:
+    """Whether a sample is what `Decoded` makes."""
+    expected = Decoded(shape=shape)[index]
+    return all(np.array_equal(sample[name], value) for name, value in expected.items())
+
+
+def lines(log: Path) -> list[int]:
+    """Return the samples that were made, as often as they were."""
+    return sorted(map(int, log.read_text().split())) if log.exists() else []
+
+
+@pytest.mark.parametrize("kind", PARALLEL, ids=by_name)
+def test_each_sample_is_made_once_for_all_workers_and_epochs(kind: Kind, tmp_path: Path) -> None:
+    """Two epochs of a shuffled indexer make each sample once, but what is made at the same time."""
+    log = tmp_path / "made"
+    samples = cseq.cached(Decoded(40, str(log)), "2 MB")
+    with kind.start(Indexer(samples), 40, batch_size=4) as batches:
+        for _ in range(2):
+            got = np.concatenate([batch.reshape(4, -1) for batch in batches])
+            assert len(np.unique(got, axis=0)) == 40
+    have = samples.stats()
+    checks = 2 + kind.processes  # a sample that is compared, in each process that finds one
+    assert have.kept == have.made == 40
+    assert sorted(set(lines(log))) == [*range(40)]
+    assert len(lines(log)) <= 40 + have.others + checks
+    assert have.hits >= 80 - 40 - have.others  # and those of batches that were made ahead
+
+
+def test_a_sample_is_a_copy_of_your_own() -> None:
+    """What is written into a sample changes neither the cache nor another sample."""
+    samples = cseq.cached(Decoded(), "2 MB")
+    for _ in range(3):
+        sample = samples[3]
+        assert is_right(sample, 3)
+        sample["image"] += 1
+    assert is_right(samples[-17], 3)
+
+
+def test_views_are_read_only_and_not_copies() -> None:
+    """A list of indices gives views of the cache: they cannot be written to, and share memory."""
+    samples = cseq.cached(Decoded(shape=1000), "2 MB")
+    for index in (1, 2):
+        samples[index]
+    one, two, again = samples[np.array([1, 2, 1])]
+    assert is_right(one, 1, 1000)
+    assert is_right(two, 2, 1000)
+    assert np.shares_memory(one["image"], again["image"])
+    assert not one["image"].flags.writeable
+    assert [each["label"] for each in samples[18:]] == [18, 19]
+
+
+def test_torch_tensors_come_back_as_tensors() -> None:
+    """A tensor is kept as one, with its type, and a copy of it can be written to."""
+    torch = pytest.importorskip("torch")
+    tensors = [(torch.full((300,), k, dtype=torch.bfloat16), k) for k in range(4)]
+    samples = cseq.cached(tensors, "1 MB")
+    samples[3]
+    for _ in range(2):
+        tensor, label = samples[3]
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, tensors[3][0])
+        assert label == 3
+        tensor += 1
+
+
+@pytest.mark.parametrize(
+    ("index", "error"), [(20, IndexError), (-21, IndexError), (1.0, TypeError)]
+)
+def test_an_index_that_is_none_is_an_error(index: Any, error: type[Exception]) -> None:
+    """Indices are checked as those of a list."""
+    samples = cseq.cached(Decoded(), "2 MB")
+    with pytest.raises(error):
+        samples[index]
+
+
+def test_an_exception_is_raised_each_time() -> None:
+    """A sample that cannot be made raises, and can be made later."""
+    fails = [True]
+
+    class Failing(Decoded):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            if fails[0]:
+                raise OSError("no such image")
+            return super().__getitem__(index)
+
+    samples = cseq.cached(Failing(), "2 MB", version="1")
+    for _ in range(2):
+        with pytest.raises(OSError, match="no such image"):
+            samples[1]
+    fails[0] = False
+    assert is_right(samples[1], 1)
+    assert samples.stats()[1:] == (1, samples.stats().nbytes, 2_000_000, 0, 1, 0)
+
+
+# -- bounds
+
+
+def test_a_full_cache_keeps_what_it_has(tmp_path: Path) -> None:
+    """Beyond the limit samples are made each time; hits are limit / data, all samples right."""
+    log, samples = tmp_path / "made", 100
+    whole = 100 * 1024
+    overhead = cseq.cached(Decoded(samples, None, 800), "9 MB").stats().nbytes
+    cache = cseq.cached(Decoded(samples, str(log), 800), overhead + whole // 2)
+    for epoch in range(3):
+        order = np.random.default_rng(epoch).permutation(samples)
+        assert all(is_right(cache[k], k, 800) for k in order)
+    have = cache.stats()
+    assert have.nbytes <= have.limit
+    assert have.kept >= 0.98 * samples / 2
+    assert have.hits == 2 * have.kept
+    assert len(lines(log)) == samples + 2 * (samples - have.kept) + 1
+
+
+@pytest.mark.parametrize("limit", [100, "20 kB"])
+def test_a_limit_without_room_for_the_index_is_an_error(limit: Any) -> None:
+    """A limit that has no room for a sample names itself, and what is needed."""
+    with pytest.raises(ValueError, match=r"limit=\d+ is too small: the index of 900 samples takes"):
+        cseq.cached(Decoded(900), limit)
+
+
+def test_a_sample_larger_than_the_limit_is_an_error() -> None:
+    """A sample that never fits is an error, not a cache that stays empty."""
+    samples = cseq.cached(Decoded(4, None, 10**5), "90 kB")
+    with pytest.raises(ValueError, match="sample 2 alone takes 100"):
+        samples[2]
+
+
+@pytest.mark.parametrize(
+    ("make", "limit", "error", "match"),
+    [
+        (7, "1 MB", TypeError, r"make=7 has no __getitem__; give a data set"),
+        (Decoded(0), "1 MB", ValueError, r"len\(make\)=0 is below 1"),
+        (Decoded(), "many", ValueError, r"limit='many' is not a size"),
+        (Decoded(log=sys.stdout), "1 MB", TypeError, r"make\.log"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_arguments_are_named(make: Any, limit: Any, error: Any, match: str) -> None:
+    """An error names the argument, its value and the remedy."""
+    with pytest.raises(error, match=match):
+        cseq.cached(make, limit)
+
+
+def test_a_full_disk_keeps_no_sample(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """If the disk is full, samples are made each time, which the log says; what is kept stays."""
+    samples = cseq.cached(Decoded(), "2 MB", folder=str(tmp_path / "cache"))
+    assert is_right(samples[0], 0)
+    write = os.pwrite
+
+    def full(fd: int, data: Any, offset: int) -> int:
+        if len(data) > 100:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data, offset)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "cseq"):
+        patch.setattr(os, "pwrite", full)
+        assert all(is_right(samples[k], k) for k in range(3))
+    assert "no room to keep a sample" in caplog.text
+    assert all(is_right(samples[k], k) for k in range(20))
+    assert samples.stats().kept == 20
+
+
+# -- kills
+
+
+def killed_at(write: int, share: float) -> Callable[[int, Any, int], int]:
+    """Return a `pwrite` that ends its process at a call, when a share of the data is written."""
+    calls = [0]
+    real = os.pwrite
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        calls[0] += 1
+        if calls[0] == write:
+            real(fd, bytes(data)[: int(share * len(data))], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(fd, data, offset)
+
+    return pwrite
+
+
+def filled(folder: str, order: list[int]) -> bool:
+    """Make and check samples."""
+    samples = cseq.cached(Decoded(6, None, 1000), "1 MB", folder=folder)
+    return all(is_right(samples[k], k, 1000) for k in order)
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+def test_a_kill_at_any_write_leaves_samples_whole(share: float, tmp_path: Path) -> None:
+    """A process is killed at each of its writes in turn.
+
+    Another one finds no sample half written, and makes what is missing. No two samples lie over
+    each other.
+    """
+    for write in range(1, 100):
+        folder = f"{tmp_path}/{write}"
+
+        def die(write: int = write, folder: str = folder) -> bool:
+            os.pwrite = killed_at(write, share)
+            return filled(folder, [4, 1, 3])
+
+        ended = in_child(die)
+        assert in_child(lambda folder=folder: filled(folder, [*range(6), 4, 1, 3]))  # type: ignore[misc]
+        if ended:
+            break
+    assert 8 < write < 99
+    assert cseq.cached(Decoded(6, None, 1000), "1 MB", folder=folder).stats().kept == 6
+
+
+def test_random_kills_leave_samples_whole(tmp_path: Path) -> None:
+    """Processes that fill one cache are killed at random, again and again."""
+    folder, choose = str(tmp_path / "cache"), np.random.default_rng(7)
+
+    def fill(seed: int) -> bool:
+        samples = cseq.cached(Decoded(300, None, 5000), "4 MB", folder=folder)
+        order = np.random.default_rng(seed).permutation(300).tolist()
+        return all(is_right(samples[k], k, 5000) for k in order)
+
+    for seed in range(40):
+        child = os.fork()
+        if not child:
+            os._exit(not fill(seed))
+        signal.sigtimedwait([], choose.uniform(0.001, 0.04))
+        os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+        assert os.WIFSIGNALED(status) or status == 0
+    assert in_child(lambda: fill(1))
+    samples = cseq.cached(Decoded(300, None, 5000), "4 MB", folder=folder)
+    assert samples.stats().kept == 300
+
+
+def test_a_claim_of_a_killed_process_ends_with_it(tmp_path: Path) -> None:
+    """A sample that a process was making when it was killed is made and kept by another one."""
+    folder = str(tmp_path / "cache")
+
+    class Dying(Decoded):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            if os.getpid() != parent:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(index)
+
+    parent = os.getpid()
+    samples = cseq.cached(Dying(), "2 MB", folder=folder, version="1")
+    assert not in_child(lambda: is_right(samples[5], 5))
+    assert is_right(samples[5], 5)
+    assert samples.stats().made == 1
+
+
+# -- who has it
+
+
+SCRIPT = """
+import os, sys, time
+import numpy as np
+import cseq
+
+class Decoded:
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        print("made", index, flush=True)
+        return np.full(1000, index)
+
+if __name__ == "__main__":
+    samples = cseq.cached(Decoded(), "1 MB", folder=sys.argv[1] if len(sys.argv) > 1 else None)
+    total = sum(int(samples[k][0]) for k in range(8))
+    print("total", total, samples.stats().kept)
+    print(str(samples).partition(" in ")[2].partition(";")[0], file=sys.stderr)
+"""
+
+
+def test_a_folder_is_kept_for_the_next_run(run_anew: RunScript, tmp_path: Path) -> None:
+    """The next run finds all samples; it makes one, to compare it."""
+    first, second = (run_anew(SCRIPT, str(tmp_path / "cache")) for _ in range(2))
+    assert first.stdout.splitlines() == [*(f"made {k}" for k in range(8)), "total 28 8"]
+    assert second.stdout.splitlines() == ["made 0", "total 28 8"]
+
+
+def test_changed_code_does_not_read_old_samples(run_anew: RunScript, tmp_path: Path) -> None:
+    """If the code that makes samples has changed, the folder is refused, and the remedy named."""
+    run_anew(SCRIPT, str(tmp_path / "cache"))
+    changed = run_anew(SCRIPT.replace("index)\n\n", "index + 1)\n\n"), str(tmp_path / "cache"))
+    assert changed.returncode == 1
+    assert "give another folder, or remove this one. With version=" in changed.stderr
+
+
+def test_shared_memory_is_gone_with_the_last_process(run_anew: RunScript) -> None:
+    """Without a folder nothing is left at the end."""
+    done = run_anew(SCRIPT)
+    assert done.stdout.endswith("total 28 8\n")
+    assert os.path.basename(done.stderr.strip()).startswith("cseq-cache-")
+    assert not os.path.exists(done.stderr.strip())
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(run_anew: RunScript) -> None:
+    """A process that is killed cannot remove its memory; the next cache of its user does."""
+    killed = run_anew(SCRIPT + "    sys.stderr.flush(); os.kill(os.getpid(), 9)\n")
+    assert os.path.exists(killed.stderr.strip())
+    cseq.cached(Decoded(5), "1 MB")
+    assert not os.path.exists(killed.stderr.strip())
+
+
+RANKS = (
+    SCRIPT
+    + """
+    if "MADE" not in os.environ:
+        import subprocess
+        os.environ["MADE"] = "no"
+        subprocess.run([sys.executable, __file__], check=True)
+    else:
+        have = samples.stats()
+        print("found", have.hits, "others", have.others)
+"""
+)
+
+
+def test_ranks_share_one_copy(run_anew: RunScript) -> None:
+    """Another process that makes the same cache finds what this one has made, and compares one."""
+    said = run_anew(RANKS).stdout.splitlines()
+    assert said[8:] == ["total 28 8", "made 0", "total 28 8", "found 8 others 0"]
+
+
+def test_a_copy_by_pickle_is_the_same_cache() -> None:
+    """A pickled cache is a door to the same entries, in this process or another one."""
+    samples = cseq.cached(Decoded(), "2 MB")
+    assert is_right(samples[7], 7)
+    again = pickle.loads(pickle.dumps(samples))
+    assert is_right(again[7], 7)
+    assert samples.stats().hits == again.stats().hits == 1
+
+
+def test_samples_that_differ_each_time_are_an_error() -> None:
+    """Random numbers in `make` would be drawn once for all epochs: an error says so."""
+    samples = cseq.cached(Noisy(), "2 MB")
+    samples[1]
+    with pytest.raises(ValueError, match=r"make\[1\] is not the sample that the cache has"):
+        samples[1]
+
+
+@pytest.mark.parametrize(
+    ("limit", "version", "name"), [("3 MB", "1", "limit"), ("2 MB", "2", "version")]
+)
+def test_a_folder_of_something_else_is_refused(
+    limit: str, version: str, name: str, tmp_path: Path
+) -> None:
+    """A folder whose cache has another limit or version is an error that names both values."""
+    folder = str(tmp_path / "cache")
+    kept = cseq.cached(Decoded(), "2 MB", folder=folder, version="1")
+    with pytest.raises(ValueError, match=rf"has samples with {name}="):
+        cseq.cached(Decoded(), limit, folder=folder, version=version)
+    assert is_right(kept[0], 0)
+
+
+def test_a_class_in_a_function_needs_a_version() -> None:
+    """Its pickle differs from process to process, so ranks would have a cache each."""
+
+    class Local(Decoded):
+        pass
+
+    with pytest.raises(ValueError, match=r"define it in a module, or give version="):
+        cseq.cached(Local(), "2 MB")
+    assert len(cseq.cached(Local(), "2 MB", version="1")) == 20
+
+
+def test_describes_itself() -> None:
+    """Its repr has what it keeps, where, and its hits."""
+    samples = cseq.cached(Decoded(), "2 MB")
+    samples[0], samples[0]
+    assert repr(samples).startswith("<Cached: 1 of 20 samples, ")
+    assert repr(samples).endswith("; 1 hits>")
