@@ -79,7 +79,7 @@ class Balanced(Order):
         self._over = choice("over", over, (*STEPS, "epoch"))
         self._window = self.step * STEPS.get(over, max(1, order.units // self.step))
         self.samples, self.units, self.room = order.samples, order.units, order.room
-        self.left_out = order.left_out
+        self.left_out, self.tokens = order.left_out, order.tokens
 
     def facts(self) -> dict[str, Any]:
         """Return what the order depends on."""

@@ -63,6 +63,8 @@ class Order:
         Whether the order depends on the seed.
     left_out : str
         What no epoch has of the samples, in words. '': they all come.
+    tokens : float or None
+        Tokens of a unit, in the mean over all. None: the order does not know it.
     replaced : dict of str to str
         The names of earlier definitions, and what has changed since each. Their states are refused
         with these words.
@@ -86,6 +88,7 @@ class Order:
     is_batch: bool = False
     is_seeded: bool = True
     left_out: str = ""
+    tokens: float | None = None
     replaced: ClassVar[dict[str, str]] = {}
 
     def read(

@@ -66,7 +66,7 @@ class Concatenated(Order):
                 f"row={row} is longer than all documents together, which have {self.samples} "
                 "tokens; give a shorter row, or more documents"
             )
-        self.room = self._most_pieces()
+        self.room, self.tokens = self._most_pieces(), float(self.row)
         if rest := self.samples % self.row:
             self.left_out = f"an epoch leaves {rest:,} tokens out, others each time"
 
@@ -82,7 +82,7 @@ class Concatenated(Order):
         tokens, room = np.append(0, (counts * each).cumsum()), max(0, self.row - 2)
         longest = int(tokens.searchsorted(room, "right")) - 1  # shorter ones fit in all
         whole = int(counts[:longest].sum()) + (room - int(tokens[longest])) // max(1, longest)
-        return min(whole + 2, self.row, int(counts.sum()))
+        return max(2, min(whole + 2, self.row, int(counts.sum())))  # 2: units are rows
 
     def facts(self) -> dict[str, Any]:
         """Return what the order depends on."""

@@ -59,6 +59,9 @@ class Mixture(Order):
         The share of each source, as integers of any size or floats. Only their exact ratios count,
         and 0 leaves a source out. A list is a curriculum: weights hold from the first block that
         begins at their unit or later. Units count over all epochs. The list begins at unit 0.
+    weights_of : 'units' or 'tokens'
+        What weights count. With 'tokens', a source of long rows has fewer rows for the same weight:
+        its rate follows from the mean tokens of a row of it. For `Packed` and `Concatenated`.
     block : int
         Units that are mixed with each other. There may be more sources than that.
     epoch_size : int, optional
@@ -88,6 +91,7 @@ class Mixture(Order):
 
     name = "mixture-v2"
     _reweighed: list[float] | None = None
+    _meant: dict[str, Any] = {}  # noqa: RUF012 - never changed
     replaced: ClassVar[dict[str, str]] = {
         "mixture-v1": "a small share is no longer one unit of each block, but what its weight says"
     }
@@ -97,13 +101,18 @@ class Mixture(Order):
         sources: Mapping[str, Order],
         weights: Weights | Sequence[tuple[int, Weights]],
         *,
+        weights_of: Literal["units", "tokens"] = "units",
         block: int = 1024,
         epoch_size: int | None = None,
         stop: Literal["all", "first"] = "all",
     ) -> None:
         self.sources = _sources(sources)
         length = count("block", block, 1, MOST_BLOCK)
-        self._given = _phases(weights, list(self.sources))
+        given = _phases(weights, list(self.sources))
+        self._by_tokens = choice("weights_of", weights_of, ("units", "tokens")) == "tokens"
+        if self._by_tokens:
+            self._meant = {"weights": [[unit, list(each)] for unit, each in given]}
+        self._given = [(unit, self._rates(each)) for unit, each in given]
         self._plan = _Plan(list(self.sources), self._given, length, 0, {})
         members = list(self.sources.values())
         lost = [
@@ -125,6 +134,22 @@ class Mixture(Order):
                 "give them more weight or 0, or a larger epoch_size",
                 stacklevel=2,
             )
+
+    def _rates(self, weights: list[float]) -> list[float]:
+        """Return the weights of units for given ones, which may be those of tokens."""
+        if not self._by_tokens:
+            return weights
+        for name, order in self.sources.items():
+            if order.tokens is None:
+                raise TypeError(
+                    f"weights_of='tokens': sources[{name!r}]={order!r} does not know the tokens of "
+                    "its units; give Packed, Concatenated, or a Resized or Balanced of them"
+                )
+        means = [order.tokens or 1.0 for order in self.sources.values()]
+        rates = [weight * (max(means) / mean) for weight, mean in zip(weights, means, strict=True)]
+        if not all(map(math.isfinite, rates)):
+            raise ValueError(f"weights={weights} are too large to be shares of tokens")
+        return rates
 
     def _end(self, stop: str) -> int:
         """Return the units of the first epoch, in whole blocks of the first weights."""
@@ -166,10 +191,11 @@ class Mixture(Order):
     def facts(self) -> dict[str, Any]:
         """Return what the order depends on; `since` and `taken`: where its weights began.
 
-        `weights` are those that it was made with, `reweighed` those of `reweighed`.
+        `weights` are those that it was made with, `reweighed` those of `reweighed`. If weights are
+        those of tokens, `meant` has them as they were given.
         """
         plan = self._plan
-        return {
+        return ({"meant": self._meant} if self._by_tokens else {}) | {
             "name": self.name,
             "samples": self.samples,
             "units": self.units,
@@ -186,7 +212,7 @@ class Mixture(Order):
         ours = self.facts()
         if facts == ours:
             return self
-        if facts.get("name") != self.name or ours.keys() - facts.keys():
+        if facts.get("name") != self.name or ours.keys() - facts.keys() - {"meant"}:
             try:
                 return super().resumed(facts, seed, epoch, consumed)
             except ValueError as error:
@@ -207,6 +233,7 @@ class Mixture(Order):
             *self.sources
         ]:
             order._plan, order._reweighed = before, facts["reweighed"]
+            order._meant = facts.get("meant", self._meant)
         else:
             order._reweighed = None
             since = epoch * self.units + consumed & WORD
@@ -221,8 +248,9 @@ class Mixture(Order):
         """
         names, plan = list(self.sources), self._plan
         unit = epoch * self.units + consumed
-        order = copy.copy(self)
-        order._reweighed = _weights(weights, names)
+        order, given = copy.copy(self), _weights(weights, names)
+        order._reweighed = self._rates(given)
+        order._meant = self._meant | {"reweighed": given}
         taken = plan.drawn(seed, unit)
         order._plan = _Plan(names, [(0, order._reweighed)], plan.block, unit & WORD, taken)
         return order
@@ -324,14 +352,15 @@ class Mixture(Order):
     def describe(self) -> str:
         """Describe an epoch."""
         block, first = self._plan.block, self._plan.shares[0]
-        shares = [
-            f"{weight / first.total:.3g} of {name}"
-            for name, weight in zip(self.sources, first.whole, strict=True)
-        ]
+        weights, by = [weight / first.total for weight in first.whole], ""
+        if self._by_tokens:
+            given, by = self._meant["weights"][0][1], " by tokens"
+            weights = [weight / sum(given) for weight in given]
+        shares = [f"{part:.3g} of {name}" for name, part in zip(self.sources, weights, strict=True)]
         rare = self._rare()
         less = f"; less than one unit of {_listed(rare)}" if rare else ""
         left_out = f"; {self.left_out}" if self.left_out else ""
-        return f"{self.units:,} units in blocks of {block}: {_listed(shares)}{less}{left_out}"
+        return f"{self.units:,} units in blocks of {block}{by}: {_listed(shares)}{less}{left_out}"
 
 
 class Resized(Order):
@@ -361,7 +390,7 @@ class Resized(Order):
         size = count("epoch_size", epoch_size, 1, MOST_SAMPLES)
         self.order, self._size = order, size
         self.samples, self.room, self.is_batch = order.samples, order.room, order.is_batch
-        self.is_seeded, self.left_out = order.is_seeded, order.left_out
+        self.is_seeded, self.left_out, self.tokens = order.is_seeded, order.left_out, order.tokens
         self.units = size if order.units else 0
 
     def over(self, samples: int) -> Self:

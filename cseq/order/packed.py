@@ -92,7 +92,7 @@ class Packed(Recipes):
             pieces = Pieces(lengths, budget, quantum)
             recipes = best_fit(pieces.lengths, pieces.sizes, rooms)
             super().__init__(pieces.ends.total, pieces, *recipes)
-            lengths_of = pieces.lengths
+            lengths_of, self.room = pieces.lengths, max(2, self.room)  # 2: units are rows
             total, said = pieces.ends.total, fingerprint(pieces.ends.lengths)
             least = fewest_rows(pieces.lengths, pieces.sizes, rooms)
             if least > SHOWN * total / budget + 1:
@@ -111,7 +111,8 @@ class Packed(Recipes):
         self._works = np.add.reduceat(
             squares.take(self.parts[:, 0]) * self.parts[:, 1], self.first[:-1]
         )
-        self._used = total / (self.units * budget)
+        self.tokens = total / self.units
+        self._used = self.tokens / budget
         self._facts = {
             "lengths": said,
             "budget": budget,
@@ -124,7 +125,7 @@ class Packed(Recipes):
         parts = "samples" if self.name == "packed-v1" else "pieces"
         said = (
             f"{self.units:,} rows, filled to {100 * self._used:.4g} %{self._bound}, "
-            f"{self.fewest:,}–{self.room:,} {parts} a row"
+            f"{self.fewest:,}–{self.sizes.max():,} {parts} a row"
         )
         return f"{said}; {self.left_out}" if self.left_out else said
 

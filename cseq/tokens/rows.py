@@ -14,6 +14,7 @@ from cseq.order.base import MOST_SEED
 from cseq.order.concatenated import Concatenated
 from cseq.order.mixture import Mixture
 from cseq.order.packed import Packed
+from cseq.tokens._fill import cut, fill
 from cseq.tokens.documents import Corpus, corpus_of
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ class Pieces(NamedTuple):
     documents: Ints
     starts: Ints
     counts: Ints
-    is_last: NDArray[np.bool_]  # whether the document ends with the piece
     numbers: Ints  # in the row; -1 for padding
+    after: Ints  # the label of the last token
 
 
 class Padding(Corpus):
@@ -93,8 +94,8 @@ class Rows:
         Rows of a batch are one row, of shape (1, rows * row).
     pad : int
         The token that fills a row's rest.
-    dtype : data type
-        Of `input_ids`, `labels` and `position_ids`.
+    dtype : 'int64' or 'int32'
+        The type of `input_ids`, `labels` and `position_ids`.
     keys : sequence of str
         What a batch has, of these:
 
@@ -161,7 +162,9 @@ class Rows:
         self._corpora = [*corpora, Padding(tokens=np.full(row, pad, self._dtype))]
         self._firsts = np.cumsum([0, *(corpus.tokens for corpus in corpora)])
         self._has_masks = any(corpus.has_mask for corpus in corpora)
-        self._range = np.arange(self.row)
+        self._made = {*self.keys, "input_ids"}
+        if "valid_tokens" in self.keys:
+            self._made.add("labels")
         over: Callable[[Any], Order] = partial(Concatenated, row=self.row)
         if choice("packing", packing, ("best-fit", "concatenate")) == "best-fit":
             over = partial(Packed, budget=self.row, too_long="split")
@@ -178,11 +181,8 @@ class Rows:
 
     def _check(self, corpora: list[Corpus], pad: int) -> None:
         """Check that tokens fit in the type, and that there is something to predict."""
-        kind = self._dtype.kind
-        if kind not in "iu" or pad > np.iinfo(self._dtype).max:
-            raise TypeError(f"dtype={self._dtype} with pad={pad}; give an integer's that holds it")
-        if kind == "u" and "labels" in self.keys:
-            raise TypeError(f"dtype={self._dtype} has no {IGNORED} for labels; give 'int64'")
+        if self._dtype not in (np.int32, np.int64) or pad > np.iinfo(self._dtype).max:
+            raise TypeError(f"dtype={self._dtype} with pad={pad}; give 'int64', or 'int32'")
         for corpus in corpora:
             [token] = corpus.slices(np.zeros(1, np.int64), np.ones(1, np.int64))
             if not np.can_cast(token.dtype, self._dtype):
@@ -240,29 +240,29 @@ class Rows:
         """Return the batch of these positions, of which `cseq.parts` says the rows."""
         sizes = parts()
         pieces = self._pieces(indices, sizes)
-        stops = pieces.counts.cumsum()
         shape = (1, len(sizes) * self.row) if self.flat else (len(sizes), self.row)
-        batch: dict[str, Any] = {}
-        batch["input_ids"] = empty(shape, self._dtype)
-        ids = batch["input_ids"].reshape(-1)
-        tokens = self._read(pieces.sources, pieces.at, pieces.counts)
-        np.concatenate(tokens, out=ids, casting="safe")
-        if "labels" in self.keys or "valid_tokens" in self.keys:
-            batch["labels"] = empty(shape, self._dtype)
-            labels = batch["labels"].reshape(-1)
-            batch["valid_tokens"] = self._label(labels, ids, pieces, stops)
-        if "position_ids" in self.keys:
-            batch["position_ids"] = positions = empty(shape, self._dtype)
-            if len(self._range) < len(ids):
-                self._range = np.arange(len(ids))
-            begins = (stops - pieces.counts).repeat(pieces.counts)
-            out = positions.reshape(-1)
-            np.subtract(self._range[: len(ids)], begins, out=out, casting="unsafe")
-        if "document_ids" in self.keys:
-            batch["document_ids"] = documents = empty(shape, np.int32)
-            documents.reshape(-1)[:] = pieces.numbers.astype(np.int32).repeat(pieces.counts)
+        kinds = dict.fromkeys(("input_ids", "labels", "position_ids"), self._dtype)
+        kinds["document_ids"] = np.dtype(np.int32)
+        batch: dict[str, Any] = {
+            key: empty(shape, kind) for key, kind in kinds.items() if key in self._made
+        }
+        masks = None
+        if "labels" in batch and self._has_masks:
+            found = self._read(pieces.sources, pieces.at, pieces.counts, masks=True)
+            masks = np.concatenate(found) != 0
+        batch["valid_tokens"] = fill(
+            self._read(pieces.sources, pieces.at, pieces.counts),
+            pieces.counts,
+            pieces.numbers,
+            pieces.after,
+            masks,
+            batch["input_ids"],
+            batch.get("labels"),
+            batch.get("position_ids"),
+            batch.get("document_ids"),
+        )
         if "cu_seqlens" in self.keys:
-            batch["cu_seqlens"] = np.append(0, stops).astype(np.int32)
+            batch["cu_seqlens"] = np.append(0, pieces.counts.cumsum()).astype(np.int32)
         if "max_seqlen" in self.keys:
             batch["max_seqlen"] = int(pieces.counts.max())
         if "source_tokens" in self.keys:
@@ -270,59 +270,29 @@ class Rows:
             batch["source_tokens"] = shares.astype(np.int64)
         return {key: batch[key] for key in self.keys}
 
-    def _label(self, labels: Ints, ids: Ints, pieces: Pieces, stops: Ints) -> int:
-        """Write what follows each token in its document; return what a loss counts of it."""
-        cut = np.flatnonzero(~pieces.is_last)
-        behind = pieces.at[cut] + pieces.counts[cut], np.ones(len(cut), np.int64)
-        after = np.full(len(stops), IGNORED, labels.dtype)
-        if len(cut):
-            after[cut] = np.concatenate(self._read(pieces.sources[cut], *behind))
-        labels[:-1] = ids[1:]
-        if self._has_masks:
-            masks = self._read(pieces.sources, pieces.at, pieces.counts, masks=True)
-            labels[:-1][np.concatenate(masks)[1:] == 0] = IGNORED
-            if len(cut):
-                masks = self._read(pieces.sources[cut], *behind, masks=True)
-                after[cut[np.concatenate(masks) == 0]] = IGNORED
-        labels[stops - 1] = after
-        ignored = len(stops) - len(cut)
-        for k in np.flatnonzero(pieces.numbers < 0).tolist():
-            labels[stops[k] - pieces.counts[k] : stops[k]] = IGNORED
-            ignored += int(pieces.counts[k]) - 1
-        if self._has_masks:
-            return int(np.count_nonzero(labels != IGNORED))
-        return len(labels) - ignored
-
     def _pieces(self, indices: Ints, sizes: Ints) -> Pieces:
         """Return what rows have: a piece ends with its document, or with the row."""
         sources = self._firsts.searchsorted(indices, "right") - 1
         at = indices - self._firsts.take(sources)
-        documents, starts, counts = np.empty((3, len(at)), np.int64)
+        documents, begins, left = np.empty((3, len(at)), np.int64)
         for s, which in self._by_source(sources):
             corpus = self._corpora[s]
-            documents[which], begins = corpus.ends.find(at[which])
-            starts[which] = at[which] - begins
-            counts[which] = corpus.lengths[documents[which]] - starts[which]
-        ends = sizes.cumsum()
-        short = self.row - np.add.reduceat(counts, ends - sizes)
-        counts[ends - 1] += np.minimum(short, 0)
-        if counts.min() < 1:
-            raise ValueError(
-                f"the order has pieces behind the end of a row of {self.row} tokens: it is not "
-                "that of these Rows; leave order= out"
-            )
-        is_last = np.ones(len(counts), np.bool_)
-        is_last[ends - 1] = short >= 0
-        numbers = np.arange(len(counts))
-        if not self.flat:
-            numbers -= (ends - sizes).repeat(sizes)
-        pieces = Pieces(sources, at, documents, starts, counts, is_last, numbers)
-        padded = np.flatnonzero(short > 0)
-        if not len(padded):
-            return pieces
-        values: tuple[Any, ...] = (len(self.names), 0, -1, 0, short[padded], [True], -1)
-        together = zip(pieces, values, strict=True)
-        return Pieces(*(np.insert(column, ends[padded], value) for column, value in together))
+            documents[which], begins[which] = corpus.ends.find(at[which])
+            left[which] = corpus.lengths[documents[which]]
+        starts = at - begins
+        left -= starts
+        which, counts, is_cut, numbers = cut(left, sizes, self.row, not self.flat)
+        if len(which) > len(at):  # a number of -1 is that of padding
+            padding = (len(self.names), 0, -1, 0)
+            columns = zip((sources, at, documents, starts), padding, strict=True)
+            sources, at, documents, starts = (np.append(*pair)[which] for pair in columns)
+        after = np.full(len(counts), IGNORED)
+        if len(more := np.flatnonzero(is_cut)):
+            where = sources[more], at[more] + counts[more], np.ones_like(more)
+            after[more] = np.concatenate(self._read(*where))
+            if self._has_masks:
+                after[more[np.concatenate(self._read(*where, masks=True)) == 0]] = IGNORED
+        return Pieces(sources, at, documents, starts, counts, numbers, after)
 
     def _by_source(self, sources: Ints) -> list[tuple[int, Any]]:
         """Group the numbers of pieces by source."""

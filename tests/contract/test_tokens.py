@@ -170,6 +170,22 @@ def test_types_and_keys(tmp_path: Path) -> None:
     assert kinds == {"int64": {"int64", "int32"}, "int32": {"int32"}}
 
 
+def test_tokens_fit_in_the_type(tmp_path: Path) -> None:
+    """Any integers that the batch's type can hold, whatever their bytes; others are refused."""
+    kinds = ("u1", "i1", "<u2", ">u2", "<i2", ">i2", "<i4", ">i4", "<u4", ">u4", "<i8", ">i8")
+    for kind in kinds:
+        path, number = tmp_path / f"{kind}.bin", 100
+        np.arange(number, dtype=kind).tofile(path)
+        source = tokens.Flat(path, kind, offsets=[0, number])
+        for dtype in ("int32", "int64"):
+            if kind[-2:] in ("u4", "i8") and dtype == "int32":
+                with pytest.raises(TypeError, match="which dtype=int32 cannot hold"):
+                    tokens.Rows(source, number, dtype=dtype)
+            else:
+                [batch] = batches_of(tokens.Rows(source, number, dtype=dtype))
+                assert batch["input_ids"] == [[*range(number)]]
+
+
 def test_a_sequence_takes_the_order_of_its_indexer(tmp_path: Path) -> None:
     """An indexer's own order is used, unless another is given; `shuffle` beside it is an error."""
     rows = tokens.Rows(reader_of("flat", tmp_path, "f", [[1, 2, 3, 4], [5, 6]]), 4)
@@ -196,8 +212,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"sources": {"a": [1, 2]}}, r"sources has \[1, 2\], which has no name"),
     ({"sources": Listed([[], []])}, "listed: it has no tokens; leave this source out"),
     ({"sources": Listed([[1], [2]])}, "no document has 2 tokens"),
-    ({"dtype": "int16"}, "listed has tokens of type int32, which dtype=int16 cannot hold"),
-    ({"dtype": "uint64"}, "dtype=uint64 has no -100"),
+    ({"dtype": "int16"}, "dtype=int16 with pad=0; give 'int64', or 'int32'"),
     ({"dtype": "int32", "pad": 2**40}, "dtype=int32 with pad="),
     ({"keys": ["ids"]}, "keys='ids' is unknown; give one of"),
     ({"packing": "best"}, "packing='best' is unknown"),
@@ -226,7 +241,12 @@ def test_a_row_beyond_the_epoch(tmp_path: Path) -> None:
 
 
 def test_a_source_of_one_s_own_that_contradicts_itself() -> None:
-    """What `read` returns has the length that was asked for."""
+    """What `read` returns has the length that was asked for, and the type that it had before."""
+    source = Listed([[1, 2, 3]])
+    rows = tokens.Rows(source, 3)
+    source.read = lambda *_: np.array([1.0, 2.0, 3.0])  # type: ignore[method-assign,assignment]
+    with pytest.raises(ValueError, match=r"cannot be those of an array of .* type float64"):
+        batches_of(rows)
     source = Listed([[1, 2, 3]])
     source.lengths = np.array([4])
     with pytest.raises(ValueError, match=r"read\(0, 0, 4\) returned .* correct lengths\[0\]"):

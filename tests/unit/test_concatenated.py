@@ -66,9 +66,9 @@ def test_the_most_pieces_of_a_row() -> None:
     """`room` is enough for the shortest documents together, and is not far above."""
     assert cseq.Concatenated([1] * 20, 6).room == 6
     assert cseq.Concatenated([3] * 20, 11).room == 5
-    assert cseq.Concatenated([100], 11).room == 1
+    assert cseq.Concatenated([100], 11).room == 2
     assert cseq.Concatenated([1, 1, 30, 0, 30], 20).room == 4
-    assert cseq.Concatenated([1], 1).room == 1
+    assert cseq.Concatenated([1], 1).room == 2
 
 
 # ── statistics ────────────────────────────────────────────────────────────────────────────────

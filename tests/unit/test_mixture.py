@@ -132,6 +132,64 @@ def order_weights(order: cseq.Mixture) -> dict[str, Any]:
     return dict(zip(order.sources, facts["weights"][0][1], strict=True))
 
 
+# Sources of long and short documents, and of full rows and half empty ones.
+LONG = {"web": np.full(3000, 60), "books": np.full(900, 450), "code": np.arange(1, 800)}
+
+
+@pytest.mark.parametrize(
+    "weights", [[1, 1, 1], [0.001, 1, 0.2], [1, 0.002, 0.001], [50, 10**6, 10**4]]
+)
+def test_shares_of_tokens(weights: list[float]) -> None:
+    """Weights of tokens hold for tokens, tiny and huge ones, whatever the lengths are."""
+    sources = {name: cseq.Packed(lengths, 1000) for name, lengths in LONG.items()}
+    given = dict(zip(LONG, weights, strict=True))
+    order = cseq.Mixture(sources, given, weights_of="tokens", epoch_size=200_000)
+    samples = order.reader(5).samples(1, 0, order.units)[0]
+    ends = np.cumsum([len(lengths) for lengths in LONG.values()])
+    tokens = np.concatenate([*LONG.values()])[samples]
+    found = np.bincount(ends.searchsorted(samples, "right"), tokens, 3) / tokens.sum()
+    shares = np.array(weights) / sum(weights)
+    assert (np.abs(found - shares) <= 0.01 * shares + 2 * 1000 / tokens.sum()).all()
+    said = order.describe()
+    assert "in blocks of 1024 by tokens: " in said
+    assert f"{shares[0]:.3g} of web" in said
+
+
+def test_a_state_says_which_tokens_were_meant() -> None:
+    """It loads with weights of either kind; other weights while it runs are of tokens, too."""
+    sources = {name: cseq.Packed(lengths, 1000) for name, lengths in LONG.items()}
+    weights = {"web": 1, "books": 1, "code": 2}
+    order = cseq.Mixture(sources, weights, weights_of="tokens", epoch_size=3000)
+    plain = cseq.Mixture(sources, weights, epoch_size=3000)
+    assert "meant" not in plain.facts()
+    facts = json.loads(json.dumps(order.facts()))
+    assert facts["meant"] == {"weights": [[0, [1, 1, 2]]]}
+    rates, means = facts["weights"][0][1], [order.tokens or 0 for order in sources.values()]
+    assert np.multiply(rates, means) / means[0] == pytest.approx(rates[0] * np.array([1, 1, 2]))
+    assert order.resumed(facts, 1, 0, 500) is order
+    for other, state in ((plain, facts), (order, json.loads(json.dumps(plain.facts())))):
+        after = other.resumed(state, 1, 0, 500)
+        assert after.facts()["since"] == 500
+        assert after.batches(seed=1, start=500)
+    changed = order.reweighed({"web": 4, "books": 0, "code": 1}, 1, 0, 500)
+    state = json.loads(json.dumps(changed.facts()))
+    assert state["meant"] == {"weights": [[0, [1, 1, 2]]], "reweighed": [4, 0, 1]}
+    again = order.resumed(state, 1, 0, 700)
+    assert again.facts() == changed.facts()
+    assert again.batches(seed=1, start=700) == changed.batches(seed=1, start=700)
+
+
+def test_tokens_that_are_not_known() -> None:
+    """Orders of samples have no tokens; weights beyond floats are no shares."""
+    with pytest.raises(TypeError, match=r"sources\['a'\]=.* does not know the tokens"):
+        cseq.Mixture({"a": cseq.Shuffled(9)}, {"a": 1}, weights_of="tokens")
+    with pytest.raises(ValueError, match="weights_of='words'"):
+        cseq.Mixture({"a": cseq.Shuffled(9)}, {"a": 1}, weights_of="words")  # type: ignore[arg-type]
+    sources = {name: cseq.Packed(lengths, 1000) for name, lengths in LONG.items()}
+    with pytest.raises(ValueError, match="too large to be shares of tokens"):
+        cseq.Mixture(sources, dict.fromkeys(LONG, 1.7e308), weights_of="tokens")
+
+
 def test_a_unit_is_anywhere_in_its_block() -> None:
     """A source that comes once in ten blocks is as often at each place of a block."""
     order = cseq.Mixture(

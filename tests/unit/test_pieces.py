@@ -56,6 +56,15 @@ def test_a_document_is_cut_into_rows_and_a_rest() -> None:
     assert str(order) == "<Packed: 5 rows, filled to 88 %, 1–1 pieces a row>"
 
 
+def test_rows_of_one_piece_are_rows() -> None:
+    """A source of long documents is mixed with others, and its batches have sizes."""
+    order = cseq.Packed([20, 10], 10, too_long="split")
+    assert (order.room, order.describe()[-16:]) == (2, "1–1 pieces a row")
+    parts = {"long": order, "short": cseq.Packed([3, 4, 2], 10, too_long="split")}
+    assert cseq.Mixture(parts, {"long": 3, "short": 1}, block=4).units == 4
+    assert order.reader(1).samples(0, 0, 3)[1].tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize("sigma", [0.8, 1.2, 1.5])
 def test_rows_are_full(sigma: float) -> None:
     """At most 1 % more rows than full ones, from 10^4 documents on; of 10^5, 99.98 % are full."""
