@@ -111,13 +111,9 @@ def cached(
 
     Examples
     --------
-    >>> class Decoded:
-    ...     def __len__(self):
-    ...         return 100
-    ...     def __getitem__(self, index):
-    ...         return np.full((8, 8), index, np.uint8)
-    >>> images = cseq.cached(Decoded(), "1 MB")
-    >>> int(images[3].sum()), int(images[3].sum()), images.stats().hits
+    >>> pictures = [np.full((8, 8), number, np.uint8) for number in range(100)]
+    >>> samples = cseq.cached(pictures, "1 MB")
+    >>> int(samples[3].sum()), int(samples[3].sum()), samples.stats().hits
     (192, 192, 1)
     """
     return Cached(make, limit, folder, version)

@@ -1,4 +1,4 @@
-"""A folder of entries: each is written once, by one process, and read by all of a machine.
+"""A folder of entries: each is written by one process, and read by all.
 
 ``users``    nothing; who has the folder open holds a shared lock on it
 ``about``    what the entries are of, as JSON

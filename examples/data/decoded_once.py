@@ -10,7 +10,7 @@ import cseq
 
 
 class Decoded:
-    """What is the same in each epoch: the file is read and decoded, its short side becomes 64."""
+    """What is the same in each epoch: read, decode, resize to a short side of 64."""
 
     def __init__(self, files):
         self.files = files
@@ -46,7 +46,8 @@ if __name__ == "__main__":
     for number, file in enumerate(files):
         Image.fromarray(np.full((80, 100, 3), number * 6, "uint8")).save(file)
     pictures = cseq.cached(Decoded(files), "10 MB")
-    loader = cseq.DataLoader(Augmented(pictures), 10, shuffle=True, num_workers=2, rng="batch")
+    options = {"batch_size": 10, "shuffle": True, "num_workers": 2, "rng": "batch"}
+    loader = cseq.DataLoader(Augmented(pictures), **options)
     for epoch in range(3):
         print(epoch, sum(len(images) for images, labels in loader))
     print(pictures.stats().kept, "pictures are kept")
