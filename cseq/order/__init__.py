@@ -8,5 +8,6 @@
 ``documents``   `DocumentEnds`: documents end to end, positions of their tokens; `pieces` of them
 ``base``        `Order`, for orders of the user's own; `shuffled`, `blocks`, `buckets`, `groups`,
                 `mixture`, `packed`, `concatenated`, `balanced` and `weighted` are cseq's, over what
-                `classes` and `_readers` have; `shares`: how often each source of a mixture comes
+                `classes` and `_readers` have; `shares`: how often each source of a mixture comes;
+                `sources`: what orders that are made of others have in common
 """

@@ -16,8 +16,9 @@ import numpy as np
 
 from cseq.check import choice, count
 from cseq.order._readers import AHEAD, MIXTURE, ArrayReader, seed_of, shuffle
-from cseq.order.base import MOST_SAMPLES, WORD, Order, in_epochs, kind, passes, spans
+from cseq.order.base import MOST_SAMPLES, WORD, Order, in_epochs, passes
 from cseq.order.shares import Shares
+from cseq.order.sources import MOST_SOURCES, by_source, check_sources, firsts_of, read_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,16 +28,15 @@ if TYPE_CHECKING:
 
     from cseq._core import Reader
     from cseq.order.base import Floats, Ints, Read, Works
+    from cseq.order.sources import Drawn
 
 __all__ = ["Mixture", "Resized"]
 
-MOST_BLOCK = 2**16 - 1
 SHOWN = 5  # sources that are described or named
 FEW = 64  # units of each source that are worth a call of its reader
 
 Weights: TypeAlias = Mapping[str, float]
-Parts: TypeAlias = "list[tuple[int, int, int]]"  # a source, and which draws are its
-Draws: TypeAlias = "Callable[[int, Ints], tuple[Ints, NDArray[np.uint64], Parts]]"
+Draws: TypeAlias = "Callable[[int, Ints], Drawn]"
 
 
 class Mixture(Order):
@@ -106,8 +106,8 @@ class Mixture(Order):
         epoch_size: int | None = None,
         stop: Literal["all", "first"] = "all",
     ) -> None:
-        self.sources = _sources(sources)
-        length = count("block", block, 1, MOST_BLOCK)
+        self.sources = check_sources(sources)
+        length = count("block", block, 1, MOST_SOURCES)
         given = _phases(weights, list(self.sources))
         self._by_tokens = choice("weights_of", weights_of, ("units", "tokens")) == "tokens"
         if self._by_tokens:
@@ -309,7 +309,7 @@ class Mixture(Order):
         before = lru_cache(2)(plan.before)
         block_of = lru_cache(1)(partial(plan.block_of, seed, before))
 
-        def draws(epoch: int, units: Ints) -> tuple[Ints, NDArray[np.uint64], Parts]:
+        def draws(epoch: int, units: Ints) -> Drawn:
             numbers = units.view(np.uint64) + np.uint64(epoch * self.units - plan.since & WORD)
             blocks, places = np.divmod(numbers, np.uint64(plan.block))
             cuts = [0, *(np.flatnonzero(blocks[1:] != blocks[:-1]) + 1).tolist(), len(units)]
@@ -318,34 +318,16 @@ class Mixture(Order):
                 at = places[start:stop].view(np.int64)
                 owner, draw = block_of(int(blocks[start]))
                 owners[start:stop], drawn[start:stop] = owner.take(at), draw.take(at)
-            by_owner = owners.argsort(kind="stable")
-            ends = np.bincount(owners).cumsum().tolist()
-            pairs = enumerate(itertools.pairwise([0, *ends]))
-            parts = [(s, start, stop) for s, (start, stop) in pairs if start < stop]
-            return by_owner, drawn.take(by_owner), parts
+            return by_source(owners, drawn)
 
         return draws
 
     def _reader(self, seed: int, readers: Sequence[Reader], draws: Draws) -> Reader:
         """Return what reads the order from what reads the sources."""
-        firsts = [0, *itertools.accumulate(order.samples or 0 for order in self.sources.values())]
+        firsts = firsts_of(self.sources)
 
         def read(epoch: int, units: Ints) -> Read:
-            by_owner, numbers, parts = draws(epoch, units)
-            samples: list[NDArray[np.integer[Any]]] = []
-            sizes: list[Ints] = []
-            for s, start, stop in parts:
-                part, size = passes(readers[s], numbers[start:stop])
-                samples.append(part + firsts[s])
-                sizes.append(np.ones(stop - start, np.int64) if size is None else size)
-            values = np.concatenate(samples)
-            if self.room == 1:
-                mixed = np.empty_like(values)
-                mixed[by_owner] = values
-                return mixed, None
-            each, begins = np.concatenate(sizes), np.empty((2, len(units)), np.int64)
-            begins[:, by_owner] = each, each.cumsum() - each
-            return values[spans(begins[1], begins[0])], begins[0]
+            return read_from(readers, firsts, draws(epoch, units), self.room)
 
         return ArrayReader(self, seed, read, ahead=AHEAD + FEW * len(readers))
 
@@ -446,7 +428,7 @@ def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
         given = facts["weights"] if facts.get("reweighed") is None else [(0, facts["reweighed"])]
         weights = [(unit, dict(zip(names, each, strict=True))) for unit, each in given]
         taken = {name: count(f"taken[{name!r}]", n, 0, WORD) for name, n in facts["taken"].items()}
-        block = count("block", facts["block"], 1, MOST_BLOCK)
+        block = count("block", facts["block"], 1, MOST_SOURCES)
         since = count("since", facts["since"], 0, WORD)
         count("units", facts["units"], 1, MOST_SAMPLES)
         return _Plan(names, _phases(weights, names), block, since, taken), known
@@ -517,29 +499,6 @@ def _listed(texts: list[str]) -> str:
     """List texts, the first ones of many."""
     more = [f"{len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
     return ", ".join(texts[:SHOWN] + more)
-
-
-def _sources(sources: Mapping[str, Order]) -> dict[str, Order]:
-    """Check `sources`."""
-    if not hasattr(sources, "keys") or not sources:
-        raise TypeError(f"sources={sources!r}: give a dict of names and orders, one at least")
-    known = dict(sources)
-    if len(known) > MOST_BLOCK:
-        raise ValueError(f"sources has {len(known)} orders; give {MOST_BLOCK} at most")
-    first = next(iter(known.values()))
-    for name, order in known.items():
-        if not isinstance(name, str):
-            raise TypeError(f"sources has the name {name!r}; give strings: states have them")
-        if not isinstance(order, Order):
-            raise TypeError(f"sources[{name!r}]={order!r} is not a cseq.Order; give one")
-        if order.samples is None:
-            raise ValueError(f"sources[{name!r}]={order!r}: give it the number of its samples")
-        if kind(order) != kind(first):
-            raise ValueError(
-                f"the units of sources[{name!r}] are {kind(order)}, but sources"
-                f"[{next(iter(known))!r}] has {kind(first)}; give orders with units of one kind"
-            )
-    return known
 
 
 def _phases(
