@@ -104,6 +104,7 @@ ORDERS: dict[str, Callable[..., cseq.Order]] = {
     "mixture-v2": mixture,
     "packed-v1": lambda lengths, **options: cseq.Packed(lengths, too_long="drop", **options),
     "packed-split-v1": lambda lengths, **options: cseq.Packed(lengths, too_long="split", **options),
+    "resized-v1": lambda n, size: cseq.Resized(cseq.Shuffled(n), size),
     "weighted-v2": cseq.Weighted,
 }
 OF_SAMPLES = ("blocks-v2", "mixture-v2", "weighted-v2")  # their files have no units
