@@ -7,7 +7,7 @@
     web = tokens.Megatron("web_text_document")                  # .idx and .bin
     code = tokens.Flat("code.bin", dtype="uint16", end=50256)   # or offsets=
     chat = tokens.Arrow(dataset, "input_ids", mask="assistant_masks")
-    rows = tokens.Rows({"web": web, "code": code}, 8192, weights={"web": 3, "code": 1})
+    rows = tokens.Rows({"web": web, "code": code}, 8192, weights={"web": 3, "code": 1}, step=256)
     manager = cseq.MPSequence(rows, num_workers=2, batch_size=8, seed=7, shard=mesh["dp"],
                               out_type="cpu")
     with manager.start() as batches:

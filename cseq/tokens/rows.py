@@ -10,6 +10,7 @@ import numpy as np
 
 from cseq.check import choice, count, flag
 from cseq.indexing.context import empty, parts
+from cseq.order.balanced import Balanced
 from cseq.order.base import MOST_SEED
 from cseq.order.concatenated import Concatenated
 from cseq.order.mixture import Mixture
@@ -88,6 +89,12 @@ class Rows:
         The share of each source, as `Mixture` takes it. None: each comes whole, once an epoch.
     packing : 'best-fit' or 'concatenate'
         Which order: `Packed`, or `Concatenated`.
+    step : int, optional
+        Rows in a step of the optimizer: of all ranks, and all microbatches. They are dealt so that
+        ranks have equal work, by `Balanced`. None: rows come as they are. The order depends on it:
+        keep it when the number of ranks changes.
+    balance : 'step', 'window' or 'epoch'
+        Between how many steps rows are exchanged for that: none, 16, or all.
     epoch_size : int, optional
         Rows in an epoch of a mixture.
     flat : bool
@@ -143,6 +150,8 @@ class Rows:
         weights: Weights | Sequence[tuple[int, Weights]] | None = None,
         *,
         packing: Literal["best-fit", "concatenate"] = "best-fit",
+        step: int | None = None,
+        balance: Literal["step", "window", "epoch"] = "step",
         epoch_size: int | None = None,
         flat: bool = False,
         pad: int = 0,
@@ -168,16 +177,17 @@ class Rows:
         over: Callable[[Any], Order] = partial(Concatenated, row=self.row)
         if choice("packing", packing, ("best-fit", "concatenate")) == "best-fit":
             over = partial(Packed, budget=self.row, too_long="split")
-        self.order: Order | None
         if weights is not None:
             members = [over(corpus.lengths) for corpus in corpora]
-            orders = dict(zip(self.names, members, strict=True))
-            self.order = Mixture(orders, weights, epoch_size=epoch_size)
+            named_orders = dict(zip(self.names, members, strict=True))
+            order: Order = Mixture(named_orders, weights, epoch_size=epoch_size)
         elif epoch_size is not None:
             raise ValueError(f"epoch_size={epoch_size} without weights; give weights, too")
         else:
             lengths = [corpus.lengths for corpus in corpora]
-            self.order = over(lengths[0] if len(lengths) == 1 else np.concatenate(lengths))
+            order = over(lengths[0] if len(lengths) == 1 else np.concatenate(lengths))
+        choice("balance", balance, ("step", "window", "epoch"))
+        self.order = order if step is None else Balanced(order, step, over=balance)
 
     def _check(self, corpora: list[Corpus], pad: int) -> None:
         """Check that tokens fit in the type, and that there is something to predict."""
@@ -226,7 +236,6 @@ class Rows:
         [Piece(source='notes', document=0, start=0, stop=7),
          Piece(source='notes', document=1, start=0, stop=3)]
         """
-        assert self.order is not None
         if not 0 <= row < self.order.units:
             raise IndexError(f"row={row} is not in [0, {self.order.units}), the rows of an epoch")
         reader = self.order.reader(count("seed", seed, 0, MOST_SEED))

@@ -47,6 +47,12 @@ def reader_of(kind: str, folder: Path, name: str, documents: list[Tokens]) -> An
 KINDS = ("megatron", "flat", "end", "listed")
 
 
+def work_of(document_ids: Any) -> int:
+    """Return the work of attention: the sum of squares of the pieces' lengths."""
+    rows = [np.unique(row[row >= 0], return_counts=True)[1] for row in document_ids]
+    return sum(int((lengths**2).sum()) for lengths in rows)
+
+
 def batches_of(rows: tokens.Rows, **options: Any) -> list[dict[str, Any]]:
     """Return the batches of an epoch, made without workers."""
     given = {"num_workers": 0, "batch_size": 3, "seed": 5, "out_type": "null"} | options
@@ -73,7 +79,6 @@ def test_each_token_comes_once_with_its_labels(tmp_path: Path, packing: Any) -> 
         sources = {n: reader_of(kinds[n], tmp_path, f"{n}{number}", documents[n]) for n in names}
         flat = number % 3 == 0
         rows = tokens.Rows(sources, row, packing=packing, flat=flat, keys=ALL)
-        assert rows.order is not None
         pieces = [rows.locate(k, seed=5) for k in range(rows.order.units)]
         seen = sorted(piece for each in pieces for piece in each)
         whole = {
@@ -110,7 +115,6 @@ def test_a_mask_of_the_loss(tmp_path: Path) -> None:
             "b": reader_of("flat", tmp_path, f"b{number}", documents["b"]),
         }
         rows = tokens.Rows(sources, 8, keys=ALL, packing="concatenate")
-        assert rows.order is not None
         pieces = [rows.locate(k, seed=5) for k in range(rows.order.units)]
         wanted = [
             expected(pieces[first : first + 3], documents, 8, masks)
@@ -155,6 +159,29 @@ def test_every_kind_of_worker_reads_the_same(tmp_path: Path, method: Any) -> Non
         manager = cseq.MPSequence(rows, start_method=method, **options)
     with manager.start() as batches:
         assert [as_lists(batch) for batch in batches] == wanted
+
+
+@pytest.mark.parametrize("balance", ["step", "window", "epoch"])
+def test_ranks_have_equal_work(tmp_path: Path, balance: Any) -> None:
+    """With `step`, an epoch has the same rows, and ranks that wait for each other wait for less."""
+    rng = np.random.default_rng(8)
+    lengths = rng.lognormal(4, 1.2, 3000).clip(1, 2000).astype(int)
+    source = Listed([[1] * length for length in lengths.tolist()])
+    slowest, contents = [], []
+    for step in (None, 32):
+        rows = tokens.Rows(source, 512, step=step, balance=balance)
+        ranks = []
+        for rank in range(8):
+            given = {"num_workers": 0, "batch_size": 4, "seed": 5, "out_type": "null"}
+            manager = cseq.MPSequence(rows, shard=(rank, 8), drop_last=True, **given)
+            with manager.start() as batches:
+                ranks.append([work_of(batch["document_ids"]) for batch in batches])
+        work = np.array(ranks)
+        slowest.append((work.max(0) / work.mean(0)).mean())
+        units = range(rows.order.units)
+        contents.append(sorted(tuple(sorted(rows.locate(k, seed=5))) for k in units))
+    assert contents[0] == contents[1]
+    assert slowest[1] < 1 + (slowest[0] - 1) / 3
 
 
 def test_types_and_keys(tmp_path: Path) -> None:
@@ -216,6 +243,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "int32", "pad": 2**40}, "dtype=int32 with pad="),
     ({"keys": ["ids"]}, "keys='ids' is unknown; give one of"),
     ({"packing": "best"}, "packing='best' is unknown"),
+    ({"step": 0}, "step=0 is below 1"),
+    ({"balance": "steps"}, "balance='steps' is unknown"),
     ({"epoch_size": 4}, "epoch_size=4 without weights"),
     ({"weights": {"b": 1}}, "weights has 'b', which is not a source"),
 ]

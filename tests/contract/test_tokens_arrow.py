@@ -87,7 +87,6 @@ def test_a_mask_column(of: str) -> None:
     })  # fmt: skip
     source = tokens.Arrow(table, mask="mask", name="chat")
     rows = tokens.Rows(source, 8, keys=["input_ids", "labels", "valid_tokens"])
-    assert rows.order is not None
     pieces = [rows.locate(k, seed=5) for k in range(rows.order.units)]
     manager = cseq.MPSequence(rows, num_workers=1, batch_size=1, seed=5, out_type="null")
     with manager.start() as batches:

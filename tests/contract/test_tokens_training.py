@@ -62,7 +62,9 @@ class Model(nn.Module):
 def loader_of(mesh):
     web = tokens.Megatron("web")
     code = tokens.Flat("code.bin", dtype="uint16", end=0)
-    rows = tokens.Rows({"web": web, "code": code}, ROW, {"web": 3, "code": 1}, epoch_size=48)
+    rows = tokens.Rows(
+        {"web": web, "code": code}, ROW, {"web": 3, "code": 1}, step=GLOBAL, epoch_size=48
+    )
     return cseq.MPSequence(
         rows, batch_size=GLOBAL // mesh.size(), num_workers=1, seed=7, shard=mesh["dp"],
         out_type="cpu", start_method="fork", repeat=True,
@@ -117,7 +119,7 @@ if __name__ == "__main__":
 
 
 def log_of(folder: Path, name: str, ranks: int) -> dict[int, tuple[str, list[Any]]]:
-    """Return the loss and the global batch of each step: the rows of all ranks, in their order."""
+    """Return the loss and the global batch of each step: the rows of all ranks."""
     parts = [
         [json.loads(line) for line in (folder / f"{name}.{rank}").read_text().splitlines()]
         for rank in range(ranks)
@@ -126,7 +128,8 @@ def log_of(folder: Path, name: str, ranks: int) -> dict[int, tuple[str, list[Any
     for step in zip(*parts, strict=True):
         assert len({(number, loss) for number, loss, _ in step}) == 1
         keys = zip(*(rows for _, _, rows in step), strict=True)
-        steps[step[0][0]] = step[0][1], [[row for rows in key for row in rows] for key in keys]
+        rows = zip(*([row for rows in key for row in rows] for key in keys), strict=True)
+        steps[step[0][0]] = step[0][1], sorted(rows)
     return steps
 
 
