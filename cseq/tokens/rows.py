@@ -87,6 +87,8 @@ class Rows:
         Tokens in a row, 2 or more.
     weights : dict of str to number, or list of (int, dict), optional
         The share of each source, as `Mixture` takes it. None: each comes whole, once an epoch.
+    weights_of : 'tokens' or 'units'
+        What the shares count: tokens, or rows.
     packing : 'best-fit' or 'concatenate'
         Which order: `Packed`, or `Concatenated`.
     step : int, optional
@@ -149,6 +151,7 @@ class Rows:
         row: int,
         weights: Weights | Sequence[tuple[int, Weights]] | None = None,
         *,
+        weights_of: Literal["tokens", "units"] = "tokens",
         packing: Literal["best-fit", "concatenate"] = "best-fit",
         step: int | None = None,
         balance: Literal["step", "window", "epoch"] = "step",
@@ -180,7 +183,8 @@ class Rows:
         if weights is not None:
             members = [over(corpus.lengths) for corpus in corpora]
             named_orders = dict(zip(self.names, members, strict=True))
-            order: Order = Mixture(named_orders, weights, epoch_size=epoch_size)
+            options: Any = {"weights_of": weights_of, "epoch_size": epoch_size}
+            order: Order = Mixture(named_orders, weights, **options)
         elif epoch_size is not None:
             raise ValueError(f"epoch_size={epoch_size} without weights; give weights, too")
         else:

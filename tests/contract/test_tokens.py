@@ -161,6 +161,22 @@ def test_every_kind_of_worker_reads_the_same(tmp_path: Path, method: Any) -> Non
         assert [as_lists(batch) for batch in batches] == wanted
 
 
+def test_shares_count_tokens(tmp_path: Path) -> None:
+    """Weights are shares of tokens by default; ``weights_of="units"``: of rows."""
+    rng = np.random.default_rng(6)
+    full = [rng.integers(1, 9, 32).tolist() for _ in range(600)]
+    half = [rng.integers(1, 9, 17).tolist() for _ in range(600)]
+    sources = {"full": Listed(full), "half": Listed(half)}
+    shares = {}
+    for of in ("tokens", "units"):
+        rows = tokens.Rows(sources, 32, {"full": 1, "half": 1}, weights_of=of, epoch_size=1200)
+        assert rows.names == ["full", "half"]
+        given = np.sum([batch["source_tokens"] for batch in batches_of(rows)], axis=0)
+        shares[of] = given[0] / given.sum()
+    assert shares["tokens"] == pytest.approx(0.5, abs=0.01)
+    assert shares["units"] == pytest.approx(32 / 49, abs=0.01)
+
+
 @pytest.mark.parametrize("balance", ["step", "window", "epoch"])
 def test_ranks_have_equal_work(tmp_path: Path, balance: Any) -> None:
     """With `step`, an epoch has the same rows, and ranks that wait for each other wait for less."""
