@@ -9,7 +9,7 @@ from cseq._headers cimport cseq_cell
 from cseq.memory._slots cimport SlotTable
 
 
-cdef object UNREAD
+cdef object UNREAD, AS_IT_IS
 
 
 cdef enum:
@@ -63,6 +63,10 @@ cdef class Decoder:
     cdef dict converters  # by plan
     cdef object found     # that of the latest batch
     cdef list leaves      # and its converters
+    cdef tuple left       # the samples that the latest batch lacks, and why; None: it is whole
+    cdef object peek(self, uint32_t cell, cseq_cell* c)
+    cdef object divide(self, batch)
+    cdef PyObject* take(self, uint32_t cell, object batch) noexcept
     cdef object decode(self, uint32_t cell, cseq_cell* c)
     cdef object decode_slot(self, cseq_cell* c)
     cdef list leaves_of(self, plan)

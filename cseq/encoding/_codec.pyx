@@ -3,6 +3,7 @@
 
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
+from cpython.ref cimport PyObject, PyTypeObject, Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
@@ -21,10 +22,14 @@ from cseq.memory._slots cimport SlotTable
 from pickle import dumps
 
 from cseq._memory import flat_of
+from cseq.encoding.partial import Partial
 
 cnp.import_array()
 
-cdef object UNREAD = object()  # in place of a batch: Python is to decode it
+# In place of a batch: Python is to decode it; `take` hands it over as it lies in its cell.
+cdef object UNREAD = object()
+cdef object AS_IT_IS = object()
+cdef PyTypeObject* PARTIAL = <PyTypeObject*>Partial
 
 cdef Leaf BUFFER  # how the buffers of pickles lie in the slot: bytes, without a shape
 BUFFER.rows, BUFFER.words, BUFFER.itemsize = True, 2, 1
@@ -381,6 +386,31 @@ cdef class Decoder:
         self.convert, self.leaf_for = convert, leaf_for
         self.passes = objects is not None and slots is None and convert is None
         self.converters = {}
+
+    cdef object peek(self, uint32_t cell, cseq_cell* c):
+        """What `take` is to be given for the batch in a cell, which stays there: the batch, converted, or
+        AS_IT_IS; or UNREAD, if Python is to decode it. `left` is set."""
+        if self.passes and not c.status:  # no reference is counted here
+            if self.objects.items[STRIDE * cell].ob_type is not PARTIAL:
+                self.left = None
+                return AS_IT_IS
+            return self.divide(self.objects.get(cell))
+        batch = self.decode(cell, c)
+        return batch if batch is UNREAD else self.divide(batch)
+
+    cdef object divide(self, batch):
+        """Return a batch that was decoded; what was left out of it is in `left`."""
+        self.left = None
+        if (<PyObject*>batch).ob_type is PARTIAL:
+            batch, self.left = batch
+        return batch
+
+    cdef PyObject* take(self, uint32_t cell, object batch) noexcept:
+        """Take what `peek` has returned: the caller has the reference."""
+        if batch is AS_IT_IS:
+            return self.objects.take(cell)
+        Py_INCREF(batch)
+        return <PyObject*>batch
 
     cdef object decode(self, uint32_t cell, cseq_cell* c):
         """The batch in a cell, converted; UNREAD if it is for Python to decode."""

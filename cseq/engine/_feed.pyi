@@ -1,6 +1,6 @@
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 from typing_extensions import Self
 
@@ -19,6 +19,19 @@ class ItemFailure:
     worker: int
     def __new__(cls, error: BaseException, worker: int = -1) -> Self: ...
 
+class _Pool(Protocol):
+    @property
+    def make(self) -> Callable[[], object] | None: ...
+    @property
+    def on_cancel(self) -> Callable[[int], object] | None: ...
+    def await_next(self) -> None: ...
+    def decode(
+        self, number: int, cell: int, status: int, slot: int, capacity: int, record: _Fields, /
+    ) -> tuple[Any, BaseException | None]: ...
+    def describe(self, number: int, cell: int, error: Any, /) -> tuple[Any, Any]: ...
+    def list_left(self, number: int, cell: int, left: tuple[Any, ...], /) -> list[Any]: ...
+    def look(self) -> None: ...
+
 @final
 class Feed:
     source: Source | None
@@ -34,20 +47,15 @@ class Feed:
     latest: int
     skipped: deque[Any]
     skips: int
-    watch: Callable[[], object] | None
     number: int
     def __new__(
         cls,
         run: RunState,
         rings: list[Ring],
         decoder: Decoder,
-        wait: Callable[[], object],
-        decode: Callable[[int, int, int, int, int, _Fields], tuple[Any, BaseException | None]],
-        describe: Callable[[int, int, Any], tuple[Any, Any]],
+        pool: _Pool,
         *,
         errors: str = "raise",
-        make: Callable[[], object] | None = None,
-        on_cancel: Callable[[int], object] | None = None,
         interrupted: str = "",
     ) -> Self: ...
     def tickets(self, number: int) -> list[tuple[int, int]]: ...

@@ -4,7 +4,7 @@
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
-from cpython.ref cimport PyObject, PyTypeObject, Py_INCREF
+from cpython.ref cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t
 
 cimport cython
@@ -12,7 +12,7 @@ cimport cython
 from cseq._core cimport ASK_CALL, PARK, Ring
 from cseq._headers cimport *
 from cseq._lock cimport Lock, PyThread_get_thread_native_id, RunState, is_deep, rest
-from cseq.encoding._codec cimport STRIDE, UNREAD, Decoder
+from cseq.encoding._codec cimport AS_IT_IS, UNREAD, Decoder
 from cseq.engine._streams cimport Request, refer
 from cseq.measure._trace cimport cseq_log_add, log
 from cseq.order._source cimport Source
@@ -20,7 +20,6 @@ from cseq.order._source cimport Source
 from collections import deque
 
 from cseq.encoding.failure import ends_program, of_handler, shorten
-from cseq.indexing.leaving import Partial
 
 cdef struct Ticket:
     uint64_t number
@@ -36,8 +35,6 @@ MOST_SKIPPED = 1000  # batches that were left out are listed, the latest
 cdef enum:
     ENDED = 2        # a bit of a ticket's status: see stage.py
     MOST_LOOKS = 64  # at tickets, when the loop has waited
-
-cdef PyTypeObject* PARTIAL = <PyTypeObject*>Partial
 
 
 @cython.final
@@ -82,23 +79,20 @@ cdef class Feed:
     rings : list of Ring
         One shared ring; or queues, one for each worker, in one memory.
     decoder : Decoder
-    wait : callable
-        ``wait()`` returns when the next ticket is ready; it raises StopIteration if no more come, and
-        errors of workers. It calls `advance` and `wait`.
-    decode : callable
-        ``decode(ring, cell, status, slot, capacity, record)``: the batch, and None; or what is raised in
-        its place, if that is not an exception of the decoding itself, as the second.
-    describe : callable
-        ``describe(ring, cell, error)``: the exception to be raised in the loop, and a note: the entry of
-        `skipped`; or of a worker's own items, why these have ended. Of a `Partial` in place of the
-        exception: the batch, and a list of such entries.
+    pool : Pool
+        ``await_next()`` returns when the next ticket is ready; it raises StopIteration if no more come,
+        and errors of workers. It calls `advance` and `wait`. ``decode(ring, cell, status, slot, capacity,
+        record)`` returns the batch, and None; or as the second what is raised in its place, if that is no
+        exception of the decoding itself. ``describe(ring, cell, error)`` returns the exception to be
+        raised in the loop, and a note: the entry of `skipped`; or of a worker's own items, why these have
+        ended. ``list_left(ring, cell, left)`` returns the entries of samples that a batch lacks.
+        ``look()`` is called some ten times a second, when a batch is asked for; it may call anything that
+        a signal handler may. ``make()``, unless None, makes the next batch on this thread instead of
+        waiting for it. ``on_cancel(cell)``, unless None, is called before the cell of a ticket that was
+        cancelled is freed.
     errors : 'raise', 'skip' or 'return'
         Raise what takes the place of a batch; note it and leave the batch out; or return an
         `ItemFailure`.
-    make : callable, optional
-        Makes the next batch on this thread, instead of waiting for it.
-    on_cancel : callable, optional
-        ``on_cancel(cell)`` is called before the cell of a ticket that was cancelled is freed.
     interrupted : str
         What InterruptedError says once the generation is over.
 
@@ -122,9 +116,6 @@ cdef class Feed:
         The caller was told that the epoch is over.
     number : int
         What a trace calls it.
-    watch : callable, optional
-        ``watch()`` is called some ten times a second, when a batch is asked for; it may call anything
-        that a signal handler may.
     """
 
     cdef object __weakref__
@@ -137,7 +128,7 @@ cdef class Feed:
     cdef cseq_ring** asked     # some of them, and `cells`: what is waited for
     cdef uint32_t* cells
     cdef Decoder decoder
-    cdef object on_cancel
+    cdef object pool, make, on_cancel
     cdef bint queues           # each worker has a ring of its own
     cdef uint64_t runners      # of all rings
     cdef Ticket* buffer        # circular
@@ -153,9 +144,8 @@ cdef class Feed:
     cdef readonly uint64_t skips
     cdef uint64_t done_count     # which any thread reads: see `cseq_count_u64`
     cdef uint64_t units, before  # of what was taken; before the epoch's first ticket
-    cdef object wait_next, read, describe, make, interrupted
-    cdef public object watch
-    cdef bint due              # `watch` is to be called
+    cdef object interrupted
+    cdef bint due              # `pool.look` is to be called
     cdef bint skip, give
     cdef bint ordered
     cdef public unsigned short number  # in a trace
@@ -163,11 +153,11 @@ cdef class Feed:
     cdef bint spun             # the head was waited for in vain, without sleeping
     # The ticket that is decoded, and still in the line.
     cdef uint64_t decoded
-    cdef object batch, error, note
+    cdef object batch, error, note  # `batch`: what `Decoder.take` is to be given
     cdef uint64_t short        # the ticket whose decoding was short of memory last
 
-    def __cinit__(self, RunState run not None, list rings not None, Decoder decoder not None, wait,
-                  decode, describe, *, str errors="raise", make=None, on_cancel=None, str interrupted=""):
+    def __cinit__(self, RunState run not None, list rings not None, Decoder decoder not None,
+                  pool not None, *, str errors="raise", str interrupted=""):
         cdef Ring ring
         cdef Py_ssize_t k = 0
         for ring in rings:
@@ -182,11 +172,11 @@ cdef class Feed:
             self.runners += ring.r.runners
             k += 1
         self.cancelled = self.buffer + self.room
-        self.rings, self.decoder, self.on_cancel = rings, decoder, on_cancel
+        self.rings, self.decoder = rings, decoder
+        self.pool, self.make, self.on_cancel = pool, pool.make, pool.on_cancel
         self.queues = self.r[0].calls != 0
         self.run = run
-        self.wait_next, self.read, self.describe = wait, decode, describe
-        self.make, self.interrupted = make, interrupted
+        self.interrupted = interrupted
         self.skip, self.give = errors == "skip", errors == "return"
         self.skipped = deque(maxlen=MOST_SKIPPED)
         self.generation = self.decoded = self.short = NONE
@@ -588,14 +578,14 @@ cdef class Feed:
         while True:
             if self.due:
                 self.due = False
-                self.watch()
+                self.pool.look()
             if not self.run.is_at(generation):
                 raise InterruptedError
             k = self.find()
             if k < 0:
                 k = self.find_soon()
             if k < 0:
-                self.wait_next()
+                self.pool.await_next()
                 continue
             if not self.is_decoded(k):
                 self.decode(k)
@@ -626,35 +616,34 @@ cdef class Feed:
         cdef Ticket t = self.at(k)[0]
         cdef cseq_cell* c = self.cell(&t)
         cdef uint64_t* f = c.converted if c.stage else c.record
-        before = batch = error = note = None
+        before = batch = error = note = left = None
         if self.decoded != NONE:
             before = self.batch, self.error  # of another ticket; their destructors may run code
         if c.status == ENDED:
             self.free(k, self.rings[t.ring])
             self.cancel_all(t.ring)
             return 0
-        if self.decoder.passes and not c.status:
-            # `take` takes it out of its place; no reference is counted here.
-            if self.decoder.objects.items[STRIDE * t.place].ob_type is PARTIAL: batch = self.decoder.objects.get(t.place)
-        else:
-            try:
-                batch = self.decoder.decode(t.place, c)
-                if batch is UNREAD:
-                    batch, error = self.read(t.ring, t.cell, c.status, c.slot, c.capacity,
-                                             (f[0], f[1], f[2], f[3]))
-            except BaseException as raised:
-                # The next attempt may find more. Not forever: the batch itself may raise a MemoryError.
-                if (of_handler(raised) or ends_program(raised) or isinstance(raised, RecursionError) and is_deep()
-                        or isinstance(raised, MemoryError) and self.short != t.number):
-                    if isinstance(raised, MemoryError):
-                        self.short = t.number
-                    raise
-                error = raised
-            if error is not None:
-                error, note = self.describe(t.ring, t.cell, error)
-                if self.give:
-                    batch, error = ItemFailure(error, t.ring), None
-        if (<PyObject*>batch).ob_type is PARTIAL: batch, note = self.describe(t.ring, t.cell, batch)
+        try:
+            batch = self.decoder.peek(t.place, c)
+            if batch is UNREAD:
+                batch, error = self.pool.decode(t.ring, t.cell, c.status, c.slot, c.capacity,
+                                                (f[0], f[1], f[2], f[3]))
+                batch = self.decoder.divide(batch)
+            left = self.decoder.left
+        except BaseException as raised:
+            # The next attempt may find more. Not forever: the batch itself may raise a MemoryError.
+            if (of_handler(raised) or ends_program(raised) or isinstance(raised, RecursionError) and is_deep()
+                    or isinstance(raised, MemoryError) and self.short != t.number):
+                if isinstance(raised, MemoryError):
+                    self.short = t.number
+                raise
+            batch, error, left = None, raised, None
+        if error is not None:
+            error, note = self.pool.describe(t.ring, t.cell, error)
+            if self.give:
+                batch, error = ItemFailure(error, t.ring), None
+        elif left is not None:
+            note = self.pool.list_left(t.ring, t.cell, left)
         self.decoded, self.batch, self.error, self.note = t.number, batch, error, note
         return 0
 
@@ -692,13 +681,13 @@ cdef class Feed:
         self.now = now
         if not m.first_ns:
             self.waited = self.note_first(m)
-            self.due = self.watch is not None
+            self.due = True
             return
         self.waited = waited = cseq_meter_step(m, now, not self.taken_count)
         cseq_store_rlx_u64(&m.since_ns, now)
         if now - m.polled_ns > CSEQ_POLL:
             cseq_meter_poll(m, now, False, True)
-            self.due = self.watch is not None
+            self.due = True
         if waited:
             for k in range(most):
                 ready += self.is_ready(k)
@@ -733,11 +722,7 @@ cdef class Feed:
                 self.commit(k, True)
                 continue
             if isinstance(self.note, list): self.skipped.extend(self.note)
-            if self.decoder.passes and batch is None and self.note is None:
-                taken = self.decoder.objects.take(self.at(k).place)
-            else:
-                Py_INCREF(batch)
-                taken = <PyObject*>batch
+            taken = self.decoder.take(self.at(k).place, batch)
             self.commit(k, True)
             return taken
 
@@ -778,7 +763,9 @@ cdef class Feed:
                 self.decode(0)
             if not self.is_decoded(0):
                 return None
-            return self.batch if self.error is None else ItemFailure(self.error, self.at(0).ring)
+            if self.error is not None:
+                return ItemFailure(self.error, self.at(0).ring)
+            return None if self.batch is AS_IT_IS else self.batch
         except MemoryError:
             self.short = NONE
             return None  # the call that takes the item decodes it again

@@ -68,6 +68,7 @@ class Pool(Generic[K]):
         self.crew, self.tickets = crew, tickets
         tickets.pool = self
         self.rings, self.lanes = crew.rings, crew.lanes
+        self.make, self.on_cancel = crew.make, crew.on_cancel
         self.num_workers = crew.lanes.num_workers
         self.takes_turns = crew.lanes.kind == "thread" and HAS_GIL
         self.run = RunState()
@@ -79,17 +80,12 @@ class Pool(Generic[K]):
             self.run,
             crew.rings,
             crew.reader.decoder(convert=crew.convert, leaf_for=crew.leaf_for),
-            self._wait,
-            self._decode,
-            tickets.describe,
+            self,
             errors=tickets.errors,
-            make=crew.make,
-            on_cancel=crew.on_cancel,
             interrupted=tickets.interrupted,
         )
         self.feed.number = crew.lanes.number
         self._history, self._skips = History(crew.rings), tickets.errors == "skip"
-        self.feed.watch = self._look
         crew.lanes.begin()
 
     @property
@@ -127,7 +123,7 @@ class Pool(Generic[K]):
 
     # -- for the feed
 
-    def _decode(
+    def decode(
         self, number: int, cell: int, status: int, slot: int, capacity: int, record: tuple[int, ...]
     ) -> tuple[Any, BaseException | None]:
         """Decode what C does not; see `Feed`."""
@@ -139,7 +135,15 @@ class Pool(Generic[K]):
         batch = crew.reader.decode(at, slot, capacity, record)
         return batch if crew.convert is None else crew.convert(batch), None
 
-    def _wait(self) -> None:
+    def describe(self, number: int, cell: int, error: Any) -> tuple[Any, Any]:
+        """Name the ticket in an exception; return that, and the note."""
+        return self.tickets.describe(number, cell, error)
+
+    def list_left(self, number: int, cell: int, left: tuple[tuple[Any, str], ...]) -> list[Any]:
+        """Note the samples that a batch lacks; return their entries."""
+        return self.tickets.list_left(number, cell, left)
+
+    def await_next(self) -> None:
         """Sleep until the next ticket is ready; StopIteration: no more come."""
         self.await_for(self.feed.generation, self._advance)
         if not self._waited:
@@ -148,7 +152,7 @@ class Pool(Generic[K]):
             self._gpu_waits += 1
             self._gpu_dry += idle
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Note and tell how the run goes, and change its size, some ten times a second."""
         self._history.note()
         if self.controller is not None:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq._memory import fork_depth
 from cseq.encoding import failure
+from cseq.encoding.partial import Partial
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 __all__ = [
-    "Leaving", "Partial", "Skipped", "indices_of", "none_text", "note_batch", "note_samples",
+    "Leaving", "Skipped", "indices_of", "none_text", "note_batch", "note_samples",
 ]  # fmt: skip
 
 log = logging.getLogger("cseq")
@@ -49,13 +50,6 @@ class Skipped(NamedTuple):
     sample: Any
     error: str
     indices: list[Any]
-
-
-class Partial(NamedTuple):
-    """A batch without the samples that have raised, and these: index, and type and text."""
-
-    batch: Any
-    left: tuple[tuple[Any, str], ...]
 
 
 def note_batch(

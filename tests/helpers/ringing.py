@@ -35,7 +35,25 @@ def claim(ring: Ring, owner: int = 1, stage: int = 0, *, last: bool = True) -> R
     return runner
 
 
-class Trainer:
+class Asked:
+    """What a feed asks of its pool, where that is nothing."""
+
+    make = None
+    on_cancel = None
+
+    def await_next(self) -> None:
+        """Be called for nothing."""
+        raise AssertionError("the next batch is not ready")
+
+    def describe(self, ring: int, cell: int, error: BaseException) -> tuple[BaseException, Any]:
+        """Leave an exception as it is."""
+        return error, None
+
+    def look(self) -> None:
+        """Look at nothing."""
+
+
+class Trainer(Asked):
     """Posts the tickets of batches 0, 1, … of epoch 9, and takes what the runners have answered.
 
     Each is of one sample, the batch's number. So many tickets are posted as the ring has cells; one
@@ -54,7 +72,7 @@ class Trainer:
     ) -> None:
         self.ring, self.sleeps, self._awaits = ring, 0, False
         decoder = Decoder(slots=slots)
-        self.feed = Feed(RunState(), [ring], decoder, self._wait, self._answer, self._describe)
+        self.feed = Feed(RunState(), [ring], decoder, self)
         whole = cut(batches)
         source = source or OrderSource(RangeReader(batches), 9, whole, whole, 0)
         self.feed.begin(source, ordered=ordered)
@@ -63,17 +81,13 @@ class Trainer:
         self.feed.refill()
         self._batches = FeedIterator(self.feed, 0)
 
-    def _answer(
+    def decode(
         self, ring: int, cell: int, status: int, slot: int, capacity: int, record: Any
     ) -> Any:
         """Decode nothing."""
         return (cell, self.ring.ticket(cell)[1], status, slot, capacity, record), None
 
-    def _describe(self, ring: int, cell: int, error: BaseException) -> tuple[BaseException, None]:
-        """Leave an exception as it is."""
-        return error, None
-
-    def _wait(self) -> None:
+    def await_next(self) -> None:
         """Sleep until the next ticket is ready, or say that it is not."""
         while True:
             seen = self.feed.notices()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import ringing
-from ringing import Trainer, claim, make_ring
+from ringing import Asked, Trainer, claim, make_ring
 from slots import MOST, PAGE, WIDTH, file_of, shared
 
 from cseq import _core
@@ -292,7 +292,7 @@ def test_rings_in_one_memory() -> None:
     rings = [Ring(memory, 4, 2, 1, 1, at=k * nbytes) for k in range(3)]
     attached = [Ring(memory, at=k * nbytes) for k in range(3)]
     trainers, cells = [Trainer(ring, 1) for ring in rings], [(0, 0), (1, 0), (2, 0)]
-    feed = Feed(RunState(), rings, Decoder(), None, None, None)
+    feed = Feed(RunState(), rings, Decoder(), Asked())
     seen = feed.notices()
     attached[2].notify_all()
     assert {trainer.feed.notices() for trainer in trainers} == {seen + 1}
@@ -312,7 +312,7 @@ def test_several_tickets_are_waited_for() -> None:
     memory = Block(2 * nbytes, zero=True)
     rings = [Ring(memory, 4, 2, 1, 1, at=k * nbytes) for k in range(2)]
     trainers = [Trainer(ring, 300) for ring in rings]
-    feed = Feed(RunState(), rings, Decoder(), None, None, None)
+    feed = Feed(RunState(), rings, Decoder(), Asked())
     rng = random.Random(4)
     for turn in range(300):
         runners = [claim(ring) for ring in rings]

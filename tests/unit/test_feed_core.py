@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from ringing import Asked
 from slots import Scratch
 
 from cseq._core import RangeReader, Ring, ring_bytes
@@ -41,7 +42,7 @@ class Failed(Exception):
     """What an indexer raises here."""
 
 
-class Counter:
+class Counter(Asked):
     """A feed of a ring of few cells, and of 5 batches of 2 samples in their natural order."""
 
     def __init__(
@@ -58,15 +59,13 @@ class Counter:
         self.ring = Ring(memory, cells, 2, runners)
         self.held = ObjectTable(cells)
         self.runner = Runner(self.ring, 0, 1, last=True)
-        self.waits: list[Callable[[], Any]] = []  # what `wait` does
+        self.waits: list[Callable[[], Any]] = []  # what `await_next` does
         self.run = RunState()
         self.feed = Feed(
             self.run,
             [self.ring],
             Decoder(objects=self.held, convert=convert),
-            self.wait,
-            self.decode,
-            self.describe,
+            self,
             interrupted="a newer iterator began",
             **options,
         )
@@ -79,7 +78,7 @@ class Counter:
         self.feed.begin(source, ordered=ordered)
         self.feed.refill()
 
-    def wait(self) -> None:
+    def await_next(self) -> None:
         """Wait for the next batch."""
         if not self.waits:
             self.feed.advance()
@@ -267,7 +266,7 @@ def test_unordered_tickets_are_looked_at_in_turn() -> None:
 # -- slots
 
 
-class Written:
+class Written(Asked):
     """A feed of batches that were encoded as workers do it, in a ring of one cell."""
 
     def __init__(self, *, lends: bool = True, **options: Any) -> None:
@@ -282,18 +281,10 @@ class Written:
         self.ring = Ring(Block(ring_bytes(1, 1, 1), zero=True), 1, 1, 1)
         self.runner = Runner(self.ring, 0, 1, last=True)
         decoder = Decoder(slots=self.slots, mapped=self.mapped, lend=self.lend, **options)
-        self.feed = Feed(RunState(), [self.ring], decoder, self.wait, self.decode, self.describe)
+        self.feed = Feed(RunState(), [self.ring], decoder, self)
         cut = Cut(0, 9, 9, 0, 1, 1, 0, 0, 0)._asdict()
         self.feed.begin(OrderSource(RangeReader(9), 0, cut, cut, 0))
         self.feed.refill()
-
-    def wait(self) -> None:
-        """Be called for nothing."""
-        raise AssertionError("the next batch is not ready")
-
-    def describe(self, ring: int, cell: int, error: BaseException) -> tuple[BaseException, Any]:
-        """Leave the exception as it is."""
-        return error, None
 
     def lend(self, slot: int, capacity: int) -> Any:
         """Lend a slot."""
@@ -608,8 +599,7 @@ class Asking(Counter):
         file.close()
         self.waits = []
         self.feed = Feed(
-            RunState(), [*self.rings], Decoder(slots=self.slots), self.wait, self.decode,
-            self.describe,
+            RunState(), [*self.rings], Decoder(slots=self.slots), self
         )  # fmt: skip
         self.requests = [Request(self.slots) for _ in range(2)]
         source = ItemSource([*self.rings], 1, self.requests, depth=2)

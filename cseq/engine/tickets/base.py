@@ -78,8 +78,12 @@ class Tickets:
         """Describe the ticket in a cell of a ring, with at most so many indices; on any thread."""
         raise NotImplementedError
 
-    def describe(self, number: int, cell: int, what: Any) -> tuple[Any, Any]:
-        """Name the ticket in an exception, or take a `Partial` batch apart; see `Feed`."""
+    def describe(self, number: int, cell: int, error: Any) -> tuple[Any, Any]:
+        """Name the ticket in an exception; see `Feed`."""
+        raise NotImplementedError
+
+    def list_left(self, number: int, cell: int, left: tuple[tuple[Any, str], ...]) -> list[Any]:
+        """Note the samples that a batch lacks; see `Feed`."""
         raise NotImplementedError
 
     def working(self, awaited: Awaited | None) -> Working:

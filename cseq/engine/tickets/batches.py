@@ -8,7 +8,7 @@ from cseq.converter.output import cast_dtype
 from cseq.encoding import failure
 from cseq.engine.tickets.base import Tickets
 from cseq.indexing.indexer import BatchTask
-from cseq.indexing.leaving import Partial, Skipped, note_batch, note_samples
+from cseq.indexing.leaving import Skipped, note_batch, note_samples
 from cseq.options import Size
 from cseq.processes.deaths import Deaths, Held
 from cseq.stage import CONVERTER, INDEXER, spin_ns
@@ -190,15 +190,18 @@ class Batches(Tickets):
         indices: list[int] = self._ring.indices(cell)[:count].tolist()
         return Held(epoch, batch, indices, failure.where(epoch, batch, indices, most))
 
-    def describe(self, number: int, cell: int, what: Any) -> tuple[Any, Any]:
-        """Name the batch in an exception; log what is left out: this batch, or samples of it."""
+    def describe(self, number: int, cell: int, error: BaseException) -> tuple[Any, Any]:
+        """Name the batch in an exception; log it if the batch is left out."""
         epoch, batch, indices, place, _ = self.held(number, cell, failure.SHOWN)
-        if type(what) is Partial:
-            return what.batch, note_samples(epoch, batch, what.left)
-        error, entry = failure.ordinary(what), None
+        error, entry = failure.ordinary(error), None
         if self._job.on_error == "skip" and isinstance(error, Exception):
             entry = note_batch(place, epoch, batch, error, indices)
         return failure.named(error, place), entry
+
+    def list_left(self, number: int, cell: int, left: tuple[tuple[Any, str], ...]) -> list[Any]:
+        """Log the samples that a batch lacks."""
+        epoch, batch, *_ = self.held(number, cell)
+        return note_samples(epoch, batch, left)
 
     def working(self, _: Awaited | None) -> Working:
         """List the tickets that are waited for and in work: owner, since when (ns), batch."""
