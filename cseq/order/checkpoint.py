@@ -27,6 +27,7 @@ def make(sampler: Sampler, world_size: int, epoch: int, consumed: int) -> dict[s
         "version": VERSION,
         "order": sampler.facts,
         "indices": sampler.fingerprint,
+        "data": None if sampler.data is None else json.dumps(sampler.data),
         "seed": sampler.seed,
         "batch_size": sampler.batch_size,
         "world_size": world_size,
@@ -106,6 +107,13 @@ def load(
                 f"the state is of a list of indices with the fingerprint {there}, and here it is "
                 f"{sampler.fingerprint} (None: there is no list); {AGAIN}"
             )
+        before, now = json.loads(state.get("data") or "{}"), sampler.data or {}
+        for name in before.keys() & now.keys():
+            if before[name] != now[name]:
+                raise ValueError(
+                    f"the state is of a source {name!r} with the fingerprint {before[name]}, and "
+                    f"here it has {now[name]}: its content is another; {AGAIN}"
+                )
     except ValueError:
         if strict:
             raise

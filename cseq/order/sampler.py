@@ -82,6 +82,8 @@ class Sampler:
         False: no unit is repeated, so that ranks may have unequal parts of the tail.
     repeat : int
         Epochs of a source.
+    data : dict of str to int, optional
+        Fingerprints of what the samples are of, for a state.
 
     Attributes
     ----------
@@ -106,6 +108,7 @@ class Sampler:
         world_size: int = 1,
         pad: bool = True,
         repeat: int = 1,
+        data: dict[str, int] | None = None,
     ) -> None:
         self.dset_size, self.indices = _samples(dset_size)
         self.order = order.over(self.dset_size)
@@ -117,7 +120,7 @@ class Sampler:
         self.world_size = count("world_size", world_size)
         self.rank = count("rank", rank, 0, self.world_size - 1)
         self.pad = pad
-        self.repeat = repeat
+        self.repeat, self.data = repeat, data
         self._stride = self.batch_size * self.world_size  # units of a global batch
         self._reader = self._make_reader()
         self.length = self.cut_at(0).batches
@@ -149,6 +152,7 @@ class Sampler:
             world_size=self.world_size if world_size is None else world_size,
             pad=self.pad,
             repeat=self.repeat,
+            data=self.data,
         )
 
     def _make_reader(self) -> Reader:

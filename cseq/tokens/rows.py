@@ -126,6 +126,8 @@ class Rows:
         The order of `MPSequence(rows)`; its samples are tokens, its units rows.
     names : list of str
         The sources.
+    fingerprints : dict of str to int
+        Those of the sources, which a state has: one of other tokens is refused.
 
     Raises
     ------
@@ -171,6 +173,8 @@ class Rows:
         self.keys = tuple(choice("keys", key, ALL) for key in keys)
         self._dtype = np.dtype(dtype)
         self._check(corpora, count("pad", pad, 0))
+        prints = [corpus.fingerprint for corpus in corpora]
+        self.fingerprints = dict(zip(named, prints, strict=True))
         self._corpora = [*corpora, Padding(tokens=np.full(row, pad, self._dtype))]
         self._firsts = np.cumsum([0, *(corpus.tokens for corpus in corpora)])
         self._has_masks = any(corpus.has_mask for corpus in corpora)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -322,6 +323,26 @@ def test_parts_of_a_context(tmp_path: Path, flat: Any, balanced: Any) -> None:
     for shard in (None, "auto"):
         with pytest.raises(ValueError, match="is no place"):
             tokens.split_context(batch, shard)
+
+
+def test_a_state_of_other_tokens_is_refused(tmp_path: Path) -> None:
+    """A state knows the tokens of each source, not where they lie; sources may come and go."""
+    documents = {"a": [[1, 2, 3, 4], [5, 6]], "b": [[7, 8, 9]], "c": [[7, 8, 6]]}
+    sources = {name: reader_of("flat", tmp_path, name, documents[name]) for name in documents}
+    sources["moved"] = reader_of("megatron", tmp_path, "moved", documents["a"])
+
+    def manager(**named: str) -> Any:
+        given = {key: sources[name] for key, name in named.items()}
+        rows = tokens.Rows(given, 4, dict.fromkeys(named, 1), epoch_size=8)
+        return cseq.MPSequence(rows, num_workers=0, batch_size=1, seed=1, out_type="null")
+
+    state = json.loads(json.dumps(manager(web="a", code="b").state_dict()))
+    for given in ({"web": "moved", "code": "b"}, {"web": "a"}, {"web": "a", "code": "b", "x": "c"}):
+        manager(**given).load_state_dict(state)
+    other = manager(web="a", code="c")
+    with pytest.raises(ValueError, match="the state is of a source 'code' with the fingerprint"):
+        other.load_state_dict(state)
+    other.load_state_dict(state, strict=False)
 
 
 def test_a_pickle_of_rows_has_no_data(tmp_path: Path) -> None:
