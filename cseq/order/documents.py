@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from cseq.order.base import Ints
 
-__all__ = ["DocumentEnds"]
+__all__ = ["DocumentEnds", "lengths_of"]
 
 # Documents between two sums that are kept; positions that are looked up together.
 BLOCK, MOST = 64, 2**14
@@ -59,8 +59,8 @@ class DocumentEnds:
     """
 
     def __init__(self, lengths: ArrayLike, unit: int = 1, ends: Ints | None = None) -> None:
-        values = np.asarray(one_dimensional("lengths", lengths))
-        self.lengths, self.unit = values.view(np.ndarray), unit
+        self.lengths, self.unit = lengths_of(lengths), unit
+        values = self.lengths
         whole = len(values) // BLOCK
         self._blocks = self.lengths[: whole * BLOCK].reshape(whole, BLOCK)
         self._rest = np.zeros((int(len(values) > whole * BLOCK), BLOCK), values.dtype)
@@ -70,11 +70,6 @@ class DocumentEnds:
 
     def _sums(self) -> Ints:
         """Check the lengths, piece by piece, and add them up."""
-        if self.lengths.dtype.kind not in "iu":
-            raise TypeError(
-                f"lengths has values of type {self.lengths.dtype}, such as {self.lengths[0]!r}; "
-                "give integers of at least 0"
-            )
         sums = np.zeros(len(self._blocks) + len(self._rest), np.int64)
         for start in range(0, len(self.lengths), CHUNK):
             chunk = self.lengths[start : start + CHUNK]
@@ -135,6 +130,17 @@ class DocumentEnds:
         rows.ravel().cumsum(dtype=np.int64, out=sums[1:])
         before = self.ends.take(np.maximum(blocks - 1, 0)) * (blocks > 0)
         return before, sums, np.arange(len(blocks)) * BLOCK
+
+
+def lengths_of(lengths: ArrayLike) -> NDArray[np.integer[Any]]:
+    """Return the argument `lengths` as an array of integers, which is not copied if it is one."""
+    values = one_dimensional("lengths", lengths)
+    if values.dtype.kind not in "iu":
+        raise TypeError(
+            f"lengths has values of type {values.dtype}, such as {values[0]!r}; give integers of "
+            "at least 0"
+        )
+    return values.view(np.ndarray)
 
 
 def _parts(values: Ints) -> Iterator[Ints]:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from cseq.check import choice, count
-from cseq.order._readers import fingerprint
 from cseq.order.classes import MOST_BUDGET, Lengths, Recipes
 from cseq.order.pieces import Pieces, fewest_rows
+from cseq.order.tables import cache_of
 
 if TYPE_CHECKING:
+    import os
+
     from numpy.typing import ArrayLike
 
     from cseq.order.base import Ints
@@ -48,6 +50,10 @@ class Packed(Recipes):
         What to do with samples that are longer than the budget. `describe` says how many tokens
         are dropped; a warning, if they are more than 1 % of all, or of the samples. With 'split',
         samples are documents, which may be empty: see below.
+    cache : path, optional
+        A folder of this machine, for ``too_long='split'``. The tables of an order, 4 bytes for a
+        document, lie there in a file that all processes map. One makes it, the others wait; the
+        next start takes it as it is. It can be deleted at any time.
 
     Notes
     -----
@@ -75,7 +81,13 @@ class Packed(Recipes):
     name = "packed-v1"
 
     def __init__(
-        self, lengths: ArrayLike, budget: int, *, quantum: int = 1, too_long: str = "error"
+        self,
+        lengths: ArrayLike,
+        budget: int,
+        *,
+        quantum: int = 1,
+        too_long: str = "error",
+        cache: str | os.PathLike[str] | None = None,
     ) -> None:
         budget = count("budget", budget, 1, MOST_BUDGET)
         quantum = count("quantum", quantum, 1, budget)
@@ -86,14 +98,15 @@ class Packed(Recipes):
                 f"budget={budget} is {rooms} times quantum={quantum}; give a quantum of at least "
                 f"{-(-budget // most)}"
             )
+        if cache is not None and too_long != "split":
+            raise ValueError(f"cache={cache!r} is for too_long='split'; leave it out")
         self._bound, total = "", 0.0
         if too_long == "split":
             self.name = "packed-split-v1"
-            pieces = Pieces(lengths, budget, quantum)
-            recipes = best_fit(pieces.lengths, pieces.sizes, rooms)
-            super().__init__(pieces.ends.total, pieces, *recipes)
+            pieces = Pieces(lengths, budget, quantum, best_fit, cache_of(cache))
+            super().__init__(pieces.ends.total, pieces, *pieces.recipes)
             lengths_of, self.room = pieces.lengths, max(2, self.room)  # 2: units are rows
-            total, said = pieces.ends.total, fingerprint(pieces.ends.lengths)
+            total, said = pieces.ends.total, pieces.fingerprint
             least = fewest_rows(pieces.lengths, pieces.sizes, rooms)
             if least > SHOWN * total / budget + 1:
                 share = 100 * total / (least * budget)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cseq.order._readers import MEMBERS, keyed
+from cseq.order._readers import MEMBERS, digest, keyed
 from cseq.order.base import spans
 from cseq.order.classes import Classes
-from cseq.order.documents import DocumentEnds
+from cseq.order.documents import DocumentEnds, lengths_of
+from cseq.order.tables import tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Any
 
     from numpy.typing import ArrayLike, NDArray
 
     from cseq.order.base import Ints
     from cseq.order.classes import ReadMembers
+    from cseq.order.tables import New
+
+    Pack = Callable[[Ints, Ints, int], tuple[Ints, Ints, Ints]]
 
 __all__ = ["Pieces", "fewest_rows"]
 
@@ -39,11 +44,25 @@ class Pieces(Classes):
         Pieces of each class; where the documents of its rests begin in `table`.
     """
 
-    def __init__(self, lengths: ArrayLike, budget: int, quantum: int) -> None:
-        self.budget, self.quantum = budget, quantum
-        self.rooms = budget // quantum
-        self.ends = DocumentEnds(lengths)
-        self.whole = DocumentEnds(lengths, budget)
+    def __init__(
+        self, lengths: ArrayLike, budget: int, quantum: int, pack: Pack, cache: str | None
+    ) -> None:
+        self.budget, self.quantum, self.rooms = budget, quantum, budget // quantum
+        lengths = lengths_of(lengths)
+        self.fingerprint = digest(lengths)
+        name = f"packed-split-v1-{self.fingerprint:016x}-{budget}-{quantum}"
+        found = tables(cache, name, partial(self._make, lengths, pack))
+        self.ends = DocumentEnds(lengths, ends=found["ends"])
+        self.whole = DocumentEnds(lengths, budget, ends=found["whole"])
+        self.lengths, self.sizes, self.table = found["lengths"], found["sizes"], found["table"]
+        self.rests = len(self.lengths) - (self.whole.total > 0)  # classes of rests
+        self.offsets = np.append(0, self.sizes[: self.rests].cumsum())
+        self.count = len(self.lengths)
+        self.recipes = found["copies"], found["first"], found["parts"].reshape(-1, 3)
+
+    def _make(self, lengths: ArrayLike, pack: Pack, new: New) -> None:
+        """Count the pieces of each class, pack them, and sort the documents."""
+        self.ends, self.whole = DocumentEnds(lengths), DocumentEnds(lengths, self.budget)
         if not self.ends.total:
             raise ValueError("all lengths are 0: no document has a token; leave this source out")
         counts = np.zeros(self.rooms + 1, np.int64)
@@ -51,12 +70,15 @@ class Pieces(Classes):
             counts += np.bincount(quanta, minlength=len(counts))
         counts[0] = 0
         present = np.flatnonzero(counts)
-        self.lengths = np.append(present, self.rooms)[: len(present) + (self.whole.total > 0)]
-        self.sizes = np.append(counts[present], self.whole.total)[: len(self.lengths)]
-        self.rests = len(present)  # classes of rests
-        self.offsets = np.append(0, counts[present].cumsum())
-        self.table = np.empty(self.offsets[-1], np.uint32)
-        self.count = len(self.lengths)
+        classes = len(present) + (self.whole.total > 0)
+        each = np.append(present, self.rooms)[:classes]
+        sizes = np.append(counts[present], self.whole.total)[:classes]
+        copies, first, parts = pack(each, sizes, self.rooms)
+        small = {"lengths": each, "sizes": sizes, "copies": copies, "first": first}
+        small |= {"ends": self.ends.ends, "whole": self.whole.ends, "parts": parts.ravel()}
+        for key, values in small.items():
+            new(key, len(values), np.int64)[:] = values
+        self.table = new("table", int(counts.sum()), np.uint32)
         self._sort(counts)
 
     def _quanta(self) -> Iterator[tuple[int, NDArray[np.integer[Any]]]]:

@@ -1,0 +1,158 @@
+"""Tables that the processes of a machine map from a file; one of them makes it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from cseq.order._readers import digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import DTypeLike, NDArray
+
+    Tables: TypeAlias = dict[str, NDArray[Any]]
+    New: TypeAlias = Callable[[str, int, DTypeLike], NDArray[Any]]
+
+__all__ = ["cache_of", "forget", "tables"]
+
+MAGIC = b"cseqtab1"
+ALIGNED = 2**16  # where an array may begin in a file, as all systems map it
+SUMMED = 2**17  # words of a file whose sum is kept
+
+
+def tables(folder: str | None, name: str, make: Callable[[New], None]) -> Tables:
+    """Return arrays by name: those of a file in a folder, which is made if there is none.
+
+    Of several processes that ask for it at once, one makes it and the others wait. If it is killed,
+    the next one does. A file of another definition, or one that is damaged, is made again.
+
+    Parameters
+    ----------
+    folder : str or None
+        None: the arrays are made in memory. So they are on Windows, in each process.
+    name : str
+        Of the file: it says all that the arrays depend on.
+    make : callable
+        ``make(new)``, where ``new(key, length, dtype)`` gives an array to write to.
+    """
+    if folder is None or os.name == "nt":
+        made: Tables = {}
+        make(lambda key, length, dtype: made.setdefault(key, np.empty(length, dtype)))
+        return made
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, name)
+    found = _load(path, name)
+    while found is None:
+        with _claimed(f"{path}.part") as fd:
+            found = _load(path, name)  # another process may have made it meanwhile
+            if found is not None or fd is None:
+                continue
+            try:
+                _write(fd, name, make)
+                os.rename(f"{path}.part", path)
+            except BaseException:
+                os.remove(f"{path}.part")
+                raise
+            found = _load(path, name)
+            if found is None:
+                raise OSError(f"cache: {path} was written, and is damaged; give another folder")
+    return found
+
+
+def cache_of(cache: str | os.PathLike[str] | None) -> str | None:
+    """Check the argument `cache` of an order."""
+    if cache is not None and not isinstance(cache, (str, os.PathLike)):
+        raise TypeError(f"cache={cache!r} is not a path; give a folder of this machine, or None")
+    return None if cache is None else os.path.abspath(cache)
+
+
+def forget(folder: str, start: str, before: int) -> None:
+    """Remove the files whose names begin so, and go on with a number below another one."""
+    for name in os.listdir(folder):
+        number = name[len(start) :]
+        if name.startswith(start) and number.isdecimal() and int(number) < before:
+            with contextlib.suppress(FileNotFoundError):  # another process was first
+                os.remove(os.path.join(folder, name))
+
+
+@contextlib.contextmanager
+def _claimed(path: str) -> Iterator[int | None]:
+    """Open a file for this process alone, when no other has it; None: it was renamed meanwhile."""
+    import fcntl
+
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)  # until it is closed, at the latest when this process ends
+        try:
+            is_there = os.path.samestat(os.stat(path), os.fstat(fd))
+        except FileNotFoundError:
+            is_there = False
+        yield fd if is_there else None
+    finally:
+        os.close(fd)
+
+
+def _write(fd: int, name: str, make: Callable[[New], None]) -> None:
+    """Write arrays, what they are, and a digest of it all."""
+    os.ftruncate(fd, 0)
+    parts: dict[str, tuple[str, int, int]] = {}
+    end = 0
+
+    def new(key: str, length: int, dtype: DTypeLike) -> NDArray[Any]:
+        nonlocal end
+        kind, start = np.dtype(dtype), end
+        size = max(1, length * kind.itemsize)
+        parts[key], end = (kind.str, length, start), start + -(-size // ALIGNED) * ALIGNED
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, start, end - start)  # or a full disk ends the process
+        else:
+            os.ftruncate(fd, end)
+        return np.frombuffer(mmap.mmap(fd, end - start, offset=start), kind, length)
+
+    make(new)
+    text = json.dumps({"name": name, "parts": parts}).encode()
+    with mmap.mmap(fd, end, access=mmap.ACCESS_READ) as body:
+        sums = _sums(body, end, text)
+    os.lseek(fd, end, os.SEEK_SET)
+    tail = text + np.array([len(text), sums], "<u8").tobytes() + MAGIC
+    if os.write(fd, tail) < len(tail):
+        raise OSError(f"the disk of {name} is full")
+
+
+def _sums(file: mmap.mmap, end: int, text: bytes) -> int:
+    """Return a digest of a file up to its end, and of what stands there."""
+    words = np.frombuffer(file, np.uint64, end // 8)
+    sums = np.add.reduceat(words, np.arange(0, len(words), SUMMED))
+    return digest(np.append(sums.view(np.int64), np.frombuffer(text, np.uint8).astype(np.int64)))
+
+
+def _load(path: str, name: str) -> Tables | None:
+    """Map a file; None: it is not there, is damaged, or is another one."""
+    try:
+        with open(path, "rb") as opened:
+            file = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    except (FileNotFoundError, ValueError):  # not there; empty
+        return None
+    if len(file) < 24 or file[-8:] != MAGIC:
+        return None
+    length, sums = np.frombuffer(file, "<u8", 2, len(file) - 24).tolist()
+    end = len(file) - 24 - length
+    if end < ALIGNED or end % ALIGNED:
+        return None
+    text = file[end : end + length]
+    if _sums(file, end, text) != sums:
+        return None
+    said = json.loads(text)
+    if said["name"] != name:
+        return None
+    return {
+        key: np.frombuffer(file, kind, count, start)
+        for key, (kind, count, start) in said["parts"].items()
+    }

@@ -1,0 +1,210 @@
+"""Tables in a file of the machine: one process makes it, all map it; damage is noticed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import cseq
+from cseq.order._readers import digest, fingerprint
+from cseq.order.tables import tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.needs("POSIX")
+
+LENGTHS = np.arange(5000) * 7919 % 300
+KINDS: dict[str, Callable[..., cseq.Order]] = {
+    "packed": lambda lengths, **options: cseq.Packed(lengths, 256, too_long="split", **options),
+    "concatenated": lambda lengths, **options: cseq.Concatenated(lengths, 256, **options),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def files(folder: Path) -> dict[str, int]:
+    """Return the files of a folder, and which ones they are."""
+    return {path.name: path.stat().st_ino for path in folder.iterdir()}
+
+
+@every_kind
+def test_an_order_from_a_file(kind: str, tmp_path: Path) -> None:
+    """It is the same as without; a later start takes the files as they are."""
+    plain = KINDS[kind](LENGTHS)
+    expected = plain.batches(seed=3, epoch=2)
+    first = KINDS[kind](LENGTHS, cache=tmp_path / "new" / "folder")
+    assert first.batches(seed=3, epoch=2) == expected
+    assert (first.facts(), repr(first)) == (plain.facts(), repr(plain))
+    there = files(tmp_path / "new" / "folder")
+    again = KINDS[kind](LENGTHS.astype(np.int32), cache=str(tmp_path / "new" / "folder"))
+    assert again.batches(seed=3, epoch=2) == expected
+    assert files(tmp_path / "new" / "folder") == there
+    assert not any(name.endswith(".part") for name in there)
+
+
+def cut(data: bytearray) -> None:
+    """Lose the end of a file."""
+    del data[-100:]
+
+
+def flip(data: bytearray) -> None:
+    """Change a bit in the middle of a table."""
+    data[len(data) // 3 * 2] ^= 4
+
+
+def clear(data: bytearray) -> None:
+    """Lose a page, as after a failure of the power."""
+    data[:4096] = bytes(4096)
+
+
+def empty(data: bytearray) -> None:
+    """Lose all."""
+    data.clear()
+
+
+def other(data: bytearray) -> None:
+    """Have another program's file."""
+    data[:] = b"PK" * 5000
+
+
+@every_kind
+@pytest.mark.parametrize("damage", [cut, flip, clear, empty, other])
+def test_a_damaged_file_is_made_again(
+    kind: str, damage: Callable[[bytearray], None], tmp_path: Path
+) -> None:
+    """It is never read: the order is what it was, and so are the files."""
+    expected = KINDS[kind](LENGTHS, cache=tmp_path).batches(seed=3)
+    content = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for path, data in content.items():
+        damaged = bytearray(data)
+        damage(damaged)
+        path.write_bytes(damaged)
+    assert KINDS[kind](LENGTHS, cache=tmp_path).batches(seed=3) == expected
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == content
+
+
+@every_kind
+def test_a_file_of_other_documents(kind: str, tmp_path: Path) -> None:
+    """It has another name; one that was renamed is made again."""
+    KINDS[kind](LENGTHS + 1, cache=tmp_path).batches(seed=3)
+    others = sorted(tmp_path.iterdir())
+    expected = KINDS[kind](LENGTHS, cache=tmp_path).batches(seed=3)
+    ours = sorted({*tmp_path.iterdir()} - {*others})
+    assert len(ours) == len(others)
+    for path, theirs in zip(ours, others, strict=True):
+        path.write_bytes(theirs.read_bytes())
+    assert KINDS[kind](LENGTHS, cache=tmp_path).batches(seed=3) == expected
+
+
+def test_epochs_that_are_over_are_removed(tmp_path: Path) -> None:
+    """The files of the last two are kept: ranks may be in either."""
+    order = cseq.Concatenated(LENGTHS, 256, cache=tmp_path)
+    reader = order.reader(3)
+    for epoch in range(5):
+        reader.samples(epoch, 0, 1)
+    order.reader(4).samples(0, 0, 1)
+    numbers = sorted(name.rpartition("-")[2] for name in files(tmp_path) if name.count("-") == 5)
+    assert numbers == ["0", "3", "4"]
+
+
+def test_what_cannot_be_made_leaves_no_file(tmp_path: Path) -> None:
+    """An exception is raised as it is, and the next one can make it."""
+
+    def fail(new: Any) -> None:
+        new("part", 9, np.int64)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        tables(str(tmp_path), "name", fail)
+    assert not files(tmp_path)
+    with pytest.raises(ValueError, match="all lengths are 0"):
+        cseq.Packed([0, 0], 5, too_long="split", cache=tmp_path)
+    found = tables(str(tmp_path), "name", lambda new: new("part", 9, np.int64).fill(7))
+    assert found["part"].tolist() == [7] * 9
+    assert not found["part"].flags.writeable
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    """The error names the file, or the argument."""
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError, match="file"):
+        cseq.Concatenated(LENGTHS, 256, cache=tmp_path / "file")
+    with pytest.raises(TypeError, match="cache=7 is not a path"):
+        cseq.Concatenated(LENGTHS, 256, cache=7)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="is for too_long='split'"):
+        cseq.Packed(LENGTHS + 1, 400, cache=tmp_path)
+
+
+# ── several processes ─────────────────────────────────────────────────────────────────────────
+
+MAKE = """
+import sys
+import numpy as np
+from cseq.order.tables import tables
+def make(new):
+    with open(sys.argv[2], "a") as log:
+        log.write("made\\n")
+    new("numbers", 300_000, np.int64)[:] = np.arange(300_000)
+    if len(sys.argv) > 3:
+        print("making", flush=True)
+        sys.stdin.read()
+found = tables(sys.argv[1], "shared", make)
+assert (found["numbers"] == np.arange(300_000)).all()
+"""
+
+
+def start(*arguments: Any) -> subprocess.Popen[str]:
+    """Start a process that asks for the tables."""
+    root = str(Path(cseq.__file__).parents[1])
+    return subprocess.Popen(
+        [sys.executable, "-c", MAKE, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": root},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_one_process_makes_what_all_map(tmp_path: Path) -> None:
+    """Of four that begin together, one makes the file, and all have the same."""
+    each = [start(tmp_path / "cache", tmp_path / "log") for _ in range(4)]
+    for process in each:
+        process.communicate(timeout=60)
+    assert [process.returncode for process in each] == [0] * 4
+    assert (tmp_path / "log").read_text() == "made\n"
+    assert [*files(tmp_path / "cache")] == ["shared"]
+
+
+def test_a_process_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
+    """While it makes the file, others wait; its part is never taken for the whole."""
+    first = start(tmp_path / "cache", tmp_path / "log", "hold")
+    assert first.stdout is not None
+    assert first.stdout.readline() == "making\n"
+    others = [start(tmp_path / "cache", tmp_path / "log") for _ in range(2)]
+    first.kill()
+    first.communicate(timeout=60)
+    for process in others:
+        process.communicate(timeout=60)
+    assert [process.returncode for process in others] == [0, 0]
+    assert (tmp_path / "log").read_text() == "made\n" * 2
+    assert [*files(tmp_path / "cache")] == ["shared"]
+
+
+def test_digest() -> None:
+    """It is that of four chains, whatever type and layout the values have."""
+    values = np.arange(200_003) * 7919 % 251
+    expected = digest(values)
+    assert all(digest(values.astype(kind)) == expected for kind in ("u1", "i4", ">i8"))
+    assert digest(np.repeat(values, 3)[::3]) == expected != fingerprint(values)
+    for at in (0, 1, 2, 3, 65_535, 65_536, 200_002):
+        changed = values.copy()
+        changed[at] += 1
+        assert digest(changed) != expected
+    assert digest(values[:-1]) != expected != digest(np.append(values, 0))
+    assert len({digest(np.zeros(k, np.int64)) for k in range(20)}) == 20
