@@ -9,11 +9,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from cseq.check import count
-from cseq.order._readers import AHEAD, BLOCKS, WINDOW, ArrayReader, Permutation, drawn, shuffle
+from cseq.order._readers import (
+    AHEAD,
+    BLOCKS,
+    WINDOW,
+    ArrayReader,
+    Permutation,
+    drawn,
+    fingerprint,
+    shuffle,
+)
+from cseq.order.base import spans
+from cseq.order.classes import one_dimensional
 from cseq.order.shuffled import Samples
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
     from cseq._core import Reader
     from cseq.order.base import Ints
@@ -33,23 +44,27 @@ class Blocks(Samples):
 
     Parameters
     ----------
-    rows : int
-        Samples in a block: one chunk of the data, or several.
+    rows : int or array of int
+        Samples in a block: one chunk of the data, or several. An array has the samples of each
+        block, such as the row groups of Parquet files or the members of tar shards.
     window : int
         The most blocks that are mixed. 512 are nearly as good as a full shuffle. Each sample of a
         window takes 4 bytes.
     lanes : int
         Parts of a window, shuffled separately, that take turns. It must divide `window`. If the
         number of ranks divides it, and it divides the global batch, each rank reads its own lanes.
-        These are whole blocks, except those that are too few to give one to each lane.
+        These are whole blocks, except those that are too few to give one to each lane. Blocks of
+        unequal sizes have one lane.
     samples : int, optional
-        The number of samples. None: as many as the data has.
+        The number of samples. None: as many as the data has, or as the blocks of an array have.
 
     Examples
     --------
     >>> order = cseq.Blocks(rows=4, window=2, samples=16)
     >>> order.batches(8, seed=1)
     [[0, 15, 1, 3, 12, 14, 2, 13], [11, 7, 5, 6, 9, 8, 10, 4]]
+    >>> cseq.Blocks(rows=[5, 1, 2, 4], window=2)
+    <Blocks: 12 samples in 4 blocks of 1 to 5, shuffled in windows: 2 of some 2 blocks>
     """
 
     name = "blocks-v2"
@@ -58,8 +73,23 @@ class Blocks(Samples):
     }
 
     def __init__(
-        self, rows: int, window: int, lanes: int = 1, *, samples: int | None = None
+        self,
+        rows: int | ArrayLike,
+        window: int,
+        lanes: int = 1,
+        *,
+        samples: int | None = None,
     ) -> None:
+        self.sizes: Ints | None = None
+        if np.ndim(rows):
+            self.sizes = _sizes(rows)
+            there = int(self.sizes.sum())
+            if samples not in (None, there):
+                raise ValueError(f"samples={samples}, but rows has {there}; leave samples out")
+            if lanes != 1:
+                raise ValueError(f"lanes={lanes}: blocks of unequal sizes have one lane")
+            self.name, self.replaced = "unequal-blocks-v1", {}  # type: ignore[misc]
+            samples, rows = there, max(1, int(self.sizes.max()))
         super().__init__(samples)
         self.rows = count("rows", rows, 1, MOST_ROWS)
         self.window = count("window", window, 1, MOST_ROWS // self.rows)
@@ -72,11 +102,16 @@ class Blocks(Samples):
 
     def facts(self) -> dict[str, Any]:
         """Return what the order depends on."""
+        if self.sizes is not None:
+            return super().facts() | {"rows": fingerprint(self.sizes), "window": self.window}
         sizes = {"rows": self.rows, "window": self.window, "lanes": self.lanes}
         return super().facts() | sizes
 
     def reader(self, seed: int) -> Reader:
         """Return what reads the order."""
+        if self.sizes is not None:
+            drawn_in = lru_cache(1)(partial(UnequalWindows, self.sizes, self.window, seed))
+            return ArrayReader(self, seed, lambda epoch, units: (drawn_in(epoch).read(units), None))
         begin = lru_cache(1)(partial(Windows, self, seed))
 
         def share(epoch: int, first: int, together: int, start: int, size: int) -> Ints:
@@ -98,11 +133,13 @@ class Blocks(Samples):
 
     def describe(self) -> str:
         """Describe an epoch."""
-        blocks = -(-self.units // self.rows)
+        blocks, each = -(-self.units // self.rows), f"{self.rows:,}"
+        if self.sizes is not None:
+            blocks, each = len(self.sizes), f"{self.sizes.min():,} to {self.rows:,}"
         windows = max(1, -(-blocks // self.window))
         lanes = f", {self.lanes:,} lanes" if self.lanes > 1 else ""
         return (
-            f"{self.units:,} samples in {blocks:,} blocks of {self.rows:,}, shuffled in windows: "
+            f"{self.units:,} samples in {blocks:,} blocks of {each}, shuffled in windows: "
             f"{windows:,} of some {round(blocks / windows):,} blocks{lanes}"
         )
 
@@ -191,3 +228,59 @@ class Windows:
         table = table.take(shuffle(len(table), *self.where, WINDOW, begin))
         self.kept[lane] = window, table
         return table
+
+
+class UnequalWindows:
+    """The windows of an epoch of blocks of unequal sizes: some blocks of a layout each.
+
+    In the layout, the blocks are shuffled. The first windows have one block more than the others,
+    if they do not all have as many. The epoch begins with a window that is drawn, and goes round.
+    """
+
+    def __init__(self, sizes: Ints, window: int, seed: int, epoch: int) -> None:
+        self.where = seed, epoch
+        blocks, count = len(sizes), -(-len(sizes) // window)
+        self.order = Permutation(blocks, seed, epoch, BLOCKS, 0).at(np.arange(blocks))
+        self.sizes, self.firsts = sizes[self.order], (sizes.cumsum() - sizes)[self.order]
+        # The number of the first block of each window in the layout, and of its first sample.
+        numbers = np.arange(count + 1)
+        self.cuts = numbers * (blocks // count) + np.minimum(numbers, blocks % count)
+        self.starts = np.append(0, self.sizes.cumsum())[self.cuts]
+        first = int(drawn(np.zeros(1, np.int64), count, seed, epoch, BLOCKS, 1)[0])
+        self.begin = int(self.starts[first])
+        self.kept: tuple[int, NDArray[Any]] = -1, np.empty(0, np.uint32)
+
+    def read(self, units: Ints) -> Ints:
+        """Return the samples at some positions."""
+        at = (units + self.begin) % self.starts[-1]
+        windows = self.starts.searchsorted(at, "right") - 1
+        cuts = [0, *(np.flatnonzero(np.diff(windows)) + 1).tolist(), len(units)]
+        parts = []
+        for start, stop in itertools.pairwise(cuts):
+            window = int(windows[start])
+            parts.append(self.part(window)[at[start:stop] - self.starts[window]])
+        return np.concatenate(parts).astype(np.int64)
+
+    def part(self, window: int) -> NDArray[Any]:
+        """Return the samples of a window, shuffled."""
+        if self.kept[0] != window:
+            ours = slice(*self.cuts[window : window + 2].tolist())
+            table = spans(self.firsts[ours], self.sizes[ours])
+            if self.starts[-1] <= 2**32:
+                table = table.astype(np.uint32)
+            begin = int(self.starts[window])
+            self.kept = window, table.take(shuffle(len(table), *self.where, WINDOW, begin))
+        return self.kept[1]
+
+
+def _sizes(rows: ArrayLike) -> Ints:
+    """Check the sizes of blocks."""
+    given = one_dimensional("rows", rows)
+    if given.dtype.kind not in "iu":
+        raise TypeError(f"rows has values of type {given.dtype}; give the samples of each block")
+    if given.min() < 0 or not given.any():
+        raise ValueError(
+            f"rows[{given.argmin()}]={given.min()}: give at least 0 samples a block, and one block "
+            "that has some"
+        )
+    return given.astype(np.int64)

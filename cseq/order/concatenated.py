@@ -56,7 +56,8 @@ class Concatenated(Order):
     --------
     >>> order = cseq.Concatenated([5, 20, 0, 3], 12)
     >>> order
-    <Concatenated: 2 rows of 12 tokens, at most 3 pieces a row; an epoch leaves 4 tokens out>
+    <Concatenated: 2 rows of 12 tokens, at most 3 pieces a row; an epoch leaves 4 tokens out,
+    others each time>
     >>> order.batches(seed=1)
     [[17, 25, 0], [5]]
     """

@@ -91,6 +91,7 @@ ORDERS: dict[str, Callable[[], cseq.Order]] = {
         6,
         over="window",
     ),
+    "unequal blocks": lambda: cseq.Blocks([7, 0, 20, 1, 13, 4, 15], 3),
     "blocks of lanes": lambda: cseq.Blocks(3, 8, 4, samples=60),
     "own": Backwards,
 }

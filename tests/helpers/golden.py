@@ -103,11 +103,17 @@ ORDERS: dict[str, Callable[..., cseq.Order]] = {
     "groups-v1": lambda labels, **options: cseq.Groups(labels, repeat_small=True, **options),
     "mixture-v2": mixture,
     "packed-v1": lambda lengths, **options: cseq.Packed(lengths, too_long="drop", **options),
+    "unequal-blocks-v1": lambda lengths, **options: cseq.Blocks(rows=lengths, **options),
     "packed-split-v1": lambda lengths, **options: cseq.Packed(lengths, too_long="split", **options),
     "resized-v1": lambda n, size: cseq.Resized(cseq.Shuffled(n), size),
     "weighted-v2": cseq.Weighted,
 }
-OF_SAMPLES = ("blocks-v2", "mixture-v2", "weighted-v2")  # their files have no units
+OF_SAMPLES = (
+    "blocks-v2",
+    "mixture-v2",
+    "unequal-blocks-v1",
+    "weighted-v2",
+)  # their files have no units
 VALUES = {"lengths": lengths, "labels": labels, "weights": lambda *given: weights([*given])}
 
 

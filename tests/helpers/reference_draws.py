@@ -77,6 +77,24 @@ def blocks(n: int, rows: int, window: int, lanes: int, seed: int, epoch: int) ->
     return samples
 
 
+def unequal_blocks(sizes: list[int], window: int, seed: int, epoch: int) -> list[int]:
+    """Return an epoch of unequal-blocks-v1."""
+    whole, count = len(sizes), -(-len(sizes) // window)
+    order, ends = perm(whole, stream(seed, epoch, 7, 0)), [*accumulate(sizes)]
+    blocks_of = [range(ends[b] - sizes[b], ends[b]) for b in map(order, range(whole))]
+    cuts = [j * (whole // count) + min(j, whole % count) for j in range(count + 1)]
+    first = derive(stream(seed, epoch, 7, 1), 1)[0] * count >> 64
+    starts = [sum(map(len, blocks_of[: cuts[j]])) for j in range(count)]
+    return [
+        sample
+        for j in [*range(first, count), *range(first)]
+        for sample in shuffled(
+            [sample for block in blocks_of[cuts[j] : cuts[j + 1]] for sample in block],
+            stream(seed, epoch, 8, starts[j]),
+        )
+    ]
+
+
 def batches(
     classes: list[list[int]],
     sizes: list[int],

@@ -10,7 +10,7 @@ from fair import chi, epochs, labels_of, scores, worst
 from hypothesis import example, given
 from hypothesis import strategies as st
 from ranked import united
-from reference_draws import blocks, derive, stream
+from reference_draws import blocks, derive, stream, unequal_blocks
 
 import cseq
 
@@ -202,3 +202,76 @@ def test_bad_arguments() -> None:
         cseq.Blocks(4, 8, 9)
     with pytest.raises(TypeError, match=r"rows=2\.5"):
         cseq.Blocks(2.5, 8)  # type: ignore[arg-type]
+
+
+# -- of unequal sizes
+
+SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any)
+
+
+@given(SIZES, st.integers(1, 9), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+def test_unequal_blocks_are_the_references(
+    sizes: list[int], window: int, seed: int, epoch: int
+) -> None:
+    """An epoch is that of the reference in plain Python, and can be read in any pieces."""
+    order, expected = cseq.Blocks(sizes, window), unequal_blocks(sizes, window, seed, epoch)
+    assert drawn(order, seed, epoch).tolist() == expected
+    reader = order.reader(seed)
+    for position in np.random.default_rng(0).permutation(order.units)[:20].tolist():
+        assert reader.samples(epoch, position, 1)[0].tolist() == expected[position : position + 1]
+
+
+@given(SIZES, st.integers(1, 9))
+def test_few_unequal_blocks_are_in_use(sizes: list[int], window: int) -> None:
+    """Blocks come window by window: none begins before as many as a window has are over."""
+    order = cseq.Blocks(sizes, window)
+    block_of = np.repeat(np.arange(len(sizes)), sizes)[drawn(order, 1, 2)]
+    _, begun = np.unique(block_of, return_index=True)
+    _, over = np.unique(block_of[::-1], return_index=True)
+    over = order.units - 1 - over
+    in_use = [((begun <= t) & (t <= over)).sum() for t in range(order.units)]
+    assert max(in_use) <= window
+
+
+def test_samples_of_unequal_blocks_are_anywhere_as_often() -> None:
+    """When a block's window comes does not depend on the block's size or number.
+
+    The sizes are sorted, and differ fifteenfold. 1500 epochs; five standard deviations.
+    """
+    sizes = [2, 3, 4, 6, 8, 10, 12, 15, 18, 20, 25, 30]
+    counts = np.zeros((len(sizes), 4))
+    block_of = np.repeat(np.arange(len(sizes)), sizes)
+    for epoch in epochs(cseq.Blocks(sizes, 3), 1500):
+        _, begun = np.unique(block_of[epoch], return_index=True)
+        turns = np.argsort(np.argsort(begun)) // 3
+        counts[np.arange(len(sizes)), turns] += 1
+    assert abs(chi(counts, 1500 / 4, (len(sizes) - 1) * 3)) < 5
+
+
+def test_samples_of_a_window_are_strangers() -> None:
+    """Classes of samples in a window of unequal blocks are spread over it as by chance."""
+    sizes = np.random.default_rng(3).integers(1, 60, 300)
+    order, rows = cseq.Blocks(sizes, 300), []
+    for epoch in epochs(order, 25):
+        where = np.argsort(epoch)
+        rows.append(
+            np.concatenate([scores(label, where[:2000]) for label in labels_of(order.units)[::2]])
+        )
+    assert worst(rows) < 5
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "error", "match"),
+    [
+        ([3, -1], {}, ValueError, r"rows\[1\]=-1: give at least 0"),
+        ([0, 0], {}, ValueError, r"rows\[0\]=0: give at least 0 samples a block, and one block"),
+        ([1.5], {}, TypeError, "rows has values of type float64"),
+        ([3, 4], {"samples": 8}, ValueError, "samples=8, but rows has 7"),
+        ([3, 4], {"lanes": 2}, ValueError, "lanes=2: blocks of unequal sizes have one lane"),
+        ([[3]], {}, ValueError, "rows has shape"),
+    ],
+)
+def test_bad_sizes_are_named(rows: Any, options: Any, error: Any, match: str) -> None:
+    """An error names the block, its size and the remedy."""
+    with pytest.raises(error, match=match):
+        cseq.Blocks(rows, 2, **options)
