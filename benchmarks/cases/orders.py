@@ -75,6 +75,69 @@ def packed(given: Any) -> cseq.Order:
     return cseq.Packed(given, ROW)
 
 
+def documents(n: int) -> np.ndarray[Any, Any]:
+    """Lengths as those of web pages, some longer than a row."""
+    drawn = np.random.default_rng(0).lognormal(6.55 - 0.72, 1.2, n)
+    return np.clip(drawn, 2, 60_000).astype(np.int32)
+
+
+def split(given: Any) -> cseq.Order:
+    """Rows of 8192 tokens of documents, the long ones cut."""
+    return cseq.Packed(given, 2 * ROW, too_long="split")
+
+
+def concatenated(given: Any) -> cseq.Order:
+    """Rows of 8192 tokens of documents end to end."""
+    return cseq.Concatenated(given, 2 * ROW)
+
+
+def rows_made(make: Callable[[Any], cseq.Order], n: int) -> Iterator[Callable[[], float]]:
+    """An order of documents is made, and its first batch read: nanoseconds a document."""
+    given = documents(n)
+    yield partial(cpu, lambda: make(given).reader(1).samples(0, 0, 8), n)
+
+
+def rows_read(make: Callable[[Any], cseq.Order], n: int) -> Iterator[Callable[[], float]]:
+    """Batches of 8 rows are read from the middle on: microseconds each."""
+    order, most = make(documents(n)), scaled(5000, 5)
+    reader, start = order.reader(1), order.units // 2
+    reader.samples(3, start, 8)
+
+    def run() -> float:
+        begin = time.thread_time_ns()
+        for k in range(start, start + 8 * most, 8):
+            reader.samples(3, k % (order.units - 8), 8)
+        return (time.thread_time_ns() - begin) / 1000 / most
+
+    yield run
+
+
+def balanced(make: Callable[[Any], cseq.Order], given: Any) -> cseq.Order:
+    """Steps of 256 rows."""
+    return cseq.Balanced(make(given), scaled(256, 4))
+
+
+def slowest(make: Callable[[Any], cseq.Order], over: str, n: int) -> Iterator[Callable[[], float]]:
+    """The slowest of 64 ranks over their mean, if they wait at each of 4 microbatches of a row."""
+    inner, step = make(documents(n)), scaled(256, 16)
+    order: cseq.Order = inner
+    if over != "as they are":
+        order = cseq.Balanced(inner, step, over=over)  # type: ignore[arg-type]
+    count = order.units // step * step
+
+    def run() -> float:
+        reader, works = inner.measured(1)
+        samples, sizes = reader.samples(0, 0, inner.units)
+        found = works(0, np.arange(inner.units))
+        work_of = dict(zip(samples[sizes.cumsum() - sizes].tolist(), found.tolist(), strict=True))
+        samples, sizes = order.reader(1).samples(0, 0, count)
+        work = np.array([work_of[first] for first in samples[sizes.cumsum() - sizes].tolist()])
+        work = work.reshape(-1, 4, step // 4)
+        return float((work.max(2).sum(1) / work.mean(2).sum(1)).mean())
+
+    yield run
+
+
 def sorted_by_numpy(given: Any) -> Any:
     """The least that batches of equal lengths need: a stable sort."""
     return np.argsort(given, kind="stable")
@@ -229,6 +292,8 @@ def loaded(n: int, *, fixed: bool) -> Iterator[Callable[[], float]]:
 
 MANY = scaled(10**7, 2000)
 FEW = scaled(20_000, 500)  # for peers that take microseconds for a sample
+BALANCED, WAITING = "cseq, balanced", ("step", "window", "epoch")
+MOST_WAITED = {"split": (1.6, 1.05, 1.01), "concatenated": (1.7, 1.05, 1.01)}
 OURS, NUMPY, TORCH = "cseq", "numpy.permutation", "torch.randperm"
 VARYING, FIXED = "cseq, buckets", "cseq, as many of a fixed size"
 LHOTSE, TRL, GRAIN = f"lhotse, {FEW} samples", f"trl, {FEW} samples", f"grain, {FEW} samples"
@@ -286,6 +351,42 @@ CASES = (
         "Rows of 4096 tokens from 10^7 lengths, read by 8",
         "ns/sample",
         (Contender(OURS, partial(read, packed, MANY, 8), ours=True),),
+    ),
+    *(
+        case
+        for name, make in (("split", split), ("concatenated", concatenated))
+        for case in (
+            Case(
+                f"orders_{name}_made",
+                f"Rows of 8192 tokens from 10^7 documents, {name}, made, and the first batch",
+                "ns/document",
+                (Contender(OURS, partial(rows_made, make, MANY), ours=True),),
+                goals=(Goal("seconds for 10^7", lambda f: f[OURS] / 100, 0.6),),
+            ),
+            Case(
+                f"orders_{name}_read",
+                f"Rows of 8192 tokens from 10^7 documents, {name}, read by 8",
+                "µs/batch",
+                (
+                    Contender(OURS, partial(rows_read, make, MANY), ours=True),
+                    Contender(BALANCED, partial(rows_read, partial(balanced, make), MANY)),
+                ),
+                goals=(Goal("µs a batch", lambda f: f[OURS], 100),),
+            ),
+            Case(
+                f"orders_{name}_balanced",
+                f"Rows of 8192 tokens, {name}: the slowest of 64 ranks over the mean",
+                "times",
+                tuple(
+                    Contender(over, partial(slowest, make, over, scaled(10**6, 2000)))
+                    for over in ("as they are", *WAITING)
+                ),
+                goals=tuple(
+                    Goal(over, lambda f, over=over: f[over], most)  # type: ignore[misc]
+                    for over, most in zip(WAITING, MOST_WAITED[name], strict=True)
+                ),
+            ),
+        )
     ),
     Case(
         "orders_loaded",
