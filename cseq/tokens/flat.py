@@ -13,6 +13,8 @@ from cseq.order._readers import CHUNK, fingerprint
 from cseq.tokens.documents import Corpus, damaged, first, mapped
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 __all__ = ["Flat"]
@@ -34,7 +36,8 @@ class Flat(Corpus):
         Instead of `offsets`: the token that ends each document, and belongs to it. The documents
         are found once, in one pass; a file then has their lengths.
     cache : str or path, optional
-        The folder of this file. None: that of `path`.
+        The folder of this file. None: that of `path`. With `offsets`, a path: a folder for such a
+        file, too, which processes share; otherwise each of them computes the lengths.
     name : str, optional
         None: the file's name without its ending.
 
@@ -70,13 +73,13 @@ class Flat(Corpus):
             dtype=None if dtype is None else np.dtype(dtype).str,
             offsets=offsets,
             end=end,
-            cache=os.path.abspath(os.fspath(cache or os.path.dirname(full))),
+            cache=None if cache is None else os.path.abspath(os.fspath(cache)),
             name=name or os.path.basename(full).partition(".")[0],
         )
 
     def attach(  # type: ignore[override]
-        self, *, is_new: bool, path: str, dtype: str | None, offsets: Any, end: Any, cache: str,
-        name: str,
+        self, *, is_new: bool, path: str, dtype: str | None, offsets: Any, end: Any,
+        cache: str | None, name: str,
     ) -> None:  # fmt: skip
         """Map the file, and find its documents."""
         tokens = npy(path) if path.endswith(".npy") else raw(path, dtype)
@@ -85,13 +88,20 @@ class Flat(Corpus):
         if tokens.dtype.kind not in "iu":
             raise damaged(path, 0, f"its values are {tokens.dtype}", "give a file of integers")
         if end is not None:
-            lengths = npy(found(path, tokens, end, cache))
+            limits = np.iinfo(tokens.dtype)
+            last = count("end", end, int(limits.min), int(limits.max))
+            folder = cache or os.path.dirname(path)
+            facts = [tokens.itemsize, last]
+            lengths = kept(path, folder, facts, lambda: bounds_of(tokens, last))
         else:
             is_path = isinstance(offsets, str)
             bounds = npy(offsets) if is_path else np.asarray(offsets)
             if is_new:
                 check(offsets if is_path else path, bounds, len(tokens))
-            lengths = np.diff(bounds)
+            if is_path and cache is not None:
+                lengths = kept(offsets, cache, [], lambda: bounds)
+            else:
+                lengths = lengths_of(bounds)
         self.lay(name, lengths, [tokens])
 
 
@@ -134,24 +144,30 @@ def check(path: str, offsets: NDArray[Any], tokens: int) -> None:
         raise damaged(path, None, said, remedy)
 
 
-def found(path: str, tokens: NDArray[Any], end: Any, cache: str) -> str:
-    """Return the file with the lengths of documents that end with a token; make it if need be."""
-    limits, there = np.iinfo(tokens.dtype), os.stat(path)
-    last = count("end", end, int(limits.min), int(limits.max))
-    facts = [there.st_size, there.st_mtime_ns, tokens.itemsize, last]
-    key = f"{int(fingerprint(np.array(facts))):016x}"
-    kept = os.path.join(cache, f"{os.path.basename(path)}.{key}.lengths.npy")
+def kept(
+    path: str, folder: str, facts: list[int], bounds: Callable[[], NDArray[Any]]
+) -> NDArray[Any]:
+    """Return the lengths of documents from a file in a folder; make it, if it is not there."""
+    there = os.stat(path)
+    key = int(fingerprint(np.array([there.st_size, there.st_mtime_ns, *facts])))
+    file = f"{os.path.basename(path)}.{key:016x}.lengths.npy"
     try:
-        return once(kept, lambda file: np.save(file, lengths_of(tokens, last)))
+        whole = os.path.join(folder, file)
+        return npy(once(whole, lambda file: np.save(file, lengths_of(bounds()))))
     except OSError as error:
         remedy = "give cache=, a folder for the lengths of documents"
         raise OSError(error.errno, f"{error.strerror}: {remedy}", error.filename) from None
 
 
-def lengths_of(tokens: NDArray[Any], end: int) -> NDArray[Any]:
-    """Find the lengths of documents; the last one may lack its last token."""
+def bounds_of(tokens: NDArray[Any], end: int) -> NDArray[Any]:
+    """Find where documents begin, and the last one ends; that one may lack its last token."""
     chunks = range(0, len(tokens), CHUNK)
     ends = [np.flatnonzero(tokens[at : at + CHUNK] == end) + (at + 1) for at in chunks]
     bounds = np.concatenate([[0], *ends, [len(tokens)]])
-    lengths = np.diff(bounds[:-1] if bounds[-1] == bounds[-2] else bounds)
+    return bounds[:-1] if bounds[-1] == bounds[-2] else bounds
+
+
+def lengths_of(bounds: NDArray[Any]) -> NDArray[Any]:
+    """Return the lengths of documents, in 4 bytes each if they are below 2**32."""
+    lengths = np.diff(bounds)
     return lengths.astype(np.uint32 if lengths.max(initial=0) < 2**32 else np.int64)

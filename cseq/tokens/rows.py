@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -122,8 +122,6 @@ class Rows:
 
     Attributes
     ----------
-    order : Order
-        The order of `MPSequence(rows)`; its samples are tokens, its units rows.
     names : list of str
         The sources.
     fingerprints : dict of str to int
@@ -181,21 +179,29 @@ class Rows:
         self._made = {*self.keys, "input_ids"}
         if "valid_tokens" in self.keys:
             self._made.add("labels")
-        over: Callable[[Any], Order] = partial(Concatenated, row=self.row)
-        if choice("packing", packing, ("best-fit", "concatenate")) == "best-fit":
-            over = partial(Packed, budget=self.row, too_long="split")
-        if weights is not None:
-            members = [over(corpus.lengths) for corpus in corpora]
-            named_orders = dict(zip(self.names, members, strict=True))
-            options: Any = {"weights_of": weights_of, "epoch_size": epoch_size}
-            order: Order = Mixture(named_orders, weights, **options)
-        elif epoch_size is not None:
-            raise ValueError(f"epoch_size={epoch_size} without weights; give weights, too")
-        else:
-            lengths = [corpus.lengths for corpus in corpora]
-            order = over(lengths[0] if len(lengths) == 1 else np.concatenate(lengths))
+        choice("packing", packing, ("best-fit", "concatenate"))
         choice("balance", balance, ("step", "window", "epoch"))
-        self.order = order if step is None else Balanced(order, step, over=balance)
+        if weights is None and epoch_size is not None:
+            raise ValueError(f"epoch_size={epoch_size} without weights; give weights, too")
+        self._mixed = None if weights is None else (weights, weights_of, epoch_size)
+        self._packs, self._dealt = packing == "best-fit", (step, balance)
+        self.order  # noqa: B018 - to raise what it raises now
+
+    @cached_property
+    def order(self) -> Order:
+        """The order of ``MPSequence(rows)``: its samples are tokens, its units rows."""
+        over: Callable[[Any], Order] = partial(Concatenated, row=self.row)
+        if self._packs:
+            over = partial(Packed, budget=self.row, too_long="split")
+        lengths = [corpus.lengths for corpus in self._corpora[:-1]]
+        if self._mixed is None:
+            order = over(lengths[0] if len(lengths) == 1 else np.concatenate(lengths))
+        else:
+            weights, of, size = self._mixed
+            sources = dict(zip(self.names, map(over, lengths), strict=True))
+            order = Mixture(sources, weights, weights_of=of, epoch_size=size)
+        step, balance = self._dealt
+        return order if step is None else Balanced(order, step, over=balance)
 
     def _check(self, corpora: list[Corpus], pad: int) -> None:
         """Check that tokens fit in the type, and that there is something to predict."""
@@ -218,8 +224,8 @@ class Rows:
         return f"<Rows of {self.row} tokens of {', '.join(self.names)}: {self.order!r}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the order: a worker is given the indices."""
-        return {**self.__dict__, "order": None}
+        """Pickle without the order, which is made where it is asked for: not in a worker."""
+        return {name: value for name, value in vars(self).items() if name != "order"}
 
     def locate(self, row: int, *, seed: int, epoch: int = 0) -> list[Piece]:
         """Say what a row of an epoch has: its pieces, in their order.

@@ -74,11 +74,25 @@ def test_documents_are_found_once(tmp_path: Path) -> None:
     assert documents_of(tokens.Flat(path, "uint16", end=0)) == [[1, 2, 0], [3, 0]]
     assert os.stat(data / kept).st_ino == before.st_ino
     assert documents_of(tokens.Flat(path, "uint16", end=2)) == [[1, 2], [0, 3, 0]]
+    assert len(tokens.Flat(path, "uint8", end=0)) == 7
     write_flat(path, [[1, 0], [2, 3, 0], [4, 0]])
     os.utime(path, ns=(1, 1))
     assert documents_of(tokens.Flat(path, "uint16", end=0)) == [[1, 0], [2, 3, 0], [4, 0]]
     assert documents_of(tokens.Flat(path, "uint16", end=4, cache=cache))[1:] == [[0]]
     assert len(os.listdir(cache)) == 1
+
+
+def test_lengths_by_offsets_are_kept_in_a_cache(tmp_path: Path) -> None:
+    """With `cache` and a file of offsets, processes map the same lengths."""
+    np.save(tmp_path / "offsets.npy", write_flat(tmp_path / "a.npy", DOCUMENTS))
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    given = {"offsets": tmp_path / "offsets.npy", "cache": cache}
+    for _ in range(2):
+        source = tokens.Flat(tmp_path / "a.npy", **given)
+        assert documents_of(pickle.loads(pickle.dumps(source))) == DOCUMENTS
+        assert len(os.listdir(cache)) == 1
+    assert len(os.listdir(tmp_path)) == 3
 
 
 def found(path: str, answers: Any) -> None:
