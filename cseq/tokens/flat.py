@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cseq.check import count
-from cseq.files import once
 from cseq.order._readers import CHUNK, fingerprint
+from cseq.order.tables import tables
 from cseq.tokens.documents import Corpus, damaged, first, mapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+    from cseq.order.tables import New
 
 __all__ = ["Flat"]
 
@@ -150,10 +152,13 @@ def kept(
     """Return the lengths of documents from a file in a folder; make it, if it is not there."""
     there = os.stat(path)
     key = int(fingerprint(np.array([there.st_size, there.st_mtime_ns, *facts])))
-    file = f"{os.path.basename(path)}.{key:016x}.lengths.npy"
+
+    def make(new: New) -> None:
+        lengths = lengths_of(bounds())
+        new("lengths", len(lengths), lengths.dtype)[:] = lengths
+
     try:
-        whole = os.path.join(folder, file)
-        return npy(once(whole, lambda file: np.save(file, lengths_of(bounds()))))
+        return tables(folder, f"{os.path.basename(path)}.{key:016x}.lengths", make)["lengths"]
     except OSError as error:
         remedy = "give cache=, a folder for the lengths of documents"
         raise OSError(error.errno, f"{error.strerror}: {remedy}", error.filename) from None

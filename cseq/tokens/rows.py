@@ -19,6 +19,7 @@ from cseq.tokens._fill import cut, fill
 from cseq.tokens.documents import Corpus, corpus_of
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Sequence
 
     from numpy.typing import DTypeLike, NDArray
@@ -97,6 +98,8 @@ class Rows:
         keep it when the number of ranks changes.
     balance : 'step', 'window' or 'epoch'
         Between how many steps rows are exchanged for that: none, 16, or all.
+    cache : str or path, optional
+        A folder of this machine for tables of the order, which all its processes then share.
     epoch_size : int, optional
         Rows in an epoch of a mixture.
     flat : bool
@@ -155,6 +158,7 @@ class Rows:
         packing: Literal["best-fit", "concatenate"] = "best-fit",
         step: int | None = None,
         balance: Literal["step", "window", "epoch"] = "step",
+        cache: str | os.PathLike[str] | None = None,
         epoch_size: int | None = None,
         flat: bool = False,
         pad: int = 0,
@@ -184,15 +188,16 @@ class Rows:
         if weights is None and epoch_size is not None:
             raise ValueError(f"epoch_size={epoch_size} without weights; give weights, too")
         self._mixed = None if weights is None else (weights, weights_of, epoch_size)
-        self._packs, self._dealt = packing == "best-fit", (step, balance)
+        self._packs, self._cache = packing == "best-fit", cache
+        self._dealt = step, balance
         self.order  # noqa: B018 - to raise what it raises now
 
     @cached_property
     def order(self) -> Order:
         """The order of ``MPSequence(rows)``: its samples are tokens, its units rows."""
-        over: Callable[[Any], Order] = partial(Concatenated, row=self.row)
+        over: Callable[[Any], Order] = partial(Concatenated, row=self.row, cache=self._cache)
         if self._packs:
-            over = partial(Packed, budget=self.row, too_long="split")
+            over = partial(Packed, budget=self.row, too_long="split", cache=self._cache)
         lengths = [corpus.lengths for corpus in self._corpora[:-1]]
         if self._mixed is None:
             order = over(lengths[0] if len(lengths) == 1 else np.concatenate(lengths))

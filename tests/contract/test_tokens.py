@@ -178,6 +178,19 @@ def test_shares_count_tokens(tmp_path: Path) -> None:
     assert shares["units"] == pytest.approx(32 / 49, abs=0.01)
 
 
+@pytest.mark.parametrize("packing", ["best-fit", "concatenate"])
+def test_tables_in_a_folder(tmp_path: Path, packing: Any) -> None:
+    """With `cache`, the rows are those that come without it; the next process finds its files."""
+    documents = random_documents(np.random.default_rng(9), 50, 16)
+    source, cache = Listed(documents), tmp_path / "cache"
+    wanted = batches_of(tokens.Rows(source, 16, packing=packing))
+    assert batches_of(tokens.Rows(source, 16, packing=packing, cache=cache)) == wanted
+    kept = {path.name: path.stat().st_ino for path in cache.iterdir()}
+    assert kept
+    assert batches_of(tokens.Rows(source, 16, packing=packing, cache=cache)) == wanted
+    assert kept == {path.name: path.stat().st_ino for path in cache.iterdir()}
+
+
 @pytest.mark.parametrize("balance", ["step", "window", "epoch"])
 def test_ranks_have_equal_work(tmp_path: Path, balance: Any) -> None:
     """With `step`, an epoch has the same rows, and ranks that wait for each other wait for less."""

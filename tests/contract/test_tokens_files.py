@@ -236,11 +236,11 @@ def test_a_damaged_flat_file(
         tokens.Flat(name, **given)
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    """The error names the file that could not be written, and `cache`."""
+def test_a_cache_that_is_no_folder(tmp_path: Path) -> None:
+    """The error names the file that could not be made, and `cache`."""
     write_flat(tmp_path / "a.bin", DOCUMENTS)
-    with pytest.raises(OSError, match=r"give cache=.*missing"):
-        tokens.Flat(tmp_path / "a.bin", "uint16", end=0, cache=tmp_path / "missing")
+    with pytest.raises(OSError, match=r"give cache=.*a\.bin"):
+        tokens.Flat(tmp_path / "a.bin", "uint16", end=0, cache=tmp_path / "a.bin")
 
 
 def test_a_range_that_no_document_has(tmp_path: Path) -> None:

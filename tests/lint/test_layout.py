@@ -341,7 +341,7 @@ BUDGET = {
     "what users look with": 3_810,
     "of these compiled: C, Cython": 7_400,
     "adapters": 5_708,
-    "tokens": 1_240,
+    "tokens": 1_285,
     "store": 690,
     "fleet": 622,
     "the longest file of cseq": 691,
