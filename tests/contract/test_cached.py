@@ -275,25 +275,40 @@ def test_a_kill_at_any_write_leaves_samples_whole(share: float, tmp_path: Path) 
 
 
 def test_random_kills_leave_samples_whole(tmp_path: Path) -> None:
-    """Processes that fill one cache are killed at random, again and again."""
+    """Pairs of processes that fill one cache are killed, each pair after some samples."""
     folder, choose = str(tmp_path / "cache"), np.random.default_rng(7)
 
-    def fill(seed: int) -> bool:
+    def fill(seed: int, told: int | None = None) -> bool:
         samples = cseq.cached(Decoded(300, None, 5000), "4 MB", folder=folder)
-        order = np.random.default_rng(seed).permutation(300).tolist()
-        return all(is_right(samples[k], k, 5000) for k in order)
+        for k in np.random.default_rng(seed).permutation(300).tolist():
+            if not is_right(samples[k], k, 5000):
+                return False
+            if told is not None:
+                os.write(told, b"x")
+        return True
 
-    for seed in range(40):
-        child = os.fork()
-        if not child:
-            os._exit(not fill(seed))
-        signal.sigtimedwait([], choose.uniform(0.001, 0.04))
-        os.kill(child, signal.SIGKILL)
-        status = os.waitpid(child, 0)[1]
-        assert os.WIFSIGNALED(status) or status == 0
+    killed = 0
+    for seed in range(0, 60, 2):
+        told, tell = os.pipe()
+        children = []
+        for turn in range(2):
+            children.append(os.fork())
+            if not children[turn]:
+                os._exit(not fill(seed + turn, tell))
+        os.close(tell)
+        for _ in range(int(choose.integers(1, 40))):
+            os.read(told, 1)
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        statuses = [os.waitpid(child, 0)[1] for child in children]
+        os.close(told)
+        assert all(os.WIFSIGNALED(status) or status == 0 for status in statuses)
+        killed += sum(map(os.WIFSIGNALED, statuses))
+    assert killed > 40
     assert in_child(lambda: fill(1))
     samples = cseq.cached(Decoded(300, None, 5000), "4 MB", folder=folder)
     assert samples.stats().kept == 300
+    assert samples.stats().hits > 100  # of what killed processes had made
 
 
 def test_a_claim_of_a_killed_process_ends_with_it(tmp_path: Path) -> None:
