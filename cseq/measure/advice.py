@@ -446,7 +446,8 @@ def _cores(v: Window) -> Said:
     fewer = "try fewer workers, and " if v.workers > v.cores else ""
     return Said(
         f"{_busy(v)}: {_count(v.cores, 'core')} are used up",
-        f"{fewer}find what uses the CPU{'' if v.is_stream else ': remake() under a profiler'}",
+        f"{fewer}find what uses the CPU{'' if v.is_stream else ': remake() under a profiler'}; "
+        "cseq.cached keeps what each epoch decodes again",
     )
 
 

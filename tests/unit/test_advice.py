@@ -140,6 +140,7 @@ def test_cores_that_are_used_up() -> None:
     few = advise(replace(PLAIN, workers=6, cores=2, cpu=0.3))
     assert (few.cause, few.change) == ("cores", {})
     assert few.action.startswith("try fewer workers, and find what uses the CPU")
+    assert few.action.endswith("cseq.cached keeps what each epoch decodes again")
     assert "fewer" not in advise(replace(PLAIN, cores=4)).action
     loop_sleeps = replace(PLAIN, workers=2, cores=2, cpu=0.4, loop_cpu=0.1)
     assert advise(loop_sleeps).cause == "workers"
