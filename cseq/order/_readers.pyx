@@ -1,7 +1,7 @@
 # cython: language_level=3, freethreading_compatible=True
 """Permutations that orders are made of; readers of orders written in Python."""
 
-from libc.stdint cimport int64_t, uint8_t, uint64_t
+from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 cimport cython
@@ -147,6 +147,93 @@ cdef class Permutation:
         cseq_feistel_gather(&self.network, int64s(places), len(places),
                             <int64_t*>cnp.PyArray_DATA(out))
         return out
+
+
+cdef enum:
+    BLOCK = 64  # documents between two sums that are kept
+
+
+@cython.final
+cdef class Lengths:
+    """The lengths of documents, in units, and where every 64th document ends."""
+
+    cdef cnp.ndarray values, sums
+    cdef const char* lengths
+    cdef const int64_t* ends
+    cdef int kind  # bytes of a length; -1 times that if it has no sign
+    cdef int64_t unit, count, total
+
+    def __cinit__(self, cnp.ndarray values not None, cnp.ndarray ends not None, int64_t unit):
+        if values.descr.kind not in b"iu" or unit < 1 or len(ends) != (len(values) + BLOCK - 1) // BLOCK:
+            raise ValueError(f"{len(ends)} sums are not those of {values!r} in units of {unit}")
+        if not cnp.PyArray_IS_C_CONTIGUOUS(values) or not values.dtype.isnative:
+            values = values.astype(values.dtype.newbyteorder("="))
+        self.values, self.sums = values, ends
+        self.lengths, self.ends = <const char*>cnp.PyArray_DATA(values), int64s(ends)
+        self.kind = values.descr.itemsize * (-1 if values.descr.kind == b"u" else 1)
+        self.unit, self.count, self.total = unit, len(values), self.ends[len(ends) - 1] if len(ends) else 0
+
+    cdef inline int64_t at(self, int64_t k) noexcept nogil:
+        """The length of a document; it may lie at any address."""
+        cdef int64_t value = 0
+        cdef uint32_t word
+        cdef uint16_t half
+        cdef int size = self.kind if self.kind > 0 else -self.kind
+        if size == 8:
+            memcpy(&value, self.lengths + 8 * k, 8)
+        elif size == 4:
+            memcpy(&word, self.lengths + 4 * k, 4)
+            value = word if self.kind < 0 else <int32_t>word
+        elif size == 2:
+            memcpy(&half, self.lengths + 2 * k, 2)
+            value = half if self.kind < 0 else <int16_t>half
+        else:
+            value = (<const uint8_t*>self.lengths)[k] if self.kind < 0 else (<const int8_t*>self.lengths)[k]
+        return value if self.unit == 1 else value // self.unit
+
+    def starts(self, cnp.ndarray documents not None):
+        """The positions of the first tokens of documents."""
+        cdef Py_ssize_t n, count = len(documents)
+        cdef const int64_t* given = int64s(documents)
+        cdef int64_t k, begin
+        made = numpy.empty(count, numpy.int64)
+        cdef int64_t* out = <int64_t*>cnp.PyArray_DATA(made)
+        if count and not 0 <= documents.min() <= documents.max() < self.count:
+            raise IndexError(f"documents {documents} are not all in [0, {self.count})")
+        with nogil:
+            for n in range(count):
+                k = given[n] // BLOCK
+                begin = self.ends[k - 1] if k else 0
+                for k in range(k * BLOCK, given[n]):
+                    begin += self.at(k)
+                out[n] = begin
+        return made
+
+    def find(self, cnp.ndarray positions not None):
+        """The documents that positions are in, and where these begin."""
+        cdef Py_ssize_t n, count = len(positions), low, high, middle
+        cdef const int64_t* given = int64s(positions)
+        cdef int64_t k, begin, end
+        made = numpy.empty((2, count), numpy.int64)
+        cdef int64_t* out = <int64_t*>cnp.PyArray_DATA(made)
+        if count and not 0 <= positions.min() <= positions.max() < self.total:
+            raise IndexError(f"positions {positions} are not all in [0, {self.total})")
+        with nogil:
+            for n in range(count):
+                low, high = 0, (self.count - 1) // BLOCK
+                while low < high:
+                    middle = (low + high) // 2
+                    if self.ends[middle] > given[n]:
+                        high = middle
+                    else:
+                        low = middle + 1
+                end = self.ends[low - 1] if low else 0
+                k = low * BLOCK - 1
+                while end <= given[n]:
+                    k, begin = k + 1, end
+                    end += self.at(k)
+                out[n], out[count + n] = k, begin
+        return made[0], made[1]
 
 
 cdef enum:

@@ -6,21 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq.order._readers import CHUNK
+from cseq.order._readers import CHUNK, Lengths
 from cseq.order.base import MOST_SAMPLES
 from cseq.order.classes import one_dimensional
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import ArrayLike, NDArray
 
     from cseq.order.base import Ints
 
 __all__ = ["DocumentEnds", "lengths_of"]
 
-# Documents between two sums that are kept; positions that are looked up together.
-BLOCK, MOST = 64, 2**14
+BLOCK = 64  # documents between two sums that are kept
 
 
 class DocumentEnds:
@@ -60,17 +57,13 @@ class DocumentEnds:
 
     def __init__(self, lengths: ArrayLike, unit: int = 1, ends: Ints | None = None) -> None:
         self.lengths, self.unit = lengths_of(lengths), unit
-        values = self.lengths
-        whole = len(values) // BLOCK
-        self._blocks = self.lengths[: whole * BLOCK].reshape(whole, BLOCK)
-        self._rest = np.zeros((int(len(values) > whole * BLOCK), BLOCK), values.dtype)
-        self._rest.ravel()[: len(values) - whole * BLOCK] = self.lengths[whole * BLOCK :]
         self.ends = self._sums() if ends is None else ends
         self.total = int(self.ends[-1])
+        self._kept = Lengths(self.lengths, self.ends, unit)
 
     def _sums(self) -> Ints:
         """Check the lengths, piece by piece, and add them up."""
-        sums = np.zeros(len(self._blocks) + len(self._rest), np.int64)
+        sums = np.zeros(-(-len(self.lengths) // BLOCK), np.int64)
         for start in range(0, len(self.lengths), CHUNK):
             chunk = self.lengths[start : start + CHUNK]
             low, high = int(chunk.min()), int(chunk.max())
@@ -95,41 +88,14 @@ class DocumentEnds:
 
     def starts(self, documents: Ints) -> Ints:
         """Return the position of the first token of each of some documents."""
-        if len(documents) > MOST:
-            return np.concatenate([self.starts(part) for part in _parts(documents)])
-        blocks, inside = np.divmod(documents, BLOCK)
-        before, sums, first = self._sums_in(blocks)
-        return before + sums.take(first + inside) - sums.take(first)
+        return self._kept.starts(documents)
 
     def find(self, positions: Ints) -> tuple[Ints, Ints]:
         """Return the document of each of some positions, and where this document begins.
 
         Positions are in [0, `total`). Empty documents have none.
         """
-        if len(positions) > MOST:
-            documents, starts = zip(*map(self.find, _parts(positions)), strict=True)
-            return np.concatenate(documents), np.concatenate(starts)
-        blocks = self.ends.searchsorted(positions, side="right")
-        before, sums, first = self._sums_in(blocks)
-        base = sums.take(first)
-        found = sums[1:].searchsorted(positions - before + base, side="right")
-        return blocks * BLOCK + found - first, before + sums.take(found) - base
-
-    def _sums_in(self, blocks: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return where some blocks begin, and sums: 0, then one more for each of their documents.
-
-        The third array has the number of the sum that each block begins with.
-        """
-        whole = len(self._blocks)
-        rows = (self._blocks if whole else self._rest).take(blocks, axis=0, mode="clip")
-        if whole and len(self._rest):
-            rows[blocks == whole] = self._rest
-        if self.unit > 1:
-            rows //= self.unit
-        sums = np.zeros(rows.size + 1, np.int64)
-        rows.ravel().cumsum(dtype=np.int64, out=sums[1:])
-        before = self.ends.take(np.maximum(blocks - 1, 0)) * (blocks > 0)
-        return before, sums, np.arange(len(blocks)) * BLOCK
+        return self._kept.find(positions)
 
 
 def lengths_of(lengths: ArrayLike) -> NDArray[np.integer[Any]]:
@@ -141,8 +107,3 @@ def lengths_of(lengths: ArrayLike) -> NDArray[np.integer[Any]]:
             "at least 0"
         )
     return values.view(np.ndarray)
-
-
-def _parts(values: Ints) -> Iterator[Ints]:
-    """Cut an array into parts for which sums stay below 2**63."""
-    return (values[start : start + MOST] for start in range(0, len(values), MOST))
