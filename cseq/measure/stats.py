@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,14 +23,32 @@ if TYPE_CHECKING:
     from cseq.measure.advice import Advice, Window
     from cseq.measure.meters import Histogram
 
-__all__ = ["Every", "SlowBatch", "Stats", "WorkerStats", "added", "counting", "read"]
+__all__ = ["CACHES", "Every", "SlowBatch", "Stats", "WorkerStats", "added", "counting", "read"]
 
 log = logging.getLogger("cseq")
 
 ADDED: tuple[str, ...] = ("batches", "samples", "nbytes", "restarts", "retries", "skips", "copies")
 ADDED += ("loop_waited", "elapsed", "start_waited")
-ADDED += ("gpu_waits", "gpu_dry")
+ADDED += ("gpu_waits", "gpu_dry", "cache_hits", "cache_misses")
+# The caches that this process has open.
+CACHES: weakref.WeakSet[Cache] = weakref.WeakSet()
 NOTHING = Meters([bytes(METER.itemsize)], 0)  # a loop without a runner, before its start
+
+
+class Cache(Protocol):
+    """A cache of `cseq.cached`."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes."""
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return how many samples were read, made and kept, and made and not kept."""
+
+
+def _counted(cache: Cache) -> tuple[int, int, int]:
+    hits, made, others = cache.counts()
+    return hits, made + others, cache.nbytes
 
 
 class WorkerStats(NamedTuple):
@@ -113,6 +132,11 @@ class Stats:
     gpu_waits, gpu_dry : int
         Times that the loop had to wait for a batch while its thread used CUDA; after which the GPU
         had nothing left to do.
+    cache_hits, cache_misses : int
+        Samples that were read from the caches of `cseq.cached` that this process has, by all
+        processes that share them; those that were made.
+    cache_nbytes : int
+        Bytes that these caches take.
     """
 
     batches: int = 0
@@ -131,6 +155,9 @@ class Stats:
     buffer: int = 0
     gpu_waits: int = 0
     gpu_dry: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    cache_nbytes: int = 0
     threads: bool = field(default=False, repr=False)  # that share a GIL with the loop
     meters: Meters = field(default=NOTHING, repr=False, compare=False)
     past: Sequence[Any] = field(default=(), repr=False, compare=False)  # rows of a `History`
@@ -139,12 +166,18 @@ class Stats:
     def read(cls, rings: Sequence[Ring], **counted: Any) -> Stats:
         """Read what the rings of a pool have counted; on any thread."""
         meters = Meters.read(rings)
+        hits, misses, held = (
+            sum(column) for column in zip((0, 0, 0), *map(_counted, [*CACHES]), strict=True)
+        )
         posted, middle, ready = zip(*(ring.depths() for ring in rings), strict=True)
         return cls(
             **meters.counts(),
             depths=(sum(posted), sum(middle), sum(ready)),
             buffer=rings[0].limit if rings[0].kept is None else 0,
             meters=meters,
+            cache_hits=hits,
+            cache_misses=misses,
+            cache_nbytes=held,
             **counted,
         )
 

@@ -172,15 +172,18 @@ def verdict(stats: Stats) -> str:
 
 
 def tiles(stats: Stats) -> str:
-    """Write the five figures that matter most."""
+    """Write the figures that matter most: five, and the share of samples from caches."""
     rates, count = stats.as_dict(""), stats.num_workers
-    shown = (
+    shown = [
         (number(rates["batches_per_s"]), "batches a second"),
         (f"{stats.loop_waiting:.0%}", "waiting of the loop"),
         (f"{rates['worker_busy']:.0%}", f"busy, {count} worker{'s' * (count != 1)}"),
         (duration(stats.start_waited), "wait for the first batch"),
         (f"{stats.restarts} / {stats.copies} / {stats.skips}", "restarts / copies / skips"),
-    )
+    ]
+    if asked := stats.cache_hits + stats.cache_misses:
+        held = f"samples from caches of {number(stats.cache_nbytes / 1e6)} MB"
+        shown.append((f"{stats.cache_hits / asked:.0%}", held))
     return f'<div class="tiles">{"".join(f"<div><b>{a}</b>{b}</div>" for a, b in shown)}</div>'
 
 

@@ -39,6 +39,7 @@ import numpy as np
 
 from cseq._memory import lift
 from cseq.files import whole
+from cseq.measure.stats import CACHES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -111,7 +112,7 @@ class Entries:
             _close(folder, files, os.getpid(), is_kept=is_kept)
             raise
         weakref.finalize(self, _close, folder, files, os.getpid(), is_kept=is_kept)
-        opened.add(self)
+        CACHES.add(self)
 
     def _map(self) -> None:
         words = mmap.mmap(self._index, self.overhead)
@@ -285,11 +286,11 @@ def check(folder: str, about: dict[str, Any]) -> None:
 
 
 def _forget() -> None:
-    for entries in opened:
-        entries.forget()
+    for entries in CACHES:
+        if isinstance(entries, Entries):
+            entries.forget()
 
 
-opened: weakref.WeakSet[Entries] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 

@@ -93,6 +93,22 @@ def test_each_sample_is_made_once_for_all_workers_and_epochs(kind: Kind, tmp_pat
     assert have.hits >= 80 - 40 - have.others  # and those of batches that were made ahead
 
 
+def test_a_managers_figures_have_hits_and_misses(tmp_path: Path) -> None:
+    """`stats()` and the report count what the caches of the process had."""
+    samples = cseq.cached(Decoded(40), "2 MB")
+    manager = cseq.MTSequence(Indexer(samples), 40, batch_size=4, out_type="null", seed=1)
+    with manager.start() as batches:
+        before = manager.stats()
+        for _ in range(3):
+            assert len(list(batches)) == 10
+        found = manager.stats().since(before)
+        manager.report(tmp_path / "report.html")
+    assert found.cache_misses >= 40 - before.cache_misses
+    assert found.cache_hits >= 40
+    assert found.cache_nbytes >= samples.stats().nbytes
+    assert "samples from caches of" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
 def test_a_sample_is_a_copy_of_your_own() -> None:
     """What is written into a sample changes neither the cache nor another sample."""
     samples = cseq.cached(Decoded(), "2 MB")
