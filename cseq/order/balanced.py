@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Balanced"]
 
+warn = functools.cache(logging.getLogger("cseq").warning)  # once for the same numbers
+KEPT = 2**17  # rows whose order is kept, 16 bytes each
 STEPS = {"step": 1, "window": 16}
 ARTICLES = {"step": "a step", "window": "16 steps", "epoch": "an epoch"}
 MOST_STEP = 2**20
@@ -49,7 +53,8 @@ class Balanced(Order):
     Notes
     -----
     The global batch, `batch_size` times the number of ranks, should divide a step. A batch that
-    belongs to two steps is dealt as it comes.
+    belongs to two steps is dealt as it comes, and the log says so. With 'epoch', each process keeps
+    16 bytes for each row of an epoch.
 
     Examples
     --------
@@ -110,7 +115,8 @@ class Balanced(Order):
     def reader(self, seed: int) -> Reader:
         """Return what reads the order."""
         reader, works = self.order.measured(seed)
-        window = lru_cache(2)(partial(self._sorted, seed, works))
+        kept = max(2, KEPT // self._window)  # as many as are read ahead
+        window = lru_cache(kept)(partial(self._sorted, seed, works))
         dealt = lru_cache(2)(partial(self._dealt, window))
 
         def read(epoch: int, units: Ints) -> Read:
@@ -124,6 +130,13 @@ class Balanced(Order):
         def share(epoch: int, first: int, together: int, start: int, size: int) -> Ints:
             step, phase = divmod(first, self.step)
             batch, phase = divmod(phase, together)
+            if self.step % together:
+                warn(
+                    "step=%d is no multiple of a global batch of %d rows: those of two steps are "
+                    "not dealt by work; give another step, or batch_size",
+                    self.step,
+                    together,
+                )
             whole = phase + (batch + 1) * together <= self.step
             if not whole or (step + 1) * self.step > self.units:
                 return np.arange(start, start + size, dtype=np.int64)

@@ -15,6 +15,7 @@ from cseq.order.tables import cache_of, forget, tables
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
 
     from numpy.typing import ArrayLike, NDArray
 
@@ -26,7 +27,6 @@ __all__ = ["Concatenated"]
 
 BLOCK = 16  # documents of an epoch between two sums that are kept
 MOST_ROW = 2**24
-MEASURED = 2**14  # rows whose pieces are looked up together
 TOGETHER = 2**20  # documents that are put in order at once
 
 
@@ -118,43 +118,78 @@ class Concatenated(Order):
 
     def reader(self, seed: int) -> Reader:
         """Return what reads the order."""
-        return self.measured(seed)[0]
+        begin = self._epochs(seed, works=False)
+        return ArrayReader(self, seed, lambda epoch, units: begin(epoch).read(units))
 
     def measured(self, seed: int) -> tuple[Reader, Works]:
         """Return a reader, and what returns the work of units."""
-        name = f"{self._name}-{seed:x}"
-        begin = lru_cache(1)(partial(_Epoch, self._ends, self.row, seed, (self._folder, name)))
+        begin = self._epochs(seed, works=True)
         reader = ArrayReader(self, seed, lambda epoch, units: begin(epoch).read(units))
-        return reader, lambda epoch, units: begin(epoch).works(units)
+        return reader, lambda epoch, units: begin(epoch).works_of(units)
+
+    def _epochs(self, seed: int, *, works: bool) -> Callable[[int], _Epoch]:
+        """Return what makes epochs, and keeps the last one."""
+        file = self._folder, f"{self._name}-{'works-' * works}{seed:x}"
+        return lru_cache(1)(partial(_Epoch, self._ends, self.row, seed, file, works))
 
 
 class _Epoch:
     """The documents in the order of an epoch: where every 16th one ends."""
 
     def __init__(
-        self, ends: DocumentEnds, row: int, seed: int, file: tuple[str | None, str], epoch: int
+        self,
+        ends: DocumentEnds,
+        row: int,
+        seed: int,
+        file: tuple[str | None, str],
+        works: bool,  # noqa: FBT001 - of a partial
+        epoch: int,
     ) -> None:
         self.corpus, self.row = ends, row
         self.documents = Permutation(len(ends.lengths), seed, epoch, DOCUMENTS, 0)
         self.rows = Permutation(ends.total // row, seed, epoch, DOCUMENTS, 1)
         folder, name = file
-        self.ends = tables(folder, f"{name}-{epoch}", self._make)["ends"]
+        found = tables(folder, f"{name}-{epoch}", partial(self._make, works))
+        self.ends, self.works = found["ends"], found.get("works")
         if folder is not None:
             forget(folder, f"{name}-", epoch - 1)
 
-    def _make(self, new: New) -> None:
-        """Add up the lengths in the order of the epoch."""
-        ends, n = self.corpus, len(self.corpus.lengths)
+    def _make(self, works: bool, new: New) -> None:  # noqa: FBT001 - of a partial
+        """Add up the lengths in the order of the epoch, and the work of each row."""
+        n, total = len(self.corpus.lengths), 0
         sums = new("ends", -(-n // BLOCK), np.int64)
+        if works:
+            self.works = new("works", self.corpus.total // self.row + 1, np.float64)
+            self.works[:] = 0
         for start in range(0, n, TOGETHER):
             there = np.arange(start, min(start + TOGETHER, n))
-            lengths = ends.lengths.take(self.documents.at(there)).astype(np.int64)
+            lengths = self.corpus.lengths.take(self.documents.at(there)).astype(np.int64)
             blocks = np.add.reduceat(lengths, np.arange(0, len(lengths), BLOCK))
             sums[start // BLOCK : start // BLOCK + len(blocks)] = blocks
+            if works:
+                stops = lengths[lengths > 0].cumsum() + total
+                self._add(np.append(total, stops[:-1]), stops)
+                total += int(lengths.sum())
         sums.cumsum(out=sums)
 
-    def pieces(self, units: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return each piece of some rows: the row's number among them, document, start, length."""
+    def _add(self, starts: Ints, stops: Ints) -> None:
+        """Cut documents into rows, and add the squares of the lengths to the works of these."""
+        assert self.works is not None
+        if not len(stops):
+            return
+        first, last = starts // self.row, (stops - 1) // self.row
+        heads = np.minimum(stops, (first + 1) * self.row) - starts
+        found = np.bincount(first - first[0], weights=heads.astype(np.float64) ** 2)
+        self.works[first[0] : first[0] + len(found)] += found
+        cut = np.flatnonzero(first < last)  # no two end in the same row
+        first, last = first[cut], last[cut]
+        self.works[last] += (stops[cut] - last * self.row).astype(np.float64) ** 2
+        inside = last - first - 1
+        if inside.any():
+            self.works[spans(first + 1, inside)] = float(self.row) ** 2
+
+    def read(self, units: Ints) -> Read:
+        """Return the first tokens of the pieces of some rows, and how many pieces each has."""
         n = len(self.corpus.lengths)
         first = self.rows.at(units).astype(np.int64) * self.row
         blocks = self.ends.searchsorted(first, "right")
@@ -171,21 +206,10 @@ class _Epoch:
         low = np.maximum(begins, first.take(number))
         long = np.minimum(begins + lengths, first.take(number) + self.row) - low
         kept = np.flatnonzero(long > 0)
-        return (number[kept], documents[kept], (low - begins)[kept], long[kept])
+        sizes = np.bincount(number[kept], minlength=len(units))
+        return self.corpus.starts(documents[kept]) + (low - begins)[kept], sizes
 
-    def read(self, units: Ints) -> Read:
-        """Return the first tokens of the pieces of some rows, and how many pieces each has."""
-        number, documents, starts, _ = self.pieces(units)
-        sizes = np.bincount(number, minlength=len(units))
-        return self.corpus.starts(documents) + starts, sizes
-
-    def works(self, units: Ints) -> Floats:
+    def works_of(self, units: Ints) -> Floats:
         """Return the sum of the squares of the lengths of the pieces of some rows."""
-        parts = [units[start : start + MEASURED] for start in range(0, len(units), MEASURED)]
-        return np.concatenate([self._works(part) for part in parts])
-
-    def _works(self, units: Ints) -> Floats:
-        number, _, _, lengths = self.pieces(units)
-        squares = lengths.astype(np.float64) ** 2
-        sizes = np.bincount(number, minlength=len(units))
-        return np.add.reduceat(squares, sizes.cumsum() - sizes)
+        assert self.works is not None
+        return self.works.take(self.rows.at(units))

@@ -53,7 +53,7 @@ class Packed(Recipes):
     cache : path, optional
         A folder of this machine, for ``too_long='split'``. The tables of an order, 4 bytes for a
         document, lie there in a file that all processes map. One makes it, the others wait; the
-        next start takes it as it is. It can be deleted at any time.
+        next start takes it as it is. It can be deleted at any time. (On Windows, it is not used.)
 
     Notes
     -----

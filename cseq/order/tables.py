@@ -89,7 +89,11 @@ def _claimed(path: str) -> Iterator[int | None]:
 
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)  # until it is closed, at the latest when this process ends
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)  # until it is closed, or this process ends
+        except OSError as error:
+            said = f"{error.strerror}: cache= needs locks (flock); give a folder of a local disk"
+            raise OSError(error.errno, said, path) from None
         try:
             is_there = os.path.samestat(os.stat(path), os.fstat(fd))
         except FileNotFoundError:

@@ -151,6 +151,19 @@ def test_global_batches_do_not_depend_on_ranks(kind: str, over: Any) -> None:
             assert [sorted(itertools.chain(*batch)) for batch in found] == alone
 
 
+def test_a_step_that_is_no_multiple_of_the_global_batch(caplog: pytest.LogCaptureFixture) -> None:
+    """Batches of two steps are dealt as they come, and the log says so, once."""
+    order = cseq.Balanced(KINDS["packed"](SMALL, 100), 13)
+    for _ in range(2):
+        found = of_ranks(order, 2, 2)
+    rows = of_ranks(order, 1, 4)
+    assert [sorted(itertools.chain(*batch)) for batch in found] == [
+        sorted(batch) for (batch,) in rows
+    ]
+    [record] = caplog.records
+    assert record.getMessage().startswith("step=13 is no multiple of a global batch of 4 rows")
+
+
 # ── equal work ────────────────────────────────────────────────────────────────────────────────
 
 # Rows of a step are those of 64 ranks and 4 microbatches: the slowest rank over the mean.
