@@ -564,10 +564,10 @@ class MSequence(Manager, Generic[B_co]):
         Raises
         ------
         TypeError
-            The order is no `Mixture`.
+            The order is no `Mixture`, nor a `Balanced` one.
         ValueError
-            The weights are not those of its sources; or `repeat` or ``ordered=False`` was given, so
-            that there is no such batch.
+            The weights are not those of its sources; a step or window of `Balanced` is not over; or
+            `repeat` or ``ordered=False`` was given, so that there is no such batch.
 
         Examples
         --------
@@ -582,13 +582,14 @@ class MSequence(Manager, Generic[B_co]):
         [0 1 2 3]
         [ 99 100 101 102]
         """
+        from cseq.order.balanced import Balanced
         from cseq.order.mixture import Mixture
 
         with self._alone():
             self._settle_shard()
             job, run, place = self._job, self._run, self._place
             order = job.sampler.order
-            if not isinstance(order, Mixture):
+            if not isinstance(order, (Balanced, Mixture)):
                 raise TypeError(f"order={order!r} has no weights; give a cseq.Mixture")
             for name, value, plain in (
                 ("ordered", job.ordered, True),

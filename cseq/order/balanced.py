@@ -12,13 +12,14 @@ import numpy as np
 
 from cseq.check import choice, count
 from cseq.order._readers import AHEAD, BALANCE, ArrayReader, Permutation, deal, gather
-from cseq.order.base import AGAIN, Order
+from cseq.order.base import Order
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cseq._core import Reader
     from cseq.order.base import Floats, Ints, Read, Works
+    from cseq.order.mixture import Weights
 
 __all__ = ["Balanced"]
 
@@ -98,17 +99,28 @@ class Balanced(Order):
 
     def resumed(self, facts: dict[str, Any], seed: int, epoch: int, consumed: int) -> Self:
         """Return the order that goes on where a state is; another inner one, between windows."""
-        inner = facts.get("order")
-        if facts | {"order": None} != self.facts() | {"order": None} or not isinstance(inner, dict):
+        inner, any_ = facts.get("order"), {"order": None, "samples": None}
+        if facts | any_ != self.facts() | any_ or not isinstance(inner, dict):
             return super().resumed(facts, seed, epoch, consumed)
         order = self.order.resumed(inner, seed, epoch, consumed)
+        return self._of(order, consumed, is_same=order.facts() == inner)
+
+    def reweighed(self, weights: Weights, seed: int, epoch: int, consumed: int) -> Self:
+        """Return the order of a mixture that goes on with other weights, between windows."""
+        if not hasattr(self.order, "reweighed"):
+            raise TypeError(f"order={self!r} has no weights; give a Balanced of a cseq.Mixture")
+        order = self.order.reweighed(weights, seed, epoch, consumed)
+        return self._of(order, consumed, is_same=False)
+
+    def _of(self, order: Order, consumed: int, *, is_same: bool) -> Self:
+        """Return this order of another one, which differs from a position on."""
         if order is self.order:
             return self
-        if consumed % self._window and consumed < self.units:
+        if not is_same and consumed % self._window and consumed < self.units:
             raise ValueError(
-                f"the state is at row {consumed} of an epoch, and its order changes in the middle "
-                f"of {self._window} rows that are dealt together; {AGAIN}, or take a state at a "
-                "multiple of them"
+                f"the order changes after row {consumed} of an epoch, in the middle of "
+                f"{self._window} rows that are dealt together: some would come twice; change it at "
+                "a multiple of them"
             )
         return type(self)(order, self.step, over=self._over, together=self.together)
 

@@ -240,24 +240,58 @@ def test_rows_are_dealt_to_whom_has_least() -> None:
 # ── states, and bad arguments ─────────────────────────────────────────────────────────────────
 
 
-def mixed(weights: dict[str, int]) -> cseq.Balanced:
-    """Return a balanced mixture."""
-    parts = {name: cseq.Concatenated(SMALL, 100) for name in "ab"}
-    return cseq.Balanced(cseq.Mixture(parts, weights, block=8, epoch_size=100), 12)
+def mixed(weights: dict[str, int], names: str = "ab") -> cseq.Balanced:
+    """Return a balanced mixture of rows that differ."""
+    parts = {name: cseq.Concatenated(SMALL[k::3], 20) for k, name in enumerate(names)}
+    return cseq.Balanced(cseq.Mixture(parts, weights, block=8, epoch_size=60), 12)
+
+
+def tokens_of(order: cseq.Order, epochs: int, start: int = 0) -> list[list[int]]:
+    """Return the rows of some epochs, from a row of the first one on."""
+    first = order.batches(seed=7, epoch=2, start=start)
+    return first + [
+        row for epoch in range(3, 2 + epochs) for row in order.batches(seed=7, epoch=epoch)
+    ]
 
 
 def test_other_weights_begin_with_a_step() -> None:
-    """A state loads into a mixture with other weights after whole steps, and says so."""
-    before, after = mixed({"a": 1, "b": 1}), mixed({"a": 1, "b": 3})
+    """A state loads into a mixture with other weights, or one more source, after whole steps."""
+    before, after = mixed({"a": 1, "b": 1}), mixed({"a": 1, "b": 3, "c": 1}, "abc")
     facts = json.loads(json.dumps(before.facts()))
     assert before.resumed(facts, 7, 2, 5) is before
     going = after.resumed(facts, 7, 2, 24)
-    assert going.batches(seed=7, epoch=2, start=24) != before.batches(seed=7, epoch=2, start=24)
-    assert {row for batch in going.batches(seed=7, epoch=2, start=24) for row in batch}
-    with pytest.raises(ValueError, match="the state is at row 25 of an epoch"):
-        after.resumed(facts, 7, 2, 25)
+    inner = after.order.resumed(facts["order"], 7, 2, 24)
+    for at in range(24, 60, 12):  # the rows of each step are those of the mixture alone
+        rows = [order.batches(seed=7, epoch=2, start=at, stop=at + 12) for order in (going, inner)]
+        assert sorted(rows[0]) == sorted(rows[1])
+    for where in (25, 30):
+        with pytest.raises(ValueError, match=f"the order changes after row {where} of an epoch"):
+            after.resumed(facts, 7, 2, where)
     with pytest.raises(ValueError, match="step=12, but here it has step=24"):
         cseq.Balanced(before.order, 24).resumed(facts, 7, 2, 24)
+    later = json.loads(json.dumps(going.facts()))  # of the same mixture, in the middle of a step
+    again = after.resumed(later, 7, 2, 31)
+    assert tokens_of(again, 3, 31) == tokens_of(going, 3, 31)
+
+
+def test_weights_change_between_steps() -> None:
+    """`reweigh` holds from the next step on; elsewhere the error says where it can be called."""
+    order = mixed({"a": 1, "b": 1})
+    options: dict[str, Any] = {"batch_size": 6, "seed": 7, "out_type": "null"}
+    manager = cseq.MTSequence(lambda: np.arange(order.samples or 0), order=order, **options)
+    with manager.start_test() as batches:
+        taken = iter(batches)
+        next(taken)
+        with pytest.raises(ValueError, match="the order changes after row 6 of an epoch"):
+            manager.reweigh({"a": 0, "b": 1})
+        next(taken)
+        manager.reweigh({"a": 0, "b": 1})
+        rest = np.concatenate(list(taken))
+    changed = order.reweighed({"a": 0, "b": 1}, 7, 0, 12).batches(seed=7, start=12)
+    assert rest.tolist() == list(itertools.chain(*changed))
+    assert min(rest) >= (order.order.sources["a"].samples or 0)  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="has no weights"):
+        cseq.Balanced(KINDS["packed"](SMALL, 100), 4).reweighed({}, 7, 0, 0)
 
 
 @pytest.mark.parametrize(
