@@ -173,6 +173,9 @@ cdef class Lengths:
         self.kind = values.descr.itemsize * (-1 if values.descr.kind == b"u" else 1)
         self.unit, self.count, self.total = unit, len(values), self.ends[len(ends) - 1] if len(ends) else 0
 
+    def __reduce__(self):
+        return Lengths, (self.values, self.sums, self.unit)
+
     cdef inline int64_t at(self, int64_t k) noexcept nogil:
         """The length of a document; it may lie at any address."""
         cdef int64_t value = 0

@@ -27,7 +27,7 @@ warn = functools.cache(logging.getLogger("cseq").warning)  # once for the same n
 KEPT = 2**17  # rows whose order is kept, 16 bytes each
 STEPS = {"step": 1, "window": 16}
 ARTICLES = {"step": "a step", "window": "16 steps", "epoch": "an epoch"}
-MOST_STEP = 2**20
+MOST_STEP = 2**15  # each of its rows is compared with all ranks
 
 
 class Balanced(Order):
@@ -42,7 +42,7 @@ class Balanced(Order):
     order : Order
         `Packed`, `Concatenated`, or a `Mixture` of them.
     step : int
-        Rows of one optimizer step, over all ranks and microbatches.
+        Rows of one optimizer step, over all ranks and microbatches; at most 2**15.
     over : 'step', 'window' or 'epoch'
         'step' keeps the rows of a step, and deals them. 'window' exchanges rows between 16 steps,
         and 'epoch' between all, so that rows come together that are more alike. Each step still has

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+import pickle
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -137,6 +139,18 @@ def test_an_order_keeps_its_promises(name: str) -> None:
     if order.is_seeded:
         epochs = {str(order.batches(seed=seed, epoch=epoch)) for seed in (5, 7) for epoch in (0, 3)}
         assert len(epochs) == 4
+
+
+@every_order
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda order: pickle.loads(pickle.dumps(order))])
+def test_an_order_is_copied_and_pickled(name: str, copied: Callable[[cseq.Order], Any]) -> None:
+    """What comes out is the same order, whose readers are its own."""
+    order = ORDERS[name]()
+    reader = order.reader(5)
+    again = copied(order)
+    assert again.facts() == order.facts()
+    assert again.batches(seed=5, epoch=1) == order.batches(seed=5, epoch=1)
+    assert (reader.samples(1, 0, 1)[0] == again.reader(5).samples(1, 0, 1)[0]).all()
 
 
 @every_order

@@ -301,6 +301,7 @@ def test_weights_change_between_steps() -> None:
         (lambda: cseq.Balanced(cseq.Buckets([1, 2], 4), 4), TypeError, "does not know the work"),
         (lambda: cseq.Balanced("rows", 4), TypeError, "'rows' is not a cseq.Order"),  # type: ignore[arg-type]
         (lambda: cseq.Balanced(cseq.Packed([1], 4), 0), ValueError, "step=0"),
+        (lambda: cseq.Balanced(cseq.Packed([1], 4), 2**16), ValueError, "step=65536"),
         (lambda: cseq.Balanced(cseq.Packed([1], 4), 6, together=4), ValueError, "together=4"),
         (lambda: cseq.Balanced(cseq.Packed([1], 4), 6, over="day"), ValueError, "over='day'"),  # type: ignore[arg-type]
     ],
