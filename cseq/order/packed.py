@@ -105,7 +105,7 @@ class Packed(Recipes):
             self.name = "packed-split-v1"
             pieces = Pieces(lengths, budget, quantum, best_fit, cache_of(cache))
             super().__init__(pieces.ends.total, pieces, *pieces.recipes)
-            lengths_of, self.room = pieces.lengths, max(2, self.room)  # 2: units are rows
+            lengths_of = pieces.lengths
             total, said = pieces.ends.total, pieces.fingerprint
             least = fewest_rows(pieces.lengths, pieces.sizes, rooms)
             if least > SHOWN * total / budget + 1:
@@ -124,6 +124,7 @@ class Packed(Recipes):
         self._works = np.add.reduceat(
             squares.take(self.parts[:, 0]) * self.parts[:, 1], self.first[:-1]
         )
+        self.room = max(2, self.room)  # units are rows, also where each has one sample
         self.tokens = total / self.units
         self._used = self.tokens / budget
         self._facts = {
