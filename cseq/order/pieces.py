@@ -86,8 +86,13 @@ class Pieces(Classes):
         step = max(TOGETHER, 4 * self.rooms)
         kind = np.uint16 if self.rooms < 2**16 else np.uint32
         for start in range(0, len(self.ends.lengths), step):
-            rests = self.ends.lengths[start : start + step].astype(np.int64) % self.budget
-            yield start, np.minimum(-(-rests // self.quantum), self.rooms).astype(kind)
+            rests = self.ends.lengths[start : start + step]
+            if rests.dtype.itemsize < 4 or self.budget >= 2**31:
+                rests = rests.astype(np.int64)
+            rests = rests % rests.dtype.type(self.budget)
+            if self.quantum > 1:
+                rests = np.minimum(-(-rests.astype(np.int64) // self.quantum), self.rooms)
+            yield start, rests.astype(kind)
 
     def _sort(self, counts: Ints) -> None:
         """Write the table."""
