@@ -201,8 +201,8 @@ def description() -> str:
 
 # The extension modules, from the bottom up.
 MODULES = ["_memory", "_core", "_lock", "_work", "memory._slots", "measure._trace"]
-MODULES += ["encoding._plan", "encoding._codec", "order._readers", "order._source"]
-MODULES += ["engine._streams", "engine._feed", "tokens._fill"]
+MODULES += ["encoding._plan", "encoding._room", "encoding._codec"]
+MODULES += ["order._readers", "order._source", "engine._streams", "engine._feed", "tokens._fill"]
 
 # CSEQ_PREBUILT=1 installs what `build_ext --inplace` has compiled: an editable installation would
 # compile it once more, in a folder that is thrown away.

@@ -37,6 +37,6 @@ cdef class Runner:
     cdef void deliver(self, cseq_cell* c, uint32_t status) noexcept
 
 
-cdef class TicketWriter:
+cdef class BatchWriter:
     cdef int open_ticket(self) except -1
     cdef bint publish_batch(self, Runner runner, object batch) except -1

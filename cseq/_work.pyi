@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from cseq._core import Ring, _Fields
+from cseq.encoding._room import Room
 
 NO_MORE: Final[object]
 
@@ -37,19 +38,26 @@ class Runner:
         self, status: int = 0, record: tuple[int, ...] = (), capacity: int = 0, slot: int = -1
     ) -> None: ...
 
-class TicketWriter:
+class BatchWriter:
+    @property
+    def room(self) -> Room | None: ...
     def begin_ticket(self) -> None: ...
+    def cast_to(self, dtype: np.dtype[Any] | None) -> None: ...
+    def write(self, runner: Runner, batch: object) -> tuple[int, ...]: ...
+    def publish(self, runner: Runner, record: tuple[int, ...]) -> None: ...
+    def fail(self, runner: Runner, error: BaseException, status: int = 1) -> None: ...
+    def end_items(self, runner: Runner) -> None: ...
 
 class Work:
-    batch_writer: TicketWriter
-    def __new__(cls, batch_writer: TicketWriter, *_: Any, **__: Any) -> Self: ...
+    batch_writer: BatchWriter
+    def __new__(cls, batch_writer: BatchWriter, *_: Any, **__: Any) -> Self: ...
     def work(self, runner: Runner) -> int: ...
 
 class BatchMaker(Work):
     indexer: Any
     def __new__(
         cls,
-        batch_writer: TicketWriter,
+        batch_writer: BatchWriter,
         indexer: object,
         batch_state: BatchState,
         convert: Callable[[Any], Any] | None = None,

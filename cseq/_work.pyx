@@ -263,8 +263,16 @@ cdef class Runner:
             self.owes = later
 
 
-cdef class TicketWriter:
-    """What publishes a runner's batches: the part that is in C."""
+cdef class BatchWriter:
+    """What publishes a runner's batches.
+
+    Attributes
+    ----------
+    room : Room or None
+        Where arrays of a batch may be made, if it is written into a slot.
+    """
+
+    room = None
 
     cdef int open_ticket(self) except -1:
         """Prepare for the present ticket."""
@@ -277,6 +285,25 @@ cdef class TicketWriter:
     def begin_ticket(self):
         """Prepare for the present ticket."""
         self.open_ticket()
+
+    def cast_to(self, dtype):
+        """Say which type numbers become as they are written; None: they keep theirs."""
+
+    def write(self, Runner runner not None, batch):
+        """Write a batch; return where it lies, for `publish`."""
+        raise NotImplementedError
+
+    def publish(self, Runner runner not None, record):
+        """Publish the ticket; the caller holds no reference to the batch any more."""
+        raise NotImplementedError
+
+    def fail(self, Runner runner not None, error, uint32_t status=1):
+        """Publish the ticket with an exception."""
+        raise NotImplementedError
+
+    def end_items(self, Runner runner not None):
+        """Publish the ticket with nothing: no more follows in this queue."""
+        raise NotImplementedError
 
 
 cdef class Work:
@@ -291,10 +318,10 @@ cdef class Work:
     batch_writer : BatchWriter
     """
 
-    cdef readonly TicketWriter batch_writer
+    cdef readonly BatchWriter batch_writer
     cdef uint32_t depth  # of forks; another one: this process is a copy, made by the user's code
 
-    def __cinit__(self, TicketWriter batch_writer not None, *_, **__):
+    def __cinit__(self, BatchWriter batch_writer not None, *_, **__):
         self.batch_writer = batch_writer
         self.depth = forks_here[0]
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from prepared import Prepared
 
-    from cseq.encoding.writer import Writer
+    from cseq.encoding._codec import TicketWriter
     from cseq.memory.arena import Arena
 
 with contextlib.suppress(ImportError):
@@ -644,10 +644,10 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def writer(arena: Arena) -> Iterator[Writer]:
+def writer(arena: Arena) -> Iterator[TicketWriter]:
     """A writer that has begun with slot 0 of `arena`."""
     from slots import writer_of
 
     writer = writer_of(arena)
     yield writer
-    writer.close()
+    writer.room.close()

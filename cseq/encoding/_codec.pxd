@@ -1,6 +1,6 @@
 """Batches that were made: in a cell, or in a slot."""
 
-from cpython.ref cimport PyObject
+from cpython.ref cimport PyObject, PyTypeObject
 from libc.stdint cimport uint32_t
 
 cimport cython
@@ -10,6 +10,7 @@ from cseq.memory._slots cimport SlotTable
 
 
 cdef object UNREAD, AS_IT_IS
+cdef PyTypeObject* PARTIAL
 
 
 cdef enum:
@@ -64,6 +65,10 @@ cdef class Decoder:
     cdef object found     # that of the latest batch
     cdef list leaves      # and its converters
     cdef tuple left       # the samples that the latest batch lacks, and why; None: it is whole
+    cdef inline bint hands_over(self, uint32_t cell, cseq_cell* c) noexcept:
+        """Whether `take` hands the object in a cell over as it lies there; no reference is counted."""
+        return (self.passes and not c.status
+                and self.objects.items[STRIDE * cell].ob_type is not PARTIAL)
     cdef object peek(self, uint32_t cell, cseq_cell* c)
     cdef object divide(self, batch)
     cdef PyObject* take(self, uint32_t cell, object batch) noexcept

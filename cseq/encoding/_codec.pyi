@@ -5,35 +5,30 @@ import numpy as np
 from typing_extensions import Self
 
 from cseq._core import _Fields
-from cseq._memory import Mapping, Memory, SlotAllocator, _Array
-from cseq._work import Runner, TicketWriter
+from cseq._memory import Mapping, Memory, _Array
+from cseq._work import BatchWriter, Runner
 from cseq.encoding._plan import Plan
+from cseq.encoding._room import Room
 from cseq.memory._slots import SlotTable
 
-class Encoder(TicketWriter):
-    memory: Memory
-    used: int
-    capacity: int
-    loaned: bool
-    watched: bool
-    placement: SlotAllocator | None
-    target: Mapping | None
-    mapped: dict[int, Mapping]
-    older: list[Memory]
-    slots: SlotTable | None
-    slot: int
-    kept: list[Any]
+@final
+class Encoder:
+    room: Room
     cast: np.dtype[Any] | None
     plans: list[Plan]
-    def __new__(cls, *args: Any) -> Self: ...
-    def place(self, nbytes: int) -> int: ...
+    def __new__(cls, room: Room) -> Self: ...
     def remember(self, plan: Plan) -> None: ...
     def encode(self, batch: object) -> _Fields: ...
     def encode_parts(
         self, plan: Plan, arrays: list[_Array], pickled: bytes | None = None
     ) -> _Fields: ...
-    def take(self) -> int: ...
-    def deliver(self, runner: Runner, status: int, record: Sequence[int]) -> None: ...
+
+@final
+class TicketWriter(BatchWriter):
+    room: Room
+    encoder: Encoder
+    def __new__(cls, fd: int, width: int, slots: SlotTable | None = None) -> Self: ...
+    def fetch(self, runner: Runner) -> Any: ...
 
 @final
 class ObjectTable:
@@ -41,7 +36,8 @@ class ObjectTable:
     def __getitem__(self, cell: int, /) -> Any: ...
     def __setitem__(self, cell: int, value: object, /) -> None: ...
 
-class ObjectWriter(TicketWriter):
+@final
+class Objects(BatchWriter):
     objects: ObjectTable
     below: Any
     first: int
@@ -53,6 +49,17 @@ class ObjectWriter(TicketWriter):
         objects: ObjectTable | None = None,
         first: int = 0,
     ) -> Self: ...
+    def decoder(
+        self,
+        *,
+        convert: Callable[[Any], Any] | None = None,
+        leaf_for: Callable[[Any], Any] | None = None,
+    ) -> Decoder: ...
+    def fetch(self, runner: Runner) -> Any: ...
+    def decode(self, cell: int, slot: int, capacity: int, record: Sequence[int]) -> Any: ...
+    def error(
+        self, cell: int, slot: int, capacity: int, record: Sequence[int]
+    ) -> BaseException: ...
 
 @final
 class Decoder:

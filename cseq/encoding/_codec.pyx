@@ -11,25 +11,29 @@ cimport cython
 cimport numpy as cnp
 
 from cseq._headers cimport *
-from cseq._memory cimport LEAST, MAX_DIMS, Block, Mapping, Memory, cseq_array_on
-from cseq._work cimport Runner, TicketWriter
+from cseq._memory cimport MAX_DIMS, Mapping, Memory, cseq_array_on
+from cseq._work cimport BatchWriter, Runner
 from cseq.encoding._plan cimport (
     MOST_KNOWN, MOST_SEARCHED, PLAIN, RECENT, Leaf, Plan, aligned, check_record, contents_of,
     cseq_set_own, plan_of,
 )
+from cseq.encoding._room cimport Room
 from cseq.memory._slots cimport SlotTable
 
 from pickle import dumps
 
 from cseq._memory import flat_of
+from cseq.encoding import failure
 from cseq.encoding.partial import Partial
+from cseq.encoding.survey import dump, plan_for
+from cseq.stage import BATCH, ENDED, RAISED
 
 cnp.import_array()
 
 # In place of a batch: Python is to decode it; `take` hands it over as it lies in its cell.
 cdef object UNREAD = object()
 cdef object AS_IT_IS = object()
-cdef PyTypeObject* PARTIAL = <PyTypeObject*>Partial
+PARTIAL = <PyTypeObject*>Partial
 
 cdef Leaf BUFFER  # how the buffers of pickles lie in the slot: bytes, without a shape
 BUFFER.rows, BUFFER.words, BUFFER.itemsize = True, 2, 1
@@ -37,51 +41,39 @@ BUFFER.rows, BUFFER.words, BUFFER.itemsize = True, 2, 1
 cdef extern from "numpy/arrayobject.h":
     int PyArray_CopyInto(cnp.ndarray target, cnp.ndarray source) except -1
 
-cdef class Encoder(TicketWriter):
-    """The part of `writer.Writer` that is in C: its state for the present ticket, and writing by plans.
+@cython.final
+cdef class Encoder:
+    """Writes batches into a room: by plans, which it makes of those that no plan fits.
 
-    A subclass in Python has ``survey(batch)``, which returns plan, arrays and other leaves of a batch that
-    no plan fits; and ``dump(objects)``, which pickles these leaves if they are more than numbers and
-    texts: the pickle, and the arrays that lie beside it.
+    Parameters
+    ----------
+    room : Room
+
+    Attributes
+    ----------
+    cast : numpy.dtype or None
+        What numbers are cast to; set before the first batch.
+    plans : list of Plan
+        Of the last batches of different structure, the latest first.
     """
 
-    cdef public Memory memory  # the slot, up to `capacity`; another object when it has grown
-    cdef public Py_ssize_t used  # bytes of the slot that are given out
-    cdef public Py_ssize_t capacity  # bytes that are committed; the trainer has to learn it
-    cdef public bint loaned  # arrays in this slot may have been given out: `find` can find something
-    cdef public bint watched  # large arrays were made for this batch: `learn` can learn something
-    cdef public object placement  # a SlotAllocator: numpy allocates the indexer's large arrays in the slot
-    cdef public object target  # the Mapping where it may do so; None while the worker keeps many slots
-    cdef public dict mapped  # by slot: its Mapping, kept for the slot's next ticket
-    cdef public list older  # mappings of the slot that were replaced during this ticket
-    cdef public SlotTable slots  # None: slots are named by the caller
-    cdef public int64_t slot  # the present one, which this process has taken; -1: none
-    cdef public list kept  # slots in which arrays of earlier batches are alive; see `writer.Kept`
-    cdef public object cast  # the dtype that numbers are cast to, or None; set before the first batch
-    cdef readonly list plans  # of the last batches of different structure, the latest first
+    cdef readonly Room room
+    cdef public object cast
+    cdef readonly list plans
     cdef list arrays      # leaves of the batch being written; else a list of Nones, to be used again
     cdef list objects
     cdef int contents     # of the objects
-    cdef int64_t* words  # room for a layout
-    cdef Py_ssize_t room
+    cdef int64_t* words   # a layout
+    cdef Py_ssize_t most  # words that there is memory for
 
-    def __cinit__(self, *args):
-        self.kept = []
-        self.memory = Block(0)
-        self.mapped = {}
-        self.older = []
-        self.slot = -1
-        self.plans = []
+    def __cinit__(self, Room room not None):
+        self.room, self.plans = room, []
 
     def __dealloc__(self):
         PyMem_RawFree(self.words)
 
-    def place(self, Py_ssize_t nbytes):
-        """Reserve the next bytes of the slot; return their offset."""
-        raise NotImplementedError
-
     def remember(self, Plan plan not None):
-        """Add a plan to those that `match` tries."""
+        """Add a plan to those that `find_plan` tries."""
         self.plans = [plan, *self.plans[:RECENT - 1]]
 
     cdef Plan find_plan(self, batch):
@@ -116,7 +108,7 @@ cdef class Encoder(TicketWriter):
     cdef Py_ssize_t find_own(self, int k, Plan plan, object array, Py_ssize_t nbytes,
                              Py_ssize_t base) except -2:
         """Where in the slot an array lies already, unless one of the k before it does; else -1."""
-        cdef Py_ssize_t at = self.find(array)
+        cdef Py_ssize_t at = self.room.find(array)
         cdef int64_t* word = self.words
         cdef int j
         for j in range(k if at >= 0 else 0):
@@ -127,18 +119,18 @@ cdef class Encoder(TicketWriter):
 
     cdef int reserve(self, Py_ssize_t count) except -1:
         cdef int64_t* words
-        if count > self.room:
+        if count > self.most:
             words = <int64_t*>PyMem_RawCalloc(count, 8)
             if words == NULL:
                 raise MemoryError(f"no memory for a layout of {count} numbers")
             PyMem_RawFree(self.words)
-            self.words, self.room = words, count
+            self.words, self.most = words, count
         return 0
 
     def encode(self, batch):
-        """Write a batch into the slot, after what is in use there: a `codec.Record`.
+        """Write a batch into the room, after what is in use there: a `codec.Record`.
 
-        Arrays that lie in this slot are not copied. Arrays and tensors of numbers (`castable`) become its
+        Arrays that lie there are not copied. Arrays and tensors of numbers (`castable`) become its
         `cast`, except in what is pickled. TypeError says which part cannot be pickled.
         """
         cdef uint64_t[4] f
@@ -162,16 +154,16 @@ cdef class Encoder(TicketWriter):
         try:
             plan = self.find_plan(batch)
             if plan is None:
-                plan, self.arrays, self.objects = self.survey(batch)
+                plan, self.arrays, self.objects = plan_for(batch, self)
                 self.contents = contents_of(self.objects, MOST_SEARCHED)
             arrays = self.arrays
             if plan.objects and self.contents == PLAIN:
                 pickled = dumps(self.objects, protocol=5)
             elif plan.objects:
-                pickled, buffers = self.dump(self.objects)
+                pickled, buffers = dump(self.objects)
                 arrays = arrays + buffers
-            if self.watched:  # what is not copied as it is had better not lie in the slot
-                self.placement.learn([
+            if self.room.watched:  # what is not copied as it is had better not lie in the slot
+                self.room.placement.learn([
                     array for k, array in enumerate(arrays) if flat_of(array) is not None
                     and not (k < plan.leaf_count and plan.leaf[k].casts)])
             self.write_parts(plan, arrays, pickled, record)
@@ -182,7 +174,8 @@ cdef class Encoder(TicketWriter):
 
     cdef int write_parts(self, Plan plan, list arrays, bytes pickled, uint64_t* record) except -1:
         """`encode_parts`, with the record in `record`."""
-        cdef Py_ssize_t base = self.place(0) if self.target is not None else aligned(self.used)
+        cdef Room room = self.room
+        cdef Py_ssize_t base = room.place(0) if room.target is not None else aligned(room.used)
         cdef Py_ssize_t end = base
         cdef Py_ssize_t structure = plan.text_bytes
         cdef int leaves = plan.leaf_count
@@ -205,7 +198,7 @@ cdef class Encoder(TicketWriter):
             for i in range(leaf.nd):
                 set_word(&word[2 + i], cnp.PyArray_DIM(array, i))
             at = -1
-            if self.loaned and not leaf.casts:
+            if room.loaned and not leaf.casts:
                 at = self.find_own(k, plan, array, nbytes, base)
             if at < 0:
                 at = end
@@ -215,11 +208,11 @@ cdef class Encoder(TicketWriter):
             word += leaf.words
         word[0] = count - leaves
         nbytes = end + structure + layout + objects
-        if self.target is None and nbytes <= self.capacity and nbytes <= self.memory.size:
-            self.used = nbytes
+        if room.target is None and nbytes <= room.capacity and nbytes <= room.memory.size:
+            room.used = nbytes
         else:
-            self.place(nbytes - base)
-        memory = self.memory
+            room.place(nbytes - base)
+        memory = room.memory
         memory.inside(0, nbytes)
         word = self.words
         for k in range(count):
@@ -234,60 +227,6 @@ cdef class Encoder(TicketWriter):
             memory.put(nbytes - table, <const char*>self.words + layout, table)
         record[0], record[1], record[2], record[3] = end, structure, layout, objects
         return 0
-
-    cpdef int take(self) except -1:
-        """Take a slot, as the present one."""
-        self.slot = self.slots.take()
-        CSEQ_POINT("taken")
-        return 0
-
-    cdef int open_ticket(self) except -1:
-        """Take a slot for the present ticket."""
-        cdef Mapping mapping
-        cdef uint64_t nbytes
-        if self.slots is None or self.slot >= 0 or self.loaned or self.older or PyList_GET_SIZE(self.kept):
-            self.begin()
-            return 0
-        self.take()
-        mapping = self.mapped.get(self.slot)
-        nbytes = self.slots.committed(self.slot)
-        if (mapping is None or <uint64_t>mapping.size < nbytes or nbytes < LEAST
-                or (self.placement is not None and nbytes > LEAST)):
-            self.begin()
-            return 0
-        self.memory = mapping
-        self.capacity = <Py_ssize_t>nbytes
-        self.used = 0
-        self.watched = False
-        return 0
-
-    cdef void hand_over(self, Runner runner, cseq_cell* c, uint32_t status) noexcept:
-        """Publish the slot with the ticket: it is not this process's any more."""
-        if self.slots is not None:
-            cseq_store_rel_u32(&c.slot, <uint32_t>self.slot)
-            self.slot = -1
-            CSEQ_POINT("named")
-        c.capacity = max(c.capacity, <uint64_t>self.capacity)
-        runner.deliver(c, status)
-
-    def deliver(self, Runner runner not None, uint32_t status, record):
-        """Publish the ticket with what was written to the slot: a `codec.Record`."""
-        cdef cseq_cell* c = runner.held()
-        cdef uint64_t* fields = c.converted if runner.stage else c.record
-        fields[0], fields[1], fields[2], fields[3] = record
-        self.hand_over(runner, c, status)
-
-    cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Write a batch and publish it, if no array can lie in the slot; else False."""
-        cdef cseq_cell* c = runner.held()
-        CSEQ_POINT("index")
-        if self.target is not None or self.loaned:
-            return False
-        self.write_batch(batch, c.record)
-        if self.loaned:  # what was pickled has asked for arrays, and may have kept them
-            return False
-        self.hand_over(runner, c, 0)
-        return True
 
 
 cdef inline void set_word(int64_t* word, int64_t value) noexcept:
@@ -341,23 +280,165 @@ cdef class ObjectTable:
         self.put(cell, value)
 
 
-cdef class ObjectWriter(TicketWriter):
-    """Publishes the batches of threads: the objects themselves. `transport.Objects` has the rest."""
+@cython.final
+cdef class TicketWriter(BatchWriter):
+    """A worker's end of the slots: opens a room for each ticket, and publishes what is written there.
+
+    Parameters
+    ----------
+    fd, width, slots
+        See `Room`.
+    """
+
+    cdef readonly Room room
+    cdef readonly Encoder encoder
+
+    def __cinit__(self, int fd, uint64_t width, SlotTable slots=None):
+        self.room = Room(fd, width, slots)
+        self.encoder = Encoder(self.room)
+
+    def cast_to(self, dtype):
+        self.encoder.cast = dtype
+
+    cdef int open_ticket(self) except -1:
+        """Take a slot for the present ticket."""
+        return self.room.open()
+
+    def fetch(self, Runner runner not None):
+        """Decode the batch of a converter's ticket where it lies, to write after it."""
+        self.room.select(runner.slot, runner.capacity, sum(runner.record))
+        return decode(self.room.loan(), runner.record)
+
+    def write(self, Runner runner not None, batch):
+        """Encode the batch."""
+        self.room.settle()
+        return self.encoder.encode(batch)
+
+    cdef bint publish_batch(self, Runner runner, object batch) except -1:
+        """Write a batch and publish it, if no array can lie in the slot; else False."""
+        cdef cseq_cell* c = runner.held()
+        CSEQ_POINT("index")
+        if self.room.target is not None or self.room.loaned:
+            return False
+        self.encoder.write_batch(batch, c.record)
+        if self.room.loaned:  # what was pickled has asked for arrays, and may have kept them
+            return False
+        self.hand_over(runner, c, 0)
+        return True
+
+    def publish(self, Runner runner not None, record):
+        """Publish the ticket; arrays in the slot that the indexer has kept stay where they are."""
+        self.room.end()
+        self.deliver(runner, BATCH, record)
+
+    def end_items(self, Runner runner not None):
+        self.room.settle()
+        self.room.end()
+        self.deliver(runner, ENDED, (0, 0, 0, 0))
+
+    def fail(self, Runner runner not None, error, uint32_t status=RAISED):
+        """Write the exception into the slot; its text alone, if memory is short."""
+        try:
+            record = self.write_error(runner, failure.pack(error))
+        except MemoryError:
+            try:
+                record = self.write_error(runner, failure.pack_text(error))
+            except MemoryError:  # there is not even a slot
+                runner.publish(status)
+                return
+        self.deliver(runner, status, record)
+
+    cdef tuple write_error(self, Runner runner, packed):
+        """Write a packed exception over what the slot holds."""
+        if self.room.slots is None:  # a converter writes over the indexer's batch
+            self.room.select(runner.slot, runner.capacity)
+        else:
+            self.room.begin()
+        record = self.encoder.encode(packed)
+        self.room.end()
+        return record
+
+    cdef int deliver(self, Runner runner, uint32_t status, record) except -1:
+        """Publish the ticket with what was written to the slot: a `codec.Record`."""
+        cdef cseq_cell* c = runner.held()
+        cdef uint64_t* fields = c.converted if runner.stage else c.record
+        fields[0], fields[1], fields[2], fields[3] = record
+        self.hand_over(runner, c, status)
+        return 0
+
+    cdef void hand_over(self, Runner runner, cseq_cell* c, uint32_t status) noexcept:
+        """Publish the slot with the ticket: it is not this process's any more."""
+        if self.room.slots is not None:
+            cseq_store_rel_u32(&c.slot, <uint32_t>self.room.slot)
+            self.room.slot = -1
+            CSEQ_POINT("named")
+        c.capacity = max(c.capacity, <uint64_t>self.room.capacity)
+        runner.deliver(c, status)
+
+
+@cython.final
+cdef class Objects(BatchWriter):
+    """Both ends between threads: one object for each cell of the ring.
+
+    Parameters
+    ----------
+    cells : int
+    below : SlotReader, optional
+        Reads the batches of the stage before, if that writes to slots.
+    objects : ObjectTable, optional
+        That of several rings, where this one's cells begin at `first`.
+    """
 
     cdef readonly ObjectTable objects
     cdef readonly object below
-    cdef readonly Py_ssize_t first  # of the ring's cells, in a table of several
+    cdef readonly Py_ssize_t first
 
     def __cinit__(self, Py_ssize_t cells, below=None, *, ObjectTable objects=None, Py_ssize_t first=0):
         self.objects, self.first = ObjectTable(cells) if objects is None else objects, first
         self.below = below
 
+    def decoder(self, *, convert=None, leaf_for=None):
+        """Make what takes out the objects, and frees the slots of the stage before."""
+        slots = None if self.below is None else self.below.arena.slots
+        return Decoder(objects=self.objects, slots=slots, convert=convert, leaf_for=leaf_for)
+
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Leave the batch in the cell's place, and publish the ticket."""
+        """Leave the batch in the cell's item, and publish the ticket."""
         cdef cseq_cell* c = runner.held()
         self.objects.put(self.first + runner.cell, batch)
         runner.deliver(c, 0)
         return True
+
+    def write(self, Runner runner not None, batch):
+        """Store the batch under the cell's number, for the next stage, or the trainer."""
+        self.objects[self.first + runner.cell] = batch
+        return ()
+
+    def publish(self, Runner runner not None, record):
+        runner.publish(BATCH, record)
+
+    def fail(self, Runner runner not None, error, uint32_t status=RAISED):
+        """Store the exception under the cell's number."""
+        self.objects[self.first + runner.cell] = error
+        runner.publish(status)
+
+    def end_items(self, Runner runner not None):
+        runner.publish(ENDED)
+
+    def fetch(self, Runner runner not None):
+        """Return the batch of the present ticket."""
+        return self.objects[self.first + runner.cell]
+
+    def decode(self, Py_ssize_t cell, slot, capacity, record):
+        """Return the object."""
+        return self.objects[cell]
+
+    def error(self, Py_ssize_t cell, slot, capacity, record):
+        """Return the exception, from the slot if it was raised in the stage before."""
+        error = self.objects[cell]
+        if error is None:  # a thread may raise before its batch has left the slot
+            error = self.below.error(cell, slot, capacity, record)
+        return error
 
 
 @cython.final
@@ -388,13 +469,8 @@ cdef class Decoder:
         self.converters = {}
 
     cdef object peek(self, uint32_t cell, cseq_cell* c):
-        """What `take` is to be given for the batch in a cell, which stays there: the batch, converted, or
-        AS_IT_IS; or UNREAD, if Python is to decode it. `left` is set."""
-        if self.passes and not c.status:  # no reference is counted here
-            if self.objects.items[STRIDE * cell].ob_type is not PARTIAL:
-                self.left = None
-                return AS_IT_IS
-            return self.divide(self.objects.get(cell))
+        """The batch in a cell that is not handed over as it is: converted, for `take`; or UNREAD, if
+        Python is to decode it. It stays there. `left` is set."""
         batch = self.decode(cell, c)
         return batch if batch is UNREAD else self.divide(batch)
 

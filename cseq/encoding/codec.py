@@ -30,14 +30,8 @@ ones lie in the slot.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import operator
 import pickle
-import sys
-import types
-from collections import OrderedDict, defaultdict
-from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -46,13 +40,13 @@ from numpy import ndarray
 from cseq._memory import axes_of
 from cseq.encoding._codec import decode
 from cseq.encoding._plan import LONG, MAX_DEPTH, Plan
-from cseq.encoding.pickling import (
-    data_reducers,
-    dumps,
-    import_torch,
-    is_usual,
-    reduce_tensor,
-    unpicklable,
+from cseq.encoding.survey import (
+    OBJECT,
+    TooDeepError,
+    batch_reducers,
+    castable,
+    opened,
+    torch_type,
 )
 
 if TYPE_CHECKING:
@@ -73,54 +67,11 @@ __all__ = [
     "batch_reducers",
     "castable",
     "decode",
-    "dump",
     "encode_pickled",
     "map_leaves",
     "recast",
+    "torch_type",
 ]
-
-
-def castable(dtype: Dtype) -> bool:
-    """Whether arrays of this type are numbers that a writer casts: bool, int, uint, float."""
-    return dtype.kind in "biuf"
-
-
-# -- leaves one by one --------------------------------------------------------------------------
-
-OWN_WAYS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs_ex__")
-
-
-@functools.lru_cache(maxsize=1024)
-def _opened(cls: Any) -> str | tuple[str, ...] | None:
-    """Return how values of a type are opened: for dataclasses, their slots; None: they are leaves.
-
-    Those that define how they are pickled may be more than their parts; what dataclass() writes for
-    slots does not count.
-    """
-    if cls in (tuple, list):
-        return "sequence"
-    if cls in (dict, OrderedDict, defaultdict):
-        return "mapping"
-    ways = (getattr(cls, name, None) for name in OWN_WAYS)
-    if not {getattr(way, "__module__", None) for way in ways} <= {None, "dataclasses"}:
-        return None
-    if issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple):
-        return "named"
-    if not is_dataclass(cls) or cls.__new__ is not object.__new__:
-        return None
-    bases: tuple[type, ...] = cls.__mro__  # type: ignore[union-attr]
-    members = [item for base in bases for item in vars(base).items()]
-    return tuple(name for name, value in members if type(value) is types.MemberDescriptorType)
-
-
-class _TooDeepError(ValueError):
-    """A batch contains itself, or has too many containers inside one another."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            f"the batch has more than {MAX_DEPTH} containers inside one another, or contains "
-            "itself: return a flatter one"
-        )
 
 
 def map_leaves(function: Callable[[Any], Any], batch: Any, depth: int = MAX_DEPTH) -> Any:
@@ -137,7 +88,7 @@ def map_leaves(function: Callable[[Any], Any], batch: Any, depth: int = MAX_DEPT
         If the batch contains itself.
     """
     cls: Any = type(batch)
-    kind = _opened(cls)
+    kind = opened(cls)
     children: Collection[Any] = batch
     if kind is None or (kind == "named" and getattr(batch, "__dict__", None)):
         return function(batch)
@@ -148,7 +99,7 @@ def map_leaves(function: Callable[[Any], Any], batch: Any, depth: int = MAX_DEPT
         state |= getattr(batch, "__dict__", {})
         children = state.values()
     if not depth:
-        raise _TooDeepError
+        raise TooDeepError
     mapped = [map_leaves(function, child, depth - 1) for child in children]
     if all(map(operator.is_, mapped, children)):
         return batch
@@ -164,192 +115,6 @@ def map_leaves(function: Callable[[Any], Any], batch: Any, depth: int = MAX_DEPT
     return mapped if cls is list else tuple.__new__(cls, mapped)
 
 
-# -- writing ------------------------------------------------------------------------------------
-
-# A leaf in the tree is (token, dtype, axes: `axes_of`), or OBJECT; a container, which
-# stands before its children, is (class, keys or None, number of children). A dtype that `==` does
-# not tell from others is there as its pickle.
-ARRAY = "array"
-TENSOR = "tensor"  # or the name of its type, which numpy lacks
-BYTES = "bytes"
-OBJECT = "object"
-Node: TypeAlias = "str | tuple[Any, ...]"
-
-TEXT = {str}
-
-
-class _Survey:
-    """What a batch consists of: its leaves, in the order of its tree."""
-
-    __slots__ = ("arrays", "cast", "nodes", "objects")
-
-    def __init__(self, cast: Dtype | None) -> None:
-        self.cast = cast
-        self.nodes: list[Node] = []
-        self.arrays: list[Array] = []
-        self.objects: list[Any] = []  # for pickle
-
-    def visit(self, value: Any, depth: int) -> None:
-        """Describe a value and what is below it, and collect the leaves."""
-        cls: Any = type(value)
-        if cls is ndarray or cls is np.memmap:
-            if _is_flat(value.dtype):
-                value = value if cls is ndarray else value.view(ndarray)
-                return self._leaf(ARRAY, value, _target(value.dtype, self.cast))
-        elif cls is tuple or cls is list:
-            return self._container(value, None, value, depth)
-        elif cls is dict:
-            if {*map(type, value)} <= TEXT:  # other keys may be equal, and yet differ (1 == True)
-                return self._container(value, tuple(value), value.values(), depth)
-        elif _opened(cls) == "named":
-            if not getattr(value, "__dict__", None):
-                return self._container(value, None, value, depth)
-        elif cls is bytes and len(value) >= LONG:
-            return self._leaf(BYTES, np.frombuffer(value, np.uint8))
-        elif cls is getattr(sys.modules.get("torch"), "Tensor", None):
-            if self.cast is not None and value.dtype != torch_type(self.cast):
-                value = _plain_tensor(value, self.cast)
-            bits, name = _bits(value.dtype)
-            try:
-                # `numpy` refuses what is not strided, not on the CPU, conjugated or with a graph.
-                plain = value if bits is None else value.view(bits)
-                array = None if value.is_cuda else plain.numpy()
-            except (RuntimeError, TypeError):
-                array = None
-            if array is not None:
-                return self._leaf(name or TENSOR, array)
-        return self._object(value)
-
-    def _container(
-        self, value: Any, keys: tuple[str, ...] | None, children: Collection[Any], depth: int
-    ) -> None:
-        """Collect the leaves of a container; one of pickled leaves alone is pickled as one."""
-        if not depth:
-            raise _TooDeepError
-        nodes, arrays, objects = len(self.nodes), len(self.arrays), len(self.objects)
-        self.nodes.append((type(value), keys, len(children)))
-        for child in children:
-            self.visit(child, depth - 1)
-        if len(self.arrays) == arrays:
-            del self.nodes[nodes:], self.objects[objects:]
-            self._object(value)
-
-    def _object(self, value: Any) -> None:
-        self.nodes.append(OBJECT)
-        self.objects.append(value)
-
-    def _leaf(self, token: str, array: Array, kind: Dtype | None = None) -> None:
-        """Collect the array that a leaf consists of; `kind`: its type in the slot."""
-        kind = array.dtype if kind is None else kind
-        exact = kind if is_usual(kind) else _dumps(kind)
-        self.nodes.append((token, exact, axes_of(array)))
-        self.arrays.append(array)
-
-
-def _is_flat(dtype: Dtype) -> bool:
-    """Whether arrays of a type are their bytes; `record` equals a type that is another."""
-    return not dtype.hasobject and dtype.type is not np.record
-
-
-@functools.cache
-def torch_type(dtype: Dtype) -> Any:
-    """Return torch's dtype for one of numpy's; TypeError if there is none."""
-    return import_torch().from_numpy(np.empty(0, dtype)).dtype
-
-
-@functools.cache
-def _bits(dtype: Any) -> tuple[Any, str | None]:
-    """Return, for a torch dtype that numpy lacks, an integer dtype of its size, and its name."""
-    torch = import_torch()
-    try:
-        torch.empty(0, dtype=dtype, device="cpu").numpy()
-    except TypeError:
-        return getattr(torch, f"int{8 * dtype.itemsize}"), str(dtype).removeprefix("torch.")
-    return None, None
-
-
-def plan_for(batch: Any, writer: Encoder) -> tuple[Plan, list[Array], list[Any]]:
-    """Return a batch's plan, which the writer then remembers, its arrays, and its other leaves."""
-    survey = _Survey(writer.cast)
-    try:
-        survey.visit(batch, MAX_DEPTH)
-    except _TooDeepError:
-        survey = _Survey(writer.cast)
-        survey.nodes, survey.objects = [OBJECT], [batch]
-    nodes, sources = tuple(survey.nodes), [array.dtype for array in survey.arrays]
-    for plan in writer.plans:  # `match` does not recognise it where tensors are cast
-        if plan.nodes == nodes and plan.sources == sources:
-            return plan, survey.arrays, survey.objects
-    plan = Plan(_dumps(nodes), nodes, sources)
-    writer.remember(plan)
-    return plan, survey.arrays, survey.objects
-
-
-def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
-    """Return the type that arrays of a type have in the slot."""
-    # Not `==` alone: a dtype of float64 equals None.
-    if cast is None or not castable(dtype) or dtype == cast:
-        return dtype
-    return cast
-
-
-# -- pickle -------------------------------------------------------------------------------------
-
-REMEDY = "Return arrays, tensors, numbers, strings, bytes, None, or objects that pickle takes"
-
-
-def dump(objects: list[Any]) -> tuple[bytes, list[Array]]:
-    """Pickle the other leaves of a batch: return the pickle, and the buffers that are not in it."""
-    buffers: list[memoryview] = []
-    pickled = _dumps(objects, buffers, batch_reducers)
-    return pickled, [np.frombuffer(buffer, np.uint8) for buffer in buffers]
-
-
-def _number_reducer(dtype: Dtype) -> Callable[[Any], Any]:
-    """Make what numpy's numbers of a type do to be pickled, which imports a module each time."""
-    make = np.float64().__reduce__()[0]
-    return lambda number: (make, (dtype, number.tobytes()))
-
-
-NUMBERS = {
-    kind: _number_reducer(np.dtype(kind))
-    for kind in {*np.sctypeDict.values()}
-    if np.dtype(kind).kind in "biufc"
-}
-
-
-def batch_reducers(*, handles: bool = True) -> dict[type, Callable[[Any], Any]]:
-    """Return how arrays, numbers and tensors are pickled in a batch.
-
-    A tensor that is a part of a storage becomes a copy of that part; one on CUDA, with `handles`, a
-    handle of its memory.
-    """
-    reducers = data_reducers() | NUMBERS
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    reduce = _reduce_to_handle if handles else _reduce_part
-    return reducers | {tensor: reduce} if tensor in reducers else reducers
-
-
-def _reduce_to_handle(tensor: Any) -> Any:
-    if not tensor.is_cuda:
-        return _reduce_part(tensor)
-    return importlib.import_module("torch.multiprocessing.reductions").reduce_tensor(tensor)
-
-
-def _reduce_part(tensor: Any) -> Any:
-    return reduce_tensor(_plain_tensor(tensor, None))
-
-
-def _dumps(value: object, *how: Any) -> bytes:
-    """Pickle something of a batch; say what a batch may have, where that raises."""
-    try:
-        return dumps(value, *how)
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise unpicklable("batch", error, REMEDY) from error
-
-
 def recast(array: Array, dtype: Dtype, make: Callable[..., Array] = np.empty) -> Array:
     """Copy and cast an array, with the strides that it has behind a slot.
 
@@ -362,27 +127,11 @@ def recast(array: Array, dtype: Dtype, make: Callable[..., Array] = np.empty) ->
     return made
 
 
-def _plain_tensor(tensor: Any, cast: Dtype | None) -> Any:
-    """Return a tensor, cast, with a storage that is not larger than it; odd ones as they are."""
-    if tensor.device.type != "cpu" or tensor.layout is not import_torch().strided:
-        return tensor
-    if tensor.is_nested or (tensor.is_quantized and cast is not None):
-        return tensor
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    if cast is not None and not plain.is_complex() and plain.dtype != torch_type(cast):
-        plain = plain.to(torch_type(cast), copy=True)
-    elif plain.untyped_storage().nbytes() > plain.nbytes:
-        plain = plain.to(plain.dtype, copy=True)
-    if plain.data_ptr() == tensor.data_ptr() and plain.dtype == tensor.dtype:
-        return tensor
-    return plain.requires_grad_() if tensor.requires_grad else plain
-
-
 ONE_OBJECT = Plan(pickle.dumps((OBJECT,), protocol=5), (OBJECT,))
 
 
-def encode_pickled(pickled: Pickled, writer: Encoder) -> Record:
+def encode_pickled(pickled: Pickled, encoder: Encoder) -> Record:
     """Write an object that is pickled already into a slot; `decode` returns it."""
     buffers = [np.frombuffer(buffer, np.uint8) for buffer in pickled.buffers]
-    record: Record = writer.encode_parts(ONE_OBJECT, buffers, pickled.data)
+    record: Record = encoder.encode_parts(ONE_OBJECT, buffers, pickled.data)
     return record

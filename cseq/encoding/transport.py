@@ -1,9 +1,9 @@
 """How a batch travels to the next runner: as an object, or through a slot.
 
 Threads pass on the object itself (`Objects`). Processes write the batch into the ticket's slot of
-shared memory (`Writer`), where the trainer decodes it (`SlotReader`). What converter processes
-write there, `converter.export.Imports` fetches. A runner has a `BatchWriter`, and a converter also
-a `Source`; the trainer has a `BatchReader`.
+shared memory (`TicketWriter`), where the trainer decodes it (`SlotReader`). What converter
+processes write there, `converter.export.Imports` fetches. A runner has a `BatchWriter`, and a
+converter also a `Source`; the trainer has a `BatchReader`.
 """
 
 from __future__ import annotations
@@ -11,76 +11,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cseq.encoding import codec, failure
-from cseq.encoding._codec import Decoder, ObjectWriter
-from cseq.stage import BATCH, ENDED, RAISED
+from cseq.encoding._codec import Decoder, Objects, TicketWriter
 
 if TYPE_CHECKING:
     from cseq._work import Runner
-    from cseq.encoding.writer import Writer
     from cseq.memory.arena import Arena
 
     Fields = tuple[int, ...]
 
-__all__ = ["NO_SLOT", "BatchReader", "BatchWriter", "Objects", "SlotReader", "Source"]
+__all__ = ["NO_SLOT", "BatchReader", "SlotReader", "Source"]
 
 NO_SLOT = 0xFFFFFFFF  # of a ticket that lies in none
 
 # What a runner, a converter and the trainer have. A reader changes nothing: `Feed` frees the cell.
-BatchWriter: TypeAlias = "Objects | Writer"
-Source: TypeAlias = "Objects | SlotReader | Writer"
+Source: TypeAlias = "Objects | SlotReader | TicketWriter"
 BatchReader: TypeAlias = "Objects | SlotReader"
-
-
-class Objects(ObjectWriter):
-    """Both ends between threads: one object for each cell of the ring.
-
-    Parameters
-    ----------
-    below : SlotReader, optional
-        Reads the batches of the stage before, if that writes to slots.
-    objects : ObjectTable, optional
-        That of several rings, where this one's cells begin at `first`.
-    """
-
-    allocator = None  # arrays of a batch lie anywhere
-
-    def decoder(self, **how: Any) -> Decoder:
-        """Make what takes out the objects, and frees the slots of the stage before."""
-        slots = None if self.below is None else self.below.arena.slots
-        return Decoder(objects=self.objects, slots=slots, **how)
-
-    def write(self, runner: Runner, batch: Any) -> tuple[int, ...]:
-        """Store the batch under the cell's number, for the next stage, or the trainer."""
-        self.objects[self.first + runner.cell] = batch
-        return ()
-
-    def publish(self, runner: Runner, record: tuple[int, ...]) -> None:
-        """Publish the ticket; the caller holds no reference to the batch any more."""
-        runner.publish(BATCH, record)
-
-    def fail(self, runner: Runner, error: BaseException, status: int = RAISED) -> None:
-        """Store the exception under the cell's number."""
-        self.objects[self.first + runner.cell] = error
-        runner.publish(status)
-
-    def end_items(self, runner: Runner) -> None:
-        """Publish the end of a worker's items."""
-        runner.publish(ENDED)
-
-    def fetch(self, runner: Runner) -> Any:
-        """Return the batch of the present ticket."""
-        return self.objects[self.first + runner.cell]
-
-    def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
-        """Return the object."""
-        return self.objects[cell]
-
-    def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
-        """Return the exception, from the slot if it was raised in the stage before."""
-        error: BaseException = self.objects[cell]
-        if error is None:  # a thread may raise before its batch has left the slot
-            error = self.below.error(cell, slot, capacity, record)
-        return error
 
 
 class SlotReader:

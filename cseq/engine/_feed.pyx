@@ -623,6 +623,9 @@ cdef class Feed:
             self.free(k, self.rings[t.ring])
             self.cancel_all(t.ring)
             return 0
+        if self.decoder.hands_over(t.place, c):
+            self.decoded, self.batch, self.error, self.note = t.number, AS_IT_IS, None, None
+            return 0
         try:
             batch = self.decoder.peek(t.place, c)
             if batch is UNREAD:

@@ -4,7 +4,7 @@
 
     trainer                                        worker process
       Feed ── tickets, indices ──► ring ─────────►  Runner ── indices ──► indexer
-      SlotReader ◄── views ── slots (arena) ◄───────── Writer ◄── batch
+      SlotReader ◄── views ── slots (arena) ◄─── TicketWriter ◄── batch
       Supervisor ◄── end of file ── socket ──────►  `main`; ends when its socket does
 """
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from cseq.encoding.transport import BatchWriter, Source
+    from cseq._work import BatchWriter
+    from cseq.encoding.transport import Source
     from cseq.indexing.indexer import BatchTask
     from cseq.indexing.producer import ItemTask
     from cseq.processes.worker import Entered
@@ -94,9 +95,8 @@ def serve(
     context.enter(batch_context)
     with starting:
         worker, made = task.make(read, batch_context, copied=copied)
-    allocator = writer.allocator
-    if allocator is not None:
-        allocator.place_arrays()
+    if writer.room is not None:
+        writer.room.place_arrays()
         # In a process that the user's code forks, `cseq.empty` is numpy's.
         in_forked_children(partial(setattr, batch_context, "allocator", None))
     work = task.work(made, runner.ring, batch_context, writer, tell, convert)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-    from cseq.encoding.writer import Writer
+    from cseq.encoding._room import Room
 
 __all__ = ["BatchContext", "Numbers", "WorkerInfo", "empty", "enter", "parts", "rng", "worker_info"]
 
@@ -77,7 +77,7 @@ class BatchContext(BatchState):
         self.number = number
         self.num_workers = num_workers
         self.seed = seed
-        self.allocator: Writer | None = None  # makes arrays in the batch's slot
+        self.allocator: Room | None = None  # makes arrays in the batch's slot
         self.seeds: Any = None  # the `Seeds` of the global generators, if they are seeded
         self.item = 0  # of a stream: its number in the epoch, or that of its key
         self.left: Sequence[tuple[int, Any, str]] = ()  # samples left out: `Leaving.left`

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cseq._core import Ring
-    from cseq._work import Runner
+    from cseq._work import BatchWriter, Runner
     from cseq.converter.output import Output
-    from cseq.encoding.transport import BatchWriter
     from cseq.indexing.context import BatchContext
 
 __all__ = [
@@ -259,7 +258,6 @@ class Indexing(BatchMaker):
     `work` and `make_here` are in C.
     """
 
-    batch_writer: BatchWriter
     end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)
 
     @staticmethod
@@ -317,10 +315,8 @@ class BatchTask(NamedTuple):
         convert: Callable[[Any], Any] | None,
     ) -> Indexing:
         """Return what makes the batches, and publishes them."""
-        allocator = writer.allocator
-        if allocator is not None:
-            batch_context.allocator = allocator
-            allocator.cast = self.cast
+        batch_context.allocator = writer.room
+        writer.cast_to(self.cast)
         indexer = leaving(indexer, batch_context, self.on_error)
         indexing = Indexing(writer, indexer, batch_context, convert, batch_context.seeds)
         FirstBatch(indexing, self.output, tell)

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cseq._core import Ring
-    from cseq._work import Runner
-    from cseq.encoding.transport import BatchWriter
+    from cseq._work import BatchWriter, Runner
     from cseq.indexing import context
 
 __all__ = ["ItemTask", "KeyProducer", "Producer"]
@@ -86,7 +85,7 @@ class Making(Work):
         self._producer = producer
         self._ring = ring
         self._writer = writer
-        self._allocator = writer.allocator
+        self._room = writer.room
         self._batch_context = batch_context
         self._rooms = [ring.indices(cell).data for cell in range(ring.capacity)]
         self._epoch = 0  # the producer's epoch; the trainer counts them from 1
@@ -135,8 +134,8 @@ class Making(Work):
     def _read(self, runner: Runner, which: slice) -> Any:
         """Read a request from a copy, since its slot is used again."""
         slot, capacity, *record = self._rooms[runner.cell][which].tolist()
-        assert self._allocator is not None
-        memory = copy_of(self._allocator.mapping_of(slot, capacity), sum(record))
+        assert self._room is not None
+        memory = copy_of(self._room.mapping_of(slot, capacity), sum(record))
         return codec.decode(memory, record)
 
     def _answer_call(self, runner: Runner, epoch: int, *, begins: bool) -> Any:
@@ -162,7 +161,7 @@ class Making(Work):
     def _make_item(self, runner: Runner, make: Callable[[], Any]) -> Any:
         """Make an item, with its arrays in the slot."""
         self._writer.begin_ticket()
-        self._batch_context.allocator = self._allocator
+        self._batch_context.allocator = self._room
         self._batch_context.item = runner.start
         item = make()
         self._batch_context.allocator = None
@@ -211,5 +210,5 @@ class ItemTask(NamedTuple):
         convert: Callable[[Any], Any] | None,  # noqa: ARG002 - for batches
     ) -> Making:
         """Return what makes the items, and publishes them."""
-        kind = Serving if writer.allocator is None else Making
+        kind = Serving if writer.room is None else Making
         return kind(writer, producer, ring, batch_context)

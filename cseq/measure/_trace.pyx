@@ -1,15 +1,11 @@
 # cython: language_level=3, freethreading_compatible=True
 """What a trace records: tickets that were taken."""
 
-from libc.stdint cimport uint64_t
-
-cimport numpy as cnp
+from libc.stdint cimport uint64_t, uintptr_t
 
 from cseq._headers cimport cseq_load_acq_u64
 
 import numpy
-
-cnp.import_array()
 
 TAKEN = numpy.dtype([  # cseq_taken
     ("started", "u8"), ("indexed", "u8"), ("converting", "u8"), ("converted", "u8"), ("asked", "u8"),
@@ -26,7 +22,7 @@ def begin_log(uint64_t size):
     global room
     made = numpy.empty(size, TAKEN)
     made.view(numpy.uint8).fill(0)  # its pages are there before the first ticket
-    log.taken, log.size = cnp.PyArray_DATA(made), size
+    log.taken, log.size = <void*><uintptr_t>made.ctypes.data, size
     log.begun = log.done = 0
     log.on = True
     room = made

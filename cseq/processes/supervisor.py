@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from cseq._core import now_ns
 from cseq.encoding import codec, failure
+from cseq.encoding._codec import Encoder
+from cseq.encoding._room import Room
 from cseq.encoding.pickling import Pickled, dump
-from cseq.encoding.writer import Writer
 from cseq.errors import WorkerTimeout
 from cseq.memory.arena import GRAIN, Arena
 from cseq.memory.descriptors import sparse_file
@@ -224,14 +225,14 @@ class Supervisor:
         # No wider than it can need: its buffers aligned, their table, its structure.
         width = nbytes + 128 * len(pickled.buffers) + GRAIN
         self._object = sparse_file(width)
-        writer = Writer(self._object.fd, width)
+        room = Room(self._object.fd, width)
         try:
-            writer.select(0, 0)
-            self._record = codec.encode_pickled(pickled, writer)
+            room.select(0, 0)
+            self._record = codec.encode_pickled(pickled, Encoder(room))
         except MemoryError as error:
             raise MemoryError(f"no room for the {name}'s {nbytes} bytes: {error}") from error
         finally:
-            writer.close()
+            room.close()
 
     # -- on the supervisor's thread
 

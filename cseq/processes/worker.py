@@ -33,7 +33,7 @@ from cseq._core import Ring, now_ns
 from cseq._lock import exit_on_hangup
 from cseq._memory import DEBUG, Descriptor, Mapping, keep_freed
 from cseq.encoding import codec, failure
-from cseq.encoding.writer import Writer
+from cseq.encoding._codec import TicketWriter
 from cseq.memory import descriptors
 from cseq.memory._slots import SlotTable
 from cseq.processes.launcher import reading
@@ -102,7 +102,7 @@ class Entered(NamedTuple):
     sock: socket.socket
     setup: Setup
     ring: Ring
-    writer: Writer
+    writer: TicketWriter
     object_fd: list[int]
     sender: Sender | None  # of what it logs
 
@@ -157,7 +157,7 @@ def enter(sock: socket.socket) -> Entered:
     sender = None
     if setup.levels is not None:
         sender = Sender(setup.number, setup.levels, partial(send_state, sock, LOGGED))
-    return Entered(sock, setup, ring, Writer(arena_fd, setup.width, slots), more, sender)
+    return Entered(sock, setup, ring, TicketWriter(arena_fd, setup.width, slots), more, sender)
 
 
 def _receive_setup(sock: socket.socket) -> tuple[Setup, list[int]]:

@@ -17,13 +17,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from slots import writer_of
 
-from cseq.encoding import codec
+from cseq.encoding import _codec, codec
 from cseq.encoding.codec import decode
-from cseq.encoding.writer import Writer
+from cseq.encoding.survey import plan_for
 from cseq.memory.arena import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from cseq.encoding._codec import Encoder, TicketWriter
 
 
 FLOAT32 = np.dtype(np.float32)
@@ -115,21 +117,28 @@ class Plain:
         self.array = array
 
 
+def forgetting(batch: Any, encoder: Encoder) -> Any:
+    """Survey a batch; its plan is not remembered."""
+    surveyed = plan_for(batch, encoder)
+    encoder.plans.clear()
+    return surveyed
+
+
 @pytest.fixture(scope="module", params=["known", "surveyed"], autouse=True)
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every test with structures that the writer knows, and with none."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "surveyed":
-            patch.setattr(Writer, "remember", lambda *_: None)
+            patch.setattr(_codec, "plan_for", forgetting)
         yield request.param
 
 
-def encode(batch: Any, writer: Writer, cast: np.dtype[Any] | None = None) -> codec.Record:
+def encode(batch: Any, writer: TicketWriter, cast: np.dtype[Any] | None = None) -> codec.Record:
     """Write a batch, cast; a writer that casts to something else forgets its plans."""
-    if writer.cast is not cast:
-        writer.cast = cast
-        writer.plans.clear()
-    record: codec.Record = writer.encode(batch)
+    if writer.encoder.cast is not cast:
+        writer.encoder.cast = cast
+        writer.encoder.plans.clear()
+    record: codec.Record = writer.encoder.encode(batch)
     return record
 
 
@@ -139,27 +148,27 @@ def copied(batch: Any, cast: np.dtype[Any] | None = None) -> Any:
     writer = writer_of(arena)
     try:
         encode(batch, writer, cast)
-        writer.used = 0
+        writer.room.used = 0
         record = encode(batch, writer, cast)  # first: it may get the writer another memory
-        return decode(writer.memory, record)
+        return decode(writer.room.memory, record)
     finally:
-        writer.close()
+        writer.room.close()
         arena.close()
 
 
-def sent(writer: Writer, batch: Any, cast: np.dtype[Any] | None = None) -> Any:
+def sent(writer: TicketWriter, batch: Any, cast: np.dtype[Any] | None = None) -> Any:
     """Send a batch through the slot at hand, from its beginning."""
-    writer.used = 0
+    writer.room.used = 0
     record = encode(batch, writer, cast)
-    assert sum(record) == writer.used
+    assert sum(record) == writer.room.used
     assert len(record) == 4
-    return decode(writer.memory, record)
+    return decode(writer.room.memory, record)
 
 
-def reread(writer: Writer, batch: Any, cast: np.dtype[Any] | None = None) -> Any:
+def reread(writer: TicketWriter, batch: Any, cast: np.dtype[Any] | None = None) -> Any:
     """Send a batch through the slot at hand, behind what lies there."""
     record = encode(batch, writer, cast)
-    return decode(writer.memory, record)
+    return decode(writer.room.memory, record)
 
 
 def assert_same(a: Any, b: Any) -> None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from ringing import Trainer, claim, make_ring
 
-from cseq._memory import Block, commit
-from cseq.encoding.writer import Writer
+from cseq._memory import commit
+from cseq.encoding._codec import Encoder, TicketWriter
+from cseq.encoding._room import Room
 from cseq.memory._slots import SlotTable
 from cseq.memory.descriptors import sparse_file
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from cseq.memory.arena import Arena
 
 
+WIDTH, MOST = 1 << 20, 4096
 PAGE = 65536  # a multiple of every system's page size
 
 
@@ -33,24 +35,25 @@ def file_of(nbytes: int) -> Iterator[int]:
     file.close()
 
 
-class Scratch(Writer):
-    """A writer to private memory of a mebibyte."""
+class Scratch:
+    """A room of a mebibyte, and what encodes into it."""
 
     def __init__(self) -> None:
-        super().__init__(-1, 0)
-        self.memory = Block(1 << 20)
-        self.capacity = self.memory.nbytes
+        with file_of(WIDTH) as fd:
+            self.room = Room(fd, WIDTH)
+            self.room.select(0, WIDTH)
+        self.encoder = Encoder(self.room)
 
     def clear(self) -> None:
         """Drop what was written."""
-        self.used = 0
+        self.room.used = 0
 
 
-def writer_of(arena: Arena) -> Writer:
+def writer_of(arena: Arena) -> TicketWriter:
     """Make a writer that has begun with a new slot."""
-    writer = Writer(arena.fd, arena.width)
+    writer = TicketWriter(arena.fd, arena.width)
     slot = acquire(arena)
-    writer.select(slot, arena.slots.nbytes(slot))
+    writer.room.select(slot, arena.slots.nbytes(slot))
     return writer
 
 
@@ -59,9 +62,6 @@ def acquire(arena: Arena) -> int:
     slot = arena.slots.take()
     arena.request(slot)
     return slot
-
-
-WIDTH, MOST = 1 << 20, 4096
 
 
 def shared(most: int = MOST) -> tuple[Descriptor, SlotTable]:
@@ -86,15 +86,15 @@ def lease(slots: SlotTable, slot: int, mapping: Mapping) -> Lease:
     return leased
 
 
-def filled(arena: Arena, writer: Writer, value: int, nbytes: int) -> Any:
+def filled(arena: Arena, writer: TicketWriter, value: int, nbytes: int) -> Any:
     """Fill a slot with a value, and take it."""
     slot = acquire(arena)
-    writer.select(slot, arena.slots.nbytes(slot))
-    array = writer.empty(nbytes, np.uint8)
+    writer.room.select(slot, arena.slots.nbytes(slot))
+    array = writer.room.empty(nbytes, np.uint8)
     array[:] = value
     del array
-    writer.end()
-    return take(arena, slot, writer.used, writer.capacity)
+    writer.room.end()
+    return take(arena, slot, writer.room.used, writer.room.capacity)
 
 
 def take(arena: Arena, slot: int, used: int, capacity: int) -> Any:

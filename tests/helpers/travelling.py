@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from cseq._memory import Descriptor, Mapping
 from cseq.encoding import codec
+from cseq.encoding._codec import TicketWriter
 from cseq.encoding.pickling import dump
-from cseq.encoding.writer import Writer
 from cseq.memory.descriptors import sparse_file
 
 WIDTH = 1 << 30
@@ -70,10 +70,10 @@ def make(*args: object, **options: object) -> Indexer:
 def write_batch(obj: object) -> tuple[Descriptor, codec.Record]:
     """Write an object to a file, as a supervisor does."""
     file = sparse_file(WIDTH)
-    writer = Writer(file.fd, WIDTH)
-    writer.select(0, 0)
-    record = codec.encode_pickled(dump(obj), writer)
-    writer.close()
+    writer = TicketWriter(file.fd, WIDTH)
+    writer.room.select(0, 0)
+    record = codec.encode_pickled(dump(obj), writer.encoder)
+    writer.room.close()
     return file, record
 
 

@@ -30,12 +30,12 @@ from hypothesis import strategies as st
 from slots import writer_of
 
 from cseq._memory import Block, copy_of
-from cseq.encoding import codec
+from cseq.encoding import _codec, codec
 from cseq.encoding.codec import decode, map_leaves
 from cseq.memory.arena import Arena
 
 if TYPE_CHECKING:
-    from cseq.encoding.writer import Writer
+    from cseq.encoding._codec import TicketWriter
 
 way = codec_batches.way
 MOST_KNOWN = 64  # structures that a reader remembers
@@ -61,10 +61,10 @@ def test_batches_do_not_depend_on_each_other(sequence: list[Any], data: st.DataO
     written = []
     for batch in sequence + sequence[:1]:
         writer = writer_of(arena)
-        written.append((batch, writer, writer.encode(batch)))
+        written.append((batch, writer, writer.encoder.encode(batch)))
     for batch, writer, record in data.draw(st.permutations(written)):
-        assert_same(batch, decode(writer.memory, record))
-        writer.close()
+        assert_same(batch, decode(writer.room.memory, record))
+        writer.room.close()
     arena.close()
 
 
@@ -83,7 +83,7 @@ NUMBERS = sorted({kind for kind in np.sctypeDict.values() if issubclass(kind, np
 
 
 @pytest.mark.parametrize("kind", NUMBERS, ids=lambda kind: np.dtype(kind).char)
-def test_a_number_keeps_its_type(kind: Any, writer: Writer) -> None:
+def test_a_number_keeps_its_type(kind: Any, writer: TicketWriter) -> None:
     """A number arrives as what it was, also of a type that numpy holds equal to another one."""
     unit = ("s",) if kind is np.timedelta64 else ()  # none is deprecated from numpy 2.5 on
     number = kind(7, *unit)
@@ -93,12 +93,12 @@ def test_a_number_keeps_its_type(kind: Any, writer: Writer) -> None:
 @pytest.mark.parametrize("cast", [None, FLOAT32], ids=["as it is", "cast"])
 @pytest.mark.parametrize("batch", KNOWN, ids=lambda batch: repr(batch)[:30])
 def test_a_known_structure_is_not_surveyed(
-    batch: Any, cast: Any, way: str, writer: Writer, monkeypatch: pytest.MonkeyPatch
+    batch: Any, cast: Any, way: str, writer: TicketWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch of the structure of the last is recognised, and read as one that is surveyed."""
     want, surveyed = sent(writer, batch, cast), []
-    survey = codec.plan_for
-    monkeypatch.setattr(codec, "plan_for", lambda *args: surveyed.append(1) or survey(*args))  # type: ignore[func-returns-value]
+    survey = _codec.plan_for
+    monkeypatch.setattr(_codec, "plan_for", lambda *args: surveyed.append(1) or survey(*args))  # type: ignore[func-returns-value]
     assert_same(want, sent(writer, batch, cast))
     assert bool(surveyed) == (way == "surveyed")
 
@@ -109,13 +109,13 @@ def test_a_known_structure_is_not_surveyed(
     ids=repr,
 )
 def test_a_structure_that_cannot_be_recognised_is_made_once(
-    batch: Any, way: str, writer: Writer
+    batch: Any, way: str, writer: TicketWriter
 ) -> None:
     """It is surveyed each time, but described only once."""
     assert_same(batch, sent(writer, batch))
-    plans = writer.plans
+    plans = [*writer.encoder.plans]
     assert_same(batch, sent(writer, batch))
-    assert writer.plans is plans
+    assert writer.encoder.plans == plans
     assert len(plans) == (way == "known")
 
 
@@ -139,7 +139,7 @@ A, B = np.arange(3), np.ones(2)
     ],
     ids=lambda others: repr(others[0])[:30],
 )
-def test_a_structure_that_resembles_a_known_one(others: list[Any], writer: Writer) -> None:
+def test_a_structure_that_resembles_a_known_one(others: list[Any], writer: TicketWriter) -> None:
     """Whatever is known, a batch of another structure is read as what it is."""
     for batch in others:
         for known in others:
@@ -147,21 +147,21 @@ def test_a_structure_that_resembles_a_known_one(others: list[Any], writer: Write
             assert_same(batch, sent(writer, batch))
 
 
-def test_shapes_may_change_from_batch_to_batch(way: str, writer: Writer) -> None:
+def test_shapes_may_change_from_batch_to_batch(way: str, writer: TicketWriter) -> None:
     """Batches of one structure and many shapes are read right, and are one to the reader."""
     structures = set()
     for size in range(2 * MOST_KNOWN):
         batch = {way: np.full((size, 2), size), "n": size, "y": np.arange(size, dtype="u1")}
-        record = writer.encode(batch)
-        assert_same(batch, decode(writer.memory, record))
-        structures.add(bytes(writer.memory)[record[0] :][: record[1]])
-        writer.used = 0
+        record = writer.encoder.encode(batch)
+        assert_same(batch, decode(writer.room.memory, record))
+        structures.add(bytes(writer.room.memory)[record[0] :][: record[1]])
+        writer.room.used = 0
     assert len(structures) == 1
 
 
-def test_records_are_checked(writer: Writer) -> None:
+def test_records_are_checked(writer: TicketWriter) -> None:
     """A record that points outside the memory is an error."""
-    record = writer.encode(np.arange(5))
+    record = writer.encoder.encode(np.arange(5))
     with pytest.raises(IndexError):
         decode(Block(sum(record) - 1), record)
     with pytest.raises(IndexError):
@@ -169,7 +169,7 @@ def test_records_are_checked(writer: Writer) -> None:
     for number in range(4):
         for word in (-1, 2**20, 2**63, 2**64, 2**70):
             with pytest.raises(IndexError, match="outside"):
-                decode(writer.memory, [word if k == number else record[k] for k in range(4)])
+                decode(writer.room.memory, [word if k == number else record[k] for k in range(4)])
 
 
 SOME = st.integers(-9, 200)
@@ -189,9 +189,9 @@ def test_a_layout_that_lies_does_not_leave_the_memory(
     arena = Arena()
     writer = writer_of(arena)
     spread = np.broadcast_to(np.arange(3.0), (2, 3))
-    true = writer.encode([np.arange(4), spread, np.ones(()).T])
-    block = copy_of(writer.memory, sum(true))
-    writer.close()
+    true = writer.encoder.encode([np.arange(4), spread, np.ones(()).T])
+    block = copy_of(writer.room.memory, sum(true))
+    writer.room.close()
     arena.close()
     numbers = block.view(sum(true[:2]), np.dtype("i8"), (true[2] // 8,))
     assert numbers.tolist() == [0, 32, 4, 64, 48, 2, 3, 128, 8]
@@ -219,9 +219,9 @@ def test_a_layout_that_lies_does_not_leave_the_memory(
 # -- into the slot without a copy ---------------------------------------------------------------
 
 
-def test_parts_of_arrays_in_the_slot(writer: Writer) -> None:
+def test_parts_of_arrays_in_the_slot(writer: TicketWriter) -> None:
     """Contiguous parts stay where they are; others are copied, and what overlaps the former."""
-    x = writer.empty((10, 4), np.int32)
+    x = writer.room.empty((10, 4), np.int32)
     x[:] = np.arange(40).reshape(10, 4)
     batch = (x[2:5], x[7].view(np.uint8), x[5:7], x[:, 1], x[3:3], x, x[4:6], x.T)
     read = reread(writer, batch)
@@ -232,29 +232,28 @@ def test_parts_of_arrays_in_the_slot(writer: Writer) -> None:
         assert not np.shares_memory(read[number], x)
 
 
-def test_arrays_in_the_slot_are_found_after_it_grew(writer: Writer) -> None:
+def test_arrays_in_the_slot_are_found_after_it_grew(writer: TicketWriter) -> None:
     """Arrays made before the slot grew, on the old mapping, are not copied either."""
-    arrays = [writer.empty(2**shift, np.uint8) for shift in (10, 16, 20, 22)]
+    arrays = [writer.room.empty(2**shift, np.uint8) for shift in (10, 16, 20, 22)]
     for number, array in enumerate(arrays):
         array[:] = number
-    before = writer.used
-    record = writer.encode(arrays)
-    assert writer.used - before < 1000
-    for number, array in enumerate(decode(writer.memory, record)):
+    before = writer.room.used
+    record = writer.encoder.encode(arrays)
+    assert writer.room.used - before < 1000
+    for number, array in enumerate(decode(writer.room.memory, record)):
         assert (array == number).all()
 
 
-def test_a_stage_appends_to_what_another_wrote(writer: Writer) -> None:
+def test_a_stage_appends_to_what_another_wrote(writer: TicketWriter) -> None:
     """What was read from the slot and is passed on is not copied; what is new goes behind it."""
-    first = writer.encode([np.arange(1000), np.arange(3.0)])
-    writer.select(writer.slot, writer.capacity)
-    writer.used, writer.loaned = sum(first), True
-    batch = decode(writer.loan(), first)
+    first = writer.encoder.encode([np.arange(1000), np.arange(3.0)])
+    writer.room.select(writer.room.slot, writer.room.capacity, sum(first))
+    batch = decode(writer.room.loan(), first)
     batch[1] = batch[1] * 2
-    second = writer.encode(batch)
+    second = writer.encoder.encode(batch)
     assert sum(second) - sum(first) < 1000
-    assert_same([np.arange(1000), np.arange(3.0) * 2], decode(writer.memory, second))
-    assert_same([np.arange(1000), np.arange(3.0)], decode(writer.memory, first))
+    assert_same([np.arange(1000), np.arange(3.0) * 2], decode(writer.room.memory, second))
+    assert_same([np.arange(1000), np.arange(3.0)], decode(writer.room.memory, first))
 
 
 # -- leaves one by one --------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from cseq.encoding.pickling import UnpicklableError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cseq.encoding.writer import Writer
+    from cseq.encoding._codec import TicketWriter
 
 way = codec_batches.way
 
@@ -76,7 +76,7 @@ def test_dataclasses_may_lack_fields() -> None:
     assert not hasattr(read, "label")
 
 
-def test_named_tuples_of_a_known_structure_keep_attributes(writer: Writer) -> None:
+def test_named_tuples_of_a_known_structure_keep_attributes(writer: TicketWriter) -> None:
     """Also where one without them came before."""
     for _ in range(2):
         marked = Marked(np.arange(3), 1)
@@ -85,7 +85,7 @@ def test_named_tuples_of_a_known_structure_keep_attributes(writer: Writer) -> No
         assert sent(writer, marked).note == "kept"
 
 
-def test_leaves_of_objects_are_cast_where_they_are_converted(writer: Writer) -> None:
+def test_leaves_of_objects_are_cast_where_they_are_converted(writer: TicketWriter) -> None:
     """In dataclasses and dicts of any kind, in the trainer; in other classes, they are not cast."""
     large, small = np.arange(9000).reshape(9, 1000), np.arange(4)[::2]
     convert = Converter(Output("array", dtype=FLOAT32)).convert
@@ -125,16 +125,16 @@ def test_other_arrays_go_by_pickle() -> None:
     assert read.a.tolist() == [1]
 
 
-def test_buffers_of_pickles_lie_in_the_slot(writer: Writer) -> None:
+def test_buffers_of_pickles_lie_in_the_slot(writer: TicketWriter) -> None:
     """A large array inside an object is read where it lies, and a small one is not worth it."""
     large, small = np.arange(1000), np.arange(5)
     odd = np.arange(1001, dtype=np.uint32).view(np.uint8)[1:]
     read = sent(writer, [Plain(odd), Plain(large), Plain(small), np.arange(3)])
-    start = writer.memory.address
+    start = writer.room.memory.address
     for number, array in enumerate([odd, large]):
         lies = read[number].array
         assert_same(array, lies)
-        assert start <= lies.ctypes.data < start + writer.used
+        assert start <= lies.ctypes.data < start + writer.room.used
         assert lies.ctypes.data % 64 == 0
     assert_same(small, read[2].array)
 

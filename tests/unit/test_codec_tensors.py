@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from codec_batches import FLOAT32, Feature, Sample, copied, reread, sent
 
-from cseq.encoding import codec
+from cseq.encoding import _codec
 from cseq.encoding.codec import decode, map_leaves
 
 if TYPE_CHECKING:
-    from cseq.encoding.writer import Writer
+    from cseq.encoding._codec import TicketWriter
 
 way = codec_batches.way
 
@@ -63,7 +63,7 @@ def test_tensors_of_other_layouts(torch: Any) -> None:
     assert copied(base.T).stride() == base.T.stride()
 
 
-def test_strides_of_tensors(torch: Any, writer: Writer) -> None:
+def test_strides_of_tensors(torch: Any, writer: TicketWriter) -> None:
     """The order of axes is kept, even if only axes of one element show it; others become rows."""
     images = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
     one = torch.rand(2, 1, 4, 5).to(memory_format=torch.channels_last)
@@ -72,7 +72,7 @@ def test_strides_of_tensors(torch: Any, writer: Writer) -> None:
     assert one.is_contiguous()
     for made in (tuple, lambda batch: Sample(batch[:2], batch[2:])):
         for cast in (None, np.dtype("f8"), FLOAT32):
-            writer.used = 0
+            writer.room.used = 0
             batch = [images, mask, one, brain]
             read = reread(writer, made(batch), cast)
             read = read if isinstance(read, tuple) else read.image + read.label
@@ -93,7 +93,7 @@ def test_tensors_keep_whether_they_require_gradients(torch: Any) -> None:
     assert type(copied(torch.nn.Parameter(leaf.detach()))) is torch.nn.Parameter
 
 
-def test_tensors_in_objects_lie_in_the_slot(torch: Any, writer: Writer) -> None:
+def test_tensors_in_objects_lie_in_the_slot(torch: Any, writer: TicketWriter) -> None:
     """Of any object, the bytes of arrays and tensors are not pickled, and are read in place."""
     base = torch.arange(30_000.0)
     sparse = torch.zeros(3000).index_fill(0, torch.arange(0, 3000, 2), 1.0).to_sparse()
@@ -111,22 +111,22 @@ def test_tensors_in_objects_lie_in_the_slot(torch: Any, writer: Writer) -> None:
         text="text",
     )
     for batch in (feature, [feature, np.zeros(2)], {"x": torch.ones(2), "f": feature}):
-        writer.used = 0
-        record = writer.encode(batch)
+        writer.room.used = 0
+        record = writer.encoder.encode(batch)
         assert record[3] < 5000
-        read: Any = decode(writer.memory, record)
+        read: Any = decode(writer.room.memory, record)
         got = read if batch is feature else read[0] if type(read) is list else read["f"]
         assert type(got) is Feature
         assert list(got) == list(feature)
-        start = writer.memory.address
+        start = writer.room.memory.address
         for name in ("base", "parameter", "half", "turned"):
             value, sent = got[name], feature[name]
             assert type(value) is type(sent)
             assert (value.dtype, value.stride()) == (sent.dtype, sent.stride())
             assert torch.equal(value, sent)
             assert value.requires_grad == sent.requires_grad
-            assert start <= value.data_ptr() < start + writer.used
-        assert start <= got["array"].ctypes.data < start + writer.used
+            assert start <= value.data_ptr() < start + writer.room.used
+        assert start <= got["array"].ctypes.data < start + writer.room.used
         assert np.array_equal(got["array"], feature["array"])
         assert torch.equal(got["sparse"].to_dense(), sparse.to_dense())
         assert (got["small"].tolist(), got["none"].shape) == ([1, 1, 1], (0, 2))
@@ -138,30 +138,32 @@ def test_tensors_in_objects_lie_in_the_slot(torch: Any, writer: Writer) -> None:
         assert base[150] == 150
 
 
-def test_what_lies_in_the_slot_is_not_copied_for_an_object(torch: Any, writer: Writer) -> None:
+def test_what_lies_in_the_slot_is_not_copied_for_an_object(
+    torch: Any, writer: TicketWriter
+) -> None:
     """Arrays, tensors, and parts of them that do not overlap."""
-    x = writer.empty((50, 30), np.float32)
+    x = writer.room.empty((50, 30), np.float32)
     x[:] = 7
-    y = writer.empty(500, np.int64)
+    y = writer.room.empty(500, np.int64)
     feature = Feature(x=torch.from_numpy(x), first=y[:250], last=y[250:])
-    before = writer.used
-    read: Any = decode(writer.memory, writer.encode(feature))
-    assert writer.used - before < 1500
+    before = writer.room.used
+    read: Any = decode(writer.room.memory, writer.encoder.encode(feature))
+    assert writer.room.used - before < 1500
     assert read["x"].data_ptr() == x.ctypes.data
     assert read["last"].ctypes.data == y.ctypes.data + 2000
-    overlapping = decode(writer.memory, writer.encode(Feature(all=y, part=y[10:300])))
+    overlapping = decode(writer.room.memory, writer.encoder.encode(Feature(all=y, part=y[10:300])))
     assert not np.shares_memory(overlapping["all"], overlapping["part"])
 
 
-def test_a_part_of_a_large_tensor_travels_alone(torch: Any, writer: Writer) -> None:
+def test_a_part_of_a_large_tensor_travels_alone(torch: Any, writer: TicketWriter) -> None:
     """In any object; so does one in a list of tensors."""
     large = torch.arange(100_000.0)
     for part in (large[5:9], large.to(torch.bfloat16)[5:9], large.requires_grad_()[5:9]):
         for batch in (Sample(part), {0: part}, [part, "text"], Feature(x=part)):
-            record = writer.encode(batch)
+            record = writer.encoder.encode(batch)
             assert sum(record[1:]) < 2000
-            assert sum(record) - writer.used == 0
-            read: Any = decode(writer.memory, record)
+            assert sum(record) - writer.room.used == 0
+            read: Any = decode(writer.room.memory, record)
             leaves: list[Any] = []
             map_leaves(leaves.append, dict(read) if type(read) is Feature else read)
             tensor = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -171,7 +173,7 @@ def test_a_part_of_a_large_tensor_travels_alone(torch: Any, writer: Writer) -> N
 
 
 def test_tensors_of_types_that_numpy_lacks_are_recognised(
-    torch: Any, way: str, writer: Writer, monkeypatch: pytest.MonkeyPatch
+    torch: Any, way: str, writer: TicketWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch of them is surveyed once, and told from one of their bits."""
     half = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
@@ -179,8 +181,8 @@ def test_tensors_of_types_that_numpy_lacks_are_recognised(
     for batch in ([half], [bits], [half]):
         assert torch.equal(sent(writer, batch)[0], batch[0])
     surveyed: list[Any] = []
-    survey = codec.plan_for
-    monkeypatch.setattr(codec, "plan_for", lambda *args: surveyed.append(1) or survey(*args))  # type: ignore[func-returns-value]
+    survey = _codec.plan_for
+    monkeypatch.setattr(_codec, "plan_for", lambda *args: surveyed.append(1) or survey(*args))  # type: ignore[func-returns-value]
     for batch in ([half.T], [bits], [half]):
         read = sent(writer, batch)[0]
         assert read.dtype == batch[0].dtype
@@ -230,7 +232,7 @@ PROTOTYPE = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors
 
 
 def test_cuda_tensors_travel_by_handle(
-    torch: Any, writer: Writer, monkeypatch: pytest.MonkeyPatch
+    torch: Any, writer: TicketWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those in objects, too, and not by way of the host."""
     sent: list[Any] = []
@@ -249,7 +251,7 @@ def test_cuda_tensors_travel_by_handle(
         (on_host, [on_device]),
     ):
         sent.clear()
-        got = decode(writer.memory, writer.encode(batch))
+        got = decode(writer.room.memory, writer.encoder.encode(batch))
         assert len(sent) == 1  # what is twice in an object is one
         assert repr(got) == repr(batch).replace("tensor([1, 2, 3])", "tensor([1, 1])")
 

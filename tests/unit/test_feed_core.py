@@ -305,14 +305,14 @@ class Written(Asked):
         assert self.runner.claim() is True
         slot = self.worker.take()
         self.scratch.clear()
-        record = self.scratch.encode(batch)
-        self.mapped[slot].store_from(0, self.scratch.memory, sum(record))
+        record = self.scratch.encoder.encode(batch)
+        self.mapped[slot].store_from(0, self.scratch.room.memory, sum(record))
         self.runner.publish(0, record, WIDTH, slot)
 
     def learn(self, batch: Any) -> Any:
         """Decode a batch of this structure by `codec.decode`."""
         self.scratch.clear()
-        return codec.decode(self.scratch.memory, self.scratch.encode(batch))
+        return codec.decode(self.scratch.room.memory, self.scratch.encoder.encode(batch))
 
 
 class Holder:

@@ -11,7 +11,7 @@ from forking import in_child
 from slots import filled, whole
 
 from cseq._memory import fork
-from cseq.encoding.writer import Writer
+from cseq.encoding._codec import TicketWriter
 from cseq.memory.arena import Arena
 from cseq.system import MIB
 
@@ -26,9 +26,9 @@ NBYTES = MIB
 
 def held(arena: Arena, value: int) -> np.ndarray[Any, Any]:
     """Make an array on a leased slot."""
-    writer = Writer(arena.fd, arena.width)
+    writer = TicketWriter(arena.fd, arena.width)
     array = whole(filled(arena, writer, value, NBYTES), NBYTES)
-    writer.close()
+    writer.room.close()
     return array
 
 

@@ -16,7 +16,7 @@ from ringing import Trainer, make_ring, stamps
 import cseq
 from cseq._work import Runner
 from cseq.converter.output import Output
-from cseq.encoding.transport import Objects
+from cseq.encoding._codec import Objects
 from cseq.indexing import context, indexer
 from cseq.stage import INDEXER
 

@@ -21,8 +21,8 @@ from waiting import together
 
 from cseq import system
 from cseq._memory import SMALL, Block, Mapping, commit, copy_of
-from cseq.encoding import writer as writer_module
-from cseq.encoding.writer import Writer
+from cseq.encoding import _room as room_module
+from cseq.encoding._codec import TicketWriter
 from cseq.memory import arena as arena_module
 from cseq.memory._slots import TRAINER, Lease, SlotTable
 from cseq.memory.arena import FIRST, LARGE, Arena, reserved, room_for
@@ -215,14 +215,14 @@ def test_a_system_without_anonymous_files(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delattr(os, "memfd_create", raising=False)
     before = set(os.listdir(tempfile.gettempdir()))
     arena = Arena()
-    writer = Writer(arena.fd, arena.width)
+    writer = TicketWriter(arena.fd, arena.width)
     assert arena.width >= 1 << 28
     made = set(os.listdir(tempfile.gettempdir())) - before
     assert not [name for name in made if name.startswith("cseq-")]
     memories = [filled(arena, writer, value, 5 * MIB) for value in range(3)]
     for value, memory in enumerate(memories):
         assert (whole(memory, 5 * MIB) == value).all()
-    writer.close()
+    writer.room.close()
     arena.close()
 
 
@@ -311,7 +311,7 @@ def test_growth_is_geometric() -> None:
 
 def test_steady_state_makes_no_mapping(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot seen before is not mapped again, in the worker or in the trainer."""
-    writer = Writer(arena.fd, arena.width)
+    writer = TicketWriter(arena.fd, arena.width)
     made = []
 
     def count(*args: Any, **kwargs: Any) -> Mapping:
@@ -319,11 +319,14 @@ def test_steady_state_makes_no_mapping(arena: Arena, monkeypatch: pytest.MonkeyP
         return Mapping(*args, **kwargs)
 
     monkeypatch.setattr(arena_module, "Mapping", count)
-    monkeypatch.setattr(writer_module, "Mapping", count)
+    mapped: list[Any] = []  # by the room
     for turn in range(20):
         filled(arena, writer, turn, MIB)
-    assert len(made) <= 4  # at first, grown; for the writer and for the trainer
-    writer.close()
+        known = {*map(id, mapped)}
+        mapped += [one for one in writer.room.mapped.values() if id(one) not in known]
+    assert mapped
+    assert len(made) + len(mapped) <= 4  # at first, grown; for the writer and for the trainer
+    writer.room.close()
 
 
 @pytest.mark.parametrize(
@@ -334,7 +337,7 @@ def test_too_many_held_batches_are_copied(
 ) -> None:
     """Beyond memory_limit, batches are copied, intact, with one warning; later ones may be lent."""
     arena = Arena(limit)
-    writer = Writer(arena.fd, arena.width)
+    writer = TicketWriter(arena.fd, arena.width)
     with caplog.at_level(logging.WARNING, "cseq"):
         memories = [filled(arena, writer, value, 2 * MIB) for value in range(6)]
     assert arena.slots.leased == leases
@@ -347,13 +350,13 @@ def test_too_many_held_batches_are_copied(
     memories.clear()
     assert isinstance(filled(arena, writer, 0, 2 * MIB), Lease) == (leases > 0)
     assert arena.slots.leased_bytes == 0
-    writer.close()
+    writer.room.close()
     arena.close()
 
 
 def test_too_many_slots_held(
     arena: Arena,
-    writer: Writer,
+    writer: TicketWriter,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -374,18 +377,16 @@ def test_too_many_slots_held(
 def test_no_room_for_a_new_slot(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that a worker cannot begin with is a MemoryError, and is its own for the next time."""
     slots = SlotTable(arena.fd, arena.width, arena.most, 1)
-    writer = Writer(arena.fd, arena.width, slots)
+    writer = TicketWriter(arena.fd, arena.width, slots)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            writer_module, "commit", lambda *_: (_ for _ in ()).throw(MemoryError("full"))
-        )
+        patch.setattr(room_module, "commit", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
         for _ in range(2):
             with pytest.raises(MemoryError, match="full"):
-                writer.begin()
-    writer.begin()
-    assert (writer.slot, writer.capacity) == (1, FIRST)
+                writer.room.begin()
+    writer.room.begin()
+    assert (writer.room.slot, writer.room.capacity) == (1, FIRST)
     assert arena.slots.owners()[:3] == [TRAINER, 1, 0]
-    writer.close()
+    writer.room.close()
 
 
 # -- memory comes back --------------------------------------------------------------------------
@@ -396,7 +397,7 @@ def committed(arena: Arena) -> int:
     return os.fstat(arena.fd).st_blocks * 512
 
 
-def through(arena: Arena, writer: Writer, nbytes: int, value: int = 0) -> Any:
+def through(arena: Arena, writer: TicketWriter, nbytes: int, value: int = 0) -> Any:
     """Send one batch through the lowest free slot."""
     return whole(filled(arena, writer, value, nbytes), nbytes)
 
@@ -406,7 +407,7 @@ def through(arena: Arena, writer: Writer, nbytes: int, value: int = 0) -> Any:
 def test_huge_slots_are_given_back_after_an_epoch_without_huge_batches(nbytes: int) -> None:
     """Pages that no batch needs any more are given back; what is held stays."""
     arena = Arena(tickets=4)
-    writer = Writer(arena.fd, arena.width)
+    writer = TicketWriter(arena.fd, arena.width)
     huge = [through(arena, writer, 60 * MIB, value) for value in range(3)]
     held = huge.pop()
     del huge
@@ -422,12 +423,12 @@ def test_huge_slots_are_given_back_after_an_epoch_without_huge_batches(nbytes: i
     arena.tidy()
     assert committed(arena) <= MIB + 10 * nbytes
     assert (through(arena, writer, 60 * MIB, 9) == 9).all()
-    writer.close()
+    writer.room.close()
     arena.close()
 
 
 @pytest.mark.needs("Linux")
-def test_slots_that_were_held_once_are_given_back(arena: Arena, writer: Writer) -> None:
+def test_slots_that_were_held_once_are_given_back(arena: Arena, writer: TicketWriter) -> None:
     """Slots that only many held batches needed do not stay committed."""
     held = [through(arena, writer, 2 * MIB, value) for value in range(30)]
     held.clear()
@@ -439,7 +440,7 @@ def test_slots_that_were_held_once_are_given_back(arena: Arena, writer: Writer) 
 
 
 @pytest.mark.needs("Linux")
-def test_page_locked_slots_are_given_back_unlocked(writer: Writer) -> None:
+def test_page_locked_slots_are_given_back_unlocked(writer: TicketWriter) -> None:
     """A mapping is unlocked before its pages are given back: a device would go on using them."""
     locked: dict[int, int] = {}
 
@@ -452,7 +453,7 @@ def test_page_locked_slots_are_given_back_unlocked(writer: Writer) -> None:
             del locked[memory.address]
 
     arena = Arena(locks=Locks())
-    writer = Writer(arena.fd, arena.width)
+    writer = TicketWriter(arena.fd, arena.width)
     through(arena, writer, 60 * MIB)
     assert max(locked.values()) >= 60 * MIB
     arena.tidy()
@@ -461,7 +462,7 @@ def test_page_locked_slots_are_given_back_unlocked(writer: Writer) -> None:
     arena.tidy()
     through(arena, writer, MIB)
     assert max(locked.values()) <= 2 * MIB
-    writer.close()
+    writer.room.close()
     arena.close()
 
 
@@ -472,93 +473,93 @@ def test_page_locked_slots_are_given_back_unlocked(writer: Writer) -> None:
 def test_a_slot_grows(sizes: list[int]) -> None:
     """Arrays of any size can be placed; those made before the slot grew stay whole."""
     arena = Arena()
-    writer = Writer(arena.fd, arena.width)
+    writer = TicketWriter(arena.fd, arena.width)
     slot = acquire(arena)
-    writer.select(slot, arena.slots.nbytes(slot))
-    arrays = [writer.empty(size, np.uint8) for size in sizes]
+    writer.room.select(slot, arena.slots.nbytes(slot))
+    arrays = [writer.room.empty(size, np.uint8) for size in sizes]
     for value, array in enumerate(arrays):
         array[:] = value
     for value, array in enumerate(arrays):
         assert (array == value).all()
         if array.size:
-            offset = writer.find(array)
+            offset = writer.room.find(array)
             assert offset % 64 == 0
-            seen = writer.memory.view(offset, np.dtype(np.uint8), array.shape)
+            seen = writer.room.memory.view(offset, np.dtype(np.uint8), array.shape)
             assert (seen == value).all()
-    assert writer.used <= writer.capacity == writer.memory.nbytes
+    assert writer.room.used <= writer.room.capacity == writer.room.memory.nbytes
     del arrays
-    writer.close()
+    writer.room.close()
     arena.close()
 
 
 def test_few_slots_stay_mapped(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer keeps a limited number of slots mapped: those that it has mapped first."""
-    monkeypatch.setattr(writer_module, "MAX_MAPPED", 3)
-    writer = Writer(arena.fd, arena.width)
+    monkeypatch.setattr(room_module, "MAX_MAPPED", 3)
+    writer = TicketWriter(arena.fd, arena.width)
     slots = [acquire(arena) for _ in range(8)]
     kept = []
     for _ in range(3):
         for slot in slots:
-            writer.select(slot, FIRST)
-            writer.empty(10)[:] = slot
-        kept.append([writer.mapped[slot] for slot in slots[:2]])
-    assert len(writer.mapped) == 3
+            writer.room.select(slot, FIRST)
+            writer.room.empty(10)[:] = slot
+        kept.append([writer.room.mapped[slot] for slot in slots[:2]])
+    assert len(writer.room.mapped) == 3
     assert kept[0] == kept[1] == kept[2]  # slots that come round in turn are not all mapped anew
-    writer.close()
+    writer.room.close()
 
 
 def test_a_worker_may_know_less_than_the_trainer(arena: Arena) -> None:
     """What another worker has committed of a slot is not committed once more."""
     slot = acquire(arena)
-    first, second = (Writer(arena.fd, arena.width) for _ in range(2))
-    first.select(slot, FIRST)
-    second.select(slot, FIRST)
-    second.place(MIB)
-    first.select(slot, second.capacity)
-    assert first.capacity == first.memory.nbytes == second.capacity
-    first.close()
-    second.close()
+    first, second = (TicketWriter(arena.fd, arena.width) for _ in range(2))
+    first.room.select(slot, FIRST)
+    second.room.select(slot, FIRST)
+    second.room.place(MIB)
+    first.room.select(slot, second.room.capacity)
+    assert first.room.capacity == first.room.memory.nbytes == second.room.capacity
+    first.room.close()
+    second.room.close()
 
 
-def test_empty_refuses_what_cannot_be(writer: Writer) -> None:
+def test_empty_refuses_what_cannot_be(writer: TicketWriter) -> None:
     """Negative shapes and types with Python objects are errors, and nothing is placed."""
-    used = writer.used
+    used = writer.room.used
     with pytest.raises(ValueError, match="negative"):
-        writer.empty((2, -1))
+        writer.room.empty((2, -1))
     with pytest.raises(ValueError, match=r"numpy\.empty"):
-        writer.empty(3, object)
+        writer.room.empty(3, object)
     with pytest.raises(TypeError):
-        writer.empty("3")  # type: ignore[arg-type]
-    assert writer.used == used
+        writer.room.empty("3")  # type: ignore[arg-type]
+    assert writer.room.used == used
 
 
-def test_find(writer: Writer) -> None:
+def test_find(writer: TicketWriter) -> None:
     """Only what lies wholly in the used part of the slot, in one piece, is found."""
-    array = writer.empty((10, 10), np.uint8)
-    start = writer.find(array)
+    array = writer.room.empty((10, 10), np.uint8)
+    start = writer.room.find(array)
     assert start == 0
-    assert writer.find(array[1:]) == 10
-    assert writer.find(array.T) == 0
-    assert writer.find(array[:, 1:]) == -1
-    assert writer.find(array[::-1]) == -1
-    assert writer.find(array[:0]) == -1
-    assert writer.find(np.empty(100, np.uint8)) == -1
-    assert writer.find(array.ravel()[1:9].view(np.int64)) == -1  # not aligned
-    beyond = writer.memory.view(0, np.dtype(np.uint8), (101,))
-    assert writer.find(beyond) == -1
+    assert writer.room.find(array[1:]) == 10
+    assert writer.room.find(array.T) == 0
+    assert writer.room.find(array[:, 1:]) == -1
+    assert writer.room.find(array[::-1]) == -1
+    assert writer.room.find(array[:0]) == -1
+    assert writer.room.find(np.empty(100, np.uint8)) == -1
+    assert writer.room.find(array.ravel()[1:9].view(np.int64)) == -1  # not aligned
+    beyond = writer.room.memory.view(0, np.dtype(np.uint8), (101,))
+    assert writer.room.find(beyond) == -1
 
 
-def test_an_indexer_must_not_keep_arrays_of_the_slot(writer: Writer) -> None:
+def test_an_indexer_must_not_keep_arrays_of_the_slot(writer: TicketWriter) -> None:
     """A view that is kept beyond its batch is an error, once; copies and garbage are none."""
-    kept = writer.empty(100, np.int64)[2:]
+    kept = writer.room.empty(100, np.int64)[2:]
     with pytest.raises(RuntimeError, match=r"array\.copy\(\)"):
-        writer.end()
-    writer.select(writer.slot, FIRST)
-    copied = writer.empty(3).copy()
-    cycle: list[Any] = [writer.empty(10)]
+        writer.room.end()
+    writer.room.select(writer.room.slot, FIRST)
+    copied = writer.room.empty(3).copy()
+    cycle: list[Any] = [writer.room.empty(10)]
     cycle.append(cycle)
     del cycle
-    writer.end()
+    writer.room.end()
     del kept, copied
 
 
@@ -566,47 +567,47 @@ def test_an_indexer_must_not_keep_arrays_of_the_slot(writer: Writer) -> None:
 
 
 def test_no_room_leaves_the_writer_as_it_was(
-    writer: Writer, monkeypatch: pytest.MonkeyPatch
+    writer: TicketWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch for which there is no room is a MemoryError; smaller ones still pass."""
-    array = writer.empty(10)
+    array = writer.room.empty(10)
     array[:] = 5
-    before = (writer.used, writer.capacity, writer.memory)
+    before = (writer.room.used, writer.room.capacity, writer.room.memory)
 
     def full(*_: int) -> None:
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer_module, "commit", full)
+        patch.setattr(room_module, "commit", full)
         for _ in range(2):
             with pytest.raises(MemoryError, match="no room"):
-                writer.empty(10 * MIB)
-            assert (writer.used, writer.capacity, writer.memory) == before
+                writer.room.empty(10 * MIB)
+            assert (writer.room.used, writer.room.capacity, writer.room.memory) == before
     assert (array == 5).all()
-    assert writer.empty(10 * MIB).size
+    assert writer.room.empty(10 * MIB).size
 
 
-def test_more_than_there_is(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_there_is(writer: TicketWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch larger than the free memory is refused; Linux would kill a process instead."""
     monkeypatch.setattr(system, "available_memory", lambda: 40 * MIB)
     with pytest.raises(MemoryError, match=str(40 * MIB)):
-        writer.place(50 * MIB)
-    writer.place(35 * MIB)
+        writer.room.place(50 * MIB)
+    writer.room.place(35 * MIB)
     monkeypatch.setattr(system, "available_memory", lambda: None)
-    writer.place(50 * MIB)
+    writer.room.place(50 * MIB)
     sizes = {"SC_PAGE_SIZE": MIB, "SC_PHYS_PAGES": 300}  # all that such a system tells
     monkeypatch.setattr(os, "sysconf", sizes.get, raising=False)
     with pytest.raises(MemoryError, match=str(300 * MIB)):
-        writer.place(400 * MIB)
+        writer.room.place(400 * MIB)
 
 
 def test_wider_than_a_slot() -> None:
     """A batch larger than a slot can become is a MemoryError that says how large it may be."""
     file = sparse_file(8 * MIB)
-    writer = Writer(file.fd, 4 * MIB)
-    writer.select(1, FIRST)
+    writer = TicketWriter(file.fd, 4 * MIB)
+    writer.room.select(1, FIRST)
     with pytest.raises(MemoryError, match=str(4 * MIB)):
-        writer.place(4 * MIB + 1)
-    assert writer.place(4 * MIB) == 0
-    writer.close()
+        writer.room.place(4 * MIB + 1)
+    assert writer.room.place(4 * MIB) == 0
+    writer.room.close()
     file.close()

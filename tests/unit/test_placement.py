@@ -21,10 +21,11 @@ from waiting import together
 import cseq
 from cseq._memory import Reuse, SlotAllocator, fork
 from cseq._work import Runner
+from cseq.encoding import _room as room_module
 from cseq.encoding import codec
-from cseq.encoding import writer as writer_module
+from cseq.encoding._codec import TicketWriter
+from cseq.encoding._room import KEEPS
 from cseq.encoding.transport import SlotReader
-from cseq.encoding.writer import KEEPS, Writer
 from cseq.errors import WorkerError
 from cseq.memory._slots import SlotTable
 from cseq.memory.arena import Arena
@@ -51,8 +52,8 @@ class Bench:
         self.trainer = Trainer(ring, slots=arena.slots)
         self.runner = Runner(ring, 0, 1, last=True)
         slots = SlotTable(arena.fd, arena.width, arena.most, 1)
-        self.writer = Writer(arena.fd, arena.width, slots)
-        self.writer.placement = self.placement = SlotAllocator()
+        self.writer = TicketWriter(arena.fd, arena.width, slots)
+        self.writer.room.placement = self.placement = SlotAllocator()
         self.slot = self.capacity = 0
 
     def take(self) -> Any:
@@ -71,7 +72,7 @@ class Bench:
 
     def batch(self, make: Callable[[], Any], cast: Any = None) -> Any:
         """Take one ticket through: what the trainer reads, on the slot itself."""
-        self.writer.cast = cast
+        self.writer.encoder.cast = cast
         assert self.runner.claim()
         self.writer.begin_ticket()
         made = make()
@@ -87,7 +88,7 @@ class Bench:
 
     def close(self) -> None:
         """Let everything go."""
-        self.writer.close()
+        self.writer.room.close()
         self.arena.close()
 
 
@@ -153,7 +154,7 @@ def test_arrays_of_empty_may_be_kept(bench: Bench, count: int) -> None:
     for number in range(8):
 
         def keep(number: int = number) -> Any:
-            kept.append(bench.writer.empty(count))
+            kept.append(bench.writer.room.empty(count))
             kept[-1][:] = number
             return kept[-1]
 
@@ -174,7 +175,7 @@ def test_an_exception_when_memory_is_short(bench: Bench, monkeypatch: pytest.Mon
     def full(*_: int) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(writer_module, "commit", full)
+    monkeypatch.setattr(room_module, "commit", full)
     bench.writer.fail(bench.runner, ValueError("y" * 50_000))
     error = bench.error()
     assert type(error) is WorkerError
@@ -191,7 +192,7 @@ def test_temporaries_are_not_made_in_the_slot(bench: Bench) -> None:
 
     bench.learn(with_temporaries)
     bench.batch(with_temporaries)
-    assert SIZE * 4 <= bench.writer.used < SIZE * 4 + 4096
+    assert SIZE * 4 <= bench.writer.room.used < SIZE * 4 + 4096
 
 
 def test_zeros_beside_the_slot_take_no_memory(bench: Bench) -> None:
@@ -381,7 +382,7 @@ import cseq
 import held
 from cseq import _memory, testing
 from cseq.processes import deaths
-from cseq.encoding.writer import KEEPS
+from cseq.encoding._room import KEEPS
 
 deaths.TRIES = 1000  # all workers come to the fatal step at about the same time
 

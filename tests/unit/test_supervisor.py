@@ -463,7 +463,7 @@ def test_no_room_for_the_object(pool: Callable[..., Pool], monkeypatch: Any) -> 
         raise MemoryError("full")
 
     one = pool(method="spawn")
-    monkeypatch.setattr("cseq.encoding.writer.commit", commit)
+    monkeypatch.setattr("cseq.encoding._room.commit", commit)
     with pytest.raises(MemoryError, match=r"no room for the indexer's 8\d\d\d bytes: full"):
         one.supervisor.prepare(np.zeros(1000), name="indexer")
     assert one.events.all == []

@@ -14,7 +14,7 @@ from cseq._lock import is_deep
 from cseq._memory import Block
 from cseq._work import Runner
 from cseq.encoding import failure
-from cseq.encoding.transport import Objects
+from cseq.encoding._codec import Objects
 from cseq.engine.crews.base import Crew
 from cseq.indexing import context, indexer
 from cseq.indexing.context import here

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from cseq._core import CALLED
 from cseq._memory import Mapping
 from cseq.encoding import codec
+from cseq.encoding._codec import Encoder, Objects
+from cseq.encoding._room import Room
 from cseq.encoding.pickling import Pickled, dump, dumps
-from cseq.encoding.transport import Objects, SlotReader
-from cseq.encoding.writer import Writer
+from cseq.encoding.transport import SlotReader
 from cseq.engine._streams import Request
 from cseq.engine.crews.base import Crew, file_name
 from cseq.engine.worker import ENTRY
@@ -71,7 +72,7 @@ class ProcessCrew(Crew):
             deaths=tickets.deaths(),
             lanes=self.lanes,
         )
-        self._writers: list[Writer] = []  # that nothing is written with
+        self._encoders: list[Encoder] = []  # that nothing is written with
         self._reader = SlotReader(self._arena)
         self._find_way_out(in_processes=in_processes)
 
@@ -154,16 +155,16 @@ class ProcessCrew(Crew):
     def write(self, value: Any, name: str) -> Request:
         """Write something for a worker into a slot.
 
-        A signal handler may do the same meanwhile, with another writer.
+        A signal handler may do the same meanwhile, with another encoder.
         """
         pickled = self._pickle(value, name)
         request = Request(self._arena.slots)
         arena = self._arena
-        writer = self._writers.pop() if self._writers else Writer(arena.fd, arena.width)
-        writer.select(request.slot, self._arena.request(request.slot))
-        record = codec.encode_pickled(pickled, writer)
-        request.locate(writer.capacity, record)
-        self._writers.append(writer)
+        encoder = self._encoders.pop() if self._encoders else Encoder(Room(arena.fd, arena.width))
+        encoder.room.select(request.slot, self._arena.request(request.slot))
+        record = codec.encode_pickled(pickled, encoder)
+        request.locate(encoder.room.capacity, record)
+        self._encoders.append(encoder)
         return request
 
     def _pickle(self, value: Any, name: str) -> Pickled:
@@ -202,6 +203,6 @@ class ProcessCrew(Crew):
             self._group.join(1.0)
         if self._locks is not None:
             self._locks.close()
-        for writer in self._writers:
-            writer.close()
+        for encoder in self._encoders:
+            encoder.room.close()
         self._arena.close()

@@ -17,8 +17,7 @@ from cseq._lock import Lock
 from cseq._memory import HAS_GIL, Block, Mapping, Reuse, commit
 from cseq._work import Runner
 from cseq.encoding import failure
-from cseq.encoding._codec import ObjectTable
-from cseq.encoding.transport import Objects
+from cseq.encoding._codec import Objects, ObjectTable
 from cseq.engine._streams import Request
 from cseq.engine.crews.base import Crew, file_name
 from cseq.engine.worker import convert, serve

@@ -28,13 +28,13 @@ from ringing import Trainer, make_ring
 from waiting import together
 
 import cseq
-from cseq._memory import Block
 from cseq._work import Runner
 from cseq.encoding import codec
-from cseq.encoding.writer import Writer
+from cseq.encoding._codec import TicketWriter
 from cseq.engine._streams import Request
 from cseq.memory._slots import TRAINER, SlotTable
 from cseq.memory.arena import Arena
+from cseq.memory.descriptors import sparse_file
 from cseq.stream import Streams
 
 if TYPE_CHECKING:
@@ -261,17 +261,17 @@ def readers(scale: int) -> None:
     """The same without processes, with more structures than are remembered."""
 
     def read() -> None:
-        scratch = Writer(-1, 0)
-        scratch.memory = Block(1 << 16)
-        scratch.capacity = scratch.memory.nbytes
+        file = sparse_file(1 << 16)
+        scratch = TicketWriter(file.fd, 1 << 16)
+        scratch.room.select(0, 1 << 16)
         held: list[Any] = []
         for turn in range(20 * scale):
             floats = np.arange(16.0) + turn
             batch = [floats] * (turn // 3 % 6) + [{f"{turn % 100}": floats}]
             batch += [(floats, turn)[: 1 + turn % 2]]
-            scratch.used = 0
-            record = scratch.encode(batch)
-            found = codec.decode(scratch.memory, record, lambda *_: None)
+            scratch.room.used = 0
+            record = scratch.encoder.encode(batch)
+            found = codec.decode(scratch.room.memory, record, lambda *_: None)
             assert len(found) == len(batch)
             for array in [*found[:-2], found[-2][f"{turn % 100}"], found[-1][0]]:
                 assert (array == floats).all()

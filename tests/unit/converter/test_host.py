@@ -16,7 +16,7 @@ from cseq.converter.cuda import receive
 from cseq.converter.host import Converter
 from cseq.converter.output import cast_dtype, parse, resolve
 from cseq.encoding import codec
-from cseq.encoding.writer import Writer
+from cseq.encoding._codec import TicketWriter
 from cseq.memory.arena import Arena
 
 torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
@@ -85,12 +85,12 @@ def through_a_slot(batch: Any, cast: np.dtype[Any] | None) -> Any:
     """Send a batch the way it comes from a worker process."""
     arena = Arena()
     slot = acquire(arena)
-    writer = Writer(arena.fd, arena.width)
-    writer.select(slot, arena.slots.nbytes(slot))
-    writer.cast = cast
-    record = writer.encode(batch)
-    memory = arena.lend(slot, sum(record), writer.capacity)
-    writer.close()
+    writer = TicketWriter(arena.fd, arena.width)
+    writer.room.select(slot, arena.slots.nbytes(slot))
+    writer.encoder.cast = cast
+    record = writer.encoder.encode(batch)
+    memory = arena.lend(slot, sum(record), writer.room.capacity)
+    writer.room.close()
     arena.close()
     return codec.decode(memory, record)
 

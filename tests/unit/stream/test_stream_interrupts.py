@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 STEPS = (
     "stream.py", "engine/pool.py", "tickets/items.py", "crews/processes.py", "crews/threads.py",
     "runs.py", "encoding/transport.py", "memory/arena.py",
-    "encoding/writer.py", "encoding/codec.py", "encoding/failure.py", "encoding/pickling.py",
+    "encoding/survey.py", "encoding/codec.py", "encoding/failure.py", "encoding/pickling.py",
 )  # fmt: skip
 
 

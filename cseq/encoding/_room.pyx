@@ -1,0 +1,328 @@
+# cython: language_level=3, freethreading_compatible=True
+"""A room: the slot that a batch is written into, and what of it is given out."""
+
+from libc.stdint cimport int64_t, uint64_t
+
+cimport cython
+
+from cseq._headers cimport *
+from cseq._memory cimport LEAST, Block, Mapping, Memory
+from cseq.encoding._plan cimport aligned
+from cseq.memory._slots cimport SlotTable
+
+import gc
+import math
+import sys
+from weakref import ref
+
+import numpy
+
+from cseq._memory import HAS_GIL, Loan, SlotAllocator, address_of, commit, flat_of
+from cseq.check import dimensions
+from cseq.memory.arena import room_for
+from cseq.system import MIB, check_available
+
+CHECK = 32 * MIB  # committed between two checks of the free memory; a check takes about 1 ms
+MAX_MAPPED = 16_384  # slots that a room keeps mapped; Linux gives a process 65,530 mappings
+KEEPS = 3  # slots; a worker that keeps this many makes no more arrays in slots
+
+
+@cython.final
+cdef class Room:
+    """The slot that a batch is written into: where it lies, what of it is used or lent, how it grows.
+
+    A worker takes a slot when it begins a ticket, and publishes the slot's number with the batch. If
+    arrays in the slot are still alive then, it keeps the slot, and publishes a copy of the batch in
+    another one. A kept slot is freed when no array in it is alive. Arrays are not made in slots while a
+    worker keeps several.
+
+    Mappings are kept for the next tickets in their slots, so that in the long run no system call is
+    made.
+
+    Parameters
+    ----------
+    fd : int
+        Descriptor of the arena's file; stays the caller's.
+    width : int
+        Bytes from one slot to the next.
+    slots : SlotTable, optional
+        The table that it takes slots from. None: the caller names them (`select`), and no array of
+        a slot may be alive when its batch is published.
+
+    Attributes
+    ----------
+    memory : Memory
+        The slot.
+    used, capacity : int
+        Bytes that are given out, and committed; the trainer has to learn the latter.
+    slot : int
+        The present one, which this process has taken; -1: none.
+    mapped : dict
+        By slot: its Mapping.
+    placement : SlotAllocator or None
+        With it, numpy allocates the indexer's large arrays in the slot.
+    """
+
+    def __cinit__(self, int fd, uint64_t width, SlotTable slots=None):
+        self.fd, self.width, self.slots = fd, width, slots
+        self.memory, self.slot = Block(0), -1
+        self.mapped, self.older, self.kept, self.loans = {}, [], [], []
+
+    # -- where
+
+    cdef int open(self) except -1:
+        """Take a slot for the present ticket: `begin`, where that has nothing to do but this."""
+        cdef Mapping mapping
+        cdef uint64_t nbytes
+        if self.slots is None or self.slot >= 0 or self.loaned or self.older or self.kept:
+            self.begin()
+            return 0
+        self.take()
+        mapping = self.mapped.get(self.slot)
+        nbytes = self.slots.committed(self.slot)
+        if (mapping is None or <uint64_t>mapping.size < nbytes or nbytes < LEAST
+                or (self.placement is not None and nbytes > LEAST)):
+            self.begin()
+            return 0
+        self.memory, self.capacity = mapping, <Py_ssize_t>nbytes
+        self.used = 0
+        self.watched = False
+        return 0
+
+    cdef int take(self) except -1:
+        """Take a slot, as the present one."""
+        self.slot = self.slots.take()
+        CSEQ_POINT("taken")
+        return 0
+
+    def begin(self):
+        """Take a slot as the present one, empty; MemoryError if there is no room for another.
+
+        One that was taken for a ticket which was published without a slot is used for the next.
+        """
+        self.abandon()
+        if self.kept:
+            self.recover()
+        self.begin_empty()
+        if self.placement is not None and self.capacity > LEAST and self.may_lend():
+            mapping = self.mapped[self.slot]
+            self.placement.begin(mapping, self.capacity)
+            self.target = mapping
+
+    def select(self, int64_t slot, Py_ssize_t capacity, Py_ssize_t used=0):
+        """Make a slot of the caller's the present one: `capacity` of its bytes are committed, and the
+        first `used` are those of a batch, which `loan` may lend."""
+        self.abandon()
+        self.open_at(slot, capacity)
+        self.used, self.loaned = used, used > 0
+
+    def mapping_of(self, int64_t slot, Py_ssize_t capacity):
+        """Return the memory of a slot, the present one or another."""
+        cdef Mapping mapping = self.mapped.get(slot)
+        if mapping is None or mapping.size < capacity:
+            mapping = self.map(slot, max(capacity, <Py_ssize_t>LEAST))
+        return mapping
+
+    cdef int begin_empty(self) except -1:
+        """Begin to write at the beginning of a slot that this worker has taken."""
+        cdef Py_ssize_t capacity
+        if self.slot < 0:
+            self.take()
+        capacity = self.slots.nbytes(self.slot)
+        if capacity < LEAST:
+            self.commit(0, LEAST)
+            capacity = LEAST
+            self.slots.resize(self.slot, capacity)
+        return self.open_at(self.slot, capacity)
+
+    cdef int abandon(self) except -1:
+        """Forget what was written to the present slot; it is kept if arrays in it are alive."""
+        if self.stop_lending() and self.slots is not None:
+            self.keep()
+        self.loans, self.window = [], None
+        return 0
+
+    cdef int open_at(self, int64_t slot, Py_ssize_t capacity) except -1:
+        """Begin to write at the beginning of a slot."""
+        self.memory = self.mapping_of(slot, capacity)
+        self.slot, self.capacity, self.used = slot, capacity, 0
+        self.watched = self.loaned = False
+        self.older = []
+        return 0
+
+    # -- what of it is given out
+
+    def place_arrays(self):
+        """Make numpy allocate large arrays in the present slot.
+
+        Only on Linux, and where one thread allocates at a time.
+        """
+        if sys.platform == "linux" and HAS_GIL:
+            self.placement = SlotAllocator()
+
+    def settle(self):
+        """Stop making arrays in the slot: the indexer has returned."""
+        if self.target is not None and self.placement is not None:
+            self.placement.pause()
+            self.watched = self.placement.count > 0
+            if self.placement.live:
+                self.used = max(self.used, <Py_ssize_t>self.placement.used)
+                self.loaned = True
+
+    cpdef Py_ssize_t place(self, Py_ssize_t nbytes) except -1:
+        """Reserve the next `nbytes` of the slot; return their offset, a multiple of 64 bytes.
+
+        MemoryError if there is no room; nothing has changed then.
+        """
+        cdef object placement = self.placement if self.target is not None else None
+        cdef Py_ssize_t used = self.used
+        if placement is not None:
+            used = max(used, <Py_ssize_t>placement.used)
+        cdef Py_ssize_t offset = aligned(used)
+        cdef Py_ssize_t end = offset + nbytes
+        if end > self.capacity:
+            self.grow(end)
+        self.used = end
+        if placement is not None:
+            placement.used = end
+        return offset
+
+    def empty(self, shape, dtype=float):
+        """Make an array in the slot, uninitialised; if many slots are kept, in private memory."""
+        kind = numpy.dtype(dtype)
+        dims = dimensions(shape)
+        if kind.hasobject:
+            raise ValueError(f"dtype {kind} holds Python objects: make the array with numpy.empty")
+        if self.slots is not None and not self.may_lend():
+            return numpy.empty(dims, kind)
+        offset = self.place(kind.itemsize * math.prod(dims))
+        return self.loan().view(offset, kind, dims)
+
+    def loan(self):
+        """Return the slot as a `Loan`; `end` checks whether there are references to it."""
+        if self.window is None:
+            self.window = Loan(self.memory, self.capacity)
+            self.loans.append(ref(self.window))
+            self.loaned = True
+        return self.window
+
+    cpdef Py_ssize_t find(self, array) except -2:
+        """Return the offset (bytes) of an array's data in the used part of the slot, or -1.
+
+        All mappings of this ticket are searched. Only aligned arrays without gaps are found.
+        """
+        cdef Memory memory
+        cdef Py_ssize_t offset, nbytes
+        flat = array if array.flags.c_contiguous else flat_of(array)
+        if flat is not None and flat.flags.aligned and flat.nbytes:
+            start, nbytes = address_of(flat), flat.nbytes
+            for memory in (self.memory, *self.older):
+                offset = start - memory.address
+                if offset >= 0 and offset + nbytes <= min(self.used, memory.size):
+                    return offset
+        return -1
+
+    def end(self):
+        """Finish the slot; if arrays in it are alive, keep it and copy the batch to another one.
+
+        The caller holds no reference to the batch any more. Without a table, RuntimeError if arrays
+        are alive.
+        """
+        cdef Memory source = self.memory
+        cdef Py_ssize_t used = self.used
+        self.window = None
+        if not self.stop_lending():
+            return
+        if self.slots is not None:
+            self.keep()
+            self.begin_empty()
+            self.place(used)
+            self.memory.store_from(0, source, used)
+            return
+        gc.collect()  # such an array may be in a cycle that is garbage
+        if self.is_lent():
+            raise RuntimeError(
+                "arrays of a slot are still held after its batch was made, and its memory will be "
+                "written to for another batch: keep a copy (array.copy())")
+
+    def close(self):
+        """Drop all mappings; each is unmapped with the last array on it."""
+        self.stop_lending()
+        self.mapped.clear()
+        self.kept.clear()
+        if self.slots is not None:
+            self.slots.close()
+        self.older = []
+        self.window = None
+        self.memory = Block(0)
+        self.used = self.capacity = 0
+
+    cdef bint is_lent(self) except -1:
+        """Whether something refers to what was lent of the slot."""
+        for loan in self.loans:
+            if loan() is not None:
+                return True
+        return False
+
+    cdef bint stop_lending(self) except -1:
+        """Stop making arrays in the slot; return whether arrays in it are alive."""
+        placed = 0
+        if self.target is not None and self.placement is not None:
+            placed = self.placement.end()
+        self.target = None
+        return placed > 0 or self.is_lent()
+
+    cdef int keep(self) except -1:
+        """Keep the slot, for the arrays in it; there is no present one then."""
+        self.kept.append((self.slot, [self.memory, *self.older], self.loans))
+        self.loans = []
+        self.slot = -1
+        return 0
+
+    cdef bint may_lend(self) except -1:
+        """Whether arrays may be made in the slot."""
+        if self.kept:
+            self.recover()
+        return len(self.kept) < KEEPS
+
+    cdef int recover(self) except -1:
+        """Free the kept slots in which no array is alive any more."""
+        for kept in self.kept[:]:
+            slot, memories, loans = kept
+            held = any([loan() is not None for loan in loans]) or self.placement is not None and any([
+                isinstance(memory, Mapping) and self.placement.holds(memory) for memory in memories])
+            if not held:
+                self.kept.remove(kept)
+                self.slots.free(slot)
+        return 0
+
+    # -- how it grows
+
+    cdef int grow(self, Py_ssize_t needed) except -1:
+        """Commit and map more of the slot, at least `needed` bytes; arrays made before stay."""
+        cdef Py_ssize_t capacity = room_for(needed, self.capacity, self.width)
+        self.commit(self.capacity, capacity)
+        if self.slots is not None:
+            self.slots.resize(self.slot, capacity)
+        if self.memory.size < capacity:
+            self.older.append(self.memory)
+            self.memory = self.map(self.slot, capacity)
+        self.capacity = capacity
+        self.window = None
+        return 0
+
+    cdef int commit(self, Py_ssize_t start, Py_ssize_t end) except -1:
+        if self.unchecked + end - start > CHECK:
+            check_available(end - start)
+            self.unchecked = 0
+        commit(self.fd, <uint64_t>self.slot * self.width + start, end - start)
+        self.unchecked += end - start
+        return 0
+
+    cdef Mapping map(self, int64_t slot, Py_ssize_t capacity):
+        """Map a slot and remember it; of too many, forget the newest: slots come round in turn."""
+        self.mapped.pop(slot, None)
+        if len(self.mapped) >= MAX_MAPPED:
+            self.mapped.popitem()
+        mapping = self.mapped[slot] = Mapping(self.fd, <uint64_t>slot * self.width, capacity)
+        return mapping
