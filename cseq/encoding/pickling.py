@@ -32,6 +32,8 @@ from cseq._memory import flat_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    import torch
+
 __all__ = [
     "Pickled",
     "UnpicklableError",
@@ -251,10 +253,15 @@ DTYPES: Reducers = {
 }
 
 
-def reduce_tensor(tensor: Any) -> Reduced:
+def _reduce_as_torch(value: Any) -> Reduced:
+    """Reduce something of torch's in its own way, which has no types."""
+    return value.__reduce_ex__(5)
+
+
+def reduce_tensor(tensor: torch.Tensor) -> Reduced:
     """Reduce a tensor to its storage and what part of that it is; odd ones as torch does."""
     if str(tensor.layout).startswith("torch.sparse"):
-        return _sparse_tensor, tensor.__reduce_ex__(5)[1]
+        return _sparse_tensor, _reduce_as_torch(tensor)[1]
     if (
         tensor.layout is not sys.modules["torch"].strided
         or not tensor.is_cpu
@@ -265,14 +272,19 @@ def reduce_tensor(tensor: Any) -> Reduced:
         or tensor._backward_hooks
         or tensor.__dict__
     ):
-        return tensor.__reduce_ex__(5)
+        return _reduce_as_torch(tensor)
     part = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
     return _tensor_on, (tensor.untyped_storage(), tensor.dtype, part, tensor.requires_grad)
 
 
-def _tensor_on(storage: Any, dtype: Any, part: tuple[Any, ...], grad: bool) -> Any:  # noqa: FBT001
+def _tensor_on(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    part: tuple[Any, ...],
+    grad: bool,  # noqa: FBT001
+) -> torch.Tensor:
     """Make a tensor of a part of a storage."""
-    tensor = import_torch().empty(0, dtype=dtype, device="cpu").set_(storage, *part)
+    tensor: torch.Tensor = import_torch().empty(0, dtype=dtype, device="cpu").set_(storage, *part)
     return tensor.requires_grad_() if grad else tensor
 
 
@@ -285,10 +297,10 @@ def _sparse_tensor(layout: Any, data: tuple[Any, ...]) -> Any:
     return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=False)
 
 
-def reduce_storage(storage: Any) -> Reduced:
+def reduce_storage(storage: torch.UntypedStorage) -> Reduced:
     """Reduce a storage to its bytes, not copied."""
     if storage.device.type != "cpu":
-        return storage.__reduce__()
+        return _reduce_as_torch(storage)
     if not storage.nbytes():
         return type(storage), (0,)
     torch = sys.modules["torch"]
@@ -301,11 +313,11 @@ def _storage_on(buffer: Any) -> Any:
     return import_torch().from_numpy(np.frombuffer(buffer, np.uint8)).untyped_storage()
 
 
-def _reduce_typed(storage: Any) -> Reduced:
+def _reduce_typed(storage: torch.TypedStorage) -> Reduced:
     """Reduce a storage of a type: to one without, and the type."""
     untyped = storage._untyped_storage
     if untyped.device.type != "cpu":
-        return storage.__reduce__()
+        return _reduce_as_torch(storage)
     return _typed, (untyped, storage.dtype)
 
 

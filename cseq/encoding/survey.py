@@ -27,6 +27,8 @@ from cseq.encoding.pickling import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    import torch
+
 Array: TypeAlias = ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]
 
@@ -169,13 +171,14 @@ def _is_flat(dtype: Dtype) -> bool:
 
 
 @functools.cache
-def torch_type(dtype: Dtype) -> Any:
+def torch_type(dtype: Dtype) -> torch.dtype:
     """Return torch's dtype for one of numpy's; TypeError if there is none."""
-    return import_torch().from_numpy(np.empty(0, dtype)).dtype
+    tensor: torch.Tensor = import_torch().from_numpy(np.empty(0, dtype))
+    return tensor.dtype
 
 
 @functools.cache
-def _bits(dtype: Any) -> tuple[Any, str | None]:
+def _bits(dtype: torch.dtype) -> tuple[torch.dtype | None, str | None]:
     """Return, for a torch dtype that numpy lacks, an integer dtype of its size, and its name."""
     torch = import_torch()
     try:
@@ -225,7 +228,7 @@ def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
     return cast
 
 
-def _plain_tensor(tensor: Any, cast: Dtype | None) -> Any:
+def _plain_tensor(tensor: torch.Tensor, cast: Dtype | None) -> torch.Tensor:
     """Return a tensor, cast, with a storage that is not larger than it; odd ones as they are."""
     if tensor.device.type != "cpu" or tensor.layout is not import_torch().strided:
         return tensor
@@ -278,13 +281,13 @@ def batch_reducers(*, handles: bool = True) -> dict[type, Callable[[Any], Any]]:
     return reducers | {tensor: reduce} if tensor in reducers else reducers
 
 
-def _reduce_to_handle(tensor: Any) -> Any:
+def _reduce_to_handle(tensor: torch.Tensor) -> Any:
     if not tensor.is_cuda:
         return _reduce_part(tensor)
     return importlib.import_module("torch.multiprocessing.reductions").reduce_tensor(tensor)
 
 
-def _reduce_part(tensor: Any) -> Any:
+def _reduce_part(tensor: torch.Tensor) -> Any:
     return reduce_tensor(_plain_tensor(tensor, None))
 
 
