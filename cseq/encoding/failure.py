@@ -21,6 +21,7 @@ from cseq.errors import RemoteTraceback, WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import TracebackType
 
 __all__ = [
     "Failure", "annotate", "ends_program", "line_of", "listed", "named", "of_handler", "ordinary",
@@ -93,7 +94,7 @@ def _traceback_of(error: BaseException) -> str:
         return "".join(["Traceback (most recent call last):\n", *said, line_of(error), "\n"])
 
 
-def _without(trace: Any, files: tuple[str, ...]) -> Any:
+def _without(trace: TracebackType | None, files: tuple[str, ...]) -> TracebackType | None:
     """Leave out the frames at the beginning of a traceback that are of files named so."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(files):
         trace = trace.tb_next
@@ -239,7 +240,7 @@ def where(epoch: int, batch: int, indices: Sequence[int], most: int = SHOWN) -> 
     return f"epoch {epoch}, batch {batch}, indices {listed(indices, most)}"
 
 
-def listed(indices: Any, most: int = SHOWN) -> str:
+def listed(indices: object, most: int = SHOWN) -> str:
     """Show the indices of a batch; what is no list of them is cut as `reprlib` does."""
     if not isinstance(indices, (list, tuple)):
         return reprlib.repr(indices)

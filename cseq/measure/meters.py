@@ -12,7 +12,11 @@ from cseq._core import now_ns
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import ArrayLike, NDArray
+
     from cseq._core import Ring
+
+    Records = NDArray[np.void]  # of METER
 
 __all__ = ["METER", "Histogram", "History", "Meters"]
 
@@ -42,7 +46,7 @@ class Histogram:
         Seconds, of all together.
     """
 
-    def __init__(self, buckets: Any, total: float) -> None:
+    def __init__(self, buckets: ArrayLike, total: float) -> None:
         self._buckets = np.asarray(buckets, np.int64)
         self.total = float(total)
         self.count = int(self._buckets.sum())
@@ -102,12 +106,12 @@ class Meters:
 
     def __init__(self, found: Sequence[bytes], now: int) -> None:
         records = [np.frombuffer(each, METER) for each in found]
-        self.loop: Any = records[0][:1].reshape(())
-        self.runners: Any = np.concatenate([each[1:] for each in records])
+        self.loop: Records = records[0][:1].reshape(())
+        self.runners: Records = np.concatenate([each[1:] for each in records])
         self._now, self._from = now, 0
         begun = self.runners["since"]
         in_hand = np.where(begun > 0, now - np.minimum(begun, np.uint64(now)).astype(np.int64), 0)
-        self.busy: Any = (self._ended + in_hand) / 1e9
+        self.busy: NDArray[np.float64] = (self._ended + in_hand) / 1e9
         first, since, slept, asleep = (
             int(self.loop[name]) for name in ("first", "since", "waited", "asleep")
         )
@@ -138,11 +142,12 @@ class Meters:
         return self._from < at <= self._now
 
     @property
-    def _ended(self) -> Any:
+    def _ended(self) -> NDArray[np.int64]:
         """What each runner worked since the first batch, without the ticket in hand, in ns."""
-        return (self.runners["work"]["sum"] - self.runners["first"]).astype(np.int64)
+        ended: NDArray[np.uint64] = self.runners["work"]["sum"] - self.runners["first"]
+        return ended.astype(np.int64)
 
-    def histogram(self, name: str, *records: Any) -> Histogram:
+    def histogram(self, name: str, *records: Records) -> Histogram:
         """Sum up the histograms of some records: 'work', 'wait' or 'gil'."""
         found = [record[name] for record in records]
         total = sum(int(one["sum"].sum()) for one in found) / 1e9
@@ -165,9 +170,9 @@ class Meters:
         return added
 
 
-def _grown(now: Any, then: Any) -> Any:
+def _grown(now: Records, then: Records) -> Records:
     """Return records with what was added to their counts, and the slowest batches of that time."""
-    found = now.copy()
+    found: Records = now.copy()
     for name in ("batches", "behind", "early", "cpu", "queued", "epochs"):
         found[name] -= then[name]
     for name in ("work", "wait", "gil"):
