@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import struct
+from importlib.util import find_spec
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from token_data import CODES, random_documents, write_flat, write_megatron
+from token_data import CODES, in_another_process, random_documents, write_flat, write_megatron
 
 from cseq import tokens
 
@@ -35,6 +37,34 @@ def test_a_pair_of_megatron(tmp_path: Path, dtype: str) -> None:
         assert documents_of(source) == DOCUMENTS
         assert source.read(3, 1, 3).dtype == dtype
         assert (source.name, len(source)) == ("web", 4)
+
+
+MEGATRON = """
+import json, sys
+import numpy as np, torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+folder, dtype, documents = *sys.argv[1:3], json.loads(sys.argv[3])
+builder = IndexedDatasetBuilder(f"{folder}/theirs.bin", dtype=np.dtype(dtype).type)
+for document in documents:
+    builder.add_item(torch.tensor(document, dtype=torch.int64))
+    builder.end_document()
+builder.finalize(f"{folder}/theirs.idx")
+ours = IndexedDataset(f"{folder}/ours")
+print(json.dumps([ours[k].tolist() for k in range(len(ours))]))
+"""
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+@pytest.mark.parametrize("dtype", CODES)
+def test_pairs_go_both_ways_with_megatron(tmp_path: Path, dtype: str) -> None:
+    """What megatron-core writes is read; what these tests write, megatron-core reads."""
+    rng = np.random.default_rng(1)
+    documents = [rng.integers(0, 100, rng.integers(0, 30)).tolist() for _ in range(40)]
+    write_megatron(tmp_path / "ours", documents, dtype)
+    assert in_another_process(MEGATRON, tmp_path, dtype, json.dumps(documents)) == documents
+    source = tokens.Megatron(tmp_path / "theirs")
+    assert documents_of(source) == documents
+    assert source.read(0, 0, 0).dtype == dtype
 
 
 def test_documents_of_several_sequences(tmp_path: Path) -> None:

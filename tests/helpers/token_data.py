@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import struct
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from conftest import import_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +54,15 @@ def write_megatron(
     head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, CODES[dtype], len(documents), len(ends))
     parts = lengths.tobytes() + starts.astype("<i8").tobytes() + ends.astype("<i8").tobytes()
     prefix.with_suffix(".idx").write_bytes(head + parts)
+
+
+def in_another_process(source: str, *args: object) -> Any:
+    """Run a script that leaves threads or files behind; return the JSON that it prints last."""
+    command = [sys.executable, "-W", "ignore", "-c", source, *map(str, args)]
+    environment = os.environ | {"PYTHONPATH": import_path()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 class Listed:
