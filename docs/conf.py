@@ -123,7 +123,10 @@ nitpick_ignore_regex = [
         "py:.*",
         r"int|str|bool|float|object|list|dict|tuple|callable|type|None|Self|Generic|Protocol",
     ),
-    ("py:.*", r"cseq\.(sequence|kinds|manager|(indexing|order)\.\w+)\..*|.*\bB(_co)?|.*\bT(_co)?"),
+    (
+        "py:.*",
+        r"cseq\.(sequence|kinds|manager|(indexing|order|tokens)\.\w+)\..*|.*\bB(_co)?|.*\bT(_co)?",
+    ),
 ]
 
 # -- HTML
