@@ -28,6 +28,7 @@
 #   sanitizers         tests/c
 #   stress             tests/stress
 #   torch-versions     tests/contract/adapters
+#   torchtitan         tests/frameworks
 #   wheels             tests/platforms/wheels
 #   wine               tests/platforms/wine
 #

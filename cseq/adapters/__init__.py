@@ -7,6 +7,7 @@
 ``lightning``      `DataModule`, `SaveState`; `Monitor`, which hands figures to its loggers
 ``transformers``   `BatchTrainer`, `SaveState`, `SeedEpochs`, `Monitor`
 ``keras``          `Batches`, `SaveState`
+``torchtitan``     `TokenDataLoader`: rows of `cseq.tokens` for its trainer
 
 None is imported with cseq. Each needs its library, and an ImportError says how to install it. In
 an adapter, ``import NAME`` imports the library of that name, not the adapter.

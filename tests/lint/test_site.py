@@ -58,7 +58,7 @@ def test_the_readme_links_to_files_beside_it() -> None:
     assert [s for path, _, s in links if s and s not in sections_of(ROOT / path)] == []
 
 
-WORDS = 42_313  # when they were last counted; test_layout.py has the rule
+WORDS = 43_492  # when they were last counted; test_layout.py has the rule
 
 
 def test_the_pages_are_short() -> None:

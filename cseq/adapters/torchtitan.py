@@ -1,0 +1,168 @@
+"""torchtitan: training rows of `cseq.tokens` as the dataloader of its trainer.
+
+Its release 0.3.0 and its sources since August 2026 call a dataloader in two ways; one class serves
+both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable  # noqa: TC003 - torchtitan reads the annotations of Config
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cseq.adapters import needs
+from cseq.check import count, flag
+from cseq.kinds import MPSequence
+
+with needs("torchtitan", "torchtitan"):
+    try:
+        from torchtitan.components.data.loader import BaseDataLoader
+    except ModuleNotFoundError as error:
+        if error.name != "torchtitan.components.data":
+            raise
+        from torchtitan.components.dataloader import BaseDataLoader
+    import tyro
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+__all__ = ["TokenDataLoader"]
+
+KEYS = ("input_ids", "position_ids", "labels")
+
+
+class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
+    """Gives torchtitan's trainer and validator batches of rows, made by worker processes.
+
+    A batch is ``({"input", "positions"}, labels)``: int64 tensors of shape ``(local_batch_size,
+    seq_len)`` in torchtitan 0.3.0, and of ``num_tokens_per_batch`` in its newer sources. Rows that
+    fill no batch of all ranks are left out, so all ranks end at the same step. A checkpoint of
+    torchtitan goes on exactly, also on another number of data-parallel ranks or with another batch
+    size.
+
+    Attributes
+    ----------
+    manager : MPSequence
+        What makes the batches; it has `stats` and `advice`.
+
+    Examples
+    --------
+    >>> def rows(length):
+    ...     return tokens.Rows({"web": tokens.Megatron("web_text_document")}, length)
+    >>> config.dataloader = TokenDataLoader.Config(rows=rows, seed=7)  # doctest: +SKIP
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):  # type: ignore[misc]
+        """How rows are made.
+
+        Attributes
+        ----------
+        rows : callable
+            Called with the length of a row, in tokens: returns a `cseq.tokens.Rows`. The length is
+            torchtitan's ``seq_len`` or ``max_context_length``.
+        seed : int
+            Of the order of the rows.
+        num_workers : int
+            Worker processes of each rank. 0: the trainer's own process makes the batches.
+        repeat : bool
+            False: training ends after one epoch.
+        infinite : bool, optional
+            What the validator of torchtitan 0.3.0 sets in place of `repeat`.
+        """
+
+        rows: Annotated[Callable[[int], Any] | None, tyro.conf.Suppress] = None
+        seed: int = 0
+        num_workers: int = 1
+        repeat: bool = True
+        infinite: Annotated[bool | None, tyro.conf.Suppress] = None
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        seq_len: int | None = None,
+        local_batch_size: int | None = None,
+        max_context_length: int | None = None,
+        num_tokens_per_batch: int | None = None,
+        **_: Any,
+    ) -> None:
+        for name in ("dataset", "dataset_path"):
+            if given := getattr(config, name, None):
+                raise ValueError(
+                    f"dataloader.{name}={given!r}: this loader reads no data set of torchtitan's; "
+                    "leave it out, and name the files in the function rows="
+                )
+        if not callable(config.rows):
+            raise TypeError(
+                f"rows={config.rows!r} is not callable; give a function that takes the length of a "
+                "row and returns a cseq.tokens.Rows"
+            )
+        self._is_flat = seq_len is None
+        if self._is_flat:
+            length = count("max_context_length", max_context_length)
+            size = count("num_tokens_per_batch", num_tokens_per_batch)
+            if size % length:
+                raise ValueError(
+                    f"num_tokens_per_batch={size} is no multiple of max_context_length={length}; "
+                    "give training.num_tokens_per_microbatch_per_dp_rank whole rows"
+                )
+            batch_size = size // length
+        else:
+            length = count("seq_len", seq_len)
+            batch_size = count("local_batch_size", local_batch_size)
+        rows = config.rows(length)
+        if lacking := {*KEYS}.difference(rows.keys):
+            raise ValueError(
+                f"keys={rows.keys} lacks {', '.join(map(repr, sorted(lacking)))} of the rows that "
+                "rows= returns; leave keys= out"
+            )
+        endless = config.repeat if config.infinite is None else config.infinite
+        self._is_endless = flag("repeat", endless)
+        self.manager = MPSequence(
+            rows,
+            batch_size=batch_size,
+            num_workers=config.num_workers,
+            seed=config.seed,
+            shard=(dp_rank, dp_world_size),
+            drop_last=True,
+            repeat=True if self._is_endless else 1,
+            out_type="cpu",
+            dtype=None,
+        )
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        """Return an iterator that goes on where the loader is, with workers of its own.
+
+        At its end it raises StopIteration. The trainer makes a DataloaderExhaustedError of that;
+        the validator does not know another.
+        """
+        manager, state = self.manager, self.state_dict()
+        if state["epoch"] and not self._is_endless:
+            return
+        manager.load_state_dict(state)
+        manager.start()
+        try:
+            for batch in manager:
+                parts = (batch[key] for key in KEYS)
+                tokens, positions, labels = (p.flatten() if self._is_flat else p for p in parts)
+                yield {"input": tokens, "positions": positions}, labels
+        finally:
+            manager.finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, the same on all ranks: a few JSON values."""
+        return self.manager.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a position; an empty dict is none."""
+        if state_dict:
+            self.manager.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.manager.finish()

@@ -1,0 +1,185 @@
+"""torchtitan's dataloader, by its contracts alone: its release's, and that of newer sources."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import titan
+from token_data import random_documents, write_flat, write_megatron
+
+import cseq
+from cseq import tokens
+
+torch = pytest.importorskip("torch")
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ROW = 16
+both = pytest.mark.parametrize("contract", ["0.3.0", "newer"])
+
+
+@pytest.fixture
+def make_rows(tmp_path: Path) -> Any:
+    """Return the user's function: rows of a pair of Megatron's and a flat file."""
+    rng = np.random.default_rng(1)
+    write_megatron(tmp_path / "web", random_documents(rng, 60, ROW))
+    write_flat(tmp_path / "code.bin", [[*each, 0] for each in random_documents(rng, 40, ROW)])
+
+    def rows(length: int, **options: Any) -> tokens.Rows:
+        web = tokens.Megatron(tmp_path / "web")
+        code = tokens.Flat(tmp_path / "code.bin", dtype="uint16", end=0)
+        return tokens.Rows({"web": web, "code": code}, length, **options)
+
+    return rows
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch, contract: str, make_rows: Any) -> Any:
+    """Return a function that makes a config of the adapter."""
+    module = titan.adapter(monkeypatch, contract)
+    return partial(module.TokenDataLoader.Config, rows=make_rows, seed=7, num_workers=0)
+
+
+def epochs(make_rows: Any, number: int) -> list[Any]:
+    """Return the rows of some epochs, one after the other."""
+    manager = cseq.MPSequence(make_rows(ROW), batch_size=1, num_workers=0, seed=7, out_type="null")
+    found = []
+    with manager.start() as batches:
+        for _ in range(number):
+            for batch in batches:
+                parts = (batch[key][0] for key in ("input_ids", "position_ids", "labels"))
+                found.append(tuple(part.tolist() for part in parts))
+    return found
+
+
+def step_of(parts: list[list[Any]]) -> list[Any]:
+    """Return the rows of a step: those of all ranks."""
+    return [row for part in parts for row in part]
+
+
+@both
+def test_a_batch_has_what_the_model_takes(config: Any, contract: str) -> None:
+    """Tokens, positions and labels are int64 tensors, of two dimensions or one; no other key."""
+    loader = titan.build(config(num_workers=1), contract, ROW, 3)
+    iterator = iter(loader)
+    inputs, labels = next(iterator)
+    iterator.close()
+    shape = {"0.3.0": (3, ROW), "newer": (3 * ROW,)}[contract]
+    assert set(inputs) == {"input", "positions"}
+    assert [(p.shape, p.dtype) for p in (*inputs.values(), labels)] == [(shape, torch.int64)] * 3
+    assert (inputs["positions"].reshape(3, ROW)[:, 0] == 0).all()
+
+
+@both
+def test_all_ranks_end_at_the_same_step(config: Any, contract: str, make_rows: Any) -> None:
+    """One epoch is all whole steps of its rows; then, and after a resume at the end, no more."""
+    loaders = [titan.build(config(repeat=False), contract, ROW, 2, r, 3) for r in range(3)]
+    found = [*zip(*(titan.rows_of(loader, ROW) for loader in loaders), strict=True)]
+    whole = epochs(make_rows, 1)
+    assert step_of([row for step in found for row in step]) == whole[: len(whole) // 6 * 6]
+    assert [list(loader) for loader in loaders] == [[], [], []]
+    again = titan.build(config(repeat=False), contract, ROW, 4)
+    again.load_state_dict(loaders[1].state_dict())
+    assert list(again) == []
+
+
+@both
+@pytest.mark.parametrize(("ranks", "rows", "workers"), [(1, 4, 0), (3, 2, 1), (4, 1, 0)])
+def test_a_state_is_that_of_any_ranks(
+    config: Any, contract: str, make_rows: Any, ranks: int, rows: int, workers: int
+) -> None:
+    """Two ranks' states are equal. Others go on with the next rows, into the next epoch."""
+    first = [titan.build(config(), contract, ROW, 3, r, 2) for r in range(2)]
+    before = [[*titan.rows_of(loader, ROW, 2)] for loader in first]
+    states = [loader.state_dict() for loader in first]
+    assert states[0] == states[1]
+    loaders = [
+        titan.build(config(num_workers=workers), contract, ROW, rows, r, ranks)
+        for r in range(ranks)
+    ]
+    whole = epochs(make_rows, 1)
+    left, step = len(whole) - 12, ranks * rows
+    steps = left // step
+    after: list[Any] = []
+    for loader in loaders:
+        loader.load_state_dict({})
+        loader.load_state_dict(states[0])
+        after.append([*titan.rows_of(loader, ROW, steps + 1)])
+    found = [step_of(parts) for parts in (*zip(*before, strict=True), *zip(*after, strict=True))]
+    *found, last = found
+    assert [row for rows in found for row in rows] == whole[: 12 + steps * step]
+    assert last == epochs(make_rows, 2)[len(whole) : len(whole) + step]
+
+
+@both
+def test_the_validator_sets_how_often(config: Any, contract: str) -> None:
+    """0.3.0 sets `infinite` for its validator, newer sources set `repeat`: False is one epoch."""
+    given = {"0.3.0": {"infinite": False}, "newer": {"repeat": False}}[contract]
+    loader = titan.build(titan.replace(config(), **given), contract, ROW, 2)
+    assert len(list(loader)) == len(loader.manager)
+    assert loader.manager.epoch == 0
+
+
+@both
+def test_an_iterator_goes_on_where_the_loader_is(
+    config: Any, contract: str, make_rows: Any
+) -> None:
+    """One that is made after another was left continues behind what that has given."""
+    loader = titan.build(config(repeat=False), contract, ROW, 2)
+    found = [batch for _ in range(3) for batch in titan.rows_of(loader, ROW, 2)]
+    assert [row for batch in found for row in batch] == epochs(make_rows, 1)[:12]
+
+
+@both
+def test_no_worker_is_left(config: Any, contract: str) -> None:
+    """`close`, or the end of an iterator that nobody uses, ends the workers. Both may come."""
+    loader = titan.build(config(num_workers=1), contract, ROW, 2)
+    iterator = iter(loader)
+    next(iterator)
+    loader.close()
+    with pytest.raises(InterruptedError):
+        next(iterator)
+    iterator = iter(loader)
+    next(iterator)
+    del iterator
+    loader.close()
+
+
+@pytest.mark.parametrize("contract", ["0.3.0"])
+def test_what_is_wrong_is_named(config: Any, contract: str, make_rows: Any) -> None:
+    """An error names the argument, its value and the remedy."""
+
+    def wrong(match: str, **options: Any) -> None:
+        with pytest.raises((TypeError, ValueError), match=match):
+            titan.build(config(**options), contract, ROW, 2)
+
+    wrong(r"rows=None is not callable; give a function that takes the length", rows=None)
+    wrong(r"dataloader.dataset='c4': .* leave it out", dataset="c4")
+    wrong(r"dataloader.dataset_path='c4': .* leave it out", dataset_path="c4")
+    wrong(r"seed=-1", seed=-1)
+    few = ["input_ids", "document_ids"]
+    lacking = "keys=.* lacks 'labels', 'position_ids' of the rows"
+    wrong(lacking, rows=partial(make_rows, keys=few))
+
+
+@pytest.mark.parametrize("contract", ["newer"])
+def test_a_batch_is_whole_rows(config: Any, contract: str) -> None:
+    """A number of tokens that no number of rows has is refused."""
+    with pytest.raises(ValueError, match=r"num_tokens_per_batch=40 is no multiple of .*=16; give"):
+        config().build(dp_rank=0, dp_world_size=1, max_context_length=16, num_tokens_per_batch=40)
+    with pytest.raises(TypeError, match="max_context_length=None"):
+        config().build(dp_rank=0, dp_world_size=1)
+
+
+def test_without_torchtitan_the_import_says_what_to_install() -> None:
+    """Importing the adapter where there is no torchtitan names it; what it lacks itself is said."""
+    code = "import sys; sys.modules['{}'] = None; import cseq.adapters.torchtitan"
+    lack = [sys.executable, "-c", code.format("torchtitan")]
+    done = subprocess.run(lack, capture_output=True, text=True, check=False)
+    assert "ImportError: this needs torchtitan: pip install torchtitan" in done.stderr
