@@ -21,6 +21,7 @@ MODULES = (
     "epochs",
     "permutation",
     "orders",
+    "tokens",
     "memory",
     "idle",
     "advice",

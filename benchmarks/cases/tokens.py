@@ -1,0 +1,229 @@
+"""Training rows for a language model: 8 × 8192 tokens with labels, positions, document numbers."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import cseq
+from harness.case import Case, Contender, Counter, Goal, scaled
+from harness.usage import cpu_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+ROW, ROWS, END = scaled(8192, 256), 8, 50256
+KEYS = ("input_ids", "labels", "position_ids", "document_ids")
+DOCUMENTS, BATCHES = scaled(50_000, 400), scaled(400, 4)
+
+
+class Corpus:
+    """Documents of lognormal lengths, 697 tokens in the mean, in a file of uint16."""
+
+    def __init__(self, folder: str) -> None:
+        rng = np.random.default_rng(1)
+        lengths = rng.lognormal(np.log(700) - 0.72, 1.2, DOCUMENTS)
+        lengths = np.clip(lengths, 2, scaled(60_000, 600)).astype(np.int64)
+        self.offsets = np.append(0, lengths.cumsum())
+        tokens = rng.integers(0, END, self.offsets[-1], dtype=np.uint16)
+        tokens[self.offsets[1:] - 1] = END
+        self.path = Path(folder, "tokens.bin")
+        tokens.tofile(self.path)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Map the file."""
+        return np.asarray(np.memmap(self.path, np.uint16, "r"))
+
+
+def measured(loader: Iterable[Any], batches: int) -> Callable[[], float]:
+    """Return what measures a round: CPU milliseconds of all processes for a batch."""
+    iterator = iter(loader)
+
+    def run() -> float:
+        before = cpu_seconds(os.getpid())
+        for _ in range(batches):
+            next(iterator)
+        Counter.batches += batches
+        return (cpu_seconds(os.getpid()) - before) / batches * 1e3
+
+    return run
+
+
+def forever(loader: Iterable[Any]) -> Iterator[Any]:
+    """Go through a loader again and again."""
+    while True:
+        yield from loader
+
+
+def ours(workers: int, packing: Any = "best-fit") -> Iterator[Callable[[], float]]:
+    """`cseq.tokens`, with worker processes, or in the loop's own."""
+    from cseq import tokens
+
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Corpus(folder)
+        source = tokens.Flat(corpus.path, dtype="uint16", offsets=corpus.offsets)
+        rows = tokens.Rows(source, ROW, packing=packing, keys=KEYS)
+        manager = cseq.MPSequence(
+            rows, batch_size=ROWS, num_workers=workers, seed=7, drop_last=True, repeat=True,
+            out_type="null", dtype=None,
+        )  # fmt: skip
+        with manager.start() as batches:
+            yield measured(batches, BATCHES)
+
+
+def grain(threads: int | None, part: int) -> Iterator[Callable[[], float]]:
+    """Grain's pipeline as torchtitan's sources of August 2026 build it: concatenated, and split.
+
+    A row of Grain's is the whole batch, as there; it has no document numbers.
+    """
+    import grain.python as grain
+
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Corpus(folder)
+        tokens, offsets = corpus.tokens, corpus.offsets
+
+        class Source:
+            def __len__(self) -> int:
+                return len(offsets) - 1
+
+            def __getitem__(self, document: int) -> np.ndarray:
+                return tokens[offsets[document] : offsets[document + 1]].astype(np.int64)
+
+        def process(document: np.ndarray, _rng: Any) -> dict[str, np.ndarray]:
+            positions = np.arange(len(document) - 1) % ROW
+            return {"input_ids": document[:-1], "labels": document[1:], "positions": positions}
+
+        def finish(packed: dict[str, np.ndarray]) -> Any:
+            labels = packed["labels"].copy()
+            labels[packed["input_ids_segment_ids"] == 0] = -100
+            numbers = np.arange(len(labels))
+            begins = np.where(packed["positions"] == 0, numbers, 0)
+            return packed["input_ids"], labels, numbers - np.maximum.accumulate(begins)
+
+        def collate(rows: Any) -> Any:
+            import torch
+
+            parts = zip(*rows, strict=True)
+            return [torch.cat([torch.as_tensor(each) for each in part]) for part in parts]
+
+        options = grain.ReadOptions() if threads is None else grain.ReadOptions(threads)
+        dataset = grain.MapDataset.source(Source()).random_map(process, seed=7)
+        dataset = dataset.filter(lambda found: len(found["labels"]) > 0).shuffle(seed=7).repeat()
+        room = dict.fromkeys(("input_ids", "labels", "positions"), ROWS * ROW)
+        dataset = grain.experimental.ConcatThenSplitIterDataset(
+            dataset.to_iter_dataset(read_options=options), length_struct=room
+        )
+        dataset = dataset.filter(lambda found: bool((found["input_ids_segment_ids"] != 0).all()))
+        dataset = dataset.map(finish).batch(1, drop_remainder=True, batch_fn=collate)
+        loader = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2)
+        yield measured(loader, max(1, BATCHES // part))
+
+
+class PackedRows:
+    """A data set of rows that were packed before, by hand: the tokens and the lengths of each."""
+
+    def __init__(self, folder: str) -> None:
+        corpus = Corpus(folder)
+        lengths = np.diff(corpus.offsets)
+        whole = np.flatnonzero(lengths <= ROW)
+        order = cseq.Packed(lengths[whole], ROW)
+        samples, sizes = order.reader(7).samples(0, 0, order.units)
+        rows = np.split(whole[samples], sizes.cumsum()[:-1])
+        tokens, offsets = corpus.tokens, corpus.offsets
+        self.lengths = [lengths[row] for row in rows]
+        self.ends = np.append(0, np.cumsum([part.sum() for part in self.lengths]))
+        self.path = Path(folder, "packed.bin")
+        np.concatenate([tokens[offsets[d] : offsets[d + 1]] for r in rows for d in r]).tofile(
+            self.path
+        )
+        self.tokens = np.asarray(np.memmap(self.path, np.uint16, "r"))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.tokens[self.ends[row] : self.ends[row + 1]], self.lengths[row]
+
+
+def collate_rows(rows: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
+    """Make the same arrays, in numpy."""
+    import torch
+
+    shape = len(rows), ROW
+    batch = {key: np.zeros(shape, np.int64) for key in KEYS}
+    batch["labels"][:], batch["document_ids"][:] = -100, -1
+    for r, (tokens, lengths) in enumerate(rows):
+        size, ends = len(tokens), lengths.cumsum()
+        batch["input_ids"][r, :size] = tokens
+        batch["labels"][r, : size - 1] = tokens[1:]
+        batch["labels"][r, ends - 1] = -100
+        batch["position_ids"][r, :size] = np.arange(size) - np.repeat(ends - lengths, lengths)
+        batch["document_ids"][r, :size] = np.repeat(np.arange(len(lengths)), lengths)
+    return {key: torch.from_numpy(part) for key, part in batch.items()}
+
+
+def by_hand(workers: int) -> Iterator[Callable[[], float]]:
+    """A torch DataLoader over such rows."""
+    import torch
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        loader = torch.utils.data.DataLoader(
+            PackedRows(folder), ROWS, shuffle=True, drop_last=True, num_workers=workers,
+            collate_fn=collate_rows, persistent_workers=workers > 0,
+        )  # fmt: skip
+        yield measured(forever(loader), BATCHES)
+
+
+def copied() -> Iterator[Callable[[], float]]:
+    """Copy as many bytes as a batch has, out of an array that no cache holds."""
+    many = 64
+    source = np.ones((many, ROWS * ROW * (3 * 8 + 4)), np.uint8)
+    target = np.zeros_like(source[0])
+
+    def copies() -> Iterator[None]:
+        while True:
+            for batch in source:
+                target[:] = batch
+                yield
+
+    yield measured(copies(), BATCHES)
+
+
+ONE, TWO, INLINE = "cseq.tokens, 1 worker", "cseq.tokens, 2 workers", "cseq.tokens, no worker"
+CONCATENATED = "cseq.tokens, 1 worker, concatenated"
+GRAIN, THREADS = "Grain as torchtitan builds it, 1 thread", "Grain as torchtitan builds it"
+HAND = "numpy collator, torch's DataLoader"
+HAND_ONE = f"{HAND}, 1 worker"
+LIMIT = "memcpy of the batch"
+
+CASES = (
+    Case(
+        "tokens_rows",
+        f"Rows for a language model: {ROWS} × {ROW} tokens, labels, positions, document numbers",
+        "CPU ms/batch",
+        (
+            Contender(ONE, partial(ours, 1), ours=True),
+            Contender(TWO, partial(ours, 2)),
+            Contender(INLINE, partial(ours, 0)),
+            Contender(CONCATENATED, partial(ours, 1, "concatenate")),
+            Contender(GRAIN, partial(grain, 1, 10), ("grain", "torch")),
+            Contender(THREADS, partial(grain, None, 20), ("grain", "torch")),
+            Contender(HAND, partial(by_hand, 0), ("torch",)),
+            Contender(HAND_ONE, partial(by_hand, 1), ("torch",)),
+            Contender(LIMIT, copied),
+        ),
+        limit=LIMIT,
+        goals=(
+            Goal("CPU ms a batch, one worker", lambda f: f[ONE], 0.6),
+            Goal("Grain, one thread, over ours", lambda f: f[GRAIN] / f[ONE], at_least=20),
+            Goal("numpy collator over ours", lambda f: f[HAND] / f[ONE], at_least=2),
+        ),
+    ),
+)
