@@ -140,13 +140,14 @@ def watch(loaders: dict[Any, Watched]) -> None:
 
     from cseq.adapters.torch import names
 
-    kind: Any = DataLoader
-    iterate: Any = kind.__iter__
-    following: Any = names.Base.__next__
-    shut: Any = names.Workers._shutdown_workers
+    patched: Any = DataLoader
+    patched_base: Any = names.Base
+    patched_workers: Any = names.Workers
+    iterate, following = DataLoader.__iter__, names.Base.__next__
+    shut = names.Workers._shutdown_workers
     clock = time.perf_counter
 
-    def __iter__(loader: Any) -> Any:  # noqa: N807
+    def __iter__(loader: DataLoader[Any]) -> names.Base:  # noqa: N807
         begun = clock()
         iterator = iterate(loader)
         if type(iterator).__next__ is not names.Base.__next__:
@@ -157,16 +158,16 @@ def watch(loaders: dict[Any, Watched]) -> None:
         watched = Watched(name, loader.num_workers, loader.persistent_workers)
         watched = loaders.setdefault((name, watched.persistent), watched)
         end(iterator)  # of persistent workers, the epoch before
-        iterator._cseq_turn = Turn(watched, begun)
+        vars(iterator)["_cseq_turn"] = Turn(watched, begun)
         return iterator
 
-    def __next__(iterator: Any) -> Any:  # noqa: N807
+    def __next__(iterator: names.Base) -> object:  # noqa: N807
         turn: Turn | None = getattr(iterator, "_cseq_turn", None)
         if turn is None:  # made by a subclass without `__iter__`
             return following(iterator)
         begun, before = clock(), time.thread_time()
         try:
-            batch = following(iterator)
+            batch: object = following(iterator)
         except StopIteration:
             turn.end()
             raise
@@ -185,18 +186,18 @@ def watch(loaders: dict[Any, Watched]) -> None:
         turn.given = now
         return batch
 
-    def end(iterator: Any) -> None:
+    def end(iterator: object) -> None:
         turn: Turn | None = getattr(iterator, "_cseq_turn", None)
         if turn is not None:
             turn.end()
 
-    def _shutdown_workers(iterator: Any) -> None:
+    def _shutdown_workers(iterator: names.Workers) -> None:
         end(iterator)
         shut(iterator)
 
-    kind.__iter__ = __iter__
-    names.Base.__next__ = __next__
-    names.Workers._shutdown_workers = _shutdown_workers
+    patched.__iter__ = __iter__
+    patched_base.__next__ = __next__
+    patched_workers._shutdown_workers = _shutdown_workers
 
 
 def _size_of(dataset: Any) -> str:

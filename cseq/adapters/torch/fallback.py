@@ -24,6 +24,8 @@ from cseq.processes.launcher import start_methods
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch.utils.data import DataLoader
+
 __all__ = [
     "UNUSABLE",
     "lines",
@@ -46,7 +48,7 @@ UNUSABLE = (
 made: Counter[tuple[str, str | None]] = Counter()
 
 
-def note(loader: Any, reason: str | None) -> None:
+def note(loader: DataLoader[Any], reason: str | None) -> None:
     """Count an iterator, for the lines that ``cseq run`` ends with."""
     kind = type(loader)
     made[f"{kind.__module__}.{kind.__qualname__}", reason] += 1
@@ -112,7 +114,7 @@ def reason_against(loader: data.DataLoader[Any], worker_method: str = "") -> str
     return None
 
 
-def tell_lost(loader: Any) -> None:
+def tell_lost(loader: DataLoader[Any]) -> None:
     """Tell, once, what a framework loses that makes a loader of torch's class of this one."""
     is_installed = data.DataLoader._get_iterator.__module__ != data.DataLoader.__module__
     lost = [] if is_installed else ["cseq's workers"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -23,6 +23,9 @@ from cseq.indexing.leaving import indices_of, note_batch, note_samples
 from cseq.stream import ItemFailure, Naming, Streams
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from cseq.adapters.torch.stateful import Stateful
     from cseq.measure.stats import Stats
     from cseq.processes.launcher import Child
     from cseq.runs import Run
@@ -40,6 +43,11 @@ INTERRUPTED = (
 LEFT_OUT = Exception()  # is not raised
 
 
+def _stateful(dataset: Any) -> Stateful:
+    """Return a data set whose state was asked for: its class in torch has none."""
+    return cast("Stateful", dataset)
+
+
 class LoaderTimeout(WorkerTimeout, RuntimeError):
     """No batch came within the loader's `timeout`; the message shows where its worker is.
 
@@ -47,7 +55,7 @@ class LoaderTimeout(WorkerTimeout, RuntimeError):
     """
 
 
-class LoaderIterator(names.Workers):  # type: ignore[misc]
+class LoaderIterator(names.Workers):
     """Batches, one by one.
 
     It is an instance of torch's class of iterators with workers, with the attributes and methods
@@ -75,7 +83,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
 
     def __init__(
         self,
-        loader: Any,
+        loader: DataLoader[Any],
         *,
         rng: str,
         on_error: str,
@@ -101,7 +109,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             # The data set is as it was left, before anything is drawn for the next epoch.
             for state in filter(None, resume["workers"]):
                 if state["dataset"] is not None:
-                    loader.dataset.load_state_dict(state["dataset"])
+                    _stateful(loader.dataset).load_state_dict(state["dataset"])
             resume = {**resume, "workers": [None]}
         keeps_state = snapshot_every is not None and not self._is_iterable
         self._shares_state = self._in_threads and snapshot_every and is_stateful(loader.dataset)
@@ -145,7 +153,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             self._shutdown_workers()
             raise
 
-    def _open(self, loader: Any, max_restarts: int) -> Any:
+    def _open(self, loader: DataLoader[Any], max_restarts: int) -> Any:
         """Start the worker processes, if there are to be any."""
         self._prefetch_factor = loader.prefetch_factor
         in_threads = self._in_threads
@@ -201,7 +209,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
 
     def _reset(
         self,
-        loader: Any,
+        loader: DataLoader[Any],
         first_iter: bool = False,  # noqa: FBT001, FBT002 - as torch has it
         resume: dict[str, Any] | None = None,
     ) -> None:
@@ -260,7 +268,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
             for number in range(len(progress.counts))
         ]
         if self._shares_state and resume is None:  # the data set is as the last epoch left it
-            progress.states = [dumps({"dataset": self._dataset.state_dict(), "made": 0})]
+            progress.states = [dumps({"dataset": _stateful(self._dataset).state_dict(), "made": 0})]
         if self._num_workers == 0:
             progress.inline = self._streams.begin_with(epochs[0], keys)
         else:
@@ -404,7 +412,7 @@ class LoaderIterator(names.Workers):  # type: ignore[misc]
     # -- the workers
 
     @property
-    def _workers(self) -> list[WorkerHandle]:
+    def _workers(self) -> list[WorkerHandle]:  # type: ignore[override]
         """The worker processes; another one once one has died. None are threads."""
         processes = self._streams.processes(wait=True) if self._num_workers else {}
         return [WorkerHandle(processes[number]) for number in sorted(processes)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import data
@@ -43,10 +43,28 @@ __all__ = [
 # Deprecated: one day there are none.
 DATAPIPES = tuple(getattr(data, name, ()) or () for name in ("IterDataPipe", "MapDataPipe"))
 
-Base: Any = object
-Inline: Any = object
-Workers: Any = object
-function_modes: Any = list
+if TYPE_CHECKING:
+    # What torch says of them, and where it says nothing, what they are.
+    from collections.abc import Callable
+
+    from torch.overrides import TorchFunctionMode
+    from torch.utils.data.dataloader import _BaseDataLoaderIter as Base
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as Workers
+    from torch.utils.data.dataloader import _SingleProcessDataLoaderIter as Inline
+
+    function_modes: Callable[[], list[TorchFunctionMode]]
+    push_mode: Callable[[TorchFunctionMode], object]
+    profiler_enabled: Callable[[], bool]
+    numpy_seed: Callable[[int, int], list[int]]
+    pin: Callable[[object, str | None], object]
+    tensor_entry: Callable[..., torch.Tensor]
+    array_entry: Callable[..., torch.Tensor]
+    collate_map: dict[type | tuple[type, ...], Callable[..., Any]]
+    make_fetcher: Callable[..., Any]
+    worker: Any
+else:
+    Base = Inline = Workers = object
+    function_modes = list
 ITERABLE = 1  # what `DataLoader._dataset_kind` may be
 
 REASON: str | None = None  # why no loader can have an iterator of cseq's with this torch, if so
@@ -129,28 +147,29 @@ def _use() -> None:
     push_mode(mode)
     if function_modes()[-1] is not mode:
         raise ValueError("a function mode is not where it was put")
-    mode.__exit__(None, None, None)
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 try:
-    Base = data.dataloader._BaseDataLoaderIter
-    Inline = data.dataloader._SingleProcessDataLoaderIter
-    Workers = data.dataloader._MultiProcessingDataLoaderIter
-    _kinds: Any = data.dataloader._DatasetKind
+    if not TYPE_CHECKING:
+        Base = data.dataloader._BaseDataLoaderIter
+        Inline = data.dataloader._SingleProcessDataLoaderIter
+        Workers = data.dataloader._MultiProcessingDataLoaderIter
+    _kinds = data.dataloader._DatasetKind
     ITERABLE = _kinds.Iterable
-    make_fetcher: Any = _kinds.create_fetcher
-    collate_map: Any = data._utils.collate.default_collate_fn_map
-    tensor_entry: Any = data._utils.collate.collate_tensor_fn
-    array_entry: Any = data._utils.collate.collate_numpy_array_fn
-    pin: Any = data._utils.pin_memory.pin_memory
-    worker: Any = data._utils.worker
-    numpy_seed: Any = worker._generate_state  # the words that a worker seeds numpy's with
+    make_fetcher = _kinds.create_fetcher
+    collate_map = data._utils.collate.default_collate_fn_map
+    tensor_entry = data._utils.collate.collate_tensor_fn
+    array_entry = data._utils.collate.collate_numpy_array_fn
+    pin = data._utils.pin_memory.pin_memory
+    worker = data._utils.worker
+    numpy_seed = worker._generate_state  # the words that a worker seeds numpy's with
     # Whether a worker's own copy of the data set is dropped when it ends: since torch 2.14.1.
-    _loop: Any = getattr(worker, "_worker_loop", repr)
+    _loop = getattr(worker, "_worker_loop", repr)
     GIVES_BACK = "dataset_holder" in inspect.signature(_loop).parameters
-    profiler_enabled: Any = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+    profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
     function_modes = torch.overrides._get_current_function_mode_stack
-    push_mode: Any = torch.overrides._push_mode
+    push_mode = torch.overrides._push_mode
     with torch.device("cpu"):
         _use()
 except Exception as error:  # noqa: BLE001 - of any type: a name has another meaning

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cseq.check import choice
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 __all__ = ["VALUES", "Defaults", "defaults", "start_method_of"]
 
@@ -45,6 +48,6 @@ for _name, _values in VALUES.items():
     setattr(defaults, _name, choice(_variable, os.environ.get(_variable, _values[0]), _values))
 
 
-def start_method_of(loader: Any) -> str:
+def start_method_of(loader: DataLoader[Any]) -> str:
     """Name the way in which a loader's worker processes are started."""
     return str((loader.multiprocessing_context or multiprocessing).get_start_method())

@@ -21,12 +21,13 @@ import random
 import sys
 from base64 import b64decode, b64encode
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -37,7 +38,32 @@ from torch.utils.data import (
 from cseq.adapters.torch.stateful import is_stateful
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from typing import TypeGuard
+
+    from typing_extensions import TypeIs
+
+    class Skipping(Protocol):
+        """What accelerate's SkipBatchSampler has."""
+
+        skip_batches: int
+        batch_sampler: Iterable[Any]
+
+    class Shard(Protocol):
+        """What accelerate's BatchSamplerShard has."""
+
+        batch_sampler: Iterable[Any]
+        split_batches: bool
+        num_processes: int
+        process_index: int
+
+        def __iter__(self) -> Iterator[Any]: ...
+
+    class Seedable(Protocol):
+        """What accelerate's SeedableRandomSampler has."""
+
+        initial_seed: int
+        epoch: int
 
     Source = tuple[Callable[[], Any], Callable[[Any], Any]]  # returns its state, and sets it
 
@@ -62,29 +88,42 @@ DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 OWN = (*DRAWING, DistributedSampler)
 
 
-def _is_accelerates(sampler: Any, name: str) -> bool:
+def _is_accelerates(sampler: object, name: str) -> bool:
     """Whether a sampler is of this class of accelerate's."""
-    return type(sampler) is getattr(sys.modules.get("accelerate.data_loader"), name, None)
+    known: object = getattr(sys.modules.get("accelerate.data_loader"), name, None)
+    return type(sampler) is known
 
 
-def shard_in(index_sampler: Any) -> Any:
+def _is_skipping(sampler: object) -> TypeIs[Skipping]:
+    return _is_accelerates(sampler, "SkipBatchSampler")
+
+
+def _is_shard(sampler: object) -> TypeIs[Shard]:
+    return _is_accelerates(sampler, "BatchSamplerShard")
+
+
+def _is_seedable(sampler: object) -> TypeIs[Seedable]:
+    return _is_accelerates(sampler, "SeedableRandomSampler")
+
+
+def shard_in(index_sampler: object) -> Shard | None:
     """Return accelerate's part of a batch sampler for one rank, if it is one; otherwise None."""
-    return index_sampler if _is_accelerates(index_sampler, "BatchSamplerShard") else None
+    return index_sampler if _is_shard(index_sampler) else None
 
 
-def unskipped(index_sampler: Any) -> tuple[Any, int]:
+def unskipped(index_sampler: Iterable[Any]) -> tuple[Iterable[Any], int]:
     """Return a sampler without accelerate's SkipBatchSampler, and how many keys that omits."""
     omitted = 0
-    while _is_accelerates(index_sampler, "SkipBatchSampler"):
+    while _is_skipping(index_sampler):
         omitted += index_sampler.skip_batches
         index_sampler = index_sampler.batch_sampler
     return index_sampler, omitted
 
 
-def inner_of(index_sampler: Any) -> Any:
+def inner_of(index_sampler: Iterable[Any]) -> Iterable[Any]:
     """Return the sampler that torch's own BatchSampler has; of any other, itself."""
     index_sampler, _ = unskipped(index_sampler)
-    batches = getattr(shard_in(index_sampler), "batch_sampler", index_sampler)
+    batches = index_sampler.batch_sampler if _is_shard(index_sampler) else index_sampler
     return batches.sampler if type(batches) is BatchSampler else index_sampler
 
 
@@ -103,7 +142,7 @@ class Shares(NamedTuple):
     rank: int
 
 
-def shares_of(index_sampler: Any) -> Shares | None:
+def shares_of(index_sampler: Iterable[Any]) -> Shares | None:
     """Return how ranks share an epoch; None: that is not known."""
     index_sampler, _ = unskipped(index_sampler)
     shard = shard_in(index_sampler)
@@ -120,18 +159,18 @@ def shares_of(index_sampler: Any) -> Shares | None:
     return Shares(size, 1, 0)
 
 
-def _with_keys(index_sampler: Any, keys: list[Any]) -> Any:
+def _with_keys(index_sampler: Iterable[Any], keys: list[Any]) -> Iterable[Any]:
     """Return an index sampler that has these keys in place of those of its inner sampler."""
     if type(index_sampler) is BatchSampler:
         return BatchSampler(keys, index_sampler.batch_size, index_sampler.drop_last)
-    if shard_in(index_sampler) is None:
+    if not _is_shard(index_sampler):
         return keys
     shard = copy.copy(index_sampler)
     shard.batch_sampler = _with_keys(shard.batch_sampler, keys)
     return shard
 
 
-def tail(index_sampler: Any, consumed: int) -> Iterator[Any]:
+def tail(index_sampler: Iterable[Any], consumed: int) -> Iterator[Any]:
     """Yield this rank's keys of what is left of an epoch, of which so many samples are over.
 
     Nothing is drawn before the first key. A DistributedSampler pads what is left as it pads an
@@ -141,35 +180,39 @@ def tail(index_sampler: Any, consumed: int) -> Iterator[Any]:
     if type(inner) is not DistributedSampler:
         yield from _with_keys(index_sampler, list(islice(iter(inner), consumed, None)))
         return
-    samples: Any = inner.dataset
-    order = _epoch_of(inner, len(samples))
+    order = _epoch_of(inner, _length(inner.dataset))
     ranks, left = inner.num_replicas, max(0, len(order) - consumed)
     count = left // ranks if inner.drop_last else -(-left // ranks)
     places = torch.arange(count) * ranks + inner.rank + consumed
     yield from _with_keys(index_sampler, order[places % len(order)].tolist())
 
 
-def seed_of(inner: Any) -> int | None:
+def _length(dataset: Any) -> int:
+    """Return the length of a data set: its class in torch has none."""
+    return len(dataset)
+
+
+def seed_of(inner: object) -> int | None:
     """Return the seed of a sampler that draws from this and its epoch alone, if it is known."""
-    if _is_accelerates(inner, "SeedableRandomSampler"):
+    if _is_seedable(inner):
         return int(inner.initial_seed)
     return int(inner.seed) if type(inner) is DistributedSampler else None
 
 
-def seed_from(*numbers: Any) -> int:
+def seed_from(*numbers: int) -> int:
     """Return a seed that depends on several numbers."""
     words = np.random.SeedSequence([number % 2**64 for number in numbers])
     return int(words.generate_state(1, np.uint64)[0] >> 1)
 
 
-def generator_of(index_sampler: Any) -> torch.Generator | None:
+def generator_of(index_sampler: Iterable[Any]) -> torch.Generator | None:
     """Return the generator that a sampler has of its own, if any."""
     inner = inner_of(index_sampler)
     generator = getattr(inner, "generator", None) if seed_of(inner) is None else None
     return generator if isinstance(generator, torch.Generator) else None
 
 
-def leaves_no_trace(index_sampler: Any) -> bool:
+def leaves_no_trace(index_sampler: Iterable[Any]) -> bool:
     """Whether keys can be drawn before workers are forked, and no worker can tell.
 
     torch forks first. Its own samplers change nothing but torch's generator, which every worker
@@ -249,7 +292,12 @@ def put(states: State, sources: dict[str, Source] = GLOBAL) -> None:
         sources[name][1](states[name])
 
 
-def sources_of(index_sampler: Any) -> dict[str, Source]:
+def int_in(thing: object, name: str) -> int:
+    """Return an attribute that is an integer."""
+    return int(getattr(thing, name))
+
+
+def sources_of(index_sampler: Iterable[Any]) -> dict[str, Source]:
     """Return what determines the keys of a sampler, and is not its own.
 
     ==============================  ===========================================================
@@ -267,7 +315,10 @@ def sources_of(index_sampler: Any) -> dict[str, Source]:
         sources["torch"] = GLOBAL["torch"]
     set_epoch = getattr(inner, "set_epoch", None)
     if isinstance(getattr(inner, "epoch", None), int) and callable(set_epoch):
-        sources["epoch"] = (lambda: int(inner.epoch)), lambda epoch: set_epoch(Ahead(epoch))
+        sources["epoch"] = (
+            (lambda: int(getattr(inner, "epoch", 0))),
+            lambda epoch: set_epoch(Ahead(epoch)),
+        )
     is_known = type(inner) in OWN or seed_of(inner) is not None
     return sources if is_known else {**GLOBAL, **sources}
 
@@ -286,26 +337,26 @@ PERMUTED = {
 }
 
 
-def is_permuted(index_sampler: Any) -> bool:
+def is_permuted(index_sampler: Iterable[Any]) -> TypeGuard[BatchSampler]:
     """Whether it is torch's own, whose keys are slices of a permutation."""
     inner = inner_of(index_sampler)
     is_torchs = type(index_sampler) is BatchSampler and type(inner) in PERMUTED
     return is_torchs and not getattr(inner, "replacement", False)
 
 
-def permuted(index_sampler: Any, skip: int = 0) -> Iterator[list[Any]]:
+def permuted(index_sampler: BatchSampler, skip: int = 0) -> Iterator[list[Any]]:
     """Yield the keys of such a sampler that follow the first `skip` ones, and draw as it does.
 
     torch makes a list of a whole epoch, and every key goes through two iterators. Here the epoch
     stays a tensor.
     """
     sampler, size = index_sampler.sampler, index_sampler.batch_size
-    samples = getattr(sampler, PERMUTED[type(sampler)])
+    samples: Sequence[Any] = getattr(sampler, PERMUTED[type(sampler)])
     order = order_of(sampler, len(samples))
     if order is None:
         yield from islice(index_sampler, skip, None)
         return
-    count, is_subset = len(sampler), type(sampler) is SubsetRandomSampler
+    count, is_subset = _length(sampler), type(sampler) is SubsetRandomSampler
     end = count - count % size
 
     def batch_of(keys: list[int]) -> list[Any]:
@@ -370,8 +421,9 @@ class Epochs:
         The state of the run that is resumed.
     """
 
-    def __init__(self, loader: Any, sampler: Any, resume: State | None) -> None:
-        self._sampler, kept, told = sampler, vars(loader), sampler.epoch
+    def __init__(self, loader: DataLoader[Any], sampler: Any, resume: State | None) -> None:
+        kept: dict[str, Any] = loader.__dict__
+        self._sampler, told = sampler, sampler.epoch
         resumed, ahead = kept.get("_epochs", (None, 0))
         if resume is not None:
             there = resume["sampler"].get("epoch")  # behind an epoch that is over
@@ -423,17 +475,22 @@ class Keys:
         Batches that accelerate's SkipBatchSampler leaves out.
     """
 
-    def __init__(self, loader: Any, *, keeps_state: bool, resume: State | None = None) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], *, keeps_state: bool, resume: State | None = None
+    ) -> None:
         index_sampler, self.omitted = unskipped(loader._index_sampler)
         inner = inner_of(index_sampler)
         self._generator: torch.Generator | None = loader.generator
         self._index_sampler = index_sampler
         self._keeps_state = keeps_state and type(inner) is not SequentialSampler
-        divided = getattr(shard_in(index_sampler), "batch_sampler", None)
-        self._sampler = next(filter(is_stateful, (index_sampler, inner, divided)), None)
+        divided: object = index_sampler.batch_sampler if _is_shard(index_sampler) else None
+        known: tuple[object, ...] = index_sampler, inner, divided
+        self._sampler = next(filter(is_stateful, known), None)
         # Its place is not that of a rank's keys, so an epoch is always drawn from its beginning.
         self._is_divided = divided is not None and self._sampler is divided
-        self._after = getattr(index_sampler, "state_after", None)  # of cseq's BatchSampler
+        # Of cseq's BatchSampler.
+        self._after: Callable[[State, int], State] | None
+        self._after = getattr(index_sampler, "state_after", None)
         has_sources = self._keeps_state and self._after is None
         self._sources = sources_of(index_sampler) if has_sources else {}
         self.start = 0, 0
@@ -472,9 +529,9 @@ class Keys:
         A run that skips batches cannot draw it again, as accelerate keeps no state of generators.
         """
         inner = inner_of(self._index_sampler)
-        if not _is_accelerates(inner, "SeedableRandomSampler"):
+        if not _is_seedable(inner):
             return None
-        return seed_from(seed_of(inner), inner.epoch)
+        return seed_from(inner.initial_seed, inner.epoch)
 
     def loaders_generator(self, *, now: bool) -> str | None:
         """Return the state of the loader's own generator: now, or before the epoch's seed."""
@@ -482,7 +539,7 @@ class Keys:
             return None if self._generator is None else text_of(self._generator.get_state())
         return self._begun_with
 
-    def draw(self, iterator: Any, yielded: int, state: State) -> Iterator[Any]:
+    def draw(self, iterator: Iterator[Any], yielded: int, state: State) -> Iterator[Any]:
         """Return the keys that follow the first `yielded` ones.
 
         `iterator` is ``iter(index_sampler)``, `state` that of the run that is resumed.
@@ -518,7 +575,7 @@ class Keys:
             iterator = chain(map(self._first_of, (iterator,)), iterator)
         return islice(iterator, yielded, None) if yielded else iterator
 
-    def _first_of(self, iterator: Any) -> Any:
+    def _first_of(self, iterator: Iterator[Any]) -> Any:
         """Note the states, and return the first key."""
         self._state = self._noted()
         key = next(iterator)
@@ -548,7 +605,7 @@ class Keys:
             if self.start[0]:
                 iterator = tail(sampler, self.start[0])
             else:
-                iterator = permuted(sampler, skip) if is_slices else iter(sampler)
+                iterator = permuted(sampler, skip) if is_permuted(sampler) else iter(sampler)
             put(generators["first"], self._sources)
             key = list(islice(iterator, 1))
             if skip and not is_slices:

@@ -23,6 +23,8 @@ from cseq.engine._feed import MOST_SKIPPED
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch.utils.data import DataLoader
+
     from cseq.adapters.torch.order import Keys
     from cseq.adapters.torch.stateful import DatasetState
     from cseq.indexing.leaving import Skipped
@@ -48,7 +50,7 @@ class LoaderProgress:
     A loader that is pickled, or copied, begins anew: it has none.
     """
 
-    def __init__(self, loader: Any, order: Keys, *, rng: str) -> None:
+    def __init__(self, loader: DataLoader[Any], order: Keys, *, rng: str) -> None:
         self.iterable = loader._dataset_kind == names.ITERABLE
         self.num_workers, self.rng = loader.num_workers, rng
         self.iterator: Callable[[], Any] = _none  # a weak reference, if there are workers

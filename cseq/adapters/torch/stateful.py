@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-__all__ = ["DatasetState", "is_stateful", "left_by"]
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+__all__ = ["DatasetState", "Stateful", "is_stateful", "left_by"]
 
 State = dict[str, Any]
 
 
-def is_stateful(thing: Any) -> bool:
+class Stateful(Protocol):
+    """What has a state."""
+
+    def state_dict(self) -> State:
+        """Return it."""
+
+    def load_state_dict(self, state: State, /, **options: bool) -> object:
+        """Set it."""
+
+
+def is_stateful(thing: object) -> TypeGuard[Stateful]:
     """Whether something has a state that can be asked for, without arguments, and set."""
     ask = getattr(thing, "state_dict", None)
     if not (callable(ask) and callable(getattr(thing, "load_state_dict", None))):
@@ -39,12 +52,12 @@ class DatasetState:
         torch's fetcher of it.
     """
 
-    def __init__(self, dataset: Any, fetcher: Any) -> None:
-        iterator = getattr(fetcher, "dataset_iter", None)
+    def __init__(self, dataset: object, fetcher: object) -> None:
+        iterator: object = getattr(fetcher, "dataset_iter", None)
         # One that is both is set as an iterator: `iter` may begin it anew.
         self._is_own = iterator is dataset
         own = None if self._is_own else dataset
-        found: dict[str, Any] = {"dataset": own, "iterator": iterator}
+        found = {"dataset": own, "iterator": iterator}
         self._fetcher = fetcher
         self._stateful = {name: each for name, each in found.items() if is_stateful(each)}
 
@@ -54,5 +67,5 @@ class DatasetState:
     def take(self, made: int) -> State:
         """Return the present state, after so many batches."""
         state = {name: each.state_dict() for name, each in self._stateful.items()}
-        ended = getattr(self._fetcher, "ended", False)
+        ended: bool = getattr(self._fetcher, "ended", False)
         return {**state, "made": made, "ended": ended, "is_own": self._is_own}
