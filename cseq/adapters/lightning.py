@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -17,13 +17,49 @@ with needs("lightning", "lightning"):
     from lightning.pytorch.utilities import CombinedLoader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from lightning.pytorch import LightningModule, Trainer
-
+    from cseq.measure.stats import Counting
     from cseq.sequence import MSequence
 
+    class Loop(Protocol):
+        """What is used of Lightning's loops."""
+
+        total_batch_idx: int
+        restarted_on_last: bool
+        epoch_loop: Loop
+        val_loop: Loop
+        _data_fetcher: Iterable[object]
+        _batches_that_stepped: int
+
+        def setup_data(self) -> object: ...
+
+    class Strategy(Protocol):
+        """What is used of a strategy."""
+
+        def broadcast(self, number: int) -> int: ...
+
+    class Logger(Protocol):
+        """What is used of a logger."""
+
+        def log_metrics(self, metrics: dict[str, float], step: int) -> object: ...
+
+    class Trainer(Protocol):
+        """What is used of Lightning's Trainer."""
+
+        strategy: Strategy
+        is_last_batch: bool
+        reload_dataloaders_every_n_epochs: int
+        train_dataloader: Counting
+        val_dataloaders: object
+        fit_loop: Loop
+        current_epoch: int
+        loggers: list[Logger]
+
+
 __all__ = ["DataModule", "Monitor", "SaveState"]
+
+State = dict[str, Any]
 
 
 class DataModule(LightningDataModule):  # type: ignore[misc]
@@ -59,19 +95,19 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
                 )
         self._managers: dict[str, MSequence[Any]] = {}
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> object:
         return self._started("train")
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self) -> object:
         return self._started("val")
 
-    def test_dataloader(self) -> Any:
+    def test_dataloader(self) -> object:
         return self._started("test")
 
-    def predict_dataloader(self) -> Any:
+    def predict_dataloader(self) -> object:
         return self._started("predict")
 
-    def _started(self, name: str) -> Any:
+    def _started(self, name: str) -> object:
         """Start a new manager in the place of the former one; nothing: there is none of it."""
         make = self._makers[name]
         if make is None:
@@ -99,29 +135,30 @@ class SaveState(Callback):  # type: ignore[misc]
     >>> trainer = lightning.Trainer(callbacks=[SaveState(), ModelCheckpoint()])  # doctest: +SKIP
     """
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: object, stage: str) -> None:
         self._trainer = trainer
-        self._state = {"seed": trainer.strategy.broadcast(torch.initial_seed()), "train": []}
+        self._seed, self._train = trainer.strategy.broadcast(torch.initial_seed()), list[State]()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return what a checkpoint keeps."""
         trainer = self._trainer
         is_over = trainer.is_last_batch and not trainer.reload_dataloaders_every_n_epochs
         loaders = loaders_in(trainer.train_dataloader) if is_over else []
         train = [loader.state_dict(next_epoch=True) for loader in loaders]
-        return {"seed": self._state["seed"], "train": train}
+        return {"seed": self._seed, "train": train}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._state = state_dict
+    def load_state_dict(self, state_dict: State) -> None:
+        self._seed, self._train = state_dict["seed"], state_dict["train"]
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loop, states = trainer.fit_loop, self._state["train"]
+    def on_train_start(self, trainer: Trainer, pl_module: object) -> None:
+        loop, states = trainer.fit_loop, self._train
         loaders = loaders_in(trainer.train_dataloader) if states else []
         for loader, state in zip(loaders, states, strict=True):
             loader.load_state_dict(state)
             sampler = inner_of(loader._index_sampler)
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(trainer.current_epoch)
+            set_epoch: Callable[[int], object] | None = getattr(sampler, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(trainer.current_epoch)
         # Lightning has begun to iterate. After a validation at the last batch it does so once more.
         if states and not loop.epoch_loop.restarted_on_last:
             iter(loop._data_fetcher)
@@ -129,7 +166,7 @@ class SaveState(Callback):  # type: ignore[misc]
             loop.epoch_loop.val_loop.setup_data()
         self._seed_validation(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
         self._seed_validation(trainer)
 
     def _seed_validation(self, trainer: Trainer) -> None:
@@ -137,13 +174,14 @@ class SaveState(Callback):  # type: ignore[misc]
         for number, loader in enumerate(loaders_in(trainer.val_dataloaders)):
             if loader.generator is None:
                 loader.generator = torch.Generator()
-            key = self._state["seed"], number, trainer.fit_loop.total_batch_idx + 1
+            key = self._seed, number, trainer.fit_loop.total_batch_idx + 1
             loader.generator.manual_seed(seed_from(*key))
 
 
-def loaders_in(found: Any) -> list[DataLoader[Any]]:
+def loaders_in(found: object) -> list[DataLoader[Any]]:
     """Return the loaders of cseq's in a collection of Lightning's."""
-    return [each for each in CombinedLoader(found).flattened if isinstance(each, DataLoader)]
+    loaders: list[object] = CombinedLoader(found).flattened
+    return [loader for loader in loaders if isinstance(loader, DataLoader)]
 
 
 class Monitor(Callback):  # type: ignore[misc]
@@ -160,15 +198,15 @@ class Monitor(Callback):  # type: ignore[misc]
         Batches of training from one time to the next.
     """
 
-    def __init__(self, manager: Any = None, every: int = 50) -> None:
+    def __init__(self, manager: object = None, every: int = 50) -> None:
         self._manager = None if manager is None else counting(manager)
         self._n = count("every", every)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: object) -> None:
         loader = trainer.train_dataloader if self._manager is None else self._manager
         self._every = Every(loader, self._n)
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
         loop = trainer.fit_loop.epoch_loop
         figures = self._every.at(loop.total_batch_idx + 1)
         for logger in trainer.loggers if figures else ():

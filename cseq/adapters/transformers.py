@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -14,6 +14,38 @@ from cseq.measure.stats import Every, counting
 with needs("transformers", "'transformers[torch]'"):
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_callback import ExportableState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.utils.data import DataLoader
+
+    from cseq.adapters.torch.stateful import Stateful
+
+    class Args(Protocol):
+        """What is used of TrainingArguments."""
+
+        ignore_data_skip: bool
+        seed: int
+        data_seed: int | None
+
+    class Progress(Protocol):
+        """What is used of a TrainerState."""
+
+        epoch: float | None
+        global_step: int
+        stateful_callbacks: dict[str, dict[str, dict[str, Any]]]
+
+    class Control(Protocol):
+        """What is used of a TrainerControl."""
+
+        should_log: bool
+
+    class Logs(Protocol):
+        """What is used of a Trainer."""
+
+        def log(self, figures: dict[str, float]) -> object: ...
+
 
 __all__ = ["BatchTrainer", "Monitor", "SaveState", "SeedEpochs"]
 
@@ -42,7 +74,7 @@ class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
     With it, ``trainer.train(resume_from_checkpoint=…)`` goes on with the next batch.
     """
 
-    batches: Any = None
+    batches: Stateful | None = None
     saved: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
@@ -50,22 +82,25 @@ class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
         state = None if self.batches is None else self.batches.state_dict()
         return {"args": {}, "attributes": {"saved": state}}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Args, state: Progress, control: Control, **kwargs: Any
+    ) -> None:
         if not args.ignore_data_skip:
             raise ValueError(
                 "ignore_data_skip=False makes the Trainer skip batches that the state has left "
                 "out already; give TrainingArguments(ignore_data_skip=True)"
             )
-        self.batches = kwargs["train_dataloader"]
+        batches: Stateful = kwargs["train_dataloader"]
+        self.batches = batches
         kept = state.stateful_callbacks.get("SaveState")
         if kept is None:
             raise ValueError(
                 "this checkpoint was saved without SaveState, so it does not say which batches are "
                 "left; take one that was saved with SaveState, or leave out resume_from_checkpoint"
             )
-        saved = kept["attributes"]["saved"]
+        saved: dict[str, Any] | None = kept["attributes"]["saved"]
         if saved is not None:
-            self.batches.load_state_dict(saved)
+            batches.load_state_dict(saved)
 
 
 class SeedEpochs(TrainerCallback):  # type: ignore[misc]
@@ -76,21 +111,27 @@ class SeedEpochs(TrainerCallback):  # type: ignore[misc]
     `data_seed`, or `seed`, and the epoch.
     """
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Args, state: Progress, control: Control, **kwargs: Any
+    ) -> None:
         self._epoch = int(state.epoch or 0)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        prepared = kwargs["train_dataloader"]
-        loader = getattr(prepared, "base_dataloader", prepared)
+    def on_epoch_begin(
+        self, args: Args, state: Progress, control: Control, **kwargs: Any
+    ) -> None:
+        prepared: DataLoader[Any] = kwargs["train_dataloader"]
+        loader: DataLoader[Any] = getattr(prepared, "base_dataloader", prepared)
         sampler = inner_of(loader._index_sampler)
         seed = args.seed if args.data_seed is None else args.data_seed
-        for number, drawing in enumerate((loader, sampler)):
+        drawings: tuple[Any, ...] = loader, sampler
+        for number, drawing in enumerate(drawings):
             if hasattr(drawing, "generator") and seed_of(drawing) is None:
                 generator = torch.Generator()
                 drawing.generator = generator.manual_seed(seed_from(seed, self._epoch, number))
         # Behind skipped batches, accelerate's dispatcher does not reach the sampler.
-        if hasattr(prepared, "set_epoch"):
-            prepared.set_epoch(self._epoch)
+        set_epoch: Callable[[int], object] | None = getattr(prepared, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(self._epoch)
         self._epoch += 1
 
 
@@ -111,22 +152,26 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, manager: Any = None, every: int = 50, trainer: Trainer | None = None
+        self, manager: object = None, every: int = 50, trainer: Logs | None = None
     ) -> None:
         self.trainer = trainer
         self._manager = None if manager is None else counting(manager)
         self._n = count("every", every)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Args, state: Progress, control: Control, **kwargs: Any
+    ) -> None:
         if self.trainer is None:
             raise ValueError(
                 "Monitor has no Trainer to log with; after the Trainer is made, call "
                 "trainer.add_callback(Monitor(manager, trainer=trainer))"
             )
-        loader = kwargs["train_dataloader"] if self._manager is None else self._manager
+        loader: object = kwargs["train_dataloader"] if self._manager is None else self._manager
         self._every = Every(loader, self._n)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: Args, state: Progress, control: Control, **kwargs: Any
+    ) -> None:
         figures = self._every.at(state.global_step)
         if figures and self.trainer is not None:
             wanted = control.should_log  # of this step's loss, which `log` would take as done

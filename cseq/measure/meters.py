@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -12,13 +12,13 @@ from cseq._core import now_ns
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import NDArray
 
     from cseq._core import Ring
 
-    Records = NDArray[np.void]  # of METER
+__all__ = ["METER", "Counts", "Histogram", "History", "Meters", "Row", "total", "words"]
 
-__all__ = ["METER", "Histogram", "History", "Meters"]
+Records: TypeAlias = "NDArray[np.void]"
 
 BUCKETS, SLOWEST = 144, 8
 HISTOGRAM = np.dtype([("sum", "u8"), ("bucket", "u4", BUCKETS), ("pad", "V56")])
@@ -36,6 +36,41 @@ POINTS, EVERY = 512, 100_000_000  # rows of a history; ns between two at first
 EDGES = np.array([(4 + k % 4) * 2.0 ** (k // 4 + 4) for k in range(BUCKETS + 1)]) / 1e9
 
 
+class Counts(TypedDict):
+    """What `Stats` counts of the loop, since its start."""
+
+    batches: int
+    samples: int
+    nbytes: int
+    start_waited: float
+    elapsed: float
+    loop_waited: float
+
+
+class Row(NamedTuple):
+    """A row of a `History`: when, in ns of the system's clock; then fields of `Stats.history`."""
+
+    at: int
+    batches: int
+    waited: float
+    stepped: float
+    ready: int
+    busy: NDArray[np.float64]
+
+
+def words(records: Records, *names: str) -> NDArray[np.uint64]:
+    """Return a field of records, or a field of a field: a view."""
+    found: NDArray[Any] = records
+    for name in names:
+        found = found[name]
+    return found
+
+
+def total(records: Records, *names: str) -> int:
+    """Return the sum of a field."""
+    return int(words(records, *names).sum())
+
+
 class Histogram:
     """How long something took each time: four buckets an octave, so within 12 %.
 
@@ -46,7 +81,7 @@ class Histogram:
         Seconds, of all together.
     """
 
-    def __init__(self, buckets: ArrayLike, total: float) -> None:
+    def __init__(self, buckets: NDArray[np.int64], total: float) -> None:
         self._buckets = np.asarray(buckets, np.int64)
         self.total = float(total)
         self.count = int(self._buckets.sum())
@@ -105,15 +140,15 @@ class Meters:
     """
 
     def __init__(self, found: Sequence[bytes], now: int) -> None:
-        records = [np.frombuffer(each, METER) for each in found]
+        records: list[Records] = [np.frombuffer(each, METER) for each in found]
         self.loop: Records = records[0][:1].reshape(())
         self.runners: Records = np.concatenate([each[1:] for each in records])
         self._now, self._from = now, 0
-        begun = self.runners["since"]
+        begun = words(self.runners, "since")
         in_hand = np.where(begun > 0, now - np.minimum(begun, np.uint64(now)).astype(np.int64), 0)
         self.busy: NDArray[np.float64] = (self._ended + in_hand) / 1e9
         first, since, slept, asleep = (
-            int(self.loop[name]) for name in ("first", "since", "waited", "asleep")
+            total(self.loop, name) for name in ("first", "since", "waited", "asleep")
         )
         # What is under way counts; a word that was just changed may make it a little less than 0.
         self._took = max(now - since, 0) / 1e9 if since and first else 0.0
@@ -125,14 +160,16 @@ class Meters:
         """Read the meters of all rings of a pool; on any thread."""
         return cls([ring.meters() for ring in rings], now_ns())
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> Counts:
         """Return what `Stats` counts of the loop, since its start."""
         loop = self.loop
-        waited, worked = (int(loop[name]["sum"]) / 1e9 for name in ("wait", "work"))
-        is_begun = loop["first"] > 0
+        waited, worked = (total(loop, name, "sum") / 1e9 for name in ("wait", "work"))
+        is_begun = total(loop, "first") > 0
         return {
-            **{name: int(loop[name]) for name in ("batches", "samples", "nbytes")},
-            "start_waited": float(loop["start"]) / 1e9,
+            "batches": total(loop, "batches"),
+            "samples": total(loop, "samples"),
+            "nbytes": total(loop, "nbytes"),
+            "start_waited": total(loop, "start") / 1e9,
             "elapsed": waited + worked + self._took if is_begun else 0.0,
             "loop_waited": waited + self.waits if is_begun else 0.0,
         }
@@ -144,16 +181,13 @@ class Meters:
     @property
     def _ended(self) -> NDArray[np.int64]:
         """What each runner worked since the first batch, without the ticket in hand, in ns."""
-        ended: NDArray[np.uint64] = self.runners["work"]["sum"] - self.runners["first"]
+        ended = words(self.runners, "work", "sum") - words(self.runners, "first")
         return ended.astype(np.int64)
 
-    def histogram(self, name: str, *records: Records) -> Histogram:
+    def histogram(self, name: str, records: Records) -> Histogram:
         """Sum up the histograms of some records: 'work', 'wait' or 'gil'."""
-        found = [record[name] for record in records]
-        total = sum(int(one["sum"].sum()) for one in found) / 1e9
-        return Histogram(
-            sum(one["bucket"].reshape(-1, BUCKETS).sum(axis=0) for one in found), total
-        )
+        buckets = words(records, name, "bucket").reshape(-1, BUCKETS).sum(axis=0)
+        return Histogram(buckets, total(records, name, "sum") / 1e9)
 
     def since(self, earlier: Meters) -> Meters:
         """Return what was added since `earlier`, which is of the same run, or of none."""
@@ -162,7 +196,7 @@ class Meters:
         added = copy(self)
         added._from = earlier._now
         # A ticket that was under way then: of a worker that was replaced since, it never ended.
-        stays = self.runners["thread"] == earlier.runners["thread"]
+        stays = words(self.runners, "thread") == words(earlier.runners, "thread")
         begun = np.where(stays, earlier.busy, earlier._ended / 1e9)
         added.busy = np.maximum(self.busy - begun, 0)
         added.loop = _grown(self.loop, earlier.loop)
@@ -173,12 +207,13 @@ class Meters:
 def _grown(now: Records, then: Records) -> Records:
     """Return records with what was added to their counts, and the slowest batches of that time."""
     found: Records = now.copy()
-    for name in ("batches", "behind", "early", "cpu", "queued", "epochs"):
-        found[name] -= then[name]
-    for name in ("work", "wait", "gil"):
-        for part in ("sum", "bucket"):
-            found[name][part] -= then[name][part]
-    found["slowest"]["ns"][np.isin(now["slowest"]["ns"], then["slowest"]["ns"])] = 0
+    names: list[tuple[str, ...]] = [(name,) for name in ("batches", "behind", "early", "cpu", "queued", "epochs")]
+    names += [(name, part) for name in ("work", "wait", "gil") for part in ("sum", "bucket")]
+    for path in names:
+        added = words(found, *path)
+        added -= words(then, *path)
+    slowest = words(found, "slowest", "ns")
+    slowest[np.isin(slowest, words(then, "slowest", "ns"))] = 0
     return found
 
 
@@ -189,12 +224,11 @@ class History:
 
     Attributes
     ----------
-    rows : list of tuple
-        When, in ns of the system's clock; then the fields of `Stats.history`.
+    rows : list of Row
     """
 
     def __init__(self, rings: Sequence[Ring]) -> None:
-        self._rings, self.rows = rings, list[Any]()
+        self._rings, self.rows = rings, list[Row]()
         self._every, self._due = EVERY, 0
 
     def note(self) -> None:
@@ -210,4 +244,4 @@ class History:
         counts = meters.counts()
         waited = counts["loop_waited"]
         stepped, waited = counts["elapsed"] - waited, waited + counts["start_waited"]
-        self.rows.append((now, counts["batches"], waited, stepped, ready, meters.busy))
+        self.rows.append(Row(now, counts["batches"], waited, stepped, ready, meters.busy))

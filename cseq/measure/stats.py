@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from cseq.check import count
-from cseq.measure.meters import METER, Meters
+from cseq.measure.meters import METER, Meters, total, words
 from cseq.system import share
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from cseq._core import Ring
     from cseq.measure.advice import Advice, Window
-    from cseq.measure.meters import Histogram
+    from cseq.measure.meters import Histogram, Row
 
 __all__ = ["CACHES", "Every", "SlowBatch", "Stats", "WorkerStats", "added", "counting", "read"]
 
@@ -160,7 +160,7 @@ class Stats:
     cache_nbytes: int = 0
     threads: bool = field(default=False, repr=False)  # that share a GIL with the loop
     meters: Meters = field(default=NOTHING, repr=False, compare=False)
-    past: Sequence[Any] = field(default=(), repr=False, compare=False)  # rows of a `History`
+    past: Sequence[Row] = field(default=(), repr=False, compare=False)
 
     @classmethod
     def read(cls, rings: Sequence[Ring], **counted: Any) -> Stats:
@@ -211,15 +211,17 @@ class Stats:
         """Each worker's part, of former ones, too."""
         found = []
         records = self.meters.runners[self._indexers]
-        there = max(self.num_workers, *np.flatnonzero(records["batches"]) + 1, 0)
-        for number, record in enumerate(records[:there]):
+        counted = np.flatnonzero(words(records, "batches"))
+        there = max(self.num_workers, int(counted[-1]) + 1 if len(counted) else 0)
+        for number in range(min(there, len(records))):
+            record = records[number : number + 1]
             work = self.meters.histogram("work", record)
-            busy, cpu = float(self.meters.busy[number]), float(record["cpu"]) / 1e9
+            busy, cpu = float(self.meters.busy[number]), total(record, "cpu") / 1e9
             found.append(
                 WorkerStats(
                     number,
-                    int(record["thread"]),
-                    int(record["batches"]),
+                    total(record, "thread"),
+                    total(record, "batches"),
                     _part(busy, self.elapsed),
                     _cpu(cpu, busy),
                     work.quantile(0.5),
@@ -231,10 +233,12 @@ class Stats:
     @property
     def slowest(self) -> tuple[SlowBatch, ...]:
         """The eight slowest batches of each worker, the slowest first."""
+        slow: list[list[tuple[int, int, int]]]
+        slow = words(self.meters.runners[self._indexers], "slowest").tolist()
         found = [
             SlowBatch(epoch - (not self.buffer), batch, ns / 1e9, k)  # streams count from 1
-            for k, record in enumerate(self.meters.runners[self._indexers])
-            for ns, epoch, batch in record["slowest"].tolist()
+            for k, rows in enumerate(slow)
+            for ns, epoch, batch in rows
             if ns
         ]
         return tuple(sorted(found, key=lambda slow: -slow.seconds))
@@ -251,11 +255,11 @@ class Stats:
         workers = len(self.meters.runners[self._indexers])
         fields = [("seconds", "f8"), ("batches", "i8"), ("waited", "f8"), ("stepped", "f8")]
         row = np.dtype([*fields, ("ready", "i4"), ("busy", "f8", (workers,))])
-        begun = self._first - int(self.meters.loop["start"])
+        begun = self._first - total(self.meters.loop, "start")
         rows = [
-            ((at - begun) / 1e9, *counts, busy[self._indexers])
-            for at, *counts, busy in list(self.past)
-            if self.meters.has(at)
+            ((one.at - begun) / 1e9, *one[1:-1], one.busy[self._indexers])
+            for one in list(self.past)
+            if self.meters.has(one.at)
         ]
         return np.array(rows, row)
 
@@ -347,14 +351,14 @@ class Stats:
         index, step = self.index_seconds, self.step_seconds
         even = step.quantile(0.99) <= 3 * step.quantile(0.5)  # else pauses are left out
         busy = float(meters.busy[self._indexers].sum())
-        queued = float(runners["queued"].sum()) / 1e9
+        queued = total(runners, "queued") / 1e9
         gil = meters.histogram("gil", meters.runners)
-        early = float(loop["early"]) / 1e9
+        early = total(loop, "early") / 1e9
         # The workers begin one after another: in the only epoch, that is a part of the start.
-        first = 0.0 if loop["epochs"] else min(early, self.loop_waited)
+        first = 0.0 if total(loop, "epochs") else min(early, self.loop_waited)
         waited = self.loop_waited - first
-        computed = int(meters.runners["cpu"].sum()) + int(loop["cpu"]) if self.threads else 0
-        ready, behind = self.depths[2], float(loop["behind"]) / 1e9
+        computed = total(meters.runners, "cpu") + total(loop, "cpu") if self.threads else 0
+        ready, behind = self.depths[2], total(loop, "behind") / 1e9
         if meters.waits and ready and ready >= sum(self.depths[:2]):
             behind += meters.waits  # the present wait, which has not ended
         slowest = next(iter(self.slowest), None)
@@ -371,10 +375,10 @@ class Stats:
             index_p99=index.quantile(0.99),
             workers=self.num_workers,
             busy=1 - self.workers_waiting,
-            cpu=_cpu(float(runners["cpu"].sum()) / 1e9, busy),
+            cpu=_cpu(total(runners, "cpu") / 1e9, busy),
             queued=_part(queued, busy),
-            loop_cpu=_part(float(loop["cpu"]) / 1e9, self.elapsed) or 1.0,
-            loop_queued=_part(float(loop["queued"]) / 1e9, self.elapsed),
+            loop_cpu=_part(total(loop, "cpu") / 1e9, self.elapsed) or 1.0,
+            loop_queued=_part(total(loop, "queued") / 1e9, self.elapsed),
             cores=share(),
             threads=self.threads,
             gil=gil.quantile(0.8),
@@ -404,7 +408,7 @@ class Stats:
     @property
     def _first(self) -> int:
         """When the first batch was taken, on the system's clock: each run has its own; 0: never."""
-        return int(self.meters.loop["first"])
+        return total(self.meters.loop, "first")
 
     def _waiting(self, busy: NDArray[np.float64], count: int) -> float:
         """Return the part of the time that so many runners have not worked."""
@@ -412,22 +416,29 @@ class Stats:
         return _part(of - float(busy.sum()), of)
 
 
-def counting(manager: Any) -> Any:
+class Counting(Protocol):
+    """What counts: a manager of cseq, or a loader."""
+
+    def stats(self) -> Stats:
+        """Return what was counted so far."""
+
+
+def counting(manager: object) -> Counting:
     """Check that something counts, and return it."""
     if not hasattr(manager, "stats"):
         raise TypeError(
             f"manager={manager!r} has no stats(); give a manager of cseq or a cseq.DataLoader"
         )
-    return manager
+    counts: Counting = manager
+    return counts
 
 
-def read(manager: Any) -> Stats | None:
+def read(manager: Counting) -> Stats | None:
     """Read what was counted; None: nothing, of a DataLoader without workers at this moment."""
     try:
-        stats: Stats = manager.stats()
+        return manager.stats()
     except RuntimeError:
         return None
-    return stats
 
 
 def added(now: Stats, earlier: Stats | None) -> Stats:
@@ -447,9 +458,9 @@ class Every:
     n : int
     """
 
-    def __init__(self, manager: Any, n: int) -> None:
+    def __init__(self, manager: object, n: int) -> None:
         self._manager, self._n, self._told = counting(manager), count("n", n), False
-        self._before = read(manager)
+        self._before = read(self._manager)
 
     def at(self, step: int) -> dict[str, float]:
         """Return the figures of the last steps if `step`, counted from 1, ends them, or {}."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cseq.measure.stats import added, read
+from cseq.measure.stats import added, counting, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,11 +52,12 @@ def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
     if not hasattr(loader, "stats"):
         bar: Iterable[B] = tqdm(loader, **options)
         return bar
-    before = read(loader)
+    counts = counting(loader)
+    before = read(counts)
 
     class Bar(tqdm):  # type: ignore[misc]
-        def display(self, *args: Any, **kwargs: Any) -> Any:
-            self.postfix = _said(before, read(loader)) if self.n > self.initial else "starting"
+        def display(self, *args: object, **kwargs: object) -> object:
+            self.postfix = _said(before, read(counts)) if self.n > self.initial else "starting"
             return super().display(*args, **kwargs)
 
     told: Iterable[B] = Bar(loader, **options)
