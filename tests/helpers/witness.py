@@ -39,7 +39,9 @@ class Witness:
     def __init__(self, folder: Path, mark: str) -> None:
         command = [sys.executable, "-I", "-S", __file__, str(folder), str(os.getpid()), mark]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        # Without the variables of this process, by which a test may find its own processes.
+        needed = {name: os.environ[name] for name in {"LD_LIBRARY_PATH"} & os.environ.keys()}
+        self._process = subprocess.Popen(command, env=needed, stdin=pipe, stdout=pipe, text=True)
         self._answer()
 
     def saw_us(self, name: str) -> bool | None:
