@@ -82,9 +82,7 @@ class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
         state = None if self.batches is None else self.batches.state_dict()
         return {"args": {}, "attributes": {"saved": state}}
 
-    def on_train_begin(
-        self, args: Args, state: Progress, control: Control, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
         if not args.ignore_data_skip:
             raise ValueError(
                 "ignore_data_skip=False makes the Trainer skip batches that the state has left "
@@ -111,14 +109,10 @@ class SeedEpochs(TrainerCallback):  # type: ignore[misc]
     `data_seed`, or `seed`, and the epoch.
     """
 
-    def on_train_begin(
-        self, args: Args, state: Progress, control: Control, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
         self._epoch = int(state.epoch or 0)
 
-    def on_epoch_begin(
-        self, args: Args, state: Progress, control: Control, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
         prepared: DataLoader[Any] = kwargs["train_dataloader"]
         loader: DataLoader[Any] = getattr(prepared, "base_dataloader", prepared)
         sampler = inner_of(loader._index_sampler)
@@ -158,9 +152,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
         self._manager = None if manager is None else counting(manager)
         self._n = count("every", every)
 
-    def on_train_begin(
-        self, args: Args, state: Progress, control: Control, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
         if self.trainer is None:
             raise ValueError(
                 "Monitor has no Trainer to log with; after the Trainer is made, call "
@@ -169,9 +161,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
         loader: object = kwargs["train_dataloader"] if self._manager is None else self._manager
         self._every = Every(loader, self._n)
 
-    def on_step_end(
-        self, args: Args, state: Progress, control: Control, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
         figures = self._every.at(state.global_step)
         if figures and self.trainer is not None:
             wanted = control.should_log  # of this step's loss, which `log` would take as done

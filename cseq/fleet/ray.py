@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -55,9 +55,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Self
 
+    from cseq._work import Runner
     from cseq.arguments import Job
     from cseq.engine.tickets.base import Tickets
     from cseq.fleet.wire import Message
+
+    # A worker in Ray's store, in a list: Ray would fetch it for a call otherwise.
+    Payload: TypeAlias = ray.ObjectRef[tuple[bytes, list[Any]]]
 
 __all__ = ["FleetCrew", "RayFleet"]
 
@@ -92,10 +96,10 @@ def versions() -> str:
     return f"cseq {sys.modules['cseq'].__version__}, Python {python} and numpy {numpy}"
 
 
-def unpickled(payload: list[Any]) -> Any:
+def unpickled(payload: list[Payload]) -> Any:
     """Return the worker that was put into Ray's store."""
     data, buffers = ray.get(payload[0])
-    return pickle.loads(data, buffers=[memoryview(one) for one in buffers])[0]
+    return pickle.loads(data, buffers=[memoryview(buffer) for buffer in buffers])[0]
 
 
 class Agent:
@@ -113,10 +117,10 @@ class Agent:
         self._seeds = Seeds(self._context) if seeds else None
         self._indexer: Any = None
         self._has_made = False
-        self._node: str = ray.util.get_node_ip_address()
+        self._node = ray.util.get_node_ip_address()
         self._thread = ThreadPoolExecutor(1, "cseq-agent", context.enter, (self._context,))
 
-    def about(self, payload: list[Any], trainer: str) -> tuple[int, str]:
+    def about(self, payload: list[Payload], trainer: str) -> tuple[int, str]:
         """Say where it is, and take the worker, which Ray does not keep for a constructor."""
         if trainer != versions():
             raise ImportError(
@@ -257,7 +261,11 @@ class RayFleet:
         threads = None if threads is None else check.count("threads", threads)
         self.timeout = check.seconds("timeout", timeout)
         seeds = check.flag("seed_globals", seed_globals)
-        ours = {"scheduling_strategy": "SPREAD", "max_restarts": -1, "num_cpus": num_cpus}
+        ours: dict[str, object] = {
+            "scheduling_strategy": "SPREAD",
+            "max_restarts": -1,
+            "num_cpus": num_cpus,
+        }
         make = ray.remote(Agent).options(**ours | options, max_concurrency=CALLS).remote
         data, views, _ = dump(worker)
         if not ray.is_initialized():
@@ -278,7 +286,7 @@ class RayFleet:
             self._worker = unpickled(self._payload)
         return self._worker
 
-    def ask(self, handle: Any) -> Any:
+    def ask(self, handle: ray.Handle) -> ray.ObjectRef[tuple[int, str]]:
         """Ask an actor for a sign of life."""
         return handle.about.remote(self._payload, versions())
 
@@ -321,7 +329,8 @@ class Caller:
 
     def __getitem__(self, indices: NDArray[np.int64]) -> Any:
         at: Any = context.here.batch_context
-        now, pool = at.ticket, self._pool
+        now: Runner = at.ticket
+        pool = self._pool
         numbers = context.Numbers(now.seed, now.epoch, now.batch, now.start, now.parts())
         lost: list[str] = []
         while len(lost) < TRIES:
@@ -335,8 +344,8 @@ class Caller:
                     ray.kill(pool.handles[self._at], no_restart=False)
                 lost.append(f"{self._name}: {failure.line_of(error)}")
                 continue
-            made = pickle.loads(data, buffers=buffers)
-            if type(made) is not Raised:
+            made: object = pickle.loads(data, buffers=buffers)
+            if not isinstance(made, Raised):
                 return made
             raised = failure.ordinary(failure.unpack(made.packed))
             failure.annotate(raised, f"raised by {self._name}")
@@ -382,7 +391,7 @@ class Caller:
     def _connect(self, those: list[int], seconds: float) -> None:
         """Connect to the first of these agents that answers."""
         pool = self._pool
-        calls: dict[Any, int] = {}
+        calls: dict[ray.ObjectRef[tuple[int, str]], int] = {}
         for k in those:
             call = pool.calls.get(k) or pool.calls.setdefault(k, pool.fleet.ask(pool.handles[k]))
             calls[call] = k
@@ -460,7 +469,9 @@ class FleetCrew(ThreadCrew):
         assert sampler is not None
         first = sampler.rank * len(fleet.handles) // sampler.world_size
         self.handles = fleet.handles[first:] + fleet.handles[:first]  # of each rank
-        self.calls: dict[int, Any] = {}  # of `ask`, until the answer is used or the agent lost
+        self.calls: dict[
+            int, ray.ObjectRef[tuple[int, str]]
+        ] = {}  # of `ask`, until the answer is used or the agent lost
         self.on_error, self.take, self.closed = tickets.errors, Buffers().take, threading.Event()
         self._callers: list[Caller] = []
         super().__init__(tickets)

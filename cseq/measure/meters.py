@@ -207,7 +207,9 @@ class Meters:
 def _grown(now: Records, then: Records) -> Records:
     """Return records with what was added to their counts, and the slowest batches of that time."""
     found: Records = now.copy()
-    names: list[tuple[str, ...]] = [(name,) for name in ("batches", "behind", "early", "cpu", "queued", "epochs")]
+    names: list[tuple[str, ...]] = [
+        (name,) for name in ("batches", "behind", "early", "cpu", "queued", "epochs")
+    ]
     names += [(name, part) for name in ("work", "wait", "gil") for part in ("sum", "bucket")]
     for path in names:
         added = words(found, *path)

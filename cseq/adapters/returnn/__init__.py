@@ -49,6 +49,7 @@ from cseq.adapters.returnn.worker import CONFIGURATION, OrderRequest, SequencePr
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from cseq.adapters.returnn.worker import Loaded
     from cseq.engine.tickets.items import Items
     from cseq.measure.stats import Stats
     from cseq.runs import Run
@@ -172,7 +173,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._asked: OrderRequest | None = None  # by the last `init_seq_order`
         self._order: Sequence[int] | None = None  # of the epoch, once it is known
         self._begun = False  # whether an epoch is under way
-        self._items: Iterator[Any] = iter(())  # of the epoch
+        self._items: Iterator[Loaded] = iter(())  # of the epoch
         self._taken = 0  # of these
         self._complete = 0.0  # greatest `complete_frac` so far
         self._frames: dict[str, int] = {}  # so far, by key of the data

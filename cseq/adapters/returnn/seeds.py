@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.random import RandomState
 
@@ -12,7 +12,34 @@ from cseq.indexing.context import PURPOSE_ITEM, Numbers
 from cseq.indexing.seeding import Seeds
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
     from cseq.indexing.context import BatchContext
+
+    class Dataset(Protocol):
+        """What is used of a dataset of RETURNN's."""
+
+        num_seqs: int
+        added_data: list[object]
+        fixed_random_seed: int | None
+        random_seed_offset: int
+
+        def set_sharding(self, *, num_shards: int, shard_index: int) -> object: ...
+        def init_seq_order(self, **order: object) -> object: ...
+        def get_current_seq_order(self) -> Sequence[int]: ...
+        def finish_epoch(self, *, free_resources: bool) -> object: ...
+        def load_seqs(self, start: int, stop: int) -> object: ...
+        def is_less_than_num_seqs(self, number: int) -> bool: ...
+        def have_corpus_seq_idx(self) -> bool: ...
+        def get_corpus_seq_idx(self, number: int) -> int: ...
+        def get_complete_frac(self, number: int, **options: bool) -> float | None: ...
+        def get_data_keys(self) -> list[str]: ...
+        def get_data_dtype(self, key: str) -> str: ...
+        def get_data(self, number: int, key: str) -> NDArray[Any]: ...
+        def get_tag(self, number: int) -> str: ...
+
 
 __all__ = ["SequenceSeeds"]
 
@@ -40,7 +67,7 @@ class SequenceSeeds:
         self.passed.append(RandomState(seed))
         return self.passed[-1]
 
-    def begin(self, dataset: Any, epoch: int | None) -> None:
+    def begin(self, dataset: Dataset, epoch: int | None) -> None:
         """Begin an epoch."""
         fixed = dataset.fixed_random_seed
         seed, epoch = (dataset.random_seed_offset, epoch or 0) if fixed is None else (fixed, 0)

@@ -26,6 +26,12 @@ from cseq.processes.launcher.child import set_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from numpy.typing import NDArray
+
+    from cseq.adapters.returnn.seeds import Dataset
+
+    Loaded = tuple[str, float | None, dict[str, NDArray[Any]]]
+
 __all__ = ["CONFIGURATION", "OrderRequest", "SequenceProducer"]
 
 
@@ -94,16 +100,17 @@ class SequenceProducer:
             return num_shards, shard_index
         return num_shards * self._num_workers, shard_index * self._num_workers + self._number
 
-    def _made(self) -> Any:
+    def _made(self) -> Dataset:
         """Return the dataset; make it first if need be."""
         if self._dataset is None:
             num_shards, shard_index = self._shards
             shards = {"_num_shards": num_shards, "_shard_index": shard_index}
             self._dataset = init_dataset({**self._plan, **shards})
             self._seeds.hook()
-        return self._dataset
+        dataset: Dataset = self._dataset
+        return dataset
 
-    def _prepare(self, request: OrderRequest) -> Any:
+    def _prepare(self, request: OrderRequest) -> Dataset:
         """Set the dataset to the beginning of an epoch."""
         shards = self._shards_of(request.num_shards, request.shard_index)
         changed, self._shards = shards != self._shards, shards
@@ -132,10 +139,10 @@ class SequenceProducer:
             return _bare(error)
         return found if found is None or isinstance(found, (int, float, dict)) else list(found)
 
-    def order(self, request: OrderRequest) -> Any:
+    def order(self, request: OrderRequest) -> Sequence[int] | NotImplementedError:
         """Return the order of an epoch's sequences: of this worker's shard, else of all."""
         prepared = self._dataset is not None and self._serial == request.serial
-        dataset = self._dataset if self._dedicated and prepared else self._prepare(request)
+        dataset = self._made() if self._dedicated and prepared else self._prepare(request)
         try:
             return dataset.get_current_seq_order()
         except NotImplementedError as error:
@@ -162,15 +169,14 @@ class SequenceProducer:
         return self._length(self._prepare(request))
 
     @staticmethod
-    def _length(dataset: Any) -> int | float | None:
+    def _length(dataset: Dataset) -> int | float | None:
         """Return the number of sequences in the epoch, where it is known before the last one."""
         try:
-            length: int | float = dataset.num_seqs
+            return dataset.num_seqs
         except NotImplementedError:
             return None
-        return length
 
-    def items(self, start: int) -> Iterator[Any]:
+    def items(self, start: int) -> Iterator[Loaded]:
         """Load one sequence after another.
 
         A dataset that knows its length can begin anywhere. One that does not loads the sequences
@@ -197,8 +203,8 @@ class SequenceProducer:
 
     def _reaches(self, number: int) -> bool:
         """Whether a dataset that does not know its length has a sequence of this number."""
-        dataset = self._dataset
-        if number == 0 and isinstance(dataset, CachedDataset2):
+        dataset: Dataset = self._dataset
+        if number == 0 and isinstance(self._dataset, CachedDataset2):
             dataset.load_seqs(0, 1)  # the question would be refused: "Not a single seq was loaded?"
             return bool(dataset.added_data)
         return bool(dataset.is_less_than_num_seqs(number))
@@ -216,9 +222,9 @@ class SequenceProducer:
             return int(self._dataset.get_corpus_seq_idx(number))
         return number * num_shards + shard_index
 
-    def _loaded(self, number: int) -> Any:
+    def _loaded(self, number: int) -> Loaded:
         """Return a loaded sequence: tag, completed part of the epoch, data."""
-        dataset = self._dataset
+        dataset: Dataset = self._dataset
         fraction = dataset.get_complete_frac(number, allow_only_lr_suitable=True)
         if self._keys is None:  # not every dataset knows them before it has loaded something
             self._keys = list(dataset.get_data_keys())
