@@ -230,7 +230,7 @@ cdef class Lengths:
                         high = middle
                     else:
                         low = middle + 1
-                end = self.ends[low - 1] if low else 0
+                begin = end = self.ends[low - 1] if low else 0
                 k = low * BLOCK - 1
                 while end <= given[n]:
                     k, begin = k + 1, end
