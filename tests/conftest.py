@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import pytest
+from checkout import import_path
 from witness import UNCOUNTED, Witness, descends, is_of
 
 if TYPE_CHECKING:
@@ -581,13 +582,6 @@ def copy_changed(source: str, target: str, stamp: Path) -> None:
     if not os.path.exists(target) or not filecmp.cmp(source, target, shallow=False):
         stamp.unlink(missing_ok=True)
         shutil.copy2(source, target)
-
-
-def import_path() -> str:
-    """PYTHONPATH under which a script finds the cseq that is being tested."""
-    spec = find_spec("cseq")
-    folders = [Path(spec.origin).resolve().parents[1]] if spec and spec.origin else []
-    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from conftest import import_path
+from checkout import import_path
 from token_data import random_documents, write_flat, write_megatron
 
 pytest.importorskip("torch")

@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from conftest import import_path
+from checkout import import_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

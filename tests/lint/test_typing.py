@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import import_path
+from checkout import import_path
 
 SCRIPTS = sorted((Path(__file__).parents[1] / "typing").glob("*.py"))
 

@@ -10,7 +10,7 @@ from math import isfinite
 from pathlib import Path
 
 import pytest
-from conftest import import_path
+from checkout import import_path
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 GROUPS = {path.stem for path in (FOLDER / "cases").glob("[!_]*.py")}

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import import_path
+from checkout import import_path
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "formats"
 PROGRAMS = ("measuring", "run", "torchvision_cpu")

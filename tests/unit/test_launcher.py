@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from conftest import import_path
+from checkout import import_path
 from interrupting import first_hits, interrupted
 from killing import await_death
 

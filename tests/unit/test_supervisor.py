@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from conftest import import_path
+from checkout import import_path
 from kinds import QUICKEST
 from ringing import Trainer
 

@@ -19,7 +19,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import import_path  # noqa: E402
+from checkout import import_path  # noqa: E402
 from killing import KILLED, kill  # noqa: E402
 from torch.utils import data  # noqa: E402
 from torch_data import (  # noqa: E402

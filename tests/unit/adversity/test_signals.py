@@ -16,7 +16,8 @@ import held
 import numpy as np
 import pytest
 from adverse import GUARD
-from conftest import SHM, import_path, is_my_file, shm_names
+from checkout import import_path
+from conftest import SHM, is_my_file, shm_names
 from interrupting import SHARES, first_hits, handled, in_shares, interrupted, places
 from killing import await_death
 
