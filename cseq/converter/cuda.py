@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from cseq.converter.export import pack, remove_counts
 from cseq.converter.host import Host, is_array
 from cseq.converter.lane import Lane
-from cseq.encoding.codec import map_leaves, torch_type
+from cseq.encoding.codec import map_leaves
+from cseq.encoding.survey import torch_type
 
 if TYPE_CHECKING:
     from cseq.converter import Array, Batch, Dtype, Event, Tensor

@@ -10,7 +10,8 @@ import numpy as np
 
 from cseq._memory import flat_of
 from cseq.encoding import failure
-from cseq.encoding.codec import castable, map_leaves, recast, torch_type
+from cseq.encoding.codec import map_leaves, recast
+from cseq.encoding.survey import castable, torch_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable

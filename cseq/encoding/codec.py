@@ -39,15 +39,8 @@ from numpy import ndarray
 
 from cseq._memory import axes_of
 from cseq.encoding._codec import decode
-from cseq.encoding._plan import LONG, MAX_DEPTH, Plan
-from cseq.encoding.survey import (
-    OBJECT,
-    TooDeepError,
-    batch_reducers,
-    castable,
-    opened,
-    torch_type,
-)
+from cseq.encoding._plan import MAX_DEPTH, Plan
+from cseq.encoding.survey import OBJECT, TooDeepError, opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -62,15 +55,11 @@ Dtype: TypeAlias = np.dtype[Any]
 Record: TypeAlias = tuple[int, int, int, int]
 
 __all__ = [
-    "LONG",
     "Record",
-    "batch_reducers",
-    "castable",
     "decode",
     "encode_pickled",
     "map_leaves",
     "recast",
-    "torch_type",
 ]
 
 

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cseq import _memory
-from cseq.encoding.codec import batch_reducers
 from cseq.encoding.pickling import publish, unpicklable
+from cseq.encoding.survey import batch_reducers
 from cseq.memory.descriptors import sparse_file
 
 __all__ = ["PackedItems", "packed"]

@@ -18,8 +18,9 @@ from hypothesis.extra import numpy as npst
 from slots import writer_of
 
 from cseq.encoding import _codec, codec
+from cseq.encoding._plan import LONG
 from cseq.encoding.codec import decode
-from cseq.encoding.survey import plan_for
+from cseq.encoding.survey import castable, plan_for
 from cseq.memory.arena import Arena
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def assert_same(a: Any, b: Any) -> None:
 def assert_same_arrays(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], cast: Any = None) -> None:
     """Compare type, shape, strides and bits with those of an array, which may have been cast."""
     axes = axes_behind(a)
-    if cast is not None and codec.castable(a.dtype):
+    if cast is not None and castable(a.dtype):
         a = a.astype(cast)
     laid = np.empty([a.shape[axis] for axis in axes], a.dtype).transpose(np.argsort(axes))
     assert all_of(a.dtype) == all_of(b.dtype)
@@ -305,7 +306,7 @@ scalars = st.sampled_from(
 )  # fmt: skip
 leaves = st.one_of(
     arrays(), scalars, st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=5),
-    st.none(), st.booleans(), st.complex_numbers(), st.just(b"x" * codec.LONG),
+    st.none(), st.booleans(), st.complex_numbers(), st.just(b"x" * LONG),
     st.just(Colour.RED), st.just(range(3)), st.just({1, 2}), st.just(slice(1, None)),
 )  # fmt: skip
 keys = st.one_of(

@@ -31,6 +31,7 @@ from slots import writer_of
 
 from cseq._memory import Block, copy_of
 from cseq.encoding import _codec, codec
+from cseq.encoding._plan import LONG
 from cseq.encoding.codec import decode, map_leaves
 from cseq.memory.arena import Arena
 
@@ -48,7 +49,7 @@ MOST_KNOWN = 64  # structures that a reader remembers
 @example(batch={})
 @example(batch=[[], ({},)])
 @example(batch={1: np.zeros(1), "a": 2})
-@example(batch=(np.zeros(3), [np.float32(1), b"x" * codec.LONG, "text"], np.ones((2, 2))))
+@example(batch=(np.zeros(3), [np.float32(1), b"x" * LONG, "text"], np.ones((2, 2))))
 def test_round_trip(batch: Any) -> None:
     """What is read equals what was written, types, order and bits, and can be written to."""
     assert_same(batch, copied(batch))
@@ -70,7 +71,7 @@ def test_batches_do_not_depend_on_each_other(sequence: list[Any], data: st.DataO
 
 KNOWN = [
     np.arange(3), (np.arange(3), np.arange(2.0)), [], {"a": [np.arange(3), (np.ones(2),)], "b": {}},
-    {f"key {number}": np.full((2, 3), number) for number in range(113)}, b"x" * codec.LONG,
+    {f"key {number}": np.full((2, 3), number) for number in range(113)}, b"x" * LONG,
     Pair(np.arange(3), [np.ones(2)]), Frozen(np.arange(3), Pair(1, np.ones(2))), 5, "text",
     [np.arange(3), 1, 2.5, "text", None, True, b"short", 1j, ["a", "b"], (1, 2)],
     OrderedDict(a=np.arange(2)), (np.float32(1.5), np.bool_(True)), np.arange(6).reshape(2, 3).T,
@@ -129,7 +130,7 @@ A, B = np.arange(3), np.ones(2)
         [{"a": A, "b": B}, {"b": A, "a": B}, {"a": A}, {"a": A, "b": B, "c": A}, {"a": A, 1: B}],
         [OrderedDict(a=A, b=B), {"a": A, "b": B}, OrderedDict(b=A, a=B), defaultdict(list, a=A)],
         [[A, 1], [A, "1"], [A, [1]], [A, [1, B]], [A, (1,)], [A, B], [A, [[1]]], [A, True]],
-        [[A, b"x"], [A, b"x" * codec.LONG], [A, b"y" * 2 * codec.LONG], [A, None]],
+        [[A, b"x"], [A, b"x" * LONG], [A, b"y" * 2 * LONG], [A, None]],
         [Sample(A, B), Sample(A), Sample(B, A), Sample(A, [B]), Frozen(A, B), Slotted(A, B)],
         [[np.float32(1), A], [np.float64(1), A], [np.array(1.0), A], [1.0, A]],
         [A[::2], A.astype(">i8"), A.astype("i4"), A[None], A[:0], A.view("M8[s]"), A.view("M8[D]")],
