@@ -20,7 +20,7 @@ from cseq.order._readers import (
     shuffle,
 )
 from cseq.order.base import spans
-from cseq.order.classes import one_dimensional
+from cseq.order.classes import integers
 from cseq.order.shuffled import Samples
 
 if TYPE_CHECKING:
@@ -275,9 +275,7 @@ class UnequalWindows:
 
 def _sizes(rows: ArrayLike) -> Ints:
     """Check the sizes of blocks."""
-    given = one_dimensional("rows", rows)
-    if given.dtype.kind not in "iu":
-        raise TypeError(f"rows has values of type {given.dtype}; give the samples of each block")
+    given = integers("rows", rows)
     if given.min() < 0 or not given.any():
         raise ValueError(
             f"rows[{given.argmin()}]={given.min()}: give at least 0 samples a block, and one block "

@@ -301,6 +301,17 @@ def one_dimensional(name: str, given: ArrayLike) -> NDArray[Any]:
     return values
 
 
+def integers(name: str, given: ArrayLike) -> NDArray[np.integer[Any]]:
+    """Return an argument as an array of integers, which is not copied if it is one."""
+    values = one_dimensional(name, given)
+    if values.dtype.kind not in "iu":
+        raise TypeError(
+            f"{name} has values of type {values.dtype}, such as {values[0]!r}; give integers of at "
+            "least 0"
+        )
+    return values.view(np.ndarray)
+
+
 def _chunks(values: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
     """Go through an array, which may be a memory map, in pieces."""
     for start in range(0, len(values), CHUNK):

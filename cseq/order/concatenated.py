@@ -10,7 +10,8 @@ import numpy as np
 from cseq.check import count
 from cseq.order._readers import DOCUMENTS, ArrayReader, Permutation, digest
 from cseq.order.base import Order, spans
-from cseq.order.documents import DocumentEnds, lengths_of
+from cseq.order.classes import integers
+from cseq.order.documents import DocumentEnds
 from cseq.order.tables import cache_of, forget, tables
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Concatenated(Order):
         self, lengths: ArrayLike, row: int, *, cache: str | os.PathLike[str] | None = None
     ) -> None:
         self.row = count("row", row, 1, MOST_ROW)
-        lengths = lengths_of(lengths)
+        lengths = integers("lengths", lengths)
         self._folder, self._lengths = cache_of(cache), digest(lengths)
         name = f"concatenated-v1-{self._lengths:016x}-{row}"
         found = tables(self._folder, name, partial(self._make, lengths))

@@ -8,14 +8,14 @@ import numpy as np
 
 from cseq.order._readers import CHUNK, Lengths
 from cseq.order.base import MOST_SAMPLES
-from cseq.order.classes import one_dimensional
+from cseq.order.classes import integers
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from cseq.order.base import Ints
 
-__all__ = ["DocumentEnds", "lengths_of"]
+__all__ = ["DocumentEnds"]
 
 BLOCK = 64  # documents between two sums that are kept
 
@@ -56,7 +56,7 @@ class DocumentEnds:
     """
 
     def __init__(self, lengths: ArrayLike, unit: int = 1, ends: Ints | None = None) -> None:
-        self.lengths, self.unit = lengths_of(lengths), unit
+        self.lengths, self.unit = integers("lengths", lengths), unit
         self.ends = self._sums() if ends is None else ends
         self.total = int(self.ends[-1])
         self._kept = Lengths(self.lengths, self.ends, unit)
@@ -96,14 +96,3 @@ class DocumentEnds:
         Positions are in [0, `total`). Empty documents have none.
         """
         return self._kept.find(positions)
-
-
-def lengths_of(lengths: ArrayLike) -> NDArray[np.integer[Any]]:
-    """Return the argument `lengths` as an array of integers, which is not copied if it is one."""
-    values = one_dimensional("lengths", lengths)
-    if values.dtype.kind not in "iu":
-        raise TypeError(
-            f"lengths has values of type {values.dtype}, such as {values[0]!r}; give integers of "
-            "at least 0"
-        )
-    return values.view(np.ndarray)

@@ -9,8 +9,8 @@ import numpy as np
 
 from cseq.order._readers import MEMBERS, digest, keyed
 from cseq.order.base import spans
-from cseq.order.classes import Classes
-from cseq.order.documents import DocumentEnds, lengths_of
+from cseq.order.classes import Classes, integers
+from cseq.order.documents import DocumentEnds
 from cseq.order.tables import tables
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Pieces(Classes):
         self, lengths: ArrayLike, budget: int, quantum: int, pack: Pack, cache: str | None
     ) -> None:
         self.budget, self.quantum, self.rooms = budget, quantum, budget // quantum
-        lengths = lengths_of(lengths)
+        lengths = integers("lengths", lengths)
         self.fingerprint = digest(lengths)
         name = f"packed-split-v1-{self.fingerprint:016x}-{budget}-{quantum}"
         found = tables(cache, name, partial(self._make, lengths, pack))

@@ -103,7 +103,7 @@ class Flat(Corpus):
             if is_path and cache is not None:
                 lengths = kept(offsets, cache, [], lambda: bounds)
             else:
-                lengths = lengths_of(bounds)
+                lengths = lengths_between(bounds)
         self.lay(name, lengths, [tokens])
 
 
@@ -154,7 +154,7 @@ def kept(
     key = int(fingerprint(np.array([there.st_size, there.st_mtime_ns, *facts])))
 
     def make(new: New) -> None:
-        lengths = lengths_of(bounds())
+        lengths = lengths_between(bounds())
         new("lengths", len(lengths), lengths.dtype)[:] = lengths
 
     try:
@@ -172,7 +172,7 @@ def bounds_of(tokens: NDArray[Any], end: int) -> NDArray[Any]:
     return bounds[:-1] if bounds[-1] == bounds[-2] else bounds
 
 
-def lengths_of(bounds: NDArray[Any]) -> NDArray[Any]:
+def lengths_between(bounds: NDArray[Any]) -> NDArray[Any]:
     """Return the lengths of documents, in 4 bytes each if they are below 2**32."""
     lengths = np.diff(bounds)
     return lengths.astype(np.uint32 if lengths.max(initial=0) < 2**32 else np.int64)
