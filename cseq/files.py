@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and those that processes lock."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import gzip
 import os
 from typing import IO, TYPE_CHECKING
 
+from cseq._memory import lift
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["whole"]
+__all__ = ["locked", "whole"]
 
 
 @contextlib.contextmanager
@@ -39,3 +41,23 @@ def _open(path: str, *, packed: bool) -> IO[str]:
     if packed:
         return gzip.open(path, "xt", compresslevel=4, encoding="utf-8")
     return open(path, "x", encoding="utf-8")
+
+
+def locked(path: str, *, shared: bool = False) -> int | None:
+    """Open a file, made if it is not there, and lock it until it is closed.
+
+    Waits for who has locked it. None: another process has renamed or removed the file meanwhile.
+    """
+    import fcntl
+
+    fd = lift(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                return fd
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None

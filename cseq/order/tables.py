@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from cseq.files import locked
 from cseq.order._readers import digest
 
 if TYPE_CHECKING:
@@ -85,22 +86,16 @@ def forget(folder: str, start: str, before: int) -> None:
 @contextlib.contextmanager
 def _claimed(path: str) -> Iterator[int | None]:
     """Open a file for this process alone, when no other has it; None: it was renamed meanwhile."""
-    import fcntl
-
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)  # until it is closed, or this process ends
-        except OSError as error:
-            said = f"{error.strerror}: cache= needs locks (flock); give a folder of a local disk"
-            raise OSError(error.errno, said, path) from None
-        try:
-            is_there = os.path.samestat(os.stat(path), os.fstat(fd))
-        except FileNotFoundError:
-            is_there = False
-        yield fd if is_there else None
+        fd = locked(path)
+    except OSError as error:
+        said = f"{error.strerror}: cache= needs locks (flock); give a folder of a local disk"
+        raise OSError(error.errno, said, path) from None
+    try:
+        yield fd
     finally:
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
 
 
 def _write(fd: int, name: str, make: Callable[[New], None]) -> None:

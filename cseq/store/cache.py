@@ -9,17 +9,15 @@ import pickle
 import sys
 import sysconfig
 import tempfile
-import threading
-import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, overload
 
 import numpy as np
 
 from cseq.check import count
-from cseq.encoding.codec import batch_reducers
 from cseq.encoding.pickling import dump, dumps
-from cseq.store.entries import Entries, check, remove_unused
+from cseq.encoding.survey import batch_reducers
+from cseq.store.entries import HEAD, LINE, opened, remove_unused
 from cseq.system import memory_limit_of
 
 if TYPE_CHECKING:
@@ -33,7 +31,6 @@ T_co = TypeVar("T_co", covariant=True)
 
 FORMAT = 1
 SHARED = "/dev/shm"
-LINE = 64
 REDUCERS = partial(batch_reducers, handles=False)
 
 
@@ -116,41 +113,42 @@ def cached(
     >>> int(samples[3].sum()), int(samples[3].sum()), samples.stats().hits
     (192, 192, 1)
     """
-    return Cached(make, limit, folder, version)
+    if os.name == "nt":
+        raise OSError("cseq.cached needs fcntl's locks, which Windows does not have")
+    for name in ("__getitem__", "__len__"):
+        if not hasattr(make, name):
+            raise TypeError(f"make={make!r} has no {name}; give a data set, with [index] and len()")
+    about = {
+        "format": FORMAT,
+        "samples": count("len(make)", len(make)),
+        "limit": memory_limit_of(limit, "limit"),
+        **_identity(make, version),
+    }
+    if folder is not None:
+        return Cached(make, about, os.path.abspath(folder), is_kept=True)
+    name = hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()[:16]
+    base = f"{_base(about['limit'])}/cseq-cache-{os.getuid()}-"
+    for path in glob.glob(f"{base}*"):
+        remove_unused(path)  # of processes that were killed
+    return Cached(make, about, base + name, is_kept=False)
 
 
 class Cached(Generic[T_co]):
-    """What `cached` returns."""
+    """What `cached` returns; a pickle of it opens the same entries."""
 
     def __init__(
-        self, make: Samples[T_co], limit: int | str, folder: str | None, version: str | None
+        self,
+        make: Samples[T_co],
+        about: dict[str, Any],
+        folder: str,
+        is_kept: bool,  # noqa: FBT001 - from a pickle
     ) -> None:
-        if os.name == "nt":
-            raise OSError("cseq.cached needs fcntl's locks, which Windows does not have")
-        for name in ("__getitem__", "__len__"):
-            if not hasattr(make, name):
-                raise TypeError(
-                    f"make={make!r} has no {name}; give a data set, with [index] and len()"
-                )
-        about = {
-            "format": FORMAT,
-            "samples": count("len(make)", len(make)),
-            "limit": memory_limit_of(limit, "limit"),
-            **_identity(make, version),
-        }
-        self._is_kept = folder is not None
-        if folder is None:
-            name = hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()[:16]
-            base = f"{_base(about['limit'])}/cseq-cache-{os.getuid()}-"
-            for path in glob.glob(f"{base}*"):
-                remove_unused(path)  # of processes that were killed
-            folder = base + name
-        self._make, self._about, self._folder = make, about, os.path.abspath(folder)
-        self._entries = opened(self._folder, about, is_kept=self._is_kept)
+        self._make, self._about, self._folder, self._is_kept = make, about, folder, is_kept
+        self._entries = opened(folder, about, is_kept=is_kept)
         self._is_checked = False
 
     def __reduce__(self) -> Any:
-        return _again, (self._make, self._about, self._folder, self._is_kept)
+        return Cached, (self._make, self._about, self._folder, self._is_kept)
 
     def __len__(self) -> int:
         return int(self._about["samples"])
@@ -192,7 +190,6 @@ class Cached(Generic[T_co]):
     def _made(self, number: int) -> T_co:
         """Make a sample, and keep it if no other process or thread does."""
         if not self._entries.claim(number):
-            self._entries.note_private()
             return self._make[number]
         try:
             sample = self._make[number]
@@ -211,29 +208,6 @@ class Cached(Generic[T_co]):
                 "what it returns must not depend on random numbers, which belong behind the cache; "
                 f"if make has changed, give another version, or remove {self._folder}"
             )
-
-
-def _again(make: Any, about: dict[str, Any], folder: str, is_kept: bool) -> Cached[Any]:  # noqa: FBT001 - from a pickle
-    """Return a cache that was pickled."""
-    cache: Cached[Any] = object.__new__(Cached)
-    cache._make, cache._about, cache._folder, cache._is_kept = make, about, folder, is_kept
-    cache._entries, cache._is_checked = opened(folder, about, is_kept=is_kept), False
-    return cache
-
-
-_opened: weakref.WeakValueDictionary[str, Entries] = weakref.WeakValueDictionary()
-_opening = threading.RLock()
-
-
-def opened(folder: str, about: dict[str, Any], *, is_kept: bool) -> Entries:
-    """Return the entries of a folder, which a process opens once: `fcntl` locks are a process's."""
-    with _opening:
-        entries = _opened.get(folder)
-        if entries is None:
-            number, limit = about["samples"], about["limit"]
-            entries = _opened[folder] = Entries(folder, number, limit, about, is_kept=is_kept)
-        check(folder, about)
-        return entries
 
 
 def _base(nbytes: int) -> str:
@@ -255,7 +229,7 @@ def _entry_of(sample: object) -> list[Any]:
     data = dumps(sample, buffers, REDUCERS)
     words = np.array([len(buffers), len(data), *(buffer.nbytes for buffer in buffers)], np.int64)
     parts: list[Any] = [words.tobytes(), data]
-    end = 8 + words.nbytes + len(data)  # 8: the bytes that `Entries` writes first
+    end = HEAD + words.nbytes + len(data)  # from the entry's beginning, which is aligned
     for buffer in buffers:
         parts += [bytes(-end % LINE), buffer]
         end += -end % LINE + buffer.nbytes
@@ -270,7 +244,7 @@ def _parts_of(entry: memoryview) -> tuple[memoryview, list[memoryview]]:
     end += nbytes
     buffers = []
     for size in sizes:
-        end += -(8 + end) % LINE
+        end += -(HEAD + end) % LINE
         buffers.append(entry[end : end + size])
         end += size
     return data, buffers

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cseq._memory import lift
-from cseq.files import whole
+from cseq.files import locked, whole
 from cseq.measure.stats import CACHES
 
 if TYPE_CHECKING:
@@ -46,12 +46,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Entries"]
+__all__ = ["HEAD", "LINE", "Entries", "opened", "remove_unused"]
 
 log = logging.getLogger("cseq")
 
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 LINE = 64  # an entry begins at a multiple of it
+HEAD = 8  # bytes of an entry that say how many follow
 USED = 0  # the header's words
 HEADER, COUNTERS = 8, 512  # words of the header; rows of counters
 HITS, MADE, REFUSED = range(3)  # a row of counters: found, made and kept, made and not kept
@@ -67,12 +68,10 @@ class Entries:
     Parameters
     ----------
     folder : str
-    count : int
-        The number of entries.
-    limit : int
-        The most bytes that ``index`` and ``data`` take together.
     about : dict
-        What the entries are of, as JSON values. A folder with other entries is refused.
+        What the entries are of, as JSON values. A folder with other entries is refused. It has
+        ``samples``, the number of entries, and ``limit``, the most bytes that ``index`` and
+        ``data`` take together.
     is_kept : bool
         False: the last process that has the folder open removes it.
 
@@ -84,10 +83,10 @@ class Entries:
         There is no room for the index.
     """
 
-    def __init__(
-        self, folder: str, count: int, limit: int, about: dict[str, Any], *, is_kept: bool
-    ) -> None:
-        self.folder, self.count, self.limit = folder, count, limit
+    def __init__(self, folder: str, about: dict[str, Any], *, is_kept: bool) -> None:
+        count: int = about["samples"]
+        limit: int = about["limit"]
+        self.folder, self.limit = folder, limit
         self.overhead = 8 * (FIRST + 4 * count)
         if limit <= self.overhead:
             raise ValueError(
@@ -132,18 +131,23 @@ class Entries:
         if start < 0:
             return None
         self._note(HITS)
-        nbytes = int.from_bytes(self._bytes[start : start + 8], "little")
-        return self._bytes[start + 8 : start + 8 + nbytes].toreadonly()
+        begin = start + HEAD
+        nbytes = int.from_bytes(self._bytes[start:begin], "little")
+        return self._bytes[begin : begin + nbytes].toreadonly()
 
     def claim(self, number: int) -> bool:
-        """Claim an absent entry, to `keep` it; False: it is there, or is claimed already."""
+        """Claim an absent entry, to `keep` it; False: it is there, or is claimed already.
+
+        Then the sample is counted as one that is made and not kept.
+        """
         with self._own:
-            if number in self._claimed or self._rows[number, READY]:
-                return False
-            if not self._lock(number, wait=False):
-                return False
-            self._claimed.add(number)
-        return True
+            is_free = number not in self._claimed and not self._rows[number, READY]
+            is_ours = is_free and self._lock(number, wait=False)
+            if is_ours:
+                self._claimed.add(number)
+        if not is_ours:
+            self._note(REFUSED)
+        return is_ours
 
     def release(self, number: int) -> None:
         """Give a claim back."""
@@ -151,29 +155,28 @@ class Entries:
             self._unlock(number)
             self._claimed.discard(number)
 
-    def keep(self, number: int, parts: Sequence[Any]) -> bool:
-        """Keep an entry that is claimed, of several buffers; False: there is no room."""
+    def keep(self, number: int, parts: Sequence[Any]) -> None:
+        """Keep an entry that is claimed, of several buffers, if there is room."""
         nbytes = sum(memoryview(part).nbytes for part in parts)
         if nbytes > self.limit - self.overhead:
             raise ValueError(
                 f"limit={self.limit} is too small: sample {number} alone takes {nbytes} bytes, and "
                 f"the index {self.overhead}; give a larger limit"
             )
-        start = self._room(number, -(-(8 + nbytes) // LINE) * LINE)
+        start = self._room(number, -(-(HEAD + nbytes) // LINE) * LINE)
         if start is None:
             self._note(REFUSED)
-            return False
+            return
         try:
-            _write(self._data, b"".join([nbytes.to_bytes(8, "little"), *parts]), start)
+            _write(self._data, b"".join([nbytes.to_bytes(HEAD, "little"), *parts]), start)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             self._tell_full(error)
             self._note(REFUSED)
-            return False
+            return
         self._set(FIRST + 4 * number + READY, start + 1)
         self._note(MADE)
-        return True
 
     def _room(self, number: int, nbytes: int) -> int | None:
         """Return where an entry is to be written: its room of a maker that was killed, or new."""
@@ -211,10 +214,6 @@ class Entries:
         """Return how often an entry was found, made and kept, made and not kept, by all."""
         hits, made, refused, _ = self._counters.sum(axis=0).tolist()
         return hits, made, refused
-
-    def note_private(self) -> None:
-        """Count a sample that is not kept, since another process or thread makes it."""
-        self._note(REFUSED)
 
     def _note(self, column: int) -> None:
         """Count something in the row of this process, if it has one."""
@@ -285,10 +284,24 @@ def check(folder: str, about: dict[str, Any]) -> None:
             )
 
 
+_opened: weakref.WeakValueDictionary[str, Entries] = weakref.WeakValueDictionary()
+_opening = threading.RLock()
+
+
+def opened(folder: str, about: dict[str, Any], *, is_kept: bool) -> Entries:
+    """Return the entries of a folder, which a process opens once: `fcntl` locks are a process's."""
+    with _opening:
+        entries = _opened.get(folder)
+        if entries is None:
+            entries = _opened[folder] = Entries(folder, about, is_kept=is_kept)
+        else:
+            check(folder, about)
+        return entries
+
+
 def _forget() -> None:
-    for entries in CACHES:
-        if isinstance(entries, Entries):
-            entries.forget()
+    for entries in _opened.values():
+        entries.forget()
 
 
 if hasattr(os, "register_at_fork"):
@@ -309,20 +322,12 @@ def _write(fd: int, data: bytes, offset: int) -> None:
 
 def _users_of(folder: str) -> int:
     """Open a folder, made if it is not there, so that nobody removes it; return its lock's file."""
-    import fcntl
-
-    path = f"{folder}/users"
     while True:
         os.makedirs(folder, 0o700, exist_ok=True)
-        try:
-            users = _open(folder, "users")
-        except FileNotFoundError:  # it was removed just now
-            continue
-        fcntl.flock(users, fcntl.LOCK_SH)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(users), os.stat(path)):
+        with contextlib.suppress(FileNotFoundError):  # the folder was removed just now
+            users = locked(f"{folder}/users", shared=True)
+            if users is not None:
                 return users
-        os.close(users)
 
 
 def remove_unused(folder: str, users: int | None = None) -> None:
