@@ -10,7 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from cseq._core import ALGORITHMS
-from cseq.check import ELSEWHERE, MOST_WORKERS, OF_DATASET, count, flag, unexpected
+from cseq.check import ELSEWHERE, MOST_WORKERS, OF_DATASET, flag, integer, unexpected
 from cseq.indexing import indexer
 from cseq.indexing.dataset import is_torchs, unasked
 from cseq.measure.advice import MOST_READERS
@@ -107,9 +107,9 @@ def sizes_of(
     auto = is_auto("num_workers", num_workers), is_auto("buffer", buffer)
     start, most = workers_of_auto()
     if not auto[1]:
-        buffer = count("buffer", buffer, most=MOST_BUFFER)
+        buffer = integer("buffer", buffer, most=MOST_BUFFER)
     if not auto[0]:
-        number = count("num_workers", num_workers, least=0, most=MOST_WORKERS)
+        number = integer("num_workers", num_workers, least=0, most=MOST_WORKERS)
         if thread_type == "proc" and number > most:
             warnings.warn(
                 f"num_workers={number} worker processes on {share()} cores: more than {most} slow "
@@ -240,7 +240,7 @@ def batch_size_of(batch_size: Any, order: Order) -> int:
             "give 1 for samples one by one"
         )
     most = MOST_BATCH if order.room == 1 else MOST_BATCH // (order.room + 1)
-    size = count("batch_size", batch_size, most=most)
+    size = integer("batch_size", batch_size, most=most)
     if order.is_batch:
         if size not in (1, BATCH_SIZE):
             raise ValueError(
@@ -280,7 +280,7 @@ def order_of(worker: Any, order: Any, shuffle: Any) -> Order:
 
 def repeat_of(repeat: Any, *, ordered: bool, pad: bool, drop_last: bool) -> int:
     """Check `repeat`; without end is as often as can be counted."""
-    number = MOST_EPOCHS if repeat is True else count("repeat", repeat, most=MOST_EPOCHS)
+    number = MOST_EPOCHS if repeat is True else integer("repeat", repeat, most=MOST_EPOCHS)
     if number > 1 and not ordered:
         raise ValueError(
             f"repeat={repeat!r} with ordered=False: batches of two epochs would be mixed; use "
@@ -302,7 +302,7 @@ def converters_of(workers: int, converters: int | None, thread_type: ThreadType)
     """
     if converters is None:
         return min(workers, 1 if thread_type == "proc" else max(4, workers // 4))
-    number = count("num_converters", converters)
+    number = integer("num_converters", converters)
     if not workers:
         return 0
     if number > workers:

@@ -16,9 +16,9 @@ __all__ = [
     "MOST_WORKERS",
     "OF_DATASET",
     "choice",
-    "count",
     "dimensions",
     "flag",
+    "integer",
     "seconds",
     "unexpected",
 ]
@@ -71,7 +71,7 @@ def unexpected(
     return TypeError(f"{caller}() got an unexpected keyword argument {name!r}: {instead}")
 
 
-def count(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+def integer(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
     """Check a whole number from `least` to `most`; numpy's integers are fine, bool is none."""
     try:
         if isinstance(value, (bool, np.bool_)):

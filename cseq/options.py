@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cseq.check import choice, count, flag, seconds
+from cseq.check import choice, flag, integer, seconds
 from cseq.processes.launcher import start_methods
 from cseq.system import memory_limit_of
 
@@ -35,11 +35,11 @@ class WorkerOptions(NamedTuple):
         limit, threads = self.memory_limit, self.threads
         return WorkerOptions(
             choice("start_method", self.start_method, (None, *start_methods())),
-            count("max_restarts", self.max_restarts, least=0),
+            integer("max_restarts", self.max_restarts, least=0),
             seconds("timeout", self.timeout),
             choice("on_timeout", self.on_timeout, ("raise", "restart")),
             None if limit is None else memory_limit_of(limit),
-            None if threads is None else count("threads", threads),
+            None if threads is None else integer("threads", threads),
             flag("preload", self.preload),
         )
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Generic
 
 from cseq import arguments
-from cseq.check import choice, count, flag
+from cseq.check import choice, flag, integer
 from cseq.converter import output as outputs
 from cseq.engine import remake as remaking
 from cseq.engine._feed import FeedIterator
@@ -346,7 +346,7 @@ class MSequence(Manager, Generic[B_co]):
         TypeError, ValueError
             `epoch` is not an integer, or out of range.
         """
-        number = count("epoch", epoch, least=0, most=MOST_EPOCH)
+        number = integer("epoch", epoch, least=0, most=MOST_EPOCH)
         with self._alone():
             run, place = self._run, self._place
             now = place.now(self._sampler)

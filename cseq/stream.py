@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from cseq._lock import rest
-from cseq.check import MOST_WORKERS, choice, count, flag
+from cseq.check import MOST_WORKERS, choice, flag, integer
 from cseq.engine._feed import FeedIterator, ItemFailure
 from cseq.engine.pool import Pool
 from cseq.engine.tickets.items import Items, Naming
@@ -138,14 +138,14 @@ class Streams:
                 f"producer={producer!r} cannot be called; give producer(number, num_workers)"
             )
         early = choice("launch", launch, ("now", "begin")) == "now"
-        workers = count("num_workers", num_workers, most=MOST_WORKERS)
+        workers = integer("num_workers", num_workers, most=MOST_WORKERS)
         options = WorkerOptions(
             start_method, max_restarts, timeout, on_timeout, memory_limit, threads, preload
         ).checked()
         items = Items(
             workers,
             options,
-            prefetch=count("prefetch", prefetch, most=MOST_AHEAD),
+            prefetch=integer("prefetch", prefetch, most=MOST_AHEAD),
             errors=choice("errors", errors, ("raise", "return")),
             naming=naming,
             fails=choice("lethal", lethal, ("raise", "return")) == "return",
@@ -224,7 +224,7 @@ class Streams:
             )
         free = choice("assign", assign, ("turn", "free")) == "free"
         ordered = flag("ordered", ordered)
-        first = count("first", first, least=0, most=self.num_workers - 1)
+        first = integer("first", first, least=0, most=self.num_workers - 1)
         if keys is not None and not hasattr(keys, "__next__"):
             raise TypeError(f"keys={keys!r} is not an iterator; give iter(...) of it")
         run = self._ours()

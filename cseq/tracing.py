@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cseq._core import now_ns
-from cseq.check import count
+from cseq.check import integer
 from cseq.files import whole
 from cseq.measure import lanes
 from cseq.measure._trace import begin_log, drop_log, end_log
@@ -98,7 +98,7 @@ class Trace:
             raise ValueError(f"path={name!r} ends in neither .json nor .json.gz; give such a name")
         self.path = name
         self._rank = rank
-        self._tickets = count("tickets", tickets, most=MOST_TICKETS)
+        self._tickets = integer("tickets", tickets, most=MOST_TICKETS)
 
     def begin(self) -> None:
         """Begin to record; see `trace` for what is raised."""

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from cseq.adapters import needs
-from cseq.check import count
+from cseq.check import integer
 
 with needs("keras", "keras"):
     from keras.callbacks import Callback
@@ -59,7 +59,7 @@ class SaveState(Callback):  # type: ignore[misc]
 
     def __init__(self, manager: Any, folder: str, every: int) -> None:
         super().__init__()
-        self._manager, self._folder, self._every = manager, folder, count("every", every)
+        self._manager, self._folder, self._every = manager, folder, integer("every", every)
         self._weights: str | None = None  # what the state names, which is on the disk as a whole
 
     def on_train_begin(self, logs: Any = None) -> None:

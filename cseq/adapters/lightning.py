@@ -9,7 +9,7 @@ import torch
 from cseq.adapters import needs
 from cseq.adapters.torch import DataLoader
 from cseq.adapters.torch.order import inner_of, seed_from
-from cseq.check import count
+from cseq.check import integer
 from cseq.measure.stats import Every, counting
 
 with needs("lightning", "lightning"):
@@ -200,7 +200,7 @@ class Monitor(Callback):  # type: ignore[misc]
 
     def __init__(self, manager: object = None, every: int = 50) -> None:
         self._manager = None if manager is None else counting(manager)
-        self._n = count("every", every)
+        self._n = integer("every", every)
 
     def on_train_start(self, trainer: Trainer, pl_module: object) -> None:
         loader = trainer.train_dataloader if self._manager is None else self._manager

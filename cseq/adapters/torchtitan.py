@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cseq.adapters import needs
-from cseq.check import count, flag
+from cseq.check import flag, integer
 from cseq.kinds import MPSequence
 
 with needs("torchtitan", "torchtitan"):
@@ -104,8 +104,8 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
             )
         self._is_flat = seq_len is None
         if self._is_flat:
-            length = count("max_context_length", max_context_length)
-            size = count("num_tokens_per_batch", num_tokens_per_batch)
+            length = integer("max_context_length", max_context_length)
+            size = integer("num_tokens_per_batch", num_tokens_per_batch)
             if size % length:
                 raise ValueError(
                     f"num_tokens_per_batch={size} is no multiple of max_context_length={length}; "
@@ -113,8 +113,8 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
                 )
             batch_size = size // length
         else:
-            length = count("seq_len", seq_len)
-            batch_size = count("local_batch_size", local_batch_size)
+            length = integer("seq_len", seq_len)
+            batch_size = integer("local_batch_size", local_batch_size)
         rows = config.rows(length)
         if lacking := {*KEYS}.difference(rows.keys):
             raise ValueError(

@@ -8,7 +8,7 @@ import torch
 
 from cseq.adapters import needs
 from cseq.adapters.torch.order import inner_of, seed_from, seed_of
-from cseq.check import count
+from cseq.check import integer
 from cseq.measure.stats import Every, counting
 
 with needs("transformers", "'transformers[torch]'"):
@@ -150,7 +150,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self.trainer = trainer
         self._manager = None if manager is None else counting(manager)
-        self._n = count("every", every)
+        self._n = integer("every", every)
 
     def on_train_begin(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
         if self.trainer is None:

@@ -256,9 +256,9 @@ class RayFleet:
         **options: Any,
     ) -> None:
         check_worker(worker)
-        nodes = None if nodes is None else check.count("nodes", nodes)
-        num_workers = None if num_workers is None else check.count("num_workers", num_workers)
-        threads = None if threads is None else check.count("threads", threads)
+        nodes = None if nodes is None else check.integer("nodes", nodes)
+        num_workers = None if num_workers is None else check.integer("num_workers", num_workers)
+        threads = None if threads is None else check.integer("threads", threads)
         self.timeout = check.seconds("timeout", timeout)
         seeds = check.flag("seed_globals", seed_globals)
         ours: dict[str, object] = {

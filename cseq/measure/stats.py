@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from cseq.check import count
+from cseq.check import integer
 from cseq.measure.meters import METER, Meters, total, words
 from cseq.system import share
 
@@ -459,7 +459,7 @@ class Every:
     """
 
     def __init__(self, manager: object, n: int) -> None:
-        self._manager, self._n, self._told = counting(manager), count("n", n), False
+        self._manager, self._n, self._told = counting(manager), integer("n", n), False
         self._before = read(self._manager)
 
     def at(self, step: int) -> dict[str, float]:

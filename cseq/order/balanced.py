@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from cseq.check import choice, count
+from cseq.check import choice, integer
 from cseq.order._readers import AHEAD, BALANCE, ArrayReader, Permutation, deal, gather
 from cseq.order.base import Order
 
@@ -77,9 +77,9 @@ class Balanced(Order):
         if not isinstance(order, Order):
             raise TypeError(f"order={order!r} is not a cseq.Order; give one")
         order.measured(0)  # or it says that it does not know the work of its units
-        self.order, self.step = order, count("step", step, 1, MOST_STEP)
+        self.order, self.step = order, integer("step", step, 1, MOST_STEP)
         quarter = self.step // math.gcd(self.step, 4)
-        self.together = count("together", quarter if together is None else together, 1, self.step)
+        self.together = integer("together", quarter if together is None else together, 1, self.step)
         if self.step % self.together:
             raise ValueError(f"together={together} does not divide step={step}; give one that does")
         self._over = choice("over", over, (*STEPS, "epoch"))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from cseq.check import count
+from cseq.check import integer
 from cseq.order._readers import ArrayReader, gather
 
 if TYPE_CHECKING:
@@ -198,17 +198,17 @@ class Order:
         start, stop : int
             Numbers of batches. `stop` None: to the end of the epoch.
         """
-        size = count("batch_size", batch_size)
+        size = integer("batch_size", batch_size)
         if self.is_batch and size > 1:
             raise ValueError(
                 f"batch_size={batch_size}: the units of {self!r} are batches; leave it out"
             )
-        reader = self.reader(count("seed", seed, 0, MOST_SEED))
+        reader = self.reader(integer("seed", seed, 0, MOST_SEED))
         there = -(-self.units // size)
-        last = there if stop is None else min(count("stop", stop, 0), there)
+        last = there if stop is None else min(integer("stop", stop, 0), there)
         return [
             reader.samples(epoch, k * size, min(size, self.units - k * size))[0].tolist()
-            for k in range(count("start", start, 0), last)
+            for k in range(integer("start", start, 0), last)
         ]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from cseq.check import count
+from cseq.check import integer
 from cseq.order._readers import (
     AHEAD,
     BLOCKS,
@@ -91,9 +91,9 @@ class Blocks(Samples):
             self.name, self.replaced = "unequal-blocks-v1", {}  # type: ignore[misc]
             samples, rows = there, max(1, int(self.sizes.max()))
         super().__init__(samples)
-        self.rows = count("rows", rows, 1, MOST_ROWS)
-        self.window = count("window", window, 1, MOST_ROWS // self.rows)
-        self.lanes = count("lanes", lanes, 1, self.window)
+        self.rows = integer("rows", rows, 1, MOST_ROWS)
+        self.window = integer("window", window, 1, MOST_ROWS // self.rows)
+        self.lanes = integer("lanes", lanes, 1, self.window)
         if self.window % self.lanes:
             raise ValueError(
                 f"lanes={lanes} does not divide window={window}; give a window of "

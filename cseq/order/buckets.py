@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from cseq.check import count, flag
+from cseq.check import flag, integer
 from cseq.order._readers import fingerprint
 from cseq.order.classes import MOST_BUDGET, MOST_SAMPLES, Labels, Lengths, Recipes
 
@@ -79,13 +79,13 @@ class Buckets(Recipes):
         too_long: str = "error",
         longest_first: bool = False,
     ) -> None:
-        budget = count("budget", budget, 1, MOST_BUDGET)
+        budget = integer("budget", budget, 1, MOST_BUDGET)
         checked = Lengths(lengths, budget, too_long)
         if boundaries is None:
             self.bounds = _growing(checked.shortest, checked.longest, ratio)
         else:
             self.bounds = _given(boundaries, checked.longest, budget)
-        most = None if most is None else count("most", most)
+        most = None if most is None else integer("most", most)
         sizes = np.minimum(budget // self.bounds, min(budget, most or budget))
         classes = checked.classes(self.bounds)
         self._cut(checked.count, classes, sizes, together, longest_first=longest_first)
@@ -183,7 +183,7 @@ def _given(boundaries: Sequence[int], longest: int, budget: int) -> NDArray[np.i
     bounds: list[int] = []
     for k, bound in enumerate(boundaries):
         least = bounds[-1] + 1 if bounds else 1
-        bounds.append(count(f"boundaries[{k}]", bound, least))
+        bounds.append(integer(f"boundaries[{k}]", bound, least))
         if bound >= longest:
             break
     if not bounds or bounds[-1] < longest:
@@ -199,7 +199,7 @@ def _given(boundaries: Sequence[int], longest: int, budget: int) -> NDArray[np.i
 def _size(sizes: int | Mapping[Any, int], label: Any) -> int:
     """Return the samples of a batch of a label."""
     if not isinstance(sizes, Mapping):
-        return count("sizes", sizes, 1, MOST_SAMPLES)
+        return integer("sizes", sizes, 1, MOST_SAMPLES)
     if label not in sizes:
         raise ValueError(f"sizes has no {label!r}, which is a label; give one for each label")
-    return count(f"sizes[{label!r}]", sizes[label], 1, MOST_SAMPLES)
+    return integer(f"sizes[{label!r}]", sizes[label], 1, MOST_SAMPLES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from cseq.check import count
+from cseq.check import integer
 from cseq.order.base import AGAIN, MOST_SEED
 from cseq.order.shuffled import Sequential
 
@@ -95,9 +95,9 @@ def load(
     if not isinstance(state, dict):
         raise TypeError(f"state={state!r}: give the dict that state_dict() returned")
     state, facts = _lifted(state)
-    seed = count("seed", state["seed"], 0, MOST_SEED)
-    epoch = count("epoch", state["epoch"], 0, MOST_SEED)
-    consumed = count("consumed", state["consumed"], least=0)
+    seed = integer("seed", state["seed"], 0, MOST_SEED)
+    epoch = integer("epoch", state["epoch"], 0, MOST_SEED)
+    consumed = integer("consumed", state["consumed"], least=0)
     order = sampler.order
     try:
         order = order.resumed(facts, seed, epoch, consumed)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from cseq.check import choice, count
+from cseq.check import choice, integer
 from cseq.order._readers import CHUNK, MEMBERS, UNITS, ArrayReader, Permutation, drawn, fingerprint
 from cseq.order.base import Order, spans
 
@@ -211,7 +211,7 @@ class Recipes(Order):
         self.classes = classes
         self.starts = np.append(0, np.cumsum(copies))
         self.first, self.parts = first, parts
-        self.together = count("together", together, 1, MOST_SAMPLES)
+        self.together = integer("together", together, 1, MOST_SAMPLES)
         self.longest = longest
         self.sizes = sizes = np.add.reduceat(parts[:, 1], first[:-1])
         self.units, self.fewest, self.room = int(copies.sum()), int(sizes.min()), int(sizes.max())

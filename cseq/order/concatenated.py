@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq.check import count
+from cseq.check import integer
 from cseq.order._readers import DOCUMENTS, ArrayReader, Permutation, digest
 from cseq.order.base import Order, spans
 from cseq.order.classes import integers
@@ -68,7 +68,7 @@ class Concatenated(Order):
     def __init__(
         self, lengths: ArrayLike, row: int, *, cache: str | os.PathLike[str] | None = None
     ) -> None:
-        self.row = count("row", row, 1, MOST_ROW)
+        self.row = integer("row", row, 1, MOST_ROW)
         lengths = integers("lengths", lengths)
         self._folder, self._lengths = cache_of(cache), digest(lengths)
         name = f"concatenated-v1-{self._lengths:016x}-{row}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq.check import count, flag
+from cseq.check import flag, integer
 from cseq.order._readers import GROUPS, ArrayReader, Permutation
 from cseq.order.base import MOST_SAMPLES, Order
 from cseq.order.classes import Labels
@@ -66,13 +66,13 @@ class Groups(Order):
     ) -> None:
         checked = Labels(labels)
         self.classes = checked.classes
-        self.chosen = count("classes", classes)
+        self.chosen = integer("classes", classes)
         if self.chosen > self.classes.count:
             raise ValueError(
                 f"classes={self.chosen} exceeds the {self.classes.count} classes that labels has; "
                 "give at most as many"
             )
-        self.each = count("samples", samples, 1, MOST_ROOM // self.chosen)
+        self.each = integer("samples", samples, 1, MOST_ROOM // self.chosen)
         smallest = int(self.classes.sizes.argmin())
         repeat_small = flag("repeat_small", repeat_small)
         if self.classes.sizes[smallest] < self.each and not repeat_small:
@@ -86,7 +86,7 @@ class Groups(Order):
         self.units = (
             -(-self.samples // self.room)
             if epoch_size is None
-            else count("epoch_size", epoch_size, 1, MOST_SAMPLES)
+            else integer("epoch_size", epoch_size, 1, MOST_SAMPLES)
         )
         self._facts = {"labels": checked.fingerprint, "repeat_small": repeat_small}
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
-from cseq.check import choice, count
+from cseq.check import choice, integer
 from cseq.order._readers import AHEAD, MIXTURE, ArrayReader, seed_of, shuffle
 from cseq.order.base import MOST_SAMPLES, WORD, Order, in_epochs, passes
 from cseq.order.shares import Shares
@@ -107,7 +107,7 @@ class Mixture(Order):
         stop: Literal["all", "first"] = "all",
     ) -> None:
         self.sources = check_sources(sources)
-        length = count("block", block, 1, MOST_SOURCES)
+        length = integer("block", block, 1, MOST_SOURCES)
         given = _phases(weights, list(self.sources))
         self._by_tokens = choice("weights_of", weights_of, ("units", "tokens")) == "tokens"
         if self._by_tokens:
@@ -126,7 +126,7 @@ class Mixture(Order):
         self.units = (
             self._end(stop)
             if epoch_size is None
-            else count("epoch_size", epoch_size, 1, MOST_SAMPLES)
+            else integer("epoch_size", epoch_size, 1, MOST_SAMPLES)
         )
         if rare := self._rare():
             warnings.warn(
@@ -369,7 +369,7 @@ class Resized(Order):
     def __init__(self, order: Order, epoch_size: int) -> None:
         if not isinstance(order, Order):
             raise TypeError(f"order={order!r} is not a cseq.Order; give one")
-        size = count("epoch_size", epoch_size, 1, MOST_SAMPLES)
+        size = integer("epoch_size", epoch_size, 1, MOST_SAMPLES)
         self.order, self._size = order, size
         self.samples, self.room, self.is_batch = order.samples, order.room, order.is_batch
         self.is_seeded, self.left_out, self.tokens = order.is_seeded, order.left_out, order.tokens
@@ -427,10 +427,12 @@ def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
         names = list(known)
         given = facts["weights"] if facts.get("reweighed") is None else [(0, facts["reweighed"])]
         weights = [(unit, dict(zip(names, each, strict=True))) for unit, each in given]
-        taken = {name: count(f"taken[{name!r}]", n, 0, WORD) for name, n in facts["taken"].items()}
-        block = count("block", facts["block"], 1, MOST_SOURCES)
-        since = count("since", facts["since"], 0, WORD)
-        count("units", facts["units"], 1, MOST_SAMPLES)
+        taken = {
+            name: integer(f"taken[{name!r}]", n, 0, WORD) for name, n in facts["taken"].items()
+        }
+        block = integer("block", facts["block"], 1, MOST_SOURCES)
+        since = integer("since", facts["since"], 0, WORD)
+        integer("units", facts["units"], 1, MOST_SAMPLES)
         return _Plan(names, _phases(weights, names), block, since, taken), known
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ValueError(
@@ -514,7 +516,7 @@ def _phases(
     for phase in phases:
         if not isinstance(phase, (list, tuple)) or len(phase) != 2 or not hasattr(phase[1], "keys"):
             raise TypeError(f"weights has {phase!r}; give (unit, dict of names and numbers)")
-        unit = count("the unit in weights", phase[0], 0, 2**63)
+        unit = integer("the unit in weights", phase[0], 0, 2**63)
         if unit <= checked[-1][0] if checked else unit:
             raise ValueError(
                 f"weights has the unit {unit} at place {len(checked)}; give 0 first, and then "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from cseq.check import choice, count
+from cseq.check import choice, integer
 from cseq.order.classes import MOST_BUDGET, Lengths, Recipes
 from cseq.order.pieces import Pieces, fewest_rows
 from cseq.order.tables import cache_of
@@ -89,8 +89,8 @@ class Packed(Recipes):
         too_long: str = "error",
         cache: str | os.PathLike[str] | None = None,
     ) -> None:
-        budget = count("budget", budget, 1, MOST_BUDGET)
-        quantum = count("quantum", quantum, 1, budget)
+        budget = integer("budget", budget, 1, MOST_BUDGET)
+        quantum = integer("quantum", quantum, 1, budget)
         choice("too_long", too_long, ("error", "drop", "split"))
         rooms, most = budget // quantum, MOST_COUNTED if too_long == "split" else MOST_ROOMS
         if rooms > most:

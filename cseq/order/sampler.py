@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cseq.check import count
+from cseq.check import integer
 from cseq.order._readers import AHEAD, ArrayReader, fingerprint, gather
 from cseq.order._source import OrderSource
 from cseq.order.base import MOST_SAMPLES, MOST_SEED, kind
@@ -112,13 +112,13 @@ class Sampler:
     ) -> None:
         self.dset_size, self.indices = _samples(dset_size)
         self.order = order.over(self.dset_size)
-        self.batch_size = count("batch_size", batch_size)
+        self.batch_size = integer("batch_size", batch_size)
         if hasattr(seed, "initial_seed"):
             raise TypeError(f"seed={seed!r} is a generator; give an integer: initial_seed() of it")
-        self.seed = count("seed", seed, 0, MOST_SEED)
+        self.seed = integer("seed", seed, 0, MOST_SEED)
         self.drop_last = drop_last
-        self.world_size = count("world_size", world_size)
-        self.rank = count("rank", rank, 0, self.world_size - 1)
+        self.world_size = integer("world_size", world_size)
+        self.rank = integer("rank", rank, 0, self.world_size - 1)
         self.pad = pad
         self.repeat, self.data = repeat, data
         self._stride = self.batch_size * self.world_size  # units of a global batch
@@ -204,14 +204,14 @@ class Sampler:
             An argument is not an integer, or out of range.
         """
         reader = self._make_reader() if own else self._reader
-        number = count("epoch", epoch, 0, MOST_SEED)
+        number = integer("epoch", epoch, 0, MOST_SEED)
         cut, later = self.cut_at(consumed)._asdict(), self.cut_at(0)._asdict()
         return OrderSource(reader, number, cut, later, self.repeat - 1)
 
     def cut_at(self, consumed: int) -> Cut:
         """Cut the positions after the first `consumed` into batches. See `source`."""
         units = self.order.units
-        consumed = count("consumed", consumed, 0, units)
+        consumed = integer("consumed", consumed, 0, units)
         full, tail = divmod(units - consumed, self._stride)
         part, part_start = self._share(tail)
         return Cut(
@@ -259,7 +259,7 @@ def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
             "samples, or numpy.fromiter(..., int) of it if it yields their indices"
         )
     if isinstance(dset_size, (bool, np.bool_, str, bytes)) or not hasattr(dset_size, "__len__"):
-        return count("dset_size", dset_size, 1, MOST_SAMPLES), None
+        return integer("dset_size", dset_size, 1, MOST_SAMPLES), None
     if not _holds_numbers(dset_size):
         raise TypeError(
             f"dset_size is a {type(dset_size).__name__}; give len(...) of it, or a one-dimensional "

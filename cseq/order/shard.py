@@ -15,7 +15,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cseq.check import count
+from cseq.check import integer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -106,7 +106,7 @@ def given(shard: object) -> Shard | None:
         return _member(shard, -1, 0)
     if not isinstance(shard, (tuple, list)) or len(shard) != 2:
         raise TypeError(f"shard={shard!r} is not a pair; give {FORMS}")
-    rank, ranks = count("shard[0]", shard[0], least=0), count("shard[1]", shard[1])
+    rank, ranks = integer("shard[0]", shard[0], least=0), integer("shard[1]", shard[1])
     if rank >= ranks:
         raise ValueError(
             f"shard={shard!r}: rank {rank} is not below {ranks}, the number of ranks; ranks count "
@@ -331,9 +331,9 @@ def _variables(rank_name: str, size_name: str) -> Shard | None:
     if rank is None or size is None:
         return None
     try:
-        ranks = count("world_size", int(size))
+        ranks = integer("world_size", int(size))
         return Shard(
-            count("rank", int(rank), least=0, most=ranks - 1), ranks, f"{rank_name}, {size_name}"
+            integer("rank", int(rank), least=0, most=ranks - 1), ranks, f"{rank_name}, {size_name}"
         )
     except ValueError as error:
         raise ValueError(

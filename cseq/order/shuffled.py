@@ -6,7 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from cseq._core import ALGORITHMS, FEISTEL_LEAST, FeistelReader, RangeReader, TableReader
-from cseq.check import choice, count
+from cseq.check import choice, integer
 from cseq.order.base import MOST_SAMPLES, Order
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Samples(Order):
 
     def __init__(self, samples: int | None = None) -> None:
         if samples is not None:
-            self.samples = self.units = count("samples", samples, 0, MOST_SAMPLES)
+            self.samples = self.units = integer("samples", samples, 0, MOST_SAMPLES)
             if not self.units:
                 raise ValueError("samples=0: give one at least, or leave an empty source out")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from cseq.check import count, flag
+from cseq.check import flag, integer
 from cseq.order._readers import (
     CHUNK,
     WEIGHTS,
@@ -75,7 +75,7 @@ class Weighted(Order):
             raise TypeError(f"weights has dtype {array.dtype}; give real numbers")
         array = array.astype(np.float64, copy=False)
         self.samples = len(array)
-        self.units = count("size", self.samples if size is None else size, 1, MOST_SAMPLES)
+        self.units = integer("size", self.samples if size is None else size, 1, MOST_SAMPLES)
         self.replacement = flag("replacement", replacement)
         self._fingerprint = fingerprint(array)
         masses = integers_of(array, np.copy if self.replacement else laid)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, o
 
 import numpy as np
 
-from cseq.check import count
+from cseq.check import integer
 from cseq.encoding.pickling import dump, dumps
 from cseq.encoding.survey import batch_reducers
 from cseq.store.entries import HEAD, LINE, opened, remove_unused
@@ -120,7 +120,7 @@ def cached(
             raise TypeError(f"make={make!r} has no {name}; give a data set, with [index] and len()")
     about = {
         "format": FORMAT,
-        "samples": count("len(make)", len(make)),
+        "samples": integer("len(make)", len(make)),
         "limit": memory_limit_of(limit, "limit"),
         **_identity(make, version),
     }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq.check import count
+from cseq.check import integer
 from cseq.order._readers import CHUNK, fingerprint
 from cseq.order.tables import tables
 from cseq.tokens.documents import Corpus, damaged, first, mapped
@@ -91,7 +91,7 @@ class Flat(Corpus):
             raise damaged(path, 0, f"its values are {tokens.dtype}", "give a file of integers")
         if end is not None:
             limits = np.iinfo(tokens.dtype)
-            last = count("end", end, int(limits.min), int(limits.max))
+            last = integer("end", end, int(limits.min), int(limits.max))
             folder = cache or os.path.dirname(path)
             facts = [tokens.itemsize, last]
             lengths = kept(path, folder, facts, lambda: bounds_of(tokens, last))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from cseq.check import choice, count, flag
+from cseq.check import choice, flag, integer
 from cseq.indexing.context import empty, parts
 from cseq.order.balanced import Balanced
 from cseq.order.base import MOST_SEED
@@ -170,11 +170,11 @@ class Rows:
             raise ValueError("sources={}: give one source at least")
         corpora = [corpus_of(source) for source in named.values()]
         self.names = [*named] if isinstance(sources, Mapping) else [corpora[0].name]
-        self.row = count("row", row, 2, MOST_ROW)
+        self.row = integer("row", row, 2, MOST_ROW)
         self.flat = flag("flat", flat)
         self.keys = tuple(choice("keys", key, ALL) for key in keys)
         self._dtype = np.dtype(dtype)
-        self._check(corpora, count("pad", pad, 0))
+        self._check(corpora, integer("pad", pad, 0))
         prints = [corpus.fingerprint for corpus in corpora]
         self.fingerprints = dict(zip(named, prints, strict=True))
         self._corpora = [*corpora, Padding(tokens=np.full(row, pad, self._dtype))]
@@ -257,8 +257,8 @@ class Rows:
         """
         if not 0 <= row < self.order.units:
             raise IndexError(f"row={row} is not in [0, {self.order.units}), the rows of an epoch")
-        reader = self.order.reader(count("seed", seed, 0, MOST_SEED))
-        indices, sizes = reader.samples(count("epoch", epoch, 0, MOST_SEED), row, 1)
+        reader = self.order.reader(integer("seed", seed, 0, MOST_SEED))
+        indices, sizes = reader.samples(integer("epoch", epoch, 0, MOST_SEED), row, 1)
         pieces = self._pieces(np.asarray(indices, np.int64), sizes)
         columns = pieces.sources, pieces.documents, pieces.starts, pieces.starts + pieces.counts
         rows = zip(*(column.tolist() for column in columns), strict=True)

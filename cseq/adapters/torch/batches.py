@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from cseq.adapters.torch import ranks
 from cseq.arguments import batch_size_of
-from cseq.check import count, flag
+from cseq.check import flag, integer
 from cseq.order import checkpoint
 from cseq.order import shard as shards
 from cseq.order.base import Order
@@ -110,7 +110,7 @@ class BatchSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next ``iter()``; one that goes on stays in its own."""
-        if count("epoch", epoch, least=0) != self._next[0]:
+        if integer("epoch", epoch, least=0) != self._next[0]:
             self._next = epoch, 0
 
     def __iter__(self) -> Iterator[list[int]]:

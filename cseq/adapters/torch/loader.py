@@ -22,7 +22,7 @@ from cseq.adapters.torch.options import VALUES, defaults
 from cseq.adapters.torch.order import Keys, Shares, inner_of, seed_of, shares_of
 from cseq.adapters.torch.state import LoaderProgress, read
 from cseq.adapters.torch.stateful import is_stateful
-from cseq.check import choice, count, flag, unexpected
+from cseq.check import choice, flag, integer, unexpected
 from cseq.indexing.dataset import refuse_class
 from cseq.options import MAX_RESTARTS
 from cseq.order.base import Order
@@ -194,9 +194,9 @@ class DataLoader(Torchs[T_co]):
             self.on_error = choice("on_error", on_error, (None, *VALUES["on_error"]))
             every = type(self).snapshot_every_n_steps
             if snapshot_every_n_steps is not None:
-                every = count("snapshot_every_n_steps", snapshot_every_n_steps, least=0)
+                every = integer("snapshot_every_n_steps", snapshot_every_n_steps, least=0)
             self.snapshot_every_n_steps = every
-            self.max_restarts = count("max_restarts", max_restarts, least=0)
+            self.max_restarts = integer("max_restarts", max_restarts, least=0)
             import cseq.adapters.torch.iterator  # noqa: F401 - the loop would wait for it
 
         @data.DataLoader.multiprocessing_context.getter

@@ -16,7 +16,7 @@ import torch
 from cseq.adapters.torch import names
 from cseq.adapters.torch.order import put, sources_in, text_of
 from cseq.adapters.torch.stateful import left_by
-from cseq.check import count
+from cseq.check import integer
 from cseq.encoding.pickling import dumps
 from cseq.engine._feed import MOST_SKIPPED
 
@@ -245,7 +245,7 @@ def _is_sampler(kept: Any) -> bool:
     both = value.get("generators", {"iter": {}, "first": {}})
     trial = sources_in(random.Random(), np.random.RandomState(), torch.Generator())
     trial["generator"] = trial["torch"]
-    trial["epoch"] = trial["torch"][0], lambda epoch: count("epoch", epoch, 0, MOST)
+    trial["epoch"] = trial["torch"][0], lambda epoch: integer("epoch", epoch, 0, MOST)
     for states in (value, *both.values()):
         put(states, trial)
     return value.get("base", 0) in (0, 1) and both.keys() == {"iter", "first"}
@@ -254,22 +254,22 @@ def _is_sampler(kept: Any) -> bool:
 # What each part of a state looks like: False, or an exception, where it does not.
 FORM: dict[str, Callable[[Any, State], object]] = {
     "kind": lambda kind, _: kind in ("map", "iterable"),
-    "num_workers": lambda number, _: count("num_workers", number, 0, MOST),
-    "base_seed": lambda seed, _: seed is None or count("base_seed", seed, -MOST - 1, MOST),
-    **dict.fromkeys(NUMBERS, lambda number, _: count("batches", number, 0, MOST)),
+    "num_workers": lambda number, _: integer("num_workers", number, 0, MOST),
+    "base_seed": lambda seed, _: seed is None or integer("base_seed", seed, -MOST - 1, MOST),
+    **dict.fromkeys(NUMBERS, lambda number, _: integer("batches", number, 0, MOST)),
     "_iterator_finished": lambda value, _: type(value) is bool,
     "counts": lambda counts, state: _is_list(counts, state, int),
     "ended": lambda ended, state: _is_list(ended, state, bool),
     "workers": lambda states, state: _is_list(states, state, dict, type(None)),
     "sampler": lambda sampler, _: _is_sampler(sampler),
     "generator": lambda states, _: states is None or _is_sampler([{"generator": states}]),
-    "start": lambda start, _: len([count("start", n, 0, MOST) for n in start]) == 2,
-    "epoch": lambda epoch, _: epoch is None or count("epoch", epoch, 0, MOST),
+    "start": lambda start, _: len([integer("start", n, 0, MOST) for n in start]) == 2,
+    "epoch": lambda epoch, _: epoch is None or integer("epoch", epoch, 0, MOST),
     **dict.fromkeys(
         (*ORDER, *BATCHES), lambda value, _: type(value) in (int, bool, str, type(None))
     ),
     **dict.fromkeys(
-        SHARES, lambda value, _: value is None or count("a share", value, 0, MOST) or not value
+        SHARES, lambda value, _: value is None or integer("a share", value, 0, MOST) or not value
     ),
 }
 

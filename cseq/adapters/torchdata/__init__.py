@@ -47,7 +47,7 @@ from cseq.adapters.torchdata.ends import Outlet, PipeReader
 from cseq.adapters.torchdata.graph import initialized, pause_all, replaced, resume_all, shard
 from cseq.adapters.torchdata.relay import Relay, telling
 from cseq.adapters.torchdata.worker import Dispatcher, PipeEpoch, Worker
-from cseq.check import count, flag, seconds
+from cseq.check import flag, integer, seconds
 from cseq.runs import close_elsewhere
 from cseq.stream import Streams
 
@@ -121,7 +121,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         timeout: float | None = None,
         repeat_epochs: bool = False,
     ) -> None:
-        self.num_workers = count("num_workers", num_workers, least=0)
+        self.num_workers = integer("num_workers", num_workers, least=0)
         if not num_workers:
             warnings.warn(
                 "Please use `InProcessReadingService` for num_workers=0", UserWarning, stacklevel=2
@@ -132,11 +132,11 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
                 f"Please choose one available multiprocessing context from {methods}"
             )
         self.multiprocessing_context = multiprocessing_context
-        self.worker_prefetch_cnt = count("worker_prefetch_cnt", worker_prefetch_cnt, least=0)
-        self.main_prefetch_cnt = count("main_prefetch_cnt", main_prefetch_cnt, least=0)
+        self.worker_prefetch_cnt = integer("worker_prefetch_cnt", worker_prefetch_cnt, least=0)
+        self.main_prefetch_cnt = integer("main_prefetch_cnt", main_prefetch_cnt, least=0)
         self.worker_init_fn = worker_init_fn
         self.worker_reset_fn = worker_reset_fn
-        self.max_restarts = count("max_restarts", max_restarts, least=0)
+        self.max_restarts = integer("max_restarts", max_restarts, least=0)
         self.timeout = seconds("timeout", timeout)
         self.repeat_epochs = flag("repeat_epochs", repeat_epochs)
         self._end_datapipe: DataPipe = None  # the last of the user's datapipes in this process
