@@ -27,19 +27,11 @@ from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import pytest
 from checkout import import_path
 from witness import UNCOUNTED, Witness, descends, is_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator
-
-    from prepared import Prepared
-
-    from cseq.encoding._codec import TicketWriter
-    from cseq.memory.arena import Arena
 
 with contextlib.suppress(ImportError):
     import hypothesis
@@ -99,18 +91,18 @@ class Leaks(NamedTuple):
     threads: list[threading.Thread]
     others: list[str]
 
-    def __bool__(self) -> bool:
+    def __bool__(self):
         """Whether there is anything."""
         return any(self)
 
-    def report(self) -> str:
+    def report(self):
         """Name each thing that was left, one a line."""
         lines = [f"process {pid}: {command_of(pid)}" for pid in self.processes]
         lines += [f"thread {thread!r}" for thread in self.threads]
         return "\n  ".join(["the test left behind:", *lines, *self.others])
 
 
-def take_census() -> Census:
+def take_census():
     """Count everything; under a millisecond."""
     threads = frozenset(
         thread
@@ -123,12 +115,12 @@ def take_census() -> Census:
     return Census(pids(), threads, frozenset(descriptors()), shared_mappings(), shm_names())
 
 
-def pids() -> frozenset[int]:
+def pids():
     """All processes that the machine shows."""
     return frozenset(int(name) for name in os.listdir("/proc") if name.isdecimal())
 
 
-def descriptors() -> Iterator[tuple[int, str]]:
+def descriptors():
     """Open descriptors and what each stands for; a driver's devices are the driver's."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the one that listed the folder
@@ -137,7 +129,7 @@ def descriptors() -> Iterator[tuple[int, str]]:
                 yield int(name), what
 
 
-def nameless() -> Iterator[tuple[int, str]]:
+def nameless():
     """Open files without a name, as cseq's shared memory is on macOS. Torch leaves sockets."""
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):  # the one that listed the folder
@@ -146,7 +138,7 @@ def nameless() -> Iterator[tuple[int, str]]:
                 yield int(name), f"a file without a name, {found.st_size} bytes"
 
 
-def shared_mappings() -> frozenset[str]:
+def shared_mappings():
     """Shared mappings of nameless memory: a slot of the arena, a ring, a torn-off file."""
     maps = (PROC / "maps").read_bytes()
     lines = SHARED.findall(maps)
@@ -155,12 +147,12 @@ def shared_mappings() -> frozenset[str]:
     return frozenset(line.decode() for line in lines)
 
 
-def shm_names() -> frozenset[str]:
+def shm_names():
     """Names in /dev/shm, where a test has no business to leave any."""
     return frozenset(os.listdir(SHM) if SHM.is_dir() else ())
 
 
-def leaks_since(before: Census) -> Leaks:
+def leaks_since(before):
     """Compare now with before."""
     now = take_census()
     new = now.processes - before.processes
@@ -176,12 +168,12 @@ def leaks_since(before: Census) -> Leaks:
     )
 
 
-def is_ours(pid: int) -> bool:
+def is_ours(pid):
     """Whether a process is this one, descends from it, or bears its mark."""
     return descends(pid, os.getpid(), MARK)
 
 
-def is_my_file(path: Path) -> bool:
+def is_my_file(path):
     """Whether a file still exists that a process of this test's has made; see `Witness`.
 
     A file whose maker nobody saw, and that nobody has open, is another program's.
@@ -192,7 +184,7 @@ def is_my_file(path: Path) -> bool:
     return bool(is_of(path, os.getpid(), MARK) if seen is None else seen)
 
 
-def command_of(pid: int) -> str:
+def command_of(pid):
     """How a process was called; a zombie has nothing left but its state."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -200,7 +192,7 @@ def command_of(pid: int) -> str:
     return "(gone)"
 
 
-def let_end(leaks: Leaks, deadline: float) -> None:
+def let_end(leaks, deadline):
     """Wait until these processes and threads have ended, or the time is up."""
     for pid in leaks.processes:
         with contextlib.suppress(ProcessLookupError):
@@ -213,7 +205,7 @@ def let_end(leaks: Leaks, deadline: float) -> None:
         join(thread, deadline)
 
 
-def join(thread: threading.Thread, deadline: float) -> None:
+def join(thread, deadline):
     """Wait until a thread has ended, or the time is up; one that is just being started, too."""
     while time.monotonic() < deadline:
         try:
@@ -224,7 +216,7 @@ def join(thread: threading.Thread, deadline: float) -> None:
             return
 
 
-def settled_leaks(before: Census) -> Leaks:
+def settled_leaks(before):
     """Find what was left after the garbage is collected and all that ends has ended."""
     leaks = leaks_since(before)
     if not leaks:
@@ -244,7 +236,7 @@ def settled_leaks(before: Census) -> Leaks:
     return leaks
 
 
-def end_all(processes: list[int]) -> None:
+def end_all(processes):
     """Kill what a test left running, so that it disturbs no other."""
     for pid in processes:
         with contextlib.suppress(ProcessLookupError):
@@ -253,7 +245,7 @@ def end_all(processes: list[int]) -> None:
             os.waitpid(pid, 0)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     """Add `--cpu-times`; see slow.py."""
     parser.addoption("--cpu-times", help="append the CPU time of each test to this file")
 
@@ -270,9 +262,9 @@ EACH_WAY = {
 }
 
 
-def starts_in_another_way(item: pytest.Item) -> bool:
+def starts_in_another_way(item):
     """Say whether a case starts workers in a way that is not the quickest."""
-    values: list[Any] = []
+    values = []
     for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
         values += value.values() if isinstance(value, dict) else [value]
     values = [getattr(value, "start_method", value) for value in values]
@@ -284,7 +276,7 @@ def starts_in_another_way(item: pytest.Item) -> bool:
     return QUICKEST.start_method not in ways
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Mark what slow.txt names, and start methods that are left to `make check-nightly`."""
     listed = Path(__file__).with_name("slow.txt")
     slow = set(listed.read_text(encoding="utf-8").split()) if listed.exists() else set()
@@ -297,7 +289,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("nightly")
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     """Skip a test that needs what is missing here; a `Kind` of processes needs worker processes."""
     needed = {name for mark in item.iter_markers("needs") for name in mark.args}
     case = item.callspec.params if hasattr(item, "callspec") else {}
@@ -309,13 +301,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         module.Prepared.replace_ended()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Leave what is there before the first test, torch's modules above all, out of collections."""
     gc.collect()
     gc.freeze()
 
 
-def cpu_seconds() -> float:
+def cpu_seconds():
     """CPU time of this process, of all that it has started and that have ended, and of `Prepared`.
 
     A prepared interpreter ends with the last test, which has not used what the others have.
@@ -327,7 +319,7 @@ def cpu_seconds() -> float:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
+def pytest_runtest_protocol(item):
     """Measure a test, if that is asked for; of several processes, each appends whole lines."""
     file, before = item.config.getoption("cpu_times"), cpu_seconds()
     done = yield
@@ -341,9 +333,7 @@ RAISED = pytest.StashKey[bool]()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(item, call):
     """Remember that a test raised: its traceback keeps alive what it was working with."""
     if call.excinfo is not None:
         item.stash[RAISED] = True
@@ -351,7 +341,7 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cuda_started(request: pytest.FixtureRequest) -> None:
+def cuda_started(request):
     """Start CUDA, if a test will use it, before anything is counted: it stays until the end."""
     torch = sys.modules.get("torch")
     wanted = any("gpu" in item.path.parts for item in request.session.items)
@@ -363,7 +353,7 @@ WITNESS: Witness | None = None
 
 
 @pytest.fixture(scope="session", autouse=True)
-def watched_names() -> Iterator[None]:
+def watched_names():
     """Have a process look on who makes names in /dev/shm, where there is one."""
     global WITNESS
     if HAS_PROC and SHM.is_dir():
@@ -374,7 +364,7 @@ def watched_names() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def tracker_started() -> None:
+def tracker_started():
     """Start what multiprocessing starts once in a process that spawns others, if tests will."""
     if os.environ.get("CSEQ_TESTS_START") == "spawn" and os.name == "posix":
         from multiprocessing import resource_tracker
@@ -383,7 +373,7 @@ def tracker_started() -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+def nothing_left_behind(request):
     """Fail a test that leaves a process, thread, descriptor, shared mapping or /dev/shm name."""
     before = take_census()
     yield
@@ -396,7 +386,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail(report, pytrace=False)
 
 
-def complaints(lines: Iterable[str]) -> list[str]:
+def complaints(lines):
     """Return the lines of a log that a slow start of workers does not explain."""
     return [line for line in lines if not line.startswith(SLOW_START)]
 
@@ -404,13 +394,11 @@ def complaints(lines: Iterable[str]) -> list[str]:
 class RunScript(Protocol):
     """The type of `run_anew`."""
 
-    def __call__(
-        self, source: str, *args: str, **environment: str
-    ) -> subprocess.CompletedProcess[str]: ...
+    def __call__(self, source, *args, **environment): ...
 
 
 @pytest.fixture
-def run_anew(tmp_path: Path) -> RunScript:
+def run_anew(tmp_path):
     """Return a function that runs a user's script, `run_anew(source, *args, **environment)`.
 
     It runs in a new interpreter, in the test's temporary folder, warnings being errors, and
@@ -419,7 +407,7 @@ def run_anew(tmp_path: Path) -> RunScript:
     its standard error.
     """
 
-    def run(source: str, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(source, *args, **environment):
         script = tmp_path / "script.py"
         script.write_text(source, encoding="utf-8")
         command = [sys.executable, "-W", "error", "-X", "faulthandler", str(script), *args]
@@ -444,13 +432,13 @@ def run_anew(tmp_path: Path) -> RunScript:
     return run
 
 
-def at_ease(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+def at_ease(done):
     """Leave out of a script's standard error what it is told of a busy machine."""
     done.stderr = "".join(complaints(done.stderr.splitlines(keepends=True)))
     return done
 
 
-def prepared_with(module: str) -> Iterator[Prepared | None]:
+def prepared_with(module):
     """Give an interpreter that has imported a module, for scripts that would each import it anew.
 
     None where there is no such module, or no fork that such a process is sure to survive.
@@ -466,19 +454,19 @@ def prepared_with(module: str) -> Iterator[Prepared | None]:
 
 
 @pytest.fixture(scope="session")
-def with_numpy() -> Iterator[Prepared | None]:
+def with_numpy():
     """An interpreter that has imported numpy."""
     yield from prepared_with("numpy")
 
 
 @pytest.fixture(scope="session")
-def with_torch() -> Iterator[Prepared | None]:
+def with_torch():
     """An interpreter that has imported torch."""
     yield from prepared_with("torch")
 
 
 @pytest.fixture
-def run_script(tmp_path: Path, run_anew: RunScript, with_numpy: Prepared | None) -> RunScript:
+def run_script(tmp_path, run_anew, with_numpy):
     """Return a function as `run_anew` is, for scripts whose interpreter may have numpy ready.
 
     Each runs as `__main__` of a process of its own, in which numpy is imported and nothing else has
@@ -488,7 +476,7 @@ def run_script(tmp_path: Path, run_anew: RunScript, with_numpy: Prepared | None)
 
 
 @pytest.fixture
-def run_prepared(tmp_path: Path, run_anew: RunScript, with_torch: Prepared | None) -> RunScript:
+def run_prepared(tmp_path, run_anew, with_torch):
     """Return a function as `run_script` is, for scripts whose interpreter may have torch ready."""
     return run_anew if with_torch is None else runner_of(with_torch, tmp_path)
 
@@ -496,19 +484,17 @@ def run_prepared(tmp_path: Path, run_anew: RunScript, with_torch: Prepared | Non
 class RunCommand(Protocol):
     """The type of `run_command`."""
 
-    def __call__(
-        self, folder: Path, *args: str, **environment: str
-    ) -> subprocess.CompletedProcess[str]: ...
+    def __call__(self, folder, *args, **environment): ...
 
 
 @pytest.fixture
-def run_command(with_torch: Prepared | None) -> RunCommand:
+def run_command(with_torch):
     """Return a function that runs the command, in a folder: `cseq` with these arguments.
 
     As `python -m cseq`, in a process that may have torch ready.
     """
 
-    def run(folder: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(folder, *args, **environment):
         command = ["-m", "cseq", *args]
         environment = os.environ | {"PYTHONPATH": import_path()} | environment
         if with_torch is not None:
@@ -521,10 +507,10 @@ def run_command(with_torch: Prepared | None) -> RunCommand:
     return run
 
 
-def runner_of(prepared: Prepared, folder: Path) -> RunScript:
+def runner_of(prepared, folder):
     """Return a function that runs scripts by a prepared interpreter, in a folder."""
 
-    def run(source: str, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(source, *args, **environment):
         script = folder / "script.py"
         script.write_text(source, encoding="utf-8")
         environment = os.environ | {"PYTHONPATH": import_path()} | environment
@@ -534,7 +520,7 @@ def runner_of(prepared: Prepared, folder: Path) -> RunScript:
 
 
 @pytest.fixture(scope="session")
-def debug_build() -> Path:
+def debug_build():
     """Build the package a second time, with fault points, and return the folder to import from.
 
     It stays for the next run, which builds what has changed, if anything. Of test processes that
@@ -577,7 +563,7 @@ def debug_build() -> Path:
     return tree
 
 
-def copy_changed(source: str, target: str, stamp: Path) -> None:
+def copy_changed(source, target, stamp):
     """Copy a file if the target is not the same; what is stamped as built is so no more then."""
     if not os.path.exists(target) or not filecmp.cmp(source, target, shallow=False):
         stamp.unlink(missing_ok=True)
@@ -585,7 +571,7 @@ def copy_changed(source: str, target: str, stamp: Path) -> None:
 
 
 @contextlib.contextmanager
-def killer_of(process: subprocess.Popen[str]) -> Iterator[Callable[[], object]]:
+def killer_of(process):
     """Give what kills a process; on Windows, with all that it has started by then.
 
     There, threads read its output, and closing a pipe waits for them, and so for all who hold it.
@@ -595,7 +581,7 @@ def killer_of(process: subprocess.Popen[str]) -> Iterator[Callable[[], object]]:
         return
     import ctypes
 
-    kernel: Any = ctypes.WinDLL("kernel32", use_last_error=True)  # type: ignore[attr-defined,unused-ignore]
+    kernel = ctypes.WinDLL("kernel32", use_last_error=True)  # type: ignore[attr-defined,unused-ignore]
     kernel.CreateJobObjectW.restype = ctypes.c_void_p
     job = ctypes.c_void_p(kernel.CreateJobObjectW(None, None))
     handle = ctypes.c_void_p(int(cast("Any", process)._handle))
@@ -607,7 +593,7 @@ def killer_of(process: subprocess.Popen[str]) -> Iterator[Callable[[], object]]:
         kernel.CloseHandle(job)
 
 
-def stacks_of(process: subprocess.Popen[str], kill: Callable[[], object]) -> str:
+def stacks_of(process, kill):
     """Make a script that hangs print where it does, and end it."""
     process.send_signal(
         signal.SIGTERM if os.name == "nt" else signal.SIGABRT
@@ -622,13 +608,13 @@ def stacks_of(process: subprocess.Popen[str], kill: Callable[[], object]) -> str
     return f"the script, or what it started, hangs\n--- output\n{output}\n--- errors\n{errors}"
 
 
-def as_text(output: bytes | str | None) -> str:
+def as_text(output):
     """Decode what TimeoutExpired carries, which is bytes even of a process opened as text."""
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
+def arena():
     """An arena, closed after the test."""
     from cseq.memory.arena import Arena
 
@@ -638,7 +624,7 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def writer(arena: Arena) -> Iterator[TicketWriter]:
+def writer(arena):
     """A writer that has begun with slot 0 of `arena`."""
     from slots import writer_of
 

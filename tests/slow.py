@@ -6,8 +6,6 @@ Slow is a test function of which one case takes `CASE` seconds of CPU time, with
 it starts, or all cases together `ALL`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -15,9 +13,9 @@ from pathlib import Path
 CASE, ALL = 0.15, 0.5
 
 
-def main(file: str) -> None:
+def main(file):
     """Apply the rule to lines of seconds and names."""
-    took: defaultdict[str, list[float]] = defaultdict(list)
+    took = defaultdict(list)
     for line in Path(file).read_text(encoding="utf-8").splitlines():
         cpu, name = line.split(" ", 1)
         took[name.partition("[")[0]].append(float(cpu))

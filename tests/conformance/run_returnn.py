@@ -5,25 +5,19 @@
 The tests are in RETURNN's source distribution, which is downloaded once, to build/conformance.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import tarfile
 import tempfile
-from typing import TYPE_CHECKING
 
 from suite import BUILD, run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 VERSION = "1.20261022.211313"
 TESTS = ["test_MultiProcDataset.py", "test_torch_dataset.py::test_MultiProcDataset_HDFDataset"]
 
 
-def sources() -> Path:
+def sources():
     """Return RETURNN's unpacked source distribution."""
     unpacked = BUILD / f"returnn-{VERSION}"
     if not unpacked.is_dir():
@@ -40,7 +34,7 @@ def sources() -> Path:
     return unpacked
 
 
-def main() -> int:
+def main():
     """Run the tests as many times as the argument says."""
     # Under RETURNN's settings, not under those of the folder around it.
     options = ["-c", "../pyproject.toml", "-p", "returnn_plugin"]

@@ -7,8 +7,6 @@ With --stateful: torchdata's tests of `StatefulDataLoader`.
 See README.md for the tags, and for where the tests come from.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os
@@ -36,7 +34,7 @@ STATEFUL = ["test_state_dict.py", "test_sampler.py", "test_incremental_state.py"
 SECONDS = 900  # that one test may take: test_proper_exit starts 24 programs
 
 
-def download(folder: Path) -> bytes:
+def download(folder):
     """Return torch's test file out of Debian's source package."""
     subprocess.run([sys.executable, DEBIAN, RELEASE, SOURCE, folder], check=True)
     with tarfile.open(next(folder.glob(f"{SOURCE}_*.orig.tar.*"))) as archive:
@@ -46,7 +44,7 @@ def download(folder: Path) -> bytes:
     raise FileNotFoundError(f"no test/{TEST} in {SOURCE}")
 
 
-def torch_tests() -> Path:
+def torch_tests():
     """Return a folder with torch's test file: the one TORCH_TESTS names, or one made once."""
     folder = Path(os.environ.get("TORCH_TESTS", BUILD / f"torch-{VERSION}")).resolve()
     BUILD.mkdir(parents=True, exist_ok=True)
@@ -64,7 +62,7 @@ def torch_tests() -> Path:
     return folder
 
 
-def torchdata_package() -> Path:
+def torchdata_package():
     """Return a folder to import torchdata from, at the version of its tests."""
     folder = BUILD / f"torchdata-package-{TORCHDATA}"
     if not folder.is_dir():
@@ -77,7 +75,7 @@ def torchdata_package() -> Path:
     return folder
 
 
-def main() -> int:
+def main():
     """Run the tests as many times as the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("times", type=int, nargs="?", default=1, help="runs in a row")

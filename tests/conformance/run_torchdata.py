@@ -6,8 +6,6 @@ The tests are in torchdata's repository, of which the tag is cloned once, to bui
 the variable TORCHDATA names a folder that has it already.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -18,7 +16,7 @@ TESTS = ["test_mprs.py", "test_dataloader2.py", "test_random.py"]
 SECONDS = 120  # that one test may take
 
 
-def main() -> int:
+def main():
     """Run the tests as many times as the argument says."""
     # Under no settings at all: ours would make warnings errors.
     options = ["-c", os.devnull, "--rootdir", ".", "--timeout", str(SECONDS)]

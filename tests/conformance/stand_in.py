@@ -16,12 +16,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
+from typing import NamedTuple
 
 STAND_IN = "CSEQ_STAND_IN"
 ENTERED = "CSEQ_ENTERED"
@@ -57,20 +52,20 @@ LIBRARIES = {
 }
 
 
-def owner(path: str) -> tuple[Any, str]:
+def owner(path):
     """Return the object that has an attribute, module:name.name, and the attribute's name."""
     module, _, name = path.partition(":")
     *outer, name = name.split(".")
     return functools.reduce(getattr, outer, importlib.import_module(module)), name
 
 
-def count(path: str) -> None:
+def count(path):
     """Have each call of a function write a line to the file: the function, and the test."""
     where, name = owner(path)
     old = getattr(where, name)
 
     @functools.wraps(old)
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args, **kwargs):
         test = os.environ.get("PYTEST_CURRENT_TEST", "no test").partition(" ")[0]
         with open(
             os.environ[ENTERED], "a"
@@ -84,12 +79,12 @@ def count(path: str) -> None:
 class Imported:
     """A finder that calls `act` when one of some modules was executed; it finds nothing."""
 
-    def __init__(self, names: set[str], act: Callable[[], None]) -> None:
+    def __init__(self, names, act):
         self.names = names
         self.act = act
         self.executing: set[str] = set()
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name, path=None, target=None):
         if name not in self.names:
             return None
         self.names.remove(name)  # so that the search that follows passes by
@@ -97,7 +92,7 @@ class Imported:
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def exec_module(module: ModuleType) -> None:
+            def exec_module(module):
                 self.executing.add(name)
                 execute(module)
                 self.executing.remove(name)
@@ -107,14 +102,14 @@ class Imported:
         return spec
 
 
-def install() -> None:
+def install():
     """Put the class in place as soon as it and the library are there."""
     if STAND_IN not in os.environ:
         return
     library, _, path = os.environ[STAND_IN].partition("=")
     module = path.partition(":")[0]
 
-    def act() -> None:
+    def act():
         if library not in sys.modules or finder.executing & {library, module}:
             return
         cls = getattr(*owner(path))
@@ -129,6 +124,6 @@ def install() -> None:
     sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
 
 
-def standing() -> type:
+def standing():
     """Return the class that is in place here."""
     return getattr(*owner(LIBRARIES[os.environ[STAND_IN].partition("=")[0]].places[0]))

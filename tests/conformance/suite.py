@@ -1,7 +1,5 @@
 """Running another project's tests, several times in a row, with cseq's class in their place."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -12,7 +10,7 @@ BUILD = HERE.parents[1] / "build" / "conformance"  # where the tests are
 TORCHDATA = "https://github.com/pytorch/data.git"
 
 
-def torchdata(tag: str, variable: str) -> Path:
+def torchdata(tag, variable):
     """Return torchdata's repository at a tag: the folder a variable names, or a clone."""
     if variable in os.environ:
         return Path(os.environ[variable]).resolve()
@@ -25,13 +23,7 @@ def torchdata(tag: str, variable: str) -> Path:
     return folder
 
 
-def run(
-    title: str,
-    folder: Path,
-    arguments: list[str],
-    times: int | None = None,
-    variables: dict[str, str] | None = None,
-) -> int:
+def run(title, folder, arguments, times=None, variables=None):
     """Run pytest in a folder, `times` (the first argument) in a row; 1 if a run failed."""
     if times is None:
         times = int(sys.argv[1]) if len(sys.argv) > 1 else 1

@@ -1,7 +1,5 @@
 """The harness of run_torch.py: what it must refuse, with another test in the place of torch's."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -54,7 +52,7 @@ ROW = "must passed test_it.py::test_order\n"
         ("Inline", "", "test_order: passed, and not in the table"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, loader: str, table: str, wrong: str) -> None:
+def test_what_is_wrong_is_said(tmp_path, loader, table, wrong):
     """Another order, torch's own engine, and a table of other tests; else the status is 0."""
     for name, text in ("loaders.py", LOADERS), ("test_it.py", TEST), ("table.txt", table):
         (tmp_path / name).write_text(text)

@@ -32,7 +32,7 @@ class Row(NamedTuple):
     reason: str
 
 
-def read(path: Path) -> dict[str, Row]:
+def read(path):
     """Return the table: a row for each test."""
     table = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -46,20 +46,20 @@ def read(path: Path) -> dict[str, Row]:
     return table
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     group = parser.getgroup("stand-in")
     group.addoption("--table", type=Path, required=True, help="expected outcomes")
     group.addoption("--tags", default=",".join(TAGS), help="which tests: " + ",".join(TAGS))
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     config.pluginmanager.register(Judge(config), "stand-in-judge")
 
 
 class Judge:
     """The outcomes of a session, and what the table says of them."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config):
         self.config = config
         Path(os.environ[stand_in.ENTERED]).write_text("")
         self.table = read(config.option.table)
@@ -69,10 +69,10 @@ class Judge:
         self.outcomes: dict[str, str] = {}
         self.wrong: list[str] = []
 
-    def tag(self, name: str) -> str:
+    def tag(self, name):
         return self.table[name].tag if name in self.table else "new"
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(self, items):
         """Keep the tests with the tags, and those that the table does not have."""
         left_out = [
             item for item in items if self.tag(brief(item.nodeid)) not in {*self.tags, "new"}
@@ -80,7 +80,7 @@ class Judge:
         items[:] = [item for item in items if item not in left_out]
         self.config.hook.pytest_deselected(items=left_out)
 
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
+    def pytest_collection_finish(self, session):
         """Say which tests of the table are not there."""
         there = {brief(item.nodeid) for item in session.items}
         files = {name.partition("::")[0] for name in there}
@@ -89,12 +89,12 @@ class Judge:
                 if row.tag in self.tags and name.partition("::")[0] in files and name not in there:
                     self.wrong.append(f"{name}: not found")
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         name = brief(report.nodeid)
         outcome = "xfailed" if report.skipped and hasattr(report, "wasxfail") else report.outcome
         self.outcomes[name] = max(self.outcomes.get(name, "passed"), outcome, key=RANK.index)
 
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+    def pytest_sessionfinish(self, session, exitstatus):
         """Compare; a session that pytest itself could not finish stays what it is."""
         for name, outcome in self.outcomes.items():
             if name not in self.table:
@@ -115,7 +115,7 @@ class Judge:
         else:
             self.wrong.append(f"the session ended with {exitstatus!r}")
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(self, terminalreporter):
         write = terminalreporter.write_line
         cls = stand_in.standing()
         write(f"in place: {cls.__module__}:{cls.__qualname__}")
@@ -134,7 +134,7 @@ class Judge:
         write(f"{len(self.wrong)} not as expected")
 
 
-def brief(nodeid: str) -> str:
+def brief(nodeid):
     """Return a test's name without the folders of its file."""
     path, _, rest = nodeid.partition("::")
     return f"{path.rpartition('/')[2]}::{rest}"

@@ -1,7 +1,5 @@
 """pytest plugin: torchdata's own tests run with cseq's reading service in the place of theirs."""
 
-from __future__ import annotations
-
 import torchdata.dataloader2
 from torchdata.dataloader2 import reading_service
 

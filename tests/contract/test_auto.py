@@ -5,19 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from indexers import Augmented
-from kinds import QUICKEST, THREAD, Kind, assert_same, by_name, every_class, make_small
+from kinds import QUICKEST, THREAD, assert_same, by_name, every_class, make_small
 from resizing import resize
 from waiting import until
 
 import cseq
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SAMPLES, BATCH = 240, 5
 KINDS = [THREAD, QUICKEST]
@@ -27,27 +24,25 @@ AUTO: dict[str, Any] = {"num_workers": "auto", "buffer": "auto"}
 class Slow(Augmented):
     """Takes its time without computing, so more workers are more batches."""
 
-    def __getitem__(self, indices: Any) -> dict[str, Any]:
+    def __getitem__(self, indices):
         time.sleep(0.02)
         return super().__getitem__(indices)
 
 
-def changes(caplog: pytest.LogCaptureFixture) -> list[str]:
+def changes(caplog):
     """Give the lines that say what was changed."""
     return [text for text in caplog.messages if text.startswith(("num_workers", "buffer"))]
 
 
-def take_until_changed(batches: Iterator[Any], caplog: pytest.LogCaptureFixture) -> list[Any]:
+def take_until_changed(batches, caplog):
     """Take batches until there are more workers."""
-    got: list[Any] = []
+    got = []
     until(lambda: got.append(next(batches)) is None and bool(changes(caplog)))
     return got
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)
-def test_it_grows_as_one_line_says_and_the_stream_stays(
-    kind: Kind, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_grows_as_one_line_says_and_the_stream_stays(kind, caplog):
     """From few workers on, in the middle of an epoch."""
     caplog.set_level(logging.INFO, "cseq")
     with kind.start(Slow, 10**6, batch_size=1, **AUTO) as manager:
@@ -70,11 +65,11 @@ def test_it_grows_as_one_line_says_and_the_stream_stays(
 class Large(Slow):
     """Returns 128 kB."""
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         return np.zeros((1 << 17,), np.uint8) if super().__getitem__(indices) else None
 
 
-def test_the_buffer_stays_within_the_memory_limit(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_buffer_stays_within_the_memory_limit(caplog):
     """Where two batches for each worker are more than that, it stays as it begins."""
     caplog.set_level(logging.INFO, "cseq")
     manager = QUICKEST.start(Large, 10**6, batch_size=1, memory_limit="1MB", **AUTO)
@@ -87,9 +82,7 @@ def test_the_buffer_stays_within_the_memory_limit(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)
 @pytest.mark.parametrize("how", ["finish", "interrupt", "start"])
-def test_an_end_in_the_middle_of_growing_leaves_nothing(
-    kind: Kind, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_end_in_the_middle_of_growing_leaves_nothing(kind, how, caplog):
     """Workers that were just asked for, and are not there yet, end with the others."""
     caplog.set_level(logging.INFO, "cseq")
     before = threading.active_count()
@@ -111,7 +104,7 @@ def test_an_end_in_the_middle_of_growing_leaves_nothing(
 class Fails(Slow):
     """Cannot be made but by the first worker."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         info = cseq.worker_info()
         assert info is not None
         if info.number:
@@ -119,7 +112,7 @@ class Fails(Slow):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)
-def test_an_error_of_a_new_worker_is_raised_in_the_loop(kind: Kind) -> None:
+def test_an_error_of_a_new_worker_is_raised_in_the_loop(kind):
     """As that of one of the first."""
     with kind.start(Fails, 10**6, batch_size=1, **AUTO) as manager:
         resize(manager, num_workers=1)
@@ -128,7 +121,7 @@ def test_an_error_of_a_new_worker_is_raised_in_the_loop(kind: Kind) -> None:
                 resize(manager, num_workers=2)
 
 
-def test_test_mode_has_no_sizes() -> None:
+def test_test_mode_has_no_sizes():
     """It makes the batches of all others."""
     with make_small(**AUTO).start_test() as manager:
         assert len(list(manager)) == 1
@@ -136,13 +129,13 @@ def test_test_mode_has_no_sizes() -> None:
 
 @every_class
 @pytest.mark.parametrize("name", ["num_workers", "buffer"])
-def test_other_words_are_errors(make: Any, name: str) -> None:
+def test_other_words_are_errors(make, name):
     """They name the argument, the value and what to give."""
     with pytest.raises(TypeError, match=f"{name}='fast' is not an integer; give one, or 'auto'"):
         make(Augmented, 10, out_type="null", **{name: "fast"})
 
 
-def test_a_fleet_takes_a_number_of_workers() -> None:
+def test_a_fleet_takes_a_number_of_workers():
     """The trainer does not know the other machines; how large a buffer is, it does."""
     with pytest.raises(ValueError, match="num_workers='auto' with thread_type='ray': "):
         cseq.RaySequence(Augmented, 10, out_type="null", num_workers="auto")
@@ -150,7 +143,7 @@ def test_a_fleet_takes_a_number_of_workers() -> None:
 
 
 @pytest.mark.parametrize("name", ["start_method", "preload", "max_restarts", "on_timeout"])
-def test_a_fleet_has_no_processes_that_cseq_starts(name: str) -> None:
+def test_a_fleet_has_no_processes_that_cseq_starts(name):
     """What concerns those is refused, with its value."""
     given = {"start_method": "spawn", "preload": False, "max_restarts": 3, "on_timeout": "restart"}
     with pytest.raises(TypeError, match=f"{name}=.*concerns a fleet's workers: Ray starts these"):

@@ -1,27 +1,18 @@
 """`cached`: samples that are made once a machine, for all workers, ranks and threads."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
 import pickle
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from forking import in_child
-from kinds import PARALLEL, Kind, by_name
+from kinds import PARALLEL, by_name
 
 import cseq
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from conftest import RunScript
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fcntl")
 
@@ -33,14 +24,14 @@ PROCESS = os.getpid()
 class Decoded:
     """Samples of several parts, each with its number in it; `log` gets a line for each one made."""
 
-    def __init__(self, number: int = 20, log: str | None = None, shape: Any = (3, 50)) -> None:
+    def __init__(self, number=20, log=None, shape=(3, 50)):
         self.number, self.log, self.shape = number, log, shape
         self.process = PROCESS
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.number
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index):
         if self.log is not None:
             with open(self.log, "a") as file:
                 file.write(f"{index}\n")
@@ -51,33 +42,33 @@ class Decoded:
 class Noisy(Decoded):
     """A data set that draws."""
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index):
         return {"image": np.random.default_rng().integers(0, 256, self.shape, np.uint8)}
 
 
 class Indexer:
     """Batches of a cache's samples."""
 
-    def __init__(self, samples: Any) -> None:
+    def __init__(self, samples):
         self.samples = samples
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         return np.stack([each["image"] for each in self.samples[indices]])
 
 
-def is_right(sample: Any, index: int, shape: Any = (3, 50)) -> bool:
+def is_right(sample, index, shape=(3, 50)):
     """Whether a sample is what `Decoded` makes."""
     expected = Decoded(shape=shape)[index]
     return all(np.array_equal(sample[name], value) for name, value in expected.items())
 
 
-def lines(log: Path) -> list[int]:
+def lines(log):
     """Return the samples that were made, as often as they were."""
     return sorted(map(int, log.read_text().split())) if log.exists() else []
 
 
 @pytest.mark.parametrize("kind", PARALLEL, ids=by_name)
-def test_each_sample_is_made_once_for_all_workers_and_epochs(kind: Kind, tmp_path: Path) -> None:
+def test_each_sample_is_made_once_for_all_workers_and_epochs(kind, tmp_path):
     """Two epochs of a shuffled indexer make each sample once, but what is made at the same time."""
     log = tmp_path / "made"
     samples = cseq.cached(Decoded(40, str(log)), "2 MB")
@@ -93,7 +84,7 @@ def test_each_sample_is_made_once_for_all_workers_and_epochs(kind: Kind, tmp_pat
     assert have.hits >= 80 - 40 - have.others  # and those of batches that were made ahead
 
 
-def test_a_managers_figures_have_hits_and_misses(tmp_path: Path) -> None:
+def test_a_managers_figures_have_hits_and_misses(tmp_path):
     """`stats()` and the report count what the caches of the process had."""
     samples = cseq.cached(Decoded(40), "2 MB")
     manager = cseq.MTSequence(Indexer(samples), 40, batch_size=4, out_type="null", seed=1)
@@ -109,7 +100,7 @@ def test_a_managers_figures_have_hits_and_misses(tmp_path: Path) -> None:
     assert "samples from caches of" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_sample_is_a_copy_of_your_own() -> None:
+def test_a_sample_is_a_copy_of_your_own():
     """What is written into a sample changes neither the cache nor another sample."""
     samples = cseq.cached(Decoded(), "2 MB")
     for _ in range(3):
@@ -119,7 +110,7 @@ def test_a_sample_is_a_copy_of_your_own() -> None:
     assert is_right(samples[-17], 3)
 
 
-def test_views_are_read_only_and_not_copies() -> None:
+def test_views_are_read_only_and_not_copies():
     """A list of indices gives views of the cache: they cannot be written to, and share memory."""
     samples = cseq.cached(Decoded(shape=1000), "2 MB")
     for index in (1, 2):
@@ -132,7 +123,7 @@ def test_views_are_read_only_and_not_copies() -> None:
     assert [each["label"] for each in samples[18:]] == [18, 19]
 
 
-def test_torch_tensors_come_back_as_tensors() -> None:
+def test_torch_tensors_come_back_as_tensors():
     """A tensor is kept as one, with its type, and a copy of it can be written to."""
     torch = pytest.importorskip("torch")
     tensors = [(torch.full((300,), k, dtype=torch.bfloat16), k) for k in range(4)]
@@ -149,19 +140,19 @@ def test_torch_tensors_come_back_as_tensors() -> None:
 @pytest.mark.parametrize(
     ("index", "error"), [(20, IndexError), (-21, IndexError), (1.0, TypeError)]
 )
-def test_an_index_that_is_none_is_an_error(index: Any, error: type[Exception]) -> None:
+def test_an_index_that_is_none_is_an_error(index, error):
     """Indices are checked as those of a list."""
     samples = cseq.cached(Decoded(), "2 MB")
     with pytest.raises(error):
         samples[index]
 
 
-def test_an_exception_is_raised_each_time() -> None:
+def test_an_exception_is_raised_each_time():
     """A sample that cannot be made raises, and can be made later."""
     fails = [True]
 
     class Failing(Decoded):
-        def __getitem__(self, index: int) -> dict[str, Any]:
+        def __getitem__(self, index):
             if fails[0]:
                 raise OSError("no such image")
             return super().__getitem__(index)
@@ -178,7 +169,7 @@ def test_an_exception_is_raised_each_time() -> None:
 # -- bounds
 
 
-def test_a_full_cache_keeps_what_it_has(tmp_path: Path) -> None:
+def test_a_full_cache_keeps_what_it_has(tmp_path):
     """Beyond the limit samples are made each time; hits are limit / data, all samples right."""
     log, samples = tmp_path / "made", 100
     whole = 100 * 1024
@@ -195,13 +186,13 @@ def test_a_full_cache_keeps_what_it_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [100, "20 kB"])
-def test_a_limit_without_room_for_the_index_is_an_error(limit: Any) -> None:
+def test_a_limit_without_room_for_the_index_is_an_error(limit):
     """A limit that has no room for a sample names itself, and what is needed."""
     with pytest.raises(ValueError, match=r"limit=\d+ is too small: the index of 900 samples takes"):
         cseq.cached(Decoded(900), limit)
 
 
-def test_a_sample_larger_than_the_limit_is_an_error() -> None:
+def test_a_sample_larger_than_the_limit_is_an_error():
     """A sample that never fits is an error, not a cache that stays empty."""
     samples = cseq.cached(Decoded(4, None, 10**5), "90 kB")
     with pytest.raises(ValueError, match="sample 2 alone takes 100"):
@@ -217,21 +208,19 @@ def test_a_sample_larger_than_the_limit_is_an_error() -> None:
         (Decoded(log=sys.stdout), "1 MB", TypeError, r"make\.log"),  # type: ignore[arg-type]
     ],
 )
-def test_bad_arguments_are_named(make: Any, limit: Any, error: Any, match: str) -> None:
+def test_bad_arguments_are_named(make, limit, error, match):
     """An error names the argument, its value and the remedy."""
     with pytest.raises(error, match=match):
         cseq.cached(make, limit)
 
 
-def test_a_full_disk_keeps_no_sample(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_a_full_disk_keeps_no_sample(monkeypatch, caplog, tmp_path):
     """If the disk is full, samples are made each time, which the log says; what is kept stays."""
     samples = cseq.cached(Decoded(), "2 MB", folder=str(tmp_path / "cache"))
     assert is_right(samples[0], 0)
     write = os.pwrite
 
-    def full(fd: int, data: Any, offset: int) -> int:
+    def full(fd, data, offset):
         if len(data) > 100:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(fd, data, offset)
@@ -247,12 +236,12 @@ def test_a_full_disk_keeps_no_sample(
 # -- kills
 
 
-def killed_at(write: int, share: float) -> Callable[[int, Any, int], int]:
+def killed_at(write, share):
     """Return a `pwrite` that ends its process at a call, when a share of the data is written."""
     calls = [0]
     real = os.pwrite
 
-    def pwrite(fd: int, data: Any, offset: int) -> int:
+    def pwrite(fd, data, offset):
         calls[0] += 1
         if calls[0] == write:
             real(fd, bytes(data)[: int(share * len(data))], offset)
@@ -262,14 +251,14 @@ def killed_at(write: int, share: float) -> Callable[[int, Any, int], int]:
     return pwrite
 
 
-def filled(folder: str, order: list[int]) -> bool:
+def filled(folder, order):
     """Make and check samples."""
     samples = cseq.cached(Decoded(6, None, 1000), "1 MB", folder=folder)
     return all(is_right(samples[k], k, 1000) for k in order)
 
 
 @pytest.mark.parametrize("share", [0, 0.5, 1])
-def test_a_kill_at_any_write_leaves_samples_whole(share: float, tmp_path: Path) -> None:
+def test_a_kill_at_any_write_leaves_samples_whole(share, tmp_path):
     """A process is killed at each of its writes in turn.
 
     Another one finds no sample half written, and makes what is missing. No two samples lie over
@@ -278,7 +267,7 @@ def test_a_kill_at_any_write_leaves_samples_whole(share: float, tmp_path: Path) 
     for write in range(1, 100):
         folder = f"{tmp_path}/{write}"
 
-        def die(write: int = write, folder: str = folder) -> bool:
+        def die(write=write, folder=folder):
             os.pwrite = killed_at(write, share)
             return filled(folder, [4, 1, 3])
 
@@ -290,11 +279,11 @@ def test_a_kill_at_any_write_leaves_samples_whole(share: float, tmp_path: Path) 
     assert cseq.cached(Decoded(6, None, 1000), "1 MB", folder=folder).stats().kept == 6
 
 
-def test_random_kills_leave_samples_whole(tmp_path: Path) -> None:
+def test_random_kills_leave_samples_whole(tmp_path):
     """Pairs of processes that fill one cache are killed, each pair after some samples."""
     folder, choose = str(tmp_path / "cache"), np.random.default_rng(7)
 
-    def fill(seed: int, told: int | None = None) -> bool:
+    def fill(seed, told=None):
         samples = cseq.cached(Decoded(300, None, 5000), "4 MB", folder=folder)
         for k in np.random.default_rng(seed).permutation(300).tolist():
             if not is_right(samples[k], k, 5000):
@@ -327,12 +316,12 @@ def test_random_kills_leave_samples_whole(tmp_path: Path) -> None:
     assert samples.stats().hits > 100  # of what killed processes had made
 
 
-def test_a_claim_of_a_killed_process_ends_with_it(tmp_path: Path) -> None:
+def test_a_claim_of_a_killed_process_ends_with_it(tmp_path):
     """A sample that a process was making when it was killed is made and kept by another one."""
     folder = str(tmp_path / "cache")
 
     class Dying(Decoded):
-        def __getitem__(self, index: int) -> dict[str, Any]:
+        def __getitem__(self, index):
             if os.getpid() != parent:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().__getitem__(index)
@@ -367,14 +356,14 @@ if __name__ == "__main__":
 """
 
 
-def test_a_folder_is_kept_for_the_next_run(run_anew: RunScript, tmp_path: Path) -> None:
+def test_a_folder_is_kept_for_the_next_run(run_anew, tmp_path):
     """The next run finds all samples; it makes one, to compare it."""
     first, second = (run_anew(SCRIPT, str(tmp_path / "cache")) for _ in range(2))
     assert first.stdout.splitlines() == [*(f"made {k}" for k in range(8)), "total 28 8"]
     assert second.stdout.splitlines() == ["made 0", "total 28 8"]
 
 
-def test_changed_code_does_not_read_old_samples(run_anew: RunScript, tmp_path: Path) -> None:
+def test_changed_code_does_not_read_old_samples(run_anew, tmp_path):
     """If the code that makes samples has changed, the folder is refused, and the remedy named."""
     run_anew(SCRIPT, str(tmp_path / "cache"))
     changed = run_anew(SCRIPT.replace("index)\n\n", "index + 1)\n\n"), str(tmp_path / "cache"))
@@ -382,7 +371,7 @@ def test_changed_code_does_not_read_old_samples(run_anew: RunScript, tmp_path: P
     assert "give another folder, or remove this one. With version=" in changed.stderr
 
 
-def test_shared_memory_is_gone_with_the_last_process(run_anew: RunScript) -> None:
+def test_shared_memory_is_gone_with_the_last_process(run_anew):
     """Without a folder nothing is left at the end."""
     done = run_anew(SCRIPT)
     assert done.stdout.endswith("total 28 8\n")
@@ -390,7 +379,7 @@ def test_shared_memory_is_gone_with_the_last_process(run_anew: RunScript) -> Non
     assert not os.path.exists(done.stderr.strip())
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next(run_anew: RunScript) -> None:
+def test_what_a_killed_process_left_is_removed_by_the_next(run_anew):
     """A process that is killed cannot remove its memory; the next cache of its user does."""
     killed = run_anew(SCRIPT + "    sys.stderr.flush(); os.kill(os.getpid(), 9)\n")
     assert os.path.exists(killed.stderr.strip())
@@ -412,13 +401,13 @@ RANKS = (
 )
 
 
-def test_ranks_share_one_copy(run_anew: RunScript) -> None:
+def test_ranks_share_one_copy(run_anew):
     """Another process that makes the same cache finds what this one has made, and compares one."""
     said = run_anew(RANKS).stdout.splitlines()
     assert said[8:] == ["total 28 8", "made 0", "total 28 8", "found 8 others 0"]
 
 
-def test_a_copy_by_pickle_is_the_same_cache() -> None:
+def test_a_copy_by_pickle_is_the_same_cache():
     """A pickled cache is a door to the same entries, in this process or another one."""
     samples = cseq.cached(Decoded(), "2 MB")
     assert is_right(samples[7], 7)
@@ -427,7 +416,7 @@ def test_a_copy_by_pickle_is_the_same_cache() -> None:
     assert samples.stats().hits == again.stats().hits == 1
 
 
-def test_samples_that_differ_each_time_are_an_error() -> None:
+def test_samples_that_differ_each_time_are_an_error():
     """Random numbers in `make` would be drawn once for all epochs: an error says so."""
     samples = cseq.cached(Noisy(), "2 MB")
     samples[1]
@@ -438,9 +427,7 @@ def test_samples_that_differ_each_time_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("limit", "version", "name"), [("3 MB", "1", "limit"), ("2 MB", "2", "version")]
 )
-def test_a_folder_of_something_else_is_refused(
-    limit: str, version: str, name: str, tmp_path: Path
-) -> None:
+def test_a_folder_of_something_else_is_refused(limit, version, name, tmp_path):
     """A folder whose cache has another limit or version is an error that names both values."""
     folder = str(tmp_path / "cache")
     kept = cseq.cached(Decoded(), "2 MB", folder=folder, version="1")
@@ -449,7 +436,7 @@ def test_a_folder_of_something_else_is_refused(
     assert is_right(kept[0], 0)
 
 
-def test_a_class_in_a_function_needs_a_version() -> None:
+def test_a_class_in_a_function_needs_a_version():
     """Its pickle differs from process to process, so ranks would have a cache each."""
 
     class Local(Decoded):
@@ -460,7 +447,7 @@ def test_a_class_in_a_function_needs_a_version() -> None:
     assert len(cseq.cached(Local(), "2 MB", version="1")) == 20
 
 
-def test_describes_itself() -> None:
+def test_describes_itself():
     """Its repr has what it keeps, where, and its hits."""
     samples = cseq.cached(Decoded(), "2 MB")
     samples[0], samples[0]

@@ -1,14 +1,7 @@
 """What workers log reaches the handlers of the training script, once, however they are started."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 from kinds import PROCESSES
-
-if TYPE_CHECKING:
-    from conftest import RunScript
 
 pytestmark = pytest.mark.needs("worker processes")
 
@@ -66,7 +59,7 @@ else:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["MPSequence", "DataLoader"])
-def test_records_arrive_once(kind: str, method: str, run_script: RunScript) -> None:
+def test_records_arrive_once(kind, method, run_script):
     """Each of six, whatever loads them."""
     if kind == "DataLoader":
         pytest.importorskip("torch")
@@ -120,7 +113,7 @@ print([row.getMessage() for row in rest] == [str(k) for k in range(100)])
 
 
 @pytest.mark.parametrize("method", ANEW)
-def test_what_arrives(method: str, run_script: RunScript) -> None:
+def test_what_arrives(method, run_script):
     """Records of the script's levels, in a worker's order, with what can be pickled of them."""
     done = run_script(FIELDS, method)
     assert done.stdout.splitlines() == [
@@ -160,7 +153,7 @@ print(loop(loader(made, sys.argv[1], num_workers=1)))
 
 @pytest.mark.parametrize("when", ["early", "late"])
 @pytest.mark.parametrize("method", ANEW)
-def test_a_worker_that_configures_logging(method: str, when: str, run_script: RunScript) -> None:
+def test_a_worker_that_configures_logging(method, when, run_script):
     """Its own handlers have its records, and no one else's."""
     done = run_script(OWN, method, when)
     lines = sorted(done.stdout.splitlines())
@@ -189,7 +182,7 @@ print(sorted(seen) == [f"sample {k}" for k in range(6)])
 
 
 @pytest.mark.parametrize("method", ANEW)
-def test_handlers_that_wait_or_raise(method: str, run_script: RunScript) -> None:
+def test_handlers_that_wait_or_raise(method, run_script):
     """They hold up no batch, and see every record; what they raise is printed."""
     done = run_script(HANDLERS, method)
     assert done.stdout.splitlines() == ["3 0", "True"], done.stderr
@@ -218,7 +211,7 @@ print(loop(loader(Forks, sys.argv[1])))
 
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("method", ANEW)
-def test_a_process_that_a_worker_forks(method: str, run_script: RunScript) -> None:
+def test_a_process_that_a_worker_forks(method, run_script):
     """It is not connected with the trainer: it logs as one that has configured nothing."""
     done = run_script(FORKING, method)
     assert done.stdout == "3\n"

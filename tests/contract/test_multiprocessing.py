@@ -1,16 +1,7 @@
 """multiprocessing and process pools in workers: every worker is a process of its own for them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 from kinds import start_methods
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from conftest import RunScript
 
 SHARING = """
 import multiprocessing
@@ -158,7 +149,7 @@ LINES = """class Indexer:
 
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("method", start_methods())
-def test_coverage_measures_workers(run_anew: RunScript, tmp_path: Path, method: str) -> None:
+def test_coverage_measures_workers(run_anew, tmp_path, method):
     """As it does processes of multiprocessing; signals for the trainer stay the trainer's."""
     # The folder of that name beside this one has no such module.
     pytest.importorskip("coverage.exceptions")
@@ -172,7 +163,7 @@ def test_coverage_measures_workers(run_anew: RunScript, tmp_path: Path, method: 
 @pytest.mark.needs("Linux")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("method", start_methods())
-def test_tensors_in_shared_memory(run_prepared: RunScript, method: str) -> None:
+def test_tensors_in_shared_memory(run_prepared, method):
     """They are the same memory in all processes; other tensors are each worker's own."""
     pytest.importorskip("torch")
     done = run_prepared(TENSORS, method)
@@ -182,7 +173,7 @@ def test_tensors_in_shared_memory(run_prepared: RunScript, method: str) -> None:
 @pytest.mark.needs("Linux")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("method", start_methods())
-def test_what_multiprocessing_shares(run_script: RunScript, method: str) -> None:
+def test_what_multiprocessing_shares(run_script, method):
     """Values, locks and queues reach the workers; what these put into a used queue arrives."""
     done = run_script(SHARING, method)
     assert done.stdout == "40\n", done.stderr
@@ -190,7 +181,7 @@ def test_what_multiprocessing_shares(run_script: RunScript, method: str) -> None
 
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("method", start_methods())
-def test_a_process_pool_ends_with_its_worker(run_script: RunScript, method: str) -> None:
+def test_a_process_pool_ends_with_its_worker(run_script, method):
     """No worker has to be killed for it, and none of its processes is left."""
     done = run_script(POOLED, method)
     assert (done.stdout, done.stderr) == ("True []\n", "")
@@ -199,9 +190,7 @@ def test_a_process_pool_ends_with_its_worker(run_script: RunScript, method: str)
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("before", ["", "before"])
 @pytest.mark.parametrize("method", start_methods())
-def test_the_processes_of_joblib_end_with_its_worker(
-    run_script: RunScript, tmp_path: Path, method: str, before: str
-) -> None:
+def test_the_processes_of_joblib_end_with_its_worker(run_script, tmp_path, method, before):
     """Also where the trainer has some of its own, whose pool a forked worker inherits."""
     pytest.importorskip("joblib")
     done = run_script(JOINED, method, before, JOBLIB_TEMP_FOLDER=str(tmp_path))

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pytest
 from indexers import Units
-from kinds import QUICK, Kind, by_name
+from kinds import QUICK, by_name
 
 import cseq
 from cseq.testing import check_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 LENGTHS = np.array([(7 * k * k + 3) % 19 + 1 for k in range(60)])
 DOCUMENTS = np.array([0, 3, 1, 20, 0, 7, 9, 2, 5, 0, 1, 12])  # 60 tokens
@@ -31,7 +30,7 @@ class Backwards(cseq.Order):
     name = "backwards-v1"
     samples, units, room = 60, 40, 2
 
-    def read(self, seed: int, epoch: int, start: int, count: int) -> Any:
+    def read(self, seed, epoch, start, count):
         """Rows of an epoch: each begins one later than in the epoch before."""
         sizes = np.arange(start, start + count) % 2 + 1
         first = np.arange(start, start + count) * 3 // 2
@@ -102,25 +101,25 @@ DEALT = {"blocks of lanes", "balanced", "balanced mixture"}
 every_order = pytest.mark.parametrize("name", ORDERS)
 
 
-def make(name: str, kind: Kind = QUICK[0], **options: Any) -> Any:
+def make(name, kind=QUICK[0], **options):
     """Make a manager with an order: batches of 3 units, or batches that are units."""
     order = ORDERS[name]()
-    size: dict[str, Any] = {} if order.is_batch else {"batch_size": 3}
-    usual: dict[str, Any] = {"seed": 5, "order": order, "dset_size": 60, **size}
+    size = {} if order.is_batch else {"batch_size": 3}
+    usual = {"seed": 5, "order": order, "dset_size": 60, **size}
     return kind.make(Units, **{**usual, **options})
 
 
-def units_in(batches: Any) -> list[list[int]]:
+def units_in(batches):
     """Return the units of batches, one after the other."""
     return [unit.tolist() for units, _ in batches for unit in units]
 
 
-def in_order(name: str, epoch: int = 0) -> list[list[int]]:
+def in_order(name, epoch=0):
     """Return the units of an epoch, as the order itself says."""
     return ORDERS[name]().batches(seed=5, epoch=epoch)
 
 
-def epoch_of(manager: Any, kind: Kind = QUICK[0]) -> list[Any]:
+def epoch_of(manager, kind=QUICK[0]):
     """Start a manager, and take what is left of its epoch."""
     with kind.begin(manager) as batches:
         return list(batches)
@@ -130,7 +129,7 @@ def epoch_of(manager: Any, kind: Kind = QUICK[0]) -> list[Any]:
 
 
 @every_order
-def test_an_order_keeps_its_promises(name: str) -> None:
+def test_an_order_keeps_its_promises(name):
     """Random access is sequential, sizes and samples are in bounds, facts are JSON."""
     order = ORDERS[name]()
     check_order(order)
@@ -143,7 +142,7 @@ def test_an_order_keeps_its_promises(name: str) -> None:
 
 @every_order
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda order: pickle.loads(pickle.dumps(order))])
-def test_an_order_is_copied_and_pickled(name: str, copied: Callable[[cseq.Order], Any]) -> None:
+def test_an_order_is_copied_and_pickled(name, copied):
     """What comes out is the same order, whose readers are its own."""
     order = ORDERS[name]()
     reader = order.reader(5)
@@ -155,7 +154,7 @@ def test_an_order_is_copied_and_pickled(name: str, copied: Callable[[cseq.Order]
 
 @every_order
 @pytest.mark.parametrize("kind", QUICK, ids=by_name)
-def test_all_pools_give_the_order(name: str, kind: Kind) -> None:
+def test_all_pools_give_the_order(name, kind):
     """Two epochs, wherever they are made: the order's units, and generators alike."""
     manager = make(name, kind)
     with kind.begin(manager) as batches:
@@ -169,7 +168,7 @@ def test_all_pools_give_the_order(name: str, kind: Kind) -> None:
 
 
 @every_order
-def test_chosen_samples_are_numbered_by_the_order(name: str) -> None:
+def test_chosen_samples_are_numbered_by_the_order(name):
     """An array as `dset_size`: the order counts its places."""
     chosen = np.arange(60) * 10 + 3
     batches = epoch_of(make(name, dset_size=chosen))
@@ -177,7 +176,7 @@ def test_chosen_samples_are_numbered_by_the_order(name: str) -> None:
 
 
 @every_order
-def test_an_order_over_another_number_of_samples(name: str) -> None:
+def test_an_order_over_another_number_of_samples(name):
     """It is refused, and both numbers are named."""
     with pytest.raises(ValueError, match=r"60.*61|61.*60"):
         make(name, dset_size=61)
@@ -186,7 +185,7 @@ def test_an_order_over_another_number_of_samples(name: str) -> None:
 # ── all ranks ─────────────────────────────────────────────────────────────────────────────────
 
 
-def united(name: str, world: int, state: dict[str, Any] | None = None, **options: Any) -> Any:
+def united(name, world, state=None, **options):
     """Return the units of all ranks: those of each global batch, one rank's after another's."""
     ranks = []
     for rank in range(world):
@@ -198,7 +197,7 @@ def united(name: str, world: int, state: dict[str, Any] | None = None, **options
     return ranks, units_in(itertools.chain.from_iterable(together))
 
 
-def are_equal_batches(found: list[list[int]], wanted: list[list[int]], size: int) -> bool:
+def are_equal_batches(found, wanted, size):
     """Say whether global batches have the same units, each in any order."""
     return len(found) == len(wanted) and all(
         sorted(found[k : k + size]) == sorted(wanted[k : k + size])
@@ -208,12 +207,12 @@ def are_equal_batches(found: list[list[int]], wanted: list[list[int]], size: int
 
 @every_order
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8])
-def test_ranks_unite_to_one_stream(name: str, world: int) -> None:
+def test_ranks_unite_to_one_stream(name, world):
     """Each unit goes to one rank, in the order; with `pad`, all ranks have as many batches."""
     expected = in_order(name)
     size = world * (1 if ORDERS[name]().is_batch else 3)  # of a global batch
 
-    def are_equal(found: list[list[int]], wanted: list[list[int]]) -> bool:
+    def are_equal(found, wanted):
         return are_equal_batches(found, wanted, size if name in DEALT else 1)
 
     _, found = united(name, world, pad=False)
@@ -231,9 +230,9 @@ def test_ranks_unite_to_one_stream(name: str, world: int) -> None:
 
 
 @every_order
-def test_a_resume_after_every_unit_with_other_ranks(name: str) -> None:
+def test_a_resume_after_every_unit_with_other_ranks(name):
     """A state is JSON; what follows is what would have, for any number of ranks."""
-    one: dict[str, Any] = {} if ORDERS[name]().is_batch else {"batch_size": 1}
+    one = {} if ORDERS[name]().is_batch else {"batch_size": 1}
     manager = make(name, **one)
     with manager.start_test() as batches:
         list(batches)
@@ -252,7 +251,7 @@ def test_a_resume_after_every_unit_with_other_ranks(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "other"), list(itertools.pairwise([*ORDERS, *ORDERS][: len(ORDERS) + 1]))
 )
-def test_a_state_of_another_order_is_refused(name: str, other: str) -> None:
+def test_a_state_of_another_order_is_refused(name, other):
     """Both values are named, and the manager stays where it was."""
     state = json.loads(json.dumps(make(other).state_dict()))
     manager = make(name)
@@ -283,7 +282,7 @@ WITHIN: dict[str, Callable[[cseq.Order], cseq.Order]] = {
 
 
 @pytest.mark.parametrize("name", WITHIN)
-def test_a_state_of_an_earlier_definition_is_refused(name: str) -> None:
+def test_a_state_of_an_earlier_definition_is_refused(name):
     """The message has both names, what changed and what to do, also for an order in another."""
     state = make("own", order=WITHIN[name](Backwards())).state_dict()
     manager = make("own", order=WITHIN[name](Renamed()))
@@ -299,7 +298,7 @@ def test_a_state_of_an_earlier_definition_is_refused(name: str) -> None:
         Renamed().resumed({"name": ["backwards-v1"]}, 1, 0, 0)
 
 
-def test_the_order_says_how_many_samples_there_are() -> None:
+def test_the_order_says_how_many_samples_there_are():
     """Where the worker has no length, and none is given."""
     order = cseq.Buckets([3, 5, 4, 9, 10, 3], 12, together=1)
     with cseq.MTSequence(lambda: np.arange(6), order=order, out_type="null", seed=1).start() as got:
@@ -324,7 +323,7 @@ OF_ARRAYS: dict[str, tuple[Callable[[Any], cseq.Order], Any]] = {
 
 
 @pytest.mark.parametrize("name", OF_ARRAYS)
-def test_memory_maps_are_taken(name: str, tmp_path: Path) -> None:
+def test_memory_maps_are_taken(name, tmp_path):
     """Files that cannot be written to stand for arrays, in steps, too."""
     make_order, values = OF_ARRAYS[name]
     np.save(tmp_path / "values.npy", np.repeat(values, 2))

@@ -4,8 +4,6 @@ How workers come to be is tested with every start method. What they do then is t
 of these, and is tested with processes of the quickest one.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os
@@ -13,7 +11,6 @@ import re
 import threading
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -41,7 +38,6 @@ from kinds import (
     QUICK,
     QUICKEST,
     THREAD,
-    Kind,
     assert_same,
     by_name,
     expected,
@@ -50,17 +46,12 @@ from kinds import (
 
 import cseq
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from conftest import RunScript
-
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=by_name)
 every_pool = pytest.mark.parametrize("kind", QUICK, ids=by_name)
 every_process = pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
 
 
-def indices_of(batches: Any) -> list[int]:
+def indices_of(batches):
     """All indices of batches that are arrays of them, in order."""
     return [i for batch in batches for i in batch.tolist()]
 
@@ -76,7 +67,7 @@ def indices_of(batches: Any) -> list[int]:
         for number in ([1, 2, 3, 8] if kind in QUICK else [3])
     ],
 )
-def test_same_as_test_mode(kind: Kind, num_workers: int) -> None:
+def test_same_as_test_mode(kind, num_workers):
     """Parallel equals test mode, bit for bit and in order, for any number of workers."""
     want = expected(Augmented, 203, epochs=3, batch_size=8)
     got = stream(kind, Augmented, 203, epochs=3, batch_size=8, num_workers=num_workers)
@@ -84,7 +75,7 @@ def test_same_as_test_mode(kind: Kind, num_workers: int) -> None:
 
 
 @every_pool
-def test_leaving_early(kind: Kind) -> None:
+def test_leaving_early(kind):
     """Nothing of an epoch that was left early gets into the next one, which is complete."""
     want = expected(Augmented, 100, epochs=4, batch_size=4)
     with kind.start(Augmented, 100, batch_size=4, buffer=6) as manager:
@@ -98,7 +89,7 @@ def test_leaving_early(kind: Kind) -> None:
 
 
 @every_pool
-def test_unordered(kind: Kind) -> None:
+def test_unordered(kind):
     """ordered=False gives the same batches, whichever comes first, and each epoch by itself."""
     want = [{tuple(b) for b in expected(Indices1, 90, batch_size=7, epochs=3)[k:k + 13]}
             for k in (0, 13, 26)]  # fmt: skip
@@ -108,16 +99,16 @@ def test_unordered(kind: Kind) -> None:
     assert [set(epoch) for epoch in got] == want
 
 
-def test_a_slow_batch_holds_no_other_up() -> None:
+def test_a_slow_batch_holds_no_other_up():
     """With ordered=False, those that are made meanwhile come first."""
     others = threading.Event()
 
     class Slow:
-        def __getitem__(self, indices: Any) -> Any:
+        def __getitem__(self, indices):
             assert indices[0] or others.wait(60)
             return indices
 
-    options: dict[str, Any] = {"batch_size": 1, "num_workers": 2, "shuffle": False}
+    options = {"batch_size": 1, "num_workers": 2, "shuffle": False}
     with THREAD.start(Slow, 6, ordered=False, **options) as manager:
         batches = iter(manager)
         got = [int(next(batches)[0]) for _ in range(5)]
@@ -129,7 +120,7 @@ def test_a_slow_batch_holds_no_other_up() -> None:
 
 
 @every_pool
-def test_built_in_place(kind: Kind) -> None:
+def test_built_in_place(kind):
     """What an indexer builds in `cseq.empty` arrives like any other array."""
     for batch in stream(kind, InPlace, 30, batch_size=4):
         whole = batch["whole"]
@@ -143,7 +134,7 @@ def test_built_in_place(kind: Kind) -> None:
 
 
 @every_pool
-def test_indices_are_the_indexers_own(kind: Kind) -> None:
+def test_indices_are_the_indexers_own(kind):
     """An indexer may change its indices: an int64 array of its own, in no batch but this."""
     got = stream(kind, Spoiler, np.arange(64), batch_size=8, epochs=3, buffer=2)
     want = [cseq.permutation(64, 42, e).tolist() for e in range(3)]
@@ -151,7 +142,7 @@ def test_indices_are_the_indexers_own(kind: Kind) -> None:
 
 
 @every_pool
-def test_batches_may_be_changed(kind: Kind) -> None:
+def test_batches_may_be_changed(kind):
     """A batch is the loop's own: what is written to it shows up nowhere else."""
     with kind.start(Large, 24, batch_size=2, shuffle=False, buffer=2) as manager:
         for _ in range(2):
@@ -163,7 +154,7 @@ def test_batches_may_be_changed(kind: Kind) -> None:
 # -- held batches
 
 
-def check_large(batches: list[Any], order: list[int]) -> None:
+def check_large(batches, order):
     """Fail unless these are the batches of `Large` in this order."""
     assert [b.shape[1] for b in batches] == [8192] * len(batches)
     assert [int(row[0]) for b in batches for row in b] == order
@@ -171,7 +162,7 @@ def check_large(batches: list[Any], order: list[int]) -> None:
 
 
 @every_pool
-def test_all_batches_held(kind: Kind) -> None:
+def test_all_batches_held(kind):
     """`list(manager)`, over epochs and far beyond `buffer`, has correct data and no deadlock."""
     order = [i for e in range(3) for i in cseq.permutation(60, 42, e).tolist()]
     with kind.start(Large, 60, batch_size=2, buffer=2) as manager:
@@ -184,7 +175,7 @@ def test_all_batches_held(kind: Kind) -> None:
 
 
 @every_pool
-def test_tensors_hold_the_batch(kind: Kind) -> None:
+def test_tensors_hold_the_batch(kind):
     """A tensor, and a view of one, keeps its data as an array does."""
     pytest.importorskip("torch")
     with kind.start(
@@ -197,7 +188,7 @@ def test_tensors_hold_the_batch(kind: Kind) -> None:
     assert [(int(t.min()), int(t.max())) for t in held] == [(2 * k + 1,) * 2 for k in range(20)]
 
 
-def test_labels_that_are_kept_hold_no_batch() -> None:
+def test_labels_that_are_kept_hold_no_batch():
     """What is kept counts for `memory_limit` by what it weighs, not by its batches."""
     with QUICKEST.start(Labelled, 160, batch_size=2, shuffle=False, memory_limit="4MiB") as manager:
         kept = [labels for _, labels, _ in manager]
@@ -207,7 +198,7 @@ def test_labels_that_are_kept_hold_no_batch() -> None:
 
 @every_pool
 @pytest.mark.parametrize("dtype", [None, "float32"])
-def test_strides_are_kept(kind: Kind, dtype: str | None) -> None:
+def test_strides_are_kept(kind, dtype):
     """Those of permuted arrays are the same through all pools, even after a cast."""
     pytest.importorskip("torch")
     with kind.start(Labelled, 4, batch_size=2, out_type="cpu", dtype=dtype) as manager:
@@ -221,7 +212,7 @@ def test_strides_are_kept(kind: Kind, dtype: str | None) -> None:
 
 
 @every_kind
-def test_made_once_in_every_worker(kind: Kind) -> None:
+def test_made_once_in_every_worker(kind):
     """Each worker makes one indexer, at the start, and keeps it over all epochs."""
     got = stream(kind, Where, 400, epochs=5, batch_size=2, num_workers=3)
     makers = {tuple(batch[1:]) for batch in got}
@@ -234,7 +225,7 @@ def test_made_once_in_every_worker(kind: Kind) -> None:
 
 
 @every_kind
-def test_indexers_are_closed(kind: Kind, tmp_path: Path) -> None:
+def test_indexers_are_closed(kind, tmp_path):
     """`close()` of every indexer is called once, when its worker ends."""
     with kind.start(lambda: Closing(tmp_path), 400, batch_size=2, num_workers=3) as manager:
         list(manager)
@@ -244,13 +235,13 @@ def test_indexers_are_closed(kind: Kind, tmp_path: Path) -> None:
     assert closed == made
 
 
-def names(folder: Path, prefix: str) -> list[str]:
+def names(folder, prefix):
     """Give what follows a prefix in the names of files."""
     return sorted(path.name.removeprefix(prefix) for path in folder.glob(f"{prefix}*"))
 
 
 @every_kind
-def test_an_object_as_worker(kind: Kind) -> None:
+def test_an_object_as_worker(kind):
     """An object with __getitem__ serves as it is; threads share it, processes have copies."""
     lasting = Lasting(100)
     got = stream(kind, lasting, 100, batch_size=10, shuffle=False)
@@ -260,7 +251,7 @@ def test_an_object_as_worker(kind: Kind) -> None:
 
 
 @every_kind
-def test_an_array_as_worker(kind: Kind) -> None:
+def test_an_array_as_worker(kind):
     """An array serves as a data set; what is done to batches does not change it."""
     data = np.arange(60.0).reshape(30, 2)
     got = stream(kind, data, 30, batch_size=7)
@@ -272,14 +263,14 @@ def test_an_array_as_worker(kind: Kind) -> None:
 
 
 @every_kind
-def test_a_pool_inside_an_indexer(kind: Kind) -> None:
+def test_a_pool_inside_an_indexer(kind):
     """A manager in an indexer, of any pool, works; the outer batch keeps its own generator."""
 
     class Outer:
-        def __init__(self) -> None:
+        def __init__(self):
             self.inner = cseq.MTSequence(Rows, 8, out_type="null", num_workers=1, seed=1)
 
-        def __getitem__(self, indices: Any) -> Any:
+        def __getitem__(self, indices):
             before = cseq.worker_info()
             first = cseq.rng().random()
             with self.inner.start_test() as inner:
@@ -291,7 +282,7 @@ def test_a_pool_inside_an_indexer(kind: Kind) -> None:
 
 
 @every_kind
-def test_dropped_without_finish(kind: Kind) -> None:
+def test_dropped_without_finish(kind):
     """A manager that nobody holds any more ends its workers, also in the middle of an epoch."""
     manager = kind.start(Large, 100, batch_size=2)
     batch = next(iter(manager))
@@ -303,26 +294,26 @@ def test_dropped_without_finish(kind: Kind) -> None:
 
 
 @every_pool
-def test_the_iterator_keeps_the_manager(kind: Kind) -> None:
+def test_the_iterator_keeps_the_manager(kind):
     """A loop over a manager that has no name runs to its end."""
     assert len(list(kind.start(Indices1, 30, batch_size=4))) == 8
 
 
-def test_threads_make_their_indexers_in_turn() -> None:
+def test_threads_make_their_indexers_in_turn():
     """One after another: some libraries cannot open data in two threads at once."""
     making = threading.Lock()
     all_here = threading.Barrier(4)
     made = []
 
     class Exclusive:
-        def __init__(self) -> None:
+        def __init__(self):
             if not making.acquire(blocking=False):
                 raise RuntimeError("made by two threads at once")
             threading.Event().wait(0.05)  # a concurrent start would come now
             made.append(worker_number())
             making.release()
 
-        def __getitem__(self, indices: Any) -> Any:
+        def __getitem__(self, indices):
             all_here.wait(60)
             return indices
 
@@ -331,23 +322,23 @@ def test_threads_make_their_indexers_in_turn() -> None:
     assert sorted(made) == [0, 1, 2, 3]
 
 
-def worker_number() -> int:
+def worker_number():
     """The number of the worker that runs this."""
     info = cseq.worker_info()
     assert info is not None
     return info.number
 
 
-def test_threads_make_no_indexer_after_one_has_failed() -> None:
+def test_threads_make_no_indexer_after_one_has_failed():
     """The first one's exception is raised, and the others are not made any more."""
     tried = []
 
     class Failing:
-        def __init__(self) -> None:
+        def __init__(self):
             tried.append(worker_number())
             raise LookupError(f"no data set {worker_number()}")
 
-        def __getitem__(self, indices: Any) -> Any:
+        def __getitem__(self, indices):
             return indices
 
     with (
@@ -358,19 +349,17 @@ def test_threads_make_no_indexer_after_one_has_failed() -> None:
     assert [f"no data set {number}" for number in tried] == [str(caught.value).splitlines()[0]]
 
 
-def test_finish_while_an_indexer_is_made(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finish_while_an_indexer_is_made(caplog, monkeypatch):
     """Threads that wait for their turn end; the one that makes an indexer is left behind."""
     monkeypatch.setattr("cseq.engine.crews.threads.CLOSE_SECONDS", 1.5)
     begun, go_on = threading.Event(), threading.Event()
 
     class Slow:
-        def __init__(self) -> None:
+        def __init__(self):
             begun.set()
             go_on.wait(60)
 
-        def __getitem__(self, indices: Any) -> Any:
+        def __getitem__(self, indices):
             return indices
 
     manager = THREAD.start(Slow, 100, num_workers=3)
@@ -382,7 +371,7 @@ def test_finish_while_an_indexer_is_made(
 
 
 @pytest.fixture
-def uncollected() -> Iterator[None]:
+def uncollected():
     """No garbage collection."""
     gc.collect()
     gc.disable()
@@ -393,15 +382,15 @@ def uncollected() -> Iterator[None]:
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("taken", [0, 1, 10])
 @pytest.mark.parametrize("kind", [INLINE, THREAD], ids=by_name)
-def test_no_indexer_outlives_finish(kind: Kind, taken: int) -> None:
+def test_no_indexer_outlives_finish(kind, taken):
     """Indexers that the manager has made die with `finish`, also those that made no batch."""
-    made: list[weakref.ref[Any]] = []
+    made = []
 
     class Watched:
-        def __init__(self) -> None:
+        def __init__(self):
             made.append(weakref.ref(self))
 
-        def __getitem__(self, indices: Any) -> Any:
+        def __getitem__(self, indices):
             return indices
 
     manager = kind.start(Watched, 40, batch_size=4, num_workers=3)
@@ -414,7 +403,7 @@ def test_no_indexer_outlives_finish(kind: Kind, taken: int) -> None:
 
 
 @every_kind
-def test_a_worker_that_cannot_be_built(kind: Kind) -> None:
+def test_a_worker_that_cannot_be_built(kind):
     """What a worker raises where it is made comes out of the loop, once and as itself."""
     with kind.start(Broken, 100, num_workers=3) as manager:
         with pytest.raises(LookupError, match="no such data set"):
@@ -424,7 +413,7 @@ def test_a_worker_that_cannot_be_built(kind: Kind) -> None:
 
 
 @every_pool
-def test_a_worker_that_makes_no_indexer(kind: Kind) -> None:
+def test_a_worker_that_makes_no_indexer(kind):
     """A worker that makes something without __getitem__ is a TypeError that says so."""
     with (
         kind.start(NotAnIndexer, 100) as manager,
@@ -434,7 +423,7 @@ def test_a_worker_that_makes_no_indexer(kind: Kind) -> None:
 
 
 @every_process
-def test_workers_that_die_at_birth(kind: Kind) -> None:
+def test_workers_that_die_at_birth(kind):
     """Workers that end while they start are replaced only so often: then WorkerDied says it."""
     with (
         kind.start(Quitting, 100) as manager,
@@ -449,7 +438,7 @@ def test_workers_that_die_at_birth(kind: Kind) -> None:
 
 @pytest.mark.needs("Linux")
 @every_pool
-def test_a_billion_samples_begin_at_once(kind: Kind) -> None:
+def test_a_billion_samples_begin_at_once(kind):
     """The first batches of 10^9 samples touch a few pages of memory, not the table's 4 GB."""
     with kind.start(Indices1, 10**9, buffer=10) as manager:
         for _ in range(2):
@@ -461,7 +450,7 @@ def test_a_billion_samples_begin_at_once(kind: Kind) -> None:
             assert max(indices_of(got)) > 10**8
 
 
-def resident_kib() -> int:
+def resident_kib():
     """Memory of this process that is there, in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
@@ -484,7 +473,7 @@ SHAPES = st.fixed_dictionaries(
 BREAKS = st.lists(st.none() | st.integers(0, 12), max_size=4)
 
 
-def walk(manager: Any, breaks: list[int | None]) -> Iterator[list[Any]]:
+def walk(manager, breaks):
     """Go through some epochs, each left after so many batches (None: at its end), and one more."""
     for leave_at in [*breaks, None]:
         batches = []
@@ -498,7 +487,7 @@ def walk(manager: Any, breaks: list[int | None]) -> Iterator[list[Any]]:
 @given(SHAPES, BREAKS)
 @settings(max_examples=60)
 @pytest.mark.parametrize("kind", [INLINE, THREAD], ids=by_name)
-def test_any_shape(kind: Kind, options: dict[str, Any], breaks: list[int | None]) -> None:
+def test_any_shape(kind, options, breaks):
     """For any sizes, workers, buffer and early leaving: each epoch is its order's beginning."""
     check_any_shape(kind, options, breaks)
 
@@ -506,12 +495,12 @@ def test_any_shape(kind: Kind, options: dict[str, Any], breaks: list[int | None]
 @pytest.mark.needs("worker processes")
 @given(SHAPES, BREAKS)
 @settings(max_examples=12)
-def test_any_shape_in_processes(options: dict[str, Any], breaks: list[int | None]) -> None:
+def test_any_shape_in_processes(options, breaks):
     """The same holds for processes."""
     check_any_shape(QUICKEST, options, breaks)
 
 
-def check_any_shape(kind: Kind, options: dict[str, Any], breaks: list[int | None]) -> None:
+def check_any_shape(kind, options, breaks):
     """Fail unless each epoch is the beginning of its order, and a full one all of it."""
     samples = options["dset_size"]
     samples = list(range(samples)) if isinstance(samples, int) else samples
@@ -534,16 +523,16 @@ def check_any_shape(kind: Kind, options: dict[str, Any], breaks: list[int | None
 @pytest.mark.needs("worker processes")
 @given(st.data())
 @settings(max_examples=15)
-def test_any_sizes_of_batches(data: st.DataObject) -> None:
+def test_any_sizes_of_batches(data):
     """In one pool of processes: batches of any sizes, one after the other, held or not."""
     sizes = data.draw(st.lists(st.integers(0, 300_000), min_size=1, max_size=12))
     hold = data.draw(st.integers(0, 4))
 
     class Sized:
-        def __getitem__(self, indices: Any) -> Any:
+        def __getitem__(self, indices):
             return [np.full(sizes[i], i, np.uint8) for i in indices]
 
-    held: list[Any] = []
+    held = []
     with QUICKEST.start(Sized, len(sizes), batch_size=1, shuffle=False, buffer=3) as manager:
         for _ in range(2):
             for k, batch in enumerate(manager):
@@ -614,7 +603,7 @@ LINES = (
 
 
 @every_process
-def test_scripts_without_ceremony(run_script: RunScript, kind: Kind) -> None:
+def test_scripts_without_ceremony(run_script, kind):
     """A script needs no `__main__` guard; its classes and functions work, its body runs once."""
     done = run_script(SCRIPT, kind.name)
     assert (done.stdout, done.stderr) == ("body\n" + LINES * 8, "")

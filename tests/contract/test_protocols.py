@@ -4,23 +4,14 @@ They throw an `iter` away, call `set_epoch` before or after the `iter` that it i
 look at StopIteration, and make no call at the end.
 """
 
-from __future__ import annotations
-
 from itertools import islice
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from indexers import Indices1
 from interrupting import interrupted
-from kinds import QUICK, QUICKEST, THREAD, Kind, by_name
+from kinds import QUICK, QUICKEST, THREAD, by_name
 
 import cseq
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy as np
-
 
 N, BATCH = 22, 4
 STEPS = 6  # batches of an epoch
@@ -29,24 +20,24 @@ STEPS = 6  # batches of an epoch
 every_kind = pytest.mark.parametrize("kind", QUICK, ids=by_name)
 
 
-def make(kind: Kind, **options: Any) -> Any:
+def make(kind, **options):
     """Make a manager of 22 samples in 6 batches."""
     return kind.make(Indices1, N, batch_size=BATCH, **options)
 
 
-def epoch_batches(epoch: int) -> list[list[int]]:
+def epoch_batches(epoch):
     """Cut the order of an epoch into batches."""
     order = cseq.permutation(N, 42, epoch).tolist()
     return [order[k : k + BATCH] for k in range(0, N, BATCH)]
 
 
-def take(batches: Iterator[Any], count: int) -> list[list[int]]:
+def take(batches, count):
     """Take some batches, and do not look for the end."""
     return [batch.tolist() for batch in islice(batches, count)]
 
 
 @every_kind
-def test_an_iterator_that_is_thrown_away(kind: Kind) -> None:
+def test_an_iterator_that_is_thrown_away(kind):
     """It costs no epoch, and `state_dict` is what it was; so it is before a first batch."""
     with kind.begin(make(kind)) as manager:
         before = manager.state_dict()
@@ -67,7 +58,7 @@ def test_an_iterator_that_is_thrown_away(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", [THREAD, QUICKEST], ids=by_name)
-def test_a_second_iterator_goes_on_with_the_work(kind: Kind) -> None:
+def test_a_second_iterator_goes_on_with_the_work(kind):
     """What the workers have made for an iterator that was thrown away is not made again."""
     with kind.begin(make(kind, buffer=2)) as manager:
         batches = iter(manager)
@@ -83,7 +74,7 @@ def test_a_second_iterator_goes_on_with_the_work(kind: Kind) -> None:
 
 
 @every_kind
-def test_set_epoch_after_iter(kind: Kind) -> None:
+def test_set_epoch_after_iter(kind):
     """An iterator that has given nothing takes another epoch over, also back and forth."""
     with kind.begin(make(kind)) as manager:
         batches = iter(manager)
@@ -104,7 +95,7 @@ def test_set_epoch_after_iter(kind: Kind) -> None:
 
 
 @every_kind
-def test_set_epoch_of_a_loaded_epoch_keeps_the_place(kind: Kind) -> None:
+def test_set_epoch_of_a_loaded_epoch_keeps_the_place(kind):
     """Before and after the `iter`; another epoch begins at its beginning."""
     manager = make(kind)
     state = manager.state_dict() | {"epoch": 5, "consumed": 2 * BATCH}
@@ -123,7 +114,7 @@ def test_set_epoch_of_a_loaded_epoch_keeps_the_place(kind: Kind) -> None:
 
 
 @every_kind
-def test_set_epoch_of_the_epoch_under_way(kind: Kind) -> None:
+def test_set_epoch_of_the_epoch_under_way(kind):
     """The loop and its state stay where they are; the next `iter` begins the epoch again."""
     with kind.begin(make(kind)) as manager:
         batches = iter(manager)
@@ -147,7 +138,7 @@ def test_set_epoch_of_the_epoch_under_way(kind: Kind) -> None:
 
 
 @every_kind
-def test_the_sampler(kind: Kind) -> None:
+def test_the_sampler(kind):
     """`sampler` has torch's two methods: `set_epoch`, and this rank's samples as its length."""
     lengths = [len(make(kind, shard=(rank, 4)).sampler) for rank in range(4)]
     assert lengths == [6, 6, 6, 6]  # 16 in a global batch, and 6 in parts of 2
@@ -165,7 +156,7 @@ def test_the_sampler(kind: Kind) -> None:
 class BrokenFirst:
     """Fails on sample 0."""
 
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+    def __getitem__(self, indices):
         if 0 in indices:
             raise OSError("unreadable")
         return indices
@@ -173,7 +164,7 @@ class BrokenFirst:
 
 @every_kind
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_an_exception_begins_an_epoch(kind: Kind, on_error: str) -> None:
+def test_an_exception_begins_an_epoch(kind, on_error):
     """A first batch that raises, or is skipped, is not tried for ever."""
     manager = kind.make(BrokenFirst, 4, batch_size=4, shuffle=False, on_error=on_error)
     with kind.begin(manager):
@@ -189,7 +180,7 @@ def test_an_exception_begins_an_epoch(kind: Kind, on_error: str) -> None:
 
 
 @every_kind
-def test_interrupted_set_epoch(kind: Kind) -> None:
+def test_interrupted_set_epoch(kind):
     """Ctrl-C anywhere in `set_epoch`: the iterator gives the one epoch, or the other, or raises."""
     ends = set()
     for countdown in range(1, 200, 7 if kind.processes else 1):

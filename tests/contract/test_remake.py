@@ -1,9 +1,6 @@
 """A batch once more: bit for bit what the loop got, whatever made it."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +17,7 @@ POOLS = {
 class Augmented:
     """Draws from the batch's generator, and says which batch it is."""
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         info = cseq.worker_info()
         assert info is not None
         return {
@@ -33,7 +30,7 @@ class Augmented:
 class Globals(Augmented):
     """Draws from the global generators, which processes seed for each batch."""
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         noise = np.random.random(3)  # noqa: NPY002 - the global one is meant
         return super().__getitem__(indices) | {"noise": noise, "one": random.random()}
 
@@ -41,23 +38,23 @@ class Globals(Augmented):
 class Odd(Augmented):
     """Raises for some batches."""
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         if 5 in indices:
             raise LookupError("five is odd")
         return super().__getitem__(indices)
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one, other):
     """Compare two batches."""
     return one.keys() == other.keys() and all(
         np.array_equal(one[name], other[name]) for name in one
     )
 
 
-def manager(pool: str, worker: Any = Augmented, n: int = 23, **options: Any) -> Any:
+def manager(pool, worker=Augmented, n=23, **options):
     """Make a manager of a few samples."""
     kind, workers = POOLS[pool]
-    usual: dict[str, Any] = {"batch_size": 4, "seed": 1, "out_type": "null"}
+    usual = {"batch_size": 4, "seed": 1, "out_type": "null"}
     return kind(worker, n, num_workers=workers, **{**usual, **options})
 
 
@@ -67,7 +64,7 @@ def manager(pool: str, worker: Any = Augmented, n: int = 23, **options: Any) -> 
     [{}, {"shard": (1, 2), "batch_size": 3}, {"shuffle": "feistel", "repeat": 2}, {"pad": False}],
     ids=str,
 )
-def test_it_is_what_the_loop_got(pool: str, options: dict[str, Any]) -> None:
+def test_it_is_what_the_loop_got(pool, options):
     """While it runs, and afterwards: each batch of two epochs."""
     worker = Augmented if pool == "threads" else Globals
     one = manager(pool, worker, **options)
@@ -88,7 +85,7 @@ def test_it_is_what_the_loop_got(pool: str, options: dict[str, Any]) -> None:
     assert random.getstate() == state
 
 
-def test_after_a_resume() -> None:
+def test_after_a_resume():
     """In an epoch that was resumed with other batches, they are counted as they come."""
     first = manager("threads")
     with first.start() as batches:
@@ -106,7 +103,7 @@ def test_after_a_resume() -> None:
     assert second.indices(1, 0).tolist() == manager("none", batch_size=5).indices(1, 0).tolist()
 
 
-def test_a_batch_that_was_left_out() -> None:
+def test_a_batch_that_was_left_out():
     """It raises here, too."""
     one = manager("threads", Odd, on_error="skip")
     with one.start() as batches:
@@ -118,19 +115,19 @@ def test_a_batch_that_was_left_out() -> None:
 
 
 @pytest.mark.parametrize("batch", [-1, 6])
-def test_a_batch_that_there_is_not(batch: int) -> None:
+def test_a_batch_that_there_is_not(batch):
     """It names the batches there are."""
     for ask in (manager("none").remake, manager("none").indices):
         with pytest.raises(IndexError, match=rf"batch={batch} is not in \[0, 6\) of epoch 0"):
             ask(0, batch)
 
 
-def test_nothing_is_left() -> None:
+def test_nothing_is_left():
     """The indexer that was made is closed, also after an exception."""
     closed = []
 
     class Closing(Odd):
-        def close(self) -> None:
+        def close(self):
             closed.append(True)
 
     one = manager("threads", Closing)

@@ -1,10 +1,7 @@
 """Epochs in a row: `repeat` gives what as many loops give, from any place on."""
 
-from __future__ import annotations
-
 import itertools
 import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +15,14 @@ POOLS = {
 }
 
 
-def manager(pool: str = "threads", n: int = 23, **options: Any) -> cseq.MSequence[Any]:
+def manager(pool="threads", n=23, **options):
     """Make a manager of a few samples."""
     kind, workers = POOLS[pool]
-    usual: dict[str, Any] = {"batch_size": 4, "seed": 1, "out_type": "null", "buffer": 3}
+    usual = {"batch_size": 4, "seed": 1, "out_type": "null", "buffer": 3}
     return kind(np.arange(n), num_workers=workers, **{**usual, **options})
 
 
-def epochs(number: int, **options: Any) -> list[list[int]]:
+def epochs(number, **options):
     """Return the batches of so many epochs, taken one by one."""
     one = manager("none", **options)
     with one.start() as batches:
@@ -34,7 +31,7 @@ def epochs(number: int, **options: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"shuffle": "feistel"}], ids=str)
-def test_it_is_as_many_epochs(pool: str, options: dict[str, Any]) -> None:
+def test_it_is_as_many_epochs(pool, options):
     """In one loop, and the next loop goes on after them."""
     one = manager(pool, repeat=3, **options)
     with one.start() as batches:
@@ -45,7 +42,7 @@ def test_it_is_as_many_epochs(pool: str, options: dict[str, Any]) -> None:
     assert [epoch for epoch, _ in first] == [k // length for k in range(3 * length)]
 
 
-def test_without_end() -> None:
+def test_without_end():
     """As many as are taken; `break` leaves the present epoch."""
     one = manager(repeat=True)
     whole = epochs(6)
@@ -55,7 +52,7 @@ def test_without_end() -> None:
         assert next(iter(batches)).tolist() == whole[4 * len(one)]
 
 
-def test_a_resume_after_every_batch() -> None:
+def test_a_resume_after_every_batch():
     """With the same batches, and with others, also in a later epoch of a loop."""
     one = manager(repeat=3)
     whole = [sample for batch in epochs(3) for sample in batch]
@@ -74,10 +71,10 @@ def test_a_resume_after_every_batch() -> None:
             assert rest[:left] == whole[len(whole) - left :]
 
 
-def test_a_resume_of_ranks_that_have_lanes() -> None:
+def test_a_resume_of_ranks_that_have_lanes():
     """Each has its part of a global batch also in the epochs after the one that was resumed."""
     order = cseq.Blocks(2, window=8, lanes=4)
-    options: dict[str, Any] = {"n": 80, "order": order, "repeat": 2}
+    options = {"n": 80, "order": order, "repeat": 2}
     for rank in range(2):
         one = manager("none", shard=(rank, 2), **options)
         with one.start() as batches:
@@ -89,7 +86,7 @@ def test_a_resume_of_ranks_that_have_lanes() -> None:
         assert rest[: len(whole) - 3] == [batch for batch, _ in whole[3:]]
 
 
-def test_ranks_keep_step() -> None:
+def test_ranks_keep_step():
     """Each rank has its part of every global batch, in every epoch."""
     parts = []
     for rank in range(3):
@@ -101,7 +98,7 @@ def test_ranks_keep_step() -> None:
     assert [batch[: len(one)] for batch, one in zip(together, alone, strict=True)] == alone
 
 
-def test_the_next_epoch_is_made_ahead() -> None:
+def test_the_next_epoch_is_made_ahead():
     """Its first batches are ready while the last one of the epoch before is not taken."""
     one = manager(n=8, repeat=2)
     with one.start() as batches:
@@ -115,7 +112,7 @@ def test_the_next_epoch_is_made_ahead() -> None:
         assert [batch.tolist() for batch in iterator] == epochs(2, n=8)[1:]
 
 
-def test_an_epoch_without_batches() -> None:
+def test_an_epoch_without_batches():
     """There is nothing to repeat."""
     one = manager(n=3, drop_last=True, repeat=True)
     with one.start() as batches:
@@ -132,7 +129,7 @@ def test_an_epoch_without_batches() -> None:
         ({"repeat": True, "pad": False}, ValueError, "repeat=True with pad=False"),
     ],
 )
-def test_what_is_refused(options: Any, error: type[Exception], text: str) -> None:
+def test_what_is_refused(options, error, text):
     """With the argument, its value, and what to do."""
     with pytest.raises(error, match=text):
         manager(**options)

@@ -1,30 +1,23 @@
 """Workers and buffer change while a manager runs: the stream does not."""
 
-from __future__ import annotations
-
 import random
 import threading
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from indexers import Augmented
-from kinds import QUICKEST, THREAD, Kind, assert_same, by_name, expected
+from kinds import QUICKEST, THREAD, assert_same, by_name, expected
 from resizing import resize
 from waiting import until
 
 import cseq
 from cseq import testing
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 MOST, CELLS, SAMPLES, BATCH = 4, 12, 240, 5
 KINDS = [THREAD, QUICKEST]
 
 
-def at_random(manager: Any, seed: int, *, kills: bool) -> Iterator[Any]:
+def at_random(manager, seed, *, kills):
     """Give the batches of an epoch, and change the sizes meanwhile; workers die, too."""
     draw = random.Random(seed)
     for batch in manager:
@@ -37,7 +30,7 @@ def at_random(manager: Any, seed: int, *, kills: bool) -> Iterator[Any]:
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)
-def test_sizes_at_random_change_no_batch(kind: Kind, ordered: bool) -> None:
+def test_sizes_at_random_change_no_batch(kind, ordered):
     """Ordered and unordered, in threads and processes, of which some die meanwhile."""
     options = {"batch_size": BATCH, "buffer": CELLS, "ordered": ordered, "max_restarts": 1000}
     reference = expected(Augmented, SAMPLES, epochs=3, **options)
@@ -57,10 +50,10 @@ def test_sizes_at_random_change_no_batch(kind: Kind, ordered: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)
-def test_a_resume_in_the_middle_of_changes(kind: Kind) -> None:
+def test_a_resume_in_the_middle_of_changes(kind):
     """Another manager goes on where the state was taken."""
     reference = expected(Augmented, SAMPLES, batch_size=BATCH)
-    got: list[Any] = []
+    got = []
     state = None
     while state is None or len(got) < len(reference):
         manager = kind.make(Augmented, SAMPLES, MOST, batch_size=BATCH, buffer=CELLS)
@@ -79,10 +72,10 @@ def test_a_resume_in_the_middle_of_changes(kind: Kind) -> None:
 class Gated:
     """Says that it has a batch, by a file, and waits until another file lets it go on."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         info = cseq.worker_info()
         assert info is not None
         (self.folder / f"in-{info.number}").touch()
@@ -91,9 +84,7 @@ class Gated:
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["goes on", "dies"])
-def test_a_worker_that_is_to_leave_finishes_its_ticket_or_another_makes_it(
-    tmp_path: Path, dies: bool
-) -> None:
+def test_a_worker_that_is_to_leave_finishes_its_ticket_or_another_makes_it(tmp_path, dies):
     """Killed with the ticket in hand, while it is being retired, it is not replaced."""
     with QUICKEST.start(
         Gated(tmp_path), SAMPLES, 2, batch_size=BATCH, buffer=4, shuffle=False
@@ -111,19 +102,19 @@ def test_a_worker_that_is_to_leave_finishes_its_ticket_or_another_makes_it(
         assert manager.stats().num_workers == 1
 
 
-def test_a_thread_that_leaves_closes_its_indexer_and_another_is_made() -> None:
+def test_a_thread_that_leaves_closes_its_indexer_and_another_is_made():
     """Indexers are made and closed as often as threads come and go."""
-    made: list[int] = []
-    closed: list[int] = []
+    made = []
+    closed = []
 
     class Counted:
-        def __init__(self) -> None:
+        def __init__(self):
             made.append(threading.get_ident())
 
-        def __getitem__(self, indices: Any) -> Any:
+        def __getitem__(self, indices):
             return indices
 
-        def close(self) -> None:
+        def close(self):
             closed.append(threading.get_ident())
 
     with cseq.MTSequence(
@@ -139,7 +130,7 @@ def test_a_thread_that_leaves_closes_its_indexer_and_another_is_made() -> None:
     assert len(closed) == len(made) == 6
 
 
-def test_a_process_that_leaves_ends_and_another_is_started() -> None:
+def test_a_process_that_leaves_ends_and_another_is_started():
     """None of them counts as a death."""
     with QUICKEST.start(Augmented, 10**6, 3, batch_size=1, buffer=CELLS) as manager:
         batches = iter(manager)
@@ -156,7 +147,7 @@ def test_a_process_that_leaves_ends_and_another_is_started() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)
-def test_no_more_batches_are_made_ahead_than_the_buffer(kind: Kind) -> None:
+def test_no_more_batches_are_made_ahead_than_the_buffer(kind):
     """Also when the buffer gets smaller, and larger again, which needs no step of the loop."""
     with kind.start(Augmented, 10**6, 2, batch_size=1, buffer=CELLS) as manager:
         batches = iter(manager)

@@ -1,14 +1,11 @@
 """`MSequence.reweigh`: other weights of a mixture in the middle of a run."""
 
-from __future__ import annotations
-
 import json
 import random
-from typing import Any
 
 import numpy as np
 import pytest
-from kinds import QUICK, Kind, by_name
+from kinds import QUICK, by_name
 
 import cseq
 
@@ -16,19 +13,19 @@ SIZES = {"a": 70, "b": 30, "c": 11}
 FIRSTS = {"a": 0, "b": 70, "c": 100}
 
 
-def mixture(**options: Any) -> Any:
+def mixture(**options):
     """Make a mixture of three sources."""
     sources = {name: cseq.Shuffled(size) for name, size in SIZES.items()}
     return cseq.Mixture(sources, {"a": 2, "b": 1, "c": 1}, block=16, epoch_size=240, **options)
 
 
-def manager(kind: Any = cseq.MTSequence, **options: Any) -> Any:
+def manager(kind=cseq.MTSequence, **options):
     """Make a manager of it."""
     given = {"num_workers": 2, "batch_size": 4, "seed": 5, "order": mixture(), "out_type": "null"}
     return kind(np.arange(111), **given | options)
 
 
-def weights_at(step: int) -> dict[str, float] | None:
+def weights_at(step):
     """Return the weights that come after so many batches, if any do."""
     chosen = random.Random(step)
     if chosen.random() < 0.6:
@@ -36,9 +33,9 @@ def weights_at(step: int) -> dict[str, float] | None:
     return {"a": chosen.random(), "b": chosen.randint(0, 3), "c": 10 ** -chosen.randint(0, 4)}
 
 
-def run(made: Any, steps: int, start: int = 0) -> list[list[int]]:
+def run(made, steps, start=0):
     """Take batches over epochs, and change the weights after some; the steps count on."""
-    taken: list[list[int]] = []
+    taken = []
     while True:
         for batch in made:
             taken.append(batch.tolist())
@@ -48,21 +45,21 @@ def run(made: Any, steps: int, start: int = 0) -> list[list[int]]:
                 return taken
 
 
-def whole(steps: int) -> list[list[int]]:
+def whole(steps):
     """Return the batches of test mode."""
     with manager().start_test() as made:
         return run(made, steps)
 
 
 @pytest.mark.parametrize("kind", QUICK, ids=by_name)
-def test_batches_are_those_of_test_mode(kind: Kind) -> None:
+def test_batches_are_those_of_test_mode(kind):
     """Whatever is under way when the weights change: also behind an epoch's last batch."""
-    options: dict[str, Any] = {"batch_size": 4, "seed": 5, "order": mixture(), "buffer": 9}
+    options = {"batch_size": 4, "seed": 5, "order": mixture(), "buffer": 9}
     with kind.start(np.arange(111), None, **options) as made:
         assert run(made, 400) == whole(400)
 
 
-def test_a_thousand_changes() -> None:
+def test_a_thousand_changes():
     """Each source goes on where it is: its samples are those of its own passes."""
     batches = whole(2500)
     assert sum(weights_at(step) is not None for step in range(1, 2501)) > 900
@@ -75,10 +72,10 @@ def test_a_thousand_changes() -> None:
             assert len(set(chunk.tolist())) == len(chunk)
 
 
-def test_the_shares_are_those_of_the_weights() -> None:
+def test_the_shares_are_those_of_the_weights():
     """Of each stretch of equal weights, to a unit and a block."""
     with manager().start_test() as made:
-        taken: list[int] = []
+        taken = []
         for step, batch in enumerate(made):
             taken += batch.tolist()
             if step == 9:
@@ -92,7 +89,7 @@ def test_the_shares_are_those_of_the_weights() -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 59, 60, 61, 137])
-def test_a_state_has_the_weights(stop: int) -> None:
+def test_a_state_has_the_weights(stop):
     """It loads into a manager whose mixture was made with the same ones, and goes on with them."""
     expected = whole(300)
     with manager().start_test() as made:
@@ -105,7 +102,7 @@ def test_a_state_has_the_weights(stop: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_change_after_the_same_batch(world_size: int) -> None:
+def test_ranks_that_change_after_the_same_batch(world_size):
     """Together they have the batches of one rank."""
     steps, size = 130, 12
     with manager(batch_size=size).start_test() as made:
@@ -119,7 +116,7 @@ def test_ranks_that_change_after_the_same_batch(world_size: int) -> None:
         assert ours == [sample for part in theirs for sample in part]
 
 
-def test_weights_that_were_given_again_win() -> None:
+def test_weights_that_were_given_again_win():
     """A mixture made with other weights goes on from the state's place with these."""
     with manager().start_test() as made:
         run(made, 7)
@@ -133,7 +130,7 @@ def test_weights_that_were_given_again_win() -> None:
         assert all(sample < 70 for batch in made for sample in batch)
 
 
-def test_before_the_start_and_between_two() -> None:
+def test_before_the_start_and_between_two():
     """The next batch has the new weights."""
     made = manager()
     made.reweigh({"a": 0, "b": 1, "c": 0})
@@ -155,7 +152,7 @@ def test_before_the_start_and_between_two() -> None:
         ({}, {"a": 0, "b": 0, "c": 0}, "all weights are 0"),
     ],
 )
-def test_what_cannot_be(options: Any, weights: Any, text: str) -> None:
+def test_what_cannot_be(options, weights, text):
     """The message names it, and nothing changes."""
     made = manager(**options)
     before = made.state_dict()

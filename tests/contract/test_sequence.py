@@ -1,7 +1,5 @@
 """The managers' interface: arguments, life cycle, epochs, what batches become."""
 
-from __future__ import annotations
-
 import platform
 import re
 import sys
@@ -9,7 +7,6 @@ import threading
 import warnings
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,7 +18,6 @@ from kinds import (
     PARALLEL,
     PROCESSES,
     THREAD,
-    Kind,
     assert_same,
     by_name,
     every_class,
@@ -31,11 +27,6 @@ from waiting import together
 
 import cseq
 from cseq import MPSequence, MTSequence
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from conftest import RunScript
 
 every_kind = pytest.mark.parametrize("kind", FEW, ids=by_name)
 
@@ -52,7 +43,7 @@ sys.meta_path.insert(0, Blocker())
 # -- what it shows
 
 
-def test_repr() -> None:
+def test_repr():
     """It shows samples, batches, workers, seed and state, and finds nothing out for that."""
     manager = MTSequence(Indices1, 10, 3, batch_size=4, out_type="null", seed=7, shard="auto")
     assert repr(manager) == (
@@ -79,13 +70,13 @@ def test_repr() -> None:
 
 
 @every_class
-def test_nothing_is_done_to_construct(make: Any) -> None:
+def test_nothing_is_done_to_construct(make):
     """Making a manager calls nothing, starts nothing and allocates nothing shared."""
     manager = make(Broken, 10**12, shuffle="feistel")
     assert (manager.dset_size, len(manager)) == (10**12, 31_250_000_000)
 
 
-def test_properties() -> None:
+def test_properties():
     """Lengths count batches, `dset_size` samples; all that was given is shown."""
     manager = make_small(batch_size=4, seed=11)
     assert (len(manager), manager.length, manager.dset_size, manager.batch_size) == (3, 3, 10, 4)
@@ -95,7 +86,7 @@ def test_properties() -> None:
     assert len(make_small(batch_size=100)) == 1
 
 
-def test_a_drawn_seed_is_shown() -> None:
+def test_a_drawn_seed_is_shown():
     """seed=None draws one, once; with it the stream can be had again."""
     manager = make_small()
     assert manager.seed == manager.seed
@@ -107,7 +98,7 @@ def test_a_drawn_seed_is_shown() -> None:
 
 
 @pytest.mark.parametrize("samples", [[3, 1, 4, 1, 5], (2, 7), np.array([2**62, -1]), range(4, 9)])
-def test_samples_of_every_kind(samples: Any) -> None:
+def test_samples_of_every_kind(samples):
     """Any one-dimensional sequence of integers is taken as the samples, negative ones too."""
     manager = MTSequence(Indices1, samples, shuffle=False, batch_size=2, out_type="null")
     with manager.start_test() as m:
@@ -118,7 +109,7 @@ def test_samples_of_every_kind(samples: Any) -> None:
 
 
 @every_kind
-def test_epochs_count_over_everything(kind: Kind) -> None:
+def test_epochs_count_over_everything(kind):
     """Each `iter` begins the next epoch, from 0 on, in `start` and `start_test` alike."""
     manager = kind.make(Indices1, 50, batch_size=50)
     orders = [cseq.permutation(50, 42, e).tolist() for e in range(6)]
@@ -132,7 +123,7 @@ def test_epochs_count_over_everything(kind: Kind) -> None:
     assert seen == orders
 
 
-def test_set_epoch() -> None:
+def test_set_epoch():
     """`set_epoch` sets what the next `iter` begins, before a start, within one and in a loop."""
     orders = [cseq.permutation(20, 42, e).tolist() for e in range(12)]
     manager = THREAD.make(Indices1, 20, batch_size=20)
@@ -154,7 +145,7 @@ def test_set_epoch() -> None:
 class LastRaises:
     """Makes all batches but the one with this sample."""
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         """Return the indices."""
         if 9 in indices:
             raise ValueError("the last sample")
@@ -162,7 +153,7 @@ class LastRaises:
 
 
 @every_kind
-def test_an_epoch_whose_end_the_loop_knows(kind: Kind) -> None:
+def test_an_epoch_whose_end_the_loop_knows(kind):
     """It is over, also if its last batch was an exception, or if there was none."""
     with kind.start(LastRaises, 10, batch_size=2, shuffle=False) as batches:
         iterator = iter(batches)
@@ -182,7 +173,7 @@ def test_an_epoch_whose_end_the_loop_knows(kind: Kind) -> None:
 
 
 @every_kind
-def test_a_newer_iterator_interrupts(kind: Kind) -> None:
+def test_a_newer_iterator_interrupts(kind):
     """An iterator that a newer one replaced raises InterruptedError; the newer one is complete."""
     with kind.start(Indices1, 40, batch_size=4) as m:
         old = iter(m)
@@ -198,7 +189,7 @@ def test_a_newer_iterator_interrupts(kind: Kind) -> None:
 
 
 @every_kind
-def test_a_start_interrupts(kind: Kind) -> None:
+def test_a_start_interrupts(kind):
     """A start, of either kind, and a finish interrupt the iterators there are."""
     manager = kind.make(Indices1, 40, batch_size=4)
     for interrupt in (manager.start, manager.start_test, manager.finish):
@@ -211,7 +202,7 @@ def test_a_start_interrupts(kind: Kind) -> None:
 
 
 @every_kind
-def test_forbidden_inside_with(kind: Kind) -> None:
+def test_forbidden_inside_with(kind):
     """start, start_test, finish and a second `with` inside the manager's own are OSErrors."""
     with kind.start(Indices1, 40, batch_size=4) as m:
         for verb in (m.start, m.start_test, m.finish, m.__enter__):
@@ -221,7 +212,7 @@ def test_forbidden_inside_with(kind: Kind) -> None:
 
 
 @every_kind
-def test_with_ends_on_an_error(kind: Kind) -> None:
+def test_with_ends_on_an_error(kind):
     """An exception in the `with` block comes out as it is, and the workers have ended."""
     with pytest.raises(ZeroDivisionError), kind.start(Indices1, 40, batch_size=4) as m:
         for _ in m:
@@ -231,7 +222,7 @@ def test_with_ends_on_an_error(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", [THREAD, FIRST_PROCESS], ids=by_name)
-def test_iterating_without_a_start(kind: Kind) -> None:
+def test_iterating_without_a_start(kind):
     """A loop over a manager that was not started starts it, with a UserWarning at that line."""
     manager = kind.make(Indices1, 40, batch_size=4)
     with pytest.warns(UserWarning, match=r"start\(\)") as caught:
@@ -241,7 +232,7 @@ def test_iterating_without_a_start(kind: Kind) -> None:
     manager.finish()
 
 
-def test_a_refused_start_without_a_start() -> None:
+def test_a_refused_start_without_a_start():
     """Where that warning is an error, nothing was started."""
     manager = make_small()
     with warnings.catch_warnings(), pytest.raises(UserWarning, match="start"):
@@ -253,7 +244,7 @@ def test_a_refused_start_without_a_start() -> None:
 
 
 @every_kind
-def test_finished_by_another_thread(kind: Kind) -> None:
+def test_finished_by_another_thread(kind):
     """`finish` from another thread ends a loop that waits, by InterruptedError."""
     manager = kind.start(Indices1, 10**6, batch_size=1)
     batches = iter(manager)
@@ -267,17 +258,17 @@ def test_finished_by_another_thread(kind: Kind) -> None:
 
 
 @every_kind
-def test_a_newer_iterator_while_another_thread_loops(kind: Kind) -> None:
+def test_a_newer_iterator_while_another_thread_loops(kind):
     """A loop in another thread is interrupted by a newer `iter`, which begins its own epoch."""
 
-    def loop(batches: Any, begun: threading.Event) -> None:
+    def loop(batches, begun):
         try:
             for _ in batches:
                 begun.set()
         except InterruptedError:
             interrupted.append(batches)
 
-    interrupted: list[Any] = []
+    interrupted = []
     with kind.start(Indices1, 10**6, batch_size=1) as manager:
         for count in range(1, 4):
             begun = threading.Event()
@@ -291,11 +282,11 @@ def test_a_newer_iterator_while_another_thread_loops(kind: Kind) -> None:
 
 
 @every_kind
-def test_threads_share_an_iterator(kind: Kind) -> None:
+def test_threads_share_an_iterator(kind):
     """Threads that share an iterator get each batch once between them."""
     with kind.start(Indices1, 1000, batch_size=1) as manager:
         batches = iter(manager)
-        shares: list[list[Any]] = [[], [], []]
+        shares = [[], [], []]
         together(*(partial(share.extend, batches) for share in shares))
     assert sorted(int(i) for share in shares for batch in share for i in batch) == list(range(1000))
 
@@ -313,7 +304,7 @@ torch_cases = [
 
 
 @pytest.fixture
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+def no_cuda(monkeypatch):
     """Give torch, on a machine where it finds no CUDA."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -321,7 +312,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(("out_type", "dtype", "want"), torch_cases)
-def test_tensors(no_cuda: Any, out_type: Any, dtype: Any, want: str) -> None:
+def test_tensors(no_cuda, out_type, dtype, want):
     """out_type 'cpu', None and, without CUDA, 'cuda' give CPU tensors of the type `dtype`."""
     manager = MTSequence(
         Indices1, 6, batch_size=4, out_type=out_type, dtype=dtype, shuffle=False, num_workers=1
@@ -337,7 +328,7 @@ def test_tensors(no_cuda: Any, out_type: Any, dtype: Any, want: str) -> None:
 
 @pytest.mark.parametrize("out_type", ["cuda", "cpu", None, "null", "call"])
 @pytest.mark.parametrize("kind", [THREAD, FIRST_PROCESS], ids=by_name)
-def test_every_out_type_as_in_test_mode(no_cuda: Any, kind: Kind, out_type: Any) -> None:
+def test_every_out_type_as_in_test_mode(no_cuda, kind, out_type):
     """Whatever the out_type, start() gives what start_test() gives."""
     function = np.negative if out_type == "call" else out_type
     if out_type == "call":
@@ -358,10 +349,10 @@ def test_every_out_type_as_in_test_mode(no_cuda: Any, kind: Kind, out_type: Any)
         assert type(batch["sample"]).__name__ == "Sample"
 
 
-def assert_same_tensors(torch: Any, one: Any, other: Any) -> None:
+def assert_same_tensors(torch, one, other):
     """Compare batches, tensors as arrays of their bytes."""
 
-    def plain(value: Any) -> Any:
+    def plain(value):
         if isinstance(value, torch.Tensor):
             return (
                 "tensor",
@@ -383,7 +374,7 @@ def assert_same_tensors(torch: Any, one: Any, other: Any) -> None:
 @pytest.mark.parametrize(
     ("mode", "kind"), [("default", "Tensor"), ("cpu", "Tensor"), ("numpy", "ndarray")]
 )
-def test_test_modes(no_cuda: Any, mode: str, kind: str) -> None:
+def test_test_modes(no_cuda, mode, kind):
     """'default' gives what start gives, 'cpu' tensors, 'numpy' what the indexer returned."""
     with MTSequence(Indices1, 4, num_workers=1).start_test(mode) as m:
         (batch,) = m
@@ -391,7 +382,7 @@ def test_test_modes(no_cuda: Any, mode: str, kind: str) -> None:
     assert str(batch.dtype).endswith("int64" if mode == "numpy" else "float32")
 
 
-def test_null_and_test_modes(no_cuda: Any) -> None:
+def test_null_and_test_modes(no_cuda):
     """With out_type 'null', mode 'cpu' still gives tensors, and 'default' what was returned."""
     manager = make_small(batch_size=10)
     assert isinstance(next(iter(manager.start_test())), np.ndarray)
@@ -400,11 +391,11 @@ def test_null_and_test_modes(no_cuda: Any) -> None:
 
 
 @every_kind
-def test_a_function_for_every_array(kind: Kind) -> None:
+def test_a_function_for_every_array(kind):
     """A callable out_type is applied to every array of a batch, and to nothing else."""
 
     class Mixed:
-        def __getitem__(self, indices: Any) -> Any:
+        def __getitem__(self, indices):
             return {"a": [indices, 3], "b": ("text", indices.astype("f4"))}
 
     got = next(iter(kind.start(Mixed, 4, shuffle=False, out_type=lambda a: a.sum())))
@@ -412,7 +403,7 @@ def test_a_function_for_every_array(kind: Kind) -> None:
 
 
 @pytest.mark.needs("worker processes")
-def test_without_torch(run_script: RunScript) -> None:
+def test_without_torch(run_script):
     """Without torch, every out_type gives arrays of the same values; said once in the log."""
     done = run_script(
         NO_TORCH
@@ -445,11 +436,11 @@ print("done", "torch" in sys.modules)
 
 
 @pytest.mark.parametrize("kind", PROCESSES[:2], ids=by_name)
-def test_workers_do_not_import_torch(no_cuda: Any, kind: Kind) -> None:
+def test_workers_do_not_import_torch(no_cuda, kind):
     """Workers do not import torch for cseq's sake, whatever the out_type."""
 
     class Modules:
-        def __getitem__(self, indices: Any) -> Any:
+        def __getitem__(self, indices):
             return indices, sorted(name for name in sys.modules if name == "torch")
 
     with kind.start(Modules, 4, out_type="cpu") as m:
@@ -462,7 +453,7 @@ def test_workers_do_not_import_torch(no_cuda: Any, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", PARALLEL, ids=by_name)
-def test_a_script_that_just_ends(run_script: RunScript, kind: Kind) -> None:
+def test_a_script_that_just_ends(run_script, kind):
     """A script that ends in the middle of a loop, without `finish`, ends at once and quietly."""
     make = "cseq.MTSequence(W, 1000, 2, " if kind is THREAD else (
         f"cseq.MPSequence(W, 1000, 2, start_method={kind.start_method!r}, ")  # fmt: skip
@@ -518,9 +509,7 @@ reads.wait()
 
 @pytest.mark.parametrize("kind", ["thread", "proc", "streams"])
 @pytest.mark.parametrize("again", ["", "again"])
-def test_a_daemon_thread_that_reads_when_the_script_ends(
-    run_script: RunScript, kind: str, again: str
-) -> None:
+def test_a_daemon_thread_that_reads_when_the_script_ends(run_script, kind, again):
     """It stays in its call, or in the next one, without a traceback; nothing is aborted."""
     done = run_script(READS_ON, kind, again)
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
@@ -559,7 +548,7 @@ class Never(Counted):
 
 
 @pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
-def test_one_pickle_a_start(run_script: RunScript, tmp_path: Path, kind: Kind) -> None:
+def test_one_pickle_a_start(run_script, tmp_path, kind):
     """Neither making a manager nor test mode pickles; a start does once, but with fork never."""
     (tmp_path / "counted.py").write_text(COUNTED)
     done = run_script(ONE_PICKLE, kind.name)
@@ -607,7 +596,7 @@ with cseq.MPSequence(Memory, 3, batch_size=1, out_type="null").start() as batche
 
 @pytest.mark.needs("Linux")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="without glibc")
-def test_memory_that_a_worker_frees(run_script: RunScript) -> None:
+def test_memory_that_a_worker_frees(run_script):
     """A block of usual size stays with its worker, a large one goes; large zeros take no memory."""
     done = run_script(OWN_MEMORY)
     assert done.stdout == "True True True True\n", done.stderr
@@ -616,10 +605,10 @@ def test_memory_that_a_worker_frees(run_script: RunScript) -> None:
 class Labelled:
     """Images, and labels of a type."""
 
-    def __init__(self, dtype: str = "i8", images: str = "f4") -> None:
+    def __init__(self, dtype="i8", images="f4"):
         self.dtype, self.images = dtype, images
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         return np.zeros((len(indices), 2, 2), self.images), {"y": indices.astype(self.dtype)}
 
 
@@ -640,7 +629,7 @@ HINTED = [
     "kind",
     [pytest.param("MPSequence", marks=pytest.mark.needs("worker processes")), "MTSequence"],
 )
-def test_labels_that_become_floats(kind: str, start: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_labels_that_become_floats(kind, start, caplog):
     """One warning a start, which names dtype=None, where labels lose their type."""
     for worker, options, hinted in HINTED:
         caplog.clear()

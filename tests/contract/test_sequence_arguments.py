@@ -1,7 +1,5 @@
 """The signature of the three classes, and what they refuse."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import os
@@ -9,22 +7,15 @@ import pickle
 import re
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
 import pytest
 from indexers import Indices1, Rows
-from kinds import PROCESSES, Kind, by_name, every_class, make_small
+from kinds import PROCESSES, by_name, every_class, make_small
 
 import cseq
 from cseq import MPSequence, MSequence, MTSequence
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from conftest import RunScript
-
 
 # -- the signature
 
@@ -49,7 +40,7 @@ KEYWORDS = {
 }
 
 
-def positions_of(function: Callable[..., Any]) -> dict[str, Any]:
+def positions_of(function):
     """Give the positional parameters and their defaults."""
     return {
         name: parameter.default
@@ -58,7 +49,7 @@ def positions_of(function: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def test_positions_and_defaults() -> None:
+def test_positions_and_defaults():
     """Names, positions and defaults are fixed; the other classes lack `thread_type` alone."""
     assert list(positions_of(MSequence).items()) == list(POSITIONS.items())
     rest = {name: value for name, value in POSITIONS.items() if name != "thread_type"}
@@ -73,7 +64,7 @@ def test_positions_and_defaults() -> None:
             kind(Indices1, 10, thread_type="thread")
 
 
-def test_methods_and_their_defaults() -> None:
+def test_methods_and_their_defaults():
     """`start(compat=None)` and `start_test(test_mode='default')` can be given by position."""
     manager = make_small()
     assert positions_of(manager.start) == {"compat": None}
@@ -81,7 +72,7 @@ def test_methods_and_their_defaults() -> None:
     manager.start(None).start_test("numpy").finish()
 
 
-def test_arguments_by_position() -> None:
+def test_arguments_by_position():
     """All arguments up to `seed` can be given by position."""
     manager = MSequence(Rows, 100, 2, 1, 8, 3, False, "thread", "null", 5)
     with manager.start_test() as m:
@@ -93,7 +84,7 @@ def test_arguments_by_position() -> None:
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy, cloudpickle.dumps])
 @every_class
-def test_it_is_not_copied(make: Any, copied: Callable[[object], object]) -> None:
+def test_it_is_not_copied(make, copied):
     """A copy would share the order with its original: it is refused, with what to do instead."""
     manager = make(Indices1, 10)
     with pytest.raises(TypeError, match=rf"^{make.__name__} cannot be pickled .* make a manager"):
@@ -123,7 +114,7 @@ def test_it_is_not_copied(make: Any, copied: Callable[[object], object]) -> None
     ],
 )
 @every_class
-def test_what_to_write_instead(make: Any, keyword: str, hint: str) -> None:
+def test_what_to_write_instead(make, keyword, hint):
     """A keyword of DataLoader's, or a misspelled one, says what to use; the class is the user's."""
     with pytest.raises(TypeError, match=re.escape(hint)) as caught:
         make(Indices1, 10, **{keyword: 1})
@@ -138,27 +129,27 @@ def test_what_to_write_instead(make: Any, keyword: str, hint: str) -> None:
         Mine(Indices1, 10, **{keyword: 1})
 
 
-def test_a_generator_for_a_seed() -> None:
+def test_a_generator_for_a_seed():
     """It says where the number is."""
     torch = pytest.importorskip("torch")
     with pytest.raises(TypeError, match=r"seed=.*initial_seed\(\)"):
         make_small(seed=torch.Generator())
 
 
-def test_no_batch_size() -> None:
+def test_no_batch_size():
     """batch_size=None says what single samples are here."""
     with pytest.raises(TypeError, match=r"batch_size=None.*give 1"):
         make_small(batch_size=None)
 
 
-def test_no_workers() -> None:
+def test_no_workers():
     """num_workers=0 makes every batch in the loop itself, whatever else is asked for."""
 
     class Where:
-        def __init__(self) -> None:
+        def __init__(self):
             self.lock = threading.Lock()  # cannot travel, and need not
 
-        def __getitem__(self, indices: Any) -> Any:
+        def __getitem__(self, indices):
             return indices, threading.get_ident(), cseq.worker_info()
 
     before = threading.active_count()
@@ -179,7 +170,7 @@ def test_no_workers() -> None:
         make_small(num_workers=-1)
 
 
-def test_warnings_reach_everyone(run_script: RunScript) -> None:
+def test_warnings_reach_everyone(run_script):
     """Where no logging is configured, warnings of 'cseq' go to stderr, and nothing below them."""
     done = run_script("""
 import cseq, numpy as np
@@ -275,7 +266,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "value", "kind"), BAD, ids=[f"{n}={v!r}"[:40] for n, v, _ in BAD])
-def test_bad_arguments(name: str, value: Any, kind: type[Exception]) -> None:
+def test_bad_arguments(name, value, kind):
     """A wrong argument is refused where the manager is made; the message names it."""
     arguments = {"worker": Indices1, "dset_size": 10, "out_type": "null"} | {name: value}
     with pytest.raises(kind, match=name) as caught:
@@ -286,14 +277,14 @@ def test_bad_arguments(name: str, value: Any, kind: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize("keyword", ["collate", "collate_fn"])
-def test_a_collate_function_beside_a_data_set(keyword: str) -> None:
+def test_a_collate_function_beside_a_data_set(keyword):
     """It is an argument of `from_dataset`."""
-    options: Any = {keyword: list}
+    options = {keyword: list}
     with pytest.raises(TypeError, match=r"give cseq.from_dataset\(dataset, collate=...\)"):
         cseq.MPSequence(cseq.from_dataset([1, 2]), **options)
 
 
-def test_more_processes_than_can_be_of_use() -> None:
+def test_more_processes_than_can_be_of_use():
     """They are warned of, where the manager is made; threads, and the default number, are not."""
     many = 64 * (os.cpu_count() or 1)
     with pytest.warns(UserWarning, match=f"num_workers={many} worker processes on") as caught:
@@ -308,15 +299,15 @@ def test_more_processes_than_can_be_of_use() -> None:
 class Handle:
     """Holds something that cannot be pickled."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.lock = threading.Lock()
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         return indices
 
 
 @pytest.mark.parametrize("kind", [k for k in PROCESSES if k.name != "fork"], ids=by_name)
-def test_a_worker_that_cannot_be_pickled(kind: Kind) -> None:
+def test_a_worker_that_cannot_be_pickled(kind):
     """A worker that cannot travel is refused by `start`: which attribute, and why."""
     manager = kind.make(Handle(), 10)
     with pytest.raises(TypeError, match=r"worker.*lock") as caught:
@@ -325,7 +316,7 @@ def test_a_worker_that_cannot_be_pickled(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("value", ["inline", "", None, 1])
-def test_bad_test_mode(value: Any) -> None:
+def test_bad_test_mode(value):
     """An unknown `test_mode` is a ValueError that names the known ones; nothing is started."""
     manager = make_small()
     with pytest.raises(ValueError, match=r"test_mode.*'default'.*'cpu'.*'numpy'"):
@@ -334,7 +325,7 @@ def test_bad_test_mode(value: Any) -> None:
         pass
 
 
-def test_bad_compat() -> None:
+def test_bad_compat():
     """`compat` is None, True or False."""
     with pytest.raises(TypeError, match="compat"):
         make_small().start("yes")
@@ -343,7 +334,7 @@ def test_bad_compat() -> None:
 @pytest.mark.parametrize(
     ("value", "kind"), [(-1, ValueError), (1.0, TypeError), (None, TypeError), (2**64, ValueError)]
 )
-def test_bad_epochs(value: Any, kind: type[Exception]) -> None:
+def test_bad_epochs(value, kind):
     """`set_epoch` refuses what is no epoch, and nothing has changed then."""
     manager = make_small()
     with pytest.raises(kind, match="epoch"):
@@ -351,7 +342,7 @@ def test_bad_epochs(value: Any, kind: type[Exception]) -> None:
     assert manager.epoch == 0
 
 
-def test_numpys_numbers() -> None:
+def test_numpys_numbers():
     """Numpy's integers and booleans serve wherever Python's do."""
     manager = MSequence(
         Indices1, np.int32(20), np.int8(2), np.uint8(1), np.int64(4), np.int64(3), np.True_,
@@ -368,9 +359,7 @@ def test_numpys_numbers() -> None:
         ({"preload": ["torch"]}, TypeError, "preload=['torch'] is neither True nor False"),
     ],
 )
-def test_bad_threads_and_preloads(
-    options: dict[str, Any], error: type[Exception], text: str
-) -> None:
+def test_bad_threads_and_preloads(options, error, text):
     """They are refused where the manager is made."""
     with pytest.raises(error, match=re.escape(text)):
         make_small(**options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +13,6 @@ from token_data import Listed, expected, random_documents, write_flat, write_meg
 import cseq
 from cseq import tokens
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from token_data import Tokens
-
 ALL = (
     "input_ids", "labels", "position_ids", "document_ids", "cu_seqlens", "max_seqlen",
     "valid_tokens", "source_tokens",
@@ -25,12 +20,12 @@ ALL = (
 ARRAYS = ALL[:4]
 
 
-def as_lists(batch: dict[str, Any]) -> dict[str, Any]:
+def as_lists(batch):
     """Return a batch without arrays."""
     return {key: getattr(value, "tolist", lambda it=value: it)() for key, value in batch.items()}
 
 
-def reader_of(kind: str, folder: Path, name: str, documents: list[Tokens]) -> Any:
+def reader_of(kind, folder, name, documents):
     """Write documents, and return the source of a kind that reads them."""
     if kind == "megatron":
         write_megatron(folder / name, documents)
@@ -48,13 +43,13 @@ def reader_of(kind: str, folder: Path, name: str, documents: list[Tokens]) -> An
 KINDS = ("megatron", "flat", "end", "listed")
 
 
-def work_of(document_ids: Any) -> int:
+def work_of(document_ids):
     """Return the work of attention: the sum of squares of the pieces' lengths."""
     rows = [np.unique(row[row >= 0], return_counts=True)[1] for row in document_ids]
     return sum(int((lengths**2).sum()) for lengths in rows)
 
 
-def batches_of(rows: tokens.Rows, **options: Any) -> list[dict[str, Any]]:
+def batches_of(rows, **options):
     """Return the batches of an epoch, made without workers."""
     given = {"num_workers": 0, "batch_size": 3, "seed": 5, "out_type": "null"} | options
     with cseq.MPSequence(rows, **given).start() as batches:
@@ -62,7 +57,7 @@ def batches_of(rows: tokens.Rows, **options: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("packing", ["best-fit", "concatenate"])
-def test_each_token_comes_once_with_its_labels(tmp_path: Path, packing: Any) -> None:
+def test_each_token_comes_once_with_its_labels(tmp_path, packing):
     """Rows are what plain Python makes of their pieces; no token is twice there, or missing.
 
     With `concatenate`, the rest that fills no row is missing.
@@ -101,7 +96,7 @@ def test_each_token_comes_once_with_its_labels(tmp_path: Path, packing: Any) -> 
         assert batches_of(rows) == wanted
 
 
-def test_a_mask_of_the_loss(tmp_path: Path) -> None:
+def test_a_mask_of_the_loss(tmp_path):
     """Labels are -100 where the next token's mask is 0, also behind a cut."""
     rng = np.random.default_rng(2)
     for number in range(20):
@@ -126,7 +121,7 @@ def test_a_mask_of_the_loss(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("packing", ["best-fit", "concatenate"])
-def test_positions_alone_keep_documents_apart(tmp_path: Path, packing: Any, flat: Any) -> None:
+def test_positions_alone_keep_documents_apart(tmp_path, packing, flat):
     """A mask that is made of ``positions == 0`` lets no token see another document, or padding."""
     rng = np.random.default_rng(3)
     documents = random_documents(rng, 200, 16)
@@ -145,7 +140,7 @@ def test_positions_alone_keep_documents_apart(tmp_path: Path, packing: Any, flat
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", "thread"])
-def test_every_kind_of_worker_reads_the_same(tmp_path: Path, method: Any) -> None:
+def test_every_kind_of_worker_reads_the_same(tmp_path, method):
     """Sources go to worker processes and threads, which open the files for themselves."""
     rng = np.random.default_rng(4)
     documents = {kind: [[*each, 0] for each in random_documents(rng, 30, 16)] for kind in KINDS}
@@ -155,14 +150,14 @@ def test_every_kind_of_worker_reads_the_same(tmp_path: Path, method: Any) -> Non
     wanted = batches_of(rows)
     options = {"batch_size": 3, "seed": 5, "out_type": "null", "num_workers": 2}
     if method == "thread":
-        manager: Any = cseq.MTSequence(rows, **options)
+        manager = cseq.MTSequence(rows, **options)
     else:
         manager = cseq.MPSequence(rows, start_method=method, **options)
     with manager.start() as batches:
         assert [as_lists(batch) for batch in batches] == wanted
 
 
-def test_shares_count_tokens(tmp_path: Path) -> None:
+def test_shares_count_tokens(tmp_path):
     """Weights are shares of tokens by default; ``weights_of="units"``: of rows."""
     rng = np.random.default_rng(6)
     full = [rng.integers(1, 9, 32).tolist() for _ in range(600)]
@@ -179,7 +174,7 @@ def test_shares_count_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", ["best-fit", "concatenate"])
-def test_tables_in_a_folder(tmp_path: Path, packing: Any) -> None:
+def test_tables_in_a_folder(tmp_path, packing):
     """With `cache`, the rows are those that come without it; the next process finds its files."""
     documents = random_documents(np.random.default_rng(9), 50, 16)
     source, cache = Listed(documents), tmp_path / "cache"
@@ -192,7 +187,7 @@ def test_tables_in_a_folder(tmp_path: Path, packing: Any) -> None:
 
 
 @pytest.mark.parametrize("balance", ["step", "window", "epoch"])
-def test_ranks_have_equal_work(tmp_path: Path, balance: Any) -> None:
+def test_ranks_have_equal_work(tmp_path, balance):
     """With `step`, an epoch has the same rows, and ranks that wait for each other wait for less."""
     rng = np.random.default_rng(8)
     lengths = rng.lognormal(4, 1.2, 3000).clip(1, 2000).astype(int)
@@ -214,7 +209,7 @@ def test_ranks_have_equal_work(tmp_path: Path, balance: Any) -> None:
     assert slowest[1] < 1 + (slowest[0] - 1) / 3
 
 
-def test_types_and_keys(tmp_path: Path) -> None:
+def test_types_and_keys(tmp_path):
     """A batch has the keys that were asked for, integers of the type that was asked for."""
     source = reader_of("megatron", tmp_path, "m", [[1, 2, 3], [4, 5]])
     kinds = {}
@@ -227,7 +222,7 @@ def test_types_and_keys(tmp_path: Path) -> None:
     assert kinds == {"int64": {"int64", "int32"}, "int32": {"int32"}}
 
 
-def test_tokens_fit_in_the_type(tmp_path: Path) -> None:
+def test_tokens_fit_in_the_type(tmp_path):
     """Any integers that the batch's type can hold, whatever their bytes; others are refused."""
     kinds = ("u1", "i1", "<u2", ">u2", "<i2", ">i2", "<i4", ">i4", "<u4", ">u4", "<i8", ">i8")
     for kind in kinds:
@@ -243,7 +238,7 @@ def test_tokens_fit_in_the_type(tmp_path: Path) -> None:
                 assert batch["input_ids"] == [[*range(number)]]
 
 
-def test_a_sequence_takes_the_order_of_its_indexer(tmp_path: Path) -> None:
+def test_a_sequence_takes_the_order_of_its_indexer(tmp_path):
     """An indexer's own order is used, unless another is given; `shuffle` beside it is an error."""
     rows = tokens.Rows(reader_of("flat", tmp_path, "f", [[1, 2, 3, 4], [5, 6]]), 4)
     order = cseq.MPSequence(rows, batch_size=1, seed=1)
@@ -255,7 +250,7 @@ def test_a_sequence_takes_the_order_of_its_indexer(tmp_path: Path) -> None:
     assert len(cseq.MPSequence(rows, batch_size=1, seed=1, order=other)) == 5
 
 
-def test_an_order_of_other_rows_is_refused(tmp_path: Path) -> None:
+def test_an_order_of_other_rows_is_refused(tmp_path):
     """Rows that are longer than these are an error, not a batch without the rest."""
     source = reader_of("flat", tmp_path, "f", [[1, 2, 3, 4], [5, 6]])
     longer = tokens.Rows(source, 6).order
@@ -281,14 +276,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "said"), WRONG)
-def test_what_is_wrong_is_said(wrong: dict[str, Any], said: str) -> None:
+def test_what_is_wrong_is_said(wrong, said):
     """An argument that cannot be is refused at once, with its value and the remedy."""
     given = {"sources": {"listed": Listed([[1, 2, 3]])}, "row": 4} | wrong
     with pytest.raises((TypeError, ValueError), match=said):
         tokens.Rows(**given)
 
 
-def test_a_row_beyond_the_epoch(tmp_path: Path) -> None:
+def test_a_row_beyond_the_epoch(tmp_path):
     """`locate` names the rows that there are."""
     rows = tokens.Rows(reader_of("flat", tmp_path, "f", [[1, 2, 3, 4], [5, 6]]), 4)
     assert sorted(rows.locate(0, seed=1) + rows.locate(1, seed=1)) == [
@@ -299,7 +294,7 @@ def test_a_row_beyond_the_epoch(tmp_path: Path) -> None:
         rows.locate(2, seed=1)
 
 
-def test_a_source_of_one_s_own_that_contradicts_itself() -> None:
+def test_a_source_of_one_s_own_that_contradicts_itself():
     """What `read` returns has the length that was asked for, and the type that it had before."""
     source = Listed([[1, 2, 3]])
     rows = tokens.Rows(source, 3)
@@ -314,7 +309,7 @@ def test_a_source_of_one_s_own_that_contradicts_itself() -> None:
 
 @pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("flat", [False, True])
-def test_parts_of_a_context(tmp_path: Path, flat: Any, balanced: Any) -> None:
+def test_parts_of_a_context(tmp_path, flat, balanced):
     """Ranks that share a batch have each token once, with its label; all else is the batch's."""
     rng = np.random.default_rng(7)
     source = reader_of("flat", tmp_path, "f", random_documents(rng, 30, 16))
@@ -338,13 +333,13 @@ def test_parts_of_a_context(tmp_path: Path, flat: Any, balanced: Any) -> None:
             tokens.split_context(batch, shard)
 
 
-def test_a_state_of_other_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_state_of_other_tokens_is_refused(tmp_path):
     """A state knows the tokens of each source, not where they lie; sources may come and go."""
     documents = {"a": [[1, 2, 3, 4], [5, 6]], "b": [[7, 8, 9]], "c": [[7, 8, 6]]}
     sources = {name: reader_of("flat", tmp_path, name, documents[name]) for name in documents}
     sources["moved"] = reader_of("megatron", tmp_path, "moved", documents["a"])
 
-    def manager(**named: str) -> Any:
+    def manager(**named):
         given = {key: sources[name] for key, name in named.items()}
         rows = tokens.Rows(given, 4, dict.fromkeys(named, 1), epoch_size=8)
         return cseq.MPSequence(rows, num_workers=0, batch_size=1, seed=1, out_type="null")
@@ -358,7 +353,7 @@ def test_a_state_of_other_tokens_is_refused(tmp_path: Path) -> None:
     other.load_state_dict(state, strict=False)
 
 
-def test_a_pickle_of_rows_has_no_data(tmp_path: Path) -> None:
+def test_a_pickle_of_rows_has_no_data(tmp_path):
     """Workers are sent paths and numbers, whatever the corpus has; a copy has its order, too."""
     source = reader_of("end", tmp_path, "f", [[*range(1, 900), 0]] * 500)
     rows = tokens.Rows(source, 16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,27 +17,25 @@ from cseq import tokens
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8], [9, 10]]
 MASKS = [[0, 1, 1], [], [1], [0, 0, 1, 0], [1, 1]]
 
 
-def table_of(kind: Any = None, **columns: Any) -> Any:
+def table_of(kind=None, **columns):
     """Return a table of lists, in several chunks."""
     whole = pa.table({name: pa.array(lists, kind) for name, lists in columns.items()})
     return pa.concat_tables([whole.slice(0, 2), whole.slice(2, 2), whole.slice(4)])
 
 
-def documents_of(source: tokens.Arrow) -> list[list[int]]:
+def documents_of(source):
     """Read all documents of a source."""
     return [source.read(k, 0, int(source.lengths[k])).tolist() for k in range(len(source))]
 
 
 @pytest.mark.parametrize("of", ["int32", "uint16", "int64"])
 @pytest.mark.parametrize("kind", ["list_", "large_list"])
-def test_tables(kind: str, of: str) -> None:
+def test_tables(kind, of):
     """Lists of any integers are read in place, from each chunk."""
     table = table_of(getattr(pa, kind)(getattr(pa, of)()), input_ids=DOCUMENTS)
     source = tokens.Arrow(table)
@@ -49,7 +47,7 @@ def test_tables(kind: str, of: str) -> None:
     assert documents_of(pickle.loads(pickle.dumps(source))) == DOCUMENTS
 
 
-def test_parquet_files(tmp_path: Path) -> None:
+def test_parquet_files(tmp_path):
     """One file or several; a worker's copy reads them again."""
     pq.write_table(table_of(ids=DOCUMENTS), tmp_path / "a.parquet", row_group_size=2)
     pq.write_table(table_of(ids=[[11]]), tmp_path / "b.parquet")
@@ -81,7 +79,7 @@ print(json.dumps([read(whole), read(pickle.loads(pickle.dumps(whole))), read(par
 
 
 @pytest.mark.skipif(find_spec("datasets") is None, reason="datasets is not installed")
-def test_data_sets(tmp_path: Path) -> None:
+def test_data_sets(tmp_path):
     """A Hugging Face data set is read; a selection is refused, with the remedy."""
     given = tmp_path / "set", json.dumps(DOCUMENTS)
     whole, copy, part, said = in_another_process(DATA_SET, *given)
@@ -91,7 +89,7 @@ def test_data_sets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of", ["int8", "bool_"])
-def test_a_mask_column(of: str) -> None:
+def test_a_mask_column(of):
     """A second column says which tokens a loss counts, as integers or as booleans."""
     rng = np.random.default_rng(1)
     documents = [*random_documents(rng, 60, 8), [1, 2]]
@@ -124,13 +122,13 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("columns", "given", "said"), WRONG)
-def test_columns_that_are_refused(columns: Any, given: dict[str, Any], said: str) -> None:
+def test_columns_that_are_refused(columns, given, said):
     """What is no column of documents is refused, with the row and the remedy."""
     with pytest.raises(ValueError, match=said):
         tokens.Arrow(pa.table(columns), **given)
 
 
-def test_what_is_no_table(tmp_path: Path) -> None:
+def test_what_is_no_table(tmp_path):
     """A damaged file is named; so is an object of another kind."""
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"a\.parquet.*; write the file again"):

@@ -18,18 +18,17 @@ from cseq import tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8]]
 
 
-def documents_of(source: tokens.Documents) -> list[list[int]]:
+def documents_of(source):
     """Read all documents of a source."""
     return [source.read(k, 0, int(source.lengths[k])).tolist() for k in range(len(source))]
 
 
 @pytest.mark.parametrize("dtype", CODES)
-def test_a_pair_of_megatron(tmp_path: Path, dtype: str) -> None:
+def test_a_pair_of_megatron(tmp_path, dtype):
     """Each type of integers is read, with documents that are empty."""
     write_megatron(tmp_path / "web", DOCUMENTS, dtype)
     for path in ("web", "web.idx", "web.bin"):
@@ -56,7 +55,7 @@ print(json.dumps([ours[k].tolist() for k in range(len(ours))]))
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 @pytest.mark.parametrize("dtype", CODES)
-def test_pairs_go_both_ways_with_megatron(tmp_path: Path, dtype: str) -> None:
+def test_pairs_go_both_ways_with_megatron(tmp_path, dtype):
     """What megatron-core writes is read; what these tests write, megatron-core reads."""
     rng = np.random.default_rng(1)
     documents = [rng.integers(0, 100, rng.integers(0, 30)).tolist() for _ in range(40)]
@@ -67,13 +66,13 @@ def test_pairs_go_both_ways_with_megatron(tmp_path: Path, dtype: str) -> None:
     assert source.read(0, 0, 0).dtype == dtype
 
 
-def test_documents_of_several_sequences(tmp_path: Path) -> None:
+def test_documents_of_several_sequences(tmp_path):
     """A document of Megatron's is what lies between two bounds, in sequences."""
     write_megatron(tmp_path / "web", DOCUMENTS, bounds=[0, 2, 2, 4])
     assert documents_of(tokens.Megatron(tmp_path / "web")) == [[1, 2, 3], [], [4, 5, 6, 7, 8]]
 
 
-def test_flat_files(tmp_path: Path) -> None:
+def test_flat_files(tmp_path):
     """An .npy or a raw file, with offsets that are an array, a list or a file."""
     offsets = write_flat(tmp_path / "a.npy", DOCUMENTS)
     write_flat(tmp_path / "a.bin", DOCUMENTS, "uint32")
@@ -84,14 +83,14 @@ def test_flat_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("last", [[], [9, 9]])
-def test_documents_by_their_last_token(tmp_path: Path, last: list[int]) -> None:
+def test_documents_by_their_last_token(tmp_path, last):
     """Documents end with a token, which belongs to them; the last one may lack it."""
     documents = [[*each, 0] for each in DOCUMENTS] + [last] * bool(last)
     write_flat(tmp_path / "a.bin", documents)
     assert documents_of(tokens.Flat(tmp_path / "a.bin", "uint16", end=0)) == documents
 
 
-def test_documents_are_found_once(tmp_path: Path) -> None:
+def test_documents_are_found_once(tmp_path):
     """Their lengths lie in a file, until the tokens change; in `cache`, if that is given."""
     data, cache = tmp_path / "data", tmp_path / "cache"
     data.mkdir()
@@ -112,7 +111,7 @@ def test_documents_are_found_once(tmp_path: Path) -> None:
     assert len(os.listdir(cache)) == 1
 
 
-def test_lengths_by_offsets_are_kept_in_a_cache(tmp_path: Path) -> None:
+def test_lengths_by_offsets_are_kept_in_a_cache(tmp_path):
     """With `cache` and a file of offsets, processes map the same lengths."""
     np.save(tmp_path / "offsets.npy", write_flat(tmp_path / "a.npy", DOCUMENTS))
     cache = tmp_path / "cache"
@@ -125,13 +124,13 @@ def test_lengths_by_offsets_are_kept_in_a_cache(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 3
 
 
-def found(path: str, answers: Any) -> None:
+def found(path, answers):
     """Tell how many documents there are, in another process."""
     answers.put(len(tokens.Flat(path, "uint16", end=0)))
 
 
 @pytest.mark.needs("fork")
-def test_processes_that_ask_at_once(tmp_path: Path) -> None:
+def test_processes_that_ask_at_once(tmp_path):
     """One finds the documents, the others wait; nothing but the lengths is left."""
     path = str(tmp_path / "a.bin")
     write_flat(tmp_path / "a.bin", [[1] * 99 + [0]] * 1000)
@@ -147,7 +146,7 @@ def test_processes_that_ask_at_once(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 2
 
 
-def test_a_worker_s_copy_is_of_the_same_tokens(tmp_path: Path) -> None:
+def test_a_worker_s_copy_is_of_the_same_tokens(tmp_path):
     """A pickle opens the files again, whose tokens must be what they were."""
     write_megatron(tmp_path / "web", DOCUMENTS)
     offsets = write_flat(tmp_path / "a.npy", DOCUMENTS)
@@ -162,7 +161,7 @@ def test_a_worker_s_copy_is_of_the_same_tokens(tmp_path: Path) -> None:
         pickle.loads(known)
 
 
-def test_fingerprints_differ_with_tokens(tmp_path: Path) -> None:
+def test_fingerprints_differ_with_tokens(tmp_path):
     """Other tokens, or another division of the same number of them, are another corpus."""
     rng = np.random.default_rng(1)
     prints = set()
@@ -172,7 +171,7 @@ def test_fingerprints_differ_with_tokens(tmp_path: Path) -> None:
     assert len(prints) == 20
 
 
-def patched(at: int, data: bytes) -> Callable[[bytes], bytes]:
+def patched(at, data):
     """Return a function that overwrites some bytes of a file."""
     return lambda file: file[:at] + data + file[at + len(data) :]
 
@@ -198,7 +197,7 @@ PAIRS: list[tuple[str, Callable[[bytes], bytes], str]] = [
 
 
 @pytest.mark.parametrize(("which", "damage", "said"), PAIRS)
-def test_a_damaged_pair(tmp_path: Path, which: str, damage: Any, said: str) -> None:
+def test_a_damaged_pair(tmp_path, which, damage, said):
     """A pair that contradicts itself is refused: with the file, the byte and the remedy."""
     write_megatron(tmp_path / "web", DOCUMENTS)
     path = tmp_path / f"web.{which}"
@@ -207,7 +206,7 @@ def test_a_damaged_pair(tmp_path: Path, which: str, damage: Any, said: str) -> N
         tokens.Megatron(tmp_path / "web")
 
 
-def test_half_a_pair(tmp_path: Path) -> None:
+def test_half_a_pair(tmp_path):
     """An error of the system names the file that is missing."""
     write_megatron(tmp_path / "web", DOCUMENTS)
     (tmp_path / "web.bin").unlink()
@@ -215,7 +214,7 @@ def test_half_a_pair(tmp_path: Path) -> None:
         tokens.Megatron(tmp_path / "web")
 
 
-def test_sources_without_tokens(tmp_path: Path) -> None:
+def test_sources_without_tokens(tmp_path):
     """A source has a token, or is to be left out."""
     write_megatron(tmp_path / "a", [[], []])
     write_megatron(tmp_path / "b", [])
@@ -251,9 +250,7 @@ FLAT: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "given", "said"), FLAT)
-def test_a_damaged_flat_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, given: dict[str, Any], said: str
-) -> None:
+def test_a_damaged_flat_file(tmp_path, monkeypatch, name, given, said):
     """A file that contradicts what is said of it is refused, with both and the remedy."""
     monkeypatch.chdir(tmp_path)
     write_flat(tmp_path / "a.npy", DOCUMENTS)
@@ -266,14 +263,14 @@ def test_a_damaged_flat_file(
         tokens.Flat(name, **given)
 
 
-def test_a_cache_that_is_no_folder(tmp_path: Path) -> None:
+def test_a_cache_that_is_no_folder(tmp_path):
     """The error names the file that could not be made, and `cache`."""
     write_flat(tmp_path / "a.bin", DOCUMENTS)
     with pytest.raises(OSError, match=r"give cache=.*a\.bin"):
         tokens.Flat(tmp_path / "a.bin", "uint16", end=0, cache=tmp_path / "a.bin")
 
 
-def test_a_range_that_no_document_has(tmp_path: Path) -> None:
+def test_a_range_that_no_document_has(tmp_path):
     """What lies outside of a document is not read."""
     write_megatron(tmp_path / "web", DOCUMENTS)
     with pytest.raises(IndexError, match=r"web: document 0 has no \[2, 4\) of 3"):

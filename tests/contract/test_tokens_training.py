@@ -1,11 +1,8 @@
 """`cseq.tokens` in a training run: FSDP on ranks, killed, and resumed on others."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,8 +12,6 @@ from token_data import random_documents, write_flat, write_megatron
 pytest.importorskip("torch")
 pytest.importorskip("torch.distributed.fsdp", reason="torch has no FSDP")
 
-if TYPE_CHECKING:
-    from conftest import RunScript
 
 pytestmark = pytest.mark.needs("fork")
 
@@ -118,7 +113,7 @@ if __name__ == "__main__":
 """
 
 
-def log_of(folder: Path, name: str, ranks: int) -> dict[int, tuple[str, list[Any]]]:
+def log_of(folder, name, ranks):
     """Return the loss and the global batch of each step: the rows of all ranks."""
     parts = [
         [json.loads(line) for line in (folder / f"{name}.{rank}").read_text().splitlines()]
@@ -133,14 +128,14 @@ def log_of(folder: Path, name: str, ranks: int) -> dict[int, tuple[str, list[Any
     return steps
 
 
-def test_a_killed_run_goes_on_with_other_ranks(tmp_path: Path, run_prepared: RunScript) -> None:
+def test_a_killed_run_goes_on_with_other_ranks(tmp_path, run_prepared):
     """Three ranks get the global batches that two would have; two the losses, to the last bit."""
     rng = np.random.default_rng(1)
     write_megatron(tmp_path / "web", random_documents(rng, 300, 32))
     write_flat(tmp_path / "code.bin", [[*each, 0] for each in random_documents(rng, 200, 32)])
     path = os.pathsep.join([import_path(), str(Path(__file__).parents[1] / "helpers")])
 
-    def leg(ranks: int, first: int, last: int, saved: int, name: str) -> dict[int, Any]:
+    def leg(ranks, first, last, saved, name):
         given = [*map(str, (ranks, first, last, saved)), name]
         done = run_prepared(SCRIPT, *given, PYTHONPATH=path)
         assert json.loads(done.stdout) == [-9 if saved else 0] * ranks, done.stderr

@@ -1,7 +1,5 @@
 """A trace of every batch: what it has, of what, and that the file is always whole."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json
@@ -11,7 +9,6 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,12 +16,6 @@ import pytest
 import cseq
 import cseq.testing
 from cseq.stream import Streams
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from conftest import RunScript
 
 POOLS = {
     "processes": lambda: cseq.MPSequence(Slow, 24, batch_size=2, num_workers=2, out_type="null"),
@@ -37,20 +28,20 @@ STEP = 0.001  # seconds, at least
 class Slow:
     """Takes some time for a batch."""
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         return np.repeat(indices, 20_000)
 
 
 class Numbers:
     """Items of a stream."""
 
-    def __init__(self, number: int, num_workers: int) -> None:
+    def __init__(self, number, num_workers):
         self._number = number
 
-    def begin(self, assignment: Any) -> None:
+    def begin(self, assignment):
         """Begin an epoch."""
 
-    def items(self, start: int) -> Iterator[Any]:
+    def items(self, start):
         """Make six items."""
         yield from range(start, 6)
 
@@ -58,20 +49,20 @@ class Numbers:
 class Mortal(Slow):
     """Its worker dies in the middle of batch 3, once."""
 
-    def __init__(self, mark: Path) -> None:
+    def __init__(self, mark):
         self._mark = mark
 
-    def __call__(self) -> Mortal:
+    def __call__(self):
         return self
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         if 6 in indices and not self._mark.exists():
             self._mark.touch()
             os.kill(os.getpid(), signal.SIGTERM if os.name == "nt" else signal.SIGKILL)
         return super().__getitem__(indices)
 
 
-def read(path: Path) -> Any:
+def read(path):
     """Read a trace, and check its schema, and that the slices of a lane are nested."""
     text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     trace = json.loads(text)
@@ -85,7 +76,7 @@ def read(path: Path) -> Any:
             end = begin + round(1000 * event["dur"])
             by_lane[event["pid"], event["tid"]].append((begin, -end, event["name"]))
     for slices in by_lane.values():
-        ends: list[int] = []
+        ends = []
         for begin, end, name in sorted(slices):
             while ends and ends[-1] <= begin + 1000:  # a float has some 500 ns of the year
                 ends.pop()
@@ -94,18 +85,18 @@ def read(path: Path) -> Any:
     return trace
 
 
-def named(trace: Any, word: str, phase: str = "X") -> list[Any]:
+def named(trace, word, phase="X"):
     """Return the events whose names begin with a word, in their order in time."""
     found = [e for e in trace["traceEvents"] if e["ph"] == phase and e["name"].split()[0] == word]
     return sorted(found, key=lambda e: e["ts"])
 
 
-def lanes(trace: Any) -> dict[tuple[int, int], str]:
+def lanes(trace):
     """Return the names of the lanes."""
     return {(e["pid"], e["tid"]): e["args"]["name"] for e in named(trace, "thread_name", "M")}
 
 
-def go_through(batches: Any) -> int:
+def go_through(batches):
     """Iterate with steps that are not short."""
     count = 0
     for _ in batches:
@@ -115,7 +106,7 @@ def go_through(batches: Any) -> int:
 
 
 @pytest.mark.parametrize("kind", POOLS)
-def test_every_batch(kind: str, tmp_path: Path) -> None:
+def test_every_batch(kind, tmp_path):
     """Of each: by whom and when it was made, and when the loop had it."""
     path = tmp_path / "run.json"
     with cseq.trace(path), POOLS[kind]().start() as batches:
@@ -135,7 +126,7 @@ def test_every_batch(kind: str, tmp_path: Path) -> None:
     assert {names[e["pid"], e["tid"]] for e in named(trace, "train")} == {"loop"}
 
 
-def test_streams(tmp_path: Path) -> None:
+def test_streams(tmp_path):
     """Items take the places of batches; each worker has its lane."""
     path = tmp_path / "run.json"
     with Streams(Numbers, 2) as streams, cseq.trace(path):  # which were started before
@@ -147,7 +138,7 @@ def test_streams(tmp_path: Path) -> None:
     assert len({e["tid"] for e in named(trace, "index")}) == 2
 
 
-def test_a_worker_dies(tmp_path: Path) -> None:
+def test_a_worker_dies(tmp_path):
     """Its end, its replacement's start, and the lost batch are there."""
     path = tmp_path / "run.json"
     worker = Mortal(tmp_path / "mark")
@@ -169,7 +160,7 @@ def test_a_worker_dies(tmp_path: Path) -> None:
     assert len({e["args"]["pid"] for e in starts}) == len(starts) == 2
 
 
-def test_the_newest_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_newest_are_kept(tmp_path, caplog):
     """What was dropped is said, in the file, which is packed here, and in the log."""
     caplog.set_level(logging.WARNING, "cseq")
     path = tmp_path / "of %p, %r.json.gz"
@@ -182,7 +173,7 @@ def test_the_newest_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert "dropped: the first 7 tickets" in caplog.text
 
 
-def test_two_managers(tmp_path: Path) -> None:
+def test_two_managers(tmp_path):
     """Each has its workers' lanes, by the order of their starts; the loop is one."""
     path = tmp_path / "run.json"
     before = POOLS["processes"]()
@@ -202,7 +193,7 @@ def test_two_managers(tmp_path: Path) -> None:
     assert len(named(trace, "train")) == 21
 
 
-def test_one_at_a_time(tmp_path: Path) -> None:
+def test_one_at_a_time(tmp_path):
     """A trace inside a trace is an error, which leaves the outer one as it is."""
     path = tmp_path / "run.json"
     manager = POOLS["threads"]()
@@ -226,7 +217,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
         ("no/such/run.json", FileNotFoundError, r"no\W+such"),
     ],
 )
-def test_wrong_paths(path: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
+def test_wrong_paths(path, error, message, tmp_path):
     """They are found before anything is recorded."""
     if isinstance(path, str):
         path = str(tmp_path / path)
@@ -235,13 +226,11 @@ def test_wrong_paths(path: Any, error: type[Exception], message: str, tmp_path: 
 
 
 @pytest.mark.parametrize("how", ["trace", "start"])
-def test_a_trace_that_cannot_be_written(
-    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_trace_that_cannot_be_written(how, tmp_path, caplog):
     """An OSError that names it; an exception of the training's own comes out, and the log tells."""
     path = tmp_path / "run.json"
 
-    def train(error: Exception | None) -> None:
+    def train(error):
         manager = POOLS["threads"]()
         tracing = cseq.trace(path) if how == "trace" else contextlib.nullcontext()
         with tracing, manager.start(trace=None if how == "trace" else path) as batches:
@@ -261,7 +250,7 @@ def test_a_trace_that_cannot_be_written(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links")
-def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_its_place_is_not_followed(tmp_path):
     """Others may write into the folder: what a link leads to is not overwritten."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -274,7 +263,7 @@ def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_wrong_numbers() -> None:
+def test_wrong_numbers():
     """The number of tickets is one."""
     with pytest.raises(ValueError, match="tickets=0"):
         cseq.trace("run.json", tickets=0)
@@ -299,7 +288,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", ["with", "CSEQ_TRACE"])
-def test_ctrl_c(how: str, run_script: RunScript, tmp_path: Path) -> None:
+def test_ctrl_c(how, run_script, tmp_path):
     """It leaves a whole file, with all up to it."""
     path = tmp_path / "run.json"
     told = {"CSEQ_TRACE": str(path)} if how == "CSEQ_TRACE" else {}
@@ -311,7 +300,7 @@ def test_ctrl_c(how: str, run_script: RunScript, tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("fork")
-def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
+def test_a_forked_child_records_nothing(tmp_path):
     """The trace is that of the process that began it."""
     path = tmp_path / "run.json"
     with cseq.trace(path):
@@ -326,7 +315,7 @@ def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # of torch 2.12
-def test_beside_torchs_profiler(tmp_path: Path) -> None:
+def test_beside_torchs_profiler(tmp_path):
     """Both files have one base and one clock: in one file, the order of what happened is right."""
     torch = pytest.importorskip("torch")
     from torch.profiler import ProfilerActivity, profile, record_function

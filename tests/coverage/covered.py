@@ -4,8 +4,6 @@ Each process writes a file of its own. That of a process that was killed meanwhi
 left out: it has no tables, or lines of the core without the plugin that knows such lines.
 """
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import coverage
 from coverage.exceptions import DataError
 
 
-def is_whole(file: Path) -> bool:
+def is_whole(file):
     """Whether a process has written its file to the end."""
     data = coverage.CoverageData(str(file))
     try:
@@ -25,7 +23,7 @@ def is_whole(file: Path) -> bool:
         data.close()
 
 
-def main() -> None:
+def main():
     """Print the lines that were missed, then the shares of Python and of Cython."""
     files = list(Path().glob(".coverage.*"))
     whole = [str(file) for file in files if is_whole(file)]

@@ -4,10 +4,7 @@ An option that is not there has its default: a case that still shows a differenc
 was removed is a smaller one.
 """
 
-from __future__ import annotations
-
 import multiprocessing
-from typing import TYPE_CHECKING, Any
 
 import parts
 import torch
@@ -20,10 +17,6 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterator
 
 DEFAULTS = {
     "seed": 0,
@@ -89,32 +82,32 @@ FRESH = ("spawn", "forkserver")  # workers that begin as new interpreters: secon
 class Case(dict):
     """The options that are not as in `DEFAULTS`."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return self.get(name, DEFAULTS[name])
 
     @property
-    def is_unordered(self) -> bool:
+    def is_unordered(self):
         """Whether the order of batches is a matter of time, at the latest behind some step."""
         numbers = [int(step.split()[1]) for step in self.steps if step.startswith("num_workers")]
         return not self.in_order and max(self.num_workers, *numbers, 0) > 1
 
     @property
-    def streams(self) -> bool:
+    def streams(self):
         return self.dataset in STREAMS
 
     @property
-    def falls_back(self) -> bool:
+    def falls_back(self):
         """Whether no iterator but torch's own can serve it."""
         return self.dataset == "pipe" or self.context
 
-    def fails(self, where: str) -> bool:
+    def fails(self, where):
         return bool(self.error) and self.error["where"] == where
 
 
 # -- making one
 
 
-def generate(rng: random.Random, methods: bool = True) -> Case:
+def generate(rng, methods=True):
     """Return a random case; methods: also by spawn and forkserver, which take seconds."""
     case = {
         "seed": rng.randrange(1000),
@@ -124,7 +117,7 @@ def generate(rng: random.Random, methods: bool = True) -> Case:
         "item": rng.choice(ITEMS[:2] * 6 + ITEMS),
     }
 
-    def maybe(chance: float, name: str, *values: Any) -> bool:
+    def maybe(chance, name, *values):
         if rng.random() < chance:
             case[name] = rng.choice(values)
             return True
@@ -207,7 +200,7 @@ def generate(rng: random.Random, methods: bool = True) -> Case:
     return settle(case)
 
 
-def settle(options: dict) -> Case:
+def settle(options):
     """Leave out what is at its default, means nothing here, or would depend on the clock."""
     case = Case(options)
     resume = [step for step in case.steps if step.startswith("resume")]
@@ -277,7 +270,7 @@ def settle(options: dict) -> Case:
     return Case({name: value for name, value in case.items() if value != DEFAULTS[name]})
 
 
-def smaller(case: Case) -> Iterator[Case]:
+def smaller(case):
     """Yield cases with an option, or a step, less, or with smaller numbers."""
     for name in sorted(case):
         yield settle({each: value for each, value in case.items() if each != name})
@@ -304,7 +297,7 @@ def smaller(case: Case) -> Iterator[Case]:
 # -- the loader of one
 
 
-def dataset(case: Case) -> Any:
+def dataset(case):
     """Return the case's data set."""
     items = parts.Items(case.item, case.draws, case.info, case.error)
     length = case.length
@@ -325,7 +318,7 @@ def dataset(case: Case) -> Any:
     return whole
 
 
-def sampler(case: Case, length: int) -> Any:
+def sampler(case, length):
     """Return the case's sampler."""
     error = case.error if case.fails("sampler") else None
     if case.sampler in ("own", "eager", "own batches", "eager batches"):
@@ -347,10 +340,10 @@ def sampler(case: Case, length: int) -> Any:
     }[case.sampler]()
 
 
-def loader(case: Case, cls: type) -> Any:
+def loader(case, cls):
     """Return a loader of the class."""
     data = dataset(case)
-    options: dict[str, Any] = {
+    options = {
         "num_workers": case.num_workers,
         "drop_last": case.drop_last,
         "batch_size": case.batch_size,

@@ -3,37 +3,28 @@
 A data set is shared then, and so are the generators.
 """
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
 
 from case import settle
 
 import cseq.adapters.torch
-
-if TYPE_CHECKING:
-    from case import Case
 
 PATH = "in_threads:Loader"
 MANY = "This DataLoader will create"
 
 
 class Loader(cseq.adapters.torch.DataLoader):
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args, **options):
         super().__init__(*args, worker_method="thread", **options)
 
 
-def in_processes(events: list[Any]) -> list[Any]:
+def in_processes(events):
     """Return events without what says how many processes there are, and that these are none."""
     text = json.dumps([event for event in events if MANY not in str(event)])
-    told: list[Any] = json.loads(
-        text.replace("DataLoader worker thread", "DataLoader worker process")
-    )
-    return told
+    return json.loads(text.replace("DataLoader worker thread", "DataLoader worker process"))
 
 
-def settled(options: dict) -> Case:
+def settled(options):
     """Return a case without what threads cannot have.
 
     - How processes are started (`method`, `context`).

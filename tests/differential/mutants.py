@@ -15,7 +15,7 @@ from torch.utils.data.dataloader import DataLoader, _DatasetKind, _MultiProcessi
 class NoBaseSeed(DataLoader):
     """Draws no base seed: the trainer's generator is where it was."""
 
-    def _get_iterator(self) -> Any:
+    def _get_iterator(self):
         generator = self.generator or torch.default_generator
         state = generator.get_state()
         iterator = super()._get_iterator()
@@ -26,7 +26,7 @@ class NoBaseSeed(DataLoader):
 class FartherAhead(DataLoader):
     """Takes more from the sampler than torch does."""
 
-    def _get_iterator(self) -> Any:
+    def _get_iterator(self):
         given = self.prefetch_factor
         if given is not None:
             self.prefetch_factor = given + 1
@@ -39,7 +39,7 @@ class FartherAhead(DataLoader):
 class WrongLen(DataLoader):
     """Counts a last short batch in spite of drop_last, for an IterableDataset."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         iterable = self._dataset_kind == _DatasetKind.Iterable and self.batch_size
         return -(-len(self.dataset) // self.batch_size) if iterable else super().__len__()
 
@@ -49,7 +49,7 @@ class Changed(DataLoader):
 
     iterator: type
 
-    def _get_iterator(self) -> Any:
+    def _get_iterator(self):
         if self.num_workers == 0:
             return super()._get_iterator()
         self.check_worker_number_rationality()
@@ -60,7 +60,7 @@ class Silent(Changed):
     """Warns of nothing."""
 
     class iterator(_MultiProcessingDataLoaderIter):
-        def __next__(self) -> Any:
+        def __next__(self):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return super().__next__()
@@ -72,7 +72,7 @@ class ErrorEnds(Changed):
     class iterator(_MultiProcessingDataLoaderIter):
         failed = False
 
-        def __next__(self) -> Any:
+        def __next__(self):
             if self.failed:
                 raise StopIteration
             try:
@@ -88,7 +88,7 @@ class ErrorOfAnotherType(Changed):
     """Raises every error of a worker as a RuntimeError."""
 
     class iterator(_MultiProcessingDataLoaderIter):
-        def __next__(self) -> Any:
+        def __next__(self):
             try:
                 return super().__next__()
             except StopIteration:
@@ -101,7 +101,7 @@ class Narrowed(Changed):
     """Gives float32 for float64."""
 
     class iterator(_MultiProcessingDataLoaderIter):
-        def _next_data(self) -> Any:
+        def _next_data(self):
             data = super()._next_data()
             return (
                 data.float()
@@ -116,7 +116,7 @@ class MemoryReused(Changed):
     class iterator(_MultiProcessingDataLoaderIter):
         memory = None
 
-        def _next_data(self) -> Any:
+        def _next_data(self):
             data = super()._next_data()
             if not isinstance(data, torch.Tensor):
                 return data
@@ -129,7 +129,7 @@ class WrittenOut(Changed):
     """Gives each tensor in the order of its dimensions."""
 
     class iterator(_MultiProcessingDataLoaderIter):
-        def _next_data(self) -> Any:
+        def _next_data(self):
             data = super()._next_data()
             return [each.contiguous() if isinstance(each, torch.Tensor) else each for each in data]
 
@@ -140,7 +140,7 @@ class LeafOverwritten(Changed):
     class iterator(_MultiProcessingDataLoaderIter):
         older: tuple[Any, ...] = ()
 
-        def _next_data(self) -> Any:
+        def _next_data(self):
             data = super()._next_data()
             for each in self.older[:-1]:
                 each.zero_()
@@ -154,7 +154,7 @@ class BeginsAnew(Changed):
     class iterator(_MultiProcessingDataLoaderIter):
         ended = False
 
-        def __next__(self) -> Any:
+        def __next__(self):
             if self.ended:
                 self.ended = False
                 return self.last
@@ -172,38 +172,38 @@ class Resuming(DataLoader):
     latest: Any = None
     skip = 0
 
-    def _get_iterator(self) -> Any:
+    def _get_iterator(self):
         self.latest = super()._get_iterator()
         for _ in range(self.skip):
             next(self.latest)
         return self.latest
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         falls_back = type(self.multiprocessing_context).__name__ == "Context"
         return {} if falls_back else {"yielded": [self.latest._num_yielded]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         [self.skip] = state["yielded"]
 
 
 class GoesOnLater(Resuming):
     """Leaves out a batch at a resume."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.skip = state["yielded"][0] + 1
 
 
 class BeginsAgain(Resuming):
     """Has a state of torch's own iterator, which says that nothing was taken."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return super().state_dict() or {"yielded": [0]}
 
 
 class ChangesState(Resuming):
     """Goes on to change a state that was given to it."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         super().load_state_dict(state)
         state["yielded"].append(0)
 
@@ -212,7 +212,7 @@ class AsksSampler(Changed):
     """Asks a sampler for its state with each batch."""
 
     class iterator(_MultiProcessingDataLoaderIter):
-        def _next_index(self) -> Any:
+        def _next_index(self):
             index = super()._next_index()
             asked = getattr(self._index_sampler, "sampler", self._index_sampler)
             getattr(asked, "state_dict", dict)()

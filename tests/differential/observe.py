@@ -20,18 +20,12 @@ import tempfile
 import threading
 import traceback
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import case as cases
 import numpy as np
 import parts
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import BinaryIO
-
-    from case import Case
 
 SECONDS = 90  # that a case may take before it counts as hanging
 MOST = 60  # batches of one epoch: a loader without an end has an end here
@@ -46,7 +40,7 @@ Event = list[Any]
 # -- values
 
 
-def plain(value: Any) -> Any:
+def plain(value):
     """Return what a value is, in plain values: its type, its dtype and shape, and all its bits."""
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, torch.Tensor):
@@ -78,12 +72,12 @@ def plain(value: Any) -> Any:
     return [name, bare(repr(value))]
 
 
-def bare(text: str) -> str:
+def bare(text):
     """Return a text without the addresses of objects."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors(value):
     """Yield the tensors in a batch."""
     if isinstance(value, torch.Tensor):
         yield value
@@ -92,18 +86,18 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(each)
 
 
-def fill(tensor: torch.Tensor) -> None:
+def fill(tensor):
     """Write to all memory of a tensor; torch refuses to where elements are in several places."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     if tensor.numel():
         tensor.as_strided((1 + sum((size - 1) * step for size, step in steps),), (1,)).fill_(0)
 
 
-def shown(value: Any) -> str:
+def shown(value):
     return " ".join(repr(value.tolist()).split())
 
 
-def failure(error: BaseException) -> Event:
+def failure(error):
     """Return what is asked of an error: type, first line of the text, and the worker it is from.
 
     torch's text begins "Caught X in DataLoader worker process w." and ends with the original text,
@@ -135,9 +129,9 @@ def failure(error: BaseException) -> Event:
     ]
 
 
-def generators(loader: Any) -> str:
+def generators(loader):
     """Return a digest of every state that a loader may change in the trainer."""
-    states: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
+    states = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
     states.append(np.random.get_state())  # noqa: NPY002
     for holder in (loader, getattr(loader, "sampler", None)):
         given = getattr(holder, "generator", None)
@@ -151,7 +145,7 @@ def generators(loader: Any) -> str:
 class Trainer:
     """Does the steps of a case, and writes down what it sees."""
 
-    def __init__(self, case: Case, cls: type) -> None:
+    def __init__(self, case, cls):
         self.case = case
         self.cls = cls
         self.events: list[Event] = []
@@ -161,7 +155,7 @@ class Trainer:
         self.kept: list[tuple[Any, Any]] = []  # batches of this step, as they were and as they are
         self.leaves: list[tuple[Any, Any]] = []  # of all batches, the smallest tensor of each
 
-    def see(self, name: str, *values: Any) -> None:
+    def see(self, name, *values):
         for category, message in self.warned:
             text = message.split("\n")[0]
             if "multi-threaded, use of fork" not in text:
@@ -169,13 +163,13 @@ class Trainer:
         self.warned.clear()
         self.events.append([name, *values])
 
-    def warn(self, message: Warning, category: type[Warning], *_: Any) -> None:
+    def warn(self, message, category, *_):
         """Note a warning, unless it is of a worker thread: in a process it is not seen."""
         if not threading.current_thread().name.startswith("cseq-w"):
             self.warned.append((category.__name__, str(message)))
 
     @contextlib.contextmanager
-    def seeing(self, name: str) -> Iterator[None]:
+    def seeing(self, name):
         """Write an error down as an event."""
         try:
             yield
@@ -184,7 +178,7 @@ class Trainer:
         except Exception as error:
             self.see(f"{name}: error", *failure(error))
 
-    def run(self) -> list[Event]:
+    def run(self):
         """Make the loader, do the steps, and return the events."""
         torch.manual_seed(self.case.seed)
         np.random.seed(self.case.seed)  # noqa: NPY002
@@ -208,7 +202,7 @@ class Trainer:
                 self.see("asked for a state with each key", self.asks())
         return self.events
 
-    def batch(self, iterator: Any, name: str) -> bool:
+    def batch(self, iterator, name):
         """Take a batch; false if there is none."""
         try:
             batch = next(iterator)
@@ -227,7 +221,7 @@ class Trainer:
         self.see(name, was, *self.taken())
         return True
 
-    def drop(self) -> None:
+    def drop(self):
         """Look at a step's batches again: they must have stayed, and can be written."""
         self.see("kept", all(plain(batch) == was for was, batch in self.kept))
         # A sample of torch's may be the memory of the data set in a worker that stays.
@@ -238,21 +232,21 @@ class Trainer:
                     fill(tensor)
         self.kept.clear()
 
-    def taken(self) -> list[Any]:
+    def taken(self):
         """Return how many keys were taken from a sampler of ours."""
         samplers = (self.loader.batch_sampler, self.loader.sampler)
         return [sampler.taken for sampler in samplers if isinstance(sampler, parts.Sampler)]
 
-    def asks(self) -> bool:
+    def asks(self):
         """Whether a sampler that has a state was asked for it more often than twice an epoch."""
         samplers = (self.loader.batch_sampler, self.loader.sampler)
         return any(getattr(each, "asked", 0) > 2 * self.begun + 1 for each in samplers)
 
-    def take(self, iterator: Any, name: str, most: int = MOST) -> bool:
+    def take(self, iterator, name, most=MOST):
         """Take batches; false if they have come to an end."""
         return all(self.batch(iterator, f"{name} {number}") for number in range(most))
 
-    def begin(self) -> Any:
+    def begin(self):
         iterator = iter(self.loader)
         self.begun += 1
         self.see("iter", iterator is iter(iterator), *self.taken())
@@ -262,22 +256,22 @@ class Trainer:
 
     # the steps
 
-    def epoch(self, value: str) -> None:
+    def epoch(self, value):
         iterator = self.begin()
         self.take(iterator, "batch")
         if not self.case.stop:
             self.batch(iterator, "again")
 
-    def forever(self, value: str) -> None:
+    def forever(self, value):
         """Epochs of which each begins at once where the last one ended."""
         for _ in range(int(value)):
             self.begun += 1
             self.take(iter(self.loader), "batch")
 
-    def break_(self, value: str) -> None:
+    def break_(self, value):
         self.take(self.begin(), "batch", int(value))
 
-    def two(self, value: str) -> None:
+    def two(self, value):
         """Two iterators in turn, of which the second one is dropped first."""
         first, second = self.begin(), self.begin()
         self.see("two", first is second)
@@ -287,7 +281,7 @@ class Trainer:
         del second
         self.take(first, "first")
 
-    def resume(self, value: str) -> None:
+    def resume(self, value):
         """The rest of an epoch: if there are states, of a new loader, while the old one goes on.
 
         A state that is kept stays as it is. It is empty where torch's own iterator is used.
@@ -313,9 +307,9 @@ class Trainer:
         self.see("rest", rest)
         self.see("state stays", stays)
 
-    def rest(self, iterator: Any, most: int = MOST) -> list[Any]:
+    def rest(self, iterator, most=MOST):
         """Return the next batches."""
-        found: list[Any] = []
+        found = []
         for _ in range(most):
             try:
                 found.append(plain(next(iterator)))
@@ -325,30 +319,30 @@ class Trainer:
                 found.append(failure(error))
         return found
 
-    def len(self, value: str) -> None:
+    def len(self, value):
         self.see("len", len(self.loader))
 
-    def draw(self, value: str) -> None:
+    def draw(self, value):
         self.see("draw", plain(parts.drawn(["torch", "numpy", "random"])))
 
-    def pickle(self, value: str) -> None:
+    def pickle(self, value):
         self.loader = pickle.loads(pickle.dumps(self.loader))
         self.see("pickle", plain(attributes(self.loader)))
 
-    def num_workers(self, value: str) -> None:
+    def num_workers(self, value):
         self.loader.num_workers = int(value)
 
-    def collate(self, value: str) -> None:
+    def collate(self, value):
         self.loader.collate_fn = parts.Collate(value)
 
-    def generator(self, value: str) -> None:
+    def generator(self, value):
         self.loader.generator = torch.Generator().manual_seed(9)
 
 
 setattr(Trainer, "break", Trainer.break_)
 
 
-def attributes(loader: Any) -> dict[str, Any]:
+def attributes(loader):
     """Return those attributes of a loader that torch's class has, objects by their type."""
     own = torch.utils.data.DataLoader(range(1))
     there = {
@@ -378,7 +372,7 @@ def attributes(loader: Any) -> dict[str, Any]:
 class Observation:
     """A trainer that runs in a process of its own, from now on; `events` waits for its end."""
 
-    def __init__(self, case: Case, path: str) -> None:
+    def __init__(self, case, path):
         self.result = tempfile.TemporaryFile()
         self.stderr = tempfile.TemporaryFile()
         with warnings.catch_warnings():
@@ -394,7 +388,7 @@ class Observation:
             finally:
                 os._exit(1)  # reached only without a result
 
-    def child(self, case: Case, path: str) -> None:
+    def child(self, case, path):
         gc.freeze()  # or each collection walks all of torch
         torch.set_num_threads(1)  # OpenMP would wait for threads that were not forked
         # Not dump_traceback_later: it would wait for pytest's thread of that name, not forked.
@@ -408,7 +402,7 @@ class Observation:
         self.result.flush()
         os._exit(0)
 
-    def events(self) -> list[Event]:
+    def events(self):
         _, status = os.waitpid(self.pid, 0)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # what it has left
@@ -418,12 +412,12 @@ class Observation:
             return [["hang or crash", status, read(self.stderr).decode(errors="replace")[:8000]]]
 
 
-def read(file: BinaryIO) -> bytes:
+def read(file):
     file.seek(0)
     return file.read()
 
 
-def observe(case: Case, *paths: str) -> list[list[Event]]:
+def observe(case, *paths):
     """Return the events of a case with each of the classes, which run at the same time."""
     started = [Observation(case, path) for path in paths]
     return [each.events() for each in started]
@@ -432,7 +426,7 @@ def observe(case: Case, *paths: str) -> list[list[Event]]:
 # -- comparing
 
 
-def alike(case: Case, events: list[Event]) -> list[Event]:
+def alike(case, events):
     """Return the events in a form that two loaders which keep the contract have in common."""
     if case.is_unordered:
         # Batches that are ready come first: every epoch is sorted.
@@ -443,7 +437,7 @@ def alike(case: Case, events: list[Event]) -> list[Event]:
     return events
 
 
-def lacks_fetcher(torchs: Event, other: Event) -> bool:
+def lacks_fetcher(torchs, other):
     """Whether torch raises UnboundLocalError where others raise again what `init` has raised.
 
     Its worker raises that once, and then uses the fetcher that was not made.
@@ -456,7 +450,7 @@ def lacks_fetcher(torchs: Event, other: Event) -> bool:
     )
 
 
-def difference(case: Case, first: list[Event], second: list[Event]) -> tuple[Any, Any] | None:
+def difference(case, first, second):
     """Return the first two events that differ, or None."""
     first, second = alike(case, first), alike(case, second)
     if case.fails("sampler") and case.num_workers > 0:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ERRORS = {
     "ValueError": lambda: ValueError("no such sample"),
@@ -32,7 +29,7 @@ class Pair(NamedTuple):
     label: Any
 
 
-def drawn(generators: list[str]) -> list[float]:
+def drawn(generators):
     """Draw a number from each of the named global generators."""
     draw = {
         "torch": lambda: torch.rand(()).item(),
@@ -45,20 +42,14 @@ def drawn(generators: list[str]) -> list[float]:
 class Items:
     """Samples of a kind, with what was drawn for them, and where they were made."""
 
-    def __init__(
-        self,
-        kind: str = "tuple",
-        draws: tuple[str, ...] = (),
-        info: bool = False,
-        error: dict | None = None,
-    ) -> None:
+    def __init__(self, kind="tuple", draws=(), info=False, error=None):
         self.kind = kind
         self.draws = list(draws)
         self.info = info
         self.error = error or {}
         self.calls = 0
 
-    def item(self, number: int, key: Any = None) -> Any:
+    def item(self, number, key=None):
         if self.error.get("where") == "sample" and number == self.error["at"]:
             raise ERRORS[self.error["type"]]()
         value = self.plain(number)
@@ -76,7 +67,7 @@ class Items:
             value = (value, f"{type(key).__module__}.{type(key).__name__}")
         return value
 
-    def plain(self, number: int) -> Any:
+    def plain(self, number):
         tensor = torch.arange(3, dtype=torch.float32) + number
         made = {
             "tuple": lambda: (tensor, number),
@@ -101,7 +92,7 @@ class Items:
         return made[self.kind]()
 
 
-def number_of(key: Any) -> int:
+def number_of(key):
     """Return the number of the sample that a key names."""
     if isinstance(key, str):
         return int(key.removeprefix("key "))
@@ -109,15 +100,15 @@ def number_of(key: Any) -> int:
 
 
 class Map(Dataset):
-    def __init__(self, length: int, items: Items, keyed: bool) -> None:
+    def __init__(self, length, items, keyed):
         self.length = length
         self.items = items
         self.keyed = keyed
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key):
         if isinstance(key, list):  # bulk loading: the sampler gives batches, batch_size is None
             return [self[each] for each in key]
         number = number_of(key)
@@ -129,18 +120,18 @@ class Map(Dataset):
 class Bulk(Map):
     """Gives several samples at once, each with the type of the collection of keys."""
 
-    def __getitems__(self, keys: Any) -> list[Any]:
+    def __getitems__(self, keys):
         return [(self[key], type(keys).__name__) for key in keys]
 
 
 class Stream(IterableDataset):
     """Samples of which the workers have unequal shares; a generator, which an error ends."""
 
-    def __init__(self, length: int, items: Items) -> None:
+    def __init__(self, length, items):
         self.length = length
         self.items = items
 
-    def numbers(self) -> list[int]:
+    def numbers(self):
         if self.items.error.get("where") == "iter":
             raise ERRORS[self.items.error["type"]]()
         worker = get_worker_info()
@@ -149,7 +140,7 @@ class Stream(IterableDataset):
             return list(every)
         return [number for number in every if number * number % worker.num_workers == worker.id]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for number in self.numbers():
             yield self.items.item(number)
 
@@ -157,27 +148,27 @@ class Stream(IterableDataset):
 class Counted(Stream):
     """A stream that knows its length, or says so: what it says is one less."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return max(0, self.length - 1)
 
 
 class Steps(Stream):
     """A stream whose iterator goes on behind an error, and draws when it is made."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return Step(self.items, self.numbers(), drawn(self.items.draws))
 
 
 class Step:
-    def __init__(self, items: Items, numbers: list[int], start: list[float]) -> None:
+    def __init__(self, items, numbers, start):
         self.items = items
         self.numbers = iter(numbers)
         self.start = start
 
-    def __iter__(self) -> Step:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self):
         number = next(self.numbers)
         item = self.items.item(number)
         return (item, *self.start) if self.start else item
@@ -186,31 +177,31 @@ class Step:
 class Stateful(Stream):
     """A stream whose iterator has a state: a list that it goes on to change."""
 
-    def __iter__(self) -> Place:
+    def __iter__(self):
         return Place(self.items, self.numbers())
 
 
 class Place:
-    def __init__(self, items: Items, numbers: list[int]) -> None:
+    def __init__(self, items, numbers):
         self.items = items
         self.left = numbers
 
-    def __iter__(self) -> Place:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self):
         if not self.left:
             raise StopIteration
         return self.items.item(self.left.pop(0))
 
-    def state_dict(self) -> dict[str, list[int]]:
+    def state_dict(self):
         return {"left": self.left}
 
-    def load_state_dict(self, state: dict[str, list[int]]) -> None:
+    def load_state_dict(self, state):
         self.left = state["left"]
 
 
-def pipe(length: int, items: Items) -> Any:
+def pipe(length, items):
     """Return a datapipe, which has torch's own iterator in any loader."""
     from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -220,14 +211,7 @@ def pipe(length: int, items: Items) -> Any:
 class Sampler:
     """Keys of a kind, counted as they are taken; `eager` draws their order in `__iter__` itself."""
 
-    def __init__(
-        self,
-        length: int,
-        key: str = "int",
-        eager: bool = False,
-        error: dict | None = None,
-        group: str = "",
-    ) -> None:
+    def __init__(self, length, key="int", eager=False, error=None, group=""):
         self.length = length
         self.key = key
         self.eager = eager
@@ -235,16 +219,16 @@ class Sampler:
         self.group = group  # the kind of the batches; none: single keys
         self.taken = 0
 
-    def __len__(self) -> int:
+    def __len__(self):
         return -(-self.length // 3) if self.group else self.length
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return self.counted(self.keys(self.order()))
 
-    def order(self) -> list[int]:
+    def order(self):
         return torch.randperm(self.length).tolist() if self.eager else list(range(self.length))
 
-    def keys(self, order: list[int]) -> list[Any]:
+    def keys(self, order):
         keys = [keyed(self.key, number) for number in order]
         if self.group:
             return [
@@ -252,7 +236,7 @@ class Sampler:
             ]
         return keys
 
-    def counted(self, keys: list[Any]) -> Iterator[Any]:
+    def counted(self, keys):
         for place, key in enumerate(keys):
             if self.error and place == self.error["at"]:
                 raise ERRORS[self.error["type"]]()
@@ -266,7 +250,7 @@ class StatefulSampler(Sampler):
     asked = 0
     goes_on = False
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         if not self.goes_on:
             self.drawn, self.given = self.order(), []
         self.goes_on = False
@@ -275,11 +259,11 @@ class StatefulSampler(Sampler):
             self.given.append(len(self.given))
             yield key
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         self.asked += 1
         return {"drawn": getattr(self, "drawn", []), "given": getattr(self, "given", [])}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.drawn, self.given, self.goes_on = state["drawn"], state["given"], bool(state["given"])
 
 
@@ -287,7 +271,7 @@ class Context(type(multiprocessing.get_context("fork"))):
     """A context that is none of multiprocessing's own."""
 
 
-def keyed(kind: str, number: int) -> Any:
+def keyed(kind, number):
     """Return the key of a kind that names a sample."""
     return {
         "int": lambda: number,
@@ -300,7 +284,7 @@ def keyed(kind: str, number: int) -> Any:
     }[kind]()
 
 
-def grouped(kind: str, keys: list[Any]) -> Any:
+def grouped(kind, keys):
     """Return the keys of a batch as a collection of a kind."""
     return {
         "list": list,
@@ -315,24 +299,18 @@ def grouped(kind: str, keys: list[Any]) -> Any:
 class Collate:
     """A collate function of a kind, which may fail at its n-th call in a process."""
 
-    def __init__(
-        self,
-        kind: str,
-        draws: tuple[str, ...] = (),
-        error: dict | None = None,
-        layout: str | None = None,
-    ) -> None:
+    def __init__(self, kind, draws=(), error=None, layout=None):
         self.kind = kind
         self.draws = list(draws)
         self.error = error or {}
         self.layout = layout
         self.calls = 0
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples):
         batch = self.collated(samples)
         return batch if self.layout is None else laid(self.layout, batch)
 
-    def collated(self, samples: Any) -> Any:
+    def collated(self, samples):
         self.calls += 1
         if self.error and self.calls - 1 == self.error["at"]:
             raise ERRORS[self.error["type"]]()
@@ -346,7 +324,7 @@ class Collate:
         return {"batch": batch, "drawn": drawn(self.draws)}
 
 
-def laid(layout: str, batch: Any) -> Any:
+def laid(layout, batch):
     """Return a batch with each tensor in a layout; large: with more beside each."""
     if isinstance(batch, (tuple, list)):
         return [laid(layout, each) for each in batch]
@@ -367,11 +345,11 @@ def laid(layout: str, batch: Any) -> Any:
 class Init:
     """A worker_init_fn: draws, seeds anew, sets the data set's kind, or fails in one worker."""
 
-    def __init__(self, kind: str, error: dict | None = None) -> None:
+    def __init__(self, kind, error=None):
         self.kind = kind
         self.error = error or {}
 
-    def __call__(self, worker: int) -> None:
+    def __call__(self, worker):
         if self.error and worker == self.error["at"]:
             raise ERRORS[self.error["type"]]()
         if self.kind == "draw":

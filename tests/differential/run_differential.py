@@ -9,8 +9,6 @@ each mutant. A class is module:Class. A case that shows a difference is made sma
 still shows one, and printed as a command. The exit status is 1 if there was a difference.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -20,7 +18,7 @@ import sys
 import time
 
 import in_threads
-from case import Case, generate, settle, smaller
+from case import generate, settle, smaller
 from mutants import MUTANTS
 from observe import difference, observe
 
@@ -28,23 +26,23 @@ OWN = "torch.utils.data:DataLoader"
 DEFAULT = "cseq.adapters.torch:DataLoader"
 
 
-def compare(case: Case, first: str, second: str) -> tuple | None:
+def compare(case, first, second):
     """Return the first two events that differ, or None; a batch may be lost by the first alone."""
     return difference(case, *seen(case, first, second))
 
 
-def seen(case: Case, first: str, second: str) -> list:
+def seen(case, first, second):
     """Return the events of both."""
     events = observe(case, first, second)
     return [*map(in_threads.in_processes, events)] if second == in_threads.PATH else events
 
 
-def prepared(options: dict, second: str) -> Case:
+def prepared(options, second):
     """Return a case as it can be compared."""
     return in_threads.settled(options) if second == in_threads.PATH else settle(options)
 
 
-def shrink(case: Case, first: str, second: str, seconds: float = 120) -> Case:
+def shrink(case, first, second, seconds=120):
     """Return the smallest case that still shows a difference, of those found in the time."""
     end = time.monotonic() + seconds
     tried = {json.dumps(case, sort_keys=True)}
@@ -64,14 +62,14 @@ def shrink(case: Case, first: str, second: str, seconds: float = 120) -> Case:
     return case
 
 
-def command(case: Case, first: str, second: str) -> str:
+def command(case, first, second):
     """Return a line for the shell that compares a case again."""
     script = os.path.relpath(__file__)
     text = shlex.quote(json.dumps(case))
     return f"python {script} --class {second} --against {first} --case {text}"
 
 
-def report(case: Case, first: str, second: str, *, small: bool = True) -> None:
+def report(case, first, second, *, small=True):
     """Print a difference, of the smallest case that shows one."""
     if small:
         case = shrink(case, first, second)
@@ -85,12 +83,12 @@ def report(case: Case, first: str, second: str, *, small: bool = True) -> None:
     sys.stdout.flush()
 
 
-def cases(seed: int, number: int, *, methods: bool) -> Case:
+def cases(seed, number, *, methods):
     """Return the case of a number."""
     return generate(random.Random(f"{seed}/{number}"), methods)
 
 
-def search(seed: int, number: int, first: str, second: str, *, methods: bool, failures: int) -> int:
+def search(seed, number, first, second, *, methods, failures):
     """Compare cases of a seed, and return how many differ; stop after some that do."""
     began, differ = time.monotonic(), 0
     for each in range(number):
@@ -111,7 +109,7 @@ def search(seed: int, number: int, first: str, second: str, *, methods: bool, fa
     return int(differ > 0)
 
 
-def hunt(seed: int, number: int) -> int:
+def hunt(seed, number):
     """Look for a case that shows each mutant; 1 if one was not found."""
     missed = 0
     for name in MUTANTS:
@@ -129,7 +127,7 @@ def hunt(seed: int, number: int) -> int:
     return int(missed > 0)
 
 
-def main() -> int:
+def main():
     """Do what the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", type=int, default=200)

@@ -1,7 +1,5 @@
 """The differential test itself: what it finds, and what it passes over."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

@@ -5,14 +5,11 @@
 ranks, and goes on from it on as many as it is run with then.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import random
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,17 +29,17 @@ EPOCHS = 4
 class Augmented(torch.utils.data.Dataset):
     """Samples that know their number and a draw."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         self.length = length
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return torch.tensor([index, int(torch.randint(1 << 30, ()))])
 
 
-def prepared(length: int, config: dict[str, Any], **options: Any) -> Any:
+def prepared(length, config, **options):
     """Make a loader and have accelerate prepare it."""
     config = DataLoaderConfiguration(use_stateful_dataloader=True, **config)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
@@ -57,7 +54,7 @@ def prepared(length: int, config: dict[str, Any], **options: Any) -> Any:
     return accelerator.prepare(loader(data, **options))
 
 
-def gathered(value: Any) -> list[Any]:
+def gathered(value):
     """Return what all ranks have."""
     found = [value]
     if dist.is_initialized():
@@ -66,7 +63,7 @@ def gathered(value: Any) -> list[Any]:
     return found
 
 
-def rest(seed: int) -> str | None:
+def rest(seed):
     """Return what is wrong with the rest of a run, if anything is.
 
     Two things are accelerate's: a dispatcher pads with the first batch that it has seen, and with
@@ -93,8 +90,8 @@ def rest(seed: int) -> str | None:
     stop = chosen.randint(0, 2), chosen.randint(0, 12)
     options["order"] = chosen.random() < 0.3
     loader = prepared(length, config, **options)
-    expected: list[Any] = []
-    state: Any = None
+    expected = []
+    state = None
     for epoch in range(EPOCHS):
         if tells:
             loader.set_epoch(epoch)
@@ -111,7 +108,7 @@ def rest(seed: int) -> str | None:
     # Ranks that seed themselves have draws of their own.
     loader.load_state_dict(state if options["order"] and not dispatch else states[0])
     torch.set_rng_state(generator)
-    found: list[Any] = []
+    found = []
     for epoch in range(loader.base_dataloader.epoch, EPOCHS):
         if tells:
             loader.set_epoch(epoch)
@@ -119,7 +116,7 @@ def rest(seed: int) -> str | None:
     return None if found == expected else f"{seed}: {length}, {config}, {options}, {tells}, {stop}"
 
 
-def worlds(mode: str, folder: str, seed: int) -> str | None:
+def worlds(mode, folder, seed):
     """Save a state and what was seen before it, or go on from it on another number of ranks."""
     chosen = random.Random(seed)
     length, taken, size = chosen.randint(30, 200), chosen.randint(1, 2), 12
@@ -130,7 +127,7 @@ def worlds(mode: str, folder: str, seed: int) -> str | None:
     }
     loader = prepared(length, config, batch_size=size, shuffle=True, seeded=True)
     file = Path(folder, f"{seed}.pickle")
-    mine: list[int] = []
+    mine = []
     if mode == "save":
         for number, batch in enumerate(loader, 1):
             mine += batch[:, 0].tolist()
@@ -152,7 +149,7 @@ def worlds(mode: str, folder: str, seed: int) -> str | None:
     )
 
 
-def main(mode: str, *arguments: str) -> None:
+def main(mode, *arguments):
     """Print what is wrong, as JSON, on rank 0."""
     *folder, first, count = arguments
     seeds = range(int(first), int(first) + int(count))

@@ -1,11 +1,8 @@
 """What the tests of the recipes get: the recipes on the path, and a folder of their own."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,11 +17,8 @@ with contextlib.suppress(ImportError):
     tqdm.tqdm.monitor_interval = 0
     tqdm.tqdm.get_lock()
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Frameworks warn of much; what cseq warns of stays an error."""
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore"))
@@ -32,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def recipes() -> Iterator[Path]:
+def recipes():
     """Let the recipes be imported."""
     sys.path.insert(0, str(page.RECIPES))
     yield page.RECIPES
@@ -40,7 +34,7 @@ def recipes() -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def folder(recipes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(recipes, tmp_path, monkeypatch):
     """Run each test in an empty folder, on the CPU, without a look at the network."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -16,25 +16,22 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Augmented(torch.utils.data.Dataset):
     """Samples that know their number and some draws."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         self.length = length
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index):
         if index >= self.length:
             raise IndexError(index)
         x = torch.tensor([index, np.random.rand(), torch.rand(()).item()])  # noqa: NPY002
@@ -44,10 +41,10 @@ class Augmented(torch.utils.data.Dataset):
 class Collator:
     """Masks at random, and counts the samples that all processes have made."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.made = multiprocessing.get_context("fork").Value("l", 0)
 
-    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples):
         with self.made:
             self.made.value += len(samples)
         x = torch.stack([sample["x"] for sample in samples])
@@ -65,7 +62,7 @@ class Net(torch.nn.Module):
         The batch of the training at which rank 0 kills itself.
     """
 
-    def __init__(self, dropout: float = 0.0, kill_at: int | None = None) -> None:
+    def __init__(self, dropout=0.0, kill_at=None):
         super().__init__()
         torch.manual_seed(3)
         self.layer = torch.nn.Linear(3, 3)
@@ -73,7 +70,7 @@ class Net(torch.nn.Module):
         self.kill_at = kill_at
         self.seen: dict[bool, list[Any]] = {True: [], False: []}
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x, labels):
         seen = self.seen[self.training]
         if self.training and len(seen) == self.kill_at and os.environ.get("RANK", "0") == "0":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -83,7 +80,7 @@ class Net(torch.nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any] | None:
+def on_ranks(ranks, function, *args):
     """Call a function in a forked process for each rank; None: one of them was killed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -121,12 +118,12 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any] 
     return [pickle.loads(Path(f"rank{rank}.pickle").read_bytes()) for rank in range(ranks)]
 
 
-def count(*batches: tuple[list[Any], float]) -> int:
+def count(*batches):
     """Return how many samples there are."""
     return sum(len(x) for x, _ in batches)
 
 
-def wrong_with(whole: list[Any], rest: list[Any], taken: int, spare: int = 0) -> list[str]:
+def wrong_with(whole, rest, taken, spare=0):
     """Return what differs on each rank between a run and the rest of one, behind a checkpoint.
 
     `taken`: batches before that. Both have, for each rank, what a network has seen, how many
@@ -144,7 +141,7 @@ def wrong_with(whole: list[Any], rest: list[Any], taken: int, spare: int = 0) ->
     return wrong
 
 
-def main(leg: Callable[[random.Random, int], tuple[str, list[str]]]) -> None:
+def main(leg):
     """Run ``SCRIPT RANKS FIRST COUNT``: print what is wrong with so many legs, as JSON.
 
     `leg` takes a generator and the number of ranks, and returns its setting, and what is wrong.

@@ -1,10 +1,7 @@
 """Settings of Lightning, chosen at random: a run that is killed and resumed; see `legs`."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import legs
 import lightning
@@ -15,9 +12,6 @@ from torch.utils.data import DistributedSampler
 import cseq
 from cseq.adapters.lightning import SaveState
 
-if TYPE_CHECKING:
-    import random
-
 EPOCHS = 3
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -25,23 +19,23 @@ QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": 
 class Module(lightning.LightningModule):
     """Has the training loaders, with these options, and the validation loaders."""
 
-    def __init__(self, net: legs.Net, samples: int, options: Any, held_out: Any, own: bool) -> None:
+    def __init__(self, net, samples, options, held_out, own):
         super().__init__()
         self.net, self.options, self.held_out, self.own = net, options, held_out, own
         self.data, self.collator = legs.Augmented(samples), legs.Collator()
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         return self.net(**batch)["loss"]
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         if not self.trainer.sanity_checking:
             self.net(**batch)
 
-    def loader(self, seed: int | None, **options: Any) -> Any:
+    def loader(self, seed, **options):
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         return cseq.DataLoader(self.data, generator=generator, rng="batch", **options)
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         sampler = None
         if self.own:
             ranks = self.trainer.world_size
@@ -50,21 +44,14 @@ class Module(lightning.LightningModule):
         options = {**self.options, "shuffle": shuffle, "sampler": sampler}
         return self.loader(7, collate_fn=self.collator, **options)
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self):
         return [self.loader(**options, collate_fn=legs.Collator()) for options in self.held_out]
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def train(
-    samples: int,
-    loaders: list[Any],
-    saver: dict[str, Any],
-    options: dict[str, Any],
-    resume: str | None,
-    kill_at: int | None,
-) -> Any:
+def train(samples, loaders, saver, options, resume, kill_at):
     """Train; return what `legs.wrong_with` needs: the batches of the training count."""
     warnings.simplefilter("ignore")
     lightning.seed_everything(3, verbose=False)
@@ -83,7 +70,7 @@ def train(
     return net.seen, module.collator.made.value, legs.count(*net.seen[True])
 
 
-def leg(chosen: random.Random, ranks: int) -> tuple[str, list[str]]:
+def leg(chosen, ranks):
     """Train, be killed, and resume from one of the checkpoints.
 
     None is chosen that lies between two steps of the optimiser: it has no gradients.
@@ -100,7 +87,7 @@ def leg(chosen: random.Random, ranks: int) -> tuple[str, list[str]]:
     share = -(-samples // ranks)
     length = share // batch if drop_last else -(-share // batch)
     accumulate = chosen.choice((1, 1, 2, 3))
-    options: dict[str, Any] = {"accumulate_grad_batches": accumulate}
+    options = {"accumulate_grad_batches": accumulate}
     if ranks > 1:
         options |= {"strategy": "ddp", "devices": ranks, "use_distributed_sampler": not own}
     if chosen.random() < 0.25 and length > 2:
@@ -119,7 +106,7 @@ def leg(chosen: random.Random, ranks: int) -> tuple[str, list[str]]:
                 {"limit_val_batches": 2},
             )
         )
-    savers: list[dict[str, Any]] = [
+    savers = [
         *({"every_n_train_steps": 1},) * 2,
         {"save_on_train_epoch_end": True},
         {},

@@ -35,7 +35,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from torch.utils import data
 
@@ -50,16 +49,14 @@ CHANGED = {"DataLoader", "SaveState"}  # what a run may change in a recipe
 GRACE = 10.0  # seconds in which worker processes have to end
 
 
-def batches_of_nets(
-    training: list[Any], held_out: list[Any], losses: list[float], run: dict[str, Any]
-) -> None:
+def batches_of_nets(training, held_out, losses, run):
     """Take down what `samples.Net` is called with, while it trains and while it does not.
 
     And the losses of both.
     """
     forward = samples.Net.forward
 
-    def recording(self: Any, x: Any, labels: Any) -> Any:
+    def recording(self, x, labels):
         if self.training and len(training) == run.get("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
         (training if self.training else held_out).append([x.tolist(), labels.tolist()])
@@ -70,32 +67,32 @@ def batches_of_nets(
     samples.Net.forward = recording
 
 
-def iterators_of_torch(counts: dict[str, int]) -> None:
+def iterators_of_torch(counts):
     """Count the iterators of torch's own that have workers."""
     init = names.Workers.__init__
 
-    def counted(self: Any, loader: Any) -> None:
+    def counted(self, loader):
         counts["torch"] += 1
         init(self, loader)
 
     names.Workers.__init__ = counted
 
 
-def batches_of_workers(counts: dict[str, int]) -> None:
+def batches_of_workers(counts):
     """Count the batches that come from cseq's workers, which are other processes.
 
     And how often persistent workers are ended by the framework.
     """
-    take: Any = LoaderIterator.__next__
-    shut: Any = LoaderIterator._shutdown_workers
+    take = LoaderIterator.__next__
+    shut = LoaderIterator._shutdown_workers
 
-    def counted(self: Any) -> Any:
+    def counted(self):
         batch = take(self)
         assert os.getpid() not in [process.pid for process in self._workers]
         counts["cseq"] += self._num_workers > 0
         return batch
 
-    def ended(self: Any) -> None:
+    def ended(self):
         counts["ended"] += self._persistent_workers
         shut(self)
 
@@ -106,17 +103,17 @@ def batches_of_workers(counts: dict[str, int]) -> None:
 class Lines(logging.Handler):
     """Collects what cseq logs as a warning or worse."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.lines.append(record.getMessage())
 
 
-def children() -> list[str]:
+def children():
     """Name the processes that this one has started and that are there."""
-    found: list[str] = []
+    found = []
     for task in Path("/proc/self/task").glob("*/children"):
         for pid in task.read_text().split():
             with contextlib.suppress(OSError):
@@ -124,7 +121,7 @@ def children() -> list[str]:
     return found
 
 
-def left_behind(before: list[str]) -> list[str]:
+def left_behind(before):
     """Name the processes that are there and were not before, when what ends has ended."""
     gc.collect()
     cseq.runs.await_closings(GRACE)
@@ -138,15 +135,15 @@ def left_behind(before: list[str]) -> list[str]:
     return left
 
 
-def loader_class(kind: str, arguments: dict[str, Any]) -> Any:
+def loader_class(kind, arguments):
     """Return what a recipe is to call in place of its loader's class."""
-    chosen: Any = {"torch": data.DataLoader, "cseq": cseq.DataLoader}.get(kind)
+    chosen = {"torch": data.DataLoader, "cseq": cseq.DataLoader}.get(kind)
     if kind == "torchdata":
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         chosen = StatefulDataLoader
 
-    def make(*args: Any, **kwargs: Any) -> Any:
+    def make(*args, **kwargs):
         kwargs |= arguments
         if kind != "cseq":
             kwargs.pop("rng", None)
@@ -155,16 +152,16 @@ def loader_class(kind: str, arguments: dict[str, Any]) -> Any:
     return make
 
 
-def main(module: str, folder: str, runs: str) -> None:
+def main(module, folder, runs):
     """Train, and write."""
     if "composer" in module:
         import vision  # noqa: F401 - Composer needs a torchvision
-    recipe: Any = importlib.import_module(module)
+    recipe = importlib.import_module(module)
     rng = defaults.rng
-    training: list[Any] = []
-    held_out: list[Any] = []
-    losses: list[float] = []
-    present: dict[str, Any] = {}
+    training = []
+    held_out = []
+    losses = []
+    present = {}
     counts = {"torch": 0, "cseq": 0, "ended": 0}
     log = Lines()
     logging.getLogger("cseq").addHandler(log)

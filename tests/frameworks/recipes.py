@@ -9,13 +9,10 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "frameworks"
@@ -35,18 +32,18 @@ class Interrupted(Exception):
 class Record(list[list[int]]):
     """The samples of each batch that a network was trained with; interrupts after some."""
 
-    def __init__(self, stop_after: int | None = None) -> None:
+    def __init__(self, stop_after=None):
         super().__init__()
         self.stop_after = stop_after
 
-    def add(self, x: Any) -> None:
+    def add(self, x):
         """Take down a batch; its first column has the samples' numbers."""
         if len(self) == self.stop_after:
             raise Interrupted
         self.append([int(number) for number in x[:, 0]])
 
 
-def stream(*epochs: int, rank: int = 0, world_size: int = 1, **options: Any) -> list[list[int]]:
+def stream(*epochs, rank=0, world_size=1, **options):
     """Return the samples of each batch of these epochs, as cseq's test mode has them."""
     import data
 
@@ -59,13 +56,13 @@ def stream(*epochs: int, rank: int = 0, world_size: int = 1, **options: Any) -> 
     return found
 
 
-def record_torch(monkeypatch: Any, record: Record, held_out: Record | None = None) -> None:
+def record_torch(monkeypatch, record, held_out=None):
     """Take down what `net.Net` is called with while it trains, and while it does not."""
     import net
 
     forward = net.Net.forward
 
-    def recording(self: Any, x: Any) -> Any:
+    def recording(self, x):
         if self.training:
             record.add(x)
         elif held_out is not None:
@@ -75,7 +72,7 @@ def record_torch(monkeypatch: Any, record: Record, held_out: Record | None = Non
     monkeypatch.setattr(net.Net, "forward", recording)
 
 
-def run(command: Sequence[str], folder: Path, recipes: Path, *, killed: bool = False) -> str:
+def run(command, folder, recipes, *, killed=False):
     """Run a script in a folder, the recipes importable, the network the loopback alone.
 
     `killed`: it has to end by its own death.
@@ -103,13 +100,7 @@ def run(command: Sequence[str], folder: Path, recipes: Path, *, killed: bool = F
     return done.stdout
 
 
-def on_two_ranks(
-    module: str,
-    arguments: dict[str, Any],
-    folder: Path,
-    recipes: Path,
-    launcher: Sequence[str] = TORCHRUN,
-) -> list[list[list[int]]]:
+def on_two_ranks(module, arguments, folder, recipes, launcher=TORCHRUN):
     """Run a recipe's `train` in a group of two, and return what each rank was trained with."""
     script = str(Path(__file__).with_name("two_ranks.py"))
     results = [folder / f"rank{rank}.json" for rank in range(2)]
@@ -119,14 +110,7 @@ def on_two_ranks(
     return [json.loads(path.read_text(encoding="utf-8")) for path in results]
 
 
-def loader_runs(
-    module: str,
-    runs: list[dict[str, Any]],
-    folder: Path,
-    recipes: Path,
-    launcher: Sequence[str] = (),
-    ranks: int = 1,
-) -> list[list[dict[str, Any]]]:
+def loader_runs(module, runs, folder, recipes, launcher=(), ranks=1):
     """Train with a recipe of `cseq.DataLoader` in processes of their own; see loader_runs.py.
 
     Return what each rank has written.
@@ -143,9 +127,7 @@ def loader_runs(
     return [json.loads(path.read_text(encoding="utf-8")) for path in results]
 
 
-def recorded(
-    monkeypatch: Any, recipe: Any, stop_after: int | None = None, **options: Any
-) -> Record:
+def recorded(monkeypatch, recipe, stop_after=None, **options):
     """Call a recipe's `train`, to its end or to an interruption; return what it trained with."""
     record = Record(stop_after)
     with monkeypatch.context() as patch:
@@ -161,11 +143,11 @@ def recorded(
     return record
 
 
-def record_update(monkeypatch: Any, recipe: Any, record: Record) -> None:
+def record_update(monkeypatch, recipe, record):
     """Take down what a recipe's `update` is called with."""
     update = recipe.update
 
-    def recording(net: Any, optimizer: Any, x: Any, y: Any) -> None:
+    def recording(net, optimizer, x, y):
         record.add(x)
         update(net, optimizer, x, y)
 
@@ -175,20 +157,20 @@ def record_update(monkeypatch: Any, recipe: Any, record: Record) -> None:
 class Read:
     """A manager for a monitor; keeps what the monitor reads, and says what it has to log."""
 
-    def __init__(self, manager: Any = None) -> None:
+    def __init__(self, manager=None):
         self.manager = manager
         self.readings: list[Any] = []
 
-    def stats(self) -> Any:
+    def stats(self):
         """Read, and take down."""
         self.readings.append(self.manager.stats())
         return self.readings[-1]
 
-    def figures(self) -> list[dict[str, float]]:
+    def figures(self):
         """Return those of each window."""
         return [now.since(before).as_dict() for before, now in pairwise(self.readings)]
 
 
-def figures_of(logged: dict[str, Any]) -> dict[str, float]:
+def figures_of(logged):
     """Pick cseq's out of what a framework has logged."""
     return {name: value for name, value in logged.items() if name.startswith("cseq/")}

@@ -3,17 +3,11 @@
 In a process of its own, since Composer imports torchvision, for which `vision` stands in there.
 """
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import pytest
 from recipes import LENGTH, run, stream
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 if find_spec("composer") is None:
     pytest.skip("composer is not installed", allow_module_level=True)
@@ -45,7 +39,7 @@ for options in json.loads(sys.argv[1]):
 """
 
 
-def test_its_epochs_and_its_resumes(recipes: Path, folder: Path) -> None:
+def test_its_epochs_and_its_resumes(recipes, folder):
     """Three epochs are ours; interrupted in mid-epoch and after one, training goes on exactly."""
     expected = stream(0, 1, 2)
     runs, batches = [{}], [expected]
@@ -95,6 +89,6 @@ print("all is well")
 """
 
 
-def test_its_loggers_have_figures(recipes: Path, folder: Path) -> None:
+def test_its_loggers_have_figures(recipes, folder):
     """Every fifth batch, what stats() says of the batches since, under that batch's timestamp."""
     assert run(["-c", MONITORED], folder, recipes).endswith("all is well\n")

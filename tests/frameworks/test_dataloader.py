@@ -16,7 +16,6 @@ from recipes import run as run_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
     from typing import TypeAlias
 
     Runs: TypeAlias = Callable[..., list[list[dict[str, Any]]]]
@@ -25,23 +24,23 @@ if TYPE_CHECKING:
 LEGS = 5  # settings of a framework and a number of ranks
 
 
-def needs(*modules: str) -> pytest.MarkDecorator:
+def needs(*modules):
     """Skip a test where one of these modules is not installed."""
     missing = [name for name in modules if find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
 @pytest.fixture
-def runs(recipes: Path, folder: Path) -> Runs:
+def runs(recipes, folder):
     """Return `loader_runs`, in this test's folder."""
 
-    def call(module: str, runs: list[dict[str, Any]], **options: Any) -> Any:
+    def call(module, runs, **options):
         return loader_runs(module, runs, folder, recipes, **options)
 
     return call
 
 
-def with_both(options: dict[str, Any], **run: Any) -> list[dict[str, Any]]:
+def with_both(options, **run):
     """Return a run with torch's loader, and the same one with cseq's."""
     return [
         {**run, "options": options, "loader": loader, "where": loader}
@@ -49,7 +48,7 @@ def with_both(options: dict[str, Any], **run: Any) -> list[dict[str, Any]]:
     ]
 
 
-def check_served(run: dict[str, Any], *, ahead: int = 0) -> None:
+def check_served(run, *, ahead=0):
     """Check that all batches came from cseq's workers, and that nothing is wrong with that.
 
     `ahead`: batches that the framework took, and did not give to the network.
@@ -60,7 +59,7 @@ def check_served(run: dict[str, Any], *, ahead: int = 0) -> None:
     assert run["left"] == []
 
 
-def check_same(theirs: dict[str, Any], ours: dict[str, Any], **options: Any) -> None:
+def check_same(theirs, ours, **options):
     """Check that a run had the batches that torch's loader has given in another one."""
     assert theirs["by_torch"] > 0
     assert theirs["by_cseq"] == 0
@@ -70,12 +69,12 @@ def check_same(theirs: dict[str, Any], ours: dict[str, Any], **options: Any) -> 
     assert ours["held_out"] == theirs["held_out"]
 
 
-def numbers(run: dict[str, Any]) -> list[list[int]]:
+def numbers(run):
     """Return which samples each batch of a training had."""
     return [[int(row[0]) for row in x] for x, _ in run["training"]]
 
 
-def check_whole(*ranks: dict[str, Any]) -> None:
+def check_whole(*ranks):
     """Check that a training had all samples in each epoch, and that no two had the same draws.
 
     Ranks get a few samples twice, so that all have as many batches.
@@ -92,9 +91,7 @@ def check_whole(*ranks: dict[str, Any]) -> None:
         assert len(found) < SAMPLES + 8 * len(ranks)
 
 
-def check_killed(
-    runs: Runs, module: str, stops: dict[int, str], ranks: int = 1, **run: Any
-) -> None:
+def check_killed(runs, module, stops, ranks=1, **run):
     """Check that a run which was killed goes on as the uninterrupted one, to the last bit.
 
     `stops`: batches that were trained with, and where that checkpoint is. `run` has `launcher`, the
@@ -120,7 +117,7 @@ def check_killed(
     assert len(set().union(*draws)) == sum(map(len, draws))
 
 
-def check_legs(name: str, folder: Path, recipes: Path, ranks: int, *, first: int) -> None:
+def check_legs(name, folder, recipes, ranks, *, first):
     """Check that settings chosen at random are exact: a run that is killed, and resumed."""
     script = str(recipes.parents[1] / "tests" / "frameworks" / name)
     output = run_script([script, *map(str, (ranks, first, LEGS))], folder, recipes)
@@ -131,7 +128,7 @@ def check_legs(name: str, folder: Path, recipes: Path, ranks: int, *, first: int
 
 
 @needs("accelerate")
-def test_accelerate(runs: Runs) -> None:
+def test_accelerate(runs):
     """The unchanged script, run by `cseq run`; a resume is what torch's is."""
     trainings = [{}, {"options": {"resume": "1-5"}}]
     [theirs] = runs("loader_accelerate", trainings)
@@ -143,7 +140,7 @@ def test_accelerate(runs: Runs) -> None:
 
 
 @needs("accelerate")
-def test_accelerate_on_two_ranks(runs: Runs) -> None:
+def test_accelerate_on_two_ranks(runs):
     """Each rank has what it has with torch's; also where rank 0 gets the batches of all."""
     trainings = [
         {},
@@ -167,7 +164,7 @@ def test_accelerate_on_two_ranks(runs: Runs) -> None:
 
 @needs("accelerate", "torchdata")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_accelerates_own_states(runs: Runs, ranks: int) -> None:
+def test_accelerates_own_states(runs, ranks):
     """With `use_stateful_dataloader` and ours in torchdata's place, a resume is exact."""
     trainings = [{}, {"options": {"resume": "1-5"}}]
     launcher = TORCHRUN if ranks > 1 else ()
@@ -180,14 +177,14 @@ def test_accelerates_own_states(runs: Runs, ranks: int) -> None:
 
 
 @needs("accelerate", "torchdata")
-def test_accelerates_settings(folder: Path, recipes: Path) -> None:
+def test_accelerates_settings(folder, recipes):
     """A resumed run has the batches, and draws, of the uninterrupted one in each of 60 settings."""
     script = str(recipes.parents[1] / "tests" / "frameworks" / "accelerate_legs.py")
     assert json.loads(run_script([*TORCHRUN, script, "rest", "0", "60"], folder, recipes)) == []
 
 
 @needs("accelerate", "torchdata")
-def test_accelerate_on_other_ranks(folder: Path, recipes: Path) -> None:
+def test_accelerate_on_other_ranks(folder, recipes):
     """The state of two ranks goes on with three, and no sample is lost."""
     script = str(recipes.parents[1] / "tests" / "frameworks" / "accelerate_legs.py")
     arguments = [str(folder), "0", "40"]
@@ -201,7 +198,7 @@ def test_accelerate_on_other_ranks(folder: Path, recipes: Path) -> None:
     ("module", "ranks"),
     [("loader_accelerate", 1), ("loader_accelerate", 2), ("loader_accelerate_state", 1)],
 )
-def test_accelerate_killed(runs: Runs, module: str, ranks: int) -> None:
+def test_accelerate_killed(runs, module, ranks):
     """`skip_first_batches` is exact with `rng="batch"`, as a state is; no batch is made again."""
     run = {"launcher": TORCHRUN if ranks > 1 else (), "resume": "resume", "rng": "batch"}
     taken = -(-LENGTH // ranks) + 5
@@ -212,7 +209,7 @@ def test_accelerate_killed(runs: Runs, module: str, ranks: int) -> None:
 
 
 @needs("transformers")
-def test_the_trainer(runs: Runs) -> None:
+def test_the_trainer(runs):
     """Training, evaluation, a resume that skips batches, one that does not, persistent workers."""
     trainings = [
         {"eval_strategy": "epoch"},
@@ -237,7 +234,7 @@ def test_the_trainer(runs: Runs) -> None:
 
 
 @needs("transformers")
-def test_the_trainer_on_two_ranks(runs: Runs) -> None:
+def test_the_trainer_on_two_ranks(runs):
     """An unchanged script, which torchrun starts by `cseq run`."""
     trainings = [{}, {"options": {"resume": "checkpoints/checkpoint-10"}}]
     theirs = runs("loader_transformers", trainings, launcher=TORCHRUN, ranks=2)
@@ -251,7 +248,7 @@ def test_the_trainer_on_two_ranks(runs: Runs) -> None:
 
 @needs("transformers")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_trainer_killed(runs: Runs, ranks: int) -> None:
+def test_the_trainer_killed(runs, ranks):
     """With `rng="batch"` a resume is exact in mid-epoch and between epochs, with evaluations."""
     length = -(-LENGTH // ranks)
     stops = {taken: f"checkpoints/checkpoint-{taken}" for taken in (length, length + 3)}
@@ -270,7 +267,7 @@ def test_the_trainer_killed(runs: Runs, ranks: int) -> None:
 
 @needs("transformers")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_trainers_settings(folder: Path, recipes: Path, ranks: int) -> None:
+def test_the_trainers_settings(folder, recipes, ranks):
     """A resume is exact with dropout and random masks, and any sampler, with `SeedEpochs`."""
     check_legs("trainer_legs.py", folder, recipes, ranks, first=125)
 
@@ -284,7 +281,7 @@ DDP = {**QUIET, "strategy": "ddp", "devices": 2}
 
 @needs("lightning")
 @pytest.mark.parametrize("persistent", [False, True])
-def test_lightning(runs: Runs, persistent: bool) -> None:
+def test_lightning(runs, persistent):
     """Training, and validation with a loader that Lightning asks for in a hook."""
     arguments = {"rng": "worker", "persistent_workers": persistent}
     both = with_both(QUIET, arguments=arguments, plain=True)
@@ -297,7 +294,7 @@ def test_lightning(runs: Runs, persistent: bool) -> None:
 
 @needs("lightning")
 @pytest.mark.parametrize("persistent", [False, True])
-def test_lightning_resumed(runs: Runs, persistent: bool) -> None:
+def test_lightning_resumed(runs, persistent):
     """Its checkpoints have our state: a resume is exact, also in the epochs that follow."""
     resumed = {**QUIET, "ckpt_path": "checkpoints/step=20.ckpt"}
     run = {"arguments": {"persistent_workers": persistent}}
@@ -311,7 +308,7 @@ def test_lightning_resumed(runs: Runs, persistent: bool) -> None:
 
 
 @needs("lightning")
-def test_lightning_resumed_with_torchs_seeds(runs: Runs) -> None:
+def test_lightning_resumed_with_torchs_seeds(runs):
     """The samples are those of the rest; what is drawn begins anew, as the page says."""
     run = {"arguments": {"rng": "worker"}}
     resumed = {**QUIET, "ckpt_path": "checkpoints/step=20.ckpt"}
@@ -326,7 +323,7 @@ def test_lightning_resumed_with_torchs_seeds(runs: Runs) -> None:
 
 @needs("lightning")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_lightning_killed(runs: Runs, ranks: int) -> None:
+def test_lightning_killed(runs, ranks):
     """`SaveState` makes validation exact, and a checkpoint with the last batch of an epoch."""
     length = -(-LENGTH // ranks)
     stops = {taken: f"checkpoints/step={taken}.ckpt" for taken in (length, length + 3)}
@@ -342,13 +339,13 @@ def test_lightning_killed(runs: Runs, ranks: int) -> None:
 
 @needs("lightning")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_lightnings_settings(folder: Path, recipes: Path, ranks: int) -> None:
+def test_lightnings_settings(folder, recipes, ranks):
     """A resume is exact from each kind of checkpoint, with limits, and two validation loaders."""
     check_legs("lightning_legs.py", folder, recipes, ranks, first=0)
 
 
 @needs("lightning")
-def test_lightning_on_two_ranks(runs: Runs) -> None:
+def test_lightning_on_two_ranks(runs):
     """Lightning makes the loader again, with a DistributedSampler; resumes are exact there, too."""
     resumed = {"options": {**DDP, "ckpt_path": "checkpoints/step=10.ckpt"}}
     both = with_both(DDP, arguments={"rng": "worker"}, plain=True)
@@ -367,7 +364,7 @@ def test_lightning_on_two_ranks(runs: Runs) -> None:
 
 @needs("lightning")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_fabric(runs: Runs, ranks: int) -> None:
+def test_fabric(runs, ranks):
     """`setup_dataloaders` takes the loader, and a checkpoint that has it makes resumes exact."""
     options = {"strategy": "ddp", "devices": 2} if ranks > 1 else {}
     step = 20 if ranks == 1 else 10
@@ -387,7 +384,7 @@ def test_fabric(runs: Runs, ranks: int) -> None:
 
 @needs("composer")
 @pytest.mark.parametrize("persistent", [False, True])
-def test_composer(runs: Runs, persistent: bool) -> None:
+def test_composer(runs, persistent):
     """It takes a loader that was not begun, ends persistent workers, and a resume is as torch's.
 
     It makes the batches of a resumed epoch again, and one of each epoch before: so workers that

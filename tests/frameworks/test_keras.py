@@ -1,16 +1,10 @@
 """Keras trains on cseq's batches, with torch's and JAX's backends: its epochs, its resumes."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import pytest
 from recipes import LENGTH, run, stream
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 if find_spec("keras") is None:
     pytest.skip("keras is not installed", allow_module_level=True)
@@ -41,9 +35,7 @@ for options in json.loads(sys.argv[1]):
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_its_epochs_and_its_resumes(
-    backend: str, recipes: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_epochs_and_its_resumes(backend, recipes, folder, monkeypatch):
     """Three epochs are ours; interrupted in mid-epoch and after one, training goes on exactly."""
     pytest.importorskip(backend)
     monkeypatch.setenv("KERAS_BACKEND", backend)
@@ -166,9 +158,7 @@ print("all is well")
 @pytest.mark.parametrize(
     "script", [FIGURES, STEPS, FAILED], ids=["figures", "steps", "failed saves"]
 )
-def test_what_goes_on(
-    script: str, recipes: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_goes_on(script, recipes, folder, monkeypatch):
     """Logs have figures; with `repeat`, epochs have their steps; a failed save changes nothing."""
     pytest.importorskip("torch")
     monkeypatch.setenv("KERAS_BACKEND", "torch")

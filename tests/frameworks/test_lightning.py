@@ -1,9 +1,5 @@
 """Lightning trains on cseq's batches: its epochs, its resumes, its validation, its ranks."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import pytest
 from recipes import (
     EPOCHS,
@@ -17,13 +13,10 @@ from recipes import (
     stream,
 )
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 pytest.importorskip("lightning")
 
 
-def fit(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None, **options: Any) -> Any:
+def fit(monkeypatch, stop_after=None, **options):
     """Run the recipe; return what it trained with and what it held out."""
     import with_lightning
 
@@ -39,7 +32,7 @@ def fit(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None, **option
     return record, held_out
 
 
-def test_its_epochs_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_epochs_are_ours(monkeypatch):
     """Three epochs train on ours 0, 1 and 2; a look (two batches) and three epochs are held out."""
     record, held_out = fit(monkeypatch)
     order = stream(0, shuffle=False)
@@ -48,7 +41,7 @@ def test_its_epochs_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("taken", [5, 15, LENGTH, 2 * LENGTH])
-def test_a_resume_gives_the_rest(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
+def test_a_resume_gives_the_rest(monkeypatch, taken):
     """Interrupted after a checkpoint in mid-epoch or with an epoch's last batch, it goes on."""
     every = taken if taken % LENGTH == 0 else 5
     first, _ = fit(monkeypatch, stop_after=taken + 2, every=every)
@@ -57,7 +50,7 @@ def test_a_resume_gives_the_rest(monkeypatch: pytest.MonkeyPatch, taken: int) ->
     assert rest == stream(0, 1, 2)[taken:]
 
 
-def test_a_limit_ends_epochs_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_ends_epochs_early(monkeypatch):
     """`limit_train_batches` trains on the beginning of each of our epochs, also after a resume."""
     limits = {"limit_train_batches": 7, "limit_val_batches": 2, "num_sanity_val_steps": 0}
     record, held_out = fit(monkeypatch, every=3, **limits)
@@ -69,7 +62,7 @@ def test_a_limit_ends_epochs_early(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rest == expected[taken:]
 
 
-def test_two_ranks(recipes: Path, folder: Path) -> None:
+def test_two_ranks(recipes, folder):
     """With `strategy="ddp"` each rank trains on its own shard, at first and after a resume."""
     ranks = [stream(0, 1, 2, rank=rank, world_size=2) for rank in range(2)]
     arguments = {"strategy": "ddp", "devices": 2, "every": 1, "logger": False}
@@ -80,7 +73,7 @@ def test_two_ranks(recipes: Path, folder: Path) -> None:
         assert rest == [rank[taken:] for rank in ranks]
 
 
-def test_the_monitor_logs_beside_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_monitor_logs_beside_the_loss(monkeypatch):
     """Every fifth batch, what stats() says of the batches since, at the step of the loss there."""
     import lightning
     import with_lightning
@@ -93,18 +86,18 @@ def test_the_monitor_logs_beside_the_loss(monkeypatch: pytest.MonkeyPatch) -> No
     logged = []
 
     class Logger(CSVLogger):
-        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        def log_metrics(self, metrics, step=None):
             logged.append((step, metrics))
 
     class Module(with_lightning.Module):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
             self.log("training_loss", loss)
             return loss
 
     read = Read()
 
-    def make() -> Any:
+    def make():
         read.manager = batches(shard="auto")
         return read.manager
 
@@ -128,7 +121,7 @@ def test_the_monitor_logs_beside_the_loss(monkeypatch: pytest.MonkeyPatch) -> No
     assert [found for _, found in figures] == read.figures()
 
 
-def test_a_loader_that_does_not_count(folder: Path) -> None:
+def test_a_loader_that_does_not_count(folder):
     """What has no figures is refused, and so is a manager in place of a function."""
     from cseq.adapters.lightning import DataModule, Monitor
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from recipes import LENGTH, figures_of, on_two_ranks, recorded, stream
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Stop(NamedTuple):
@@ -39,7 +36,7 @@ STOPS = {
 LIBRARIES = {"jax": ("flax", "orbax")}
 
 
-def recipe_of(name: str) -> Any:
+def recipe_of(name):
     """Import a framework's recipe; skip where there is no such framework."""
     for library in LIBRARIES.get(name, (name,)):
         if find_spec(library) is None:
@@ -48,13 +45,13 @@ def recipe_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_its_epochs_are_ours(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_its_epochs_are_ours(monkeypatch, name):
     """Three epochs train on ours 0, 1 and 2."""
     assert recorded(monkeypatch, recipe_of(name)) == stream(0, 1, 2)
 
 
 @pytest.mark.parametrize(("name", "stop"), [(name, stop) for name in STOPS for stop in STOPS[name]])
-def test_a_resume_gives_the_rest(monkeypatch: pytest.MonkeyPatch, name: str, stop: Stop) -> None:
+def test_a_resume_gives_the_rest(monkeypatch, name, stop):
     """Interrupted after a checkpoint in mid-epoch or at an epoch's end, it goes on."""
     recipe, expected = recipe_of(name), stream(0, 1, 2)
     first = recorded(monkeypatch, recipe, stop_after=stop.after, **stop.options)
@@ -70,7 +67,7 @@ def test_a_resume_gives_the_rest(monkeypatch: pytest.MonkeyPatch, name: str, sto
         ("ddp", {7 + 3: "checkpoints/1-3.pt", 14: "checkpoints/1-7.pt"}),
     ],
 )
-def test_two_ranks(name: str, resumes: dict[int, str], recipes: Path, folder: Path) -> None:
+def test_two_ranks(name, resumes, recipes, folder):
     """Each rank trains on its own shard, at first and after a resume."""
     if name != "ddp":
         recipe_of(name)
@@ -81,6 +78,6 @@ def test_two_ranks(name: str, resumes: dict[int, str], recipes: Path, folder: Pa
         assert rest == [rank[taken:] for rank in ranks]
 
 
-def test_figures_are_among_ignites_metrics() -> None:
+def test_figures_are_among_ignites_metrics():
     """A logger that is attached later finds them."""
     assert len(figures_of(recipe_of("ignite").train().state.metrics)) == 17

@@ -1,15 +1,9 @@
 """The recipes run as a user runs them: each file of the pages as a script, to its end."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import pytest
 from recipes import CSEQ_RUN, TORCHRUN, run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # The script, the library that it needs, and what runs it. Composer needs a torchvision that fits.
 SCRIPTS = [
@@ -35,14 +29,7 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize(("name", "library", "launcher"), SCRIPTS)
-def test_script(
-    name: str,
-    library: str,
-    launcher: tuple[str, ...],
-    recipes: Path,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_script(name, library, launcher, recipes, folder, monkeypatch):
     """It ends well, its resume included."""
     if find_spec(library) is None:
         pytest.skip(f"{library} is not installed")

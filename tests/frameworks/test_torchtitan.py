@@ -1,7 +1,5 @@
 """torchtitan's own trainer on rows of `cseq.tokens`, on gloo ranks without a GPU."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -9,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,10 +39,10 @@ TOKENIZER = {"version": "1.0", "added_tokens": [], "model": WORDLEVEL, **dict.fr
 class Runner:
     """Runs legs of `titan_legs`, each in a folder of its own."""
 
-    def __init__(self, folder: Path, path: str) -> None:
+    def __init__(self, folder, path):
         self.folder, self.path, self.ended = folder, path, {}
 
-    def run(self, name: str, behind: str | None = None, **leg: Any) -> Any:
+    def run(self, name, behind=None, **leg):
         """Run a leg once, `behind` another in its checkpoints; return what the ranks got."""
         if name not in self.ended:
             folder = self.folder / name
@@ -59,24 +56,24 @@ class Runner:
             self.ended[name] = json.loads(done.stdout.splitlines()[-1])
         return self.ended[name]
 
-    def whole(self) -> Any:
+    def whole(self):
         """Two ranks, to the end."""
         return self.run("whole", config="validated")
 
-    def resumed(self, **leg: Any) -> Any:
+    def resumed(self, **leg):
         """Two ranks are killed in step 8; the leg goes on from their checkpoint of step 6."""
         assert self.run("killed", kill_at=SAVED + 2) is None
         return self.run(json.dumps(leg), "killed", **leg)
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory, recipes: Path) -> Runner:
+def runner(tmp_path_factory, recipes):
     """Write the documents of the recipe's config."""
     folder = tmp_path_factory.mktemp("titan")
     data = folder / "data"
     rng = np.random.default_rng(1)
 
-    def documents(number: int) -> list[list[int]]:
+    def documents(number):
         return [[k % 2000 + 1 for k in each] for each in random_documents(rng, number, ROW)]
 
     (data / "tokenizer").mkdir(parents=True)
@@ -88,37 +85,37 @@ def runner(tmp_path_factory: pytest.TempPathFactory, recipes: Path) -> Runner:
     return Runner(folder, os.pathsep.join([str(Path(cseq.__file__).parents[1]), str(recipes)]))
 
 
-def steps_of(run: list[Any]) -> dict[int, list[Any]]:
+def steps_of(run):
     """Return the rows of each step, of all ranks: triples of tokens, positions, labels."""
-    steps: dict[int, list[Any]] = {}
+    steps = {}
     for rank in run:
         for batch in rank["batches"]:
             steps.setdefault(batch["step"], []).extend(zip(*batch["rows"], strict=True))
     return steps
 
 
-def is_whole(run: list[Any]) -> bool:
+def is_whole(run):
     """Tell whether all ranks had as many batches, of as many rows, and have no worker left."""
     counts = {len(rank["batches"]) for rank in run}
     sizes = {len(batch["rows"][0]) for rank in run for batch in rank["batches"]}
     return len(counts) == len(sizes) == 1 and not any(rank["left"] for rank in run)
 
 
-def test_finite_data_end_on_all_ranks_at_once(runner: Runner) -> None:
+def test_finite_data_end_on_all_ranks_at_once(runner):
     """All ranks train the same number of whole batches, and stop; no worker is left."""
     whole = runner.whole()
     assert is_whole(whole)
     assert len(whole[0]["batches"]) == len(whole[0]["losses"]) > SAVED
 
 
-def test_no_row_runs_into_another(runner: Runner) -> None:
+def test_no_row_runs_into_another(runner):
     """Each row begins at position 0, from which masks are made; others go on by 1, or are 0."""
     for _, positions, _ in itertools.chain(*steps_of(runner.whole()).values()):
         assert positions[0] == 0
         assert all(b in (0, a + 1) for a, b in itertools.pairwise(positions))
 
 
-def test_the_validator_reads_all(runner: Runner) -> None:
+def test_the_validator_reads_all(runner):
     """With steps=-1, it goes through its rows to their end, again and again, on all ranks."""
     first, *others = [rank["validation"] for rank in runner.whole()]
     steps = len(steps_of(runner.whole()))
@@ -126,7 +123,7 @@ def test_the_validator_reads_all(runner: Runner) -> None:
     assert others == [first]
 
 
-def test_the_same_ranks_go_on_with_the_same_losses(runner: Runner) -> None:
+def test_the_same_ranks_go_on_with_the_same_losses(runner):
     """Resumed with other workers, two ranks get the rest of their rows, and the same losses."""
     same = runner.resumed(workers=2)
     for before, after in zip(runner.whole(), same, strict=True):
@@ -135,9 +132,7 @@ def test_the_same_ranks_go_on_with_the_same_losses(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "rows", "workers"), [(1, 2, 0), (3, 1, 1)])
-def test_other_ranks_go_on_with_the_next_rows(
-    runner: Runner, ranks: int, rows: int, workers: int
-) -> None:
+def test_other_ranks_go_on_with_the_next_rows(runner, ranks, rows, workers):
     """One rank and three, of halved batches, share the rest of the rows: all that fill a step."""
     steps = steps_of(runner.whole())
     rest = [row for step, found in steps.items() if step > SAVED for row in found]

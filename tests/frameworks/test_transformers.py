@@ -1,9 +1,5 @@
 """The Trainer trains on cseq's batches: its epochs, its resumes, its evaluation, its ranks."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import pytest
 from recipes import (
     LENGTH,
@@ -16,13 +12,10 @@ from recipes import (
     stream,
 )
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 pytest.importorskip("transformers")
 
 
-def test_its_epochs_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_epochs_are_ours(monkeypatch):
     """Three epochs train on ours 0, 1 and 2, with an evaluation after each."""
     import with_transformers
 
@@ -36,9 +29,7 @@ def test_its_epochs_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"restore_callback_states_from_checkpoint": True}])
 @pytest.mark.parametrize("taken", [5, 20, LENGTH])
-def test_a_resume_gives_the_rest(
-    monkeypatch: pytest.MonkeyPatch, taken: int, options: dict[str, object]
-) -> None:
+def test_a_resume_gives_the_rest(monkeypatch, taken, options):
     """Interrupted after a checkpoint in mid-epoch or at an epoch's end, it goes on."""
     import with_transformers
 
@@ -51,7 +42,7 @@ def test_a_resume_gives_the_rest(
     assert rest == stream(0, 1, 2)[taken:]
 
 
-def test_accumulated_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accumulated_gradients(monkeypatch):
     """Batches read ahead for a step with several are not lost by a resume between steps."""
     import with_transformers
 
@@ -62,7 +53,7 @@ def test_accumulated_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rest == stream(0, 1, 2)[8:]
 
 
-def test_two_ranks(recipes: Path, folder: Path) -> None:
+def test_two_ranks(recipes, folder):
     """Each rank trains on its own shard, at first and after a resume."""
     ranks = [stream(0, 1, 2, rank=rank, world_size=2) for rank in range(2)]
     arguments = {"save_steps": 1}
@@ -73,7 +64,7 @@ def test_two_ranks(recipes: Path, folder: Path) -> None:
         assert rest == [rank[taken:] for rank in ranks]
 
 
-def test_the_monitor_logs_beside_the_loss(folder: Path) -> None:
+def test_the_monitor_logs_beside_the_loss(folder):
     """Every fifth step, what stats() says of the steps since; the loss of the step stays."""
     import with_transformers
     from transformers import TrainerCallback, TrainingArguments
@@ -83,10 +74,10 @@ def test_the_monitor_logs_beside_the_loss(folder: Path) -> None:
     from data import batches
     from inputs import Inputs
 
-    logged: list[tuple[int, dict[str, float]]] = []
+    logged = []
 
     class Logger(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
+        def on_log(self, args, state, control, logs, **kwargs):
             logged.append((state.global_step, dict(logs)))
 
     args = TrainingArguments(
@@ -117,7 +108,7 @@ def test_the_monitor_logs_beside_the_loss(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_the_monitor_of_a_trainer_with_its_own_loaders(folder: Path, persistent: bool) -> None:
+def test_the_monitor_of_a_trainer_with_its_own_loaders(folder, persistent):
     """The loader that the Trainer makes, and accelerate wraps, counts once cseq is installed."""
     from transformers import Trainer, TrainingArguments
 
@@ -147,7 +138,7 @@ def test_the_monitor_of_a_trainer_with_its_own_loaders(folder: Path, persistent:
     assert all(found["cseq/batches_per_s"] > 0 for _, found in figures)
 
 
-def test_what_does_not_fit_together_is_refused(folder: Path) -> None:
+def test_what_does_not_fit_together_is_refused(folder):
     """A monitor without a Trainer, batches skipped twice, a checkpoint without a state."""
     import with_transformers
     from transformers import Trainer, TrainingArguments
@@ -158,10 +149,10 @@ def test_what_does_not_fit_together_is_refused(folder: Path) -> None:
     from inputs import Inputs
 
     class Own(Trainer):
-        def get_train_dataloader(self) -> Any:
+        def get_train_dataloader(self):
             return self.train_dataset
 
-    def train(kind: Any, callback: Any, resume: bool = False, **options: Any) -> None:
+    def train(kind, callback, resume=False, **options):
         args = TrainingArguments(
             "checkpoints", max_steps=2, use_cpu=True, report_to="none", save_steps=1, **options
         )

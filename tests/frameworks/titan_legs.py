@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import legs
 import torch
@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import AuxOutput, create_mask
 MODULE, ROW, STEPS = "configs", 64, 100
 
 
-def replace_cuda() -> None:
+def replace_cuda():
     """Let torchtitan, which asks for CUDA alone, train on the CPU: before the rest is imported."""
     from torchtitan.tools import utils
 
@@ -29,7 +29,7 @@ def replace_cuda() -> None:
     class Properties:
         name, total_memory = "cpu", 2**34
 
-    lacking: dict[str, Any] = {
+    lacking = {
         "reset_peak_memory_stats": lambda *_: None,
         "memory_stats": lambda *_: {},
         "empty_cache": lambda: None,
@@ -41,14 +41,14 @@ def replace_cuda() -> None:
     torch.cpu.current_device = lambda: 0
     divide = FSDPModule.set_gradient_divide_factor
 
-    def divide_sums(module: FSDPModule, factor: float) -> None:
+    def divide_sums(module, factor):
         divide(module, factor)
         module.set_force_sum_reduction_for_comms(True)
 
     FSDPModule.set_gradient_divide_factor = divide_sums
 
 
-def attend(q: Any, k: Any, v: Any, *, block_mask: Any = None, **options: Any) -> Any:
+def attend(q, k, v, *, block_mask=None, **options):
     """Do what flex attention does, which has no backward on the CPU."""
     mask = None
     if block_mask is not None:
@@ -71,7 +71,7 @@ class Leg(NamedTuple):
     config: str = "pretrain"
 
 
-def arguments(leg: Leg) -> list[str]:
+def arguments(leg):
     """Return what a user types behind `torchrun -m torchtitan.train`."""
     if IS_NEW:
         sizes = {
@@ -90,17 +90,17 @@ def arguments(leg: Leg) -> list[str]:
     return ["train", f"--config={leg.config}", *pairs, *flags]
 
 
-def train(leg: Leg) -> dict[str, Any]:
+def train(leg):
     """Run torchtitan's `main`, and return what this rank was trained with."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
-    record: dict[str, Any] = {"batches": [], "losses": {}, "validation": []}
+    record = {"batches": [], "losses": {}, "validation": []}
     generate, log = Trainer.batch_generator, MetricsProcessor.log
     log_validation = MetricsProcessor.log_validation
 
-    def recording(self: Any, data: Any) -> Any:
+    def recording(self, data):
         for inputs, labels in generate(self, data):
             if self.step == leg.kill_at:
                 legs.os.kill(os.getpid(), legs.signal.SIGKILL)
@@ -110,11 +110,11 @@ def train(leg: Leg) -> dict[str, Any]:
             record["batches"].append({"step": self.step, "shape": shape, "rows": rows})
             yield inputs, labels
 
-    def logged(self: Any, step: int, average: float, *args: Any, **options: Any) -> None:
+    def logged(self, step, average, *args, **options):
         record["losses"][step] = average.hex()
         log(self, step, average, *args, **options)
 
-    def validated(self: Any, loss: float, step: int) -> None:
+    def validated(self, loss, step):
         record["validation"].append((step, loss.hex()))
         log_validation(self, loss=loss, step=step)
 

@@ -5,16 +5,13 @@ The network has dropout, and the collator masks at random.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import legs
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from cseq.adapters.torch import defaults, install
 from cseq.adapters.transformers import SeedEpochs
-
-if TYPE_CHECKING:
-    import random
 
 EPOCHS = 3
 # How the Trainer draws, and whether that needs `SeedEpochs`.
@@ -29,9 +26,7 @@ SAMPLERS: list[tuple[dict[str, Any], bool]] = [
 ]
 
 
-def train(
-    samples: int, seeds: bool, options: dict[str, Any], resume: str | None, kill_at: int | None
-) -> Any:
+def train(samples, seeds, options, resume, kill_at):
     """Train; return what `legs.wrong_with` needs: all batches count."""
     args = TrainingArguments(
         "checkpoints",
@@ -59,7 +54,7 @@ def train(
     return net.seen, collator.made.value, had
 
 
-def leg(chosen: random.Random, ranks: int) -> tuple[str, list[str]]:
+def leg(chosen, ranks):
     """Train, be killed, and resume.
 
     With `dispatch_batches` on several ranks, accelerate skips as many batches of all ranks as it

@@ -4,8 +4,6 @@
 ``rank1.json``.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -17,7 +15,7 @@ import recipes
 import net
 
 
-def main(module: str, arguments: str) -> None:
+def main(module, arguments):
     """Train, and write."""
     record = recipes.Record()
     forward = net.Net.forward

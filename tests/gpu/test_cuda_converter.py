@@ -4,16 +4,10 @@ Every test is a script of its own, so that CUDA is never initialised in the test
 it keeps descriptors and mappings that would be taken for leaks, and cannot be used after a fork.
 """
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 
@@ -50,17 +44,17 @@ def page_locked(values):
 
 
 @pytest.fixture
-def check(run_anew: Callable[..., object]) -> Callable[[str], None]:
+def check(run_anew):
     """Run a script, which must not fail."""
 
-    def run(source: str) -> None:
+    def run(source):
         done = run_anew(PRELUDE + textwrap.dedent(source))
         assert done.returncode == 0, done.stdout + done.stderr  # type: ignore[attr-defined]
 
     return run
 
 
-def test_finding_out_does_not_initialise_cuda(check: Callable[[str], None]) -> None:
+def test_finding_out_does_not_initialise_cuda(check):
     """Looking for CUDA does not initialise it; a device that is not there is an error."""
     check(
         """
@@ -79,7 +73,7 @@ def test_finding_out_does_not_initialise_cuda(check: Callable[[str], None]) -> N
     )
 
 
-def test_values(check: Callable[[str], None]) -> None:
+def test_values(check):
     """A batch on the device is bit for bit what it is on the CPU, whatever it lies on."""
     check(
         """
@@ -133,7 +127,7 @@ def test_values(check: Callable[[str], None]) -> None:
     )
 
 
-def test_the_consumer_waits_on_the_device(check: Callable[[str], None]) -> None:
+def test_the_consumer_waits_on_the_device(check):
     """The consumer gets a batch that is still being copied, and its stream waits for it."""
     check(
         """
@@ -160,7 +154,7 @@ def test_the_consumer_waits_on_the_device(check: Callable[[str], None]) -> None:
     )
 
 
-def test_memory_is_kept_until_it_was_copied(check: Callable[[str], None]) -> None:
+def test_memory_is_kept_until_it_was_copied(check):
     """Page-locked memory is copied from where it lies, and kept until then."""
     check(
         """
@@ -184,7 +178,7 @@ def test_memory_is_kept_until_it_was_copied(check: Callable[[str], None]) -> Non
     )
 
 
-def test_dropped_memory_is_not_written_too_early(check: Callable[[str], None]) -> None:
+def test_dropped_memory_is_not_written_too_early(check):
     """A batch that the user drops is not overwritten while the user's kernels still read it."""
     check(
         """
@@ -202,7 +196,7 @@ def test_dropped_memory_is_not_written_too_early(check: Callable[[str], None]) -
     )
 
 
-def test_page_locking(check: Callable[[str], None]) -> None:
+def test_page_locking(check):
     """Mapped memory is copied from where it lies while it is registered."""
     check(
         """
@@ -282,12 +276,12 @@ receiver = Receiver(resolve(parse("cuda", "float32")))
 
 
 @pytest.fixture
-def between(check: Callable[[str], None]) -> Callable[[str], None]:
+def between(check):
     """Run a consumer, which has a producer in another process."""
     return lambda source: check(CONSUMER + textwrap.dedent(source))
 
 
-def test_from_another_process(between: Callable[[str], None]) -> None:
+def test_from_another_process(between):
     """Tensors come from a converter's process, which gets all of its memory back."""
     between(
         """
@@ -307,7 +301,7 @@ def test_from_another_process(between: Callable[[str], None]) -> None:
     )
 
 
-def test_a_converter_dies_while_its_batch_is_copied(between: Callable[[str], None]) -> None:
+def test_a_converter_dies_while_its_batch_is_copied(between):
     """A batch that was opened before its converter died, and is copied after that, is intact.
 
     CUDA does not promise this; its driver keeps what another process has mapped. A batch that was
@@ -335,7 +329,7 @@ def test_a_converter_dies_while_its_batch_is_copied(between: Callable[[str], Non
     )
 
 
-def test_a_cancelled_batch_is_let_go(between: Callable[[str], None]) -> None:
+def test_a_cancelled_batch_is_let_go(between):
     """A batch that the loop will not see gives its memory back to the converter's process."""
     between(
         """

@@ -3,15 +3,9 @@
 Every test is a script of its own, so that CUDA is never initialised in the tests' own process.
 """
 
-from __future__ import annotations
-
 import textwrap
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 
@@ -62,11 +56,11 @@ def on_device(batch):
 
 
 @pytest.fixture(params=POOLS)
-def check(request: pytest.FixtureRequest, run_anew: Callable[..., object]) -> Callable[[str], None]:
+def check(request, run_anew):
     """Run a script for one kind of pool; it must not fail."""
     kind, compat = POOLS[request.param]
 
-    def run(source: str) -> None:
+    def run(source):
         head = f"KIND, COMPAT = {kind!r}, {compat!r}\n{PRELUDE}"
         done = run_anew(head + textwrap.dedent(source))
         assert done.returncode == 0, done.stdout + done.stderr  # type: ignore[attr-defined]
@@ -75,7 +69,7 @@ def check(request: pytest.FixtureRequest, run_anew: Callable[..., object]) -> Ca
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
-def test_as_in_test_mode(check: Callable[[str], None], dtype: str | None) -> None:
+def test_as_in_test_mode(check, dtype):
     """Batches on the device are those of test mode, on the device and on the CPU, in order."""
     check(
         f"""
@@ -95,7 +89,7 @@ def test_as_in_test_mode(check: Callable[[str], None], dtype: str | None) -> Non
     )
 
 
-def test_while_the_device_is_busy(check: Callable[[str], None]) -> None:
+def test_while_the_device_is_busy(check):
     """Batches are right although the consumer's stream is far behind, and drops them early."""
     check(
         """
@@ -115,7 +109,7 @@ def test_while_the_device_is_busy(check: Callable[[str], None]) -> None:
 
 
 @pytest.mark.parametrize(("cycles", "is_fed"), [(200_000_000, True), (1000, False)])
-def test_whether_the_gpu_runs_dry(check: Callable[[str], None], cycles: int, is_fed: bool) -> None:
+def test_whether_the_gpu_runs_dry(check, cycles, is_fed):
     """A loop that waits for batches while its GPU still computes is not short of workers."""
     check(
         f"""
@@ -143,7 +137,7 @@ def test_whether_the_gpu_runs_dry(check: Callable[[str], None], cycles: int, is_
     )
 
 
-def test_leaving_early(check: Callable[[str], None]) -> None:
+def test_leaving_early(check):
     """Leaving a loop costs nothing of the next epoch, and the device's memory does not grow."""
     check(
         """
@@ -167,7 +161,7 @@ def test_leaving_early(check: Callable[[str], None]) -> None:
     )
 
 
-def test_all_memory_comes_back(check: Callable[[str], None]) -> None:
+def test_all_memory_comes_back(check):
     """When the manager is finished and the batches are dropped, no memory is left in use."""
     check(
         """
@@ -188,7 +182,7 @@ def test_all_memory_comes_back(check: Callable[[str], None]) -> None:
     )
 
 
-def test_a_killed_converter_loses_nothing(check: Callable[[str], None]) -> None:
+def test_a_killed_converter_loses_nothing(check):
     """Converters killed while their batches wait: the stream is that of test mode, all the same."""
     check(
         """
@@ -249,7 +243,7 @@ for method in ("thread", "multiprocessing"):
 """
 
 
-def test_threads_of_a_loader_pin_their_batches(run_anew: Callable[..., object]) -> None:
+def test_threads_of_a_loader_pin_their_batches(run_anew):
     """Threads make batches in page-locked memory, as processes do."""
     done = run_anew(LOADER)
     assert done.returncode == 0, done.stdout + done.stderr  # type: ignore[attr-defined]

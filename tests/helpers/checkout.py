@@ -1,7 +1,5 @@
 """Where the cseq is that is being tested."""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 __all__ = ["import_path"]
 
 
-def import_path() -> str:
+def import_path():
     """PYTHONPATH under which a script finds the cseq that is being tested."""
     spec = find_spec("cseq")
     folders = [Path(spec.origin).resolve().parents[1]] if spec and spec.origin else []

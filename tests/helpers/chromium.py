@@ -7,13 +7,6 @@ import json
 import os
 import shutil
 import signal
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from typing_extensions import Self
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -34,7 +27,7 @@ class Browser:
 
     _session: dict[str, str] = {}  # noqa: RUF012 - of the page, once it is known
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         assert CHROMIUM is not None
         self.asked: list[str] = []
         self._number = 0
@@ -53,18 +46,18 @@ class Browser:
         attached = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)
         self._session = {"sessionId": attached["sessionId"]}
 
-    def listen(self) -> None:
+    def listen(self):
         """Note what the page asks for from now on."""
         self.call("Network.enable")
 
-    def show(self, width: int, scheme: str) -> None:
+    def show(self, width, scheme):
         """Give the page a width and light or dark colours."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         dark = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=dark)
 
-    def evaluate(self, expression: str) -> Any:
+    def evaluate(self, expression):
         """Evaluate JavaScript, and wait for its promise."""
         done = self.call(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
@@ -72,7 +65,7 @@ class Browser:
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 
-    def call(self, method: str, **params: Any) -> Any:
+    def call(self, method, **params):
         """Call a method of the protocol."""
         self._number += 1
         call = {"id": self._number, "method": method, "params": params, **self._session}
@@ -85,7 +78,7 @@ class Browser:
                 return answer["result"]
         raise AssertionError("Chromium has ended")
 
-    def _answers(self) -> Iterator[dict[str, Any]]:
+    def _answers(self):
         """Read messages."""
         while True:
             message, found, rest = self._buffer.partition(b"\0")
@@ -98,10 +91,10 @@ class Browser:
                 return
             self._buffer += data
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         os.killpg(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
         for fd in (self._read, self._write):

@@ -9,7 +9,7 @@ import os
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,17 +17,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from slots import writer_of
 
-from cseq.encoding import _codec, codec
+from cseq.encoding import _codec
 from cseq.encoding._plan import LONG
 from cseq.encoding.codec import decode
 from cseq.encoding.survey import castable, plan_for
 from cseq.memory.arena import Arena
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cseq.encoding._codec import Encoder, TicketWriter
-
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -53,7 +47,7 @@ class Sample:
     label: Any = None
     made: int = field(default=0, init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.made += 1
 
 
@@ -95,7 +89,7 @@ class Secretive:
     image: Any
     secret: Any = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self):
         return {"image": self.image, "secret": "hidden"}
 
 
@@ -114,11 +108,11 @@ class StrKey(str):
 class Plain:
     """Any object with an array."""
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array):
         self.array = array
 
 
-def forgetting(batch: Any, encoder: Encoder) -> Any:
+def forgetting(batch, encoder):
     """Survey a batch; its plan is not remembered."""
     surveyed = plan_for(batch, encoder)
     encoder.plans.clear()
@@ -126,7 +120,7 @@ def forgetting(batch: Any, encoder: Encoder) -> Any:
 
 
 @pytest.fixture(scope="module", params=["known", "surveyed"], autouse=True)
-def way(request: pytest.FixtureRequest) -> Iterator[str]:
+def way(request):
     """Every test with structures that the writer knows, and with none."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "surveyed":
@@ -134,16 +128,15 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def encode(batch: Any, writer: TicketWriter, cast: np.dtype[Any] | None = None) -> codec.Record:
+def encode(batch, writer, cast=None):
     """Write a batch, cast; a writer that casts to something else forgets its plans."""
     if writer.encoder.cast is not cast:
         writer.encoder.cast = cast
         writer.encoder.plans.clear()
-    record: codec.Record = writer.encoder.encode(batch)
-    return record
+    return writer.encoder.encode(batch)
 
 
-def copied(batch: Any, cast: np.dtype[Any] | None = None) -> Any:
+def copied(batch, cast=None):
     """Send a batch through a slot of its own: what a second one of this structure becomes."""
     arena = Arena()
     writer = writer_of(arena)
@@ -157,7 +150,7 @@ def copied(batch: Any, cast: np.dtype[Any] | None = None) -> Any:
         arena.close()
 
 
-def sent(writer: TicketWriter, batch: Any, cast: np.dtype[Any] | None = None) -> Any:
+def sent(writer, batch, cast=None):
     """Send a batch through the slot at hand, from its beginning."""
     writer.room.used = 0
     record = encode(batch, writer, cast)
@@ -166,13 +159,13 @@ def sent(writer: TicketWriter, batch: Any, cast: np.dtype[Any] | None = None) ->
     return decode(writer.room.memory, record)
 
 
-def reread(writer: TicketWriter, batch: Any, cast: np.dtype[Any] | None = None) -> Any:
+def reread(writer, batch, cast=None):
     """Send a batch through the slot at hand, behind what lies there."""
     record = encode(batch, writer, cast)
     return decode(writer.room.memory, record)
 
 
-def assert_same(a: Any, b: Any) -> None:
+def assert_same(a, b):
     """Compare types, structure, order and bits."""
     assert type(a) is type(b)
     if isinstance(a, np.ndarray):
@@ -197,7 +190,7 @@ def assert_same(a: Any, b: Any) -> None:
         assert repr(a) == repr(b)  # tells -0.0 from 0.0, and takes NaN for equal
 
 
-def assert_same_arrays(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], cast: Any = None) -> None:
+def assert_same_arrays(a, b, cast=None):
     """Compare type, shape, strides and bits with those of an array, which may have been cast."""
     axes = axes_behind(a)
     if cast is not None and castable(a.dtype):
@@ -214,7 +207,7 @@ def assert_same_arrays(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], cast: A
     assert not a.size or long_axes(b.shape, b.strides) == long_axes(b.shape, laid.strides)
 
 
-def all_of(dtype: np.dtype[Any]) -> Any:
+def all_of(dtype):
     """List what a type is, also that which `==` does not look at."""
     fields = [
         (name, *map(repr, rest), all_of(of)) for name, (of, *rest) in (dtype.fields or {}).items()
@@ -224,7 +217,7 @@ def all_of(dtype: np.dtype[Any]) -> Any:
     return dtype.char, dtype.str, dtype.shape, dtype.isalignedstruct, metadata, fields, kind
 
 
-def axes_behind(array: np.ndarray[Any, Any]) -> tuple[int, ...]:
+def axes_behind(array):
     """Say in which order the axes of an array lie in a slot: its own if it has no gaps, or rows."""
     for axes in itertools.permutations(range(array.ndim)):
         turned = array.transpose(axes)
@@ -234,7 +227,7 @@ def axes_behind(array: np.ndarray[Any, Any]) -> tuple[int, ...]:
     return tuple(range(array.ndim))
 
 
-def long_axes(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
+def long_axes(shape, strides):
     """List the strides of the axes of more than one element; the other strides say nothing."""
     return [stride for size, stride in zip(shape, strides, strict=True) if size > 1]
 
@@ -269,7 +262,7 @@ dtypes = st.one_of(
 
 
 @st.composite
-def arrays(draw: st.DrawFn) -> np.ndarray[Any, Any]:
+def arrays(draw):
     """Arrays of all types, shapes and orders."""
     shape = draw(npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
     dtype = draw(dtypes)
@@ -317,7 +310,7 @@ keys = st.one_of(
 )
 
 
-def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def containers(inner):
     """Containers of batches."""
     few = st.lists(inner, max_size=4)
     mapping = st.dictionaries(st.text(max_size=3), inner, max_size=4)

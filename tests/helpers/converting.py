@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -13,10 +13,7 @@ from codec_batches import long_axes
 
 from cseq.converter.cuda import CudaConverter
 from cseq.converter.host import Converter
-from cseq.converter.output import Output, parse, resolve
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from cseq.converter.output import parse, resolve
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -25,7 +22,7 @@ torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 FLOAT = parse("cpu", "float32")
 
 
-def same_bits(left: Any, right: Any) -> bool:
+def same_bits(left, right):
     """Compare tensors or arrays in type, shape, strides and every bit."""
     assert type(left) is type(right)
     if isinstance(left, torch.Tensor):
@@ -39,12 +36,12 @@ def same_bits(left: Any, right: Any) -> bool:
     return bool(same_kind and left.tobytes() == right.tobytes())
 
 
-def lone(output: Output) -> Callable[[object], Any]:
+def lone(output):
     """Make the function that converts one batch."""
     return Converter(resolve(output)).convert
 
 
-def read_only(array: Array) -> Array:
+def read_only(array):
     """Make an array read-only."""
     array.flags.writeable = False
     return array
@@ -94,15 +91,15 @@ UNTOUCHED: dict[str, Any] = {
 class Mark:
     """An event of which the test says when it is passed."""
 
-    def __init__(self, journal: list[Any]) -> None:
+    def __init__(self, journal):
         self.passed = False
         self.journal = journal
 
-    def query(self) -> bool:
+    def query(self):
         """Tell what the test said."""
         return self.passed
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """Note the wait, and pass."""
         self.journal.append("wait on the host")
         self.passed = True
@@ -111,42 +108,42 @@ class Mark:
 class SlowLane(rehearsal.CpuLane):
     """A device that takes its time, and writes down what it is asked to do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.journal: list[Any] = []
         self.marks: list[Mark] = []
         self.inside = False
 
     @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self):
         """Note who is inside."""
         self.inside = True
         yield
         self.inside = False
 
-    def send(self, tensor: Any) -> Any:
+    def send(self, tensor):
         """Copy."""
         assert self.inside
         self.journal.append(tensor.data_ptr())
         return super().send(tensor)
 
-    def event(self) -> Mark:
+    def event(self):
         """Make a mark that is not passed."""
         assert self.inside
         self.marks.append(Mark(self.journal))
         return self.marks[-1]
 
-    def join(self, event: Any, tensors: list[Any]) -> None:
+    def join(self, event, tensors):
         """Note it."""
         assert not self.inside
         self.journal.append(("join", event, tensors))
 
-    def collect(self) -> None:
+    def collect(self):
         """Note it."""
         self.journal.append("collect")
 
 
-def converter(output: Output = FLOAT, lane: Any = None) -> CudaConverter:
+def converter(output=FLOAT, lane=None):
     """Make a converter to the CPU, on a lane."""
     with rehearsal.on(lane or rehearsal.CpuLane()):
         return CudaConverter(rehearsal.rehearse(output))
@@ -156,7 +153,7 @@ class Source(np.ndarray):
     """An array that can be watched."""
 
 
-def watched(size: int) -> tuple[Array, weakref.ref[Array]]:
+def watched(size):
     """Make an array in page-locked memory, so to speak, and watch it."""
     array = np.arange(size, dtype=np.float32).view(Source)
     return array, weakref.ref(array)

@@ -1,11 +1,8 @@
 """Producers of numbers, and what their streams should give."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from kinds import QUICKEST
@@ -13,62 +10,56 @@ from kinds import QUICKEST
 from cseq.processes.launcher import start_methods
 from cseq.stream import Streams
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-
 METHODS = start_methods()
 
 
 class Numbers:
     """Its assignment is how many items there are: its number, the item's, and some data."""
 
-    def __init__(self, number: int, num_workers: int) -> None:
+    def __init__(self, number, num_workers):
         self.number = number
         self.num_workers = num_workers
         self.epochs = 0
         self.made = 0
 
-    def begin(self, length: int) -> tuple[str, int, int]:
+    def begin(self, length):
         self.length = length
         self.epochs += 1
         self.made = 0
         return "begun", self.number, length
 
-    def item(self, k: int) -> Any:
+    def item(self, k):
         return self.number, k, np.full(3, 10 * k + self.number)
 
-    def items(self, start: int) -> Iterator[Any]:
+    def items(self, start):
         for k in range(start, self.length):
             item = self.item(k)
             self.made += 1
             yield item
 
-    def add(self, a: int, b: int) -> tuple[int, int]:
+    def add(self, a, b):
         return self.number, a + b
 
-    def count(self) -> int:
+    def count(self):
         return self.made
 
-    def pid(self) -> int:
+    def pid(self):
         return os.getpid()
 
 
-def streams(
-    producer: Callable[[int, int], Any] = Numbers, num_workers: int = 2, **options: Any
-) -> Streams:
+def streams(producer=Numbers, num_workers=2, **options):
     """Make streams of workers that are started in the quickest way."""
     return Streams(producer, num_workers, **({"start_method": QUICKEST.start_method} | options))
 
 
-def plain(items: Any) -> list[Any]:
+def plain(items):
     """Make items comparable, to the bit."""
     return [
         tuple(np.asarray(x).tobytes() if hasattr(x, "dtype") else x for x in item) for item in items
     ]
 
 
-def in_process(lengths: Sequence[int], producer: type[Numbers] = Numbers) -> list[Any]:
+def in_process(lengths, producer=Numbers):
     """What goes round when the producers run here, one after the other."""
     made = [producer(number, len(lengths)) for number in range(len(lengths))]
     for one, length in zip(made, lengths, strict=True):
@@ -80,12 +71,12 @@ def in_process(lengths: Sequence[int], producer: type[Numbers] = Numbers) -> lis
 class Gated(Numbers):
     """Makes an item for every byte that comes through a pipe; item k in work leaves a file `.k`."""
 
-    def __init__(self, gate: str, number: int, num_workers: int) -> None:
+    def __init__(self, gate, number, num_workers):
         super().__init__(number, num_workers)
         self.name = gate
         self.gate = os.open(gate, os.O_RDONLY)
 
-    def item(self, k: int) -> Any:
+    def item(self, k):
         Path(f"{self.name}.{k}").touch()
         os.read(self.gate, 1)
         return super().item(k)
@@ -94,35 +85,35 @@ class Gated(Numbers):
 class Broken(Numbers):
     """Raises what it is told, where it is told."""
 
-    def begin(self, assignment: Any) -> Any:
+    def begin(self, assignment):
         self.where, length = assignment
         if self.where == "begin":
             raise self.error()
         return super().begin(length)
 
-    def item(self, k: int) -> Any:
+    def item(self, k):
         if self.where == k:
             raise self.error()
         return super().item(k)
 
-    def fail(self) -> None:
+    def fail(self):
         raise self.error()
 
-    def error(self) -> Exception:
+    def error(self):
         return TwoArguments(self.number, "broken")
 
 
 class TwoArguments(Exception):
     """Has two arguments."""
 
-    def __init__(self, first: int, second: str) -> None:
+    def __init__(self, first, second):
         super().__init__(first, second)
 
-    def __str__(self) -> str:
+    def __str__(self):
         return "{}: {}".format(*self.args)
 
 
-def one_alone(number: int, num_workers: int, length: int, kind: type[Numbers]) -> list[Any]:
+def one_alone(number, num_workers, length, kind):
     """All items of one producer, made here."""
     producer = kind(number, num_workers)
     producer.begin(length)

@@ -5,15 +5,12 @@ memfd that is opened through its /proc), and there is a file of reference counts
 torch makes it. Workers must be started by fork, which takes along what is changed here.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import secrets
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import rehearsal
@@ -23,42 +20,39 @@ from cseq.converter.export import Imports, opened
 from cseq.encoding.codec import map_leaves
 from cseq.encoding.pickling import dumps
 
-if TYPE_CHECKING:
-    import pytest
-
 
 class Receiver(Imports):
     """The trainer's end without slots: in the place of a cell is what a converter has pickled."""
 
-    def __init__(self, output: Any) -> None:
-        none: Any = None
-        ring: Any = SimpleNamespace(capacity=0)
+    def __init__(self, output):
+        none = None
+        ring = SimpleNamespace(capacity=0)
         super().__init__(none, ring, output, none)
 
-    def unpack(self, packed: Any) -> Any:
+    def unpack(self, packed):
         """Fetch a batch."""
         return self._fetch(packed, 0, 0, ())
 
-    def drop(self, packed: Any) -> None:
+    def drop(self, packed):
         """Give up a batch."""
         with self._lane.active():
             self._open(packed)
 
-    def _open(self, cell: Any, *_: Any) -> Any:
+    def _open(self, cell, *_):
         return pickle.loads(cell)
 
 
 class Theirs:
     """Pickles as what opens memory of this process in another one."""
 
-    def __init__(self, rebuild: Any, *place: Any) -> None:
+    def __init__(self, rebuild, *place):
         self.reduced = opened, (rebuild, place)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return self.reduced
 
 
-def open_theirs(folder: str, pid: int, fd: int, dtype: str, shape: tuple[int, ...]) -> Any:
+def open_theirs(folder, pid, fd, dtype, shape):
     """Open the memory of another process; its owner learns that it was opened."""
     import torch
 
@@ -68,7 +62,7 @@ def open_theirs(folder: str, pid: int, fd: int, dtype: str, shape: tuple[int, ..
     return torch.from_numpy(values)
 
 
-def open_once(folder: str, pid: int, fd: int, *rest: Any) -> Any:
+def open_once(folder, pid, fd, *rest):
     """Open, and note down if it was opened before."""
     if Path(f"/proc/{pid}/fd/{fd}").exists() and not Path(folder, f"{pid}-{fd}").exists():
         Path(folder, f"twice-{pid}-{fd}").touch()
@@ -88,7 +82,7 @@ class Exports:
         When a process has made so many batches, or dies, its number can be read from `heard`.
     """
 
-    def __init__(self, folder: Path, die_at: int = 0, tell_at: int = 0) -> None:
+    def __init__(self, folder, die_at=0, tell_at=0):
         self.folder = folder
         self.counts = folder.with_name("counts")
         self.counts.mkdir()
@@ -98,27 +92,27 @@ class Exports:
         self.owner = 0
         self.ear, self.mouth = os.pipe()
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(self, monkeypatch):
         """Let converters of this process and its children export like this."""
         rehearsal.install(monkeypatch.setattr)
         monkeypatch.setattr(cuda, "pack", self.pack)
 
-    def heard(self) -> int:
+    def heard(self):
         """Wait for the process that has something to tell."""
         return int(os.read(self.ear, 16))
 
-    def close(self) -> None:
+    def close(self):
         """Close the pipe, and remove the counts of processes that were killed."""
         for link in self.counts.iterdir():
             link.readlink().unlink(missing_ok=True)
         os.close(self.ear)
         os.close(self.mouth)
 
-    def left(self) -> list[str]:
+    def left(self):
         """Name the exported tensors that were never opened."""
         return sorted(os.listdir(self.folder))
 
-    def pack(self, batch: Any) -> bytes:
+    def pack(self, batch):
         """Stand in for `cseq.converter.export.pack`."""
         if self.owner != os.getpid():
             self.owner, self.made = os.getpid(), 0
@@ -135,7 +129,7 @@ class Exports:
             os.kill(os.getpid(), signal.SIGKILL)
         return packed
 
-    def export(self, leaf: Any) -> Any:
+    def export(self, leaf):
         """Put a tensor into memory of this process."""
         import torch
 

@@ -1,29 +1,23 @@
 """Whether an order is as fair as chance, in standard deviations: five are too many."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import cseq
-
     Array = np.ndarray[Any, Any]
 
 ENOUGH = 20  # that are expected: fewer are not nearly normal
 
 
-def epochs(order: cseq.Order, count: int, seeds: int = 3) -> Iterator[Array]:
+def epochs(order, count, seeds=3):
     """Read epochs of an order, of some seeds in turn."""
     readers = [order.reader(seed) for seed in range(seeds)]
     for epoch in range(count):
         yield readers[epoch % seeds].samples(epoch, 0, order.units)[0]
 
 
-def labels_of(n: int) -> list[Array]:
+def labels_of(n):
     """Label n samples: by periods of 2 to 60, sorted, with a tiny class, with a huge one."""
     samples = np.arange(n)
     periods = (2, 3, 4, 5, 7, 8, 10, 12, 16, 24, 25, 31, 32, 48, 60)
@@ -32,7 +26,7 @@ def labels_of(n: int) -> list[Array]:
     return [*(samples % period for period in periods), *sorted_, *(np.int64(1) * x for x in rare)]
 
 
-def scores(labels: Array, picked: Array) -> Array:
+def scores(labels, picked):
     """Score each label's count among picked samples, as if these were drawn without replacement."""
     n, m, there = len(labels), len(picked), np.bincount(labels)
     mean = m * there / n
@@ -42,7 +36,7 @@ def scores(labels: Array, picked: Array) -> Array:
     return ((counts - mean) / np.sqrt(variance))[enough]
 
 
-def worst(rows: list[Array]) -> float:
+def worst(rows):
     """Return how unlikely scores are, with a row for each epoch, of any number of them.
 
     It is the largest of: the mean of a column, which is 0; the mean square of all, which is 1.
@@ -55,7 +49,7 @@ def worst(rows: list[Array]) -> float:
     return float(max(bias, spread))
 
 
-def chi(counts: Any, expected: float, free: int | None = None) -> float:
+def chi(counts, expected, free=None):
     """Score a chi-square of independent counts that have the same expectation."""
     counts = np.asarray(counts, np.float64)
     free = counts.size - 1 if free is None else free

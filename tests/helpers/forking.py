@@ -1,17 +1,11 @@
 """Code that runs in a process which a test forks."""
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["in_child"]
 
 
-def in_child(act: Callable[[], bool]) -> bool:
+def in_child(act):
     """Fork, and return what `act` returns in the child."""
     child = os.fork()
     if not child:

@@ -31,7 +31,7 @@ import cseq
 from cseq._core import derive
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     Record: TypeAlias = "dict[str, Any]"
     Kind: TypeAlias = "Callable[[str, Record], Record]"  # what computes the results of records
@@ -41,12 +41,12 @@ MOST_HASHED = 1 << 17  # samples of an order without a table
 FOLDER = Path(__file__).parents[1] / "golden"
 
 
-def lengths(n: int, shortest: int, spread: int) -> list[int]:
+def lengths(n, shortest, spread):
     """Return lengths that anybody can compute: few long ones."""
     return [shortest + mix(k) % spread * (mix(k) % 97) // 97 for k in range(n)]
 
 
-def labels(n: int, count: int) -> list[int]:
+def labels(n, count):
     """Return labels that anybody can compute: uneven classes."""
     return [min(mix(k) % count, mix(n + k) % count) for k in range(n)]
 
@@ -60,26 +60,24 @@ WEIGHTS: dict[str, Callable[[int], float]] = {  # of a sample, by name
 }
 
 
-def weights(given: list[Any]) -> list[float]:
+def weights(given):
     """Return weights, of which a record may have the name and the number."""
     name, *count = given
     return [WEIGHTS[name](i) for i in range(*count)] if isinstance(name, str) else given
 
 
-def mixture(
-    sources: dict[str, int], weights: list[Any], block: int, epoch_size: int = 3000
-) -> cseq.Order:
+def mixture(sources, weights, block, epoch_size=3000):
     """Make a mixture of shuffled sources, whose weights are in the order of the sources."""
     orders = {name: cseq.Shuffled(samples) for name, samples in sources.items()}
     return cseq.Mixture(orders, named(sources, weights), block=block, epoch_size=epoch_size)
 
 
-def named(sources: Iterable[str], weights: list[Any]) -> list[tuple[int, Record]]:
+def named(sources, weights):
     """Return weights by source."""
     return [(unit, dict(zip(sources, each, strict=True))) for unit, each in weights]
 
 
-def rows(kind: str, lengths: list[int], row: int) -> cseq.Order:
+def rows(kind, lengths, row):
     """Make rows of documents."""
     if kind == "packed":
         return cseq.Packed(lengths, row, too_long="split")
@@ -89,7 +87,7 @@ def rows(kind: str, lengths: list[int], row: int) -> cseq.Order:
     return cseq.Mixture(parts, {"a": 1, "b": 2}, block=64)
 
 
-def balanced(kind: str, lengths: list[int], row: int, **options: Any) -> cseq.Order:
+def balanced(kind, lengths, row, **options):
     """Make rows of documents that are dealt by their work."""
     return cseq.Balanced(rows(kind, lengths, row), **options)
 
@@ -117,12 +115,12 @@ OF_SAMPLES = (
 VALUES = {"lengths": lengths, "labels": labels, "weights": lambda *given: weights([*given])}
 
 
-def arguments_of(record: Record, kind: Kind | None = None) -> Record:
+def arguments_of(record, kind=None):
     """Return what a record has beside its results; of an order, if the kind is not given."""
     return {key: value for key, value in record.items() if key not in RESULTS[kind or order]}
 
 
-def made(name: str, record: Record) -> cseq.Order:
+def made(name, record):
     """Make the order of a record."""
     if name not in ORDERS:
         raise ValueError(f"{name!r} is not in ORDERS of {__file__}: write what makes its orders")
@@ -133,24 +131,24 @@ def made(name: str, record: Record) -> cseq.Order:
     return ORDERS[name](**given)
 
 
-def of_samples(samples: Any) -> Record:
+def of_samples(samples):
     """Return the results of an order of samples: the first ones, the last one, and the hash."""
     first, last = samples[:10].tolist(), int(samples[-1])
     return {"first": first, "last": last, "sha256": sha256(samples)}
 
 
-def of_units(units: list[list[int]]) -> Record:
+def of_units(units):
     """Return the results of an order: units, the first and the last one, and the hash of all."""
     digest = sha256([*map(len, units), *itertools.chain(*units)])
     return {"units": len(units), "first": units[0][:12], "last": units[-1][:12], "sha256": digest}
 
 
-def sha256(numbers: Any) -> str:
+def sha256(numbers):
     """Return the hash of integers, as 64 bits each."""
     return hashlib.sha256(np.asarray(numbers).astype("<u8").tobytes()).hexdigest()
 
 
-def order(name: str, record: Record) -> Record:
+def order(name, record):
     """Compute the results of an order."""
     order, seed, epoch = made(name, record), record["seed"], record["epoch"]
     if order.name != name:
@@ -160,24 +158,24 @@ def order(name: str, record: Record) -> Record:
     return of_units(order.batches(seed=seed, epoch=epoch))
 
 
-def positions(name: str, record: Record) -> Record:
+def positions(name, record):
     """Compute the samples at the positions of a record, and the hash of all if these are few."""
     n, where = record["n"], (record["seed"], record["epoch"])
     reader = cseq.Shuffled(n).reader(where[0])
     read = [int(reader.samples(where[1], at, 1)[0][0]) for at in record["positions"]]
-    found: Record = {"samples": read}
+    found = {"samples": read}
     return (
         found if n > MOST_HASHED else found | {"sha256": sha256(cseq.permutation(n, *where, name))}
     )
 
 
-def permutation(_: str, record: Record) -> Record:
+def permutation(_, record):
     """Compute the order of a table."""
     found = cseq.permutation(record["n"], record["seed"], record["epoch"])
     return {"first": found[:10].tolist(), "sha256": sha256(found)}
 
 
-def words(_: str, record: Record) -> Record:
+def words(_, record):
     """Compute the words that seed all randomness."""
     made = derive(record["seed"], record["epoch"], record["purpose"], 4)
     return {"words": [f"{word:016x}" for word in made]}
@@ -192,7 +190,7 @@ RESULTS: dict[Kind, tuple[str, ...]] = {
 }
 
 
-def kind_of(path: Path, part: str) -> Kind | None:
+def kind_of(path, part):
     """Return what computes the results of a part of a file, if this module knows it."""
     others = {
         ("feistel", "orders"): positions,
@@ -203,7 +201,7 @@ def kind_of(path: Path, part: str) -> Kind | None:
     return order if is_order else others.get((path.stem, part))
 
 
-def cases(path: Path) -> list[Case]:
+def cases(path):
     """List the records of a file, each with what computes its results, and the definition."""
     file = json.loads(path.read_text(encoding="ascii"))
     parts = file.items() if isinstance(file, dict) else ()
@@ -211,12 +209,12 @@ def cases(path: Path) -> list[Case]:
     return [(kind, file["algorithm"], each) for kind, some in kinds if kind for each in some]
 
 
-def records(stem: str) -> list[Record]:
+def records(stem):
     """Return the records of a file."""
     return [record for _, _, record in cases(FOLDER / f"{stem}.json")]
 
 
-def complete(path: Path) -> int:
+def complete(path):
     """Write the results that a file's records lack; return how many.
 
     Raises
@@ -246,7 +244,7 @@ def complete(path: Path) -> int:
     return count
 
 
-def main() -> None:
+def main():
     """Complete all files of the folder."""
     for path in sorted(FOLDER.glob("*.json")):
         if count := complete(path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cseq.memory._slots import TRAINER
 from cseq.testing import supervisor_of
@@ -21,7 +21,7 @@ class Slots(NamedTuple):
     total: int
 
 
-def slots(running: Any) -> Slots:
+def slots(running):
     """Count the slots of shared memory; those that occupy none are not in the total."""
     shared = supervisor_of(running).shared
     made = shared.slots
@@ -39,7 +39,7 @@ def slots(running: Any) -> Slots:
     return Slots(leased, taken, owned, free + leased + taken + owned)
 
 
-def ready(running: Any) -> list[bool]:
+def ready(running):
     """Tell which workers are ready: their indexers are made, and they have not ended."""
     supervisor = supervisor_of(running)
     return [supervisor.is_ready(owner) for owner in supervisor.wanted()]

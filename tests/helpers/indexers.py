@@ -17,9 +17,6 @@ import numpy as np
 import cseq
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
     from numpy.typing import NDArray
 
     Indices = NDArray[np.int64]
@@ -28,17 +25,17 @@ if TYPE_CHECKING:
 class Indices1:
     """Returns its indices."""
 
-    def __getitem__(self, indices: Indices) -> Indices:
+    def __getitem__(self, indices):
         return indices
 
 
 class Slow:
     """Returns its indices after a pause, without computing."""
 
-    def __init__(self, seconds: float = 0.01) -> None:
+    def __init__(self, seconds=0.01):
         self.seconds = seconds
 
-    def __getitem__(self, indices: Indices) -> Indices:
+    def __getitem__(self, indices):
         time.sleep(self.seconds)
         return indices
 
@@ -46,7 +43,7 @@ class Slow:
 class Units:
     """Returns its indices, unit by unit, and a number of the batch's own generator."""
 
-    def __getitem__(self, indices: Indices) -> tuple[list[Indices], int]:
+    def __getitem__(self, indices):
         ends = np.cumsum(cseq.parts())[:-1]
         return np.split(indices, ends), int(cseq.rng().integers(1 << 60))
 
@@ -54,17 +51,17 @@ class Units:
 class Rows:
     """Features and labels, as a training set has them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.images = np.arange(4 * 1000, dtype=np.uint8).reshape(1000, 2, 2)
 
-    def __getitem__(self, indices: Indices) -> tuple[NDArray[np.uint8], Indices]:
+    def __getitem__(self, indices):
         return self.images[indices % 1000], indices
 
 
 class Augmented:
     """Rows with noise from the batch's own generator, and who made them is not to be seen."""
 
-    def __getitem__(self, indices: Indices) -> dict[str, Any]:
+    def __getitem__(self, indices):
         noise = cseq.rng().random((len(indices), 3))
         return {"index": indices, "noise": noise, "more": cseq.rng().integers(1 << 60)}
 
@@ -81,7 +78,7 @@ class Sample:
     parts: Any = ()
 
 
-def nested(indices: Indices) -> Any:
+def nested(indices):
     """One batch with everything in it that a batch can be made of."""
     data = indices.astype(np.float32)
     return {
@@ -103,14 +100,14 @@ def nested(indices: Indices) -> Any:
 class Labelled:
     """Images with a mask that is expanded, and labels."""
 
-    def __getitem__(self, indices: Indices) -> Any:
+    def __getitem__(self, indices):
         images = np.ones((len(indices), 64, 64, 8), np.float32)
         mask = np.broadcast_to(np.arange(512, dtype=np.uint8), (len(indices), 8, 512))
         return images.transpose(0, 3, 1, 2), indices, mask
 
 
 class Nested:
-    def __getitem__(self, indices: Indices) -> Any:
+    def __getitem__(self, indices):
         return nested(indices)
 
 
@@ -121,7 +118,7 @@ SIZES = (0, 1, 100, 70_000, 3_000_001, 24, 20_000_000, 0, 5_000, 41_000_000, 8, 
 class Sizes:
     """Batches of very different sizes: batch k (of one index) has SIZES[k] bytes."""
 
-    def __getitem__(self, indices: Indices) -> NDArray[np.uint8]:
+    def __getitem__(self, indices):
         (k,) = indices
         batch = np.arange(SIZES[k], dtype=np.uint32).astype(np.uint8)
         batch += np.uint8(k)
@@ -131,14 +128,14 @@ class Sizes:
 class Large:
     """Batches that lie in shared memory and are handed out there: 64 KiB for each index."""
 
-    def __getitem__(self, indices: Indices) -> NDArray[np.int64]:
+    def __getitem__(self, indices):
         return np.repeat(indices, 8192).reshape(len(indices), 8192)
 
 
 class InPlace:
     """Batches made where they are going to lie."""
 
-    def __getitem__(self, indices: Indices) -> dict[str, Any]:
+    def __getitem__(self, indices):
         whole = cseq.empty((len(indices), 5000), np.int64)
         whole[:] = indices[:, None]
         scalar = cseq.empty((), "i1")
@@ -151,7 +148,7 @@ class InPlace:
 class Spoiler:
     """Changes the indices it was given, as it may."""
 
-    def __getitem__(self, indices: Indices) -> Indices:
+    def __getitem__(self, indices):
         assert indices.dtype == np.int64
         assert indices.ndim == 1
         assert indices.flags.writeable
@@ -167,40 +164,40 @@ class Where:
     made = 0
     lock = threading.Lock()
 
-    def __init__(self) -> None:
+    def __init__(self):
         with Where.lock:
             Where.made += 1
             self.number = Where.made
 
-    def __getitem__(self, indices: Indices) -> tuple[Any, ...]:
+    def __getitem__(self, indices):
         return indices, os.getpid(), threading.get_ident(), self.number
 
 
 class Info:
     """Tells what `cseq.worker_info` says, in a batch and while the indexer is made."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.made = cseq.worker_info()
 
-    def __getitem__(self, indices: Indices) -> Any:
+    def __getitem__(self, indices):
         return indices, self.made, cseq.worker_info()
 
 
 class Closing:
     """Leaves files in a folder: one when an indexer is made, one when it is closed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.note("made")
 
-    def note(self, what: str) -> None:
+    def note(self, what):
         """Leave a file; a second one of that name is an error."""
         (self.folder / f"{what}-{os.getpid()}-{threading.get_ident()}").open("x").close()
 
-    def __getitem__(self, indices: Indices) -> Indices:
+    def __getitem__(self, indices):
         return indices
 
-    def close(self) -> None:
+    def close(self):
         """Note the call down."""
         self.note("closed")
 
@@ -208,11 +205,11 @@ class Closing:
 class Raising:
     """Raises what a function makes, at one index."""
 
-    def __init__(self, make: Callable[[], BaseException], at: int) -> None:
+    def __init__(self, make, at):
         self.make = make
         self.at = at
 
-    def __getitem__(self, indices: Indices) -> Indices:
+    def __getitem__(self, indices):
         if self.at in indices:
             raise self.make()
         return indices
@@ -221,16 +218,16 @@ class Raising:
 class Lasting:
     """An object that is an indexer itself; it counts what it was asked."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n):
         self.data = np.arange(n) * 3
         self.asked = 0
         self.closed = False
 
-    def __getitem__(self, indices: Indices) -> NDArray[np.int64]:
+    def __getitem__(self, indices):
         self.asked += 1
         return self.data[indices]
 
-    def close(self) -> None:
+    def close(self):
         """Note the call down."""
         self.closed = True
 
@@ -238,14 +235,14 @@ class Lasting:
 class Broken:
     """Cannot be made."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         raise LookupError("no such data set")
 
 
 class Quitting:
     """Ends its process while it is made."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         os._exit(7)
 
 

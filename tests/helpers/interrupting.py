@@ -11,23 +11,18 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import cseq
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from cseq._lock import Lock
 
 PACKAGE = os.path.join(Path(cseq.__file__).parent, "")
 LIBRARY = os.path.join(Path(threading.__file__).parent, "")
 FINALIZERS = ("__del__", "_remove", "remove")  # and weak references' callbacks
 
 
-def is_mine(lock: Lock) -> bool:
+def is_mine(lock):
     """Whether this thread has a lock."""
     return lock.is_mine
 
@@ -72,14 +67,7 @@ class Interrupting:
     PLACES = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
     NO_CALLS = "CALL_INTRINSIC"  # done by the interpreter, as at the end of a closed generator
 
-    def __init__(
-        self,
-        countdown: int,
-        files: tuple[str, ...],
-        *,
-        anywhere: bool,
-        handler: Callable[[], object] | None = None,
-    ) -> None:
+    def __init__(self, countdown, files, *, anywhere, handler=None):
         self.countdown, self.handler = countdown, handler
         self.files = (
             (LIBRARY, PACKAGE)
@@ -89,7 +77,7 @@ class Interrupting:
         self.struck = threading.Event()
         self.before = ""  # the instruction that was done last
 
-    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+    def __call__(self, frame, event, argument):
         code = frame.f_code
         if not code.co_filename.startswith(self.files or PACKAGE) or code.co_name in FINALIZERS:
             return None
@@ -112,19 +100,19 @@ class Interrupting:
             self.before = ""
         return self
 
-    def handle(self) -> None:
+    def handle(self):
         """Do what a signal handler does."""
         if self.handler is None:
             signal.default_int_handler(signal.SIGINT, None)
         self.handler()
 
 
-def ours(frame: Any) -> bool:
+def ours(frame):
     """Tell whether a frame is of the package, or of what it may have called."""
     return frame is not None and frame.f_code.co_filename.startswith((LIBRARY, PACKAGE))
 
 
-def blocked() -> bool:
+def blocked():
     """Tell whether this thread does not get the signal now."""
     mask = getattr(signal, "pthread_sigmask", None)
     return mask is not None and signal.SIGINT in mask(signal.SIG_BLOCK, ())
@@ -137,29 +125,29 @@ class Strike:
     circle, and with it the batches that its frames had.
     """
 
-    def __init__(self, trace: Interrupting) -> None:
+    def __init__(self, trace):
         self.trace = trace
         self.before: Any = None
 
-    def __enter__(self) -> threading.Event:
+    def __enter__(self):
         self.before = sys.gettrace()
         # CPython 3.12 tells of opcodes only if a frame has asked for them before `settrace`.
         inspect.currentframe().f_trace_opcodes = True
         sys.settrace(self.trace)
         return self.trace.struck
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> bool:
+    def __exit__(self, kind, error, traceback):
         sys.settrace(self.before)
         assert kind is not KeyboardInterrupt or self.trace.struck.is_set()
         return kind is KeyboardInterrupt
 
 
-def interrupted(countdown: int, *files: str, anywhere: bool = False) -> Strike:
+def interrupted(countdown, *files, anywhere=False):
     """Strike once at a place of what is done meanwhile; the event tells whether it was there."""
     return Strike(Interrupting(countdown, files, anywhere=anywhere))
 
 
-def handled(countdown: int, *files: str, by: Callable[[], object]) -> Strike:
+def handled(countdown, *files, by):
     """Call a signal handler at a place of what is done meanwhile; see `interrupted`."""
     return Strike(Interrupting(countdown, files, anywhere=False, handler=by))
 
@@ -171,12 +159,12 @@ in_shares = pytest.mark.parametrize(
 )
 
 
-def places(share: int, stride: int = 1) -> Iterator[int]:
+def places(share, stride=1):
     """Count the places of a share of those that are `stride` apart."""
     return itertools.count(1 + share * stride, SHARES * stride)
 
 
-def first_hits(step: Callable[[int], bool], stride: int = 1, share: int | None = None) -> int:
+def first_hits(step, stride=1, share=None):
     """Do something once for every place in it where a handler can raise, or every so many.
 
     `step` is told which place, and returns whether there was one. Returns how many times there was,

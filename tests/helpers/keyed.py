@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from kinds import QUICKEST
 
 from cseq.stream import Streams
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 PAUSE = 0.0005  # seconds between two looks at what nothing signals
 
@@ -21,57 +17,55 @@ PAUSE = 0.0005  # seconds between two looks at what nothing signals
 class Makes:
     """An item is its worker's number, its key, and some data."""
 
-    def __init__(self, number: int, num_workers: int) -> None:
+    def __init__(self, number, num_workers):
         self.number = number
         self.num_workers = num_workers
         self.assignment: Any = None
         self.made = 0
 
-    def begin(self, assignment: Any) -> Any:
+    def begin(self, assignment):
         self.assignment = assignment
         self.made = 0
         return assignment
 
-    def make(self, key: Any) -> Any:
+    def make(self, key):
         self.made += 1
         return self.number, key, np.full(3, self.number)
 
-    def items(self, start: int) -> Iterator[Any]:
+    def items(self, start):
         for k in range(start, self.assignment):
             yield self.make([k])
 
-    def add(self, a: int, b: int) -> tuple[int, int]:
+    def add(self, a, b):
         return self.number, a + b
 
-    def assigned(self) -> Any:
+    def assigned(self):
         return self.assignment
 
-    def pid(self) -> int:
+    def pid(self):
         return os.getpid()
 
-    def fail(self) -> None:
+    def fail(self):
         raise ZeroDivisionError("in a call")
 
 
-def streams(
-    producer: Callable[[int, int], Any] = Makes, num_workers: int = 2, **options: Any
-) -> Streams:
+def streams(producer=Makes, num_workers=2, **options):
     """Make streams of workers that are started in the quickest way."""
     options = {"start_method": QUICKEST.start_method, "prefetch": 2} | options
     return Streams(producer, num_workers, **options)
 
 
-def begin(s: Streams, keys: Any, **options: Any) -> None:
+def begin(s, keys, **options):
     """Begin an epoch of keys; the assignments are of no account."""
     assert s.begin([0] * s.num_workers, iter(keys), **options) == []
 
 
-def lists(count: int) -> list[list[int]]:
+def lists(count):
     """Keys as a batch sampler's."""
     return [[k, -k] for k in range(count)]
 
 
-def keys_of(items: Any) -> list[Any]:
+def keys_of(items):
     """The keys of some items."""
     return [item[1] for item in items]
 
@@ -79,15 +73,15 @@ def keys_of(items: Any) -> list[Any]:
 class Counting:
     """An iterator that knows how many keys were drawn, and in which thread."""
 
-    def __init__(self, keys: Any) -> None:
+    def __init__(self, keys):
         self.keys = iter(keys)
         self.drawn = 0
         self.threads: set[int] = set()
 
-    def __iter__(self) -> Counting:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self):
         self.threads.add(threading.get_ident())
         key = next(self.keys)
         self.drawn += 1
@@ -97,5 +91,5 @@ class Counting:
 class TwoArguments(Exception):
     """Has a second argument."""
 
-    def __init__(self, first: str, second: int) -> None:
+    def __init__(self, first, second):
         super().__init__(first, second)

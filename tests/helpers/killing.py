@@ -1,14 +1,11 @@
 """How a test kills a process, and what its exit code is then, on every system."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import importlib
 import os
 import select
 import time
-from typing import Any
 
 from cseq.processes.launcher import describe_exit
 from cseq.processes.launcher.base import KILL, KILLED
@@ -29,7 +26,7 @@ GONE = (errno.EINVAL, errno.EACCES) if os.name == "nt" else (errno.ESRCH,)
 SYNCHRONIZE = 0x100000  # Windows' right to wait for a process
 
 
-def kill(pid: int) -> None:
+def kill(pid):
     """Kill a process, perhaps this one, unless it has ended already."""
     try:
         os.kill(pid, KILL)
@@ -38,7 +35,7 @@ def kill(pid: int) -> None:
             raise
 
 
-def kill_agent(fleet: Any, agent: int, number: int | None = KILL) -> int:
+def kill_agent(fleet, agent, number=KILL):
     """Send a worker process of Ray's a signal; None: end it as ``ray.kill`` does.
 
     Return its id, on its node; Ray starts it again.
@@ -46,7 +43,7 @@ def kill_agent(fleet: Any, agent: int, number: int | None = KILL) -> int:
     import ray
 
     handle = fleet.handles[agent]
-    pid: int = ray.get(fleet.ask(handle))[0]
+    pid = ray.get(fleet.ask(handle))[0]
     if number is None:
         ray.kill(handle, no_restart=False)
     else:
@@ -54,26 +51,26 @@ def kill_agent(fleet: Any, agent: int, number: int | None = KILL) -> int:
     return pid
 
 
-def await_death(pid: int) -> None:
+def await_death(pid):
     """Wait until a process, which its supervisor reaps, is gone."""
     assert _ended(pid), f"process {pid} still runs"
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(pid):
     """Whether a process has not ended."""
     return not _ended(pid, 0.0)
 
 
-def _ended(pid: int, patience: float = PATIENCE) -> bool:
+def _ended(pid, patience=PATIENCE):
     """Wait for the end of a process, in the way that the system has."""
     if os.name == "nt":
-        winapi: Any = importlib.import_module("_winapi")
+        winapi = importlib.import_module("_winapi")
         try:
             handle = winapi.OpenProcess(SYNCHRONIZE, False, pid)
         except OSError:  # it is gone
             return True
         try:
-            waited: int = winapi.WaitForSingleObject(handle, int(patience * 1000))
+            waited = winapi.WaitForSingleObject(handle, int(patience * 1000))
         finally:
             winapi.CloseHandle(handle)
         return waited == winapi.WAIT_OBJECT_0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,16 +21,16 @@ class Kind:
     start_method: str | None = None
 
     @property
-    def processes(self) -> bool:
+    def processes(self):
         """Whether its workers are processes."""
         return self.start_method is not None
 
     @property
-    def parallel(self) -> bool:
+    def parallel(self):
         """Whether it has workers at all."""
         return self.name != "inline"
 
-    def make(self, worker: Any, dset_size: Any, num_workers: int = 2, **options: Any) -> Any:
+    def make(self, worker, dset_size, num_workers=2, **options):
         """Make a manager, for this kind of pool if it is started by `start`."""
         options = {"out_type": "null", "seed": 42, "num_workers": num_workers} | options
         if self.processes:
@@ -39,11 +38,11 @@ class Kind:
             return cseq.MPSequence(worker, dset_size, **options)
         return cseq.MTSequence(worker, dset_size, **options)
 
-    def begin(self, manager: Any) -> Any:
+    def begin(self, manager):
         """Start a manager."""
         return manager.start() if self.parallel else manager.start_test()
 
-    def start(self, worker: Any, dset_size: Any, num_workers: int = 2, **options: Any) -> Any:
+    def start(self, worker, dset_size, num_workers=2, **options):
         """Make and start a manager."""
         return self.begin(self.make(worker, dset_size, num_workers, **options))
 
@@ -61,30 +60,28 @@ QUICKEST = next(kind for kind in PROCESSES[::-1] if CHOSEN in (kind.name, None))
 QUICK = [INLINE, THREAD, QUICKEST]
 
 
-def by_name(kind: Kind) -> str:
+def by_name(kind):
     """Name a kind in the name of a test."""
     return kind.name
 
 
-def stream(
-    kind: Kind, worker: Any, dset_size: Any, *, epochs: int = 1, **options: Any
-) -> list[Any]:
+def stream(kind, worker, dset_size, *, epochs=1, **options):
     """Give all batches of some epochs."""
     with kind.start(worker, dset_size, **options) as manager:
         return [batch for _ in range(epochs) for batch in manager]
 
 
-def expected(worker: Any, dset_size: Any, *, epochs: int = 1, **options: Any) -> list[Any]:
+def expected(worker, dset_size, *, epochs=1, **options):
     """Give what test mode makes of the same arguments."""
     return stream(INLINE, worker, dset_size, epochs=epochs, **options)
 
 
-def bits_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def bits_of(array):
     """Give an array's bytes, so that two that are not a number compare, too."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def assert_same(one: Any, other: Any) -> None:
+def assert_same(one, other):
     """Fail unless two batches have the same structure, types, shapes and bits."""
     assert type(one) is type(other)
     if isinstance(one, np.ndarray):
@@ -114,6 +111,6 @@ def assert_same(one: Any, other: Any) -> None:
 every_class = pytest.mark.parametrize("make", [cseq.MSequence, cseq.MPSequence, cseq.MTSequence])
 
 
-def make_small(**options: Any) -> Any:
+def make_small(**options):
     """Make a manager that can be started at no cost."""
     return cseq.MTSequence(Indices1, 10, **({"out_type": "null", "num_workers": 1} | options))

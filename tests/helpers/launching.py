@@ -1,20 +1,11 @@
 """Launchers with a worker that answers questions."""
 
-from __future__ import annotations
-
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cseq.processes.launcher import make_launcher, start_methods
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from cseq.processes.launcher import Child, Launcher
 
 PATIENCE = 60.0  # seconds: only a test that fails waits so long
 
@@ -39,7 +30,7 @@ def ready(sock):
 
 
 @pytest.fixture(autouse=True)
-def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def entries(tmp_path, monkeypatch):
     """Put the module of entries where workers find it."""
     folder = tmp_path / "modules"
     folder.mkdir()
@@ -49,20 +40,20 @@ def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(params=start_methods())
-def method(request: pytest.FixtureRequest) -> str:
+def method(request):
     """Each start method of this system."""
     return str(request.param)
 
 
 @pytest.fixture
-def make(method: str) -> Iterator[Callable[..., Launcher]]:
+def make(method):
     """Return a function that makes a launcher of this method, closed after the test."""
     with closing() as make_any:
         yield lambda **options: make_any(method, **options)
 
 
 @pytest.fixture
-def served() -> Iterator[Callable[..., Launcher]]:
+def served():
     """Return a function that makes a launcher with a fork server, closed after the test."""
     if "forkserver" not in start_methods():
         pytest.skip("this system has no fork server")
@@ -71,11 +62,11 @@ def served() -> Iterator[Callable[..., Launcher]]:
 
 
 @contextlib.contextmanager
-def closing() -> Iterator[Callable[..., Launcher]]:
+def closing():
     """Close whatever launchers are made."""
     made = []
 
-    def make_any(method: str, entry: str = "entries:answer", **options: Any) -> Launcher:
+    def make_any(method, entry="entries:answer", **options):
         made.append(make_launcher(method, entry=entry, **options))
         return made[-1]
 
@@ -84,7 +75,7 @@ def closing() -> Iterator[Callable[..., Launcher]]:
     assert all(closed), "something did not end"
 
 
-def ask(child: Child, question: str) -> Any:
+def ask(child, question):
     """Have a worker evaluate an expression."""
     child.sock.settimeout(PATIENCE)
     child.sock.sendall(question.encode())
@@ -93,7 +84,7 @@ def ask(child: Child, question: str) -> Any:
     return eval(answer)
 
 
-def end_of(child: Child) -> int | None:
+def end_of(child):
     """Wait for a worker to end; return its exit code."""
     code = child.status(PATIENCE)
     assert child.gone

@@ -20,10 +20,7 @@ import time
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import ClassVar
 
 
 class Prepared:
@@ -39,13 +36,13 @@ class Prepared:
 
     running: ClassVar[list[Prepared]] = []
 
-    def __init__(self, *modules: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, *modules, environment):
         self.command = [sys.executable, "-W", "error", "-X", "faulthandler", __file__, *modules]
         self.environment = dict(environment)
         self.begin()
         self.running.append(self)
 
-    def begin(self) -> None:
+    def begin(self):
         """Start the interpreter."""
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
@@ -53,7 +50,7 @@ class Prepared:
         )
 
     @classmethod
-    def replace_ended(cls) -> None:
+    def replace_ended(cls):
         """Start those that have ended again: of want of memory, say."""
         for one in cls.running:
             if one.process.poll() is not None:
@@ -61,7 +58,7 @@ class Prepared:
                 one.begin()
 
     @classmethod
-    def cpu_seconds(cls) -> float:
+    def cpu_seconds(cls):
         """CPU time of those that run, and of their scripts that have ended; 0 without /proc."""
         total = 0
         for one in cls.running:
@@ -70,9 +67,7 @@ class Prepared:
                 total += sum(map(int, stat.rpartition(")")[2].split()[11:15]))
         return total / os.sysconf("SC_CLK_TCK")
 
-    def run(
-        self, command: list[str], folder: Path, environment: Mapping[str, str], patience: float
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, command, folder, environment, patience):
         """Run a script, with arguments, until no process has its output; see `conftest.run_anew`.
 
         `-m` and a name are a module. What hangs shows its stacks, and fails.
@@ -106,7 +101,7 @@ class Prepared:
         assert not hangs, f"the script, or what it started, hangs\n{output}\n{errors}"
         return subprocess.CompletedProcess(command, code, output, errors)
 
-    def _ask(self, request: str) -> int:
+    def _ask(self, request):
         """Send a line; return the number that comes back."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # `_answer` says so
@@ -114,7 +109,7 @@ class Prepared:
             self.process.stdin.flush()
         return self._answer()
 
-    def _answer(self) -> int:
+    def _answer(self):
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -124,18 +119,18 @@ class Prepared:
             )
         return int(line)
 
-    def close(self) -> None:
+    def close(self):
         """End the interpreter for good."""
         self.running.remove(self)
         self.end()
 
-    def end(self) -> None:
+    def end(self):
         """End the interpreter."""
         with contextlib.suppress(BrokenPipeError):  # of a line that it has not read
             self.process.communicate()
 
 
-def read(ends: list[int], texts: list[bytearray], patience: float) -> bool:
+def read(ends, texts, patience):
     """Read each until no process has it for writing; return whether that came to pass."""
     deadline = time.monotonic() + patience
     with selectors.DefaultSelector() as left:
@@ -150,7 +145,7 @@ def read(ends: list[int], texts: list[bytearray], patience: float) -> bool:
         return not left.get_map()
 
 
-def serve() -> dict[str, Any]:
+def serve():
     """Fork a process for each request; return the request in that process, and in no other."""
     for line in sys.stdin:
         with warnings.catch_warnings():
@@ -164,9 +159,9 @@ def serve() -> dict[str, Any]:
     sys.exit()
 
 
-def become(request: dict[str, Any]) -> list[str]:
+def become(request):
     """Take on a script's streams, folder, variables, arguments and path; return its command."""
-    command: list[str] = request["command"]
+    command = request["command"]
     for fd, file in enumerate([os.devnull, *request["streams"]]):
         opened = os.open(file, os.O_WRONLY if fd else os.O_RDONLY)
         os.dup2(opened, fd)
@@ -181,12 +176,12 @@ def become(request: dict[str, Any]) -> list[str]:
     return command
 
 
-def python_path() -> list[str]:
+def python_path():
     """Folders that PYTHONPATH names."""
     return list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
 
 
-def main() -> None:
+def main():
     """Import what is to be ready; in each process that is forked, run the script."""
     for name in sys.argv[1:]:
         importlib.import_module(name)

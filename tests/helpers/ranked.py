@@ -1,16 +1,9 @@
 """Global batches of an order, as its ranks get them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 
 import cseq
 from cseq.order.sampler import Sampler
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 Batch = tuple[list[int], list[int]]  # samples, and the sizes of the units
 
@@ -21,7 +14,7 @@ class Rows(cseq.Order):
     name = "rows-of-tests"
     room = 3
 
-    def __init__(self, samples: int, *, is_batch: bool = False) -> None:
+    def __init__(self, samples, *, is_batch=False):
         self.samples, self.is_batch = samples, is_batch
         sizes = [1 + k % 3 for k in range(samples)]
         while sum(sizes) > samples:
@@ -29,7 +22,7 @@ class Rows(cseq.Order):
         sizes += [1] * (samples - sum(sizes))
         self.sizes, self.units = np.array(sizes), len(sizes)
 
-    def read(self, seed: int, epoch: int, start: int, count: int) -> tuple[Any, Any]:
+    def read(self, seed, epoch, start, count):
         """Return the rows in an order that is drawn from the seed."""
         order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(self.units)
         firsts = np.cumsum(self.sizes) - self.sizes
@@ -38,14 +31,14 @@ class Rows(cseq.Order):
         return np.concatenate(rows), self.sizes[chosen]
 
 
-def sampler(order: cseq.Order, size: int, rank: int = 0, ranks: int = 1, seed: int = 1) -> Sampler:
+def sampler(order, size, rank=0, ranks=1, seed=1):
     """Make what cuts an order into batches."""
     assert order.samples is not None
     shard = {"rank": rank, "world_size": ranks, "pad": False}
     return Sampler(order.samples, order, batch_size=size, seed=seed, drop_last=False, **shard)
 
 
-def batches(cut: Sampler, epoch: int = 0, consumed: int = 0) -> Iterator[Batch]:
+def batches(cut, epoch=0, consumed=0):
     """Read the batches of an epoch, from a place on."""
     source = cut.source(epoch, consumed)
     for k in range(len(source)):
@@ -53,16 +46,14 @@ def batches(cut: Sampler, epoch: int = 0, consumed: int = 0) -> Iterator[Batch]:
         yield samples.tolist(), sizes.tolist()
 
 
-def united(
-    order: cseq.Order, size: int, ranks: int, epoch: int = 0, consumed: int = 0
-) -> Iterator[list[Batch]]:
+def united(order, size, ranks, epoch=0, consumed=0):
     """Read the parts of all ranks: those of a global batch together."""
     cuts = [batches(sampler(order, size, k, ranks), epoch, consumed) for k in range(ranks)]
     while parts := [part for part in (next(cut, None) for cut in cuts) if part is not None]:
         yield parts
 
 
-def units(order: cseq.Order, seed: int, epoch: int) -> list[list[int]]:
+def units(order, seed, epoch):
     """Read the units of an epoch, by one call."""
     samples, sizes = order.reader(seed).samples(epoch, 0, order.units)
     return [part.tolist() for part in np.split(samples, sizes.cumsum()[:-1])]

@@ -1,12 +1,5 @@
 """fisher-yates-v1 in plain Python: docs/inside/shuffle.md."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
 WORD = 2**64 - 1
 IV = int.from_bytes(b"cseq-v1\0", "big")
 GOLDEN = 0x9E3779B97F4A7C15
@@ -14,23 +7,23 @@ SHUFFLE = 1
 LEAST = 65536  # samples that feistel-v1 has an order of its own for
 
 
-def mix(v: int) -> int:
+def mix(v):
     v = (v + GOLDEN) & WORD
     v = (v ^ v >> 30) * 0xBF58476D1CE4E5B9 & WORD
     v = (v ^ v >> 27) * 0x94D049BB133111EB & WORD
     return v ^ v >> 31
 
 
-def derive(seed: int, epoch: int, purpose: int, count: int) -> tuple[int, ...]:
+def derive(seed, epoch, purpose, count):
     z = mix(mix(mix(IV ^ seed) ^ epoch) ^ purpose)
     return tuple(mix(z + k * GOLDEN & WORD) for k in range(count))
 
 
-def rotate(v: int, bits: int) -> int:
+def rotate(v, bits):
     return (v << bits | v >> 64 - bits) & WORD
 
 
-def words(state: Iterable[int]) -> Iterator[int]:
+def words(state):
     a, b, c, d = state
     while True:
         yield (rotate(a + d & WORD, 23) + a) & WORD
@@ -39,14 +32,14 @@ def words(state: Iterable[int]) -> Iterator[int]:
         c, d = c ^ shifted, rotate(d, 45)
 
 
-def bounded(stream: Iterator[int], limit: int) -> int:
+def bounded(stream, limit):
     products = (word * limit for word in stream)
     return next(p for p in products if p & WORD >= 2**64 % limit) >> 64
 
 
-def order(n: int, seed: int, epoch: int) -> Iterator[int]:
+def order(n, seed, epoch):
     stream = words(derive(seed, epoch, SHUFFLE, 4))
-    moved: dict[int, int] = {}  # what is not at its own position
+    moved = {}  # what is not at its own position
     for i in range(n):
         j = i + bounded(stream, n - i)
         here = moved.pop(i, i)

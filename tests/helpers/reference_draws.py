@@ -1,28 +1,22 @@
 """The permutations that orders are made of, in plain Python: docs/inside/orders.md."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
 
 from reference import GOLDEN, IV, LEAST, WORD, bounded, mix, words
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-
-def stream(seed: int, epoch: int, purpose: int, key: int | None = None) -> int:
+def stream(seed, epoch, purpose, key=None):
     z = mix(mix(mix(IV ^ seed) ^ epoch) ^ purpose)
     return z if key is None else mix(z ^ key)
 
 
-def derive(z: int, count: int) -> list[int]:
+def derive(z, count):
     return [mix(z + k * GOLDEN & WORD) for k in range(count)]
 
 
-def shuffled(elements: list[Any], z: int) -> list[Any]:
+def shuffled(elements, z):
     drawn, elements = words(derive(z, 4)), elements.copy()
     for i in range(len(elements)):
         j = i + bounded(drawn, len(elements) - i)
@@ -30,17 +24,17 @@ def shuffled(elements: list[Any], z: int) -> list[Any]:
     return elements
 
 
-def perm(n: int, z: int) -> Callable[[int], int]:
+def perm(n, z):
     if n < LEAST:
         return shuffled(list(range(n)), z).__getitem__
     key, a = derive(z, 16), math.isqrt(n - 1) + 1
     b = -(-n // a)
 
-    def below(i: int, digit: int, limit: int) -> int:
+    def below(i, digit, limit):
         product = (digit ^ key[2 * i]) * (key[2 * i + 1] | 1)
         return (product & WORD ^ product >> 64) * limit >> 64
 
-    def network(value: int) -> int:
+    def network(value):
         row, column = divmod(value, b)
         for i in range(0, 8, 2):
             row = (row + below(i, column, a)) % a
@@ -51,7 +45,7 @@ def perm(n: int, z: int) -> Callable[[int], int]:
     return network
 
 
-def blocks(n: int, rows: int, window: int, lanes: int, seed: int, epoch: int) -> list[int]:
+def blocks(n, rows, window, lanes, seed, epoch):
     """Return an epoch of blocks-v2."""
     whole, count = n // rows, -(-n // (rows * window))
     order = perm(whole, stream(seed, epoch, 7, 0))
@@ -64,7 +58,7 @@ def blocks(n: int, rows: int, window: int, lanes: int, seed: int, epoch: int) ->
         word * below >> 64
         for word, below in zip(derive(stream(seed, epoch, 7, 1), 2), (count, lanes), strict=True)
     )
-    samples: list[int] = []
+    samples = []
     for j in [*range(first, count), *range(first)]:
         at, there = starts[j], range(len(samples), len(samples) + starts[j + 1] - starts[j])
         samples += layout[at : at + len(there)]
@@ -77,7 +71,7 @@ def blocks(n: int, rows: int, window: int, lanes: int, seed: int, epoch: int) ->
     return samples
 
 
-def unequal_blocks(sizes: list[int], window: int, seed: int, epoch: int) -> list[int]:
+def unequal_blocks(sizes, window, seed, epoch):
     """Return an epoch of unequal-blocks-v1."""
     whole, count = len(sizes), -(-len(sizes) // window)
     order, ends = perm(whole, stream(seed, epoch, 7, 0)), [*accumulate(sizes)]
@@ -95,15 +89,7 @@ def unequal_blocks(sizes: list[int], window: int, seed: int, epoch: int) -> list
     ]
 
 
-def batches(
-    classes: list[list[int]],
-    sizes: list[int],
-    together: int,
-    seed: int,
-    epoch: int,
-    *,
-    longest_first: bool = False,
-) -> list[list[int]]:
+def batches(classes, sizes, together, seed, epoch, *, longest_first=False):
     """Return an epoch of buckets-v2: of samples by class, and the size of a batch of each."""
     units, longest = [], 0
     for c, (samples, size) in enumerate(zip(classes, sizes, strict=True)):
@@ -126,7 +112,7 @@ def batches(
     return [units[others[k]] for k in where] + [units[x] for x in last]
 
 
-def nodes_over(entries: int, level: int) -> list[list[int | None]]:
+def nodes_over(entries, level):
     """Children of the nodes of a level of weighted-v2; None: there is none."""
     rows = min(16, entries)
     starts = [j * entries // rows for j in range(rows)]
@@ -140,13 +126,13 @@ def nodes_over(entries: int, level: int) -> list[list[int | None]]:
     ]
 
 
-def weighted(masses: list[int], size: int, seed: int, epoch: int) -> list[int]:
+def weighted(masses, size, seed, epoch):
     """An epoch of weighted-v2."""
     levels = [nodes_over(len(masses), 1)]
     while len(levels[-1]) > 1:
         levels.append(nodes_over(len(levels[-1]), len(levels) + 1))
 
-    def line(level: int, entry: int) -> list[int]:
+    def line(level, entry):
         if not level:
             return [entry]
         left, samples = levels[level - 1][entry].copy(), []
@@ -165,7 +151,7 @@ def weighted(masses: list[int], size: int, seed: int, epoch: int) -> list[int]:
     return [samples[bisect_right(ends, number)] for number in numbers]
 
 
-def concatenated(lengths: list[int], row: int, seed: int, epoch: int) -> list[list[int]]:
+def concatenated(lengths, row, seed, epoch):
     """Return an epoch of concatenated-v1."""
     documents = perm(len(lengths), stream(seed, epoch, 15, 0))
     starts = [0, *accumulate(lengths)]
@@ -182,9 +168,7 @@ def concatenated(lengths: list[int], row: int, seed: int, epoch: int) -> list[li
     return [first[k] for k in map(perm(len(rows), stream(seed, epoch, 15, 1)), range(len(rows)))]
 
 
-def balanced(
-    works: list[float], step: int, over: str, together: int, seed: int, epoch: int
-) -> list[int]:
+def balanced(works, step, over, together, seed, epoch):
     """Return an epoch of balanced-v1: the numbers of units of the other order with these works."""
     steps = {"step": 1, "window": 16, "epoch": max(1, len(works) // step)}[over]
     groups, numbers = step // together, []
@@ -193,7 +177,7 @@ def balanced(
         stop = first + whole * step
         by_work = sorted(range(first, stop), key=lambda unit: -works[unit])
         if whole == 1:
-            bins: list[list[int]] = [[] for _ in range(together)]
+            bins = [[] for _ in range(together)]
             for unit in by_work:
                 open_ = [units for units in bins if len(units) < groups]
                 min(open_, key=lambda units: sum(works[unit] for unit in units)).append(unit)

@@ -1,11 +1,9 @@
 """mixture-v2 in plain Python: docs/inside/orders.md."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reference import mix
 from reference_draws import derive, shuffled, stream
@@ -18,23 +16,23 @@ Unit = list[int]
 Source = tuple[int, "Callable[[int, int], list[Unit]]"]  # samples; units of (seed, pass)
 
 
-def rounded(value: Fraction) -> int:
+def rounded(value):
     return math.floor(value + Fraction(1, 2))
 
 
-def counts(weights: list[Any], block: int, number: int) -> list[int]:
+def counts(weights, block, number):
     """Return how often each source comes before block `number`."""
     exact = [Fraction(weight) for weight in weights]
     total, result = sum(exact), [0] * len(exact)
     used = [(weight, s, None) for s, weight in enumerate(exact) if weight]
-    row: list[Any] = [node for node in used if node[0] * block < total]
+    row = [node for node in used if node[0] * block < total]
     for k in range(len(exact), len(exact) + len(row) - 1):
         row.sort(key=lambda node: node[:2])
         left, right, *others = row
         row = [*others, (left[0] + right[0], k, (left, right))]
     row += [node for node in used if node[0] * block >= total]
 
-    def share(node: Any, count: int) -> None:
+    def share(node, count):
         weight, s, children = node
         if children is None:
             result[s] = count
@@ -52,27 +50,18 @@ def counts(weights: list[Any], block: int, number: int) -> list[int]:
     return result
 
 
-def source_seed(seed: int, name: str) -> int:
+def source_seed(seed, name):
     z = 0
     for byte in name.encode():
         z = mix(z ^ byte)
     return derive(stream(seed, 0, SOURCE, z), 1)[0]
 
 
-def mixture(
-    sources: dict[str, Source],
-    phases: list[tuple[int, list[Any]]],
-    block: int,
-    seed: int,
-    upto: int,
-    *,
-    since: int = 0,
-    taken: dict[str, int] | None = None,
-) -> tuple[list[Unit], dict[str, int]]:
+def mixture(sources, phases, block, seed, upto, *, since=0, taken=None):
     """Return the units from `since` up to a place of all epochs, and what was drawn by then."""
     names, drawn = list(sources), dict.fromkeys(sources, 0) | (taken or {})
     firsts = [0, *itertools.accumulate(samples for samples, _ in sources.values())]
-    result: list[Unit] = []
+    result = []
     phase, begun = -1, 0
     for number in range(-(-(upto - since) // block)):
         start = since + number * block

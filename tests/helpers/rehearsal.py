@@ -3,28 +3,20 @@
 Workers must be started by fork, which takes along what is changed here.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
-from typing import TYPE_CHECKING, Any
 
 from cseq.converter import cuda, export, lane, output, page_locks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from cseq.converter.output import Output
 
 
 class Passed:
     """The event of a lane whose copies are synchronous."""
 
-    def query(self) -> bool:
+    def query(self):
         """Return whether the copies are done: always."""
         return True
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """Wait for nothing."""
 
 
@@ -33,54 +25,54 @@ class CpuLane(lane.Lane):
 
     pins = False
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device="cpu"):
         assert device == "cpu"
         self._read = deque()
 
-    def active(self) -> contextlib.AbstractContextManager[None]:
+    def active(self):
         """Be active anyway."""
         return contextlib.nullcontext()
 
-    def can_fetch(self, tensor: Any) -> bool:
+    def can_fetch(self, tensor):
         """Fetch all."""
         return True
 
-    def send(self, tensor: Any) -> Any:
+    def send(self, tensor):
         """Copy at once."""
         return tensor.clone()
 
-    def record(self, read: list[Any]) -> Any:
+    def record(self, read):
         """Keep what was read until the event is passed."""
         event = self.event()
         if read:
             self._read.append((event, read))
         return event
 
-    def event(self) -> Any:
+    def event(self):
         """Make an event that is passed."""
         return Passed()
 
-    def join(self, event: Any, tensors: list[Any]) -> None:
+    def join(self, event, tensors):
         """Wait for nothing."""
 
-    def collect(self) -> None:
+    def collect(self):
         """Keep nothing."""
 
 
 class Locks:
     """Page-locks nothing."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device):
         self.register = self.unregister = lambda memory: True
         self.close = lambda: None
 
 
-def rehearse(asked: Output) -> Output:
+def rehearse(asked):
     """Return an output that takes the CUDA path to the CPU."""
     return asked._replace(kind="cuda", device="cpu", function=None)
 
 
-def install(put: Callable[[Any, str, Any], object] = setattr, make: Any = CpuLane) -> None:
+def install(put=setattr, make=CpuLane):
     """Rehearse, here and in processes that are forked from now on; `make` makes the lanes."""
     put(output, "resolve", rehearse)
     put(cuda, "Lane", make)
@@ -89,7 +81,7 @@ def install(put: Callable[[Any, str, Any], object] = setattr, make: Any = CpuLan
 
 
 @contextlib.contextmanager
-def on(made: Any) -> Iterator[None]:
+def on(made):
     """Rehearse with one lane."""
     import pytest
 

@@ -1,13 +1,9 @@
 """Change the size of a running manager, as 'auto' does, and at once: no result depends on it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 __all__ = ["resize"]
 
 
-def resize(manager: Any, num_workers: int | None = None, buffer: int | None = None) -> None:
+def resize(manager, num_workers=None, buffer=None):
     """Set how many workers it has, and its buffer: at most what it was made with. None: as it is.
 
     For the thread that takes its batches.

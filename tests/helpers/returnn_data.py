@@ -1,11 +1,8 @@
 """RETURNN data sets, and `MultiProcDataset` over them."""
 
-from __future__ import annotations
-
 import functools
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -22,14 +19,10 @@ from returnn.datasets.map import MapDatasetBase
 
 from cseq.adapters.returnn import MultiProcDataset
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
 TASK = {"class": "Task12AXDataset", "num_seqs": 23, "seq_ordering": "random"}
 
 
-def pids(dataset: MultiProcDataset) -> list[int]:
+def pids(dataset):
     """List the processes of the workers that have started."""
     try:
         return [pid for pid in testing.pids(dataset) if pid is not None]
@@ -43,34 +36,34 @@ def pids(dataset: MultiProcDataset) -> list[int]:
 class Numbers(MapDatasetBase):
     """Sequence i is i % 4 + 1 frames of i."""
 
-    def __init__(self, length: int = 12) -> None:
+    def __init__(self, length=12):
         super().__init__({"data": {"shape": (None, 2)}, "name": {"shape": (None,), "dtype": "str"}})
         self.length = length
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index):
         self.load(index)
         data = np.full((index % 4 + 1, 2), index, np.float32)
         return {"data": data, "name": np.array([f"number {index}"])}
 
-    def load(self, index: int) -> None:
+    def load(self, index):
         """What else happens."""
 
-    def get_seq_len(self, index: int) -> int:
+    def get_seq_len(self, index):
         return index % 4 + 1
 
 
 class Gated(Numbers):
     """Loads sequence `at` only when its first attempt is over, or a gate has been opened."""
 
-    def __init__(self, folder: str, at: int) -> None:
+    def __init__(self, folder, at):
         super().__init__()
         self.folder = Path(folder)
         self.at = at
 
-    def load(self, index: int) -> None:
+    def load(self, index):
         if index != self.at or (self.folder / "again").exists():
             return
         (self.folder / "again").touch()
@@ -81,7 +74,7 @@ class Gated(Numbers):
 class Broken(Numbers):
     """Raises at sequence 5."""
 
-    def load(self, index: int) -> None:
+    def load(self, index):
         if index == 5:
             raise LookupError("five is missing")
 
@@ -89,14 +82,14 @@ class Broken(Numbers):
 class BrokenFromTheStart(Numbers):
     """Raises when it is made."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         raise LookupError("nothing is there")
 
 
 class Random(Numbers):
     """Sequences of what the global generators draw, and cseq's own."""
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index):
         drawn = [random.random(), np.random.random(), cseq.rng().random()]
         return {"data": np.array([drawn]), "name": np.array(["random"])}
 
@@ -104,27 +97,25 @@ class Random(Numbers):
 class Shares(CachedDataset2):
     """Shard k has `sizes[k]` sequences, and knows that or not."""
 
-    def __init__(self, sizes: list[int], *, known: bool, **kwargs: Any) -> None:
+    def __init__(self, sizes, *, known, **kwargs):
         super().__init__(**kwargs)
         self.sizes = sizes
         self.known = known
         self.num_inputs = 1
         self.num_outputs = {"data": (1, 2)}
 
-    def supports_sharding(self) -> bool:
+    def supports_sharding(self):
         return True
 
-    def get_data_keys(self) -> list[str]:
+    def get_data_keys(self):
         return ["data"]
 
-    def init_seq_order(
-        self, epoch: Any = None, seq_list: Any = None, seq_order: Any = None
-    ) -> bool:
+    def init_seq_order(self, epoch=None, seq_list=None, seq_order=None):
         super().init_seq_order(epoch, seq_list, seq_order)
         self._num_seqs = self.sizes[self._shard_index] if self.known else None
         return True
 
-    def _collect_single_seq(self, seq_idx: int) -> DatasetSeq | None:
+    def _collect_single_seq(self, seq_idx):
         if seq_idx >= self.sizes[self._shard_index]:
             return None
         data = np.full((1, 1), seq_idx, np.float32)
@@ -134,20 +125,20 @@ class Shares(CachedDataset2):
 class Breaking(Shares):
     """Shard 1 raises in the place of its third sequence."""
 
-    def _collect_single_seq(self, seq_idx: int) -> DatasetSeq | None:
+    def _collect_single_seq(self, seq_idx):
         if (self._shard_index, seq_idx) == (1, 2):
             raise LookupError("two is missing")
         return super()._collect_single_seq(seq_idx)
 
 
-def add_noise(data: Any, *, rng: np.random.RandomState, **_: Any) -> Any:
+def add_noise(data, *, rng, **_):
     """Augment, as a user of `PostprocessingDataset` does."""
     array = data.data["data"].raw_tensor
     data.data["data"].raw_tensor = array + rng.normal(size=array.shape).astype(array.dtype)
     return data
 
 
-def numbers(kind: Any = Numbers, *args: Any, **options: Any) -> dict[str, Any]:
+def numbers(kind=Numbers, *args, **options):
     """Return the plan of a dataset around a map of one's own."""
     made = functools.partial(kind, *args) if args else kind
     return {"class": "MapDatasetWrapper", "map_dataset": made, **options}
@@ -157,16 +148,14 @@ def numbers(kind: Any = Numbers, *args: Any, **options: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def make() -> Iterator[Any]:
+def make():
     """Return what makes and initialises datasets, and ends their workers afterwards.
 
     Workers are started in the quickest way where nothing else is said.
     """
     made = []
 
-    def make(
-        plan: dict[str, Any], num_workers: int = 2, buffer_size: int = 3, **options: Any
-    ) -> Any:
+    def make(plan, num_workers=2, buffer_size=3, **options):
         options = {"start_method": QUICKEST.start_method} | options
         options |= {"num_workers": num_workers, "buffer_size": buffer_size}
         made.append(init_dataset({"class": MultiProcDataset, "dataset": plan, **options}))
@@ -177,7 +166,7 @@ def make() -> Iterator[Any]:
         dataset.close()
 
 
-def sequences(dataset: Any, epoch: int | None = 1) -> list[tuple[str, dict[str, np.ndarray]]]:
+def sequences(dataset, epoch=1):
     """Read an epoch, or the one that is under way (None)."""
     if epoch is not None:
         dataset.init_seq_order(epoch=epoch)
@@ -192,12 +181,12 @@ def sequences(dataset: Any, epoch: int | None = 1) -> list[tuple[str, dict[str, 
     return found
 
 
-def tags(dataset: Any, epoch: int | None = 1) -> list[str]:
+def tags(dataset, epoch=1):
     """Read an epoch's tags."""
     return [tag for tag, _ in sequences(dataset, epoch)]
 
 
-def assert_same(found: Any, expected: Any) -> None:
+def assert_same(found, expected):
     """Compare tags, keys, types and values."""
     assert [tag for tag, _ in found] == [tag for tag, _ in expected]
     for (_, mine), (_, theirs) in zip(found, expected, strict=True):

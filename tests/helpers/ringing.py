@@ -1,9 +1,5 @@
 """The trainer's end of a ring, for tests of what the runners do."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 from cseq._core import RangeReader, Ring, ring_bytes
 from cseq._lock import RunState
 from cseq._memory import Block
@@ -14,21 +10,18 @@ from cseq.measure._trace import begin_log, end_log
 from cseq.order._source import OrderSource
 from cseq.order.sampler import Cut
 
-if TYPE_CHECKING:
-    from cseq.memory._slots import SlotTable
 
-
-def make_ring(cells: int = 4, size: int = 2, runners: int = 3, calls: int = 0) -> Ring:
+def make_ring(cells=4, size=2, runners=3, calls=0):
     """Make a ring in private memory."""
     return Ring(Block(ring_bytes(cells, size, runners), zero=True), cells, size, runners, calls)
 
 
-def cut(batches: int, size: int = 1, first: int = 0) -> dict[str, int]:
+def cut(batches, size=1, first=0):
     """Cut an epoch into full batches."""
     return Cut(first, batches, batches, 0, size, size, 0, 0, 0)._asdict()
 
 
-def claim(ring: Ring, owner: int = 1, stage: int = 0, *, last: bool = True) -> Runner:
+def claim(ring, owner=1, stage=0, *, last=True):
     """Take a runner and a ticket."""
     runner = Runner(ring, stage, owner, last=last)
     assert runner.claim() is True
@@ -41,15 +34,15 @@ class Asked:
     make = None
     on_cancel = None
 
-    def await_next(self) -> None:
+    def await_next(self):
         """Be called for nothing."""
         raise AssertionError("the next batch is not ready")
 
-    def describe(self, ring: int, cell: int, error: BaseException) -> tuple[BaseException, Any]:
+    def describe(self, ring, cell, error):
         """Leave an exception as it is."""
         return error, None
 
-    def look(self) -> None:
+    def look(self):
         """Look at nothing."""
 
 
@@ -61,15 +54,8 @@ class Trainer(Asked):
     """
 
     def __init__(
-        self,
-        ring: Ring,
-        batches: int = 1000,
-        *,
-        ordered: bool = True,
-        source: OrderSource | None = None,
-        slots: SlotTable | None = None,
-        recorded: bool = False,
-    ) -> None:
+        self, ring, batches=1000, *, ordered=True, source=None, slots=None, recorded=False
+    ):
         self.ring, self.sleeps, self._awaits = ring, 0, False
         decoder = Decoder(slots=slots)
         self.feed = Feed(RunState(), [ring], decoder, self)
@@ -81,13 +67,11 @@ class Trainer(Asked):
         self.feed.refill()
         self._batches = FeedIterator(self.feed, 0)
 
-    def decode(
-        self, ring: int, cell: int, status: int, slot: int, capacity: int, record: Any
-    ) -> Any:
+    def decode(self, ring, cell, status, slot, capacity, record):
         """Decode nothing."""
         return (cell, self.ring.ticket(cell)[1], status, slot, capacity, record), None
 
-    def await_next(self) -> None:
+    def await_next(self):
         """Sleep until the next ticket is ready, or say that it is not."""
         while True:
             seen = self.feed.notices()
@@ -99,24 +83,23 @@ class Trainer(Asked):
             self.sleeps += 1
             self.feed.wait(seen)
 
-    def take(self) -> tuple[Any, ...] | None:
+    def take(self):
         """Take the next ticket: cell, batch, status, slot, capacity, record; None: not ready."""
         self._awaits = False
         return next(self._batches, None)
 
-    def batch(self) -> int | None:
+    def batch(self):
         """Take the next ticket: the number of its batch."""
         taken = self.take()
         return None if taken is None else taken[1]
 
-    def await_batch(self) -> int:
+    def await_batch(self):
         """Take the next ticket, sleeping as long as it is not ready."""
         self._awaits = True
-        number: int = next(self._batches)[1]
-        return number
+        return next(self._batches)[1]
 
 
-def stamps() -> list[tuple[int, int]]:
+def stamps():
     """List when each ticket that a recorded trainer has taken was claimed and published (ns)."""
     taken, _ = end_log()
     return list(zip(taken["started"].tolist(), taken["indexed"].tolist(), strict=True))

@@ -1,7 +1,5 @@
 """Runs checks of tests/c: programs in C of the core's headers alone."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path
@@ -20,7 +18,7 @@ needed = [
 ]
 
 
-def passed(check: str) -> str:
+def passed(check):
     """Run a check for two seconds; return what it prints, or skip where it cannot run."""
     command = ["sh", str(HERE / "c" / "run.sh"), "2", check]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)

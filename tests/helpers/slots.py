@@ -1,9 +1,6 @@
 """Batches that go through slots: written by a worker's end, leased by the trainer's."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from ringing import Trainer, claim, make_ring
@@ -14,20 +11,12 @@ from cseq.encoding._room import Room
 from cseq.memory._slots import SlotTable
 from cseq.memory.descriptors import sparse_file
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cseq._memory import Descriptor, Mapping
-    from cseq.memory._slots import Lease
-    from cseq.memory.arena import Arena
-
-
 WIDTH, MOST = 1 << 20, 4096
 PAGE = 65536  # a multiple of every system's page size
 
 
 @contextmanager
-def file_of(nbytes: int) -> Iterator[int]:
+def file_of(nbytes):
     """Make a file without a name, all of it committed."""
     file = sparse_file(nbytes)
     commit(file.fd, 0, nbytes)
@@ -38,18 +27,18 @@ def file_of(nbytes: int) -> Iterator[int]:
 class Scratch:
     """A room of a mebibyte, and what encodes into it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         with file_of(WIDTH) as fd:
             self.room = Room(fd, WIDTH)
             self.room.select(0, WIDTH)
         self.encoder = Encoder(self.room)
 
-    def clear(self) -> None:
+    def clear(self):
         """Drop what was written."""
         self.room.used = 0
 
 
-def writer_of(arena: Arena) -> TicketWriter:
+def writer_of(arena):
     """Make a writer that has begun with a new slot."""
     writer = TicketWriter(arena.fd, arena.width)
     slot = acquire(arena)
@@ -57,20 +46,20 @@ def writer_of(arena: Arena) -> TicketWriter:
     return writer
 
 
-def acquire(arena: Arena) -> int:
+def acquire(arena):
     """Take the lowest free slot."""
     slot = arena.slots.take()
     arena.request(slot)
     return slot
 
 
-def shared(most: int = MOST) -> tuple[Descriptor, SlotTable]:
+def shared(most=MOST):
     """Make a table of slots of `WIDTH` bytes, and its file."""
     file = sparse_file(WIDTH * most)
     return file, SlotTable(file.fd, WIDTH, most)
 
 
-def commit_ticket(slots: SlotTable, slot: int, used: int) -> None:
+def commit_ticket(slots, slot, used):
     """Commit a ticket that lies in a slot, which is then free, or leased."""
     ring = make_ring(cells=1, runners=1)
     trainer = Trainer(ring, 1, slots=slots)
@@ -78,7 +67,7 @@ def commit_ticket(slots: SlotTable, slot: int, used: int) -> None:
     assert trainer.batch() == 0
 
 
-def lease(slots: SlotTable, slot: int, mapping: Mapping) -> Lease:
+def lease(slots, slot, mapping):
     """Lease a taken slot, and commit its ticket: the lease frees it."""
     leased = slots.lease(slot, mapping)
     slots.resize(slot, mapping.nbytes)
@@ -86,7 +75,7 @@ def lease(slots: SlotTable, slot: int, mapping: Mapping) -> Lease:
     return leased
 
 
-def filled(arena: Arena, writer: TicketWriter, value: int, nbytes: int) -> Any:
+def filled(arena, writer, value, nbytes):
     """Fill a slot with a value, and take it."""
     slot = acquire(arena)
     writer.room.select(slot, arena.slots.nbytes(slot))
@@ -97,14 +86,13 @@ def filled(arena: Arena, writer: TicketWriter, value: int, nbytes: int) -> Any:
     return take(arena, slot, writer.room.used, writer.room.capacity)
 
 
-def take(arena: Arena, slot: int, used: int, capacity: int) -> Any:
+def take(arena, slot, used, capacity):
     """Decode a slot, and commit its ticket."""
     memory = arena.lend(slot, used, capacity)
     commit_ticket(arena.slots, slot, used)
     return memory
 
 
-def whole(memory: Any, nbytes: int) -> np.ndarray[Any, Any]:
+def whole(memory, nbytes):
     """Make an array of the beginning of a memory."""
-    array: np.ndarray[Any, Any] = memory.view(0, np.dtype(np.uint8), (nbytes,))
-    return array
+    return memory.view(0, np.dtype(np.uint8), (nbytes,))

@@ -1,19 +1,12 @@
 """What tests of streams look at."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 from cseq.engine._streams import Request
 from cseq.memory._slots import TRAINER
 
-if TYPE_CHECKING:
-    from cseq.stream import Streams
 
-
-def lost_slots(s: Streams) -> set[int]:
+def lost_slots(s):
     """Slots that are in use for nothing; all of them if any is leased."""
-    pool: Any = s._run.pool
+    pool = s._run.pool
     if pool.supervisor is None:  # threads have none
         return set()
     slots = pool.supervisor.shared.slots

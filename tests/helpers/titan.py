@@ -6,12 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import pytest
+from typing import Any, ClassVar
 
 MODULES = {
     "0.3.0": "torchtitan.components.dataloader",
@@ -28,11 +23,11 @@ class Configurable:
 
         owner: ClassVar[Any] = None
 
-        def build(self, **arguments: Any) -> Any:
+        def build(self, **arguments):
             """Make what it configures."""
             return self.owner(config=replace(self), **arguments)
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls):
         cls.Config.owner = cls
 
 
@@ -58,17 +53,17 @@ class Newer(Configurable):
 BASES = {"0.3.0": Older, "newer": Newer}
 
 
-def adapter(monkeypatch: pytest.MonkeyPatch, contract: str) -> Any:
+def adapter(monkeypatch, contract):
     """Import the adapter where torchtitan is one of the two; call it no more after the test."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("torchtitan", "tyro")]:
         monkeypatch.delitem(sys.modules, name)
     parts = MODULES[contract].split(".")
     for end in range(1, len(parts) + 1):
-        module: Any = ModuleType(".".join(parts[:end]))
+        module = ModuleType(".".join(parts[:end]))
         module.__path__ = []
         monkeypatch.setitem(sys.modules, module.__name__, module)
     module.BaseDataLoader = BASES[contract]
-    tyro: Any = ModuleType("tyro")
+    tyro = ModuleType("tyro")
     tyro.conf = ModuleType("tyro.conf")
     tyro.conf.Suppress = object()
     monkeypatch.setitem(sys.modules, "tyro", tyro)
@@ -79,7 +74,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch, contract: str) -> Any:
     return found
 
 
-def build(config: Any, contract: str, row: int, rows: int, rank: int = 0, ranks: int = 1) -> Any:
+def build(config, contract, row, rows, rank=0, ranks=1):
     """Make a loader as the trainer does."""
     sizes = {
         "0.3.0": {"seq_len": row, "local_batch_size": rows, "snapshot_every_n_steps": None},
@@ -89,7 +84,7 @@ def build(config: Any, contract: str, row: int, rows: int, rank: int = 0, ranks:
     return config.build(**place, tokenizer=None, **sizes[contract])
 
 
-def rows_of(loader: Any, row: int, steps: int | None = None) -> Iterator[list[Any]]:
+def rows_of(loader, row, steps=None):
     """Go through a loader: the rows of each batch, as triples of tokens, positions and labels."""
     iterator = iter(loader)
     while steps is None or steps > 0:

@@ -1,28 +1,19 @@
 """Corpora of tokens, as Megatron and others write them, and the batches that they make."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from checkout import import_path
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 Tokens = list[int]
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 
 
-def random_documents(rng: np.random.Generator, number: int, row: int) -> list[Tokens]:
+def random_documents(rng, number, row):
     """Return documents of any length: some empty, some of one token, some as long as a row."""
     odd = np.array([0, 1, 2, row - 1, row, row + 1, 2 * row, 3 * row + 1])
     drawn = rng.geometric(2 / row, number)
@@ -30,7 +21,7 @@ def random_documents(rng: np.random.Generator, number: int, row: int) -> list[To
     return [rng.integers(1, 30_000, length).tolist() for length in lengths]
 
 
-def write_flat(path: Path, documents: Sequence[Tokens], dtype: str = "uint16") -> NDArray[np.int64]:
+def write_flat(path, documents, dtype="uint16"):
     """Write an array of all tokens; return where documents begin, and the number of tokens."""
     tokens = np.array([token for document in documents for token in document], dtype)
     if path.suffix == ".npy":
@@ -40,12 +31,7 @@ def write_flat(path: Path, documents: Sequence[Tokens], dtype: str = "uint16") -
     return np.cumsum([0, *map(len, documents)])
 
 
-def write_megatron(
-    prefix: Path,
-    documents: Sequence[Tokens],
-    dtype: str = "uint16",
-    bounds: Sequence[int] | None = None,
-) -> None:
+def write_megatron(prefix, documents, dtype="uint16", bounds=None):
     """Write a pair; each document is one sequence, or `bounds` says which sequences it has."""
     write_flat(prefix.with_suffix(".bin"), documents, dtype)
     lengths = np.array([*map(len, documents)], "<i4")
@@ -56,7 +42,7 @@ def write_megatron(
     prefix.with_suffix(".idx").write_bytes(head + parts)
 
 
-def in_another_process(source: str, *args: object) -> Any:
+def in_another_process(source, *args):
     """Run a script that leaves threads or files behind; return the JSON that it prints last."""
     command = [sys.executable, "-W", "ignore", "-c", source, *map(str, args)]
     environment = os.environ | {"PYTHONPATH": import_path()}
@@ -68,31 +54,24 @@ def in_another_process(source: str, *args: object) -> Any:
 class Listed:
     """An object of the user's that is a source: documents in lists, and perhaps masks."""
 
-    def __init__(self, documents: list[Tokens], masks: list[Tokens] | None = None) -> None:
+    def __init__(self, documents, masks=None):
         self.documents = documents
         self.lengths, self.name = np.array([*map(len, documents)]), "listed"
         self.fingerprint = len(documents)
         if masks is not None:
             self.mask = lambda document, start, stop: np.array(masks[document][start:stop], bool)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.documents)
 
-    def read(self, document: int, start: int, stop: int) -> NDArray[np.int32]:
+    def read(self, document, start, stop):
         """Return tokens of a document."""
         return np.array(self.documents[document][start:stop], np.int32)
 
 
-def expected(
-    rows: Sequence[Sequence[tuple[str, int, int, int]]],
-    sources: dict[str, list[Tokens]],
-    row: int,
-    masks: dict[str, list[Tokens]] | None = None,
-    *,
-    flat: bool = False,
-) -> dict[str, Any]:
+def expected(rows, sources, row, masks=None, *, flat=False):
     """Make a batch of rows of pieces, token by token, with 0 as padding."""
-    batch: dict[str, Any] = {"cu_seqlens": [0]}
+    batch = {"cu_seqlens": [0]}
     shares = dict.fromkeys(sources, 0)
     keys = ("input_ids", "labels", "position_ids", "document_ids")
     for key in keys:

@@ -1,31 +1,26 @@
 """Data sets, samplers and functions for the tests of `cseq.DataLoader`; and comparison."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
-
-def seed_all(seed: int = 3) -> None:
+def seed_all(seed=3):
     """Seed the trainer's generators."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
-def drawn() -> tuple[float, float, float]:
+def drawn():
     """Draw from each of them."""
     return random.random(), float(np.random.rand()), torch.rand(()).item()
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one, other):
     """Whether two batches, or lists of them, are of the same types and bits."""
     if type(one) is not type(other):
         return False
@@ -43,13 +38,13 @@ def same(one: Any, other: Any) -> bool:
 class Augmented(Dataset[Any]):
     """Draws from all generators, and tells what a worker can know."""
 
-    def __init__(self, length: int = 23) -> None:
+    def __init__(self, length=23):
         self.length = length
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         info = get_worker_info()
         told = (0, 0) if info is None else (info.id, info.num_workers)
         return {
@@ -62,7 +57,7 @@ class Augmented(Dataset[Any]):
         }
 
 
-def without_told(batches: Any) -> Any:
+def without_told(batches):
     """Drop what depends on the worker, which is any that is free where rng="batch"."""
     return [{**batch, "told": None} for batch in batches]
 
@@ -70,23 +65,23 @@ def without_told(batches: Any) -> Any:
 class Plain(Dataset[Any]):
     """Returns indices."""
 
-    def __init__(self, length: int = 10) -> None:
+    def __init__(self, length=10):
         self.length = length
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index):
         return index
 
 
 class Sharded(IterableDataset[Any]):
     """As many samples in each worker as it is told."""
 
-    def __init__(self, *sizes: int) -> None:
+    def __init__(self, *sizes):
         self.sizes = sizes
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         info = get_worker_info()
         number, size = (0, sum(self.sizes)) if info is None else (info.id, self.sizes[info.id])
         for sample in range(size):
@@ -96,16 +91,16 @@ class Sharded(IterableDataset[Any]):
 class Counting(Sampler[Any]):
     """Counts the keys that were drawn."""
 
-    def __init__(self, keys: Any) -> None:
+    def __init__(self, keys):
         self.keys = keys
         self.count = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for key in self.keys:
             self.count += 1
             yield key
 
 
-def as_is(samples: Any) -> Any:
+def as_is(samples):
     """A collate_fn that changes nothing."""
     return samples

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -22,21 +22,18 @@ from torch_data import (  # noqa: E402
 
 import cseq.testing  # noqa: E402
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 QUICK = QUICKEST.start_method  # forked, where the system can
 FORK: Any = {"num_workers": 2, "multiprocessing_context": QUICK}
 
 forked = pytest.mark.skipif(QUICK != "fork", reason="what a forked worker inherits")
 
 
-def loader(dataset: Any, **options: Any) -> Any:
+def loader(dataset, **options):
     """Make a loader of ours with two workers."""
     return cseq.DataLoader(dataset, **(FORK | options))
 
 
-def run(kind: Any, dataset: Any, epochs: int, options: dict[str, Any]) -> Any:
+def run(kind, dataset, epochs, options):
     """Iterate from the same seeds; return the batches, and what the trainer draws next."""
     seed_all()
     made = kind(dataset, **options)
@@ -44,7 +41,7 @@ def run(kind: Any, dataset: Any, epochs: int, options: dict[str, Any]) -> Any:
     return batches, drawn()
 
 
-def check(dataset: Any, epochs: int = 2, **options: Any) -> Any:
+def check(dataset, epochs=2, **options):
     """Compare ours with torch's; return the batches."""
     options = FORK | options
     if not options["num_workers"]:
@@ -60,7 +57,7 @@ def check(dataset: Any, epochs: int = 2, **options: Any) -> Any:
 class Failing(Sharded):
     """The second sample of each worker is missing."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         info = data.get_worker_info()
         return Failures(self.sizes[0 if info is None else info.id])
 
@@ -68,13 +65,13 @@ class Failing(Sharded):
 class Failures:
     """An iterator that goes on behind an error."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         self.size, self.at = size, 0
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> int:
+    def __next__(self):
         self.at += 1
         if self.at > self.size:
             raise StopIteration
@@ -86,11 +83,11 @@ class Failures:
 class Told(Plain):
     """Returns which worker it is; one index ends that."""
 
-    def __init__(self, length: int, deadly: int = -1) -> None:
+    def __init__(self, length, deadly=-1):
         super().__init__(length)
         self.deadly = deadly
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         if index == self.deadly:
             kill(os.getpid())
         info = data.get_worker_info()

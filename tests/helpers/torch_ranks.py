@@ -1,7 +1,5 @@
 """Ranks of a gloo group on the loopback, forked from a script that has imported torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -9,18 +7,14 @@ import sys
 import tempfile
 import traceback
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PATIENCE = 60.0  # seconds: only a test that fails waits so long
 LOOPBACK = "lo" if "lo" in dict(map(reversed, socket.if_nameindex())) else "lo0"
 
 
-def on_ranks(number: int, function: Callable[[int], Any], patience: float = PATIENCE) -> list[Any]:
+def on_ranks(number, function, patience=PATIENCE):
     """Call a function with its rank on each of several ranks; return what JSON holds of it.
 
     `patience`: the timeout of the store, in seconds.
@@ -36,9 +30,7 @@ def on_ranks(number: int, function: Callable[[int], Any], patience: float = PATI
     return [json.loads(answer) for answer in answers]
 
 
-def fork(
-    number: int, rank: int, function: Callable[[int], Any], path: str, patience: float
-) -> tuple[int, int]:
+def fork(number, rank, function, path, patience):
     """Fork a rank; return its process, and where its answer comes."""
     ours, theirs = os.pipe()
     pid = os.fork()

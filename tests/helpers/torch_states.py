@@ -1,9 +1,6 @@
 """Data sets and samplers with states, and loaders that are left and resumed."""
 
-from __future__ import annotations
-
 import pickle
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,11 +15,8 @@ from torch_data import (  # noqa: E402
 
 import cseq  # noqa: E402
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
-
-def loader(dataset: Any, num_workers: int = 2, **options: Any) -> Any:
+def loader(dataset, num_workers=2, **options):
     """Make a loader of ours, which keeps the states of data sets."""
     context = QUICKEST.start_method if num_workers else None
     return cseq.StatefulDataLoader(
@@ -30,12 +24,12 @@ def loader(dataset: Any, num_workers: int = 2, **options: Any) -> Any:
     )
 
 
-def taken(iterator: Iterator[Any], count: int) -> list[Any]:
+def taken(iterator, count):
     """Take so many batches."""
     return [next(iterator) for _ in range(count)]
 
 
-def left_and_resumed(make: Any, count: int, again: Any = None) -> tuple[Any, Any, Any]:
+def left_and_resumed(make, count, again=None):
     """Return an epoch's rest, the rest in a new loader, and the state between them."""
     seed_all()
     made = make()
@@ -53,21 +47,21 @@ def left_and_resumed(make: Any, count: int, again: Any = None) -> tuple[Any, Any
 class Cycle(data.Sampler[int]):
     """A sampler that has a state."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         self.length = length
         self.at = 0
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         while self.at < self.length:
             self.at += 1
             yield 7 * (self.at - 1) % self.length
         self.at = 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"at": self.at}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.at = state["at"]

@@ -1,11 +1,8 @@
 """Graphs of datapipes, and loaders of them."""
 
-from __future__ import annotations
-
 import os
 import random
 import time
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,36 +18,32 @@ from torchdata.datapipes.iter import IterableWrapper, IterDataPipe  # noqa: E402
 import cseq  # noqa: E402
 from cseq.adapters.torchdata import MultiProcessingReadingService  # noqa: E402
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
 MULTI = SHARDING_PRIORITIES.MULTIPROCESSING
 
 QUICK = QUICKEST.start_method
 
 
-def service(num_workers: int = 2, context: str | None = QUICK, **options: Any) -> Any:
+def service(num_workers=2, context=QUICK, **options):
     """Make a reading service that starts its processes fast."""
     return MultiProcessingReadingService(num_workers, context, **options)
 
 
-def loader(pipe: Any, num_workers: int = 2, context: str | None = QUICK, **options: Any) -> Any:
+def loader(pipe, num_workers=2, context=QUICK, **options):
     """Make a DataLoader2 with it."""
     return DataLoader2(pipe, reading_service=service(num_workers, context, **options))
 
 
-def numbers(count: int = 10) -> Any:
+def numbers(count=10):
     """A pipe of numbers, of which every worker gets its share."""
     return IterableWrapper(range(count)).sharding_filter()
 
 
-def shuffled(count: int = 20) -> Any:
+def shuffled(count=20):
     """The same, in random order."""
     return IterableWrapper(range(count)).shuffle().sharding_filter()
 
 
-def dispatched(count: int = 10) -> Any:
+def dispatched(count=10):
     """A pipe of numbers, made in the dispatching process."""
     return IterableWrapper(range(count)).sharding_round_robin_dispatch(MULTI)
 
@@ -58,23 +51,23 @@ def dispatched(count: int = 10) -> Any:
 class Stays(IterDataPipe):
     """A pipe that must not be copied to workers."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source):
         self.source = source
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         yield from self.source
 
-    def is_replicable(self) -> bool:
+    def is_replicable(self):
         return False
 
 
 class Uneven(IterDataPipe):
     """A pipe that has as many items as its worker's number says."""
 
-    def __init__(self, counts: tuple[int, ...]) -> None:
+    def __init__(self, counts):
         self.counts = counts
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         number = cseq.worker_info().number
         yield from ((number, item) for item in range(self.counts[number]))
 
@@ -86,31 +79,31 @@ class Oops(Exception):
 class Raising(IterDataPipe):
     """A pipe that raises in the place of an item."""
 
-    def __init__(self, source: Any, place: int, error: Exception) -> None:
+    def __init__(self, source, place, error):
         self.source, self.place, self.error = source, place, error
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for place, item in enumerate(self.source):
             if place == self.place:
                 raise self.error
             yield item
 
 
-def with_pid(item: Any) -> tuple[Any, int]:
+def with_pid(item):
     return item, os.getpid()
 
 
-def double(item: Any) -> Any:
+def double(item):
     return 2 * item
 
 
-def draw(item: Any) -> Any:
+def draw(item):
     """Draw from all generators that a reading service seeds."""
     numpy = int(np.random.randint(2**31))
     return item, random.random(), numpy, int(torch.randint(2**31, ()))
 
 
-def slowly(seconds: float, item: Any) -> Any:
+def slowly(seconds, item):
     time.sleep(seconds)
     return item
 
@@ -118,14 +111,14 @@ def slowly(seconds: float, item: Any) -> Any:
 # -- 8, D 5: seeds
 
 
-def random_graph() -> Any:
+def random_graph():
     return IterableWrapper(range(6)).shuffle().map(draw).sharding_filter().map(draw)
 
 
-def random_dispatched_graph() -> Any:
+def random_dispatched_graph():
     pipe = IterableWrapper(range(6)).shuffle().map(draw).sharding_round_robin_dispatch(MULTI)
     return pipe.map(draw).shuffle()
 
 
-def long_graph() -> Any:
+def long_graph():
     return shuffled(40).map(draw)

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cseq._memory import Descriptor, Mapping
+from cseq._memory import Mapping
 from cseq.encoding import codec
 from cseq.encoding._codec import TicketWriter
 from cseq.encoding.pickling import dump
@@ -20,11 +20,11 @@ WIDTH = 1 << 30
 class Indexer:
     """Something with data."""
 
-    def __init__(self, data: Any = None, **more: Any) -> None:
+    def __init__(self, data=None, **more):
         self.data = data
         self.__dict__.update(more)
 
-    def read(self) -> Any:
+    def read(self):
         """Return the data."""
         return self.data
 
@@ -34,17 +34,17 @@ class Slotted:
 
     __slots__ = ("inner",)
 
-    def __init__(self, inner: object) -> None:
+    def __init__(self, inner):
         self.inner = inner
 
 
 class Stateful:
     """Something that says itself what of it is pickled."""
 
-    def __init__(self, lock: object) -> None:
+    def __init__(self, lock):
         self._lock = lock
 
-    def __getstate__(self) -> dict[str, object]:
+    def __getstate__(self):
         return {"renamed": self._lock}
 
 
@@ -62,12 +62,12 @@ class Record:
     value: Any
 
 
-def make(*args: object, **options: object) -> Indexer:
+def make(*args, **options):
     """Make an indexer, as a factory does."""
     return Indexer((args, options))
 
 
-def write_batch(obj: object) -> tuple[Descriptor, codec.Record]:
+def write_batch(obj):
     """Write an object to a file, as a supervisor does."""
     file = sparse_file(WIDTH)
     writer = TicketWriter(file.fd, WIDTH)
@@ -77,28 +77,28 @@ def write_batch(obj: object) -> tuple[Descriptor, codec.Record]:
     return file, record
 
 
-def read(file: Descriptor, record: codec.Record) -> Any:
+def read(file, record):
     """Read it, as a worker does."""
     return codec.decode(Mapping(file.fd, 0, sum(record), own=True), record)
 
 
-def travel(obj: object) -> Any:
+def travel(obj):
     """Send an object through a file, as it goes to a worker."""
     return read(*write_batch(obj))
 
 
-def nbytes(obj: object) -> int:
+def nbytes(obj):
     """Return how many bytes of an object travel."""
     made = dump(obj)
     return len(made.data) + sum(view.nbytes for view in made.buffers)
 
 
-def goes_by_value(obj: object) -> bool:
+def goes_by_value(obj):
     """Whether reading it needs cloudpickle."""
     return b"cloudpickle" in dump(obj).data
 
 
-def arrives_elsewhere(obj: object, expression: str) -> str:
+def arrives_elsewhere(obj, expression):
     """Send an object to a new process, and evaluate an expression of `obj` there."""
     file, record = write_batch(obj)
     written = bytes(Mapping(file.fd, 0, sum(record)))

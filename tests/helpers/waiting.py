@@ -1,18 +1,12 @@
 """Waiting until something is so, and for threads."""
 
-from __future__ import annotations
-
 import threading
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PATIENCE = 60.0  # seconds
 
 
-def until(condition: Callable[[], bool]) -> None:
+def until(condition):
     """Wait until something holds."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
@@ -20,12 +14,12 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def together(*functions: Callable[[], None]) -> None:
+def together(*functions):
     """Run functions at once, in threads of their own; raise the first exception of any of them."""
-    raised: list[BaseException] = []
+    raised = []
     line = threading.Barrier(len(functions))
 
-    def guarded(function: Callable[[], None]) -> None:
+    def guarded(function):
         try:
             line.wait()
             function()

@@ -4,8 +4,6 @@ A file keeps its owner, not the process that made it. Other programs of the same
 too, and so do other processes of pytest.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
@@ -36,7 +34,7 @@ class Witness:
         The variable that processes which this one starts have in their environment.
     """
 
-    def __init__(self, folder: Path, mark: str) -> None:
+    def __init__(self, folder, mark):
         command = [sys.executable, "-I", "-S", __file__, str(folder), str(os.getpid()), mark]
         pipe = subprocess.PIPE
         # Without the variables of this process, by which a test may find its own processes.
@@ -44,23 +42,23 @@ class Witness:
         self._process = subprocess.Popen(command, env=needed, stdin=pipe, stdout=pipe, text=True)
         self._answer()
 
-    def saw_us(self, name: str) -> bool | None:
+    def saw_us(self, name):
         """Whether this process, or one that it has started, made a name; None: nobody was seen."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{name}\n")
         self._process.stdin.flush()
         return self._answer()
 
-    def _answer(self) -> bool | None:
+    def _answer(self):
         assert self._process.stdout is not None
         return ANSWERS[self._process.stdout.readline().strip()]
 
-    def close(self) -> None:
+    def close(self):
         """End the process."""
         self._process.communicate()
 
 
-def descends(pid: int, ancestor: int, mark: str) -> bool:
+def descends(pid, ancestor, mark):
     """Whether a process is another one, descends from it, or has a variable that it has set."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
@@ -72,7 +70,7 @@ def descends(pid: int, ancestor: int, mark: str) -> bool:
         return False
 
 
-def is_of(path: Path, ancestor: int, mark: str) -> bool | None:
+def is_of(path, ancestor, mark):
     """Whether a file is of a process that descends from another one; None: nobody was seen.
 
     It is of the process whose number its name bears, or of those that have it open.
@@ -84,7 +82,7 @@ def is_of(path: Path, ancestor: int, mark: str) -> bool | None:
     return any(has(pid, path) for pid in pids if descends(pid, ancestor, mark)) or None
 
 
-def has(pid: int, path: Path) -> bool:
+def has(pid, path):
     """Whether a process has a file mapped or open."""
     try:
         if f" {path}\n" in Path(f"/proc/{pid}/maps").read_text(errors="replace"):
@@ -95,7 +93,7 @@ def has(pid: int, path: Path) -> bool:
         return False
 
 
-def names_of(events: int) -> list[str]:
+def names_of(events):
     """Read which names were made since the last call."""
     try:
         data = os.read(events, 1 << 16)
@@ -109,13 +107,13 @@ def names_of(events: int) -> list[str]:
     return names
 
 
-def main(folder: Path, ancestor: int, mark: str) -> None:
+def main(folder, ancestor, mark):
     """Look on, and answer questions, until there come no more."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # what it has forked may hold the pipe
-    events: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    events = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     libc.inotify_add_watch(events, os.fsencode(folder), IN_CREATE | IN_MOVED_TO)
-    seen: dict[str, bool | None] = {}
+    seen = {}
     print(None, flush=True)
     while True:
         # Without inotify (a user may have so many of them), nobody is seen.

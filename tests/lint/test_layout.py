@@ -1,7 +1,5 @@
 """The module map in `cseq/__init__.py`, the files on disk and the imports between them agree."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import graphlib
@@ -12,16 +10,10 @@ import sysconfig
 import textwrap
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import pytest
 
 import cseq
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from conftest import RunScript
 
 PACKAGE = Path(cseq.__file__).resolve().parent
 
@@ -34,7 +26,7 @@ CYTHON_IMPORT = re.compile(
 CYTHON_RUNTIME = ("_cython_", "cython_runtime")  # modules without a file, made by Cython's code
 
 
-def module_of(path: Path) -> str:
+def module_of(path):
     """Name the module in a file: `engine/__init__.py` holds `cseq.engine`."""
     parts = [part for part in path.with_suffix("").parts if part != "__init__"]
     return ".".join(["cseq", *parts])
@@ -47,7 +39,7 @@ MODULES = {
 }
 
 
-def modules_on_the_map() -> list[str]:
+def modules_on_the_map():
     """Read the map from top to bottom."""
     modules, folders = [], [Path()]
     branches = list(BRANCH.finditer(inspect.getdoc(cseq) or ""))
@@ -62,14 +54,14 @@ def modules_on_the_map() -> list[str]:
 MAP = modules_on_the_map()
 
 
-def place_of(module: str) -> int:
+def place_of(module):
     """Say how far down the map a module stands; one that is not drawn stands with its folder."""
     if module == "cseq":
         return -1
     return MAP.index(module) if module in MAP else place_of(module.rpartition(".")[0])
 
 
-def imports_of(module: str) -> set[str]:
+def imports_of(module):
     """Find the modules of cseq that a module imports, anywhere in it and for types too."""
     path = MODULES[module]
     texts = [
@@ -80,18 +72,18 @@ def imports_of(module: str) -> set[str]:
     return {name for name in found if name in MODULES and name != module}
 
 
-def cython_imports(text: str) -> set[str]:
+def cython_imports(text):
     """Find import and cimport lines by their look."""
-    found: set[str] = set()
+    found = set()
     for match in CYTHON_IMPORT.finditer(text):
         names = (match["names"] or "").replace(" ", "").split(",")
         found |= as_modules(match["base"], names) if match["base"] else {match["module"]}
     return found
 
 
-def python_imports(text: str) -> set[str]:
+def python_imports(text):
     """Find imports in the syntax tree, and strings that name a module, with or without a name."""
-    found: set[str] = set()
+    found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -103,13 +95,13 @@ def python_imports(text: str) -> set[str]:
     return found
 
 
-def as_modules(base: str, names: list[str]) -> set[str]:
+def as_modules(base, names):
     """Resolve `from base import names`: each is a module of ours, or something in `base`."""
     full = {f"{base}.{name}" for name in names}
     return {name if name in MODULES else base for name in full}
 
 
-def docstring_of(module: str) -> str:
+def docstring_of(module):
     """Read a module's docstring without importing the module."""
     text = MODULES[module].read_text(encoding="utf-8")
     if MODULES[module].suffix == ".pyx":
@@ -117,14 +109,14 @@ def docstring_of(module: str) -> str:
     return ast.get_docstring(ast.parse(text)) or ""
 
 
-def test_the_map_shows_every_module() -> None:
+def test_the_map_shows_every_module():
     """Every module at the top of the package is on the map, once, and what is on it exists."""
     at_the_top = {module for module in MODULES if module.count(".") == 1}
     assert at_the_top <= set(MAP) <= set(MODULES)
     assert len(MAP) == len(set(MAP))
 
 
-def test_imports_point_down_the_map() -> None:
+def test_imports_point_down_the_map():
     """A module imports only what the map shows below it, or a member of its own folder."""
     above = {
         f"{module} imports {name}"
@@ -135,7 +127,7 @@ def test_imports_point_down_the_map() -> None:
     assert above == set()
 
 
-def test_each_adapter_is_listed() -> None:
+def test_each_adapter_is_listed():
     """The docstring of `cseq.adapters` lists its folders and modules, one for each library."""
     listed = re.findall(r"^``(\w+)``  ", docstring_of("cseq.adapters"), re.MULTILINE)
     entries = {path.stem for path in (PACKAGE / "adapters").iterdir()} - {"__pycache__"}
@@ -143,12 +135,12 @@ def test_each_adapter_is_listed() -> None:
     assert all(f"cseq.adapters.{name}" in MODULES for name in listed)
 
 
-def test_no_import_cycles() -> None:
+def test_no_import_cycles():
     """No module imports, through whatever others, itself."""
     graphlib.TopologicalSorter({module: imports_of(module) for module in MODULES}).prepare()
 
 
-def test_a_module_says_what_it_is() -> None:
+def test_a_module_says_what_it_is():
     """A module's docstring begins with one line of 80 characters at most."""
     docstrings = {module: docstring_of(module).splitlines() for module in MODULES}
     assert [
@@ -157,7 +149,7 @@ def test_a_module_says_what_it_is() -> None:
     assert [name for name, lines in docstrings.items() if any(lines[1:2])] == []
 
 
-def test_the_table_of_what_makes_what_visible() -> None:
+def test_the_table_of_what_makes_what_visible():
     """docs/inside/ring.md has each name that the sources mark with ``SYNC:``, and no other."""
     docs = PACKAGE.parent / "docs" / "inside" / "ring.md"
     if not docs.exists():
@@ -202,7 +194,7 @@ REACHING |= {("test_cuda_converter.py", "_lane")}  # that of a receiver in anoth
 REACHING |= {("conftest.py", "_handle")}  # of subprocess.Popen, on Windows
 
 
-def private_names(source: str) -> Iterator[str]:
+def private_names(source):
     """Find the private names of other objects that a test uses, in its scripts, too."""
     tree = ast.parse(source)
     own = {
@@ -221,18 +213,18 @@ def private_names(source: str) -> Iterator[str]:
                 yield from private_names(textwrap.dedent(node.value))
 
 
-def called(function: ast.expr) -> str:
+def called(function):
     """Return the last part of what is called."""
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def is_own(value: ast.expr) -> bool:
+def is_own(value):
     """Whether the object is the one whose class is being written."""
     words = [value.func] if isinstance(value, ast.Call) else [value]
     return all(isinstance(word, ast.Name) and word.id in ("self", "cls", "super") for word in words)
 
 
-def test_tests_use_no_private_names() -> None:
+def test_tests_use_no_private_names():
     """Tests reach into no module's insides: `cseq.testing` and public names show what they need."""
     found = {
         (path.name, name)
@@ -260,7 +252,7 @@ INSIDE = {
 }
 
 
-def test_contract_tests_import_public_modules_alone() -> None:
+def test_contract_tests_import_public_modules_alone():
     """What tests/contract demands does not depend on how cseq is built."""
     imported = {
         module
@@ -270,14 +262,14 @@ def test_contract_tests_import_public_modules_alone() -> None:
     assert imported <= PUBLIC | INSIDE
 
 
-def test_every_header_is_compiled_for_other_systems() -> None:
+def test_every_header_is_compiled_for_other_systems():
     """The file that `make check-headers` compiles includes every C header of the core."""
     text = (Path(__file__).parents[1] / "c" / "headers.c").read_text(encoding="utf-8")
     headers = {path.name for path in (PACKAGE / "include").glob("*.h")}
     assert set(re.findall(r'^#include "(.*)"$', text, re.MULTILINE)) == headers
 
 
-def test_what_scripts_name_exists() -> None:
+def test_what_scripts_name_exists():
     """Each file that makefiles and scripts name is there; each header that C of tests includes."""
     root = PACKAGE.parent
     tests = root / "tests"
@@ -291,7 +283,7 @@ def test_what_scripts_name_exists() -> None:
     assert [name for name in sorted(files) if not (root / name).exists()] == []
 
 
-def test_slow_tests_exist() -> None:
+def test_slow_tests_exist():
     """Each test that slow.txt names is there; the rest leaves no module of tests out."""
     slow, files = (Path(__file__).parents[1] / "slow.txt").read_text(encoding="utf-8").split(), {}
     for name in slow:
@@ -304,7 +296,7 @@ def test_slow_tests_exist() -> None:
     assert slow == sorted(set(slow))
 
 
-def named_tests(body: list[ast.stmt], inside: str = "") -> Iterator[str]:
+def named_tests(body, inside=""):
     """Name the tests of a module or a class, those of classes with these."""
     for node in body:
         if isinstance(node, ast.ClassDef):
@@ -313,7 +305,7 @@ def named_tests(body: list[ast.stmt], inside: str = "") -> Iterator[str]:
             yield inside + node.name
 
 
-def test_all_is_sorted_and_complete() -> None:
+def test_all_is_sorted_and_complete():
     """`__all__` names every public object of the package once, in order."""
     public = {
         name
@@ -365,7 +357,7 @@ LOOKS = {
 }
 
 
-def lines_there() -> dict[str, int]:
+def lines_there():
     """Count the lines that have a budget."""
     found = {
         path: path.read_text(encoding="utf-8").count("\n")
@@ -412,7 +404,7 @@ def lines_there() -> dict[str, int]:
     }
 
 
-def test_the_house_stays_within_its_budget() -> None:
+def test_the_house_stays_within_its_budget():
     """Raise none of these without a reason in the commit."""
     there = lines_there()
     assert there.keys() == BUDGET.keys()
@@ -420,7 +412,7 @@ def test_the_house_stays_within_its_budget() -> None:
     assert above == {}
 
 
-def test_import_needs_numpy_alone(run_anew: RunScript) -> None:
+def test_import_needs_numpy_alone(run_anew):
     """`import cseq` imports nothing from outside the standard library but numpy."""
     script = """
 import sys, numpy
@@ -435,7 +427,7 @@ print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
 
 
 @pytest.mark.parametrize("module", ["cseq.engine.worker"])
-def test_workers_import_nothing_slow(run_anew: RunScript, module: str) -> None:
+def test_workers_import_nothing_slow(run_anew, module):
     """What worker processes import, beside numpy, has no part that makes their start longer."""
     script = f"""
 import sys, numpy
@@ -460,7 +452,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_loader_imports_what_a_first_batch_needs(run_anew: RunScript) -> None:
+def test_a_loader_imports_what_a_first_batch_needs(run_anew):
     """A DataLoader and its first batch import no sequence, no order, no thread and no advice."""
     pytest.importorskip("torch")
     done = run_anew(FIRST)
@@ -479,7 +471,7 @@ def test_a_loader_imports_what_a_first_batch_needs(run_anew: RunScript) -> None:
 @pytest.mark.skipif(
     not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python always has its GIL"
 )
-def test_import_leaves_the_gil_off(run_anew: RunScript) -> None:
+def test_import_leaves_the_gil_off(run_anew):
     """In a free-threaded Python, `import cseq` does not bring the GIL back."""
     done = run_anew("import cseq, sys\nprint(sys._is_gil_enabled())")
     assert done.stdout == "False\n", done.stderr

@@ -1,7 +1,5 @@
 """How cseq is named, built and installed, and what is said where that cannot work."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -30,7 +28,7 @@ needs_build_tools = pytest.mark.skipif(
 )
 
 
-def texts() -> list[Path]:
+def texts():
     """Every text of the project that may name the distribution."""
     top = [path for path in ROOT.iterdir() if path.name.endswith(TEXTS)]
     folders = [ROOT / name for name in ("cseq", "docs", "tests", "examples", "benchmarks")]
@@ -40,7 +38,7 @@ def texts() -> list[Path]:
 
 
 @needs_sources
-def test_what_is_to_be_installed_has_the_name_of_this_distribution() -> None:
+def test_what_is_to_be_installed_has_the_name_of_this_distribution():
     """The project is cseq-loader; on the package index, cseq is the name of another one."""
     assert re.search(r'^name = "cseq-loader"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     wrong = re.compile(r"\bcseq" + r"\[\w|pip install '?cseq" + r"\b(?!-loader)")
@@ -55,7 +53,7 @@ def test_what_is_to_be_installed_has_the_name_of_this_distribution() -> None:
 
 @needs_sources
 @needs_build_tools
-def test_the_description_has_whole_addresses(sources: Path) -> None:
+def test_the_description_has_whole_addresses(sources):
     """A package index shows README.md without the repository: each link has a page or a file."""
     project = (sources / "pyproject.toml").read_text(encoding="utf-8")
     urls = dict(re.findall(r'^(\w+) = "(.+?)/?"$', project, re.MULTILINE))
@@ -75,7 +73,7 @@ def test_the_description_has_whole_addresses(sources: Path) -> None:
 
 @needs_sources
 @needs_build_tools
-def test_the_version_has_one_place(sources: Path) -> None:
+def test_the_version_has_one_place(sources):
     """What is built has the version that `cseq.__version__` says, which pyproject.toml does not."""
     done = setup(sources, "--version")
     assert done.stdout.split()[-1:] == [cseq.__version__], done.stderr
@@ -117,9 +115,7 @@ CHANGES = """# Changelog
         ),
     ],
 )
-def test_a_release_is_of_its_tag(
-    tmp_path: Path, version: str, date: str, tag: str, readme: str, said: str
-) -> None:
+def test_a_release_is_of_its_tag(tmp_path, version, date, tag, readme, said):
     """Another tag than the version, no dated section, or an old first command is refused."""
     for folder in ("cseq", ".ci"):
         (tmp_path / folder).mkdir()
@@ -128,7 +124,7 @@ def test_a_release_is_of_its_tag(
     (tmp_path / "README.md").write_text(readme)
     script = shutil.copy2(RELEASE, tmp_path / ".ci")
 
-    def run(*args: str) -> subprocess.CompletedProcess[str]:
+    def run(*args):
         command = [sys.executable, script, *args]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -140,7 +136,7 @@ def test_a_release_is_of_its_tag(
 
 
 @pytest.mark.skipif(not RELEASE.exists(), reason="not a checkout")
-def test_the_changelog_is_about_this_version() -> None:
+def test_the_changelog_is_about_this_version():
     """The newest section of CHANGELOG.md is that of `cseq.__version__`, and has its four parts."""
     newest = re.findall(r"^## (\S+) \(", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)[
         0
@@ -154,7 +150,7 @@ def test_the_changelog_is_about_this_version() -> None:
 
 
 @needs_sources
-def test_addresses_are_those_of_the_project() -> None:
+def test_addresses_are_those_of_the_project():
     """Files that name the repository or the site give the addresses of pyproject.toml."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     homes = re.findall(r'^(?:Homepage|Documentation) = "(.+?)/?"$', project, re.MULTILINE)
@@ -169,7 +165,7 @@ def test_addresses_are_those_of_the_project() -> None:
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sources(tmp_path_factory):
     """Copy what is needed to build, without what was built; no test of these compiles it.
 
     What Cython has made of the sources comes along: it is made again where it is older than these.
@@ -185,7 +181,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def setup(folder: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def setup(folder, *args, **environment):
     """Run setup.py."""
     return subprocess.run(
         [sys.executable, "setup.py", *args],
@@ -212,9 +208,7 @@ def setup(folder: Path, *args: str, **environment: str) -> subprocess.CompletedP
     ],
     ids=["CC", "PATH"],
 )
-def test_a_missing_compiler_is_named_in_one_sentence(
-    sources: Path, environment: dict[str, str], compiler: str
-) -> None:
+def test_a_missing_compiler_is_named_in_one_sentence(sources, environment, compiler):
     """Without a C compiler, building ends with what to install, and with no traceback."""
     done = setup(sources, "--quiet", "build_ext", "--inplace", **environment)
     assert done.returncode == 1
@@ -226,7 +220,7 @@ def test_a_missing_compiler_is_named_in_one_sentence(
 
 @needs_sources
 @needs_build_tools
-def test_an_sdist_is_the_same_each_time(sources: Path, tmp_path: Path) -> None:
+def test_an_sdist_is_the_same_each_time(sources, tmp_path):
     """With SOURCE_DATE_EPOCH, neither times nor permissions of a checkout are in the archive."""
     archives = []
     for number, (age, mode) in enumerate([(0, 0o644), (86_400, 0o664)]):
@@ -260,7 +254,7 @@ PLATFORMS = [
 @needs_sources
 @pytest.mark.skipif(find_spec("cibuildwheel") is None, reason="no cibuildwheel (`make lint`)")
 @pytest.mark.parametrize(("system", "machine", "names"), PLATFORMS)
-def test_which_wheels_are_published(system: str, machine: str, names: list[str]) -> None:
+def test_which_wheels_are_published(system, machine, names):
     """On each system, cibuildwheel selects the Pythons of the classifiers, and no other one."""
     ask = ["-m", "cibuildwheel", "--print-build-identifiers", "--platform", system]
     done = subprocess.run(
@@ -274,7 +268,7 @@ def test_which_wheels_are_published(system: str, machine: str, names: list[str])
 
 
 @needs_sources
-def test_the_oldest_and_the_newest_python_are_tested() -> None:
+def test_the_oldest_and_the_newest_python_are_tested():
     """A Python of the classifiers has wheels; the workflow tests the oldest and the newest."""
     text = (ROOT / "pyproject.toml").read_text("utf-8")
     versions = re.findall(r"Python :: (3\.\d+)", text)
@@ -285,7 +279,7 @@ def test_the_oldest_and_the_newest_python_are_tested() -> None:
     assert f"CPython {versions[0]} to {versions[-1]} " in page
 
 
-def refusal(folder: Path) -> str:
+def refusal(folder):
     """Import cseq from a folder, and return the last line of the traceback."""
     libraries = str(Path(np.__file__).resolve().parents[1])
     done = subprocess.run(
@@ -301,7 +295,7 @@ def refusal(folder: Path) -> str:
 
 
 @needs_sources
-def test_sources_that_are_not_built_say_what_to_do(sources: Path) -> None:
+def test_sources_that_are_not_built_say_what_to_do(sources):
     """`import cseq` in a source tree without the core ends with the remedy."""
     last = refusal(sources)
     assert last.startswith("ImportError: cseq's compiled core is not built for this Python")
@@ -310,7 +304,7 @@ def test_sources_that_are_not_built_say_what_to_do(sources: Path) -> None:
 
 
 @needs_sources
-def test_files_of_another_project_in_the_folder_are_refused(tmp_path: Path) -> None:
+def test_files_of_another_project_in_the_folder_are_refused(tmp_path):
     """The project that an index calls cseq installs into the same folder: the error says so."""
     shutil.copytree(PACKAGE, tmp_path / "cseq", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "cseq" / "cli.py").write_text("def main(): ...\n", encoding="utf-8")

@@ -1,7 +1,5 @@
 """What the package index and the site need of the README, the pages and docs/conf.py."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -23,32 +21,32 @@ PAGES = sorted(DOCS.rglob("*.md"))
 pytestmark = pytest.mark.skipif(not (DOCS / "conf.py").exists(), reason="the pages are not here")
 
 
-def prose_of(path: Path) -> str:
+def prose_of(path):
     """Return a page without its blocks of code."""
     text = path.read_text(encoding="utf-8")
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"`[^`\n]+`", "", text)
 
 
-def links_of(path: Path) -> list[str]:
+def links_of(path):
     """Find where a page's links and pictures lead."""
     return [match[1] or match[2] for match in LINK.finditer(prose_of(path))]
 
 
-def urls() -> dict[str, str]:
+def urls():
     """Read the project's addresses."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     table = project.partition("[project.urls]\n")[2].partition("\n[")[0]
     return dict(re.findall(r'^(\w+) = "(.+)"$', table, re.MULTILINE))
 
 
-def sections_of(path: Path) -> set[str]:
+def sections_of(path):
     """Name the sections of a page as links do."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"\W+", "-", heading.lower()).strip("-") for heading in headings}
 
 
-def test_the_readme_links_to_files_beside_it() -> None:
+def test_the_readme_links_to_files_beside_it():
     """It has 150 lines at most. Its links work in a clone and before there is a site."""
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     links = [link.partition("#") for link in links_of(ROOT / "README.md")]
@@ -61,13 +59,13 @@ def test_the_readme_links_to_files_beside_it() -> None:
 WORDS = 43_492  # when they were last counted; test_layout.py has the rule
 
 
-def test_the_pages_are_short() -> None:
+def test_the_pages_are_short():
     """They have hardly more words, as `wc -w` counts them: a new page is paid for by another."""
     words = sum(len(page.read_text(encoding="utf-8").split()) for page in PAGES)
     assert words <= WORDS * 1.02
 
 
-def test_code_fits_its_column() -> None:
+def test_code_fits_its_column():
     """Code has 90 columns at most: beside both bars, a page of 1280 pixels shows 96."""
     pages = [*PAGES, ROOT / "README.md", *(ROOT / "examples").glob("*/*.py")]
     wide = {}
@@ -81,14 +79,14 @@ def test_code_fits_its_column() -> None:
     assert {name: width for name, width in wide.items() if width > 90} == {}
 
 
-def test_the_figures_are_those_of_the_results() -> None:
+def test_the_figures_are_those_of_the_results():
     """`python benchmarks/tables.py` puts the figures of results/latest.json into these pages."""
     found = runpy.run_path(str(ROOT / "benchmarks" / "tables.py"))["pages"]()
     assert len(found) > 3
     assert [path.name for path, text in found.items() if path.read_text("utf-8") != text] == []
 
 
-def test_each_promise_has_its_test() -> None:
+def test_each_promise_has_its_test():
     """Each line of the list in reliability.md names tests that are there."""
     page = (DOCS / "inside" / "reliability.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| .*? \| (`test.*) \|$", page, re.MULTILINE)
@@ -100,7 +98,7 @@ def test_each_promise_has_its_test() -> None:
     assert {name for row in rows for name in re.findall("`([^`]+)`", row)} - there == set()
 
 
-def test_the_api_has_each_public_name() -> None:
+def test_the_api_has_each_public_name():
     """docs/reference/api.rst lists all of `cseq.__all__`, and torch's loaders."""
     listed = re.findall(r"^   (\w+)$", (DOCS / "reference" / "api.rst").read_text(), re.MULTILINE)
     wanted = {*cseq.__all__, "DataLoader", "StatefulDataLoader"}
@@ -108,7 +106,7 @@ def test_the_api_has_each_public_name() -> None:
     assert len(listed) == len(set(listed))
 
 
-def test_the_messages_on_the_page_of_errors_are_in_the_sources() -> None:
+def test_the_messages_on_the_page_of_errors_are_in_the_sources():
     """Each message that errors.md quotes is a text of cseq, so that a search for it succeeds."""
     package = Path(cseq.__file__).parent
     code = "".join(path.read_text("utf-8") for path in sorted(package.rglob("*.py")))
@@ -122,7 +120,7 @@ def test_the_messages_on_the_page_of_errors_are_in_the_sources() -> None:
 
 
 @pytest.mark.skipif(not (ROOT / ".ci").exists(), reason="not a checkout")
-def test_the_versions_of_the_site(tmp_path: Path) -> None:
+def test_the_versions_of_the_site(tmp_path):
     """The switcher lists main, the newest release as the stable one, and all releases."""
     for name in ("latest", "stable", "0.2", "0.10"):
         (tmp_path / name).mkdir()
@@ -134,7 +132,7 @@ def test_the_versions_of_the_site(tmp_path: Path) -> None:
     assert "url=stable/" in (tmp_path / "index.html").read_text(encoding="utf-8")
 
 
-def test_the_configuration_asks_no_network() -> None:
+def test_the_configuration_asks_no_network():
     """No inventory of another site is loaded, and the switcher's file is not asked for."""
     tree = ast.parse((DOCS / "conf.py").read_text(encoding="utf-8"))
     values = {
@@ -151,7 +149,7 @@ def test_the_configuration_asks_no_network() -> None:
     assert values.keys() >= {"html_baseurl", "nitpicky", "llms_txt_summary"}
 
 
-def test_an_address_that_moved_leads_to_a_page() -> None:
+def test_an_address_that_moved_leads_to_a_page():
     """The old page is gone, and the new one is there, with the section."""
     tree = ast.parse((DOCS / "conf.py").read_text(encoding="utf-8"))
     (moved,) = (
@@ -166,7 +164,7 @@ def test_an_address_that_moved_leads_to_a_page() -> None:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node")
-def test_the_search_finds_the_right_page_first() -> None:
+def test_the_search_finds_the_right_page_first():
     """docs/search.js asks the built site what newcomers have typed."""
     index = ROOT / "build" / "docs" / "searchindex.js"
     if not index.exists() or any(p.stat().st_mtime > index.stat().st_mtime for p in PAGES):

@@ -1,7 +1,5 @@
 """The benchmarks run, as far as they need no other loader; what they measure is not judged."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -25,7 +23,7 @@ GROUPS_OF_PEERS = {
 pytestmark = pytest.mark.needs("Linux")
 
 
-def run(*args: object) -> subprocess.CompletedProcess[str]:
+def run(*args):
     """Run the program to its end."""
     return subprocess.run(
         [sys.executable, FOLDER / "run.py", *args],

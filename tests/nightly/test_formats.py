@@ -3,8 +3,6 @@
 Formats whose libraries are not installed are skipped; `make check-formats` has them all.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess
@@ -22,7 +20,7 @@ SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.stem not in PROGRA
 pytestmark = pytest.mark.needs("Linux")
 
 
-def missing(script: Path) -> list[str]:
+def missing(script):
     """Name the libraries that a script imports, anywhere in it, and that are not installed."""
     nodes = list(ast.walk(ast.parse(script.read_text(encoding="utf-8"))))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
@@ -31,7 +29,7 @@ def missing(script: Path) -> list[str]:
     return sorted(name for name in tops if find_spec(name) is None)
 
 
-def run(script: Path, *args: object) -> subprocess.CompletedProcess[str]:
+def run(script, *args):
     """Run a script on hardly any data."""
     environment = {"PYTHONPATH": import_path(), "CSEQ_BENCHMARKS_TINY": "1"}
     return subprocess.run(
@@ -44,7 +42,7 @@ def run(script: Path, *args: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=[path.stem for path in SCRIPTS])
-def test_every_sample_once_and_the_same_after_a_resume(script: Path, tmp_path: Path) -> None:
+def test_every_sample_once_and_the_same_after_a_resume(script, tmp_path):
     """Each sample arrives once, as the data set has it, for any workers and after a resume."""
     if lacking := missing(script):
         pytest.skip(f"not installed: {', '.join(lacking)}")
@@ -53,7 +51,7 @@ def test_every_sample_once_and_the_same_after_a_resume(script: Path, tmp_path: P
     assert done.stdout.endswith("all right\n")
 
 
-def test_the_runner_knows_every_format() -> None:
+def test_the_runner_knows_every_format():
     """Each script of the folder is in the runner's list, and an unknown name is refused."""
     done = run(FOLDER / "run.py", "no_such_format")
     assert done.returncode == 1

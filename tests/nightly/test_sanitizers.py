@@ -1,7 +1,5 @@
 """The core's headers alone: sanitizers, kills, interleavings (`make check-sanitizers`: longer)."""
 
-from __future__ import annotations
-
 import pytest
 from sanitizing import needed, passed
 
@@ -12,12 +10,12 @@ pytestmark = needed
     "check",
     ["shuffle", "explore", "stress", "tsan", "asan", "kill", "darwin"],
 )
-def test_the_headers_alone(check: str) -> None:
+def test_the_headers_alone(check):
     """No race, no bad access, no lost wake-up, each ticket once, whoever dies at whatever step."""
     passed(check)
 
 
 @pytest.mark.parametrize("weakness", ["NO_FLAG", "PLAIN_PUBLISH", "NO_OWNER", "RELAXED_PUBLISH"])
-def test_a_weakened_ring_is_caught(weakness: str) -> None:
+def test_a_weakened_ring_is_caught(weakness):
     """The checks can fail: a ring without one of its steps or memory orders does not pass them."""
     assert f"caught: {weakness}" in passed(f"mutant-{weakness}")

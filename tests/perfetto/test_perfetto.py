@@ -1,20 +1,14 @@
 """Perfetto opens a trace without a complaint, and finds in it what happened."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import time
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import cseq
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 perfetto = pytest.importorskip("perfetto")
 pytestmark = [
@@ -30,13 +24,13 @@ SLICES = """select {what} from slice join thread_track on track_id = thread_trac
 class Mortal:
     """Its first worker is killed in batch 25."""
 
-    def __init__(self, mark: Path) -> None:
+    def __init__(self, mark):
         self._mark = mark
 
-    def __call__(self) -> Mortal:
+    def __call__(self):
         return self
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         time.sleep(0.03 if indices[0] % 5 == 0 else 0.012)
         batch = np.sqrt(np.arange(40_000.0 * len(indices)))
         if indices[0] == 100 and not self._mark.exists():
@@ -45,7 +39,7 @@ class Mortal:
         return batch
 
 
-def record(path: Path, mark: Path) -> None:
+def record(path, mark):
     """Record a run of 60 batches, in which a worker dies."""
     manager = cseq.MPSequence(
         Mortal(mark),
@@ -61,7 +55,7 @@ def record(path: Path, mark: Path) -> None:
             time.sleep(0.006)
 
 
-def test_a_run(tmp_path: Path) -> None:
+def test_a_run(tmp_path):
     """Slices by lane, instants: how many, how long, and where."""
     path = tmp_path / "run.json"
     record(path, tmp_path / "mark")
@@ -69,9 +63,8 @@ def test_a_run(tmp_path: Path) -> None:
     with perfetto.Perfetto(path, tmp_path) as page:
         assert page.query("select name, value from stats where value and severity != 'info'") == []
 
-        def ask(what: str, name: str = "*") -> list[list[Any]]:
-            rows: list[list[Any]] = page.query(SLICES.format(what=what, name=name))
-            return rows
+        def ask(what, name="*"):
+            return page.query(SLICES.format(what=what, name=name))
 
         there = sum(e["ph"] == "X" for e in events)
         assert ask("count(*)")[0][0] >= there

@@ -1,21 +1,14 @@
 """Reports in Chromium: no label over another, nothing blank, no scrolling, no network."""
 
-from __future__ import annotations
-
 import json
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from chromium import CHROMIUM, Browser
 
 import cseq
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 
@@ -38,10 +31,10 @@ WIDE = """[...document.querySelectorAll("body *")].filter((e) => !e.closest(".sc
 class Work:
     """Takes some time for a batch, and more for one in twenty."""
 
-    def __init__(self, seconds: float, seldom: float = 0.0) -> None:
+    def __init__(self, seconds, seldom=0.0):
         self._seconds, self._seldom = seconds, seldom
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         is_slow = self._seldom and indices[0] % 20 == 0
         time.sleep(self._seldom if is_slow else self._seconds * (0.7 + 0.1 * (indices[0] % 7)))
         return np.zeros((len(indices), 8))
@@ -58,13 +51,13 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def reports(tmp_path_factory):
     """Run each kind, and write its report."""
     found, folder = {}, tmp_path_factory.mktemp("reports")
     for kind, (seconds, seldom, step, workers) in KINDS.items():
         batches = 12 if kind == "brief" else 100
         make = cseq.MTSequence if kind == "many" else cseq.MPSequence
-        options: dict[str, Any] = {"batch_size": 4, "out_type": "null", "seed": 3}
+        options = {"batch_size": 4, "out_type": "null", "seed": 3}
         work = partial(Work, seconds, seldom)
         manager = make(work, 4 * batches, num_workers=workers, **options)
         with manager.start() as epochs:
@@ -77,14 +70,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser(tmp_path_factory):
     """Open Chromium."""
     with Browser(tmp_path_factory.mktemp("browser")) as browser:
         browser.listen()
         yield browser
 
 
-def overlap(one: list[float], other: list[float]) -> bool:
+def overlap(one, other):
     """Tell whether two boxes share more than a pixel."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     return width > 1 and min(one[3], other[3]) - max(one[1], other[1]) > 1
@@ -93,9 +86,7 @@ def overlap(one: list[float], other: list[float]) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 700, 1400])
-def test_a_report(
-    reports: dict[str, Path], browser: Browser, kind: str, scheme: str, width: int
-) -> None:
+def test_a_report(reports, browser, kind, scheme, width):
     """All boxes of labels, pairwise; what is drawn; how wide it is; what was asked for."""
     browser.asked.clear()
     browser.show(width, scheme)

@@ -3,8 +3,6 @@
 python tests/platforms/debian.py RELEASE PACKAGE FOLDER
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -12,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 
-def apt(folder: Path, *arguments: str, cwd: Path) -> None:
+def apt(folder, *arguments, cwd):
     """Run apt-get with a list of sources of its own: the system's lists stay as they are."""
     options = {
         "Dir::Etc::SourceList": folder / "sources.list",
@@ -25,7 +23,7 @@ def apt(folder: Path, *arguments: str, cwd: Path) -> None:
     subprocess.run([*command, *arguments], cwd=cwd, check=True)
 
 
-def mirror() -> str:
+def mirror():
     """Return the mirror of Debian that apt uses here."""
     targets = ["--format", "$(REPO_URI)", "Origin: Debian", "Label: Debian"]
     asked = subprocess.run(
@@ -38,7 +36,7 @@ def mirror() -> str:
     return asked.stdout.split()[0]
 
 
-def download(release: str, package: str, folder: Path) -> Path:
+def download(release, package, folder):
     """Put the original archive of a source package into a folder; apt checks its signature."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
         scratch = Path(name)

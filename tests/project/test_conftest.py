@@ -1,19 +1,13 @@
 """The leak check itself: each kind of leak fails its test, and nothing else does."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from prepared import Prepared
-
-if TYPE_CHECKING:
-    from conftest import RunScript
 
 TESTS = Path(__file__).parents[1]
 CONFTEST = (TESTS / "conftest.py").read_text(encoding="utf-8")
@@ -146,7 +140,7 @@ def test_a_thread_and_a_process_about_to_end():
 """
 
 
-def run(pytester: pytest.Pytester, conftest: str, source: str) -> pytest.RunResult:
+def run(pytester, conftest, source):
     """Run tests under a conftest, in a process of their own."""
     pytester.makeini(
         f"[pytest]\nfilterwarnings = error\npythonpath = {(TESTS / 'helpers').as_posix()}"
@@ -157,7 +151,7 @@ def run(pytester: pytest.Pytester, conftest: str, source: str) -> pytest.RunResu
 
 
 @needs_proc
-def test_leaks_fail_their_tests(pytester: pytest.Pytester) -> None:
+def test_leaks_fail_their_tests(pytester):
     """Threads, descriptors, processes, zombies, orphans, mappings and names that stay are named.
 
     A leaked process does not outlive the report of it, so it disturbs no other test.
@@ -175,7 +169,7 @@ def test_leaks_fail_their_tests(pytester: pytest.Pytester) -> None:
         assert not stat.exists() or ") Z " in stat.read_text(encoding="utf-8")
 
 
-def test_clean_tests_pass(pytester: pytest.Pytester) -> None:
+def test_clean_tests_pass(pytester):
     """Longer-lived fixtures, hypothesis, garbage and what is about to end are no leaks."""
     run(pytester, CONFTEST, CLEAN).assert_outcomes(passed=5, xfailed=1)
 
@@ -205,9 +199,7 @@ def test_its_names():
 
 
 @needs_proc
-def test_names_of_another_program_are_no_leaks(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_another_program_are_no_leaks(pytester, monkeypatch):
     """Of the same user: what it has open in /dev/shm, and what it leaves there."""
     asked, made = (str(pytester.path / name) for name in ("asked", "made"))
     paths = [f"/dev/shm/{name}_{os.urandom(4).hex()}x" for name in ("psm", "left")]
@@ -221,9 +213,7 @@ def test_names_of_another_program_are_no_leaks(
 
 
 @pytest.mark.needs("fork")
-def test_a_prepared_script_is_as_one_in_a_new_interpreter(
-    run_anew: RunScript, run_script: RunScript, run_prepared: RunScript
-) -> None:
+def test_a_prepared_script_is_as_one_in_a_new_interpreter(run_anew, run_script, run_prepared):
     """It has the same names, path, arguments, variables, folder, streams, errors and status."""
     left_out = ("__loader__", "numpy", "torch")
     source = (
@@ -247,7 +237,7 @@ def test_a_prepared_script_is_as_one_in_a_new_interpreter(
 
 
 @pytest.mark.needs("fork")
-def test_a_prepared_interpreter_that_ended_is_replaced(tmp_path: Path) -> None:
+def test_a_prepared_interpreter_that_ended_is_replaced(tmp_path):
     """The test in which it is missed fails, and says why; the next one has another."""
     script = tmp_path / "script.py"
     script.write_text("print(json)", encoding="utf-8")

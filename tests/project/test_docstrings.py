@@ -1,19 +1,13 @@
 """The examples in the docstrings of the public names, run as they are shown."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import cseq
 from cseq import tokens
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LOADERS = ("DataLoader", "StatefulDataLoader")
 NAMES = [*cseq.__all__, "packed", "progress", *LOADERS]
@@ -25,15 +19,15 @@ GIVEN = {
 }
 
 
-def examples_of(name: str) -> list[doctest.DocTest]:
+def examples_of(name):
     """Find the examples of a public name and of its methods."""
     if name in LOADERS:
         pytest.importorskip("torch", reason="it is torch's")
-    thing: Any = cseq
+    thing = cseq
     for part in name.split("."):
         thing = getattr(thing, part)
     members = vars(thing) if isinstance(thing, type) else {}
-    documented: dict[str, Any] = {name: thing} | {
+    documented = {name: thing} | {
         f"{name}.{key}": member for key, member in members.items() if not key.startswith("_")
     }
     shared = {"__name__": "__main__", "cseq": cseq, "np": np, "tokens": tokens}
@@ -46,24 +40,22 @@ def examples_of(name: str) -> list[doctest.DocTest]:
 
 @pytest.mark.needs("worker processes")
 @pytest.mark.parametrize("name", NAMES)
-def test_examples_print_what_they_show(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_examples_print_what_they_show(name, tmp_path, monkeypatch):
     """Each example of a public name runs and prints what stands below it."""
     monkeypatch.chdir(tmp_path)  # some write files
-    printed: list[str] = []
+    printed = []
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     failed = [test.name for test in examples_of(name) if runner.run(test, out=printed.append)[0]]
     assert not failed, "".join(printed)
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - GIVEN))
-def test_each_public_name_has_an_example(name: str) -> None:
+def test_each_public_name_has_an_example(name):
     """What a program calls is shown in use."""
     assert examples_of(name)[0].examples
 
 
-def test_states_are_explained_with_their_parameters() -> None:
+def test_states_are_explained_with_their_parameters():
     """`load_state_dict` of each class says what it takes, what it raises, and shows it."""
     pytest.importorskip("torch", reason="one of them is torch's")
     for kind in (cseq.MSequence, cseq.DataLoader):

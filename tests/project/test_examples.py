@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeAlias
 
-    from conftest import RunScript
-
     Script: TypeAlias = Callable[..., str]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +53,7 @@ class Block(NamedTuple):
     output: str
 
 
-def blocks_of(page: str) -> list[Block]:
+def blocks_of(page):
     """Cut the Python out of a page, each piece named after the heading above it.
 
     A block whose first line names a file is no script of its own.
@@ -72,16 +70,16 @@ def blocks_of(page: str) -> list[Block]:
     return found
 
 
-def needs(*modules: str) -> pytest.MarkDecorator:
+def needs(*modules):
     """Skip a test where one of these modules is not installed, and say which."""
     missing = [name for name in modules if find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
-def imports_of(code: str) -> set[str]:
+def imports_of(code):
     """Name the modules that a piece of Python imports at its top."""
     nodes = ast.walk(ast.parse(code))
-    found: set[str] = set()
+    found = set()
     for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
@@ -90,20 +88,20 @@ def imports_of(code: str) -> set[str]:
     return found
 
 
-def marks_of(block: Block) -> list[pytest.MarkDecorator]:
+def marks_of(block):
     """Skip a block where its modules, or the system's functions that it calls, are missing."""
     marks = [needs("torch", *imports_of(block.code))]
     return [*marks, pytest.mark.needs("POSIX")] if "os.pread(" in block.code else marks
 
 
 @pytest.fixture
-def output_of(run_prepared: RunScript) -> Script:
+def output_of(run_prepared):
     """Return a function that runs a script as on a machine without CUDA and returns its output.
 
     The script must end well and have nothing to complain of but the lack of CUDA.
     """
 
-    def run(source: Path | str, *args: str) -> str:
+    def run(source, *args):
         code = source if isinstance(source, str) else source.read_text(encoding="utf-8")
         done = run_prepared(code, *args, CUDA_VISIBLE_DEVICES="")
         # torch's profiler names its own steps there
@@ -116,20 +114,20 @@ def output_of(run_prepared: RunScript) -> Script:
 
 
 @needs("torch")
-def test_mdnc_tensors(output_of: Script) -> None:
+def test_mdnc_tensors(output_of):
     """MDNC's first example prints its 512 tensors in order, as MDNC's documentation shows them."""
     expected = "".join(f"tensor([{i}.])\n" for i in range(512))
     assert output_of(EXAMPLES / "mdnc_tensors.py") == expected
 
 
-def test_mdnc_arrays(output_of: Script) -> None:
+def test_mdnc_arrays(output_of):
     """MDNC's second example prints the 512 arrays that the indexer returned, in order."""
     expected = "".join(f"[{i}]\n" for i in range(512))
     assert output_of(EXAMPLES / "mdnc_arrays.py") == expected
 
 
 @needs("h5py", "matplotlib", "sklearn", "torch")
-def test_digits(output_of: Script, tmp_path: Path) -> None:
+def test_digits(output_of, tmp_path):
     """The demo learns the digits from the stream that test mode has, with any number of workers."""
     one = digits(output_of, workers=1)
     assert accuracy_after(4, one) > 95
@@ -144,32 +142,32 @@ def test_digits(output_of: Script, tmp_path: Path) -> None:
     assert len(learned(three)) == 4
 
 
-def digits(output_of: Script, *, workers: int) -> list[str]:
+def digits(output_of, *, workers):
     """Run the demo over four epochs, writing to `out`, and return the lines that it prints."""
     options = ["--epochs", "4", "--workers", str(workers), "--out", "out"]
     return output_of(EXAMPLES / "digits.py", *options).splitlines()
 
 
-def accuracy_after(epoch: int, lines: list[str]) -> float:
+def accuracy_after(epoch, lines):
     """Return the percentage on the line of an epoch."""
     line = next(line for line in lines if line.startswith(f"epoch {epoch:2}:"))
     return float(line.partition("held-out accuracy ")[2].split()[0])
 
 
-def hash_after(word: str, lines: list[str]) -> str:
+def hash_after(word, lines):
     """Return the SHA-256 on the line that begins with this word."""
     digests = [line.split()[1] for line in lines if line.split()[0] == word]
     assert [len(digest) for digest in digests] == [64]
     return digests[0]
 
 
-def learned(lines: list[str]) -> list[str]:
+def learned(lines):
     """Return the loss and accuracy of every epoch, without the times."""
     return [line.split(" %, ")[0] for line in lines if line.startswith("epoch ")]
 
 
 @needs("sklearn", "torch")
-def test_digits_ray(output_of: Script) -> None:
+def test_digits_ray(output_of):
     """The network learns from what a cluster would make, too: tests/ray has that it is the same."""
     lines = output_of(EXAMPLES / "digits_ray.py", "--here", "--epochs", "3").splitlines()
     losses = [float(line.rpartition(" ")[2]) for line in lines]
@@ -190,10 +188,10 @@ def test_digits_ray(output_of: Script) -> None:
         pytest.param("blocks_parquet.py", [], marks=needs("pyarrow")),
     ],
 )
-def test_orders(output_of: Script, name: str, options: list[str]) -> None:
+def test_orders(output_of, name, options):
     """What a script learns by an order falls, and is the same if it stops anywhere and goes on."""
 
-    def run(folder: str, *more: str) -> list[str]:
+    def run(folder, *more):
         return output_of(EXAMPLES / name, *options, "--out", folder, *more).splitlines()
 
     whole = run("whole")
@@ -209,7 +207,7 @@ def test_orders(output_of: Script, name: str, options: list[str]) -> None:
 
 @NIGHTLY
 @needs("sklearn", "torch", "torchdata")
-def test_digits_dataloader2(output_of: Script) -> None:
+def test_digits_dataloader2(output_of):
     """A DataLoader2 with shuffle, sharding and batches trains the demo's network as well."""
     lines = output_of(EXAMPLES / "digits_dataloader2.py", "--epochs", "4").splitlines()
     assert accuracy_after(4, lines) > 95
@@ -219,7 +217,7 @@ def test_digits_dataloader2(output_of: Script) -> None:
 @NIGHTLY
 @needs("sklearn", "torch")
 @pytest.mark.needs("fork")
-def test_digits_dataloader(output_of: Script) -> None:
+def test_digits_dataloader(output_of):
     """With one line changed, torch's own workers train the network with the same losses."""
     source = (EXAMPLES / "digits_dataloader.py").read_text(encoding="utf-8")
     # Other start methods than fork need a guard of the main module with torch's loader.
@@ -238,7 +236,7 @@ def test_digits_dataloader(output_of: Script) -> None:
 
 @NIGHTLY
 @needs("h5py", "returnn", "torch", "tree")
-def test_returnn_hdf(output_of: Script) -> None:
+def test_returnn_hdf(output_of):
     """RETURNN trains with the same losses, to the last bit, and they fall."""
     lines = output_of(EXAMPLES / "returnn_hdf.py", "--epochs", "2", "--out", "out").splitlines()
     assert lines[:2] == ["plain.config: HDFDataset", "workers.config: MultiProcDataset"]
@@ -257,12 +255,12 @@ def test_returnn_hdf(output_of: Script) -> None:
         for block in blocks_of(page)
     ],
 )
-def test_python_on_the_pages(block: Block, output_of: Script) -> None:
+def test_python_on_the_pages(block, output_of):
     """Each piece of Python on a page is a whole script, and prints what the page says."""
     assert output_of(block.code) == block.output
 
 
-def test_the_killed_worker_on_the_page(run_prepared: RunScript) -> None:
+def test_the_killed_worker_on_the_page(run_prepared):
     """The user's test in reliability.md: a worker is killed, and the loop does not notice.
 
     The log says so, unless everything was made before the death was seen.
@@ -274,13 +272,13 @@ def test_the_killed_worker_on_the_page(run_prepared: RunScript) -> None:
     assert re.fullmatch(log, done.stderr), done.stderr
 
 
-def test_the_example_of_the_readme_is_short() -> None:
+def test_the_example_of_the_readme_is_short():
     """The first example is one that a newcomer can take in: 20 lines of code."""
     first = blocks_of("README.md")[0]
     assert len([line for line in first.code.splitlines() if line.strip()]) <= 20
 
 
-def test_each_recipe_is_on_a_page() -> None:
+def test_each_recipe_is_on_a_page():
     """The pages show all files of examples/data and examples/frameworks, each once."""
     pages = (ROOT / "docs" / "how-to").rglob("*.md")
     shown = [name for path in pages for name in INCLUDED.findall(path.read_text(encoding="utf-8"))]
@@ -288,7 +286,7 @@ def test_each_recipe_is_on_a_page() -> None:
     assert sorted(shown) == sorted(path.relative_to(EXAMPLES).as_posix() for path in files)
 
 
-def test_the_reference_lists_every_argument() -> None:
+def test_the_reference_lists_every_argument():
     """The reference's table has the arguments of MSequence in their order, with their defaults."""
     text = (ROOT / "docs" / "reference" / "manager.md").read_text(encoding="utf-8")
     table = text.partition("## Arguments")[2].partition("\n\n| `out_type` |")[0]
@@ -297,7 +295,7 @@ def test_the_reference_lists_every_argument() -> None:
     assert ROW.findall(table) == defaults
 
 
-def test_the_reference_names_everything_public() -> None:
+def test_the_reference_names_everything_public():
     """Every public name of cseq, and every public method and property, is in the reference."""
     pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
     text = "".join(path.read_text(encoding="utf-8") for path in pages)
@@ -307,7 +305,7 @@ def test_the_reference_names_everything_public() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "slow").glob("*.py")), ids=lambda p: p.stem)
-def test_slow_loops(path: Path, output_of: Script) -> None:
+def test_slow_loops(path, output_of):
     """Each runs, takes what its remedy changes, and is on the page, with what was seen of it."""
     source, run, advice = path.read_text(encoding="utf-8").partition("\n\nif __name__ == ")
     assert run + advice == '\n\nif __name__ == "__main__":\n    print(train().advice())\n'

@@ -1,7 +1,5 @@
 """The core's headers alone: two checks of `make check-nightly`, which has all."""
 
-from __future__ import annotations
-
 import pytest
 from sanitizing import needed, passed
 
@@ -9,6 +7,6 @@ pytestmark = needed
 
 
 @pytest.mark.parametrize("check", ["explore", "kill"])
-def test_the_headers_alone(check: str) -> None:
+def test_the_headers_alone(check):
     """Each ticket once, under each interleaving, and if a party dies at any step."""
     passed(check)

@@ -1,7 +1,5 @@
 """examples/pretrain_lm.py, the script of the page on pre-training: killed, and gone on with."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,10 +7,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from conftest import RunScript
-
     Run = tuple[list[str], list[list[str]]]
 
 pytest.importorskip("torch.distributed.fsdp", reason="torch has no FSDP2")
@@ -64,10 +58,10 @@ print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pi
 
 
 @pytest.fixture
-def run(tmp_path: Path, run_prepared: RunScript) -> Callable[..., Run]:
+def run(tmp_path, run_prepared):
     """Return a function that runs the script on ranks: what it prints, each global batch's rows."""
 
-    def run_on(ranks: int, name: str, folder: str, kill_at: int = -1) -> Run:
+    def run_on(ranks, name, folder, kill_at=-1):
         options = ["--out", folder, "--steps", f"{STEPS}"]
         given = [str(SCRIPT), name, f"{ranks}", f"{kill_at}", *options]
         done = run_prepared(RANKS, *given, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
@@ -78,7 +72,7 @@ def run(tmp_path: Path, run_prepared: RunScript) -> Callable[..., Run]:
     return run_on
 
 
-def rows_of(folder: Path, name: str, ranks: int) -> list[list[str]]:
+def rows_of(folder, name, ranks):
     """Return the rows of each step, those of all ranks: tokens, labels, documents."""
     parts = [(folder / f"{name}.{rank}").read_text().splitlines() for rank in range(ranks)]
     steps = []
@@ -88,7 +82,7 @@ def rows_of(folder: Path, name: str, ranks: int) -> list[list[str]]:
     return steps
 
 
-def test_a_killed_job_goes_on_with_any_ranks(run: Callable[..., Run]) -> None:
+def test_a_killed_job_goes_on_with_any_ranks(run):
     """It gets the rows of the checkpoint on; on as many ranks, it prints the same losses."""
     lines, steps = run(2, "whole", "whole")
     assert [line.split(":")[0] for line in lines] == [f"step {k + 1}" for k in range(STEPS)]

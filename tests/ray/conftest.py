@@ -3,13 +3,10 @@
 `make check-ray` runs them. Without Ray, there is nothing to collect.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import pytest
@@ -22,7 +19,6 @@ try:
     from drawing import DrawsSlowly, await_agents
     from local_cluster import (
         QUICK_DEATHS,
-        LocalCluster,
         kill,
         local_cluster,
         shared_names,
@@ -37,11 +33,8 @@ except ImportError:
 
 import cseq
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Ray warns of much; what cseq warns of stays an error. Fleets get the tests' own workers."""
     for module in {item.module for item in items if isinstance(item, pytest.Function)}:
         cloudpickle.register_pickle_by_value(module)
@@ -51,14 +44,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[LocalCluster]:
+def cluster():
     """A head without CPUs and two nodes with one each; deaths of nodes are noticed at once."""
     with local_cluster(2, **QUICK_DEATHS) as running:
         yield running
 
 
 @pytest.fixture
-def fleet(cluster: LocalCluster) -> Iterator[cseq.RayFleet]:
+def fleet(cluster):
     """Two agents with a worker each, on two nodes; both are there."""
     with cseq.RayFleet(DrawsSlowly, 2, 1) as fleet:
         await_agents(fleet)
@@ -66,7 +59,7 @@ def fleet(cluster: LocalCluster) -> Iterator[cseq.RayFleet]:
 
 
 @pytest.fixture
-def added_node(cluster: LocalCluster) -> Iterator[Any]:
+def added_node(cluster):
     """A further node, with the resource `added`; the test may remove it."""
     node = cluster.add_node(resources={"added": 1})
     yield node
@@ -75,7 +68,7 @@ def added_node(cluster: LocalCluster) -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(request: pytest.FixtureRequest, cluster: LocalCluster) -> Iterator[None]:
+def nothing_left_behind(request, cluster):
     """Fail a test that leaves an actor, a process of one, an object, a thread, or that spilled.
 
     In place of the check of all other tests: Ray starts processes and threads when it likes.

@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {"buffer": 16}  # so that the loop is never far from the
 class Draws:
     """Draws from all generators; batches have different sizes, some over 100 KB."""
 
-    def __getitem__(self, indices: np.ndarray[Any, Any]) -> Any:
+    def __getitem__(self, indices):
         drawn = cseq.rng().integers(1000, size=len(indices))
         large = np.arange(int(indices[0]) % 9 * 3000)
         return indices, drawn, np.random.randint(1000), random.random(), large  # noqa: NPY002
@@ -33,18 +33,18 @@ class Draws:
 class DrawsSlowly(Draws):
     """Takes a few milliseconds."""
 
-    def __getitem__(self, indices: np.ndarray[Any, Any]) -> Any:
+    def __getitem__(self, indices):
         time.sleep(0.004)
         return super().__getitem__(indices)
 
 
-def sequence(fleet: Any, **options: Any) -> Any:
+def sequence(fleet, **options):
     """Make a sequence on a fleet."""
     return cseq.RaySequence(fleet, SAMPLES, 2, **OPTIONS | options)
 
 
 @functools.cache
-def in_test_mode(worker: Any = Draws, epoch: int = 0, samples: int = SAMPLES) -> list[Any]:
+def in_test_mode(worker=Draws, epoch=0, samples=SAMPLES):
     """List the batches of an epoch that test mode makes."""
     manager = cseq.MPSequence(worker, samples, **OPTIONS)
     manager.set_epoch(epoch)
@@ -52,12 +52,12 @@ def in_test_mode(worker: Any = Draws, epoch: int = 0, samples: int = SAMPLES) ->
         return list(batches)
 
 
-def assert_is_test_mode(got: list[Any], worker: Any = Draws, epoch: int = 0) -> None:
+def assert_is_test_mode(got, worker=Draws, epoch=0):
     """Fail unless these are the batches of an epoch in test mode, bit for bit."""
     assert_same(got, in_test_mode(worker, epoch))
 
 
-def pids(fleet: Any) -> list[int]:
+def pids(fleet):
     """List the process ids of the agents that answer now."""
     calls = [fleet.ask(handle) for handle in fleet.handles]
     found = []
@@ -67,11 +67,11 @@ def pids(fleet: Any) -> list[int]:
     return found
 
 
-def await_agents(fleet: Any, count: int = 2, without: Any = ()) -> list[int]:
+def await_agents(fleet, count=2, without=()):
     """Wait until so many agents answer, none of which is one of these; return their ids."""
-    there: list[int] = []
+    there = []
 
-    def look() -> bool:
+    def look():
         there[:] = set(pids(fleet)) - set(without)
         return len(there) == count
 

@@ -18,13 +18,10 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 ADDRESS = "127.0.0.2"
 STORE = 200 << 20  # bytes, of each node
@@ -52,7 +49,7 @@ class LocalCluster:
     folder: Path
     nodes: list[Any] = field(default_factory=list)
 
-    def add_node(self, **arguments: Any) -> Any:
+    def add_node(self, **arguments):
         """Start a node with one CPU; wait until the cluster has it."""
         arguments = {"num_cpus": 1, "object_store_memory": STORE} | arguments
         node = self.cluster.add_node(node_ip_address=ADDRESS, **arguments)
@@ -60,32 +57,32 @@ class LocalCluster:
         until(lambda: node.node_id in self.alive(), "the node is not there")
         return node
 
-    def remove_node(self, node: Any) -> None:
+    def remove_node(self, node):
         """Kill a node without a warning; wait until the cluster knows."""
         self.nodes.remove(node)
         self.cluster.remove_node(node, allow_graceful=False)
         until(lambda: node.node_id not in self.alive(), "the node is still there")
 
-    def alive(self) -> set[str]:
+    def alive(self):
         """Return the ids of the nodes that the cluster believes to be alive."""
         return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
-    def stored(self) -> int:
+    def stored(self):
         """Count the bytes in all object stores together."""
         of = "object_store_memory"
         return int(ray.cluster_resources()[of] - ray.available_resources().get(of, 0))
 
-    def spills(self) -> set[Path]:
+    def spills(self):
         """Find the logs of processes that wrote objects to a disk; one is there from the first."""
         return set(self.folder.glob("ray/session_*/logs/*spill_worker*"))
 
-    def at_work(self) -> dict[int, str]:
+    def at_work(self):
         """Find the actors, and all processes that these have started: pid → command."""
         return at_work(self.folder)
 
 
 @contextlib.contextmanager
-def local_cluster(nodes: int, **system: object) -> Iterator[LocalCluster]:
+def local_cluster(nodes, **system):
     """Start a cluster and connect to it; leave nothing of it. `system`: Ray's internal settings."""
     # A short name: paths of sockets, which are below, have 107 bytes at most.
     folder = Path(tempfile.mkdtemp(prefix="cseq-ray-"))
@@ -116,7 +113,7 @@ def local_cluster(nodes: int, **system: object) -> Iterator[LocalCluster]:
     assert shared_names() <= shm
 
 
-def await_end(folder: Path) -> dict[int, bytes]:
+def await_end(folder):
     """Wait until no process is left; kill what does not end, and return what is not Ray's."""
     with contextlib.suppress(TimeoutError):
         until(lambda: not processes_of(folder), "processes are left")
@@ -125,14 +122,14 @@ def await_end(folder: Path) -> dict[int, bytes]:
     return {pid: command for pid, command in left.items() if not OF_A_NODE.match(command)}
 
 
-def kill(pids: Iterable[int]) -> None:
+def kill(pids):
     """Kill processes, if they are still there."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def at_work(folder: Path) -> dict[int, str]:
+def at_work(folder):
     """Find a cluster's actors, and all processes that these have started: pid → command."""
     return {
         pid: command.decode(errors="replace")
@@ -141,16 +138,16 @@ def at_work(folder: Path) -> dict[int, str]:
     }
 
 
-def processes_of(folder: Path) -> dict[int, bytes]:
+def processes_of(folder):
     """Find all processes of the cluster whose sessions lie in `folder`: pid → command line.
 
     A process belongs to it whose environment names the folder, or whose parent belongs to it: some
     of Ray's write their title over their environment. This process, the driver, is not counted.
     """
     mark = f"RAY_TMPDIR={folder}\0".encode()
-    parents: dict[int, int] = {}
-    commands: dict[int, bytes] = {}
-    marked: set[int] = set()
+    parents = {}
+    commands = {}
+    marked = set()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal() or int(entry.name) == os.getpid():
             continue
@@ -168,12 +165,12 @@ def processes_of(folder: Path) -> dict[int, bytes]:
     return {pid: commands[pid] for pid in sorted(marked)}
 
 
-def shared_names() -> set[str]:
+def shared_names():
     """List the files of shared memory, without locks of multiprocessing: other programs' alone."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
-def until(condition: Callable[[], bool], complaint: str) -> None:
+def until(condition, complaint):
     """Ask again and again, for `GRACE` seconds at most, until something is so."""
     deadline = time.monotonic() + GRACE
     while not condition():

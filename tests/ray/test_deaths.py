@@ -1,7 +1,5 @@
 """Agents and nodes die or stop: the stream is that of test mode."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Loops and programs end in all ways: nothing stays on the cluster, nothing is delivered twice."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Errors of indexers and of agents that cannot start: each is raised in the loop as what it is."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Fleets: a sequence's own, one with copies in other processes, one of several sequences."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

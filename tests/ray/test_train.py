@@ -1,7 +1,5 @@
 """Ray Train and Ray Tune: ranks and trials with a fleet of their driver's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

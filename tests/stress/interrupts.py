@@ -43,12 +43,12 @@ WRONG = ("lost", "doubled", "misplaced", "slots left")
 COLUMNS = ("interrupts", "epochs", "items", *WRONG)
 
 
-def content(name: int) -> np.ndarray:
+def content(name):
     """Make what lies in an item; some are large."""
     return np.full(LARGE if name % 16 == 0 else name % 7 + 1, name, np.int64)
 
 
-def checked(name: int, data: Any) -> int:
+def checked(name, data):
     """Return an item's name, or -1 if its data are not its own."""
     own = np.asarray(data)
     return name if len(own) == len(content(name)) and (own == name).all() else -1
@@ -63,14 +63,14 @@ class Loop:
 
     ordered = True
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng):
         self.rng = rng
         self.items: Iterator[Any] = iter(())
         self.got: list[Any] = []
         self.found: list[int] = []
         self.epoch = 0
 
-    def names(self) -> list[int]:
+    def names(self):
         """Choose the names of the next epoch's items, which no other epoch has."""
         self.epoch += 1
         names = [10_000 * self.epoch + k for k in range(self.rng.choice([3, 100, 1000]))]
@@ -78,26 +78,26 @@ class Loop:
         self.got, self.found = [], []
         return names
 
-    def begin(self) -> list[int]:
+    def begin(self):
         raise NotImplementedError
 
-    def take(self) -> bool:
+    def take(self):
         self.got.extend(self.items)  # in C: no handler runs between an item's coming and its place
         return True
 
-    def look(self) -> list[int]:
+    def look(self):
         self.found += [self.name(item) for item in self.got]
         self.got = []
         return self.found
 
-    def name(self, item: Any) -> int:
+    def name(self, item):
         return checked(*item)
 
-    def slots_in_use(self) -> int:
+    def slots_in_use(self):
         """Count the slots that are in use after an epoch, and should not be."""
         return 0
 
-    def close(self) -> None:
+    def close(self):
         raise NotImplementedError
 
 
@@ -107,10 +107,10 @@ class Loop:
 class Worker:
     """Gives a batch its samples, and content of the first one's name."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds):
         self.seconds = seconds
 
-    def __getitem__(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, indices):
         if self.seconds:
             time.sleep(self.seconds)
         return indices, content(int(indices[0]))
@@ -119,7 +119,7 @@ class Worker:
 class Sequence(Loop):
     """An `MSequence`: a batch's name is its place in the epoch."""
 
-    def __init__(self, rng: random.Random, kind: str, *, ordered: bool = True) -> None:
+    def __init__(self, rng, kind, *, ordered=True):
         super().__init__(rng)
         self.ordered = ordered
         self.processes = kind == "proc"
@@ -133,7 +133,7 @@ class Sequence(Loop):
         )  # fmt: skip
         self.m.start_test() if kind == "test" else self.m.start()
 
-    def begin(self) -> list[int]:
+    def begin(self):
         self.items = iter(self.m)
         self.got, self.found = [], []
         order = cseq.permutation(self.count, self.seed, self.m.epoch)
@@ -141,13 +141,13 @@ class Sequence(Loop):
         self.order = order
         return list(range(len(self.m)))
 
-    def name(self, item: Any) -> int:
+    def name(self, item):
         indices, data = item
         place = self.places.get(int(indices[0]), -1)
         mine = place >= 0 and np.array_equal(indices, self.order[4 * place : 4 * place + 4])
         return place if mine and checked(int(indices[0]), data) >= 0 else -1
 
-    def slots_in_use(self) -> int:
+    def slots_in_use(self):
         if not self.processes:
             return 0
         slots = held.slots(self.m)
@@ -162,7 +162,7 @@ class Sequence(Loop):
             slots = held.slots(self.m)
         return slots.leased + slots.taken
 
-    def close(self) -> None:
+    def close(self):
         self.m.finish()
 
 
@@ -172,17 +172,17 @@ class Sequence(Loop):
 class Producer:
     """Makes items of their names: of an assignment in turn, or of keys."""
 
-    def __init__(self, seconds: float, number: int, num_workers: int) -> None:
+    def __init__(self, seconds, number, num_workers):
         self.seconds, self.number, self.num_workers = seconds, number, num_workers
 
-    def begin(self, names: list[int]) -> int:
+    def begin(self, names):
         self.names = names[self.number :: self.num_workers]
         return len(names)
 
-    def items(self, start: int) -> Iterator[Any]:
+    def items(self, start):
         return map(self.make, self.names[start:])
 
-    def make(self, key: Any) -> tuple[int, np.ndarray]:
+    def make(self, key):
         if self.seconds:
             time.sleep(self.seconds)
         name = int(key if isinstance(key, str) else key[0] if isinstance(key, list) else key)
@@ -192,14 +192,7 @@ class Producer:
 class Stream(Loop):
     """`Streams`, taken by iteration."""
 
-    def __init__(
-        self,
-        rng: random.Random,
-        *,
-        keyed: bool = False,
-        kind: str = "processes",
-        **options: Any,
-    ) -> None:
+    def __init__(self, rng, *, keyed=False, kind="processes", **options):
         super().__init__(rng)
         self.ordered = options.get("ordered", True)
         self.keyed, self.options = keyed, options
@@ -209,7 +202,7 @@ class Stream(Loop):
             prefetch=rng.choice([1, 3, 20]), start_method="fork", kind=kind,
         )  # fmt: skip
 
-    def begin(self) -> list[int]:
+    def begin(self):
         names = self.names()
         if self.keyed:
             keys = iter([[n] if n % 3 else str(n) for n in names])
@@ -219,10 +212,10 @@ class Stream(Loop):
         self.items = iter(self.s)
         return names
 
-    def slots_in_use(self) -> int:
+    def slots_in_use(self):
         return len(lost_slots(self.s))
 
-    def close(self) -> None:
+    def close(self):
         self.s.close()
 
 
@@ -247,9 +240,7 @@ KINDS: dict[str, Callable[[random.Random], Loop]] = {
 }
 
 
-def compare(
-    expected: list[int], found: list[int], count: Counter[str], *, ordered: bool, over: bool
-) -> None:
+def compare(expected, found, count, *, ordered, over):
     """Count what is wrong with the items of an epoch; if it is not over, the last ones may lack."""
     place = {name: k for k, name in enumerate(expected)}
     places = [place[name] for name in found if name in place]
@@ -262,9 +253,9 @@ def compare(
         count["misplaced"] += sum(after < before for before, after in pairwise(places))
 
 
-def run_epoch(loop: Loop, alarm: Alarm, count: Counter[str]) -> None:
+def run_epoch(loop, alarm, count):
     """Go through an epoch, or leave it in its middle."""
-    expected: list[int] = []
+    expected = []
     while not expected:
         expected = alarm.during(loop.begin, [])
     stop = len(expected) if loop.rng.random() < 0.7 else loop.rng.randrange(len(expected))
@@ -278,7 +269,7 @@ def run_epoch(loop: Loop, alarm: Alarm, count: Counter[str]) -> None:
         count["slots left"] += loop.slots_in_use()
 
 
-def run_kind(name: str, times: int, seed: int) -> Counter[str]:
+def run_kind(name, times, seed):
     """Run loops of a kind until they were interrupted so many times."""
     rng, count = random.Random(f"{seed} {name}"), Counter[str]()
     alarm = Alarm(rng, count, share=0.99)
@@ -290,7 +281,7 @@ def run_kind(name: str, times: int, seed: int) -> Counter[str]:
     return count
 
 
-def main(times: int, seed: int, names: list[str]) -> int:
+def main(times, seed, names):
     """Run the kinds, print a line for each, and return how much was wrong."""
     print(f"Python {sys.version.split()[0]}, seed {seed}, {times} interrupts of each kind")
     print(f"{'':20}" + "".join(f"{what:>12}" for what in COLUMNS), flush=True)

@@ -6,21 +6,16 @@ import signal
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cseq.stream import Streams
 
-if TYPE_CHECKING:
-    import random
-    from collections import Counter
-    from collections.abc import Callable, Iterator
-
 SIZES = {"small": (0, 30), "mixed": (0, 9000), "large": (4000, 200_000)}
 
 
-def item_of(seed: int, worker: int, k: int, sizes: str) -> tuple[int, int, np.ndarray]:
+def item_of(seed, worker, k, sizes):
     """Make an item, which is known by its place alone."""
     least, most = SIZES[sizes]
     mixed = (seed * 1_000_003 + worker * 10_007 + k * 7919) % 1_000_000_007
@@ -31,23 +26,23 @@ def item_of(seed: int, worker: int, k: int, sizes: str) -> tuple[int, int, np.nd
 class Maker:
     """Makes a worker's items: as its assignment says, so many from a seed."""
 
-    def __init__(self, sizes: str, microseconds: int, number: int, num_workers: int) -> None:
+    def __init__(self, sizes, microseconds, number, num_workers):
         del num_workers
         self.sizes, self.seconds, self.number = sizes, microseconds / 1e6, number
         self.pause = threading.Event()
 
-    def begin(self, assignment: tuple[int, list[int]]) -> tuple[int, int]:
+    def begin(self, assignment):
         self.seed, lengths = assignment
         self.length = lengths[self.number]
         return self.number, self.length
 
-    def items(self, start: int) -> Iterator[Any]:
+    def items(self, start):
         for k in range(start, self.length):
             if self.seconds:
                 self.pause.wait(self.seconds)
             yield item_of(self.seed, self.number, k, self.sizes)
 
-    def double(self, value: np.ndarray) -> tuple[int, np.ndarray]:
+    def double(self, value):
         return self.number, 2 * value
 
 
@@ -61,12 +56,12 @@ class Alarm:
         How much of what is done has a signal, after a millisecond at the latest.
     """
 
-    def __init__(self, rng: random.Random, count: Counter[str], share: float = 0.1) -> None:
+    def __init__(self, rng, count, share=0.1):
         self.rng, self.count, self.share = rng, count, share
         self.armed = False
         signal.signal(signal.SIGALRM, self.strike)
 
-    def strike(self, number: int, frame: object) -> None:
+    def strike(self, number, frame):
         """Raise, if something can be interrupted now."""
         del number, frame
         if self.armed:
@@ -74,7 +69,7 @@ class Alarm:
             self.count["interrupts"] += 1
             raise KeyboardInterrupt
 
-    def during(self, step: Callable[[], Any], default: Any = None) -> Any:
+    def during(self, step, default=None):
         """Do something; where it is interrupted, return the default."""
         if self.rng.random() >= self.share:
             return step()
@@ -94,9 +89,7 @@ class Alarm:
 class StreamTrial:
     """Streams, through some epochs; after `end` (of `time.monotonic`) they are broken off."""
 
-    def __init__(
-        self, rng: random.Random, killer: Any, count: Counter[str], alarm: Alarm, end: float
-    ) -> None:
+    def __init__(self, rng, killer, count, alarm, end):
         self.end = end
         self.rng, self.killer, self.count, self.alarm = rng, killer, count, alarm
         self.workers = rng.randint(1, 4)
@@ -104,7 +97,7 @@ class StreamTrial:
         self.most = rng.choice([3, 40, 1000]) if self.sizes == "small" else rng.choice([3, 40, 150])
         self.held: list[tuple[Any, int]] = []  # an item, and its epoch's seed
 
-    def streams(self) -> Streams:
+    def streams(self):
         """Make them."""
         rng = self.rng
         return Streams(
@@ -115,7 +108,7 @@ class StreamTrial:
             kind=rng.choice(["processes"] * 5 + ["threads"]),
         )  # fmt: skip
 
-    def run(self) -> None:
+    def run(self):
         """Go through some epochs, and end in one of several ways."""
         s = self.streams()
         self.killer.workers = self.workers
@@ -134,13 +127,13 @@ class StreamTrial:
         del s
         self.look_at_held(all_of_them=True)
 
-    def begin(self, s: Streams, seed: int, lengths: list[int]) -> None:
+    def begin(self, s, seed, lengths):
         """Begin an epoch, until nothing has interrupted that."""
         begun = list(enumerate(lengths))
         while self.alarm.during(lambda: s.begin([(seed, lengths)] * self.workers)) != begun:
             pass
 
-    def epoch(self, s: Streams) -> None:
+    def epoch(self, s):
         """Go through an epoch or a part of it."""
         rng = self.rng
         seed = rng.randrange(2**32)
@@ -160,7 +153,7 @@ class StreamTrial:
         assert list(s) == [], "there are more items than there should be"
         self.count["epochs"] += 1
 
-    def take(self, s: Streams, step: Callable[[], Any], worker: int, seed: int) -> None:
+    def take(self, s, step, worker, seed):
         """Take an item, until one has come out, and compare it."""
         feed, item, at = s._run.pool.feed, None, self.delivered[worker]
         before = feed.taken
@@ -173,7 +166,7 @@ class StreamTrial:
             return
         self.look_at(item, worker, at, seed)
 
-    def look_at(self, item: Any, worker: int, at: int, seed: int) -> None:
+    def look_at(self, item, worker, at, seed):
         """Compare an item that has come out, and keep it or write to it."""
         self.count["items"] += 1
         assert (item[0], item[1]) == (worker, at), "a wrong item"
@@ -186,12 +179,12 @@ class StreamTrial:
         if self.rng.random() < 0.02:
             self.look_at_held(all_of_them=False)
 
-    def compare(self, item: Any, seed: int) -> None:
+    def compare(self, item, seed):
         """Compare an item with what it must be."""
         expected = item_of(seed, item[0], item[1], self.sizes)
         assert np.array_equal(item[2], expected[2]), "wrong data"
 
-    def call(self, s: Streams) -> None:
+    def call(self, s):
         """Ask the workers something."""
         value = np.arange(self.rng.randrange(20_000))
         worker = self.rng.choice([None, *range(self.workers)])
@@ -205,7 +198,7 @@ class StreamTrial:
             assert np.array_equal(reply, 2 * value), "a wrong answer"
         self.count["calls"] += 1
 
-    def look_at_held(self, *, all_of_them: bool) -> None:
+    def look_at_held(self, *, all_of_them):
         """Compare what is held once more, and let go of some."""
         for item, seed in self.held:
             self.compare(item, seed)

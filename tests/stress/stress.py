@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from streams import Alarm, StreamTrial
@@ -35,9 +35,6 @@ import cseq.processes.deaths
 from cseq import testing
 from cseq.indexing.context import generator
 from cseq.runs import await_closings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # Chance, not the data, kills here, and may well strike the same batch many times.
 cseq.processes.deaths.TRIES = 10**9
@@ -53,7 +50,7 @@ class Worker:
     thread fills one of them while the batch before it is on its way.
     """
 
-    def __init__(self, rows: int, microseconds: int, style: str) -> None:
+    def __init__(self, rows, microseconds, style):
         self.rows = rows
         self.pause = threading.Event()
         self.seconds = microseconds / 1e6
@@ -61,7 +58,7 @@ class Worker:
         self.kept: list[tuple[np.ndarray, np.ndarray]] = []
         self.notes: list[tuple[np.ndarray, threading.Thread]] = []
 
-    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+    def __getitem__(self, indices):
         if self.seconds:
             self.pause.wait(self.seconds)
         if self.style == "empty":
@@ -79,7 +76,7 @@ class Worker:
             batch["note"] = self.take_note(int(indices[0]))
         return batch
 
-    def take_note(self, value: int) -> np.ndarray:
+    def take_note(self, value):
         """Take the array that a thread has filled, and have it fill the next."""
         while len(self.notes) < 2:
             make = np.empty if value % 2 else cseq.empty
@@ -92,19 +89,18 @@ class Worker:
         return note
 
 
-def fill(note: np.ndarray, value: int) -> None:
+def fill(note, value):
     """Fill an array in some steps."""
     for row in note:
         row[:] = value
 
 
-def expected(indices: np.ndarray, rows: int) -> np.ndarray:
+def expected(indices, rows):
     """Make the large part of a batch."""
-    product: np.ndarray = np.arange(1, int(indices[0]) % rows + 2)[:, None] * indices
-    return product
+    return np.arange(1, int(indices[0]) % rows + 2)[:, None] * indices
 
 
-def check(batch: dict[str, Any], indices: np.ndarray, rows: int) -> None:
+def check(batch, indices, rows):
     """Compare a batch with what it must be."""
     assert np.array_equal(batch["indices"], indices), "wrong samples"
     assert np.array_equal(batch["data"], expected(indices, rows)), "wrong data"
@@ -115,7 +111,7 @@ def check(batch: dict[str, Any], indices: np.ndarray, rows: int) -> None:
 class Killer(threading.Thread):
     """Kills and stops workers of the present manager at random."""
 
-    def __init__(self, rng: random.Random, count: Counter[str]) -> None:
+    def __init__(self, rng, count):
         super().__init__(daemon=True)
         self.rng = rng
         self.count = count
@@ -124,7 +120,7 @@ class Killer(threading.Thread):
         self.over = threading.Event()
         self.starts: dict[int, tuple[int, bool]] = {}  # by worker: its process, if it is spared
 
-    def run(self) -> None:
+    def run(self):
         """Strike every few milliseconds."""
         while not self.over.wait(self.rng.expovariate(1 / 0.03)):
             running = self.target
@@ -143,7 +139,7 @@ class Killer(threading.Thread):
             except RuntimeError:  # it has ended meanwhile
                 continue
 
-    def spares(self, worker: int, pid: int) -> bool:
+    def spares(self, worker, pid):
         """Whether a process may get ready: nine of ten, also where a start takes many strikes."""
         before, spared = self.starts.get(worker, (None, False))
         if before != pid:
@@ -151,7 +147,7 @@ class Killer(threading.Thread):
             self.starts[worker] = pid, spared
         return spared
 
-    def stop_for_a_while(self, pid: int) -> None:
+    def stop_for_a_while(self, pid):
         """Let a worker stand still in the middle of whatever it does."""
         try:
             os.kill(pid, signal.SIGSTOP)
@@ -165,9 +161,7 @@ class Killer(threading.Thread):
 class Trial:
     """One manager, through some epochs; after `end` (of `time.monotonic`) they are broken off."""
 
-    def __init__(
-        self, rng: random.Random, killer: Killer, count: Counter[str], alarm: Alarm, end: float
-    ) -> None:
+    def __init__(self, rng, killer, count, alarm, end):
         self.rng = rng
         self.end = end
         self.killer = killer
@@ -184,10 +178,10 @@ class Trial:
         self.style = rng.choice(["empty", "fresh", "keep", "ahead"])
         self.held: list[tuple[dict[str, Any], np.ndarray]] = []
 
-    def manager(self) -> cseq.MSequence:
+    def manager(self):
         """Make it."""
         rng = self.rng
-        options: dict[str, Any] = {}
+        options = {}
         if self.processes:
             options["start_method"] = rng.choice(["fork"] * 4 + ["forkserver", "spawn"])
         return cseq.MSequence(
@@ -198,7 +192,7 @@ class Trial:
             memory_limit=rng.choice([0, 10**6, None]), **options,
         )  # fmt: skip
 
-    def run(self) -> None:
+    def run(self):
         """Go through some epochs, and end in one of several ways."""
         m = self.manager()
         m.start()
@@ -219,13 +213,13 @@ class Trial:
         del m
         self.look_at_held(all_of_them=True)
 
-    def epoch(self, m: cseq.MSequence) -> cseq.MSequence:
+    def epoch(self, m):
         """Go through an epoch or a part of it."""
         iterator = iter(m)
         epoch = m.epoch
         order = cseq.permutation(self.n, self.seed, epoch).astype(np.int64)
         stop = self.rng.randrange(len(m) * 3 + 1)
-        seen: set[int] = set()
+        seen = set()
         for number, batch in enumerate(iter(partial(self.take, iterator), END)):
             at = self.place_of(batch, order) if not self.ordered else number
             self.verify(batch, order, epoch, at)
@@ -238,11 +232,11 @@ class Trial:
         self.count["epochs"] += 1
         return m
 
-    def take(self, iterator: Iterator[Any]) -> Any:
+    def take(self, iterator):
         """Return the next batch, or END, however often a signal handler raises meanwhile."""
         hand = [END]
 
-        def step() -> bool:
+        def step():
             for hand[0] in iterator:  # no handler runs before it has the batch
                 return True
             return False
@@ -251,11 +245,11 @@ class Trial:
             pass
         return hand[0]
 
-    def place_of(self, batch: dict[str, Any], order: np.ndarray) -> int:
+    def place_of(self, batch, order):
         """Find which batch of an unordered epoch this is."""
         return int(np.flatnonzero(order == batch["indices"][0])[0]) // self.batch_size
 
-    def verify(self, batch: dict[str, Any], order: np.ndarray, epoch: int, at: int) -> None:
+    def verify(self, batch, order, epoch, at):
         """Compare a batch, and perhaps hold it."""
         start = at * self.batch_size
         indices = order[start : start + self.batch_size]
@@ -272,14 +266,14 @@ class Trial:
         if self.rng.random() < 0.02:
             self.look_at_held(all_of_them=False)
 
-    def look_at_held(self, *, all_of_them: bool) -> None:
+    def look_at_held(self, *, all_of_them):
         """Compare what is held once more, and let go of some."""
         for batch, indices in self.held:
             check(batch, indices, self.rows)
         self.held = [] if all_of_them else [h for h in self.held if self.rng.random() < 0.7]
 
 
-def left_behind() -> Iterator[str]:
+def left_behind():
     """Name what should be gone."""
     gc.collect()
     await_closings(CLOSE_SECONDS)  # what was dropped ends on other threads
@@ -298,7 +292,7 @@ def left_behind() -> Iterator[str]:
     yield from (t.name for t in threading.enumerate() if t.name.startswith("cseq"))
 
 
-def main(seconds: float, seed: int) -> None:
+def main(seconds, seed):
     """Run trials until the time is up."""
     logging.getLogger("cseq").setLevel(logging.CRITICAL)
     print(f"seed {seed}, {seconds:g} s", flush=True)

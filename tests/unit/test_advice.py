@@ -1,13 +1,10 @@
 """The rules of the advice: one cause for every window, no numbers that contradict each other."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -76,13 +73,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("cause", CASES)
-def test_each_cause(cause: str) -> None:
+def test_each_cause(cause):
     """What is measured tells the causes apart, whatever else was measured."""
     for changed in CASES[cause]:
         assert advise(replace(PLAIN, **changed)).cause == cause, changed
 
 
-def test_every_cause_has_a_case() -> None:
+def test_every_cause_has_a_case():
     """And each rule can be reached."""
     assert [rule.cause for rule in RULES] == list(CASES)
 
@@ -107,7 +104,7 @@ windows = st.builds(
 
 
 @given(windows)
-def test_any_window(window: Window) -> None:
+def test_any_window(window):
     """Always one cause, always a number in the text, at most one action, and a gain in bounds."""
     advice = advise(window)
     assert advice.cause in CASES
@@ -123,7 +120,7 @@ def test_any_window(window: Window) -> None:
     assert advice == replace(advise(replace(window, start=0.0)), start=advice.start)
 
 
-def test_how_many_workers() -> None:
+def test_how_many_workers():
     """As many as the loop needs, and a tenth; more than there are; within the cores' number."""
     assert advise(PLAIN).change == {"num_workers": 8}  # 40 ms in 8 workers: 5 ms, the step; 9 cores
     assert advise(replace(PLAIN, cores=64)).change == {"num_workers": math.ceil(1.1 * 40 / 5)}
@@ -135,7 +132,7 @@ def test_how_many_workers() -> None:
     assert (fewer.change, fewer.action, fewer.gain) == ({}, "", 1.0)
 
 
-def test_cores_that_are_used_up() -> None:
+def test_cores_that_are_used_up():
     """No number is named: what the workers would compute with a core each is not known."""
     few = advise(replace(PLAIN, workers=6, cores=2, cpu=0.3))
     assert (few.cause, few.change) == ("cores", {})
@@ -146,7 +143,7 @@ def test_cores_that_are_used_up() -> None:
     assert advise(loop_sleeps).cause == "workers"
 
 
-def test_a_buffer_lasts_as_long_as_a_pause() -> None:
+def test_a_buffer_lasts_as_long_as_a_pause():
     """Twice what is made in the meantime; where it does already, the slowest batches are named."""
     pauses = replace(PLAIN, busy=0.6, step_p99=0.5)
     assert advise(pauses).change == {"buffer": 2 * (50 + 4)}
@@ -158,7 +155,7 @@ def test_a_buffer_lasts_as_long_as_a_pause() -> None:
     assert "stats().slowest" in ready.action
 
 
-def test_what_no_worker_can_help() -> None:
+def test_what_no_worker_can_help():
     """The loop is the cause where its GPU is fed, or where it wants a core that others use."""
     fed = advise(replace(PLAIN, dry=0.02))
     assert "the GPU has enough work" in str(fed)
@@ -169,7 +166,7 @@ def test_what_no_worker_can_help() -> None:
     assert "others" not in str(advise(replace(crowded, loop_cpu=0.9, cores=2)))
 
 
-def test_larger_batches() -> None:
+def test_larger_batches():
     """A number is named, and what it gains at most; where the samples take time, that is little."""
     tiny = replace(
         PLAIN, batches=10**6, size=1.0, elapsed=4.0, waited=3.0, step=1e-6, index=2e-6, busy=0.25
@@ -185,7 +182,7 @@ def test_larger_batches() -> None:
     assert advise(replace(worked, busy=0.9)).cause == "workers"
 
 
-def test_a_start_of_many_workers_is_none_of_the_waiting() -> None:
+def test_a_start_of_many_workers_is_none_of_the_waiting():
     """It is said where it takes a good part of the time; a single epoch is not to be longer."""
     late = advise(replace(PLAIN, waited=0.0, first=1.0))
     assert (late.cause, late.action) == ("loop", "")
@@ -193,7 +190,7 @@ def test_a_start_of_many_workers_is_none_of_the_waiting() -> None:
     assert "before" not in advise(replace(PLAIN, waited=0.0, first=0.1)).sentence
 
 
-def test_cores_that_others_use() -> None:
+def test_cores_that_others_use():
     """More workers are not named; what free cores would gain is: workers would not queue."""
     crowded = replace(PLAIN, cpu=0.35, queued=0.6)
     said = advise(crowded)
@@ -207,7 +204,7 @@ def test_cores_that_others_use() -> None:
     assert own.action.startswith("try fewer workers")
 
 
-def test_the_rate_of_threads_that_hold_the_gil() -> None:
+def test_the_rate_of_threads_that_hold_the_gil():
     """More of them have one core between them; those that release it have all."""
     threads = replace(PLAIN, threads=True, workers=2, cpu=0.25, computed=0.5)
     assert threads.room == 32
@@ -221,7 +218,7 @@ MEASURED = json.loads((GOLDEN / "advice.json").read_text(encoding="ascii"))
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda r: f"{r['loop']}, {r['kind']}, {r['others']}")
-def test_what_was_measured(row: dict[str, Any]) -> None:
+def test_what_was_measured(row):
     """The cause of loops on two cores beside other busy processes; what following it has gained.
 
     `got` is how many times as fast a loop was that did what the advice says: gave `num_workers` or
@@ -235,14 +232,14 @@ def test_what_was_measured(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("cause", CASES)
-def test_what_a_stream_has_not_is_not_named(cause: str) -> None:
+def test_what_a_stream_has_not_is_not_named(cause):
     """A DataLoader has no such arguments."""
     for changed in CASES[cause]:
         action = advise(replace(PLAIN, **changed | {"buffer": 0})).action
         assert not re.search(r"\bordered=|memory_limit|manager|buffer=", action)
 
 
-def test_the_start_is_a_line_of_its_own() -> None:
+def test_the_start_is_a_line_of_its_own():
     """The rest is of the time after the first batch, whatever came before that took."""
     slow = advise(replace(PLAIN, start=30.0))
     told, start = str(slow).splitlines()
@@ -253,7 +250,7 @@ def test_the_start_is_a_line_of_its_own() -> None:
     assert "constructor" not in advise(replace(PLAIN, start=30.0, buffer=0)).start
 
 
-def test_a_loop_that_makes_its_batches_itself() -> None:
+def test_a_loop_that_makes_its_batches_itself():
     """As many workers as would keep up, where there are times; else two."""
     assert advise(Window(batches=1)).change == {"num_workers": 2}
     # it makes a batch in 10 ms, and takes 2 ms for it: 6 would keep up
@@ -278,12 +275,12 @@ def test_a_loop_that_makes_its_batches_itself() -> None:
         (9000, "2.5 h"),
     ],
 )
-def test_durations(seconds: float, words: str) -> None:
+def test_durations(seconds, words):
     """Two digits, or three, and the unit."""
     assert duration(seconds) == words
 
 
-def test_the_rate_of_more_workers() -> None:
+def test_the_rate_of_more_workers():
     """It grows with them, up to the cores that the loop leaves."""
     window = replace(PLAIN, index=0.2, cpu=0.5, cores=16)
     assert window.room == 30
@@ -291,7 +288,7 @@ def test_the_rate_of_more_workers() -> None:
     assert window.rate(50) == window.rate(30) == pytest.approx(150)
 
 
-def test_the_table_of_the_documentation() -> None:
+def test_the_table_of_the_documentation():
     """docs/how-to/slow.md has the rules in their order."""
     docs = Path(__file__).parents[2] / "docs" / "how-to" / "slow.md"
     if not docs.exists():

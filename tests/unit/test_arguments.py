@@ -1,14 +1,12 @@
 """What is computed of some arguments of `MSequence`."""
 
-from __future__ import annotations
-
 import pytest
 
 from cseq import arguments
 from cseq.order.shuffled import Shuffled
 
 
-def test_the_number_of_converters() -> None:
+def test_the_number_of_converters():
     """By default a quarter of the workers, but up to four; none without workers."""
     numbers = (0, 1, 3, 5, 16, 20)
     assert [arguments.converters_of(n, None, "proc") for n in numbers] == [0, 1, 1, 1, 1, 1]
@@ -19,7 +17,7 @@ def test_the_number_of_converters() -> None:
         arguments.converters_of(3, 4, "thread")
 
 
-def test_the_number_of_samples_of_a_worker() -> None:
+def test_the_number_of_samples_of_a_worker():
     """The length of an object that has one; a class has none, and then the order may know."""
     assert arguments.samples_of(range(7), Shuffled(9)) == 7
     assert arguments.samples_of(dict, Shuffled(9)) == 9

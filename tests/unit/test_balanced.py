@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROW = 8192
 
 
-def lengths_of(count: int) -> np.ndarray[Any, Any]:
+def lengths_of(count):
     """Return lengths as those of web pages, some longer than a row."""
     drawn = np.random.default_rng(5).lognormal(np.log(700) - 0.72, 1.2, count)
     return drawn.clip(2, 60_000).astype(np.int64)
@@ -46,7 +46,7 @@ KINDS: dict[str, Callable[[Any, int], cseq.Order]] = {
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def work_of(lengths: Any, row: int, pieces: np.ndarray[Any, Any]) -> float:
+def work_of(lengths, row, pieces):
     """Return the work of a row by what an indexer knows of it."""
     documents, begins = DocumentEnds(lengths).find(pieces)
     left, work = row, 0
@@ -56,7 +56,7 @@ def work_of(lengths: Any, row: int, pieces: np.ndarray[Any, Any]) -> float:
     return work
 
 
-def works_of(order: cseq.Order, epoch: int = 0) -> dict[bytes, float]:
+def works_of(order, epoch=0):
     """Return the work of each row, by what is in it."""
     samples, sizes = order.reader(7).samples(epoch, 0, order.units)
     works = order.measured(7)[1](epoch, np.arange(order.units))
@@ -64,11 +64,11 @@ def works_of(order: cseq.Order, epoch: int = 0) -> dict[bytes, float]:
     return {row.tobytes(): work for row, work in zip(rows, works.tolist(), strict=True)}
 
 
-def of_ranks(order: cseq.Order, ranks: int, size: int, start: int = 0) -> list[list[list[bytes]]]:
+def of_ranks(order, ranks, size, start=0):
     """Return the rows of each global batch, rank by rank."""
     each = []
     for rank in range(ranks):
-        options: dict[str, Any] = {"rank": rank, "world_size": ranks, "drop_last": True}
+        options = {"rank": rank, "world_size": ranks, "drop_last": True}
         sampler = Sampler(order.samples, order, batch_size=size, seed=7, **options)
         source = sampler.source(0, start)
         batches = (source.samples(k) for k in range(len(source)))
@@ -85,7 +85,7 @@ def of_ranks(order: cseq.Order, ranks: int, size: int, start: int = 0) -> list[l
 
 
 @pytest.mark.parametrize("record", golden.records("orders_balanced"), ids=str)
-def test_the_page_defines_the_golden_file(record: dict[str, Any]) -> None:
+def test_the_page_defines_the_golden_file(record):
     """All rows are those of the other order, in the order that docs/inside/orders.md defines."""
     options = {key: record[key] for key in ("step", "over", "together", "seed", "epoch")}
     lengths = golden.lengths(*record["lengths"])
@@ -99,7 +99,7 @@ def test_the_page_defines_the_golden_file(record: dict[str, Any]) -> None:
 
 
 @every_kind
-def test_the_work_of_rows(kind: str) -> None:
+def test_the_work_of_rows(kind):
     """It is the sum of the squares of the lengths of their pieces."""
     if kind == "mixture":
         order = cseq.Mixture({"a": KINDS["packed"](SMALL, 100)}, {"a": 1}, block=8)
@@ -110,7 +110,7 @@ def test_the_work_of_rows(kind: str) -> None:
         assert work == work_of(SMALL, 100, np.frombuffer(row, np.int64))
 
 
-def test_the_work_of_whole_samples() -> None:
+def test_the_work_of_whole_samples():
     """Rows that are not split have a work, too, up to the next quantum."""
     lengths = [3, 5, 4, 9, 10, 3]
     assert sorted(works_of(cseq.Packed(lengths, 12)).values()) == [50, 90, 100]
@@ -122,7 +122,7 @@ def test_the_work_of_whole_samples() -> None:
 
 @every_kind
 @pytest.mark.parametrize(("over", "steps"), [("step", 1), ("window", 16), ("epoch", 10**9)])
-def test_rows_stay_in_their_window(kind: str, over: Any, steps: int) -> None:
+def test_rows_stay_in_their_window(kind, over, steps):
     """Each row comes once, in the step, window or epoch that it was in; the rest stays."""
     inner = KINDS[kind](LENGTHS[:7000], 1024)
     rows = inner.batches(seed=7, epoch=2)
@@ -140,7 +140,7 @@ def test_rows_stay_in_their_window(kind: str, over: Any, steps: int) -> None:
 
 @every_kind
 @pytest.mark.parametrize("over", ["step", "window", "epoch"])
-def test_global_batches_do_not_depend_on_ranks(kind: str, over: Any) -> None:
+def test_global_batches_do_not_depend_on_ranks(kind, over):
     """2, 4, 8 ranks and one get the same rows in each global batch, from any row on."""
     order = cseq.Balanced(KINDS[kind](LENGTHS[:1500], 1024), 48, over=over)
     for start in (0, 40, 5):
@@ -151,7 +151,7 @@ def test_global_batches_do_not_depend_on_ranks(kind: str, over: Any) -> None:
             assert [sorted(itertools.chain(*batch)) for batch in found] == alone
 
 
-def test_a_step_that_is_no_multiple_of_the_global_batch(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_is_no_multiple_of_the_global_batch(caplog):
     """Batches of two steps are dealt as they come, and the log says so, once."""
     order = cseq.Balanced(KINDS["packed"](SMALL, 100), 13)
     for _ in range(2):
@@ -177,7 +177,7 @@ MOST = {
 }
 
 
-def slowest(order: cseq.Order, ranks: int, size: int) -> tuple[float, float]:
+def slowest(order, ranks, size):
     """Return how long ranks work in the mean if they wait once a step, and at each microbatch.
 
     In parts of the mean work of a rank.
@@ -193,7 +193,7 @@ def slowest(order: cseq.Order, ranks: int, size: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("kind", "over"), MOST)
-def test_ranks_have_equal_work(kind: str, over: Any) -> None:
+def test_ranks_have_equal_work(kind, over):
     """64 ranks, which wait once a step or at each of 4 microbatches; as well 8 and 2."""
     count = 300_000 if over == "epoch" else 60_000
     order = cseq.Balanced(KINDS[kind](LENGTHS[:count], ROW), 256, over=over)
@@ -209,15 +209,15 @@ def test_ranks_have_equal_work(kind: str, over: Any) -> None:
         assert each <= 1.1
 
 
-def test_without_balance_ranks_wait() -> None:
+def test_without_balance_ranks_wait():
     """What the bounds are to be compared with: rows as they come."""
     inner = KINDS["packed"](LENGTHS[:60_000], ROW)
-    plain: Any = cseq.Balanced(inner, 64, together=64)
+    plain = cseq.Balanced(inner, 64, together=64)
     plain.reader = inner.reader
     assert slowest(plain, 64, 1)[1] > 3
 
 
-def test_rows_are_dealt_to_whom_has_least() -> None:
+def test_rows_are_dealt_to_whom_has_least():
     """The next row goes to the rank with the least work that has room, in its batch."""
     works = np.array([9.0, 8, 7, 3, 2, 1])
     owners, turns = deal(works, None, 2, 3, 1)
@@ -240,13 +240,13 @@ def test_rows_are_dealt_to_whom_has_least() -> None:
 # ── states, and bad arguments ─────────────────────────────────────────────────────────────────
 
 
-def mixed(weights: dict[str, int], names: str = "ab") -> cseq.Balanced:
+def mixed(weights, names="ab"):
     """Return a balanced mixture of rows that differ."""
     parts = {name: cseq.Concatenated(SMALL[k::3], 20) for k, name in enumerate(names)}
     return cseq.Balanced(cseq.Mixture(parts, weights, block=8, epoch_size=60), 12)
 
 
-def tokens_of(order: cseq.Order, epochs: int, start: int = 0) -> list[list[int]]:
+def tokens_of(order, epochs, start=0):
     """Return the rows of some epochs, from a row of the first one on."""
     first = order.batches(seed=7, epoch=2, start=start)
     return first + [
@@ -254,7 +254,7 @@ def tokens_of(order: cseq.Order, epochs: int, start: int = 0) -> list[list[int]]
     ]
 
 
-def test_other_weights_begin_with_a_step() -> None:
+def test_other_weights_begin_with_a_step():
     """A state loads into a mixture with other weights, or one more source, after whole steps."""
     before, after = mixed({"a": 1, "b": 1}), mixed({"a": 1, "b": 3, "c": 1}, "abc")
     facts = json.loads(json.dumps(before.facts()))
@@ -274,10 +274,10 @@ def test_other_weights_begin_with_a_step() -> None:
     assert tokens_of(again, 3, 31) == tokens_of(going, 3, 31)
 
 
-def test_weights_change_between_steps() -> None:
+def test_weights_change_between_steps():
     """`reweigh` holds from the next step on; elsewhere the error says where it can be called."""
     order = mixed({"a": 1, "b": 1})
-    options: dict[str, Any] = {"batch_size": 6, "seed": 7, "out_type": "null"}
+    options = {"batch_size": 6, "seed": 7, "out_type": "null"}
     manager = cseq.MTSequence(lambda: np.arange(order.samples or 0), order=order, **options)
     with manager.start_test() as batches:
         taken = iter(batches)
@@ -306,7 +306,7 @@ def test_weights_change_between_steps() -> None:
         (lambda: cseq.Balanced(cseq.Packed([1], 4), 6, over="day"), ValueError, "over='day'"),  # type: ignore[arg-type]
     ],
 )
-def test_bad_arguments(make: Callable[[], Any], error: type[Exception], said: str) -> None:
+def test_bad_arguments(make, error, said):
     """Argument, value and remedy."""
     with pytest.raises(error, match=said):
         make()

@@ -16,10 +16,7 @@ from cseq.observe.bench import Figures, said, seconds_of
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable
-    from pathlib import Path
     from typing import TypeAlias
-
-    from conftest import RunCommand
 
     Run: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -72,10 +69,10 @@ nightly = pytest.mark.nightly  # each row is a process, which may import torch
 
 
 @pytest.fixture
-def run(run_command: RunCommand, tmp_path: Path) -> Run:
+def run(run_command, tmp_path):
     """Return a function that runs the command on a file."""
 
-    def run(source: str, target: str, *options: str) -> subprocess.CompletedProcess[str]:
+    def run(source, target, *options):
         (tmp_path / "data.py").write_text(source)
         return run_command(tmp_path, "bench", target, *options)
 
@@ -83,7 +80,7 @@ def run(run_command: RunCommand, tmp_path: Path) -> Run:
 
 
 @pytest.mark.needs("quick processes")
-def test_a_loader_of_torch(run: Run) -> None:
+def test_a_loader_of_torch(run):
     """Over several epochs."""
     pytest.importorskip("torch")
     done = run(TORCH, "data.py:rows", "--step", "1ms", "--seconds", "0.1")
@@ -104,7 +101,7 @@ def test_a_loader_of_torch(run: Run) -> None:
 @pytest.mark.parametrize(
     "name", ["rows", *(pytest.param(name, marks=nightly) for name in ("alone", "left_to_it"))]
 )
-def test_a_manager(run: Run, name: str) -> None:
+def test_a_manager(run, name):
     """As it is, and in test mode."""
     done = run(PLAIN, f"data.py:{name}", "--seconds", "0.1")
     assert done.returncode == 0, done.stderr
@@ -126,7 +123,7 @@ def test_a_manager(run: Run, name: str) -> None:
         ("data.py:fails", "OSError: no disk"),
     ],
 )
-def test_what_cannot_be_measured(run: Run, target: str, told: str) -> None:
+def test_what_cannot_be_measured(run, target, told):
     """A message says what is wrong, and the status is not 0."""
     done = run(PLAIN, target)
     assert done.returncode == 1
@@ -135,7 +132,7 @@ def test_what_cannot_be_measured(run: Run, target: str, told: str) -> None:
     assert not done.stdout
 
 
-def test_a_file_that_parses_arguments(run: Run) -> None:
+def test_a_file_that_parses_arguments(run):
     """It sees its own name alone, as if it were run without arguments."""
     source = "import argparse\nargparse.ArgumentParser().parse_args()\n" + PLAIN
     done = run(source + "import sys\nprint(sys.argv)\n", "data.py:rows", "--seconds", "0.1")
@@ -143,7 +140,7 @@ def test_a_file_that_parses_arguments(run: Run) -> None:
     assert done.stdout.startswith("['data.py']\nrows() returned")
 
 
-def test_an_error_in_the_file_has_its_own_frames_alone(run: Run) -> None:
+def test_an_error_in_the_file_has_its_own_frames_alone(run):
     """None of the import that runs it."""
     done = run("\nimport json\njson.loads('?')\n", "data.py:rows")
     assert done.returncode == 1
@@ -153,7 +150,7 @@ def test_an_error_in_the_file_has_its_own_frames_alone(run: Run) -> None:
     assert "importlib" not in done.stderr
 
 
-def test_rows_that_fail(run: Run) -> None:
+def test_rows_that_fail(run):
     """Each says why, and the others are measured all the same."""
     done = run(PLAIN, "data.py:breaks")
     assert done.returncode == 0, done.stderr
@@ -161,7 +158,7 @@ def test_rows_that_fail(run: Run) -> None:
     assert done.stdout.endswith("nothing could be measured: see above\n")
 
 
-def test_an_encoding_without_arrows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoding_without_arrows(tmp_path, monkeypatch):
     """As a file's on Windows: a question mark stands in an arrow's place."""
     (tmp_path / "data.py").write_text(PLAIN)
     file = io.BytesIO()
@@ -173,7 +170,7 @@ def test_an_encoding_without_arrows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert b" ? nothing could be measured" in file.getvalue()
 
 
-def test_what_is_said() -> None:
+def test_what_is_said():
     """What free data would gain the loader as it is; what cseq's workers advise."""
     torch = Figures(50, waits=0.5)
     measured = {"torch": torch, "cseq": Figures(80, waits=0.1, advice="workers: …")}
@@ -188,7 +185,7 @@ def test_what_is_said() -> None:
     assert said(failed, "torch", 0.0) == ["nothing could be measured: see above"]
 
 
-def test_durations() -> None:
+def test_durations():
     """Seconds are plain numbers."""
     found = [seconds_of(each) for each in ("30ms", "0.5s", "800us", "2")]
     assert found == pytest.approx([0.03, 0.5, 8e-4, 2])

@@ -1,9 +1,5 @@
 """`Blocks`: in windows and lanes, few blocks in use, and all batches mixed alike."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 from fair import chi, epochs, labels_of, scores, worst
@@ -15,18 +11,18 @@ from reference_draws import blocks, derive, stream, unequal_blocks
 import cseq
 
 
-def made(n: int, rows: int, window: int, lanes: int) -> cseq.Blocks:
+def made(n, rows, window, lanes):
     """Make an order."""
     return cseq.Blocks(rows, window, lanes, samples=n)
 
 
-def drawn(order: cseq.Order, seed: int, epoch: int = 0) -> np.ndarray[Any, Any]:
+def drawn(order, seed, epoch=0):
     """Read an epoch."""
     return order.reader(seed).samples(epoch, 0, order.units)[0]
 
 
 @st.composite
-def shapes(draw: Any) -> tuple[int, int, int, int]:
+def shapes(draw):
     """Draw samples, rows, window, lanes."""
     lanes = draw(st.integers(1, 6))
     window = lanes * draw(st.integers(1, 4))
@@ -36,7 +32,7 @@ def shapes(draw: Any) -> tuple[int, int, int, int]:
 @given(shapes(), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 @example((5, 9, 6, 3), 1, 0)
 @example((28, 4, 2, 1), 1, 0)
-def test_reference(shape: tuple[int, int, int, int], seed: int, epoch: int) -> None:
+def test_reference(shape, seed, epoch):
     """An epoch is that of the reference in plain Python, and can be read in any pieces."""
     order, expected = made(*shape), blocks(*shape, seed, epoch)
     assert drawn(order, seed, epoch).tolist() == expected
@@ -46,7 +42,7 @@ def test_reference(shape: tuple[int, int, int, int], seed: int, epoch: int) -> N
 
 
 @given(shapes(), st.sampled_from([1, 2, 3, 4]), st.integers(1, 12))
-def test_ranks_have_lanes(shape: tuple[int, int, int, int], ranks: int, size: int) -> None:
+def test_ranks_have_lanes(shape, ranks, size):
     """Of each whole global batch, a rank has the samples of its lanes, if they divide it."""
     lanes, together = shape[3], size * ranks
     order = made(*shape)
@@ -64,7 +60,7 @@ def test_ranks_have_lanes(shape: tuple[int, int, int, int], ranks: int, size: in
 
 
 @given(shapes())
-def test_few_blocks_are_in_use(shape: tuple[int, int, int, int]) -> None:
+def test_few_blocks_are_in_use(shape):
     """At no position are there more than `window` blocks that have begun and are not over."""
     samples, rows, window, _ = shape
     where = np.argsort(drawn(made(*shape), 1, 2))
@@ -78,7 +74,7 @@ def test_few_blocks_are_in_use(shape: tuple[int, int, int, int]) -> None:
 
 @pytest.mark.parametrize("short", [0, 1, 39])
 @pytest.mark.parametrize(("window", "lanes"), [(2, 1), (64, 1), (64, 2), (48, 6), (8, 8), (32, 32)])
-def test_all_batches_are_mixed_alike(window: int, lanes: int, short: int) -> None:
+def test_all_batches_are_mixed_alike(window, lanes, short):
     """No whole batch has samples of fewer than half the median number of blocks."""
     for blocks_there in [*range(3, 20), *range(20, 300, 7), 1025]:
         order = made(blocks_there * 40 - short, 40, window, lanes)
@@ -92,9 +88,7 @@ def test_all_batches_are_mixed_alike(window: int, lanes: int, short: int) -> Non
     ("n", "rows", "window", "lanes"),
     [(30, 3, 4, 1), (30, 3, 4, 2), (48, 4, 6, 3), (42, 7, 6, 6)],
 )
-def test_every_sample_is_at_every_position_as_often(
-    n: int, rows: int, window: int, lanes: int
-) -> None:
+def test_every_sample_is_at_every_position_as_often(n, rows, window, lanes):
     """Where it comes does not depend on where it is in the data, if all blocks are whole."""
     counts, positions = np.zeros((n, n)), np.arange(n)
     for epoch in epochs(made(n, rows, window, lanes), 1500):
@@ -103,7 +97,7 @@ def test_every_sample_is_at_every_position_as_often(
 
 
 @pytest.mark.parametrize("lanes", [1, 4])
-def test_a_short_block_comes_anywhere(lanes: int) -> None:
+def test_a_short_block_comes_anywhere(lanes):
     """The last samples come in every window and in every lane's turn as often."""
     n = 3 * 8 * 40 + 3
     counts = np.zeros((5, lanes))
@@ -114,9 +108,9 @@ def test_a_short_block_comes_anywhere(lanes: int) -> None:
 
 
 @pytest.mark.parametrize("lanes", [1, 8])
-def test_blocks_come_by_chance(lanes: int) -> None:
+def test_blocks_come_by_chance(lanes):
     """Classes of whole blocks are drawn for a window, and a window's samples for its batches."""
-    rows: list[Any] = []
+    rows = []
     order, blocks_there = made(1200 * 25, 25, 400, lanes), 1200
     labels, inside = labels_of(blocks_there)[::2], labels_of(400 * 25)[::2]
     for epoch in epochs(order, 25):
@@ -128,9 +122,9 @@ def test_blocks_come_by_chance(lanes: int) -> None:
     assert worst(rows) < 5
 
 
-def test_neighbours_are_strangers() -> None:
+def test_neighbours_are_strangers():
     """Within a window, neighbours stay so by chance, and no sample tells of the next one."""
-    rows: list[Any] = []
+    rows = []
     order, kept = made(7 * 640, 64, 10, 1), 0
     for epoch in epochs(order, 200):
         kept += int((np.diff(epoch) == 1).sum())
@@ -141,9 +135,9 @@ def test_neighbours_are_strangers() -> None:
     assert worst(rows) < 5
 
 
-def test_epochs_have_other_windows() -> None:
+def test_epochs_have_other_windows():
     """Blocks that are together in an epoch meet in the next one by chance."""
-    rows: list[Any] = []
+    rows = []
     before = np.arange(600)
     for epoch in epochs(made(600 * 4, 4, 200, 4), 100, 1):
         now = np.empty(600, np.int64)
@@ -153,7 +147,7 @@ def test_epochs_have_other_windows() -> None:
     assert worst(rows[1:]) < 5
 
 
-def test_lanes_after_a_resume() -> None:
+def test_lanes_after_a_resume():
     """A global batch begins anywhere: each rank has its lanes, and all together its samples."""
     order = made(900, 5, 24, 8)
     whole = drawn(order, 1, 0)
@@ -166,7 +160,7 @@ def test_lanes_after_a_resume() -> None:
         assert there == 900
 
 
-def test_many_samples() -> None:
+def test_many_samples():
     """More than 2**32 samples, and any place at once."""
     order = made(2**40 + 5, 512, 64, 4)
     reader = order.reader(1)
@@ -177,7 +171,7 @@ def test_many_samples() -> None:
         assert len(np.unique(samples // 512)) <= 64
 
 
-def test_of_the_data() -> None:
+def test_of_the_data():
     """Without a number of samples, there are as many as the data has."""
     assert cseq.Blocks(4, 2).units == 0
     order = cseq.Blocks(4, 2).over(10)
@@ -188,7 +182,7 @@ def test_of_the_data() -> None:
         made(10, 4, 3, 1).resumed(order.facts(), 0, 0, 0)
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments():
     """The message names the argument, its value and the remedy."""
     with pytest.raises(ValueError, match="rows=0"):
         cseq.Blocks(0, 4)
@@ -210,9 +204,7 @@ SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any)
 
 
 @given(SIZES, st.integers(1, 9), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
-def test_unequal_blocks_are_the_references(
-    sizes: list[int], window: int, seed: int, epoch: int
-) -> None:
+def test_unequal_blocks_are_the_references(sizes, window, seed, epoch):
     """An epoch is that of the reference in plain Python, and can be read in any pieces."""
     order, expected = cseq.Blocks(sizes, window), unequal_blocks(sizes, window, seed, epoch)
     assert drawn(order, seed, epoch).tolist() == expected
@@ -222,7 +214,7 @@ def test_unequal_blocks_are_the_references(
 
 
 @given(SIZES, st.integers(1, 9))
-def test_few_unequal_blocks_are_in_use(sizes: list[int], window: int) -> None:
+def test_few_unequal_blocks_are_in_use(sizes, window):
     """Blocks come window by window: none begins before as many as a window has are over."""
     order = cseq.Blocks(sizes, window)
     block_of = np.repeat(np.arange(len(sizes)), sizes)[drawn(order, 1, 2)]
@@ -233,7 +225,7 @@ def test_few_unequal_blocks_are_in_use(sizes: list[int], window: int) -> None:
     assert max(in_use) <= window
 
 
-def test_samples_of_unequal_blocks_are_anywhere_as_often() -> None:
+def test_samples_of_unequal_blocks_are_anywhere_as_often():
     """When a block's window comes does not depend on the block's size or number.
 
     The sizes are sorted, and differ fifteenfold. 1500 epochs; five standard deviations.
@@ -248,7 +240,7 @@ def test_samples_of_unequal_blocks_are_anywhere_as_often() -> None:
     assert abs(chi(counts, 1500 / 4, (len(sizes) - 1) * 3)) < 5
 
 
-def test_samples_of_a_window_are_strangers() -> None:
+def test_samples_of_a_window_are_strangers():
     """Classes of samples in a window of unequal blocks are spread over it as by chance."""
     sizes = np.random.default_rng(3).integers(1, 60, 300)
     order, rows = cseq.Blocks(sizes, 300), []
@@ -271,7 +263,7 @@ def test_samples_of_a_window_are_strangers() -> None:
         ([[3]], {}, ValueError, "rows has shape"),
     ],
 )
-def test_bad_sizes_are_named(rows: Any, options: Any, error: Any, match: str) -> None:
+def test_bad_sizes_are_named(rows, options, error, match):
     """An error names the block, its size and the remedy."""
     with pytest.raises(error, match=match):
         cseq.Blocks(rows, 2, **options)

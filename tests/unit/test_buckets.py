@@ -1,9 +1,5 @@
 """`Buckets`: within the budget, alike within a step, by chance otherwise, and what is refused."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,13 +9,13 @@ from reference_draws import batches
 import cseq
 
 
-def spread(n: int, longest: int = 2048) -> np.ndarray[Any, Any]:
+def spread(n, longest=2048):
     """Return lengths as those of sentences."""
     drawn = np.random.default_rng(0).lognormal(5.0, 1.0, n)
     return np.clip(drawn, 16, longest).astype(np.int64)
 
 
-def epoch(order: cseq.Order, number: int = 0) -> list[np.ndarray[Any, Any]]:
+def epoch(order, number=0):
     """Return the batches of an epoch."""
     samples, sizes = order.reader(7).samples(number, 0, order.units)
     return np.split(samples, np.cumsum(sizes)[:-1])
@@ -28,7 +24,7 @@ def epoch(order: cseq.Order, number: int = 0) -> list[np.ndarray[Any, Any]]:
 # ── what an epoch has ─────────────────────────────────────────────────────────────────────────
 
 
-def test_bounds_grow_by_the_ratio() -> None:
+def test_bounds_grow_by_the_ratio():
     """From the least length to the greatest."""
     order = cseq.Buckets([100, 4, 9, 31], 100, ratio=1.5)
     assert order.bounds.tolist() == [4, 6, 9, 13, 19, 28, 42, 63, 94, 100]
@@ -36,7 +32,7 @@ def test_bounds_grow_by_the_ratio() -> None:
     assert cseq.Buckets([3, 1, 5], 9, ratio=1e300).bounds.tolist() == [1, 5]
 
 
-def test_boundaries_are_the_buckets() -> None:
+def test_boundaries_are_the_buckets():
     """Given bounds are taken, as far as they are needed; the longest have one in any case."""
     lengths = [5, 10, 11, 20, 35]
     assert cseq.Buckets(lengths, 60, boundaries=[10, 20, 30]).bounds.tolist() == [10, 20, 30, 35]
@@ -54,9 +50,7 @@ def test_boundaries_are_the_buckets() -> None:
     st.booleans(),
     st.integers(0, 2**64 - 1),
 )
-def test_reference(
-    lengths: list[int], budget: int, ratio: float, together: int, longest: bool, seed: int
-) -> None:
+def test_reference(lengths, budget, ratio, together, longest, seed):
     """An epoch is that of the reference in plain Python."""
     order = cseq.Buckets(lengths, budget, ratio=ratio, together=together, longest_first=longest)
     bounds = order.bounds.tolist()
@@ -69,7 +63,7 @@ def test_reference(
 
 @pytest.mark.parametrize("longest_first", [False, True])
 @pytest.mark.parametrize(("n", "together"), [(300, 8), (301, 1), (310, 3), (60, 16)])
-def test_batches_that_come_together_are_alike(n: int, together: int, longest_first: bool) -> None:
+def test_batches_that_come_together_are_alike(n, together, longest_first):
     """They are neighbours by length, but for one group that the last batches are taken out of."""
     order = cseq.Buckets(spread(n, 300), 600, together=together, longest_first=longest_first)
     bounds = order.bounds[np.searchsorted(order.bounds, spread(n, 300))]
@@ -89,7 +83,7 @@ def test_batches_that_come_together_are_alike(n: int, together: int, longest_fir
 
 
 @pytest.mark.parametrize("together", [1, 2, 3, 7, 8, 21])
-def test_a_batch_comes_anywhere(together: int) -> None:
+def test_a_batch_comes_anywhere(together):
     """Every sample comes at every position as often, also at the end, in any rank's turn."""
     lengths = np.random.default_rng(0).integers(5, 40, 60)
     order = cseq.Buckets(lengths, 120, together=together)
@@ -104,7 +98,7 @@ def test_a_batch_comes_anywhere(together: int) -> None:
 
 
 @pytest.mark.parametrize("count", [40, 37, 46])
-def test_any_samples_of_a_bucket_meet_as_often(count: int) -> None:
+def test_any_samples_of_a_bucket_meet_as_often(count):
     """All pairs are together in a batch as often, and all samples in the short batch."""
     order = cseq.Buckets(np.repeat([10, 30], count), 50, together=2)
     pairs, short = np.zeros((2 * count, 2 * count)), np.zeros(2 * count)
@@ -128,7 +122,7 @@ def test_any_samples_of_a_bucket_meet_as_often(count: int) -> None:
 # ── what it is told ───────────────────────────────────────────────────────────────────────────
 
 
-def test_it_says_what_an_epoch_has() -> None:
+def test_it_says_what_an_epoch_has():
     """Buckets, batches, the most padding, the smallest and the largest batch."""
     lengths = spread(20_000)
     order = cseq.Buckets(lengths, 16384, most=512)
@@ -143,7 +137,7 @@ def test_it_says_what_an_epoch_has() -> None:
 
 
 @pytest.mark.parametrize("kind", [cseq.Buckets, cseq.Packed])
-def test_samples_that_are_too_long_can_be_left_out(kind: Any) -> None:
+def test_samples_that_are_too_long_can_be_left_out(kind):
     """They are in no batch; how many there are, and their tokens, are said, and a warning."""
     lengths = spread(100_000)
     kept = lengths <= 500
@@ -166,7 +160,7 @@ def test_samples_that_are_too_long_can_be_left_out(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [cseq.Buckets, cseq.Packed])
-def test_a_warning_is_for_more_than_a_little(kind: Any) -> None:
+def test_a_warning_is_for_more_than_a_little(kind):
     """Up to 1 % of the samples, and of the tokens, are only said; none are not."""
     few = kind(np.repeat([20, 50], [9_997, 3]), 20, too_long="drop")
     assert "3 of 10,000 samples, with 0.07497 % of all tokens" in few.describe()
@@ -177,7 +171,7 @@ def test_a_warning_is_for_more_than_a_little(kind: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:too_long='drop'")
-def test_huge_lengths() -> None:
+def test_huge_lengths():
     """They are told apart beyond the integers of a double, in any type; so is what is too long."""
     lengths = np.array([2**61, 2**61 + 1, 5, 2**62 - 1, 2**62 + 7], np.uint64)
     for values in (lengths, lengths.astype(np.int64)):
@@ -209,7 +203,7 @@ def test_huge_lengths() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [cseq.Buckets, cseq.Packed])
-def test_bad_lengths(kind: Any, lengths: Any, error: type[Exception], said: str) -> None:
+def test_bad_lengths(kind, lengths, error, said):
     """Argument, value and remedy."""
     with pytest.raises(error, match=said) as raised:
         kind(lengths, 100)
@@ -237,13 +231,13 @@ def test_bad_lengths(kind: Any, lengths: Any, error: type[Exception], said: str)
         ({"longest_first": 1}, TypeError, "longest_first=1"),
     ],
 )
-def test_bad_options(options: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_bad_options(options, error, said):
     """Argument and value."""
     with pytest.raises(error, match=said):
         cseq.Buckets(**{"lengths": [3, 7, 8], "budget": 100, **options})
 
 
-def test_all_too_long() -> None:
+def test_all_too_long():
     """An order of nothing is none."""
     with pytest.raises(ValueError, match="all 3 lengths exceed budget=2"):
         cseq.Buckets([3, 4, 5], 2, too_long="drop")
@@ -262,7 +256,7 @@ def test_all_too_long() -> None:
         ([0, 1], [3, 4], TypeError, r"sizes=\[3, 4\]"),
     ],
 )
-def test_bad_labels(labels: Any, sizes: Any, error: type[Exception], said: str) -> None:
+def test_bad_labels(labels, sizes, error, said):
     """Argument and value."""
     with pytest.raises(error, match=said):
         cseq.Buckets.of(labels, sizes)

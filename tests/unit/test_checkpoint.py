@@ -1,9 +1,5 @@
 """States: what they say, and which sampler they belong to."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from cseq.order import checkpoint
@@ -11,7 +7,7 @@ from cseq.order.sampler import Sampler
 from cseq.order.shuffled import Sequential, Shuffled
 
 
-def sampler(**options: Any) -> Sampler:
+def sampler(**options):
     """Make a sampler of 100 samples."""
     given = {"batch_size": 8, "seed": 5, "drop_last": False} | options
     order = given.pop("order", Shuffled(algorithm="fisher-yates-v1"))
@@ -32,7 +28,7 @@ FIRST = {
 }
 
 
-def test_a_state_of_version_1() -> None:
+def test_a_state_of_version_1():
     """It knew samples one by one: shuffled, by its algorithm, or not."""
     one = sampler()
     assert checkpoint.load(FIRST, one, any_seed=False) == (one, 3, 48)
@@ -61,7 +57,7 @@ def test_a_state_of_version_1() -> None:
         ("epoch", 1 << 64),
     ],
 )
-def test_a_bad_state(name: str, value: Any) -> None:
+def test_a_bad_state(name, value):
     """A value that no state can have is an error that names it, and so is a missing one."""
     state = checkpoint.make(sampler(), 1, 0, 0)
     with pytest.raises(ValueError, match=name):
@@ -83,7 +79,7 @@ SECOND = {
 }
 
 
-def test_a_state_of_version_2() -> None:
+def test_a_state_of_version_2():
     """It had a dict of the order, and did not know the indices."""
     one = sampler(dset_size=list(range(100, 200)))
     assert checkpoint.load(SECOND, one, any_seed=False) == (one, 3, 48)
@@ -93,7 +89,7 @@ def test_a_state_of_version_2() -> None:
         checkpoint.load(SECOND | {"order": 3}, one, any_seed=False)
 
 
-def test_a_state_of_other_indices() -> None:
+def test_a_state_of_other_indices():
     """The message has both fingerprints; strict=False continues at the same position."""
     one, other = (sampler(dset_size=range(first, first + 100)) for first in (0, 100))
     state = checkpoint.make(one, 1, 2, 40)

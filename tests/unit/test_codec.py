@@ -1,10 +1,7 @@
 """A batch that was laid into a slot and read again is the batch."""
 
-from __future__ import annotations
-
 import pickle
 from collections import OrderedDict, defaultdict
-from typing import TYPE_CHECKING, Any
 
 import codec_batches
 import numpy as np
@@ -35,9 +32,6 @@ from cseq.encoding._plan import LONG
 from cseq.encoding.codec import decode, map_leaves
 from cseq.memory.arena import Arena
 
-if TYPE_CHECKING:
-    from cseq.encoding._codec import TicketWriter
-
 way = codec_batches.way
 MOST_KNOWN = 64  # structures that a reader remembers
 
@@ -50,13 +44,13 @@ MOST_KNOWN = 64  # structures that a reader remembers
 @example(batch=[[], ({},)])
 @example(batch={1: np.zeros(1), "a": 2})
 @example(batch=(np.zeros(3), [np.float32(1), b"x" * LONG, "text"], np.ones((2, 2))))
-def test_round_trip(batch: Any) -> None:
+def test_round_trip(batch):
     """What is read equals what was written, types, order and bits, and can be written to."""
     assert_same(batch, copied(batch))
 
 
 @given(sequence=st.lists(batches, min_size=2, max_size=5), data=st.data())
-def test_batches_do_not_depend_on_each_other(sequence: list[Any], data: st.DataObject) -> None:
+def test_batches_do_not_depend_on_each_other(sequence, data):
     """Batches of whatever structure can be written and read in any order."""
     arena = Arena()
     written = []
@@ -84,7 +78,7 @@ NUMBERS = sorted({kind for kind in np.sctypeDict.values() if issubclass(kind, np
 
 
 @pytest.mark.parametrize("kind", NUMBERS, ids=lambda kind: np.dtype(kind).char)
-def test_a_number_keeps_its_type(kind: Any, writer: TicketWriter) -> None:
+def test_a_number_keeps_its_type(kind, writer):
     """A number arrives as what it was, also of a type that numpy holds equal to another one."""
     unit = ("s",) if kind is np.timedelta64 else ()  # none is deprecated from numpy 2.5 on
     number = kind(7, *unit)
@@ -93,9 +87,7 @@ def test_a_number_keeps_its_type(kind: Any, writer: TicketWriter) -> None:
 
 @pytest.mark.parametrize("cast", [None, FLOAT32], ids=["as it is", "cast"])
 @pytest.mark.parametrize("batch", KNOWN, ids=lambda batch: repr(batch)[:30])
-def test_a_known_structure_is_not_surveyed(
-    batch: Any, cast: Any, way: str, writer: TicketWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_known_structure_is_not_surveyed(batch, cast, way, writer, monkeypatch):
     """A batch of the structure of the last is recognised, and read as one that is surveyed."""
     want, surveyed = sent(writer, batch, cast), []
     survey = _codec.plan_for
@@ -109,9 +101,7 @@ def test_a_known_structure_is_not_surveyed(
     [{1: np.arange(3)}, defaultdict(list, a=np.arange(3)), [np.zeros(2, [("a", "i4")]), 1]],
     ids=repr,
 )
-def test_a_structure_that_cannot_be_recognised_is_made_once(
-    batch: Any, way: str, writer: TicketWriter
-) -> None:
+def test_a_structure_that_cannot_be_recognised_is_made_once(batch, way, writer):
     """It is surveyed each time, but described only once."""
     assert_same(batch, sent(writer, batch))
     plans = [*writer.encoder.plans]
@@ -140,7 +130,7 @@ A, B = np.arange(3), np.ones(2)
     ],
     ids=lambda others: repr(others[0])[:30],
 )
-def test_a_structure_that_resembles_a_known_one(others: list[Any], writer: TicketWriter) -> None:
+def test_a_structure_that_resembles_a_known_one(others, writer):
     """Whatever is known, a batch of another structure is read as what it is."""
     for batch in others:
         for known in others:
@@ -148,7 +138,7 @@ def test_a_structure_that_resembles_a_known_one(others: list[Any], writer: Ticke
             assert_same(batch, sent(writer, batch))
 
 
-def test_shapes_may_change_from_batch_to_batch(way: str, writer: TicketWriter) -> None:
+def test_shapes_may_change_from_batch_to_batch(way, writer):
     """Batches of one structure and many shapes are read right, and are one to the reader."""
     structures = set()
     for size in range(2 * MOST_KNOWN):
@@ -160,7 +150,7 @@ def test_shapes_may_change_from_batch_to_batch(way: str, writer: TicketWriter) -
     assert len(structures) == 1
 
 
-def test_records_are_checked(writer: TicketWriter) -> None:
+def test_records_are_checked(writer):
     """A record that points outside the memory is an error."""
     record = writer.encoder.encode(np.arange(5))
     with pytest.raises(IndexError):
@@ -181,11 +171,7 @@ SOME = st.integers(-9, 200)
     record=st.dictionaries(st.integers(2, 3), st.integers(-(2**70), 2**70) | SOME),
     lend=st.sampled_from([None, lambda *_: None]),
 )
-def test_a_layout_that_lies_does_not_leave_the_memory(
-    words: dict[int, int],
-    record: dict[int, int],
-    lend: Any,
-) -> None:
+def test_a_layout_that_lies_does_not_leave_the_memory(words, record, lend):
     """Whatever the numbers say, arrays lie in the memory, or it is an error."""
     arena = Arena()
     writer = writer_of(arena)
@@ -220,7 +206,7 @@ def test_a_layout_that_lies_does_not_leave_the_memory(
 # -- into the slot without a copy ---------------------------------------------------------------
 
 
-def test_parts_of_arrays_in_the_slot(writer: TicketWriter) -> None:
+def test_parts_of_arrays_in_the_slot(writer):
     """Contiguous parts stay where they are; others are copied, and what overlaps the former."""
     x = writer.room.empty((10, 4), np.int32)
     x[:] = np.arange(40).reshape(10, 4)
@@ -233,7 +219,7 @@ def test_parts_of_arrays_in_the_slot(writer: TicketWriter) -> None:
         assert not np.shares_memory(read[number], x)
 
 
-def test_arrays_in_the_slot_are_found_after_it_grew(writer: TicketWriter) -> None:
+def test_arrays_in_the_slot_are_found_after_it_grew(writer):
     """Arrays made before the slot grew, on the old mapping, are not copied either."""
     arrays = [writer.room.empty(2**shift, np.uint8) for shift in (10, 16, 20, 22)]
     for number, array in enumerate(arrays):
@@ -245,7 +231,7 @@ def test_arrays_in_the_slot_are_found_after_it_grew(writer: TicketWriter) -> Non
         assert (array == number).all()
 
 
-def test_a_stage_appends_to_what_another_wrote(writer: TicketWriter) -> None:
+def test_a_stage_appends_to_what_another_wrote(writer):
     """What was read from the slot and is passed on is not copied; what is new goes behind it."""
     first = writer.encoder.encode([np.arange(1000), np.arange(3.0)])
     writer.room.select(writer.room.slot, writer.room.capacity, sum(first))
@@ -260,15 +246,15 @@ def test_a_stage_appends_to_what_another_wrote(writer: TicketWriter) -> None:
 # -- leaves one by one --------------------------------------------------------------------------
 
 
-def test_map_leaves() -> None:
+def test_map_leaves():
     """The function's results take the leaves' places, in containers of the same types."""
     batch = {
         "list": [1, 2], "tuple": (3,), "pair": Pair(4, [5]), "sample": Sample(6, 7),
         "frozen": Slotted(8), "ordered": OrderedDict(a=9), 10: defaultdict(None, a=11),
     }  # fmt: skip
-    seen: list[Any] = []
+    seen = []
 
-    def function(leaf: Any) -> Any:
+    def function(leaf):
         seen.append(leaf)
         return str(leaf)
 

@@ -1,12 +1,9 @@
 """Objects, dataclasses and pickles in a batch come as they were, or it is said why not."""
 
-from __future__ import annotations
-
 import copyreg
 import threading
 from collections import OrderedDict
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
 
 import codec_batches
 import numpy as np
@@ -34,18 +31,13 @@ from cseq.encoding import codec
 from cseq.encoding.codec import map_leaves
 from cseq.encoding.pickling import UnpicklableError
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cseq.encoding._codec import TicketWriter
-
 way = codec_batches.way
 
 
 # -- leaves -------------------------------------------------------------------------------------
 
 
-def test_dataclasses_are_not_made_again() -> None:
+def test_dataclasses_are_not_made_again():
     """Neither `__init__` nor `__post_init__` runs once more; fields and attributes are kept."""
     sample = Sample(np.arange(3))
     sample.extra = np.arange(4)  # type: ignore[attr-defined]
@@ -54,7 +46,7 @@ def test_dataclasses_are_not_made_again() -> None:
     assert_same(np.arange(4), read.extra)
 
 
-def test_dataclasses_that_are_more_go_by_pickle() -> None:
+def test_dataclasses_that_are_more_go_by_pickle():
     """A dataclass that is a dict, or says how it is pickled, is pickled."""
     keyed = Keyed(np.arange(3))
     keyed["a"] = np.arange(2)
@@ -64,7 +56,7 @@ def test_dataclasses_that_are_more_go_by_pickle() -> None:
     assert copied(Secretive(np.arange(3), "x")).secret == "hidden"
 
 
-def test_dataclasses_may_lack_fields() -> None:
+def test_dataclasses_may_lack_fields():
     """A field that was deleted, or never set, is not there after the journey either."""
     sample = Sample(np.arange(3))
     del sample.made
@@ -76,7 +68,7 @@ def test_dataclasses_may_lack_fields() -> None:
     assert not hasattr(read, "label")
 
 
-def test_named_tuples_of_a_known_structure_keep_attributes(writer: TicketWriter) -> None:
+def test_named_tuples_of_a_known_structure_keep_attributes(writer):
     """Also where one without them came before."""
     for _ in range(2):
         marked = Marked(np.arange(3), 1)
@@ -85,7 +77,7 @@ def test_named_tuples_of_a_known_structure_keep_attributes(writer: TicketWriter)
         assert sent(writer, marked).note == "kept"
 
 
-def test_leaves_of_objects_are_cast_where_they_are_converted(writer: TicketWriter) -> None:
+def test_leaves_of_objects_are_cast_where_they_are_converted(writer):
     """In dataclasses and dicts of any kind, in the trainer; in other classes, they are not cast."""
     large, small = np.arange(9000).reshape(9, 1000), np.arange(4)[::2]
     convert = Converter(Output("array", dtype=FLOAT32)).convert
@@ -101,7 +93,7 @@ def test_leaves_of_objects_are_cast_where_they_are_converted(writer: TicketWrite
     assert_same_arrays(large, convert(sent(writer, Feature(x=large), FLOAT32))["x"])
 
 
-def test_a_reducer_that_is_registered_later_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reducer_that_is_registered_later_is_used(monkeypatch):
     """So is the one that replaces it, and none once it is gone."""
     assert copied([Fraction(1, 3)]) == [Fraction(1, 3)]
     for value in (7, 8):
@@ -111,7 +103,7 @@ def test_a_reducer_that_is_registered_later_is_used(monkeypatch: pytest.MonkeyPa
     assert copied([Fraction(1, 3)]) == [Fraction(1, 3)]
 
 
-def test_other_arrays_go_by_pickle() -> None:
+def test_other_arrays_go_by_pickle():
     """Arrays of objects and subclasses of array arrive as what they are."""
     objects = np.array([1, "a", None], dtype=object)
     assert copied([objects])[0].tolist() == [1, "a", None]
@@ -125,7 +117,7 @@ def test_other_arrays_go_by_pickle() -> None:
     assert read.a.tolist() == [1]
 
 
-def test_buffers_of_pickles_lie_in_the_slot(writer: TicketWriter) -> None:
+def test_buffers_of_pickles_lie_in_the_slot(writer):
     """A large array inside an object is read where it lies, and a small one is not worth it."""
     large, small = np.arange(1000), np.arange(5)
     odd = np.arange(1001, dtype=np.uint32).view(np.uint8)[1:]
@@ -145,7 +137,7 @@ def test_buffers_of_pickles_lie_in_the_slot(writer: TicketWriter) -> None:
 class Stubborn:
     """Raises when it is pickled."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         raise ValueError("no")
 
 
@@ -165,13 +157,13 @@ BAD = [
         lambda bad: [Plain(bad)],
     ],
 )
-def test_what_cannot_be_pickled_is_refused(bad: Any, make: Any) -> None:
+def test_what_cannot_be_pickled_is_refused(bad, make):
     """The error says what a batch may have."""
     with pytest.raises(UnpicklableError, match=r"^batch: .*\. Return arrays, tensors"):
         copied(make(bad))
 
 
-def test_an_open_file_cannot_be_in_a_batch(tmp_path: Path) -> None:
+def test_an_open_file_cannot_be_in_a_batch(tmp_path):
     """Neither a file of text nor one of bytes arrives as something else."""
     path = tmp_path / "notes.txt"
     path.write_text("a note")
@@ -180,9 +172,9 @@ def test_an_open_file_cannot_be_in_a_batch(tmp_path: Path) -> None:
             copied({"log": file, "x": np.zeros(2)})
 
 
-def test_a_batch_that_contains_itself() -> None:
+def test_a_batch_that_contains_itself():
     """It arrives as it was; where leaves are to be converted it is an error, no crash."""
-    endless: list[Any] = [np.zeros(3)]
+    endless = [np.zeros(3)]
     endless.append({"again": endless, "number": 7})
     read = copied(endless)
     assert len(read) == 2
@@ -193,9 +185,9 @@ def test_a_batch_that_contains_itself() -> None:
         map_leaves(lambda leaf: leaf, endless)
 
 
-def test_deep_batches() -> None:
+def test_deep_batches():
     """Containers can be inside one another more often than they are opened."""
-    batch: Any = np.zeros(3)
+    batch = np.zeros(3)
     for _ in range(codec.MAX_DEPTH):
         batch = [batch]
     assert_same(batch, copied(batch))
@@ -205,7 +197,7 @@ def test_deep_batches() -> None:
     assert_same(batch, copied(batch, np.dtype("f4")))
 
 
-def test_what_is_twice_in_a_batch() -> None:
+def test_what_is_twice_in_a_batch():
     """Containers of arrays, and arrays, are then two; what is pickled stays one."""
     arrays, texts = [np.zeros(3)], ["a"]
     read = copied([arrays, arrays, arrays[0], texts, {"x": (np.ones(2), texts)}])

@@ -1,9 +1,6 @@
 """Tensors in a batch come as they were."""
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING, Any
 
 import codec_batches
 import numpy as np
@@ -13,16 +10,13 @@ from codec_batches import FLOAT32, Feature, Sample, copied, reread, sent
 from cseq.encoding import _codec
 from cseq.encoding.codec import decode, map_leaves
 
-if TYPE_CHECKING:
-    from cseq.encoding._codec import TicketWriter
-
 way = codec_batches.way
 
 # -- tensors ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
-def torch() -> Any:
+def torch():
     """torch, if it is installed."""
     return pytest.importorskip("torch")
 
@@ -32,7 +26,7 @@ TYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 comp
 
 @pytest.mark.parametrize("name", TYPES.split())
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)])
-def test_tensors(torch: Any, name: str, shape: tuple[int, ...]) -> None:
+def test_tensors(torch, name, shape):
     """CPU tensors of all types arrive as they were, also those that numpy lacks."""
     tensor = torch.arange(6).to(getattr(torch, name))[: int(np.prod(shape))].reshape(shape)
     for batch in (tensor, [tensor, np.zeros(2), "text"]):
@@ -45,7 +39,7 @@ def test_tensors(torch: Any, name: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.12
-def test_tensors_of_other_layouts(torch: Any) -> None:
+def test_tensors_of_other_layouts(torch):
     """Transposed, strided, conjugated and sparse tensors have the values they had."""
     base = torch.arange(24.0).reshape(4, 6)
     conjugated = torch.tensor([1 + 2j, 3j]).conj()
@@ -63,7 +57,7 @@ def test_tensors_of_other_layouts(torch: Any) -> None:
     assert copied(base.T).stride() == base.T.stride()
 
 
-def test_strides_of_tensors(torch: Any, writer: TicketWriter) -> None:
+def test_strides_of_tensors(torch, writer):
     """The order of axes is kept, even if only axes of one element show it; others become rows."""
     images = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
     one = torch.rand(2, 1, 4, 5).to(memory_format=torch.channels_last)
@@ -82,7 +76,7 @@ def test_strides_of_tensors(torch: Any, writer: TicketWriter) -> None:
                 assert torch.equal(got, sent_one.to(got.dtype))
 
 
-def test_tensors_keep_whether_they_require_gradients(torch: Any) -> None:
+def test_tensors_keep_whether_they_require_gradients(torch):
     """A tensor arrives as a leaf that requires gradients if it did; its graph stays behind."""
     leaf = torch.ones(3, requires_grad=True)
     read = copied([leaf, leaf * 2, leaf.detach()])
@@ -93,7 +87,7 @@ def test_tensors_keep_whether_they_require_gradients(torch: Any) -> None:
     assert type(copied(torch.nn.Parameter(leaf.detach()))) is torch.nn.Parameter
 
 
-def test_tensors_in_objects_lie_in_the_slot(torch: Any, writer: TicketWriter) -> None:
+def test_tensors_in_objects_lie_in_the_slot(torch, writer):
     """Of any object, the bytes of arrays and tensors are not pickled, and are read in place."""
     base = torch.arange(30_000.0)
     sparse = torch.zeros(3000).index_fill(0, torch.arange(0, 3000, 2), 1.0).to_sparse()
@@ -114,7 +108,7 @@ def test_tensors_in_objects_lie_in_the_slot(torch: Any, writer: TicketWriter) ->
         writer.room.used = 0
         record = writer.encoder.encode(batch)
         assert record[3] < 5000
-        read: Any = decode(writer.room.memory, record)
+        read = decode(writer.room.memory, record)
         got = read if batch is feature else read[0] if type(read) is list else read["f"]
         assert type(got) is Feature
         assert list(got) == list(feature)
@@ -138,16 +132,14 @@ def test_tensors_in_objects_lie_in_the_slot(torch: Any, writer: TicketWriter) ->
         assert base[150] == 150
 
 
-def test_what_lies_in_the_slot_is_not_copied_for_an_object(
-    torch: Any, writer: TicketWriter
-) -> None:
+def test_what_lies_in_the_slot_is_not_copied_for_an_object(torch, writer):
     """Arrays, tensors, and parts of them that do not overlap."""
     x = writer.room.empty((50, 30), np.float32)
     x[:] = 7
     y = writer.room.empty(500, np.int64)
     feature = Feature(x=torch.from_numpy(x), first=y[:250], last=y[250:])
     before = writer.room.used
-    read: Any = decode(writer.room.memory, writer.encoder.encode(feature))
+    read = decode(writer.room.memory, writer.encoder.encode(feature))
     assert writer.room.used - before < 1500
     assert read["x"].data_ptr() == x.ctypes.data
     assert read["last"].ctypes.data == y.ctypes.data + 2000
@@ -155,7 +147,7 @@ def test_what_lies_in_the_slot_is_not_copied_for_an_object(
     assert not np.shares_memory(overlapping["all"], overlapping["part"])
 
 
-def test_a_part_of_a_large_tensor_travels_alone(torch: Any, writer: TicketWriter) -> None:
+def test_a_part_of_a_large_tensor_travels_alone(torch, writer):
     """In any object; so does one in a list of tensors."""
     large = torch.arange(100_000.0)
     for part in (large[5:9], large.to(torch.bfloat16)[5:9], large.requires_grad_()[5:9]):
@@ -163,8 +155,8 @@ def test_a_part_of_a_large_tensor_travels_alone(torch: Any, writer: TicketWriter
             record = writer.encoder.encode(batch)
             assert sum(record[1:]) < 2000
             assert sum(record) - writer.room.used == 0
-            read: Any = decode(writer.room.memory, record)
-            leaves: list[Any] = []
+            read = decode(writer.room.memory, record)
+            leaves = []
             map_leaves(leaves.append, dict(read) if type(read) is Feature else read)
             tensor = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
             assert torch.equal(tensor, part)
@@ -172,15 +164,13 @@ def test_a_part_of_a_large_tensor_travels_alone(torch: Any, writer: TicketWriter
             assert tensor.untyped_storage().nbytes() == part.nbytes
 
 
-def test_tensors_of_types_that_numpy_lacks_are_recognised(
-    torch: Any, way: str, writer: TicketWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_of_types_that_numpy_lacks_are_recognised(torch, way, writer, monkeypatch):
     """A batch of them is surveyed once, and told from one of their bits."""
     half = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
     bits = torch.arange(6, dtype=torch.int16).view(2, 3)
     for batch in ([half], [bits], [half]):
         assert torch.equal(sent(writer, batch)[0], batch[0])
-    surveyed: list[Any] = []
+    surveyed = []
     survey = _codec.plan_for
     monkeypatch.setattr(_codec, "plan_for", lambda *args: surveyed.append(1) or survey(*args))  # type: ignore[func-returns-value]
     for batch in ([half.T], [bits], [half]):
@@ -191,7 +181,7 @@ def test_tensors_of_types_that_numpy_lacks_are_recognised(
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, of quantised and nested tensors and of storages
-def test_odd_tensors_in_objects(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_tensors_in_objects(torch, monkeypatch):
     """Quantised, nested and conjugated tensors, and storages, arrive in objects as they were."""
     # pickle looks for what names no module in all of them; RETURNN's lazy ones import more then.
     lazy = [name for name, m in sys.modules.items() if type(m).__module__.startswith("returnn")]
@@ -215,7 +205,7 @@ def test_odd_tensors_in_objects(torch: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert got["typed"].tolist() == [1.0] * 500
 
 
-def test_tensors_are_cast(torch: Any) -> None:
+def test_tensors_are_cast(torch):
     """Tensors of numbers are cast as torch does it; complex ones are not."""
     batch = [
         torch.arange(3),
@@ -231,13 +221,11 @@ def test_tensors_are_cast(torch: Any) -> None:
 PROTOTYPE = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
 
 
-def test_cuda_tensors_travel_by_handle(
-    torch: Any, writer: TicketWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_tensors_travel_by_handle(torch, writer, monkeypatch):
     """Those in objects, too, and not by way of the host."""
-    sent: list[Any] = []
+    sent = []
 
-    def reduce_tensor(tensor: Any) -> Any:
+    def reduce_tensor(tensor):
         sent.append(tensor)
         return torch.full, ((2,), int(tensor[0]))
 
@@ -258,7 +246,7 @@ def test_cuda_tensors_travel_by_handle(
 
 @PROTOTYPE
 @pytest.mark.parametrize("grad", [False, True])
-def test_nested_tensors(torch: Any, grad: bool) -> None:
+def test_nested_tensors(torch, grad):
     """Tensors of tensors of unequal size arrive as such, beside others."""
     parts = [torch.ones(2), torch.arange(3.0)]
     nested = torch.nested.nested_tensor(parts, requires_grad=grad)
@@ -272,7 +260,7 @@ def test_nested_tensors(torch: Any, grad: bool) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 12, 100_000])
-def test_storages(torch: Any, nbytes: int) -> None:
+def test_storages(torch, nbytes):
     """Those of torch arrive as such, and can be written to."""
     storage = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8).untyped_storage()
     for batch in (storage, [storage], {"x": torch.ones(2), "s": storage, "text": "a"}):

@@ -1,7 +1,5 @@
 """`Concatenated`: each token once but the tail, full rows, far apart."""
 
-from __future__ import annotations
-
 import math
 
 import golden
@@ -14,7 +12,7 @@ from cseq.order.documents import DocumentEnds
 
 
 @pytest.mark.parametrize("record", golden.records("orders_concatenated"))
-def test_reference(record: golden.Record) -> None:
+def test_reference(record):
     """An order is that of the reference in plain Python."""
     lengths = golden.lengths(record["count"], 0, record["spread"])
     if sum(lengths) < 200_000:
@@ -23,7 +21,7 @@ def test_reference(record: golden.Record) -> None:
         assert rows == concatenated(lengths, record["row"], *where)
 
 
-def test_each_token_comes_once() -> None:
+def test_each_token_comes_once():
     """In 200 corpora with empty documents: but the tail, others each time, none is lost."""
     for seed in range(200):
         rng = np.random.default_rng(seed)
@@ -45,7 +43,7 @@ def test_each_token_comes_once() -> None:
         assert (came == 0).sum() == ends.total % row == order.samples - order.units * row
 
 
-def test_many_documents_are_put_in_order_in_parts() -> None:
+def test_many_documents_are_put_in_order_in_parts():
     """More than are summed up at once; they need no table, and any row is there at once."""
     lengths = np.arange(2**20 + 1000) % 5
     order = cseq.Concatenated(lengths, 100)
@@ -62,7 +60,7 @@ def test_many_documents_are_put_in_order_in_parts() -> None:
     assert (alone == samples[-len(alone) :]).all()
 
 
-def test_the_most_pieces_of_a_row() -> None:
+def test_the_most_pieces_of_a_row():
     """`room` is enough for the shortest documents together, and is not far above."""
     assert cseq.Concatenated([1] * 20, 6).room == 6
     assert cseq.Concatenated([3] * 20, 11).room == 5
@@ -74,7 +72,7 @@ def test_the_most_pieces_of_a_row() -> None:
 # ── statistics ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_document_comes_anywhere() -> None:
+def test_a_document_comes_anywhere():
     """The first token of each is in every row as often, and left out as often as it must be."""
     lengths = np.array([40, 7, 3, 16, 5, 5, 9, 33, 12])
     order, ends = cseq.Concatenated(lengths, 16), DocumentEnds(lengths)
@@ -92,7 +90,7 @@ def test_a_document_comes_anywhere() -> None:
     assert (np.abs(counts / 3000 - share) < 5 * np.sqrt(share / 3000)).all()
 
 
-def test_rows_of_a_long_document_are_far_apart() -> None:
+def test_rows_of_a_long_document_are_far_apart():
     """They come one after another as seldom as any two rows do."""
     order = cseq.Concatenated([5000, *[7] * 5000], 50)
     after = 0
@@ -103,7 +101,7 @@ def test_rows_of_a_long_document_are_far_apart() -> None:
     assert abs(after - expected) < 5 * math.sqrt(expected)
 
 
-def test_what_it_says() -> None:
+def test_what_it_says():
     """Rows, pieces, and the tail, here and in a mixture."""
     order = cseq.Concatenated([5, 20, 0, 3], 12)
     said = "an epoch leaves 4 tokens out, others each time"
@@ -121,7 +119,7 @@ def test_what_it_says() -> None:
         ([3, -1], 2, r"lengths\[1\]=-1"),
     ],
 )
-def test_bad_documents(lengths: list[int], row: int, said: str) -> None:
+def test_bad_documents(lengths, row, said):
     """Argument, value and remedy."""
     with pytest.raises(ValueError, match=said):
         cseq.Concatenated(lengths, row)

@@ -1,14 +1,11 @@
 """What an indexer may ask: `rng`, `empty` and `worker_info`, in every pool."""
 
-from __future__ import annotations
-
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
 from indexers import Info
-from kinds import FEW, INLINE, THREAD, Kind, assert_same, by_name, stream
+from kinds import FEW, INLINE, THREAD, assert_same, by_name, stream
 
 import cseq
 from cseq.indexing import context
@@ -19,7 +16,7 @@ every_kind = pytest.mark.parametrize("kind", FEW, ids=by_name)
 class Rng:
     """Draws from the batch's generator, in two calls; and says whether they gave the same one."""
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         first = cseq.rng()
         return first is cseq.rng(), first.integers(1 << 62), cseq.rng().integers(1 << 62)
 
@@ -28,7 +25,7 @@ class Rng:
 
 
 @pytest.mark.parametrize("kind", [INLINE, THREAD], ids=by_name)
-def test_rng_of_a_batch(kind: Kind) -> None:
+def test_rng_of_a_batch(kind):
     """Within a batch, `rng` is one generator; each batch, epoch, seed and rank has another."""
     draws = []
     for options in ({"epochs": 2}, {"seed": 43}, {"shard": (0, 2)}, {"shard": (1, 2)}):
@@ -40,7 +37,7 @@ def test_rng_of_a_batch(kind: Kind) -> None:
     assert len(set(draws)) == len(draws) - 2 * 8
 
 
-def test_rng_is_pinned() -> None:
+def test_rng_is_pinned():
     """What `rng` draws for a batch never changes: it is part of the stream a seed stands for."""
     drawn = context.generator(1, 2, 3).integers(1 << 32, size=3).tolist()
     again = context.generator(1, 2, 3)
@@ -48,14 +45,14 @@ def test_rng_is_pinned() -> None:
     assert type(again.bit_generator) is np.random.Philox
 
 
-def test_rng_outside() -> None:
+def test_rng_outside():
     """Outside of an indexer, `rng` is a RuntimeError that says what to use there."""
     with pytest.raises(RuntimeError, match="default_rng"):
         cseq.rng()
 
 
 @every_kind
-def test_rng_while_the_indexer_is_made(kind: Kind) -> None:
+def test_rng_while_the_indexer_is_made(kind):
     """Where the indexer is made there is no batch, so `rng` is a RuntimeError."""
     with pytest.raises(RuntimeError, match="__getitem__"), kind.start(cseq.rng, 10) as m:
         list(m)
@@ -64,7 +61,7 @@ def test_rng_while_the_indexer_is_made(kind: Kind) -> None:
 # -- empty
 
 
-def test_empty_outside() -> None:
+def test_empty_outside():
     """Outside of a worker, `empty` is numpy's: the same arguments and the same errors."""
     assert cseq.empty(3).dtype == np.float64
     assert cseq.empty((2, 3), "i2").shape == (2, 3)
@@ -81,11 +78,11 @@ def test_empty_outside() -> None:
 
 
 @every_kind
-def test_empty_with_objects(kind: Kind) -> None:
+def test_empty_with_objects(kind):
     """`empty` for Python objects: numpy's in this process, an error in shared memory."""
 
     class Objects:
-        def __getitem__(self, indices: Any) -> Any:
+        def __getitem__(self, indices):
             return cseq.empty(2, object)
 
     if kind.processes:
@@ -96,14 +93,14 @@ def test_empty_with_objects(kind: Kind) -> None:
 
 
 @every_kind
-def test_empty_in_a_thread_of_the_indexers_own(kind: Kind) -> None:
+def test_empty_in_a_thread_of_the_indexers_own(kind):
     """A thread that an indexer starts is in no context: plain arrays, and no generator."""
 
     class Threads:
-        def __getitem__(self, indices: Any) -> Any:
-            found: list[Any] = []
+        def __getitem__(self, indices):
+            found = []
 
-            def ask() -> None:
+            def ask():
                 array = cseq.empty(2, "i8")
                 array[:] = 7
                 found.extend([array, cseq.worker_info()])
@@ -120,7 +117,7 @@ def test_empty_in_a_thread_of_the_indexers_own(kind: Kind) -> None:
 
 
 @every_kind
-def test_worker_info(kind: Kind) -> None:
+def test_worker_info(kind):
     """`worker_info` says which worker, of how many, makes which batch of which epoch."""
     workers = 3 if kind.parallel else 1
     got = stream(kind, Info, 60, batch_size=2, epochs=2, num_workers=3, shuffle=False)
@@ -137,14 +134,14 @@ def test_worker_info(kind: Kind) -> None:
 
 
 @every_kind
-def test_at_close(kind: Kind, tmp_path: Any) -> None:
+def test_at_close(kind, tmp_path):
     """When the indexer is closed there is no batch: its worker is known, `empty` is numpy's."""
 
     class Closing:
-        def __getitem__(self, indices: Any) -> Any:
+        def __getitem__(self, indices):
             return cseq.empty(100_000, "u1")
 
-        def close(self) -> None:
+        def close(self):
             info = cseq.worker_info()
             cseq.empty(100_000, "u1")[:] = 255  # in shared memory, this would spoil a batch
             (tmp_path / "closed").write_text(f"{info.epoch} {info.batch} {info.number}")
@@ -157,11 +154,11 @@ def test_at_close(kind: Kind, tmp_path: Any) -> None:
 # -- contexts
 
 
-def test_contexts_are_one_for_each_thread() -> None:
+def test_contexts_are_one_for_each_thread():
     """One is seen by its own thread only, and the one left is there again afterwards."""
     one, two = context.BatchContext(0, 2, 7), context.BatchContext(1, 2, 7)
     assert context.enter(one) is None
-    seen: list[Any] = []
+    seen = []
     thread = threading.Thread(target=lambda: seen.append(cseq.worker_info()))
     thread.start()
     thread.join()

@@ -38,7 +38,7 @@ from cseq.order._source import OrderSource
 from cseq.stage import GIL_SPIN_NS, LONG_SPIN_NS, SPIN_NS, spin_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 NAP = os.environ.get("CSEQ_WAIT") == "nap"
 
@@ -46,7 +46,7 @@ NAP = os.environ.get("CSEQ_WAIT") == "nap"
 # -- the ring
 
 
-def test_a_tickets_journey() -> None:
+def test_a_tickets_journey():
     """post, claim, publish, take: all that was given on one side is there on the other."""
     ring, whole = make_ring(), ringing.cut(1, 2, first=2**50) | {"start": 2**47}
     trainer = Trainer(ring, source=OrderSource(RangeReader(2**48), 2**63, whole, whole, 0))
@@ -68,7 +68,7 @@ def test_a_tickets_journey() -> None:
     assert trainer.take() is None
 
 
-def runner_of(*sizes: int) -> Runner:
+def runner_of(*sizes):
     """Make a runner with a ticket of so many indices, and the next ones behind it."""
     ring = make_ring(cells=2, size=max(sizes), runners=1)
     full, *rest = sizes
@@ -79,7 +79,7 @@ def runner_of(*sizes: int) -> Runner:
     return claim(ring)
 
 
-def test_an_array_of_indices_is_used_again() -> None:
+def test_an_array_of_indices_is_used_again():
     """Where nothing refers to the one before, and it is small."""
     runner = runner_of(3, 2)
     first = runner.indices()
@@ -96,7 +96,7 @@ def test_an_array_of_indices_is_used_again() -> None:
     assert sys.getrefcount(large.indices()) == sys.getrefcount(object())  # it may lie in a slot
 
 
-def become(indices: Any, dtype: str) -> None:
+def become(indices, dtype):
     """Have an array become one of another type, as `pickle` does."""
     indices.__setstate__((1, indices.shape, np.dtype(dtype), False, bytes(indices.nbytes)))
 
@@ -115,7 +115,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_an_array_of_indices_in_use_is_left_alone(use: str) -> None:
+def test_an_array_of_indices_in_use_is_left_alone(use):
     """What an indexer keeps, or has made of an array, is not touched."""
     runner = runner_of(4)
     indices = runner.indices()
@@ -133,7 +133,7 @@ def test_an_array_of_indices_in_use_is_left_alone(use: str) -> None:
         assert held() is None
 
 
-def test_two_stages() -> None:
+def test_two_stages():
     """Between the stages a record is kept until the second one has published its own."""
     ring = make_ring()
     trainer = Trainer(ring, 1)
@@ -153,7 +153,7 @@ def test_two_stages() -> None:
     assert trainer.take() == (0, 0, 0, 0xFFFFFFFF, 0, (4, 0, 0, 0))
 
 
-def test_a_failure_skips_the_second_stage() -> None:
+def test_a_failure_skips_the_second_stage():
     """A status other than 0 goes straight to the trainer."""
     ring = make_ring()
     trainer = Trainer(ring, 1)
@@ -163,7 +163,7 @@ def test_a_failure_skips_the_second_stage() -> None:
     assert trainer.take() == (0, 0, 1, 0xFFFFFFFF, 0, (5, 0, 0, 0))
 
 
-def test_a_ticket_that_is_reposted_with_a_status() -> None:
+def test_a_ticket_that_is_reposted_with_a_status():
     """It is published with a status, in no slot; the next one is not."""
     ring = make_ring()
     trainer = Trainer(ring, 2)
@@ -173,7 +173,7 @@ def test_a_ticket_that_is_reposted_with_a_status() -> None:
     assert claim(ring).batch == 1
 
 
-def test_what_a_dead_runner_held() -> None:
+def test_what_a_dead_runner_held():
     """`held` and `repost` know what a runner works on; it is posted again, oldest first."""
     ring = make_ring()
     trainer = Trainer(ring, 3)
@@ -192,7 +192,7 @@ def test_what_a_dead_runner_held() -> None:
     assert [trainer.batch() for _ in range(3)] == [0, 1, None]
 
 
-def test_what_a_dead_worker_owned() -> None:
+def test_what_a_dead_worker_owned():
     """Its slots are freed, but those of its published tickets and of other workers."""
     arena = Arena()
     ring = make_ring()
@@ -216,7 +216,7 @@ def test_what_a_dead_worker_owned() -> None:
     arena.close()
 
 
-def test_a_slot_that_a_converter_frees() -> None:
+def test_a_slot_that_a_converter_frees():
     """A batch that has left its slot comes out without one."""
     ring = make_ring()
     file, slots = shared()
@@ -232,7 +232,7 @@ def test_a_slot_that_a_converter_frees() -> None:
     assert trainer.take() == (0, 0, 0, 0xFFFFFFFF, 0, (0,) * FIELDS)
 
 
-def test_nothing_to_claim() -> None:
+def test_nothing_to_claim():
     """A claim with nothing to claim comes back after a while, and counts the time."""
     ring = make_ring()
     runner = Runner(ring, 0, 2, last=True)
@@ -241,12 +241,12 @@ def test_nothing_to_claim() -> None:
     assert Meters.read([ring]).runners["wait"]["sum"][0] == 0
 
 
-def test_a_closed_ring() -> None:
+def test_a_closed_ring():
     """Closing ends claims, also one that another thread waits in, and wakes the trainer."""
     ring = make_ring()
-    results: list[bool | None] = []
+    results = []
 
-    def run() -> None:
+    def run():
         runner = Runner(ring, 0, 1, last=True)
         while (result := runner.claim()) is not None:
             results.append(result)
@@ -262,7 +262,7 @@ def test_a_closed_ring() -> None:
     assert Runner(ring, 0, 2, last=True).claim() is None
 
 
-def test_waiting_for_a_ticket() -> None:
+def test_waiting_for_a_ticket():
     """The trainer sleeps until a ticket is ready: thousands of times, none is missed."""
     ring, total = make_ring(), 300 if NAP else 3000
     ring.wake_at = 1
@@ -274,7 +274,7 @@ def test_waiting_for_a_ticket() -> None:
     assert meters.loop["wait"]["sum"] > 0
 
 
-def test_a_notification_ends_a_wait() -> None:
+def test_a_notification_ends_a_wait():
     """It is counted: who has read the number before it does not sleep."""
     ring = make_ring()
     feed = Trainer(ring, 1).feed
@@ -285,7 +285,7 @@ def test_a_notification_ends_a_wait() -> None:
         feed.wait(seen)
 
 
-def test_rings_in_one_memory() -> None:
+def test_rings_in_one_memory():
     """Each has its own tickets; the trainer waits for all of them at one gate."""
     nbytes = -(-ring_bytes(4, 2, 1) // 128) * 128
     memory = Block(3 * nbytes, zero=True)
@@ -306,7 +306,7 @@ def test_rings_in_one_memory() -> None:
             wrong()
 
 
-def test_several_tickets_are_waited_for() -> None:
+def test_several_tickets_are_waited_for():
     """Publishing one of them wakes the sleeper."""
     nbytes = -(-ring_bytes(4, 2, 1) // 128) * 128
     memory = Block(2 * nbytes, zero=True)
@@ -328,7 +328,7 @@ def test_several_tickets_are_waited_for() -> None:
         assert [trainer.batch() for trainer in trainers] == [turn, turn]
 
 
-def test_a_ring_keeps_its_memory() -> None:
+def test_a_ring_keeps_its_memory():
     """Indices, runners and the ring keep the memory they lie on."""
     ring = make_ring()
     room, runner = ring.indices(0), Runner(ring, 0, 1, last=True)
@@ -343,7 +343,7 @@ LONG = 4_000_000_000  # ns; no turn here takes nearly as long
 
 
 @pytest.mark.parametrize("cores", [1, 2, 64])
-def test_nobody_looks_on_a_single_core(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+def test_nobody_looks_on_a_single_core(monkeypatch, cores):
     """Who looks at the ring before it sleeps needs a core that the others do not."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     assert spin_ns(1) == {1: 0}.get(cores, LONG_SPIN_NS)
@@ -352,10 +352,10 @@ def test_nobody_looks_on_a_single_core(monkeypatch: pytest.MonkeyPatch, cores: i
 
 
 @contextmanager
-def serving(ring: Ring, *owners: int) -> Iterator[None]:
+def serving(ring, *owners):
     """Have threads that publish whatever they can claim."""
 
-    def serve(owner: int) -> None:
+    def serve(owner):
         runner = Runner(ring, 0, owner, last=True)
         while runner.claim() is not None:
             if runner.cell >= 0:
@@ -373,7 +373,7 @@ def serving(ring: Ring, *owners: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("crew", [0, 1])
-def test_threads_wait_for_each_other_awake(crew: int) -> None:
+def test_threads_wait_for_each_other_awake(crew):
     """Trainer and runner go on without going to sleep, and without being woken, also in turns."""
     ring = make_ring(cells=2, runners=1)
     ring.set_spin(LONG, crew)
@@ -384,7 +384,7 @@ def test_threads_wait_for_each_other_awake(crew: int) -> None:
         assert trainer.sleeps == 0
 
 
-def test_processes_wait_for_each_other_awake() -> None:
+def test_processes_wait_for_each_other_awake():
     """Trainer and runner spin where a sleep would follow."""
     with file_of(PAGE) as fd:
         ring = Ring(Mapping(fd, 0, PAGE), 2, 2, 1)
@@ -396,7 +396,7 @@ def test_processes_wait_for_each_other_awake() -> None:
         assert trainer.sleeps == 0
 
 
-def test_a_turn_begins_when_the_other_one_waits() -> None:
+def test_a_turn_begins_when_the_other_one_waits():
     """A runner that looks leaves tickets alone while the trainer has something else to do.
 
     But for one that has just seen it wait, and is held up by the system before it claims.
@@ -412,12 +412,12 @@ def test_a_turn_begins_when_the_other_one_waits() -> None:
     assert alone > 20
 
 
-def test_the_trainer_goes_on_when_the_crew_waits() -> None:
+def test_the_trainer_goes_on_when_the_crew_waits():
     """Its batch is ready, but a runner works: it goes on once that one waits, too."""
     ring = make_ring(cells=2, runners=1)
     ring.set_spin(LONG, 1)
     runner, trainer = Runner(ring, 0, 1, last=True), Trainer(ring, 1)
-    waited: list[int] = []
+    waited = []
     thread = threading.Thread(target=lambda: waited.append(trainer.await_batch()))
     thread.start()
     assert runner.claim()
@@ -434,7 +434,7 @@ def test_the_trainer_goes_on_when_the_crew_waits() -> None:
 
 
 @pytest.mark.parametrize("crew", [0, 2])
-def test_turns_that_never_come(crew: int) -> None:
+def test_turns_that_never_come(crew):
     """Looking in vain changes nothing: who sleeps is woken, and everything is delivered."""
     ring = make_ring(cells=2, runners=2)  # the other one is never parked
     ring.set_spin(1000, crew)
@@ -444,7 +444,7 @@ def test_turns_that_never_come(crew: int) -> None:
         assert [trainer.await_batch() for _ in range(600)] == list(range(600))
 
 
-def test_a_notification_ends_spinning() -> None:
+def test_a_notification_ends_spinning():
     """A trainer that spins sees a notification at once."""
     ring = make_ring()
     ring.set_spin(LONG)
@@ -470,13 +470,13 @@ BAD_RINGS: list[Callable[[], Any]] = [
 
 
 @pytest.mark.parametrize("make", BAD_RINGS)
-def test_bad_rings(make: Callable[[], Any]) -> None:
+def test_bad_rings(make):
     """Rings that do not fit, owners and stages that do not exist, tickets too large: refused."""
     with pytest.raises(ValueError, match=r"\d|no ring"):
         make()
 
 
-def test_bad_cells() -> None:
+def test_bad_cells():
     """Cells that do not exist are refused everywhere."""
     ring = make_ring(cells=4)
     for use in (
@@ -493,7 +493,7 @@ def test_bad_cells() -> None:
             make()
 
 
-def test_a_runner_has_one_ticket() -> None:
+def test_a_runner_has_one_ticket():
     """A second claim before the publish is refused; so is everything without a ticket in hand."""
     ring = make_ring()
     Trainer(ring, 2)
@@ -509,7 +509,7 @@ def test_a_runner_has_one_ticket() -> None:
 
 
 @pytest.mark.parametrize("record", [(0,) * (FIELDS + 1), [1], None])
-def test_bad_records(record: Any) -> None:
+def test_bad_records(record):
     """A record is a tuple of a few numbers."""
     ring = make_ring()
     Trainer(ring, 1)
@@ -517,17 +517,17 @@ def test_bad_records(record: Any) -> None:
         claim(ring).publish(0, record)
 
 
-def test_turns_are_kept_while_they_are_quicker() -> None:
+def test_turns_are_kept_while_they_are_quicker():
     """The trainer measures 64 batches in both ways; what loses is tried more and more rarely."""
 
-    def measured(cost: int, share: float = 1.0) -> bool:
+    def measured(cost, share=1.0):
         """Take 64 batches, which take so many ns each; return whether threads take turns then."""
         clock[0] += 64 * cost
         clock[1] += 64
         turns.learn(clock[0] - int(64 * cost * share), clock[0], clock[1])
         return bool(turns.on)
 
-    turns: Any = Turns(8)
+    turns = Turns(8)
     clock = [10**12, 0]
     turns.learn(clock[0], clock[0], 0)
     assert [measured(1000), measured(800), measured(800)] == [True, True, True]  # turns win
@@ -543,7 +543,7 @@ def test_turns_are_kept_while_they_are_quicker() -> None:
 
 
 @pytest.mark.skipif(NAP, reason="this is that run")
-def test_all_this_with_naps() -> None:
+def test_all_this_with_naps():
     """Where there is no futex, naps do: every test of this file passes with them."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", __file__,
@@ -561,7 +561,7 @@ def test_all_this_with_naps() -> None:
 
 @pytest.mark.needs("worker processes")
 @pytest.mark.skipif(NAP, reason="this is that run")
-def test_a_sequence_with_naps(run_script: Any) -> None:
+def test_a_sequence_with_naps(run_script):
     """Pools give the same stream with naps as with the futex."""
     done = run_script(
         "import cseq, numpy as np\n"

@@ -6,29 +6,26 @@ import sys
 import weakref
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from kinds import FEW, INLINE, KINDS, Kind, assert_same, by_name, stream
+from kinds import FEW, INLINE, KINDS, assert_same, by_name, stream
 
 import cseq
 from cseq.indexing.dataset import default_collate
-
-if TYPE_CHECKING:
-    from conftest import RunScript
 
 
 class Squares:
     """A data set as most people write it: one plain int in, one sample out."""
 
-    def __init__(self, n: int = 10) -> None:
+    def __init__(self, n=10):
         self.n = n
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.n
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         assert type(index) is int
         return np.full(3, index, np.float32), index * index, f"sample {index}"
 
@@ -36,16 +33,16 @@ class Squares:
 class Together(Squares):
     """Fetches the samples of a batch together."""
 
-    def __getitems__(self, indices: list[int]) -> list[Any]:
+    def __getitems__(self, indices):
         assert {type(index) for index in indices} == {int}
         return [("together", index) for index in indices]
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         raise AssertionError("not one by one")
 
 
 class Failing(Squares):
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         if index == 7:
             raise ValueError("bad sample")
         return index
@@ -56,7 +53,7 @@ class Pair(NamedTuple):
     label: Any
 
 
-def total(samples: list[Any]) -> Any:
+def total(samples):
     """Collate to a number."""
     return sum(label for _, label, _ in samples)
 
@@ -65,7 +62,7 @@ def total(samples: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)
-def test_every_kind(kind: Kind) -> None:
+def test_every_kind(kind):
     """The worker knows its length; its batches are the same in every kind of pool."""
     worker = cseq.from_dataset(Squares())
     with kind.start(worker, None, shuffle=False, batch_size=4) as m:
@@ -82,7 +79,7 @@ def test_every_kind(kind: Kind) -> None:
     )
 
 
-def test_without_dset_size() -> None:
+def test_without_dset_size():
     """`dset_size` may be left out by position and by name; a part of the data set may be given."""
     worker = cseq.from_dataset(data := Squares(33))
     assert worker.dataset is data
@@ -95,14 +92,14 @@ def test_without_dset_size() -> None:
 
 
 @pytest.mark.parametrize("worker", [Squares, partial(Squares, 3), object], ids=repr)
-def test_no_length(worker: Any) -> None:
+def test_no_length(worker):
     """Where the worker has no length, the error says what to give."""
     with pytest.raises(TypeError, match=r"dset_size is missing.*from_dataset"):
         cseq.MPSequence(worker, batch_size=2)
 
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
-def test_getitems(kind: Kind) -> None:
+def test_getitems(kind):
     """`__getitems__` is used where there is one."""
     batches = stream(kind, cseq.from_dataset(Together()), None, shuffle=False, batch_size=5)
     assert [batch[0] for batch in batches] == [["together"] * 5] * 2
@@ -111,7 +108,7 @@ def test_getitems(kind: Kind) -> None:
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
-def test_the_index_that_failed(kind: Kind) -> None:
+def test_the_index_that_failed(kind):
     """An exception names the sample, and not a remedy that was taken already."""
     worker = cseq.from_dataset(Failing())
     with kind.start(worker, None, batch_size=10) as m, pytest.raises(ValueError, match="bad") as at:
@@ -127,13 +124,13 @@ def test_the_index_that_failed(kind: Kind) -> None:
 class Holed(Squares):
     """Some samples raise, one is None; each draws, and has a large array."""
 
-    def __init__(self, *, large: bool = False, together: bool = False) -> None:
+    def __init__(self, *, large=False, together=False):
         super().__init__(12)
         self.large = large
         if together:
             self.__getitems__ = lambda indices: [self[index] for index in indices]
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         drawn = np.random.random()  # noqa: NPY002 - the one that cseq seeds
         if index in (1, 8, 9, 10, 11):
             raise OSError(f"no sample {index}")
@@ -142,7 +139,7 @@ class Holed(Squares):
 
 
 @pytest.mark.parametrize("options", [{}, {"large": True}, {"together": True}], ids=str)
-def test_a_sample_that_raises_is_left_out(options: Any) -> None:
+def test_a_sample_that_raises_is_left_out(options):
     """Its batch is smaller, in every kind of pool; one without samples is left out."""
     streams = []
     for kind in FEW:
@@ -164,7 +161,7 @@ def test_a_sample_that_raises_is_left_out(options: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
-def test_ranks_have_equally_many_batches(kind: Kind) -> None:
+def test_ranks_have_equally_many_batches(kind):
     """Each as many as `len` says, whatever samples they lose."""
     worker = cseq.from_dataset(Holed(), total)
     for rank in range(2):
@@ -174,14 +171,14 @@ def test_ranks_have_equally_many_batches(kind: Kind) -> None:
             assert len(list(m)) == len(m) == 2
 
 
-def rows_of(samples: list[Any]) -> Any:
+def rows_of(samples):
     """Return how many samples each row has."""
     assert cseq.parts().sum() == len(samples)
     return cseq.parts()
 
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
-def test_the_parts_of_a_batch_that_lacks_samples(kind: Kind) -> None:
+def test_the_parts_of_a_batch_that_lacks_samples(kind):
     """They are of what is there."""
     worker = cseq.from_dataset(Holed(), rows_of)
     order = cseq.Packed([2] * 12, budget=6)
@@ -191,7 +188,7 @@ def test_the_parts_of_a_batch_that_lacks_samples(kind: Kind) -> None:
     assert sizes.sum() == 12 - 5 or len(m.skipped) < 5
 
 
-def test_a_collate_function_that_returns_nothing() -> None:
+def test_a_collate_function_that_returns_nothing():
     """It is named as an indexer's is."""
     worker = cseq.from_dataset(Squares(), lambda samples: None)
     with pytest.raises(TypeError, match=r"returned None: is a `return` missing\?"):
@@ -202,11 +199,11 @@ def test_a_collate_function_that_returns_nothing() -> None:
 
 
 class NoLength:
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         return index
 
 
-def test_no_data_set() -> None:
+def test_no_data_set():
     """What gives no samples by index, or has no length, is refused at once."""
     for dataset, text in (
         (Squares, "give an object of it"),
@@ -219,7 +216,7 @@ def test_no_data_set() -> None:
         cseq.from_dataset(Squares(), collate=3)  # type: ignore[arg-type]
 
 
-def test_ragged_samples() -> None:
+def test_ragged_samples():
     """Samples that cannot be stacked: the error says what differs, and what to give."""
     for samples, error, text in (
         ([np.zeros(3), np.zeros(4)], ValueError, r"shape.*\(3,\), \(4,\).*collate"),
@@ -235,7 +232,7 @@ def test_ragged_samples() -> None:
 # -- collating
 
 
-def test_collating_by_default() -> None:
+def test_collating_by_default():
     """Every kind of value, nested."""
     samples = [
         {"pair": Pair(np.full((2, 2), k), k), "list": [k, 0.5], "text": "é", "bytes": b"x",
@@ -261,13 +258,13 @@ class Watched(np.ndarray):
 class Held(Squares):
     """Samples with a large array; counts how many of these are alive at a time."""
 
-    def __init__(self, wrap: Any) -> None:
+    def __init__(self, wrap):
         super().__init__(8)
         self.wrap = wrap
         self.made: list[weakref.ref[Any]] = []
         self.most = 0
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         self.most = max(self.most, sum(each() is not None for each in self.made))
         array = np.full((100, 200), index, np.float64).view(Watched)
         self.made.append(weakref.ref(array))
@@ -283,7 +280,7 @@ WRAPS = {
 
 
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-def test_large_arrays_are_not_held_beside_the_batch(wrap: Any) -> None:
+def test_large_arrays_are_not_held_beside_the_batch(wrap):
     """Each goes into the batch before the next is fetched; the batch is as of samples together."""
     dataset = Held(wrap)
     batch = cseq.from_dataset(dataset)[np.arange(8)]
@@ -309,7 +306,7 @@ BIG = np.zeros((100, 200))
         [(BIG, np.zeros(20_000, object)), (BIG, np.ones(20_000, object))],
     ],
 )
-def test_large_arrays_that_differ(samples: list[Any]) -> None:
+def test_large_arrays_that_differ(samples):
     """What is not like in the first sample is collated as without large arrays."""
     assert_same(_by_index(samples), default_collate(samples))
 
@@ -324,24 +321,24 @@ def test_large_arrays_that_differ(samples: list[Any]) -> None:
         ([{"a": BIG}, {"a": BIG, "b": 1}], "keys"),
     ],
 )
-def test_large_arrays_that_cannot_be_stacked(samples: list[Any], text: str) -> None:
+def test_large_arrays_that_cannot_be_stacked(samples, text):
     """The error is that of other samples."""
     with pytest.raises(ValueError, match=f"differ in.*{text}|differ in their {text}"):
         _by_index(samples)
 
 
 class _Listed:
-    def __init__(self, samples: list[Any]) -> None:
+    def __init__(self, samples):
         self.samples = samples
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return self.samples[index]
 
 
-def _by_index(samples: list[Any]) -> Any:
+def _by_index(samples):
     """Collate samples that are fetched one by one."""
     return cseq.from_dataset(_Listed(samples))[np.arange(len(samples))]
 
@@ -418,7 +415,7 @@ except TypeError as error:
 """
 
 
-def test_torch_data_sets(run_prepared: RunScript) -> None:
+def test_torch_data_sets(run_prepared):
     """Data sets of torch give the values and types of torch's `default_collate`."""
     pytest.importorskip("torch")
     done = run_prepared(TORCH)

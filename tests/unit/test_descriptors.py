@@ -1,11 +1,8 @@
 """Descriptors: anonymous files on every kernel, and programs that inherit none of ours."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket
-from typing import TYPE_CHECKING
 
 import pytest
 from forking import in_child
@@ -13,16 +10,11 @@ from forking import in_child
 from cseq.memory import descriptors
 from cseq.processes.launcher import start_methods
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from conftest import RunScript
-
 linux = pytest.mark.needs("Linux")
 
 
 @linux
-def test_an_anonymous_file() -> None:
+def test_an_anonymous_file():
     """It has no name, can be sealed, and is closed in executed programs."""
     file, sealable = descriptors.anonymous_file("cseq-test")
     assert sealable
@@ -34,10 +26,10 @@ def test_an_anonymous_file() -> None:
 
 @linux
 @pytest.mark.parametrize("refusal", [errno.EACCES, errno.EINVAL, errno.ENOSYS])
-def test_a_system_that_refuses_them(monkeypatch: pytest.MonkeyPatch, refusal: int) -> None:
+def test_a_system_that_refuses_them(monkeypatch, refusal):
     """A temporary file without a name does as well; other errors are raised."""
 
-    def refuse(*_: object) -> int:
+    def refuse(*_):
         raise OSError(refusal, os.strerror(refusal))
 
     monkeypatch.setattr(os, "memfd_create", refuse)
@@ -52,9 +44,7 @@ def test_a_system_that_refuses_them(monkeypatch: pytest.MonkeyPatch, refusal: in
 
 @linux
 @pytest.mark.parametrize("mode", ["rb", "r+b"])
-def test_a_forked_process_has_an_offset_of_its_own_in_what_it_reads(
-    tmp_path: Path, mode: str
-) -> None:
+def test_a_forked_process_has_an_offset_of_its_own_in_what_it_reads(tmp_path, mode):
     """It begins where the offset was, in a deleted file, too. Files that are written share one."""
     path = tmp_path / "read"
     path.write_bytes(bytes(range(100)))
@@ -62,7 +52,7 @@ def test_a_forked_process_has_an_offset_of_its_own_in_what_it_reads(
         path.unlink()
         file.seek(20)
 
-        def reads() -> bool:
+        def reads():
             descriptors.own_offsets()
             return file.read(10) == bytes(range(20, 30)) and not os.get_inheritable(file.fileno())
 
@@ -71,7 +61,7 @@ def test_a_forked_process_has_an_offset_of_its_own_in_what_it_reads(
 
 
 @linux
-def test_own_offsets_leave_no_descriptor(tmp_path: Path) -> None:
+def test_own_offsets_leave_no_descriptor(tmp_path):
     """Each file keeps its number, and what cannot be opened again is as it was."""
     (tmp_path / "read").write_bytes(b"text")
     reader, writer = os.pipe()
@@ -89,9 +79,7 @@ def test_own_offsets_leave_no_descriptor(tmp_path: Path) -> None:
 
 @pytest.mark.needs("POSIX")
 @pytest.mark.parametrize("atomic", [True, False])
-def test_what_is_received_is_closed_in_programs(
-    monkeypatch: pytest.MonkeyPatch, *, atomic: bool
-) -> None:
+def test_what_is_received_is_closed_in_programs(monkeypatch, *, atomic):
     """With MSG_CMSG_CLOEXEC, and where there is none."""
     if not atomic:
         monkeypatch.delattr(socket, "MSG_CMSG_CLOEXEC", raising=False)
@@ -170,9 +158,7 @@ print(sum(found, []) == [[]] * 9, [w for w in seen if w], found)
 
 @linux
 @pytest.mark.parametrize("method", start_methods())
-def test_executed_programs_inherit_nothing(
-    run_script: RunScript, tmp_path: Path, method: str
-) -> None:
+def test_executed_programs_inherit_nothing(run_script, tmp_path, method):
     """Neither from an indexer nor from the trainer, whenever in a start."""
     (tmp_path / "listing.py").write_text(LISTING)
     done = run_script(INHERIT_JOB, method)
@@ -232,9 +218,7 @@ os.write(log, f"{number} {seen} {opened()}".encode())
 @linux
 @pytest.mark.parametrize("closed", ["12", "012"])
 @pytest.mark.parametrize("method", start_methods())
-def test_no_descriptor_stands_in_for_a_closed_standard_stream(
-    run_script: RunScript, method: str, closed: str
-) -> None:
+def test_no_descriptor_stands_in_for_a_closed_standard_stream(run_script, method, closed):
     """In a daemon: neither shared memory nor a socket, also after a worker was replaced."""
     done = run_script(CLOSED_JOB, method, closed)
     assert done.stdout == "59 [] []", done.stdout + done.stderr
@@ -258,9 +242,7 @@ with cseq.MPSequence(Indexer, 4, 2, out_type="null", start_method=method).start(
 @linux
 @pytest.mark.parametrize("streams", ["open", "closed"])
 @pytest.mark.parametrize("method", start_methods())
-def test_a_system_without_a_null_device(
-    run_anew: RunScript, tmp_path: Path, method: str, streams: str
-) -> None:
+def test_a_system_without_a_null_device(run_anew, tmp_path, method, streams):
     """Standard input of workers is empty all the same."""
     (tmp_path / "sitecustomize.py").write_text("import os; os.devnull = '/nowhere/null'")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -269,7 +251,7 @@ def test_a_system_without_a_null_device(
 
 
 @pytest.mark.needs("POSIX")
-def test_what_is_received_is_above_the_standard_streams(run_script: RunScript) -> None:
+def test_what_is_received_is_above_the_standard_streams(run_script):
     """Also where all of them are closed; the low numbers are free again."""
     done = run_script("""
 import os, socket

@@ -1,21 +1,9 @@
 """The doctor finds what was broken on purpose, and nothing on a sound machine."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
 from cseq.report import doctor
 from cseq.system import GIB
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from conftest import RunCommand
-
-    from cseq.report.doctor import Finding
 
 GROUP = "sys/fs/cgroup/pod"
 SOUND = {
@@ -33,7 +21,7 @@ SOUND = {
 
 
 @pytest.fixture(autouse=True)
-def _sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _sound(tmp_path, monkeypatch):
     """Write the files of a sound machine of 8 cores, and look there."""
     for name, text in SOUND.items():
         path = tmp_path / name
@@ -45,12 +33,12 @@ def _sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def wrong(findings: Iterable[Finding]) -> list[str]:
+def wrong(findings):
     """Return what is not fine."""
     return [each.text for each in findings if each.remedy]
 
 
-def test_nothing_is_wrong_on_a_sound_machine() -> None:
+def test_nothing_is_wrong_on_a_sound_machine():
     """All that looks at a machine is fine there."""
     for check in (doctor.quota, doctor.pressure, doctor.kills, doctor.threads, doctor.processes):
         assert wrong(check()) == []
@@ -70,9 +58,7 @@ def test_nothing_is_wrong_on_a_sound_machine() -> None:
         ("processes", "may have 28 more", {f"{GROUP}/pids.max": "40\n"}),
     ],
 )
-def test_what_a_container_lacks(
-    tmp_path: Path, check: str, about: str, changed: dict[str, str]
-) -> None:
+def test_what_a_container_lacks(tmp_path, check, about, changed):
     """Quotas, throttling, other programs, kills and few processes are found."""
     for name, text in changed.items():
         (tmp_path / name).write_text(text, encoding="ascii")
@@ -80,7 +66,7 @@ def test_what_a_container_lacks(
     assert about in text
 
 
-def test_a_quota_of_either_version(tmp_path: Path) -> None:
+def test_a_quota_of_either_version(tmp_path):
     """The quota of the narrowest group counts, in both versions of control groups."""
     (tmp_path / f"{GROUP}/cpu.max").write_text("400000 100000\n", encoding="ascii")
     (tmp_path / "sys/fs/cgroup/cpu.max").write_text("250000 100000\n", encoding="ascii")
@@ -95,7 +81,7 @@ def test_a_quota_of_either_version(tmp_path: Path) -> None:
     assert wrong(doctor.quota()) == []
 
 
-def test_variables_of_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_many_threads(monkeypatch):
     """One thread in each worker is what cseq would set."""
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     monkeypatch.setenv("MKL_NUM_THREADS", "1")
@@ -103,7 +89,7 @@ def test_variables_of_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "OMP_NUM_THREADS=64" in text
 
 
-def test_a_slow_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_clock(tmp_path, monkeypatch):
     """A clock whose reading takes long is named."""
     folder = tmp_path / "sys/devices/system/clocksource/clocksource0"
     folder.mkdir(parents=True)
@@ -114,7 +100,7 @@ def test_a_slow_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hpet" in text
 
 
-def test_the_program(run_command: RunCommand, tmp_path: Path) -> None:
+def test_the_program(run_command, tmp_path):
     """Each finding has a line, and the last line counts what is to be done."""
     done = run_command(tmp_path, "doctor")
     *lines, last = done.stdout.splitlines()

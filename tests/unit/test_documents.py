@@ -1,9 +1,5 @@
 """`DocumentEnds`: positions of documents and back, from lengths of any kind."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,13 +7,10 @@ from hypothesis import strategies as st
 
 from cseq.order.documents import DocumentEnds
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 KINDS = [np.int32, np.int64, np.uint16, np.uint64, np.dtype(">i4")]
 
 
-def check(lengths: np.ndarray[Any, Any], unit: int = 1) -> None:
+def check(lengths, unit=1):
     """Compare with sums over all documents."""
     units = lengths.astype(np.int64) // unit
     starts = np.append(0, units.cumsum())
@@ -36,13 +29,13 @@ def check(lengths: np.ndarray[Any, Any], unit: int = 1) -> None:
     st.sampled_from(KINDS),
     st.integers(1, 4),
 )
-def test_each_token_is_in_its_document(lengths: list[int], kind: Any, unit: int) -> None:
+def test_each_token_is_in_its_document(lengths, kind, unit):
     """Empty documents are never found, wherever they are; any type of integer will do."""
     check(np.array(lengths, kind), unit)
 
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 128, 20_000])
-def test_any_number_of_documents(count: int, tmp_path: Path) -> None:
+def test_any_number_of_documents(count, tmp_path):
     """Blocks may be whole or not, lengths mapped, or every second one of an array."""
     lengths = (np.arange(count) * 7 % 5).astype(np.int32)
     lengths[0] = 3
@@ -52,7 +45,7 @@ def test_any_number_of_documents(count: int, tmp_path: Path) -> None:
         check(values)
 
 
-def test_long_documents_do_not_overflow() -> None:
+def test_long_documents_do_not_overflow():
     """Documents of nearly 2**48 tokens are looked up in any number."""
     ends = DocumentEnds([1, 2**48 - 3, 1])
     positions = np.repeat([0, 2**48 - 3, 2**48 - 2], 100_000)
@@ -73,7 +66,7 @@ def test_long_documents_do_not_overflow() -> None:
         ([[1]], ValueError, r"lengths has shape \(1, 1\)"),
     ],
 )
-def test_bad_lengths(lengths: Any, error: type[Exception], said: str) -> None:
+def test_bad_lengths(lengths, error, said):
     """Argument, value and remedy."""
     with pytest.raises(error, match=said):
         DocumentEnds(lengths)

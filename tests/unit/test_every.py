@@ -1,17 +1,11 @@
 """Figures of each so many steps, whatever starts and ends in between."""
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from indexers import Indices1
 
 import cseq
-
-if TYPE_CHECKING:
-    from conftest import RunScript
 
 # Adapters, and the package and the module that each needs.
 LIBRARIES = {
@@ -24,15 +18,15 @@ LIBRARIES = {
 class Read:
     """A loader whose last reading is kept."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader):
         self.loader = loader
 
-    def stats(self) -> Any:
+    def stats(self):
         self.last = self.loader.stats()
         return self.last
 
 
-def test_windows_end_with_each_so_many_steps() -> None:
+def test_windows_end_with_each_so_many_steps():
     """The figures are those since the one before, also in another epoch."""
     with cseq.MTSequence(Indices1, 32, batch_size=4, out_type="null").start() as manager:
         read = Read(manager)
@@ -51,7 +45,7 @@ def test_windows_end_with_each_so_many_steps() -> None:
     assert step == 16
 
 
-def test_a_new_start_begins_a_window() -> None:
+def test_a_new_start_begins_a_window():
     """What was counted before it is of another run, also where that had fewer batches."""
     manager = cseq.MTSequence(Indices1, 32, batch_size=4, out_type="null")
     read = Read(manager)
@@ -65,7 +59,7 @@ def test_a_new_start_begins_a_window() -> None:
         assert read.last.batches == 8
 
 
-def test_a_loader_without_workers_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loader_without_workers_is_told_once(caplog):
     """There are no figures of it; training goes on."""
     loader = cseq_loader(num_workers=0)
     with caplog.at_level(logging.WARNING, "cseq"):
@@ -78,7 +72,7 @@ def test_a_loader_without_workers_is_told_once(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.needs("worker processes")
-def test_each_epoch_of_a_loader_has_workers_of_its_own() -> None:
+def test_each_epoch_of_a_loader_has_workers_of_its_own():
     """A window that began with those of the epoch before has what the new ones have done."""
     loader = cseq_loader(num_workers=1)
     read = Read(loader)
@@ -92,13 +86,13 @@ def test_each_epoch_of_a_loader_has_workers_of_its_own() -> None:
     assert found == [3, 2]  # of epochs of four batches
 
 
-def cseq_loader(**options: Any) -> Any:
+def cseq_loader(**options):
     """A DataLoader of four batches."""
     pytest.importorskip("torch")
     return cseq.DataLoader(list(range(8)), batch_size=2, **options)
 
 
-def test_what_does_not_count_is_refused() -> None:
+def test_what_does_not_count_is_refused():
     """At once, with the remedy."""
     with pytest.raises(TypeError, match=r"manager=\[\] has no stats\(\); give a manager of cseq"):
         cseq.Stats.every(1, [])
@@ -106,7 +100,7 @@ def test_what_does_not_count_is_refused() -> None:
         cseq.Stats.every(0, Read(None))
 
 
-def test_adapters_import_no_library(run_script: RunScript) -> None:
+def test_adapters_import_no_library(run_script):
     """`import cseq.adapters` is free; a module whose library is missing says how to install it."""
     script = f"""
 import sys, importlib

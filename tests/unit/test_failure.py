@@ -14,11 +14,11 @@ import traceback
 import types
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from indexers import Indices1, Raising
-from kinds import FEW, INLINE, QUICKEST, Kind, by_name
+from kinds import FEW, INLINE, QUICKEST, by_name
 
 import cseq
 from cseq.encoding import failure
@@ -33,19 +33,19 @@ every_kind = pytest.mark.parametrize("kind", FEW, ids=by_name)
 class Coded(Exception):
     """Its constructor takes other things than its args, and it says how it is pickled."""
 
-    def __init__(self, code: int, *, reason: str) -> None:
+    def __init__(self, code, *, reason):
         super().__init__(f"code {code}: {reason}")
         self.code = code
         self.reason = reason
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return Coded.__new__, (Coded, *self.args), vars(self)
 
 
 class Formatted(Exception):
     """Its constructor makes the text of its one argument."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         super().__init__(f"no file for {name}")
         self.name = name
 
@@ -53,59 +53,59 @@ class Formatted(Exception):
 class Slotted(LookupError):
     """Has an attribute that it does not show its args."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key):
         super().__init__()
         self.key = key
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"no {self.key}"
 
 
 class Untravelled(Exception):
     """Cannot be made anywhere but where it is raised."""
 
-    def __new__(cls, *args: Any, token: object = None) -> Any:
+    def __new__(cls, *args, token=None):
         """Refuse without a token, which nobody else has."""
         if token is None:
             raise TypeError("a token is needed")
         return super().__new__(cls, *args)
 
-    def __init__(self, *args: Any, token: object) -> None:
+    def __init__(self, *args, token):
         super().__init__(*args)
 
 
 class Stubborn(Exception):
     """Refuses to be pickled."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol):
         raise RuntimeError("stays where it is")
 
 
 class Changeling(Exception):
     """Comes out of its pickle as something else."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return (ValueError, ("changed",))
 
 
 class Silent(Exception):
     """Its text cannot be had."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         raise RuntimeError("no text")
 
 
 class Picky(Exception):
     """Can be pickled, but not unpickled, by its constructor's wish."""
 
-    def __init__(self, one: Any, two: Any) -> None:
+    def __init__(self, one, two):
         if two is None:
             raise TypeError("two is needed")
         super().__init__(one)
         self.two = two
 
 
-def there_and_back(error: BaseException) -> BaseException:
+def there_and_back(error):
     """Raise an exception, send it, and receive it."""
     try:
         raise error
@@ -114,7 +114,7 @@ def there_and_back(error: BaseException) -> BaseException:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="its exception has no text, and no notes")
-def test_a_debugger_in_a_worker() -> None:
+def test_a_debugger_in_a_worker():
     """It finds no terminal, and quits: the exception says where it works."""
     got = there_and_back(bdb.BdbQuit())
     assert type(got) is bdb.BdbQuit
@@ -142,7 +142,7 @@ PLAIN: list[Callable[[], BaseException]] = [
 
 
 @pytest.mark.parametrize("make", PLAIN, ids=lambda make: type(make()).__name__)
-def test_arrives_as_itself(make: Callable[[], BaseException]) -> None:
+def test_arrives_as_itself(make):
     """Type, args, text and attributes arrive."""
     sent, got = make(), there_and_back(make())
     assert type(got) is type(sent)
@@ -153,9 +153,9 @@ def test_arrives_as_itself(make: Callable[[], BaseException]) -> None:
         assert getattr(got, name, None) == getattr(sent, name, None)
 
 
-def test_what_is_among_its_arguments_arrives_as_itself() -> None:
+def test_what_is_among_its_arguments_arrives_as_itself():
     """So do the exceptions of a group, and one that another has as its argument."""
-    errors: list[BaseException] = [ValueError("it failed", Formatted("a"))]
+    errors = [ValueError("it failed", Formatted("a"))]
     if sys.version_info >= (3, 11):
         errors.append(ExceptionGroup("all", [Formatted("a"), Formatted("b")]))  # noqa: F821
     for sent in errors:
@@ -164,11 +164,11 @@ def test_what_is_among_its_arguments_arrives_as_itself() -> None:
         assert traceback.format_exception_only(got) == traceback.format_exception_only(sent)
 
 
-def test_what_cannot_be_pickled_is_in_the_text() -> None:
+def test_what_cannot_be_pickled_is_in_the_text():
     """Of an exception that pickle does not carry, type, text and traceback arrive."""
     held = ValueError("text")
     held.handle = (i for i in range(3))  # type: ignore[attr-defined]
-    errors: list[BaseException] = [
+    errors = [
         ValueError((i for i in range(3)), 5),
         held,
         Slotted("key"),
@@ -185,7 +185,7 @@ def test_what_cannot_be_pickled_is_in_the_text() -> None:
         assert "raise error" in str(got.__cause__)
 
 
-def test_what_has_no_text() -> None:
+def test_what_has_no_text():
     """An exception whose __str__ raises is a WorkerError; its traceback comes along."""
     got = there_and_back(Silent(1))
     assert type(got) is cseq.WorkerError
@@ -195,7 +195,7 @@ def test_what_has_no_text() -> None:
     assert "str() raised RuntimeError" in str(failure.unpack(packed))
 
 
-def test_what_only_the_worker_can_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_the_worker_can_import(monkeypatch):
     """An exception that cannot be unpickled here is a WorkerError with its text."""
     module = types.ModuleType("theirs")
     exec("class Theirs(ValueError): pass", vars(module))
@@ -208,7 +208,7 @@ def test_what_only_the_worker_can_import(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "No module named 'theirs'" in str(got)
 
 
-def test_text_alone_is_short() -> None:
+def test_text_alone_is_short():
     """The text alone fits into the first pages of a slot, whatever the exception says."""
     try:
         raise ValueError("\U0001f600" * 10**5)
@@ -220,10 +220,10 @@ def test_text_alone_is_short() -> None:
     assert str(got).startswith("ValueError: \U0001f600")
 
 
-def test_the_traceback_comes_along() -> None:
+def test_the_traceback_comes_along():
     """The cause of what arrives is the text of the traceback, with its own causes."""
 
-    def inner() -> None:
+    def inner():
         raise KeyError("inner")
 
     try:
@@ -245,7 +245,7 @@ def test_the_traceback_comes_along() -> None:
 # -- through the pools
 
 
-def test_where() -> None:
+def test_where():
     """A message names epoch and batch, and the first of the indices."""
     assert failure.where(1, 2, [3, 4]) == "epoch 1, batch 2, indices [3, 4]"
     text = failure.where(0, 0, list(range(100)))
@@ -262,10 +262,10 @@ class Frozen(Exception):
 class ReduceExits(Exception):
     """Its pickling, and its text, would end the program."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         sys.exit(3)
 
-    def __str__(self) -> str:
+    def __str__(self):
         raise SystemExit(3)
 
 
@@ -273,7 +273,7 @@ class NoCause(Exception):
     """Hides its cause."""
 
     @property
-    def __cause__(self) -> Any:
+    def __cause__(self):
         raise RuntimeError("no cause")
 
 
@@ -286,14 +286,14 @@ class Notes(Exception):
 class Interrupts(Exception):
     """Its unpickling would end the program."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return interrupt, ()
 
-    def __str__(self) -> str:
+    def __str__(self):
         raise KeyboardInterrupt
 
 
-def interrupt() -> None:
+def interrupt():
     """Raise as Ctrl-C does."""
     raise KeyboardInterrupt
 
@@ -301,21 +301,21 @@ def interrupt() -> None:
 class Hidden(Exception):
     """Shows none of its attributes."""
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name):
         raise RuntimeError("hidden")
 
 
 class OddText(Exception):
     """Its text is of a class that only the worker has."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         class Text(str):
             __slots__ = ()
 
         return Text("odd")
 
 
-def of_a_parser() -> SyntaxError:
+def of_a_parser():
     """Make what `traceback` cannot format: its line is no text."""
     error = SyntaxError("bad")
     error.filename, error.lineno, error.text = "file", 3, 7  # type: ignore[assignment]
@@ -334,7 +334,7 @@ AWKWARD: list[Callable[[], BaseException]] = [
 
 @pytest.mark.parametrize("make", AWKWARD, ids=lambda make: type(make()).__name__)
 @every_kind
-def test_awkward_exceptions(kind: Kind, make: Callable[[], BaseException]) -> None:
+def test_awkward_exceptions(kind, make):
     """What cannot be formatted, pickled or annotated is an error of its batch like any other."""
     worker = functools.partial(Raising, make, 5)
     with kind.start(worker, 12, batch_size=2, shuffle=False, on_error="skip") as m:
@@ -363,7 +363,7 @@ def test_awkward_exceptions(kind: Kind, make: Callable[[], BaseException]) -> No
 
 
 @every_kind
-def test_a_traceback_in_the_loop_has_few_frames_of_ours(kind: Kind) -> None:
+def test_a_traceback_in_the_loop_has_few_frames_of_ours(kind):
     """Two of the call that gave the batch, then the user's own, if its code ran here."""
     worker = functools.partial(Raising, functools.partial(ValueError, "x"), 5)
     batches = kind.start(worker, 12, batch_size=2, shuffle=False)
@@ -375,7 +375,7 @@ def test_a_traceback_in_the_loop_has_few_frames_of_ours(kind: Kind) -> None:
     assert set(files[3:]) <= {"indexers.py"}
 
 
-def test_the_text_of_a_traceback_begins_in_the_users_code() -> None:
+def test_the_text_of_a_traceback_begins_in_the_users_code():
     """The frames above it are left out; what cseq itself raises has all of its own."""
     worker = functools.partial(Raising, functools.partial(ValueError, "x"), 5)
     batches = QUICKEST.start(worker, 12, batch_size=2, shuffle=False)
@@ -391,7 +391,7 @@ def test_the_text_of_a_traceback_begins_in_the_users_code() -> None:
 
 
 @pytest.mark.parametrize("cls", [Interrupts, Hidden], ids=lambda cls: cls.__name__)
-def test_an_exception_that_resists_arrives_as_text(cls: type[Exception]) -> None:
+def test_an_exception_that_resists_arrives_as_text(cls):
     """Its worker goes on, and the batch can be left out."""
     worker = functools.partial(Raising, functools.partial(cls, "x"), 5)
     with QUICKEST.start(worker, 12, batch_size=2, shuffle=False, on_error="skip") as m:
@@ -422,7 +422,7 @@ ATTRIBUTES = ("errno", "filename", "object", "end", "lineno", "name", "path", "c
 
 
 @pytest.mark.parametrize("make", [*TEXTS, *OWN_TEXTS])
-def test_the_text_with_the_traceback(make: Callable[[], BaseException]) -> None:
+def test_the_text_with_the_traceback(make):
     """As with torch's loader, so that f"{e}" in a log has it; type and attributes stay."""
     sent = make()
     got = failure.told(failure.told(there_and_back(sent)))
@@ -450,7 +450,7 @@ ENDINGS: list[Callable[[], BaseException]] = [
 
 @pytest.mark.parametrize("make", ENDINGS, ids=lambda make: type(make()).__name__)
 @every_kind
-def test_what_would_end_the_loop(kind: Kind, make: Callable[[], BaseException]) -> None:
+def test_what_would_end_the_loop(kind, make):
     """StopIteration, `sys.exit` and the like in an indexer are errors of their batch."""
     name = type(make()).__name__
     worker = functools.partial(Raising, make, 5)
@@ -472,14 +472,14 @@ def test_what_would_end_the_loop(kind: Kind, make: Callable[[], BaseException]) 
 class Ending:
     """Ends the program where it is unpickled."""
 
-    def __init__(self, make: Callable[[], BaseException]) -> None:
+    def __init__(self, make):
         self.make = make
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return throw, (self.make,)
 
 
-def throw(make: Callable[[], BaseException]) -> None:
+def throw(make):
     """Raise an exception."""
     raise make()
 
@@ -487,15 +487,15 @@ def throw(make: Callable[[], BaseException]) -> None:
 class HasEnding:
     """Has one of these in its batch 2."""
 
-    def __init__(self, make: Callable[[], BaseException]) -> None:
+    def __init__(self, make):
         self.make = make
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         return [indices, Ending(self.make) if 5 in indices else None]
 
 
 @pytest.mark.parametrize("make", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_an_object_that_ends_the_program(make: type[BaseException]) -> None:
+def test_an_object_that_ends_the_program(make):
     """What the unpickling of a batch raises is an error of that batch, once, in the trainer too."""
     worker = functools.partial(HasEnding, make)
     made = cseq.MPSequence(worker, 12, batch_size=2, shuffle=False, out_type="null")
@@ -513,12 +513,10 @@ def test_an_object_that_ends_the_program(make: type[BaseException]) -> None:
 
 
 @every_kind
-def test_exits_of_other_code_of_the_user(
-    kind: Kind, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_exits_of_other_code_of_the_user(kind, caplog, capfd):
     """`sys.exit` in a callable out_type is an error of the batch; in `close`, it is reported."""
 
-    def leave(array: Any) -> Any:
+    def leave(array):
         sys.exit(0)
 
     with (
@@ -528,7 +526,7 @@ def test_exits_of_other_code_of_the_user(
         list(m)
 
     class Leaves(Indices1):
-        def close(self) -> None:
+        def close(self):
             sys.exit(7)
 
     with kind.start(Leaves, 4, num_workers=1) as m:
@@ -538,29 +536,29 @@ def test_exits_of_other_code_of_the_user(
 
 
 @pytest.mark.parametrize("where", ["indexer", "constructor", "out_type", "close"])
-def test_a_signal_handler_that_exits(where: str) -> None:
+def test_a_signal_handler_that_exits(where):
     """In test mode, a handler's `sys.exit` (of SIGTERM) ends the program: no batch is skipped."""
 
     class Handler:
-        def __call__(self, number: int, frame: object) -> None:
+        def __call__(self, number, frame):
             sys.exit(5)
 
-    def terminated(at: str) -> None:
+    def terminated(at):
         if at == where:
             signal.raise_signal(signal.SIGTERM)
 
     class Terminated:
-        def __init__(self) -> None:
+        def __init__(self):
             terminated("constructor")
 
-        def __getitem__(self, indices: Any) -> Any:
+        def __getitem__(self, indices):
             terminated("indexer")
             return indices
 
-        def close(self) -> None:
+        def close(self):
             terminated("close")
 
-    def convert(array: Any) -> Any:
+    def convert(array):
         terminated("out_type")
         return array
 
@@ -581,15 +579,15 @@ def test_a_signal_handler_that_exits(where: str) -> None:
 class Unmade:
     """Cannot be made."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         raise Coded(3, reason="no data")
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         raise NotImplementedError
 
 
 @every_kind
-def test_a_failed_manager_is_dropped(kind: Kind) -> None:
+def test_a_failed_manager_is_dropped(kind):
     """Its workers have the error to raise, and not the frames of who was told; they end."""
     manager = kind.start(Unmade, 4) if kind.parallel else kind.make(Unmade, 4)
     told = []
@@ -621,7 +619,7 @@ def test_a_failed_manager_is_dropped(kind: Kind) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_a_failure_is_raised_again_and_again(error: BaseException) -> None:
+def test_a_failure_is_raised_again_and_again(error):
     """With its type, attributes and cause; what is added to one is not added to the next."""
     stored = failure.Failure()
     stored.check()
@@ -643,16 +641,14 @@ def test_a_failure_is_raised_again_and_again(error: BaseException) -> None:
 
 
 @every_kind
-def test_a_close_that_raises(
-    kind: Kind, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_close_that_raises(kind, caplog, capfd):
     """`finish` returns although an indexer's close() raises; the log tells of it."""
 
     class Sticky:
-        def __getitem__(self, indices: Any) -> Any:
+        def __getitem__(self, indices):
             return indices
 
-        def close(self) -> None:
+        def close(self):
             raise Coded(8, reason="stuck")
 
     manager = kind.start(Sticky, 4, num_workers=1)

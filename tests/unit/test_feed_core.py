@@ -45,16 +45,7 @@ class Failed(Exception):
 class Counter(Asked):
     """A feed of a ring of few cells, and of 5 batches of 2 samples in their natural order."""
 
-    def __init__(
-        self,
-        convert: Callable[[Any], Any] | None = None,
-        *,
-        full: int = 5,
-        ordered: bool = True,
-        cells: int = 2,
-        runners: int = 1,
-        **options: Any,
-    ) -> None:
+    def __init__(self, convert=None, *, full=5, ordered=True, cells=2, runners=1, **options):
         memory = Block(ring_bytes(cells, 2, runners), zero=True)
         self.ring = Ring(memory, cells, 2, runners)
         self.held = ObjectTable(cells)
@@ -71,42 +62,40 @@ class Counter(Asked):
         )
         self.begin(full, ordered=ordered)
 
-    def begin(self, full: int = 5, *, ordered: bool = True) -> None:
+    def begin(self, full=5, *, ordered=True):
         """Begin an epoch."""
         cut = Cut(100, 5, full, 0, 2, 2, full * 2, 1, 0)._asdict()
         source = OrderSource(RangeReader(10), 7, cut, cut, 0)
         self.feed.begin(source, ordered=ordered)
         self.feed.refill()
 
-    def await_next(self) -> None:
+    def await_next(self):
         """Wait for the next batch."""
         if not self.waits:
             self.feed.advance()
             raise StopIteration
         self.waits.pop()()
 
-    def decode(
-        self, ring: int, cell: int, status: int, slot: int, capacity: int, record: Any
-    ) -> Any:
+    def decode(self, ring, cell, status, slot, capacity, record):
         """Decode what is no batch: None, or an exception."""
         return (None, self.held[cell]) if status else (self.held[cell], None)
 
-    def next(self) -> Any:
+    def next(self):
         """Take the next batch."""
         return next(FeedIterator(self.feed, 0))
 
-    def describe(self, ring: int, cell: int, error: BaseException) -> Any:
+    def describe(self, ring, cell, error):
         """Name the batch of an exception."""
         error.args = (*error.args, self.ring.ticket(cell)[1])
         return error, self.ring.ticket(cell)[1]
 
-    def work(self, batch: Any = "batch", status: int = 0) -> None:
+    def work(self, batch="batch", status=0):
         """Publish the next ticket."""
         assert self.runner.claim() is True
         self.held[self.runner.cell] = batch
         self.runner.publish(status)
 
-    def state(self) -> tuple[Any, ...]:
+    def state(self):
         """All that a step may change."""
         cells = [(self.ring.ticket(c), self.ring.indices(c).tolist()) for c in range(2)]
         f, held = self.feed, map(self.held.__getitem__, range(2))
@@ -116,13 +105,13 @@ class Counter(Asked):
 @pytest.mark.parametrize(
     ("buffer", "workers", "tickets"), [(10, 4, 5), (10, 8, 2), (1, 1, 1), (2, 8, 1), (100, 1, 50)]
 )
-def test_wake_at(buffer: int, workers: int, tickets: int) -> None:
+def test_wake_at(buffer, workers, tickets):
     """Workers are woken for several tickets at once, while enough batches are ready."""
     assert wake_at(buffer, workers) == tickets
 
 
 @pytest.mark.parametrize("convert", [None, lambda batch: batch])
-def test_a_batch_that_is_taken_is_the_callers(convert: Callable[[Any], Any] | None) -> None:
+def test_a_batch_that_is_taken_is_the_callers(convert):
     """No reference is lost or left behind, on any way."""
     counter = Counter(convert)
     batch = Failed()
@@ -135,7 +124,7 @@ def test_a_batch_that_is_taken_is_the_callers(convert: Callable[[Any], Any] | No
     assert sys.getrefcount(batch) == before
 
 
-def test_an_epoch_that_is_begun_anew() -> None:
+def test_an_epoch_that_is_begun_anew():
     """It has a ticket in each cell, whatever was left of the one before."""
     counter = Counter()
     for first in (2, 4):
@@ -143,15 +132,15 @@ def test_an_epoch_that_is_begun_anew() -> None:
         assert [number for _, number in counter.feed.tickets(0)] == [first, first + 1]
 
 
-def interrupt(batch: Any) -> Any:
+def interrupt(batch):
     """Be a conversion during which Ctrl-C comes."""
     signal.default_int_handler(signal.SIGINT, None)
 
 
-def test_an_exit_of_a_conversion() -> None:
+def test_an_exit_of_a_conversion():
     """It is an error of that batch; that of a signal handler ends the program, with none taken."""
 
-    def convert(batch: Any) -> Any:
+    def convert(batch):
         if batch == "signal":
             signal.raise_signal(signal.SIGINT)
         sys.exit(0)
@@ -173,7 +162,7 @@ def test_an_exit_of_a_conversion() -> None:
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals")
 @pytest.mark.parametrize("late", [False, True])
-def test_ctrl_c(late: bool) -> None:
+def test_ctrl_c(late):
     """A signal handler raises before anything has changed, not behind it.
 
     A conversion that was broken off is made again, one that was not is not.
@@ -197,15 +186,15 @@ def test_ctrl_c(late: bool) -> None:
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals")
 @pytest.mark.parametrize("kind", [TimeoutError, GeneratorExit])
-def test_a_handler_that_raises_while_a_batch_is_converted(kind: type[BaseException]) -> None:
+def test_a_handler_that_raises_while_a_batch_is_converted(kind):
     """Whatever it raises, however often, the batch is still the next one."""
-    struck: list[int] = []
+    struck = []
 
-    def strike(number: int, frame: object) -> None:
+    def strike(number, frame):
         struck.append(number)
         raise kind
 
-    def convert(batch: Any) -> Any:
+    def convert(batch):
         if len(struck) < 3:
             signal.raise_signal(signal.SIGINT)
         return batch
@@ -223,11 +212,11 @@ def test_a_handler_that_raises_while_a_batch_is_converted(kind: type[BaseExcepti
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_batch_for_which_memory_is_short_twice() -> None:
+def test_a_batch_for_which_memory_is_short_twice():
     """It is tried again once, and then passed: its MemoryError may be its own."""
     short = [True, True, True]
 
-    def convert(batch: Any) -> Any:
+    def convert(batch):
         if short and short.pop():
             raise MemoryError
         return batch
@@ -246,7 +235,7 @@ def test_a_batch_for_which_memory_is_short_twice() -> None:
     assert counter.next() == "second"
 
 
-def test_unordered_tickets_are_looked_at_in_turn() -> None:
+def test_unordered_tickets_are_looked_at_in_turn():
     """One that is not ready goes to the end of the line: it is not looked at before each batch."""
     counter = Counter(ordered=False, cells=4, runners=2)
     slow = Runner(counter.ring, 0, 2, last=True)
@@ -269,7 +258,7 @@ def test_unordered_tickets_are_looked_at_in_turn() -> None:
 class Written(Asked):
     """A feed of batches that were encoded as workers do it, in a ring of one cell."""
 
-    def __init__(self, *, lends: bool = True, **options: Any) -> None:
+    def __init__(self, *, lends=True, **options):
         self.lends = lends
         self.scratch = Scratch()
         file = sparse_file(8 * WIDTH)
@@ -286,21 +275,19 @@ class Written(Asked):
         self.feed.begin(OrderSource(RangeReader(9), 0, cut, cut, 0))
         self.feed.refill()
 
-    def lend(self, slot: int, capacity: int) -> Any:
+    def lend(self, slot, capacity):
         """Lend a slot."""
         return self.slots.lease(slot, self.mapped[slot]) if self.lends else None
 
-    def decode(
-        self, ring: int, cell: int, status: int, slot: int, capacity: int, record: Any
-    ) -> Any:
+    def decode(self, ring, cell, status, slot, capacity, record):
         """Lend the slot."""
         return self.slots.lease(slot, self.mapped[slot]), None
 
-    def next(self) -> Any:
+    def next(self):
         """Take the next batch."""
         return next(FeedIterator(self.feed, 0))
 
-    def write(self, batch: Any) -> None:
+    def write(self, batch):
         """Write the next ticket's batch to a slot, and publish it."""
         assert self.runner.claim() is True
         slot = self.worker.take()
@@ -309,7 +296,7 @@ class Written(Asked):
         self.mapped[slot].store_from(0, self.scratch.room.memory, sum(record))
         self.runner.publish(0, record, WIDTH, slot)
 
-    def learn(self, batch: Any) -> Any:
+    def learn(self, batch):
         """Decode a batch of this structure by `codec.decode`."""
         self.scratch.clear()
         return codec.decode(self.scratch.room.memory, self.scratch.encoder.encode(batch))
@@ -318,7 +305,7 @@ class Written(Asked):
 class Holder:
     """Any object with an array, which a pickle does not hold itself."""
 
-    def __init__(self, length: int = 200) -> None:
+    def __init__(self, length=200):
         self.array = np.arange(length)
 
 
@@ -332,7 +319,7 @@ BATCHES = [
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=repr)
-def test_a_small_batch(batch: Any) -> None:
+def test_a_small_batch(batch):
     """A small batch of a known structure comes out in C, as copies that can be written to."""
     bench = Written()
     bench.learn(batch)
@@ -340,14 +327,14 @@ def test_a_small_batch(batch: Any) -> None:
         bench.write(batch)
         got = bench.next()
         assert repr(got) == repr(batch)
-        arrays: list[Any] = []
+        arrays = []
         codec.map_leaves(arrays.append, got)
         for array in arrays:
             assert array.flags.writeable
         assert bench.slots.leased == 0
 
 
-def test_what_is_kept_of_a_small_batch() -> None:
+def test_what_is_kept_of_a_small_batch():
     """The memory of an array that is kept, or of a part of one, is not used again."""
     bench = Written()
     batch = {"a": np.arange(5), "b": np.arange(6)}
@@ -364,7 +351,7 @@ def test_what_is_kept_of_a_small_batch() -> None:
         assert list(view) == list(range(number, number + 6))
 
 
-def test_a_loop_that_drops_its_batches_has_two_blocks() -> None:
+def test_a_loop_that_drops_its_batches_has_two_blocks():
     """However many small batches of a structure it takes, and whether they become smaller."""
     bench = Written()
     bench.learn([np.arange(9), np.zeros(4)])
@@ -377,7 +364,7 @@ def test_a_loop_that_drops_its_batches_has_two_blocks() -> None:
 
 
 @pytest.mark.parametrize("convert", [None, lambda batch: codec.map_leaves(convert_leaf, batch)])
-def test_a_batch_with_objects(convert: Any) -> None:
+def test_a_batch_with_objects(convert):
     """What goes by pickle is decoded with the lock held, and converted unless it is plain."""
     leaf_for = None if convert is None else lambda _: convert_leaf
     bench = Written(convert=convert, leaf_for=leaf_for)
@@ -392,7 +379,7 @@ def test_a_batch_with_objects(convert: Any) -> None:
     assert bench.slots.leased == 0
 
 
-def test_objects_with_buffers() -> None:
+def test_objects_with_buffers():
     """Small ones are copied; a large one takes the slot along."""
     bench = Written()
     bench.learn([ARRAY, Holder(), Holder()])
@@ -407,7 +394,7 @@ def test_objects_with_buffers() -> None:
         assert small.array.tolist() == list(range(200))
 
 
-def test_a_large_batch() -> None:
+def test_a_large_batch():
     """What is not small is a view of the slot, and takes it along."""
     bench = Written()
     most = COPIED // 8
@@ -423,7 +410,7 @@ def test_a_large_batch() -> None:
     assert bench.slots.leased == 0
 
 
-def test_small_leaves_of_a_large_batch() -> None:
+def test_small_leaves_of_a_large_batch():
     """They are copied: what is kept of them holds no slot."""
     bench = Written()
     batch = {
@@ -445,7 +432,7 @@ def test_small_leaves_of_a_large_batch() -> None:
 
 
 @pytest.mark.parametrize("large", [1, 10_000])
-def test_many_small_leaves(large: int) -> None:
+def test_many_small_leaves(large):
     """Where they take more than 64 KiB, they lie in the slot until three are leased.
 
     From then on they are copied, as many together as take 64 KiB.
@@ -470,7 +457,7 @@ def test_many_small_leaves(large: int) -> None:
     assert [leaf.tolist() for leaf in kept] == [[0, 1, 2]] * 5
 
 
-def test_beyond_the_limit_leaves_are_copied_one_by_one() -> None:
+def test_beyond_the_limit_leaves_are_copied_one_by_one():
     """Where the slot is not lent, a large leaf is a copy of its own."""
     bench = Written(lends=False)
     batch = [np.arange(9000), np.arange(9001), Holder(9002), np.arange(3)]
@@ -482,22 +469,22 @@ def test_beyond_the_limit_leaves_are_copied_one_by_one() -> None:
     assert (one[-1], two[-1], held.array[-1], small[-1]) == (8999, 9000, 9001, 2)
 
 
-def negative(array: Any) -> Any:
+def negative(array):
     """Convert an array."""
     return -array
 
 
-def convert_leaf(leaf: Any) -> Any:
+def convert_leaf(leaf):
     """Convert arrays, masked ones too."""
     return -leaf if isinstance(leaf, np.ndarray) else leaf
 
 
-def convert_for(dtype: Any) -> Any:
+def convert_for(dtype):
     """Convert what is not of bytes."""
     return None if dtype == np.uint8 else negative
 
 
-def test_leaves_are_converted() -> None:
+def test_leaves_are_converted():
     """Each leaf is converted as its type wants it."""
     bench = Written(convert=lambda _: pytest.fail("converted as a whole"), leaf_for=convert_for)
     batch = {"a": np.ones(3), "b": [np.ones(2, np.uint8), (np.ones(1, np.int8),)]}
@@ -510,16 +497,16 @@ def test_leaves_are_converted() -> None:
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=repr)
-def test_a_batch_of_tensors(batch: Any) -> None:
+def test_a_batch_of_tensors(batch):
     """Arrays are the tensors that `torch.from_numpy` makes of them, on storages of their own."""
     torch = pytest.importorskip("torch", reason="tensors are torch's")
     converter = Converter(parse("cpu", None))
     bench = Written(convert=converter.convert, leaf_for=converter.leaf_for)
-    plain: list[Any] = []
+    plain = []
     codec.map_leaves(plain.append, bench.learn(batch))
     for _ in range(3):
         bench.write(batch)
-        got: list[Any] = []
+        got = []
         codec.map_leaves(got.append, bench.next())
         for leaf, value in zip(got, plain, strict=True):
             want = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
@@ -529,7 +516,7 @@ def test_a_batch_of_tensors(batch: Any) -> None:
                 assert leaf.untyped_storage().nbytes() == value.nbytes
 
 
-def test_tensors_of_a_batch() -> None:
+def test_tensors_of_a_batch():
     """Tensors of an indexer come out as they went in, also of types that numpy lacks."""
     torch = pytest.importorskip("torch", reason="tensors are torch's")
     bench = Written()
@@ -550,9 +537,9 @@ def test_tensors_of_a_batch() -> None:
             assert got[name].requires_grad == tensor.requires_grad
 
 
-def test_a_conversion_to_none() -> None:
+def test_a_conversion_to_none():
     """A batch that becomes None is delivered, and converted once."""
-    seen: list[Any] = []
+    seen = []
     bench = Written(convert=seen.append, leaf_for=lambda _: seen.append)
     bench.learn(ARRAY)
     bench.write(ARRAY)
@@ -563,10 +550,10 @@ def test_a_conversion_to_none() -> None:
 # -- the iterator
 
 
-def test_a_batch_while_one_is_taken() -> None:
+def test_a_batch_while_one_is_taken():
     """What runs in the middle of a call takes nothing; it may end the generation."""
 
-    def convert(batch: Any) -> Any:
+    def convert(batch):
         with pytest.raises(RuntimeError, match="in the middle of another call"):
             next(batches)
         return batch()
@@ -588,7 +575,7 @@ def test_a_batch_while_one_is_taken() -> None:
 class Asking(Counter):
     """A feed of two workers' own items, each with a queue of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         room = ring_bytes(5, 20, 1)
         memory = Block(2 * room, zero=True)
         self.rings = [Ring(memory, 5, 20, 1, 1, at=k * room) for k in range(2)]
@@ -607,23 +594,21 @@ class Asking(Counter):
         self.feed.generation = 0
         self.feed.refill()
 
-    def answer(self, number: int, status: int = BATCH) -> None:
+    def answer(self, number, status=BATCH):
         """Have a worker answer its next ticket."""
         assert self.runners[number].claim() is True
         self.runners[number].publish(status)
 
-    def decode(
-        self, ring: int, cell: int, status: int, slot: int, capacity: int, record: Any
-    ) -> Any:
+    def decode(self, ring, cell, status, slot, capacity, record):
         """Decode an item: its worker, and its number."""
         item = ring, self.rings[ring].start(cell)
         return (None, Failed(*item)) if status & RAISED else (item, None)
 
-    def describe(self, ring: int, cell: int, error: BaseException) -> Any:
+    def describe(self, ring, cell, error):
         """Leave the exception as it is."""
         return error, None
 
-    def line(self) -> list[list[int]]:
+    def line(self):
         """By worker: the items that are asked for and not taken."""
         return [
             [ring.start(cell) for cell, _ in self.feed.tickets(number)]
@@ -631,7 +616,7 @@ class Asking(Counter):
         ]
 
 
-def test_keys_are_drawn_ahead() -> None:
+def test_keys_are_drawn_ahead():
     """All at once so many for each worker, then one for each item that is taken."""
     asking, keys = Asking(), iter([number] for number in range(9))
     source = KeySource(
@@ -648,7 +633,7 @@ def test_keys_are_drawn_ahead() -> None:
 
 
 @pytest.mark.parametrize("status", [ENDED, RAISED | ENDED])
-def test_the_end_of_a_workers_items(status: int) -> None:
+def test_the_end_of_a_workers_items(status):
     """Its other tickets are taken back: no item of it comes after that, and the others go on."""
     asking = Asking()
     assert asking.line() == [[0, 1], [0, 1]]
@@ -663,7 +648,7 @@ def test_the_end_of_a_workers_items(status: int) -> None:
     assert asking.rings[0].depths() == (0, 0, 0)
 
 
-def test_calls_beside_the_line() -> None:
+def test_calls_beside_the_line():
     """They come before the tickets that are not claimed; a new one gives up the one before."""
     asking = Asking()
     request = Request(asking.slots)

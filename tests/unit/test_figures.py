@@ -1,7 +1,5 @@
 """Figures are sound SVG, in the colours of the page."""
 
-from __future__ import annotations
-
 import re
 from xml.etree import ElementTree as ET
 
@@ -12,7 +10,7 @@ from cseq.report.figures import COLOURS, STYLE, Axis, Chart, Drawing, number
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def words_of(chart: Drawing) -> list[str]:
+def words_of(chart):
     """Return what is written, from left to right as it was drawn."""
     return [str(each.text) for each in ET.fromstring(chart.inline()).iter("text")]
 
@@ -26,19 +24,19 @@ def words_of(chart: Drawing) -> list[str]:
         (95, 2100, [500, 1000, 1500, 2000]),
     ],
 )
-def test_ticks_are_round(low: float, high: float, ticks: list[float]) -> None:
+def test_ticks_are_round(low, high, ticks):
     """Steps of 1, 2 or 5, of at most six values."""
     assert Axis(low, high, 0, 100).ticks == pytest.approx(ticks)
 
 
-def test_ticks_of_times_and_of_logarithms() -> None:
+def test_ticks_of_times_and_of_logarithms():
     """Quarters of minutes are round; powers of ten, not all of many."""
     assert Axis(0, 70, 0, 100, times=True).ticks == [0, 15, 30, 45, 60]
     assert Axis(0.002, 20, 0, 100, logarithmic=True).ticks == pytest.approx([0.01, 0.1, 1, 10])
     assert len(Axis(1e-9, 1e9, 0, 100, logarithmic=True).ticks) <= 6
 
 
-def test_a_place_is_on_the_axis() -> None:
+def test_a_place_is_on_the_axis():
     """Also of a value beyond it; upwards is towards lower places."""
     axis = Axis(1, 100, 200, 0, logarithmic=True)
     assert [axis.place(value) for value in (0, 1, 10, 100, 1e9)] == [200, 200, 100, 0, 0]
@@ -47,12 +45,12 @@ def test_a_place_is_on_the_axis() -> None:
 @pytest.mark.parametrize(
     ("value", "words"), [(0, "0"), (0.524, "0.524"), (19.12, "19.1"), (2524, "2524"), (2e6, "2 M")]
 )
-def test_numbers(value: float, words: str) -> None:
+def test_numbers(value, words):
     """Three digits."""
     assert number(value) == words
 
 
-def test_a_file_has_its_own_colours() -> None:
+def test_a_file_has_its_own_colours():
     """A file has the rules that a page has, light and dark, in the same part."""
     drawing = Drawing(100, 50, "a < b")
     drawing.text(1, 20, "x & y", "strong")
@@ -66,7 +64,7 @@ def test_a_file_has_its_own_colours() -> None:
     assert all(f"--{name}:{each}" in STYLE for name in COLOURS for each in COLOURS[name])
 
 
-def luminance(colour: str) -> float:
+def luminance(colour):
     """As WCAG has it."""
     parts = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
@@ -75,13 +73,13 @@ def luminance(colour: str) -> float:
 
 @pytest.mark.parametrize("choice", [0, 1])
 @pytest.mark.parametrize("name", ["ink", "faint"])
-def test_words_can_be_read(name: str, choice: int) -> None:
+def test_words_can_be_read(name, choice):
     """Contrast of 4.5 at least, light and dark."""
     light, dark = sorted(luminance(COLOURS[each][choice]) for each in (name, "paper"))
     assert (dark + 0.05) / (light + 0.05) >= 4.5
 
 
-def test_marks_have_rows_of_their_own() -> None:
+def test_marks_have_rows_of_their_own():
     """However near they are; their words begin or end at their line, and stay on the sheet."""
     chart = Chart("marks", (0, 10), (0, 1))
     chart.marks(*((value, f"at {value}", "ink") for value in (0, 0.1, 9.9, 10)))
@@ -91,7 +89,7 @@ def test_marks_have_rows_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("values", [(3.0, 3.2), (3.2, 3.0), (5.1, 5.3), (7.0, 7.1), (1, 4, 4.5)])
-def test_no_line_runs_through_the_words_of_another_mark(values: tuple[float, ...]) -> None:
+def test_no_line_runs_through_the_words_of_another_mark(values):
     """Words are on the side where no other line is, and are drawn after all lines."""
     chart = Chart("marks", (0, 10), (0, 1))
     chart.marks(*((value, "p50 1.2 ms", "ink") for value in values))
@@ -106,7 +104,7 @@ def test_no_line_runs_through_the_words_of_another_mark(values: tuple[float, ...
         ]
 
 
-def test_steps_are_an_area() -> None:
+def test_steps_are_an_area():
     """From the floor up to each value, and back."""
     chart = Chart("steps", (0, 4), (0, 1))
     chart.steps([0, 1, 2, 3, 4], [0.5, 0.25, 0, 1], "warm")
@@ -114,7 +112,7 @@ def test_steps_are_an_area() -> None:
     assert path == "M56 212V118H171V165H286V212H401V24H516V212Z"
 
 
-def test_a_grid_names_what_has_room() -> None:
+def test_a_grid_names_what_has_room():
     """Values on both axes; of those that would touch each other, the first."""
     chart = Chart("grid", (0, 100), (0, 10))
     chart.grid(lambda x: f"{x:g} seconds and more", number)

@@ -1,10 +1,7 @@
 """A forked process shares the batches that are held: their slots are pinned for the epoch."""
 
-from __future__ import annotations
-
 import os
 import threading
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from forking import in_child
@@ -15,16 +12,12 @@ from cseq.encoding._codec import TicketWriter
 from cseq.memory.arena import Arena
 from cseq.system import MIB
 
-if TYPE_CHECKING:
-    import numpy as np
-    from conftest import RunScript
-
 pytestmark = pytest.mark.needs("fork")
 
 NBYTES = MIB
 
 
-def held(arena: Arena, value: int) -> np.ndarray[Any, Any]:
+def held(arena, value):
     """Make an array on a leased slot."""
     writer = TicketWriter(arena.fd, arena.width)
     array = whole(filled(arena, writer, value, NBYTES), NBYTES)
@@ -32,7 +25,7 @@ def held(arena: Arena, value: int) -> np.ndarray[Any, Any]:
     return array
 
 
-def test_a_leased_slot_is_not_used_again_before_the_next_epoch(arena: Arena) -> None:
+def test_a_leased_slot_is_not_used_again_before_the_next_epoch(arena):
     """Also if the parent drops its batch; a child that drops it frees nothing."""
     array = held(arena, 1)
     slots, reader, writer = arena.slots, *os.pipe()
@@ -59,7 +52,7 @@ def test_a_leased_slot_is_not_used_again_before_the_next_epoch(arena: Arena) -> 
     os.close(writer)
 
 
-def test_a_lease_that_outlives_the_epoch_frees_its_slot(arena: Arena) -> None:
+def test_a_lease_that_outlives_the_epoch_frees_its_slot(arena):
     """Whichever ends last."""
     array = held(arena, 1)
     for _ in range(2):
@@ -72,7 +65,7 @@ def test_a_lease_that_outlives_the_epoch_frees_its_slot(arena: Arena) -> None:
     assert arena.slots.leased_bytes == 0
 
 
-def test_what_is_pinned_counts_for_the_limit() -> None:
+def test_what_is_pinned_counts_for_the_limit():
     """Beyond it, batches are copied out of their slots."""
     arena = Arena(5 * NBYTES)
     for number in range(8):
@@ -87,7 +80,7 @@ def test_what_is_pinned_counts_for_the_limit() -> None:
     arena.close()
 
 
-def test_a_childs_own_children_pin_nothing(arena: Arena) -> None:
+def test_a_childs_own_children_pin_nothing(arena):
     """Its copy of the table is not the owner, and nothing would end that."""
     arrays = [held(arena, 1)]
     assert in_child(lambda: in_child(lambda: bool(arrays[0].max() == 1)))
@@ -96,11 +89,11 @@ def test_a_childs_own_children_pin_nothing(arena: Arena) -> None:
     assert not arena.slots.is_leased(1)
 
 
-def test_leases_begin_and_end_while_processes_are_forked(arena: Arena) -> None:
+def test_leases_begin_and_end_while_processes_are_forked(arena):
     """Each slot is free in the end; none is given out twice meanwhile."""
     slots, ending = arena.slots, threading.Event()
 
-    def hold() -> None:
+    def hold():
         arrays = []
         while not ending.is_set():
             arrays.append(held(arena, 1))
@@ -154,7 +147,7 @@ with again.start() as batches:
 
 
 @pytest.mark.needs("Linux")
-def test_held_batches_are_not_copied_into_forked_workers(run_script: RunScript) -> None:
+def test_held_batches_are_not_copied_into_forked_workers(run_script):
     """Of 128 MiB that are held, also those of a manager that has ended, a worker has none."""
     done = run_script(HELD)
     assert done.stdout == "[True, True]\n8 True\n"
@@ -219,7 +212,7 @@ print(number)
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
-def test_an_indexer_that_forks(run_script: RunScript, start_method: str) -> None:
+def test_an_indexer_that_forks(run_script, start_method):
     """A child sees the arrays of its batch, and makes arrays of its own."""
     done = run_script(FORKING, start_method)
     assert (done.stdout, done.stderr) == ("59\n", "")
@@ -258,7 +251,7 @@ m.finish()
 """
 
 
-def test_a_fork_while_another_thread_starts_a_manager(run_script: RunScript) -> None:
+def test_a_fork_while_another_thread_starts_a_manager(run_script):
     """The child has that thread's manager, but not the thread: it does not wait for it."""
     done = run_script(FORKED_MEANWHILE)
     assert (done.stdout, done.stderr) == ("0 1\n", "")
@@ -298,7 +291,7 @@ print(got == list(range(40)), m.stats().restarts)
 """
 
 
-def test_a_replacement_is_not_forked_while_the_loop_holds_a_lock(run_script: RunScript) -> None:
+def test_a_replacement_is_not_forked_while_the_loop_holds_a_lock(run_script):
     """It would wait for that lock for ever, and the loop for it."""
     done = run_script(LOCKED)
     assert done.stdout == "True 2\n"
@@ -339,7 +332,7 @@ with lock:
 
 
 @pytest.mark.parametrize("is_beside", [True, False])
-def test_workers_that_hang_after_a_fork(run_prepared: RunScript, is_beside: bool) -> None:
+def test_workers_that_hang_after_a_fork(run_prepared, is_beside):
     """The log says where the worker is, and which other threads there were."""
     pytest.importorskip("torch")
     done = run_prepared(f"IS_BESIDE = {int(is_beside)}\n{SILENT}")
@@ -409,9 +402,7 @@ POOLS = [
     ("how", "said"), [("exit", 0), ("raise", "LookupError: astray"), ("return", "has returned")]
 )
 @pytest.mark.parametrize("options", POOLS, ids=lambda options: "-".join(options.values()))
-def test_a_process_that_an_indexer_forks_is_no_worker(
-    run_script: RunScript, how: str, said: str | int, options: dict[str, str]
-) -> None:
+def test_a_process_that_an_indexer_forks_is_no_worker(run_script, how, said, options):
     """Coming back into the engine, it ends, and says why unless it has called `sys.exit`."""
     done = run_script(STRAYING, how, repr(options))
     streams = "" if options["thread_type"] == "thread" else "[[0, 1, 2]]\n"

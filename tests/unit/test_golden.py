@@ -1,17 +1,11 @@
 """What the definitions give never changes; `make golden` writes it down, once."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
 
 import golden
 import pytest
 
 import cseq
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FILES = sorted(golden.FOLDER.glob("*.json"))
 CASES = [(path.stem, *case) for path in FILES for case in golden.cases(path)]
@@ -24,12 +18,12 @@ CASES = [(path.stem, *case) for path in FILES for case in golden.cases(path)]
     [case[1:] for case in CASES],
     ids=[f"{stem}-{k}" for k, (stem, *_) in enumerate(CASES)],
 )
-def test_golden(kind: Any, name: str, record: golden.Record) -> None:
+def test_golden(kind, name, record):
     """A definition gives the same for ever: its first values in clear, and the hash of them all."""
     assert golden.arguments_of(record, kind) | kind(name, record) == record
 
 
-def test_each_order_has_a_golden_file() -> None:
+def test_each_order_has_a_golden_file():
     """Each definition of an order has records; `sequential` needs none."""
     public = [getattr(cseq, name) for name in cseq.__all__]
     orders = {one.name for one in public if isinstance(one, type) and issubclass(one, cseq.Order)}
@@ -39,7 +33,7 @@ def test_each_order_has_a_golden_file() -> None:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     """Return the file of a new order, whose records have no results."""
     given = {"n": 10, "rows": 3, "window": 2, "lanes": 1, "seed": 0, "epoch": 1}
     more = given | {"n": 50}
@@ -49,7 +43,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_records_without_results_get_them(file: Path) -> None:
+def test_records_without_results_get_them(file):
     """They are those of the definition; nothing else in the file changes, then or later."""
     before = file.read_text()
     assert golden.complete(file) == 2
@@ -62,7 +56,7 @@ def test_records_without_results_get_them(file: Path) -> None:
     assert file.read_text() == after
 
 
-def test_results_that_are_there_are_not_changed(file: Path) -> None:
+def test_results_that_are_there_are_not_changed(file):
     """The file is left as it is, and the message says what to do."""
     golden.complete(file)
     text = file.read_text().replace('"last": 6', '"last": 5')
@@ -72,7 +66,7 @@ def test_results_that_are_there_are_not_changed(file: Path) -> None:
     assert file.read_text() == text
 
 
-def test_a_changed_definition_needs_a_new_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_definition_needs_a_new_file(file, monkeypatch):
     """Under its new name, an order does not go into the file of the former definition."""
     monkeypatch.setattr(cseq.Blocks, "name", "blocks-v3")
     with pytest.raises(ValueError, match="is of blocks-v2, and the order is blocks-v3"):

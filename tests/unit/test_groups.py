@@ -1,16 +1,12 @@
 """`Groups`: distinct classes in a batch, all of them in turn, by chance otherwise."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
 import cseq
 
 
-def test_an_epoch_is_as_long_as_the_data() -> None:
+def test_an_epoch_is_as_long_as_the_data():
     """Unless it was said."""
     labels = ["a", "b", "c"] * 9
     order = cseq.Groups(labels, classes=2, samples=5)
@@ -18,7 +14,7 @@ def test_an_epoch_is_as_long_as_the_data() -> None:
     assert cseq.Groups(labels, 2, 5, epoch_size=100).units == 100
 
 
-def test_it_says_what_comes_more_often_than_once() -> None:
+def test_it_says_what_comes_more_often_than_once():
     """How often a sample comes on average, and how many classes do not fill a batch."""
     order = cseq.Groups(list("abcabcabd"), 2, 3, epoch_size=4, repeat_small=True)
     assert repr(order) == (
@@ -46,9 +42,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("sizes", "chosen", "each"), SHAPES)
 @pytest.mark.parametrize("is_sorted", [True, False])
-def test_classes_and_samples_come_by_chance(
-    sizes: list[int], chosen: int, each: int, is_sorted: bool
-) -> None:
+def test_classes_and_samples_come_by_chance(sizes, chosen, each, is_sorted):
     """All classes, all pairs of classes, and all samples of a class come as often as each other."""
     labels = np.repeat(np.arange(len(sizes)), sizes)
     labels = labels if is_sorted else np.random.default_rng(0).permutation(labels)
@@ -94,7 +88,7 @@ def test_classes_and_samples_come_by_chance(
         ({"repeat_small": 1}, TypeError, "repeat_small=1"),
     ],
 )
-def test_bad_arguments(options: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_bad_arguments(options, error, said):
     """Argument, value and remedy."""
     with pytest.raises(error, match=said):
         cseq.Groups(**{"labels": list("aabaab"), "classes": 2, "samples": 2, **options})

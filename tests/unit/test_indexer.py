@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from indexers import Lasting, NotAnIndexer, Rows
-from kinds import FEW, Kind, by_name
+from kinds import FEW, by_name
 from ringing import Trainer, make_ring, stamps
 
 import cseq
@@ -25,20 +25,20 @@ from cseq.stage import INDEXER
     "worker", [3, None, object(), [1], (1,), {1: 2}, "a", b"a", bytearray(2), range(3),
                memoryview(b"a")], ids=lambda w: type(w).__name__
 )  # fmt: skip
-def test_no_workers(worker: Any) -> None:
+def test_no_workers(worker):
     """What can be neither called nor indexed by an array is a TypeError that says what to give."""
     with pytest.raises(TypeError, match=r"^worker.*give"):
         indexer.check_worker(worker)
 
 
 @pytest.mark.parametrize("worker", [NotAnIndexer, lambda: None, lambda: Rows])
-def test_build_no_indexer(worker: Any) -> None:
+def test_build_no_indexer(worker):
     """A worker that makes something without __getitem__, even a class of indexers, is refused."""
     with pytest.raises(TypeError, match="__getitem__"):
         indexer.build(worker)
 
 
-def table(library: str, name: str) -> Any:
+def table(library, name):
     """Make an object of a type that looks like a library's table."""
     kind = type(name, (), {"__getitem__": lambda self, key: key, "__len__": lambda self: 3})
     kind.__module__ = f"{library}.core.frame"
@@ -49,7 +49,7 @@ def table(library: str, name: str) -> Any:
     ("library", "rows"), [("pandas", r"\.iloc\[indices\]"), ("polars", r"its \[indices\]")]
 )
 @pytest.mark.parametrize("name", ["DataFrame", "Series"])
-def test_tables_are_no_workers(library: str, rows: str, name: str) -> None:
+def test_tables_are_no_workers(library, rows, name):
     """Tables of pandas and polars are refused with the remedy, also when a factory makes them."""
     worker = table(library, name)
     with pytest.raises(TypeError, match=rf"^worker is a {library} {name}.*to_numpy.*{rows}"):
@@ -62,21 +62,21 @@ def test_tables_are_no_workers(library: str, rows: str, name: str) -> None:
 class OneByOne:
     """A data set that cannot take an array of indices."""
 
-    def __init__(self, error: type[Exception] = TypeError, good: int = 0) -> None:
+    def __init__(self, error=TypeError, good=0):
         self.error = error
         self.good = good  # calls that do not fail
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 100
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index):
         self.good -= 1
         if self.good < 0:
             raise self.error("only integer scalar arrays can be converted to a scalar index")
         return index
 
 
-def hint_of(kind: Kind, worker: Any) -> str:
+def hint_of(kind, worker):
     """Return what is said below the exception that a worker raises."""
     with kind.start(worker, 20, num_workers=1, batch_size=2) as m, pytest.raises(Exception) as at:  # noqa: PT011
         list(m)
@@ -84,7 +84,7 @@ def hint_of(kind: Kind, worker: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
-def test_a_data_set_as_worker(kind: Kind) -> None:
+def test_a_data_set_as_worker(kind):
     """The first exception of a data set says that it is to be wrapped; no other one does."""
     for error in (TypeError, ValueError, KeyError, IndexError):
         assert "cseq.from_dataset(dataset)" in hint_of(kind, OneByOne(error))
@@ -93,7 +93,7 @@ def test_a_data_set_as_worker(kind: Kind) -> None:
     assert "cseq.from_dataset" not in hint_of(kind, np.arange(1))  # an index out of range
 
 
-def test_dispose() -> None:
+def test_dispose():
     """What was made is closed; what the user handed in only where it is a copy."""
     made = Lasting(2)
     indexer.dispose(Lasting, made, copied=False)
@@ -109,14 +109,14 @@ def test_dispose() -> None:
 class Sticky:
     """Cannot be closed."""
 
-    def close(self) -> None:
+    def close(self):
         """Raise."""
         raise OSError("stuck")
 
 
-def test_dispose_of_one_that_raises(caplog: pytest.LogCaptureFixture) -> None:
+def test_dispose_of_one_that_raises(caplog):
     """What `close` raises goes to the log in the trainer, and ends a worker process."""
-    sticky: Any = Sticky()
+    sticky = Sticky()
     indexer.dispose(Sticky, sticky, copied=False)
     (record,) = caplog.records
     assert (record.levelno, record.name) == (logging.ERROR, "cseq")
@@ -128,14 +128,14 @@ def test_dispose_of_one_that_raises(caplog: pytest.LogCaptureFixture) -> None:
 class Bench:
     """One runner at a ring of its own, in this thread."""
 
-    def __init__(self, made: Any, convert: Any = None) -> None:
+    def __init__(self, made, convert=None):
         ring = make_ring(cells=3, runners=1)
         self.trainer = Trainer(ring, 3, recorded=True)
         self.runner = Runner(ring, INDEXER, 1, last=True)
         self.edge = Objects(3)
         self.indexing = indexer.Indexing(self.edge, made, context.BatchContext(0, 1, 5), convert)
 
-    def do(self) -> tuple[int, Any]:
+    def do(self):
         """Work on the next ticket, take it: status and object."""
         assert self.runner.claim()
         self.indexing.work(self.runner)
@@ -145,7 +145,7 @@ class Bench:
         return status, self.edge.decode(cell, *where)
 
 
-def test_the_stamps_of_tickets_in_a_row() -> None:
+def test_the_stamps_of_tickets_in_a_row():
     """Where one ticket is claimed right after another, both share one reading of the clock."""
     bench = Bench(np.arange(10))
     for _ in range(3):
@@ -165,16 +165,16 @@ class Owner:
 class Returns:
     """An indexer of one batch."""
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch):
         self.batch = batch
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         return self.batch
 
 
-def test_labels_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_labels_are_told_of_once(caplog):
     """At the first batch alone, however many threads make one; the indexer is then in its place."""
-    told: list[str] = []
+    told = []
     labels = {"x": np.zeros(3), "label": np.arange(3)}
     for batch, count in ((np.zeros(3), 0), (labels, 1)):
         owner = Owner()
@@ -191,7 +191,7 @@ def test_labels_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
-def test_a_forgotten_return(kind: Kind) -> None:
+def test_a_forgotten_return(kind):
     """None is no batch: it is raised as an error of that batch, or left out."""
     told = "__getitem__` of Returns returned None: is a `return` missing?"
     worker = functools.partial(Returns, None)
@@ -209,21 +209,21 @@ def test_a_forgotten_return(kind: Kind) -> None:
 class Squares:
     """As torch's data sets are written: for one index. It takes an array, and makes no batch."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 100
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index):
         return np.array([index, index**2]), index % 10
 
 
-def torchs(kind: type, base: str = "Dataset") -> Any:
+def torchs(kind, base="Dataset"):
     """Make an object of a class that is a data set of torch's, too."""
     data = pytest.importorskip("torch.utils.data")
     return type(kind.__name__, (kind, getattr(data, base)), {"__iter__": None})()
 
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
-def test_a_torch_data_set_as_worker(kind: Kind) -> None:
+def test_a_torch_data_set_as_worker(kind):
     """It is what `from_dataset` makes of it, and so is a class: no batch is transposed."""
     made = torchs(Squares)
     for worker, size in ((made, None), (type(made), 100)):
@@ -236,12 +236,12 @@ def test_a_torch_data_set_as_worker(kind: Kind) -> None:
 class Whole(Squares):
     """One for arrays of indices."""
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         return indices.tolist()
 
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
-def test_a_torch_data_set_for_arrays(kind: Kind) -> None:
+def test_a_torch_data_set_for_arrays(kind):
     """The error says that it gets none, and what does."""
     assert "derives from no Dataset" in hint_of(kind, torchs(Whole))
     assert "derives from no Dataset" not in hint_of(kind, cseq.from_dataset(torchs(Whole)))
@@ -250,13 +250,13 @@ def test_a_torch_data_set_for_arrays(kind: Kind) -> None:
 @pytest.mark.parametrize(
     "worker", [lambda indices: indices, functools.partial(Lasting), OneByOne.__getitem__]
 )
-def test_a_function_is_no_worker(worker: Any) -> None:
+def test_a_function_is_no_worker(worker):
     """Nor is a class that takes arguments."""
     with pytest.raises(TypeError, match=r"without arguments \(.*\): worker is a class or object"):
         cseq.MPSequence(worker, 8)
 
 
-def test_an_iterable_data_set_is_no_worker() -> None:
+def test_an_iterable_data_set_is_no_worker():
     """It gives no sample for an index, nor does its class: the error names what takes it."""
     stream = torchs(Squares, "IterableDataset")
     for worker in (stream, type(stream)):

@@ -1,7 +1,5 @@
 """Worker processes start, answer, end and are reaped alike under every start method."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -32,12 +30,12 @@ pytestmark = pytest.mark.needs("POSIX")
 
 
 @pytest.fixture
-def launch(make: Callable[..., Launcher]) -> Iterator[Callable[..., Child]]:
+def launch(make):
     """Return a function that launches a worker, whose socket is closed after the test."""
     one = make()
     with contextlib.ExitStack() as stack:
 
-        def launch_one(number: int = 0) -> Child:
+        def launch_one(number=0):
             child = one.launch(number)
             child.sock.settimeout(PATIENCE)
             stack.callback(child.sock.close)
@@ -46,7 +44,7 @@ def launch(make: Callable[..., Launcher]) -> Iterator[Callable[..., Child]]:
         yield launch_one
 
 
-def children() -> set[int]:
+def children():
     """Process numbers of this process's children, the dead among them."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
@@ -57,9 +55,7 @@ def children() -> set[int]:
 # --- living --------------------------------------------------------------------------------------
 
 
-def test_a_worker_has_the_trainers_paths_and_arguments(
-    launch: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_has_the_trainers_paths_and_arguments(launch, monkeypatch):
     """``sys.path`` and ``sys.argv`` are those of the trainer when it launched the worker."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "7"])
     child = launch()
@@ -67,9 +63,7 @@ def test_a_worker_has_the_trainers_paths_and_arguments(
     assert ask(child, "sys.path") == sys.path
 
 
-def test_no_file_in_the_current_folder_stands_in_for_a_module(
-    make: Callable[..., Launcher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_file_in_the_current_folder_stands_in_for_a_module(make, tmp_path, monkeypatch):
     """A folder that is not on the trainer's path is not on a worker's, the current one neither."""
     for name in ("struct", "socket", "numpy", "cseq"):
         (tmp_path / f"{name}.py").write_text("raise SystemError('the wrong module')")
@@ -79,9 +73,7 @@ def test_no_file_in_the_current_folder_stands_in_for_a_module(
     child.sock.close()
 
 
-def test_cseq_is_found_when_its_folder_has_left_the_path(
-    make: Callable[..., Launcher], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cseq_is_found_when_its_folder_has_left_the_path(make, monkeypatch):
     """Workers run the very cseq of the trainer, also when ``sys.path`` no longer leads to it."""
     home = str(Path(launcher.__file__).parents[3])
     monkeypatch.setattr(sys, "path", [p for p in sys.path if os.path.abspath(p) != home])
@@ -90,9 +82,7 @@ def test_cseq_is_found_when_its_folder_has_left_the_path(
     child.sock.close()
 
 
-def test_a_working_directory_that_is_gone(
-    make: Callable[..., Launcher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_working_directory_that_is_gone(make, tmp_path, monkeypatch):
     """Workers start where it was deleted, also if ``sys.path`` leads to it."""
     folder = tmp_path / "gone"
     folder.mkdir()
@@ -104,7 +94,7 @@ def test_a_working_directory_that_is_gone(
     child.sock.close()
 
 
-def test_standard_input_is_empty(launch: Callable[..., Child]) -> None:
+def test_standard_input_is_empty(launch):
     """A worker reads end of file from its standard input, by descriptor and by object."""
     reader, writer = os.pipe()
     os.write(writer, b"typed for the trainer")
@@ -121,12 +111,12 @@ def test_standard_input_is_empty(launch: Callable[..., Child]) -> None:
     assert ask(child, "os.path.samestat(os.fstat(0), os.stat(os.devnull))") is True
 
 
-def test_workers_collect_garbage(launch: Callable[..., Child]) -> None:
+def test_workers_collect_garbage(launch):
     """A worker's garbage collector is on, though it was off while the imports were made."""
     assert ask(launch(), "__import__('gc').isenabled()") is True
 
 
-def test_signals_are_not_blocked(launch: Callable[..., Child]) -> None:
+def test_signals_are_not_blocked(launch):
     """A worker's signal mask is that of the trainer, whose own is as before the launch."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     child = launch()
@@ -137,7 +127,7 @@ def test_signals_are_not_blocked(launch: Callable[..., Child]) -> None:
 
 
 @linux
-def test_the_trainers_descriptors_stay_with_the_trainer(make: Callable[..., Launcher]) -> None:
+def test_the_trainers_descriptors_stay_with_the_trainer(make):
     """A worker holds none of the sockets of those that were launched before it."""
     one = make()
     others = [one.launch(number) for number in range(3)]
@@ -157,7 +147,7 @@ def test_the_trainers_descriptors_stay_with_the_trainer(make: Callable[..., Laun
         each.sock.close()
 
 
-def standard_streams() -> list[int]:
+def standard_streams():
     """Descriptors that every process inherits."""
     return [fd for fd in (0, 1, 2) if os.path.islink(f"/proc/self/fd/{fd}")]
 
@@ -166,9 +156,7 @@ def standard_streams() -> list[int]:
 
 
 @pytest.mark.parametrize("sent", [b"", b"unread"])
-def test_a_worker_that_finds_the_trainer_gone_is_silent(
-    make: Callable[..., Launcher], capfd: pytest.CaptureFixture[str], sent: bytes
-) -> None:
+def test_a_worker_that_finds_the_trainer_gone_is_silent(make, capfd, sent):
     """Broken pipe and connection reset end a worker, in order, when its socket is closed."""
     one = make(entry="entries:talk")
     child = one.launch(0)
@@ -178,9 +166,7 @@ def test_a_worker_that_finds_the_trainer_gone_is_silent(
     assert capfd.readouterr().err == ""
 
 
-def test_another_broken_connection_is_reported(
-    launch: Callable[..., Child], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_another_broken_connection_is_reported(launch, capfd):
     """An error of a connection of the worker's own is an error like any other."""
     child = launch()
     child.sock.sendall(b"socket.socket().connect(('127.0.0.1', 1))")
@@ -199,9 +185,7 @@ CODES = {
 }
 
 
-def test_exit_codes(
-    launch: Callable[..., Child], capfd: pytest.CaptureFixture[str], method: str
-) -> None:
+def test_exit_codes(launch, capfd, method):
     """`status` is the exit code, or minus the number of the signal; the socket reaches its end.
 
     Spawned workers are reaped as forked ones are, and cost most: two ways to end are enough there.
@@ -219,15 +203,13 @@ def test_exit_codes(
         assert ("ZeroDivisionError" in printed) == (question == "1 / 0")
 
 
-def test_nobody_is_killed_in_place_of_a_worker_that_is_gone(
-    launch: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_is_killed_in_place_of_a_worker_that_is_gone(launch, monkeypatch):
     """`kill` does nothing once the process is gone: its number may be another one's by now."""
     child = launch()
     child.kill()
     end_of(child)
 
-    def shoot(*args: object) -> None:
+    def shoot(*args):
         raise AssertionError(f"a signal was sent: {args}")
 
     with monkeypatch.context() as patch:
@@ -236,7 +218,7 @@ def test_nobody_is_killed_in_place_of_a_worker_that_is_gone(
     assert child.status(0) == -signal.SIGKILL
 
 
-def test_closing_ends_what_is_left(make: Callable[..., Launcher]) -> None:
+def test_closing_ends_what_is_left(make):
     """`close` kills and reaps workers that nobody has ended; closing again is fine."""
     one = make()
     workers = [one.launch(number) for number in range(3)]
@@ -250,11 +232,11 @@ def test_closing_ends_what_is_left(make: Callable[..., Launcher]) -> None:
 
 
 @linux
-def test_many_launches_leave_nothing_behind(make: Callable[..., Launcher], method: str) -> None:
+def test_many_launches_leave_nothing_behind(make, method):
     """After many workers have come and gone there is no new descriptor, and no zombie."""
     one = make(entry="entries:ready")
 
-    def come_and_go(number: int) -> None:
+    def come_and_go(number):
         child = one.launch(number)
         child.sock.close()
         end_of(child)
@@ -267,9 +249,7 @@ def test_many_launches_leave_nothing_behind(make: Callable[..., Launcher], metho
     assert children() == processes
 
 
-def test_what_a_worker_has_registered_to_run_at_its_end_runs(
-    launch: Callable[..., Child], tmp_path: Path
-) -> None:
+def test_what_a_worker_has_registered_to_run_at_its_end_runs(launch, tmp_path):
     """A worker's own ``atexit`` functions run, though a thread of it does not end."""
     child, mark = launch(), tmp_path / "mark"
     ask(child, f"atexit.register(open, {str(mark)!r}, 'w') and 0")
@@ -282,7 +262,7 @@ def test_what_a_worker_has_registered_to_run_at_its_end_runs(
 # --- signals and the user's own processes --------------------------------------------------------
 
 
-def test_what_a_worker_forks_can_be_terminated(launch: Callable[..., Child]) -> None:
+def test_what_a_worker_forks_can_be_terminated(launch):
     """A process that a worker forks has the usual handlers of the shielded signals."""
     child = launch()
     fork = (
@@ -295,9 +275,7 @@ def test_what_a_worker_forks_can_be_terminated(launch: Callable[..., Child]) -> 
     assert "default_int_handler" in handlers
 
 
-def test_the_end_of_a_worker_is_seen_though_a_process_it_forked_lives(
-    launch: Callable[..., Child],
-) -> None:
+def test_the_end_of_a_worker_is_seen_though_a_process_it_forked_lives(launch):
     """A process that a worker forks does not hold the worker's socket open."""
     child = launch()
     fork = "[pipe := os.pipe(), pid := os.fork() or [os.close(pipe[1]), os.read(pipe[0], 1)]][1]"
@@ -309,7 +287,7 @@ def test_the_end_of_a_worker_is_seen_though_a_process_it_forked_lives(
 
 
 @linux
-def test_what_a_worker_has_started_is_killed_with_it(launch: Callable[..., Child]) -> None:
+def test_what_a_worker_has_started_is_killed_with_it(launch):
     """Its children, and theirs; a signal alone goes to the worker alone."""
     child = launch()
     fork = (
@@ -326,9 +304,7 @@ def test_what_a_worker_has_started_is_killed_with_it(launch: Callable[..., Child
         await_death(pid)
 
 
-def test_a_process_that_the_user_forks_does_not_end_the_trainers_workers(
-    make: Callable[..., Launcher],
-) -> None:
+def test_a_process_that_the_user_forks_does_not_end_the_trainers_workers(make):
     """In a forked process `kill` does nothing."""
     one = make()
     child = one.launch(0)
@@ -375,16 +351,14 @@ print(answers, codes, launcher.close(time.monotonic() + 60), len(heard) > 0)
 """
 
 
-def test_ctrl_c_while_workers_start_does_nothing_to_them(
-    run_script: RunScript, entries: Path, method: str
-) -> None:
+def test_ctrl_c_while_workers_start_does_nothing_to_them(run_script, entries, method):
     """Signals to the whole process group, from before the launch on, stop and print nothing."""
     done = run_script(STORM, method, PYTHONPATH=python_path(entries))
     assert done.stderr == ""
     assert done.stdout == f"{[b'!'] * 4} {[0] * 4} True True\n"
 
 
-def python_path(folder: Path) -> str:
+def python_path(folder):
     """PYTHONPATH with a folder, and this very cseq."""
     return os.pathsep.join([str(folder), import_path()])
 
@@ -397,11 +371,11 @@ class TestFork:
     """What only a copy of the trainer has."""
 
     @pytest.fixture
-    def method(self) -> str:
+    def method(self):
         """Just this one."""
         return "fork"
 
-    def test_an_object_is_handed_over_as_it_is(self, make: Callable[..., Launcher]) -> None:
+    def test_an_object_is_handed_over_as_it_is(self, make):
         """`local` reaches the worker without being pickled."""
         lock = threading.Lock()
         one = make()
@@ -412,9 +386,7 @@ class TestFork:
         assert not lock.locked()
         child.sock.close()
 
-    def test_the_trainers_handlers_stay_in_the_trainer(
-        self, launch: Callable[..., Child], tmp_path: Path
-    ) -> None:
+    def test_the_trainers_handlers_stay_in_the_trainer(self, launch, tmp_path):
         """Neither the trainer's signal handlers nor its ``atexit`` functions run in a worker."""
         import atexit
 
@@ -431,25 +403,23 @@ class TestFork:
             signal.signal(signal.SIGALRM, old)
         assert not mark.exists()
 
-    def test_a_fork_leaves_filters_and_output_alone(
-        self, run_anew: RunScript, entries: Path
-    ) -> None:
+    def test_a_fork_leaves_filters_and_output_alone(self, run_anew, entries):
         """That `os.fork` warns of threads is known; what waits in buffers is printed once."""
         done = run_anew(FILTERS, PYTHONPATH=python_path(entries), PYTHONUNBUFFERED="")
         assert (done.stdout, done.stderr) == ("buffered True True [] [0, 0]\n", "")
 
-    def test_ctrl_c_while_the_user_forks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_ctrl_c_while_the_user_forks(self, monkeypatch):
         """Wherever a handler raises before or after a fork, workers can still be started."""
-        unraisable: list[object] = []
+        unraisable = []
         monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
 
-        def fork(countdown: int) -> bool:
+        def fork(countdown):
             with interrupted(countdown, "processes/launcher/") as struck:
                 pid = os.fork()
                 if pid == 0:
                     os._exit(0)
             os.waitpid(pid, 0)
-            made: list[tuple[socket.socket, ...]] = []
+            made = []
             making = threading.Thread(target=lambda: made.append(forks.pair()), daemon=True)
             making.start()
             making.join(PATIENCE)

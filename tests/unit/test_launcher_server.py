@@ -1,7 +1,5 @@
 """The fork server: its death, what it imports; and what a launcher does on other systems."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -32,7 +30,7 @@ pytestmark = pytest.mark.needs("POSIX")
 # --- fork server ---------------------------------------------------------------------------------
 
 
-def kill_server(child: Child) -> None:
+def kill_server(child):
     """Kill the parent of a worker, and wait until it is dead; the launcher reaps it."""
     pid = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(pid, signal.SIGKILL)
@@ -40,9 +38,7 @@ def kill_server(child: Child) -> None:
 
 
 @linux
-def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(
-    served: Callable[..., Launcher],
-) -> None:
+def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(served):
     """Its `status` is None; `gone` says that it has ended. That of a worker before it is known."""
     one = served()
     child, other = one.launch(0), one.launch(1)
@@ -64,18 +60,14 @@ def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(
     child.sock.close()
 
 
-def test_a_server_that_cannot_start_is_an_error(
-    served: Callable[..., Launcher], entries: Path
-) -> None:
+def test_a_server_that_cannot_start_is_an_error(served, entries):
     """`launch` raises OSError with the server's exit code when it dies again and again."""
     (entries / "fatal.py").write_text("import os\nos._exit(23)")
     with pytest.raises(OSError, match="exited with code 23"):
         served(entry="fatal:answer").launch(0)
 
 
-def test_a_server_that_does_not_get_ready_is_a_timeout(
-    served: Callable[..., Launcher], entries: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_does_not_get_ready_is_a_timeout(served, entries, monkeypatch):
     """`launch` raises TimeoutError; closing the launcher ends the server nevertheless."""
     (entries / "endless.py").write_text("import signal\nwhile True: signal.pause()")
     one = served(entry="endless:answer")
@@ -85,7 +77,7 @@ def test_a_server_that_does_not_get_ready_is_a_timeout(
     assert one.close(time.monotonic())
 
 
-def test_a_fork_that_fails_is_an_error(served: Callable[..., Launcher], entries: Path) -> None:
+def test_a_fork_that_fails_is_an_error(served, entries):
     """`launch` raises the OSError of the server's fork, and the server lives on."""
     (entries / "full.py").write_text(
         "import errno\nfrom cseq.processes.launcher import server\nfrom entries import answer\n"
@@ -120,9 +112,7 @@ server.fork = fork_once
 
 @linux
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
-def test_a_worker_that_dies_at_birth(
-    served: Callable[..., Launcher], entries: Path, number: signal.Signals
-) -> None:
+def test_a_worker_that_dies_at_birth(served, entries, number):
     """It was launched, whatever it has come to, and its end is that of a worker like any other."""
     (entries / "birth.py").write_text(AT_BIRTH.format(signal=number.name))
     one = served(entry="birth:answer")
@@ -138,7 +128,7 @@ def test_a_worker_that_dies_at_birth(
 
 
 @linux
-def test_a_server_that_dies_at_a_birth(served: Callable[..., Launcher], entries: Path) -> None:
+def test_a_server_that_dies_at_a_birth(served, entries):
     """Its worker, which nobody knows, ends; another server has another one."""
     (entries / "birth.py").write_text(
         "import os, signal\nfrom pathlib import Path\nfrom cseq.processes.launcher import server\n"
@@ -162,7 +152,7 @@ def test_a_server_that_dies_at_a_birth(served: Callable[..., Launcher], entries:
 
 
 @linux
-def test_a_worker_ends_though_its_server_is_stopped(served: Callable[..., Launcher]) -> None:
+def test_a_worker_ends_though_its_server_is_stopped(served):
     """It is gone, with the code of a failure; that it has ended without one, the server would say.
 
     The report comes too late then, and is not missed.
@@ -186,14 +176,12 @@ def test_a_worker_ends_though_its_server_is_stopped(served: Callable[..., Launch
         child.sock.close()
 
 
-def test_no_server_is_started_any_more_once_it_is_cancelled(
-    served: Callable[..., Launcher], entries: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_server_is_started_any_more_once_it_is_cancelled(served, entries, monkeypatch):
     """Not after the one that imports something is ended: `launch` raises."""
-    starts: list[int] = []
+    starts = []
     spawn = forkserver.spawn
 
-    def count(*args: Any) -> Child:
+    def count(*args):
         starts.append(1)
         return spawn(*args)
 
@@ -201,9 +189,9 @@ def test_no_server_is_started_any_more_once_it_is_cancelled(
     (entries / "endless.py").write_text("import signal\nwhile True: signal.pause()")
     one = served()
     one.preload(["endless"])
-    raised: list[BaseException] = []
+    raised = []
 
-    def launch() -> None:
+    def launch():
         with pytest.raises(InterruptedError) as caught:
             one.launch(0)
         raised.append(caught.value)
@@ -256,7 +244,7 @@ def run(worker, method="forkserver", **options):
 
 
 @linux
-def test_modules_are_imported_once_for_all_workers(run_script: RunScript, tmp_path: Path) -> None:
+def test_modules_are_imported_once_for_all_workers(run_script, tmp_path):
     """Those that a worker refers to, however it travels."""
     for name in ("by_name", "used"):
         (tmp_path / f"{name}.py").write_text(NOTING)
@@ -290,9 +278,7 @@ UNFIT = {
 
 @linux
 @pytest.mark.parametrize("kind", UNFIT)
-def test_a_module_that_must_not_be_there_before_a_fork(
-    run_script: RunScript, tmp_path: Path, kind: str
-) -> None:
+def test_a_module_that_must_not_be_there_before_a_fork(run_script, tmp_path, kind):
     """The log names it, and each worker imports all modules."""
     more, reason = UNFIT[kind]
     (tmp_path / "unfit.py").write_text(f"{NOTING}\nif 'server' in process:\n    {more}\n")
@@ -311,9 +297,7 @@ def test_a_module_that_must_not_be_there_before_a_fork(
 
 
 @linux
-def test_a_module_prints_once_and_raises_as_in_a_worker(
-    run_script: RunScript, tmp_path: Path
-) -> None:
+def test_a_module_prints_once_and_raises_as_in_a_worker(run_script, tmp_path):
     """Its output comes once, from the server; what it raises comes out of the loop."""
     (tmp_path / "prints.py").write_text(NOTING + "print('hello', flush=False)\n")
     (tmp_path / "raises.py").write_text(NOTING + "if 'cseq' in process: 1 / 0\n")
@@ -330,9 +314,7 @@ def test_a_module_prints_once_and_raises_as_in_a_worker(
 
 
 @linux
-def test_a_slow_import_is_told_of_and_can_be_broken_off(
-    run_script: RunScript, tmp_path: Path
-) -> None:
+def test_a_slow_import_is_told_of_and_can_be_broken_off(run_script, tmp_path):
     """The log says what a start waits for; Ctrl-C ends it at once, and nothing is left."""
     (tmp_path / "slow.py").write_text(
         NOTING + "import time\nif 'cseq' in process: time.sleep(1000)\n"
@@ -370,9 +352,7 @@ while 'cseq' in process and not os.path.exists("go"):
 
 
 @linux
-def test_a_server_that_is_importing_for_another_manager(
-    run_script: RunScript, tmp_path: Path
-) -> None:
+def test_a_server_that_is_importing_for_another_manager(run_script, tmp_path):
     """The first one ends without a word, or has a worker replaced once that is done.
 
     The time that the server has for an answer does not include that import.
@@ -423,9 +403,7 @@ for each in (killed, other):
 
 
 @linux
-def test_a_module_that_ends_the_server_while_another_waits_for_its_own(
-    run_script: RunScript, tmp_path: Path
-) -> None:
+def test_a_module_that_ends_the_server_while_another_waits_for_its_own(run_script, tmp_path):
     """The log names that module alone; the workers of both start."""
     (tmp_path / "fatal.py").write_text(NOTING + BUSY + "if 'server' in process: os._exit(3)\n")
     (tmp_path / "fine.py").write_text(NOTING)
@@ -459,7 +437,7 @@ print(*(each.close(time.monotonic() + 60) for each in (first, second)))
 
 
 @linux
-def test_a_hanging_import_counts_as_a_workers(run_script: RunScript, tmp_path: Path) -> None:
+def test_a_hanging_import_counts_as_a_workers(run_script, tmp_path):
     """With a timeout, a server that hangs in an import is given up, and workers are watched."""
     (tmp_path / "slow.py").write_text(
         NOTING + "import time\nif 'cseq' in process: time.sleep(1000)\n"
@@ -510,7 +488,7 @@ def ended(*pids):
         ("b, q = manager(preload=False); print(p == q)", "False"),
     ],
 )
-def test_managers_share_a_fork_server(run_script: RunScript, more: str, printed: str) -> None:
+def test_managers_share_a_fork_server(run_script, more, printed):
     """It ends with the last of them; other threads, or a changed sys.path, have another."""
     ends = """
 print(right(a, b))
@@ -524,7 +502,7 @@ print(ended(p, q))
 
 
 @linux
-def test_the_death_of_a_shared_fork_server(run_script: RunScript) -> None:
+def test_the_death_of_a_shared_fork_server(run_script):
     """Managers that are there go on, new workers of theirs share a new one."""
     done = run_script(
         SHARED
@@ -545,7 +523,7 @@ print(ended(p, q))
 
 
 @linux
-def test_a_forked_program_has_fork_servers_of_its_own(run_script: RunScript) -> None:
+def test_a_forked_program_has_fork_servers_of_its_own(run_script):
     """Its parent's stays with the parent."""
     done = run_script(
         SHARED
@@ -566,9 +544,7 @@ print(right(a), server(a) == p)
 
 
 @pytest.mark.parametrize("method", [m for m in start_methods() if m != "fork"])
-def test_a_module_that_starts_workers_when_workers_import_it(
-    run_script: RunScript, tmp_path: Path, method: str
-) -> None:
+def test_a_module_that_starts_workers_when_workers_import_it(run_script, tmp_path, method):
     """It would start processes without end: an error that says what to do."""
     (tmp_path / "training.py").write_text(
         "import sys, cseq\n"
@@ -594,9 +570,7 @@ def test_a_module_that_starts_workers_when_workers_import_it(
         ("win32", ["fork"], ("spawn",)),
     ],
 )
-def test_start_methods_of_other_systems(
-    monkeypatch: pytest.MonkeyPatch, platform: str, lacks: list[str], methods: tuple[str, ...]
-) -> None:
+def test_start_methods_of_other_systems(monkeypatch, platform, lacks, methods):
     """A fork server where processes fork and send descriptors; on Windows, spawn alone."""
     monkeypatch.setattr(sys, "platform", platform)
     for name in lacks:
@@ -604,15 +578,13 @@ def test_start_methods_of_other_systems(
     assert start_methods() == methods
 
 
-def test_an_unknown_method_is_an_error_that_names_the_known() -> None:
+def test_an_unknown_method_is_an_error_that_names_the_known():
     """`make_launcher` raises ValueError with the value and the choices."""
     with pytest.raises(ValueError, match=r"'magic'.*'spawn'"):
         make_launcher("magic", entry="entries:answer")
 
 
-def test_a_frozen_program_is_not_started_as_if_it_were_python(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_frozen_program_is_not_started_as_if_it_were_python(monkeypatch):
     """Spawning needs an interpreter: a frozen application without one is an OSError."""
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     with pytest.raises(OSError, match="set_executable"):
@@ -631,6 +603,6 @@ def test_a_frozen_program_is_not_started_as_if_it_were_python(
         (None, "ended (its exit code is not known)"),
     ],
 )
-def test_the_end_of_a_process_in_words(code: int | None, text: str) -> None:
+def test_the_end_of_a_process_in_words(code, text):
     """`describe_exit` gives the words for a message."""
     assert launcher.describe_exit(code) == text

@@ -1,29 +1,23 @@
 """The lock of a run: one thread at a time, which may take it again; signals and forks; hangups."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 import time
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
 
 import pytest
 from interrupting import is_mine
 
 from cseq._lock import Lock
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 @contextmanager
-def taken_elsewhere(lock: Lock) -> Iterator[threading.Event]:
+def taken_elsewhere(lock):
     """Have another thread hold the lock; it gives it back once the event is set."""
     has, leave = threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def hold():
         with lock.hold():
             has.set()
             leave.wait()
@@ -38,16 +32,16 @@ def taken_elsewhere(lock: Lock) -> Iterator[threading.Event]:
         thread.join()
 
 
-def test_it_is_given_back_as_often_as_taken() -> None:
+def test_it_is_given_back_as_often_as_taken():
     """Until then, it is its thread's."""
     lock = Lock()
     got = []
 
-    def look() -> None:
+    def look():
         with lock.hold(timeout=0) as hold:
             got.append(hold.has)
 
-    def elsewhere() -> bool:
+    def elsewhere():
         thread = threading.Thread(target=look)
         thread.start()
         thread.join()
@@ -66,7 +60,7 @@ def test_it_is_given_back_as_often_as_taken() -> None:
     assert elsewhere()
 
 
-def test_a_time_limit() -> None:
+def test_a_time_limit():
     """It is not taken then, nor given back where the body ends."""
     lock = Lock()
     with taken_elsewhere(lock):
@@ -85,11 +79,11 @@ class Struck(BaseException):
 
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("timeout", [-1, 60])
-def test_a_signal_handler_that_raises(timeout: float) -> None:
+def test_a_signal_handler_that_raises(timeout):
     """It ends the waiting; the lock is not taken."""
     lock = Lock()
 
-    def handle(*_: object) -> None:
+    def handle(*_):
         raise Struck
 
     before = signal.signal(signal.SIGUSR1, handle)
@@ -107,7 +101,7 @@ def test_a_signal_handler_that_raises(timeout: float) -> None:
         assert hold.has
 
 
-def test_an_exception_between_the_taking_and_the_body() -> None:
+def test_an_exception_between_the_taking_and_the_body():
     """Of a signal handler, which runs there from Python 3.14 on: the lock is given back."""
     lock = Lock()
     assert not hasattr(lock, "__enter__")  # nothing would give it back
@@ -121,11 +115,11 @@ def test_an_exception_between_the_taking_and_the_body() -> None:
     assert not is_mine(lock)
 
 
-def test_calls_that_are_put_off() -> None:
+def test_calls_that_are_put_off():
     """They are made once the lock is free: by the thread that had it, or here if none has."""
     lock, made = Lock(), []
 
-    def call() -> None:
+    def call():
         made.append((threading.get_ident(), lock.is_mine))
 
     here = (threading.get_ident(), False)
@@ -147,11 +141,11 @@ def test_calls_that_are_put_off() -> None:
     assert len(made) == 4
 
 
-def test_a_call_that_is_put_off_and_raises() -> None:
+def test_a_call_that_is_put_off_and_raises():
     """Where the lock is given back; those behind it are made where it is given back next."""
     lock, made = Lock(), []
 
-    def fail() -> None:
+    def fail():
         raise Struck
 
     with pytest.raises(Struck), lock.hold():
@@ -163,17 +157,17 @@ def test_a_call_that_is_put_off_and_raises() -> None:
     assert made == [1]
 
 
-def strike_behind(taken: object) -> None:
+def strike_behind(taken):
     """Raise when a lock has just been taken."""
     raise Struck
 
 
 @pytest.mark.needs("Linux")
-def test_signals_while_it_is_taken() -> None:
+def test_signals_while_it_is_taken():
     """Wherever the handler of a real signal raises, the lock is not left taken."""
     lock = Lock()
 
-    def handle(*_: object) -> None:
+    def handle(*_):
         raise Struck
 
     before = signal.signal(signal.SIGUSR1, handle)
@@ -195,7 +189,7 @@ def test_signals_while_it_is_taken() -> None:
     assert struck == 200
 
 
-def strike_and_leave(leave: threading.Event) -> None:
+def strike_and_leave(leave):
     """Send a signal as a lock becomes free."""
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
     leave.set()
@@ -203,11 +197,11 @@ def strike_and_leave(leave: threading.Event) -> None:
 
 @pytest.mark.needs("fork")
 @pytest.mark.parametrize("mine", [True, False])
-def test_a_fork(mine: bool) -> None:
+def test_a_fork(mine):
     """Only the thread that forked is there: the lock stays its own, or is free."""
     lock = Lock()
 
-    def exits_well(held: ExitStack) -> bool:
+    def exits_well(held):
         child = os.fork()
         if not child:
             try:
@@ -227,13 +221,13 @@ def test_a_fork(mine: bool) -> None:
 
 
 @pytest.mark.needs("fork")
-def test_a_fork_whose_thread_has_the_number_of_the_owner() -> None:
+def test_a_fork_whose_thread_has_the_number_of_the_owner():
     """A new thread may have the number of one that was left behind: the lock is not its own."""
     lock, others, found = Lock(), set(threading.enumerate()), list[bool]()
     with taken_elsewhere(lock):
         (owner,) = set(threading.enumerate()) - others
 
-        def look() -> None:
+        def look():
             if threading.get_ident() == owner.ident:
                 found.append(is_mine(lock))
 

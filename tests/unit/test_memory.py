@@ -1,7 +1,5 @@
 """Shared memory: blocks and mappings, the table of slots, their file, both ends of them."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import logging
@@ -10,7 +8,6 @@ import random
 import sys
 import tempfile
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -29,11 +26,8 @@ from cseq.memory.arena import FIRST, LARGE, Arena, reserved, room_for
 from cseq.memory.descriptors import sparse_file
 from cseq.system import MIB
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-
-def test_a_block_of_nonsense() -> None:
+def test_a_block_of_nonsense():
     """Negative sizes are refused, and ones that no machine has."""
     with pytest.raises(ValueError, match="-1"):
         Block(-1)
@@ -60,7 +54,7 @@ BAD_VIEWS = [
 
 
 @pytest.mark.parametrize(("offset", "dtype", "shape", "kind"), BAD_VIEWS)
-def test_views_outside(offset: int, dtype: Any, shape: Any, kind: type[Exception]) -> None:
+def test_views_outside(offset, dtype, shape, kind):
     """A view that does not lie in the memory, or could not, is refused."""
     with pytest.raises(kind):
         Block(100).view(offset, np.dtype(dtype), shape)
@@ -75,7 +69,7 @@ def test_views_outside(offset: int, dtype: Any, shape: Any, kind: type[Exception
         lambda b: copy_of(b, 50, 51),
     ],
 )
-def test_outside(use: Callable[[Block], Any]) -> None:
+def test_outside(use):
     """Nothing is read or written outside of a memory."""
     with pytest.raises(IndexError, match="100 bytes"):
         use(Block(100))
@@ -84,7 +78,7 @@ def test_outside(use: Callable[[Block], Any]) -> None:
 # -- mappings
 
 
-def test_mappings_of_nonsense() -> None:
+def test_mappings_of_nonsense():
     """No bytes, too many, a part that begins within a page, or no file: refused with the bytes."""
     with file_of(PAGE) as fd:
         for nbytes in (0, 2**63):
@@ -100,7 +94,7 @@ def test_mappings_of_nonsense() -> None:
         Mapping(-1, 0, PAGE)
 
 
-def test_commit() -> None:
+def test_commit():
     """Committed pages take room on the file; what cannot be had is a MemoryError with the bytes."""
     file = sparse_file(4 * PAGE)
     commit(file.fd, PAGE, PAGE)
@@ -116,7 +110,7 @@ def test_commit() -> None:
 # -- the table of slots
 
 
-def test_many_slots() -> None:
+def test_many_slots():
     """The table grows; when all slots are in use, that is a MemoryError."""
     _, slots = shared(2000)
     assert len(slots.owners()) == 1024
@@ -127,7 +121,7 @@ def test_many_slots() -> None:
     assert slots.take() == 7
 
 
-def test_slots_are_not_released_twice() -> None:
+def test_slots_are_not_released_twice():
     """A slot that is not taken cannot be released or leased; one that does not exist neither."""
     _, slots = shared()
     with file_of(PAGE) as fd:
@@ -146,7 +140,7 @@ def test_slots_are_not_released_twice() -> None:
         lease(slots, slots.take(), None)  # type: ignore[arg-type]
 
 
-def test_decodes_of_one_ticket_share_a_lease() -> None:
+def test_decodes_of_one_ticket_share_a_lease():
     """What an interrupted one has left behind stays intact when the next one's batch is dropped."""
     _, slots = shared()
     with file_of(PAGE) as fd:
@@ -161,11 +155,11 @@ def test_decodes_of_one_ticket_share_a_lease() -> None:
     assert slots.peak() == (PAGE, 1)  # the largest, not the last
 
 
-def test_the_lowest_free_slot_is_found_again_and_again() -> None:
+def test_the_lowest_free_slot_is_found_again_and_again():
     """Whatever was freed since: first, last, again, or new slots; also where the search is long."""
     rng = random.Random(7)
     _, slots = shared()
-    taken: set[int] = set()
+    taken = set()
     for step in range(4000):
         few = step % 800 < 400  # half the time many are taken, then nearly none
         if taken and rng.random() < (0.1 if few else 0.9):
@@ -178,13 +172,13 @@ def test_the_lowest_free_slot_is_found_again_and_again() -> None:
             taken.add(slot)
 
 
-def test_slots_freed_on_other_threads_are_found() -> None:
+def test_slots_freed_on_other_threads_are_found():
     """A search that goes on meanwhile passes none of them for good."""
     _, slots = shared()
 
-    def work(seed: int) -> None:
+    def work(seed):
         rng = random.Random(seed)
-        mine: list[int] = []
+        mine = []
         for _ in range(20000):
             if mine and rng.random() < 0.5:
                 slots.free(mine.pop(rng.randrange(len(mine))))
@@ -201,7 +195,7 @@ def test_slots_freed_on_other_threads_are_found() -> None:
 
 
 @pytest.mark.needs("Linux")
-def test_a_file_cannot_be_cut() -> None:
+def test_a_file_cannot_be_cut():
     """The pages cannot be taken away under a mapping."""
     file = sparse_file(1 << 20)
     with pytest.raises(PermissionError):
@@ -210,7 +204,7 @@ def test_a_file_cannot_be_cut() -> None:
 
 
 @pytest.mark.needs("POSIX")
-def test_a_system_without_anonymous_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_anonymous_files(monkeypatch):
     """An unlinked temporary file does as well, with slots as wide as the file system takes."""
     monkeypatch.delattr(os, "memfd_create", raising=False)
     before = set(os.listdir(tempfile.gettempdir()))
@@ -226,11 +220,11 @@ def test_a_system_without_anonymous_files(monkeypatch: pytest.MonkeyPatch) -> No
     arena.close()
 
 
-def test_a_file_system_without_long_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_long_files(monkeypatch):
     """Slots are narrower and fewer where a file cannot be that long."""
     real = os.ftruncate
 
-    def cut(fd: int, length: int) -> None:
+    def cut(fd, length):
         if length > 1 << 40:
             raise OSError(errno.EFBIG, "File too large")
         real(fd, length)
@@ -243,10 +237,10 @@ def test_a_file_system_without_long_files(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.needs("POSIX")
-def test_a_file_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_too_large(monkeypatch):
     """Of slots or of a ring: the error names the size, and the limit that may be the reason."""
 
-    def refuse(fd: int, length: int) -> None:
+    def refuse(fd, length):
         raise OSError(errno.EFBIG, "File too large")
 
     monkeypatch.setattr(os, "ftruncate", refuse)
@@ -258,7 +252,7 @@ def test_a_file_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("tickets", "width"), [(0, 512), (64, 512), (65, 256), (140, 128)])
-def test_more_tickets_make_narrower_slots_on_windows(tickets: int, width: int) -> None:
+def test_more_tickets_make_narrower_slots_on_windows(tickets, width):
     """There are slots for the tickets of two epochs and as many leases; 128 GiB, or 64, do."""
     sizes = reserved(tickets)
     assert sizes[0][0] == width * MIB
@@ -267,10 +261,10 @@ def test_more_tickets_make_narrower_slots_on_windows(tickets: int, width: int) -
 
 
 @pytest.mark.needs("Linux")
-def test_too_many_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_descriptors(monkeypatch):
     """The error says so, and names their limit instead of that of a file's size."""
 
-    def full(*_: object) -> int:
+    def full(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(os, "memfd_create", full)
@@ -280,11 +274,11 @@ def test_too_many_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.needs("Linux")
-def test_a_sandbox_that_refuses_seals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_that_refuses_seals(monkeypatch):
     """A file that cannot be sealed does as well."""
     import fcntl
 
-    def refuse(*_: object) -> int:
+    def refuse(*_):
         raise PermissionError(errno.EPERM, "no seals")
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
@@ -293,7 +287,7 @@ def test_a_sandbox_that_refuses_seals(monkeypatch: pytest.MonkeyPatch) -> None:
     arena.close()
 
 
-def test_growth_is_geometric() -> None:
+def test_growth_is_geometric():
     """Small slots double, large ones grow by whole huge pages; none exceeds its width."""
     width = 64 * MIB
     assert room_for(1, 0, width) == FIRST
@@ -309,17 +303,17 @@ def test_growth_is_geometric() -> None:
 # -- the trainer's end
 
 
-def test_steady_state_makes_no_mapping(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steady_state_makes_no_mapping(arena, monkeypatch):
     """A slot seen before is not mapped again, in the worker or in the trainer."""
     writer = TicketWriter(arena.fd, arena.width)
     made = []
 
-    def count(*args: Any, **kwargs: Any) -> Mapping:
+    def count(*args, **kwargs):
         made.append(args)
         return Mapping(*args, **kwargs)
 
     monkeypatch.setattr(arena_module, "Mapping", count)
-    mapped: list[Any] = []  # by the room
+    mapped = []  # by the room
     for turn in range(20):
         filled(arena, writer, turn, MIB)
         known = {*map(id, mapped)}
@@ -332,9 +326,7 @@ def test_steady_state_makes_no_mapping(arena: Arena, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("limit", "leases"), [(0, 0), (3 * MIB, 1), (4 * MIB, 2), ("7 MiB", 3), (None, 6)]
 )
-def test_too_many_held_batches_are_copied(
-    limit: int | str | None, leases: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_too_many_held_batches_are_copied(limit, leases, caplog):
     """Beyond memory_limit, batches are copied, intact, with one warning; later ones may be lent."""
     arena = Arena(limit)
     writer = TicketWriter(arena.fd, arena.width)
@@ -354,12 +346,7 @@ def test_too_many_held_batches_are_copied(
     arena.close()
 
 
-def test_too_many_slots_held(
-    arena: Arena,
-    writer: TicketWriter,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_too_many_slots_held(arena, writer, monkeypatch, caplog):
     """The number of lent slots is limited as well: each is a mapping of its own."""
     monkeypatch.setattr(arena_module, "MAX_LEASED", 3)
     memories = [filled(arena, writer, value, SMALL + 1) for value in range(5)]
@@ -374,7 +361,7 @@ def test_too_many_slots_held(
 # -- when memory is short -----------------------------------------------------------------------
 
 
-def test_no_room_for_a_new_slot(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_a_new_slot(arena, monkeypatch):
     """A slot that a worker cannot begin with is a MemoryError, and is its own for the next time."""
     slots = SlotTable(arena.fd, arena.width, arena.most, 1)
     writer = TicketWriter(arena.fd, arena.width, slots)
@@ -392,19 +379,19 @@ def test_no_room_for_a_new_slot(arena: Arena, monkeypatch: pytest.MonkeyPatch) -
 # -- memory comes back --------------------------------------------------------------------------
 
 
-def committed(arena: Arena) -> int:
+def committed(arena):
     """Bytes that the file really takes."""
     return os.fstat(arena.fd).st_blocks * 512
 
 
-def through(arena: Arena, writer: TicketWriter, nbytes: int, value: int = 0) -> Any:
+def through(arena, writer, nbytes, value=0):
     """Send one batch through the lowest free slot."""
     return whole(filled(arena, writer, value, nbytes), nbytes)
 
 
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("nbytes", [100, MIB, 5 * MIB])
-def test_huge_slots_are_given_back_after_an_epoch_without_huge_batches(nbytes: int) -> None:
+def test_huge_slots_are_given_back_after_an_epoch_without_huge_batches(nbytes):
     """Pages that no batch needs any more are given back; what is held stays."""
     arena = Arena(tickets=4)
     writer = TicketWriter(arena.fd, arena.width)
@@ -428,7 +415,7 @@ def test_huge_slots_are_given_back_after_an_epoch_without_huge_batches(nbytes: i
 
 
 @pytest.mark.needs("Linux")
-def test_slots_that_were_held_once_are_given_back(arena: Arena, writer: TicketWriter) -> None:
+def test_slots_that_were_held_once_are_given_back(arena, writer):
     """Slots that only many held batches needed do not stay committed."""
     held = [through(arena, writer, 2 * MIB, value) for value in range(30)]
     held.clear()
@@ -440,16 +427,16 @@ def test_slots_that_were_held_once_are_given_back(arena: Arena, writer: TicketWr
 
 
 @pytest.mark.needs("Linux")
-def test_page_locked_slots_are_given_back_unlocked(writer: TicketWriter) -> None:
+def test_page_locked_slots_are_given_back_unlocked(writer):
     """A mapping is unlocked before its pages are given back: a device would go on using them."""
-    locked: dict[int, int] = {}
+    locked = {}
 
     class Locks:
-        def register(self, memory: Any, /) -> bool:
+        def register(self, memory, /):
             locked[memory.address] = memory.nbytes
             return True
 
-        def unregister(self, memory: Any, /) -> None:
+        def unregister(self, memory, /):
             del locked[memory.address]
 
     arena = Arena(locks=Locks())
@@ -470,7 +457,7 @@ def test_page_locked_slots_are_given_back_unlocked(writer: TicketWriter) -> None
 
 
 @given(sizes=st.lists(st.integers(0, 3 * MIB), max_size=8))
-def test_a_slot_grows(sizes: list[int]) -> None:
+def test_a_slot_grows(sizes):
     """Arrays of any size can be placed; those made before the slot grew stay whole."""
     arena = Arena()
     writer = TicketWriter(arena.fd, arena.width)
@@ -492,7 +479,7 @@ def test_a_slot_grows(sizes: list[int]) -> None:
     arena.close()
 
 
-def test_few_slots_stay_mapped(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_slots_stay_mapped(arena, monkeypatch):
     """A writer keeps a limited number of slots mapped: those that it has mapped first."""
     monkeypatch.setattr(room_module, "MAX_MAPPED", 3)
     writer = TicketWriter(arena.fd, arena.width)
@@ -508,7 +495,7 @@ def test_few_slots_stay_mapped(arena: Arena, monkeypatch: pytest.MonkeyPatch) ->
     writer.room.close()
 
 
-def test_a_worker_may_know_less_than_the_trainer(arena: Arena) -> None:
+def test_a_worker_may_know_less_than_the_trainer(arena):
     """What another worker has committed of a slot is not committed once more."""
     slot = acquire(arena)
     first, second = (TicketWriter(arena.fd, arena.width) for _ in range(2))
@@ -521,7 +508,7 @@ def test_a_worker_may_know_less_than_the_trainer(arena: Arena) -> None:
     second.room.close()
 
 
-def test_empty_refuses_what_cannot_be(writer: TicketWriter) -> None:
+def test_empty_refuses_what_cannot_be(writer):
     """Negative shapes and types with Python objects are errors, and nothing is placed."""
     used = writer.room.used
     with pytest.raises(ValueError, match="negative"):
@@ -533,7 +520,7 @@ def test_empty_refuses_what_cannot_be(writer: TicketWriter) -> None:
     assert writer.room.used == used
 
 
-def test_find(writer: TicketWriter) -> None:
+def test_find(writer):
     """Only what lies wholly in the used part of the slot, in one piece, is found."""
     array = writer.room.empty((10, 10), np.uint8)
     start = writer.room.find(array)
@@ -549,14 +536,14 @@ def test_find(writer: TicketWriter) -> None:
     assert writer.room.find(beyond) == -1
 
 
-def test_an_indexer_must_not_keep_arrays_of_the_slot(writer: TicketWriter) -> None:
+def test_an_indexer_must_not_keep_arrays_of_the_slot(writer):
     """A view that is kept beyond its batch is an error, once; copies and garbage are none."""
     kept = writer.room.empty(100, np.int64)[2:]
     with pytest.raises(RuntimeError, match=r"array\.copy\(\)"):
         writer.room.end()
     writer.room.select(writer.room.slot, FIRST)
     copied = writer.room.empty(3).copy()
-    cycle: list[Any] = [writer.room.empty(10)]
+    cycle = [writer.room.empty(10)]
     cycle.append(cycle)
     del cycle
     writer.room.end()
@@ -566,15 +553,13 @@ def test_an_indexer_must_not_keep_arrays_of_the_slot(writer: TicketWriter) -> No
 # -- when memory is short -----------------------------------------------------------------------
 
 
-def test_no_room_leaves_the_writer_as_it_was(
-    writer: TicketWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_room_leaves_the_writer_as_it_was(writer, monkeypatch):
     """A batch for which there is no room is a MemoryError; smaller ones still pass."""
     array = writer.room.empty(10)
     array[:] = 5
     before = (writer.room.used, writer.room.capacity, writer.room.memory)
 
-    def full(*_: int) -> None:
+    def full(*_):
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
@@ -587,7 +572,7 @@ def test_no_room_leaves_the_writer_as_it_was(
     assert writer.room.empty(10 * MIB).size
 
 
-def test_more_than_there_is(writer: TicketWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_there_is(writer, monkeypatch):
     """A batch larger than the free memory is refused; Linux would kill a process instead."""
     monkeypatch.setattr(system, "available_memory", lambda: 40 * MIB)
     with pytest.raises(MemoryError, match=str(40 * MIB)):
@@ -601,7 +586,7 @@ def test_more_than_there_is(writer: TicketWriter, monkeypatch: pytest.MonkeyPatc
         writer.room.place(400 * MIB)
 
 
-def test_wider_than_a_slot() -> None:
+def test_wider_than_a_slot():
     """A batch larger than a slot can become is a MemoryError that says how large it may be."""
     file = sparse_file(8 * MIB)
     writer = TicketWriter(file.fd, 4 * MIB)

@@ -1,9 +1,6 @@
 """Limits are read as they are written, and from control groups of both versions."""
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -18,35 +15,32 @@ from cseq.system import (
     private_memory,
 )
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 @pytest.mark.parametrize(
     ("value", "nbytes"),
     [(0, 0), (10**12, 10**12), (np.int64(5), 5), ("2GiB", 2 * GIB), ("500 MB", 500 * 10**6),
      ("1.5 KiB", 1536), ("7B", 7), ("3 TiB", 3 << 40), ("1kB", 1000)],
 )  # fmt: skip
-def test_memory_limits(value: Any, nbytes: int) -> None:
+def test_memory_limits(value, nbytes):
     """A limit is a number of bytes, or a text with a unit."""
     assert memory_limit_of(value) == nbytes
 
 
 @pytest.mark.parametrize("value", [-1, "2", "GiB", "2 gib", "-1GiB", "2GiB ram", "1e9B", ""])
-def test_wrong_memory_limits(value: Any) -> None:
+def test_wrong_memory_limits(value):
     """A limit that means nothing is an error that shows it."""
     with pytest.raises(ValueError, match="memory_limit"):
         memory_limit_of(value)
 
 
 @pytest.mark.parametrize("value", [2.5, True, [], b"2GiB"])
-def test_memory_limits_of_other_types(value: Any) -> None:
+def test_memory_limits_of_other_types(value):
     """A limit of another type is an error that names the type."""
     with pytest.raises(TypeError, match=type(value).__name__):
         memory_limit_of(value)
 
 
-def files(root: Path, contents: dict[str, str]) -> Path:
+def files(root, contents):
     """Write files below a folder."""
     for name, text in contents.items():
         path = root / name
@@ -56,7 +50,7 @@ def files(root: Path, contents: dict[str, str]) -> Path:
 
 
 @pytest.mark.needs("POSIX")
-def test_the_default_is_a_quarter_of_the_machine(tmp_path: Path) -> None:
+def test_the_default_is_a_quarter_of_the_machine(tmp_path):
     """Without control groups, the machine's memory counts."""
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert default_memory_limit(tmp_path) == ram // 4
@@ -64,7 +58,7 @@ def test_the_default_is_a_quarter_of_the_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", LOCAL_SIZES)
-def test_ranks_share_the_default(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_default(name, monkeypatch):
     """Eight ranks of a machine take a quarter of it together; a limit that is given is for each."""
     for each in LOCAL_SIZES:
         monkeypatch.delenv(each, raising=False)
@@ -95,15 +89,13 @@ V1 = "sys/fs/cgroup/memory"
           f"{V1}/memory.limit_in_bytes": "9223372036854771712\n"}, None),
     ],
 )  # fmt: skip
-def test_the_default_obeys_control_groups(
-    tmp_path: Path, contents: dict[str, str], limit: int | None
-) -> None:
+def test_the_default_obeys_control_groups(tmp_path, contents, limit):
     """The smallest limit of all groups above this process counts, in both versions."""
     expected = default_memory_limit(tmp_path) if limit is None else limit
     assert default_memory_limit(files(tmp_path, contents)) == expected
 
 
-def test_available_memory(tmp_path: Path) -> None:
+def test_available_memory(tmp_path):
     """What is free in the machine and in every group, pages of files included, is available."""
     assert available_memory(tmp_path) is None
     machine = {"proc/meminfo": "MemTotal: 90 kB\nMemAvailable: 40 kB\nSwapFree: 10 kB\n"}
@@ -124,7 +116,7 @@ def test_available_memory(tmp_path: Path) -> None:
     assert available_memory(files(tmp_path, older)) == 0
 
 
-def test_kills_for_want_of_memory(tmp_path: Path) -> None:
+def test_kills_for_want_of_memory(tmp_path):
     """The count of the innermost control group that has one, in both versions."""
     assert oom_kills(tmp_path) is None
     older = {
@@ -140,7 +132,7 @@ def test_kills_for_want_of_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("POSIX")
-def test_what_a_process_has_for_itself(tmp_path: Path) -> None:
+def test_what_a_process_has_for_itself(tmp_path):
     """Its pages that are resident, but those that it shares; 0 where that is not known."""
     root = files(tmp_path, {"proc/7/statm": "900 50 20 1 0 300 0\n", "proc/8/statm": "\n"})
     assert private_memory(7, root) == 30 * os.sysconf("SC_PAGE_SIZE")

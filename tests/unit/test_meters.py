@@ -1,12 +1,9 @@
 """The meters: records, histograms, what lies between two readings."""
 
-from __future__ import annotations
-
 import bisect
 import pickle
 import time
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +13,11 @@ from indexers import Slow
 from ringing import Trainer, claim, make_ring, stamps
 
 import cseq
-from cseq._core import Ring, now_ns
+from cseq._core import now_ns
 from cseq.measure.meters import Histogram, Meters
 
 
-def work(ring: Ring, owner: int, batches: int) -> list[int]:
+def work(ring, owner, batches):
     """Have a runner publish so many tickets: what each took (ns)."""
     trainer = Trainer(ring, batches, recorded=True)
     for _ in range(batches):
@@ -29,7 +26,7 @@ def work(ring: Ring, owner: int, batches: int) -> list[int]:
     return [published - started for started, published in stamps()]
 
 
-def test_what_a_runner_has_done() -> None:
+def test_what_a_runner_has_done():
     """Each ticket is in the histogram of its runner, with its own time."""
     ring = make_ring()
     took = work(ring, 2, 20)
@@ -47,7 +44,7 @@ def test_what_a_runner_has_done() -> None:
             ring.published(owner)
 
 
-def test_a_ticket_in_hand_counts() -> None:
+def test_a_ticket_in_hand_counts():
     """A runner works from its claim on, until its ticket is published, or posted again."""
     ring = make_ring()
     Trainer(ring, 2)
@@ -62,10 +59,10 @@ def test_a_ticket_in_hand_counts() -> None:
     assert Meters.read([ring]).busy[0] == worked
 
 
-def buckets_of(times: list[int]) -> Histogram:
+def buckets_of(times):
     """Count times as a ring does: in C, by waits of a runner."""
     edges = [round(low * 1e9) for low, _, _ in Histogram(np.ones(144), 0.0).buckets()]
-    counts: Any = np.zeros(144, int)
+    counts = np.zeros(144, int)
     for ns in times:
         counts[max(0, bisect.bisect_right(edges, ns) - 1)] += 1
     return Histogram(counts, sum(times) / 1e9)
@@ -75,7 +72,7 @@ def buckets_of(times: list[int]) -> Histogram:
     st.lists(st.integers(64, 2**41), min_size=1, max_size=60),
     st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]),
 )
-def test_quantiles(times: list[int], p: float) -> None:
+def test_quantiles(times, p):
     """They are off by a bucket at most: a quarter of its beginning; the mean is exact."""
     histogram = buckets_of(times)
     exact = np.quantile(np.array(times, float), p, method="inverted_cdf") / 1e9
@@ -85,7 +82,7 @@ def test_quantiles(times: list[int], p: float) -> None:
     assert 0 <= histogram.mean_below(0.95) <= 1.13 * max(times) / 1e9
 
 
-def test_the_edges_are_those_of_the_ring() -> None:
+def test_the_edges_are_those_of_the_ring():
     """The bucket that C counts a time in is the one whose edges are around it."""
     ring = make_ring()
     took = work(ring, 1, 200)
@@ -94,7 +91,7 @@ def test_the_edges_are_those_of_the_ring() -> None:
     assert found.buckets() == buckets_of(took).buckets()
 
 
-def test_no_histogram() -> None:
+def test_no_histogram():
     """Of nothing, all is 0."""
     nothing = Histogram([0], 0.0)
     assert (nothing.count, nothing.mean, nothing.quantile(0.5), nothing.buckets()) == (0, 0, 0, [])
@@ -105,7 +102,7 @@ def test_no_histogram() -> None:
 
 
 @pytest.mark.parametrize("kind", [cseq.MPSequence, cseq.MTSequence])
-def test_how_a_run_went(kind: type[cseq.MTSequence[Any]]) -> None:
+def test_how_a_run_went(kind):
     """Rows of the history grow, and end at most a tenth of a second, or a wait, before the end."""
     manager = kind(partial(Slow, 0.02), 60, batch_size=1, out_type="null", num_workers=2)
     with manager.start() as batches:
@@ -137,7 +134,7 @@ def test_how_a_run_went(kind: type[cseq.MTSequence[Any]]) -> None:
     assert str(other.advice()) == str(stats.advice())
 
 
-def test_a_run_of_short_epochs() -> None:
+def test_a_run_of_short_epochs():
     """Epochs of less than a tenth of a second have a history, too."""
     with cseq.MTSequence(np.arange(4), 4, batch_size=1, out_type="null").start() as batches:
         for _ in range(40):

@@ -6,7 +6,7 @@ import json
 import math
 from functools import cache
 from itertools import chain
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import golden
 import numpy as np
@@ -20,19 +20,19 @@ import cseq
 from cseq.order.sampler import Sampler
 
 
-def shuffled(sizes: dict[str, int]) -> dict[str, cseq.Order]:
+def shuffled(sizes):
     """Make sources."""
     return {name: cseq.Shuffled(n) for name, n in sizes.items()}
 
 
-def source_of(order: cseq.Order) -> Any:
+def source_of(order):
     """Return an order as the reference takes one."""
     return order.samples, cache(lambda seed, epoch: units(order, seed, epoch))
 
 
 @pytest.mark.filterwarnings("ignore:the sources")
 @pytest.mark.parametrize("record", golden.records("orders_mixture"))
-def test_epochs_of_another_size(record: golden.Record) -> None:
+def test_epochs_of_another_size(record):
     """An order is the same, however it is cut into epochs."""
     order = golden.made("mixture-v2", record | {"epoch_size": 250})
     reader = order.reader(record["seed"])
@@ -43,7 +43,7 @@ def test_epochs_of_another_size(record: golden.Record) -> None:
 @pytest.mark.filterwarnings("ignore:the sources")
 @settings(max_examples=40)
 @given(st.data())
-def test_reference(data: Any) -> None:
+def test_reference(data):
     """It is that of the reference, also for rows, mixtures of mixtures, and small blocks."""
     count = data.draw(st.integers(1, 5))
     weight = st.one_of(st.integers(0, 5), st.floats(0, 9))
@@ -51,7 +51,7 @@ def test_reference(data: Any) -> None:
     places = sorted(data.draw(st.sets(st.integers(1, 200), max_size=3)))
     phases = [(unit, data.draw(weights)) for unit in [0, *places]]
     kinds = data.draw(st.sampled_from(["samples", "rows"]))
-    sources: dict[str, cseq.Order] = {}
+    sources = {}
     for s in range(count):
         n = data.draw(st.integers(4, 40))
         sources[f"s{s}"] = cseq.Shuffled(n) if kinds == "samples" else Rows(n)
@@ -69,7 +69,7 @@ def test_reference(data: Any) -> None:
     assert reader.samples(place // size, place % size, 1)[0].tolist() == expected[place]
 
 
-def test_passes_of_rows() -> None:
+def test_passes_of_rows():
     """Rows stay whole, each comes once in a pass; also of a mixture in a mixture."""
     inside = cseq.Mixture({"x": Rows(21), "y": Rows(9)}, {"x": 1, "y": 2}, block=3)
     order = cseq.Mixture({"in": inside, "b": Rows(40)}, {"in": 2, "b": 1}, block=7, epoch_size=60)
@@ -85,9 +85,7 @@ def test_passes_of_rows() -> None:
 # ── shares ────────────────────────────────────────────────────────────────────────────────────
 
 
-def owners(
-    order: cseq.Mixture, seed: int = 1, start: int = 0, count: int = 0
-) -> np.ndarray[Any, Any]:
+def owners(order, seed=1, start=0, count=0):
     """Return the source of units of the first epoch: all, or `count` from `start` on."""
     firsts = np.cumsum([source.samples or 0 for source in order.sources.values()])
     samples = order.reader(seed).samples(0, start, count or order.units)[0]
@@ -106,7 +104,7 @@ def owners(
     ],
 )
 @pytest.mark.filterwarnings("ignore:the sources")
-def test_shares(weights: list[Any], block: int) -> None:
+def test_shares(weights, block):
     """At a block's end, sources are off by less than a unit, or 1.68 with less than one a block.
 
     There may be more sources than units in a block.
@@ -126,7 +124,7 @@ def test_shares(weights: list[Any], block: int) -> None:
     assert (owners(more, start=there, count=9) == owners(more, start=there - 4, count=13)[4:]).all()
 
 
-def order_weights(order: cseq.Mixture) -> dict[str, Any]:
+def order_weights(order):
     """Return the weights of an order, as it was given them."""
     facts = order.facts()
     return dict(zip(order.sources, facts["weights"][0][1], strict=True))
@@ -139,7 +137,7 @@ LONG = {"web": np.full(3000, 60), "books": np.full(900, 450), "code": np.arange(
 @pytest.mark.parametrize(
     "weights", [[1, 1, 1], [0.001, 1, 0.2], [1, 0.002, 0.001], [50, 10**6, 10**4]]
 )
-def test_shares_of_tokens(weights: list[float]) -> None:
+def test_shares_of_tokens(weights):
     """Weights of tokens hold for tokens, tiny and huge ones, whatever the lengths are."""
     sources = {name: cseq.Packed(lengths, 1000) for name, lengths in LONG.items()}
     given = dict(zip(LONG, weights, strict=True))
@@ -155,7 +153,7 @@ def test_shares_of_tokens(weights: list[float]) -> None:
     assert f"{shares[0]:.3g} of web" in said
 
 
-def test_a_state_says_which_tokens_were_meant() -> None:
+def test_a_state_says_which_tokens_were_meant():
     """It loads with weights of either kind; other weights while it runs are of tokens, too."""
     sources = {name: cseq.Packed(lengths, 1000) for name, lengths in LONG.items()}
     weights = {"web": 1, "books": 1, "code": 2}
@@ -179,7 +177,7 @@ def test_a_state_says_which_tokens_were_meant() -> None:
     assert again.batches(seed=1, start=700) == changed.batches(seed=1, start=700)
 
 
-def test_tokens_that_are_not_known() -> None:
+def test_tokens_that_are_not_known():
     """Orders of samples have no tokens; weights beyond floats are no shares."""
     with pytest.raises(TypeError, match=r"sources\['a'\]=.* does not know the tokens"):
         cseq.Mixture({"a": cseq.Shuffled(9)}, {"a": 1}, weights_of="tokens")
@@ -190,7 +188,7 @@ def test_tokens_that_are_not_known() -> None:
         cseq.Mixture(sources, dict.fromkeys(LONG, 1.7e308), weights_of="tokens")
 
 
-def test_a_unit_is_anywhere_in_its_block() -> None:
+def test_a_unit_is_anywhere_in_its_block():
     """A source that comes once in ten blocks is as often at each place of a block."""
     order = cseq.Mixture(
         shuffled({"a": 7, "b": 9}), {"a": 1, "b": 159}, block=16, epoch_size=160 * 4000
@@ -202,7 +200,7 @@ def test_a_unit_is_anywhere_in_its_block() -> None:
 
 
 @pytest.mark.parametrize("weights", [[1, 1], [1, 3], [1, 2, 3, 2]])
-def test_neighbouring_blocks_have_orders_of_their_own(weights: list[int]) -> None:
+def test_neighbouring_blocks_have_orders_of_their_own(weights):
     """In blocks of two, which source comes first does not follow from the block before."""
     sources = shuffled({f"s{k}": 9 for k in range(len(weights))})
     order = cseq.Mixture(
@@ -228,7 +226,7 @@ def test_neighbouring_blocks_have_orders_of_their_own(weights: list[int]) -> Non
     st.integers(1, 40),
     st.sampled_from(["all", "first"]),
 )
-def test_an_epoch_ends_with_a_block(pairs: list[tuple[int, int]], block: int, stop: Any) -> None:
+def test_an_epoch_ends_with_a_block(pairs, block, stop):
     """With the first one after all sources had a pass; with the last before any began another."""
     sizes = {f"s{k}": n for k, (n, _) in enumerate(pairs)}
     weights = {f"s{k}": weight for k, (_, weight) in enumerate(pairs)}
@@ -248,11 +246,11 @@ def test_an_epoch_ends_with_a_block(pairs: list[tuple[int, int]], block: int, st
             cseq.Mixture(shuffled(sizes), weights, block=block, stop=stop)
 
 
-def test_sources_that_hardly_come_are_named() -> None:
+def test_sources_that_hardly_come_are_named():
     """A warning and `describe` name what has less than one unit in an epoch, with the remedy."""
     names = [*(f"s{k}" for k in range(9)), "rest"]
     sources = shuffled(dict.fromkeys(names, 5))
-    weights: dict[str, float] = {**dict.fromkeys(names, 1e-9), "rest": 1}
+    weights = {**dict.fromkeys(names, 1e-9), "rest": 1}
     with pytest.warns(UserWarning, match=r"s0, s1, s2, s3, s4, 4 more have less than") as caught:
         order = cseq.Mixture(sources, weights, epoch_size=1000)
     assert [warning.filename for warning in caught] == [__file__]
@@ -271,13 +269,13 @@ SIZES = {"web": 400, "code": 120, "math": 30}
 OLD, NEW = {"web": 0.7, "code": 0.25, "math": 0.05}, {"web": 0.3, "code": 0.3, "math": 0.4}
 
 
-def mixed(weights: dict[str, Any], block: int = 32, **more: int) -> cseq.Mixture:
+def mixed(weights, block=32, **more):
     """Make a mixture with sources more."""
     sources = shuffled({**SIZES, **more})
     return cseq.Mixture({k: sources[k] for k in weights}, weights, block=block, epoch_size=90)
 
 
-def test_weights_change_at_every_unit_of_two_blocks() -> None:
+def test_weights_change_at_every_unit_of_two_blocks():
     """Wherever they change, no sample of a pass is lost or repeated, and shares are the new ones.
 
     From there on, the order is that of the reference; states go through JSON.
@@ -305,10 +303,10 @@ def test_weights_change_at_every_unit_of_two_blocks() -> None:
         assert units(third, 1, 2) == units(again, 1, 2)
 
 
-def test_a_mixture_inside_goes_on() -> None:
+def test_a_mixture_inside_goes_on():
     """Weights of a mixture that is a source change, too."""
 
-    def nested(weights: dict[str, Any]) -> cseq.Mixture:
+    def nested(weights):
         return cseq.Mixture(
             {"in": mixed(weights), "out": cseq.Shuffled(500)}, {"in": 2, "out": 1}, block=9
         )
@@ -322,7 +320,7 @@ def test_a_mixture_inside_goes_on() -> None:
     assert sum(inner["taken"].values()) == inner["since"]
 
 
-def test_an_epoch_with_other_weights_is_padded() -> None:
+def test_an_epoch_with_other_weights_is_padded():
     """The beginning of the epoch is repeated at its end, though other weights held there."""
     again = mixed(NEW).resumed(mixed(OLD).facts(), 1, 1, 5)
     for rank in range(4):
@@ -334,7 +332,7 @@ def test_an_epoch_with_other_weights_is_padded() -> None:
         assert part.samples(2)[0].max() < 550
 
 
-def test_states_that_do_not_belong() -> None:
+def test_states_that_do_not_belong():
     """What cannot go on is refused: both values are named, and the remedy."""
     order = mixed(OLD)
     with pytest.raises(ValueError, match=r"source 'math': .*samples=30.*samples=31.*another name"):
@@ -354,7 +352,7 @@ class NewRows(Rows):
     replaced: ClassVar[dict[str, str]] = {"rows-v1": "rows are cut anew"}
 
 
-def test_states_of_earlier_definitions() -> None:
+def test_states_of_earlier_definitions():
     """They are refused, for the mixture and for each source; the message says what changed."""
     order = cseq.Mixture({"a": NewRows(9), "b": Rows(9)}, {"a": 1, "b": 1})
     facts = order.facts()
@@ -388,7 +386,7 @@ def test_states_of_earlier_definitions() -> None:
         ("weights", [], "damaged"),
     ],
 )
-def test_states_that_are_damaged(key: str, value: Any, says: str) -> None:
+def test_states_that_are_damaged(key, value, says):
     """Numbers that no mixture can have are refused before anything is made of them."""
     order = cseq.Mixture(shuffled({"text": 50, "code": 40}), {"text": 3, "code": 1}, epoch_size=90)
     with pytest.raises(ValueError, match=says):
@@ -398,13 +396,13 @@ def test_states_that_are_damaged(key: str, value: Any, says: str) -> None:
 # ── at its limits ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_exception_of_a_source_leaves_it_as_it_was() -> None:
+def test_an_exception_of_a_source_leaves_it_as_it_was():
     """What comes after it is what would have come without it."""
 
     class Failing(Rows):
         fails = False
 
-        def read(self, seed: int, epoch: int, start: int, count: int) -> tuple[Any, Any]:
+        def read(self, seed, epoch, start, count):
             if self.fails:
                 raise OSError("gone")
             return super().read(seed, epoch, start, count)
@@ -442,13 +440,13 @@ def test_an_exception_of_a_source_leaves_it_as_it_was() -> None:
         ([{"a": 1, "b": 1}], r"weights has \{'a': 1, 'b': 1\}; give \(unit, dict"),
     ],
 )
-def test_bad_weights(weights: Any, says: str) -> None:
+def test_bad_weights(weights, says):
     """The message names the weight and the remedy."""
     with pytest.raises((TypeError, ValueError), match=says):
         cseq.Mixture(shuffled({"a": 5, "b": 5}), weights)
 
 
-def test_bad_sources() -> None:
+def test_bad_sources():
     """The message names the source and the remedy."""
     one = {"a": 1}
     with pytest.raises(TypeError, match=r"sources=\{\}: give a dict"):

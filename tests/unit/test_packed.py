@@ -1,22 +1,18 @@
 """`Packed`: rows within the budget, nearly full, and by chance otherwise."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
 import cseq
 
 
-def rows(order: cseq.Order, number: int = 0) -> list[np.ndarray[Any, Any]]:
+def rows(order, number=0):
     """Return the rows of an epoch."""
     samples, sizes = order.reader(7).samples(number, 0, order.units)
     return np.split(samples, np.cumsum(sizes)[:-1])
 
 
-def test_a_rounded_length_may_exceed_the_budget() -> None:
+def test_a_rounded_length_may_exceed_the_budget():
     """What is no longer than the budget has a row of its own."""
     order = cseq.Packed([100, 99, 97, 1], 100, quantum=8)
     assert sorted(map(sorted, rows(order))) == [[0], [1], [2], [3]]
@@ -34,7 +30,7 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_a_row_comes_anywhere(name: str) -> None:
+def test_a_row_comes_anywhere(name):
     """Every sample comes at every position of an epoch as often."""
     lengths = LENGTHS[name]
     order = cseq.Packed(lengths, 64)
@@ -47,7 +43,7 @@ def test_a_row_comes_anywhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_samples_of_equal_length_stand_in_for_each_other(name: str) -> None:
+def test_samples_of_equal_length_stand_in_for_each_other(name):
     """Samples of two lengths, or of one, meet in a row as often as any others of these lengths."""
     lengths = LENGTHS[name]
     order, pairs = cseq.Packed(lengths, 64), np.zeros((len(lengths), len(lengths)))
@@ -66,7 +62,7 @@ def test_samples_of_equal_length_stand_in_for_each_other(name: str) -> None:
                 assert (block > 0).sum() == choices
 
 
-def test_lengths_that_are_rounded_mix_more() -> None:
+def test_lengths_that_are_rounded_mix_more():
     """Samples of their own length have the same row in every epoch, but for a quantum."""
     lengths = np.random.default_rng(0).permutation(np.arange(1, 201))
     for quantum, most in ((1, 1.0), (20, 0.1)):
@@ -86,7 +82,7 @@ def test_lengths_that_are_rounded_mix_more() -> None:
         ({"too_long": None}, ValueError, "too_long=None"),
     ],
 )
-def test_bad_options(options: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_bad_options(options, error, said):
     """Argument and value."""
     with pytest.raises(error, match=said):
         cseq.Packed(**{"lengths": [3, 7, 8], "budget": 100, **options})

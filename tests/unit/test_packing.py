@@ -8,19 +8,14 @@ import os
 import pickle
 import sys
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
-from kinds import KINDS, Kind
+from kinds import KINDS
 from travelling import Pair, Record, travel
 
 import cseq
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from conftest import RunScript
 
 SAMPLES: list[Any] = [{"text": "a" * n, "label": n, "ids": [*range(n)]} for n in range(20)]
 OBJECTS: list[Any] = [
@@ -93,7 +88,7 @@ if __name__ == "__main__":
 """
 
 
-def test_it_is_a_sequence_of_the_items() -> None:
+def test_it_is_a_sequence_of_the_items():
     """Length, indices of any kind, slices, iteration, membership: as of the list."""
     packed = cseq.packed(SAMPLES)
     assert len(packed) == 20
@@ -105,7 +100,7 @@ def test_it_is_a_sequence_of_the_items() -> None:
 
 
 @pytest.mark.parametrize("index", [20, -21, np.int64(20)])
-def test_there_are_no_others(index: int) -> None:
+def test_there_are_no_others(index):
     """An index beyond the ends is an IndexError, in a slice, too."""
     packed = cseq.packed(SAMPLES)
     with pytest.raises(IndexError):
@@ -115,7 +110,7 @@ def test_there_are_no_others(index: int) -> None:
 
 
 @pytest.mark.parametrize("part", [slice(3, 9), slice(None, None, -3), slice(-4, None), slice(5, 5)])
-def test_a_slice_is_such_a_sequence(part: slice) -> None:
+def test_a_slice_is_such_a_sequence(part):
     """Slices have the items of the list's slices; so have their slices, and their copies."""
     packed = cseq.packed(SAMPLES)[part]
     assert type(packed) is type(cseq.packed([]))
@@ -124,7 +119,7 @@ def test_a_slice_is_such_a_sequence(part: slice) -> None:
     assert [*pickle.loads(pickle.dumps(packed))] == SAMPLES[part]
 
 
-def test_a_change_of_an_item_is_not_kept() -> None:
+def test_a_change_of_an_item_is_not_kept():
     """Each look makes a new object."""
     packed = cseq.packed(SAMPLES)
     packed[4]["ids"].append(9)
@@ -133,14 +128,14 @@ def test_a_change_of_an_item_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, travel, lambda it: pickle.loads(pickle.dumps(it))])
-def test_objects_of_any_kind_arrive(how: Any) -> None:
+def test_objects_of_any_kind_arrive(how):
     """Numbers, dataclasses, named tuples, classes, functions, long texts; no items at all."""
     packed = cseq.packed(OBJECTS)
     assert [*how(packed)] == [*packed] == OBJECTS
     assert [*how(cseq.packed([]))] == []
 
 
-def test_arrays_are_their_own_part() -> None:
+def test_arrays_are_their_own_part():
     """A row is packed without the array that it is a view of, and can be written to."""
     table = np.arange(200_000.0).reshape(200, 1000)
     packed = cseq.packed({"row": row, "sum": row.sum()} for row in table)
@@ -152,7 +147,7 @@ def test_arrays_are_their_own_part() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage")
-def test_tensors_are_their_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_their_own_part(monkeypatch):
     """So are rows of a tensor; what requires gradients does so again."""
     torch = pytest.importorskip("torch")
     table = torch.arange(200_000.0).reshape(200, 1000)
@@ -174,32 +169,32 @@ def test_tensors_are_their_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.requires_grad
 
 
-def test_items_of_a_generator_are_taken_one_by_one() -> None:
+def test_items_of_a_generator_are_taken_one_by_one():
     """An item may be dropped before the next one is made."""
     packed = cseq.packed({"number": number} for number in range(3))
     assert [item["number"] for item in packed] == [0, 1, 2]
 
 
-def bad() -> Iterator[Any]:
+def bad():
     """Give items, of which the third cannot be pickled."""
     yield from ({"f": 1}, {"f": 2}, {"f": lambda: 0})
 
 
-def test_an_item_that_cannot_be_pickled_is_named() -> None:
+def test_an_item_that_cannot_be_pickled_is_named():
     """The message has its number, the part, and what to do."""
     with pytest.raises(TypeError, match=r"^items\[2\]: .*lambda.*An item is kept as its"):
         cseq.packed(bad())
 
 
 @pytest.mark.parametrize("items", [{"a": 1}, 5, None])
-def test_what_has_no_order_is_refused(items: Any) -> None:
+def test_what_has_no_order_is_refused(items):
     """A mapping would lose its values."""
     with pytest.raises(TypeError, match=f"items is a {type(items).__name__}; give a list"):
         cseq.packed(items)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_workers_read_it(kind: Kind) -> None:
+def test_workers_read_it(kind):
     """It is a data set for all kinds of workers."""
     dataset = cseq.from_dataset(
         cseq.packed((sample["text"], sample["label"]) for sample in SAMPLES)
@@ -211,17 +206,17 @@ def test_workers_read_it(kind: Kind) -> None:
 
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("how", ["fork", "forkserver", "spawn", "multiprocessing"])
-def test_all_processes_map_one_file(run_script: RunScript, how: str) -> None:
+def test_all_processes_map_one_file(run_script, how):
     """A worker has the trainer's pages, and the classes of its script."""
     done = run_script(SCRIPT, how)
     assert done.stdout == "True\n", done.stderr
 
 
 @pytest.mark.needs("Linux")
-def test_the_file_is_gone_with_the_last_slice() -> None:
+def test_the_file_is_gone_with_the_last_slice():
     """Its memory is freed, and its descriptor closed."""
 
-    def files() -> int:
+    def files():
         links = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
         return sum("cseq-packed" in os.readlink(link) for link in links if os.path.lexists(link))
 

@@ -7,7 +7,6 @@ import re
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,11 +16,6 @@ from cseq.measure.advice import Window
 from cseq.measure.stats import Stats
 from cseq.report import page
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from conftest import RunCommand
-
 VOID = {"meta"}
 FIGURES = ["Waiting over time", "How many workers would be enough", "What batches take a worker"]
 FIGURES += ["Batches ready", "Batches a second", "Workers over time"]
@@ -30,7 +24,7 @@ FIGURES += ["Batches ready", "Batches a second", "Workers over time"]
 class Rows:
     """Batches of samples' numbers; sample 7 takes its time."""
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         if 7 in indices:
             time.sleep(0.02)
         return np.asarray(indices)
@@ -39,7 +33,7 @@ class Rows:
 class Parsed(HTMLParser):
     """What is on a page: tags, attributes, words; each tag is closed."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str | None]] = []
@@ -49,27 +43,27 @@ class Parsed(HTMLParser):
         self.feed(text)
         assert self._open == []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += attrs
         if tag not in VOID:
             self._open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += attrs
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self._open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if "style" not in self._open:
             self.words.append(data)
         if self._open and self._open[-1] in ("h1", "h2", "h3"):
             self.headings.append(data)
 
 
-def history(rows: int, workers: int) -> np.ndarray:
+def history(rows, workers):
     """Make one: the loop waits half of the time, but for a pause; worker k is busy k / workers."""
     fields = [("seconds", "f8"), ("batches", "i8"), ("waited", "f8"), ("stepped", "f8")]
     found = np.zeros(rows, [*fields, ("ready", "i4"), ("busy", "f8", (workers,))])
@@ -82,18 +76,18 @@ def history(rows: int, workers: int) -> np.ndarray:
     return found
 
 
-def with_history(rows: int, workers: int) -> Stats:
+def with_history(rows, workers):
     """Return the figures of a run, and such a history in the place of its own."""
 
     class Told(Stats):
         @property
-        def history(self) -> np.ndarray:
+        def history(self):
             return history(rows, workers)
 
     return Told(**vars(ran().stats()))
 
 
-def ran(kind: str = "thread", samples: int = 96, **options: Any) -> cseq.MSequence:
+def ran(kind="thread", samples=96, **options):
     """Return a manager that has run and is finished."""
     options = {"batch_size": 2, "out_type": "null", "seed": 1, "num_workers": 2} | options
     manager = cseq.MSequence(Rows, samples, thread_type=kind, **options)
@@ -103,7 +97,7 @@ def ran(kind: str = "thread", samples: int = 96, **options: Any) -> cseq.MSequen
     return manager
 
 
-def test_a_page_of_a_run_that_is_over(tmp_path: Path) -> None:
+def test_a_page_of_a_run_that_is_over(tmp_path):
     """Verdict, tiles, slowest batches with the line that makes each again; no network."""
     manager, path = ran(), tmp_path / "loader.html"
     manager.report(path, title="<my> run")
@@ -126,7 +120,7 @@ def test_a_page_of_a_run_that_is_over(tmp_path: Path) -> None:
     assert any("Python" in words for words in shown.words)
 
 
-def test_there_is_always_a_page(tmp_path: Path) -> None:
+def test_there_is_always_a_page(tmp_path):
     """Before a start, of one batch, in test mode, and while it runs; each replaces the last."""
     path = tmp_path / "loader.html"
     manager = cseq.MTSequence(Rows, 40, batch_size=2, out_type="null", num_workers=1)
@@ -144,7 +138,7 @@ def test_there_is_always_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "what"), [({"path": 3}, "path=3"), ({"title": 4}, "title=4")])
-def test_wrong_types(tmp_path: Path, given: dict[str, Any], what: str) -> None:
+def test_wrong_types(tmp_path, given, what):
     """They are named."""
     manager = cseq.MTSequence(Rows, 4, batch_size=2, out_type="null")
     with pytest.raises(TypeError, match=what):
@@ -152,7 +146,7 @@ def test_wrong_types(tmp_path: Path, given: dict[str, Any], what: str) -> None:
 
 
 @pytest.mark.needs("fork")  # limits of the size of files are there where forks are
-def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path):
     """Where there is no room for it in the middle, what was there is whole; no part is left."""
     import resource
 
@@ -172,7 +166,7 @@ def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("workers", [1, 2, 16, 17, 200])
 @pytest.mark.parametrize("rows", [4, 60, 512])
-def test_figures_over_time(workers: int, rows: int) -> None:
+def test_figures_over_time(workers, rows):
     """All six, of 150 kB at most; of more than 16 workers, those that differ most."""
     stats = with_history(rows, workers)
     text = page.page([page.Part("a run", "", stats)])
@@ -191,7 +185,7 @@ def test_figures_over_time(workers: int, rows: int) -> None:
         assert set(names) <= set(range(9)) | set(range(workers - 9, workers))
 
 
-def test_intervals_are_parts_of_the_time() -> None:
+def test_intervals_are_parts_of_the_time():
     """Half of the time is waited, and nothing of a pause; fewer than four rows are too few."""
     assert page.Over.of(history(3, 2)) is None
     over = page.Over.of(history(101, 2))
@@ -203,7 +197,7 @@ def test_intervals_are_parts_of_the_time() -> None:
     assert over.edges[0] == 5
 
 
-def told(**changed: Any) -> Stats:
+def told(**changed):
     """Return figures whose window is a given one: two workers, 200 ms a batch, steps of 50 ms."""
     window = Window(
         batches=100, elapsed=10.0, waited=5.0, step=0.05, index=0.2, index_p99=0.2, workers=2,
@@ -211,14 +205,14 @@ def told(**changed: Any) -> Stats:
     )  # fmt: skip
 
     class Told(Stats):
-        def window(self) -> Window:
+        def window(self):
             return replace(window, **changed)
 
     shown = vars(ran().stats()) | {"batches": 100, "elapsed": 10.0, "loop_waited": 5.0}
     return Told(**shown)
 
 
-def test_how_many_would_be_enough() -> None:
+def test_how_many_would_be_enough():
     """Now and the number that the advice names; the cores are a limit."""
     stats = told()
     assert stats.advice().change == {"num_workers": 5}
@@ -231,7 +225,7 @@ def test_how_many_would_be_enough() -> None:
     assert "6 have cores" in few
 
 
-def test_the_verdict_has_a_line_for_the_start() -> None:
+def test_the_verdict_has_a_line_for_the_start():
     """A slow start is no cause of what was waited since."""
     said = page.verdict(told(waited=7.0, start=30.0, step=0.03, cpu=0.01, cores=2))
     assert re.search("waits 50%: workers.*num_workers=8.*<p>Start: the first batch", said)
@@ -239,7 +233,7 @@ def test_the_verdict_has_a_line_for_the_start() -> None:
 
 @pytest.mark.parametrize("cpu", [None, 1e-6, 0.5, 1.0, 30.0])
 @pytest.mark.parametrize("step", [0.0, 1e-7, 10.0])
-def test_whatever_was_measured_is_drawn(cpu: float | None, step: float) -> None:
+def test_whatever_was_measured_is_drawn(cpu, step):
     """Cores that are never there, steps of no time: the figure has places for all of it."""
     _, chart, _ = page.enough(told(step=step, cpu=cpu, cores=2))
     places = re.findall(r'(?:x|y|d)="([^"]*)"', chart.inline())
@@ -247,7 +241,7 @@ def test_whatever_was_measured_is_drawn(cpu: float | None, step: float) -> None:
     assert not re.search("nan|inf", " ".join(places))
 
 
-def test_in_a_notebook() -> None:
+def test_in_a_notebook():
     """Verdict, tiles and a figure, then the facts; the facts alone of what has not run."""
     manager = ran()
     shown = Parsed(manager._repr_html_())
@@ -261,7 +255,7 @@ def test_in_a_notebook() -> None:
 
 
 @pytest.mark.needs("worker processes")
-def test_a_loader_in_a_notebook() -> None:
+def test_a_loader_in_a_notebook():
     """As a manager: its facts alone before there is an epoch, then the verdict of the latest."""
     pytest.importorskip("torch")
     loader = cseq.DataLoader(list(range(80)), batch_size=4, num_workers=2)
@@ -277,7 +271,7 @@ def test_a_loader_in_a_notebook() -> None:
 
 
 @pytest.mark.needs("worker processes")
-def test_a_loader(tmp_path: Path) -> None:
+def test_a_loader(tmp_path):
     """Of the latest epoch."""
     pytest.importorskip("torch")
     loader = cseq.DataLoader(list(range(80)), batch_size=4, num_workers=2)
@@ -310,7 +304,7 @@ sys.exit(int(sys.argv[1]))
 RANK = {"RANK": "3", "WORLD_SIZE": "4"}
 
 
-def test_a_script_is_not_changed(run_command: RunCommand, tmp_path: Path) -> None:
+def test_a_script_is_not_changed(run_command, tmp_path):
     """All that ran is on the page, the longest of each kind; also if the script fails."""
     pytest.importorskip("torch")
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -329,7 +323,7 @@ def test_a_script_is_not_changed(run_command: RunCommand, tmp_path: Path) -> Non
     assert (tmp_path / "run.json").exists()
 
 
-def test_a_script_without_batches(run_command: RunCommand, tmp_path: Path) -> None:
+def test_a_script_without_batches(run_command, tmp_path):
     """That is said, and no page is written; wrong names are said before the script runs."""
     pytest.importorskip("torch")
     (tmp_path / "train.py").write_text("print('ran')")

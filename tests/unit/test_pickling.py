@@ -1,7 +1,5 @@
 """Objects travel to other processes: uncopied, by value where needed; or it is said why not."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib
@@ -9,7 +7,6 @@ import sys
 import threading
 import types
 import weakref
-from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
@@ -31,13 +28,6 @@ import cseq
 from cseq.encoding.pickling import dump, named_here
 from cseq.processes.launcher import start_methods
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from conftest import RunScript
-
-
 MEGA = 1 << 20
 
 # --- data ----------------------------------------------------------------------------------------
@@ -57,7 +47,7 @@ trees = st.recursive(
 
 
 @given(trees)
-def test_any_structure_arrives(tree: Any) -> None:
+def test_any_structure_arrives(tree):
     """Whatever the nesting, the object is equal after its journey."""
     assert travel(tree) == tree
 
@@ -78,7 +68,7 @@ def test_any_structure_arrives(tree: Any) -> None:
     ],
     ids=lambda array: f"{array.dtype.kind}-{array.shape}-{array.strides}",
 )
-def test_arrays_arrive_equal_writable_and_aligned(array: np.ndarray[Any, Any]) -> None:
+def test_arrays_arrive_equal_writable_and_aligned(array):
     """Type, shape and values survive; the copy may be written to; large ones are aligned."""
     arrived = travel(Indexer(array)).data
     assert arrived.dtype == array.dtype
@@ -90,7 +80,7 @@ def test_arrays_arrive_equal_writable_and_aligned(array: np.ndarray[Any, Any]) -
         assert not isinstance(arrived.base, bytes)
 
 
-def test_a_large_array_is_not_copied_into_the_pickle() -> None:
+def test_a_large_array_is_not_copied_into_the_pickle():
     """Its buffers refer to the object's own memory, and its pickle stays small."""
     array = np.arange(MEGA)
     indexer = Indexer(array, again=array)
@@ -101,10 +91,10 @@ def test_a_large_array_is_not_copied_into_the_pickle() -> None:
     assert array.nbytes < nbytes(indexer) < array.nbytes + 4096
 
 
-def test_what_goes_by_value_keeps_nothing_of_the_caller() -> None:
+def test_what_goes_by_value_keeps_nothing_of_the_caller():
     """Nothing that the caller holds lives on until the garbage collector comes by."""
 
-    def caller() -> weakref.ref[Indexer]:
+    def caller():
         mine = Indexer()
         dump(lambda: 1)
         return weakref.ref(mine)
@@ -120,11 +110,11 @@ def test_what_goes_by_value_keeps_nothing_of_the_caller() -> None:
 
 
 @pytest.fixture
-def mapped(tmp_path: Path) -> Callable[..., Any]:
+def mapped(tmp_path):
     """Return a function that maps a file of numbers."""
     np.arange(MEGA, dtype=np.int32).tofile(tmp_path / "numbers")
 
-    def map_file(mode: Any = "r+", offset: int = 0) -> Any:
+    def map_file(mode="r+", offset=0):
         return np.memmap(tmp_path / "numbers", np.int32, mode, offset, shape=(1000, 1000))
 
     return map_file
@@ -134,7 +124,7 @@ def mapped(tmp_path: Path) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     "part", [np.s_[:], np.s_[7:999], np.s_[3], np.s_[5:6, 2:999]], ids=["all", "rows", "row", "cut"]
 )
-def test_a_mapped_file_is_mapped_again(mapped: Callable[..., Any], offset: int, part: Any) -> None:
+def test_a_mapped_file_is_mapped_again(mapped, offset, part):
     """A part of a file that is mapped takes no room: workers map the same part of that file."""
     array = mapped(offset=offset)[part]
     assert nbytes(Indexer(array)) < 2000
@@ -143,7 +133,7 @@ def test_a_mapped_file_is_mapped_again(mapped: Callable[..., Any], offset: int, 
     assert (arrived == array).all()
 
 
-def test_a_worker_does_not_write_to_the_trainers_file(mapped: Callable[..., Any]) -> None:
+def test_a_worker_does_not_write_to_the_trainers_file(mapped):
     """A mapping for reading stays one; of one for writing, the worker's changes are its own."""
     assert not travel(mapped("r")).flags.writeable
     arrived = travel(mapped("r+"))
@@ -155,9 +145,7 @@ def test_a_worker_does_not_write_to_the_trainers_file(mapped: Callable[..., Any]
     "case",
     ["private", "columns", pytest.param("gone", marks=pytest.mark.needs("POSIX")), "result"],
 )
-def test_a_mapping_that_cannot_be_made_again_is_copied(
-    mapped: Callable[..., Any], tmp_path: Path, case: str
-) -> None:
+def test_a_mapping_that_cannot_be_made_again_is_copied(mapped, tmp_path, case):
     """Private changes, columns, deleted files and mere results of a computation travel as data."""
     array = mapped("c" if case == "private" else "r+")
     array[0, 0] = 77
@@ -171,7 +159,7 @@ def test_a_mapping_that_cannot_be_made_again_is_copied(
     assert (travel(array) == array).all()
 
 
-def test_tensors_are_not_copied_into_the_pickle() -> None:
+def test_tensors_are_not_copied_into_the_pickle():
     """A plain CPU tensor goes out of band like an array."""
     torch = pytest.importorskip("torch")
     tensor = torch.arange(MEGA)
@@ -186,7 +174,7 @@ def test_tensors_are_not_copied_into_the_pickle() -> None:
 # --- by reference and by value ------------------------------------------------------------------
 
 
-def test_plain_workers_need_no_cloudpickle() -> None:
+def test_plain_workers_need_no_cloudpickle():
     """It is imported in a worker process only when something has gone by value."""
     plain, by_value = functools.partial(Record, [1, 2]), functools.partial(Record, lambda: 1)
     assert arrives_elsewhere(plain, "'cloudpickle' in sys.modules") == "False"
@@ -207,7 +195,7 @@ print(type(pickle.loads(done.stdout)) is Batch)
 """
 
 
-def test_classes_of_a_script_come_back_as_its_own(run_script: RunScript) -> None:
+def test_classes_of_a_script_come_back_as_its_own(run_script):
     """A class from ``__main__`` goes by value, and has its name in the other process."""
     done = run_script(SCRIPT)
     assert done.stdout == "True\n", done.stderr
@@ -234,9 +222,7 @@ except ValueError as error:
 
 
 @pytest.mark.parametrize("method", [name for name in start_methods() if name != "fork"])
-def test_a_traceback_names_the_line_of_a_script(
-    run_script: RunScript, tmp_path: Path, method: str
-) -> None:
+def test_a_traceback_names_the_line_of_a_script(run_script, tmp_path, method):
     """What went by value has its file's name, so that the source is shown."""
     done = run_script(RAISING, method)
     line = f"""File "{tmp_path / "script.py"}", line 6, in helper\n    raise ValueError("bad")"""
@@ -246,10 +232,10 @@ def test_a_traceback_names_the_line_of_a_script(
 # --- small things between pools ------------------------------------------------------------------
 
 
-def test_reading_in_the_trainer_leaves_its_main_alone() -> None:
+def test_reading_in_the_trainer_leaves_its_main_alone():
     """Names in ``__main__`` that exist are not replaced."""
     main = sys.modules["__main__"]
-    namespace: dict[str, Any] = {"__name__": "__main__"}
+    namespace = {"__name__": "__main__"}
     exec("class UniqueName: pass", namespace)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(main, "UniqueName", "mine", raising=False)
@@ -258,7 +244,7 @@ def test_reading_in_the_trainer_leaves_its_main_alone() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path, monkeypatch):
     """Give a folder on the path; what is imported from it is forgotten after the test."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -269,7 +255,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def import_file(path: Path, source: str) -> types.ModuleType:
+def import_file(path, source):
     """Write a module, and import it."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(source)
@@ -281,7 +267,7 @@ SOURCE = "class Worker:\n    answer = 42\n    def __getitem__(self, i): return h
 SOURCE += "def helper(i): return i + Worker.answer\n"
 
 
-def test_what_can_be_imported_goes_by_reference(folder: Path) -> None:
+def test_what_can_be_imported_goes_by_reference(folder):
     """A module that a new process finds is imported there, not pickled."""
     module = import_file(folder / "on_disk.py", SOURCE)
     made = dump(module.Worker())
@@ -290,13 +276,13 @@ def test_what_can_be_imported_goes_by_reference(folder: Path) -> None:
     assert arrives_elsewhere(module.Worker(), "obj[1], type(obj).__module__") == "(43, 'on_disk')"
 
 
-def test_a_module_that_no_worker_can_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_no_worker_can_import_is_named(monkeypatch):
     """Where the worker begins, with what to do; cloudpickle may be told to take it along."""
     module = types.ModuleType("made_by_hand")
     exec(SOURCE, vars(module))
     monkeypatch.setitem(sys.modules, "made_by_hand", module)
     worker = vars(module)["Worker"]
-    options: Any = {"batch_size": 2, "shuffle": False, "out_type": "null", "start_method": "spawn"}
+    options = {"batch_size": 2, "shuffle": False, "out_type": "null", "start_method": "spawn"}
     manager = cseq.MPSequence(worker, 4, 1, **options)
     with (
         manager.start() as batches,
@@ -313,7 +299,7 @@ def test_a_module_that_no_worker_can_import_is_named(monkeypatch: pytest.MonkeyP
         cloudpickle.unregister_pickle_by_value(module)
 
 
-def test_packages_and_their_modules_go_by_reference(folder: Path) -> None:
+def test_packages_and_their_modules_go_by_reference(folder):
     """Modules in packages, packages without __init__.py, and what a module makes of itself."""
     (folder / "plain").mkdir()
     (folder / "pack").mkdir()
@@ -331,9 +317,7 @@ def test_packages_and_their_modules_go_by_reference(folder: Path) -> None:
         assert arrives_elsewhere(inner.Made, "obj.__module__") == f"{place}.inner.made"
 
 
-def test_what_a_process_that_has_met_this_one_knows_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_process_that_has_met_this_one_knows_by_name(monkeypatch):
     """Whatever has its name here, importable or not, as long as that is the same object."""
 
     class Local:
@@ -367,7 +351,7 @@ LOCK = threading.Lock()
         (Stateful(LOCK), "worker.renamed"),
     ],
 )
-def test_what_cannot_be_pickled_is_named(obj: object, path: str) -> None:
+def test_what_cannot_be_pickled_is_named(obj, path):
     """The TypeError names the argument, its attribute, why, and what to do."""
     with pytest.raises(TypeError) as caught:
         dump(obj)
@@ -379,7 +363,7 @@ def test_what_cannot_be_pickled_is_named(obj: object, path: str) -> None:
     assert caught.value.__suppress_context__  # one sentence, no tracebacks of cseq
 
 
-def test_the_argument_has_its_own_name() -> None:
+def test_the_argument_has_its_own_name():
     """`name` is what messages call the object."""
     with pytest.raises(TypeError, match=r"^out_type\.lock: .*copy of the out_type"):
         dump(Indexer(lock=LOCK), name="out_type")

@@ -1,10 +1,7 @@
 """`Packed` with documents that are split: each token once, full rows, by chance otherwise."""
 
-from __future__ import annotations
-
 import itertools
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +14,7 @@ from cseq.order.documents import DocumentEnds
 from cseq.order.pieces import fewest_rows
 
 
-def corpus(seed: int) -> tuple[np.ndarray[Any, Any], int]:
+def corpus(seed):
     """Return lengths of documents, some of them empty, and a row."""
     rng = np.random.default_rng(seed)
     row = int(rng.choice([1, 2, 7, 16, 17, 100]))
@@ -25,12 +22,12 @@ def corpus(seed: int) -> tuple[np.ndarray[Any, Any], int]:
     return np.append(rng.choice(each, int(rng.integers(0, 90))), [0, 1, 0]), row
 
 
-def split(order: cseq.Order, lengths: Any, row: int, epoch: int = 0) -> list[list[int]]:
+def split(order, lengths, row, epoch=0):
     """Return the tokens of each row of an epoch, by what an indexer knows."""
     ends, stops = DocumentEnds(lengths), np.append(0, np.cumsum(lengths))
     rows = []
     for pieces in order.batches(seed=3, epoch=epoch):
-        tokens: list[int] = []
+        tokens = []
         for first, document in zip(pieces, ends.find(np.array(pieces))[0].tolist(), strict=True):
             assert stops[document] <= first < stops[document + 1]
             tokens += range(first, min(stops[document + 1], first + row - len(tokens)))
@@ -38,7 +35,7 @@ def split(order: cseq.Order, lengths: Any, row: int, epoch: int = 0) -> list[lis
     return rows
 
 
-def test_each_token_comes_once() -> None:
+def test_each_token_comes_once():
     """In 200 corpora with empty documents, and such as fill rows: none is lost or doubled."""
     for seed in range(200):
         lengths, row = corpus(seed)
@@ -49,7 +46,7 @@ def test_each_token_comes_once() -> None:
         assert sorted(itertools.chain(*rows)) == list(range(order.samples))
 
 
-def test_a_document_is_cut_into_rows_and_a_rest() -> None:
+def test_a_document_is_cut_into_rows_and_a_rest():
     """No piece that could be whole is cut."""
     order = cseq.Packed([25, 10, 0, 9], 10, too_long="split")
     assert sorted(map(sorted, order.batches(seed=1))) == [[0], [10], [20], [25], [35]]
@@ -57,7 +54,7 @@ def test_a_document_is_cut_into_rows_and_a_rest() -> None:
 
 
 @pytest.mark.parametrize("too_long", ["error", "split"])
-def test_rows_of_one_piece_are_rows(too_long: str) -> None:
+def test_rows_of_one_piece_are_rows(too_long):
     """A source of long documents is mixed with others, and its batches have sizes."""
     order = cseq.Packed([9, 10, 8], 10, too_long=too_long)
     assert (order.room, " 1–1 " in order.describe()) == (2, True)
@@ -67,7 +64,7 @@ def test_rows_of_one_piece_are_rows(too_long: str) -> None:
 
 
 @pytest.mark.parametrize("sigma", [0.8, 1.2, 1.5])
-def test_rows_are_full(sigma: float) -> None:
+def test_rows_are_full(sigma):
     """At most 1 % more rows than full ones, from 10^4 documents on; of 10^5, 99.98 % are full."""
     for count, most in ((10**4, 1.01), (10**5, 1.0002)):
         drawn = np.random.default_rng(0).lognormal(6.5 - sigma**2 / 2, sigma, count)
@@ -86,7 +83,7 @@ AWKWARD = {
 
 
 @pytest.mark.parametrize("name", AWKWARD)
-def test_how_full_rows_can_be(name: str) -> None:
+def test_how_full_rows_can_be(name):
     """Where no packing of whole pieces can fill the rows, `describe` says so."""
     lengths, most = AWKWARD[name]
     order = cseq.Packed(np.repeat(lengths, 40), 8192, too_long="split")
@@ -97,10 +94,10 @@ def test_how_full_rows_can_be(name: str) -> None:
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=7))
-def test_no_packing_needs_fewer_rows_than_the_bound(pieces: list[int]) -> None:
+def test_no_packing_needs_fewer_rows_than_the_bound(pieces):
     """It is never above the best of all ways to fill rows of 12."""
 
-    def best(left: tuple[int, ...], rooms: tuple[int, ...]) -> int:
+    def best(left, rooms):
         if not left:
             return len(rooms)
         first, *others = left
@@ -117,7 +114,7 @@ def test_no_packing_needs_fewer_rows_than_the_bound(pieces: list[int]) -> None:
     assert bound <= best(tuple(sorted(pieces, reverse=True)), ())
 
 
-def test_many_documents_are_sorted_in_parts() -> None:
+def test_many_documents_are_sorted_in_parts():
     """More than are sorted at once, and rests of more lengths than 16 bits have."""
     lengths = np.arange(2**20 + 1000) % 5
     lengths[::50_000] = 100_001
@@ -134,7 +131,7 @@ def test_many_documents_are_sorted_in_parts() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 127, 128, 400])
-def test_members_come_anywhere(size: int) -> None:
+def test_members_come_anywhere(size):
     """Each of few elements, or of many, is at each place as often, for all keys."""
     keys = 60_000 // size
     places = np.tile(np.arange(size), keys)
@@ -147,14 +144,14 @@ def test_members_come_anywhere(size: int) -> None:
     assert abs(deviation - free) < 5 * math.sqrt(2 * free)
 
 
-def test_a_place_beyond_the_elements_is_refused() -> None:
+def test_a_place_beyond_the_elements_is_refused():
     """It would be an element that is not there."""
     ones = np.ones(1, np.int64)
     with pytest.raises(IndexError, match="not all below"):
         keyed(ones, ones, ones, 1, 2, 3)
 
 
-def test_a_row_comes_anywhere() -> None:
+def test_a_row_comes_anywhere():
     """Every piece, a row or a rest, comes at every position of an epoch as often."""
     lengths = np.array([40, 7, 0, 3, 16, 5, 5, 9, 33, 12])
     order = cseq.Packed(lengths, 16, too_long="split")
@@ -175,7 +172,7 @@ def test_a_row_comes_anywhere() -> None:
         ([1], {"budget": 2**25}, "give a quantum of at least 2"),
     ],
 )
-def test_bad_documents(lengths: list[int], options: dict[str, Any], said: str) -> None:
+def test_bad_documents(lengths, options, said):
     """Argument, value and remedy."""
     with pytest.raises(ValueError, match=said):
         cseq.Packed(**{"lengths": lengths, "budget": 4, "too_long": "split", **options})

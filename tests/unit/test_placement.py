@@ -3,14 +3,11 @@
 In threads, they lie where arrays lay that the loop has dropped.
 """
 
-from __future__ import annotations
-
 import contextvars
 import functools
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
 
 import held
 import numpy as np
@@ -31,12 +28,6 @@ from cseq.memory._slots import SlotTable
 from cseq.memory.arena import Arena
 from cseq.system import MIB
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from conftest import RunScript
-
 pytestmark = pytest.mark.needs("Linux")
 
 SIZE = 1 << 18  # elements of float32: 1 MiB
@@ -46,7 +37,7 @@ SOURCE = np.arange(SIZE, dtype=np.float32)
 class Bench:
     """A worker's and a trainer's side of one ring, and numpy's allocator in between."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.arena = Arena()
         arena, ring = self.arena, make_ring(cells=1, runners=1)
         self.trainer = Trainer(ring, slots=arena.slots)
@@ -56,21 +47,21 @@ class Bench:
         self.writer.room.placement = self.placement = SlotAllocator()
         self.slot = self.capacity = 0
 
-    def take(self) -> Any:
+    def take(self):
         """Return what was published, on the slot itself."""
         taken = self.trainer.take()
         assert taken is not None
         _, _, _, self.slot, self.capacity, record = taken
         return codec.decode(self.arena.mapping_of(self.slot, self.capacity), record)
 
-    def error(self) -> BaseException:
+    def error(self):
         """Return the exception that was published."""
         taken = self.trainer.take()
         assert taken is not None
         cell, _, _, *where = taken
         return SlotReader(self.arena).error(cell, *where)
 
-    def batch(self, make: Callable[[], Any], cast: Any = None) -> Any:
+    def batch(self, make, cast=None):
         """Take one ticket through: what the trainer reads, on the slot itself."""
         self.writer.encoder.cast = cast
         assert self.runner.claim()
@@ -81,19 +72,19 @@ class Bench:
         self.writer.publish(self.runner, record)
         return self.take()
 
-    def learn(self, make: Callable[[], Any], cast: Any = None) -> None:
+    def learn(self, make, cast=None):
         """Let the slot grow, and what is made be known."""
         for _ in range(2):
             self.batch(make, cast)
 
-    def close(self) -> None:
+    def close(self):
         """Let everything go."""
         self.writer.room.close()
         self.arena.close()
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
+def bench():
     """A bench; numpy's allocator is replaced in the test's context alone."""
     context = contextvars.copy_context()
     bench = context.run(Bench)
@@ -102,22 +93,22 @@ def bench() -> Iterator[Bench]:
     bench.close()
 
 
-def fresh() -> Any:
+def fresh():
     """Make an array in the usual way."""
     return SOURCE + 1
 
 
-def resident() -> int:
+def resident():
     """Bytes of this process that are in memory."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_what_was_in_the_last_batch_is_made_in_the_slot(bench: Bench) -> None:
+def test_what_was_in_the_last_batch_is_made_in_the_slot(bench):
     """From the third batch on, an array is made where it is going to lie, and not copied."""
     lives = []
 
-    def watched() -> Any:
+    def watched():
         made = fresh()
         lives.append(bench.placement.live)
         return made
@@ -128,12 +119,12 @@ def test_what_was_in_the_last_batch_is_made_in_the_slot(bench: Bench) -> None:
     assert bench.placement.live == 0
 
 
-def test_what_is_written_meanwhile_is_not_lost(bench: Bench) -> None:
+def test_what_is_written_meanwhile_is_not_lost(bench):
     """A thread may fill an array of the slot while the batch beside it is published."""
     bench.learn(lambda: (fresh(), fresh()))
-    kept: list[Any] = []
+    kept = []
 
-    def two() -> Any:
+    def two():
         made = fresh(), fresh()
         kept.append(made[1])
         return made
@@ -148,12 +139,12 @@ def test_what_is_written_meanwhile_is_not_lost(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("count", [10, 100_000])
-def test_arrays_of_empty_may_be_kept(bench: Bench, count: int) -> None:
+def test_arrays_of_empty_may_be_kept(bench, count):
     """An array of `empty`, small or large, is the indexer's as long as it has it."""
-    kept: list[Any] = []
+    kept = []
     for number in range(8):
 
-        def keep(number: int = number) -> Any:
+        def keep(number=number):
             kept.append(bench.writer.room.empty(count))
             kept[-1][:] = number
             return kept[-1]
@@ -167,12 +158,12 @@ def test_arrays_of_empty_may_be_kept(bench: Bench, count: int) -> None:
     assert in_slots == KEEPS
 
 
-def test_an_exception_when_memory_is_short(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_when_memory_is_short(bench, monkeypatch):
     """Its text alone is written, which fits into what a slot has always."""
     assert bench.runner.claim()
     bench.writer.begin_ticket()
 
-    def full(*_: int) -> None:
+    def full(*_):
         raise MemoryError("no room")
 
     monkeypatch.setattr(room_module, "commit", full)
@@ -182,10 +173,10 @@ def test_an_exception_when_memory_is_short(bench: Bench, monkeypatch: pytest.Mon
     assert str(error).startswith("ValueError: yyy")
 
 
-def test_temporaries_are_not_made_in_the_slot(bench: Bench) -> None:
+def test_temporaries_are_not_made_in_the_slot(bench):
     """Only what ends up in the batch takes room in the slot."""
 
-    def with_temporaries() -> Any:
+    def with_temporaries():
         first = np.ones(SIZE, np.float64)
         second = first * 2
         return (second + first).astype(np.float32)
@@ -195,11 +186,11 @@ def test_temporaries_are_not_made_in_the_slot(bench: Bench) -> None:
     assert SIZE * 4 <= bench.writer.room.used < SIZE * 4 + 4096
 
 
-def test_zeros_beside_the_slot_take_no_memory(bench: Bench) -> None:
+def test_zeros_beside_the_slot_take_no_memory(bench):
     """What the system gives is zero, and is not cleared once more."""
     grown = 0
 
-    def beside() -> Any:
+    def beside():
         nonlocal grown
         before = resident()
         zeros = np.zeros(1 << 29, np.uint8)
@@ -212,10 +203,10 @@ def test_zeros_beside_the_slot_take_no_memory(bench: Bench) -> None:
     assert grown < 1 << 27
 
 
-def test_an_array_that_is_resized(bench: Bench) -> None:
+def test_an_array_that_is_resized(bench):
     """An array that grows or shrinks in place leaves the slot, with its content."""
 
-    def resized(count: int) -> Any:
+    def resized(count):
         made = fresh()
         made.resize(count, refcheck=False)
         return made
@@ -230,12 +221,12 @@ def test_an_array_that_is_resized(bench: Bench) -> None:
     getattr(sys.flags, "thread_inherit_context", 0),
     reason="a thread inherits the context: by default without a GIL, where there is no placement",
 )
-def test_other_threads_allocate_as_ever(bench: Bench) -> None:
+def test_other_threads_allocate_as_ever(bench):
     """Threads of the indexer's have contexts of their own."""
     bench.learn(fresh)
-    made: list[Any] = []
+    made = []
 
-    def make() -> Any:
+    def make():
         thread = threading.Thread(target=lambda: made.append(fresh()))
         thread.start()
         thread.join()
@@ -252,11 +243,11 @@ WIDE = 40 * MIB  # bytes; malloc maps such a block anew each time, with zeros
 MARK = 77
 
 
-def in_thread(function: Callable[[], Any]) -> Any:
+def in_thread(function):
     """Call a function in a thread as a worker's."""
-    made: list[Any] = []
+    made = []
 
-    def work() -> None:
+    def work():
         with Reuse():
             made.append(function())
 
@@ -266,15 +257,15 @@ def in_thread(function: Callable[[], Any]) -> Any:
     return made[0]
 
 
-def dropped(nbytes: int) -> None:
+def dropped(nbytes):
     """Make an array, mark its memory, and drop it."""
     np.empty(nbytes, np.uint8).fill(MARK)
 
 
-def test_memory_is_used_again_for_arrays_of_about_its_size() -> None:
+def test_memory_is_used_again_for_arrays_of_about_its_size():
     """A block is for arrays of up to an eighth less; what is to be zero is."""
 
-    def found() -> list[int]:
+    def found():
         first = []
         for nbytes in (WIDE, WIDE - 3 * MIB, WIDE - 6 * MIB):
             dropped(WIDE)
@@ -286,10 +277,10 @@ def test_memory_is_used_again_for_arrays_of_about_its_size() -> None:
     assert in_thread(found) == [MARK, MARK, 0, 0]
 
 
-def test_an_array_of_a_thread_is_resized() -> None:
+def test_an_array_of_a_thread_is_resized():
     """It keeps its content, and its memory is used again for arrays of the new size."""
 
-    def resized() -> Any:
+    def resized():
         array = np.full(WIDE, MARK, np.uint8)
         array.resize(2 * WIDE, refcheck=False)
         array.resize(WIDE - MIB, refcheck=False)
@@ -301,7 +292,7 @@ def test_an_array_of_a_thread_is_resized() -> None:
     assert in_thread(resized) == (True, MARK)
 
 
-def test_arrays_outlive_their_thread() -> None:
+def test_arrays_outlive_their_thread():
     """They stay as they are, and are freed anywhere; then nothing is kept."""
     before = resident()
     arrays = in_thread(lambda: [np.full(WIDE, number, np.uint8) for number in range(3)])
@@ -310,11 +301,11 @@ def test_arrays_outlive_their_thread() -> None:
     assert resident() - before < WIDE // 2
 
 
-def test_free_memory_is_bounded_and_ends_with_the_threads() -> None:
+def test_free_memory_is_bounded_and_ends_with_the_threads():
     """What is free is 128 MiB at most, the oldest goes first; without a worker, nothing."""
     before = resident()
 
-    def held() -> int:
+    def held():
         arrays = [np.full(WIDE, MARK, np.uint8) for _ in range(5)]
         arrays.clear()
         return resident() - before
@@ -323,10 +314,10 @@ def test_free_memory_is_bounded_and_ends_with_the_threads() -> None:
     assert resident() - before < WIDE // 2
 
 
-def test_a_forked_process_frees_arrays_of_threads() -> None:
+def test_a_forked_process_frees_arrays_of_threads():
     """Its copy of the table of free memory is empty."""
 
-    def forked() -> int:
+    def forked():
         dropped(WIDE)
         array = np.full(WIDE, MARK, np.uint8)
         child = fork()
@@ -339,12 +330,12 @@ def test_a_forked_process_frees_arrays_of_threads() -> None:
     assert in_thread(forked) == 0
 
 
-def test_many_threads_make_and_drop_arrays() -> None:
+def test_many_threads_make_and_drop_arrays():
     """No memory is two arrays' at a time, also where others drop them."""
-    left: list[Any] = []
-    wrong: list[Any] = []
+    left = []
+    wrong = []
 
-    def work(number: int) -> None:
+    def work(number):
         with Reuse():
             for k in range(300):
                 array = np.empty(MIB // 8 * (1 + k % 3), np.uint8)
@@ -360,11 +351,11 @@ def test_many_threads_make_and_drop_arrays() -> None:
 
 
 @pytest.mark.parametrize("make", [np.empty, cseq.empty])
-def test_what_the_loop_drops_is_used_again(make: Callable[..., Any]) -> None:
+def test_what_the_loop_drops_is_used_again(make):
     """A batch lies where an earlier one lay, once the loop has dropped that."""
 
     class Found:
-        def __getitem__(self, indices: Any) -> Any:
+        def __getitem__(self, indices):
             batch = make(WIDE, np.uint8)
             found, batch[0] = batch[0], MARK
             return batch, found
@@ -421,9 +412,7 @@ with m.start() as batches:
 
 
 @pytest.mark.parametrize("point", ["index", "encode", "taken", "named", "publish", "published"])
-def test_deaths_of_workers_that_keep_arrays(
-    run_script: RunScript, debug_build: Path, point: str
-) -> None:
+def test_deaths_of_workers_that_keep_arrays(run_script, debug_build, point):
     """A worker that dies on its way into another slot loses no batch, and no slot."""
     path = f"{debug_build}{os.pathsep}{os.path.dirname(held.__file__)}"
     done = run_script(KEEPING, CSEQ_FAULT=f"{point}:23", PYTHONPATH=path)

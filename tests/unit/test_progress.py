@@ -1,12 +1,9 @@
 """The bar says how much the loop waits, and costs nothing where nobody looks."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +15,13 @@ tqdm = pytest.importorskip("tqdm")
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def _leaves_nothing(monkeypatch):
     """Keep tqdm from a thread and a lock in shared memory, which it never gives back."""
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
     tqdm.tqdm.set_lock(threading.RLock())
 
 
-def drawn(loader: Any, **options: Any) -> tuple[list[Any], str]:
+def drawn(loader, **options):
     """Iterate, with a bar that is drawn at every batch: the batches, and what was drawn."""
     to = io.StringIO()
     bar = cseq.progress(
@@ -33,7 +30,7 @@ def drawn(loader: Any, **options: Any) -> tuple[list[Any], str]:
     return list(bar), to.getvalue()
 
 
-def test_the_share_of_waiting() -> None:
+def test_the_share_of_waiting():
     """Before the first batch it says so; then the share, over two epochs and two bars."""
     with cseq.MTSequence(Indices1, 640, 2, out_type="null", seed=1).start() as batches:
         for _ in range(2):
@@ -44,7 +41,7 @@ def test_the_share_of_waiting() -> None:
     assert "starting" in drawn_before(cseq.MTSequence(Indices1, 640, 2, out_type="null", seed=1))
 
 
-def drawn_before(manager: Any) -> str:
+def drawn_before(manager):
     """Return what is drawn of a manager before its first batch."""
     to = io.StringIO()
     with manager.start():
@@ -52,16 +49,16 @@ def drawn_before(manager: Any) -> str:
     return to.getvalue()
 
 
-def test_a_cause_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cause_is_named(monkeypatch):
     """The word of the advice stands beside the share, but for words that say nothing more."""
 
     class Loader:
         cause = "stragglers"
 
-        def __iter__(self) -> Any:
+        def __iter__(self):
             return iter(range(3))
 
-        def stats(self) -> Any:
+        def stats(self):
             return cseq.Stats(batches=9, loop_waited=3.0, elapsed=10.0, num_workers=1)
 
     monkeypatch.setattr(cseq.Stats, "bottleneck", property(lambda _: Loader.cause))
@@ -71,7 +68,7 @@ def test_a_cause_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "waits 30 %]" in drawn(Loader())[1]
 
 
-def test_a_loop_that_makes_its_batches_itself() -> None:
+def test_a_loop_that_makes_its_batches_itself():
     """It waits for nothing that could be measured; where there are no figures, nothing is said."""
     manager = cseq.MTSequence(Indices1, 640, 0, out_type="null", seed=1)
     with manager.start() as batches:
@@ -80,16 +77,16 @@ def test_a_loop_that_makes_its_batches_itself() -> None:
     assert "waits" not in text
 
     class Loader:
-        def __iter__(self) -> Any:
+        def __iter__(self):
             return iter(range(3))
 
-        def stats(self) -> Any:
+        def stats(self):
             raise RuntimeError("there are none")
 
     assert "starting" not in drawn(Loader())[1].splitlines()[-1].rpartition("3batch")[2]
 
 
-def test_a_manager_that_is_started_again() -> None:
+def test_a_manager_that_is_started_again():
     """A bar that outlives a start counts from the new start."""
     manager = cseq.MTSequence(Indices1, 640, 2, out_type="null", seed=1)
     with manager.start() as batches:
@@ -99,7 +96,7 @@ def test_a_manager_that_is_started_again() -> None:
         assert len(list(bar)) == 20
 
 
-def test_any_loader() -> None:
+def test_any_loader():
     """What has no stats gets tqdm's own bar, and options are tqdm's."""
     got, text = drawn(range(5), desc="numbers", initial=2, total=7)
     assert got == list(range(5))
@@ -108,14 +105,14 @@ def test_any_loader() -> None:
     assert "waits" not in text
 
 
-def test_nothing_is_drawn_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_drawn_without_a_terminal(capfd):
     """A job's log file stays clean."""
     with cseq.MTSequence(Indices1, 64, 2, out_type="null", seed=1).start() as batches:
         assert len(list(cseq.progress(batches))) == 2
     assert capfd.readouterr() == ("", "")
 
 
-def test_without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tqdm(monkeypatch):
     """The error says what to install."""
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with pytest.raises(ImportError, match="pip install tqdm"):

@@ -1,9 +1,6 @@
 """What `Buckets`, `Packed` and `Groups` have in common: any unit at once, any ranks."""
 
-from __future__ import annotations
-
 import signal
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ import cseq
 from cseq.order._readers import fingerprint as core_fingerprint
 
 
-def fingerprint(values: list[int]) -> int:
+def fingerprint(values):
     """Compute it as the page of the orders says."""
     z = mix(IV ^ len(values))
     for value in values:
@@ -24,7 +21,7 @@ def fingerprint(values: list[int]) -> int:
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=50))
-def test_fingerprint(values: list[int]) -> None:
+def test_fingerprint(values):
     """It is that of the definition, whatever type and layout the values have."""
     expected = fingerprint(values)
     array = np.array(values, np.int64)
@@ -34,7 +31,7 @@ def test_fingerprint(values: list[int]) -> None:
     assert core_fingerprint(np.array([], np.int32)) == fingerprint([])
 
 
-def test_fingerprint_of_other_types_and_of_pieces() -> None:
+def test_fingerprint_of_other_types_and_of_pieces():
     """Equal integers have one fingerprint, equal floats another one; long arrays go in pieces."""
     values = np.arange(200_000) % 251
     expected = fingerprint(values.tolist())
@@ -49,7 +46,7 @@ def test_fingerprint_of_other_types_and_of_pieces() -> None:
 # ── large ones ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_large_classes_need_no_table() -> None:
+def test_large_classes_need_no_table():
     """Classes of 65536 samples and more are computed; each sample comes once all the same."""
     order = cseq.Buckets(np.repeat([5, 9], [65_535, 70_000]), 1000, together=8)
     reader = order.reader(1)
@@ -62,13 +59,13 @@ def test_large_classes_need_no_table() -> None:
 
 
 @pytest.mark.needs("POSIX")
-def test_a_signal_handler_runs_while_tables_are_made() -> None:
+def test_a_signal_handler_runs_while_tables_are_made():
     """A long read is interrupted, here by a read of another epoch, and can be taken up again."""
     order = cseq.Buckets(np.repeat(np.arange(1, 101), 60_000), 2000, ratio=1)
     reader = order.reader(3)
     expected = [order.reader(3).samples(epoch, 0, 40)[0] for epoch in (0, 1)]
 
-    def ring(_number: int, _frame: Any) -> None:
+    def ring(_number, _frame):
         assert (reader.samples(1, 0, 40)[0] == expected[1]).all()
         raise InterruptedError
 

@@ -1,9 +1,6 @@
 """`Resized`: another order's epochs, one after the other, in pieces of any size."""
 
-from __future__ import annotations
-
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +21,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("size", [1, 4, 10, 23])
 @pytest.mark.parametrize("name", ORDERS)
-def test_goes_through_the_epochs(name: str, size: int) -> None:
+def test_goes_through_the_epochs(name, size):
     """The epochs of any size are one after the other those of the order."""
     order = ORDERS[name]
     expected = list(chain.from_iterable(units(order, 5, epoch) for epoch in range(24)))
@@ -35,7 +32,7 @@ def test_goes_through_the_epochs(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [700, 1024, 4000, 5003])
-def test_a_part_of_the_data_is_a_fair_one(size: int) -> None:
+def test_a_part_of_the_data_is_a_fair_one(size):
     """An epoch has the classes of periodic or sorted data by chance; samples come in turn."""
     often = np.zeros(5000, int)
     order = cseq.Resized(cseq.Shuffled(5000), size)
@@ -49,7 +46,7 @@ def test_a_part_of_the_data_is_a_fair_one(size: int) -> None:
     assert worst(rows) < 5
 
 
-def test_of_the_data() -> None:
+def test_of_the_data():
     """An order without samples has those of the data."""
     resized = cseq.Resized(cseq.Shuffled(), 4)
     assert (resized.units, resized.samples) == (0, None)
@@ -58,7 +55,7 @@ def test_of_the_data() -> None:
     assert len(set(chain.from_iterable(resized.over(9).batches(2, seed=1)))) == 4
 
 
-def test_states() -> None:
+def test_states():
     """A state of another size or another order is refused, and both values are named."""
     order = cseq.Resized(cseq.Shuffled(9), 4)
     assert order.resumed(order.facts(), 1, 3, 2) is order
@@ -70,11 +67,11 @@ def test_states() -> None:
         order.resumed(cseq.Shuffled(9).facts(), 1, 0, 0)
 
 
-def test_a_mixture_inside_goes_on_with_other_weights() -> None:
+def test_a_mixture_inside_goes_on_with_other_weights():
     """What is inside is resumed where it was."""
     sources = {"a": cseq.Shuffled(90), "b": cseq.Shuffled(80)}
 
-    def resized(weights: dict[str, Any]) -> cseq.Resized:
+    def resized(weights):
         return cseq.Resized(cseq.Mixture(sources, weights, block=8, epoch_size=40), 30)
 
     before, after = resized({"a": 1, "b": 1}), resized({"a": 3, "b": 1})
@@ -88,10 +85,10 @@ def test_a_mixture_inside_goes_on_with_other_weights() -> None:
     assert units(third, 1, 2) == units(again, 1, 2)
 
 
-def test_ranks_without_a_seed() -> None:
+def test_ranks_without_a_seed():
     """They need one if the order does that is resized."""
 
-    def rank(order: cseq.Order) -> cseq.MTSequence[Any]:
+    def rank(order):
         worker = lambda: range(10)  # noqa: E731 - never made
         return cseq.MTSequence(worker, 10, order=cseq.Resized(order, 4), shard=(1, 2))
 
@@ -101,7 +98,7 @@ def test_ranks_without_a_seed() -> None:
         rank(cseq.Shuffled(10))
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments():
     """The message names the argument and its value."""
     with pytest.raises(TypeError, match="order=5 is no"):
         cseq.Resized(5, 5)  # type: ignore[arg-type]

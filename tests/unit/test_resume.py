@@ -1,9 +1,6 @@
 """Leaving off in the middle of an epoch and going on, anywhere."""
 
-from __future__ import annotations
-
 import itertools
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,31 +9,28 @@ from hypothesis import strategies as st
 import cseq
 from cseq.indexing.context import generator
 
-if TYPE_CHECKING:
-    import numpy as np
-
 SAMPLES = 101
 
 
 class Drawn:
     """Indices and what the batch's own generator draws."""
 
-    def __getitem__(self, indices: np.ndarray) -> tuple[np.ndarray, float]:
+    def __getitem__(self, indices):
         return indices, float(cseq.rng().random())
 
 
-def manager(**options: Any) -> cseq.MSequence:
+def manager(**options):
     """Make a manager of threads."""
     options = {"batch_size": 4, "seed": 3, "thread_type": "thread", "out_type": "null"} | options
     return cseq.MSequence(Drawn, options.pop("n", SAMPLES), **options)
 
 
-def stream(batches: Any) -> list[tuple[list[int], float]]:
+def stream(batches):
     """Batches as values."""
     return [(indices.tolist(), draw) for indices, draw in batches]
 
 
-def head(m: cseq.MSequence, count: int) -> list[tuple[list[int], float]]:
+def head(m, count):
     """Take the first batches of an epoch, as far as there are so many, in test mode."""
     return stream(itertools.islice(m.start_test(), count))
 
@@ -52,9 +46,7 @@ def head(m: cseq.MSequence, count: int) -> list[tuple[list[int], float]]:
     pad=st.booleans(),
 )
 @example(n=18, batch=2, other=2, ranks=4, new_ranks=3, part=1.0, pad=False)
-def test_the_rest_is_dealt_anew(
-    n: int, batch: int, other: int, ranks: int, new_ranks: int, part: float, pad: bool
-) -> None:
+def test_the_rest_is_dealt_anew(n, batch, other, ranks, new_ranks, part, pad):
     """With other batch sizes and ranks, exactly the samples not yet delivered come.
 
     Ranks in step with one another have one state, also where some have no last batch.
@@ -82,7 +74,7 @@ def test_the_rest_is_dealt_anew(
     assert len(rest) - len(left) < (new_ranks if pad else 1)  # the padding of the tail
 
 
-def test_ranks_draw_differently_and_alike_after_a_resume() -> None:
+def test_ranks_draw_differently_and_alike_after_a_resume():
     """cseq.rng belongs to the batch's place in the epoch, whoever makes it."""
     parts = []
     for rank in range(2):
@@ -93,7 +85,7 @@ def test_ranks_draw_differently_and_alike_after_a_resume() -> None:
     assert parts[1][3][1] == float(generator(3, 0, 4 * 7).random())
 
 
-def test_loading_interrupts_what_runs() -> None:
+def test_loading_interrupts_what_runs():
     """An iterator that was under way is not the place any more."""
     m = manager()
     with m.start():
@@ -107,7 +99,7 @@ def test_loading_interrupts_what_runs() -> None:
         other.finish()
 
 
-def test_an_unordered_place_cannot_be_said() -> None:
+def test_an_unordered_place_cannot_be_said():
     """With ordered=False there is a state between epochs alone."""
     m = manager(ordered=False)
     with m.start():
@@ -119,11 +111,11 @@ def test_an_unordered_place_cannot_be_said() -> None:
         assert m.state_dict()["consumed"] == 0
 
 
-def test_a_batch_that_raised_is_not_delivered() -> None:
+def test_a_batch_that_raised_is_not_delivered():
     """The state after an error is at the batch that raised, until the loop goes on behind it."""
 
     class Broken(Drawn):
-        def __getitem__(self, indices: np.ndarray) -> tuple[np.ndarray, float]:
+        def __getitem__(self, indices):
             if 8 in indices:
                 raise OSError("unreadable")
             return super().__getitem__(indices)

@@ -1,13 +1,10 @@
 """One start and its end: a manager that is dropped is closed without anything waiting for that."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,12 +12,6 @@ import pytest
 import cseq
 from cseq import runs
 from cseq.processes.launcher import start_methods
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from conftest import RunScript
 
 pytestmark = pytest.mark.needs("Linux")
 
@@ -98,49 +89,49 @@ pids = children()
 class Slow:
     """An indexer of test mode, in whose batch a test does things."""
 
-    def __init__(self, act: Callable[[], object], seen: list[str]) -> None:
+    def __init__(self, act, seen):
         self.act, self.seen = act, seen
 
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+    def __getitem__(self, indices):
         self.act()
         self.seen.append("made")
         return indices
 
-    def close(self) -> None:
+    def close(self):
         self.seen.append("closed")
 
 
-def in_another_thread(call: Callable[[], object]) -> threading.Thread:
+def in_another_thread(call):
     """Have another thread call something."""
     thread = threading.Thread(target=call)
     thread.start()
     return thread
 
 
-def await_generation(generation: int) -> None:
+def await_generation(generation):
     """Wait until another thread's call has interrupted the run, and so has the manager's lock."""
     while any(one.pool.run.generation == generation for one in runs.present()):
         time.sleep(0.001)
 
 
 @pytest.mark.parametrize("seconds", [60.0, 0.0])
-def test_finish_on_another_thread(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finish_on_another_thread(seconds, monkeypatch):
     """It waits for a call that is under way; if that takes too long, the call ends the run."""
     monkeypatch.setattr(runs, "LOCK_SECONDS", seconds)
-    seen: list[str] = []
+    seen = []
 
-    def act() -> None:
+    def act():
         finishing = in_another_thread(finish)
         await_generation(1)
         if not seconds:
             finishing.join()
         threads.append(finishing)
 
-    def finish() -> None:
+    def finish():
         m.finish()
         seen.append("finished")
 
-    threads: list[threading.Thread] = []
+    threads = []
     m = cseq.MTSequence(lambda: Slow(act, seen), 100, batch_size=10, out_type="null")
     with pytest.raises(InterruptedError, match="interrupted"):
         list(m.start_test())
@@ -149,17 +140,17 @@ def test_finish_on_another_thread(seconds: float, monkeypatch: pytest.MonkeyPatc
     m.finish()
 
 
-def test_a_look_waits_for_no_thread_that_waits_for_this_one() -> None:
+def test_a_look_waits_for_no_thread_that_waits_for_this_one():
     """In the middle of a batch, while another thread's `iter` waits for that batch's end."""
-    looks: list[Any] = []
+    looks = []
 
-    def act() -> None:
+    def act():
         if not looks:
             iterating.append(in_another_thread(lambda: looks.append(len(list(m)))))
             await_generation(1)
             looks.extend([m.stats().batches, m.state_dict()["consumed"], repr(m), m.skipped])
 
-    iterating: list[threading.Thread] = []
+    iterating = []
     m = cseq.MTSequence(lambda: Slow(act, []), 100, batch_size=10, out_type="null")
     with pytest.raises(InterruptedError):
         list(m.start_test())
@@ -171,16 +162,14 @@ def test_a_look_waits_for_no_thread_that_waits_for_this_one() -> None:
 
 @pytest.mark.parametrize("what", ["manager", "streams"])
 @pytest.mark.parametrize("method", start_methods())
-def test_a_garbage_collection_waits_for_no_worker(
-    run_script: RunScript, method: str, what: str
-) -> None:
+def test_a_garbage_collection_waits_for_no_worker(run_script, method, what):
     """It returns at once though a worker hangs; soon after that, all processes are gone."""
     done = run_script(DROPPED, method, what)
     assert done.stdout == "True\nTrue\n", done.stderr
 
 
 @pytest.mark.parametrize("what", ["manager", "streams"])
-def test_the_interpreters_end_waits_for_all(run_script: RunScript, what: str) -> None:
+def test_the_interpreters_end_waits_for_all(run_script, what):
     """What is being closed, and what runs, is gone when the program is: busy workers, too, soon."""
     done = run_script(AT_EXIT, start_methods()[0], what)
     assert done.stdout == "True\n", done.stderr
@@ -188,7 +177,7 @@ def test_the_interpreters_end_waits_for_all(run_script: RunScript, what: str) ->
     assert done.stderr == ""  # the grace, after which a warning would come, was not waited for
 
 
-def test_what_is_dropped_is_closed_on_a_thread_that_is_known() -> None:
+def test_what_is_dropped_is_closed_on_a_thread_that_is_known():
     """`threading` knows the thread while it closes, and makes up none that stays in its list."""
     before = set(threading.enumerate())
     names = []
@@ -199,10 +188,10 @@ def test_what_is_dropped_is_closed_on_a_thread_that_is_known() -> None:
 
 
 @pytest.mark.parametrize("starts", ["_thread.start_new_thread", "threading.Thread.start"])
-def test_no_more_threads(starts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_threads(starts, monkeypatch):
     """Where the system has no more threads, what is dropped is closed all the same, and once."""
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_):
         raise RuntimeError("can't start new thread")
 
     closed = []
@@ -215,16 +204,16 @@ def test_no_more_threads(starts: str, monkeypatch: pytest.MonkeyPatch) -> None:
 class Closing:
     """Something to be closed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.closed = False
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
 
 
-def test_what_is_closed_is_kept_by_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_closed_is_kept_by_nothing(monkeypatch):
     """Not by the thread that has begun the other one, either, which may still be at that."""
-    first: list[Any] = []
+    first = []
     monkeypatch.setattr("_thread.start_new_thread", lambda begin, _args: first.append(begin))
     monkeypatch.setattr("threading.Thread.start", lambda thread: thread.run())
     closing = Closing()
@@ -237,10 +226,10 @@ def test_what_is_closed_is_kept_by_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     runs.await_closings(60)
 
 
-def test_what_looks_at_its_end_may_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_looks_at_its_end_may_raise(monkeypatch):
     """The run is closed all the same."""
 
-    def fail(_: object) -> None:
+    def fail(_):
         raise ZeroDivisionError
 
     monkeypatch.setattr(runs, "on_close", [fail])
@@ -275,9 +264,7 @@ begun.wait()
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="there, no thread is unwound at the end")
 @pytest.mark.parametrize(("seconds", "ends"), [(60.0, True), (0.01, False)])
-def test_the_end_of_the_program_waits_for_threads_in_a_batch(
-    run_script: RunScript, tmp_path: Path, seconds: float, ends: bool
-) -> None:
+def test_the_end_of_the_program_waits_for_threads_in_a_batch(run_script, tmp_path, seconds, ends):
     """Or Python unwinds their stacks, which aborts it in C++; what hangs is named after a time."""
     done = run_script(BUSY, str(seconds), "ends" if ends else "hangs")
     assert (done.stdout, done.returncode) == ("", 0)

@@ -1,9 +1,6 @@
 """The sampler: each sample once over all ranks, from any point of an epoch on."""
 
-from __future__ import annotations
-
 import itertools
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,47 +11,42 @@ import cseq
 from cseq.order.sampler import Sampler, warn
 from cseq.order.shuffled import Sequential, Shuffled
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from cseq.order._source import OrderSource
-
 sizes = st.integers(1, 300)
 batch_sizes = st.integers(1, 40)
 worlds = st.integers(1, 6)
 seeds = st.integers(0, 2**64 - 1)
 
 
-def sampler(dset_size: Any = 100, *, shuffle: bool = True, **options: Any) -> Sampler:
+def sampler(dset_size=100, *, shuffle=True, **options):
     """Make a sampler of which only some arguments matter."""
     order = Shuffled(algorithm="fisher-yates-v1") if shuffle else Sequential()
-    usual: dict[str, Any] = {"batch_size": 7, "seed": 1, "drop_last": False}
+    usual = {"batch_size": 7, "seed": 1, "drop_last": False}
     return Sampler(dset_size, order, **{**usual, **options})
 
 
-def ranks(world_size: int, *args: Any, **options: Any) -> list[Sampler]:
+def ranks(world_size, *args, **options):
     """Make the samplers of all ranks."""
     return [sampler(*args, rank=r, world_size=world_size, **options) for r in range(world_size)]
 
 
-def batch(source: OrderSource, number: int) -> list[int]:
+def batch(source, number):
     """Return the samples of a batch."""
     return source.samples(number)[0].tolist()
 
 
-def epoch(one: Sampler, number: int = 0, consumed: int = 0) -> list[list[int]]:
+def epoch(one, number=0, consumed=0):
     """Take all batches of an epoch."""
     source = one.source(number, consumed)
     return [batch(source, k) for k in range(len(source))]
 
 
-def dealt(all_ranks: list[Sampler], number: int = 0, consumed: int = 0) -> list[list[int]]:
+def dealt(all_ranks, number=0, consumed=0):
     """Take the global batches of an epoch: those of the ranks, one after the other."""
     parts = [epoch(one, number, consumed) for one in all_ranks]
     return [flat(parts_of_one) for parts_of_one in zip(*parts, strict=True)]
 
 
-def flat(batches: Iterable[list[int]]) -> list[int]:
+def flat(batches):
     """Put batches one after the other."""
     return list(itertools.chain.from_iterable(batches))
 
@@ -62,14 +54,14 @@ def flat(batches: Iterable[list[int]]) -> list[int]:
 # ── many ranks ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_padding_is_the_beginning() -> None:
+def test_padding_is_the_beginning():
     """What is missing in the tail is taken from the beginning of the order, again and again."""
     assert dealt(ranks(3, 8, batch_size=2, shuffle=False)) == [[0, 1, 2, 3, 4, 5], [6, 7, 0]]
     assert dealt(ranks(5, 2, batch_size=4, shuffle=False)) == [[0, 1, 0, 1, 0]]
 
 
 @given(n=sizes, size=batch_sizes, world=worlds, consumed=st.integers(0, 300), seed=seeds)
-def test_without_padding(n: int, size: int, world: int, consumed: int, seed: int) -> None:
+def test_without_padding(n, size, world, consumed, seed):
     """Over all ranks each sample comes once, in the order's parts; tails differ by one sample."""
     assume(consumed <= n)
     every = ranks(world, n, batch_size=size, seed=seed, pad=False)
@@ -91,7 +83,7 @@ def test_without_padding(n: int, size: int, world: int, consumed: int, seed: int
     assert left_out == [epoch(one) for one in ranks(world, n, batch_size=size, drop_last=True)]
 
 
-def test_an_epoch_without_batches_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_epoch_without_batches_is_said(caplog):
     """If drop_last leaves out all that there is, the log says so once, and what to do."""
     warn.cache_clear()
     sampler(8, batch_size=4, drop_last=True, world_size=2)
@@ -111,7 +103,7 @@ def test_an_epoch_without_batches_is_said(caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.int64, np.uint64, ">i2"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_indices(dtype: Any, world: int) -> None:
+def test_indices(dtype, world):
     """Given indices take the place of 0 … n-1, as int64, also in the padding."""
     given_ = np.arange(100, 75, -1).astype(dtype)
     batches = dealt(ranks(world, given_))
@@ -120,7 +112,7 @@ def test_indices(dtype: Any, world: int) -> None:
     assert sampler(given_).source(0).samples(0)[0].dtype == np.int64
 
 
-def test_array_is_not_copied_and_not_written() -> None:
+def test_array_is_not_copied_and_not_written():
     """An array of a terabyte of indices is not copied, and one that is read-only will do."""
     array = np.broadcast_to(np.int64(3), (2**37,))
     one = sampler(array, shuffle=False)
@@ -137,10 +129,10 @@ def test_array_is_not_copied_and_not_written() -> None:
 class Endless:
     """A data set whose __getitem__ never raises IndexError: numpy would read it for ever."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 100
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return np.ones(3) * index
 
 
@@ -156,14 +148,14 @@ class Endless:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_data_set_as_dset_size(given_: Any, text: str) -> None:
+def test_a_data_set_as_dset_size(given_, text):
     """A data set, or what has no length: a TypeError at once that says what to give."""
     with pytest.raises(TypeError, match=text):
         sampler(given_)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_epoch_out_of_range(shuffle: bool) -> None:
+def test_epoch_out_of_range(shuffle):
     """So are an epoch and a number of consumed samples that cannot be."""
     one = sampler(10, shuffle=shuffle)
     for number, consumed, error in (
@@ -179,7 +171,7 @@ def test_epoch_out_of_range(shuffle: bool) -> None:
 
 
 @pytest.mark.parametrize(("number", "error"), [(-1, OverflowError), (15, IndexError)])
-def test_no_such_batch(number: int, error: type[Exception]) -> None:
+def test_no_such_batch(number, error):
     """A batch that an epoch does not have is an error."""
     with pytest.raises(error):
         sampler(100).source(0).samples(number)

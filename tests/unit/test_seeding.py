@@ -2,41 +2,35 @@
 
 # ruff: noqa: NPY002 - numpy's global generator is what this is about
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import reference
 from interrupting import first_hits, interrupted
-from kinds import INLINE, PROCESSES, QUICKEST, Kind, stream
+from kinds import INLINE, PROCESSES, QUICKEST, stream
 
 import cseq
 from cseq.indexing import context, seeding
-
-if TYPE_CHECKING:
-    from conftest import RunScript
 
 
 class Drawing:
     """Draws from what is imported anyway; `made` is drawn by the constructor."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.made = random.random(), np.random.rand()
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         # An odd number of Gaussian ones: each generator keeps the second of a pair.
         return (self.made, random.gauss(0, 1), np.random.randn(), np.random.randint(1 << 30),
                 random.random())  # fmt: skip
 
 
-def states() -> tuple[Any, ...]:
+def states():
     """Return what this process's generators would draw next."""
     name, key, *rest = np.random.get_state()
     return random.getstate(), name, key.tobytes(), rest
@@ -53,9 +47,9 @@ def states() -> tuple[Any, ...]:
         for number in ([1, 2, 5] if kind is QUICKEST else [2])  # the number is nothing to a start
     ],
 )
-def test_draws_whatever_the_workers(kind: Kind, num_workers: int) -> None:
+def test_draws_whatever_the_workers(kind, num_workers):
     """Any number and kind of worker processes draw what test mode draws, in every epoch."""
-    options: dict[str, Any] = {"batch_size": 3, "epochs": 2}
+    options = {"batch_size": 3, "epochs": 2}
     want = stream(INLINE, Drawing, 40, **options)
     assert stream(kind, Drawing, 40, num_workers=num_workers, **options) == want
     assert len({batch[1:] for batch in want}) == len(want) == 28
@@ -97,7 +91,7 @@ print(all(other == inline for other in first + again))
 """
 
 
-def test_modules_imported_by_a_batch(run_script: RunScript) -> None:
+def test_modules_imported_by_a_batch(run_script):
     """A batch that imports numpy.random or torch draws as if they had been there before.
 
     In workers that have imported them and in those that have not, also in test mode in a trainer
@@ -112,7 +106,7 @@ def test_modules_imported_by_a_batch(run_script: RunScript) -> None:
 # -- what is left alone
 
 
-def test_test_mode_restores() -> None:
+def test_test_mode_restores():
     """The trainer's generators are between two batches what they would be without them."""
     np.random.seed(5)
     np.random.randn()
@@ -128,20 +122,20 @@ def test_test_mode_restores() -> None:
     assert states() == before
 
 
-def test_test_mode_restores_after_an_exception() -> None:
+def test_test_mode_restores_after_an_exception():
     """Also after a batch, or a constructor, that raises."""
 
     class Raises:
-        def __getitem__(self, indices: Any) -> Any:
+        def __getitem__(self, indices):
             random.random()
             raise ValueError("x")
 
     class Unmade:
-        def __init__(self) -> None:
+        def __init__(self):
             np.random.rand()
             raise LookupError("y")
 
-        def __getitem__(self, indices: Any) -> Any:
+        def __getitem__(self, indices):
             raise AssertionError
 
     for worker, error in ((Raises, ValueError), (Unmade, LookupError)):
@@ -151,7 +145,7 @@ def test_test_mode_restores_after_an_exception() -> None:
         assert states() == before
 
 
-def test_test_mode_restores_after_a_signal_handler() -> None:
+def test_test_mode_restores_after_a_signal_handler():
     """Wherever in seeding and restoring it raises."""
     np.random.seed(5)
     np.random.randn()
@@ -159,7 +153,7 @@ def test_test_mode_restores_after_a_signal_handler() -> None:
     with INLINE.start(Drawing, 10**6, batch_size=4) as m:
         batches = iter(m)
 
-        def step(countdown: int) -> bool:
+        def step(countdown):
             next(batches)  # it may have been made when the handler raised
             with interrupted(countdown, "indexing/seeding.py") as struck:
                 next(batches)
@@ -171,7 +165,7 @@ def test_test_mode_restores_after_a_signal_handler() -> None:
 
 
 @pytest.mark.needs("fork")
-def test_switched_off() -> None:
+def test_switched_off():
     """With seed_globals=False, test mode draws from the trainer's, a forked worker from copies."""
     m = cseq.MPSequence(
         Drawing, 6, num_workers=1, batch_size=3, out_type="null", seed=1, start_method="fork",
@@ -189,7 +183,7 @@ def test_switched_off() -> None:
         assert next(iter(batches)) == want
 
 
-def test_threads_are_not_seeded() -> None:
+def test_threads_are_not_seeded():
     """Threads share the generators with the training loop: nothing seeds them there."""
     random.seed(7)
     np.random.seed(7)
@@ -209,7 +203,7 @@ FILE = json.loads(GOLDEN.read_text(encoding="ascii"))
 BATCH, MAKING = 4, 5  # what words are for: docs/inside/shuffle.md
 
 
-def sha256(words: Any) -> str:
+def sha256(words):
     """Return the hash of a twister's 624 words."""
     return hashlib.sha256(struct.pack("<624I", *words)).hexdigest()
 
@@ -217,7 +211,7 @@ def sha256(words: Any) -> str:
 @pytest.mark.parametrize(
     "record", FILE["states"], ids=lambda one: f"{one['seed']}-{one['epoch']}-{one['start']}"
 )
-def test_golden_states(record: dict[str, Any]) -> None:
+def test_golden_states(record):
     """The states of a batch, and of the making of an indexer, never change."""
     torch = pytest.importorskip("torch")
     seed, epoch, start = record["seed"], record["epoch"], record["start"]
@@ -244,7 +238,7 @@ def test_golden_states(record: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("record", FILE["states"][::4])
-def test_the_page_defines_the_golden_states(record: dict[str, Any]) -> None:
+def test_the_page_defines_the_golden_states(record):
     """Public calls with three words that are derived of seed, epoch and place give these states."""
     seed, start = record["seed"], record["start"]
     place = (seed, 0, MAKING)
@@ -258,7 +252,7 @@ def test_the_page_defines_the_golden_states(record: dict[str, Any]) -> None:
     assert torchs == record["torch"]
 
 
-def test_a_bit_generator_of_the_users() -> None:
+def test_a_bit_generator_of_the_users():
     """`numpy.random` keeps the bit generator that the user has set, which gets the same word."""
     np.random.seed(4)
     before, kept = np.random.get_bit_generator(), states()
@@ -349,9 +343,7 @@ print([batch[0] for batch in sent], [b[1] for b in sent][1:] == [b[1] for b in r
 
 
 @pytest.mark.needs("worker processes")
-def test_a_batch_is_made_once_more_if_it_imports_what_it_may_draw_from(
-    run_script: RunScript,
-) -> None:
+def test_a_batch_is_made_once_more_if_it_imports_what_it_may_draw_from(run_script):
     """Once, even if it failed; `cseq.rng` starts again. So is an indexer that imports when made."""
     done = run_script(AGAIN)
     assert done.returncode == 0, done.stderr

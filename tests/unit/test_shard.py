@@ -1,10 +1,7 @@
 """Which rank this is: given, from torch, from launchers; and what contradicts itself."""
 
-from __future__ import annotations
-
 import sys
 import types
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +16,12 @@ VARIABLES = (
 )  # fmt: skip
 
 
-def shard_of(value: Any) -> tuple[int, int]:
+def shard_of(value):
     """Resolve the argument."""
     return (shard.given(value) or shard.resolve())[:2]
 
 
-def environment(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
+def environment(monkeypatch, **values):
     """Set these of all launchers' variables, without torch."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     for key in VARIABLES:
@@ -33,7 +30,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
         monkeypatch.setenv(key, value)
 
 
-def process_group(monkeypatch: pytest.MonkeyPatch, *, initialised: bool) -> None:
+def process_group(monkeypatch, *, initialised):
     """Put a torch in place that is, or is not, rank 2 of 3."""
     distributed = types.SimpleNamespace(
         is_available=lambda: True,
@@ -44,7 +41,7 @@ def process_group(monkeypatch: pytest.MonkeyPatch, *, initialised: bool) -> None
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(distributed=distributed))
 
 
-def test_shard_given() -> None:
+def test_shard_given():
     """None is everything; a pair is itself."""
     assert shard_of(None) == (0, 1)
     assert shard_of((1, 3)) == (1, 3)
@@ -58,19 +55,19 @@ def test_shard_given() -> None:
 class Group:
     """Has the methods of a process group of torch, and a description of what it is for."""
 
-    def __init__(self, rank: int, size: int, text: str = "undefined") -> None:
+    def __init__(self, rank, size, text="undefined"):
         self.rank, self.size, self.group_desc = (lambda: rank), (lambda: size), text
 
 
 class Mesh:
     """Has the methods of a DeviceMesh of torch."""
 
-    def __init__(self, shape: list[int], place: list[int] | None, *names: str) -> None:
+    def __init__(self, shape, place, *names):
         self.mesh, self.ndim, self.mesh_dim_names = np.empty(shape), len(shape), names or None
         self.get_coordinate, self.size = (lambda: place), (lambda: self.mesh.size)
 
 
-def test_shard_of_a_group() -> None:
+def test_shard_of_a_group():
     """A process group, and a mesh of one dimension, say which rank this is."""
     assert shard_of(Group(2, 3)) == (2, 3)
     assert shard_of(Mesh([4], [1])) == (1, 4)
@@ -97,13 +94,13 @@ def test_shard_of_a_group() -> None:
         ),
     ],
 )
-def test_shard_of_no_rank(value: Any, text: str) -> None:
+def test_shard_of_no_rank(value, text):
     """A rank outside of the group, and a mesh of several dimensions, are errors."""
     with pytest.raises(ValueError, match=text):
         shard_of(value)
 
 
-def test_shard_auto_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_auto_from_the_environment(monkeypatch):
     """'auto' takes torchrun's environment, also beside a torch without a process group."""
     environment(monkeypatch, RANK="1", WORLD_SIZE="4")
     assert shard_of("auto") == (1, 4)
@@ -111,10 +108,10 @@ def test_shard_auto_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     assert shard_of("auto") == (1, 4)
 
 
-def ray_train(monkeypatch: pytest.MonkeyPatch, ranks: int | None) -> None:
+def ray_train(monkeypatch, ranks):
     """Put a ray.train in place that is rank 1 of some, or says that it is not in a worker."""
 
-    def get_context() -> Any:
+    def get_context():
         if ranks is None:
             raise RuntimeError("this is no worker")
         return types.SimpleNamespace(get_world_rank=lambda: 1, get_world_size=lambda: ranks)
@@ -122,7 +119,7 @@ def ray_train(monkeypatch: pytest.MonkeyPatch, ranks: int | None) -> None:
     monkeypatch.setitem(sys.modules, "ray.train", types.SimpleNamespace(get_context=get_context))
 
 
-def test_shard_auto_from_ray_train(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_auto_from_ray_train(monkeypatch):
     """'auto' asks Ray Train first; outside of its workers, it goes on."""
     environment(monkeypatch, RANK="3", WORLD_SIZE="4")
     process_group(monkeypatch, initialised=True)
@@ -134,7 +131,7 @@ def test_shard_auto_from_ray_train(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shard_of("auto") == (2, 3)
 
 
-def groups(monkeypatch: pytest.MonkeyPatch, *groups: Group, meshes: tuple[Mesh, ...] = ()) -> None:
+def groups(monkeypatch, *groups, meshes=()):
     """Put a torch in place that is rank 2 of 3, with these groups; or these meshes, before 2.6."""
     process_group(monkeypatch, initialised=True)
     world = types.SimpleNamespace(pg_map=dict.fromkeys([Group(2, 3, "default_pg"), *groups]))
@@ -145,7 +142,7 @@ def groups(monkeypatch: pytest.MonkeyPatch, *groups: Group, meshes: tuple[Mesh, 
     monkeypatch.setitem(sys.modules, "torch.distributed.device_mesh", module)
 
 
-def test_shard_auto_where_ranks_share_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_auto_where_ranks_share_a_model(monkeypatch):
     """It is an error where torch, or Megatron, has another dimension than those of data."""
     environment(monkeypatch)
     fine = Group(0, 1, "mesh_tp"), Group(0, 3, "mesh_default"), Group(0, 2, "a checkpoint's")
@@ -166,10 +163,10 @@ def test_shard_auto_where_ranks_share_a_model(monkeypatch: pytest.MonkeyPatch) -
         shard_of("auto")
 
 
-def jax(monkeypatch: pytest.MonkeyPatch, *, connected: bool, backend: bool, ranks: int) -> None:
+def jax(monkeypatch, *, connected, backend, ranks):
     """Put a jax in place that is the last of some processes; to ask it makes a backend."""
 
-    def asked() -> None:
+    def asked():
         assert backend
 
     state = types.SimpleNamespace(
@@ -186,7 +183,7 @@ def jax(monkeypatch: pytest.MonkeyPatch, *, connected: bool, backend: bool, rank
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_shard_auto_from_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_auto_from_jax(monkeypatch):
     """'auto' asks JAX's processes once they are connected, or have a backend; it makes none."""
     environment(monkeypatch, RANK="0", WORLD_SIZE="5")
     jax(monkeypatch, connected=False, backend=False, ranks=4)
@@ -203,9 +200,7 @@ def test_shard_auto_from_jax(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("rank", "world_size"), [("x", "2"), ("2", "2"), ("-1", "2"), ("0", "0"), ("", "1")]
 )
-def test_shard_auto_with_a_bad_environment(
-    monkeypatch: pytest.MonkeyPatch, rank: str, world_size: str
-) -> None:
+def test_shard_auto_with_a_bad_environment(monkeypatch, rank, world_size):
     """An environment that makes no sense is an error that shows it."""
     environment(monkeypatch, RANK=rank, WORLD_SIZE=world_size)
     with pytest.raises(ValueError, match=f"RANK='{rank}' and WORLD_SIZE='{world_size}'"):
@@ -226,29 +221,27 @@ def test_shard_auto_with_a_bad_environment(
         ),
     ],
 )
-def test_launchers(
-    monkeypatch: pytest.MonkeyPatch, values: dict[str, str], want: tuple[int, int]
-) -> None:
+def test_launchers(monkeypatch, values, want):
     """Each launcher's variables are known, the innermost first."""
     environment(monkeypatch, **values)
     assert shard_of("auto") == want
 
 
 @pytest.mark.parametrize("more", [{}, {"NODE_RANK": "1", "LOCAL_RANK": "0"}])
-def test_a_world_size_without_a_rank(monkeypatch: pytest.MonkeyPatch, more: dict[str, str]) -> None:
+def test_a_world_size_without_a_rank(monkeypatch, more):
     """Several ranks, and no word of which this is: an error, and no duplication."""
     environment(monkeypatch, WORLD_SIZE="4", **more)
     with pytest.raises(ValueError, match=r"WORLD_SIZE='4'.*no rank"):
         shard_of("auto")
 
 
-def make(**options: Any) -> Any:
+def make(**options):
     """Make a manager of ten samples in test mode's pool."""
     options = {"seed": 1, "batch_size": 1, "out_type": "null", "shard": "auto"} | options
     return cseq.MTSequence(Indices1, 10, 1, **options)
 
 
-def test_nothing_is_asked_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_asked_before_it_is_needed(monkeypatch):
     """Constructor and properties ask nothing; `len`, `sampler` and a start do, and remember."""
     environment(monkeypatch)
     managers = [make() for _ in range(3)]
@@ -267,7 +260,7 @@ def test_nothing_is_asked_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("asked", ["len", "start", "iter"])
-def test_a_group_that_comes_later(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+def test_a_group_that_comes_later(monkeypatch, asked):
     """Wherever it is noticed, it is an error that tells both, and what to do."""
     environment(monkeypatch)
     m = make()
@@ -283,7 +276,7 @@ def test_a_group_that_comes_later(monkeypatch: pytest.MonkeyPatch, asked: str) -
     m.finish()
 
 
-def test_a_group_that_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_agrees(monkeypatch):
     """The group that torchrun's variables announced is no contradiction."""
     environment(monkeypatch, RANK="2", WORLD_SIZE="3")
     m = make(batch_size=2)
@@ -293,7 +286,7 @@ def test_a_group_that_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(list(m)) == 2
 
 
-def test_ranks_need_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_need_a_seed(monkeypatch):
     """It is said when the ranks are known; a state's seed is one that all of them have."""
     with pytest.raises(ValueError, match="seed"):
         make(seed=None, shard=(0, 2))
@@ -308,9 +301,7 @@ def test_ranks_need_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(make(seed=None, shuffle=False)) == 5
 
 
-def test_alone_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_alone_is_said_once(monkeypatch, caplog):
     """That shard='auto' found nothing is a warning in the log, once in the life of a process."""
     environment(monkeypatch)
     shard.warn_alone.cache_clear()

@@ -1,11 +1,8 @@
 """`Shares`: whole units of every share, exact over any number of blocks."""
 
-from __future__ import annotations
-
 import math
 import random
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -28,13 +25,13 @@ weights = st.lists(
 blocks = st.one_of(st.integers(1, 9), st.integers(1, 2**16 - 1))
 
 
-def errors(given_weights: list[Any], block: int, number: int) -> tuple[list[float], list[float]]:
+def errors(given_weights, block, number):
     """Return how far sources are off before a block: with a unit in a block or more, and less."""
     ratios = [weight.as_integer_ratio() for weight in given_weights]
     scale = math.lcm(*(below for _, below in ratios))
     exact = [above * scale // below for above, below in ratios]
     total = sum(exact)
-    found: tuple[list[float], list[float]] = ([], [])
+    found = ([], [])
     before = Shares(given_weights, block).before(number).tolist()
     assert sum(before) == number * block
     for weight, count in zip(exact, before, strict=True):
@@ -48,7 +45,7 @@ def errors(given_weights: list[Any], block: int, number: int) -> tuple[list[floa
 # 64 bits round a factor just below 1/2 up to it: the exact count is one less.
 @example([2**63 - 1, 2**63], 1, 1)
 @example([2**63 - 1, 2**63], 1, 2**47 + 1)
-def test_counts(given_weights: list[Any], block: int, number: int) -> None:
+def test_counts(given_weights, block, number):
     """They are those of the page, they never go back, and they are off by less than it says."""
     shares = Shares(given_weights, block)
     before, after = (shares.before(number + k).tolist() for k in (0, 1))
@@ -72,7 +69,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("block", [1, 8, 1024, 65535])
-def test_families(name: str, block: int) -> None:
+def test_families(name, block):
     """Many sources, in blocks of any size, are off by less than the bounds at any time."""
     rng = random.Random(block)
     for number in (1, 2, 3, *(rng.randrange(2 ** rng.randint(2, 40)) for _ in range(5))):
@@ -83,7 +80,7 @@ def test_families(name: str, block: int) -> None:
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any), st.integers(1, 5))
-def test_whole_shares(quotas: list[int], times: int) -> None:
+def test_whole_shares(quotas, times):
     """Where each share of a block is a whole number, every block has it."""
     shares = Shares([quota * 0.125 for quota in quotas], sum(quotas) * times)
     for number in (0, 1, 2, 10**9):
@@ -92,7 +89,7 @@ def test_whole_shares(quotas: list[int], times: int) -> None:
 
 
 @pytest.mark.parametrize("block", [1, 10, 1024])
-def test_a_rare_source_comes_in_even_steps(block: int) -> None:
+def test_a_rare_source_comes_in_even_steps(block):
     """Its units are 1 / share apart, to a block."""
     shares = Shares([1, 9999], block)
     comes = [j for j in range(200_000 // block) if shares.before(j + 1)[0] > shares.before(j)[0]]
@@ -101,7 +98,7 @@ def test_a_rare_source_comes_in_even_steps(block: int) -> None:
     assert all(abs(gap - 10_000) <= block for gap in gaps)
 
 
-def test_counts_beyond_64_bits() -> None:
+def test_counts_beyond_64_bits():
     """They are exact, modulo 2**64."""
     given_weights = [1, 2, math.pi, 1e-30]
     for number in (2**64 // 7 - 1, 2**64 // 7, 2**64 // 7 + 1, 2**70 + 3):

@@ -1,7 +1,5 @@
 """The order of an epoch: fair, and only as much of it as is used."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import json
@@ -15,7 +13,6 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +22,7 @@ from reference import GOLDEN, LEAST, WORD, bounded, derive, mix, order, words
 from reference_draws import perm, stream
 
 import cseq
-from cseq._core import FeistelReader, RangeReader, Reader, TableReader
+from cseq._core import FeistelReader, RangeReader, TableReader
 from cseq._core import derive as core_derive
 from cseq.order._readers import Permutation, gather
 from cseq.order.shuffled import Shuffled
@@ -41,32 +38,32 @@ sizes = st.one_of(st.integers(1, 70), st.integers(1, 5000))
 class Epoch:
     """One epoch of an order."""
 
-    def __init__(self, reader: Reader, epoch: int = 0) -> None:
+    def __init__(self, reader, epoch=0):
         self.reader = reader
         self.epoch = epoch
 
-    def read(self, start: int, count: int) -> np.ndarray[Any, Any]:
+    def read(self, start, count):
         """Return the samples at these positions."""
         return self.reader.samples(self.epoch, start, count)[0]
 
 
-def begun(n: int, seed: int, epoch: int = 0) -> Epoch:
+def begun(n, seed, epoch=0):
     """Return an epoch of fisher-yates-v1."""
     return Epoch(TableReader(n, seed), epoch)
 
 
-def computed(n: int, seed: int, epoch: int = 0) -> Epoch:
+def computed(n, seed, epoch=0):
     """Return an epoch of feistel-v1."""
     order = Shuffled().over(n)
     return Epoch(order.reader(seed), epoch)
 
 
-def name(record: dict[str, Any]) -> str:
+def name(record):
     """Name a golden record."""
     return "-".join(str(record[key]) for key in ("n", "seed", "epoch", "purpose") if key in record)
 
 
-def key_of(record: dict[str, Any], *names: str) -> tuple[int, ...]:
+def key_of(record, *names):
     """Pick numbers of a golden record."""
     return tuple(record[each] for each in names)
 
@@ -74,7 +71,7 @@ def key_of(record: dict[str, Any], *names: str) -> tuple[int, ...]:
 # ── what it is ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_page_shows_the_golden_file() -> None:
+def test_page_shows_the_golden_file():
     """The test vectors of docs/inside/shuffle.md are those of the golden file."""
     page = (HERE.parent / "docs" / "inside" / "shuffle.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\S+) \| (\S+) \| (\S+) \| (`?)([\w ]+)", page, re.MULTILINE)
@@ -99,7 +96,7 @@ def test_page_shows_the_golden_file() -> None:
         assert [int(value) for value in text.split()] == computed[key][:6]
 
 
-def test_building_blocks() -> None:
+def test_building_blocks():
     """The reference's generators are the published SplitMix64 and xoshiro256++."""
     assert mix(1234567) == 6457827717110365317
     assert mix(1234567 + GOLDEN & WORD) == 3203168211198807973
@@ -108,13 +105,13 @@ def test_building_blocks() -> None:
 
 
 @given(n=st.integers(0, 400), seed=seeds, epoch=seeds)
-def test_reference(n: int, seed: int, epoch: int) -> None:
+def test_reference(n, seed, epoch):
     """Every permutation is that of the reference in plain Python."""
     assert cseq.permutation(n, seed, epoch).tolist() == list(order(n, seed, epoch))
 
 
 @given(seed=seeds, epoch=seeds, purpose=seeds, count=st.integers(0, 8))
-def test_reference_words(seed: int, epoch: int, purpose: int, count: int) -> None:
+def test_reference_words(seed, epoch, purpose, count):
     """Every derived word is that of the reference."""
     assert core_derive(seed, epoch, purpose, count) == derive(seed, epoch, purpose, count)
 
@@ -123,7 +120,7 @@ def test_reference_words(seed: int, epoch: int, purpose: int, count: int) -> Non
 
 
 @given(n=sizes, seed=seeds, data=st.data())
-def test_any_position_at_any_time(n: int, seed: int, data: st.DataObject) -> None:
+def test_any_position_at_any_time(n, seed, data):
     """Positions can be read in any order, and again."""
     made, whole = begun(n, seed), cseq.permutation(n, seed)
     for _ in range(5):
@@ -137,7 +134,7 @@ def test_any_position_at_any_time(n: int, seed: int, data: st.DataObject) -> Non
     seed=seeds,
     epochs=st.lists(st.tuples(seeds, st.floats(0, 1)), min_size=1, max_size=8),
 )
-def test_table_is_reused(n: int, seed: int, epochs: list[tuple[int, float]]) -> None:
+def test_table_is_reused(n, seed, epochs):
     """An epoch on a table where earlier ones were broken off anywhere is as on a fresh one."""
     made = TableReader(n, seed)
     for epoch, share in epochs:
@@ -153,11 +150,11 @@ def test_table_is_reused(n: int, seed: int, epochs: list[tuple[int, float]]) -> 
 
 @pytest.mark.needs("POSIX")
 @pytest.mark.parametrize("what", ["order", "permutation"])
-def test_interruption(what: str) -> None:
+def test_interruption(what):
     """A signal handler runs in the middle of a long shuffle, which can be taken up again."""
     n, made = 30_000_000, begun(30_000_000, 1)
 
-    def ring(_number: int, _frame: Any) -> None:
+    def ring(_number, _frame):
         raise InterruptedError
 
     handler = signal.signal(signal.SIGALRM, ring)
@@ -175,7 +172,7 @@ def test_interruption(what: str) -> None:
 
 
 @pytest.mark.parametrize("value", [True, 1.5, "1", None, np.float64(2), np.bool_(True)])
-def test_not_an_integer(value: Any) -> None:
+def test_not_an_integer(value):
     """What is not an integer is a TypeError that shows it."""
     for arguments in ((value, 1, 1), (10, value, 1), (10, 1, value)):
         with pytest.raises(TypeError, match=repr(value).replace("(", ".").replace(")", ".")):
@@ -190,7 +187,7 @@ def test_not_an_integer(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 2**64, np.int64(-5)])
-def test_out_of_range(value: Any) -> None:
+def test_out_of_range(value):
     """A number that is not in range is a ValueError that shows it."""
     for arguments in ((value, 1, 1), (10, value, 1), (10, 1, value)):
         with pytest.raises(ValueError, match=str(int(value))):
@@ -205,7 +202,7 @@ def test_out_of_range(value: Any) -> None:
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 11), (10, 1), (11, 0), (5, 6), (2**63, 2**63)])
-def test_beyond_the_end(start: int, count: int) -> None:
+def test_beyond_the_end(start, count):
     """Positions beyond the end are an IndexError."""
     for made in (TableReader(10, 1), RangeReader(10)):
         with pytest.raises(IndexError, match="exceed 10"):
@@ -218,9 +215,7 @@ def test_beyond_the_end(start: int, count: int) -> None:
     st.none() | st.integers(0, WORD - 1),
     st.data(),
 )
-def test_permutations_that_orders_are_made_of(
-    n: int, seed: int, key: int | None, data: st.DataObject
-) -> None:
+def test_permutations_that_orders_are_made_of(n, seed, key, data):
     """Any elements at once are those of the reference, with a key and without."""
     made = Permutation(n, seed, 3, 14, *([] if key is None else [key]))
     expected = perm(n, stream(seed, 3, 14, key))
@@ -228,7 +223,7 @@ def test_permutations_that_orders_are_made_of(
     assert made.at(np.array(places, np.int64)).tolist() == [expected(place) for place in places]
 
 
-def test_places_of_a_permutation_are_checked() -> None:
+def test_places_of_a_permutation_are_checked():
     """Those beyond the end are an IndexError, also of a reader."""
     for n in (LEAST - 1, LEAST):
         with pytest.raises(IndexError):
@@ -238,7 +233,7 @@ def test_places_of_a_permutation_are_checked() -> None:
             gather(RangeReader(10), 0, np.array(units))
 
 
-def test_more_samples_than_a_table_has() -> None:
+def test_more_samples_than_a_table_has():
     """Above 2^32 samples, the error says which algorithm needs no table."""
     for make in (cseq.permutation, TableReader):
         with pytest.raises(ValueError, match=f"{2**32 + 1} samples .*shuffle='feistel'"):
@@ -251,7 +246,7 @@ def test_more_samples_than_a_table_has() -> None:
 
 
 @pytest.fixture(scope="module", params=["", "-DCSEQ_PORTABLE_MUL"], ids=["native", "portable"])
-def header(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def header(request, tmp_path_factory):
     """Compile the header on its own, with the compiler's wide multiplication and without."""
     compiler = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
     if compiler is None or sys.platform == "win32":
@@ -268,12 +263,12 @@ def header(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return loaded
 
 
-def u64(value: int) -> ctypes.c_uint64:
+def u64(value):
     """Pass a 64-bit word."""
     return ctypes.c_uint64(value)
 
 
-def test_multiplication(header: ctypes.CDLL) -> None:
+def test_multiplication(header):
     """The product of two words is exact, whichever way it is made."""
     rng, low = random.Random(1), ctypes.c_uint64()
     edges = [0, 1, 2**32 - 1, 2**32, 2**32 + 1, 2**63, WORD - 1, WORD, GOLDEN]
@@ -286,7 +281,7 @@ def test_multiplication(header: ctypes.CDLL) -> None:
 @pytest.mark.parametrize(
     "limit", [1, 2, 3, 10**6, 2**32, 2**62 + 1, 2**63, 2**63 + 1, 3 * 2**62, WORD]
 )
-def test_rejected_words(header: ctypes.CDLL, limit: int) -> None:
+def test_rejected_words(header, limit):
     """Words that would favour some numbers are drawn again, as in the reference."""
     state, count = derive(limit, 0, 1, 4), 500
     out = (ctypes.c_uint64 * count)()
@@ -296,7 +291,7 @@ def test_rejected_words(header: ctypes.CDLL, limit: int) -> None:
 
 
 @pytest.mark.needs("POSIX")
-def test_as_many_as_32_bits_can_name(header: ctypes.CDLL) -> None:
+def test_as_many_as_32_bits_can_name(header):
     """2^32 samples have the order of the reference; no test touches 16 GB."""
     n = 2**32
     reserve = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE
@@ -320,7 +315,7 @@ def test_as_many_as_32_bits_can_name(header: ctypes.CDLL) -> None:
 @pytest.mark.parametrize("left", [0, 1, 2])
 @settings(max_examples=20)
 @given(n=st.integers(1, 5000), last=st.integers(0, 3))
-def test_generations_wrap_around(header: ctypes.CDLL, left: int, n: int, last: int) -> None:
+def test_generations_wrap_around(header, left, n, last):
     """After 2^32 epochs on one table, generations begin again, and no page is taken for clean."""
     pages = -(-n * 4 // 4096)
     table, tags = (ctypes.c_uint64 * (pages * 512))(), (ctypes.c_uint32 * pages)()
@@ -349,7 +344,7 @@ print(len(set(order.samples(0, 0, 4)[0].tolist())))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits a process's memory as Linux does")
-def test_no_memory_for_the_table() -> None:
+def test_no_memory_for_the_table():
     """MemoryError each time, until there is room."""
     command = [sys.executable, "-c", OUT_OF_MEMORY]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -362,7 +357,7 @@ def test_no_memory_for_the_table() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(n=st.integers(LEAST, LEAST + 5000), seed=seeds, data=st.data())
-def test_an_order_without_a_table_is_a_permutation(n: int, seed: int, data: Any) -> None:
+def test_an_order_without_a_table_is_a_permutation(n, seed, data):
     """Each sample once; read in any pieces."""
     made = computed(n, seed)
     whole = made.read(0, n)
@@ -373,7 +368,7 @@ def test_an_order_without_a_table_is_a_permutation(n: int, seed: int, data: Any)
     assert np.array_equal(piece, whole[start : start + count])
 
 
-def test_few_samples_have_the_order_of_fisher_yates() -> None:
+def test_few_samples_have_the_order_of_fisher_yates():
     """A network over fewer would have no room for its keys."""
     n = LEAST - 1
     assert np.array_equal(computed(n, 3, 4).read(0, n), begun(n, 3, 4).read(0, n))
@@ -382,13 +377,13 @@ def test_few_samples_have_the_order_of_fisher_yates() -> None:
     )
 
 
-def test_a_network_over_few_samples_is_refused() -> None:
+def test_a_network_over_few_samples_is_refused():
     """The table of fisher-yates-v1 is for these."""
     with pytest.raises(ValueError, match="n=65535 is less than 65536"):
         FeistelReader(LEAST - 1, 1)
 
 
-def test_an_order_without_a_table_is_fair() -> None:
+def test_an_order_without_a_table_is_fair():
     """Chi-square of what a table would also pass: where samples go, and which are neighbours."""
     n, parts = 2**20 + 5, 64
     whole = computed(n, 11, 2).read(0, n)
@@ -406,13 +401,13 @@ def test_an_order_without_a_table_is_fair() -> None:
     assert worst < 4.5
 
 
-def test_a_trillion_samples_begin_at_once() -> None:
+def test_a_trillion_samples_begin_at_once():
     """In a rank, after a resume, in test mode and in threads: nothing is as long as the epoch."""
     n = 10**12
-    options: dict[str, Any] = {"batch_size": 4, "seed": 5, "out_type": "null", "shuffle": "feistel"}
+    options = {"batch_size": 4, "seed": 5, "out_type": "null", "shuffle": "feistel"}
 
     class Indices:
-        def __getitem__(self, indices: np.ndarray[Any, Any]) -> Any:
+        def __getitem__(self, indices):
             return indices
 
     got = []
@@ -434,7 +429,7 @@ def test_a_trillion_samples_begin_at_once() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["feistel", None, 1])
-def test_an_unknown_algorithm_is_refused(algorithm: Any) -> None:
+def test_an_unknown_algorithm_is_refused(algorithm):
     """With those that there are."""
     with pytest.raises(ValueError, match="is not one of"):
         cseq.permutation(10, 1, 0, algorithm)

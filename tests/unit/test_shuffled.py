@@ -1,9 +1,6 @@
 """`Shuffled` and `Sequential`: what there is of an epoch, and that chance alone decides it."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,19 +13,19 @@ SIZES = [(500, "fisher-yates-v1"), (65_536, "feistel-v1"), (70_001, "feistel-v1"
 sizes = pytest.mark.parametrize(("n", "algorithm"), SIZES)
 
 
-def shuffled(n: int, algorithm: str) -> cseq.Shuffled:
+def shuffled(n, algorithm):
     """Make an order."""
     return cseq.Shuffled(n, algorithm=algorithm)
 
 
 @pytest.mark.parametrize("n", [1, 2, 60, 1000])
-def test_sequential(n: int) -> None:
+def test_sequential(n):
     """The samples come as they are, in every epoch, for any seed."""
     for epoch in epochs(cseq.Sequential(n), 5):
         assert epoch.tolist() == list(range(n))
 
 
-def test_no_samples() -> None:
+def test_no_samples():
     """An empty source is no order: the error says what to do with it."""
     for kind in (cseq.Shuffled, cseq.Sequential):
         with pytest.raises(ValueError, match="samples=0: give one at least, or leave an empty sou"):
@@ -39,7 +36,7 @@ def test_no_samples() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_permutation_is_as_likely(algorithm: str) -> None:
+def test_every_permutation_is_as_likely(algorithm):
     """Of four samples, over epochs and seeds."""
     where = {each: k for k, each in enumerate(itertools.permutations(range(4)))}
     made = [where[tuple(each.tolist())] for each in epochs(shuffled(4, algorithm), 6000, 20)]
@@ -50,7 +47,7 @@ def test_every_permutation_is_as_likely(algorithm: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("n", [2, 7, 30, 61])
-def test_every_sample_is_at_every_position_as_often(n: int, algorithm: str) -> None:
+def test_every_sample_is_at_every_position_as_often(n, algorithm):
     """Where it comes does not depend on where it is."""
     counts, positions = np.zeros((n, n)), np.arange(n)
     for epoch in epochs(shuffled(n, algorithm), 3000):
@@ -59,9 +56,9 @@ def test_every_sample_is_at_every_position_as_often(n: int, algorithm: str) -> N
 
 
 @sizes
-def test_classes_come_by_chance(n: int, algorithm: str) -> None:
+def test_classes_come_by_chance(n, algorithm):
     """In the first batches, in a rank's, and in every hundredth, of periodic or sorted data."""
-    rows: list[Any] = []
+    rows = []
     labels = labels_of(n)
     for epoch in epochs(shuffled(n, algorithm), 25):
         parts = epoch[: n // 50], epoch[: n // 2], epoch[np.arange(n) // 4 % 8 == 3], epoch[::100]
@@ -70,9 +67,9 @@ def test_classes_come_by_chance(n: int, algorithm: str) -> None:
 
 
 @sizes
-def test_neighbours_are_strangers(n: int, algorithm: str) -> None:
+def test_neighbours_are_strangers(n, algorithm):
     """Neighbours stay so by chance; no sample tells of the next one, or of its place."""
-    rows: list[Any] = []
+    rows = []
     places, kept = np.arange(n), 0
     for epoch in epochs(shuffled(n, algorithm), 60):
         kept += int((np.abs(np.diff(epoch)) == 1).sum())
@@ -83,9 +80,9 @@ def test_neighbours_are_strangers(n: int, algorithm: str) -> None:
 
 
 @sizes
-def test_epochs_and_seeds_are_strangers(n: int, algorithm: str) -> None:
+def test_epochs_and_seeds_are_strangers(n, algorithm):
     """What comes first in one epoch is elsewhere in the next, and with the next seed."""
-    rows: list[Any] = []
+    rows = []
     order = shuffled(n, algorithm)
     readers = [order.reader(seed) for seed in range(2)]
     for k in range(0, 80, 2):

@@ -1,17 +1,11 @@
 """Where a worker is, in one line."""
 
-from __future__ import annotations
-
 import site
 import sysconfig
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import cseq
 from cseq.processes.stacks import place_in
-
-if TYPE_CHECKING:
-    import pytest
 
 CSEQ = Path(cseq.__file__).parent
 STANDARD = Path(sysconfig.get_path("stdlib"))
@@ -32,12 +26,12 @@ WORKER = f'''\
 '''
 
 
-def frame(path: object, line: int, function: str = "<module>") -> str:
+def frame(path, line, function="<module>"):
     """Write a frame as faulthandler does."""
     return f'  File "{path}", line {line} in {function}\n'
 
 
-def test_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imports(tmp_path, monkeypatch):
     """The chain of packages, from the user's module on, and the innermost frames."""
     monkeypatch.syspath_prepend(tmp_path)
     stacks = WATCHER + "".join([
@@ -54,7 +48,7 @@ def test_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert place_in(stacks) == f"still imports data → torch ({frames})"
 
 
-def test_what_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_imports_nothing(tmp_path, monkeypatch):
     """The innermost frames, one of a kind, and the innermost one of the user's code."""
     monkeypatch.syspath_prepend(tmp_path)
     own, library = tmp_path / "data.py", STANDARD / "socket.py"
@@ -67,7 +61,7 @@ def test_what_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert place_in(stacks) == f"is still in {inner}, data.py:8 in deep"
 
 
-def test_what_has_no_frames_of_the_user() -> None:
+def test_what_has_no_frames_of_the_user():
     """A frame of cseq's, or why there is none."""
     assert place_in(WATCHER + WORKER) == "is still in cseq/processes/worker.py:119 in read"
     silent = "(it does not answer: is it stopped?)\n"

@@ -1,14 +1,11 @@
 """What a manager says it has done."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,9 +16,6 @@ from cseq._memory import HAS_GIL
 from cseq.measure.stats import Stats
 from cseq.system import cores
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 PROC = pytest.param("proc", marks=pytest.mark.needs("worker processes"))
 
 both = pytest.mark.parametrize("kind", [PROC, "thread"])
@@ -31,7 +25,7 @@ PAUSE = 0.01  # seconds between two looks at what nothing signals
 
 
 @both
-def test_batches_and_samples_are_counted(kind: str) -> None:
+def test_batches_and_samples_are_counted(kind):
     """Over all epochs since the start, also after the end."""
     m = cseq.MSequence(Large, 50, batch_size=8, thread_type=kind, out_type="null")
     with m.start():
@@ -49,7 +43,7 @@ def test_batches_and_samples_are_counted(kind: str) -> None:
 
 
 @pytest.mark.needs("worker processes")
-def test_copies_are_counted() -> None:
+def test_copies_are_counted():
     """Batches that are copied because too many are held."""
     m = cseq.MPSequence(Large, 50, batch_size=8, out_type="null", memory_limit=10**6)
     with m.start():
@@ -61,10 +55,10 @@ def test_copies_are_counted() -> None:
 class Held:
     """Batches at once; from one index on, or at one alone, only when there is a file."""
 
-    def __init__(self, gate: str, *, alone: bool, at: int = FREE) -> None:
+    def __init__(self, gate, *, alone, at=FREE):
         self.gate, self.alone, self.at = gate, alone, at
 
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+    def __getitem__(self, indices):
         if indices[0] == self.at or (indices[0] > self.at and not self.alone):
             while not os.path.exists(self.gate):
                 time.sleep(PAUSE)
@@ -74,7 +68,7 @@ class Held:
 class Computes:
     """Computes in Python, and says how much CPU time that took."""
 
-    def __getitem__(self, indices: np.ndarray) -> float:
+    def __getitem__(self, indices):
         begun = time.thread_time()
         sum(k * k for k in range(20_000))
         return time.thread_time() - begun
@@ -83,22 +77,22 @@ class Computes:
 class Pinned(Computes):
     """The same, on the first core of all, where another one may be."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 
 
 class SlowToMake:
     """Is not made before there is a file."""
 
-    def __init__(self, gate: str) -> None:
+    def __init__(self, gate):
         while not os.path.exists(gate):
             time.sleep(PAUSE)
 
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+    def __getitem__(self, indices):
         return indices
 
 
-def make(kind: str, worker: Any, num_workers: int, batches: int, buffer: int = 10) -> Any:
+def make(kind, worker, num_workers, batches, buffer=10):
     """Make a manager of batches of one index."""
     return cseq.MSequence(
         worker, batches, num_workers=num_workers, batch_size=1, thread_type=kind, out_type="null",
@@ -110,7 +104,7 @@ def make(kind: str, worker: Any, num_workers: int, batches: int, buffer: int = 1
 # the counts show it: what is counted wrongly, or not at all, hangs.
 
 
-def await_bottleneck(manager: Any, cause: str) -> Stats:
+def await_bottleneck(manager, cause):
     """Wait until the counts tell what limits the rate of batches."""
     while (stats := manager.stats()).bottleneck != cause:
         time.sleep(PAUSE)
@@ -122,15 +116,13 @@ def await_bottleneck(manager: Any, cause: str) -> Stats:
     [("buffer", 8, 30, 2), ("workers", 2, 30, 10), ("stragglers", 8, 50, 10)],
 )
 @both
-def test_what_workers_are_held_by(
-    kind: str, cause: str, num_workers: int, count: int, buffer: int, tmp_path: Path
-) -> None:
+def test_what_workers_are_held_by(kind, cause, num_workers, count, buffer, tmp_path):
     """A buffer with room for two batches; all workers, which are too few; one of eight."""
     gate, found = tmp_path / "gate", list[Stats]()
     worker = partial(Held, str(gate), alone=cause == "stragglers")
     with make(kind, worker, num_workers, count, buffer).start() as running:
 
-        def open_gate() -> None:
+        def open_gate():
             found.append(await_bottleneck(running, cause))
             gate.touch()
 
@@ -144,7 +136,7 @@ def test_what_workers_are_held_by(
 
 
 @both
-def test_workers_that_do_not_compute(kind: str) -> None:
+def test_workers_that_do_not_compute(kind):
     """Where all are busy, and hardly compute, they wait for something else than a core."""
     # Long enough that a machine which does other things, too, wakes them in time.
     with make(kind, partial(Slow, 10 * PAUSE), 2, 10**6).start() as batches:
@@ -157,7 +149,7 @@ def test_workers_that_do_not_compute(kind: str) -> None:
 
 
 @pytest.mark.skipif(not HAS_GIL or cores() < 2, reason="threads share no GIL, or but one core")
-def test_threads_that_wait_for_the_gil() -> None:
+def test_threads_that_wait_for_the_gil():
     """Where threads compute in Python, each waits for the GIL; processes have one each."""
     with make("thread", Computes, 3, 10**6).start() as batches:
         for number, _ in enumerate(batches):  # looking is work of the loop: not at each batch
@@ -168,7 +160,7 @@ def test_threads_that_wait_for_the_gil() -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 6])
 @both
-def test_a_slow_loop(kind: str, num_workers: int) -> None:
+def test_a_slow_loop(kind, num_workers):
     """While the loop does other things, all workers wait, also if there are many of them."""
     with make(kind, Indices1, num_workers, 100).start() as running:
         batches = iter(running)
@@ -180,7 +172,7 @@ def test_a_slow_loop(kind: str, num_workers: int) -> None:
         assert len([*taken, *batches]) == 100
 
 
-def test_what_threads_compute() -> None:
+def test_what_threads_compute():
     """It is what the loop and its threads compute; of other pools it is not known."""
     begun = time.process_time()
     with make("thread", Computes, 4, 10**6).start() as batches:
@@ -197,7 +189,7 @@ def test_what_threads_compute() -> None:
 
 
 @both
-def test_times_of_batches(kind: str) -> None:
+def test_times_of_batches(kind):
     """Each batch, step and wait is counted; workers and their slowest batches are named."""
     m = make(kind, Slow, 2, 40)
     with m.start() as batches:
@@ -223,7 +215,7 @@ def test_times_of_batches(kind: str) -> None:
 
 
 @both
-def test_the_way_of_a_window(kind: str) -> None:
+def test_the_way_of_a_window(kind):
     """What came after an earlier reading, and what a logger wants of it."""
     m = make(kind, Indices1, 2, 40)
     with m.start() as batches:
@@ -273,9 +265,7 @@ NAMES = [
 
 
 @both
-def test_the_log_says_why_a_loop_has_waited(
-    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_says_why_a_loop_has_waited(kind, monkeypatch, caplog):
     """At an epoch's end, once for each cause, however often the manager is started."""
     monkeypatch.setattr("cseq.engine.pool.LONG", 0.0)
     caplog.set_level(logging.INFO, logger="cseq")
@@ -301,9 +291,7 @@ def test_the_log_says_why_a_loop_has_waited(
 
 
 @both
-def test_the_log_says_it_in_the_middle_of_a_long_epoch(
-    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_says_it_in_the_middle_of_a_long_epoch(kind, monkeypatch, caplog):
     """A training may have one epoch, or one without end."""
     monkeypatch.setattr("cseq.engine.pool.LONG", 0.0)
     monkeypatch.setattr("cseq.engine.pool.OFTEN", 0.2)  # for some batches
@@ -316,7 +304,7 @@ def test_the_log_says_it_in_the_middle_of_a_long_epoch(
 
 
 @pytest.mark.needs("worker processes")
-def test_the_start_is_no_waiting(tmp_path: Path) -> None:
+def test_the_start_is_no_waiting(tmp_path):
     """What passes until the first batch is counted apart, and pauses between epochs are not."""
     gate = tmp_path / "gate"
     m = make("proc", partial(SlowToMake, str(gate)), 2, 30)
@@ -339,15 +327,13 @@ def test_the_start_is_no_waiting(tmp_path: Path) -> None:
 
 
 @both
-def test_waits_for_the_first_batches_of_the_only_epoch_are_of_the_start(
-    kind: str, tmp_path: Path
-) -> None:
+def test_waits_for_the_first_batches_of_the_only_epoch_are_of_the_start(kind, tmp_path):
     """The advice counts them once there is another epoch; what was counted has them always."""
     gate = tmp_path / "gate"
     seen = []
     with make(kind, partial(Held, str(gate), alone=True, at=1), 2, 20).start() as running:
 
-        def open_gate() -> None:
+        def open_gate():
             while running.stats().meters.waits < PAUSE or not running.stats().batches:
                 time.sleep(PAUSE)
             gate.touch()
@@ -370,7 +356,7 @@ def test_waits_for_the_first_batches_of_the_only_epoch_are_of_the_start(
     assert later.first == 0
 
 
-def test_what_a_pause_computes_is_none_of_the_loops() -> None:
+def test_what_a_pause_computes_is_none_of_the_loops():
     """The loop's CPU time is of its epochs alone, as all of its time is."""
     with make("thread", Slow, 1, 5).start() as batches:
         for _ in range(4):
@@ -387,7 +373,7 @@ def test_what_a_pause_computes_is_none_of_the_loops() -> None:
 @pytest.mark.skipif(
     not os.path.exists("/proc/thread-self/schedstat"), reason="the system does not count it"
 )
-def test_workers_that_wait_for_a_core() -> None:
+def test_workers_that_wait_for_a_core():
     """Two workers on one core have it in turn: they wait for no disk, and no third would help."""
     with make("proc", Pinned, 2, 10**6).start() as batches:
         for number, _ in enumerate(batches):
@@ -401,7 +387,7 @@ def test_workers_that_wait_for_a_core() -> None:
 
 
 @both
-def test_whether_the_gpu_had_run_dry(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_the_gpu_had_run_dry(kind, monkeypatch):
     """It is asked after each wait but the first; a loop that waits may have a GPU that does not."""
     answers = iter([*[None] * 3, True, *[False] * 10**6])
     monkeypatch.setattr("cseq.engine.pool.gpu_is_idle", lambda: next(answers))
@@ -416,7 +402,7 @@ def test_whether_the_gpu_had_run_dry(kind: str, monkeypatch: pytest.MonkeyPatch)
     assert stats.since(stats).window().dry is None
 
 
-def test_little_was_seen() -> None:
+def test_little_was_seen():
     """Test mode and the first few batches say nothing of a bottleneck."""
     m = cseq.MTSequence(np.arange(40), 40, batch_size=1, num_workers=1, out_type="null")
     with m.start_test() as batches:

@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,17 +33,8 @@ from cseq.processes.supervisor import Supervisor
 from cseq.processes.worker import FAILED, NO_STACK, NOTED, READY, enter, send_state
 from cseq.stage import INDEXER
 
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
-    from conftest import RunScript
-
-    from cseq.processes.launcher import Child
-
-
-def obey(sock: socket.socket, local: Any = None) -> None:
+def obey(sock, local=None):
     """Be a worker: do what the task says, byte by byte, and stay until the ring is closed."""
     entered = enter(sock)
     runner = Runner(entered.ring, INDEXER, entered.setup.owner, last=True)
@@ -72,7 +63,7 @@ def obey(sock: socket.socket, local: Any = None) -> None:
     until_closed(runner)
 
 
-def until_closed(runner: Runner) -> None:
+def until_closed(runner):
     """Wait until the ring is closed."""
     while runner.claim() is not None:
         pass
@@ -81,17 +72,17 @@ def until_closed(runner: Runner) -> None:
 class Events:
     """What a supervisor has asked and told, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.all: list[Any] = []
         self.changed = threading.Condition()
 
-    def note(self, *event: Any) -> None:
+    def note(self, *event):
         """Add an event."""
         with self.changed:
             self.all.append(event)
             self.changed.notify_all()
 
-    def wait_checking(self, supervisor: Supervisor, count: int) -> list[Any]:
+    def wait_checking(self, supervisor, count):
         """Do the same as a loop that waits: dead workers are forked anew in `check` alone."""
         with self.changed:
             while len(self.all) < count:
@@ -107,11 +98,11 @@ class Events:
 class Counted(Deaths):
     """Notes deaths down; all dead workers are replaced."""
 
-    def __init__(self, events: Events) -> None:
+    def __init__(self, events):
         super().__init__(10, 1, "ticket", "look")
         self.events = events
 
-    def count(self, worker: int, exitcode: int | None, held: Sequence[Held], **told: Any) -> None:
+    def count(self, worker, exitcode, held, **told):
         """Note a death down."""
         assert not held
         self.events.note("died", worker + 1, exitcode, told["was_ready"])
@@ -120,14 +111,7 @@ class Counted(Deaths):
 class Pool:
     """A supervisor, the tasks of its workers in the order in which they start, and its events."""
 
-    def __init__(
-        self,
-        *tasks: bytes,
-        owners: int = 1,
-        entry: str = "obey",
-        method: str | None = QUICKEST.start_method,
-        task: Callable[[int], Any] | None = None,
-    ) -> None:
+    def __init__(self, *tasks, owners=1, entry="obey", method=QUICKEST.start_method, task=None):
         self.tasks = list(tasks)
         self.events = Events()
         self.launcher = make_launcher(method, entry=f"{__name__}:{entry}")
@@ -143,41 +127,41 @@ class Pool:
             lanes=Lanes(owners, "process"),
         )
 
-    def task(self, owner: int) -> bytes:
+    def task(self, owner):
         """Return what a worker has to do."""
         self.events.note("task", owner)
         return self.tasks.pop(0) if self.tasks else b""
 
-    def start(self) -> Supervisor:
+    def start(self):
         """Start the workers."""
         self.supervisor.prepare(None)
         self.supervisor.launch()
         return self.supervisor
 
-    def await_ready(self, owner: int) -> None:
+    def await_ready(self, owner):
         """Wait until a worker has said that it is ready."""
         seen = threading.Event()
         while not self.supervisor.is_ready(owner):
             seen.wait(0.001)
 
-    def await_failure(self) -> None:
+    def await_failure(self):
         """Wait until something has gone wrong."""
         seen = threading.Event()
         while not self.supervisor.failure:
             seen.wait(0.001)
 
-    def close(self) -> None:
+    def close(self):
         """End them."""
         self.supervisor.close()
         self.shared.close()
 
 
 @pytest.fixture
-def pool() -> Iterator[Callable[..., Pool]]:
+def pool():
     """Make pools that are closed after the test."""
-    made: list[Pool] = []
+    made = []
 
-    def make(*tasks: bytes, **options: Any) -> Pool:
+    def make(*tasks, **options):
         made.append(Pool(*tasks, **options))
         return made[-1]
 
@@ -189,12 +173,12 @@ def pool() -> Iterator[Callable[..., Pool]]:
 class Handler(logging.Handler):
     """One that raises, or one that waits; it notes what it got."""
 
-    def __init__(self, release: threading.Event | None) -> None:
+    def __init__(self, release):
         super().__init__()
         self.waits_for = release
         self.got: list[str] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         """Note the message, or wait, or raise."""
         if self.waits_for is not None:
             self.waits_for.wait()
@@ -205,9 +189,7 @@ class Handler(logging.Handler):
 
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_handler_of_logging_keeps_no_worker_from_being_replaced(
-    pool: Callable[..., Pool], *, waits: bool
-) -> None:
+def test_a_handler_of_logging_keeps_no_worker_from_being_replaced(pool, *, waits):
     """One that raises, and one that waits meanwhile; all messages come, in their order."""
     release = threading.Event() if waits else None
     handler = Handler(release)
@@ -228,9 +210,7 @@ def test_a_handler_of_logging_keeps_no_worker_from_being_replaced(
         log.removeHandler(handler)
 
 
-def test_a_slow_start_is_a_line_and_the_next_ones_are_not(
-    pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_slow_start_is_a_line_and_the_next_ones_are_not(pool, monkeypatch, caplog):
     """The log has it again only where a start of this process takes twice as long."""
     monkeypatch.setattr(supervisor_module, "slowest", 0.0)
     for waited in (9.0, 15.0, 25.0, 40.0):
@@ -244,11 +224,11 @@ def test_a_slow_start_is_a_line_and_the_next_ones_are_not(
     assert re.fullmatch("nothing has come from the workers after 40 s: worker 0 .*", second)
 
 
-def test_one_that_cannot_get_ready(pool: Callable[..., Pool], monkeypatch: Any) -> None:
+def test_one_that_cannot_get_ready(pool, monkeypatch):
     """The reason arrives whole, however long it is, and its worker's death does not count."""
-    read: list[int] = []
+    read = []
 
-    def unpack(packed: bytes, worker: int = 0) -> WorkerError:
+    def unpack(packed, worker=0):
         read.append(len(packed))
         return WorkerError(f"worker {worker}")
 
@@ -263,10 +243,10 @@ def test_one_that_cannot_get_ready(pool: Callable[..., Pool], monkeypatch: Any) 
     assert one.events.all == [("task", 1)]
 
 
-def test_a_supervisor_that_breaks(pool: Callable[..., Pool], monkeypatch: Any) -> None:
+def test_a_supervisor_that_breaks(pool, monkeypatch):
     """What goes wrong in the supervisor's own thread is raised; `close` still ends everything."""
 
-    def task(owner: int) -> bytes:
+    def task(owner):
         if owner == 2:
             raise LookupError("clumsy")
         return b"S"
@@ -274,7 +254,7 @@ def test_a_supervisor_that_breaks(pool: Callable[..., Pool], monkeypatch: Any) -
     two = pool(owners=2, task=task)
     launch, children = two.launcher.launch, []
 
-    def note(*args: Any, **options: Any) -> Child:
+    def note(*args, **options):
         children.append(launch(*args, **options))
         return children[-1]
 
@@ -289,14 +269,14 @@ def test_a_supervisor_that_breaks(pool: Callable[..., Pool], monkeypatch: Any) -
     assert [(child.gone, child.sock.fileno()) for child in children] == [(True, -1)] * 2
 
 
-def test_close_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_asks_again(monkeypatch):
     """Where processes have lived on, the next `close` may find that they have ended."""
     one = Pool(b"R")
     supervisor = one.start()
     one.await_ready(1)
     close, ends = one.launcher.close, [False] * 3  # asked by a thread, then by each call
 
-    def linger(deadline: float) -> bool:
+    def linger(deadline):
         return close(deadline) and (ends.pop() if ends else True)
 
     monkeypatch.setattr(one.launcher, "close", linger)
@@ -307,7 +287,7 @@ def test_close_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     one.close()
 
 
-def test_a_hurried_close(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hurried_close(monkeypatch, caplog):
     """Who is in a batch, or not ready, is killed soon and without a word; who closes has time."""
     monkeypatch.setattr(supervisor_module, "HURRY", 0.05)
     monkeypatch.setattr(supervisor_module, "GRACE", 3600.0)
@@ -327,10 +307,10 @@ def test_a_hurried_close(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     three.close()
 
 
-def test_a_system_without_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_more_threads(monkeypatch):
     """It says so, and there is nothing to wait for at the end."""
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(supervisor_module, "GRACE", 3600.0)
@@ -342,10 +322,10 @@ def test_a_system_without_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     one.close()
 
 
-def test_a_system_without_more_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_more_processes(monkeypatch):
     """The error names the limits; the system's own has its number alone."""
 
-    def refuse(*_: Any, **__: Any) -> None:
+    def refuse(*_, **__):
         raise BlockingIOError(errno.EAGAIN, "try later")
 
     one = Pool(b"R")
@@ -359,9 +339,7 @@ def test_a_system_without_more_processes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("method", start_methods())
-def test_close_waits_for_what_is_made(
-    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_close_waits_for_what_is_made(method, monkeypatch, caplog):
     """A worker that has the user's object, and makes what it is asked for of it, gets its time."""
     monkeypatch.setattr(supervisor_module, "GRACE", 0.05)
     one = Pool(b"LNS", method=method)
@@ -373,9 +351,7 @@ def test_close_waits_for_what_is_made(
     assert "worker 0 is busy: killed" in caplog.text
 
 
-def test_a_worker_that_does_not_come_to_its_end(
-    pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_that_does_not_come_to_its_end(pool, monkeypatch, caplog):
     """One that has left its last batch is not called busy."""
     monkeypatch.setattr(supervisor_module, "GRACE", 0.05)
     one = pool(b"ER")
@@ -417,9 +393,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("module", ["sitecustomize", "users"])
 @pytest.mark.parametrize("what", ["finish", "drop", "end"])
-def test_the_end_waits_for_no_import(
-    run_script: RunScript, tmp_path: Path, what: str, module: str
-) -> None:
+def test_the_end_waits_for_no_import(run_script, tmp_path, what, module):
     """Workers that do not have the user's object yet are killed at once, without a warning.
 
     They may be in the interpreter's own start, or import the user's modules for that object.
@@ -432,7 +406,7 @@ def test_the_end_waits_for_no_import(
     assert (done.stdout, done.stderr, done.returncode) == ("over\n", "", 0)
 
 
-def test_what_takes_too_long_while_its_worker_is_replaced(pool: Callable[..., Pool]) -> None:
+def test_what_takes_too_long_while_its_worker_is_replaced(pool):
     """There is no stack of a worker that is not there."""
     supervisor = pool().supervisor
     with pytest.raises(WorkerTimeout) as caught:
@@ -441,12 +415,10 @@ def test_what_takes_too_long_while_its_worker_is_replaced(pool: Callable[..., Po
 
 
 @pytest.mark.parametrize(("count", "nbytes"), [(0, 0), (1, 1), (64, 16300), (3, 1 << 20)])
-def test_the_objects_file_is_as_wide_as_it_needs(
-    pool: Callable[..., Pool], monkeypatch: Any, count: int, nbytes: int
-) -> None:
+def test_the_objects_file_is_as_wide_as_it_needs(pool, monkeypatch, count, nbytes):
     """Slots may be too narrow for it: on Windows, the wider they are, the fewer there are."""
     supervisor = pool(method="spawn").supervisor
-    made: list[int] = []
+    made = []
     monkeypatch.setattr(
         "cseq.processes.supervisor.sparse_file",
         lambda width: made.append(width) or descriptors.sparse_file(width),
@@ -456,10 +428,10 @@ def test_the_objects_file_is_as_wide_as_it_needs(
     assert count * nbytes < width <= count * (nbytes + 512) + (1 << 17)
 
 
-def test_no_room_for_the_object(pool: Callable[..., Pool], monkeypatch: Any) -> None:
+def test_no_room_for_the_object(pool, monkeypatch):
     """It is found out while the object is written, not by a worker that reads it."""
 
-    def commit(fd: int, offset: int, nbytes: int) -> None:
+    def commit(fd, offset, nbytes):
         raise MemoryError("full")
 
     one = pool(method="spawn")
@@ -472,12 +444,12 @@ def test_no_room_for_the_object(pool: Callable[..., Pool], monkeypatch: Any) -> 
 FIRST = Held(1, 2, [4, 5], "epoch 1, batch 2, indices [4, 5]")
 
 
-def others(count: int) -> list[Held]:
+def others(count):
     """Give tickets that are all different."""
     return [Held(1, k, [k], f"batch {k}") for k in range(10, 10 + count)]
 
 
-def test_the_budget_of_an_epoch() -> None:
+def test_the_budget_of_an_epoch():
     """One death more than `max_restarts` is too many; the next epoch has a budget of its own."""
     deaths = Deaths(2, 1, "batch", "look")
     for _ in range(2):
@@ -492,7 +464,7 @@ def test_the_budget_of_an_epoch() -> None:
     assert deaths.restarts == 4
 
 
-def test_a_batch_that_fails() -> None:
+def test_a_batch_that_fails():
     """Its workers are replaced within the budget; what is no batch ends the run as ever."""
     deaths = Deaths(TRIES, 1, "batch", "look at it", fails=True)
     call = FIRST._replace(place="a call", is_batch=False)
@@ -511,7 +483,7 @@ def test_a_batch_that_fails() -> None:
     assert not deaths.has_failed
 
 
-def test_a_batch_that_takes_too_long_again_and_again() -> None:
+def test_a_batch_that_takes_too_long_again_and_again():
     """The error says that the timeout has ended the worker, which a kill does not tell."""
     deaths = Deaths(0, 1, "batch", "look")
     error = deaths.count(3, -9, [FIRST], was_ready=True, is_overdue=True)
@@ -520,7 +492,7 @@ def test_a_batch_that_takes_too_long_again_and_again() -> None:
     )
 
 
-def test_workers_that_never_get_ready() -> None:
+def test_workers_that_never_get_ready():
     """So many in a row mean that none can start; one that got ready resets the count."""
     deaths = Deaths(100, 2, "batch", "look")
     for _ in range(2 * TRIES - 1):
@@ -534,9 +506,7 @@ def test_workers_that_never_get_ready() -> None:
 
 
 @pytest.mark.parametrize(("exitcode", "named"), [(-9, True), (-11, False)])
-def test_kills_for_lack_of_memory(
-    monkeypatch: pytest.MonkeyPatch, exitcode: int, named: bool
-) -> None:
+def test_kills_for_lack_of_memory(monkeypatch, exitcode, named):
     """Where the system counts them, a death by SIGKILL has their number."""
     counts = iter([3, 5])
     monkeypatch.setattr(deaths_module, "oom_kills", lambda: next(counts))

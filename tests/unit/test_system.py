@@ -1,26 +1,20 @@
 """How many threads the libraries of a worker process compute with."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from cseq import system
 from cseq.processes.launcher import start_methods
 
-if TYPE_CHECKING:
-    from conftest import RunScript
-
 
 class Cuda:
     """Stands for `torch.cuda`: whether it is in use, records a graph, has work to do."""
 
-    def __init__(self, used: bool, records: bool, busy: bool) -> None:
+    def __init__(self, used, records, busy):
         self.is_initialized, self.is_current_stream_capturing = lambda: used, lambda: records
         self.current_stream = lambda: SimpleNamespace(query=lambda: not busy)
 
@@ -37,15 +31,13 @@ class Cuda:
         (SimpleNamespace(cuda=Cuda(True, False, False)), True),
     ],
 )
-def test_the_gpu_is_asked_if_cuda_is_in_use(
-    monkeypatch: pytest.MonkeyPatch, torch: object, found: bool | None
-) -> None:
+def test_the_gpu_is_asked_if_cuda_is_in_use(monkeypatch, torch, found):
     """Never before it is initialised, and not while it records a graph."""
     monkeypatch.setitem(sys.modules, "torch", torch)
     assert system.gpu_is_idle() is found
 
 
-def test_one_thread_unless_the_user_says_otherwise() -> None:
+def test_one_thread_unless_the_user_says_otherwise():
     """What the environment has wins; OMP_NUM_THREADS stands for those that ask it, too."""
     assert system.thread_variables(None, {}) == {}
     assert system.thread_variables(3, {}) == dict.fromkeys(system.VARIABLES, "3")
@@ -78,7 +70,7 @@ print(os.environ.get("OPENBLAS_NUM_THREADS"))
 
 
 @pytest.fixture(autouse=True)
-def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_variables(monkeypatch):
     """Nothing is set by whoever runs the tests."""
     for name in system.VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -86,7 +78,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.needs("worker processes")
 @pytest.mark.parametrize("method", start_methods())
-def test_the_environment_of_workers(run_script: RunScript, method: str) -> None:
+def test_the_environment_of_workers(run_script, method):
     """Workers have the variables, whatever the start method; the trainer does not."""
     done = run_script(JOB, method)
     expected = f"{method} 1 1 1\n{method} 3 3 3\n{method} None None None\nNone\n"
@@ -125,7 +117,7 @@ for method in sys.argv[1:]:
 @pytest.mark.needs("Linux")
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="libraries have one thread here")
 @pytest.mark.parametrize("method", start_methods())
-def test_openblas(run_anew: RunScript, method: str) -> None:
+def test_openblas(run_anew, method):
     """Matrices are multiplied in as many threads as it is told, of its own and of a fork."""
     import numpy as np
 
@@ -165,7 +157,7 @@ for method in sys.argv[1:]:
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="without torch")
-def test_torch(run_prepared: RunScript) -> None:
+def test_torch(run_prepared):
     """It computes in as many threads, for every start method."""
     done = run_prepared(TORCH, *start_methods())
     expected = {"fork": "fork 1\nfork 2\n", "forkserver": "forkserver 2\n", "spawn": "spawn 1\n"}
@@ -174,7 +166,7 @@ def test_torch(run_prepared: RunScript) -> None:
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="without torch")
 @pytest.mark.needs("fork")
-def test_a_number_of_the_users_own(run_prepared: RunScript) -> None:
+def test_a_number_of_the_users_own(run_prepared):
     """A fork leaves torch the number that the environment has given it."""
     done = run_prepared(TORCH, "fork", MKL_NUM_THREADS="2")
     assert done.stdout == "fork 2\nfork 2\n", done.stderr

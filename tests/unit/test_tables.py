@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -29,13 +29,13 @@ KINDS: dict[str, Callable[..., cseq.Order]] = {
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def files(folder: Path) -> dict[str, int]:
+def files(folder):
     """Return the files of a folder, and which ones they are."""
     return {path.name: path.stat().st_ino for path in folder.iterdir()}
 
 
 @every_kind
-def test_an_order_from_a_file(kind: str, tmp_path: Path) -> None:
+def test_an_order_from_a_file(kind, tmp_path):
     """It is the same as without; a later start takes the files as they are."""
     plain = KINDS[kind](LENGTHS)
     expected = plain.batches(seed=3, epoch=2)
@@ -49,36 +49,34 @@ def test_an_order_from_a_file(kind: str, tmp_path: Path) -> None:
     assert not any(name.endswith(".part") for name in there)
 
 
-def cut(data: bytearray) -> None:
+def cut(data):
     """Lose the end of a file."""
     del data[-100:]
 
 
-def flip(data: bytearray) -> None:
+def flip(data):
     """Change a bit in the middle of a table."""
     data[len(data) // 3 * 2] ^= 4
 
 
-def clear(data: bytearray) -> None:
+def clear(data):
     """Lose a page, as after a failure of the power."""
     data[:4096] = bytes(4096)
 
 
-def empty(data: bytearray) -> None:
+def empty(data):
     """Lose all."""
     data.clear()
 
 
-def other(data: bytearray) -> None:
+def other(data):
     """Have another program's file."""
     data[:] = b"PK" * 5000
 
 
 @every_kind
 @pytest.mark.parametrize("damage", [cut, flip, clear, empty, other])
-def test_a_damaged_file_is_made_again(
-    kind: str, damage: Callable[[bytearray], None], tmp_path: Path
-) -> None:
+def test_a_damaged_file_is_made_again(kind, damage, tmp_path):
     """It is never read: the order is what it was, and so are the files."""
     expected = KINDS[kind](LENGTHS, cache=tmp_path).batches(seed=3)
     content = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -91,7 +89,7 @@ def test_a_damaged_file_is_made_again(
 
 
 @every_kind
-def test_a_file_of_other_documents(kind: str, tmp_path: Path) -> None:
+def test_a_file_of_other_documents(kind, tmp_path):
     """It has another name; one that was renamed is made again."""
     KINDS[kind](LENGTHS + 1, cache=tmp_path).batches(seed=3)
     others = sorted(tmp_path.iterdir())
@@ -103,7 +101,7 @@ def test_a_file_of_other_documents(kind: str, tmp_path: Path) -> None:
     assert KINDS[kind](LENGTHS, cache=tmp_path).batches(seed=3) == expected
 
 
-def test_epochs_that_are_over_are_removed(tmp_path: Path) -> None:
+def test_epochs_that_are_over_are_removed(tmp_path):
     """The files of the last two are kept: ranks may be in either."""
     order = cseq.Concatenated(LENGTHS, 256, cache=tmp_path)
     reader = order.reader(3)
@@ -114,10 +112,10 @@ def test_epochs_that_are_over_are_removed(tmp_path: Path) -> None:
     assert numbers == ["0", "3", "4"]
 
 
-def test_what_cannot_be_made_leaves_no_file(tmp_path: Path) -> None:
+def test_what_cannot_be_made_leaves_no_file(tmp_path):
     """An exception is raised as it is, and the next one can make it."""
 
-    def fail(new: Any) -> None:
+    def fail(new):
         new("part", 9, np.int64)
         raise ZeroDivisionError
 
@@ -131,7 +129,7 @@ def test_what_cannot_be_made_leaves_no_file(tmp_path: Path) -> None:
     assert not found["part"].flags.writeable
 
 
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
+def test_a_folder_that_is_none(tmp_path):
     """The error names the file, or the argument."""
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError, match="file"):
@@ -144,11 +142,11 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 
 @every_kind
 @pytest.mark.parametrize("over", ["", "step", "window"])
-def test_a_rank_keeps_nothing_for_each_document(kind: str, over: Any, tmp_path: Path) -> None:
+def test_a_rank_keeps_nothing_for_each_document(kind, over, tmp_path):
     """With the file there, it takes no memory for each of 10^6 documents to read rows."""
     lengths = np.random.default_rng(0).integers(0, 400, 10**6, np.int32)
 
-    def begin() -> Any:
+    def begin():
         order = KINDS[kind](lengths, cache=tmp_path)
         order = cseq.Balanced(order, 64, over=over) if over else order
         reader = order.reader(1)
@@ -186,7 +184,7 @@ assert (found["numbers"] == np.arange(300_000)).all()
 """
 
 
-def start(*arguments: Any) -> subprocess.Popen[str]:
+def start(*arguments):
     """Start a process that asks for the tables."""
     root = str(Path(cseq.__file__).parents[1])
     return subprocess.Popen(
@@ -198,7 +196,7 @@ def start(*arguments: Any) -> subprocess.Popen[str]:
     )
 
 
-def test_one_process_makes_what_all_map(tmp_path: Path) -> None:
+def test_one_process_makes_what_all_map(tmp_path):
     """Of four that begin together, one makes the file, and all have the same."""
     each = [start(tmp_path / "cache", tmp_path / "log") for _ in range(4)]
     for process in each:
@@ -208,7 +206,7 @@ def test_one_process_makes_what_all_map(tmp_path: Path) -> None:
     assert [*files(tmp_path / "cache")] == ["shared"]
 
 
-def test_a_process_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_is_followed_by_another(tmp_path):
     """While it makes the file, others wait; its part is never taken for the whole."""
     first = start(tmp_path / "cache", tmp_path / "log", "hold")
     assert first.stdout is not None
@@ -223,7 +221,7 @@ def test_a_process_that_is_killed_is_followed_by_another(tmp_path: Path) -> None
     assert [*files(tmp_path / "cache")] == ["shared"]
 
 
-def test_digest() -> None:
+def test_digest():
     """It is that of four chains, whatever type and layout the values have."""
     values = np.arange(200_003) * 7919 % 251
     expected = digest(values)

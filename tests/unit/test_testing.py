@@ -1,13 +1,10 @@
 """cseq.testing: workers are found, killed and waited for; what is held is counted."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random
 import signal
 import time
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -16,28 +13,25 @@ import cseq
 from cseq import testing
 from cseq.stream import Streams
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 posix = pytest.mark.needs("fork")
 
 
 class Wide:
     """Batches that are large enough to be leased, and tell their worker."""
 
-    def __getitem__(self, indices: np.ndarray) -> tuple[np.ndarray, int | None, int]:
+    def __getitem__(self, indices):
         info = cseq.worker_info()
         return np.repeat(indices, 1 << 13), info.number if info else None, os.getpid()
 
 
-def manager(worker: Any = Wide, **options: Any) -> cseq.MPSequence:
+def manager(worker=Wide, **options):
     """Make a manager of two worker processes."""
     given = {"out_type": "null", "start_method": "fork", "seed": 1, "shuffle": False} | options
     return cseq.MPSequence(worker, 60, 2, batch_size=2, **given)
 
 
 @posix
-def test_a_killed_worker_is_the_one_of_that_number() -> None:
+def test_a_killed_worker_is_the_one_of_that_number():
     """`kill` strikes the process that `worker_info` and `pids` name, and the stream goes on."""
     m = manager(buffer=1)
     with m.start() as batches:
@@ -57,7 +51,7 @@ def test_a_killed_worker_is_the_one_of_that_number() -> None:
 
 
 @posix
-def test_another_signal(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_signal(caplog):
     """The signal is the caller's choice."""
     m = manager()
     with m.start():
@@ -76,16 +70,16 @@ def test_another_signal(caplog: pytest.LogCaptureFixture) -> None:
 class Late:
     """Is ready once its file is there."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         while not os.path.exists(os.environ["CSEQ_TESTS_GO"]):
             time.sleep(0.001)
 
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+    def __getitem__(self, indices):
         return indices
 
 
 @posix
-def test_workers_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_waited_for(tmp_path, monkeypatch):
     """Until their indexers are made, and no longer than is said."""
     monkeypatch.setenv("CSEQ_TESTS_GO", str(tmp_path / "go"))
     with manager(Late).start() as m:
@@ -99,12 +93,12 @@ def test_workers_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 class Never:
     """Cannot be made."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         raise LookupError("nothing to read")
 
 
 @posix
-def test_what_keeps_workers_from_getting_ready_is_raised() -> None:
+def test_what_keeps_workers_from_getting_ready_is_raised():
     """As the loop would raise it."""
     with manager(Never).start() as m, pytest.raises(LookupError, match="nothing to read"):
         testing.await_workers(m)
@@ -112,13 +106,13 @@ def test_what_keeps_workers_from_getting_ready_is_raised() -> None:
 
 @pytest.mark.parametrize("worker", [-1, 2])
 @posix
-def test_no_such_worker(worker: int) -> None:
+def test_no_such_worker(worker):
     """The error says which numbers there are."""
     with manager().start() as m, pytest.raises(ValueError, match=f"worker={worker} .* from 0 to 1"):
         testing.kill(m, worker)
 
 
-def test_what_has_no_processes() -> None:
+def test_what_has_no_processes():
     """Threads and test mode, a manager that is not started, and anything else."""
     m = cseq.MTSequence(Wide, 4, 1, out_type="null")
     with pytest.raises(RuntimeError, match=r"not running: call start\(\)"):
@@ -133,12 +127,12 @@ def test_what_has_no_processes() -> None:
 class Producer:
     """Produces nothing."""
 
-    def __init__(self, number: int, num_workers: int) -> None:
+    def __init__(self, number, num_workers):
         pass
 
 
 @posix
-def test_streams_that_were_closed() -> None:
+def test_streams_that_were_closed():
     """Their workers are found until then."""
     with Streams(Producer, 2, start_method="fork") as s:
         testing.await_workers(s)
@@ -148,7 +142,7 @@ def test_streams_that_were_closed() -> None:
 
 
 @posix
-def test_a_forked_process_has_no_workers() -> None:
+def test_a_forked_process_has_no_workers():
     """Those of its parent are out of its reach."""
     with manager().start() as m:
         testing.await_workers(m)
@@ -175,7 +169,7 @@ class Own(cseq.Order):
     units = 20
     room = 2
 
-    def read(self, seed: int, epoch: int, start: int, count: int) -> Any:
+    def read(self, seed, epoch, start, count):
         rows = [
             [3 * (k // 2) + 2] if k % 2 else [3 * (k // 2), 3 * (k // 2) + 1] for k in range(20)
         ]
@@ -186,23 +180,23 @@ class Own(cseq.Order):
 CALLS = itertools.count()
 
 
-def remembering(order: Any, seed: int, *asked: int) -> Any:
+def remembering(order, seed, *asked):
     """Read other units at each call."""
     return Own.read(order, seed + next(CALLS), *asked)
 
 
-def drawing(*asked: Any) -> Any:
+def drawing(*asked):
     """Draw from a generator that is not its own."""
     random.random()
     return Own.read(*asked)
 
 
-def own(**changed: Any) -> Any:
+def own(**changed):
     """Make such an order with something else in the class."""
     return type("Own", (Own,), changed)()
 
 
-def test_an_order_is_checked() -> None:
+def test_an_order_is_checked():
     """One that is as it should be passes."""
     cseq.testing.check_order(Own())
     cseq.testing.check_order(Own(), most=3)
@@ -229,7 +223,7 @@ def test_an_order_is_checked() -> None:
         ),
     ],
 )
-def test_what_an_order_must_not_do(order: cseq.Order, text: str) -> None:
+def test_what_an_order_must_not_do(order, text):
     """The message says what it did."""
     with pytest.raises(ValueError, match=text):
         cseq.testing.check_order(order)

@@ -9,7 +9,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,21 +17,15 @@ from interrupting import interrupted
 import cseq
 from cseq.threads import Latch, Threads, await_told, tell, thread_limits
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from conftest import RunScript
-
 SOON = 30.0  # seconds after which something that should happen is taken to hang
 
 
-def test_a_latch() -> None:
+def test_a_latch():
     """It is waited for until it is set, by any number of threads, and stays so."""
     latch = Latch()
     assert not latch.wait(0)
     assert not latch.wait(0.001)
-    seen: list[bool] = []
+    seen = []
     threads = [threading.Thread(target=lambda: seen.append(latch.wait(SOON))) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -44,12 +37,12 @@ def test_a_latch() -> None:
     assert latch.wait()
 
 
-def test_threads() -> None:
+def test_threads():
     """All of them run under their names, and are gone after `join`."""
     threads, go = Threads(), Latch()
-    names: list[str] = []
+    names = []
 
-    def work() -> None:
+    def work():
         names.append(threading.current_thread().name)
         go.wait()
 
@@ -64,7 +57,7 @@ def test_threads() -> None:
     assert sorted(names) == ["one", "two"]
 
 
-def test_a_thread_does_not_join_itself() -> None:
+def test_a_thread_does_not_join_itself():
     """A thread that joins its own `Threads` does not wait for itself, and is among those left."""
     threads, left = Threads(), []
     threads.add("one", lambda: left.append(threads.join(time.monotonic() + SOON)))
@@ -75,19 +68,19 @@ def test_a_thread_does_not_join_itself() -> None:
 
 
 @pytest.mark.parametrize("main", [True, False])
-def test_a_system_without_any_thread(main: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_any_thread(main, monkeypatch):
     """Nothing has begun, so there is nothing to wait for."""
     threads, go = Threads(), Latch()
     threads.add("one", lambda: None)
 
-    def start() -> None:
+    def start():
         go.wait()
         with pytest.raises(RuntimeError, match=r"^can't start new thread: the system"):
             threads.start()
         assert not threads.begun
         assert threads.join(time.monotonic() + SOON) == []
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise RuntimeError("can't start new thread")
 
     with ThreadPoolExecutor(1) as others:
@@ -111,9 +104,7 @@ def test_a_system_without_any_thread(main: bool, monkeypatch: pytest.MonkeyPatch
         ("eventlet.patcher", "is_monkey_patched", ["subprocess"], ["processes"]),
     ],
 )
-def test_patched_modules(
-    monkeypatch: pytest.MonkeyPatch, library: str, name: str, patched: list[str], refuses: list[str]
-) -> None:
+def test_patched_modules(monkeypatch, library, name, patched, refuses):
     """Where threads are greenlets, or processes need what is patched: an error, no hang."""
     module = SimpleNamespace(**{name: patched.__contains__})
     monkeypatch.setitem(sys.modules, library, module)
@@ -132,7 +123,7 @@ def test_patched_modules(
         manager.finish()
 
 
-def test_the_limits_of_threads(tmp_path: Path) -> None:
+def test_the_limits_of_threads(tmp_path):
     """Those of the system that there are, with numbers, and the remedy."""
     group = tmp_path / "sys/fs/cgroup/box"
     group.mkdir(parents=True)
@@ -147,13 +138,13 @@ def test_the_limits_of_threads(tmp_path: Path) -> None:
     assert "pids.max" not in thread_limits(str(tmp_path))
 
 
-def test_ctrl_c_anywhere_in_start_and_join() -> None:
+def test_ctrl_c_anywhere_in_start_and_join():
     """Wherever a handler raises in `start` and `join`: a second `join` finds them all gone."""
     for countdown in itertools.count(1):
         threads, go = Threads(), Latch()
-        ran: list[bool] = []
+        ran = []
 
-        def work(go: Latch = go, ran: list[bool] = ran) -> None:
+        def work(go=go, ran=ran):
             ran.append(go.wait())
 
         for number in range(2):
@@ -176,13 +167,13 @@ def test_ctrl_c_anywhere_in_start_and_join() -> None:
 class Handler(logging.Handler):
     """Notes messages, and on which thread; does something at one of them."""
 
-    def __init__(self, act: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, act=lambda: None):
         super().__init__()
         self.act = act
         self.got: list[str] = []
         self.threads: set[int] = set()
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.threads.add(threading.get_ident())
         if record.getMessage() == "act":
             self.act()
@@ -190,7 +181,7 @@ class Handler(logging.Handler):
 
 
 @pytest.fixture
-def handler() -> Iterator[Handler]:
+def handler():
     """Handle what is logged."""
     added, log = Handler(), logging.getLogger("cseq")
     log.addHandler(added)
@@ -199,11 +190,11 @@ def handler() -> Iterator[Handler]:
     log.removeHandler(added)
 
 
-def test_messages_are_logged_by_one_thread(handler: Handler) -> None:
+def test_messages_are_logged_by_one_thread(handler):
     """In their order, however many wait for a slow handler; the thread ends after the last."""
     go, acts = Latch(), Latch()
 
-    def act() -> None:
+    def act():
         acts.set()
         go.wait()
 
@@ -225,12 +216,10 @@ def test_messages_are_logged_by_one_thread(handler: Handler) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError, SystemExit])
-def test_a_handler_of_logging_that_raises(
-    error: type[BaseException], handler: Handler, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_handler_of_logging_that_raises(error, handler, capsys):
     """It is printed; later messages come."""
 
-    def act() -> None:
+    def act():
         raise error("no answer")
 
     handler.act = act
@@ -241,10 +230,10 @@ def test_a_handler_of_logging_that_raises(
     assert f"{error.__name__}: no answer" in capsys.readouterr().err
 
 
-def test_messages_without_a_thread(handler: Handler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_without_a_thread(handler, monkeypatch):
     """They come as soon as there is one."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
@@ -255,7 +244,7 @@ def test_messages_without_a_thread(handler: Handler, monkeypatch: pytest.MonkeyP
     assert handler.got == ["first", "second"]
 
 
-def test_ctrl_c_anywhere_in_tell(handler: Handler) -> None:
+def test_ctrl_c_anywhere_in_tell(handler):
     """Wherever a handler raises: what is told later comes, and each message once at most."""
     told = []
     for countdown in itertools.count(1):
@@ -272,7 +261,7 @@ def test_ctrl_c_anywhere_in_tell(handler: Handler) -> None:
     assert countdown > 5
 
 
-def test_an_import_from_within_an_import(run_script: RunScript, tmp_path: Path) -> None:
+def test_an_import_from_within_an_import(run_script, tmp_path):
     """A module may start a manager in its body, though what that imports wants this module."""
     (tmp_path / "training.py").write_text(
         "import numpy as np, cseq\n"

@@ -10,7 +10,6 @@ import time
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -27,11 +26,6 @@ from cseq.observe import attached
 from cseq.observe.attached import AttachedRun, Watcher
 from cseq.observe.lines import head, overview, ranks, workers
 from cseq.observe.top import top
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from conftest import RunCommand
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="it needs Linux's /proc"
@@ -85,7 +79,7 @@ if __name__ == "__main__":
 
 
 @contextmanager
-def trainer(folder: Path, source: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+def trainer(folder, source, *arguments):
     """Run a script that has taken some batches, and waits for a line."""
     script = folder / "train.py"
     script.write_text(source)
@@ -102,7 +96,7 @@ def trainer(folder: Path, source: str, *arguments: object) -> Iterator[subproces
         process.communicate()
 
 
-def until(condition: Callable[[], object]) -> None:
+def until(condition):
     """Wait for something that comes soon."""
     deadline = time.monotonic() + 30
     while not condition():
@@ -110,7 +104,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def written(watcher: Watcher) -> str:
+def written(watcher):
     """Write all about what was read in several widths, and return the widest."""
     for width in (60, 80, 140):
         lines = overview(watcher, width)
@@ -118,7 +112,7 @@ def written(watcher: Watcher) -> str:
     return "\n".join(lines)
 
 
-def proceed(process: subprocess.Popen[str]) -> None:
+def proceed(process):
     """Have the script go on to its next line."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -129,7 +123,7 @@ def proceed(process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.needs("worker processes")
 @pytest.mark.parametrize("kind", ["MPSequence", "MTSequence"])
-def test_what_is_read(tmp_path: Path, kind: str) -> None:
+def test_what_is_read(tmp_path, kind):
     """Facts, counts, the loop's place; the end of the run, and that of the process."""
     with trainer(tmp_path, TRAIN, kind, 1, 20) as process:
         watcher = Watcher(process.pid)
@@ -160,9 +154,7 @@ KINDS = {"MPSequence": "processes", "MTSequence": "threads"}
 
 @pytest.mark.needs("worker processes")
 @pytest.mark.parametrize("look", [0.0, 1e9])
-def test_the_trainer_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: float
-) -> None:
+def test_the_trainer_is_killed(tmp_path, monkeypatch, look):
     """What was read stays, and the end is said, whether new runs are looked for then or not."""
     monkeypatch.setattr(attached, "LOOK", look)
     with trainer(tmp_path, TRAIN, "MPSequence", 0, 20) as process:
@@ -182,7 +174,7 @@ def test_the_trainer_is_killed(
 
 
 @pytest.mark.needs("worker processes")
-def test_a_loader_of_torch(tmp_path: Path) -> None:
+def test_a_loader_of_torch(tmp_path):
     """`cseq.DataLoader` has the same meters: a ring for each worker."""
     pytest.importorskip("torch")
     with trainer(tmp_path, LOADER) as process:
@@ -193,7 +185,7 @@ def test_a_loader_of_torch(tmp_path: Path) -> None:
         assert "2 processes" in written(watcher)
         assert ranks(watcher, 140)[1].split()[6:8] == ["0", "30"]
 
-        def at_work() -> dict[int, tuple[int, int]]:
+        def at_work():
             watcher.update()
             return {k: (epoch, batch) for k, (epoch, batch, _) in run.tasks.items()}
 
@@ -201,7 +193,7 @@ def test_a_loader_of_torch(tmp_path: Path) -> None:
         assert re.search(r"^ +1 +index +\d+% +0/31 ", written(watcher), re.MULTILINE)
 
 
-def have_begun(pid: int) -> bool:
+def have_begun(pid):
     """Look at a process once, for the pids of all its workers."""
     watcher = Watcher(pid)
     watcher.update()
@@ -211,7 +203,7 @@ def have_begun(pid: int) -> bool:
     return all(row[at - 7 : at].strip() for row in rows)
 
 
-def test_another_number_of_workers() -> None:
+def test_another_number_of_workers():
     """Those that there are now are shown, and the buffer that was in use."""
     manager = cseq.MTSequence(np.arange(640), batch_size=4, num_workers=3, out_type="null", seed=1)
     watcher = Watcher(os.getpid())
@@ -226,7 +218,7 @@ def test_another_number_of_workers() -> None:
 
 
 @pytest.mark.needs("worker processes")
-def test_the_command(run_command: RunCommand, tmp_path: Path) -> None:
+def test_the_command(run_command, tmp_path):
     """Lines once; two ranks, each with a line."""
     with trainer(tmp_path, TRAIN, "MPSequence", 1, 20) as process:
         until(lambda: have_begun(process.pid))
@@ -246,19 +238,19 @@ def test_the_command(run_command: RunCommand, tmp_path: Path) -> None:
         assert said in done.stdout + done.stderr
 
 
-def test_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere(monkeypatch):
     """What it needs is said."""
     monkeypatch.setattr(sys, "platform", "win32")
     assert "needs Linux" in str(top(None, once=True))
 
 
-def test_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal(monkeypatch, capsys):
     """Lines are written each second until Ctrl-C, over those of before."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(os, "get_terminal_size", lambda: os.terminal_size((60, 24)))
     naps = []
 
-    def nap(seconds: float) -> None:
+    def nap(seconds):
         naps.append(seconds)
         if len(naps) == 3:
             raise KeyboardInterrupt
@@ -268,7 +260,7 @@ def test_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.count("\x1b[H\x1b[Jno run of cseq's was found") == 2
 
 
-def test_one_of_several_is_shown() -> None:
+def test_one_of_several_is_shown():
     """It stays until it ends."""
     make = partial(cseq.MTSequence, np.arange(64), batch_size=4, num_workers=1, out_type="null")
     managers = {seed: make(seed=seed) for seed in (1, 2)}
@@ -294,7 +286,7 @@ def test_one_of_several_is_shown() -> None:
             manager.finish()
 
 
-def measured(now: int, **of_worker: int) -> Meters:
+def measured(now, **of_worker):
     """Return the meters of a loop and one worker, in ns."""
     records = np.zeros(2, METER)
     records[0]["first"] = 1
@@ -305,7 +297,7 @@ def measured(now: int, **of_worker: int) -> Meters:
     return Meters([records.tobytes()], now)
 
 
-def test_workers_that_were_replaced() -> None:
+def test_workers_that_were_replaced():
     """The ticket that one had in hand does not make what the next one does seem less."""
     second = 10**9
     before = measured(6 * second, since=second, thread=5)
@@ -314,7 +306,7 @@ def test_workers_that_were_replaced() -> None:
         assert after.since(before).busy.tolist() == [busy]
 
 
-def test_the_cores_of_an_idle_worker() -> None:
+def test_the_cores_of_an_idle_worker():
     """They are of all the time: waking up takes more than a tiny batch does."""
     second = 10**9
     meters = measured(10 * second, worked=1000, thread=5, cpu=second)
@@ -324,7 +316,7 @@ def test_the_cores_of_an_idle_worker() -> None:
     assert line[: names.index("cpu") + 3].split()[-1] == "0.10"
 
 
-def test_the_name_of_a_script() -> None:
+def test_the_name_of_a_script():
     """It has nothing that a terminal would obey."""
     process = subprocess.Popen(["a/tra\x1bin.py"], executable=sys.executable, stdin=subprocess.PIPE)
     try:
@@ -339,7 +331,7 @@ def test_the_name_of_a_script() -> None:
 
 
 @contextmanager
-def file_with(data: bytes, name: str) -> Iterator[int]:
+def file_with(data, name):
     """Make a file of a name that is looked for."""
     fd = os.memfd_create(name)
     try:
@@ -349,7 +341,7 @@ def file_with(data: bytes, name: str) -> Iterator[int]:
         os.close(fd)
 
 
-def image() -> tuple[bytes, str]:
+def image():
     """Return the file of a run in this process, and what it is called."""
     manager = cseq.MTSequence(np.arange(64), batch_size=4, num_workers=2, out_type="null", seed=1)
     with manager.start() as started:
@@ -365,7 +357,7 @@ def image() -> tuple[bytes, str]:
     raise AssertionError
 
 
-def look_at(data: bytes, name: str) -> Watcher:
+def look_at(data, name):
     """Read a file, which stays as it is, and write all about it."""
     watcher = Watcher(os.getpid())
     with file_with(data, name) as fd:
@@ -378,7 +370,7 @@ def look_at(data: bytes, name: str) -> Watcher:
 
 @settings(deadline=None)
 @given(data=st.data())
-def test_an_overwritten_run(data: st.DataObject) -> None:
+def test_an_overwritten_run(data):
     """Any words of a run's file may be anything: it is read, or refused."""
     whole, name = IMAGE.setdefault("image", image())
     changed = bytearray(whole)
@@ -392,7 +384,7 @@ def test_an_overwritten_run(data: st.DataObject) -> None:
 IMAGE: dict[str, tuple[bytes, str]] = {}
 
 
-def test_a_run_that_is_cut_off() -> None:
+def test_a_run_that_is_cut_off():
     """It is no longer read; what was read stays."""
     watcher = Watcher(os.getpid())
     with file_with(*image()) as fd:
@@ -404,7 +396,7 @@ def test_a_run_that_is_cut_off() -> None:
     assert "10 batches so far" in written(watcher)
 
 
-def test_another_version() -> None:
+def test_another_version():
     """A ring of another layout, or of an impossible size, is refused and named."""
     data, name = image()
     assert [run.stats.batches for run in look_at(data, name).runs] == [10]

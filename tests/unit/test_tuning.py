@@ -1,7 +1,5 @@
 """What 'auto' takes: a pure function of windows, as they were recorded or as a model gives them."""
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import replace
@@ -38,7 +36,7 @@ COMPUTING = replace(
 )  # fmt: skip
 
 
-def test_it_takes_what_the_advice_names_at_once() -> None:
+def test_it_takes_what_the_advice_names_at_once():
     """In one change; with a buffer for that many workers."""
     for window, workers in ((READING, 7), (COMPUTING, 4)):
         named = advise(window).change["num_workers"]
@@ -51,7 +49,7 @@ def test_it_takes_what_the_advice_names_at_once() -> None:
 
 
 @pytest.mark.parametrize("auto", [(True, False), (False, True), BOTH])
-def test_it_changes_what_is_auto_alone(auto: tuple[bool, bool]) -> None:
+def test_it_changes_what_is_auto_alone(auto):
     """The number that was given stays."""
     for window in (READING, UNEVEN, COMPUTING):
         size = Size(window.workers, window.buffer)
@@ -61,14 +59,14 @@ def test_it_changes_what_is_auto_alone(auto: tuple[bool, bool]) -> None:
         assert after.buffer == size.buffer or auto[1]
 
 
-def test_stragglers_get_a_larger_buffer_and_no_more_workers() -> None:
+def test_stragglers_get_a_larger_buffer_and_no_more_workers():
     """As the advice names it."""
     decision = Tuner(BOTH).look(UNEVEN, Size(5, 10), MOST)
     assert decision is not None
     assert decision.size == (5, advise(UNEVEN).change["buffer"])
 
 
-def test_more_workers_that_did_harm_are_taken_back() -> None:
+def test_more_workers_that_did_harm_are_taken_back():
     """And not tried again, until a batch takes another time."""
     tuner = Tuner(BOTH)
     decision = tuner.look(COMPUTING, Size(2, 10), MOST)
@@ -87,7 +85,7 @@ def test_more_workers_that_did_harm_are_taken_back() -> None:
     assert again.size.num_workers == 7
 
 
-def test_more_workers_that_were_of_no_use_are_the_last() -> None:
+def test_more_workers_that_were_of_no_use_are_the_last():
     """They stay, for the difference may be chance; there are no more of them."""
     tuner = Tuner(BOTH)
     assert tuner.look(COMPUTING, Size(2, 10), MOST) is not None
@@ -96,7 +94,7 @@ def test_more_workers_that_were_of_no_use_are_the_last() -> None:
         assert tuner.look(same, Size(4, 10), MOST) is None
 
 
-def test_a_larger_buffer_that_was_of_no_use_is_the_last() -> None:
+def test_a_larger_buffer_that_was_of_no_use_is_the_last():
     """It stays; where the rate got better, a larger one is tried."""
     for rate, again in ((1.0, False), (1.3, True)):
         tuner = Tuner(BOTH)
@@ -108,7 +106,7 @@ def test_a_larger_buffer_that_was_of_no_use_is_the_last() -> None:
     assert all(Tuner(BOTH).look(after, size, size) is None for _ in range(3))
 
 
-def test_a_window_has_to_be_long_enough() -> None:
+def test_a_window_has_to_be_long_enough():
     """In time and in batches; longer where nothing has changed, up to some seconds."""
     tuner = Tuner(BOTH)
     assert tuner.is_enough(READING)
@@ -122,7 +120,7 @@ def test_a_window_has_to_be_long_enough() -> None:
     assert tuner.span < 1
 
 
-def model(workers: int, index: float, step: float, cpu: float, cores: int, buffer: int) -> Window:
+def model(workers, index, step, cpu, cores, buffer):
     """Give a second of a machine without chance: workers share its cores, the loop has one."""
     slowed = max(1.0, workers * cpu / max(cores - 0.5, 0.5))
     rate = min(workers / (index * slowed), 1 / step)
@@ -138,9 +136,7 @@ def model(workers: int, index: float, step: float, cpu: float, cores: int, buffe
     st.floats(1e-3, 1.0), st.floats(1e-3, 1.0), st.floats(0.01, 1.0), st.sampled_from([1, 2, 8, 64])
 )
 @example(1.0, 0.03125, 0.02734375, 1)  # 16 workers use most of the core that the loop leaves
-def test_it_ends_near_the_best_and_then_stays(
-    index: float, step: float, cpu: float, cores: int
-) -> None:
+def test_it_ends_near_the_best_and_then_stays(index, step, cpu, cores):
     """Within a few changes, at nine tenths of what the best number of workers would do."""
     tuner, size, changes, last = Tuner(BOTH), Size(1, 10), 0, 0
     for k in range(60):
@@ -160,14 +156,14 @@ def test_it_ends_near_the_best_and_then_stays(
     assert 1 / now.elapsed >= 0.9 * best
 
 
-def test_a_change_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_is_one_line(caplog):
     """What was changed alone, and why."""
     with caplog.at_level(logging.INFO, "cseq"):
         log_change(Size(7, 14), Size(7, 30), "the loop waits 31%")
     assert caplog.messages == ["buffer 14 → 30: the loop waits 31%"]
 
 
-def test_the_sizes_to_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sizes_to_begin_with(monkeypatch):
     """Few workers, a core for the loop; as many at most as may wait for a disk."""
     monkeypatch.setattr(system, "cores", lambda: 8)
     monkeypatch.setattr(arguments, "share", lambda: 8)
@@ -183,7 +179,7 @@ def test_the_sizes_to_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
         assert workers_of_auto() == expected
 
 
-def test_the_cores_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cores_of_this_process(monkeypatch):
     """Within a quota, and one part for each rank of the machine."""
     monkeypatch.setattr(system, "cores", lambda: 16)
     for name in system.LOCAL_SIZES:

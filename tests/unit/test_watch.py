@@ -1,19 +1,11 @@
 """`cseq run --watch` leaves torch's loaders as they are, and says what they cost."""
 
-from __future__ import annotations
-
 import os
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
 from cseq.observe.watch import Watched, tell
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from conftest import RunCommand, RunScript
 
 TRAIN = """
 import sys
@@ -52,7 +44,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(monkeypatch):
     """Make this process no rank of a group, even if the tests run in one."""
     monkeypatch.delenv("RANK", raising=False)
 
@@ -61,9 +53,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "options", ["{}", "{'num_workers': 2}", "{'num_workers': 1, 'persistent_workers': True}"]
 )
-def test_the_script_does_what_it_did(
-    run_prepared: RunScript, run_command: RunCommand, tmp_path: Path, options: str
-) -> None:
+def test_the_script_does_what_it_did(run_prepared, run_command, tmp_path, options):
     """Same batches, same output; each kind of loader has its lines on stderr."""
     pytest.importorskip("torch")
     plain = run_prepared(TRAIN.replace("{OPTIONS}", options), "--lr", "0.1")
@@ -83,14 +73,14 @@ def test_the_script_does_what_it_did(
 
 
 @pytest.mark.parametrize("wait", [0.0001, 0.01])
-def test_cseq_is_named_where_it_can_help(wait: float, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cseq_is_named_where_it_can_help(wait, capsys):
     """A script that waits for nothing gets no advice."""
     tell({0: watched(wait, 0.02, 2)}, os.getpid())
     _, said = capsys.readouterr()
     assert ("cseq run …" in said) is (wait > 0.001)
 
 
-def test_a_script_without_a_loader(run_command: RunCommand, tmp_path: Path) -> None:
+def test_a_script_without_a_loader(run_command, tmp_path):
     """That is said, too, and so is the script's own failure."""
     pytest.importorskip("torch")
     (tmp_path / "train.py").write_text("raise SystemExit(3)")
@@ -99,14 +89,7 @@ def test_a_script_without_a_loader(run_command: RunCommand, tmp_path: Path) -> N
     assert "no DataLoader of torch" in done.stderr
 
 
-def watched(
-    wait: float,
-    step: float,
-    workers: int = 0,
-    computed: float = 0.0,
-    first: float = 0.01,
-    queued: float = 0.0,
-) -> Watched:
+def watched(wait, step, workers=0, computed=0.0, first=0.01, queued=0.0):
     """Return a loader of 200 batches in two epochs."""
     one = Watched("DataLoader of Images", workers, computed=computed, epochs=2, batches=198)
     one.queued, one.started, one.waited, one.stepped = queued, 2 * first, 198 * wait, 198 * step
@@ -132,7 +115,7 @@ CPU = pytest.mark.skipif(sys.platform != "linux", reason="the CPU time of worker
         (watched(0.0001, 0.02, 2), "the loop is the bottleneck"),
     ],
 )
-def test_what_would_help(loader: Watched, said: str) -> None:
+def test_what_would_help(loader, said):
     """As many workers as keep up, as far as there are cores for those that compute."""
     lines = "\n".join(loader.lines(4))
     assert said in lines
@@ -176,7 +159,7 @@ if __name__ == "__main__":
 
 @CPU
 @pytest.mark.parametrize("persistent", [False, True])
-def test_each_loader_has_its_own_workers(run_prepared: RunScript, persistent: bool) -> None:
+def test_each_loader_has_its_own_workers(run_prepared, persistent):
     """What they computed is theirs alone, and is there of those that stay alive, too.
 
     So is how long they waited for a core.
@@ -191,7 +174,7 @@ def test_each_loader_has_its_own_workers(run_prepared: RunScript, persistent: bo
     assert queued > 0.1 or not os.path.exists("/proc/self/schedstat")
 
 
-def test_epochs_that_begin_slowly() -> None:
+def test_epochs_that_begin_slowly():
     """Workers that are started for each epoch are named, if that takes a while."""
     assert "persistent_workers=True" in watched(0.001, 0.02, 2, first=0.5).lines(4)[-1]
     assert "persistent_workers" not in watched(0.001, 0.02, 2).lines(4)[-1]
@@ -207,9 +190,7 @@ def test_epochs_that_begin_slowly() -> None:
         (["rnu"], "bench"),
     ],
 )
-def test_what_is_not_understood(
-    run_command: RunCommand, tmp_path: Path, words: list[str], said: str
-) -> None:
+def test_what_is_not_understood(run_command, tmp_path, words, said):
     """The answer says what to write."""
     done = run_command(tmp_path, *words)
     assert done.returncode in (1, 2)

@@ -1,13 +1,10 @@
 """`Weighted`: as often as weights say, as fair as a random draw, and bad weights."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import random
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
 
 import golden
 import numpy as np
@@ -24,7 +21,7 @@ finite = st.floats(0, allow_infinity=False, allow_nan=False)
 lists = st.lists(st.one_of(finite, st.floats(0, 10)), min_size=1, max_size=60).filter(any)
 
 
-def integers(weights: list[float]) -> list[int]:
+def integers(weights):
     """Compute the integers of weights as the page of the orders says."""
     ratios = [weight.as_integer_ratio() for weight in weights]
     unit = max(below for _, below in ratios)  # all are multiples of 1 / unit, a power of two
@@ -37,13 +34,13 @@ def integers(weights: list[float]) -> list[int]:
         k -= 1
 
 
-def drawn(order: cseq.Order, seed: int, epoch: int = 0) -> np.ndarray[Any, Any]:
+def drawn(order, seed, epoch=0):
     """Read an epoch."""
     return order.reader(seed).samples(epoch, 0, order.units)[0]
 
 
 @pytest.mark.parametrize("record", golden.records("orders_weighted"))
-def test_reference(record: golden.Record) -> None:
+def test_reference(record):
     """An order without replacement is that of the reference in plain Python."""
     if record["replacement"] or record["size"] > 1000:
         return
@@ -54,7 +51,7 @@ def test_reference(record: golden.Record) -> None:
 
 
 @pytest.mark.parametrize("samples", [1, 2, 15, 16, 17, 255, 256, 257, 4096, 4097, 65537])
-def test_equal_weights_are_a_shuffle(samples: int) -> None:
+def test_equal_weights_are_a_shuffle(samples):
     """Each sample comes once, in another order in each epoch, from any position on."""
     order = cseq.Weighted(np.full(samples, 0.1))
     first, second = drawn(order, 3), drawn(order, 3, 1)
@@ -65,7 +62,7 @@ def test_equal_weights_are_a_shuffle(samples: int) -> None:
 
 
 @given(lists)
-def test_integers(weights: list[float]) -> None:
+def test_integers(weights):
     """Weights become the largest integers with a total below 2**62, and 0 alone becomes 0."""
     masses = integers_of(np.array(weights))
     assert masses.tolist() == integers(weights)
@@ -76,7 +73,7 @@ def test_integers(weights: list[float]) -> None:
     "weights",
     [[1e300, 1.0, 0.0], [5e-324], [5e-324, 1e-310], [1.7e308] * 9, [2.0**-1000, 2.0**1000], [3, 0]],
 )
-def test_extreme_weights(weights: list[float]) -> None:
+def test_extreme_weights(weights):
     """Denormal weights and those whose sum is infinite in float64 are exact, too."""
     masses = integers_of(np.array(weights, float))
     assert masses.tolist() == integers([float(weight) for weight in weights])
@@ -88,7 +85,7 @@ def test_extreme_weights(weights: list[float]) -> None:
     st.integers(1, 3000),
     st.integers(0, 2**64 - 1),
 )
-def test_numbers_are_exact(weights: list[float], size: int, seed: int) -> None:
+def test_numbers_are_exact(weights, size, seed):
     """A sample comes as often as its share says, rounded up or down."""
     counts = np.bincount(drawn(cseq.Weighted(weights, size), seed), minlength=len(weights))
     whole = integers(weights)
@@ -97,14 +94,14 @@ def test_numbers_are_exact(weights: list[float], size: int, seed: int) -> None:
         assert count in (share, share + bool(rest))
 
 
-def test_an_order_can_be_pickled() -> None:
+def test_an_order_can_be_pickled():
     """A copy in another process gives the same draws."""
     for options in ({"size": 70}, {"replacement": True}):
         order = cseq.Weighted(np.arange(300.0), **options)
         assert drawn(pickle.loads(pickle.dumps(order)), 1).tolist() == drawn(order, 1).tolist()
 
 
-def test_numbers_of_great_sizes() -> None:
+def test_numbers_of_great_sizes():
     """Places times the total have up to 110 bits."""
     rng = random.Random(2)
     for _ in range(2000):
@@ -117,7 +114,7 @@ def test_numbers_of_great_sizes() -> None:
 # ── a fair draw ───────────────────────────────────────────────────────────────────────────────
 
 
-def counts_of(order: cseq.Order, epochs: int) -> np.ndarray[Any, Any]:
+def counts_of(order, epochs):
     """Return how often each sample comes in each epoch: (epochs, samples)."""
     reader, counts = order.reader(11), np.empty((epochs, order.samples or 0), np.float32)
     for epoch in range(epochs):
@@ -126,7 +123,7 @@ def counts_of(order: cseq.Order, epochs: int) -> np.ndarray[Any, Any]:
     return counts
 
 
-def check(values: Any, expected: Any, variance: Any) -> None:
+def check(values, expected, variance):
     """Each value is within five standard deviations of what is expected."""
     off = np.abs(np.asarray(values, float) - expected)
     assert (off <= 5 * np.sqrt(variance) + 1e-6).all(), off.max()
@@ -146,7 +143,7 @@ of_each_size = pytest.mark.parametrize("name", SIZES)
 
 
 @lru_cache
-def equal(name: str) -> tuple[int, int, np.ndarray[Any, Any]]:
+def equal(name):
     """Return samples of equal weight, how many come once more in an epoch, and which do."""
     samples, size = SIZES[name]
     whole, rest = divmod(size, samples)
@@ -155,7 +152,7 @@ def equal(name: str) -> tuple[int, int, np.ndarray[Any, Any]]:
 
 
 @of_each_size
-def test_classes_come_as_in_a_random_draw(name: str) -> None:
+def test_classes_come_as_in_a_random_draw(name):
     """Their counts vary as hypergeometric ones, for any period of the labels, and sorted labels."""
     samples, rest, more = equal(name)
     assert set(np.unique(more)) == {0, 1}
@@ -172,7 +169,7 @@ def test_classes_come_as_in_a_random_draw(name: str) -> None:
 
 
 @of_each_size
-def test_pairs_come_together_as_in_a_random_draw(name: str) -> None:
+def test_pairs_come_together_as_in_a_random_draw(name):
     """Neighbours in the data, samples at other distances, and random pairs."""
     samples, rest, more = equal(name)
     distances = (1, 2, 3, 5, 10, 64, 100, samples // 2)
@@ -189,7 +186,7 @@ def test_pairs_come_together_as_in_a_random_draw(name: str) -> None:
 
 
 @of_each_size
-def test_epochs_are_drawn_independently(name: str) -> None:
+def test_epochs_are_drawn_independently(name):
     """Two epochs have as many samples in common as two random draws."""
     samples, rest, more = equal(name)
     common, expected = more @ more.T, rest * rest / samples
@@ -213,7 +210,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("size", [1, 7, 100, 1000])
-def test_samples_come_as_their_weights_say(name: str, size: int) -> None:
+def test_samples_come_as_their_weights_say(name, size):
     """In each epoch, the share rounded up or down; its mean over epochs is the share itself."""
     weights, epochs = WEIGHTS[name], 500
     counts = counts_of(cseq.Weighted(weights, size), epochs)
@@ -229,7 +226,7 @@ def test_samples_come_as_their_weights_say(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("labels", ["in turn", "sorted", "rare in turn", "rare at random"])
 @pytest.mark.parametrize("size", [None, 300, 1000, 5000])
-def test_balanced_classes(labels: str, size: int | None) -> None:
+def test_balanced_classes(labels, size):
     """Each class comes equally often in each epoch, but for what varies in a random draw."""
     numbers = np.arange(2400)
     of = {
@@ -249,7 +246,7 @@ def test_balanced_classes(labels: str, size: int | None) -> None:
 # ── arguments ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_facts() -> None:
+def test_facts():
     """A state knows the weights by their fingerprint, whatever their type."""
     facts = cseq.Weighted([1, 2]).facts()
     assert facts == cseq.Weighted(np.array([1, 2], np.float32)).facts()
@@ -274,13 +271,13 @@ def test_facts() -> None:
         ([[1], [1, 2]], r"weights is not an array:"),
     ],
 )
-def test_bad_weights(weights: Any, says: str) -> None:
+def test_bad_weights(weights, says):
     """Weights of which no draws can be made are refused."""
     with pytest.raises((TypeError, ValueError), match=says):
         cseq.Weighted(weights)
 
 
-def test_other_bad_arguments() -> None:
+def test_other_bad_arguments():
     """The message names the argument and its value."""
     with pytest.raises(ValueError, match="size=0"):
         cseq.Weighted([1], 0)

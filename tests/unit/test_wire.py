@@ -7,7 +7,7 @@ import pickle
 import socket
 import struct
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,16 +16,13 @@ from cseq.encoding.pickling import dumps
 from cseq.fleet import wire
 from cseq.fleet.wire import Buffers, Connection
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 pytestmark = pytest.mark.needs("POSIX")  # Ray's clusters; Wine 8 knows no TCP_KEEPIDLE
 
 KEY = b"k" * 32
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+def pair():
     """Two sockets of a connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
@@ -35,9 +32,9 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @pytest.fixture
-def ends(pair: tuple[socket.socket, socket.socket]) -> Iterator[tuple[Connection, Connection]]:
+def ends(pair):
     """An agent's end, and a trainer's."""
-    made: list[Connection] = []
+    made = []
     agent = threading.Thread(target=lambda: made.append(Connection(pair[0], KEY, is_agent=True)))
     agent.start()
     trainer = Connection(pair[1], KEY, is_agent=False)
@@ -56,10 +53,10 @@ BATCHES: list[Any] = [
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=["small", "dict", "many", "large"])
-def test_messages_arrive_whole(ends: tuple[Connection, Connection], batch: Any) -> None:
+def test_messages_arrive_whole(ends, batch):
     """Their arrays can be written to, and lie where processors like them to."""
     agent, trainer = ends
-    buffers: list[memoryview] = []
+    buffers = []
     data = dumps(batch, buffers)
     sender = threading.Thread(target=agent.send, args=(data, buffers))
     sender.start()
@@ -71,12 +68,12 @@ def test_messages_arrive_whole(ends: tuple[Connection, Connection], batch: Any) 
     assert not any(part.readonly for part in parts)
 
 
-def test_an_end_that_closes_ends_the_other(ends: tuple[Connection, Connection]) -> None:
+def test_an_end_that_closes_ends_the_other(ends):
     """Also in the middle of a message. One that is silent is waited for as long as is said."""
     agent, trainer = ends
     assert not trainer.wait(0.05)
 
-    def send() -> None:
+    def send():
         with contextlib.suppress(OSError):
             agent.send(b"", [memoryview(bytes(1 << 24))])  # more than what lies on the way
 
@@ -91,14 +88,11 @@ def test_an_end_that_closes_ends_the_other(ends: tuple[Connection, Connection]) 
 
 
 @pytest.mark.parametrize("is_agent", [False, True])
-def test_who_has_no_key_is_refused(
-    pair: tuple[socket.socket, socket.socket],
-    is_agent: bool,
-) -> None:
+def test_who_has_no_key_is_refused(pair, is_agent):
     """Neither end has anything to do with one that has another key."""
-    refused: list[Exception] = []
+    refused = []
 
-    def ask() -> None:
+    def ask():
         try:
             Connection(pair[1], b"another", is_agent=not is_agent)
         except (OSError, EOFError) as error:
@@ -112,10 +106,10 @@ def test_who_has_no_key_is_refused(
     assert len(refused) == 1
 
 
-def test_who_sends_back_what_it_gets_is_refused(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_who_sends_back_what_it_gets_is_refused(pair):
     """It has nothing that could be taken for a proof."""
 
-    def reflect() -> None:
+    def reflect():
         with contextlib.suppress(OSError):
             while got := pair[1].recv(4096):
                 pair[1].sendall(got)
@@ -127,14 +121,12 @@ def test_who_sends_back_what_it_gets_is_refused(pair: tuple[socket.socket, socke
     stranger.join()
 
 
-def test_one_deadline_holds_for_the_whole_proof(
-    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_deadline_holds_for_the_whole_proof(pair, monkeypatch):
     """It does not begin anew with a byte of the other end's."""
     monkeypatch.setattr(wire, "PROOF_SECONDS", 0.2)
     over, sent = threading.Event(), 0
 
-    def trickle() -> None:
+    def trickle():
         nonlocal sent
         pair[1].send(struct.pack("!i", 200))  # as many bytes follow
         while not over.wait(0.02):
@@ -149,11 +141,11 @@ def test_one_deadline_holds_for_the_whole_proof(
     assert sent < 64
 
 
-def test_memory_is_used_again_once_nothing_refers_to_it() -> None:
+def test_memory_is_used_again_once_nothing_refers_to_it():
     """Blocks are never more than were in use at a time, whatever their sizes."""
     buffers = Buffers()
 
-    def array(size: int, value: int) -> Any:
+    def array(size, value):
         memory = memoryview(buffers.take(size))
         made = np.ndarray(size // 2, np.uint8, memory[size // 4 :])
         made[:] = value

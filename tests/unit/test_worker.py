@@ -1,14 +1,11 @@
 """One worker process: what it and the trainer tell each other."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 import socket
 import sys
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from waiting import together
@@ -28,22 +25,17 @@ from cseq.processes.worker import (
     send_state,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from conftest import RunScript
-
 pytestmark = pytest.mark.needs("worker processes")
 
 SETUP = Setup(0, 1, (0, 8), 8, 0, "x" * 10**6, None)
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[WorkerProcess, socket.socket]]:
+def ends():
     """Give a worker without a process, and the process's end of the socket."""
     ours, theirs = socket.socketpair()
-    winapi: Any = sys.modules.get("_winapi")  # of Windows; that of the other process is ours
-    child: Any = SimpleNamespace(sock=ours, handle=winapi and winapi.GetCurrentProcess())
+    winapi = sys.modules.get("_winapi")  # of Windows; that of the other process is ours
+    child = SimpleNamespace(sock=ours, handle=winapi and winapi.GetCurrentProcess())
     worker = WorkerProcess(1, child)
     with theirs:
         yield worker, theirs
@@ -51,9 +43,7 @@ def ends() -> Iterator[tuple[WorkerProcess, socket.socket]]:
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
-def test_messages_arrive_in_any_pieces(
-    ends: tuple[WorkerProcess, socket.socket], size: int
-) -> None:
+def test_messages_arrive_in_any_pieces(ends, size):
     """Whatever the pieces are that arrive, also with the bytes of a message in another's body."""
     worker, theirs = ends
     body = b"why\0\0E" * 3
@@ -71,7 +61,7 @@ def test_messages_arrive_in_any_pieces(
         assert worker.entered > 0
 
 
-def test_messages_are_sent_whole(ends: tuple[WorkerProcess, socket.socket]) -> None:
+def test_messages_are_sent_whole(ends):
     """By threads, and by a signal handler in the middle of one: that comes after it."""
     worker, theirs = ends
 
@@ -80,17 +70,17 @@ def test_messages_are_sent_whole(ends: tuple[WorkerProcess, socket.socket]) -> N
 
         nested = False
 
-        def sendall(self, data: bytes) -> None:
+        def sendall(self, data):
             theirs.sendall(data[:5])
             if not self.nested:
                 self.nested = True
                 send_state(sock, LOGGED, b"handler's")
             theirs.sendall(data[5:])
 
-    sock: Any = Halves()
+    sock = Halves()
     together(*(partial(send_state, sock, LOGGED, b"%d" % k) for k in range(8)))
     send_state(sock, READY)
-    bodies: list[bytes] = []
+    bodies = []
     while worker.state != READY:  # not all need come at once
         messages = worker.receive()
         assert messages is not None
@@ -99,12 +89,10 @@ def test_messages_are_sent_whole(ends: tuple[WorkerProcess, socket.socket]) -> N
     assert sorted(bodies[:1] + bodies[2:]) == [b"%d" % k for k in range(8)]
 
 
-def test_more_records_than_handlers_take(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_more_records_than_handlers_take(monkeypatch, caplog):
     """What waits is bounded; the log says what is left out."""
-    calls: list[Callable[[], object]] = []
-    texts: list[str] = []
+    calls = []
+    texts = []
     monkeypatch.setattr(logs, "MOST", 3)
     monkeypatch.setattr(logs, "later", calls.append)
     monkeypatch.setattr(logs.log, "handle", lambda record: texts.append(record.getMessage()))
@@ -121,7 +109,7 @@ def test_more_records_than_handlers_take(
     assert texts[1:] == ["0", "1", "2", "later"]
 
 
-def test_a_handshake_with_the_dead(ends: tuple[WorkerProcess, socket.socket]) -> None:
+def test_a_handshake_with_the_dead(ends):
     """A setup that cannot be sent is no error: the end of the worker is noticed next."""
     worker, theirs = ends
     theirs.close()
@@ -133,32 +121,28 @@ def test_a_handshake_with_the_dead(ends: tuple[WorkerProcess, socket.socket]) ->
 class Broken:
     """A socket whose connection the system has ended, as Windows does when it kills a process."""
 
-    def __init__(self, error: type[ConnectionError]) -> None:
+    def __init__(self, error):
         self.error = error
 
-    def recv(self, _: int) -> bytes:
+    def recv(self, _):
         raise self.error
 
     sendall = sendmsg = recv
 
-    def fileno(self) -> int:
+    def fileno(self):
         return -1
 
-    def close(self) -> None:
+    def close(self):
         """Do nothing."""
 
 
 @pytest.mark.needs("POSIX")
 @pytest.mark.parametrize("error", [ConnectionResetError, ConnectionAbortedError, BrokenPipeError])
-def test_however_a_connection_ends(
-    error: type[ConnectionError],
-    ends: tuple[WorkerProcess, socket.socket],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_however_a_connection_ends(error, ends, monkeypatch):
     """It is the end of that worker, and of nothing else."""
     worker, _ = ends
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_):
         raise error
 
     monkeypatch.setattr("socket.send_fds", refuse)
@@ -209,7 +193,7 @@ except ValueError as error:
 
 
 @pytest.mark.skipif(worker_module.STACK_SIGNAL is None, reason="no stacks here")
-def test_stacks_in_the_middle_of_a_message(run_script: RunScript) -> None:
+def test_stacks_in_the_middle_of_a_message(run_script):
     """Stacks that are written while a worker is within a message leave the message whole."""
     done = run_script(BETWEEN)
     assert done.stdout.split("\n")[:2] == [str(list(range(8))), "400000"], done.stderr

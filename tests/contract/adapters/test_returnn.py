@@ -1,7 +1,5 @@
 """RETURNN's `MultiProcDataset` on cseq: what it promises, row by row."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect
@@ -46,27 +44,27 @@ from returnn_data import (
 class Logged(Numbers):
     """Leaves a file for each sequence that it loads."""
 
-    def __init__(self, folder: str, length: int = 12) -> None:
+    def __init__(self, folder, length=12):
         super().__init__(length)
         self.folder = Path(folder)
 
-    def load(self, index: int) -> None:
+    def load(self, index):
         (self.folder / str(index)).touch()
 
 
 class Who(Numbers):
     """Tags tell the process, data whether the array that came with the dataset was copied."""
 
-    def __init__(self, array: np.ndarray) -> None:
+    def __init__(self, array):
         super().__init__()
         self.array = array
 
-    def get_seq_tag(self, index: int) -> str:
+    def get_seq_tag(self, index):
         daemon = multiprocessing.current_process().daemon
         return f"{multiprocessing.current_process().name}, daemon={daemon}, {self._holder()}"
 
-    def _holder(self) -> str:
-        array: Any = self.array
+    def _holder(self):
+        array = self.array
         while isinstance(array, (np.ndarray, memoryview)):
             array = array.base if isinstance(array, np.ndarray) else array.obj
         return type(array).__name__
@@ -75,7 +73,7 @@ class Who(Numbers):
 # ── 1, 2: the class ────────────────────────────────────────────────────────────────────────
 
 
-def test_it_is_a_dataset_with_the_original_s_arguments() -> None:
+def test_it_is_a_dataset_with_the_original_s_arguments():
     """Arguments that may be given by position have the original's names, order and defaults."""
     assert issubclass(MultiProcDataset, CachedDataset2)
     assert not issubclass(MultiProcDataset, multi_proc.MultiProcDataset)
@@ -85,7 +83,7 @@ def test_it_is_a_dataset_with_the_original_s_arguments() -> None:
     assert positional == [(p.name, p.default) for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
-def test_arguments_are_handed_down() -> None:
+def test_arguments_are_handed_down():
     """What every dataset takes is handed down to the wrapped one, whose own entries prevail."""
     plan = {**TASK, "partition_epoch": 2}
     dataset = MultiProcDataset(plan, 1, 1, partition_epoch=5, fixed_random_seed=7, _num_shards=3)
@@ -108,14 +106,14 @@ def test_arguments_are_handed_down() -> None:
         (TypeError, {"no_such_argument": 1}),
     ],
 )
-def test_wrong_arguments_are_refused(error: type[Exception], arguments: dict[str, Any]) -> None:
+def test_wrong_arguments_are_refused(error, arguments):
     """A constructor that fails raises, and nothing else: no warning when the rest is collected."""
     with pytest.raises(error):
         MultiProcDataset(**{"dataset": TASK, "num_workers": 1, "buffer_size": 1, **arguments})
     gc.collect()
 
 
-def test_install(run_prepared: RunScript) -> None:
+def test_install(run_prepared):
     """After `install()`, the plain name is this class: here, in a wrapped plan, and by import."""
     script = """
 from cseq.adapters.returnn import MultiProcDataset, install
@@ -136,7 +134,7 @@ install()
     assert done.stdout.endswith("seq-2\n"), done.stderr
 
 
-def test_without_returnn(run_script: RunScript) -> None:
+def test_without_returnn(run_script):
     """Without RETURNN, the import says what to install."""
     script = """
 import sys
@@ -153,7 +151,7 @@ import cseq.adapters.returnn
 # ── 3: processes ───────────────────────────────────────────────────────────────────────────
 
 
-def test_workers_start_when_they_are_needed_and_have_names(make: Any) -> None:
+def test_workers_start_when_they_are_needed_and_have_names(make):
     """There are no processes before the first question; then there are N, not daemonic, named.
 
     A large array in the plan is in memory once, whatever the number of workers.
@@ -188,7 +186,7 @@ class Mine(MapDatasetBase):
 
 
 @pytest.mark.parametrize("start_method", start_methods())
-def test_the_configuration_is_there_first(make: Any, start_method: str) -> None:
+def test_the_configuration_is_there_first(make, start_method):
     """A class of the global configuration is found in workers, which have that configuration."""
     config = Config()
     config.load_file(io.StringIO(CONFIG))
@@ -201,7 +199,7 @@ def test_the_configuration_is_there_first(make: Any, start_method: str) -> None:
 
 
 @pytest.mark.parametrize("plan", [TASK, numbers()])
-def test_answers_are_the_wrapped_dataset_s(make: Any, plan: dict[str, Any]) -> None:
+def test_answers_are_the_wrapped_dataset_s(make, plan):
     """Keys, types, dimensions, labels, totals and tags are those of the wrapped dataset."""
     plain, dataset = init_dataset(plan), make(plan)
     assert dataset.num_outputs == plain.num_outputs
@@ -235,7 +233,7 @@ def test_answers_are_the_wrapped_dataset_s(make: Any, plan: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("num_workers", "kind"), [(1, QUICKEST), (2, FIRST_PROCESS), (5, QUICKEST)]
 )
-def test_the_order_is_the_wrapped_dataset_s(make: Any, num_workers: int, kind: Kind) -> None:
+def test_the_order_is_the_wrapped_dataset_s(make, num_workers, kind):
     """Tags, types and values of every epoch are the wrapped dataset's, for any number of workers.
 
     Also with parts of epochs, with more workers than sequences, and begun anew in the middle.
@@ -251,7 +249,7 @@ def test_the_order_is_the_wrapped_dataset_s(make: Any, num_workers: int, kind: K
     assert_same(sequences(dataset, 3), sequences(plain, 3))
 
 
-def test_repeated_and_nested(make: Any) -> None:
+def test_repeated_and_nested(make):
     """A wrapped dataset may repeat itself, and may be one of this class in either method."""
     plan = {**TASK, "num_seqs": 3, "repeat_epoch": 3}
     expected = sequences(init_dataset(plan))
@@ -262,7 +260,7 @@ def test_repeated_and_nested(make: Any) -> None:
         assert_same(sequences(dataset), expected)
 
 
-def test_without_an_epoch_nothing_begins(make: Any) -> None:
+def test_without_an_epoch_nothing_begins(make):
     """`init_seq_order()` leaves a dataset of no sequences."""
     dataset = make(TASK)
     assert dataset.num_seqs == 0
@@ -273,7 +271,7 @@ def test_without_an_epoch_nothing_begins(make: Any) -> None:
     assert (dataset.num_seqs, list(dataset.get_current_seq_order())) == (0, [])
 
 
-def test_given_orders(make: Any) -> None:
+def test_given_orders(make):
     """`seq_order` and `seq_list` name the sequences of an epoch, in order."""
     dataset = make(TASK)
     dataset.init_seq_order(epoch=1, seq_order=[5, 3, 1, 0])
@@ -288,7 +286,7 @@ def test_given_orders(make: Any) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_dedicated_covers_the_same_set(make: Any, num_workers: int) -> None:
+def test_dedicated_covers_the_same_set(make, num_workers):
     """Each worker is a shard: the same sequences, and the order that was announced."""
     dataset = make(TASK, num_workers, sharding_method="dedicated")
     found = dict(sequences(dataset))
@@ -300,7 +298,7 @@ def test_dedicated_covers_the_same_set(make: Any, num_workers: int) -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("sizes", [[5, 7], [7, 5], [0, 3], [1, 0], [0, 0]])
-def test_shards_may_be_of_any_size(make: Any, sizes: list[int], known: bool) -> None:
+def test_shards_may_be_of_any_size(make, sizes, known):
     """Shards that end first are left out of the round, also if their sizes are not known."""
     plan = {"class": Shares, "sizes": sizes, "known": known}
     dataset = make(plan, sharding_method="dedicated")
@@ -319,7 +317,7 @@ def test_shards_may_be_of_any_size(make: Any, sizes: list[int], known: bool) -> 
         dataset.get_current_seq_order()
 
 
-def test_unknown_lengths_have_no_complete_frac(make: Any) -> None:
+def test_unknown_lengths_have_no_complete_frac(make):
     """Where a part of the epoch cannot be told, `complete_frac` is None where it must be exact."""
     plan = {"class": Shares, "sizes": [2, 2], "known": False}
     dataset = make(plan, sharding_method="dedicated")
@@ -329,7 +327,7 @@ def test_unknown_lengths_have_no_complete_frac(make: Any) -> None:
     assert 0 < dataset.get_complete_frac(0) < 1
 
 
-def test_a_dataset_without_an_order_needs_dedicated(make: Any) -> None:
+def test_a_dataset_without_an_order_needs_dedicated(make):
     """Where the order cannot be told, the error names the other method."""
     dataset = make({"class": Shares, "sizes": [3], "known": True})
     with pytest.raises(NotImplementedError, match="sharding_method='dedicated'"):
@@ -341,9 +339,9 @@ def test_a_dataset_without_an_order_needs_dedicated(make: Any) -> None:
 
 @pytest.mark.parametrize("method", ["seq_order", "dedicated"])
 @pytest.mark.parametrize("when", ["given", "before", "after", "copied"])
-def test_sharding(make: Any, method: str, when: str) -> None:
+def test_sharding(make, method, when):
     """Shards are disjoint and cover everything, whenever they are set."""
-    found: list[list[str]] = []
+    found = []
     for shard in range(2):
         options = {"_num_shards": 2, "_shard_index": shard} if when == "given" else {}
         dataset = make(TASK, sharding_method=method, **options)
@@ -360,7 +358,7 @@ def test_sharding(make: Any, method: str, when: str) -> None:
     assert sorted(found[0] + found[1]) == sorted(f"seq-{n}" for n in range(23))
 
 
-def test_a_dataset_that_cannot_be_sharded_is_not(make: Any) -> None:
+def test_a_dataset_that_cannot_be_sharded_is_not(make):
     """Sharding what does not support it is an AssertionError."""
     dataset = make(numbers())
     assert not dataset.supports_sharding()
@@ -371,7 +369,7 @@ def test_a_dataset_that_cannot_be_sharded_is_not(make: Any) -> None:
 # ── 10: ahead ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_buffer_is_bounded(make: Any, tmp_path: Path) -> None:
+def test_the_buffer_is_bounded(make, tmp_path):
     """While nothing is taken, workers load `buffer_size` sequences each, and no more."""
     dataset = make(numbers(Logged, str(tmp_path)), 2, 2)
     dataset.init_seq_order(epoch=1)
@@ -384,7 +382,7 @@ def test_the_buffer_is_bounded(make: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("POSIX")
-def test_what_is_loaded_is_served_while_the_next_is_loading(make: Any, tmp_path: Path) -> None:
+def test_what_is_loaded_is_served_while_the_next_is_loading(make, tmp_path):
     """A sequence that is ready does not wait for one that is being loaded."""
     os.mkfifo(tmp_path / "gate")
     dataset = make(numbers(Gated, str(tmp_path), 2), 1, 3)
@@ -399,7 +397,7 @@ def test_what_is_loaded_is_served_while_the_next_is_loading(make: Any, tmp_path:
 # ── 11, 17: what RETURNN asks of a dataset ─────────────────────────────────────────────────
 
 
-def test_complete_frac_never_falls(make: Any) -> None:
+def test_complete_frac_never_falls(make):
     """The completed part of the epoch grows, up to 1."""
     dataset = make(TASK, 3)
     dataset.init_seq_order(epoch=1)
@@ -410,7 +408,7 @@ def test_complete_frac_never_falls(make: Any) -> None:
     assert parts[-1] == 1
 
 
-def test_loading(make: Any) -> None:
+def test_loading(make):
     """`load_seqs` goes forward only, may leave out any number of sequences, and past the end."""
     expected = sequences(init_dataset(TASK))
     dataset = make(TASK, 2, 2)
@@ -426,7 +424,7 @@ def test_loading(make: Any) -> None:
     assert dataset.get_seq_length(22)["data"] == len(expected[22][1]["data"])
 
 
-def test_arrays_can_be_written_to_and_stay(make: Any) -> None:
+def test_arrays_can_be_written_to_and_stay(make):
     """What was handed out belongs to the user, after the workers' end too."""
     dataset = make(TASK)
     found = sequences(dataset)
@@ -441,7 +439,7 @@ def test_arrays_can_be_written_to_and_stay(make: Any) -> None:
 
 @pytest.mark.parametrize("state", ["new", "finished", "freed", "copied", "closed"])
 @pytest.mark.parametrize("method", ["seq_order", "dedicated"])
-def test_answers_at_any_time(make: Any, state: str, method: str) -> None:
+def test_answers_at_any_time(make, state, method):
     """Tags, totals and the order can be asked for without workers, and without datasets in them."""
     dataset = make(numbers(Numbers, 7), 1, sharding_method=method)
     if state == "new":
@@ -467,7 +465,7 @@ def test_answers_at_any_time(make: Any, state: str, method: str) -> None:
     dataset.close()
 
 
-def test_finish_epoch(make: Any) -> None:
+def test_finish_epoch(make):
     """After an epoch's end there are no sequences until the next; the processes stay."""
     dataset = make(TASK)
     expected, workers = sequences(dataset), pids(dataset)
@@ -484,7 +482,7 @@ def test_finish_epoch(make: Any) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
-def test_copies(make: Any, copied: Any) -> None:
+def test_copies(make, copied):
     """A copy knows what the original has learnt, starts no workers for it, and goes its own way.
 
     Nothing is added to the wrapped dataset's plan, however often it is copied.
@@ -502,7 +500,7 @@ def test_copies(make: Any, copied: Any) -> None:
     another.close()
 
 
-def test_fast_answers_start_no_workers() -> None:
+def test_fast_answers_start_no_workers():
     """`get_total_num_seqs(fast=True)` does not start workers for the answer."""
     dataset = MultiProcDataset(TASK, 1, 1)
     with pytest.raises(NotImplementedError):

@@ -1,7 +1,5 @@
 """Exceptions, deaths, Ctrl-C and ends in `cseq.adapters.returnn`."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -46,7 +44,7 @@ from returnn_data import (
 # ── 14: errors, deaths, time ───────────────────────────────────────────────────────────────
 
 
-def test_an_exception_of_a_sequence(make: Any) -> None:
+def test_an_exception_of_a_sequence(make):
     """It arrives as itself, with the worker's traceback and number; the next epoch is fine."""
     dataset = make(numbers(Broken))
     dataset.init_seq_order(epoch=1)
@@ -60,7 +58,7 @@ def test_an_exception_of_a_sequence(make: Any) -> None:
     assert tags(dataset, None) == ["seq-4", "seq-3", "seq-2"]
 
 
-def test_an_exception_at_the_start() -> None:
+def test_an_exception_at_the_start():
     """A wrapped dataset that cannot be made raises what it raises, at every attempt."""
     dataset = MultiProcDataset(numbers(BrokenFromTheStart), 2, 1)
     for _ in range(2):
@@ -70,7 +68,7 @@ def test_an_exception_at_the_start() -> None:
     dataset.close()
 
 
-def test_an_empty_dataset(make: Any) -> None:
+def test_an_empty_dataset(make):
     """RETURNN refuses to order no sequences; its AssertionError arrives."""
     dataset = make(numbers(Numbers, 0))
     with pytest.raises(AssertionError):
@@ -78,7 +76,7 @@ def test_an_empty_dataset(make: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["seq_order", "dedicated"])
-def test_a_killed_worker_is_replaced(make: Any, method: str) -> None:
+def test_a_killed_worker_is_replaced(make, method):
     """Its sequences are loaded again: the stream does not show it."""
     plan = TASK if method == "seq_order" else {"class": Shares, "sizes": [9, 14], "known": False}
     dataset = make(plan, sharding_method=method)
@@ -96,7 +94,7 @@ def test_a_killed_worker_is_replaced(make: Any, method: str) -> None:
     assert dataset.stats().restarts >= 1
 
 
-def test_cseq_testing_knows_its_workers(make: Any) -> None:
+def test_cseq_testing_knows_its_workers(make):
     """They can be killed by their numbers, as long as they run."""
     dataset = make(TASK)
     expected = sequences(dataset)
@@ -110,7 +108,7 @@ def test_cseq_testing_knows_its_workers(make: Any) -> None:
         testing.pids(dataset)
 
 
-def test_deaths_can_be_errors(make: Any) -> None:
+def test_deaths_can_be_errors(make):
     """With `max_restarts=0`, a killed worker is a WorkerDied that names it; then all is well."""
     dataset = make(TASK, 2, 1, max_restarts=0)
     dataset.init_seq_order(epoch=1)
@@ -122,7 +120,7 @@ def test_deaths_can_be_errors(make: Any) -> None:
 
 
 @pytest.mark.needs("POSIX")
-def test_a_worker_that_hangs(make: Any, tmp_path: Path) -> None:
+def test_a_worker_that_hangs(make, tmp_path):
     """`timeout` bounds a sequence: an error that shows where the worker is, or another attempt."""
     os.mkfifo(tmp_path / "gate")
     dataset = make(numbers(Gated, str(tmp_path), 2), timeout=0.3)
@@ -150,15 +148,13 @@ STEPS = (
 @in_shares
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("buffer_size", "start"), [(1, 2), (8, 2), (1, 4)])
-def test_ctrl_c_anywhere_in_loading(
-    make: Any, buffer_size: int, start: int, known: bool, share: int
-) -> None:
+def test_ctrl_c_anywhere_in_loading(make, buffer_size, start, known, share):
     """Wherever in `load_seqs` a signal handler raises: the epoch is over, or all of it is there."""
     plan = {"class": Shares, "sizes": [3, 4], "known": known}
     dataset = make(plan, 2, buffer_size, sharding_method="dedicated")
     expected = tags(dataset)
 
-    def step(countdown: int) -> bool:
+    def step(countdown):
         dataset.init_seq_order(epoch=1)
         dataset.load_seqs(0, 2)
         with interrupted(countdown, *STEPS) as struck:
@@ -183,12 +179,12 @@ def test_ctrl_c_anywhere_in_loading(
 
 @in_shares
 @pytest.mark.parametrize("buffer_size", [1, 8])
-def test_ctrl_c_does_not_hide_an_exception(make: Any, buffer_size: int, share: int) -> None:
+def test_ctrl_c_does_not_hide_an_exception(make, buffer_size, share):
     """Wherever it comes: after an exception there are no more sequences in the epoch."""
     plan = {"class": Breaking, "sizes": [9, 9], "known": False}
     dataset = make(plan, 2, buffer_size, sharding_method="dedicated")
 
-    def step(countdown: int) -> bool:
+    def step(countdown):
         dataset.init_seq_order(epoch=1)
         dataset.load_seqs(0, 4)
         with interrupted(countdown, *STEPS) as struck, pytest.raises(LookupError):
@@ -201,12 +197,12 @@ def test_ctrl_c_does_not_hide_an_exception(make: Any, buffer_size: int, share: i
     assert first_hits(step, share=share) > 10
 
 
-def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(make: Any) -> None:
+def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(make):
     """Wherever in `init_seq_order` it comes: no epoch is under way, or the new one."""
     dataset = make(TASK, 2, 2)
     expected = [None, tags(dataset, 1), tags(dataset, 2)]
 
-    def step(countdown: int) -> bool:
+    def step(countdown):
         dataset.init_seq_order(epoch=1)
         dataset.load_seqs(0, 3)
         with interrupted(countdown, "adapters/returnn/__init__.py") as struck:
@@ -242,9 +238,7 @@ POSTPROCESSED = {
         {"class": "MetaDataset", "inner": POSTPROCESSED},
     ],
 )
-def test_augmentation_does_not_depend_on_the_number_of_workers(
-    make: Any, plan: dict[str, Any]
-) -> None:
+def test_augmentation_does_not_depend_on_the_number_of_workers(make, plan):
     """It differs between sequences and epochs; any workers draw the same, also after a death."""
     if plan["class"] == "MetaDataset":
         data = {key: ("inner", key) for key in ("data", "classes")}
@@ -264,16 +258,16 @@ def test_augmentation_does_not_depend_on_the_number_of_workers(
 
 
 @pytest.mark.needs("fork")
-def test_in_a_worker_of_a_data_loader(make: Any) -> None:
+def test_in_a_worker_of_a_data_loader(make):
     """A dataset works in torch's workers, which are daemonic: as a copy, or forked with them."""
     data = pytest.importorskip("torch.utils.data")
     expected = tags(init_dataset(TASK))
 
     class Tags(data.IterableDataset):
-        def __init__(self, dataset: Any) -> None:
+        def __init__(self, dataset):
             self.dataset = dataset
 
-        def __iter__(self) -> Iterator[str]:
+        def __iter__(self):
             yield from tags(self.dataset)
             self.dataset.close()
 
@@ -287,7 +281,7 @@ def test_in_a_worker_of_a_data_loader(make: Any) -> None:
 # ── 16: the end ────────────────────────────────────────────────────────────────────────────
 
 
-def test_closing(make: Any) -> None:
+def test_closing(make):
     """`close` ends the workers at once, twice is fine, and a later use starts new ones."""
     dataset = make(TASK)
     expected = tags(dataset)
@@ -301,7 +295,7 @@ def test_closing(make: Any) -> None:
     assert tags(dataset) == expected
 
 
-def test_a_dataset_that_is_dropped_ends_its_workers() -> None:
+def test_a_dataset_that_is_dropped_ends_its_workers():
     """The workers go with the last reference, without a garbage collection."""
     dataset = init_dataset(
         {"class": MultiProcDataset, "dataset": TASK, "num_workers": 2, "buffer_size": 1}
@@ -315,7 +309,7 @@ def test_a_dataset_that_is_dropped_ends_its_workers() -> None:
 
 
 @pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), KILL)", "os._exit(0)"])
-def test_no_process_outlives_the_trainer(run_prepared: RunScript, end: str) -> None:
+def test_no_process_outlives_the_trainer(run_prepared, end):
     """At a normal end, at `os._exit` and at SIGKILL alike: who holds its output has gone."""
     script = f"""
 import os

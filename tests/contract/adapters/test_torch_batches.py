@@ -1,11 +1,8 @@
 """Orders of cseq in a DataLoader: the batches, epochs, ranks, states."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import types
-from typing import Any
 
 import pytest
 
@@ -22,27 +19,27 @@ class Pairs(cseq.Order):
     room = 2
     is_batch = True
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples):
         self.samples = samples
         self.units = samples // 2
 
-    def read(self, seed: int, epoch: int, start: int, count: int) -> Any:
+    def read(self, seed, epoch, start, count):
         order = cseq.permutation(self.samples, seed, epoch)[2 * start : 2 * (start + count)]
         return order, [2] * count
 
 
-def batches(loader: Any) -> list[list[int]]:
+def batches(loader):
     """Take an epoch."""
     return [batch.tolist() for batch in loader]
 
 
-def expected(order: cseq.Order, size: int, seed: int, epoch: int) -> list[list[int]]:
+def expected(order, size, seed, epoch):
     """Say what an epoch has."""
     return order.batches(size, seed=seed, epoch=epoch)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_and_epochs(workers: int) -> None:
+def test_batches_and_epochs(workers):
     """Each `iter` is the next epoch, with the batches that the order says."""
     data, order = list(range(11)), Pairs(11)
     generator = torch.Generator().manual_seed(7)
@@ -57,7 +54,7 @@ def test_batches_and_epochs(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_order_of_samples(workers: int) -> None:
+def test_an_order_of_samples(workers):
     """It is cut into batches of batch_size, also by position of the arguments."""
     data = list(range(11))
     torch.manual_seed(5)
@@ -70,10 +67,10 @@ def test_an_order_of_samples(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_resume_after_every_batch(workers: int, persistent: bool) -> None:
+def test_a_resume_after_every_batch(workers, persistent):
     """In the middle of an epoch, at its end, and after it."""
 
-    def make() -> Any:
+    def make():
         options = {"num_workers": workers, "persistent_workers": persistent and workers > 0}
         sampler = BatchSampler(Pairs(11), seed=3)
         return DataLoader(list(range(11)), batch_sampler=sampler, **options)
@@ -99,10 +96,10 @@ def test_a_resume_after_every_batch(workers: int, persistent: bool) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("done", [1, 2, 4])
-def test_a_seed_that_was_drawn_goes_with_the_state(workers: int, done: int) -> None:
+def test_a_seed_that_was_drawn_goes_with_the_state(workers, done):
     """A process that resumes draws another one, which its state replaces."""
 
-    def make(seed: int) -> Any:
+    def make(seed):
         torch.manual_seed(seed)
         return DataLoader(list(range(20)), 5, sampler=cseq.Shuffled(), num_workers=workers)
 
@@ -116,7 +113,7 @@ def test_a_seed_that_was_drawn_goes_with_the_state(workers: int, done: int) -> N
     assert batches(other) == expected(cseq.Shuffled(20), 5, 3, 1)
 
 
-def test_a_state_before_the_first_epoch_is_of_the_seed_that_is_drawn() -> None:
+def test_a_state_before_the_first_epoch_is_of_the_seed_that_is_drawn():
     """So it can be loaded by the sampler that it is of."""
     torch.manual_seed(6)
     one = BatchSampler(Pairs(12))
@@ -126,7 +123,7 @@ def test_a_state_before_the_first_epoch_is_of_the_seed_that_is_drawn() -> None:
     assert list(one) == expected(Pairs(12), 1, 6, 0)
 
 
-def test_an_epoch_that_is_set_while_another_one_goes_on() -> None:
+def test_an_epoch_that_is_set_while_another_one_goes_on():
     """The state stays that of the present one; the next one is the one that was set."""
     sampler, epochs = (
         BatchSampler(Pairs(8), seed=3),
@@ -147,14 +144,14 @@ def test_an_epoch_that_is_set_while_another_one_goes_on() -> None:
         sampler.set_epoch(-1)
 
 
-def test_ranks_that_shuffle_need_a_seed() -> None:
+def test_ranks_that_shuffle_need_a_seed():
     """Each would draw another one."""
     with pytest.raises(ValueError, match=r"rank 1 of 2 .* needs a seed"):
         iter(BatchSampler(cseq.Shuffled(8), 2, shard=(1, 2)))
     assert list(BatchSampler(cseq.Sequential(4), 1, shard=(1, 2))) == [[1], [3]]
 
 
-def test_ranks_have_parts_of_global_batches() -> None:
+def test_ranks_have_parts_of_global_batches():
     """Each batch once over all ranks."""
     order = Pairs(12)
     parts = [list(BatchSampler(order, seed=2, shard=(rank, 2))) for rank in range(2)]
@@ -164,7 +161,7 @@ def test_ranks_have_parts_of_global_batches() -> None:
     ]  # fmt: skip
 
 
-def test_what_frameworks_ask_of_a_batch_sampler() -> None:
+def test_what_frameworks_ask_of_a_batch_sampler():
     """The size of batches is None where it varies, as accelerate has it."""
     order = BatchSampler(cseq.Shuffled(9), 4, seed=1, drop_last=True)
     assert (order.batch_size, order.drop_last) == (4, True)
@@ -176,29 +173,27 @@ class BatchSamplerShard:
 
     num_processes, split_batches = 2, False
 
-    def __init__(self, batches: Any, rank: int) -> None:
+    def __init__(self, batches, rank):
         self.batch_sampler, self.process_index = batches, rank
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         for number, batch in enumerate(self.batch_sampler):
             if number % 2 == 0:
                 first = batch
             else:
                 yield (first, batch)[self.process_index]
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.batch_sampler) // 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_resume_of_batches_that_accelerate_divides(
-    monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
+def test_a_resume_of_batches_that_accelerate_divides(monkeypatch, rank):
     """The state has the order's seed and epoch: the rest is the same, and so is the next epoch."""
     shards = types.SimpleNamespace(BatchSamplerShard=BatchSamplerShard)
     monkeypatch.setitem(sys.modules, "accelerate.data_loader", shards)
 
-    def make(seed: int) -> Any:
+    def make(seed):
         torch.manual_seed(seed)
         shard = BatchSamplerShard(BatchSampler(cseq.Shuffled(12), 2), rank)
         return DataLoader(list(range(12)), batch_sampler=shard)
@@ -217,10 +212,10 @@ def test_a_resume_of_batches_that_accelerate_divides(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_from_which_accelerate_takes_batches_back(workers: int) -> None:
+def test_a_state_from_which_accelerate_takes_batches_back(workers):
     """It lowers the counts by what it has not passed on: that comes again, also at the end."""
 
-    def make() -> Any:
+    def make():
         generator = torch.Generator().manual_seed(3)
         data, order = list(range(11)), cseq.Shuffled()
         return DataLoader(data, 2, sampler=order, generator=generator, num_workers=workers)
@@ -238,7 +233,7 @@ def test_a_state_from_which_accelerate_takes_batches_back(workers: int) -> None:
     assert batches(loader) == whole[done:] == [whole[-1]]
 
 
-def test_a_state_of_another_order() -> None:
+def test_a_state_of_another_order():
     """It names both; a seed that was not given is taken over."""
     state = BatchSampler(Pairs(12), seed=2).state_dict()
     with pytest.raises(ValueError, match=r"samples=12.*samples=10"):
@@ -263,7 +258,7 @@ def test_a_state_of_another_order() -> None:
         ({"batch_sampler": Pairs(9), "batch_size": 4}, "mutually exclusive"),
     ],
 )
-def test_what_is_refused(options: Any, text: str) -> None:
+def test_what_is_refused(options, text):
     """With the argument, its value, and what to do."""
     with pytest.raises(ValueError, match=text):
         DataLoader(list(range(9)), **options)
@@ -274,14 +269,14 @@ def test_what_is_refused(options: Any, text: str) -> None:
 class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
     """Has no indices."""
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(())
 
 
 @pytest.mark.parametrize("name", ["sampler", "batch_sampler"])
-def test_an_order_of_no_data_set(name: str) -> None:
+def test_an_order_of_no_data_set(name):
     """The error says what is missing, also of one that has no indices."""
-    options: Any = {name: cseq.Sequential(4)}
+    options = {name: cseq.Sequential(4)}
     with pytest.raises(TypeError, match=f"{name}=.* beside no data set: an order needs"):
         DataLoader(**options)
     with pytest.raises(TypeError, match=f"{name}=.* beside dataset=.*, an IterableDataset: an"):
@@ -289,17 +284,17 @@ def test_an_order_of_no_data_set(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "hint"), [("seed", "generator="), ("device", "pin_memory=")])
-def test_names_that_managers_have(name: str, hint: str) -> None:
+def test_names_that_managers_have(name, hint):
     """An argument of a manager says what it is here."""
-    options: Any = {name: 3}
+    options = {name: 3}
     with pytest.raises(TypeError, match=rf"^DataLoader\(\) got an .*argument '{name}': .*{hint}"):
         DataLoader([1, 2], **options)
 
 
-def test_a_state_with_another_seed() -> None:
+def test_a_state_with_another_seed():
     """It is refused when it is loaded; the text is not of managers."""
 
-    def make(seed: int) -> Any:
+    def make(seed):
         generator = torch.Generator().manual_seed(seed)
         return DataLoader(list(range(8)), sampler=cseq.Shuffled(8), generator=generator)
 
@@ -309,7 +304,7 @@ def test_a_state_with_another_seed() -> None:
         make(2).load_state_dict(made.state_dict())
 
 
-def test_what_a_batch_sampler_refuses() -> None:
+def test_what_a_batch_sampler_refuses():
     """What is no order, and an order that has no size."""
     with pytest.raises(TypeError, match=r"order=\[1\] is not a cseq.Order"):
         BatchSampler([1])  # type: ignore[arg-type]

@@ -1,14 +1,11 @@
 """What users of torch's DataLoader complain about most, and what shows that it is otherwise."""
 
-from __future__ import annotations
-
 import mmap
 import multiprocessing
 import os
 import sqlite3
 import threading
 import time
-from typing import TYPE_CHECKING, Any
 
 import held
 import pytest
@@ -22,12 +19,6 @@ import cseq  # noqa: E402
 from cseq import testing  # noqa: E402
 from cseq.adapters.torch import names  # noqa: E402
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from conftest import RunScript
-
 METHODS = multiprocessing.get_all_start_methods()
 
 pytestmark = [
@@ -38,9 +29,9 @@ pytestmark = [
 linux = pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="there is no /proc")
 
 
-def loader(dataset: Any, **options: Any) -> Any:
+def loader(dataset, **options):
     """Make a loader of ours with two forked workers."""
-    given: Any = {"num_workers": 2, "multiprocessing_context": "fork"} | options
+    given = {"num_workers": 2, "multiprocessing_context": "fork"} | options
     return cseq.DataLoader(dataset, **given)
 
 
@@ -79,7 +70,7 @@ for kind in (DataLoader, cseq.DataLoader):
 
 @pytest.mark.nightly
 @linux
-def test_workers_copy_no_more_of_the_data_set_than_torchs(run_prepared: RunScript) -> None:
+def test_workers_copy_no_more_of_the_data_set_than_torchs(run_prepared):
     torchs, ours = map(int, run_prepared(COPYING).stdout.split())
     assert 1000 < ours < 1.1 * torchs
 
@@ -103,9 +94,7 @@ print(len(kept), all(bool((batch == number).all()) for number, batch in enumerat
 """
 
 
-def test_a_thousand_batches_are_kept_with_a_hundred_descriptors(
-    run_prepared: Callable[..., Any],
-) -> None:
+def test_a_thousand_batches_are_kept_with_a_hundred_descriptors(run_prepared):
     done = run_prepared(KEEPING)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["1000", "True"]
@@ -117,36 +106,36 @@ def test_a_thousand_batches_are_kept_with_a_hundred_descriptors(
 class Begun(Plain):
     """Tells which sample was begun last."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         super().__init__(length)
         self.latest = mmap.mmap(-1, 1)  # which forked workers share
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         self.latest[0] = index
         return super().__getitem__(index)
 
-    def wait_for(self, index: int) -> None:
+    def wait_for(self, index):
         """Wait until a sample is begun; those before it are then ready, of one worker."""
         while self.latest[0] < index:
             time.sleep(0.001)
 
 
-def pinning_threads() -> list[threading.Thread]:
+def pinning_threads():
     return [thread for thread in threading.enumerate() if thread.name == "cseq-pin"]
 
 
-def pinned_by(iterator: Any) -> Any:
+def pinned_by(iterator):
     """An iterator that pins its batches, as it does where there is an accelerator."""
     iterator._pin_memory = True
     return iterator
 
 
-def test_pinning_overlaps_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinning_overlaps_the_loop(monkeypatch):
     """A batch that is ready is pinned while the loop has the one before; no key is drawn for it."""
-    pinned: list[Any] = []
+    pinned = []
     changed = threading.Condition()
 
-    def pin(batch: Any, device: Any) -> Any:
+    def pin(batch, device):
         with changed:
             pinned.append(batch)
             changed.notify_all()
@@ -173,16 +162,14 @@ def test_pinning_overlaps_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Numbers(data.IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(range(6))
 
 
-def test_nothing_is_pinned_ahead_where_the_order_is_not_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_is_pinned_ahead_where_the_order_is_not_known(monkeypatch):
     """There is no thread then, nor where nothing is to be pinned."""
     monkeypatch.setattr(names, "pin", lambda batch, device: -batch)
-    options: Any = {"batch_size": None, "num_workers": 1, "prefetch_factor": 4}
+    options = {"batch_size": None, "num_workers": 1, "prefetch_factor": 4}
     dataset = Begun(6)
     unordered = pinned_by(iter(loader(dataset, in_order=False, **options)))
     dataset.wait_for(2)
@@ -199,12 +186,10 @@ def test_nothing_is_pinned_ahead_where_the_order_is_not_known(
     assert list(plain) == [1, 2, 3, 4, 5]
 
 
-def test_what_cannot_be_pinned_ahead_is_raised_in_its_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_cannot_be_pinned_ahead_is_raised_in_its_place(monkeypatch):
     failed = threading.Event()
 
-    def pin(batch: Any, device: Any) -> Any:
+    def pin(batch, device):
         if batch == 1:
             failed.set()
             raise RuntimeError("no page-locked memory")
@@ -226,19 +211,17 @@ class Noting(Plain):
 
     is_pinning = False
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return index, self.is_pinning
 
 
 @pytest.mark.parametrize("whose", ["its own", "another's"])
-def test_no_worker_is_forked_while_a_batch_is_pinned(
-    whose: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_worker_is_forked_while_a_batch_is_pinned(whose, monkeypatch):
     """The next epoch waits for that, and gets nothing that was pinned for the one before."""
     dataset = Noting(8)
     begun, ended = threading.Event(), threading.Event()
 
-    def pin(batch: Any, device: Any) -> Any:
+    def pin(batch, device):
         if threading.current_thread() is threading.main_thread() or ended.is_set():
             return batch
         dataset.is_pinning = True
@@ -248,7 +231,7 @@ def test_no_worker_is_forked_while_a_batch_is_pinned(
         return "of the epoch before"
 
     monkeypatch.setattr(names, "pin", pin)
-    options: Any = {"num_workers": 1, "multiprocessing_context": "fork", "batch_size": None}
+    options = {"num_workers": 1, "multiprocessing_context": "fork", "batch_size": None}
     made = loader(dataset, persistent_workers=True, **options)
     iterator = pinned_by(iter(made))
     testing.await_workers(made)
@@ -291,21 +274,21 @@ threading.Timer(0.2, left.set).start()
 """
 
 
-def test_the_program_ends_while_a_batch_is_pinned(run_prepared: RunScript) -> None:
+def test_the_program_ends_while_a_batch_is_pinned(run_prepared):
     """It waits for that: the device's library must not end in the middle of a call."""
     done = run_prepared(PINNING_AT_THE_END)
     assert (done.returncode, done.stdout) == (0, "the loop is left\npinned\n"), done.stderr
 
 
-def test_a_thread_that_pins_has_the_loops_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[int] = []
+def test_a_thread_that_pins_has_the_loops_device(monkeypatch):
+    chosen = []
 
     class Module:
         is_available = staticmethod(lambda: True)
         current_device = staticmethod(lambda: 3)
         set_device = chosen.append
 
-    threads: list[int] = []
+    threads = []
     monkeypatch.setattr(torch, "cuda", Module)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     names.settle_pinning("cuda")()
@@ -320,11 +303,11 @@ def test_a_thread_that_pins_has_the_loops_device(monkeypatch: pytest.MonkeyPatch
 class Gated(Plain):
     """Indices 0 to 2 wait for a file; the others note which process made them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         super().__init__(16)
         self.folder = folder
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         while index < 3 and not (self.folder / ("gate" if index == 2 else "asked")).exists():
             time.sleep(0.01)
         (self.folder / str(index)).touch()
@@ -332,7 +315,7 @@ class Gated(Plain):
 
 
 @pytest.mark.parametrize("rng", ["worker", "batch"])
-def test_a_slow_batch_leaves_the_rest_to_other_workers(tmp_path: Path, rng: str) -> None:
+def test_a_slow_batch_leaves_the_rest_to_other_workers(tmp_path, rng):
     """In the sampler's order all the same: with rng="batch" the slow worker gets no more keys."""
     made = loader(Gated(tmp_path), batch_size=None, prefetch_factor=4, rng=rng, shuffle=False)
     iterator = iter(made)
@@ -355,25 +338,23 @@ def test_a_slow_batch_leaves_the_rest_to_other_workers(tmp_path: Path, rng: str)
 class Rows(data.Dataset[int]):
     """Reads a database, by a connection that was opened before the start, or at first use."""
 
-    def __init__(self, path: Path, *, early: bool) -> None:
+    def __init__(self, path, *, early):
         self.path = path
         self.connection = sqlite3.connect(path) if early else None
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 4
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         if self.connection is None:
             self.connection = sqlite3.connect(self.path)
         return int(self.connection.execute("SELECT ?", (index,)).fetchone()[0])
 
 
 @pytest.mark.parametrize("method", ["fork", "thread"])
-def test_a_connection_from_before_the_start_is_refused_with_what_to_do(
-    tmp_path: Path, method: str
-) -> None:
+def test_a_connection_from_before_the_start_is_refused_with_what_to_do(tmp_path, method):
     """sqlite3 speaks of threads alone; a note says to open it in the workers, which works."""
-    given: Any = {"worker_method": "thread", "num_workers": 1, "multiprocessing_context": None}
+    given = {"worker_method": "thread", "num_workers": 1, "multiprocessing_context": None}
     given = given if method == "thread" else {}
     with pytest.raises(sqlite3.ProgrammingError) as caught:
         list(loader(Rows(tmp_path / "rows", early=True), **given))

@@ -1,11 +1,8 @@
 """States that earlier versions of cseq wrote are read by this one."""
 
-from __future__ import annotations
-
 import json
 from base64 import b64decode
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,20 +18,20 @@ FILE = Path(__file__).parents[2] / "golden" / "checkpoints.json"
 GOLDEN = json.loads(FILE.read_text(encoding="utf-8"))
 
 
-def read(value: Any) -> Any:
+def read(value):
     """Return a value of the file with the tensors that a state had."""
     if isinstance(value, dict) and value.keys() == {"tensor"}:
         return torch.frombuffer(bytearray(b64decode(value["tensor"])), dtype=torch.uint8)
     return {k: read(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def make(kind: str) -> Any:
+def make(kind):
     """Make what a state is of, with other generators."""
     if kind == "manager":
         return cseq.MTSequence(np.arange(24), batch_size=4, seed=3, out_type="null")
-    options: dict[str, Any] = {"shuffle": True}
+    options = {"shuffle": True}
     if kind == "distributed":
-        dataset: Any = range(24)
+        dataset = range(24)
         options = {"sampler": data.DistributedSampler(dataset, 2, 1, seed=3)}
     return cseq.DataLoader(Plain(24), 4, generator=torch.Generator().manual_seed(9), **options)
 
@@ -43,7 +40,7 @@ def make(kind: str) -> Any:
     ("kind", "version"),
     [(kind, state["version"]) for kind in GOLDEN for state in GOLDEN[kind]["states"]],
 )
-def test_a_state_of_each_version(kind: str, version: int) -> None:
+def test_a_state_of_each_version(kind, version):
     """The rest of the epoch is that of the run that wrote the state."""
     [state] = [each for each in GOLDEN[kind]["states"] if each["version"] == version]
     made = make(kind)

@@ -23,7 +23,6 @@ import cseq  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = [
     pytest.mark.needs("fork"),
@@ -32,13 +31,13 @@ pytestmark = [
 ]
 
 
-def sampler_of(n: int, ranks: int, rank: int, **options: Any) -> Any:
+def sampler_of(n, ranks, rank, **options):
     """Return torch's sampler for ranks."""
-    samples: Any = range(n)
+    samples = range(n)
     return data.DistributedSampler(samples, ranks, rank, **options)
 
 
-def drawn(n: int, seed: int) -> Any:
+def drawn(n, seed):
     """Return a generator of the loader's own."""
     return {"shuffle": True, "generator": torch.Generator().manual_seed(seed)}
 
@@ -73,7 +72,7 @@ class Epoch:
     seed: int
     kind: str = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         chosen = random.Random(self.seed)
         self.kind = chosen.choice([*ALONE, *SHARED])
         self.length = chosen.randint(1, 200)
@@ -88,7 +87,7 @@ class Epoch:
             for _ in range(4)
         ]
 
-    def make(self, leg: int, rank: int) -> Any:
+    def make(self, leg, rank):
         """Make the loader of a rank."""
         ranks, size, workers, _ = self.legs[leg]
         of_rank = (rank, ranks) if self.kind in SHARED else ()
@@ -104,7 +103,7 @@ class Epoch:
             loader.sampler.set_epoch(self.epoch)
         return loader
 
-    def oracle(self) -> list[int]:
+    def oracle(self):
         """Return the samples of the epoch, as torch's own loader gives them to one rank."""
         of_rank = (0, 1) if self.kind in SHARED else ()
         options = {**ALONE, **SHARED}[self.kind](self.length, self.seed, *of_rank)
@@ -112,13 +111,13 @@ class Epoch:
             options["sampler"].set_epoch(self.epoch)
         return list(data.DataLoader(Plain(self.length), batch_size=None, **options))
 
-    def run(self) -> None:
+    def run(self):
         """Take batches of all ranks in turn, leg by leg; the last one ends the epoch."""
         expected, state, seen = self.oracle(), None, []
         for leg, (ranks, size, _, batches) in enumerate(self.legs):
             loaders = [self.make(leg, rank) for rank in range(ranks)]
             states = []
-            parts: list[list[list[int]]] = []
+            parts = []
             for loader in loaders:
                 if state is not None:
                     loader.load_state_dict(state)
@@ -150,17 +149,17 @@ class Epoch:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_an_epoch_in_legs(seed: int) -> None:
+def test_an_epoch_in_legs(seed):
     """Each sample comes once, in the order of the epoch, whichever rank's state was loaded."""
     Epoch(seed).run()
 
 
-def rest_of(loader: Any) -> list[list[int]]:
+def rest_of(loader):
     """Return the batches that follow."""
     return [batch.tolist() for batch in loader]
 
 
-def shuffled(**options: Any) -> Any:
+def shuffled(**options):
     """Make a loader of 64 samples that has a generator."""
     return cseq.DataLoader(Plain(64), 4, **drawn(64, 1), **options)
 
@@ -180,22 +179,20 @@ class Counting(Plain):
 
     made: tuple[int, ...] = ()
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index):
         self.made = (*self.made, index)
         return index
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return {str(number): {"made": number} for number in self.made}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         self.made = tuple(each["made"] for each in state.values())
 
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("count", [0, 5])
-def test_distributed_checkpoints_restore_a_new_loader(
-    kind: str, count: int, tmp_path: Path
-) -> None:
+def test_distributed_checkpoints_restore_a_new_loader(kind, count, tmp_path):
     """All states have the same keys, which torch asks a new loader for."""
     made = LOADERS[kind]()
     iterator = iter(made)
@@ -212,7 +209,7 @@ def test_distributed_checkpoints_restore_a_new_loader(
         assert rest_of(again) == rest
 
 
-def test_an_epoch_has_a_number() -> None:
+def test_an_epoch_has_a_number():
     """It is counted, and goes with the state: in mid-epoch, at the end, and behind it."""
     made = shuffled()
     assert made.epoch == made.state_dict()["epoch"] == 0
@@ -245,25 +242,25 @@ class Told(data.Sampler[int]):
 
     epoch = 0
 
-    def __init__(self, counts: bool) -> None:
+    def __init__(self, counts):
         self.counts = counts
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         yield from ((index + self.epoch) % 9 for index in range(9))
         if self.counts:
             self.set_epoch(self.epoch + 1)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 9
 
 
 @pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("taken", [0, 2, 9])
 @pytest.mark.parametrize("first", [0, 1, 3])
-def test_epochs_that_are_told_from_0_again(first: int, taken: int, counts: bool) -> None:
+def test_epochs_that_are_told_from_0_again(first, taken, counts):
     """Behind a resume the order is the uninterrupted run's, whichever numbers are told."""
     made = cseq.DataLoader(Plain(9), None, sampler=Told(counts))
     expected = [[(index + epoch) % 9 for index in range(9)] for epoch in range(first + 3)]
@@ -291,10 +288,10 @@ def test_epochs_that_are_told_from_0_again(first: int, taken: int, counts: bool)
             assert got == [expected[first][taken:], expected[first + 1]]
 
 
-def test_workers_of_ranks_that_have_one_state_draw_apart() -> None:
+def test_workers_of_ranks_that_have_one_state_draw_apart():
     """With rng='worker', a rank that goes on from another's state has other seeds."""
 
-    def make(rank: int) -> Any:
+    def make(rank):
         sampler = sampler_of(64, 2, rank)
         return cseq.DataLoader(
             Plain(64), 4, sampler=sampler, generator=torch.Generator().manual_seed(1)
@@ -312,7 +309,7 @@ def test_workers_of_ranks_that_have_one_state_draw_apart() -> None:
     assert seeds[0] == made.state_dict()["base_seed"] != seeds[1]
 
 
-def test_a_sampler_with_another_seed_is_refused() -> None:
+def test_a_sampler_with_another_seed_is_refused():
     """Its order is another: samples would come twice."""
     made, other = (
         cseq.DataLoader(Plain(9), sampler=sampler_of(9, 1, 0, seed=seed)) for seed in (3, 4)
@@ -322,7 +319,7 @@ def test_a_sampler_with_another_seed_is_refused() -> None:
         other.load_state_dict(made.state_dict())
 
 
-def main(first: int, count: int) -> int:
+def main(first, count):
     """Try other seeds; return how many fail."""
     failed = 0
     for seed in range(first, first + count):

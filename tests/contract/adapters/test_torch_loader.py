@@ -1,7 +1,5 @@
 """`cseq.DataLoader` against torch's own: the same batches, bit for bit, and the same contract."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -12,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,13 +29,9 @@ from torch_data import (  # noqa: E402
     same,
     seed_all,
 )
+from torch_loaders import FORK, QUICK, check, forked, loader, run  # noqa: E402
 
 import cseq.testing  # noqa: E402
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-from torch_loaders import FORK, QUICK, check, forked, loader, run  # noqa: E402
 
 pytestmark = [
     pytest.mark.needs("quick processes"),
@@ -56,26 +50,26 @@ LEVEL = [0]
 class Levelled(data.Dataset):  # type: ignore[type-arg]
     """Its samples show what the sampler has changed in this process."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 8
 
-    def __getitem__(self, key: int) -> tuple[int, int]:
+    def __getitem__(self, key):
         return key, LEVEL[0]
 
 
 class Levelling(data.RandomSampler):
     """Changes it with each key."""
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         for key in super().__iter__():
             LEVEL[0] += 1
             yield key
 
 
-def test_a_sampler_that_changes_what_the_data_set_sees() -> None:
+def test_a_sampler_that_changes_what_the_data_set_sees():
     """Workers are forked before any key is drawn."""
 
-    def levelled(kind: Any) -> Any:
+    def levelled(kind):
         LEVEL[0] = 0
         return run(kind, Levelled(), 2, FORK | {"sampler": Levelling(Levelled()), "batch_size": 2})
 
@@ -85,16 +79,16 @@ def test_a_sampler_that_changes_what_the_data_set_sees() -> None:
 class Noisy(Levelled):
     """Draws from the loader's generator."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator):
         self.generator = generator
 
-    def __getitem__(self, key: int) -> Any:
+    def __getitem__(self, key):
         return key, torch.rand((), generator=self.generator)
 
 
 @forked  # torch's own loader cannot send a generator
-def test_a_data_set_that_has_the_loaders_generator() -> None:
-    def noisy(kind: Any) -> Any:
+def test_a_data_set_that_has_the_loaders_generator():
+    def noisy(kind):
         generator = torch.Generator().manual_seed(5)
         options = FORK | {"shuffle": True, "generator": generator, "batch_size": 2}
         return run(kind, Noisy(generator), 2, options)
@@ -103,8 +97,8 @@ def test_a_data_set_that_has_the_loaders_generator() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, FORK, FORK | {"persistent_workers": True}], ids=str)
-def test_a_batch_size_that_is_set_at_the_batch_sampler(options: Any) -> None:
-    def sizes(kind: Any) -> Any:
+def test_a_batch_size_that_is_set_at_the_batch_sampler(options):
+    def sizes(kind):
         seed_all()
         made = kind(Sharded(7, 7), batch_size=2, **options)
         made.batch_sampler.batch_size = 3
@@ -125,13 +119,13 @@ KEYS += [[*range(512)], [*range(513)], [*range(40_960)]]  # those that no cell h
 class Typed(data.Dataset[Any]):
     """Tells the type of a key."""
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key):
         inner = [type(each).__name__ for each in key] if isinstance(key, list) else None
         return type(key).__name__, repr(key), inner
 
 
 @pytest.mark.parametrize("rng", ["worker", "batch"])
-def test_keys_reach_the_data_set_as_they_are(rng: str) -> None:
+def test_keys_reach_the_data_set_as_they_are(rng):
     expected = [Typed()[key] for key in KEYS]
     made = loader(Typed(), sampler=KEYS, batch_size=None, collate_fn=as_is, rng=rng)
     assert list(made) == expected
@@ -140,7 +134,7 @@ def test_keys_reach_the_data_set_as_they_are(rng: str) -> None:
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m != QUICK])
-def test_other_start_methods(method: str) -> None:
+def test_other_start_methods(method):
     options = FORK | {"batch_size": 2, "shuffle": True}
     expected = run(cseq.DataLoader, Augmented(9), 1, options)
     options["multiprocessing_context"] = method
@@ -148,11 +142,11 @@ def test_other_start_methods(method: str) -> None:
 
 
 @forked
-def test_what_cannot_be_pickled_is_inherited() -> None:
+def test_what_cannot_be_pickled_is_inherited():
     lock = threading.Lock()
 
     class Local(Plain):
-        def __getitem__(self, index: int) -> Any:
+        def __getitem__(self, index):
             with lock:
                 return index
 
@@ -162,7 +156,7 @@ def test_what_cannot_be_pickled_is_inherited() -> None:
 # ── samplers and how far ahead they are asked ──────────────────────────────────────────────
 
 
-def test_one_key_for_each_batch_delivered() -> None:
+def test_one_key_for_each_batch_delivered():
     sampler = Counting(range(100))
     iterator = iter(loader(Plain(100), sampler=sampler, batch_size=None))
     assert sampler.count == 4
@@ -174,17 +168,17 @@ def test_one_key_for_each_batch_delivered() -> None:
 class Gated(Plain):
     """Index 2 waits until a file is there."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         super().__init__(10)
         self.path = path
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         while index == 2 and not self.path.exists():
             time.sleep(0.01)
         return index
 
 
-def test_out_of_order(tmp_path: Path) -> None:
+def test_out_of_order(tmp_path):
     """One worker waits: of its batches, only one before that comes; those of the other all do."""
     gate = tmp_path / "gate"
     iterator = iter(loader(Gated(gate), batch_size=None, in_order=False))
@@ -197,7 +191,7 @@ def test_out_of_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(3, 30), (0, 4, 9)], ids=str)
-def test_out_of_order_of_an_iterable_data_set(sizes: Any) -> None:
+def test_out_of_order_of_an_iterable_data_set(sizes):
     made = loader(Sharded(*sizes), num_workers=len(sizes), batch_size=None, in_order=False)
     iterator = iter(made)
     assert {worker.pid for worker in iterator._workers}  # not torch's own
@@ -212,7 +206,7 @@ def test_out_of_order_of_an_iterable_data_set(sizes: Any) -> None:
 # ── lifetimes ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_persistent_workers_stay() -> None:
+def test_persistent_workers_stay():
     made = loader(Plain(6), batch_size=None, persistent_workers=True)
     assert made._iterator is None
     iterator = iter(made)
@@ -231,10 +225,10 @@ def test_persistent_workers_stay() -> None:
 
 
 @pytest.mark.parametrize("taken", [0, 1, 4])
-def test_generators_of_persistent_workers_after_a_break(taken: int) -> None:
+def test_generators_of_persistent_workers_after_a_break(taken):
     """What was made ahead has drawn from them, whether or not it is taken."""
 
-    def left(kind: Any, dataset: Any, **more: Any) -> Any:
+    def left(kind, dataset, **more):
         seed_all()
         options = {"persistent_workers": True, "prefetch_factor": 3, **FORK, **more}
         made = kind(dataset, batch_size=2, **options)
@@ -248,7 +242,7 @@ def test_generators_of_persistent_workers_after_a_break(taken: int) -> None:
 
     for dataset in (Augmented(), Sharded(20, 30)):
         assert same(left(cseq.DataLoader, dataset), left(data.DataLoader, dataset))
-    alone: Any = {"num_workers": 1, "in_order": False}  # which is in order all the same
+    alone = {"num_workers": 1, "in_order": False}  # which is in order all the same
     assert same(*(left(kind, Augmented(), **alone) for kind in (cseq.DataLoader, data.DataLoader)))
 
 
@@ -256,7 +250,7 @@ def test_generators_of_persistent_workers_after_a_break(taken: int) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"in_order": False}, {"persistent_workers": True}, {"rng": "batch"}], ids=str
 )
-def test_the_workers_of_a_dropped_iterator_end(dataset: Any, options: Any) -> None:
+def test_the_workers_of_a_dropped_iterator_end(dataset, options):
     """At once: nothing is left for the garbage collector. One that has not begun is killed."""
     gc.disable()
     try:
@@ -271,7 +265,7 @@ def test_the_workers_of_a_dropped_iterator_end(dataset: Any, options: Any) -> No
         gc.enable()
 
 
-def test_pickles_and_copies() -> None:
+def test_pickles_and_copies():
     made = loader(Plain(4), batch_size=2, multiprocessing_context=None)
     iterator = iter(made)
     next(iterator)
@@ -290,7 +284,7 @@ def test_pickles_and_copies() -> None:
 # ── attributes and classes ─────────────────────────────────────────────────────────────────
 
 
-def test_attributes_are_torchs() -> None:
+def test_attributes_are_torchs():
     ours, theirs = loader(Plain()), data.DataLoader(Plain(), **FORK)
     public = {name for name in vars(theirs) if not name.startswith("_")}
     added = {name for name in vars(ours) if not name.startswith("_")} - public
@@ -327,7 +321,7 @@ def test_attributes_are_torchs() -> None:
     ],
     ids=str,
 )
-def test_wrong_arguments(options: Any) -> None:
+def test_wrong_arguments(options):
     with pytest.raises(ValueError, match=r"\w"):
         cseq.DataLoader(Plain(), **options)
 
@@ -344,7 +338,7 @@ def test_wrong_arguments(options: Any) -> None:
         ({"buffer": 8}, "that is `prefetch_factor` here"),
     ],
 )
-def test_unknown_keywords(wrong: Any, told: str) -> None:
+def test_unknown_keywords(wrong, told):
     """They are refused with what to write instead."""
     with pytest.raises(TypeError, match=told):
         cseq.DataLoader(Plain(), **wrong)
@@ -352,7 +346,7 @@ def test_unknown_keywords(wrong: Any, told: str) -> None:
         cseq.StatefulDataLoader(Plain(), **wrong)
 
 
-def test_a_class_in_place_of_a_data_set() -> None:
+def test_a_class_in_place_of_a_data_set():
     """It is refused at once, by either way of giving it; one that has samples itself is not."""
     told = r"dataset is the class Plain; give an object of it, such as Plain\(\)"
     with pytest.raises(TypeError, match=told):
@@ -361,24 +355,24 @@ def test_a_class_in_place_of_a_data_set() -> None:
         cseq.DataLoader(dataset=Plain)  # type: ignore[arg-type]
 
     class Meta(type):
-        def __len__(cls) -> int:
+        def __len__(cls):
             return 2
 
-        def __getitem__(cls, index: int) -> int:
+        def __getitem__(cls, index):
             return index
 
-    made: Any = cseq.DataLoader(Meta("Samples", (), {}), batch_size=2)  # type: ignore[arg-type]
+    made = cseq.DataLoader(Meta("Samples", (), {}), batch_size=2)  # type: ignore[arg-type]
     assert [batch.tolist() for batch in made] == [[0, 1]]
 
 
-def test_wrong_at_iter() -> None:
+def test_wrong_at_iter():
     with pytest.raises(AssertionError):
         iter(loader(Plain(), prefetch_factor=0))
     with pytest.raises(AssertionError):
         iter(cseq.DataLoader(Plain(), timeout=1))
 
 
-def test_what_may_be_set_counts_from_the_next_iter() -> None:
+def test_what_may_be_set_counts_from_the_next_iter():
     made = cseq.DataLoader(Plain(4), batch_size=2)
     assert [b.tolist() for b in made] == [[0, 1], [2, 3]]
     made.num_workers, made.prefetch_factor = 2, 2
@@ -387,12 +381,12 @@ def test_what_may_be_set_counts_from_the_next_iter() -> None:
     assert list(made) == [[0, 1], [2, 3]]
 
 
-def test_recreated_from_its_attributes() -> None:
+def test_recreated_from_its_attributes():
     """As Lightning does it."""
     import inspect
 
     class Own(cseq.DataLoader[Any]):
-        def __init__(self, extra: int, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, extra, *args, **kwargs):
             self.extra = extra
             super().__init__(*args, **kwargs)
 
@@ -410,28 +404,28 @@ def test_recreated_from_its_attributes() -> None:
 class Remade(cseq.DataLoader[Any]):
     """A loader that is made of another one's attributes."""
 
-    def __init__(self, other: Any) -> None:
+    def __init__(self, other):
         self.__dict__.update(vars(other))
 
 
-def test_made_of_the_attributes_of_torchs() -> None:
+def test_made_of_the_attributes_of_torchs():
     made = Remade(data.DataLoader(Plain(3), **FORK))
     assert [batch.tolist() for batch in made] == [[0], [1], [2]]
     assert made.state_dict()["_iterator_finished"]
 
 
-def test_numbers_and_truth_of_other_types() -> None:
+def test_numbers_and_truth_of_other_types():
     check(Plain(5), num_workers=1, in_order=0, timeout=torch.tensor(60.0), pin_memory=0)
     check(Plain(5), in_order=np.bool_(True), timeout=True, persistent_workers=1)
 
 
-def test_more_workers_than_processors() -> None:
+def test_more_workers_than_processors():
     many = 2 + max(os.cpu_count() or 1, 8)
     with pytest.warns(UserWarning, match="worker processes in total"):
         cseq.DataLoader(Plain(), num_workers=many)
 
 
-def test_the_default_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_of_the_process(monkeypatch):
     from cseq.adapters.torch import defaults
 
     expected = run(cseq.DataLoader, Augmented(6), 1, {"rng": "batch"})
@@ -444,11 +438,11 @@ def test_the_default_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
 # ── memory ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_large_samples_are_stacked_where_they_stay() -> None:
+def test_large_samples_are_stacked_where_they_stay():
     """What the worker's default_collate made is the very memory that the trainer reads."""
 
     class Large(Plain):
-        def __getitem__(self, index: int) -> Any:
+        def __getitem__(self, index):
             return torch.full((50, 100), index)
 
     iterator = iter(loader(Large(8), batch_size=4, num_workers=1))
@@ -461,21 +455,21 @@ def test_large_samples_are_stacked_where_they_stay() -> None:
         next(iterator)
 
 
-def damaged() -> Iterator[int]:
+def damaged():
     """Give two keys, then an error."""
     yield from range(2)
     raise ValueError("damaged")
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_sampler_that_raises_at_once(method: str) -> None:
+def test_a_sampler_that_raises_at_once(method):
     """Its error is raised, however workers are started: that is no reason for torch's iterator."""
     made = loader(Plain(9), batch_size=None, sampler=damaged(), multiprocessing_context=method)
     with pytest.raises(ValueError, match="damaged"):
         list(made)
 
 
-def test_workers_that_are_terminated_are_gone() -> None:
+def test_workers_that_are_terminated_are_gone():
     """Who ends the processes of `_workers` can wait for them; others make their batches."""
     iterator = iter(loader(Plain(40), batch_size=None))
     assert next(iterator) == 0
@@ -494,22 +488,22 @@ def test_workers_that_are_terminated_are_gone() -> None:
 class Waiting(Plain):
     """The first sample that is asked for waits."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(4)
         self.entered, self.released = threading.Event(), threading.Event()
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         if not self.entered.is_set():
             self.entered.set()
             assert self.released.wait(60)
         return index
 
 
-def test_two_threads_in_one_iterator() -> None:
+def test_two_threads_in_one_iterator():
     """None is given to both; where there are workers, torch's hangs."""
     dataset = Waiting()
     iterator = iter(cseq.DataLoader(dataset))
-    first: list[Any] = []
+    first = []
     thread = threading.Thread(target=lambda: first.append(next(iterator)))
     thread.start()
     assert dataset.entered.wait(60)
@@ -523,7 +517,7 @@ def test_two_threads_in_one_iterator() -> None:
 # ── what a loader tells of its workers ─────────────────────────────────────────────────────
 
 
-def test_its_workers_are_known_to_cseqs_testing_and_counted() -> None:
+def test_its_workers_are_known_to_cseqs_testing_and_counted():
     made = loader(Plain(12), batch_size=2)
     with pytest.raises(RuntimeError, match="not running"):
         cseq.testing.pids(made)
@@ -559,7 +553,7 @@ def test_its_workers_are_known_to_cseqs_testing_and_counted() -> None:
 class Listed(Plain):
     """Is asked for whole batches, also by their number."""
 
-    def __getitems__(self, indices: Any) -> list[Any]:
+    def __getitems__(self, indices):
         return [self[int(index)] for index in np.atleast_1d(np.asarray(indices))]
 
 
@@ -574,7 +568,7 @@ class Listed(Plain):
         ({"batch_sampler": torch.arange(3), "collate_fn": as_is}, 3),  # they have no length
     ],
 )
-def test_samples_are_counted(options: Any, samples: int) -> None:
+def test_samples_are_counted(options, samples):
     """Those of map-style data: the indices of each batch."""
     made = loader(Listed(12), **options)
     list(made)
@@ -582,9 +576,7 @@ def test_samples_are_counted(options: Any, samples: int) -> None:
 
 
 @pytest.mark.parametrize("rng", ["worker", "batch"])
-def test_the_log_says_if_numbers_are_drawn_again(
-    rng: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_says_if_numbers_are_drawn_again(rng, caplog):
     made = loader(Augmented(12), num_workers=1, batch_size=1, prefetch_factor=1, rng=rng)
     iterator = iter(made)
     got = [next(iterator)]
@@ -599,7 +591,7 @@ def test_the_log_says_if_numbers_are_drawn_again(
     assert again == (rng == "worker")
 
 
-def test_replacements_can_be_forbidden() -> None:
+def test_replacements_can_be_forbidden():
     iterator = iter(loader(Plain(12), num_workers=1, prefetch_factor=1, max_restarts=0))
     next(iterator)
     kill(iterator._workers[0].pid)
@@ -609,7 +601,7 @@ def test_replacements_can_be_forbidden() -> None:
         loader(Plain(1), max_restarts=-1)
 
 
-def test_a_number_of_workers_is_a_number() -> None:
+def test_a_number_of_workers_is_a_number():
     with pytest.raises(ValueError, match="num_workers='auto' is for MPSequence"):
         cseq.DataLoader([1], num_workers="auto")  # type: ignore[arg-type]
 
@@ -634,7 +626,7 @@ except ImportError as error:
 """
 
 
-def test_without_torch_errors_say_what_to_install() -> None:
+def test_without_torch_errors_say_what_to_install():
     printed = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH],
         env=os.environ | {"PYTHONPATH": import_path()},

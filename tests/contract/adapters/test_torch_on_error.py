@@ -1,11 +1,9 @@
 """`on_error="skip"`: samples and batches that raise are left out, logged, and not made again."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -19,9 +17,6 @@ from torch_data import Plain  # noqa: E402
 import cseq  # noqa: E402
 from cseq.adapters.torch import defaults, installed  # noqa: E402
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 QUICK = QUICKEST.start_method
@@ -32,7 +27,7 @@ BROKEN = (2, 3, 7)
 class Broken(Plain):
     """Some of its samples raise."""
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         if index in BROKEN:
             raise LookupError(f"no sample {index}")
         return index
@@ -41,7 +36,7 @@ class Broken(Plain):
 class BrokenItems(data.IterableDataset[Any]):
     """Some of its samples raise; it goes on behind them."""
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         info = data.get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
         return Items(first, step)
@@ -50,13 +45,13 @@ class BrokenItems(data.IterableDataset[Any]):
 class Items:
     """An iterator that goes on behind an error."""
 
-    def __init__(self, first: int, step: int) -> None:
+    def __init__(self, first, step):
         self.next, self.step = first, step
 
-    def __iter__(self) -> Items:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> int:
+    def __next__(self):
         index, self.next = self.next, self.next + self.step
         if index >= 10:
             raise StopIteration
@@ -65,7 +60,7 @@ class Items:
         return index
 
 
-def loader(dataset: Any, num_workers: int, **options: Any) -> Any:
+def loader(dataset, num_workers, **options):
     """Make a loader that leaves batches out."""
     if num_workers:
         options = {"multiprocessing_context": QUICK, **options}
@@ -76,7 +71,7 @@ def loader(dataset: Any, num_workers: int, **options: Any) -> Any:
 
 @pytest.mark.parametrize("rng", ["worker", "batch"])
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_broken_samples(num_workers: int, rng: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_samples(num_workers, rng, caplog):
     """In each of two epochs the same ones are left out."""
     persistent = num_workers > 0
     made = loader(Broken(), num_workers, rng=rng, persistent_workers=persistent)
@@ -92,7 +87,7 @@ def test_broken_samples(num_workers: int, rng: str, caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_broken_items_of_an_iterable_data_set(num_workers: int) -> None:
+def test_broken_items_of_an_iterable_data_set(num_workers):
     made = loader(BrokenItems(), num_workers)
     assert sorted(made) == [0, 1, 4, 5, 6, 8, 9]
     assert sorted(one.error for one in made.skipped) == [
@@ -103,13 +98,13 @@ def test_broken_items_of_an_iterable_data_set(num_workers: int) -> None:
 class Announced(BrokenItems):
     """Says how many items come before the first that raises."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return BROKEN[0]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.filterwarnings("error:Length of IterableDataset")
-def test_an_item_that_raises_is_none_of_a_length(num_workers: int) -> None:
+def test_an_item_that_raises_is_none_of_a_length(num_workers):
     """An error is none of them: torch warns if more items come than were announced."""
     made = loader(Announced(), num_workers, on_error="raise")
     assert len(made) == 2
@@ -119,10 +114,10 @@ def test_an_item_that_raises_is_none_of_a_length(num_workers: int) -> None:
         next(items)
 
 
-def test_a_whole_batch_is_left_out() -> None:
+def test_a_whole_batch_is_left_out():
     """One whose collate function raises, and one of which no sample is left."""
 
-    def collate(samples: list[int]) -> Any:
+    def collate(samples):
         if sum(samples) == 9:
             raise ValueError("nine")
         return samples
@@ -137,7 +132,7 @@ def test_a_whole_batch_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("numbers", [(0, 0), (2, 0), (0, 2), (2, 3)], ids=str)
-def test_a_resume(numbers: tuple[int, int]) -> None:
+def test_a_resume(numbers):
     """What was left out before is not tried again, and batches are where they were."""
     first, second = numbers
     made = loader(Broken(), first)
@@ -150,20 +145,20 @@ def test_a_resume(numbers: tuple[int, int]) -> None:
     assert [one.batch for one in again.skipped] == [7]
 
 
-def not_ready(number: int) -> None:
+def not_ready(number):
     """Raise."""
     raise LookupError("not ready")
 
 
-def test_what_is_not_of_a_batch_is_raised() -> None:
+def test_what_is_not_of_a_batch_is_raised():
     """A worker that cannot be set up would have nothing but errors; nor are a sampler's skipped."""
 
-    def sampler() -> Iterator[int]:
+    def sampler():
         yield 0
         raise LookupError("not ready")
 
     class Sampler:
-        def __iter__(self) -> Iterator[int]:
+        def __iter__(self):
             return sampler()
 
     with pytest.raises(LookupError, match="not ready"):
@@ -176,12 +171,12 @@ def test_what_is_not_of_a_batch_is_raised() -> None:
 class Unsendable(Plain):
     """Some of its samples cannot be pickled."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return threading.Lock() if index in BROKEN else index
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-def test_a_batch_that_cannot_be_pickled(in_order: bool) -> None:
+def test_a_batch_that_cannot_be_pickled(in_order):
     """It is left out; a resume begins behind it."""
     made = loader(Unsendable(), 2, in_order=in_order)
     assert sorted(made) == [0, 1, 4, 5, 6, 8, 9]
@@ -198,7 +193,7 @@ def test_a_batch_that_cannot_be_pickled(in_order: bool) -> None:
 class UnsendableItems(data.IterableDataset[Any]):
     """Some of its samples cannot be pickled."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         info = data.get_worker_info()
         assert info is not None
         for index in range(info.id, 10, info.num_workers):
@@ -207,9 +202,7 @@ class UnsendableItems(data.IterableDataset[Any]):
 
 @pytest.mark.parametrize("snapshot_every", [1, 3])
 @pytest.mark.parametrize("in_order", [False, True])
-def test_a_batch_of_an_iterable_data_set_that_cannot_be_pickled(
-    in_order: bool, snapshot_every: int
-) -> None:
+def test_a_batch_of_an_iterable_data_set_that_cannot_be_pickled(in_order, snapshot_every):
     """It ends nothing: it is raised in its place, or left out; a resume begins behind it."""
     options = {"in_order": in_order, "snapshot_every_n_steps": snapshot_every}
     made = loader(UnsendableItems(), 2, **options)
@@ -238,14 +231,14 @@ def test_a_batch_of_an_iterable_data_set_that_cannot_be_pickled(
 class Deadly(Plain):
     """A sample ends its worker."""
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         if index == 4:
             kill(os.getpid())
         return index
 
 
 @pytest.mark.parametrize("rng", ["worker", "batch"])
-def test_a_batch_that_ends_three_workers(rng: str) -> None:
+def test_a_batch_that_ends_three_workers(rng):
     """It is left out, in each epoch, with all its indices; a resume begins behind it."""
     made = loader(Deadly(), 2, batch_size=3, rng=rng)
     for _ in range(2):
@@ -261,12 +254,12 @@ def test_a_batch_that_ends_three_workers(rng: str) -> None:
         assert [batch.tolist() for batch in iterator] == [[9]]
 
 
-def test_too_many_deaths_are_no_error_of_a_batch() -> None:
+def test_too_many_deaths_are_no_error_of_a_batch():
     with pytest.raises(cseq.WorkerDied, match="max_restarts=2"):
         list(loader(Deadly(), 2, max_restarts=2))
 
 
-def test_a_death_names_all_indices() -> None:
+def test_a_death_names_all_indices():
     with pytest.raises(cseq.WorkerDied, match=r"\(\[0, 1, 2, 3, 4, 5, 6, 7, 8, 9\]\)"):
         list(loader(Deadly(), 1, batch_size=10, on_error="raise"))
 
@@ -277,26 +270,26 @@ def test_a_death_names_all_indices() -> None:
 class Drawing(Broken):
     """Samples that draw, also before they raise; with `__getitems__` and None, if it is told."""
 
-    def __init__(self, *, together: bool = False) -> None:
+    def __init__(self, *, together=False):
         super().__init__(10)
         if together:
             self.__getitems__ = self._together
 
-    def _together(self, indices: list[int]) -> list[Any]:
+    def _together(self, indices):
         return [self[index] for index in indices]
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         drawn = torch.rand(()).item()
         return super().__getitem__(index), drawn
 
 
-def samples_of(made: Any) -> list[Any]:
+def samples_of(made):
     """Return the samples of an epoch, batch by batch."""
     return [list(zip(*(part.tolist() for part in batch), strict=True)) for batch in made]
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
-def test_a_sample_is_left_out(together: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sample_is_left_out(together, caplog):
     """The batch is smaller; the stream is the same for any number of workers."""
     streams = []
     for num_workers in (0, 1, 3):
@@ -315,10 +308,10 @@ def test_a_sample_is_left_out(together: bool, caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize("kind", [cseq.DataLoader, cseq.StatefulDataLoader])
 @pytest.mark.parametrize("numbers", [(0, 2), (2, 0), (3, 1)], ids=str)
-def test_a_resume_behind_a_sample(kind: Any, numbers: tuple[int, int]) -> None:
+def test_a_resume_behind_a_sample(kind, numbers):
     """A batch that lacks samples counts as one."""
 
-    def make(number: int) -> Any:
+    def make(number):
         more = {"multiprocessing_context": QUICK} if number else {}
         return kind(Drawing(), 2, num_workers=number, rng="batch", on_error="skip", **more)
 
@@ -336,12 +329,12 @@ def test_a_resume_behind_a_sample(kind: Any, numbers: tuple[int, int]) -> None:
 class Forgetful(Plain):
     """A `return` is missing for one sample."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return None if index == 4 else index
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_sample_that_is_none(num_workers: int) -> None:
+def test_a_sample_that_is_none(num_workers):
     """It is named, or left out; a collate function of one's own may take it."""
     told = "sample 4 of Forgetful is None: is a `return` missing?"
     with pytest.raises(RuntimeError, match="NoneType") as caught:
@@ -354,9 +347,7 @@ def test_a_sample_that_is_none(num_workers: int) -> None:
     assert list(made) == [[0, 1, 2, 3, None], [5, 6, 7, 8, 9]]
 
 
-def test_the_default_of_the_process(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_default_of_the_process(monkeypatch, caplog):
     """It is for loaders that frameworks make, with and without workers."""
     with pytest.raises(ValueError, match="on_error='skipp'"):
         defaults.on_error = "skipp"

@@ -1,13 +1,10 @@
 """Ranks of torch: which part each of them reads."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from checkout import import_path
@@ -16,8 +13,6 @@ import cseq
 
 torch = pytest.importorskip("torch")
 
-if TYPE_CHECKING:
-    from conftest import RunScript
 
 pytestmark = pytest.mark.needs("fork")
 
@@ -53,11 +48,11 @@ def said(function, **options):
 
 
 @pytest.fixture
-def run_ranks(run_prepared: RunScript) -> Any:
+def run_ranks(run_prepared):
     """Return a function that runs a script of ranks, and returns the JSON that it prints."""
     path = os.pathsep.join([import_path(), str(HELPERS)])
 
-    def run(source: str, *args: str) -> Any:
+    def run(source, *args):
         done = run_prepared(HEAD + source, *args, PYTHONPATH=path)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
@@ -98,13 +93,13 @@ OTHERS = {
 }
 
 
-def test_auto_divides_by_all_ranks_of_a_mesh_of_data(run_ranks: Any) -> None:
+def test_auto_divides_by_all_ranks_of_a_mesh_of_data(run_ranks):
     """All its dimensions but those of size 1 have names of data: each rank has its own part."""
     assert run_ranks(MESHES, json.dumps(OF_DATA)) == [[3] * len(OF_DATA)] * 4
 
 
 @pytest.mark.skipif(torch.__version__ < "2.6", reason="it describes no groups of meshes")
-def test_auto_refuses_a_mesh_with_other_dimensions(run_ranks: Any) -> None:
+def test_auto_refuses_a_mesh_with_other_dimensions(run_ranks):
     """While such a mesh has its groups, it is an error that says what to give."""
     for answers in run_ranks(MESHES, json.dumps([*OTHERS.values()])):
         for pattern, answer in zip(OTHERS, answers, strict=True):
@@ -133,7 +128,7 @@ print(json.dumps(on_ranks(4, look)))
 """
 
 
-def test_a_group_or_a_mesh_as_shard(run_ranks: Any) -> None:
+def test_a_group_or_a_mesh_as_shard(run_ranks):
     """It is this process's place in it; a rank outside, and several dimensions, are errors."""
     every = cseq.Shuffled(16, algorithm="fisher-yates-v1").batches(2, seed=1)
     got = run_ranks(GIVEN)
@@ -178,12 +173,12 @@ print(json.dumps(on_ranks(2, look)))
 """
 
 
-def samples_of(batches: list[list[int]]) -> list[int]:
+def samples_of(batches):
     """Return the samples of batches, sorted."""
     return sorted(chain.from_iterable(batches))
 
 
-def test_ranks_agree_on_the_seed_of_an_order(run_ranks: Any) -> None:
+def test_ranks_agree_on_the_seed_of_an_order(run_ranks):
     """Ranks that are seeded apart, and divide an order's batches, read each sample once.
 
     The seed is rank 0's, and a state keeps it. Where nothing divides them, the log says so.
@@ -210,7 +205,7 @@ print(json.dumps(on_ranks(2, look, patience=0.2)))
 """
 
 
-def test_a_rank_that_iterates_alone(run_ranks: Any) -> None:
+def test_a_rank_that_iterates_alone(run_ranks):
     """Rank 0 waits for nobody; another one waits for its seed as long as the group would."""
     assert samples_of(run_ranks(ALONE, "0")[0]) == list(range(8))
     answer = run_ranks(ALONE, "1")[1]
@@ -233,7 +228,7 @@ print(json.dumps(on_ranks(2, look)))
 """
 
 
-def test_what_accelerate_divides(run_ranks: Any) -> None:
+def test_what_accelerate_divides(run_ranks):
     """Seeds that differ are an error, and the log says that the batches were divided before."""
     zero, one = run_ranks(DIVIDED)
     (ours, silent), (halves, lines), (given, _) = zero
@@ -281,7 +276,7 @@ print(json.dumps(on_ranks(2, look)))
 """
 
 
-def test_ranks_draw_other_numbers_with_rng_batch(run_ranks: Any) -> None:
+def test_ranks_draw_other_numbers_with_rng_batch(run_ranks):
     """Also after a resume from one rank's state; where all read the same part, the same ones."""
     zero, one = run_ranks(DRAWS, "batch")
     for ours, theirs in zip(zero[:2] + zero[3:], one[:2] + one[3:], strict=True):
@@ -290,7 +285,7 @@ def test_ranks_draw_other_numbers_with_rng_batch(run_ranks: Any) -> None:
     assert zero[2] == one[2]
 
 
-def test_ranks_draw_as_torch_s_do_with_rng_worker(run_ranks: Any) -> None:
+def test_ranks_draw_as_torch_s_do_with_rng_worker(run_ranks):
     """Ranks with the same seed draw the same numbers, except after a resume from one's state."""
     (whole, _, *rest), (again, _, *others) = run_ranks(DRAWS, "worker")
     assert [whole, *rest] == [again, *others]

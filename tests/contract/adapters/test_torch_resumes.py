@@ -23,7 +23,7 @@ from torch_data import Plain  # noqa: E402
 import cseq  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 CASES, NIGHTLY = 40, 60  # of `make test`, and those that `make check-nightly` adds
 LONG = 3  # epochs of a case
@@ -38,32 +38,32 @@ pytestmark = [
 class Turning(data.Sampler[int]):
     """Its state is how many epochs there were, by which it turns, and where it is."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         self.length, self.at, self.epochs = length, 0, 0
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         while self.at < self.length:
             self.at += 1
             yield (self.at - 1 + self.epochs) % self.length
         self.at, self.epochs = 0, self.epochs + 1
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return {"at": self.at, "epochs": self.epochs}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         self.at, self.epochs = state["at"], state["epochs"]
 
 
 class Pairs(Turning):
     """A batch sampler that has a state."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return (self.length + 1) // 2
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         while self.at < self.length:
             batch = [(k + self.epochs) % self.length for k in range(self.at, self.at + 2)]
             self.at += 2
@@ -78,39 +78,39 @@ class Derived(data.RandomSampler):
 class Ordered:
     """A sampler that is only an order, drawn from its generator."""
 
-    def __init__(self, length: int, generator: Any) -> None:
+    def __init__(self, length, generator):
         self.length, self.generator = length, generator
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(torch.randperm(self.length, generator=self.generator).tolist())
 
 
 class Walk:
     """An iterator over numbers that has a state."""
 
-    def __init__(self, numbers: range) -> None:
+    def __init__(self, numbers):
         self.numbers, self.at = numbers, 0
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> int:
+    def __next__(self):
         if self.at >= len(self.numbers):
             raise StopIteration
         self.at += 1
         return self.numbers[self.at - 1]
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return {"at": self.at}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         self.at = state["at"]
 
 
-def share(length: int) -> range:
+def share(length):
     """Return the numbers of this worker; workers have unequal shares."""
     info = data.get_worker_info()
     if info is None:
@@ -121,10 +121,10 @@ def share(length: int) -> range:
 class Walked(data.IterableDataset[int]):
     """Its iterator has a state, or nothing has one."""
 
-    def __init__(self, length: int, has_state: bool) -> None:
+    def __init__(self, length, has_state):
         self.length, self.has_state = length, has_state
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         numbers = share(self.length)
         return Walk(numbers) if self.has_state else iter(numbers)
 
@@ -132,23 +132,23 @@ class Walked(data.IterableDataset[int]):
 class Counted(data.IterableDataset[Any]):
     """Has a state, and counts its epochs; it may be its own iterator."""
 
-    def __init__(self, length: int, is_own: bool) -> None:
+    def __init__(self, length, is_own):
         self.length, self.is_own, self.epoch, self.at, self.is_on = length, is_own, 0, 0, False
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         if self.is_own:
             self.at = 0
             return self
         return self.generate()
 
-    def generate(self) -> Iterator[Any]:
+    def generate(self):
         try:
             while True:
                 yield self.__next__()
         except StopIteration:
             return
 
-    def __next__(self) -> Any:
+    def __next__(self):
         numbers = share(self.length)
         if self.at >= len(numbers):
             self.at, self.epoch = 0, self.epoch + 1
@@ -156,10 +156,10 @@ class Counted(data.IterableDataset[Any]):
         self.at += 1
         return 100 * self.epoch + numbers[self.at - 1]
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return {"epoch": self.epoch, "at": self.at}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         self.epoch, self.at = state["epoch"], state["at"]
 
 
@@ -168,14 +168,14 @@ class Noting(Plain):
 
     made = 0
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index):
         self.made += 1
         return 1000 * self.made + index
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return {"made": self.made}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         self.made = state["made"]
 
 
@@ -216,7 +216,7 @@ class Case:
     methods: tuple[str, str] = ("multiprocessing", "multiprocessing")  # before a state, behind it
     kind: str = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         chosen = random.Random(self.seed)
         self.kind = chosen.choice([*MAKERS, *ITERABLE])
         self.length = chosen.choice([5, 6, 7, 8])
@@ -250,12 +250,12 @@ class Case:
         if "thread" in self.methods and (keeps_state or self.kind in ITERABLE):
             self.num_workers = self.second = min(1, self.num_workers)
 
-    def __str__(self) -> str:
+    def __str__(self):
         return ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
 
-    def make(self, num_workers: int, method: str) -> Any:
+    def make(self, num_workers, method):
         """Make a loader."""
-        options: dict[str, Any] = {"batch_size": self.batch_size, "drop_last": self.drop_last}
+        options = {"batch_size": self.batch_size, "drop_last": self.drop_last}
         if self.kind in ITERABLE:
             dataset = ITERABLE[self.kind](self.length)
         else:
@@ -273,7 +273,7 @@ class Case:
             **options,
         )
 
-    def run(self) -> None:
+    def run(self):
         """Compare what comes behind a state with what the loader gives that it was taken of."""
         torch.manual_seed(self.seed)
         made = self.make(self.num_workers, self.methods[0])
@@ -292,7 +292,7 @@ class Case:
             again.load_state_dict(place.state)
         self.compare([numbers(again) for _ in place.rest], place.rest, place.is_within)
 
-    def compare(self, epochs: Any, expected: Any, is_within: bool) -> None:
+    def compare(self, epochs, expected, is_within):
         """Compare epochs; where those behind the first depend on torch's generator, their samples.
 
         `is_within`: the first one had begun.
@@ -311,7 +311,7 @@ class Case:
 class Place:
     """A place in a run: the state, what was taken of its epoch before, and what comes behind."""
 
-    def __init__(self, made: Any, name: str, takes: int) -> None:
+    def __init__(self, made, name, takes):
         self.before: list[Any] = []
         self.rest: list[Any] = []
         self.has_begun = self.is_within = name != "idle"
@@ -330,30 +330,30 @@ class Place:
                 self.rest = [[listed(batch) for batch in iterator]]
         self.rest += [numbers(made) for _ in range(LONG - len(self.rest))]
 
-    def whole(self) -> list[Any]:
+    def whole(self):
         """Return the epoch that was going on at first, and those behind."""
         if self.is_within:
             return [self.before + self.rest[0], *self.rest[1:]]
         return [self.before, *self.rest] if self.has_begun else self.rest
 
 
-def copied(made: Any) -> Any:
+def copied(made):
     """Return the state as it is in a file."""
     return pickle.loads(pickle.dumps(made.state_dict()))
 
 
-def numbers(made: Any) -> list[Any]:
+def numbers(made):
     """Return an epoch."""
     return [listed(batch) for batch in made]
 
 
-def listed(batch: Any) -> list[int]:
+def listed(batch):
     """Return the numbers of a batch."""
     found = batch.tolist() if isinstance(batch, torch.Tensor) else batch
     return found if isinstance(found, list) else [found]
 
 
-def with_threads(seed: int) -> Case:
+def with_threads(seed):
     """Return the case of a seed with threads before the state, behind it, or both."""
     kinds = ("thread", "multiprocessing"), ("multiprocessing", "thread"), ("thread", "thread")
     return Case(seed, kinds[seed % 3])
@@ -367,11 +367,11 @@ def with_threads(seed: int) -> Case:
     ],
 )
 @pytest.mark.parametrize("case", [Case, with_threads])
-def test_a_resume(case: Callable[[int], Case], seed: int) -> None:
+def test_a_resume(case, seed):
     case(seed).run()
 
 
-def main(first: int, count: int) -> int:
+def main(first, count):
     """Try the cases of other seeds; return how many fail."""
     failed = 0
     for seed in range(first, first + count):
@@ -388,17 +388,17 @@ def main(first: int, count: int) -> int:
 class Shares(data.IterableDataset[int]):
     """Each worker has a number of items of its own."""
 
-    def __init__(self, *lengths: int) -> None:
+    def __init__(self, *lengths):
         self.lengths = lengths
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         info = data.get_worker_info()
         assert info is not None
         return iter(range(10 * info.id, 10 * info.id + self.lengths[info.id]))
 
 
 @pytest.mark.parametrize("lengths", [(0, 2, 1), (1, 4, 2), (2, 0, 4), (4, 1, 0)])
-def test_workers_of_unequal_lengths_keep_their_turns(lengths: tuple[int, ...]) -> None:
+def test_workers_of_unequal_lengths_keep_their_turns(lengths):
     """Wherever a state is taken: the next batch is that of the worker whose turn it is."""
     expected = list(data.DataLoader(Shares(*lengths), batch_size=None, num_workers=3))
     for taken in range(len(expected)):

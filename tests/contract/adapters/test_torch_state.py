@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,12 +22,9 @@ from torch_data import (  # noqa: E402
     seed_all,
     without_told,
 )
+from torch_states import Cycle, left_and_resumed, loader, taken  # noqa: E402
 
 import cseq  # noqa: E402
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-from torch_states import Cycle, left_and_resumed, loader, taken  # noqa: E402
 
 pytestmark = [
     pytest.mark.needs("quick processes"),
@@ -35,16 +32,16 @@ pytestmark = [
 ]
 
 
-def with_workers(*values: Any) -> Any:
+def with_workers(*values):
     """Return a case of two workers that goes the way of others: each of its parts is in one."""
     return pytest.param(2, *values, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize("taken", ["worker", "batch"])
-def test_a_state_of_another_rng(taken: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_of_another_rng(taken, caplog):
     """It counts the same batches, but the data set draws others: the log says so."""
     state = loader(Plain(2), 0, rng=taken).state_dict()
-    other: Any = {"worker": "batch", "batch": "worker"}[taken]
+    other = {"worker": "batch", "batch": "worker"}[taken]
     loader(Plain(2), 0, rng=taken).load_state_dict(state)
     assert caplog.messages == []
     loader(Plain(2), 0, rng=other).load_state_dict(state)
@@ -56,24 +53,24 @@ class Shuffler(data.Sampler[Any]):
 
     generator: Any = None
 
-    def __init__(self, module: str, when: str, size: int = 0) -> None:
+    def __init__(self, module, when, size=0):
         self.module, self.when, self.size = module, when, size
 
-    def _draw(self, count: int) -> list[int]:
+    def _draw(self, count):
         if self.module == "random":
             return [random.randrange(1000) for _ in range(count)]
         if self.module == "numpy":
             return [int(np.random.random() * 1000) for _ in range(count)]
         return torch.randint(1000, (count,), generator=self.generator).tolist()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         if self.when == "each":
             return (self._draw(1)[0] for _ in range(24))
         if self.when == "first":
             return (key for _ in range(1) for key in self._all())
         return iter(self._all())
 
-    def _all(self) -> list[Any]:
+    def _all(self):
         drawn, size = self._draw(24), self.size
         return [drawn[k : k + size] for k in range(0, 24, size)] if size else drawn
 
@@ -84,10 +81,8 @@ class Shuffler(data.Sampler[Any]):
 @pytest.mark.parametrize("module", ["random", "numpy", "torch"])
 @pytest.mark.parametrize("when", ["iter", "first"])
 @pytest.mark.parametrize("batches", [False, True])
-def test_a_sampler_that_draws_from_a_global_generator(
-    num_workers: int, count: int, module: str, when: str, batches: bool
-) -> None:
-    def make() -> Any:
+def test_a_sampler_that_draws_from_a_global_generator(num_workers, count, module, when, batches):
+    def make():
         sampler = Shuffler(module, when, 3 if batches else 0)
         options = {"batch_sampler": sampler} if batches else {"sampler": sampler, "batch_size": 3}
         return loader(Plain(1000), num_workers, **options)
@@ -108,9 +103,7 @@ def test_a_sampler_that_draws_from_a_global_generator(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_sampler_that_draws_key_by_key_is_told(
-    num_workers: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_sampler_that_draws_key_by_key_is_told(num_workers, caplog):
     made = loader(Plain(1000), num_workers, sampler=Shuffler("numpy", "each"), batch_size=3)
     iterator = iter(made)
     taken(iterator, 3)
@@ -123,10 +116,10 @@ def test_a_sampler_that_draws_key_by_key_is_told(
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("batch_size", [None, 2])
-def test_a_sampler_that_is_told_the_epoch(num_workers: int, batch_size: int | None) -> None:
+def test_a_sampler_that_is_told_the_epoch(num_workers, batch_size):
     """Lightning tells a new process the epoch after `iter`, which has drawn keys by then."""
 
-    def make() -> Any:
+    def make():
         sampler = data.DistributedSampler(range(12), 1, 0, seed=3)
         return loader(Plain(12), num_workers, batch_size=batch_size, sampler=sampler)
 
@@ -151,15 +144,13 @@ def test_a_sampler_that_is_told_the_epoch(num_workers: int, batch_size: int | No
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize("sampling", [{"shuffle": True}, {"shuffle": False}], ids=str)
 @pytest.mark.parametrize("count", [0, 3, 6])
-def test_the_epochs_behind_a_resume(
-    num_workers: int, sampling: Any, count: int, persistent: bool
-) -> None:
+def test_the_epochs_behind_a_resume(num_workers, sampling, count, persistent):
     """With a generator of the loader's own they are those of the run that was not interrupted.
 
     Whatever state the new one is in; also if the state is of a finished epoch (count 6 of 6).
     """
 
-    def make(seed: int) -> Any:
+    def make(seed):
         generator = torch.Generator().manual_seed(seed)
         options = {**sampling, "persistent_workers": persistent}
         return loader(
@@ -185,7 +176,7 @@ def test_the_epochs_behind_a_resume(
     assert same(without_told(resumed), without_told(rest))
 
 
-def test_a_state_without_the_generator_that_a_sampler_has() -> None:
+def test_a_state_without_the_generator_that_a_sampler_has():
     """The order of its epoch cannot be drawn again."""
     made = loader(Plain(12), 0, batch_size=2, shuffle=True)
     iterator = iter(made)
@@ -198,7 +189,7 @@ def test_a_state_without_the_generator_that_a_sampler_has() -> None:
         iter(again)
 
 
-def test_the_state_is_small_and_of_one_size() -> None:
+def test_the_state_is_small_and_of_one_size():
     made = loader(Plain(10_000), batch_size=10, shuffle=True)
     iterator = iter(made)
     sizes = set()
@@ -211,7 +202,7 @@ def test_the_state_is_small_and_of_one_size() -> None:
     assert state is not made.state_dict()
 
 
-def test_a_lowered_count() -> None:
+def test_a_lowered_count():
     """As accelerate lowers it for what it has taken ahead."""
     made = loader(Plain(10), batch_size=2)
     iterator = iter(made)
@@ -224,12 +215,12 @@ def test_a_lowered_count() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, with_workers()])
-def test_the_state_before_the_next_epoch(num_workers: int) -> None:
+def test_the_state_before_the_next_epoch(num_workers):
     """A loop that leaves its epochs early can save where the next one begins, with its draws."""
 
-    def make() -> Any:
+    def make():
         generator = torch.Generator().manual_seed(1)
-        options: Any = {"batch_size": 2, "shuffle": True, "rng": "batch", "generator": generator}
+        options = {"batch_size": 2, "shuffle": True, "rng": "batch", "generator": generator}
         return loader(Augmented(40), num_workers, **options)
 
     made, other = make(), make()
@@ -250,7 +241,7 @@ def test_the_state_before_the_next_epoch(num_workers: int) -> None:
 # ── states that do not fit ─────────────────────────────────────────────────────────────────
 
 
-def test_states_that_do_not_fit() -> None:
+def test_states_that_do_not_fit():
     iterable = loader(Sharded(9, 4), batch_size=2)
     taken(iter(iterable), 2)
     state = iterable.state_dict()
@@ -273,7 +264,7 @@ def test_states_that_do_not_fit() -> None:
     ],
     ids=["shuffled", "shared", "grown"],
 )
-def test_states_of_another_order(options: Any, text: str) -> None:
+def test_states_of_another_order(options, text):
     """They are refused in mid-epoch: samples would be lost. A finished epoch has none to come."""
     made = loader(Plain(19), 0, batch_size=2)
     iterator = iter(made)
@@ -290,25 +281,25 @@ def test_states_of_another_order(options: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize("state", [None, 3, [1]], ids=str)
-def test_what_is_no_state(state: Any) -> None:
+def test_what_is_no_state(state):
     with pytest.raises(TypeError, match="give the dict that state_dict"):
         loader(Plain()).load_state_dict(state)
 
 
 @pytest.mark.parametrize("state", [{"_snapshot": {}}, {"fetcher_state": None}], ids=str)
-def test_a_state_of_torchdatas_loader_is_refused(state: Any) -> None:
+def test_a_state_of_torchdatas_loader_is_refused(state):
     with pytest.raises(ValueError, match=r"torchdata's StatefulDataLoader, .* finish its epoch"):
         loader(Plain()).load_state_dict(state)
 
 
-def test_a_managers_state() -> None:
+def test_a_managers_state():
     manager = cseq.MTSequence(np.arange(9), 3)
     with pytest.raises(ValueError, match="the state is of a manager"):
         loader(Plain()).load_state_dict(manager.state_dict())
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_an_empty_state_begins_anew(persistent: bool) -> None:
+def test_an_empty_state_begins_anew(persistent):
     """Also where another one was loaded before."""
     made = loader(Plain(6), batch_size=None, persistent_workers=persistent)
     iterator = iter(made)
@@ -320,7 +311,7 @@ def test_an_empty_state_begins_anew(persistent: bool) -> None:
     assert iter(made) is not iterator
 
 
-def test_a_refused_state_changes_nothing() -> None:
+def test_a_refused_state_changes_nothing():
     made = loader(Plain(4), batch_size=2)
     with pytest.raises(ValueError, match="version"):
         made.load_state_dict({"epoch": 3})
@@ -341,11 +332,11 @@ class Drawn(Cycle):
 
     asked = 0
 
-    def __init__(self, length: int, chunk: int) -> None:
+    def __init__(self, length, chunk):
         super().__init__(length)
         self.chunk, self.order, self.goes_on = chunk, [0] * length, False
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         if not self.goes_on:
             self.at, self.order = 0, []
         self.goes_on = False
@@ -355,11 +346,11 @@ class Drawn(Cycle):
             self.at += 1
             yield self.order[self.at - 1]
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         self.asked += 1
         return {"at": self.at, "order": self.order}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         self.at, self.order, self.goes_on = state["at"], state["order"], True
 
 
@@ -368,14 +359,12 @@ class Drawn(Cycle):
     [(0, None), (0, 4), (0, 40), (2, 4), with_workers(None), with_workers(40)],
 )
 @pytest.mark.parametrize("kind", [cseq.DataLoader, cseq.StatefulDataLoader])
-def test_a_sampler_is_asked_for_its_state_where_the_epoch_begins(
-    num_workers: int, kind: Any, batch_size: int | None
-) -> None:
+def test_a_sampler_is_asked_for_its_state_where_the_epoch_begins(num_workers, kind, batch_size):
     """Not with each key, whatever the number of batches; it may draw its order with its first."""
 
-    def make() -> Any:
+    def make():
         context = QUICKEST.start_method if num_workers else None
-        options: Any = {"multiprocessing_context": context, "batch_size": batch_size}
+        options = {"multiprocessing_context": context, "batch_size": batch_size}
         return kind(Plain(30), sampler=Drawn(30, 30), num_workers=num_workers, **options)
 
     for count in (0, 1, 5, 30):
@@ -403,9 +392,7 @@ def test_a_sampler_is_asked_for_its_state_where_the_epoch_begins(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_sampler_with_a_state_that_draws_on_is_told(
-    num_workers: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_sampler_with_a_state_that_draws_on_is_told(num_workers, caplog):
     """Its later keys are drawn again, and not the same."""
     made = loader(Plain(30), num_workers, sampler=Drawn(30, 3), batch_size=None)
     taken(iter(made), 10)
@@ -420,19 +407,19 @@ def test_a_sampler_with_a_state_that_draws_on_is_told(
 class Shuffling(data.IterableDataset[int]):
     """Draws its order in `__iter__`, which is no generator."""
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         order = list(range(8))
         random.shuffle(order)
         return iter(order)
 
 
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (1, False), (1, True)])
-def test_what_is_drawn_when_iteration_begins(num_workers: int, persistent: bool) -> None:
+def test_what_is_drawn_when_iteration_begins(num_workers, persistent):
     """With rng="batch", it is the same behind a resume."""
 
-    def make(seed: int) -> Any:
+    def make(seed):
         generator = torch.Generator().manual_seed(seed)
-        options: Any = {"persistent_workers": persistent, "generator": generator}
+        options = {"persistent_workers": persistent, "generator": generator}
         return loader(Shuffling(), num_workers, batch_size=None, rng="batch", **options)
 
     made = make(3)
@@ -448,7 +435,7 @@ def test_what_is_drawn_when_iteration_begins(num_workers: int, persistent: bool)
     assert before + rest != first
 
 
-def test_a_state_in_no_order_says_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_in_no_order_says_what_it_is(caplog):
     made = loader(Plain(9), 2, in_order=False)
     iterator = iter(made)
     made.state_dict()
@@ -461,24 +448,24 @@ def test_a_state_in_no_order_says_what_it_is(caplog: pytest.LogCaptureFixture) -
 class Asking(data.Sampler[Any]):
     """A sampler, or a data set, whose state is for those who say at which step it is."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 3
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(range(3))
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         return index
 
-    def state_dict(self, step: int) -> dict[str, int]:
+    def state_dict(self, step):
         return {"step": step}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         raise NotImplementedError
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_state_that_needs_arguments_is_not_asked_for(num_workers: int) -> None:
+def test_a_state_that_needs_arguments_is_not_asked_for(num_workers):
     made = loader(Asking(), num_workers, sampler=Asking())
     assert [batch.tolist() for batch in made] == [[0], [1], [2]]
     assert made.state_dict()["workers"] == (None,) * max(1, num_workers)
@@ -487,14 +474,14 @@ def test_a_state_that_needs_arguments_is_not_asked_for(num_workers: int) -> None
 class Recounted:
     """Batches that are drawn anew whenever they are counted."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(list(self))
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self):
         yield from torch.randperm(6).reshape(3, 2).tolist()
 
 
-def test_a_state_does_not_count_a_samplers_batches() -> None:
+def test_a_state_does_not_count_a_samplers_batches():
     made = loader(Plain(6), 0, batch_sampler=Recounted())
     iterator = iter(made)
     next(iterator)
@@ -503,12 +490,12 @@ def test_a_state_does_not_count_a_samplers_batches() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_between_epochs_with_persistent_workers() -> None:
+def test_between_epochs_with_persistent_workers():
     """The next epoch has the order of the run that went on, though a sampler is asked twice."""
 
-    def make() -> Any:
+    def make():
         generator = torch.Generator().manual_seed(1)
-        options: Any = {"shuffle": True, "persistent_workers": True, "generator": generator}
+        options = {"shuffle": True, "persistent_workers": True, "generator": generator}
         return loader(Plain(6), batch_size=None, **options)
 
     made = make()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,10 +20,6 @@ from torch_states import left_and_resumed, loader, taken  # noqa: E402
 import cseq  # noqa: E402
 from cseq import testing  # noqa: E402
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 pytestmark = [
     pytest.mark.needs("quick processes"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
@@ -34,19 +29,19 @@ pytestmark = [
 class Drawing(Plain):
     """Draws from torch's generator, which is its state."""
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         return int(torch.randint(1000, ()))
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return {"generator": torch.get_rng_state()}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         torch.set_rng_state(state["generator"])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("every", [1, 15])
-def test_map_style_data_with_a_state(num_workers: int, every: int) -> None:
+def test_map_style_data_with_a_state(num_workers, every):
     made = loader(Drawing(12), num_workers, shuffle=True, snapshot_every_n_steps=every)
     iterator = iter(made)
     first = made.state_dict()
@@ -66,18 +61,18 @@ class Tally(Plain):
 
     count = 0
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         self.count += 1
         return self.count
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return {"count": self.count}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         self.count = state["count"]
 
 
-def test_the_replacement_of_a_persistent_worker_has_the_state_of_the_epoch_before() -> None:
+def test_the_replacement_of_a_persistent_worker_has_the_state_of_the_epoch_before():
     """The data set goes on from where the last epoch had left it."""
     made = loader(Tally(4), 1, batch_size=None, persistent_workers=True)
     assert list(made) == [1, 2, 3, 4]
@@ -85,16 +80,16 @@ def test_the_replacement_of_a_persistent_worker_has_the_state_of_the_epoch_befor
     assert list(made) == [5, 6, 7, 8]
 
 
-def test_iterable_generators_go_on_with_seeds_for_each_batch() -> None:
+def test_iterable_generators_go_on_with_seeds_for_each_batch():
     rest, resumed, _ = left_and_resumed(lambda: loader(Sharded(9, 4), batch_size=2, rng="batch"), 3)
     assert same(rest, resumed)
 
 
-def test_a_state_that_is_kept_or_given_stays_as_it_is() -> None:
+def test_a_state_that_is_kept_or_given_stays_as_it_is():
     """What a data set or a sampler goes on to change is its own."""
     for num_workers in (0, 1):
 
-        def make(num_workers: int = num_workers) -> Any:
+        def make(num_workers=num_workers):
             return loader(Packing(), num_workers, batch_size=None)
 
         made = make()
@@ -120,58 +115,56 @@ class Packing(data.IterableDataset[int]):
 
     made = 0
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.buffer: list[int] = []
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> int:
+    def __next__(self):
         if len(self.buffer) == 8:
             raise StopIteration
         self.made += 1
         self.buffer.append(len(self.buffer) + 1)
         return self.buffer[-1]
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return {"buffer": self.buffer}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         self.buffer = state["buffer"]
 
 
 class Asked(data.IterableDataset[int]):
     """Counts how often it is asked for its state, where the tests can read it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
         self.at = 0
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         while self.at < 40:
             self.at += 1
             yield self.at - 1
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         with self.path.open("a") as file:
             file.write(f"{self.at}\n")
         return {"at": self.at}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.at = state["at"]
 
-    def asked(self) -> list[int]:
+    def asked(self):
         return [int(line) for line in self.path.read_text().split()]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_data_loader_asks_no_data_set_for_a_state(
-    num_workers: int, persistent: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_data_loader_asks_no_data_set_for_a_state(num_workers, persistent, tmp_path, caplog):
     """A resume makes the epoch's batches again; the first state says what would spare that."""
     context = QUICKEST.start_method if num_workers else None
-    options: Any = {"num_workers": num_workers, "batch_size": 2, "multiprocessing_context": context}
+    options = {"num_workers": num_workers, "batch_size": 2, "multiprocessing_context": context}
     options["persistent_workers"] = persistent and num_workers > 0
     dataset = Asked(tmp_path / "asked")
     dataset.path.touch()
@@ -214,10 +207,10 @@ FREE |= {"batch_size", "batches", "step", "world_size", "rank"}
 
 
 @pytest.mark.parametrize("kind", ["map", "iterable", "order"])
-def test_a_malformed_state(kind: str) -> None:
+def test_a_malformed_state(kind):
     """It is named when it is loaded, and the loader begins as if it had not been given."""
 
-    def make() -> Any:
+    def make():
         if kind == "order":
             return cseq.DataLoader(Plain(8), 2, sampler=cseq.Shuffled(8))
         dataset = Sharded(8) if kind == "iterable" else Plain(8)
@@ -244,7 +237,7 @@ def test_a_malformed_state(kind: str) -> None:
      {"generators": {"iter": {}, "first": {"epoch": [1]}}},
      {"generators": {"iter": {}, "first": {"random": (3, (1,), None)}}}],
 )  # fmt: skip
-def test_a_malformed_state_of_a_sampler(sampler: Any) -> None:
+def test_a_malformed_state_of_a_sampler(sampler):
     made = loader(Plain(8), 0, shuffle=True)
     taken(iter(made), 2)
     with pytest.raises(ValueError, match="the state is malformed, with sampler="):
@@ -256,23 +249,23 @@ class Going(data.IterableDataset[int]):
 
     at = 0
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> int:
+    def __next__(self):
         self.at += 1
         if self.at % 4 == 0:
             raise StopIteration
         return self.at
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return {"at": self.at}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         self.at = state["at"]
 
 
-def test_data_that_are_their_own_iterator() -> None:
+def test_data_that_are_their_own_iterator():
     made = loader(Going(), 0, batch_size=None)
     iterator = iter(made)
     assert taken(iterator, 2) == [1, 2]

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,39 +25,35 @@ from torch_data import Plain  # noqa: E402
 import cseq  # noqa: E402
 from cseq.adapters.torch import defaults, installed  # noqa: E402
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 FORK = {"multiprocessing_context": "fork"}
 forks = pytest.mark.needs("fork")
 
 
-def threads(dataset: Any, **options: Any) -> Any:
+def threads(dataset, **options):
     return cseq.DataLoader(dataset, worker_method="thread", **{"num_workers": 3, **options})
 
 
-def flat(batches: Any) -> list[Any]:
+def flat(batches):
     return [number for batch in batches for number in batch.tolist()]
 
 
 class Drawing(Plain):
     """Each sample draws from the thread's generator."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         rng = cseq.rng()
         return index, rng.random(), rng.integers(9, size=2)
 
 
 class Streaming(data.IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         assert data.get_worker_info() is None
         yield from range(8)
 
 
-def assert_equal(made: list[Any], expected: list[Any]) -> None:
+def assert_equal(made, expected):
     assert len(made) == len(expected)
     for one, other in zip(made, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
@@ -67,10 +63,10 @@ def assert_equal(made: list[Any], expected: list[Any]) -> None:
 
 
 @forks
-def test_batches_of_a_seed_for_each_batch() -> None:
+def test_batches_of_a_seed_for_each_batch():
     """They are the same for any number of threads, and in processes."""
 
-    def made(**options: Any) -> list[Any]:
+    def made(**options):
         torch.manual_seed(5)
         return [*cseq.DataLoader(Drawing(20), batch_size=3, shuffle=True, rng="batch", **options)]
 
@@ -79,7 +75,7 @@ def test_batches_of_a_seed_for_each_batch() -> None:
         assert_equal(made(num_workers=num_workers, worker_method="thread"), expected)
 
 
-def test_a_thread_has_a_generator_of_its_own() -> None:
+def test_a_thread_has_a_generator_of_its_own():
     """It begins as torch seeds numpy in a worker of that number, once for all of its batches."""
     torch.manual_seed(5)
     made = [*threads(Drawing(6), batch_size=None, num_workers=2)]
@@ -92,11 +88,11 @@ def test_a_thread_has_a_generator_of_its_own() -> None:
             assert rest.tolist() == rng.integers(9, size=2).tolist()
 
 
-def test_global_generators_are_the_programs() -> None:
+def test_global_generators_are_the_programs():
     """Threads seed none of them, whatever `rng` is."""
 
     class Globals(Plain):
-        def __getitem__(self, index: int) -> float:
+        def __getitem__(self, index):
             return random.random()
 
     for rng in ("worker", "batch"):
@@ -107,12 +103,12 @@ def test_global_generators_are_the_programs() -> None:
 
 
 class Told(Plain):
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return data.get_worker_info(), cseq.worker_info()
 
 
 @pytest.mark.parametrize("rng", ["worker", "batch"])
-def test_what_a_thread_knows_of_itself(rng: str) -> None:
+def test_what_a_thread_knows_of_itself(rng):
     """`cseq.worker_info` is its own; torch's knows no threads."""
     told = [*threads(Told(6), batch_size=None, num_workers=2, rng=rng)]
     assert {info for info, _ in told} == {None}
@@ -127,21 +123,21 @@ def test_what_a_thread_knows_of_itself(rng: str) -> None:
 class Unpicklable(Plain):
     """Has a lock and a list that grows."""
 
-    def __init__(self, length: int = 12) -> None:
+    def __init__(self, length=12):
         super().__init__(length)
         self.lock = threading.Lock()
         self.seen: list[int] = []
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         with self.lock:
             self.seen.append(index)
         return index
 
 
-def test_the_data_set_and_the_batches_are_the_objects_themselves() -> None:
+def test_the_data_set_and_the_batches_are_the_objects_themselves():
     dataset, made = Unpicklable(), []
 
-    def collate(samples: list[int]) -> Any:
+    def collate(samples):
         made.append([samples])
         return made[-1]
 
@@ -150,20 +146,20 @@ def test_the_data_set_and_the_batches_are_the_objects_themselves() -> None:
     assert {id(batch) for batch in batches} == {id(batch) for batch in made}
 
 
-def test_keys_are_the_objects_themselves() -> None:
+def test_keys_are_the_objects_themselves():
     keys = [object() for _ in range(5)]
     table = {key: number for number, key in enumerate(keys)}
     assert [*threads(table, sampler=keys, batch_size=None, num_workers=2)] == [0, 1, 2, 3, 4]
 
 
-def test_default_collate_makes_ordinary_tensors() -> None:
+def test_default_collate_makes_ordinary_tensors():
     """To torch's collate a worker is a process, and tensors belong into shared memory."""
 
     class Arrays(Plain):
-        def __getitem__(self, index: int) -> Any:
+        def __getitem__(self, index):
             return torch.full((3,), index), np.full(2, index)
 
-    def collate(samples: Any) -> Any:
+    def collate(samples):
         return data.default_collate(samples)
 
     for function in (None, collate):
@@ -173,11 +169,11 @@ def test_default_collate_makes_ordinary_tensors() -> None:
 
 
 @pytest.mark.needs("Linux")
-def test_what_the_loop_drops_is_used_again() -> None:
+def test_what_the_loop_drops_is_used_again():
     """Of 40 MiB, which malloc maps anew each time, with zeros; some four are there at once."""
 
     class Found(Plain):
-        def __getitem__(self, index: int) -> Any:
+        def __getitem__(self, index):
             batch = np.empty(40 << 20, np.uint8)
             found, batch[0] = batch[0], 77
             return torch.from_numpy(batch), int(found)
@@ -186,8 +182,8 @@ def test_what_the_loop_drops_is_used_again() -> None:
     assert [found for _, found in loader].count(77) >= 10
 
 
-def test_threads_end_with_the_epoch_or_with_the_loader() -> None:
-    def count() -> int:
+def test_threads_end_with_the_epoch_or_with_the_loader():
+    def count():
         return sum(thread.name.startswith("cseq-w") for thread in threading.enumerate())
 
     assert flat(threads(Plain(8), batch_size=4, num_workers=2)) == [*range(8)]
@@ -204,7 +200,7 @@ def test_threads_end_with_the_epoch_or_with_the_loader() -> None:
     assert count() == 0
 
 
-def test_each_thread_is_initialised_once() -> None:
+def test_each_thread_is_initialised_once():
     called = []
     loader = threads(
         Plain(12),
@@ -222,17 +218,17 @@ def test_each_thread_is_initialised_once() -> None:
 
 
 class Failing(Plain):
-    def __init__(self, kind: type[BaseException]) -> None:
+    def __init__(self, kind):
         super().__init__(12)
         self.kind = kind
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         if index == 5:
             raise self.kind("five")
         return index
 
 
-def test_an_exception_has_torchs_words_and_the_epoch_goes_on() -> None:
+def test_an_exception_has_torchs_words_and_the_epoch_goes_on():
     iterator = iter(threads(Failing(ValueError), batch_size=2, num_workers=2))
     assert flat([next(iterator), next(iterator)]) == [0, 1, 2, 3]
     with pytest.raises(
@@ -243,7 +239,7 @@ def test_an_exception_has_torchs_words_and_the_epoch_goes_on() -> None:
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-def test_a_thread_that_would_end_the_program(kind: type[BaseException]) -> None:
+def test_a_thread_that_would_end_the_program(kind):
     iterator = iter(threads(Failing(kind), batch_size=None, num_workers=2))
     assert [next(iterator) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(RuntimeError, match=rf"exited unexpectedly: {kind.__name__}"):
@@ -251,18 +247,18 @@ def test_a_thread_that_would_end_the_program(kind: type[BaseException]) -> None:
     assert [*iterator] == [*range(6, 12)]
 
 
-def test_one_sample_is_left_out() -> None:
+def test_one_sample_is_left_out():
     loader = threads(Failing(ValueError), batch_size=4, num_workers=2, on_error="skip")
     assert flat(loader) == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
     [left] = loader.skipped
     assert (left.batch, left.sample) == (1, 5)
 
 
-def test_what_takes_too_long_shows_its_stack_and_comes_later() -> None:
+def test_what_takes_too_long_shows_its_stack_and_comes_later():
     opened = threading.Event()
 
     class Waiting(Plain):
-        def __getitem__(self, index: int) -> int:
+        def __getitem__(self, index):
             if index == 3:
                 opened.wait(60)
             return index
@@ -276,13 +272,13 @@ def test_what_takes_too_long_shows_its_stack_and_comes_later() -> None:
 
 
 class Stateful(Plain):
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {}
 
-    def load_state_dict(self, state: dict[str, int]) -> None: ...
+    def load_state_dict(self, state): ...
 
 
-def test_what_threads_cannot_share_is_refused() -> None:
+def test_what_threads_cannot_share_is_refused():
     with pytest.raises(ValueError, match=r"dataset=Streaming is an IterableDataset.*num_workers=1"):
         iter(threads(Streaming()))
     assert flat(threads(Streaming(), num_workers=1)) == [*range(8)]
@@ -292,7 +288,7 @@ def test_what_threads_cannot_share_is_refused() -> None:
     assert flat(loader) == [0, 1, 2, 3]
 
 
-def test_arguments_that_cannot_be() -> None:
+def test_arguments_that_cannot_be():
     with pytest.raises(ValueError, match=r"should be 'multiprocessing' or 'thread'.*'fibre'"):
         cseq.DataLoader(Plain(3), worker_method="fibre")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="multiprocessing_context says how processes are started"):
@@ -313,7 +309,7 @@ next(iterator)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a signal of POSIX")
-def test_ctrl_c_ends_a_program_whose_threads_sleep() -> None:
+def test_ctrl_c_ends_a_program_whose_threads_sleep():
     ended = subprocess.run(
         [sys.executable, "-c", INTERRUPTED], timeout=50, capture_output=True, check=False
     )
@@ -329,7 +325,7 @@ next(builtins.kept)
 """
 
 
-def test_an_iterator_may_outlive_the_modules() -> None:
+def test_an_iterator_may_outlive_the_modules():
     """It is dropped when the interpreter ends: nothing is said."""
     ended = subprocess.run(
         [sys.executable, "-c", KEPT], timeout=50, capture_output=True, check=False
@@ -342,12 +338,12 @@ def test_an_iterator_may_outlive_the_modules() -> None:
 
 @forks
 @pytest.mark.parametrize("taken", [0, 1, 4, 7])
-def test_a_state_is_for_threads_and_processes(taken: int) -> None:
-    def make(**options: Any) -> Any:
+def test_a_state_is_for_threads_and_processes(taken):
+    def make(**options):
         torch.manual_seed(11)
         return cseq.DataLoader(Drawing(20), batch_size=3, shuffle=True, rng="batch", **options)
 
-    kinds: list[Any] = [
+    kinds = [
         {"num_workers": 2, "worker_method": "thread"},
         {"num_workers": 3, **FORK},
         {"num_workers": 1, "worker_method": "thread"},
@@ -368,23 +364,23 @@ class Counting(Plain):
 
     made = 0
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         self.made += 1
         return self.made
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"made": self.made}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.made = state["made"]
 
 
 @pytest.mark.parametrize("taken", [0, 1, 4, 5])
-def test_a_state_has_what_earlier_epochs_have_left_in_the_data_set(taken: int) -> None:
+def test_a_state_has_what_earlier_epochs_have_left_in_the_data_set(taken):
     """It is the same object in all of them, also behind the last batch, and behind the end."""
 
-    def make() -> Any:
-        options: Any = {"batch_size": None, "num_workers": 1, "worker_method": "thread"}
+    def make():
+        options = {"batch_size": None, "num_workers": 1, "worker_method": "thread"}
         return cseq.StatefulDataLoader(Counting(4), **options)
 
     loader, resumed = make(), make()
@@ -395,11 +391,11 @@ def test_a_state_has_what_earlier_epochs_have_left_in_the_data_set(taken: int) -
     assert numbers == [*range(1, 17 if taken == 5 else 13)]
 
 
-def test_batches_in_no_order() -> None:
+def test_batches_in_no_order():
     opened = threading.Event()
 
     class Gated(Plain):
-        def __getitem__(self, index: int) -> int:
+        def __getitem__(self, index):
             if index == 0:
                 opened.wait(60)
             return index
@@ -411,7 +407,7 @@ def test_batches_in_no_order() -> None:
     assert sorted([first, *iterator]) == [*range(6)]
 
 
-def test_the_default_is_for_map_style_data_without_a_context() -> None:
+def test_the_default_is_for_map_style_data_without_a_context():
     defaults.worker_method = "thread"
     try:
         assert flat(cseq.DataLoader(Unpicklable(6), num_workers=2)) == [*range(6)]
@@ -424,7 +420,7 @@ def test_the_default_is_for_map_style_data_without_a_context() -> None:
 
 
 class Infos(data.IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         info = data.get_worker_info()
         yield None if info is None else info.num_workers
 
@@ -440,7 +436,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_is_run_with_threads(tmp_path: Path) -> None:
+def test_a_script_is_run_with_threads(tmp_path):
     script, out = tmp_path / "script.py", tmp_path / "out.json"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "cseq", "run", "--threads", str(script), str(out)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -21,13 +21,10 @@ from torch_data import (  # noqa: E402
     seed_all,
     without_told,
 )
+from torch_loaders import FORK, Failing, Told, forked, loader, run  # noqa: E402
 
 import cseq.testing  # noqa: E402
 from cseq.adapters.torch import LoaderTimeout, names  # noqa: E402
-
-if TYPE_CHECKING:
-    from pathlib import Path
-from torch_loaders import FORK, Failing, Told, forked, loader, run  # noqa: E402
 
 pytestmark = [
     pytest.mark.needs("quick processes"),
@@ -38,14 +35,14 @@ pytestmark = [
 class Unsent(Plain):
     """Its sample 1 cannot be pickled."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return Refusing() if index == 1 else index
 
 
 class Refusing:
     """Cannot be pickled."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         raise LookupError("two is missing")
 
 
@@ -70,20 +67,18 @@ INTERRUPTED: dict[str, dict[str, Any]] = {
         ("iterable", 0),
     ],
 )
-def test_a_state_after_ctrl_c_is_right(
-    kind: str, num_workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_after_ctrl_c_is_right(kind, num_workers, monkeypatch):
     """Wherever a signal handler raises in `next`, a resume has what the loop did not get."""
     if kind == "profiled":
         monkeypatch.setattr(names, "profiler_enabled", lambda: True)
-    options: dict[str, Any] = {"dataset": Missing(5), **INTERRUPTED[kind]}
+    options = {"dataset": Missing(5), **INTERRUPTED[kind]}
     if num_workers:
         options |= FORK
     made = cseq.DataLoader(batch_size=None, **options)
     files = "adapters/torch/iterator.py", "adapters/torch/worker.py"
     expected = everything(iter(made))
 
-    def step(countdown: int) -> bool:
+    def step(countdown):
         iterator = iter(made)
         got = [take(iterator) for _ in range(countdown % 4)]
         seed_all()
@@ -105,14 +100,14 @@ class Pressing(Plain):
 
     pressed = False
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         if index == 4 and not self.pressed:
             self.pressed = True
             raise KeyboardInterrupt
         return index
 
 
-def test_ctrl_c_in_a_data_set_without_workers() -> None:
+def test_ctrl_c_in_a_data_set_without_workers():
     """Its batch is made by a resume; the iterator has lost it, as torch's."""
     made = cseq.DataLoader(Pressing(8), batch_size=2)
     iterator = iter(made)
@@ -129,13 +124,13 @@ def test_ctrl_c_in_a_data_set_without_workers() -> None:
 class Missing(Plain):
     """Its sample 1 is missing."""
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         if index == 1:
             raise LookupError("two is missing")
         return index
 
 
-def take(iterator: Any) -> Any:
+def take(iterator):
     """Take a batch, or what was raised instead of it."""
     try:
         return next(iterator, "end")
@@ -143,7 +138,7 @@ def take(iterator: Any) -> Any:
         return "two is missing" if "two is missing" in str(error) else repr(error)
 
 
-def everything(iterator: Any) -> list[Any]:
+def everything(iterator):
     """Take all that is left."""
     return list(iter(lambda: take(iterator), "end"))
 
@@ -151,23 +146,23 @@ def everything(iterator: Any) -> list[Any]:
 class Stuck(Plain):
     """Waits until a file is there."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         super().__init__(3)
         self.path = path
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         while not self.path.exists():
             a_place_to_be_found()
         return index
 
 
-def a_place_to_be_found() -> None:
+def a_place_to_be_found():
     """Its name is in the stack."""
     time.sleep(0.05)
 
 
 @forked  # a worker that imports torch is not yet where this looks
-def test_a_timeout_shows_where_the_worker_is(tmp_path: Path) -> None:
+def test_a_timeout_shows_where_the_worker_is(tmp_path):
     path = tmp_path / "gate"
     iterator = iter(loader(Stuck(path), batch_size=None, timeout=0.5))
     with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.5 seconds") as late:
@@ -183,13 +178,13 @@ def test_a_timeout_shows_where_the_worker_is(tmp_path: Path) -> None:
 class Deadly(Plain):
     """Ends its process."""
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         if index == 1:
             kill(os.getpid())
         return index
 
 
-def test_a_batch_that_kills_again_and_again_is_an_error() -> None:
+def test_a_batch_that_kills_again_and_again_is_an_error():
     iterator = iter(loader(Deadly(4), batch_size=None))
     assert next(iterator) == 0
     told = r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"
@@ -202,7 +197,7 @@ def test_a_batch_that_kills_again_and_again_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [None, 1])
-def test_a_death_names_the_key(batch_size: int | None) -> None:
+def test_a_death_names_the_key(batch_size):
     """And not the number that batches have with generators seeded for each."""
     iterator = iter(loader(Deadly(4), batch_size=batch_size, rng="batch", num_workers=1))
     next(iterator)
@@ -212,9 +207,9 @@ def test_a_death_names_the_key(batch_size: int | None) -> None:
     assert caught.value.indices == [1]
 
 
-def test_who_makes_the_batches_behind_a_resume() -> None:
+def test_who_makes_the_batches_behind_a_resume():
     """Worker k mod N makes batch k, of the epoch that is resumed, and of the next one."""
-    options: Any = {"batch_size": None, "persistent_workers": True}
+    options = {"batch_size": None, "persistent_workers": True}
     made = loader(Told(8), num_workers=3, **options)
     iterator = iter(made)
     taken = [next(iterator) for _ in range(4)]
@@ -227,7 +222,7 @@ def test_who_makes_the_batches_behind_a_resume() -> None:
     assert list(again) == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
-def test_a_death_behind_a_resume_names_the_worker() -> None:
+def test_a_death_behind_a_resume_names_the_worker():
     made = loader(Told(8), num_workers=3, batch_size=None)
     iterator = iter(made)
     taken = [next(iterator) for _ in range(4)]
@@ -243,7 +238,7 @@ def test_a_death_behind_a_resume_names_the_worker() -> None:
     assert pid
 
 
-def test_death_in_an_iterable_data_set() -> None:
+def test_death_in_an_iterable_data_set():
     made = loader(Sharded(60, 60), batch_size=2)
     seed_all()
     expected = list(made)
@@ -259,8 +254,8 @@ def test_death_in_an_iterable_data_set() -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_batches_are_the_same_for_any_number_of_workers(persistent: bool) -> None:
-    options: Any = {"batch_size": 3, "shuffle": True, "rng": "batch"}
+def test_batches_are_the_same_for_any_number_of_workers(persistent):
+    options = {"batch_size": 3, "shuffle": True, "rng": "batch"}
     expected, after = run(cseq.DataLoader, Augmented(13), 2, options)
     expected = [without_told(epoch) for epoch in expected]
     assert not same(*expected)

@@ -1,14 +1,11 @@
 """What a data set sees of its worker, and what exceptions do: `cseq.DataLoader` as torch's own."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import decimal
 import multiprocessing
 import os
 import threading
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -24,11 +21,6 @@ from torch_loaders import FORK, check, forked, loader  # noqa: E402
 
 import cseq.testing  # noqa: E402
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from conftest import RunScript
-
 pytestmark = [
     pytest.mark.needs("quick processes"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
@@ -41,27 +33,27 @@ pytestmark = [
 class Nested(Plain):
     """Has a loader with a worker."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         inner = cseq.DataLoader(Plain(3), batch_size=None, num_workers=1)
         return list(inner), multiprocessing.parent_process() is None
 
 
-def test_a_loader_in_a_worker() -> None:
+def test_a_loader_in_a_worker():
     made = loader(Nested(2), batch_size=None, num_workers=1)
     assert [numbers for numbers, _ in made] == [[0, 1, 2]] * 2
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.12
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_profile_has_torchs_name(num_workers: int) -> None:
+def test_a_profile_has_torchs_name(num_workers):
     """Traces are searched for it."""
 
-    def names_in(made: Any) -> set[str]:
+    def names_in(made):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             list(made)
         return {each.name for each in profile.events() if each.name.startswith("enumerate")}
 
-    options: Any = (FORK if num_workers else {}) | {"num_workers": num_workers}
+    options = (FORK if num_workers else {}) | {"num_workers": num_workers}
     expected = names_in(data.DataLoader(Plain(2), **options))
     assert len(expected) == 1
     assert names_in(cseq.DataLoader(Plain(2), **options)) == expected
@@ -70,18 +62,18 @@ def test_a_profile_has_torchs_name(num_workers: int) -> None:
 class Leaving(Plain):
     """Raises what ends a program."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error):
         super().__init__(8)
         self.error = error
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         if index == 3:
             raise self.error
         return index
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit()], ids=repr)
-def test_a_worker_that_would_leave(error: BaseException) -> None:
+def test_a_worker_that_would_leave(error):
     """The trainer does not end as if all were well: torch's exception, in place of the batch."""
     iterator = iter(loader(Leaving(error), batch_size=None))
     assert [next(iterator) for _ in range(3)] == [0, 1, 2]
@@ -96,18 +88,18 @@ def test_a_worker_that_would_leave(error: BaseException) -> None:
 class Threads(Plain):
     """Tells the thread's name, which lines of logs have."""
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index):
         return threading.current_thread().name
 
 
-def test_the_thread_of_a_worker() -> None:
+def test_the_thread_of_a_worker():
     assert list(loader(Threads(2), batch_size=None)) == ["MainThread"] * 2
 
 
 class Related(Plain):
     """Tells what multiprocessing knows of its process, and of the trainer's."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         parent = multiprocessing.parent_process()
         assert parent is not None
         parent.join(0.01)
@@ -115,7 +107,7 @@ class Related(Plain):
         return parent.pid, parent.name, parent.is_alive(), numbers
 
 
-def test_what_multiprocessing_knows_of_the_trainer() -> None:
+def test_what_multiprocessing_knows_of_the_trainer():
     """And workers have different numbers, which users choose devices and files by."""
     told = os.getpid(), multiprocessing.current_process().name, True
     assert list(loader(Related(2), batch_size=None)) == [[*told, [1]], [*told, [2]]]
@@ -127,7 +119,7 @@ OWN_VALUE = contextvars.ContextVar("OWN_VALUE", default=0)
 class Inherited(Plain):
     """Its samples depend on what a thread has of its own."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         with contextlib.suppress(FloatingPointError):
             np.float64(1) / np.float64(0)
             return "divided"
@@ -136,8 +128,8 @@ class Inherited(Plain):
 
 
 @forked
-def test_what_the_calling_thread_has_is_inherited() -> None:
-    def told() -> None:
+def test_what_the_calling_thread_has_is_inherited():
+    def told():
         OWN_VALUE.set(7)
         decimal.getcontext().prec = 9
         with np.errstate(all="raise"), torch.autocast("cpu", torch.bfloat16):
@@ -150,9 +142,9 @@ def test_what_the_calling_thread_has_is_inherited() -> None:
 
 
 @forked
-def test_no_grad_is_inherited() -> None:
+def test_no_grad_is_inherited():
     class Graded(Plain):
-        def __getitem__(self, index: int) -> bool:
+        def __getitem__(self, index):
             return torch.is_grad_enabled()
 
     with torch.no_grad():
@@ -161,9 +153,9 @@ def test_no_grad_is_inherited() -> None:
 
 
 @forked
-def test_autocast_of_every_device_is_inherited() -> None:
+def test_autocast_of_every_device_is_inherited():
     class Cast(Plain):
-        def __getitem__(self, index: int) -> Any:
+        def __getitem__(self, index):
             return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
 
     before = torch.get_autocast_dtype("cuda")
@@ -179,9 +171,7 @@ def test_autocast_of_every_device_is_inherited() -> None:
 class Elsewhere(TorchFunctionMode):
     """Is a default device, but for the number that the loader draws its seed by."""
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         given = dict(kwargs or {})
         if function in (torch.empty, torch.zeros) and args[0] != ():
             given.setdefault("device", "meta")
@@ -191,13 +181,13 @@ class Elsewhere(TorchFunctionMode):
 class Made(Plain):
     """Says where its tensors are, and has some of the CPU: in an object, and of a rare type."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         numbers = torch.arange(index + 3, device="cpu")
         return str(torch.zeros(1).device), {1: numbers[1:]}, numbers.to(torch.float8_e5m2)
 
 
 @forked
-def test_function_modes_are_inherited() -> None:
+def test_function_modes_are_inherited():
     """A default device is one: samples are made where it says, and travel as without it."""
     with Elsewhere():
         got = list(loader(Made(2), batch_size=None))
@@ -209,13 +199,13 @@ def test_function_modes_are_inherited() -> None:
 
 
 @forked
-def test_inference_mode_is_inherited() -> None:
+def test_inference_mode_is_inherited():
     """A data set may change a tensor that was made in it."""
     with torch.inference_mode():
         counted = torch.zeros(1)
 
         class Counting(Plain):
-            def __getitem__(self, index: int) -> Any:
+            def __getitem__(self, index):
                 return counted.add_(1).clone()
 
         made = loader(Counting(3), batch_size=None, num_workers=1)
@@ -228,16 +218,16 @@ def test_inference_mode_is_inherited() -> None:
 class Fails(Plain):
     """Its sample 1 raises."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         if index == 1:
             raise LookupError(index)
         return index
 
 
-def test_a_batch_that_raises_has_torchs_number() -> None:
+def test_a_batch_that_raises_has_torchs_number():
     """What torch counts, by which it warns of a length that is too small, leaves it out."""
 
-    def numbers(kind: Any) -> list[int]:
+    def numbers(kind):
         iterator = iter(kind(Fails(3), batch_size=None))
         counted = []
         for _ in range(3):
@@ -249,7 +239,7 @@ def test_a_batch_that_raises_has_torchs_number() -> None:
     assert numbers(cseq.DataLoader) == numbers(data.DataLoader) == [1, 1, 2]
 
 
-def test_the_text_of_an_exception_has_the_traceback() -> None:
+def test_the_text_of_an_exception_has_the_traceback():
     iterator = iter(loader(Fails(3), batch_size=None))
     assert next(iterator) == 0
     with pytest.raises(LookupError, match="in __getitem__") as caught:
@@ -262,11 +252,11 @@ def test_the_text_of_an_exception_has_the_traceback() -> None:
 class Computing(Plain):
     """Says with how many threads torch computes."""
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         return torch.get_num_threads()
 
 
-def test_a_worker_computes_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_computes_with_one_thread(monkeypatch):
     """As torch's, whatever the environment says."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "2")
@@ -281,21 +271,21 @@ def test_a_worker_computes_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> N
 class Reading(Plain):
     """Two workers seek in one file, and read when both have done so."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         super().__init__(8)
         self.file = path.open("rb", buffering=0)
         self.sought = [multiprocessing.get_context("fork").Semaphore(0) for _ in range(2)]
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         self.file.seek(index)
-        worker: Any = data.get_worker_info()
+        worker = data.get_worker_info()
         self.sought[worker.id].release()
         self.sought[1 - worker.id].acquire()
         return self.file.read(1)[0]
 
 
 @pytest.mark.needs("Linux")
-def test_forked_workers_read_one_file_each_at_its_own_offset(tmp_path: Path) -> None:
+def test_forked_workers_read_one_file_each_at_its_own_offset(tmp_path):
     """Though the trainer has opened it."""
     (tmp_path / "read").write_bytes(bytes(range(8)))
     dataset = Reading(tmp_path / "read")
@@ -306,19 +296,19 @@ def test_forked_workers_read_one_file_each_at_its_own_offset(tmp_path: Path) -> 
 class Seeds(data.IterableDataset[int]):
     """Says what torch's generator was seeded with for each of six batches."""
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         info = data.get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
         for _ in range(first, 6, step):
             yield torch.initial_seed()
 
 
-def test_seeds_of_a_streams_batches() -> None:
+def test_seeds_of_a_streams_batches():
     """With rng="batch", batch k has the same seed for any number of workers."""
 
-    def seeds(num_workers: int, seed: int = 3) -> list[int]:
+    def seeds(num_workers, seed=3):
         generator = torch.Generator().manual_seed(seed)
-        options: Any = FORK | {"num_workers": num_workers} if num_workers else {}
+        options = FORK | {"num_workers": num_workers} if num_workers else {}
         made = cseq.DataLoader(
             Seeds(), batch_size=None, rng="batch", generator=generator, **options
         )
@@ -369,9 +359,7 @@ if __name__ == "__main__":
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("persistent", ["", "persistent"])
 @pytest.mark.parametrize("method", ["fork", "forkserver", "thread"])
-def test_a_forked_process_has_workers_of_its_own(
-    run_prepared: RunScript, method: str, persistent: str
-) -> None:
+def test_a_forked_process_has_workers_of_its_own(run_prepared, method, persistent):
     """Its iterators are new ones; an inherited one says so, and its parent's goes on."""
     done = run_prepared(INHERITED, method, persistent)
     batches = 24 if persistent else 12

@@ -10,7 +10,7 @@ import os
 import pickle
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from killing import await_closings, is_alive
@@ -22,17 +22,6 @@ from torchdata import dataloader2  # noqa: E402
 from torchdata.dataloader2 import DataLoader2  # noqa: E402
 from torchdata.dataloader2.graph import list_dps, set_datapipes_seed, traverse_dps  # noqa: E402
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe  # noqa: E402
-
-import cseq  # noqa: E402
-from cseq import testing  # noqa: E402
-from cseq.adapters.torchdata import MultiProcessingReadingService  # noqa: E402
-from cseq.stream import Streams  # noqa: E402
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from conftest import RunScript
 from torchdata_graphs import (  # noqa: E402  # noqa: E402
     MULTI,
     Stays,
@@ -48,23 +37,28 @@ from torchdata_graphs import (  # noqa: E402  # noqa: E402
     with_pid,
 )
 
+import cseq  # noqa: E402
+from cseq import testing  # noqa: E402
+from cseq.adapters.torchdata import MultiProcessingReadingService  # noqa: E402
+from cseq.stream import Streams  # noqa: E402
+
 # Many loaders are started here, whose processes import torch: for minutes where they are spawned.
 pytestmark = pytest.mark.needs("quick processes")
 
 
-def noted(path: str, item: Any) -> Any:
+def noted(path, item):
     """Leave a trace of each item that is made."""
     with open(path, "a") as file:
         file.write(f"{item}\n")
     return item
 
 
-def made(path: Path) -> int:
+def made(path):
     """Count those traces."""
     return len(path.read_text().splitlines())
 
 
-def rests(item: int) -> bool:
+def rests(item):
     """Of the first items, none is for worker 0."""
     return item % 2 == 1 or item >= 2600
 
@@ -72,7 +66,7 @@ def rests(item: int) -> bool:
 # -- C.2 1, 2, 3: construction, lifecycle, start methods
 
 
-def test_arguments_and_defaults() -> None:
+def test_arguments_and_defaults():
     """The arguments and their defaults are those of torchdata's, under the same names."""
     names = ["num_workers", "multiprocessing_context", "worker_prefetch_cnt", "main_prefetch_cnt"]
     names += ["worker_init_fn", "worker_reset_fn"]
@@ -84,7 +78,7 @@ def test_arguments_and_defaults() -> None:
     assert [getattr(copy, name) for name in names] == [1, "spawn", 2, 3, double, draw]
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_arguments():
     """A wrong argument is refused at once, a start method with torchdata's AssertionError."""
     with pytest.raises(AssertionError, match="Please choose one available multiprocessing context"):
         MultiProcessingReadingService(2, "teleport")
@@ -96,7 +90,7 @@ def test_wrong_arguments() -> None:
         service(timeout=0)
 
 
-def test_one_service_for_several_loaders() -> None:
+def test_one_service_for_several_loaders():
     """Each DataLoader2 has its own copy of the service it is given."""
     shared = service()
     first, second = (DataLoader2(numbers(n), reading_service=shared) for n in (4, 6))
@@ -109,26 +103,26 @@ def test_one_service_for_several_loaders() -> None:
 # -- 4, 5, 6: which part of the graph runs where
 
 
-def test_without_sharding_every_worker_makes_everything() -> None:
+def test_without_sharding_every_worker_makes_everything():
     """A graph that has no sharding is run as a whole by every worker."""
     with loader(IterableWrapper(range(3))) as loaded:
         assert list(loaded) == [0, 0, 1, 1, 2, 2]
 
 
-def add_sharding(pipe: Any, info: Any) -> Any:
+def add_sharding(pipe, info):
     pipe = pipe.sharding_filter()
     torch.utils.data.graph_settings.apply_sharding(pipe, info.num_workers, info.worker_id, MULTI)
     return pipe
 
 
-def reset_seeds(pipe: Any, info: Any, seeds: Any) -> Any:
+def reset_seeds(pipe, info, seeds):
     assert (info.num_workers, info.worker_id) == (2, cseq.worker_info().number)
     seeds.seed(123)
     set_datapipes_seed(list_dps(traverse_dps(pipe)), seeds, distributed_shared=True)
     return pipe
 
 
-def test_worker_functions() -> None:
+def test_worker_functions():
     """`worker_init_fn` may shard, and `worker_reset_fn` has the last word on the seeds."""
     pipe = IterableWrapper(range(20)).batch(2).shuffle()
     with loader(pipe, worker_init_fn=add_sharding, worker_reset_fn=reset_seeds) as loaded:
@@ -137,18 +131,18 @@ def test_worker_functions() -> None:
     assert sorted(itertools.chain(*first)) == list(range(20))
 
 
-def test_reset_function_may_return_another_pipe() -> None:
+def test_reset_function_may_return_another_pipe():
     """The pipe that `worker_reset_fn` returns is that of the epoch, and of no later one."""
     with loader(numbers(4), worker_reset_fn=doubled) as loaded:
         assert [list(loaded), list(loaded)] == [[0, 2, 4, 6]] * 2
 
 
-def doubled(pipe: Any, info: Any, seeds: Any) -> Any:
+def doubled(pipe, info, seeds):
     return pipe.map(double)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_dispatched_items_go_round(num_workers: int) -> None:
+def test_dispatched_items_go_round(num_workers):
     """One process makes what is dispatched, and its item i goes to worker i mod N."""
     pipe = IterableWrapper(range(9)).map(with_pid).sharding_round_robin_dispatch(MULTI)
     with loader(pipe.map(with_pid), num_workers) as loaded:
@@ -160,7 +154,7 @@ def test_dispatched_items_go_round(num_workers: int) -> None:
     assert len({os.getpid(), items[0][0][1], *workers}) == num_workers + 2
 
 
-def test_dispatchers_on_two_branches() -> None:
+def test_dispatchers_on_two_branches():
     """What two dispatchers have in common is made by one process as a whole."""
     left, right = dispatched(6).map(with_pid), dispatched(6).map(with_pid)
     with loader(left.zip(right)) as loaded:
@@ -169,7 +163,7 @@ def test_dispatchers_on_two_branches() -> None:
     assert len({pid for pair in items for _, pid in pair}) == 1
 
 
-def test_branches_that_are_not_dispatched_are_sharded() -> None:
+def test_branches_that_are_not_dispatched_are_sharded():
     """Beside a dispatcher, a `sharding_filter` on another branch shards; in front of it, not."""
     left = numbers(6).sharding_round_robin_dispatch(MULTI)
     with loader(left.zip(numbers(6).map(with_pid))) as loaded:
@@ -178,7 +172,7 @@ def test_branches_that_are_not_dispatched_are_sharded() -> None:
     assert len({pid for _, (_, pid) in items}) == 2
 
 
-def test_one_worker_far_ahead_of_the_other() -> None:
+def test_one_worker_far_ahead_of_the_other():
     """However many dispatched items wait for one worker, the other one is served."""
     with loader(dispatched(3000).filter(rests)) as loaded:
         assert sorted(loaded) == [item for item in range(3000) if rests(item)]
@@ -187,27 +181,27 @@ def test_one_worker_far_ahead_of_the_other() -> None:
 class Passed:
     """Tells where it was unpickled."""
 
-    def __init__(self, pids: tuple[int, ...] = ()) -> None:
+    def __init__(self, pids=()):
         self.pids = pids
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return opened_by, (self.pids,)
 
 
-def opened_by(pids: tuple[int, ...]) -> Passed:
+def opened_by(pids):
     return Passed((*pids, os.getpid()))
 
 
-def passed(item: int) -> Passed:
+def passed(item):
     del item
     return Passed()
 
 
-def pids_of(item: Passed) -> tuple[tuple[int, ...], int]:
+def pids_of(item):
     return item.pids, os.getpid()
 
 
-def test_nobody_opens_dispatched_items_on_their_way() -> None:
+def test_nobody_opens_dispatched_items_on_their_way():
     """What is dispatched is unpickled by its worker, and nowhere else."""
     pipe = IterableWrapper(range(100)).map(passed).sharding_round_robin_dispatch(MULTI)
     with loader(pipe.map(pids_of)) as loaded:
@@ -216,7 +210,7 @@ def test_nobody_opens_dispatched_items_on_their_way() -> None:
     assert all(pids == (worker,) for pids, worker in items)
 
 
-def test_what_is_not_replicable_stays_here() -> None:
+def test_what_is_not_replicable_stays_here():
     """Pipes that may not be copied, and those behind them, run in the main process."""
     pipe = Stays(numbers(6).map(with_pid)).map(with_pid)
     with loader(pipe) as loaded:
@@ -227,7 +221,7 @@ def test_what_is_not_replicable_stays_here() -> None:
     assert os.getpid() not in {pid for (_, pid), _ in items}
 
 
-def test_several_replicable_branches_are_refused() -> None:
+def test_several_replicable_branches_are_refused():
     """A graph whose replicable part is not in one piece is refused as torchdata refuses it."""
     with (
         loader(Stays(numbers()).zip(numbers())) as loaded,
@@ -239,7 +233,7 @@ def test_several_replicable_branches_are_refused() -> None:
 # -- 7: order and epochs
 
 
-def test_order_does_not_depend_on_the_workers() -> None:
+def test_order_does_not_depend_on_the_workers():
     """With sharding, the order is that of the unsharded graph for any number of workers."""
     orders = []
     for num_workers in (1, 2, 3):
@@ -251,7 +245,7 @@ def test_order_does_not_depend_on_the_workers() -> None:
 
 
 @pytest.mark.parametrize("make", [numbers, dispatched])
-def test_leaving_an_epoch_early(make: Any) -> None:
+def test_leaving_an_epoch_early(make):
     """A new iterator begins a new and whole epoch, and the old one is invalid."""
     with loader(make(30)) as loaded:
         old = iter(loaded)
@@ -264,18 +258,18 @@ def test_leaving_an_epoch_early(make: Any) -> None:
         assert list(loaded) == list(range(30))
 
 
-def test_nothing_at_all() -> None:
+def test_nothing_at_all():
     """An empty source is an empty epoch, with more workers than items, too."""
     for pipe in (numbers(0), dispatched(0), dispatched(1).filter(rests)):
         with loader(pipe, 3) as loaded:
             assert list(loaded) == []
 
 
-def random_tail() -> Any:
+def random_tail():
     return Stays(shuffled(6)).shuffle()
 
 
-def epochs_of_theirs(make: Any) -> list[list[Any]]:
+def epochs_of_theirs(make):
     """Return two epochs of torchdata's own service under the seed 5."""
     theirs = DataLoader2(make(), reading_service=dataloader2.MultiProcessingReadingService(2))
     theirs.seed(5)
@@ -291,7 +285,7 @@ def epochs_of_theirs(make: Any) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("make", [random_graph, random_dispatched_graph, random_tail])
-def test_the_seeds_are_those_of_torchdata(make: Any) -> None:
+def test_the_seeds_are_those_of_torchdata(make):
     """Under one seed, order and random numbers are those that torchdata's service gives."""
     expected = epochs_of_theirs(make)
     with loader(make(), repeat_epochs=True) as repeating, loader(make()) as ours:
@@ -302,7 +296,7 @@ def test_the_seeds_are_those_of_torchdata(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [random_graph, random_dispatched_graph, random_tail])
-def test_epochs_differ(make: Any) -> None:
+def test_epochs_differ(make):
     """After one seed every epoch has an order of its own, and the same seed gives the same ones."""
     with loader(make()) as loaded:
         loaded.seed(5)
@@ -312,7 +306,7 @@ def test_epochs_differ(make: Any) -> None:
     assert len({repr(items) for items in first}) == 3
 
 
-def test_without_a_seed_torch_decides() -> None:
+def test_without_a_seed_torch_decides():
     """Without `seed`, torch's own generator decides, so that `manual_seed` repeats an epoch."""
     with loader(random_graph()) as loaded:
         torch.manual_seed(3)
@@ -327,7 +321,7 @@ def test_without_a_seed_torch_decides() -> None:
 
 
 @pytest.mark.parametrize(("worker", "main", "ahead"), [(0, 0, 1), (3, 0, 4), (0, 4, 3), (3, 4, 6)])
-def test_how_far_ahead_workers_go(worker: int, main: int, ahead: int, tmp_path: Path) -> None:
+def test_how_far_ahead_workers_go(worker, main, ahead, tmp_path):
     """A worker is one item ahead, and as many more as the two counts say; 0 is none."""
     path = tmp_path / "made"
     pipe = numbers(200).map(functools.partial(noted, str(path)))
@@ -348,7 +342,7 @@ def test_how_far_ahead_workers_go(worker: int, main: int, ahead: int, tmp_path: 
 
 @pytest.mark.parametrize("make", [shuffled, dispatched])
 @pytest.mark.parametrize("counts", [(0, 0), (2, 2)])
-def test_pause_and_resume_lose_nothing(make: Any, counts: tuple[int, int]) -> None:
+def test_pause_and_resume_lose_nothing(make, counts):
     """Pausing ends the loop, resuming goes on with the next item; prefetching pipes, too."""
     pipe = make(20).prefetch(3).prefetch(2)
     with loader(pipe, worker_prefetch_cnt=counts[0], main_prefetch_cnt=counts[1]) as loaded:
@@ -363,7 +357,7 @@ def test_pause_and_resume_lose_nothing(make: Any, counts: tuple[int, int]) -> No
         assert sorted(got) == list(range(20))
 
 
-def test_pause_and_resume_in_the_tail() -> None:
+def test_pause_and_resume_in_the_tail():
     """Threads of the main process's pipes are held and go on."""
     with loader(Stays(numbers(20)).prefetch(4)) as loaded:
         items = iter(loaded)
@@ -374,7 +368,7 @@ def test_pause_and_resume_in_the_tail() -> None:
         assert got + list(items) == list(range(20))
 
 
-def test_limit() -> None:
+def test_limit():
     """A limit ends the loop after so many items, again after each `resume`, until it is lifted."""
     with loader(shuffled(10)) as loaded:
         items = iter(loaded)
@@ -391,7 +385,7 @@ def test_limit() -> None:
     assert sorted(itertools.chain(*parts)) == list(range(10))
 
 
-def test_pausing_as_the_source_ends() -> None:
+def test_pausing_as_the_source_ends():
     """A pause comes to an end, also where threads of prefetching pipes are about to."""
     with loader(shuffled(10).prefetch().prefetch(), 1, worker_prefetch_cnt=0) as loaded:
         for _ in range(20):
@@ -404,7 +398,7 @@ def test_pausing_as_the_source_ends() -> None:
             assert sorted(got) == list(range(10))
 
 
-def shares(pipe: Any) -> Any:
+def shares(pipe):
     pipe.share = (pipe.share, cseq.worker_info().number)
     return pipe
 
@@ -412,15 +406,15 @@ def shares(pipe: Any) -> Any:
 class Shown(IterDataPipe):
     """A pipe whose items show what was set on it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.share: Any = "unset"
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         while True:
             yield self.share
 
 
-def test_functions_of_other_services_reach_the_workers() -> None:
+def test_functions_of_other_services_reach_the_workers():
     """`_pause` and `_resume` call another service's function on each worker's graph."""
     with loader(Shown(), worker_prefetch_cnt=0, main_prefetch_cnt=0) as loaded:
         items = iter(loaded)
@@ -469,13 +463,13 @@ print("done")
 """
 
 
-def test_with_distributed_reading(run_prepared: RunScript) -> None:
+def test_with_distributed_reading(run_prepared):
     """It works behind a DistributedReadingService: seeds, pause and limit go through both."""
     done = run_prepared(DISTRIBUTED)
     assert done.stdout == "done\n", done.stderr
 
 
-def test_no_workers() -> None:
+def test_no_workers():
     """Without workers everything runs here, after a warning, and cannot be paused."""
     with pytest.warns(UserWarning, match="Please use `InProcessReadingService` for num_workers=0"):
         alone = MultiProcessingReadingService(worker_init_fn=add_sharding)
@@ -492,7 +486,7 @@ def test_no_workers() -> None:
         assert list(loaded) != list(loaded)
 
 
-def test_cseq_testing_knows_its_workers() -> None:
+def test_cseq_testing_knows_its_workers():
     """They can be killed by their numbers, once they run."""
     with loader(numbers(20), max_restarts=5) as loaded:
         service = loaded.reading_service
@@ -510,12 +504,12 @@ def test_cseq_testing_knows_its_workers() -> None:
         testing.pids(service)
 
 
-def test_the_end_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_does_not_wait(monkeypatch):
     """Workers are ended on another thread: of a loader that is dropped, and by `shutdown`."""
     ended = []
     end = Streams.close
 
-    def close(streams: Streams) -> None:
+    def close(streams):
         ended.append(threading.current_thread().name)
         end(streams)
 

@@ -1,11 +1,8 @@
 """Ends, exceptions, deaths and Ctrl-C in the processes of `cseq.adapters.torchdata`."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import threading
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from interrupting import first_hits, in_shares, interrupted
@@ -15,12 +12,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("torchdata.dataloader2", exc_type=ImportError)
 
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe  # noqa: E402
-
-import cseq  # noqa: E402
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 from torchdata_graphs import (  # noqa: E402
     MULTI,
     Oops,
@@ -36,6 +27,8 @@ from torchdata_graphs import (  # noqa: E402
     with_pid,
 )
 
+import cseq  # noqa: E402
+
 # Many loaders are started here, whose processes import torch: for minutes where they are spawned.
 pytestmark = pytest.mark.needs("quick processes")
 
@@ -49,7 +42,7 @@ STREAMS = (
 
 @pytest.mark.parametrize("make", [numbers, dispatched])
 @pytest.mark.parametrize(("worker", "main"), [(0, 0), (0, 10), (10, 0), (10, 10)])
-def test_shutdown_after_some_items(make: Any, worker: int, main: int) -> None:
+def test_shutdown_after_some_items(make, worker, main):
     """`shutdown` returns whatever is on its way, and twice is fine."""
     for taken in (0, 1, 10):
         options = {"worker_prefetch_cnt": worker, "main_prefetch_cnt": main}
@@ -61,20 +54,20 @@ def test_shutdown_after_some_items(make: Any, worker: int, main: int) -> None:
             iter(loaded)
 
 
-def test_shutdown_before_anything() -> None:
+def test_shutdown_before_anything():
     """A loader that was never iterated can be shut down, and so can a service."""
     loader(numbers()).shutdown()
     service().finalize()
 
 
-def test_a_loader_that_is_dropped() -> None:
+def test_a_loader_that_is_dropped():
     """A loader that nobody holds any more ends its processes, in the middle of an epoch, too."""
     items = iter(loader(dispatched(1000)))
     assert next(items) == 0
     del items  # `nothing_left_behind` looks
 
 
-def test_shutdown_with_a_thread_that_reads() -> None:
+def test_shutdown_with_a_thread_that_reads():
     """Threads of pipes in the main process that wait for an item are no obstacle."""
     pipe = Stays(numbers(100).map(functools.partial(slowly, 0.05))).prefetch(3)
     loaded = loader(pipe, worker_prefetch_cnt=0, main_prefetch_cnt=0)
@@ -86,13 +79,13 @@ def test_shutdown_with_a_thread_that_reads() -> None:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch):
     """Let workers that hang be killed soon."""
     monkeypatch.setattr("cseq.processes.supervisor.GRACE", 0.1)
 
 
 @pytest.mark.usefixtures("impatient")
-def test_shutdown_while_workers_hang() -> None:
+def test_shutdown_while_workers_hang():
     """Workers that hang in the user's code are ended by force."""
     loaded = loader(numbers().map(functools.partial(slowly, 1e6)))
     iter(loaded)
@@ -100,7 +93,7 @@ def test_shutdown_while_workers_hang() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_shutdown_from_another_thread() -> None:
+def test_shutdown_from_another_thread():
     """A loop that waits for an item gets an InterruptedError when another thread ends it all."""
     loaded = loader(dispatched().map(functools.partial(slowly, 1e6)))
     items = iter(loaded)
@@ -117,18 +110,18 @@ STEPS = tuple(f"adapters/torchdata/{name}.py" for name in ("__init__", "ends", "
 STARTING = (*STEPS, "adapters/torchdata/graph.py")
 
 
-def in_three_parts() -> Any:
+def in_three_parts():
     """A graph for the dispatching process, the workers and the main process."""
     return Stays(dispatched(12).map(double))
 
 
 @in_shares
 @pytest.mark.parametrize("verb", ["iter", "_pause", "_resume"])
-def test_ctrl_c_in_an_epoch(verb: str, share: int) -> None:
+def test_ctrl_c_in_an_epoch(verb, share):
     """Wherever in a loader's calls a signal handler raises: doing it again goes well."""
     with loader(in_three_parts()) as loaded:
 
-        def step(countdown: int) -> bool:
+        def step(countdown):
             items = iter(loaded)
             got = list(itertools.islice(items, 3))
             if verb == "_resume":
@@ -155,10 +148,10 @@ def test_ctrl_c_in_an_epoch(verb: str, share: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of sockets that were just made
 @in_shares
-def test_ctrl_c_in_the_first_iter(share: int) -> None:
+def test_ctrl_c_in_the_first_iter(share):
     """Where the start was interrupted, the graph is whole and can be started."""
 
-    def step(countdown: int) -> bool:
+    def step(countdown):
         with loader(in_three_parts()) as loaded:
             with interrupted(countdown, *STARTING) as struck:
                 iter(loaded)
@@ -168,10 +161,10 @@ def test_ctrl_c_in_the_first_iter(share: int) -> None:
     assert first_hits(step, 11, share) > 5
 
 
-def test_ctrl_c_in_shutdown() -> None:
+def test_ctrl_c_in_shutdown():
     """Where the end was interrupted, dropping the loader ends its processes."""
 
-    def step(countdown: int) -> bool:
+    def step(countdown):
         loaded = loader(in_three_parts())
         assert next(iter(loaded)) == 0
         with interrupted(countdown, *STEPS) as struck:
@@ -181,7 +174,7 @@ def test_ctrl_c_in_shutdown() -> None:
     assert first_hits(step) > 1
 
 
-def test_a_graph_that_could_not_be_started_is_whole() -> None:
+def test_a_graph_that_could_not_be_started_is_whole():
     """A start that fails (here: something cannot be pickled) is no obstacle to another one."""
     lock = threading.Lock()
     pipe = dispatched(6).map(double)
@@ -199,7 +192,7 @@ def test_a_graph_that_could_not_be_started_is_whole() -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize("ahead", [0, 5])
-def test_exception_in_a_worker(num_workers: int, ahead: int) -> None:
+def test_exception_in_a_worker(num_workers, ahead):
     """An exception comes in the place of its item, as its type, with place and traceback in it."""
     pipe = Raising(numbers(100), 4, Oops("it happened"))
     with loader(pipe, num_workers, worker_prefetch_cnt=ahead) as loaded:
@@ -217,7 +210,7 @@ def test_exception_in_a_worker(num_workers: int, ahead: int) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_exception_in_the_dispatching_process(num_workers: int) -> None:
+def test_exception_in_the_dispatching_process(num_workers):
     """It comes in the place of its item, and says that it was there."""
     pipe = Raising(IterableWrapper(range(100)), 7, Oops("it happened"))
     pipe = pipe.sharding_round_robin_dispatch(MULTI).map(double)
@@ -231,24 +224,24 @@ def test_exception_in_the_dispatching_process(num_workers: int) -> None:
     assert text.count("Caught") == 1
 
 
-def raise_in_one(pipe: Any, info: Any, *more: Any) -> Any:
+def raise_in_one(pipe, info, *more):
     if info.worker_id == 1:
         raise Oops("it happened")
     return pipe
 
 
-def forget(pipe: Any, *more: Any) -> None:
+def forget(pipe, *more):
     """Return nothing, as a function does whose return was forgotten."""
 
 
-def doubled() -> Any:
+def doubled():
     """A graph whose workers' part is more than what is dispatched."""
     return dispatched().map(double)
 
 
 @pytest.mark.parametrize("name", ["worker_init_fn", "worker_reset_fn"])
 @pytest.mark.parametrize("make", [numbers, doubled])
-def test_exception_in_a_worker_function(name: str, make: Any) -> None:
+def test_exception_in_a_worker_function(name, make):
     """What the worker functions raise comes out of `iter()`, again each time."""
     with loader(make(), **{name: raise_in_one}) as loaded:
         for _ in range(2):
@@ -257,7 +250,7 @@ def test_exception_in_a_worker_function(name: str, make: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["worker_init_fn", "worker_reset_fn"])
-def test_worker_functions_have_to_return_a_pipe(name: str) -> None:
+def test_worker_functions_have_to_return_a_pipe(name):
     """A function that returns no datapipe is told so."""
     with (
         loader(numbers(), **{name: forget}) as loaded,
@@ -269,14 +262,14 @@ def test_worker_functions_have_to_return_a_pipe(name: str) -> None:
 class Unpausable(IterDataPipe):
     """A pipe that cannot be paused."""
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(range(10))
 
-    def pause(self) -> None:
+    def pause(self):
         raise Oops("not now")
 
 
-def test_exception_in_pause() -> None:
+def test_exception_in_pause():
     """What a pipe raises when it is paused comes out of the pause."""
     with loader(Unpausable()) as loaded:
         iter(loaded)
@@ -288,7 +281,7 @@ def test_exception_in_pause() -> None:
 
 
 @pytest.mark.parametrize("make", [numbers, dispatched])
-def test_killed_worker(make: Any) -> None:
+def test_killed_worker(make):
     """Without `max_restarts`, the death of a worker is an error that says so."""
     with loader(make(1000).map(with_pid)) as loaded:
         items = iter(loaded)
@@ -297,7 +290,7 @@ def test_killed_worker(make: Any) -> None:
             list(items)
 
 
-def test_replaced_workers() -> None:
+def test_replaced_workers():
     """With `max_restarts`, workers are replaced, and the items are the same."""
     first, second = random_graph().map(with_pid), random_graph().map(with_pid)
     with loader(first) as calm, loader(second, max_restarts=10) as shaken:
@@ -314,7 +307,7 @@ def test_replaced_workers() -> None:
         assert shaken.reading_service.stats().restarts > 0
 
 
-def test_no_worker_is_replaced_beside_a_dispatching_process() -> None:
+def test_no_worker_is_replaced_beside_a_dispatching_process():
     with (
         loader(dispatched(), max_restarts=3) as loaded,
         pytest.raises(ValueError, match="max_restarts=3 with a sharding_round_robin_dispatch"),
@@ -323,7 +316,7 @@ def test_no_worker_is_replaced_beside_a_dispatching_process() -> None:
 
 
 @pytest.mark.needs("POSIX")
-def test_timeout_of_the_dispatching_process() -> None:
+def test_timeout_of_the_dispatching_process():
     """Where it hangs, the error names it, or shows the worker that waits for it."""
     pipe = IterableWrapper(range(9)).map(functools.partial(slowly, 1e6))
     with loader(pipe.sharding_round_robin_dispatch(MULTI), timeout=1.0) as loaded:

@@ -1,14 +1,7 @@
 """What one is told who has no torchdata."""
 
-from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from conftest import RunScript
-
-
-def test_without_torchdata_the_import_says_what_to_install(run_prepared: RunScript) -> None:
+def test_without_torchdata_the_import_says_what_to_install(run_prepared):
     """Importing the adapter where there is no torchdata names the package and the extra."""
     done = run_prepared(
         "import sys\nsys.modules['torchdata'] = None\nimport cseq.adapters.torchdata\n"

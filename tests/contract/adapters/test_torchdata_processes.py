@@ -1,11 +1,8 @@
 """Processes of `cseq.adapters.torchdata` on every system: starts, deaths, the relay's callers."""
 
-from __future__ import annotations
-
 import multiprocessing
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -28,21 +25,18 @@ import cseq
 from cseq.adapters.torchdata import relay
 from cseq.stream import Streams
 
-if TYPE_CHECKING:
-    from conftest import RunScript
-
 METHODS = multiprocessing.get_all_start_methods()
 
 
 @pytest.mark.parametrize("context", [None, *METHODS])
-def test_start_methods(context: str | None) -> None:
+def test_start_methods(context):
     """Every start method gives the same items, from the dispatching process, too."""
     branches = dispatched(6).map(double).zip(numbers(6))
     with loader(branches, 2, context) as loaded:
         assert list(loaded) == [(2 * n, n) for n in range(6)]
 
 
-def test_killed_dispatching_process() -> None:
+def test_killed_dispatching_process():
     """The death of the dispatching process is an error, too."""
     pipe = IterableWrapper(range(100_000)).map(with_pid).sharding_round_robin_dispatch(MULTI)
     with loader(pipe) as loaded:
@@ -69,13 +63,13 @@ print(item)
 """
 
 
-def test_a_script_that_just_ends(run_prepared: RunScript) -> None:
+def test_a_script_that_just_ends(run_prepared):
     """A script needs no `shutdown`, and no `if __name__ == "__main__"`."""
     done = run_prepared(AT_EXIT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
-def test_a_caller_that_does_not_know_the_secret() -> None:
+def test_a_caller_that_does_not_know_the_secret():
     """Any process of this user can call the relay: it is turned away, and the next one is not."""
     made = relay.Relay(Streams(Nothing, 1, start_method=QUICK), 1)
     address, secret = made.address
@@ -93,5 +87,5 @@ def test_a_caller_that_does_not_know_the_secret() -> None:
 class Nothing:
     """A producer that is asked for nothing."""
 
-    def __init__(self, number: int, num_workers: int) -> None:
+    def __init__(self, number, num_workers):
         pass

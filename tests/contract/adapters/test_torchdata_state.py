@@ -1,10 +1,7 @@
 """States of a `DataLoader2` with cseq's workers."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
-from typing import Any
 
 import pytest
 
@@ -32,16 +29,16 @@ pytestmark = pytest.mark.needs("quick processes")
 # -- 13, D 6: state
 
 
-def restored(state: dict[str, Any], num_workers: int = 2, **options: Any) -> Any:
+def restored(state, num_workers=2, **options):
     return DataLoader2.from_state(state, service(num_workers, **options))
 
 
-def long_dispatched_graph() -> Any:
+def long_dispatched_graph():
     pipe = IterableWrapper(range(40)).shuffle().sharding_round_robin_dispatch(MULTI)
     return pipe.map(draw).batch(2)
 
 
-def long_tail() -> Any:
+def long_tail():
     return Stays(shuffled(40)).shuffle(buffer_size=7)
 
 
@@ -50,7 +47,7 @@ GRAPHS = [long_graph, long_dispatched_graph, long_tail]
 
 @pytest.mark.parametrize("make", GRAPHS)
 @pytest.mark.parametrize("taken", [0, 1, 13])
-def test_state_within_an_epoch(make: Any, taken: int) -> None:
+def test_state_within_an_epoch(make, taken):
     """A restored loader goes on with the next item, and with the same epochs after that."""
     with loader(make()) as loaded:
         loaded.seed(1)
@@ -65,7 +62,7 @@ def test_state_within_an_epoch(make: Any, taken: int) -> None:
 
 @pytest.mark.parametrize("make", GRAPHS)
 @pytest.mark.parametrize("taken", [None, 0, 5])
-def test_state_replayed_from_the_start(make: Any, taken: int | None) -> None:
+def test_state_replayed_from_the_start(make, taken):
     """`_restore_checkpoint_beginning_of_epoch` goes back to the start, as with torchdata."""
     with loader(make()) as loaded:
         loaded.seed(1)
@@ -82,7 +79,7 @@ def test_state_replayed_from_the_start(make: Any, taken: int | None) -> None:
         assert list(loaded) == got
 
 
-def test_state_of_a_loader_without_seed() -> None:
+def test_state_of_a_loader_without_seed():
     """The rest of an epoch comes back even if nobody has chosen its seed."""
     with loader(long_graph()) as loaded:
         items = iter(loaded)
@@ -94,7 +91,7 @@ def test_state_of_a_loader_without_seed() -> None:
         assert len(list(loaded)) == 40
 
 
-def test_state_between_epochs() -> None:
+def test_state_between_epochs():
     """A state from after the end of an epoch begins the next one."""
     with loader(long_graph()) as loaded:
         loaded.seed(1)
@@ -105,7 +102,7 @@ def test_state_between_epochs() -> None:
         assert list(loaded) == expected
 
 
-def test_state_of_a_restored_loader() -> None:
+def test_state_of_a_restored_loader():
     """A loader that was restored can be left off again, at once or later."""
     with loader(long_graph()) as loaded:
         loaded.seed(1)
@@ -124,7 +121,7 @@ def test_state_of_a_restored_loader() -> None:
         assert list(loaded) == expected[6:]
 
 
-def test_state_for_another_number_of_workers() -> None:
+def test_state_for_another_number_of_workers():
     """A position within an epoch means nothing to another number of workers, which is said."""
     with loader(numbers()) as loaded:
         next(iter(loaded))
@@ -133,7 +130,7 @@ def test_state_for_another_number_of_workers() -> None:
         iter(loaded)
 
 
-def test_state_of_a_graph_that_has_changed() -> None:
+def test_state_of_a_graph_that_has_changed():
     """Where a graph no longer has as many items as were taken, the loop is told."""
     with loader(Uneven((5, 5))) as loaded:
         list(itertools.islice(iter(loaded), 8))
@@ -146,7 +143,7 @@ def test_state_of_a_graph_that_has_changed() -> None:
         list(loaded)
 
 
-def test_state_when_epochs_repeat() -> None:
+def test_state_when_epochs_repeat():
     """With `repeat_epochs` a state has no position, as with torchdata."""
     with loader(long_graph(), repeat_epochs=True) as loaded:
         loaded.seed(1)

@@ -1,11 +1,8 @@
 """torchtitan's dataloader, by its contracts alone: its release's, and that of newer sources."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,21 +14,19 @@ from cseq import tokens
 
 torch = pytest.importorskip("torch")
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ROW = 16
 both = pytest.mark.parametrize("contract", ["0.3.0", "newer"])
 
 
 @pytest.fixture
-def make_rows(tmp_path: Path) -> Any:
+def make_rows(tmp_path):
     """Return the user's function: rows of a pair of Megatron's and a flat file."""
     rng = np.random.default_rng(1)
     write_megatron(tmp_path / "web", random_documents(rng, 60, ROW))
     write_flat(tmp_path / "code.bin", [[*each, 0] for each in random_documents(rng, 40, ROW)])
 
-    def rows(length: int, **options: Any) -> tokens.Rows:
+    def rows(length, **options):
         web = tokens.Megatron(tmp_path / "web")
         code = tokens.Flat(tmp_path / "code.bin", dtype="uint16", end=0)
         return tokens.Rows({"web": web, "code": code}, length, **options)
@@ -40,13 +35,13 @@ def make_rows(tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch, contract: str, make_rows: Any) -> Any:
+def config(monkeypatch, contract, make_rows):
     """Return a function that makes a config of the adapter."""
     module = titan.adapter(monkeypatch, contract)
     return partial(module.TokenDataLoader.Config, rows=make_rows, seed=7, num_workers=0)
 
 
-def epochs(make_rows: Any, number: int) -> list[Any]:
+def epochs(make_rows, number):
     """Return the rows of some epochs, one after the other."""
     manager = cseq.MPSequence(make_rows(ROW), batch_size=1, num_workers=0, seed=7, out_type="null")
     found = []
@@ -58,13 +53,13 @@ def epochs(make_rows: Any, number: int) -> list[Any]:
     return found
 
 
-def step_of(parts: list[list[Any]]) -> list[Any]:
+def step_of(parts):
     """Return the rows of a step: those of all ranks."""
     return [row for part in parts for row in part]
 
 
 @both
-def test_a_batch_has_what_the_model_takes(config: Any, contract: str) -> None:
+def test_a_batch_has_what_the_model_takes(config, contract):
     """Tokens, positions and labels are int64 tensors, of two dimensions or one; no other key."""
     loader = titan.build(config(num_workers=1), contract, ROW, 3)
     iterator = iter(loader)
@@ -77,7 +72,7 @@ def test_a_batch_has_what_the_model_takes(config: Any, contract: str) -> None:
 
 
 @both
-def test_all_ranks_end_at_the_same_step(config: Any, contract: str, make_rows: Any) -> None:
+def test_all_ranks_end_at_the_same_step(config, contract, make_rows):
     """One epoch is all whole steps of its rows; then, and after a resume at the end, no more."""
     loaders = [titan.build(config(repeat=False), contract, ROW, 2, r, 3) for r in range(3)]
     found = [*zip(*(titan.rows_of(loader, ROW) for loader in loaders), strict=True)]
@@ -91,9 +86,7 @@ def test_all_ranks_end_at_the_same_step(config: Any, contract: str, make_rows: A
 
 @both
 @pytest.mark.parametrize(("ranks", "rows", "workers"), [(1, 4, 0), (3, 2, 1), (4, 1, 0)])
-def test_a_state_is_that_of_any_ranks(
-    config: Any, contract: str, make_rows: Any, ranks: int, rows: int, workers: int
-) -> None:
+def test_a_state_is_that_of_any_ranks(config, contract, make_rows, ranks, rows, workers):
     """Two ranks' states are equal. Others go on with the next rows, into the next epoch."""
     first = [titan.build(config(), contract, ROW, 3, r, 2) for r in range(2)]
     before = [[*titan.rows_of(loader, ROW, 2)] for loader in first]
@@ -106,7 +99,7 @@ def test_a_state_is_that_of_any_ranks(
     whole = epochs(make_rows, 1)
     left, step = len(whole) - 12, ranks * rows
     steps = left // step
-    after: list[Any] = []
+    after = []
     for loader in loaders:
         loader.load_state_dict({})
         loader.load_state_dict(states[0])
@@ -118,7 +111,7 @@ def test_a_state_is_that_of_any_ranks(
 
 
 @both
-def test_the_validator_sets_how_often(config: Any, contract: str) -> None:
+def test_the_validator_sets_how_often(config, contract):
     """0.3.0 sets `infinite` for its validator, newer sources set `repeat`: False is one epoch."""
     given = {"0.3.0": {"infinite": False}, "newer": {"repeat": False}}[contract]
     loader = titan.build(titan.replace(config(), **given), contract, ROW, 2)
@@ -127,9 +120,7 @@ def test_the_validator_sets_how_often(config: Any, contract: str) -> None:
 
 
 @both
-def test_an_iterator_goes_on_where_the_loader_is(
-    config: Any, contract: str, make_rows: Any
-) -> None:
+def test_an_iterator_goes_on_where_the_loader_is(config, contract, make_rows):
     """One that is made after another was left continues behind what that has given."""
     loader = titan.build(config(repeat=False), contract, ROW, 2)
     found = [batch for _ in range(3) for batch in titan.rows_of(loader, ROW, 2)]
@@ -137,7 +128,7 @@ def test_an_iterator_goes_on_where_the_loader_is(
 
 
 @both
-def test_no_worker_is_left(config: Any, contract: str) -> None:
+def test_no_worker_is_left(config, contract):
     """`close`, or the end of an iterator that nobody uses, ends the workers. Both may come."""
     loader = titan.build(config(num_workers=1), contract, ROW, 2)
     iterator = iter(loader)
@@ -152,10 +143,10 @@ def test_no_worker_is_left(config: Any, contract: str) -> None:
 
 
 @pytest.mark.parametrize("contract", ["0.3.0"])
-def test_what_is_wrong_is_named(config: Any, contract: str, make_rows: Any) -> None:
+def test_what_is_wrong_is_named(config, contract, make_rows):
     """An error names the argument, its value and the remedy."""
 
-    def wrong(match: str, **options: Any) -> None:
+    def wrong(match, **options):
         with pytest.raises((TypeError, ValueError), match=match):
             titan.build(config(**options), contract, ROW, 2)
 
@@ -169,7 +160,7 @@ def test_what_is_wrong_is_named(config: Any, contract: str, make_rows: Any) -> N
 
 
 @pytest.mark.parametrize("contract", ["newer"])
-def test_a_batch_is_whole_rows(config: Any, contract: str) -> None:
+def test_a_batch_is_whole_rows(config, contract):
     """A number of tokens that no number of rows has is refused."""
     with pytest.raises(ValueError, match=r"num_tokens_per_batch=40 is no multiple of .*=16; give"):
         config().build(dp_rank=0, dp_world_size=1, max_context_length=16, num_tokens_per_batch=40)
@@ -177,7 +168,7 @@ def test_a_batch_is_whole_rows(config: Any, contract: str) -> None:
         config().build(dp_rank=0, dp_world_size=1)
 
 
-def test_without_torchtitan_the_import_says_what_to_install() -> None:
+def test_without_torchtitan_the_import_says_what_to_install():
     """Importing the adapter where there is no torchtitan names it; what it lacks itself is said."""
     code = "import sys; sys.modules['{}'] = None; import cseq.adapters.torchtitan"
     lack = [sys.executable, "-c", code.format("torchtitan")]

@@ -1,31 +1,25 @@
 """Batches are asked for deep in the stack: a RecursionError there loses none."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from kinds import QUICK, QUICKEST, Kind, by_name
+from kinds import QUICK, QUICKEST, by_name
 
 import cseq
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 SAMPLES, FRAMES = 24, 120
 
 
-def deep(frames: int, call: Callable[[], Any]) -> Any:
+def deep(frames, call):
     """Call a function so many frames deeper."""
     return deep(frames - 1, call) if frames else call()
 
 
-def taken_deep(items: Iterable[Any]) -> tuple[list[Any], int]:
+def taken_deep(items):
     """Take all items, each where one frame is left of the stack, then two, …, until it comes.
 
     Also return how often it did not.
@@ -50,12 +44,12 @@ def taken_deep(items: Iterable[Any]) -> tuple[list[Any], int]:
 class Indexer:
     """Needs some frames."""
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         return deep(20, partial(np.array, indices))
 
 
 @pytest.mark.parametrize("kind", QUICK, ids=by_name)
-def test_managers(kind: Kind) -> None:
+def test_managers(kind):
     """Also where Python decodes each batch, or makes it in test mode."""
     decode = lambda array: deep(20, array.tolist)  # noqa: E731
     manager = kind.make(Indexer, SAMPLES, batch_size=2, shuffle=False, out_type=decode)
@@ -66,10 +60,10 @@ def test_managers(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", QUICK, ids=by_name)
-def test_a_batch_that_is_too_deep_itself(kind: Kind) -> None:
+def test_a_batch_that_is_too_deep_itself(kind):
     """It raises once, where the stack is not deep, and is over."""
 
-    def decode(array: Any) -> Any:
+    def decode(array):
         return deep(sys.getrecursionlimit() if array[0] == 2 else 0, array.tolist)
 
     manager = kind.make(Indexer, 8, batch_size=2, shuffle=False, out_type=decode)
@@ -85,10 +79,10 @@ def test_a_batch_that_is_too_deep_itself(kind: Kind) -> None:
 @pytest.mark.parametrize("rng", ["worker", "batch"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_loaders(num_workers: int, rng: str, shuffle: bool) -> None:
+def test_loaders(num_workers, rng, shuffle):
     """A sampler, which is a generator that an exception would end, is not called there."""
     pytest.importorskip("torch")
-    options: dict[str, Any] = {"num_workers": num_workers, "rng": rng, "shuffle": shuffle}
+    options = {"num_workers": num_workers, "rng": rng, "shuffle": shuffle}
     if num_workers:
         options["multiprocessing_context"] = QUICKEST.start_method
     made = cseq.DataLoader(list(range(SAMPLES)), 2, **options)

@@ -1,7 +1,5 @@
 """Loops that are left, and starts without end: nothing is mixed, and nothing is left."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os
@@ -10,7 +8,6 @@ import sysconfig
 import threading
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import held
 import numpy as np
@@ -19,12 +16,6 @@ from adverse import BATCH, SAMPLES, Squares, digest, manager, reference
 from waiting import together
 
 import cseq
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from conftest import RunScript
-
 
 # -- the loop is left
 
@@ -35,10 +26,10 @@ class Acting(cseq.Order):
     name = "acting-v1"
     samples = units = 4096
 
-    def __init__(self, act: Callable[[], object], read: int) -> None:
+    def __init__(self, act, read):
         self.act, self.left = act, read
 
-    def read(self, seed: int, epoch: int, start: int, count: int) -> Any:
+    def read(self, seed, epoch, start, count):
         """In order."""
         self.left -= 1
         if self.left == 0:
@@ -48,7 +39,7 @@ class Acting(cseq.Order):
 
 @pytest.mark.parametrize("kind", ["test", "proc", "thread"])
 @pytest.mark.parametrize("where", ["iter", "next", "handler", "out_type", "indexer"])
-def test_finish_in_the_middle_of_a_call(kind: str, where: str) -> None:
+def test_finish_in_the_middle_of_a_call(kind, where):
     """Of an order, a handler, a conversion, an indexer: the call ends the run on its way out."""
     if (kind, where) in {("proc", "indexer"), ("thread", "indexer"), ("thread", "out_type")}:
         pytest.skip("there, it is not called on the loop's thread")
@@ -56,21 +47,21 @@ def test_finish_in_the_middle_of_a_call(kind: str, where: str) -> None:
     closed = []
 
     class Indexer:
-        def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        def __getitem__(self, indices):
             if where == "indexer" and next(calls) == 3:
                 m.finish()
                 assert not closed
             return indices
 
-        def close(self) -> None:
+        def close(self):
             closed.append(os.getpid())
 
-    def convert(batch: np.ndarray) -> np.ndarray:
+    def convert(batch):
         if where == "out_type" and next(calls) == 3:
             m.finish()
         return batch
 
-    def act() -> None:
+    def act():
         if where == "handler":
             signal.raise_signal(signal.SIGINT)
             return
@@ -106,7 +97,7 @@ def test_finish_in_the_middle_of_a_call(kind: str, where: str) -> None:
 @pytest.mark.needs("fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["proc", "thread"])
-def test_a_forked_child_takes_no_batches(kind: str) -> None:
+def test_a_forked_child_takes_no_batches(kind):
     """os.fork by the user: the child cannot iterate what it inherited, and ends nothing of it."""
     m = cseq.MSequence(
         Squares, SAMPLES, batch_size=BATCH, seed=11, out_type="null", thread_type=kind
@@ -176,7 +167,7 @@ thread.join()
 
 @pytest.mark.needs("fork")
 @pytest.mark.parametrize("kind", ["proc", "thread", "streams", "loader"])
-def test_what_a_forked_child_drops_starts_no_thread(run_anew: RunScript, kind: str) -> None:
+def test_what_a_forked_child_drops_starts_no_thread(run_anew, kind):
     """Also at the very fork, when the exception of a thread that is not there held it."""
     if kind == "loader":
         pytest.importorskip("torch")
@@ -188,7 +179,7 @@ def test_what_a_forked_child_drops_starts_no_thread(run_anew: RunScript, kind: s
 # -- again and again
 
 
-def census() -> tuple[int, int, int]:
+def census():
     """Count descriptors, threads and mappings."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().count("memfd")
@@ -197,7 +188,7 @@ def census() -> tuple[int, int, int]:
 
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize(("kind", "times"), [("proc", 30), ("thread", 300)])
-def test_starts_and_finishes_leave_nothing(kind: str, times: int) -> None:
+def test_starts_and_finishes_leave_nothing(kind, times):
     """Descriptors, threads and mappings are as many after many starts as after one."""
     m = cseq.MSequence(
         Squares, 32, batch_size=BATCH, thread_type=kind, out_type="null", num_workers=2,
@@ -256,7 +247,7 @@ print(*(go(500) for _ in range(3)))
 )
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("width", ["1", pytest.param("4096", marks=pytest.mark.nightly)])
-def test_starts_and_finishes_of_threads_keep_no_memory(run_anew: RunScript, width: str) -> None:
+def test_starts_and_finishes_of_threads_keep_no_memory(run_anew, width):
     """What is allocated is as much after 1600 starts as after 600, to a few bytes a start.
 
     What the process has of the system (RSS) says less: glibc keeps what the threads of each start
@@ -273,7 +264,7 @@ def test_starts_and_finishes_of_threads_keep_no_memory(run_anew: RunScript, widt
 
 
 @pytest.mark.needs("Linux")
-def test_epochs_leave_nothing() -> None:
+def test_epochs_leave_nothing():
     """Descriptors, threads, mappings and slots are as many after many epochs as after two."""
     with manager().start() as m:
         for _ in range(2):
@@ -290,11 +281,11 @@ def test_epochs_leave_nothing() -> None:
 # -- many at once
 
 
-def test_managers_in_several_threads() -> None:
+def test_managers_in_several_threads():
     """Managers know nothing of each other."""
-    results: dict[int, list[Any]] = {}
+    results = {}
 
-    def train(number: int) -> None:
+    def train(number):
         with manager(num_workers=2).start() as m:
             results[number] = digest(m)
 
@@ -305,7 +296,7 @@ def test_managers_in_several_threads() -> None:
 class Nested(Squares):
     """Makes its batch with a manager of its own."""
 
-    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+    def __getitem__(self, indices):
         with cseq.MPSequence(
             Squares, indices, batch_size=3, shuffle=False, out_type="null", num_workers=2
         ).start() as m:
@@ -314,7 +305,7 @@ class Nested(Squares):
         return {"indices": indices, "squares": np.concatenate(parts), "draw": outer}
 
 
-def test_a_manager_inside_a_worker() -> None:
+def test_a_manager_inside_a_worker():
     """A worker may use a manager of processes of its own."""
     m = cseq.MPSequence(Nested, SAMPLES, batch_size=100, seed=11, out_type="null", num_workers=2)
     plain = cseq.MPSequence(Squares, SAMPLES, batch_size=100, seed=11, out_type="null")

@@ -1,13 +1,10 @@
 """Batches that are kept, and no room for more: each stays intact, or there is one error."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,9 +13,6 @@ from conftest import SHM, is_my_file
 
 import cseq
 
-if TYPE_CHECKING:
-    from conftest import RunScript
-
 pytestmark = pytest.mark.needs("fork")
 
 
@@ -26,7 +20,7 @@ pytestmark = pytest.mark.needs("fork")
 
 
 @pytest.mark.parametrize("limit", ["0 B", "1 MiB", None])
-def test_keeping_every_batch_is_safe(limit: str | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_keeping_every_batch_is_safe(limit, caplog):
     """list(manager), slices of slices, after finish and without the manager: intact."""
     m = manager(memory_limit=limit, buffer=4)
     with caplog.at_level(logging.WARNING, "cseq"):
@@ -91,13 +85,13 @@ print(m.stats().batches)
 
 
 @pytest.mark.parametrize("seed", ["1", "2", "3"])
-def test_views_of_views_never_change(run_prepared: RunScript, debug_build: Path, seed: str) -> None:
+def test_views_of_views_never_change(run_prepared, debug_build, seed):
     """Slices, tensors, DLPack exports and pickles hold while slots are used again and poisoned."""
     done = run_prepared(LIFETIMES, seed, PYTHONPATH=str(debug_build))
     assert (done.returncode, done.stdout) == (0, "300\n"), done.stderr
 
 
-def test_want_of_memory_is_an_exception() -> None:
+def test_want_of_memory_is_an_exception():
     """A slot that cannot grow raises MemoryError in the loop; nothing dies of SIGBUS."""
     with manager(Huge).start() as m, pytest.raises(MemoryError):
         list(m)
@@ -106,7 +100,7 @@ def test_want_of_memory_is_an_exception() -> None:
 class Huge:
     """Asks for more than any machine has."""
 
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+    def __getitem__(self, indices):
         return cseq.empty((1 << 39,), np.uint8)
 
 
@@ -171,9 +165,7 @@ print(None in numbers, len(delivered))
     ],
 )
 @pytest.mark.skipif(not shutil.which("unshare"), reason="needs a small file system")
-def test_a_full_disk_is_an_exception(
-    run_script: RunScript, what: str, size: str, errors: bool, method: str
-) -> None:
+def test_a_full_disk_is_an_exception(run_script, what, size, errors, method):
     """Where mapped files lie on a full disk: MemoryError in the loop; no process gets SIGBUS."""
     done = run_script(FULL_DISK, what, size, method)
     if done.returncode == 77 or done.stderr.startswith("unshare:"):
@@ -185,7 +177,7 @@ def test_a_full_disk_is_an_exception(
 
 
 @pytest.mark.needs("Linux")
-def test_nothing_lies_in_dev_shm() -> None:
+def test_nothing_lies_in_dev_shm():
     """Shared memory has no name and is not bounded by the size of /dev/shm."""
     names, mapped = set(os.listdir(SHM)), mapped_files()
     with manager().start() as m:
@@ -196,7 +188,7 @@ def test_nothing_lies_in_dev_shm() -> None:
     assert not any("/dev/shm" in file for file in files)
 
 
-def mapped_files() -> set[str]:
+def mapped_files():
     """Where this process has mapped files, and which."""
     return set(Path("/proc/self/maps").read_text().splitlines())
 
@@ -232,7 +224,7 @@ assert (np.concatenate(kept) == np.arange(160)[:, None]).all()
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("there", ["small", "none"])
 @pytest.mark.skipif(not shutil.which("unshare"), reason="needs a /dev/shm of its own")
-def test_dev_shm_may_be_small_or_absent(run_script: RunScript, there: str) -> None:
+def test_dev_shm_may_be_small_or_absent(run_script, there):
     """Five megabytes of kept batches, none of them copied, whatever /dev/shm is like."""
     done = run_script(OWN_SHM, there)
     if done.returncode == 77 or done.stderr.startswith("unshare:"):

@@ -1,14 +1,11 @@
 """Workers die, raise and hang: every sample once and in order, or one error."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os
 import signal
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import adverse
 import numpy as np
@@ -32,11 +29,6 @@ from kinds import QUICKEST, start_methods
 import cseq
 from cseq import testing
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from conftest import RunScript
-
 STACKS = pytest.param("proc", marks=pytest.mark.needs("POSIX"))  # those of a process, by a signal
 # Seconds; a worker that is spawned has to start in ten times as many.
 TIMEOUT = 0.2 if hasattr(os, "fork") else 3.0
@@ -47,9 +39,7 @@ TIMEOUT = 0.2 if hasattr(os, "fork") else 3.0
 
 @pytest.mark.parametrize("deed", [kill_myself, crash, leave])
 @pytest.mark.parametrize("start_method", sorted({start_methods()[0], QUICKEST.start_method}))
-def test_a_dead_worker_is_replaced_and_the_stream_does_not_show_it(
-    tmp_path: Path, deed: Callable[[], None], start_method: str
-) -> None:
+def test_a_dead_worker_is_replaced_and_the_stream_does_not_show_it(tmp_path, deed, start_method):
     """Killed, crashed or gone: its tickets run again, bit for bit as in test mode."""
     from functools import partial
 
@@ -62,7 +52,7 @@ def test_a_dead_worker_is_replaced_and_the_stream_does_not_show_it(
     assert stats.retries >= 1
 
 
-def test_all_workers_killed_again_and_again(tmp_path: Path) -> None:
+def test_all_workers_killed_again_and_again(tmp_path):
     """Killing every worker, several times an epoch, changes nothing in the stream."""
     del tmp_path
     with manager(max_restarts=1000).start() as m:
@@ -78,12 +68,12 @@ def test_all_workers_killed_again_and_again(tmp_path: Path) -> None:
 class Parents:
     """Each sample is the process that has forked its worker."""
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         return np.full(len(indices), os.getppid())
 
 
 @pytest.mark.skipif("forkserver" not in start_methods(), reason="no fork server")
-def test_a_death_that_the_fork_server_reports_late(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_death_that_the_fork_server_reports_late(caplog):
     """The worker's exit code is waited for: on a busy machine the log has the same text."""
     logged = threading.Event()
     handler = logging.Handler()
@@ -158,9 +148,7 @@ for point in sys.argv[3:]:
 
 @pytest.mark.needs("fork")
 @pytest.mark.parametrize(("buffer", "out_type"), [("1", "null"), ("10", "null"), ("10", "cuda")])
-def test_death_at_every_labelled_point(
-    run_prepared: RunScript, debug_build: Path, buffer: str, out_type: str
-) -> None:
+def test_death_at_every_labelled_point(run_prepared, debug_build, buffer, out_type):
     """A worker killed at any labelled step loses nothing, and leaves valid meters.
 
     With 'cuda', converters die there, too.
@@ -176,13 +164,13 @@ def test_death_at_every_labelled_point(
 class Poison(Squares):
     """One sample kills the worker that touches it."""
 
-    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+    def __getitem__(self, indices):
         if 123 in indices:
             kill_myself()
         return super().__getitem__(indices)
 
 
-def test_a_batch_that_kills_again_and_again_is_named() -> None:
+def test_a_batch_that_kills_again_and_again_is_named():
     """WorkerDied names epoch, batch, indices and signal; the batches before it were delivered."""
     order = cseq.permutation(SAMPLES, 11, 0).tolist()
     number = order.index(123) // BATCH
@@ -199,7 +187,7 @@ def test_a_batch_that_kills_again_and_again_is_named() -> None:
 
 
 @pytest.mark.needs("POSIX")
-def test_a_kill_for_want_of_memory_is_told_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_for_want_of_memory_is_told_from_another(monkeypatch):
     """After SIGKILL, WorkerDied says how many kills for want of memory the system has counted."""
     counts = itertools.count(5)
     monkeypatch.setattr("cseq.processes.deaths.oom_kills", lambda: next(counts))
@@ -210,7 +198,7 @@ def test_a_kill_for_want_of_memory_is_told_from_another(monkeypatch: pytest.Monk
         list(m)
 
 
-def test_the_budget_of_restarts_is_kept(tmp_path: Path) -> None:
+def test_the_budget_of_restarts_is_kept(tmp_path):
     """More deaths in an epoch than `max_restarts` raise WorkerDied."""
     from functools import partial
 
@@ -228,14 +216,14 @@ def test_the_budget_of_restarts_is_kept(tmp_path: Path) -> None:
 class Raises(Squares):
     """One sample cannot be read."""
 
-    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+    def __getitem__(self, indices):
         if 123 in indices:
             raise KeyError("sample 123 is broken")
         return super().__getitem__(indices)
 
 
 @pytest.mark.parametrize("kind", ["proc", "thread", "test"])
-def test_skip_leaves_out_the_batch_that_raised(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_skip_leaves_out_the_batch_that_raised(kind, caplog):
     """on_error='skip': all other batches come, the skipped one is logged, counted and listed."""
     m = cseq.MSequence(
         Raises, SAMPLES, batch_size=BATCH, seed=11, out_type="null", on_error="skip",
@@ -253,7 +241,7 @@ def test_skip_leaves_out_the_batch_that_raised(kind: str, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("method", start_methods())
-def test_skip_leaves_out_a_batch_that_ends_three_workers(method: str) -> None:
+def test_skip_leaves_out_a_batch_that_ends_three_workers(method):
     """All other batches come; it is listed with its indices, and counted."""
     m = cseq.MPSequence(
         Poison, SAMPLES, batch_size=BATCH, seed=11,
@@ -274,12 +262,12 @@ def test_skip_leaves_out_a_batch_that_ends_three_workers(method: str) -> None:
 class Never:
     """Every batch raises."""
 
-    def __getitem__(self, indices: np.ndarray) -> Any:
+    def __getitem__(self, indices):
         raise LookupError(f"no {indices[0]}")
 
 
 @pytest.mark.parametrize("kind", ["thread", "test"])
-def test_the_list_of_skipped_batches_is_bounded(kind: str) -> None:
+def test_the_list_of_skipped_batches_is_bounded(kind):
     """All are counted, and the latest 1000 are listed."""
     m = cseq.MTSequence(
         Never, 1100, 1, batch_size=1, shuffle=False, out_type="null", on_error="skip"
@@ -291,7 +279,7 @@ def test_the_list_of_skipped_batches_is_bounded(kind: str) -> None:
     assert (m.stats().skips, len(m.skipped)) == (1100, 1000)
 
 
-def refuse(array: np.ndarray) -> np.ndarray:
+def refuse(array):
     """Convert all arrays but those with sample 123."""
     if 123 in array:
         raise ValueError("123 cannot be converted")
@@ -300,7 +288,7 @@ def refuse(array: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize("kind", ["proc", "thread", "test"])
-def test_a_batch_that_cannot_be_converted(kind: str, on_error: str) -> None:
+def test_a_batch_that_cannot_be_converted(kind, on_error):
     """What a callable `out_type` raises is dealt with as what an indexer raises, in every pool."""
     m = cseq.MSequence(
         np.arange(SAMPLES), SAMPLES, batch_size=BATCH, seed=11, out_type=refuse,
@@ -330,15 +318,15 @@ def test_a_batch_that_cannot_be_converted(kind: str, on_error: str) -> None:
 class Stuck(Fatal):
     """Hangs in a method whose name can be found again."""
 
-    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+    def __getitem__(self, indices):
         return self.a_method_to_be_found(indices)
 
-    def a_method_to_be_found(self, indices: np.ndarray) -> dict[str, Any]:
+    def a_method_to_be_found(self, indices):
         return super().__getitem__(indices)
 
 
 @pytest.mark.parametrize("kind", [STACKS, "thread"])
-def test_a_timeout_shows_where_the_worker_is(tmp_path: Path, kind: str) -> None:
+def test_a_timeout_shows_where_the_worker_is(tmp_path, kind):
     """WorkerTimeout names the batch and shows the worker's Python stack."""
     from functools import partial
 
@@ -359,7 +347,7 @@ def test_a_timeout_shows_where_the_worker_is(tmp_path: Path, kind: str) -> None:
     assert "epoch 0, batch 0" in str(caught.value)
 
 
-def test_a_hanging_worker_can_be_replaced(tmp_path: Path) -> None:
+def test_a_hanging_worker_can_be_replaced(tmp_path):
     """on_timeout='restart': the batch is made again, and the stream does not show it."""
     from functools import partial
 
@@ -372,17 +360,17 @@ def test_a_hanging_worker_can_be_replaced(tmp_path: Path) -> None:
 class StuckInTheMaking(Squares):
     """Does something while it is made, unless it finds a mark that this was done."""
 
-    def __init__(self, mark: str, deed: Callable[[], None]) -> None:
+    def __init__(self, mark, deed):
         if not os.path.exists(mark):
             Path(mark).touch()
             self.a_method_to_be_found(deed)
 
-    def a_method_to_be_found(self, deed: Callable[[], None]) -> None:
+    def a_method_to_be_found(self, deed):
         deed()
 
 
 @pytest.mark.parametrize("kind", [STACKS, "thread"])
-def test_a_timeout_shows_where_a_constructor_is(tmp_path: Path, kind: str) -> None:
+def test_a_timeout_shows_where_a_constructor_is(tmp_path, kind):
     """A worker may take ten times the timeout to get ready, and no more."""
     from functools import partial
 
@@ -403,7 +391,7 @@ def test_a_timeout_shows_where_a_constructor_is(tmp_path: Path, kind: str) -> No
     assert "timeout=0.05" in str(caught.value)
 
 
-def test_a_hanging_constructor_is_called_again(tmp_path: Path) -> None:
+def test_a_hanging_constructor_is_called_again(tmp_path):
     """on_timeout='restart': in another process, and the stream does not show it."""
     from functools import partial
 
@@ -441,7 +429,7 @@ except ChildProcessError:
 @pytest.mark.needs("POSIX")
 @pytest.mark.skipif(getattr(os, "getuid", int)() != 0 or os.name == "nt", reason="not root")
 @pytest.mark.parametrize("method", start_methods())
-def test_rights_that_are_given_up_after_the_start(run_script: RunScript, method: str) -> None:
+def test_rights_that_are_given_up_after_the_start(run_script, method):
     """Workers that may not be killed any more end by themselves, and are reaped."""
     done = run_script(LESSER, method)
     assert (done.stdout, done.stderr) == ("99\nnone is left\n", "")

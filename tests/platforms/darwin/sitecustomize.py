@@ -7,8 +7,6 @@ found, `select` has no epoll, and `sys.platform` is 'darwin'. The core's part of
 It shows what asks for Linux without need. It cannot show what macOS does differently.
 """
 
-from __future__ import annotations
-
 import builtins
 import errno
 import importlib
@@ -17,7 +15,6 @@ import os
 import sys
 import sysconfig
 import types
-from typing import Any
 
 GONE = {
     "os posix": """memfd_create pidfd_open sched_getaffinity sched_setaffinity posix_fallocate
@@ -31,10 +28,10 @@ HIDDEN = ("/proc", "/sys", "/dev/shm")
 LOOKING = ("listdir", "stat", "lstat", "open", "readlink", "scandir", "unlink", "access")
 
 
-def hiding(function: Any) -> Any:
+def hiding(function):
     """Make a function of a path not find what macOS does not have."""
 
-    def found(path: Any = ".", *args: Any, **options: Any) -> Any:
+    def found(path=".", *args, **options):
         name = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
         if any(name == hidden or name.startswith(f"{hidden}/") for hidden in HIDDEN):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
@@ -43,7 +40,7 @@ def hiding(function: Any) -> Any:
     return found
 
 
-def change_everything() -> None:
+def change_everything():
     """Make the changes."""
     for modules, names in GONE.items():
         for module in modules.split():

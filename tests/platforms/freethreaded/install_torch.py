@@ -8,8 +8,6 @@ linker wants to find them and their functions nevertheless: in their places come
 every function does nothing but return 100, for the CUDA runtime `cudaErrorNoDevice`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -35,12 +33,12 @@ print("torch", torch.__version__, torch.ones(2).sum().item())
 """
 
 
-def run(*command: str | Path) -> str:
+def run(*command):
     """Run a command; return what it prints."""
     return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
 
 
-def install(python: str, requirement: str) -> Path:
+def install(python, requirement):
     """Install torch and what it needs in Python; return the folder of its libraries."""
     pip = [python, "-m", "pip", "--quiet", "install"]
     run(*pip, "--no-deps", requirement)
@@ -49,12 +47,12 @@ def install(python: str, requirement: str) -> Path:
     return Path(folder)
 
 
-def missing(libraries: list[Path]) -> dict[str, tuple[str, list[str]]]:
+def missing(libraries):
     """Return what CUDA has to provide: by library, the version of its functions, and these."""
     present = {library.name for library in libraries}
-    versions: dict[str, str] = {}  # by library
-    wanted: dict[str, set[str]] = defaultdict(set)  # functions by version
-    defined: set[str] = set()
+    versions = {}  # by library
+    wanted = defaultdict(set)  # functions by version
+    defined = set()
     for library in libraries:
         file = ""
         for line in run("readelf", "--wide", "--dynamic", "--version-info", library).splitlines():
@@ -80,7 +78,7 @@ def missing(libraries: list[Path]) -> dict[str, tuple[str, list[str]]]:
     return {name: (version, sorted(names)) for name, (version, names) in found.items()}
 
 
-def stand_in(path: Path, version: str, functions: list[str]) -> None:
+def stand_in(path, version, functions):
     """Make a library of functions that return 100."""
     with tempfile.TemporaryDirectory() as folder:
         source, script = Path(folder, "source.c"), Path(folder, "versions")
@@ -92,7 +90,7 @@ def stand_in(path: Path, version: str, functions: list[str]) -> None:
             "-o", path, source)  # fmt: skip
 
 
-def main(python: str, requirement: str) -> None:
+def main(python, requirement):
     """Install torch, and try it."""
     folder = install(python, requirement)
     for name, (version, functions) in missing(sorted(folder.glob("*.so*"))).items():

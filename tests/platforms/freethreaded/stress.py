@@ -5,8 +5,6 @@ python tests/platforms/freethreaded/stress.py [--scale N] [SCENARIO...]
 All scenarios by default.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -18,7 +16,6 @@ import time
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -37,9 +34,6 @@ from cseq.memory.arena import Arena
 from cseq.memory.descriptors import sparse_file
 from cseq.stream import Streams
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 THREADS = 3
 SLOT = 4096  # bytes
 MANY = 10**9  # samples, or items: no epoch of so many comes to its end
@@ -48,7 +42,7 @@ MANY = 10**9  # samples, or items: no epoch of so many comes to its end
 class Echo:
     """So quick that the loop's threads compete for ready batches."""
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         """Return what the other classes do."""
         return {"floats": indices}
 
@@ -56,7 +50,7 @@ class Echo:
 class Pairs:
     """A structure of its own: the indices as floats, and as they are."""
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         """Return a pair."""
         return indices.astype(np.float32), indices
 
@@ -64,7 +58,7 @@ class Pairs:
 class Dicts:
     """Another one, with leaves that go by pickle."""
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices):
         """Return a dict."""
         return {"floats": indices.astype(np.float32), "rest": [indices, "text"]}
 
@@ -72,40 +66,40 @@ class Dicts:
 class Numbers:
     """A producer: of its assignment's many items, or of the items of keys."""
 
-    def __init__(self, number: int, num_workers: int) -> None:
+    def __init__(self, number, num_workers):
         self.number = number
 
-    def begin(self, length: int) -> int:
+    def begin(self, length):
         """Begin an epoch."""
         self.length = length
         return self.number
 
-    def items(self, start: int) -> Iterator[Any]:
+    def items(self, start):
         """Yield a pair of numbers, and some data."""
         for k in range(start, self.length):
             yield self.make([self.number, k])
 
-    def make(self, key: list[int]) -> Any:
+    def make(self, key):
         """Return the item of a key."""
         return tuple(key), np.arange(8.0) + key[-1]
 
-    def which(self) -> int:
+    def which(self):
         """Answer a call."""
         return self.number
 
 
-def started(kind: Any, worker: Any, batches: int, **options: Any) -> Any:
+def started(kind, worker, batches, **options):
     """Start a manager of many batches of four samples."""
     options = {"batch_size": 4, "buffer": 10, "out_type": "null", **options}
     return kind(worker, 4 * batches, **options).start()
 
 
-def first_of(batch: Any) -> float:
+def first_of(batch):
     """The first number of a batch."""
     return float((batch[0] if isinstance(batch, tuple) else batch["floats"])[0])
 
 
-def look(manager: Any, times: int, *, ordered: bool = True) -> None:
+def look(manager, times, *, ordered=True):
     """Read what any thread may read."""
     for _ in range(times):
         stats = manager.stats()
@@ -118,19 +112,19 @@ def look(manager: Any, times: int, *, ordered: bool = True) -> None:
 # -- one iterator, many threads
 
 
-def share(manager: Any, *, ordered: bool, batches: int) -> None:
+def share(manager, *, ordered, batches):
     """Have threads take the batches of one iterator, and others look at the manager."""
     iterator = iter(manager)
-    taken: list[float] = []
+    taken = []
 
-    def take() -> None:
+    def take():
         taken.extend([first_of(batch) for batch in iterator])
 
     together(*[take] * THREADS, partial(look, manager, batches // 4, ordered=ordered))
     assert len(set(taken)) == len(taken) == batches, len(taken)
 
 
-def share_all(kind: Any, worker: Any, batches: int) -> None:
+def share_all(kind, worker, batches):
     """Managers of one and two workers, in both orders."""
     for workers, ordered in ((1, True), (2, True), (2, False)):
         with started(kind, worker, batches, num_workers=workers, ordered=ordered) as manager:
@@ -141,20 +135,20 @@ def share_all(kind: Any, worker: Any, batches: int) -> None:
             assert sum(1 for _ in manager) == batches
 
 
-def threads(scale: int) -> None:
+def threads(scale):
     """Workers that are threads."""
     share_all(cseq.MTSequence, Echo, 10 * scale)
     share_all(cseq.MTSequence, Dicts, scale)
 
 
-def processes(scale: int) -> None:
+def processes(scale):
     """Workers that are processes."""
     share_all(cseq.MPSequence, Dicts, 2 * scale)
 
 
-def inline(scale: int) -> None:
+def inline(scale):
     """Batches that are made by whichever thread asks."""
-    sequence: Any = cseq.MTSequence(Dicts, 4 * scale, 1, batch_size=4, out_type="null")
+    sequence = cseq.MTSequence(Dicts, 4 * scale, 1, batch_size=4, out_type="null")
     with sequence.start_test() as manager:
         for _ in range(2):
             share(manager, ordered=True, batches=scale)
@@ -163,20 +157,20 @@ def inline(scale: int) -> None:
 # -- one manager, many iterators
 
 
-def reset(scale: int) -> None:
+def reset(scale):
     """Threads that each begin epochs, which ends those of the others."""
     for kind, workers in ((cseq.MTSequence, 1), (cseq.MTSequence, 2), (cseq.MPSequence, 2)):
         with started(kind, Echo, scale, num_workers=workers) as manager:
             state = manager.state_dict()
 
-            def begin(manager: Any = manager) -> None:
+            def begin(manager=manager):
                 for _ in range(scale // 10):
                     with contextlib.suppress(InterruptedError):
                         for number, _batch in enumerate(manager):
                             if number == scale // 4:
                                 break
 
-            def jump(manager: Any = manager, state: Any = state) -> None:
+            def jump(manager=manager, state=state):
                 for epoch in range(scale // 20):
                     manager.set_epoch(epoch)
                     look(manager, 2)
@@ -186,7 +180,7 @@ def reset(scale: int) -> None:
             assert sum(1 for _ in manager) == scale
 
 
-def take_until_interrupted(items: Iterator[Any], begun: threading.Event) -> None:
+def take_until_interrupted(items, begun):
     """Take what comes; set `begun` with the first; the epoch must not come to its end."""
     try:
         for _ in items:
@@ -198,14 +192,14 @@ def take_until_interrupted(items: Iterator[Any], begun: threading.Event) -> None
     raise AssertionError("the epoch was not interrupted")
 
 
-def closed(scale: int) -> None:
+def closed(scale):
     """A manager that is finished, or started again, in the middle of an epoch."""
     for kind, workers, rounds in (
         (cseq.MTSequence, 1, 8),
         (cseq.MTSequence, 2, 8),
         (cseq.MPSequence, 2, 2),
     ):
-        options: dict[str, Any] = {"batch_size": 4, "shuffle": False, "out_type": "null"}
+        options = {"batch_size": 4, "shuffle": False, "out_type": "null"}
         manager = kind(Echo, MANY, workers, **options)
         for turn in range(rounds):
             iterator = iter(manager.start())
@@ -213,7 +207,7 @@ def closed(scale: int) -> None:
 
             take = partial(take_until_interrupted, iterator, begun)
 
-            def end(begun: Any = begun, turn: int = turn, manager: Any = manager) -> None:
+            def end(begun=begun, turn=turn, manager=manager):
                 begun.wait()
                 if turn % 2:
                     manager.start()
@@ -227,11 +221,11 @@ def closed(scale: int) -> None:
 # -- what readers and plans remember
 
 
-def alone(worker: Any, batches: int) -> None:
+def alone(worker, batches):
     """Go through epochs of a manager of this thread; another thread drops the batches."""
-    handed: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    handed = queue.SimpleQueue()
 
-    def drop() -> None:
+    def drop():
         while (found := handed.get()) is not None:
             number, batch = found
             assert first_of(batch) == 4 * number
@@ -252,19 +246,19 @@ def alone(worker: Any, batches: int) -> None:
         dropper.join()
 
 
-def plans(scale: int) -> None:
+def plans(scale):
     """Threads with a manager each: plans, and what the reader remembers, belong to all of them."""
     together(*[partial(alone, worker, scale) for worker in (Pairs, Pairs, Dicts)])
 
 
-def readers(scale: int) -> None:
+def readers(scale):
     """The same without processes, with more structures than are remembered."""
 
-    def read() -> None:
+    def read():
         file = sparse_file(1 << 16)
         scratch = TicketWriter(file.fd, 1 << 16)
         scratch.room.select(0, 1 << 16)
-        held: list[Any] = []
+        held = []
         for turn in range(20 * scale):
             floats = np.arange(16.0) + turn
             batch = [floats] * (turn // 3 % 6) + [{f"{turn % 100}": floats}]
@@ -283,17 +277,17 @@ def readers(scale: int) -> None:
 # -- streams
 
 
-def streams(scale: int) -> None:
+def streams(scale):
     """Several producers in processes."""
     stream_all("processes", scale)
 
 
-def thread_streams(scale: int) -> None:
+def thread_streams(scale):
     """Several producers in threads, as a DataLoader's worker_method="thread" has them."""
     stream_all("threads", 10 * scale)
 
 
-def stream_all(kind: Literal["processes", "threads"], scale: int) -> None:
+def stream_all(kind, scale):
     """Threads take the items of producers, and others look, interrupt and close."""
     workers = 3
     with Streams(Numbers, workers, prefetch=4, kind=kind) as made:
@@ -302,7 +296,7 @@ def stream_all(kind: Literal["processes", "threads"], scale: int) -> None:
         for keyed in (False, True, True):
             made.begin([scale] * workers, map(list, sorted(every)) if keyed else None)
             items = iter(made)
-            taken: list[Any] = []
+            taken = []
             together(
                 *[lambda items=items, taken=taken: taken.extend([key for key, _ in items])] * 2,
                 partial(glance, made, scale),
@@ -315,20 +309,20 @@ def stream_all(kind: Literal["processes", "threads"], scale: int) -> None:
         cut(made, scale, made.close)
 
 
-def glance(made: Streams, times: int) -> None:
+def glance(made, times):
     """Read what any thread may read of streams."""
     for _ in range(times // 4):
         assert made.stats().samples >= 0
         assert len(made.pids()) in (0, made.num_workers)  # none of threads
 
 
-def cut(made: Streams, scale: int, end: Callable[[], None]) -> None:
+def cut(made, scale, end):
     """End an epoch from another thread."""
     made.begin([MANY] * made.num_workers)
     begun = threading.Event()
     take = partial(take_until_interrupted, iter(made), begun)
 
-    def cut_it() -> None:
+    def cut_it():
         begun.wait()
         end()
 
@@ -338,7 +332,7 @@ def cut(made: Streams, scale: int, end: Callable[[], None]) -> None:
 # -- slots
 
 
-def owners(scale: int) -> None:
+def owners(scale):
     """Slots change owners, while another thread frees those of a dead worker."""
     arena = Arena()
     slots = arena.slots
@@ -347,7 +341,7 @@ def owners(scale: int) -> None:
     trainer = Trainer(ring, 10 * scale, slots=slots)
     over = threading.Event()
 
-    def post() -> None:
+    def post():
         try:
             for ticket in range(10 * scale):
                 assert trainer.await_batch() == ticket
@@ -355,7 +349,7 @@ def owners(scale: int) -> None:
             ring.close()
             over.set()
 
-    def work() -> None:
+    def work():
         runner = Runner(ring, 0, 1, last=True)
         mine = SlotTable(arena.fd, arena.width, arena.most, 1)
         kept = -1
@@ -370,7 +364,7 @@ def owners(scale: int) -> None:
                 kept, slot = slot, mine.take()
             runner.publish(0, (8,), SLOT, slot)
 
-    def supervise() -> None:
+    def supervise():
         dead = SlotTable(arena.fd, arena.width, arena.most, 2)
         while not over.is_set():
             dead.take()
@@ -378,9 +372,9 @@ def owners(scale: int) -> None:
             assert 2 not in slots.owners()
             arena.tidy()
 
-    live: dict[int, int] = {}
+    live = {}
 
-    def request() -> None:
+    def request():
         me = threading.get_ident()
         while not over.is_set():
             held = Request(slots)
@@ -395,20 +389,20 @@ def owners(scale: int) -> None:
 # -- deaths
 
 
-def deaths(scale: int) -> None:
+def deaths(scale):
     """Workers that are killed while threads take batches, or items."""
     with started(cseq.MPSequence, Dicts, 4 * scale, num_workers=2) as manager:
         supervisor = manager._run.pool.supervisor
 
-        def kill(owner: int) -> None:
+        def kill(owner):
             for _ in range(2):
                 await_ready(lambda: supervisor.is_ready(owner))
                 supervisor.processes[owner - 1].kill()
 
         iterator = iter(manager)
-        taken: list[float] = []
+        taken = []
 
-        def take() -> None:
+        def take():
             taken.extend([first_of(batch) for batch in iterator])
 
         together(take, take, partial(kill, 1), partial(kill, 2), partial(look, manager, scale))
@@ -416,9 +410,9 @@ def deaths(scale: int) -> None:
     with Streams(Numbers, 2, prefetch=4) as made:
         made.begin([4 * scale] * 2)
         items = iter(made)
-        keys: list[Any] = []
+        keys = []
 
-        def kill_one() -> None:
+        def kill_one():
             for pid in made.pids():
                 if pid is not None:
                     with contextlib.suppress(ProcessLookupError):
@@ -432,7 +426,7 @@ def deaths(scale: int) -> None:
         assert len(set(keys)) == len(keys) == 8 * scale, len(keys)
 
 
-def await_ready(ready: Callable[[], bool]) -> None:
+def await_ready(ready):
     """Wait until a worker is ready, at most a minute."""
     deadline = time.monotonic() + 60
     while not ready() and time.monotonic() < deadline:
@@ -457,7 +451,7 @@ SCENARIOS = {
 }
 
 
-def main() -> None:
+def main():
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("scenarios", nargs="*", choices=[[], *SCENARIOS], metavar="SCENARIO")

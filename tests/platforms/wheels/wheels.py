@@ -7,8 +7,6 @@ their wheels must be the same, byte for byte. auditwheel (on Linux) puts what it
 FOLDER. That is installed into an empty environment, and the tests of this checkout run there.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -20,19 +18,19 @@ TESTS = Path(__file__).resolve().parents[2]
 NAME = "import sysconfig; print(sysconfig.get_config_var('SOABI'))"
 
 
-def run(*command: object, cwd: Path | None = None) -> None:
+def run(*command, cwd=None):
     """Run a command; an exception if it fails."""
     subprocess.run([str(word) for word in command], cwd=cwd, check=True)
 
 
-def build(python: str, sdist: Path, folder: Path) -> Path:
+def build(python, sdist, folder):
     """Build a wheel: pip unpacks the sdist into a new folder each time."""
     quiet = ("--quiet", "--disable-pip-version-check")
     run(python, "-m", "pip", "wheel", *quiet, "--no-deps", "--no-cache-dir", "-w", folder, sdist)
     return next(folder.glob("*.whl"))
 
 
-def repaired(wheel: Path, folder: Path) -> Path:
+def repaired(wheel, folder):
     """Return the wheel as auditwheel passes it; elsewhere than on Linux, the wheel."""
     if sys.platform == "linux":
         run("auditwheel", "repair", "--wheel-dir", folder, wheel)
@@ -40,7 +38,7 @@ def repaired(wheel: Path, folder: Path) -> Path:
     return wheel
 
 
-def reproduced(python: str, sdist: Path, scratch: Path) -> Path:
+def reproduced(python, sdist, scratch):
     """Build twice, and return one of the wheels.
 
     Raises
@@ -58,7 +56,7 @@ def reproduced(python: str, sdist: Path, scratch: Path) -> Path:
     return wheels[0]
 
 
-def try_wheel(python: str, wheel: Path, scratch: Path, arguments: list[str]) -> None:
+def try_wheel(python, wheel, scratch, arguments):
     """Run the tests with the wheel in an empty environment."""
     run(python, "-m", "venv", scratch / "venv")
     binaries = scratch / "venv" / ("Scripts" if os.name == "nt" else "bin")
@@ -67,13 +65,13 @@ def try_wheel(python: str, wheel: Path, scratch: Path, arguments: list[str]) -> 
     run(binaries / "pytest", "-p", "no:cacheprovider", TESTS, *arguments, cwd=scratch)
 
 
-def main() -> None:
+def main():
     """Do it for each Python."""
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
     sdist, folder, *pythons = words[:end]
     Path(folder).mkdir(parents=True, exist_ok=True)
-    built: set[str] = set()
+    built = set()
     for python in pythons:
         named = subprocess.run([python, "-c", NAME], stdout=subprocess.PIPE, text=True, check=True)
         print(f"== {named.stdout.strip()}: {python}", flush=True)

@@ -6,8 +6,6 @@ Run in the top folder of a checkout. setup.py says what is compiled and how. The
 and the headers are those of the running Python, but for pyconfig.h, and of numpy for Windows.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -15,21 +13,18 @@ import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import setuptools  # noqa: F401 - before distutils, which it has
 from dll import compile_dll, exports_of, write_definition, zig
 
 from distutils.core import run_setup  # isort: skip
 
-if TYPE_CHECKING:
-    from setuptools import Extension
 
 LIBRARIES = ["-lws2_32"]  # setup.py asks for it on Windows only
 VERSION = "".join(map(str, sys.version_info[:2]))
 
 
-def extensions() -> list[Extension]:
+def extensions():
     """Return what setup.py compiles, each module's source already translated to C."""
     sys.argv[1:] = []
     project = run_setup("setup.py", stop_after="init")
@@ -39,7 +34,7 @@ def extensions() -> list[Extension]:
     return project.ext_modules
 
 
-def copy_checkout(home: Path) -> None:
+def copy_checkout(home):
     """Copy the files that git knows or would add, without any that an earlier build left."""
     shutil.rmtree(home, ignore_errors=True)
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -49,13 +44,13 @@ def copy_checkout(home: Path) -> None:
         shutil.copy2(name, home / name)
 
 
-def copy_headers(target: Path) -> None:
+def copy_headers(target):
     """Copy the headers of this Python, since they include the pyconfig.h that lies beside them."""
     shutil.copytree(sysconfig.get_path("include"), target, dirs_exist_ok=True)
     shutil.copy2(Path(__file__).with_name("pyconfig.h"), target)
 
 
-def import_library(dll: Path, folder: Path) -> Path:
+def import_library(dll, folder):
     """Make what a linker needs to know of a DLL."""
     definition, library = folder / f"{dll.stem}.def", folder / f"lib{dll.stem}.a"
     write_definition(definition, dll.name, exports_of(dll))
@@ -63,7 +58,7 @@ def import_library(dll: Path, folder: Path) -> Path:
     return library
 
 
-def compile_extension(extension: Extension, home: Path, headers: list[Path], library: Path) -> None:
+def compile_extension(extension, home, headers, library):
     """Compile an extension module into the package."""
     folders = [Path(name) for name in extension.include_dirs if not os.path.isabs(name)]
     compile_dll(
@@ -78,7 +73,7 @@ def compile_extension(extension: Extension, home: Path, headers: list[Path], lib
     )
 
 
-def main(folder: Path) -> None:
+def main(folder):
     """Copy the checkout, and compile each extension module into the copy."""
     drive, build = folder / "prefix" / "drive_c", folder / "build"
     build.mkdir(exist_ok=True)

@@ -9,8 +9,6 @@ functions, and forwards all others to ucrtbase.dll. The name is changed in the m
 imports, since Wine knows names that begin with "api-ms-win" from a table, and looks for no file.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -21,13 +19,13 @@ RUNTIME, OURS = "api-ms-win-crt-math-l1-1-0.dll", "cseqms-win-crt-math-l1-1-0.dl
 SOURCE = Path(__file__).with_suffix(".c")
 
 
-def own_functions() -> set[str]:
+def own_functions():
     """Return the names of the functions in the source."""
     kinds = re.findall(r"TO_(?:REAL|COMPLEX)\((c\w+)\)", SOURCE.read_text(encoding="ascii"))
     return {f"{name}{suffix}" for name in [*kinds, "cpow"] for suffix in ("f", "", "l")}
 
 
-def main(home: Path) -> None:
+def main(home):
     """Make the DLL beside python.exe, and have extension modules import it."""
     own, names = own_functions(), set[str]()
     for path in (home / "Lib" / "site-packages").rglob("*.pyd"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,24 +15,21 @@ from torch_data import same  # noqa: E402
 from cseq.adapters.torch import collate, names  # noqa: E402
 from cseq.indexing import context  # noqa: E402
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 class Room:
     """Notes what was allocated in the slot."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked: list[int] = []
 
-    def empty(self, shape: Any, dtype: Any) -> Any:
+    def empty(self, shape, dtype):
         made = np.empty(shape, dtype)
         self.asked.append(made.nbytes)
         return made
 
 
 @pytest.fixture
-def room() -> Iterator[Room]:
+def room():
     """Collate as in a worker."""
     before = dict(names.collate_map)
     batch_context = context.BatchContext(0, 1, 0)
@@ -92,7 +89,7 @@ BAD: list[Any] = [
 
 
 @pytest.mark.parametrize("samples", STACKED, ids=range(len(STACKED)))
-def test_large_ones_are_stacked_into_the_slot(room: Room, samples: Any) -> None:
+def test_large_ones_are_stacked_into_the_slot(room, samples):
     batch = default_collate(samples)
     assert room.asked == [batch.numel() * batch.element_size()]
     names.collate_map.update({torch.Tensor: names.tensor_entry, np.ndarray: names.array_entry})
@@ -100,7 +97,7 @@ def test_large_ones_are_stacked_into_the_slot(room: Room, samples: Any) -> None:
 
 
 @pytest.mark.parametrize("samples", SMALL, ids=range(len(SMALL)))
-def test_all_others_are_as_torchs(room: Room, samples: Any) -> None:
+def test_all_others_are_as_torchs(room, samples):
     batch = default_collate(samples)
     assert room.asked == []
     names.collate_map.update({torch.Tensor: names.tensor_entry, np.ndarray: names.array_entry})
@@ -108,7 +105,7 @@ def test_all_others_are_as_torchs(room: Room, samples: Any) -> None:
 
 
 @pytest.mark.parametrize("samples", BAD, ids=range(len(BAD)))
-def test_errors_are_torchs(room: Room, samples: Any) -> None:
+def test_errors_are_torchs(room, samples):
     with pytest.raises((RuntimeError, TypeError)) as ours:
         default_collate(samples)
     names.collate_map.update({torch.Tensor: names.tensor_entry, np.ndarray: names.array_entry})
@@ -117,7 +114,7 @@ def test_errors_are_torchs(room: Room, samples: Any) -> None:
     assert str(ours.value) == str(theirs.value)
 
 
-def test_what_requires_grad_is_an_error_in_a_worker(room: Room) -> None:
+def test_what_requires_grad_is_an_error_in_a_worker(room):
     names.set_worker_info(0, 1, 0, None)
     try:
         for shape in (BIG, (2,)):
@@ -129,7 +126,7 @@ def test_what_requires_grad_is_an_error_in_a_worker(room: Room) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("shape", [BIG, (2,)])
-def test_quantised_ones_are_stacked_in_a_worker_too(room: Room, shape: Any) -> None:
+def test_quantised_ones_are_stacked_in_a_worker_too(room, shape):
     """In one, torch's own function raises for them."""
     names.set_worker_info(0, 1, 0, None)
     try:
@@ -139,8 +136,8 @@ def test_quantised_ones_are_stacked_in_a_worker_too(room: Room, shape: Any) -> N
         names.worker._worker_info = None
 
 
-def test_the_users_own_functions_stay(room: Room) -> None:
-    def own(batch: Any, *, collate_fn_map: Any = None) -> str:
+def test_the_users_own_functions_stay(room):
+    def own(batch, *, collate_fn_map=None):
         return "own"
 
     names.collate_map[torch.Tensor] = own
@@ -173,9 +170,7 @@ NOT_OWN: list[tuple[Any, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("function", "samples"), OWN)
-def test_large_tensors_of_the_users_own_function_are_in_the_slot(
-    room: Room, function: Any, samples: Any
-) -> None:
+def test_large_tensors_of_the_users_own_function_are_in_the_slot(room, function, samples):
     """Those of every batch from the first on."""
     own = collate.collating(function)
     expected = function(samples)
@@ -185,14 +180,14 @@ def test_large_tensors_of_the_users_own_function_are_in_the_slot(
 
 
 @pytest.mark.parametrize(("function", "samples"), NOT_OWN)
-def test_other_tensors_of_the_users_own_function(room: Room, function: Any, samples: Any) -> None:
+def test_other_tensors_of_the_users_own_function(room, function, samples):
     got, expected = collate.collating(function)(samples), function(samples)
     assert same(got.detach(), expected.detach())
     assert (type(got), got.requires_grad) == (type(expected), expected.requires_grad)
     assert not room.asked
 
 
-def test_errors_of_the_users_own_function(room: Room) -> None:
+def test_errors_of_the_users_own_function(room):
     own = collate.collating(torch.stack)
     for samples in ([], [torch.rand(LARGE), torch.rand(3)], [torch.rand(LARGE), None], None):
         with pytest.raises((RuntimeError, TypeError)) as expected:
@@ -202,7 +197,7 @@ def test_errors_of_the_users_own_function(room: Room) -> None:
         assert str(got.value) == str(expected.value)
 
 
-def test_what_does_not_get_into_the_batch_is_not_put_into_the_slot(room: Room) -> None:
+def test_what_does_not_get_into_the_batch_is_not_put_into_the_slot(room):
     """After the first batch; from time to time it is tried again."""
     own = collate.collating(lambda samples: torch.stack(samples) + 1)
     samples = [torch.rand(LARGE)] * 2
@@ -211,14 +206,14 @@ def test_what_does_not_get_into_the_batch_is_not_put_into_the_slot(room: Room) -
     assert len(room.asked) == 2
 
 
-def test_torchs_own_functions_are_not_watched() -> None:
+def test_torchs_own_functions_are_not_watched():
     for function in (default_collate, default_convert):
         assert collate.collating(function) is function
 
 
 @pytest.mark.usefixtures("room")
 @pytest.mark.filterwarnings("ignore:.*nested tensors")
-def test_nested_tensors_are_refused_as_torch_refuses_them() -> None:
+def test_nested_tensors_are_refused_as_torch_refuses_them():
     """With its advice."""
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with pytest.raises(RuntimeError, match="custom collate_fn"):

@@ -1,9 +1,6 @@
 """What the log says of an epoch that is most likely wrong, where torch is silent."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import pytest
 
@@ -15,7 +12,7 @@ from cseq.order import sampler  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def nothing_said() -> None:
+def nothing_said():
     """Nothing was logged before."""
     hints.warn.cache_clear()
     sampler.warn.cache_clear()
@@ -24,21 +21,21 @@ def nothing_said() -> None:
 class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
     """Numbers; each worker gives all of them, or its part."""
 
-    def __init__(self, length: Any, *, divides: bool = False) -> None:
+    def __init__(self, length, *, divides=False):
         self.length, self.divides = length, divides
 
-    def __len__(self) -> int:
+    def __len__(self):
         if self.length is None:
             raise RuntimeError("its length is not known")
         return int(self.length)
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         info = torch.utils.data.get_worker_info()
         return iter(range(info.id, 12, info.num_workers) if self.divides else range(12))
 
 
 @pytest.mark.parametrize("size", [1, 5, None])
-def test_a_stream_that_comes_once_per_worker(caplog: pytest.LogCaptureFixture, size: Any) -> None:
+def test_a_stream_that_comes_once_per_worker(caplog, size):
     """It is said once: how often each sample came, and what to do."""
     loader = DataLoader(Stream(12), size, num_workers=2)
     assert [sum(1 for _ in loader) for _ in range(2)] == [2 * len(range(0, 12, size or 1))] * 2
@@ -58,19 +55,17 @@ def test_a_stream_that_comes_once_per_worker(caplog: pytest.LogCaptureFixture, s
         (Stream(None), 2, 4),
     ],
 )
-def test_a_stream_about_which_nothing_is_said(
-    caplog: pytest.LogCaptureFixture, stream: Any, workers: int, size: int
-) -> None:
+def test_a_stream_about_which_nothing_is_said(caplog, stream, workers, size):
     """It divides its samples, or has no such length, or one worker."""
     assert sum(1 for _ in DataLoader(stream, size, num_workers=workers)) > 0
     assert caplog.messages == []
 
 
 @pytest.mark.parametrize("kind", ["list", "order", "stream"])
-def test_an_epoch_without_batches(caplog: pytest.LogCaptureFixture, kind: str) -> None:
+def test_an_epoch_without_batches(caplog, kind):
     """drop_last left nothing; this is said once, and not of an empty data set that keeps all."""
-    options: Any = {"sampler": cseq.Shuffled()} if kind == "order" else {}
-    data: Any = Stream(12) if kind == "stream" else list(range(12))
+    options = {"sampler": cseq.Shuffled()} if kind == "order" else {}
+    data = Stream(12) if kind == "stream" else list(range(12))
     workers = int(kind == "stream")
     loader = DataLoader(data, 16, drop_last=True, num_workers=workers, **options)
     assert [sum(1 for _ in loader) for _ in range(2)] == [0, 0]

@@ -1,25 +1,19 @@
 """Private names of multiprocessing that `cseq.DataLoader` relies on, and another torch."""
 
-from __future__ import annotations
-
 import multiprocessing
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-if TYPE_CHECKING:
-    from conftest import RunScript
 
-
-def test_multiprocessings_own() -> None:
+def test_multiprocessings_own():
     """What `worker` calls of multiprocessing, in a new process, and what `spawning` changes."""
     from cseq.processes.spawning import CONTEXT, PICKLER
 
-    process: Any = multiprocessing.process
-    util: Any = multiprocessing.util
+    process = multiprocessing.process
+    util = multiprocessing.util
     parent = process._ParentProcess("trainer", 7, None)
     assert (parent.name, parent.pid, parent._sentinel) == ("trainer", 7, None)
     assert process._parent_process is process.parent_process()
@@ -68,7 +62,7 @@ except ValueError as error:
 BATCHES = "[[0, 1], [2, 3]]"
 
 
-def loads(run: RunScript, change: str) -> list[str]:
+def loads(run, change):
     """Load with a torch that is changed first; return what is printed, and logged."""
     done = run(LOADS.format(change=change))
     assert done.returncode == 0, done.stderr
@@ -76,7 +70,7 @@ def loads(run: RunScript, change: str) -> list[str]:
 
 
 @pytest.mark.needs("fork")
-def test_a_class_with_two_type_parameters(run_prepared: RunScript) -> None:
+def test_a_class_with_two_type_parameters(run_prepared):
     """Its batches are cseq's, and it can be subscripted as torch's."""
     change = """
 from typing import TypeVar
@@ -101,7 +95,7 @@ class Own(cseq.DataLoader[int, str]): pass
         ("torch.autograd._profiler_enabled = lambda kind: None", "differs from those that cseq"),
     ],
 )
-def test_a_name_that_torch_lacks(run_prepared: RunScript, change: str, reason: str) -> None:
+def test_a_name_that_torch_lacks(run_prepared, change, reason):
     """Torch's own iterator is used, and the log says so once."""
     told, *lines = loads(run_prepared, change)
     assert "torch's own iterator is used, since this torch, " in told
@@ -110,7 +104,7 @@ def test_a_name_that_torch_lacks(run_prepared: RunScript, change: str, reason: s
     assert lines == [f"{BATCHES} torch.utils.data.dataloader"] * 4 + [BATCHES, "True"]
 
 
-def test_a_default_device_where_cseq_is_imported(run_prepared: RunScript) -> None:
+def test_a_default_device_where_cseq_is_imported(run_prepared):
     """The names are tried on the CPU: torch's loader does not work on this device."""
     code = "import torch; torch.set_default_device('meta'); from cseq.adapters.torch import names; "
     done = run_prepared(f"{code}print(names.REASON, torch.empty(1).device)")

@@ -1,9 +1,5 @@
 """The keys of torch's own samplers, and which may be asked before workers are forked."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -17,7 +13,7 @@ from cseq.adapters.torch.order import leaves_no_trace, permuted  # noqa: E402
 class Own(data.Sampler[int]):
     """A sampler of the user's."""
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(range(9))
 
 
@@ -34,12 +30,12 @@ class Own(data.Sampler[int]):
     ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("batched", [True, False])
-def test_keys_that_may_be_drawn_before_a_fork(sampler: Any, expected: bool, batched: bool) -> None:
+def test_keys_that_may_be_drawn_before_a_fork(sampler, expected, batched):
     index_sampler = data.BatchSampler(sampler, 2, drop_last=False) if batched else sampler
     assert leaves_no_trace(index_sampler) is expected
 
 
-def drawn(keys: Any, generator: Any) -> list[Any]:
+def drawn(keys, generator):
     """Return the keys, and where torch's generators are after each of them and at the end."""
     sources = [torch.default_generator, *([generator] if generator else [])]
     found = []
@@ -56,10 +52,8 @@ def drawn(keys: Any, generator: Any) -> list[Any]:
     ("n", "size"), [(1, 1), (1, 30), (90, 30), (91, 30), (91, 1), (3000, 30), (5000, 3000)]
 )
 @pytest.mark.parametrize("kind", ["None", "n", "n // 2 or 1", "2 * n + 1", "subset"])
-def test_slices_of_a_permutation_are_torchs_keys(
-    kind: str, n: int, size: int, drop_last: bool, own: bool
-) -> None:
-    def keys(*, slices: bool, skip: int = 0) -> Any:
+def test_slices_of_a_permutation_are_torchs_keys(kind, n, size, drop_last, own):
+    def keys(*, slices, skip=0):
         torch.manual_seed(7)
         generator = torch.Generator().manual_seed(5) if own else None
         if kind == "subset":
@@ -80,7 +74,7 @@ def test_slices_of_a_permutation_are_torchs_keys(
 @pytest.mark.parametrize("short", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 50])
 @pytest.mark.parametrize("n", [1, 6, 7, 3001])
-def test_slices_are_a_ranks_keys(n: int, ranks: int, short: bool, shuffle: bool) -> None:
+def test_slices_are_a_ranks_keys(n, ranks, short, shuffle):
     """Padded or cut as torch does, in the epoch that was set."""
     for rank in {0, ranks // 2, ranks - 1}:
         sampler = data.DistributedSampler(
@@ -95,7 +89,7 @@ def test_slices_are_a_ranks_keys(n: int, ranks: int, short: bool, shuffle: bool)
 
 
 @pytest.mark.parametrize(("length", "short"), [(9, False), (7, True)])
-def test_a_data_set_whose_length_has_changed_is_torchs_to_refuse(length: int, short: bool) -> None:
+def test_a_data_set_whose_length_has_changed_is_torchs_to_refuse(length, short):
     dataset = [*range(8)]
     sampler = data.DistributedSampler(dataset, 2, 0, drop_last=short)
     dataset[:] = range(length)

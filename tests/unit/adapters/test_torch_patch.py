@@ -13,7 +13,7 @@ import threading
 import weakref
 import zipfile
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -38,12 +38,6 @@ from cseq.adapters.torch.fallback import made  # noqa: E402
 from cseq.adapters.torch.iterator import LoaderIterator  # noqa: E402
 from cseq.measure import advice  # noqa: E402
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from conftest import RunCommand
-
 QUICK = QUICKEST.start_method  # forked, where the system can
 FORK: Any = {"num_workers": 2, "multiprocessing_context": QUICK}
 
@@ -51,7 +45,7 @@ pytestmark = pytest.mark.needs("quick processes")
 
 
 @pytest.fixture(autouse=True)
-def undone() -> Iterator[None]:
+def undone():
     """Leave torch's class as it was."""
     own = data.DataLoader._get_iterator
     yield
@@ -60,13 +54,13 @@ def undone() -> Iterator[None]:
     assert data.DataLoader._get_iterator is own
 
 
-def batches(kind: Any = data.DataLoader, **options: Any) -> Any:
+def batches(kind=data.DataLoader, **options):
     """Return an epoch of augmented samples."""
     seed_all()
     return list(kind(Augmented(9), batch_size=2, shuffle=True, **(FORK | options)))
 
 
-def test_torchs_class_has_our_workers() -> None:
+def test_torchs_class_has_our_workers():
     expected = batches()
     install()
     install()
@@ -82,7 +76,7 @@ def test_torchs_class_has_our_workers() -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_loaders_count(kept: bool) -> None:
+def test_loaders_count(kept):
     """Torch's loaders say what their workers have done, and are not kept alive for that."""
     install()
     loader = data.DataLoader(Plain(6), batch_size=2, persistent_workers=kept, **FORK)
@@ -101,9 +95,7 @@ def test_loaders_count(kept: bool) -> None:
         inline.stats()
 
 
-def test_the_log_says_a_cause_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_says_a_cause_once(monkeypatch, caplog):
     """Of each loader, though each of its epochs has workers of its own."""
     monkeypatch.setattr("cseq.engine.pool.LONG", 0.0)
     monkeypatch.setattr("cseq.engine.pool.TOLD", 0.0)
@@ -121,16 +113,16 @@ class Stateful(data.SequentialSampler):
 
     asked = 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         self.asked += 1
         return {}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         raise NotImplementedError
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_no_state_is_asked_for(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_state_is_asked_for(num_workers, monkeypatch):
     """A loader of torch's class has none to give."""
     monkeypatch.setattr(defaults, "rng", "batch")  # or torch's own iterator does without workers
     sampler = Stateful(range(3))
@@ -142,7 +134,7 @@ def test_no_state_is_asked_for(num_workers: int, monkeypatch: pytest.MonkeyPatch
     assert sampler.asked > 0
 
 
-def test_in_a_with_statement() -> None:
+def test_in_a_with_statement():
     with installed():
         assert is_installed()
         with installed():
@@ -155,17 +147,17 @@ def test_in_a_with_statement() -> None:
     assert is_installed()
 
 
-def test_without_workers_it_is_torchs_iterator() -> None:
+def test_without_workers_it_is_torchs_iterator():
     with installed():
         assert type(iter(data.DataLoader(Plain(2)))) is names.Inline
 
 
-def test_subclasses() -> None:
+def test_subclasses():
     class Kept(data.DataLoader[Any]):
         pass
 
     class Own(data.DataLoader[Any]):
-        def _get_iterator(self) -> Any:
+        def _get_iterator(self):
             return iter(["own"])
 
     with installed():
@@ -174,7 +166,7 @@ def test_subclasses() -> None:
         assert type(iter(cseq.DataLoader(Plain(2), **FORK))) is LoaderIterator
 
 
-def test_the_default_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_of_the_process(monkeypatch):
     expected = without_told(batches(cseq.DataLoader, rng="batch"))
     monkeypatch.setattr(defaults, "rng", "batch")
     with installed():
@@ -183,8 +175,8 @@ def test_the_default_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
         assert same([b["drawn"] for b in alone], [b["drawn"] for b in expected])
 
 
-def test_somebody_elses_change_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def other(self: Any) -> Any:
+def test_somebody_elses_change_is_kept(monkeypatch):
+    def other(self):
         return None
 
     with monkeypatch.context() as patched:
@@ -207,11 +199,11 @@ class Made(Exception):
 
 
 @pytest.fixture
-def seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def seeds(monkeypatch):
     """Stop torch's own iterator when it has drawn its seed, which is noted."""
-    drawn: list[int] = []
+    drawn = []
 
-    def make(self: Any, loader: Any) -> None:
+    def make(self, loader):
         names.Base.__init__(self, loader)
         drawn.append(self._base_seed)
         self._shutdown = True
@@ -221,7 +213,7 @@ def seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return drawn
 
 
-def check_fallback(loader: Any, caplog: pytest.LogCaptureFixture, reason: str) -> None:
+def check_fallback(loader, caplog, reason):
     """Check that an iterator is torch's own, and that one line says why, once."""
     for _ in range(2):
         with pytest.raises(Made):
@@ -232,18 +224,14 @@ def check_fallback(loader: Any, caplog: pytest.LogCaptureFixture, reason: str) -
     assert reason in record.message
 
 
-def test_a_context_that_starts_its_own_processes(
-    seeds: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
-    context: Any = multiprocessing.get_context(QUICK)
+def test_a_context_that_starts_its_own_processes(seeds, caplog):
+    context = multiprocessing.get_context(QUICK)
     own = type("Own", (type(context),), {"Process": type("Own", (context.Process,), {})})()
     loader = cseq.DataLoader(Plain(2), num_workers=1, multiprocessing_context=own)
     check_fallback(loader, caplog, "multiprocessing_context is <")
 
 
-def test_an_argument_that_is_not_known(
-    seeds: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_argument_that_is_not_known(seeds, caplog, monkeypatch):
     """A torch that has one is played: the signature was read when cseq was imported."""
     monkeypatch.setitem(names.UNKNOWN, "worker_method", "multiprocessing")
     loader = cseq.DataLoader(Plain(2), **FORK)
@@ -253,7 +241,7 @@ def test_an_argument_that_is_not_known(
     check_fallback(loader, caplog, "worker_method='thread'")
 
 
-def test_a_torch_that_has_worker_threads_itself(seeds: list[int]) -> None:
+def test_a_torch_that_has_worker_threads_itself(seeds):
     """Its loaders keep them, with what `get_worker_info` says there."""
     with installed():
         loader = data.DataLoader(Plain(2), **FORK)
@@ -271,11 +259,11 @@ SPAWN: Any = {"num_workers": 1, "multiprocessing_context": "spawn"}
 class Unsent(Plain):
     """Cannot be pickled; counts how often that was tried."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(4)
         self.tried = 0
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         self.tried += 1
         raise TypeError("this data set stays here")
 
@@ -287,7 +275,7 @@ class Known(Unsent):
 ForkingPickler.register(Known, lambda _: (Plain, (4,)))
 
 
-def test_what_cannot_be_pickled(seeds: list[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_pickled(seeds, caplog):
     """The generators are as if nothing had been tried: torch's own draws the same seed."""
     seed_all()
     check_fallback(cseq.DataLoader(Known(), **SPAWN), caplog, "stays here")
@@ -297,7 +285,7 @@ def test_what_cannot_be_pickled(seeds: list[int], caplog: pytest.LogCaptureFixtu
     assert seeds[0] == seeds[2]
 
 
-def test_what_torch_cannot_pickle_either(seeds: list[int]) -> None:
+def test_what_torch_cannot_pickle_either(seeds):
     """Its way is not tried: one sentence says which part it is, and what to do."""
     dataset = Plain(4)
     dataset.lock = threading.Lock()  # type: ignore[attr-defined]
@@ -307,7 +295,7 @@ def test_what_torch_cannot_pickle_either(seeds: list[int]) -> None:
     assert not seeds
 
 
-def test_what_cannot_be_is_tried_once(seeds: list[int]) -> None:
+def test_what_cannot_be_is_tried_once(seeds):
     """Also where torch's class has cseq's workers."""
     tried = []
     for context in (contextlib.nullcontext(), installed()):
@@ -318,9 +306,7 @@ def test_what_cannot_be_is_tried_once(seeds: list[int]) -> None:
     assert tried[0] == tried[1] > 0
 
 
-def test_all_options_that_are_lost_are_named(
-    seeds: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_all_options_that_are_lost_are_named(seeds, caplog):
     loader = cseq.DataLoader(Known(), **SPAWN, rng="batch", on_error="skip")
     check_fallback(loader, caplog, "it cannot do rng='batch', on_error='skip'")
     caplog.clear()
@@ -329,7 +315,7 @@ def test_all_options_that_are_lost_are_named(
     assert "cannot do" not in caplog.text
 
 
-def test_a_state_that_would_be_lost(seeds: list[int]) -> None:
+def test_a_state_that_would_be_lost(seeds):
     """A fallback would begin at the first batch again."""
     from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -374,21 +360,17 @@ class Owned(type(multiprocessing.get_context(QUICK))):  # type: ignore[misc]
 )
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_the_state_of_a_loader_with_torchs_own_iterator(
-    reason: str,
-    options: Any,
-    is_begun: bool,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    reason, options, is_begun, caplog, monkeypatch
+):
     """It is empty, which the log says, and no state that says that nothing was taken."""
     from torch.utils.data.datapipes.iter import IterableWrapper
 
-    def make(self: Any, loader: Any) -> None:
+    def make(self, loader):
         names.Base.__init__(self, loader)
         self._shutdown = True
 
     monkeypatch.setattr(names.Workers, "__init__", make)
-    dataset: Any = IterableWrapper(range(6)) if reason == "datapipe" else Plain(6)
+    dataset = IterableWrapper(range(6)) if reason == "datapipe" else Plain(6)
     if reason == "this torch is another":
         monkeypatch.setattr(names, "REASON", reason)
     if "spawn" in reason:
@@ -436,7 +418,7 @@ print(os.path.exists(__file__))
 RUN = ["-m", "cseq", "run"]
 
 
-def called(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def called(folder, *arguments):
     """Run Python in a folder."""
     return subprocess.run(
         [sys.executable, *arguments],
@@ -449,7 +431,7 @@ def called(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("as_module", [False, True])
-def test_the_command(run_command: RunCommand, tmp_path: Path, as_module: bool) -> None:
+def test_the_command(run_command, tmp_path, as_module):
     path = tmp_path / "training.py"
     path.write_text(SCRIPT)
     what = ["-m", "training"] if as_module else [path.name]
@@ -475,7 +457,7 @@ atexit.register(lambda: print(sys.modules["__main__"].__dict__ is globals()))
 
 
 @pytest.fixture
-def scripts(tmp_path: Path) -> Path:
+def scripts(tmp_path):
     """Make a script with a module beside it, a link to it elsewhere, a folder and an archive."""
     for folder in ("own", "own/program", "links"):
         (tmp_path / folder).mkdir()
@@ -498,9 +480,7 @@ def scripts(tmp_path: Path) -> Path:
         ["-m", "shows", "--", "a", "-m"],
     ],
 )
-def test_a_script_sees_what_python_shows_it(
-    run_command: RunCommand, scripts: Path, arguments: list[str]
-) -> None:
+def test_a_script_sees_what_python_shows_it(run_command, scripts, arguments):
     """Its arguments and name, and where modules are looked for; also when it has ended."""
     expected = called(scripts / "own", *arguments)
     assert expected.returncode == 0, expected.stderr
@@ -512,7 +492,7 @@ def test_a_script_sees_what_python_shows_it(
     assert done.returncode == 0
 
 
-def test_the_command_as_it_is_installed(scripts: Path) -> None:
+def test_the_command_as_it_is_installed(scripts):
     """It lies in a folder of its own, where no modules are looked for."""
     (scripts / "cseq").write_text("import sys\nfrom cseq.__main__ import main\nsys.exit(main())\n")
     arguments = ["./shows.py", "--", "a"]
@@ -521,7 +501,7 @@ def test_the_command_as_it_is_installed(scripts: Path) -> None:
 
 
 @pytest.mark.parametrize("program", ["program", "program.pyz"])
-def test_a_folder_and_an_archive(run_command: RunCommand, scripts: Path, program: str) -> None:
+def test_a_folder_and_an_archive(run_command, scripts, program):
     done = run_command(scripts / "own", "run", program, "--", "a")
     lines = done.stdout.splitlines()
     assert lines[0].endswith(f"{program}', '--', 'a']"), done.stderr
@@ -531,7 +511,7 @@ def test_a_folder_and_an_archive(run_command: RunCommand, scripts: Path, program
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="python -P is new in 3.11")
-def test_a_safe_path(scripts: Path) -> None:
+def test_a_safe_path(scripts):
     (scripts / "own/shows.py").write_text("import sys; print(sys.path)")
     expected = called(scripts, "-P", "own/shows.py")
     assert called(scripts, "-P", *RUN, "own/shows.py").stdout == expected.stdout
@@ -541,9 +521,7 @@ def test_a_safe_path(scripts: Path) -> None:
     "arguments",
     [["./missing.py", "-m"], ["-m", "missing"], ["-m", "missing.too"]],
 )
-def test_a_script_that_is_not_there(
-    run_command: RunCommand, scripts: Path, arguments: list[str]
-) -> None:
+def test_a_script_that_is_not_there(run_command, scripts, arguments):
     """The same line, and no traceback of cseq's."""
     expected = called(scripts, *arguments)
     done = run_command(scripts, "run", *arguments)
@@ -551,7 +529,7 @@ def test_a_script_that_is_not_there(
     assert done.returncode == expected.returncode
 
 
-def test_the_command_without_a_script(run_command: RunCommand, tmp_path: Path) -> None:
+def test_the_command_without_a_script(run_command, tmp_path):
     assert run_command(tmp_path, "--version").stdout == f"cseq {cseq.__version__}\n"
     done = run_command(tmp_path, "run")
     assert done.returncode == 2
@@ -581,9 +559,7 @@ if __name__ == "__main__":
 TORCHS = "torch.utils.data.dataloader.DataLoader"
 
 
-def test_the_command_ends_with_the_engine_of_each_kind_of_loader(
-    run_command: RunCommand, tmp_path: Path
-) -> None:
+def test_the_command_ends_with_the_engine_of_each_kind_of_loader(run_command, tmp_path):
     """An iterator that the program makes itself is torch's, and not seen."""
     (tmp_path / "engines.py").write_text(ENGINES)
     done = run_command(tmp_path, "run", "engines.py", QUICK)
@@ -595,14 +571,14 @@ def test_the_command_ends_with_the_engine_of_each_kind_of_loader(
     ]
 
 
-def told(kind: type) -> list[tuple[int, str | None]]:
+def told(kind):
     """Return how many iterators of a class that a test has made there were, and why torch's."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     return [(count, reason) for (loader, reason), count in made.items() if loader == name]
 
 
 @pytest.mark.parametrize("also", [False, True])
-def test_the_engine_of_a_loader_of_cseqs(also: bool) -> None:
+def test_the_engine_of_a_loader_of_cseqs(also):
     """It is told once, whether torch's class is changed too or not."""
     from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -631,19 +607,17 @@ def another(loader):
 class Odd(Plain):
     """Has samples that raise."""
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         if index % 2 == 0:
             raise ValueError(index)
         return index
 
 
-def test_what_accelerate_loses_is_said_with_what_keeps_it(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_accelerate_loses_is_said_with_what_keeps_it(caplog, monkeypatch):
     """Once; without a word if nothing is lost, and not where another one reads the attributes."""
-    there: Any = {"__name__": "accelerate.data_loader"}
+    there = {"__name__": "accelerate.data_loader"}
     exec(ANOTHER, there)
-    elsewhere: Any = {"__name__": "another"}
+    elsewhere = {"__name__": "another"}
     exec(ANOTHER, elsewhere)
     made = cseq.DataLoader(Odd(4), batch_size=2, **FORK, on_error="skip", rng="batch")
     elsewhere["another"](made)

@@ -1,11 +1,8 @@
 """The worker processes of a loader's iterator, as others see them: `iterator._workers`."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
-from typing import Any
 
 import pytest
 
@@ -24,24 +21,24 @@ SLOW = 0.3  # seconds that each start takes here
 
 
 @pytest.fixture
-def _started_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+def _started_slowly(monkeypatch):
     """Have spawned workers started later than the iterator is there, on any machine."""
-    start: Any = processes.SpawnLauncher._launch
+    start = processes.SpawnLauncher._launch
 
-    def start_late(*args: Any) -> Any:
+    def start_late(*args):
         time.sleep(SLOW)
         return start(*args)
 
     monkeypatch.setattr(processes.SpawnLauncher, "_launch", start_late)
 
 
-def spawned(count: int = 2) -> Any:
+def spawned(count=2):
     """An iterator whose workers are being spawned."""
     return iter(cseq.DataLoader(Plain(), num_workers=count, multiprocessing_context="spawn"))
 
 
 @pytest.mark.usefixtures("_started_slowly")
-def test_a_process_is_there_as_soon_as_it_is_asked_for() -> None:
+def test_a_process_is_there_as_soon_as_it_is_asked_for():
     """As torch's is, though `iter` does not wait for spawned workers."""
     iterator = spawned()
     pids = [process.pid for process in iterator._workers]
@@ -57,7 +54,7 @@ def test_a_process_is_there_as_soon_as_it_is_asked_for() -> None:
     [(lambda process: process.is_alive(), True), (lambda process: process.exitcode, None)],
     ids=["is_alive", "exitcode"],
 )
-def test_it_is_alive_from_the_beginning(ask: Any, answer: Any) -> None:
+def test_it_is_alive_from_the_beginning(ask, answer):
     iterator = spawned(1)
     (process,) = iterator._workers
     assert ask(process) is answer
@@ -69,10 +66,10 @@ def test_it_is_alive_from_the_beginning(ask: Any, answer: Any) -> None:
 
 
 @pytest.mark.usefixtures("_started_slowly")
-def test_a_process_that_will_not_be_started_is_not_waited_for() -> None:
+def test_a_process_that_will_not_be_started_is_not_waited_for():
     """One thread asks for a process that will not be started, since another one ends the loader."""
     iterator = spawned(2)
-    asked: list[Any] = []
+    asked = []
     asking = threading.Thread(target=lambda: asked.append(iterator._workers))
     asking.start()
     iterator._shutdown_workers()
@@ -80,7 +77,7 @@ def test_a_process_that_will_not_be_started_is_not_waited_for() -> None:
     assert len(asked) == 1
 
 
-def test_the_process_of_an_iterator_that_was_dropped_before_it_was_asked_for() -> None:
+def test_the_process_of_an_iterator_that_was_dropped_before_it_was_asked_for():
     iterator = spawned(1)
     assert next(iterator) == 0
     (process,) = iterator._workers
@@ -90,7 +87,7 @@ def test_the_process_of_an_iterator_that_was_dropped_before_it_was_asked_for() -
     assert process.pid not in (None, os.getpid())
 
 
-def test_a_process_that_has_ended() -> None:
+def test_a_process_that_has_ended():
     made = cseq.DataLoader(Plain(4), num_workers=1, multiprocessing_context=QUICKEST.start_method)
     iterator = iter(made)
     assert len(list(iterator)) == 4

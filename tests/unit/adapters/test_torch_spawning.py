@@ -1,7 +1,5 @@
 """Objects of multiprocessing in a data set of workers that are not forked."""
 
-from __future__ import annotations
-
 import copyreg
 import multiprocessing
 import os
@@ -10,7 +8,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import context
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,11 +16,6 @@ torch = pytest.importorskip("torch")
 from cseq.encoding.pickling import UnpicklableError, dump  # noqa: E402
 from cseq.processes.launcher import start_methods  # noqa: E402
 from cseq.processes.spawning import Reopened, Workers, spawning  # noqa: E402
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from conftest import RunScript
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="descriptors are opened by /proc"),
@@ -34,18 +26,18 @@ pytestmark = [
 class Sharing:
     """Has some of what multiprocessing shares."""
 
-    def __init__(self) -> None:
-        shared: Any = multiprocessing.get_context("spawn")
+    def __init__(self):
+        shared = multiprocessing.get_context("spawn")
         self.lock, self.queue, self.value = shared.Lock(), shared.Queue(), shared.Value("i", 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _begun_by_multiprocessing() -> None:
+def _begun_by_multiprocessing():
     """What it begins once for a process: a tracker of names, and memory."""
     multiprocessing.get_context("spawn").Value("i")
 
 
-def test_all_is_as_before_afterwards() -> None:
+def test_all_is_as_before_afterwards():
     dataset, table = Sharing(), dict(copyreg.dispatch_table)
     with spawning() as reducers:
         assert len(dump(dataset, reducers=reducers).data) > 0
@@ -55,12 +47,12 @@ def test_all_is_as_before_afterwards() -> None:
         dump(dataset)
 
 
-def test_two_threads() -> None:
+def test_two_threads():
     """One is ready while another pickles; a third one cannot do it at all."""
     dataset, pickled = Sharing(), []
     entered, left = threading.Event(), threading.Event()
 
-    def pickles() -> None:
+    def pickles():
         with spawning() as reducers:
             entered.set()
             left.wait()
@@ -78,7 +70,7 @@ def test_two_threads() -> None:
     assert len(pickled) == 1
 
 
-def test_a_descriptor_that_is_another_one_by_now() -> None:
+def test_a_descriptor_that_is_another_one_by_now():
     reading, writing = os.pipe()
     with spawning():
         opened = Workers.DupFd(Workers.duplicate_for_child(writing))
@@ -94,7 +86,7 @@ def test_a_descriptor_that_is_another_one_by_now() -> None:
     os.close(reading)
 
 
-def test_what_workers_cannot_open() -> None:
+def test_what_workers_cannot_open():
     one, other = multiprocessing.Pipe()  # of sockets
     with spawning() as reducers, pytest.raises(UnpicklableError, match="socket"):
         dump(one, reducers=reducers)
@@ -122,7 +114,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_are_started_as_torch_starts_them(run_prepared: RunScript) -> None:
+def test_workers_are_started_as_torch_starts_them(run_prepared):
     """By default: forked on Linux; from Python 3.14 on, by a fork server."""
     done = run_prepared(BY_DEFAULT)
     theirs, ours, method = done.stdout.splitlines()
@@ -172,9 +164,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("gives", ["gives", ""])
 @pytest.mark.parametrize("method", start_methods())
-def test_a_worker_gives_its_data_set_back(
-    run_prepared: RunScript, tmp_path: Path, method: str, gives: str
-) -> None:
+def test_a_worker_gives_its_data_set_back(run_prepared, tmp_path, method, gives):
     """At its end, where torch's does (2.14.1 and newer); a forked one has that of its parent."""
     (tmp_path / "given.py").write_text(GIVEN, encoding="ascii")
     done = run_prepared(DROPPING, method, gives)

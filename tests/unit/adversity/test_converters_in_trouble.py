@@ -1,11 +1,8 @@
 """Converters die or are interrupted: every batch once and in order, and no file is left."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
-from typing import TYPE_CHECKING, Any
 
 import exports as exporting
 import held
@@ -16,12 +13,6 @@ from killing import await_death
 
 from cseq import testing
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    import numpy as np
-
 pytestmark = pytest.mark.needs("Linux")
 
 
@@ -29,7 +20,7 @@ pytestmark = pytest.mark.needs("Linux")
 
 
 @pytest.fixture
-def converters_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def converters_on_the_cpu(monkeypatch):
     """Let 'cuda' run its whole path with the CPU in the part of the device."""
     pytest.importorskip("torch")
     rehearsal.install(monkeypatch.setattr)
@@ -37,7 +28,7 @@ def converters_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("converters_on_the_cpu")
 @pytest.mark.parametrize("compat", [None, False])
-def test_converters_give_what_test_mode_gives(compat: bool | None) -> None:
+def test_converters_give_what_test_mode_gives(compat):
     """The second stage, in threads and in processes, changes neither order nor values."""
     m = manager(out_type="cuda", num_converters=2)
     with m.start_test("cpu"):
@@ -50,7 +41,7 @@ def test_converters_give_what_test_mode_gives(compat: bool | None) -> None:
 
 
 @pytest.mark.usefixtures("converters_on_the_cpu")
-def test_a_dead_converter_is_replaced() -> None:
+def test_a_dead_converter_is_replaced():
     """A converter process that is killed is a worker like any other."""
     m = manager(out_type="cuda", num_converters=1)
     with m.start_test("cpu"):
@@ -67,15 +58,13 @@ def test_a_dead_converter_is_replaced() -> None:
 
 
 @pytest.fixture
-def exports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., exporting.Exports]]:
+def exports(tmp_path, monkeypatch):
     """Let converter processes export their tensors as to a device."""
     pytest.importorskip("torch")
     (tmp_path / "exported").mkdir()
-    made: list[exporting.Exports] = []
+    made = []
 
-    def make(**options: int) -> exporting.Exports:
+    def make(**options):
         made.append(exporting.Exports(tmp_path / "exported", **options))
         made[0].install(monkeypatch)
         return made[0]
@@ -87,7 +76,7 @@ def exports(
 MakeExports = "Callable[..., exporting.Exports]"
 
 
-def test_batches_of_a_dead_converter_are_converted_again(exports: MakeExports) -> None:
+def test_batches_of_a_dead_converter_are_converted_again(exports):
     """What a converter has finished and the loop has not had is gone with it, and made again."""
     theirs = exports(die_at=6)
     m = manager(out_type="cuda", num_converters=1)
@@ -102,9 +91,7 @@ def test_batches_of_a_dead_converter_are_converted_again(exports: MakeExports) -
 
 
 @pytest.mark.parametrize("large", [True, False])
-def test_converters_get_the_memory_of_cancelled_batches_back(
-    exports: MakeExports, large: bool
-) -> None:
+def test_converters_get_the_memory_of_cancelled_batches_back(exports, large):
     """Converted batches of an epoch that is broken off are let go of, each tensor once."""
     theirs = exports(tell_at=10)
     worker = Squares if large else Small
@@ -127,20 +114,18 @@ def test_converters_get_the_memory_of_cancelled_batches_back(
 class Small(Squares):
     """Batches that are copied out of their slots."""
 
-    def __getitem__(self, indices: np.ndarray) -> dict[str, Any]:
+    def __getitem__(self, indices):
         return {"indices": indices, "text": [str(index) for index in indices]}
 
 
-def test_an_interrupted_import_is_made_again(
-    exports: MakeExports, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_import_is_made_again(exports, monkeypatch):
     """Ctrl-C while a batch comes out of a converter process: the next one is that batch."""
     theirs = exports()
     strikes = {3, 30, 31, 55}
     calls = []
     open_once = exporting.open_once
 
-    def strike(*place: Any) -> Any:
+    def strike(*place):
         calls.append(place)
         if len(calls) in strikes:
             signal.default_int_handler(signal.SIGINT, None)
@@ -167,7 +152,7 @@ def test_an_interrupted_import_is_made_again(
 
 
 @pytest.mark.parametrize("how", ["finish", "drop"])
-def test_converters_leave_no_counts_in_dev_shm(exports: MakeExports, how: str) -> None:
+def test_converters_leave_no_counts_in_dev_shm(exports, how):
     """Torch's files of reference counts go with their converters, unless these are killed."""
     theirs = exports(tell_at=10)
     m = manager(out_type="cuda", num_converters=1)
@@ -184,6 +169,6 @@ def test_converters_leave_no_counts_in_dev_shm(exports: MakeExports, how: str) -
     assert not counts_of(pid)
 
 
-def counts_of(pid: int) -> list[str]:
+def counts_of(pid):
     """Name a converter's files of reference counts."""
     return [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{pid}_")]

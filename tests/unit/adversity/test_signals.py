@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import held
 import numpy as np
@@ -24,11 +24,6 @@ from killing import await_death
 import cseq
 from cseq.engine.worker import ENTRY
 from cseq.processes.launcher import make_launcher
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
 
 pytestmark = pytest.mark.needs("fork")
 
@@ -44,9 +39,7 @@ START = [("MPSequence", "fork", 3), ("MPSequence", "forkserver", 17), ("MTSequen
 @in_shares
 @pytest.mark.parametrize("verb", ["start", "finish", "__exit__"])
 @pytest.mark.parametrize(("kind", "method", "step"), START)
-def test_ctrl_c_anywhere_in_start_and_finish(
-    verb: str, kind: str, method: str | None, step: int, share: int
-) -> None:
+def test_ctrl_c_anywhere_in_start_and_finish(verb, kind, method, step, share):
     """Wherever in `start`, in `finish` or at the end of a `with` a signal handler raises.
 
     Nothing is left, all of it works again, and so does a loop.
@@ -76,7 +69,7 @@ def test_ctrl_c_anywhere_in_start_and_finish(
 class Paced:
     """Is waited for: what threads have made by then is taken in C alone, between no two lines."""
 
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+    def __getitem__(self, indices):
         time.sleep(0.002)
         return indices
 
@@ -93,9 +86,7 @@ TAKING = (
 @pytest.mark.parametrize("kind", ["proc", "thread"])
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("ahead", [1, 4])
-def test_ctrl_c_anywhere_in_the_taking_of_a_batch(
-    kind: str, ordered: bool, ahead: int, share: int
-) -> None:
+def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind, ordered, ahead, share):
     """Wherever in the taking of a batch a signal handler raises: no batch is lost or doubled.
 
     In an epoch's middle or at its end, where there are no tickets to be posted any more. What was
@@ -124,12 +115,12 @@ def test_ctrl_c_anywhere_in_the_taking_of_a_batch(
             assert held.slots(m).total <= 16
 
 
-def indices_of(batches: Iterable[np.ndarray]) -> list[int]:
+def indices_of(batches):
     """Return the first index of each batch."""
     return [int(batch[0, 0]) for batch in batches]
 
 
-def refused(verb: Callable[..., Any], *arguments: Any) -> bool:
+def refused(verb, *arguments):
     """Try what cannot be done in the middle of a call; return whether it was refused."""
     try:
         verb(*arguments)
@@ -141,19 +132,19 @@ def refused(verb: Callable[..., Any], *arguments: Any) -> bool:
 
 @in_shares
 @pytest.mark.parametrize("verb", ["take", "finish"])
-def test_a_signal_handler_in_the_taking_of_a_batch(verb: str, share: int) -> None:
+def test_a_signal_handler_in_the_taking_of_a_batch(verb, share):
     """It may look and finish, and take and begin nothing: in the middle of a decode, too."""
     m = cseq.MPSequence(
         Wide, 60, batch_size=10, shuffle=False, out_type="null", buffer=3, num_workers=1,
         start_method="fork",
     )  # fmt: skip
 
-    def step(countdown: int) -> bool:
+    def step(countdown):
         m.start()
         iterator = iter(m)
         got = indices_of([next(iterator)])
 
-        def handler() -> None:
+        def handler():
             assert m.state_dict()["consumed"] in (10, 20)
             assert m.stats().batches in (1, 2)
             if verb == "finish":
@@ -179,7 +170,7 @@ def test_a_signal_handler_in_the_taking_of_a_batch(verb: str, share: int) -> Non
 
 
 @pytest.mark.parametrize("bad", [True, False])
-def test_ctrl_c_anywhere_in_test_mode(bad: bool) -> None:
+def test_ctrl_c_anywhere_in_test_mode(bad):
     """Wherever in the making of a batch a signal handler raises: none is lost, or skipped twice."""
     worker = RaisesOnce(10) if bad else np.arange(60)
     m = cseq.MTSequence(worker, 60, batch_size=10, shuffle=False, out_type="null", on_error="skip")
@@ -218,7 +209,7 @@ BEGINNING = (
 class Epochs:
     """A manager, and the epochs that its iterators give."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         self.m = cseq.MTSequence(
             np.arange(60), 60, batch_size=10, seed=5, out_type="null", num_workers=1
         )
@@ -226,27 +217,27 @@ class Epochs:
         self.orders = [cseq.permutation(60, 5, epoch).reshape(6, 10).tolist() for epoch in range(9)]
         self.iterators: list[tuple[Any, list[list[int]], list[int]]] = []
 
-    def start(self) -> None:
+    def start(self):
         """Start the manager."""
         if self.kind == "thread":
             self.m.start()
         else:
             self.m.start_test()
 
-    def begin(self, taken: int) -> None:
+    def begin(self, taken):
         """Make an iterator, and take some batches."""
         self.iterators.append((iter(self.m), [], []))
         for _ in range(taken):
             self.take(-1)
 
-    def take(self, at: int) -> None:
+    def take(self, at):
         """Take a batch; note which epoch the manager names at the first one."""
         iterator, got, named = self.iterators[at]
         got.append(next(iterator).tolist())
         if len(got) == 1:
             named.append(self.m.epoch)
 
-    def do(self, verb: str) -> None:
+    def do(self, verb):
         """Do what a loop or a signal handler may do with a manager."""
         if verb == "set_epoch":
             self.m.set_epoch(5)
@@ -257,7 +248,7 @@ class Epochs:
         else:
             self.begin(1 if verb == "take" else 0)
 
-    def drain(self, at: int) -> bool:
+    def drain(self, at):
         """Take the rest of an iterator's batches; return whether it was not void."""
         _, got, named = self.iterators[at]
         try:
@@ -278,14 +269,12 @@ class Epochs:
 @pytest.mark.parametrize("by", ["take", "iterate", "set_epoch", "load", "finish"])
 @pytest.mark.parametrize("verb", ["iterate", "set_epoch", "load"])
 @in_shares
-def test_a_signal_handler_in_the_beginning_of_an_epoch(
-    kind: str, verb: str, by: str, share: int
-) -> None:
+def test_a_signal_handler_in_the_beginning_of_an_epoch(kind, verb, by, share):
     """It may finish; an iterator gives the epoch that the manager names, whole, or is void."""
     epochs = Epochs(kind)
-    refusals: list[bool] = []  # not before the call has taken its lock
+    refusals = []  # not before the call has taken its lock
 
-    def step(countdown: int) -> bool:
+    def step(countdown):
         epochs.start()
         epochs.m.set_epoch(0)
         epochs.iterators.clear()
@@ -310,12 +299,12 @@ def test_a_signal_handler_in_the_beginning_of_an_epoch(
     epochs.m.finish()
 
 
-def test_a_signal_handler_in_the_indexer_of_test_mode() -> None:
+def test_a_signal_handler_in_the_indexer_of_test_mode():
     """It can take and begin nothing there, as the indexer. The loop's generators stay the same."""
-    refusals: list[bool] = []
+    refusals = []
 
     class Acts:
-        def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        def __getitem__(self, indices):
             np.random.random()  # noqa: NPY002 - the global one
             refusals.append(refused(next, iterator))
             refusals.append(refused(iter, m))
@@ -333,11 +322,11 @@ def test_a_signal_handler_in_the_indexer_of_test_mode() -> None:
 
 @pytest.mark.parametrize("kind", ["thread", "test"])
 @pytest.mark.parametrize("by", ["finish", "start"])
-def test_a_signal_handler_in_a_start(kind: str, by: str) -> None:
+def test_a_signal_handler_in_a_start(kind, by):
     """It may end what is being started, but not start it itself: nothing is left of the start."""
     epochs = Epochs(kind)
 
-    def step(countdown: int) -> bool:
+    def step(countdown):
         epochs.m.finish()
         before = threading.active_count()
         handler = partial(refused, epochs.start) if by == "start" else epochs.m.finish
@@ -362,10 +351,10 @@ def test_a_signal_handler_in_a_start(kind: str, by: str) -> None:
 class RaisesOnce:
     """Has one sample that cannot be read."""
 
-    def __init__(self, sample: int) -> None:
+    def __init__(self, sample):
         self.sample = sample
 
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+    def __getitem__(self, indices):
         if self.sample in indices:
             raise KeyError(self.sample)
         return indices
@@ -374,11 +363,11 @@ class RaisesOnce:
 class Wide:
     """Batches that are handed out where they lie."""
 
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+    def __getitem__(self, indices):
         return np.repeat(indices[:, None], 1024, axis=1)
 
 
-def in_a_group(folder: Path, source: str, *args: str) -> subprocess.Popen[str]:
+def in_a_group(folder, source, *args):
     """Start a script in a process group of its own, which it may signal."""
     script = folder / "script.py"
     script.write_text(source)
@@ -415,7 +404,7 @@ for number, batch in enumerate(m):
 
 
 @pytest.mark.parametrize("how", ["group", "thread"])
-def test_ctrl_c_gives_one_traceback(tmp_path: Path, how: str) -> None:
+def test_ctrl_c_gives_one_traceback(tmp_path, how):
     """KeyboardInterrupt comes out of the loop while it waits; nothing is printed behind it.
 
     Workers that the indexer keeps busy are killed without a word, long before their batch is over.
@@ -449,7 +438,7 @@ with m.start():
 """
 
 
-def test_sigterm_leaves_the_workers_to_the_trainer(tmp_path: Path) -> None:
+def test_sigterm_leaves_the_workers_to_the_trainer(tmp_path):
     """A notice to the process group ends no worker: the trainer finishes what it is at."""
     with in_a_group(tmp_path, PREEMPTED) as trainer:
         printed = trainer.communicate(timeout=GUARD)
@@ -481,7 +470,7 @@ threading.Event().wait(3600)
 
 @pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep finds the workers")
 @pytest.mark.parametrize("state", ["idle", "gil"])
-def test_workers_go_with_a_killed_trainer(tmp_path: Path, state: str) -> None:
+def test_workers_go_with_a_killed_trainer(tmp_path, state):
     """SIGKILL of the trainer leaves no process, no name in /dev/shm and no message."""
     names = shm_names()
     with in_a_group(tmp_path, ORPHANED, state) as trainer:
@@ -497,7 +486,7 @@ def test_workers_go_with_a_killed_trainer(tmp_path: Path, state: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_workers_that_start_go_silently(capfd: pytest.CaptureFixture[str], method: str) -> None:
+def test_workers_that_start_go_silently(capfd, method):
     """Workers that the trainer has had no time to tell what they are say nothing of its end."""
     launcher = make_launcher(method, entry=ENTRY)
     child = launcher.launch(0)

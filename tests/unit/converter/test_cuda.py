@@ -1,9 +1,6 @@
 """Conversion on a lane, with the CPU as the device, alone and in whole managers."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,19 +10,16 @@ from converting import SlowLane, converter, same_bits, watched
 import cseq
 from cseq.converter.cuda import CudaConverter, receive
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 
 
-def test_tensors_on_a_lane() -> None:
+def test_tensors_on_a_lane():
     """CPU tensors travel as arrays do, in their own memory order; the indexer's are not touched."""
     images = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
     sparse = torch.eye(3, dtype=torch.float64).to_sparse()
     batch = {"a": images, "b": torch.arange(4)[::2], "c": torch.ones(2, requires_grad=True)}
     batch |= {"d": torch.ones(2, device="meta"), "e": "text", "f": sparse}
-    got: Any = receive(converter().convert(batch))
+    got = receive(converter().convert(batch))
     assert same_bits(got["a"], images)
     assert got["a"].data_ptr() != images.data_ptr()
     assert same_bits(got["b"], torch.tensor([0.0, 2.0]))
@@ -37,7 +31,7 @@ def test_tensors_on_a_lane() -> None:
     assert torch.equal(got["f"].to_dense(), torch.eye(3))
 
 
-def test_what_the_device_can_fetch_is_not_copied_before() -> None:
+def test_what_the_device_can_fetch_is_not_copied_before():
     """An array in page-locked memory, of the right type, is copied from where it lies."""
     lane = SlowLane()
     array = np.zeros((3, 4), np.float32)
@@ -45,21 +39,21 @@ def test_what_the_device_can_fetch_is_not_copied_before() -> None:
     assert lane.journal == [array.ctypes.data]
 
 
-def test_what_the_device_cannot_fetch_is_staged() -> None:
+def test_what_the_device_cannot_fetch_is_staged():
     """An array in ordinary memory passes through page-locked memory."""
 
     class Ordinary(SlowLane):
-        def can_fetch(self, tensor: Any) -> bool:
+        def can_fetch(self, tensor):
             return False
 
     lane = Ordinary()
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
-    result: Any = converter(lane=lane).convert(array)
+    result = converter(lane=lane).convert(array)
     assert lane.journal != [array.ctypes.data]
     assert same_bits(result.batch, torch.from_numpy(array))
 
 
-def test_memory_is_kept_until_it_was_copied() -> None:
+def test_memory_is_kept_until_it_was_copied():
     """What a copy reads is kept until the copy is done, also when the batch is thrown away."""
     lane = SlowLane()
     cuda = converter(lane=lane)
@@ -78,11 +72,11 @@ def test_memory_is_kept_until_it_was_copied() -> None:
     assert "wait on the host" not in lane.journal
 
 
-def test_memory_is_kept_after_an_error() -> None:
+def test_memory_is_kept_after_an_error():
     """An error in the middle of a batch does not let go of what is being copied."""
 
     class Full(SlowLane):
-        def send(self, tensor: Any) -> Any:
+        def send(self, tensor):
             if len(tensor) == 4:
                 raise RuntimeError("out of memory")
             return super().send(tensor)
@@ -98,7 +92,7 @@ def test_memory_is_kept_after_an_error() -> None:
     assert first_gone() is None
 
 
-def test_a_pause_waits_for_the_copies() -> None:
+def test_a_pause_waits_for_the_copies():
     """Before it pauses, and when it closes, a converter waits and keeps nothing."""
     for stop in (lambda cuda: cuda.reap(wait=True), CudaConverter.close):
         lane = SlowLane()
@@ -111,26 +105,26 @@ def test_a_pause_waits_for_the_copies() -> None:
         assert "wait on the host" in lane.journal
 
 
-def test_the_consumer_waits_on_the_device() -> None:
+def test_the_consumer_waits_on_the_device():
     """The consumer joins the lane with every tensor of the batch, and does not wait itself."""
     lane = SlowLane()
     batch = {"a": np.arange(2), "b": [np.ones(1), 1]}
     transfer = converter(lane=lane).convert(batch)
     lane.journal.clear()
-    got: Any = receive(transfer)
+    got = receive(transfer)
     assert len(lane.journal) == 1
     verb, event, tensors = lane.journal[0]
     assert (verb, event) == ("join", lane.marks[0])
     assert [id(tensor) for tensor in tensors] == [id(got["a"]), id(got["b"][0])]
 
 
-def test_other_results_are_received_as_they_are() -> None:
+def test_other_results_are_received_as_they_are():
     """What is no transfer is a batch already."""
     for batch in (np.arange(3), (1, 2), None):
         assert receive(batch) is batch
 
 
-def test_exporting_waits_for_the_copies() -> None:
+def test_exporting_waits_for_the_copies():
     """In a process the memory of a batch may be overwritten when it has been exported."""
     lane = SlowLane()
     cuda = converter(lane=lane)
@@ -141,14 +135,14 @@ def test_exporting_waits_for_the_copies() -> None:
     assert lane.journal[-1] == "wait on the host"
 
 
-def test_closing_collects() -> None:
+def test_closing_collects():
     """A converter that closes asks torch to let go of what consumers have taken."""
     lane = SlowLane()
     converter(lane=lane).close()
     assert lane.journal == ["collect"]
 
 
-def test_a_converter_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_converter_in_a_thread(tmp_path, monkeypatch):
     """Each batch is converted after it was made, as a trace shows, on a lane of its own."""
     rehearsal.install(monkeypatch.setattr)
     path = tmp_path / "run.json"

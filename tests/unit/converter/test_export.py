@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,37 +15,34 @@ from exports import Receiver, Theirs
 from cseq.converter.export import pack
 from cseq.encoding.pickling import dumps
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 
 
 STORE: dict[str, Any] = {}
 
 
-def fetch(key: str) -> Any:
+def fetch(key):
     """Open what another process has, so to speak."""
     if key not in STORE:
         raise RuntimeError(f"{key} is gone")
     return STORE[key][:]
 
 
-def receiver(lane: Any = None) -> Receiver:
+def receiver(lane=None):
     """Make the trainer's end."""
     with rehearsal.on(lane or rehearsal.CpuLane()):
         return Receiver(rehearsal.rehearse(FLOAT))
 
 
 @pytest.fixture
-def store() -> Iterator[dict[str, Any]]:
+def store():
     """Give the memory of the other process."""
     STORE.clear()
     yield STORE
     STORE.clear()
 
 
-def test_what_is_on_the_cpu_is_pickled() -> None:
+def test_what_is_on_the_cpu_is_pickled():
     """Tensors on the CPU, arrays and all else."""
     exported = converter().export({"a": torch.ones(2), "b": [np.ones(1), "text"]})
     got = receiver().unpack(exported)
@@ -54,9 +51,7 @@ def test_what_is_on_the_cpu_is_pickled() -> None:
     assert got["b"][1] == "text"
 
 
-def test_a_tensor_on_the_device_is_pickled_by_torchs_reduction(
-    store: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensor_on_the_device_is_pickled_by_torchs_reduction(store, monkeypatch):
     """As what opens its memory, whatever its size."""
     store["x"] = torch.arange(1000)
 
@@ -70,7 +65,7 @@ def test_a_tensor_on_the_device_is_pickled_by_torchs_reduction(
     assert same_bits(receiver().unpack(packed)[0], torch.arange(1000))
 
 
-def test_a_received_batch_is_the_consumers_own(store: dict[str, Any]) -> None:
+def test_a_received_batch_is_the_consumers_own(store):
     """A received tensor lies in memory of the consumer's process, in the same memory order."""
     store["x"] = torch.rand(3, 4).T
     store["y"] = torch.arange(3)
@@ -83,26 +78,24 @@ def test_a_received_batch_is_the_consumers_own(store: dict[str, Any]) -> None:
     assert same_bits(batch["z"][1], torch.arange(3))
 
 
-def test_memory_of_the_other_process_is_let_go(
-    store: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_the_other_process_is_let_go(store, monkeypatch):
     """The other process's memory is let go when the copy is done, on the receiver's own lane."""
-    gone: list[weakref.ref[Any]] = []
+    gone = []
 
     class Opened(torch.Tensor):  # type: ignore[name-defined,misc]
         """A tensor of the other process."""
 
-        def clone(self) -> Any:
+        def clone(self):
             return self.as_subclass(torch.Tensor).clone()
 
-    def fetched(key: str) -> Any:
+    def fetched(key):
         opened = store[key][:].as_subclass(Opened)
         gone.append(weakref.ref(opened, lambda _: inside.append(lane.inside)))
         return opened
 
     fetched.__qualname__ = "fetch"  # so that it is found where a pickle names it
     monkeypatch.setattr(sys.modules[__name__], "fetch", fetched)
-    inside: list[bool] = []
+    inside = []
     lane = SlowLane()
     received = receiver(lane)
     store["x"] = torch.arange(3)

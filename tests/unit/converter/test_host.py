@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from codec_batches import axes_behind
-from converting import ARRAYS, FLOAT, UNTOUCHED, Array, converter, lone, same_bits
+from converting import ARRAYS, FLOAT, UNTOUCHED, converter, lone, same_bits
 from slots import acquire
 
 from cseq.converter.cuda import receive
@@ -37,9 +37,9 @@ class Sample:
     name: Any
 
 
-def test_a_callable_gets_every_array() -> None:
+def test_a_callable_gets_every_array():
     """A callable is applied to every array as it is, and to nothing else."""
-    batch: dict[str, Any] = {
+    batch = {
         "a": np.arange(3),
         "b": [np.array("x"), "text", torch.ones(1)],
         "c": Pair(1, None),
@@ -51,10 +51,10 @@ def test_a_callable_gets_every_array() -> None:
     assert seen["c"] is batch["c"]
 
 
-def test_nesting_is_kept() -> None:
+def test_nesting_is_kept():
     """Tensors take the place of arrays in any nesting; all other leaves are the same objects."""
     text, other = np.array(["a"]), object()
-    batch: dict[str, Any] = {
+    batch = {
         "pair": Pair(np.arange(2), [np.ones(1), "word"]),
         "sample": Sample(np.zeros((1, 1), np.uint8), b"name"),
         "rest": (None, 1, 2.5, text, other, np.float64(3)),
@@ -70,7 +70,7 @@ def test_nesting_is_kept() -> None:
     assert all(new is old for new, old in zip(got["rest"], batch["rest"], strict=True))
 
 
-def expected(array: Array, cast: np.dtype[Any] | None) -> Array:
+def expected(array, cast):
     """Say what numpy makes of an array: the reference."""
     dtype = array.dtype.newbyteorder("=")
     if cast is not None and dtype.kind != "c":
@@ -81,7 +81,7 @@ def expected(array: Array, cast: np.dtype[Any] | None) -> Array:
     return made
 
 
-def through_a_slot(batch: Any, cast: np.dtype[Any] | None) -> Any:
+def through_a_slot(batch, cast):
     """Send a batch the way it comes from a worker process."""
     arena = Arena()
     slot = acquire(arena)
@@ -99,7 +99,7 @@ def through_a_slot(batch: Any, cast: np.dtype[Any] | None) -> Any:
 @pytest.mark.parametrize("dtype", ["float32", "uint8", "bfloat16", None])
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-def test_arrays(name: str, dtype: str | None) -> None:
+def test_arrays(name, dtype):
     """An array becomes what numpy casts it to, strides and all: at once, by a slot, by a lane.
 
     One of a kind that torch lacks is kept as it is.
@@ -129,7 +129,7 @@ def test_arrays(name: str, dtype: str | None) -> None:
 @pytest.mark.parametrize("name", [*ARRAYS, *UNTOUCHED])
 @pytest.mark.parametrize("dtype", ["uint8", None])
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
-def test_leaves_are_converted_one_by_one_to_the_same(name: str, dtype: str | None) -> None:
+def test_leaves_are_converted_one_by_one_to_the_same(name, dtype):
     """What `leaf_for` gives for a type makes of a fresh array what `convert` makes of it."""
     made = Converter(resolve(parse("cpu", dtype)))
     array = through_a_slot((ARRAYS | UNTOUCHED)[name], cast_dtype(made.output))
@@ -139,7 +139,7 @@ def test_leaves_are_converted_one_by_one_to_the_same(name: str, dtype: str | Non
     assert got is want or same_bits(got, want)
 
 
-def test_texts_of_any_length_stay_arrays() -> None:
+def test_texts_of_any_length_stay_arrays():
     """An array of NumPy's `StringDType`, of which there are no byte orders, is kept as it is."""
     if not hasattr(np.dtypes, "StringDType"):
         pytest.skip("numpy is older than StringDType")
@@ -152,7 +152,7 @@ def test_texts_of_any_length_stay_arrays() -> None:
 
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("dtype", ["float32", None])
-def test_no_copy(order: Any, dtype: str | None) -> None:
+def test_no_copy(order, dtype):
     """An array that has the type already is not copied: the tensor lies on its memory."""
     array = np.zeros((3, 4), np.float32, order)
     tensor = lone(parse("cpu", dtype))(array)
@@ -161,7 +161,7 @@ def test_no_copy(order: Any, dtype: str | None) -> None:
     assert array[1, 2] == 7
 
 
-def test_the_array_lives_as_long_as_its_tensor() -> None:
+def test_the_array_lives_as_long_as_its_tensor():
     """A tensor, and any view of it, keeps the array under it, and with it the array's slot."""
 
     class Leased(np.ndarray):
@@ -177,7 +177,7 @@ def test_the_array_lives_as_long_as_its_tensor() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-def test_tensors() -> None:
+def test_tensors():
     """CPU tensors of numbers are cast; complex, quantised and other devices' ones are kept."""
     convert = lone(FLOAT)
     for tensor in (torch.arange(3), torch.ones(2, dtype=torch.float64), torch.tensor([True])):
@@ -189,7 +189,7 @@ def test_tensors() -> None:
     assert lone(parse("cpu", None))(tensor) is tensor
 
 
-def test_bfloat16() -> None:
+def test_bfloat16():
     """A type that numpy lacks is cast to by torch, arrays and tensors alike."""
     convert = lone(parse("cpu", torch.bfloat16))
     values = np.array([1, 1 / 3, np.nan, -0.0, 3e38])

@@ -1,9 +1,5 @@
 """What a lane asks of torch."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from cseq.converter.lane import Lane, parts
@@ -11,28 +7,28 @@ from cseq.converter.lane import Lane, parts
 torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 
 
-def test_a_cuda_lane_asks_torch_in_this_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_lane_asks_torch_in_this_order(monkeypatch):
     """The consumer's stream waits for the event, and every tensor is recorded on that stream."""
-    journal: list[Any] = []
+    journal = []
 
     class Stream:
-        def __init__(self, device: object = None) -> None:
+        def __init__(self, device=None):
             self.device = device
 
-        def wait_event(self, event: object) -> None:
+        def wait_event(self, event):
             journal.append(("wait", self.device, event))
 
     class Event:
-        def __init__(self, *, blocking: bool) -> None:
+        def __init__(self, *, blocking):
             assert blocking
 
-        def record(self, stream: Stream) -> None:
+        def record(self, stream):
             journal.append(("record", stream.device))
 
     class Tensor:
         layout = torch.strided
 
-        def record_stream(self, stream: Stream) -> None:
+        def record_stream(self, stream):
             journal.append(("use", stream.device))
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
@@ -49,7 +45,7 @@ def test_a_cuda_lane_asks_torch_in_this_order(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # torch: in beta
 @pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
-def test_the_parts_of_a_sparse_tensor(layout: str) -> None:
+def test_the_parts_of_a_sparse_tensor(layout):
     """The parts of a sparse tensor are strided, and hold all that it holds."""
     values = torch.eye(4)
     blocks = ((2, 2),) if layout.startswith("bs") else ()

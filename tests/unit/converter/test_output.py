@@ -1,11 +1,8 @@
 """What out_type and dtype mean, and what of it a machine can give."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,15 +15,11 @@ from cseq.converter.output import (
     say_once,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 
 
 @pytest.fixture(autouse=True)
-def _fresh_log() -> Iterator[None]:
+def _fresh_log():
     """Make every test the first to which something is said."""
     say_once.cache_clear()
     yield
@@ -34,13 +27,13 @@ def _fresh_log() -> Iterator[None]:
 
 
 @pytest.fixture
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_cuda(monkeypatch):
     """Take CUDA away."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture
-def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_cards(monkeypatch):
     """Pretend to have two CUDA devices, not used yet."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -65,7 +58,7 @@ def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.FloatTensor, "call", "cpu"),
     ],
 )
-def test_out_type(out_type: object, kind: str, device: str) -> None:
+def test_out_type(out_type, kind, device):
     """`out_type` is a device by name or by torch.device, 'null', None, or a callable."""
     output = parse(out_type, "float32")
     assert (output.kind, output.device) == (kind, device)
@@ -89,14 +82,14 @@ def test_out_type(out_type: object, kind: str, device: str) -> None:
         (None, None, None),
     ],
 )
-def test_dtype(dtype: object, cast: str | None, torch_dtype: str | None) -> None:
+def test_dtype(dtype, cast, torch_dtype):
     """`dtype` is a type of numbers in the words of Python, numpy or torch, or None."""
     output = parse("cpu", dtype)
     assert str(getattr(output.dtype, "char", None)) == str(cast and np.dtype(cast).char)
     assert output.torch_dtype == torch_dtype
 
 
-def test_arguments_do_not_import_torch() -> None:
+def test_arguments_do_not_import_torch():
     """Checking the arguments imports no torch, nor does making what needs none."""
     script = (
         "import sys; from cseq.converter.host import *; from cseq.converter.output import *;"
@@ -109,7 +102,7 @@ def test_arguments_do_not_import_torch() -> None:
     assert done.stdout.split() == [b"False"]
 
 
-def test_what_workers_cast_to() -> None:
+def test_what_workers_cast_to():
     """Workers cast for tensors, and for arrays in the place of tensors; else nothing is cast."""
     assert cast_dtype(parse("cuda", "float16")) == np.float16
     assert cast_dtype(parse("cpu", "float16")) == np.float16
@@ -120,9 +113,7 @@ def test_what_workers_cast_to() -> None:
     assert cast_dtype(parse("cpu", None)) is None
 
 
-def test_a_broken_torch_is_no_missing_torch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_broken_torch_is_no_missing_torch(monkeypatch, tmp_path):
     """A torch that cannot be imported because of something else is an error."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no sympy', name='sympy')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -132,7 +123,7 @@ def test_a_broken_torch_is_no_missing_torch(
 
 
 @pytest.mark.usefixtures("no_cuda")
-def test_without_cuda(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_cuda(caplog):
     """Without CUDA, 'cuda' gives CPU tensors and use_cuda is False; this is said once."""
     with caplog.at_level(logging.INFO, "cseq"):
         for out_type in ("cuda", "cuda:7", torch.device("cuda", 1)):
@@ -142,7 +133,7 @@ def test_without_cuda(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.usefixtures("two_cards")
-def test_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_devices(monkeypatch):
     """'cuda' is the device that is current in the thread that starts; others must exist."""
     assert resolve(parse("cuda", None)).device == "cuda:0"
     assert resolve(parse("cuda:1", None)).device == "cuda:1"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 
@@ -17,11 +16,11 @@ torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 class Runtime:
     """CUDA's runtime, as far as it page-locks memory."""
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status):
         self.status = status
         self.locked: dict[int, int] = {}
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
         """Lock."""
         assert flags == 1
         if address in self.locked:
@@ -30,7 +29,7 @@ class Runtime:
             self.locked[address] = nbytes
         return self.status
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address):  # noqa: N802
         """Unlock."""
         if not self.status:
             del self.locked[address]
@@ -40,13 +39,13 @@ class Runtime:
 class Bytes:
     """Some mapped memory."""
 
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, address, nbytes):
         self.address = address
         self.nbytes = nbytes
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+def runtime(monkeypatch):
     """Take the place of CUDA's runtime."""
     fake = Runtime(0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
@@ -55,11 +54,11 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return fake
 
 
-def test_memory_is_page_locked_once(runtime: Runtime) -> None:
+def test_memory_is_page_locked_once(runtime):
     """A mapping is page-locked once, and unlocked when it is given up or all is closed."""
     locks = PageLocks("cuda:0")
-    first: Any = Bytes(4096, 8192)
-    second: Any = Bytes(65536, 4096)
+    first = Bytes(4096, 8192)
+    second = Bytes(65536, 4096)
     assert locks.register(first)
     assert locks.register(first)
     assert locks.register(second)
@@ -72,9 +71,9 @@ def test_memory_is_page_locked_once(runtime: Runtime) -> None:
     assert runtime.locked == {}
 
 
-def test_page_locked_memory_stays_mapped(runtime: Runtime) -> None:
+def test_page_locked_memory_stays_mapped(runtime):
     """A page-locked mapping is kept until it is unlocked."""
-    memory: Any = Bytes(4096, 4096)
+    memory = Bytes(4096, 4096)
     gone = weakref.ref(memory)
     locks = PageLocks("cuda:0")
     locks.register(memory)
@@ -85,13 +84,11 @@ def test_page_locked_memory_stays_mapped(runtime: Runtime) -> None:
     assert gone() is None
 
 
-def test_page_locking_may_fail(
-    runtime: Runtime, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_locking_may_fail(runtime, caplog, monkeypatch):
     """Memory that CUDA cannot page-lock is used all the same; said once, and no error is left."""
     left = []
 
-    def ones(*shape: int, device: str) -> None:
+    def ones(*shape, device):
         left.append((shape, device))
         raise RuntimeError("the error that was left behind")
 
@@ -99,7 +96,7 @@ def test_page_locking_may_fail(
     say_once.cache_clear()
     runtime.status = 2
     locks = PageLocks("cuda:1")
-    memory: Any = Bytes(4096, 4096)
+    memory = Bytes(4096, 4096)
     assert not locks.register(memory)
     assert not locks.register(memory)
     locks.close()

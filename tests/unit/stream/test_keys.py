@@ -1,14 +1,11 @@
 """Streams whose items are named by keys, and streams in no order: none is ever lost."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from keyed import (
@@ -23,19 +20,12 @@ from keyed import (
 )
 from streaming import lost_slots
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from cseq.stream import Streams
-
-
 # -- order and laziness
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 10, 70])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 200])
-def test_items_come_in_the_order_of_the_keys(prefetch: int, count: int) -> None:
+def test_items_come_in_the_order_of_the_keys(prefetch, count):
     """Key k is made by worker k mod N, and its item is the k-th."""
     for workers in (1, 3):
         with streams(num_workers=workers, prefetch=prefetch) as s:
@@ -51,10 +41,10 @@ def test_items_come_in_the_order_of_the_keys(prefetch: int, count: int) -> None:
 # -- what a key can be
 
 
-def test_a_key_is_taken_as_it_is_when_it_is_drawn() -> None:
+def test_a_key_is_taken_as_it_is_when_it_is_drawn():
     """A sampler may reuse its list, also if more keys are drawn than a worker has room for."""
 
-    def reusing() -> Iterator[list[int]]:
+    def reusing():
         key = [0]
         for k in range(300):
             key[0] = k
@@ -69,11 +59,11 @@ def test_a_key_is_taken_as_it_is_when_it_is_drawn() -> None:
 class Unpicklable:
     """Cannot be pickled, for more than one reason."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.lock = threading.Lock()
 
 
-def test_a_key_that_cannot_be_pickled() -> None:
+def test_a_key_that_cannot_be_pickled():
     """It is an error that names it, behind the items of the keys before; the epoch is over then."""
     with streams() as s:
         with pytest.raises(TypeError, match="key 3 of epoch 0"):
@@ -91,7 +81,7 @@ def test_a_key_that_cannot_be_pickled() -> None:
 # -- exceptions
 
 
-def fail_to_unpickle(pid: int) -> str:
+def fail_to_unpickle(pid):
     """Raise, except in the process of this number."""
     if os.getpid() != pid:
         raise TwoArguments("unpickled elsewhere", 2)
@@ -101,24 +91,24 @@ def fail_to_unpickle(pid: int) -> str:
 class Homebound:
     """Cannot be unpickled but where it was pickled."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return fail_to_unpickle, (os.getpid(),)
 
 
 class MakesHomebound(Makes):
     """Two of its items cannot be read."""
 
-    def make(self, key: Any) -> Any:
+    def make(self, key):
         return (0, key, Homebound()) if key[0] in (2, 7) else super().make(key)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_an_item_that_cannot_be_read_is_an_exception(ordered: bool) -> None:
+def test_an_item_that_cannot_be_read_is_an_exception(ordered):
     """In its place, once; the items behind it come."""
     with streams(MakesHomebound) as s:
         begin(s, lists(10), ordered=ordered)
-        got: list[Any] = []
-        raised: list[str] = []
+        got = []
+        raised = []
         items = iter(s)
         while len(got) + len(raised) < 10:
             try:
@@ -134,17 +124,17 @@ def test_an_item_that_cannot_be_read_is_an_exception(ordered: bool) -> None:
 class Broken(Makes):
     """Raises for some keys what they name."""
 
-    def make(self, key: Any) -> Any:
+    def make(self, key):
         if isinstance(key, str):
             raise {"stop": StopIteration, "exit": SystemExit, "two": TwoArguments}[key](key, 2)
         return super().make(key)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_an_exception_is_an_answer(ordered: bool) -> None:
+def test_an_exception_is_an_answer(ordered):
     """It is raised in place of its item, and the stream goes on."""
     keys = [[0], "two", [2], [3], "two", "stop", [6], "exit", *lists(9)]
-    got: list[Any] = []
+    got = []
     with streams(Broken) as s:
         begin(s, keys, ordered=ordered)
         for _ in keys:
@@ -161,17 +151,17 @@ def test_an_exception_is_an_answer(ordered: bool) -> None:
     assert got == expected if ordered else sorted(map(str, got)) == sorted(map(str, expected))
 
 
-def raising(error: Callable[[], BaseException], after: int) -> Iterator[list[int]]:
+def raising(error, after):
     """Draw some keys, then raise: a new one, since this frame would be in a circle with another."""
     yield from lists(after)
     raise error()
 
 
-def test_a_sampler_that_is_interrupted() -> None:
+def test_a_sampler_that_is_interrupted():
     """A generator cannot go on then, so the epoch does not just end; other iterators can."""
 
     class Once(Counting):
-        def __next__(self) -> Any:
+        def __next__(self):
             if self.drawn == 5 and not self.threads & {0}:
                 self.threads.add(0)
                 raise KeyboardInterrupt
@@ -197,7 +187,7 @@ def test_a_sampler_that_is_interrupted() -> None:
 # -- calls
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_arguments():
     """They are named."""
     with streams() as s:
         with pytest.raises(TypeError, match="keys"):
@@ -214,11 +204,11 @@ def test_wrong_arguments() -> None:
 class Gated(Makes):
     """Makes the item of key [2] when it is told to, through a pipe."""
 
-    def __init__(self, gate: str, number: int, num_workers: int) -> None:
+    def __init__(self, gate, number, num_workers):
         super().__init__(number, num_workers)
         self.gate, self.begun = os.open(gate, os.O_RDONLY), gate + "-begun"
 
-    def make(self, key: Any) -> Any:
+    def make(self, key):
         while key in ([0], [1]) and not os.path.exists(self.begun):
             time.sleep(PAUSE)
         if key == [2]:
@@ -227,7 +217,7 @@ class Gated(Makes):
 
 
 @contextlib.contextmanager
-def gated(folder: Path, *, held: bool = False, **options: Any) -> Iterator[tuple[Streams, Any]]:
+def gated(folder, *, held=False, **options):
     """Streams whose key [2] waits for a byte, and its pipe; `held`: [0] and [1] for a file."""
     gate = folder / "gate"
     if not held:
@@ -240,7 +230,7 @@ def gated(folder: Path, *, held: bool = False, **options: Any) -> Iterator[tuple
         yield s, writer
 
 
-def await_answers(s: Streams, worker: int) -> None:
+def await_answers(s, worker):
     """Wait until a worker has made all that it was asked for."""
     ring = s._run.pool.rings[worker]
     while ring.depths()[0] or ring.held(1):
@@ -248,7 +238,7 @@ def await_answers(s: Streams, worker: int) -> None:
 
 
 @pytest.mark.needs("POSIX")
-def test_a_slow_item_holds_no_other_up(tmp_path: Path) -> None:
+def test_a_slow_item_holds_no_other_up(tmp_path):
     """The keys behind it go to the next worker that has room: the order is torch's."""
     with gated(tmp_path) as (s, gate):
         for _ in range(2):
@@ -267,7 +257,7 @@ def test_a_slow_item_holds_no_other_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("POSIX")
-def test_a_slow_item_and_free_keys(tmp_path: Path) -> None:
+def test_a_slow_item_and_free_keys(tmp_path):
     """Keys go to the worker that has the fewest to work on, the lowest of several."""
     with gated(tmp_path, held=True) as (s, gate):
         begin(s, ([k] for k in range(10)), assign="free")
@@ -289,7 +279,7 @@ def test_a_slow_item_and_free_keys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prefetch", [1, 3, 70])
 @pytest.mark.parametrize(("ordered", "assign"), [(True, "free"), (False, "turn"), (False, "free")])
-def test_every_key_is_made_once(ordered: bool, assign: str, prefetch: int) -> None:
+def test_every_key_is_made_once(ordered, assign, prefetch):
     """In whichever order, by whomever."""
     with streams(num_workers=3, prefetch=prefetch) as s:
         for count in (0, 1, 5, 400):
@@ -300,7 +290,7 @@ def test_every_key_is_made_once(ordered: bool, assign: str, prefetch: int) -> No
 
 
 @pytest.mark.needs("POSIX")
-def test_another_epoch_waits_for_nothing_under_way(tmp_path: Path) -> None:
+def test_another_epoch_waits_for_nothing_under_way(tmp_path):
     """What is being made is given up, and its worker goes on when it can."""
     with gated(tmp_path, prefetch=2) as (s, gate):
         begin(s, [[2], [1], [0], [1]])

@@ -26,8 +26,6 @@ import cseq
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cseq.stream import Streams
-
 
 # -- workers die
 
@@ -35,11 +33,11 @@ if TYPE_CHECKING:
 class Fatal(Makes):
     """Dies at some keys, as often as files can be made for it."""
 
-    def __init__(self, folder: str, number: int, num_workers: int) -> None:
+    def __init__(self, folder, number, num_workers):
         super().__init__(number, num_workers)
         self.folder = Path(folder)
 
-    def make(self, key: Any) -> Any:
+    def make(self, key):
         if key[0] % 5 == 3:
             with contextlib.suppress(FileExistsError):
                 (self.folder / str(key[0])).touch(exist_ok=False)
@@ -50,9 +48,7 @@ class Fatal(Makes):
 
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize(("ordered", "assign"), [(True, "turn"), (True, "free"), (False, "turn")])
-def test_a_dead_worker_s_keys_are_made_by_its_replacement(
-    tmp_path: Path, ordered: bool, assign: str, long: bool
-) -> None:
+def test_a_dead_worker_s_keys_are_made_by_its_replacement(tmp_path, ordered, assign, long):
     """The same keys, after it has begun with the epoch's assignment."""
     keys = [[k, 2**70] if long else [k, 1] for k in range(40)]
     with streams(partial(Fatal, str(tmp_path)), prefetch=3) as s:
@@ -67,9 +63,7 @@ def test_a_dead_worker_s_keys_are_made_by_its_replacement(
     ("fatal", "shown", "indices"),
     [([7, 8], r"\[7, 8\]", [7, 8]), (7, "7", [7]), (("a", 7), r"\('a', 7\)", [("a", 7)])],
 )
-def test_an_item_that_kills_again_and_again_is_named(
-    fatal: Any, shown: str, indices: list[Any]
-) -> None:
+def test_an_item_that_kills_again_and_again_is_named(fatal, shown, indices):
     """WorkerDied has the key, and the process."""
     with streams(partial(Killing, fatal)) as s:
         begin(s, [[0], [1], fatal, [3]])
@@ -83,11 +77,11 @@ def test_an_item_that_kills_again_and_again_is_named(
 class Killing(Makes):
     """Dies at a key."""
 
-    def __init__(self, fatal: Any, number: int, num_workers: int) -> None:
+    def __init__(self, fatal, number, num_workers):
         super().__init__(number, num_workers)
         self.fatal = fatal
 
-    def make(self, key: Any) -> Any:
+    def make(self, key):
         if key == self.fatal:
             kill(os.getpid())
         return super().make(key)
@@ -113,18 +107,16 @@ MIXED: Sequence[Any] = [[0], "one", [2], [3, 2**70], [4], "five", [6], [7], [8]]
 @in_shares
 @pytest.mark.parametrize("how", ["turn", "glance"])
 @pytest.mark.parametrize(("ordered", "assign"), [(True, "turn"), (True, "free"), (False, "turn")])
-def test_ctrl_c_anywhere_in_the_taking_of_an_item(
-    ordered: bool, assign: str, how: str, share: int
-) -> None:
+def test_ctrl_c_anywhere_in_the_taking_of_an_item(ordered, assign, how, share):
     """Wherever in it a signal handler raises: no key and no item is lost, doubled, misplaced."""
     with streams(prefetch=2) as s:
         hits = 0
         for behind in (0, 2, len(MIXED)):
 
-            def step(countdown: int, behind: int = behind) -> bool:
+            def step(countdown, behind=behind):
                 keys = Counting(MIXED)
                 begin(s, keys, ordered=ordered, assign=assign)
-                got: list[Any] = []
+                got = []
                 for _ in range(behind):
                     take(s, how, got)
                 with interrupted(countdown, *STEPS) as struck:
@@ -141,7 +133,7 @@ def test_ctrl_c_anywhere_in_the_taking_of_an_item(
         assert hits > 5
 
 
-def take(s: Streams, how: str, got: list[Any]) -> bool:
+def take(s, how, got):
     """Take an item's key; return whether there was one."""
     ahead = s.glance() if how == "glance" else None
     items = list(itertools.islice(s, 1))
@@ -153,11 +145,11 @@ def take(s: Streams, how: str, got: list[Any]) -> bool:
 class Awkward:
     """A key that ends the thread on which it is unpickled, in the trainer."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return end_thread, (os.getpid(),)
 
 
-def end_thread(trainer: int) -> int:
+def end_thread(trainer):
     """Raise SystemExit in the trainer."""
     if os.getpid() == trainer:
         raise SystemExit("of the user's key")
@@ -167,18 +159,18 @@ def end_thread(trainer: int) -> int:
 class Mortal(Makes):
     """Dies with its first key, once."""
 
-    def __init__(self, folder: str, number: int, num_workers: int) -> None:
+    def __init__(self, folder, number, num_workers):
         super().__init__(number, num_workers)
         self.folder = Path(folder)
 
-    def make(self, key: Any) -> Any:
+    def make(self, key):
         with contextlib.suppress(FileExistsError):
             (self.folder / "died").touch(exist_ok=False)
             kill(os.getpid())
         return super().make(key)
 
 
-def test_a_key_that_raises_where_a_dead_worker_is_replaced(tmp_path: Path) -> None:
+def test_a_key_that_raises_where_a_dead_worker_is_replaced(tmp_path):
     """Whatever the user's class does: the worker is replaced, and no item is missing."""
     with streams(partial(Mortal, str(tmp_path)), 1) as s:
         begin(s, [Awkward(), Awkward()])

@@ -7,7 +7,6 @@ import os
 import threading
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import held
 import numpy as np
@@ -28,10 +27,6 @@ import cseq
 import cseq.processes.deaths
 from cseq.stream import Streams
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
 # -- order
 
 UNEVEN: list[tuple[int, ...]] = [(4, 4), (3, 5), (5, 3), (0, 3), (3, 0), (0, 0), (1,), (0,)]
@@ -39,7 +34,7 @@ UNEVEN += [(2, 4, 4), (5, 1, 3), (9, 0, 1), (0, 0, 2)]
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 10, 100])
-def test_uneven_streams_go_round(prefetch: int) -> None:
+def test_uneven_streams_go_round(prefetch):
     """One item of each worker in turn, in its own order, leaving out those that have no more."""
     for count in (1, 2, 3):
         with streams(num_workers=count, prefetch=prefetch) as s:
@@ -49,7 +44,7 @@ def test_uneven_streams_go_round(prefetch: int) -> None:
                 assert list(s) == []
 
 
-def test_an_iterator_ends_with_its_epoch() -> None:
+def test_an_iterator_ends_with_its_epoch():
     """After another `begin`, an older iterator raises InterruptedError."""
     with streams() as s:
         s.begin([4, 4])
@@ -61,7 +56,7 @@ def test_an_iterator_ends_with_its_epoch() -> None:
         assert plain(s) == in_process([4, 4])
 
 
-def test_before_the_first_epoch() -> None:
+def test_before_the_first_epoch():
     """Without an epoch, `iter` raises InterruptedError, and `ask` works."""
     with streams() as s:
         assert s.ask("add", 1, 2) == [(0, 3), (1, 3)]
@@ -73,7 +68,7 @@ def test_before_the_first_epoch() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3, 10, 70, 200])
-def test_the_bound_of_prefetch(prefetch: int) -> None:
+def test_the_bound_of_prefetch(prefetch):
     """A worker makes `prefetch` items ahead of what was taken from it, and never one more."""
     with streams(num_workers=1, prefetch=prefetch) as s:
         s.begin([1000])
@@ -90,14 +85,14 @@ def test_the_bound_of_prefetch(prefetch: int) -> None:
 class Reused(Numbers):
     """Yields the same buffers again and again, written to anew."""
 
-    def items(self, start: int) -> Iterator[Any]:
+    def items(self, start):
         array, places = np.zeros(3, np.int64), [0]
         for k in range(start, self.length):
             array[:] = places[0] = 10 * k + self.number
             yield array, places
 
 
-def test_a_producer_may_reuse_what_it_yields() -> None:
+def test_a_producer_may_reuse_what_it_yields():
     """An item is taken as it is when it is yielded, whatever the producer does to it later."""
     with streams(Reused, 1, prefetch=100) as s:
         s.begin([500])
@@ -107,7 +102,7 @@ def test_a_producer_may_reuse_what_it_yields() -> None:
 
 
 @pytest.mark.needs("Linux")
-def test_idle_workers_are_left_asleep() -> None:
+def test_idle_workers_are_left_asleep():
     """A worker is not woken for what another one is asked."""
     with streams(num_workers=4, prefetch=1) as s:
         s.begin([101, 1, 1, 1])
@@ -123,7 +118,7 @@ def test_idle_workers_are_left_asleep() -> None:
         assert all(sleeps(pid) - slept < 30 for pid, slept in zip(pids[1:], before, strict=True))
 
 
-def sleeps(pid: int) -> int:
+def sleeps(pid):
     """Count how often a process has gone to sleep."""
     (line,) = (
         line
@@ -139,12 +134,12 @@ def sleeps(pid: int) -> int:
 class Mixed(Numbers):
     """Items of all sizes and kinds."""
 
-    def item(self, k: int) -> Any:
+    def item(self, k):
         size = (1, 10, 3000, 90_000, 300_000)[k % 5] if k % 7 else 0
         return self.number, k, np.arange(size) + self.number, str(k), {"k": k, "n": None}
 
 
-def test_epochs_take_no_more_memory() -> None:
+def test_epochs_take_no_more_memory():
     """Slots for assignments, calls and items are used again, however an epoch ends."""
     with streams(Mixed, prefetch=5) as s:
         for epoch in range(100):
@@ -161,16 +156,16 @@ def test_epochs_take_no_more_memory() -> None:
 class Tidy(Numbers):
     """Leaves a file when it is closed."""
 
-    def __init__(self, folder: str, number: int, num_workers: int) -> None:
+    def __init__(self, folder, number, num_workers):
         super().__init__(number, num_workers)
         self.folder = Path(folder)
 
-    def close(self) -> None:
+    def close(self):
         (self.folder / f"closed-{self.number}").touch()
 
 
 @pytest.mark.parametrize("state", ["new", "begun", "in the middle", "over", "interrupted"])
-def test_close_from_any_state(tmp_path: Path, state: str) -> None:
+def test_close_from_any_state(tmp_path, state):
     """`close` ends all workers, whose producers are closed; then everything says it is closed."""
     s = streams(partial(Tidy, str(tmp_path)))
     if state != "new":
@@ -195,7 +190,7 @@ def test_close_from_any_state(tmp_path: Path, state: str) -> None:
 
 
 @pytest.mark.needs("fork")
-def test_a_forked_child_takes_no_items() -> None:
+def test_a_forked_child_takes_no_items():
     """In a process that the user forks off, the streams are of no use, and harm nothing."""
     with streams() as s:
         s.begin([50, 50])
@@ -242,7 +237,7 @@ STEP = st.one_of(
     ),
     prefetch=st.sampled_from([1, 2, 3, 8, 40]),
 )
-def test_any_history(epochs: list[tuple[list[int], list[Any]]], prefetch: int) -> None:
+def test_any_history(epochs, prefetch):
     """Whatever is asked for, whichever worker is killed: each stream gives its items, in order."""
     workers = len(epochs[0][0])
     with (
@@ -255,7 +250,7 @@ def test_any_history(epochs: list[tuple[list[int], list[Any]]], prefetch: int) -
         for lengths, steps in epochs:
             s.begin(lengths)
             expected = [plain(one_alone(w, workers, lengths[w], Mixed)) for w in range(workers)]
-            got: list[list[Any]] = [[] for _ in range(workers)]
+            got = [[] for _ in range(workers)]
             for what, argument in steps:
                 take_step(s, got, what, argument)
             for items, whole in zip(got, expected, strict=True):
@@ -265,7 +260,7 @@ def test_any_history(epochs: list[tuple[list[int], list[Any]]], prefetch: int) -
             assert got == expected
 
 
-def take_step(s: Streams, got: list[list[Any]], what: str, argument: int) -> None:
+def take_step(s, got, what, argument):
     """Do one thing."""
     worker = argument % len(got)
     if what == "round":
@@ -295,14 +290,14 @@ def take_step(s: Streams, got: list[list[Any]], what: str, argument: int) -> Non
         (ValueError, {"memory_limit": "much"}),
     ],
 )
-def test_wrong_arguments(error: type[Exception], options: dict[str, Any]) -> None:
+def test_wrong_arguments(error, options):
     """A wrong argument is an error that names it, before anything is started."""
     (name,) = options
     with pytest.raises(error, match=name):
         Streams(**({"producer": Numbers, "num_workers": 2} | options))
 
 
-def test_wrong_calls() -> None:
+def test_wrong_calls():
     """One assignment for each worker, and workers that exist."""
     with streams() as s:
         with pytest.raises(TypeError, match="ordered='x'"):
@@ -326,18 +321,18 @@ def test_wrong_calls() -> None:
         assert plain(s) == in_process([2, 2])
 
 
-def test_a_producer_that_cannot_be_pickled() -> None:
+def test_a_producer_that_cannot_be_pickled():
     """It is a TypeError at once, and nothing is left of the attempt."""
     lock = threading.Lock()
 
-    def producer(number: int, num_workers: int) -> Any:
+    def producer(number, num_workers):
         return number, num_workers, lock
 
     with pytest.raises(TypeError, match="producer"):
         Streams(producer, 2)
 
 
-def test_items_are_measured() -> None:
+def test_items_are_measured():
     """An item is a batch of one sample; the slowest are named by epoch and number."""
     with streams(num_workers=2) as s:
         for _ in range(2):

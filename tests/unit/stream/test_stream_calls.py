@@ -1,11 +1,8 @@
 """What the loop says to producers: assignments and calls; and what these raise."""
 
-from __future__ import annotations
-
 import os
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from counting import Broken, Gated, Numbers, TwoArguments, in_process, plain, streams
@@ -14,14 +11,10 @@ import cseq
 import cseq.processes.deaths
 from cseq.engine.tickets.items import Items
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-
 # -- assignments and calls
 
 
-def test_calls_between_items() -> None:
+def test_calls_between_items():
     """`ask` calls a method with its arguments, in one worker or all, and leaves the items alone."""
     with streams(prefetch=3) as s:
         s.begin([20, 20])
@@ -35,7 +28,7 @@ def test_calls_between_items() -> None:
         assert s.ask("add", 0, 0) == [(0, 0), (1, 0)]
 
 
-def test_a_call_behind_all_items() -> None:
+def test_a_call_behind_all_items():
     """A call that overtakes nothing is answered when all items that were asked for are made."""
     with streams(prefetch=5) as s:
         s.begin([20, 3])
@@ -47,7 +40,7 @@ def test_a_call_behind_all_items() -> None:
 
 
 @pytest.mark.needs("POSIX")
-def test_a_call_overtakes_what_was_only_asked_for(tmp_path: Path) -> None:
+def test_a_call_overtakes_what_was_only_asked_for(tmp_path):
     """A call is answered between two items, not behind all that were asked for ahead."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
@@ -63,7 +56,7 @@ def test_a_call_overtakes_what_was_only_asked_for(tmp_path: Path) -> None:
             pass
         waiting = s.stats().depths[0]
         assert waiting > 0
-        answer: list[int] = []
+        answer = []
         asking = threading.Thread(target=lambda: answer.append(s.ask("count", worker=0)))
         asking.start()
         while s.stats().depths[0] == waiting:  # until the call waits, too
@@ -75,11 +68,11 @@ def test_a_call_overtakes_what_was_only_asked_for(tmp_path: Path) -> None:
         assert [item[1] for item in items] == [1, 2, 3, 4, 5]
 
 
-def test_a_worker_that_begins_before_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_begins_before_it_is_told_to(monkeypatch):
     """One that claims an item first has begun the epoch for that, once, and kept the reply."""
     original = Items.post_call
 
-    def late(items: Any, *call: Any) -> Any:
+    def late(items, *call):
         items.pool.feed.refill()
         for ring in items.pool.rings:
             ring.wake()
@@ -100,21 +93,21 @@ def test_a_worker_that_begins_before_it_is_told_to(monkeypatch: pytest.MonkeyPat
 class Unbuildable(Numbers):
     """Worker 1 cannot be made."""
 
-    def __init__(self, number: int, num_workers: int) -> None:
+    def __init__(self, number, num_workers):
         super().__init__(number, num_workers)
         if number == 1:
             raise FileNotFoundError(2, "no such data set", "/data/set")
 
 
-def check_error(caught: pytest.ExceptionInfo[Any], worker: int, function: str) -> None:
+def check_error(caught, worker, function):
     """An error is itself, shows where in the worker it was raised, and whose it is."""
-    cause: Any = caught.value.__cause__
+    cause = caught.value.__cause__
     assert isinstance(cause, cseq.RemoteTraceback)
     assert function in cause.args[0]
     assert cause.worker == worker
 
 
-def test_a_producer_that_cannot_be_made() -> None:
+def test_a_producer_that_cannot_be_made():
     """What its construction raised comes out of whatever call waits for it, and is final."""
     for wait in ("begin", "ask"):
         with streams(Unbuildable) as s:
@@ -125,7 +118,7 @@ def test_a_producer_that_cannot_be_made() -> None:
                 check_error(caught, 1, "__init__")
 
 
-def test_an_exception_in_begin() -> None:
+def test_an_exception_in_begin():
     """It comes out of `begin`; that epoch is none, and the next one is as usual."""
     with streams(Broken) as s:
         with pytest.raises(TwoArguments, match="1: broken") as caught:
@@ -140,7 +133,7 @@ def test_an_exception_in_begin() -> None:
 
 @pytest.mark.parametrize("where", [0, 1, 7, 30])
 @pytest.mark.parametrize("prefetch", [1, 10, 100])
-def test_an_exception_among_the_items(where: int, prefetch: int) -> None:
+def test_an_exception_among_the_items(where, prefetch):
     """The items before it come, then it comes, once; that stream is over, the other one goes on."""
     with streams(Broken, prefetch=prefetch) as s:
         for _ in range(2):
@@ -155,7 +148,7 @@ def test_an_exception_among_the_items(where: int, prefetch: int) -> None:
         assert plain(s) == in_process([40, 40])
 
 
-def test_an_exception_in_a_call() -> None:
+def test_an_exception_in_a_call():
     """It comes out of `ask`; that worker's stream is over, the other one's is not."""
     with streams(Broken) as s:
         s.begin([(-1, 9), (-1, 9)])
@@ -174,11 +167,11 @@ def test_an_exception_in_a_call() -> None:
 class Stopping(Numbers):
     """Raises StopIteration in a call."""
 
-    def stop(self) -> None:
+    def stop(self):
         raise StopIteration
 
 
-def test_stop_iteration_in_a_call_is_an_error() -> None:
+def test_stop_iteration_in_a_call_is_an_error():
     """A call that raises StopIteration does not look like the end of something."""
     with streams(Stopping) as s, pytest.raises(RuntimeError, match="StopIteration"):
         s.ask("stop")

@@ -1,14 +1,11 @@
 """Workers of streams die and hang: each item comes once, in its order, or one error."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from counting import Numbers, in_process, plain, streams
@@ -17,22 +14,18 @@ from killing import CODE, WORDS, await_death, kill
 import cseq
 import cseq.processes.deaths
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
 # -- workers die
 
 
 class Fatal(Numbers):
     """Dies where it is told, as often as it is told, counted by files."""
 
-    def __init__(self, folder: str, where: Any, times: int, number: int, num_workers: int) -> None:
+    def __init__(self, folder, where, times, number, num_workers):
         super().__init__(number, num_workers)
         self.folder, self.where, self.times = Path(folder), where, times
         self.reach("init")
 
-    def reach(self, place: Any) -> None:
+    def reach(self, place):
         """Die here, perhaps."""
         if place == self.where and self.number == 0:
             marks = len(list(self.folder.iterdir()))
@@ -40,32 +33,32 @@ class Fatal(Numbers):
                 (self.folder / str(marks)).touch()
                 kill(os.getpid())
 
-    def begin(self, length: int) -> Any:
+    def begin(self, length):
         self.reach("begin")
         return super().begin(length)
 
-    def items(self, start: int) -> Iterator[Any]:
+    def items(self, start):
         self.reach("items")
         yield from super().items(start)
         self.reach("end")
 
-    def item(self, k: int) -> Any:
+    def item(self, k):
         self.reach(k)
         return super().item(k)
 
-    def call(self) -> int:
+    def call(self):
         self.reach("call")
         return self.length
 
 
-def fatal(folder: Path, where: Any, times: int = 1) -> Any:
+def fatal(folder, where, times=1):
     """Make a producer that dies."""
     return partial(Fatal, str(folder), where, times)
 
 
 @pytest.mark.parametrize("where", ["init", "begin", "items", 0, 1, 17, 39, "end"])
 @pytest.mark.parametrize("prefetch", [1, 10, 100])
-def test_a_dead_worker_is_replaced(tmp_path: Path, where: Any, prefetch: int) -> None:
+def test_a_dead_worker_is_replaced(tmp_path, where, prefetch):
     """Wherever it is killed: another one takes its place, and no item shows it."""
     with streams(fatal(tmp_path, where, 2), prefetch=prefetch) as s:
         s.begin([40, 40])
@@ -74,7 +67,7 @@ def test_a_dead_worker_is_replaced(tmp_path: Path, where: Any, prefetch: int) ->
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_worker_that_dies_in_a_call(tmp_path: Path) -> None:
+def test_a_worker_that_dies_in_a_call(tmp_path):
     """The call runs again in its replacement, which has begun the epoch before."""
     with streams(fatal(tmp_path, "call")) as s:
         s.begin([30, 20])
@@ -83,7 +76,7 @@ def test_a_worker_that_dies_in_a_call(tmp_path: Path) -> None:
         assert [item[:2] for item in s if item[0] == 0] == [(0, k) for k in range(1, 30)]
 
 
-def test_idle_workers_may_die() -> None:
+def test_idle_workers_may_die():
     """A worker that dies with nothing to do is replaced; what `begin` gave it is given again."""
     with streams() as s:
         for pid in s.ask("pid"):
@@ -99,7 +92,7 @@ def test_idle_workers_may_die() -> None:
 
 
 @pytest.mark.parametrize("wait", ["next", "begin", "ask"])
-def test_no_restarts_at_all(tmp_path: Path, wait: str) -> None:
+def test_no_restarts_at_all(tmp_path, wait):
     """With max_restarts=0 a death is WorkerDied, which names the worker, wherever one waits."""
     where = {"next": 5, "begin": "begin", "ask": "call"}[wait]
     with streams(fatal(tmp_path, where), max_restarts=0) as s:
@@ -113,7 +106,7 @@ def test_no_restarts_at_all(tmp_path: Path, wait: str) -> None:
                 again()
 
 
-def test_an_item_that_kills_again_and_again_is_named(tmp_path: Path) -> None:
+def test_an_item_that_kills_again_and_again_is_named(tmp_path):
     """What has ended three workers ends the streams; WorkerDied names the item."""
     with streams(fatal(tmp_path, 2, 1000), prefetch=1) as s:
         s.begin([5, 5])
@@ -128,7 +121,7 @@ def test_an_item_that_kills_again_and_again_is_named(tmp_path: Path) -> None:
 class Hangs(Fatal):
     """Hangs instead of dying."""
 
-    def reach(self, place: Any) -> None:
+    def reach(self, place):
         """Hang here, perhaps."""
         if place == self.where and self.number == 0:
             marks = len(list(self.folder.iterdir()))
@@ -137,7 +130,7 @@ class Hangs(Fatal):
                 a_place_to_be_found()
 
 
-def a_place_to_be_found() -> None:
+def a_place_to_be_found():
     """Never come back."""
     while True:
         threading.Event().wait(1000)
@@ -145,7 +138,7 @@ def a_place_to_be_found() -> None:
 
 @pytest.mark.needs("POSIX")
 @pytest.mark.parametrize("where", [3, "begin", "call"])
-def test_a_timeout_shows_where_the_worker_is(tmp_path: Path, where: Any) -> None:
+def test_a_timeout_shows_where_the_worker_is(tmp_path, where):
     """WorkerTimeout has the stack of the worker that hangs, and says what it works on."""
     with streams(partial(Hangs, str(tmp_path), where, 1), timeout=0.3) as s:
         with pytest.raises(cseq.WorkerTimeout, match="a_place_to_be_found") as caught:
@@ -157,7 +150,7 @@ def test_a_timeout_shows_where_the_worker_is(tmp_path: Path, where: Any) -> None
             kill(pid)
 
 
-def test_a_hanging_worker_can_be_replaced(tmp_path: Path) -> None:
+def test_a_hanging_worker_can_be_replaced(tmp_path):
     """on_timeout='restart': it is killed, and its items are made again."""
     hangs = partial(Hangs, str(tmp_path), 7, 1)
     with streams(hangs, timeout=1.5, on_timeout="restart") as s:
@@ -168,7 +161,7 @@ def test_a_hanging_worker_can_be_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.needs("POSIX")
 @pytest.mark.parametrize("on_timeout", ["raise", "restart"])
-def test_a_worker_that_was_stopped(monkeypatch: pytest.MonkeyPatch, on_timeout: str) -> None:
+def test_a_worker_that_was_stopped(monkeypatch, on_timeout):
     """One that does not even take its ticket up meets the timeout, too."""
     monkeypatch.setattr("cseq.processes.worker.STACK_SECONDS", 0.1)
     with streams(timeout=0.3, on_timeout=on_timeout) as s:
@@ -192,13 +185,13 @@ class Held(Numbers):
 
     path = ""
 
-    def item(self, k: int) -> Any:
+    def item(self, k):
         while not os.path.exists(self.path):
             time.sleep(0.01)
         return super().item(k)
 
 
-def test_the_timeout_of_a_call_that_waits(tmp_path: Path) -> None:
+def test_the_timeout_of_a_call_that_waits(tmp_path):
     """An item may have been made for longer than that before it was waited for."""
     held = type("Held", (Held,), {"path": str(tmp_path / "gate")})
     with streams(held, 1, prefetch=1, timeout=1.0) as s:

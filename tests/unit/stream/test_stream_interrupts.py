@@ -20,9 +20,7 @@ from interrupting import first_hits, handled, in_shares, interrupted
 from streaming import lost_slots
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from cseq.stream import Streams
+    from collections.abc import Iterator
 
 
 # -- Ctrl-C between any two steps
@@ -40,7 +38,7 @@ NEVER = contextlib.nullcontext(threading.Event())
 class Reading:
     """Reads an epoch, interrupted here and there, and knows what is still to come."""
 
-    def __init__(self, s: Streams, producer: type[Numbers], lengths: Sequence[int]) -> None:
+    def __init__(self, s, producer, lengths):
         self.s = s
         s.begin(lengths)
         count = len(lengths)
@@ -50,10 +48,10 @@ class Reading:
         self.round: Iterator[Any] = iter(s)
         self.held: list[BaseException] = []  # with what their frames have
 
-    def take(self, countdown: int = 0, *, hold: bool = False) -> bool:
+    def take(self, countdown=0, *, hold=False):
         """Take an item; return whether that was interrupted."""
         worker = self.turns[0] if self.turns else 0
-        items: list[Any] = []
+        items = []
         with interrupted(countdown, *STEPS) if countdown else NEVER as struck:
             try:
                 items += itertools.islice(self.round, 1)
@@ -68,7 +66,7 @@ class Reading:
             assert struck.is_set() or not self.turns
         return struck.is_set()
 
-    def finish(self) -> None:
+    def finish(self):
         """Take the rest; no slot may be lost then."""
         while self.turns:
             self.take()
@@ -80,7 +78,7 @@ class Reading:
 class Leased(Numbers):
     """Items just large enough to be handed out where they lie."""
 
-    def item(self, k: int) -> Any:
+    def item(self, k):
         return self.number, k, np.full(1 << 13, 10 * k + self.number)
 
 
@@ -89,9 +87,7 @@ TEARING = [(Numbers, 1, (3, 2)), (Numbers, 12, (20, 15)), (Leased, 3, (4, 3))]
 
 @in_shares
 @pytest.mark.parametrize(("producer", "prefetch", "lengths"), TEARING)
-def test_ctrl_c_anywhere_in_the_taking_of_an_item(
-    producer: type[Numbers], prefetch: int, lengths: Sequence[int], share: int
-) -> None:
+def test_ctrl_c_anywhere_in_the_taking_of_an_item(producer, prefetch, lengths, share):
     """Wherever in it a signal handler raises: no item is lost, doubled or out of its turn."""
     with streams(producer, 2, prefetch=prefetch) as s:
         s.begin([500, 500])
@@ -100,7 +96,7 @@ def test_ctrl_c_anywhere_in_the_taking_of_an_item(
         hits = 0
         for behind in (0, 2, sum(lengths)):
 
-            def step(countdown: int, behind: int = behind) -> bool:
+            def step(countdown, behind=behind):
                 reading = Reading(s, producer, lengths)
                 for _ in range(behind):
                     reading.take()
@@ -115,14 +111,14 @@ def test_ctrl_c_anywhere_in_the_taking_of_an_item(
 class Wide(Numbers):
     """Its items lie in slots of their own, those of keys too."""
 
-    def item(self, k: int) -> Any:
+    def item(self, k):
         return self.number, k, np.zeros(20_000)
 
-    def make(self, key: int) -> Any:
+    def make(self, key):
         return -1, key, np.zeros(20_000)
 
 
-def names_of(items: Iterable[Any]) -> list[Any]:
+def names_of(items):
     """Return the worker and the number of each item."""
     return [item[:2] for item in items]
 
@@ -130,22 +126,22 @@ def names_of(items: Iterable[Any]) -> list[Any]:
 @pytest.mark.parametrize("prefetch", [1, 3])
 @pytest.mark.parametrize("keyed", [False, True])
 @pytest.mark.parametrize("verb", ["take", "close"])
-def test_a_signal_handler_in_the_taking_of_an_item(verb: str, keyed: bool, prefetch: int) -> None:
+def test_a_signal_handler_in_the_taking_of_an_item(verb, keyed, prefetch):
     """It may end all, and take and begin nothing."""
 
-    def begin(s: Streams) -> Any:
+    def begin(s):
         if keyed:
             s.begin([0, 0], iter(range(9)))
         else:
             s.begin([4, 5])
         return iter(s)
 
-    def step(countdown: int) -> bool:
+    def step(countdown):
         s = both.enter_context(streams(Wide, 2, prefetch=prefetch)) if verb == "close" else shared
         items = begin(s)
         got = names_of([next(items)])
 
-        def handler() -> None:
+        def handler():
             assert s.stats().batches >= 1
             if verb == "close":
                 s.close()
@@ -172,11 +168,11 @@ def test_a_signal_handler_in_the_taking_of_an_item(verb: str, keyed: bool, prefe
 @pytest.mark.parametrize(
     ("kind", "prefetch"), [("processes", 1), ("processes", 30), ("threads", 3)]
 )
-def test_ctrl_c_anywhere_in_a_call(kind: str, prefetch: int, share: int) -> None:
+def test_ctrl_c_anywhere_in_a_call(kind, prefetch, share):
     """Wherever in `ask` a signal handler raises: calls and items go on, and no slot is lost."""
     with streams(num_workers=2, prefetch=prefetch, kind=kind) as s:
 
-        def step(countdown: int) -> bool:
+        def step(countdown):
             reading = Reading(s, Numbers, [9, 7])
             for _ in range(3):
                 reading.take()
@@ -192,11 +188,11 @@ def test_ctrl_c_anywhere_in_a_call(kind: str, prefetch: int, share: int) -> None
 
 @in_shares
 @pytest.mark.parametrize("kind", ["processes", "threads"])
-def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(kind: str, share: int) -> None:
+def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(kind, share):
     """Wherever in `begin` a signal handler raises: there is no epoch, or it is as it should be."""
     with streams(prefetch=3, kind=kind) as s:
 
-        def step(countdown: int) -> bool:
+        def step(countdown):
             s.begin([9, 9])
             next(iter(s))
             with interrupted(countdown, *STEPS) as struck:
@@ -216,15 +212,15 @@ def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(kind: str, share: int) -> 
 
 @pytest.mark.needs("fork")
 @pytest.mark.parametrize("verb", ["raise", "close"])
-def test_a_signal_while_begin_starts_the_workers(verb: str) -> None:
+def test_a_signal_while_begin_starts_the_workers(verb):
     """Wherever it comes: there is an epoch, or the next call begins one; or all is closed."""
     steps = (*STEPS, "processes/supervisor.py")
     lengths = (4, 5)
 
-    def step(countdown: int) -> bool:
+    def step(countdown):
         with streams(Numbers, 2, start_method="fork", launch="begin") as s:
 
-            def handler() -> None:
+            def handler():
                 if verb == "raise":
                     raise KeyboardInterrupt
                 s.close()
@@ -250,18 +246,18 @@ def test_a_signal_while_begin_starts_the_workers(verb: str) -> None:
 class Signalling:
     """Calls a function when it is pickled."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function):
         self.function = function
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         self.function()
         return int, ()
 
 
-def test_an_epoch_of_keys_cannot_be_begun_while_another_one_is() -> None:
+def test_an_epoch_of_keys_cannot_be_begun_while_another_one_is():
     """As by a signal handler: that is an error there, and the outer call goes on."""
 
-    def begin() -> None:
+    def begin():
         with pytest.raises(RuntimeError, match="in the middle of another call"):
             s.begin([0, 0], iter(range(100, 109)))
 

@@ -1,9 +1,6 @@
 """Streams whose workers are started with the first epoch: `launch="begin"`."""
 
-from __future__ import annotations
-
 import errno
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from counting import (
@@ -16,12 +13,9 @@ from counting import (
 
 from cseq.processes.launcher import processes
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 @pytest.mark.parametrize("method", METHODS)
-def test_begin_starts_the_workers(method: str) -> None:
+def test_begin_starts_the_workers(method):
     """The first epoch does; the next ones have the same workers."""
     with streams(start_method=method, launch="begin") as s:
         assert s.pids() == [None, None]
@@ -33,7 +27,7 @@ def test_begin_starts_the_workers(method: str) -> None:
         assert s.ask("pid") == pids
 
 
-def test_workers_that_are_never_started() -> None:
+def test_workers_that_are_never_started():
     """The end does not wait for them."""
     s = streams(launch="begin")
     s.close()
@@ -43,14 +37,14 @@ def test_workers_that_are_never_started() -> None:
 class Level(Numbers):
     """Makes its keys."""
 
-    def make(self, key: int) -> Any:
+    def make(self, key):
         return key
 
 
-def test_keys_that_raise_before_workers_are_started() -> None:
+def test_keys_that_raise_before_workers_are_started():
     """Nothing is begun then, and the next call begins."""
 
-    def keys() -> Iterator[int]:
+    def keys():
         yield 1
         raise KeyError("no more")
 
@@ -64,11 +58,11 @@ def test_keys_that_raise_before_workers_are_started() -> None:
 
 @pytest.mark.needs("fork")
 @pytest.mark.parametrize("launch", ["now", "begin"])
-def test_a_fork_that_fails(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_that_fails(launch, monkeypatch):
     """The call that starts the workers raises it, also if the first of them was forked."""
     fork, forked = processes.fork, []
 
-    def full() -> Any:
+    def full():
         if forked:
             raise OSError(errno.EAGAIN, "full")
         forked.append(True)

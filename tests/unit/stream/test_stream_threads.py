@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,34 +12,31 @@ from cseq._core import Turns
 from cseq._memory import HAS_GIL
 from cseq.stream import ItemFailure, Streams
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 class Held:
     """An object that can be neither copied nor pickled, and is watched."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         raise TypeError("Held is to stay")
 
 
 class Producing:
-    def __init__(self, number: int, num_workers: int) -> None:
+    def __init__(self, number, num_workers):
         self.number, self.closed = number, False
         self.holders: set[int] = set()
         made.append(self)
 
-    def begin(self, assignment: Any) -> Any:
+    def begin(self, assignment):
         self.assignment = assignment
         return self.number, assignment
 
-    def items(self, start: int) -> Iterator[Any]:
+    def items(self, start):
         for k in range(start, 4):
             if k == 3 and self.number == 1:
                 raise ValueError("no third")
             yield self.number, k, self.assignment
 
-    def make(self, key: Any) -> Any:
+    def make(self, key):
         if key == "bad":
             raise ValueError("a bad key")
         if type(key) is threading.Barrier:
@@ -51,23 +47,23 @@ class Producing:
             self.holders.add(key.holder)
         return key
 
-    def thread(self, given: Any) -> Any:
+    def thread(self, given):
         return threading.current_thread().name, given
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
 
 
 made: list[Producing] = []
 
 
-def streams(num_workers: int = 3, **options: Any) -> Streams:
+def streams(num_workers=3, **options):
     """Make streams of threads."""
     made.clear()
     return Streams(Producing, num_workers, kind="threads", **options)
 
 
-def test_items_of_each_thread() -> None:
+def test_items_of_each_thread():
     """In turn, again in each epoch; what one raises ends its own."""
     given = [Held() for _ in range(3)]
     with streams(errors="return", prefetch=2) as s:
@@ -86,7 +82,7 @@ def test_items_of_each_thread() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 40])
-def test_items_of_keys(prefetch: int) -> None:
+def test_items_of_keys(prefetch):
     """Lists of small integers travel in tickets, the others as they are; in their order."""
     keys = [[1, 2], Held(), None, "text", [2**70], [Held()], 7, {"a": 1}, (1,), [*range(600)]] * 5
     with streams(prefetch=prefetch) as s:
@@ -99,7 +95,7 @@ def test_items_of_keys(prefetch: int) -> None:
                 assert all(a is b for a, b in zip(items, keys, strict=True) if type(a) is Held)
 
 
-def test_calls_run_in_each_thread_and_failures_name_the_item() -> None:
+def test_calls_run_in_each_thread_and_failures_name_the_item():
     """With what they are given, itself."""
     value = Held()
     with streams(2, errors="return") as s:
@@ -115,10 +111,10 @@ def test_calls_run_in_each_thread_and_failures_name_the_item() -> None:
         assert (s.pids(), s.processes()) == ([], {})
 
 
-def test_a_producer_that_cannot_be_made_is_raised() -> None:
+def test_a_producer_that_cannot_be_made_is_raised():
     """By the call that waits for it."""
 
-    def refuse(number: int, num_workers: int) -> Any:
+    def refuse(number, num_workers):
         raise OSError("no such data")
 
     with Streams(refuse, 2, kind="threads") as s, pytest.raises(OSError, match="no such data"):
@@ -126,7 +122,7 @@ def test_a_producer_that_cannot_be_made_is_raised() -> None:
 
 
 @pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
+def turns(monkeypatch):
     """Return turns that threads take until the trainer has tried the other way."""
     if not HAS_GIL:
         pytest.skip("without a GIL, threads take no turns")
@@ -138,10 +134,10 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
     return made
 
 
-def test_in_turns_one_thread_works_at_a_time(turns: Turns) -> None:
+def test_in_turns_one_thread_works_at_a_time(turns):
     """From a wait for tickets to the next one. All has its place as without turns."""
     with streams(2, prefetch=4) as s:
-        seen: set[int] = set()
+        seen = set()
         while len(seen) < 2:  # a thread that has not waited yet has no turn
             # Many: a loop that the end of a turn does not wake looks ten times a second.
             s.begin([None] * 2, iter([turns] * 16_000))
@@ -150,7 +146,7 @@ def test_in_turns_one_thread_works_at_a_time(turns: Turns) -> None:
     assert len(seen) == 2
 
 
-def test_in_turns_an_item_comes_while_its_thread_works(turns: Turns) -> None:
+def test_in_turns_an_item_comes_while_its_thread_works(turns):
     """The loop need not wait for the end of the turn."""
     with streams(2, prefetch=4) as s:
         for _ in range(4):
@@ -161,7 +157,7 @@ def test_in_turns_an_item_comes_while_its_thread_works(turns: Turns) -> None:
     assert turns.on
 
 
-def test_threads_that_wait_for_each_other_go_on_in_turns(turns: Turns) -> None:
+def test_threads_that_wait_for_each_other_go_on_in_turns(turns):
     """The turn of one does not keep another one from its work for ever."""
     barrier = threading.Barrier(2)
     with streams(2) as s:
@@ -170,7 +166,7 @@ def test_threads_that_wait_for_each_other_go_on_in_turns(turns: Turns) -> None:
     assert (barrier.broken, turns.on) == (False, True)
 
 
-def test_nothing_is_kept() -> None:
+def test_nothing_is_kept():
     """Keys and items are dropped with their tickets, assignments with the epoch."""
     with streams(2, prefetch=3) as s:
         keys = [Held() for _ in range(20)]
@@ -191,7 +187,7 @@ def test_nothing_is_kept() -> None:
         assert assignment() is None
 
 
-def test_dropped_streams_end_their_threads() -> None:
+def test_dropped_streams_end_their_threads():
     """Nobody waits for that."""
     s = streams(2)
     s.begin([1, 2])
