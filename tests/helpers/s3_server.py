@@ -1,0 +1,536 @@
+"""A subset of S3 on loopback, in a process of its own, that can be slow and can fail.
+
+It knows GET with Range and If-Match, HEAD, PUT of one part, DELETE and ListObjectsV2, in buckets of
+any name. `S3Server` starts it, and tells it what is to go wrong::
+
+    with S3Server({"train/0.tar": data}, delay=0.2) as server:
+        store = S3Store("any", **server.options)
+        server.fail("503", chance=0.1)
+        server.fail("cut", key="train/0.tar", times=1)
+        ...
+        assert server.count("train/0.tar") == 2
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fnmatch
+import hashlib
+import json
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+import time
+import xml.sax.saxutils
+from email.utils import formatdate
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.request import Request, urlopen
+
+PATIENCE = 60.0  # seconds
+# Requests of this bucket are orders to the server itself; they are neither delayed nor counted.
+CONTROL = "-control-"
+PART = 1 << 20  # bytes that are written at a time
+# What can go wrong with an answer, beside a status such as "503".
+FAULTS = {
+    "refuse": "the connection is reset before a byte of the answer",
+    "hang": "no byte of the answer comes",
+    "stall": "a part of the body comes, then nothing",
+    "cut": "a part of the body comes, then the connection is reset",
+    "half": "a part of the body comes, then the connection is closed, as if that were all",
+    "short": "a part of the body comes, and Content-Length says that this is all",
+    "etag": "the answer has another ETag than before",
+}
+
+
+class Seen(NamedTuple):
+    """A request that the server has answered, or failed to."""
+
+    method: str
+    key: str
+    span: str  # the header Range, or ""
+    status: int  # 0 if none was sent
+    fault: str  # what was made to go wrong, or ""
+    sent: int  # bytes of the body
+    began: float  # seconds, on the server's clock
+
+
+class S3Server:
+    """The server's process, from `with` to its end.
+
+    Parameters
+    ----------
+    objects : dict[str, bytes] or path, optional
+        Keys and what they hold, in memory; or a folder, whose files are read when they are asked
+        for.
+    delay : float, default: 0
+        Seconds that pass before each answer.
+    seed : int, default: 0
+        Of the faults that come by chance. They depend on the key and on how often it was asked
+        for, not on which request came first.
+    page : int, default: 1000
+        The most keys in one answer of a listing.
+    """
+
+    def __init__(self, objects=(), *, delay=0.0, seed=0, page=1000):
+        self.folder = objects if isinstance(objects, (str, os.PathLike)) else None
+        self.objects = {} if self.folder is not None else dict(objects)
+        self.settings = {"delay": delay, "seed": seed, "page": page}
+
+    def __enter__(self):
+        folder = None if self.folder is None else str(Path(self.folder).resolve())
+        settings = json.dumps({**self.settings, "folder": folder})
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, settings], stdin=pipe, stdout=pipe, text=True
+        )
+        port = self.process.stdout.readline().strip()
+        self.endpoint = f"http://127.0.0.1:{port}"
+        try:
+            for key, data in self.objects.items():
+                self.put(key, data)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+    def close(self):
+        """End the process. It ends with its standard input, so it outlives no test that dies."""
+        self.process.stdin.close()
+        try:
+            self.process.wait(PATIENCE)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.process.stdout.close()
+
+    @property
+    def options(self):
+        """What `obstore.store.S3Store` is to be given, after the bucket's name."""
+        return {
+            "endpoint": self.endpoint,
+            "region": "us-east-1",
+            "access_key_id": "key",
+            "secret_access_key": "secret",
+            "client_options": {"allow_http": True},
+        }
+
+    def put(self, key, data):
+        """Make an object, or replace what the key holds: its ETag is another one then."""
+        self._ask("put", key=key, body=bytes(data))
+
+    def remove(self, key):
+        """Remove an object."""
+        self._ask("remove", key=key)
+
+    def fail(self, kind, *, key="*", method="GET", **options):
+        """Let requests go wrong, from now on.
+
+        Parameters
+        ----------
+        kind : str
+            A status, such as "503", or one of `FAULTS`.
+        key : str, default: "*"
+            Which keys: a pattern of `fnmatch`. A listing has the key of its prefix.
+        method : str, default: "GET"
+            Of which requests: also "HEAD", "LIST", "PUT", "*".
+        after : int, default: 0
+            As many requests of a key as this are answered first.
+        times : int, optional
+            At most as many requests of a key are failed.
+        chance : float, default: 1
+            The share of all others that fail.
+        at : float, default: 0.5
+            The part of the body that is sent.
+        seconds : float, optional
+            How long an answer hangs or stalls; without it, until the client is gone.
+        retry_after : int, optional
+            Seconds that a 503 asks the client to wait.
+        """
+        if not (kind in FAULTS or kind.isdecimal()):
+            raise ValueError(f"kind={kind!r} is neither a status nor one of {', '.join(FAULTS)}")
+        known = {"after", "times", "chance", "at", "seconds", "retry_after"}
+        if unknown := set(options) - known:
+            raise TypeError(f"no option of a fault: {', '.join(sorted(unknown))}")
+        self._ask("fail", body={"kind": kind, "key": key, "method": method, **options})
+
+    def heal(self):
+        """Let nothing go wrong from now on."""
+        self._ask("heal")
+
+    def log(self, key="*", method="*"):
+        """Return the requests of these keys since `forget`, as they ended."""
+        seen = [Seen(*one) for one in json.loads(self._ask("log"))]
+        return [one for one in seen if fits(one.key, key) and method in ("*", one.method)]
+
+    def count(self, key="*", method="GET"):
+        """Return how many requests of these keys there were since `forget`."""
+        return len(self.log(key, method))
+
+    def peak(self):
+        """Return how many requests there were at the same time, at most, since `forget`."""
+        return int(self._ask("peak"))
+
+    def forget(self):
+        """Empty the log, and count from 0 what fails."""
+        self._ask("forget")
+
+    def slow(self, delay):
+        """Change the delay, in seconds."""
+        self._ask("slow", body=delay)
+
+    def _ask(self, verb, key="", body=None):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        address = f"{self.endpoint}/{CONTROL}/{verb}?key={quote(key, safe='')}"
+        with urlopen(Request(address, data=data, method="POST"), timeout=PATIENCE) as answer:
+            return answer.read().decode()
+
+
+def fits(key, pattern):
+    """Whether a key is meant by a pattern."""
+    return fnmatch.fnmatchcase(key, pattern)
+
+
+class Stored(NamedTuple):
+    """An object: what it holds or where that lies, its size, and what tells its versions apart."""
+
+    data: bytes | str
+    size: int
+    etag: str
+    changed: float
+
+    def part(self, first, stop):
+        """Return some of its bytes."""
+        if isinstance(self.data, bytes):
+            return memoryview(self.data)[first:stop]
+        with open(self.data, "rb") as file:
+            file.seek(first)
+            return file.read(stop - first)
+
+
+class Objects:
+    """What is stored: objects in memory, and the files of a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder and Path(folder)
+        self.kept = {}
+
+    def put(self, key, data):
+        """Store an object in memory; return its ETag."""
+        etag = f'"{hashlib.md5(data).hexdigest()}"'
+        self.kept[key] = Stored(data, len(data), etag, time.time())
+        return etag
+
+    def find(self, key):
+        """Return an object, or None."""
+        if key in self.kept or not (self.folder and key):
+            return self.kept.get(key)
+        path = self.folder / key
+        if not path.is_file():
+            return None
+        stat = path.stat()
+        etag = f'"{stat.st_mtime_ns:x}-{stat.st_size:x}"'
+        return Stored(str(path), stat.st_size, etag, stat.st_mtime)
+
+    def keys(self, prefix):
+        """Return all keys that begin so, in S3's order."""
+        found = set(self.kept)
+        if self.folder:
+            files = (path for path in self.folder.rglob("*") if path.is_file())
+            found.update(path.relative_to(self.folder).as_posix() for path in files)
+        return sorted(key for key in found if key.startswith(prefix))
+
+
+class Rules:
+    """Which requests fail, and how."""
+
+    def __init__(self, seed):
+        self.seed = seed
+        self.rules = []
+        self.asked = {}
+        self.failed = {}
+
+    def pick(self, method, key):
+        """Return the rule by which this request fails, or None."""
+        nth = self.asked[method, key] = self.asked.get((method, key), -1) + 1
+        for number, rule in enumerate(self.rules):
+            failed = self.failed.get((number, key), 0)
+            if (
+                rule["method"] in ("*", method)
+                and fits(key, rule["key"])
+                and nth >= rule.get("after", 0)
+                and failed < rule.get("times", float("inf"))
+                and random.Random(f"{self.seed}/{number}/{method}/{key}/{nth}").random()
+                < rule.get("chance", 1.0)
+            ):
+                self.failed[number, key] = failed + 1
+                return rule
+        return None
+
+
+class Asked(NamedTuple):
+    """A request as it came."""
+
+    method: str
+    bucket: str
+    key: str
+    query: dict[str, str]
+    headers: dict[str, str]
+    body: bytes
+
+
+class Reply(NamedTuple):
+    """An answer: its status, headers and body, which may be a part of an object."""
+
+    status: str
+    headers: dict[str, object]
+    body: bytes | memoryview = b""
+
+
+def error_reply(status, code, headers=()):
+    """Return an answer as S3 reports an error."""
+    body = f'<?xml version="1.0" encoding="UTF-8"?><Error><Code>{code}</Code></Error>'
+    return Reply(
+        f"{status} {code}", {"Content-Type": "application/xml", **dict(headers)}, body.encode()
+    )
+
+
+def span_of(header, size):
+    """Return where a range begins and stops in an object, or None if it has no byte of it."""
+    first, _, last = header.partition("=")[2].partition("-")
+    if not first:
+        length = min(int(last), size)
+        return (size - length, size) if length else None
+    start = int(first)
+    stop = min(int(last) + 1, size) if last else size
+    return (start, stop) if start < stop else None
+
+
+class Served:
+    """The server as it runs: what it has, and what it has seen."""
+
+    def __init__(self, settings):
+        self.objects = Objects(settings["folder"])
+        self.rules = Rules(settings["seed"])
+        self.delay = settings["delay"]
+        self.page = settings["page"]
+        self.seen = []
+        self.now = 0
+        self.most = 0
+
+    async def serve(self, reader, writer):
+        """Answer the requests of one connection."""
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while asked := await self.read(reader):
+                if asked.bucket == CONTROL:
+                    await self.send(writer, asked, self.obey(asked))
+                elif not await self.answer(asked, reader, writer):
+                    break
+        writer.close()
+
+    async def read(self, reader):
+        """Read a request."""
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        first, *lines = head.rstrip().split("\r\n")
+        method, target, _ = first.split(" ", 2)
+        named = (line.partition(":") for line in lines)
+        headers = {name.lower(): value.strip() for name, _, value in named}
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        address = urlsplit(target)
+        bucket, _, key = address.path.lstrip("/").partition("/")
+        query = dict(parse_qsl(address.query, keep_blank_values=True))
+        return Asked(method, bucket, unquote(key), query, headers, body)
+
+    def obey(self, asked):
+        """Do what the test says."""
+        key = asked.query["key"]
+        match asked.key:
+            case "put":
+                self.objects.put(key, asked.body)
+            case "remove":
+                self.objects.kept.pop(key)
+            case "fail":
+                self.rules.rules.append(json.loads(asked.body))
+            case "heal":
+                self.rules.rules.clear()
+                self.rules.failed.clear()
+            case "forget":
+                self.rules.asked.clear()
+                self.rules.failed.clear()
+                self.seen.clear()
+                self.most = self.now
+            case "slow":
+                self.delay = json.loads(asked.body)
+        told = {"log": json.dumps(self.seen), "peak": str(self.most)}
+        return Reply("200 OK", {}, told.get(asked.key, "").encode())
+
+    async def answer(self, asked, reader, writer):
+        """Answer a request, or fail to; return whether the connection goes on."""
+        lists = not asked.key and asked.method == "GET"
+        method = "LIST" if lists else asked.method
+        key = asked.query.get("prefix", "") if lists else asked.key
+        rule = self.rules.pick(method, key) or {"kind": ""}
+        seen = [method, key, asked.headers.get("range", ""), 0, rule["kind"], 0, time.monotonic()]
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            await asyncio.sleep(self.delay)
+            return await self.fail_or_send(asked, reader, writer, rule, seen)
+        finally:
+            self.now -= 1
+            self.seen.append(seen)
+
+    async def fail_or_send(self, asked, reader, writer, rule, seen):
+        """Send what a rule has left of an answer; write into the log what that was."""
+        kind = rule["kind"]
+        if kind == "refuse":
+            reset(writer)
+            return False
+        if kind == "hang" and not await passed(reader, rule.get("seconds")):
+            return False
+        if kind.isdecimal():
+            after = {"Retry-After": rule["retry_after"]} if "retry_after" in rule else {}
+            reply = error_reply(kind, "SlowDown", after)
+        else:
+            reply = self.reply(asked)
+        whole = len(reply.body)
+        if kind == "etag" and "ETag" in reply.headers:
+            reply.headers["ETag"] = '"changed"'
+        if kind == "short":
+            reply = reply._replace(body=reply.body[: int(whole * rule.get("at", 0.5))])
+        seen[3] = int(reply.status.split()[0])
+        broken = kind in ("stall", "cut", "half")
+        stop = int(whole * rule.get("at", 0.5)) if broken else None
+        seen[5] = await self.send(writer, asked, reply, stop)
+        if kind == "stall":
+            if not await passed(reader, rule.get("seconds")):
+                return False
+            rest = reply.body[stop:]
+            writer.write(rest)
+            await writer.drain()
+            seen[5] += len(rest)
+        if kind == "cut":
+            reset(writer)
+        return kind not in ("cut", "half")
+
+    def reply(self, asked):
+        """Return what a sound server answers."""
+        if not asked.key:
+            return self.listing(asked.query)
+        if asked.method == "PUT":
+            return Reply("200 OK", {"ETag": self.objects.put(asked.key, asked.body)})
+        if asked.method == "DELETE":
+            self.objects.kept.pop(asked.key, None)
+            return Reply("204 No Content", {})
+        found = self.objects.find(asked.key)
+        if found is None:
+            return error_reply(404, "NoSuchKey")
+        if asked.headers.get("if-match", found.etag) not in (found.etag, "*"):
+            return error_reply(412, "PreconditionFailed")
+        headers = {
+            "Content-Type": "application/octet-stream",
+            "Accept-Ranges": "bytes",
+            "ETag": found.etag,
+            "Last-Modified": formatdate(found.changed, usegmt=True),
+        }
+        if "range" not in asked.headers:
+            return Reply("200 OK", headers, found.part(0, found.size))
+        span = span_of(asked.headers["range"], found.size)
+        if span is None:
+            return error_reply(416, "InvalidRange", {"Content-Range": f"bytes */{found.size}"})
+        headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{found.size}"
+        return Reply("206 Partial Content", headers, found.part(*span))
+
+    def listing(self, query):
+        """Return a page of a bucket's keys, as ListObjectsV2 has them."""
+        prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+        after = query.get("continuation-token", query.get("start-after", ""))
+        room = min(int(query.get("max-keys", self.page)), self.page)
+
+        def written(text):
+            encodes = query.get("encoding-type") == "url"
+            return xml.sax.saxutils.escape(quote(text) if encodes else text)
+
+        entries, last, more = [], "", False
+        for key in self.objects.keys(prefix):
+            rest = key[len(prefix) :]
+            folder = delimiter and delimiter in rest
+            name = prefix + rest.partition(delimiter)[0] + delimiter if folder else key
+            if name <= after or name == last:
+                continue
+            if len(entries) == room:
+                more = True
+                break
+            last = name
+            if folder:
+                entries.append(f"<CommonPrefixes><Prefix>{written(name)}</Prefix></CommonPrefixes>")
+                continue
+            found = self.objects.find(key)
+            date = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(found.changed))
+            entries.append(
+                f"<Contents><Key>{written(key)}</Key><LastModified>{date}</LastModified>"
+                f"<ETag>{xml.sax.saxutils.escape(found.etag)}</ETag><Size>{found.size}</Size>"
+                "<StorageClass>STANDARD</StorageClass></Contents>"
+            )
+        token = f"<NextContinuationToken>{written(last)}</NextContinuationToken>" if more else ""
+        body = (
+            '<?xml version="1.0" encoding="UTF-8"?>'
+            '<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+            f"<Prefix>{written(prefix)}</Prefix><KeyCount>{len(entries)}</KeyCount>"
+            f"<MaxKeys>{room}</MaxKeys><IsTruncated>{str(more).lower()}</IsTruncated>{token}"
+            f"{''.join(entries)}</ListBucketResult>"
+        )
+        return Reply("200 OK", {"Content-Type": "application/xml"}, body.encode())
+
+    async def send(self, writer, asked, reply, stop=None):
+        """Write an answer, or its body up to `stop`; return how many bytes of the body that was."""
+        headers = {"Content-Length": len(reply.body), **reply.headers}
+        lines = [f"HTTP/1.1 {reply.status}", *(f"{name}: {headers[name]}" for name in headers)]
+        writer.write("\r\n".join([*lines, "", ""]).encode("latin-1"))
+        body = b"" if asked.method == "HEAD" else reply.body[:stop]
+        for first in range(0, len(body), PART):
+            writer.write(body[first : first + PART])
+            await writer.drain()
+        await writer.drain()
+        return len(body)
+
+
+async def passed(reader, seconds):
+    """Wait, until the client is gone at the longest; return whether it is still there."""
+    try:
+        # A client sends nothing while it waits for an answer.
+        await asyncio.wait_for(reader.read(1), seconds)
+    except asyncio.TimeoutError:
+        return True
+    return False
+
+
+def reset(writer):
+    """Close a connection so that the client sees an error, not an end."""
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(
+        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
+    )
+    writer.transport.abort()
+
+
+async def main():
+    """Serve until the standard input ends."""
+    served = Served(json.loads(sys.argv[1]))
+    server = await asyncio.start_server(served.serve, "127.0.0.1", 0, backlog=1024)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    # Connections that are open, and answers that hang, end with the process.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
