@@ -63,7 +63,7 @@ class Manager:
         self._place = Place()
         self._stats = Stats()  # of the last run, when nothing runs
         self._skipped: list[Skipped] = []
-        self._told: set[str] = set()  # causes that the log has said
+        self._logged_causes: set[str] = set()  # causes that the log has said
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied: two would share an order, or workers, or neither."""
@@ -108,7 +108,7 @@ class Manager:
 
     def _open(self, pool: Pool[Batches]) -> None:
         """Start a pool; nothing runs."""
-        pool.told = self._told
+        pool.logged_causes = self._logged_causes
         self._run = run = Run(pool)
         try:
             run.close_with(self)

@@ -360,7 +360,7 @@ class MSequence(Manager, Generic[B_co]):
                         self._place = Place(number)
                     else:  # the iterator stays, and so does its place
                         pool = run.pool
-                        pool.tickets.begin(place, number, 0, pool.feed.generation)
+                        pool.tickets.begin_epoch(place, number, 0, pool.feed.generation)
 
     @property
     def sampler(self) -> RankSampler:
@@ -545,7 +545,7 @@ class MSequence(Manager, Generic[B_co]):
             generation = run.interrupt()
             with run.lock.hold():  # now no batch is delivered
                 self._place = place = self._place.next(self._sampler)
-                run.pool.tickets.begin(place, place.first, place.consumed, generation)
+                run.pool.tickets.begin_epoch(place, place.first, place.consumed, generation)
             return FeedIterator(run.pool.feed, generation, self)
 
     def reweigh(self, weights: Mapping[str, float]) -> None:

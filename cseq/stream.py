@@ -232,7 +232,7 @@ class Streams:
         generation = run.interrupt()
         try:
             with run.lock.hold():
-                return run.pool.tickets.begin(
+                return run.pool.tickets.begin_epoch(
                     assignments, keys, generation, ordered=ordered, free=free, first=first
                 )
         finally:

@@ -47,7 +47,7 @@ cdef class ObjectTable:
     cdef inline object put(self, Py_ssize_t cell, object value):
         """Store an object; return what was there."""
         return cseq_exchange(self.items + STRIDE * cell, value)
-    cdef inline PyObject* take(self, Py_ssize_t cell) noexcept:
+    cdef inline PyObject* take_object(self, Py_ssize_t cell) noexcept:
         """Store None; return what was there, whose reference is the caller's."""
         return cseq_take(self.items + STRIDE * cell)
     cdef inline object get(self, Py_ssize_t cell):
@@ -62,16 +62,16 @@ cdef class Decoder:
     cdef object lend, convert, leaf_for
     cdef bint passes      # batches are objects that are handed over as they are
     cdef dict converters  # by plan
-    cdef object found     # that of the latest batch
+    cdef object plan      # of the latest batch
     cdef list leaves      # and its converters
     cdef tuple left       # the samples that the latest batch lacks, and why; None: it is whole
     cdef inline bint hands_over(self, uint32_t cell, cseq_cell* c) noexcept:
-        """Whether `take` hands the object in a cell over as it lies there; no reference is counted."""
+        """Whether `take_peeked` hands the object in a cell over as it lies there; no reference is counted."""
         return (self.passes and not c.status
                 and self.objects.items[STRIDE * cell].ob_type is not PARTIAL)
     cdef object peek(self, uint32_t cell, cseq_cell* c)
     cdef object divide(self, batch)
-    cdef PyObject* take(self, uint32_t cell, object batch) noexcept
+    cdef PyObject* take_peeked(self, uint32_t cell, object batch) noexcept
     cdef object decode(self, uint32_t cell, cseq_cell* c)
     cdef object decode_slot(self, cseq_cell* c)
     cdef list leaves_of(self, plan)

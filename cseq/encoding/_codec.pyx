@@ -14,7 +14,7 @@ from cseq._headers cimport *
 from cseq._memory cimport MAX_DIMS, Mapping, Memory, cseq_array_on
 from cseq._work cimport BatchWriter, Runner
 from cseq.encoding._plan cimport (
-    MOST_KNOWN, MOST_SEARCHED, PLAIN, RECENT, Leaf, Plan, aligned, check_record, contents_of,
+    MOST_PLANS, MOST_SEARCHED, PLAIN, RECENT, Leaf, Plan, aligned, check_record, contents_of,
     cseq_set_own, plan_of,
 )
 from cseq.encoding._room cimport Room
@@ -30,7 +30,7 @@ from cseq.stage import BATCH, ENDED, RAISED
 
 cnp.import_array()
 
-# In place of a batch: Python is to decode it; `take` hands it over as it lies in its cell.
+# In place of a batch: Python is to decode it; `take_peeked` hands it over as it lies in its cell.
 cdef object UNREAD = object()
 cdef object AS_IT_IS = object()
 PARTIAL = <PyTypeObject*>Partial
@@ -108,7 +108,7 @@ cdef class Encoder:
     cdef Py_ssize_t find_own(self, int k, Plan plan, object array, Py_ssize_t nbytes,
                              Py_ssize_t base) except -2:
         """Where in the slot an array lies already, unless one of the k before it does; else -1."""
-        cdef Py_ssize_t at = self.room.find(array)
+        cdef Py_ssize_t at = self.room.offset_of(array)
         cdef int64_t* word = self.words
         cdef int j
         for j in range(k if at >= 0 else 0):
@@ -117,7 +117,7 @@ cdef class Encoder:
             word += plan.leaf[j].words if j < plan.leaf_count else BUFFER.words
         return at
 
-    cdef int reserve(self, Py_ssize_t count) except -1:
+    cdef int grow_words(self, Py_ssize_t count) except -1:
         cdef int64_t* words
         if count > self.most:
             words = <int64_t*>PyMem_RawCalloc(count, 8)
@@ -163,7 +163,7 @@ cdef class Encoder:
                 pickled, buffers = dump(self.objects)
                 arrays = arrays + buffers
             if self.room.watched:  # what is not copied as it is had better not lie in the slot
-                self.room.placement.learn([
+                self.room.slot_allocator.learn([
                     array for k, array in enumerate(arrays) if flat_of(array) is not None
                     and not (k < plan.leaf_count and plan.leaf[k].casts)])
             self.write_parts(plan, arrays, pickled, record)
@@ -175,7 +175,7 @@ cdef class Encoder:
     cdef int write_parts(self, Plan plan, list arrays, bytes pickled, uint64_t* record) except -1:
         """`encode_parts`, with the record in `record`."""
         cdef Room room = self.room
-        cdef Py_ssize_t base = room.place(0) if room.target is not None else aligned(room.used)
+        cdef Py_ssize_t base = room.reserve(0) if room.target is not None else aligned(room.used)
         cdef Py_ssize_t end = base
         cdef Py_ssize_t structure = plan.text_bytes
         cdef int leaves = plan.leaf_count
@@ -189,7 +189,7 @@ cdef class Encoder:
         cdef Leaf* leaf
         cdef cnp.ndarray array
         cdef Memory memory
-        self.reserve(plan.words + table // 8)
+        self.grow_words(plan.words + table // 8)
         word = self.words
         for k in range(count):
             leaf = &plan.leaf[k] if k < leaves else &BUFFER
@@ -211,7 +211,7 @@ cdef class Encoder:
         if room.target is None and nbytes <= room.capacity and nbytes <= room.memory.size:
             room.used = nbytes
         else:
-            room.place(nbytes - base)
+            room.reserve(nbytes - base)
         memory = room.memory
         memory.inside(0, nbytes)
         word = self.words
@@ -302,7 +302,7 @@ cdef class TicketWriter(BatchWriter):
 
     cdef int open_ticket(self) except -1:
         """Take a slot for the present ticket."""
-        return self.room.open()
+        return self.room.open_slot()
 
     def fetch(self, Runner runner not None):
         """Decode the batch of a converter's ticket where it lies, to write after it."""
@@ -328,12 +328,12 @@ cdef class TicketWriter(BatchWriter):
 
     def publish(self, Runner runner not None, record):
         """Publish the ticket; arrays in the slot that the indexer has kept stay where they are."""
-        self.room.end()
+        self.room.end_slot()
         self.deliver(runner, BATCH, record)
 
     def end_items(self, Runner runner not None):
         self.room.settle()
-        self.room.end()
+        self.room.end_slot()
         self.deliver(runner, ENDED, (0, 0, 0, 0))
 
     def fail(self, Runner runner not None, error, uint32_t status=RAISED):
@@ -353,9 +353,9 @@ cdef class TicketWriter(BatchWriter):
         if self.room.slots is None:  # a converter writes over the indexer's batch
             self.room.select(runner.slot, runner.capacity)
         else:
-            self.room.begin()
+            self.room.begin_slot()
         record = self.encoder.encode(packed)
-        self.room.end()
+        self.room.end_slot()
         return record
 
     cdef int deliver(self, Runner runner, uint32_t status, record) except -1:
@@ -469,7 +469,7 @@ cdef class Decoder:
         self.converters = {}
 
     cdef object peek(self, uint32_t cell, cseq_cell* c):
-        """The batch in a cell that is not handed over as it is: converted, for `take`; or UNREAD, if
+        """The batch in a cell that is not handed over as it is: converted, for `take_peeked`; or UNREAD, if
         Python is to decode it. It stays there. `left` is set."""
         batch = self.decode(cell, c)
         return batch if batch is UNREAD else self.divide(batch)
@@ -481,10 +481,10 @@ cdef class Decoder:
             batch, self.left = batch
         return batch
 
-    cdef PyObject* take(self, uint32_t cell, object batch) noexcept:
+    cdef PyObject* take_peeked(self, uint32_t cell, object batch) noexcept:
         """Take what `peek` has returned: the caller has the reference."""
         if batch is AS_IT_IS:
-            return self.objects.take(cell)
+            return self.objects.take_object(cell)
         Py_INCREF(batch)
         return <PyObject*>batch
 
@@ -513,11 +513,11 @@ cdef class Decoder:
         if slot is None or <uint64_t>slot.size < c.capacity:
             return UNREAD
         check_record(slot, f)
-        plan = <Plan>self.found
+        plan = <Plan>self.plan
         if plan is None or not plan.is_of(slot, f):
             plan = plan_of(slot, f)
             self.leaves = self.leaves_of(plan)
-            self.found = plan
+            self.plan = plan
         return plan.read(slot, f, self.lend, c.slot, c.capacity, self.leaves)
 
     cdef list leaves_of(self, plan):
@@ -527,7 +527,7 @@ cdef class Decoder:
             return None
         leaves = self.converters.get(plan)
         if leaves is None:
-            if len(self.converters) >= MOST_KNOWN:
+            if len(self.converters) >= MOST_PLANS:
                 self.converters.clear()
             leaves = self.converters[plan] = plan.converters(self.leaf_for, self.convert)
         return leaves

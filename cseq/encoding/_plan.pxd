@@ -20,7 +20,7 @@ cdef extern from *:
 
 cdef enum:
     MOST_PICKLED = 4096  # bytes; longer `bytes` are leaves
-    MOST_KNOWN = 64  # structures that a reader remembers
+    MOST_PLANS = 64  # structures that a reader remembers
     RECENT = 4       # and a writer, which compares them one by one
     MOST_SEARCHED = 100  # containers inside one another, in the search for leaves that are not pickled
     BLOCKS = 8       # of copied leaves, that a plan keeps to use them again

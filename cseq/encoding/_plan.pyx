@@ -525,7 +525,7 @@ cdef Plan plan_of(Memory memory, const uint64_t* record):
         plan = known[structure]  # not `get`, whose reference another thread's `clear` may outrun
     except KeyError:
         plan = Plan(structure, loads(structure))
-        if len(known) >= MOST_KNOWN:
+        if len(known) >= MOST_PLANS:
             known.clear()
         known[structure] = plan
     return plan

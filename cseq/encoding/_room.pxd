@@ -12,12 +12,12 @@ cdef class Room:
     cdef readonly Memory memory  # the slot, up to `capacity`; another object when it has grown
     cdef public Py_ssize_t used
     cdef readonly Py_ssize_t capacity
-    cdef readonly bint loaned   # arrays in this slot may have been given out: `find` can find something
+    cdef readonly bint loaned   # arrays in this slot may have been given out: `offset_of` can find something
     cdef readonly bint watched  # large arrays were made for this batch: `learn` can learn something
     cdef readonly int64_t slot
     cdef readonly SlotTable slots
     cdef readonly dict mapped
-    cdef public object placement
+    cdef public object slot_allocator
     cdef Mapping target  # where numpy allocates large arrays; None while the worker keeps many slots
     cdef list older      # mappings of the slot that were replaced during this ticket
     cdef list kept       # (slot, mappings, loans) of slots in which arrays of earlier batches are alive
@@ -26,8 +26,8 @@ cdef class Room:
     cdef int fd
     cdef uint64_t width
     cdef Py_ssize_t unchecked  # bytes committed since the system was last asked for its free memory
-    cdef int open(self) except -1
-    cdef int take(self) except -1
+    cdef int open_slot(self) except -1
+    cdef int take_slot(self) except -1
     cdef int begin_empty(self) except -1
     cdef int abandon(self) except -1
     cdef int open_at(self, int64_t slot, Py_ssize_t capacity) except -1
@@ -39,5 +39,5 @@ cdef class Room:
     cdef int grow(self, Py_ssize_t needed) except -1
     cdef int commit(self, Py_ssize_t start, Py_ssize_t end) except -1
     cdef Mapping map(self, int64_t slot, Py_ssize_t capacity)
-    cpdef Py_ssize_t place(self, Py_ssize_t nbytes) except -1
-    cpdef Py_ssize_t find(self, array) except -2
+    cpdef Py_ssize_t reserve(self, Py_ssize_t nbytes) except -1
+    cpdef Py_ssize_t offset_of(self, array) except -2

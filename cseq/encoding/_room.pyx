@@ -59,7 +59,7 @@ cdef class Room:
         The present one, which this process has taken; -1: none.
     mapped : dict
         By slot: its Mapping.
-    placement : SlotAllocator or None
+    slot_allocator : SlotAllocator or None
         With it, numpy allocates the indexer's large arrays in the slot.
     """
 
@@ -70,32 +70,32 @@ cdef class Room:
 
     # -- where
 
-    cdef int open(self) except -1:
-        """Take a slot for the present ticket: `begin`, where that has nothing to do but this."""
+    cdef int open_slot(self) except -1:
+        """Take a slot for the present ticket: `begin_slot`, where that has nothing to do but this."""
         cdef Mapping mapping
         cdef uint64_t nbytes
         if self.slots is None or self.slot >= 0 or self.loaned or self.older or self.kept:
-            self.begin()
+            self.begin_slot()
             return 0
-        self.take()
+        self.take_slot()
         mapping = self.mapped.get(self.slot)
         nbytes = self.slots.committed(self.slot)
         if (mapping is None or <uint64_t>mapping.size < nbytes or nbytes < LEAST
-                or (self.placement is not None and nbytes > LEAST)):
-            self.begin()
+                or (self.slot_allocator is not None and nbytes > LEAST)):
+            self.begin_slot()
             return 0
         self.memory, self.capacity = mapping, <Py_ssize_t>nbytes
         self.used = 0
         self.watched = False
         return 0
 
-    cdef int take(self) except -1:
+    cdef int take_slot(self) except -1:
         """Take a slot, as the present one."""
         self.slot = self.slots.take()
         CSEQ_POINT("taken")
         return 0
 
-    def begin(self):
+    def begin_slot(self):
         """Take a slot as the present one, empty; MemoryError if there is no room for another.
 
         One that was taken for a ticket which was published without a slot is used for the next.
@@ -104,9 +104,9 @@ cdef class Room:
         if self.kept:
             self.recover()
         self.begin_empty()
-        if self.placement is not None and self.capacity > LEAST and self.may_lend():
+        if self.slot_allocator is not None and self.capacity > LEAST and self.may_lend():
             mapping = self.mapped[self.slot]
-            self.placement.begin(mapping, self.capacity)
+            self.slot_allocator.begin(mapping, self.capacity)
             self.target = mapping
 
     def select(self, int64_t slot, Py_ssize_t capacity, Py_ssize_t used=0):
@@ -127,7 +127,7 @@ cdef class Room:
         """Begin to write at the beginning of a slot that this worker has taken."""
         cdef Py_ssize_t capacity
         if self.slot < 0:
-            self.take()
+            self.take_slot()
         capacity = self.slots.nbytes(self.slot)
         if capacity < LEAST:
             self.commit(0, LEAST)
@@ -152,39 +152,39 @@ cdef class Room:
 
     # -- what of it is given out
 
-    def place_arrays(self):
+    def allocate_in_slots(self):
         """Make numpy allocate large arrays in the present slot.
 
         Only on Linux, and where one thread allocates at a time.
         """
         if sys.platform == "linux" and HAS_GIL:
-            self.placement = SlotAllocator()
+            self.slot_allocator = SlotAllocator()
 
     def settle(self):
         """Stop making arrays in the slot: the indexer has returned."""
-        if self.target is not None and self.placement is not None:
-            self.placement.pause()
-            self.watched = self.placement.count > 0
-            if self.placement.live:
-                self.used = max(self.used, <Py_ssize_t>self.placement.used)
+        if self.target is not None and self.slot_allocator is not None:
+            self.slot_allocator.pause()
+            self.watched = self.slot_allocator.count > 0
+            if self.slot_allocator.live:
+                self.used = max(self.used, <Py_ssize_t>self.slot_allocator.used)
                 self.loaned = True
 
-    cpdef Py_ssize_t place(self, Py_ssize_t nbytes) except -1:
+    cpdef Py_ssize_t reserve(self, Py_ssize_t nbytes) except -1:
         """Reserve the next `nbytes` of the slot; return their offset, a multiple of 64 bytes.
 
         MemoryError if there is no room; nothing has changed then.
         """
-        cdef object placement = self.placement if self.target is not None else None
+        cdef object allocator = self.slot_allocator if self.target is not None else None
         cdef Py_ssize_t used = self.used
-        if placement is not None:
-            used = max(used, <Py_ssize_t>placement.used)
+        if allocator is not None:
+            used = max(used, <Py_ssize_t>allocator.used)
         cdef Py_ssize_t offset = aligned(used)
         cdef Py_ssize_t end = offset + nbytes
         if end > self.capacity:
             self.grow(end)
         self.used = end
-        if placement is not None:
-            placement.used = end
+        if allocator is not None:
+            allocator.used = end
         return offset
 
     def empty(self, shape, dtype=float):
@@ -195,18 +195,18 @@ cdef class Room:
             raise ValueError(f"dtype {kind} holds Python objects: make the array with numpy.empty")
         if self.slots is not None and not self.may_lend():
             return numpy.empty(dims, kind)
-        offset = self.place(kind.itemsize * math.prod(dims))
+        offset = self.reserve(kind.itemsize * math.prod(dims))
         return self.loan().view(offset, kind, dims)
 
     def loan(self):
-        """Return the slot as a `Loan`; `end` checks whether there are references to it."""
+        """Return the slot as a `Loan`; `end_slot` checks whether there are references to it."""
         if self.window is None:
             self.window = Loan(self.memory, self.capacity)
             self.loans.append(ref(self.window))
             self.loaned = True
         return self.window
 
-    cpdef Py_ssize_t find(self, array) except -2:
+    cpdef Py_ssize_t offset_of(self, array) except -2:
         """Return the offset (bytes) of an array's data in the used part of the slot, or -1.
 
         All mappings of this ticket are searched. Only aligned arrays without gaps are found.
@@ -222,7 +222,7 @@ cdef class Room:
                     return offset
         return -1
 
-    def end(self):
+    def end_slot(self):
         """Finish the slot; if arrays in it are alive, keep it and copy the batch to another one.
 
         The caller holds no reference to the batch any more. Without a table, RuntimeError if arrays
@@ -236,7 +236,7 @@ cdef class Room:
         if self.slots is not None:
             self.keep()
             self.begin_empty()
-            self.place(used)
+            self.reserve(used)
             self.memory.store_from(0, source, used)
             return
         gc.collect()  # such an array may be in a cycle that is garbage
@@ -267,8 +267,8 @@ cdef class Room:
     cdef bint stop_lending(self) except -1:
         """Stop making arrays in the slot; return whether arrays in it are alive."""
         placed = 0
-        if self.target is not None and self.placement is not None:
-            placed = self.placement.end()
+        if self.target is not None and self.slot_allocator is not None:
+            placed = self.slot_allocator.end()
         self.target = None
         return placed > 0 or self.is_lent()
 
@@ -289,8 +289,8 @@ cdef class Room:
         """Free the kept slots in which no array is alive any more."""
         for kept in self.kept[:]:
             slot, memories, loans = kept
-            held = any([loan() is not None for loan in loans]) or self.placement is not None and any([
-                isinstance(memory, Mapping) and self.placement.holds(memory) for memory in memories])
+            held = any([loan() is not None for loan in loans]) or self.slot_allocator is not None and any([
+                isinstance(memory, Mapping) and self.slot_allocator.holds(memory) for memory in memories])
             if not held:
                 self.kept.remove(kept)
                 self.slots.free(slot)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 __all__ = [
-    "Failure", "annotate", "ends_program", "line_of", "listed", "named", "of_handler", "ordinary",
-    "pack", "pack_text", "shorten", "str_of", "told", "unpack", "where",
+    "Failure", "annotate", "ends_program", "line_of", "listed", "location_of", "named",
+    "of_handler", "ordinary", "pack", "pack_text", "shorten", "show_traceback", "str_of", "unpack",
 ]  # fmt: skip
 
 RAISE = opcode.opmap["RAISE_VARARGS"]  # the instruction of a `raise` statement
@@ -200,7 +200,7 @@ class _Shown(str):
         return str(self)
 
 
-def told(error: BaseException) -> BaseException:
+def show_traceback(error: BaseException) -> BaseException:
     """Return a worker process's exception, with the traceback in its text where torch has it.
 
     Its argument becomes that text; type and attributes stay. An exception of several arguments, or
@@ -235,7 +235,7 @@ def line_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def where(epoch: int, batch: int, indices: Sequence[int], most: int = SHOWN) -> str:
+def location_of(epoch: int, batch: int, indices: Sequence[int], most: int = SHOWN) -> str:
     """Name a batch in a message."""
     return f"epoch {epoch}, batch {batch}, indices {listed(indices, most)}"
 
@@ -292,14 +292,14 @@ def of_handler(error: BaseException) -> bool:
     return any(frame.f_code in codes for frame, _ in frames)
 
 
-def named(error: BaseException, place: str) -> BaseException:
+def named(error: BaseException, location: str) -> BaseException:
     """Return the exception to raise in the loop for an indexer's, with its batch named."""
     error = ordinary(error)
     text = str_of(error)
     if any(each in text for each in UNSHARED):
         annotate(error, f"cseq: {OPEN_THERE}")
     if hasattr(error, "add_note"):
-        _note(error, f"cseq: while making {place}")
+        _note(error, f"cseq: while making {location}")
     return error
 
 

@@ -21,7 +21,7 @@ class ItemFailure:
 
 class _Pool(Protocol):
     @property
-    def make(self) -> Callable[[], object] | None: ...
+    def make_next(self) -> Callable[[], object] | None: ...
     @property
     def on_cancel(self) -> Callable[[int], object] | None: ...
     def await_next(self) -> None: ...
@@ -47,7 +47,7 @@ class Feed:
     latest: int
     skipped: deque[Any]
     skips: int
-    number: int
+    pool_number: int
     def __new__(
         cls,
         run: RunState,
@@ -69,7 +69,7 @@ class Feed:
         assignment: Request | None = None,
         epoch: int = 0,
     ) -> tuple[int, int]: ...
-    def begin(
+    def begin_epoch(
         self, source: Source, *, ordered: bool = True, place: Place | None = None
     ) -> None: ...
     def run_clock(self) -> None: ...

@@ -26,7 +26,7 @@ cdef struct Ticket:
     uint64_t units  # that it counts for
     uint32_t ring
     uint32_t cell
-    uint32_t place  # of its object, among those of all rings
+    uint32_t entry  # of its object, among the cells of all rings
 
 cdef uint64_t NONE = <uint64_t>-1
 
@@ -87,7 +87,7 @@ cdef class Feed:
         raised in the loop, and a note: the entry of `skipped`; or of a worker's own items, why these have
         ended. ``list_left(ring, cell, left)`` returns the entries of samples that a batch lacks.
         ``look()`` is called some ten times a second, when a batch is asked for; it may call anything that
-        a signal handler may. ``make()``, unless None, makes the next batch on this thread instead of
+        a signal handler may. ``make_next()``, unless None, makes the next batch on this thread instead of
         waiting for it. ``on_cancel(cell)``, unless None, is called before the cell of a ticket that was
         cancelled is freed.
     errors : 'raise', 'skip' or 'return'
@@ -114,7 +114,7 @@ cdef class Feed:
         Epoch, and units before its first ticket, of what was begun; None: nothing is under way.
     ended : bool
         The caller was told that the epoch is over.
-    number : int
+    pool_number : int
         What a trace calls it.
     """
 
@@ -128,7 +128,7 @@ cdef class Feed:
     cdef cseq_ring** asked     # some of them, and `cells`: what is waited for
     cdef uint32_t* cells
     cdef Decoder decoder
-    cdef object pool, make, on_cancel
+    cdef object pool, make_next, on_cancel
     cdef bint queues           # each worker has a ring of its own
     cdef uint64_t runners      # of all rings
     cdef Ticket* buffer        # circular
@@ -148,12 +148,12 @@ cdef class Feed:
     cdef bint due              # `pool.look` is to be called
     cdef bint skip, give
     cdef bint ordered
-    cdef public unsigned short number  # in a trace
+    cdef public unsigned short pool_number  # in a trace
     cdef uint64_t waited       # ns, for the last ticket that was taken
     cdef bint spun             # the head was waited for in vain, without sleeping
     # The ticket that is decoded, and still in the line.
     cdef uint64_t decoded
-    cdef object batch, error, note  # `batch`: what `Decoder.take` is to be given
+    cdef object batch, error, note  # `batch`: what `Decoder.take_peeked` is to be given
     cdef uint64_t short        # the ticket whose decoding was short of memory last
 
     def __cinit__(self, RunState run not None, list rings not None, Decoder decoder not None,
@@ -173,7 +173,7 @@ cdef class Feed:
             k += 1
         self.cancelled = self.buffer + self.room
         self.rings, self.decoder = rings, decoder
-        self.pool, self.make, self.on_cancel = pool, pool.make, pool.on_cancel
+        self.pool, self.make_next, self.on_cancel = pool, pool.make_next, pool.on_cancel
         self.queues = self.r[0].calls != 0
         self.run = run
         self.interrupted = interrupted
@@ -230,7 +230,7 @@ cdef class Feed:
             return False
         t = self.at(self.length)
         t.number, t.ring, t.cell = self.ticket, <uint32_t>number, <uint32_t>cell
-        t.place = ring.first + t.cell
+        t.entry = ring.first + t.cell
         t.units = self.source.write(number, ring, t.cell, self.ticket)
         self.length += 1
         self.ticket += 1
@@ -282,7 +282,7 @@ cdef class Feed:
         cdef Ticket t
         if ring.calling >= 0:
             t.number, t.units, t.ring, t.cell = NONE, 0, number, <uint32_t>ring.calling
-            t.place = ring.first + t.cell
+            t.entry = ring.first + t.cell
             self.cancel(&t)
             ring.calling = -1
 
@@ -300,7 +300,7 @@ cdef class Feed:
                 continue
             if self.on_cancel is not None:
                 self.on_cancel(t.cell)
-            before = self.decoder.free(t.place, self.cell(&t))
+            before = self.decoder.free(t.entry, self.cell(&t))
             ring.free(t.cell)
             self.cancelled_count -= 1
             self.cancelled[k] = self.cancelled[self.cancelled_count]
@@ -310,7 +310,7 @@ cdef class Feed:
     cdef object free(self, Py_ssize_t k, Ring ring):
         """Free the cell of an answered ticket; return the object that was left there."""
         cdef Ticket t = self.at(k)[0]
-        left = self.decoder.free(t.place, self.cell(&t))
+        left = self.decoder.free(t.entry, self.cell(&t))
         self.remove(k)
         ring.outstanding -= 1
         ring.free(t.cell)
@@ -379,7 +379,7 @@ cdef class Feed:
 
     # -- the epoch
 
-    def begin(self, Source source not None, *, bint ordered=True, place=None):
+    def begin_epoch(self, Source source not None, *, bint ordered=True, place=None):
         """Begin an epoch; tickets of an earlier one are cancelled. One step of C.
 
         Parameters
@@ -523,8 +523,8 @@ cdef class Feed:
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, 0)
         cdef bint spun = self.spun and awaited is None
         self.spun = False
-        if self.make is not None:
-            self.make()
+        if self.make_next is not None:
+            self.make_next()
             return
         if self.queues:
             self.wait_any(seen, self.awaited() if awaited is None else awaited, spun)
@@ -594,8 +594,8 @@ cdef class Feed:
 
     cdef Py_ssize_t find_soon(self) except -2:
         """`find`, after making the next batch, or after waiting for it without sleeping."""
-        if self.make is not None:
-            self.make()
+        if self.make_next is not None:
+            self.make_next()
         elif not self.ordered or not self.length or not self.expect(self.notices()):
             return -1
         return self.find()
@@ -623,11 +623,11 @@ cdef class Feed:
             self.free(k, self.rings[t.ring])
             self.cancel_all(t.ring)
             return 0
-        if self.decoder.hands_over(t.place, c):
+        if self.decoder.hands_over(t.entry, c):
             self.decoded, self.batch, self.error, self.note = t.number, AS_IT_IS, None, None
             return 0
         try:
-            batch = self.decoder.peek(t.place, c)
+            batch = self.decoder.peek(t.entry, c)
             if batch is UNREAD:
                 batch, error = self.pool.decode(t.ring, t.cell, c.status, c.slot, c.capacity,
                                                 (f[0], f[1], f[2], f[3]))
@@ -663,7 +663,7 @@ cdef class Feed:
         ring.committed(self.cell(&t))
         if log.on:
             cseq_log_add(log, self.cell(&t), self.now, self.waited, <uint32_t>PyThread_get_thread_native_id(),
-                         self.number, <int>t.ring if self.queues else -1)
+                         self.pool_number, <int>t.ring if self.queues else -1)
         self.units += t.units
         self.latest = t.ring
         cseq_count_u64(&self.taken_count, 1)
@@ -699,7 +699,7 @@ cdef class Feed:
             if self.taken_count < self.runners:
                 cseq_count_u64(&m.early_ns, waited)
 
-    cdef PyObject* take(self, uint64_t generation) except NULL:
+    cdef PyObject* take_batch(self, uint64_t generation) except NULL:
         """Take the next batch: the caller, who has the lock, has the reference.
 
         Of an object that is handed over as it is, no reference is counted: see `_headers`.
@@ -725,7 +725,7 @@ cdef class Feed:
                 self.commit(k, True)
                 continue
             if isinstance(self.note, list): self.skipped.extend(self.note)
-            taken = self.decoder.take(self.at(k).place, batch)
+            taken = self.decoder.take_peeked(self.at(k).entry, batch)
             self.commit(k, True)
             return taken
 
@@ -736,7 +736,7 @@ cdef class Feed:
         cdef Lock lock = self.run.lock
         lock.enter_anew()
         try:
-            return cseq_given(self.take(generation))
+            return cseq_given(self.take_batch(generation))
         except Exception as error:
             self.check(generation)
             shorten(error)

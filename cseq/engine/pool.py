@@ -1,7 +1,7 @@
 """A pool: a crew, the tickets it works on, and the feed, the loop's end of both.
 
-One thread calls a pool. Other threads report errors (a worker that cannot be made, or that died too
-often) through `Crew.check`, which raises them in that thread, and wake it with `notify_all`.
+One thread calls a pool. Other threads wake it with `notify_all`; their errors (a worker that cannot
+be made, or that died too often) are raised in the calling thread by `Crew.check`.
 """
 
 from __future__ import annotations
@@ -34,31 +34,32 @@ K = TypeVar("K", bound="Tickets")
 
 log = logging.getLogger("cseq")
 
-LONG = 20.0  # seconds that are looked at for a line in the log, at least: at an epoch's end
-OFTEN = 600.0  # and in the middle of one
-TOLD, WARNED = 0.05, 0.2  # parts of it that the loop waits, for a line and for a warning
+# Seconds between two lines of advice in the log, at least: at an epoch's end, and in its middle.
+LONG, OFTEN = 20.0, 600.0
+# The fraction of time for which the loop waits that is logged, and that is a warning.
+LOGGED, WARNED = 0.05, 0.2
 
 
 class Pool(Generic[K]):
     """A crew, the tickets that it works on, and the feed.
 
-    The constructor starts nothing: an exception of a signal handler may drop the pool before there
-    is a `Run` to close it.
+    The constructor starts nothing, because a signal handler may raise before a `Run` exists that
+    closes the pool.
 
     Attributes
     ----------
     run : RunState
-        The generation of what is under way, and the lock for the calls of this pool.
+        The generation under way, and the lock for the calls of this pool.
     num_workers : int
-        At present.
+        The present number.
     takes_turns : bool
-        The workers are threads that share a GIL.
+        Whether the workers are threads that share a GIL.
     controller : Controller or None
-        Of 'auto'.
-    told : set of str
-        Causes that were logged; its owner has the same set for each of its pools.
+        Resizes the pool if a size is 'auto'.
+    logged_causes : set of str
+        Causes of waiting that were logged. All pools of a manager share the set.
     is_hurried : bool
-        `close` waits no longer than `HURRY` seconds for a runner that is busy with a batch.
+        Whether `close` waits at most `HURRY` seconds for a busy runner.
     """
 
     is_hurried = False
@@ -68,13 +69,13 @@ class Pool(Generic[K]):
         self.crew, self.tickets = crew, tickets
         tickets.pool = self
         self.rings, self.lanes = crew.rings, crew.lanes
-        self.make, self.on_cancel = crew.make, crew.on_cancel
+        self.make_next, self.on_cancel = crew.make_next, crew.on_cancel
         self.num_workers = crew.lanes.num_workers
         self.takes_turns = crew.lanes.kind == "thread" and HAS_GIL
         self.run = RunState()
-        self._seen, self._looked = Stats(), now_ns()  # when a line was last considered
-        self.told: set[str] = set()
-        self._waited = False  # for the first batch
+        self._advised_stats, self._advised_ns = Stats(), now_ns()
+        self.logged_causes: set[str] = set()
+        self._has_waited = False
         self._gpu_waits = self._gpu_dry = 0
         self.feed = Feed(
             self.run,
@@ -84,7 +85,7 @@ class Pool(Generic[K]):
             errors=tickets.errors,
             interrupted=tickets.interrupted,
         )
-        self.feed.number = crew.lanes.number
+        self.feed.pool_number = crew.lanes.number
         self._history, self._skips = History(crew.rings), tickets.errors == "skip"
         crew.lanes.begin()
 
@@ -94,26 +95,27 @@ class Pool(Generic[K]):
         return self.crew.supervisor
 
     def open(self) -> None:
-        """Start the runners. If this raises, or a signal handler does, `close` ends them."""
+        """Start the runners. If this is interrupted, `close` ends them."""
         self.tickets.open()
 
     def notify_all(self) -> None:
-        """Have a call that waits in another thread look at the run's generation."""
+        """Make a call that waits in another thread check the run's generation."""
         self.rings[0].notify_all()
 
     def close(self) -> None:
-        """End all that was started; returns within a bounded time. Calling it twice is fine."""
-        if self.crew.is_inline:  # no other thread ends what lies in the ring
+        """End everything that was started, in bounded time. Calling it twice is fine."""
+        # Inline, no other thread ends the tickets in the ring.
+        if self.crew.is_inline:
             self.lanes.end()
             self.feed.end()
         self.crew.close(hurried=self.is_hurried)
         self.tickets.close()
 
     def _check(self, awaited: Awaited | None) -> None:
-        """Raise errors of workers and of other threads, also for tickets that take too long.
+        """Raise errors of workers and other threads, and of tickets that take too long.
 
-        `awaited`: the tickets that are waited for; None: those that the feed waits for. With
-        on_timeout='restart', a worker is restarted instead.
+        `awaited` lists the awaited tickets if they are not the feed's. With
+        on_timeout='restart', a slow worker is restarted instead.
         """
         crew, options = self.crew, self.tickets.options
         crew.check()
@@ -124,36 +126,44 @@ class Pool(Generic[K]):
     # -- for the feed
 
     def decode(
-        self, number: int, cell: int, status: int, slot: int, capacity: int, record: tuple[int, ...]
+        self,
+        ring_number: int,
+        cell: int,
+        status: int,
+        slot: int,
+        capacity: int,
+        record: tuple[int, ...],
     ) -> tuple[Any, BaseException | None]:
-        """Decode what C does not; see `Feed`."""
+        """Decode a batch that C cannot; see `Feed`."""
         crew = self.crew
-        at = cell + self.rings[number].first
+        entry = self.rings[ring_number].first + cell
         if status & RAISED:
-            died = crew.died_of(number, cell)
-            return None, died or crew.reader.error(at, slot, capacity, record)
-        batch = crew.reader.decode(at, slot, capacity, record)
+            died = crew.died_of(ring_number, cell)
+            return None, died or crew.reader.error(entry, slot, capacity, record)
+        batch = crew.reader.decode(entry, slot, capacity, record)
         return batch if crew.convert is None else crew.convert(batch), None
 
-    def describe(self, number: int, cell: int, error: Any) -> tuple[Any, Any]:
-        """Name the ticket in an exception; return that, and the note."""
-        return self.tickets.describe(number, cell, error)
+    def describe(self, ring_number: int, cell: int, error: Any) -> tuple[Any, Any]:
+        """Name the ticket in an exception; return the exception and the note."""
+        return self.tickets.describe(ring_number, cell, error)
 
-    def list_left(self, number: int, cell: int, left: tuple[tuple[Any, str], ...]) -> list[Any]:
+    def list_left(
+        self, ring_number: int, cell: int, left: tuple[tuple[Any, str], ...]
+    ) -> list[Any]:
         """Note the samples that a batch lacks; return their entries."""
-        return self.tickets.list_left(number, cell, left)
+        return self.tickets.list_left(ring_number, cell, left)
 
     def await_next(self) -> None:
-        """Sleep until the next ticket is ready; StopIteration: no more come."""
+        """Sleep until the next ticket is ready; raise StopIteration if none is left."""
         self.await_for(self.feed.generation, self._advance)
-        if not self._waited:
-            self._waited = True
+        if not self._has_waited:
+            self._has_waited = True
         elif (idle := gpu_is_idle()) is not None:
             self._gpu_waits += 1
             self._gpu_dry += idle
 
     def look(self) -> None:
-        """Note and tell how the run goes, and change its size, some ten times a second."""
+        """Record and log how the run goes, and resize it, about ten times a second."""
         self._history.note()
         if self.controller is not None:
             self.controller()
@@ -168,42 +178,39 @@ class Pool(Generic[K]):
         return ready or None
 
     def _advise(self, seconds: float) -> None:
-        """Log why the loop has waited, if it has and the last look is so long ago, once a cause."""
-        if now_ns() - self._looked < seconds * 1e9 or os.environ.get("CSEQ_ADVICE") == "0":
+        """Log why the loop waited: at most every `seconds`, and once per cause."""
+        if now_ns() - self._advised_ns < seconds * 1e9 or os.environ.get("CSEQ_ADVICE") == "0":
             return
-        before, self._seen, self._looked = self._seen, self.stats(), now_ns()
-        seen = self._seen.since(before)
-        if seen.elapsed < LONG or seen.loop_waiting < TOLD:
+        before, self._advised_stats, self._advised_ns = self._advised_stats, self.stats(), now_ns()
+        stats = self._advised_stats.since(before)
+        if stats.elapsed < LONG or stats.loop_waiting < LOGGED:
             return
-        advice = seen.advice()
-        if advice.cause not in {"unknown", *self.told}:
-            self.told.add(advice.cause)
-            level = logging.WARNING if seen.loop_waiting >= WARNED else logging.INFO
+        advice = stats.advice()
+        if advice.cause not in {"unknown", *self.logged_causes}:
+            self.logged_causes.add(advice.cause)
+            level = logging.WARNING if stats.loop_waiting >= WARNED else logging.INFO
             log.log(level, "%s (CSEQ_ADVICE=0 switches this off)", advice)
 
     def await_for(
         self, generation: int, look: Callable[[], T | None], awaited: Awaited | None = None
     ) -> T:
-        """Sleep until `look` finds something.
-
-        `awaited`: the tickets that are waited for, if not the feed's.
-        """
+        """Sleep until `look` returns a result; `awaited` lists the tickets if not the feed's."""
         feed, began = self.feed, now_ns()
         self.tickets.note_wait()
         while True:
-            seen = feed.notices()
+            notices = feed.notices()
             if self.run.generation != generation:
                 raise InterruptedError
             self._check(awaited)
-            if not self._waited and self.supervisor is not None:
+            if not self._has_waited and self.supervisor is not None:
                 self.supervisor.check_start(began)
-            found = look()
-            if found is not None:
-                return found
-            feed.wait(seen, awaited)
+            result = look()
+            if result is not None:
+                return result
+            feed.wait(notices, awaited)
 
     def stats(self) -> Stats:
-        """Return counts and times of this pool so far; also when its feed was dropped."""
+        """Return counts and times of this pool so far, even after its feed was dropped."""
         return self.crew.stats(
             past=self._history.rows,
             skips=self.feed.skips if self._skips else 0,

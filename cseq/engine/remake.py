@@ -1,4 +1,4 @@
-"""A batch of any epoch once more, in the calling thread: `MSequence.remake`."""
+"""Make a batch of any epoch once more, in the calling thread: `MSequence.remake`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Remade(NamedTuple):
     Attributes
     ----------
     batch : object
-        What the loop gets.
+        The batch as the loop gets it.
     indices : numpy.ndarray
         Its samples, int64, shape (samples,).
     seconds : float
-        What it took: the indexer, and the conversion.
+        The time that the indexer and the conversion took.
     """
 
     batch: Any
@@ -43,19 +43,19 @@ class Remade(NamedTuple):
 
 
 def locate(sampler: Sampler, epoch: int, batch: int, consumed: int) -> tuple[OrderSource, int]:
-    """Return the batches of an epoch, beginning with one, and how many units came before.
+    """Return the batches of an epoch from `batch` on, and how many units come before it.
 
     Parameters
     ----------
     batch : int
-        Its number in the epoch, as messages name it.
+        The batch's number in the epoch, as messages name it.
     consumed : int
-        Units of the epoch before its first batch here, if it was resumed.
+        Units of the epoch that were consumed before it was resumed.
 
     Raises
     ------
     IndexError
-        There is no such batch.
+        The epoch has no such batch.
     """
     cut = sampler.cut_at(consumed)
     number = batch - cut.first
@@ -69,14 +69,15 @@ def locate(sampler: Sampler, epoch: int, batch: int, consumed: int) -> tuple[Ord
 
 def remake(job: Job, epoch: int, batch: int, consumed: int) -> Remade:
     """Make a batch of a manager's job, in this thread; see `MSequence.remake`."""
-    sampler = job.sampler.changed()  # with a reader of its own
+    # A copy of the sampler has a reader of its own.
+    sampler = job.sampler.changed()
     source, before = locate(sampler, epoch, batch, consumed)
     job = job._replace(sampler=sampler, output=outputs.resolve(job.output), on_error="raise")
     tickets = Batches(job)
     pool = Pool(InlineCrew(tickets), tickets)
     with closing(pool):
         pool.open()
-        tickets.begin(Place(epoch, before), epoch, before, pool.run.interrupt())
+        tickets.begin_epoch(Place(epoch, before), epoch, before, pool.run.interrupt())
         start = time.perf_counter()
         made = next(FeedIterator(pool.feed, pool.feed.generation))
         seconds = time.perf_counter() - start

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ENTRY", "convert", "main", "serve"]
 
-ENTRY = "cseq.engine.worker:main"  # what worker processes run
+ENTRY = "cseq.engine.worker:main"
 
 
 def main(sock: socket.socket, local: Any = None) -> None:
@@ -42,23 +42,23 @@ def main(sock: socket.socket, local: Any = None) -> None:
     Parameters
     ----------
     sock : socket
-        To the trainer. When it ends, so does this process.
+        Connected to the trainer. When the connection ends, so does this process.
     local : object, optional
-        The user's object, if it was inherited by `os.fork` and is in no file.
+        The user's object, if `os.fork` passed it on, instead of a file.
     """
     entered = enter(sock)
     setup = entered.setup
     task = setup.task
-    runner = Runner(entered.ring, task.stage, setup.owner, last=task.last)
+    runner = Runner(entered.ring, task.stage, setup.runner, last=task.last)
     if task.stage == CONVERTER:
         _convert(task, runner, entered)
         return
     serve(
         task,
         runner,
-        context.BatchContext(setup.number, task.num_workers, task.seed),
+        context.BatchContext(setup.worker, task.num_workers, task.seed),
         entered.writer,
-        partial(entered.read, local),
+        partial(entered.read_object, local),
         entered.starting(),
         lambda note: send_state(sock, NOTED, note.encode()),
         copied=True,
@@ -70,33 +70,33 @@ def serve(
     runner: Runner,
     batch_context: context.BatchContext,
     writer: BatchWriter,
-    read: Callable[[], Any],
+    read_object: Callable[[], Any],
     starting: AbstractContextManager[object],
     tell: Callable[[str], object],
     *,
     copied: bool,
     convert: Callable[[Any], Any] | None = None,
 ) -> None:
-    """Make what the tickets of a ring ask for, until it is closed to this worker.
+    """Answer the tickets of a ring until it is closed to this worker.
 
     Parameters
     ----------
-    read : callable
+    read_object : callable
         Returns the user's object.
     starting : context manager
-        Around the making of what makes batches.
+        Entered while the indexer or producer is made.
     tell : callable
         Called with the text of a warning.
     copied : bool
-        It is this process's own copy of the user's object; batches are written into slots.
+        Whether this process has its own copy of the user's object and writes batches into slots.
     convert : callable, optional
         Applied to every batch.
     """
     context.enter(batch_context)
     with starting:
-        worker, made = task.make(read, batch_context, copied=copied)
+        worker, made = task.make(read_object, batch_context, copied=copied)
     if writer.room is not None:
-        writer.room.place_arrays()
+        writer.room.allocate_in_slots()
         # In a process that the user's code forks, `cseq.empty` is numpy's.
         in_forked_children(partial(setattr, batch_context, "allocator", None))
     work = task.work(made, runner.ring, batch_context, writer, tell, convert)
@@ -120,7 +120,7 @@ def _convert(task: BatchTask, runner: Runner, entered: Entered) -> None:
 def convert(
     source: Source, function: Callable[[Any], Any], batch_writer: BatchWriter, runner: Runner
 ) -> None:
-    """Do the work of a converter: its batch, converted by a function, is published."""
+    """Convert the batch of a converter's ticket by a function, and publish it."""
     try:
         record = batch_writer.write(runner, function(source.fetch(runner)))
         batch_writer.publish(runner, record)

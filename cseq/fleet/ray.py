@@ -134,7 +134,7 @@ class Agent:
         """Connect to a trainer, and serve it; after this call, at whose end Ray resets OPENMP."""
         threading.Thread(target=self._serve, args=(address, key), daemon=True).start()
 
-    def make(self, *asked: Any) -> Message:
+    def make_batch(self, *asked: Any) -> Message:
         """Make a batch, over Ray."""
 
         def make() -> Message:
@@ -270,7 +270,7 @@ class RayFleet:
         data, views, _ = dump(worker)
         if not ray.is_initialized():
             ray.init()
-        total = count(nodes, num_workers, num_cpus)
+        total = count_actors(nodes, num_workers, num_cpus)
         self._payload = [ray.put((data, [np.frombuffer(view, np.uint8) for view in views]))]
         self._worker, self._is_copy = worker, False
         self.handles = [make(k, total, self.timeout, threads, seeds=seeds) for k in range(total)]
@@ -303,7 +303,7 @@ class RayFleet:
         self.close()
 
 
-def count(nodes: int | None, num_workers: int | None, num_cpus: float) -> int:
+def count_actors(nodes: int | None, num_workers: int | None, num_cpus: float) -> int:
     """Say how many actors there are to be."""
     found = (node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
     rooms = [int(cpus // (num_cpus or 1)) for cpus in found if cpus >= (num_cpus or 1)]
@@ -350,7 +350,7 @@ class Caller:
             raised = failure.ordinary(failure.unpack(made.packed))
             failure.annotate(raised, f"raised by {self._name}")
             raise pool.failed(raised) if made.is_setup else raised
-        where = failure.where(now.epoch, now.batch, indices.tolist(), failure.MOST)
+        where = failure.location_of(now.epoch, now.batch, indices.tolist(), failure.MOST)
         died = WorkerDied(
             f"{where} was lost with {TRIES} agents: {'; '.join(lost)}",
             epoch=now.epoch,
@@ -420,8 +420,8 @@ class Caller:
         """Have the agent make a batch; raise one of `LOST` if that is lost."""
         there, handle, limit = self._there, self._pool.handles[self._at], self._pool.fleet.timeout
         if there is None:
-            data, buffers = ray.get(handle.make.remote(*asked))
-            own = [memoryview(self._pool.take(one.nbytes)) for one in buffers]
+            data, buffers = ray.get(handle.make_batch.remote(*asked))
+            own = [memoryview(self._pool.take_memory(one.nbytes)) for one in buffers]
             for mine, buffer in zip(own, buffers, strict=True):
                 mine[:] = buffer  # which cannot be written to
             return data, own
@@ -429,7 +429,7 @@ class Caller:
         while not there.wait(limit):
             if not ray.wait([self._pool.fleet.ask(handle)], timeout=limit)[0]:
                 raise TimeoutError(f"no sign of life within {limit} s")
-        return there.receive(self._pool.take)
+        return there.receive(self._pool.take_memory)
 
     def close(self) -> None:
         """End the connection; a call that waits for an answer raises."""
@@ -472,7 +472,11 @@ class FleetCrew(ThreadCrew):
         self.calls: dict[
             int, ray.ObjectRef[tuple[int, str]]
         ] = {}  # of `ask`, until the answer is used or the agent lost
-        self.on_error, self.take, self.closed = tickets.errors, Buffers().take, threading.Event()
+        self.on_error, self.take_memory, self.closed = (
+            tickets.errors,
+            Buffers().take_memory,
+            threading.Event(),
+        )
         self._callers: list[Caller] = []
         super().__init__(tickets)
 

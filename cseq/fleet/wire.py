@@ -44,7 +44,7 @@ class Buffers:
     def __init__(self) -> None:
         self._free: list[Block] = []  # they come back on any thread
 
-    def take(self, size: int) -> Memory:
+    def take_memory(self, size: int) -> Memory:
         """Return so many bytes. There are never more blocks than were in use at a time."""
         if size < LARGE:
             return Block(size)
@@ -102,16 +102,16 @@ class Connection:
         self._raw.settimeout(seconds)  # between its parts, too
         return bool(connection.wait([self._raw], seconds))
 
-    def receive(self, take: Callable[[int], Memory] = Block) -> Message:
-        """Receive a message, its buffers in what `take` returns."""
+    def receive(self, allocate: Callable[[int], Memory] = Block) -> Message:
+        """Receive a message, its buffers in what `allocate` returns."""
         data, sizes = pickle.loads(self._read(*LENGTH.unpack(self._read(LENGTH.size))))
         *starts, total = accumulate((size + -size % ALIGN for size in sizes), initial=0)
-        body = self._read(total, take)
+        body = self._read(total, allocate)
         return data, [body[at : at + size] for at, size in zip(starts, sizes, strict=True)]
 
-    def _read(self, size: int, take: Callable[[int], Memory] = Block) -> memoryview:
+    def _read(self, size: int, allocate: Callable[[int], Memory] = Block) -> memoryview:
         """Read so many bytes."""
-        found, at = memoryview(take(size)), 0
+        found, at = memoryview(allocate(size)), 0
         while at < size:
             got = self._raw.recv_into(found[at:], 0, socket.MSG_WAITALL)
             if not got:

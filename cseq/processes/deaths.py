@@ -23,7 +23,7 @@ class Held(NamedTuple):
     epoch: int
     batch: int
     indices: list[int]
-    place: str  # epoch, batch and indices, as text
+    location: str  # epoch, batch and indices, as text
     is_batch: bool = True  # of the loop's, which can go on without it
 
 
@@ -39,7 +39,7 @@ class Deaths:
     lost : str
         What the log adds where it says that a worker was replaced.
     fails : bool
-        The `WorkerDied` of a batch that ends its workers takes its place, and ends nothing else.
+        The `WorkerDied` of a batch that ends its workers replaces that batch, and the run goes on.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class Deaths:
         self._unit, self._advice = unit, advice
         self._deaths = 0
         self._unready = 0
-        self._by_place: Counter[str] = Counter()
+        self._by_location: Counter[str] = Counter()
         self._oom_kills = oom_kills()
         self.has_failed = False  # what the latest death has ended
         self.restarts = 0
         self.retries = 0  # tickets that ran again
 
-    def begin(self) -> None:
+    def begin_epoch(self) -> None:
         """Reset the counts for a new epoch."""
         self._deaths = 0
-        self._by_place.clear()
+        self._by_location.clear()
 
-    def count(
+    def count_death(
         self,
         worker: int,
         exitcode: int | None,
@@ -87,9 +87,9 @@ class Deaths:
         """
         self._deaths += 1
         self._unready = 0 if was_ready else self._unready + 1
-        epoch, batch, indices, place, is_batch = held[0] if held else (None, None, [], "", False)
-        self._by_place[place] += 1
-        is_lethal = bool(held) and self._by_place[place] >= TRIES
+        epoch, batch, indices, location, is_batch = held[0] if held else (None, None, [], "", False)
+        self._by_location[location] += 1
+        is_lethal = bool(held) and self._by_location[location] >= TRIES
         is_over = self._deaths > self._budget
         can_do_without = self._fails and is_batch
         self.has_failed = is_lethal and can_do_without and not is_over
@@ -114,7 +114,7 @@ class Deaths:
         if is_overdue:
             how = "took longer than its timeout and was killed"
         return WorkerDied(
-            f"worker {worker} {how}{f' while making {place}' if held else ''}; {reason}",
+            f"worker {worker} {how}{f' while making {location}' if held else ''}; {reason}",
             epoch=epoch,
             batch=batch,
             indices=indices,

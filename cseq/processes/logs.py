@@ -106,10 +106,10 @@ class Records:
     """Has records handled, one after the other, on the thread of `cseq.threads.tell`."""
 
     def __init__(self) -> None:
-        self._taken = self._lost = 0  # as counted by the thread that calls `take`
+        self._taken = self._lost = 0  # as counted by the thread that calls `queue_record`
         self._handled = self._told = 0  # by the one that handles records
 
-    def take(self, body: bytes) -> None:
+    def queue_record(self, body: bytes) -> None:
         """Have a record handled, unless too many wait: the log says how many are left out."""
         if self._taken - self._handled >= MOST:
             self._lost += 1

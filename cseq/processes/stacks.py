@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from typing import NamedTuple
 
-__all__ = ["place_in"]
+__all__ = ["location_in"]
 
 MOST = 3  # innermost frames that are shown
 FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
@@ -40,7 +40,7 @@ class Frame(NamedTuple):
         return f"{_from_package(self.path)}:{self.line} in {self.function}"
 
 
-def place_in(stacks: str) -> str:
+def location_in(stacks: str) -> str:
     """Say in one line what the main thread does: which modules it imports, and where it is.
 
     Parameters

@@ -36,7 +36,7 @@ from cseq.processes.launcher import describe_exit
 from cseq.processes.launcher.base import FOREVER, KILLED
 from cseq.processes.launcher.forks import pair
 from cseq.processes.logs import Records, levels
-from cseq.processes.stacks import place_in
+from cseq.processes.stacks import location_in
 from cseq.processes.worker import (
     ENTERED,
     FAILED,
@@ -214,9 +214,9 @@ class Supervisor:
         if self._ended.wait(0):  # what a worker raises is for the loop, however early it is
             self.check()
 
-    def begin(self) -> None:
+    def begin_epoch(self) -> None:
         """Begin an epoch: with a new budget for deaths, and without memory that is not needed."""
-        self.deaths.begin()
+        self.deaths.begin_epoch()
         self.shared.tidy()
 
     def _write(self, pickled: Pickled, name: str) -> None:
@@ -344,7 +344,7 @@ class Supervisor:
             if state == FAILED:
                 self._fail(failure.unpack(body, worker.owner - 1))
             elif state == LOGGED:
-                self._records.take(body)
+                self._records.queue_record(body)
             elif not self._noted:  # all workers would send the same
                 self._noted = True
                 tell(logging.WARNING, "%s", body.decode())
@@ -377,7 +377,7 @@ class Supervisor:
         counts = not left and (held or owner in self.wanted()) and not self.failure
         error, has_failed = None, False
         if counts:  # first: what is posted again may end the epoch before this thread goes on
-            error = self.deaths.count(
+            error = self.deaths.count_death(
                 owner - 1,
                 exitcode,
                 held,
@@ -387,7 +387,7 @@ class Supervisor:
             )
         if error is not None and self.deaths.has_failed:
             has_failed = True
-            self._failed[held[0].place] = error  # before it is published
+            self._failed[held[0].location] = error  # before it is published
         self.shared.reclaim(owner, RAISED if has_failed else 0)
         if error is not None and not has_failed:
             self._fail(error)
@@ -406,7 +406,7 @@ class Supervisor:
         """Return the error of a batch that has failed, since it has ended its workers."""
         if not self._failed:
             return None
-        return self._failed.pop(self._describe(number, cell).place, None)
+        return self._failed.pop(self._describe(number, cell).location, None)
 
     def check(self) -> None:
         """Raise errors of workers and of the supervisor's thread.
@@ -435,7 +435,7 @@ class Supervisor:
             doing = f"module {self._launcher.importing} is imported for all of them"
         elif at_work:
             worker = next((w for w in at_work if self.shared.held(w.owner)), at_work[0])
-            doing = f"worker {worker.owner - 1} {place_in(worker.stack())}"
+            doing = f"worker {worker.owner - 1} {location_in(worker.stack())}"
         if self._beside:
             beside = (
                 f". They were forked beside other threads ({self._beside}): a lock that one of "

@@ -83,8 +83,8 @@ NO_STACK = "(its stack is not available)\n"
 class Setup(NamedTuple):
     """What a worker process gets from the trainer, beside file descriptors."""
 
-    number: int  # the worker's, from 0
-    owner: int  # its number at the ring, from 1
+    worker: int  # its number, from 0
+    runner: int  # its number at the ring, from 1
     ring: tuple[int, int]  # where the ring lies in the file: offset and bytes
     width: int  # bytes between the slots in their file
     slots: int  # that it can take; 0: it takes none
@@ -106,7 +106,7 @@ class Entered(NamedTuple):
     object_fd: list[int]
     sender: Sender | None  # of what it logs
 
-    def read(self, local: Any) -> Any:
+    def read_object(self, local: Any) -> Any:
         """Return the user's object: read from its file, or `local`, which a fork has inherited.
 
         The file is mapped copy on write: changes of its arrays stay in this process.
@@ -143,7 +143,7 @@ def enter(sock: socket.socket) -> Entered:
     keep_freed()
     setup, (ring_fd, arena_fd, *more) = _receive_setup(sock)
     if DEBUG:  # see cseq_fault.h
-        os.environ["CSEQ_WORKER"] = str(setup.number)
+        os.environ["CSEQ_WORKER"] = str(setup.worker)
     threading.Thread(target=exit_on_hangup, args=(sock.fileno(),), daemon=True).start()
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=more.pop(0), all_threads=True)
@@ -152,11 +152,11 @@ def enter(sock: socket.socket) -> Entered:
     ring = Ring(Mapping(ring_fd, 0, at + nbytes), at=at)
     os.environ.pop("CSEQ_TRACE", None)  # that file is the trainer's
     Descriptor(int, ring_fd).close()
-    owner = setup.number + 1
+    owner = setup.worker + 1
     slots = SlotTable(arena_fd, setup.width, setup.slots, owner) if setup.slots else None
     sender = None
     if setup.levels is not None:
-        sender = Sender(setup.number, setup.levels, partial(send_state, sock, LOGGED))
+        sender = Sender(setup.worker, setup.levels, partial(send_state, sock, LOGGED))
     return Entered(sock, setup, ring, TicketWriter(arena_fd, setup.width, slots), more, sender)
 
 

@@ -31,7 +31,7 @@ def claim(ring, owner=1, stage=0, *, last=True):
 class Asked:
     """What a feed asks of its pool, where that is nothing."""
 
-    make = None
+    make_next = None
     on_cancel = None
 
     def await_next(self):
@@ -61,7 +61,7 @@ class Trainer(Asked):
         self.feed = Feed(RunState(), [ring], decoder, self)
         whole = cut(batches)
         source = source or OrderSource(RangeReader(batches), 9, whole, whole, 0)
-        self.feed.begin(source, ordered=ordered)
+        self.feed.begin_epoch(source, ordered=ordered)
         if recorded:
             begin_log(batches)
         self.feed.refill()

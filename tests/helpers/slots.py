@@ -82,7 +82,7 @@ def filled(arena, writer, value, nbytes):
     array = writer.room.empty(nbytes, np.uint8)
     array[:] = value
     del array
-    writer.room.end()
+    writer.room.end_slot()
     return take(arena, slot, writer.room.used, writer.room.capacity)
 
 

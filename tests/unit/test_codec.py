@@ -33,7 +33,7 @@ from cseq.encoding.codec import decode, map_leaves
 from cseq.memory.arena import Arena
 
 way = codec_batches.way
-MOST_KNOWN = 64  # structures that a reader remembers
+MOST_PLANS = 64  # structures that a reader remembers
 
 # -- there and back -----------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ def test_a_structure_that_resembles_a_known_one(others, writer):
 def test_shapes_may_change_from_batch_to_batch(way, writer):
     """Batches of one structure and many shapes are read right, and are one to the reader."""
     structures = set()
-    for size in range(2 * MOST_KNOWN):
+    for size in range(2 * MOST_PLANS):
         batch = {way: np.full((size, 2), size), "n": size, "y": np.arange(size, dtype="u1")}
         record = writer.encoder.encode(batch)
         assert_same(batch, decode(writer.room.memory, record))

@@ -247,8 +247,8 @@ def test_the_traceback_comes_along():
 
 def test_where():
     """A message names epoch and batch, and the first of the indices."""
-    assert failure.where(1, 2, [3, 4]) == "epoch 1, batch 2, indices [3, 4]"
-    text = failure.where(0, 0, list(range(100)))
+    assert failure.location_of(1, 2, [3, 4]) == "epoch 1, batch 2, indices [3, 4]"
+    text = failure.location_of(0, 0, list(range(100)))
     assert text.endswith("14, 15, … 84 more]")
 
 
@@ -425,7 +425,7 @@ ATTRIBUTES = ("errno", "filename", "object", "end", "lineno", "name", "path", "c
 def test_the_text_with_the_traceback(make):
     """As with torch's loader, so that f"{e}" in a log has it; type and attributes stay."""
     sent = make()
-    got = failure.told(failure.told(there_and_back(sent)))
+    got = failure.show_traceback(failure.show_traceback(there_and_back(sent)))
     assert type(got) is type(sent)
     assert failure.str_of(got) == str(sent)
     assert vars(got).items() >= vars(sent).items()

@@ -66,7 +66,7 @@ class Counter(Asked):
         """Begin an epoch."""
         cut = Cut(100, 5, full, 0, 2, 2, full * 2, 1, 0)._asdict()
         source = OrderSource(RangeReader(10), 7, cut, cut, 0)
-        self.feed.begin(source, ordered=ordered)
+        self.feed.begin_epoch(source, ordered=ordered)
         self.feed.refill()
 
     def await_next(self):
@@ -272,7 +272,7 @@ class Written(Asked):
         decoder = Decoder(slots=self.slots, mapped=self.mapped, lend=self.lend, **options)
         self.feed = Feed(RunState(), [self.ring], decoder, self)
         cut = Cut(0, 9, 9, 0, 1, 1, 0, 0, 0)._asdict()
-        self.feed.begin(OrderSource(RangeReader(9), 0, cut, cut, 0))
+        self.feed.begin_epoch(OrderSource(RangeReader(9), 0, cut, cut, 0))
         self.feed.refill()
 
     def lend(self, slot, capacity):
@@ -590,7 +590,7 @@ class Asking(Counter):
         )  # fmt: skip
         self.requests = [Request(self.slots) for _ in range(2)]
         source = ItemSource([*self.rings], 1, self.requests, depth=2)
-        self.feed.begin(source)
+        self.feed.begin_epoch(source)
         self.feed.generation = 0
         self.feed.refill()
 
@@ -623,7 +623,7 @@ def test_keys_are_drawn_ahead():
         [*asking.rings], 2, asking.requests, keys, None,
         depth=2, prefetch=2, in_order=True, free=False,
     )  # fmt: skip
-    asking.feed.begin(source)
+    asking.feed.begin_epoch(source)
     asking.feed.refill()
     assert asking.line() == [[0, 2], [1, 3]]
     asking.answer(0)

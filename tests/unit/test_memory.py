@@ -369,8 +369,8 @@ def test_no_room_for_a_new_slot(arena, monkeypatch):
         patch.setattr(room_module, "commit", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
         for _ in range(2):
             with pytest.raises(MemoryError, match="full"):
-                writer.room.begin()
-    writer.room.begin()
+                writer.room.begin_slot()
+    writer.room.begin_slot()
     assert (writer.room.slot, writer.room.capacity) == (1, FIRST)
     assert arena.slots.owners()[:3] == [TRAINER, 1, 0]
     writer.room.close()
@@ -469,7 +469,7 @@ def test_a_slot_grows(sizes):
     for value, array in enumerate(arrays):
         assert (array == value).all()
         if array.size:
-            offset = writer.room.find(array)
+            offset = writer.room.offset_of(array)
             assert offset % 64 == 0
             seen = writer.room.memory.view(offset, np.dtype(np.uint8), array.shape)
             assert (seen == value).all()
@@ -501,7 +501,7 @@ def test_a_worker_may_know_less_than_the_trainer(arena):
     first, second = (TicketWriter(arena.fd, arena.width) for _ in range(2))
     first.room.select(slot, FIRST)
     second.room.select(slot, FIRST)
-    second.room.place(MIB)
+    second.room.reserve(MIB)
     first.room.select(slot, second.room.capacity)
     assert first.room.capacity == first.room.memory.nbytes == second.room.capacity
     first.room.close()
@@ -523,30 +523,30 @@ def test_empty_refuses_what_cannot_be(writer):
 def test_find(writer):
     """Only what lies wholly in the used part of the slot, in one piece, is found."""
     array = writer.room.empty((10, 10), np.uint8)
-    start = writer.room.find(array)
+    start = writer.room.offset_of(array)
     assert start == 0
-    assert writer.room.find(array[1:]) == 10
-    assert writer.room.find(array.T) == 0
-    assert writer.room.find(array[:, 1:]) == -1
-    assert writer.room.find(array[::-1]) == -1
-    assert writer.room.find(array[:0]) == -1
-    assert writer.room.find(np.empty(100, np.uint8)) == -1
-    assert writer.room.find(array.ravel()[1:9].view(np.int64)) == -1  # not aligned
+    assert writer.room.offset_of(array[1:]) == 10
+    assert writer.room.offset_of(array.T) == 0
+    assert writer.room.offset_of(array[:, 1:]) == -1
+    assert writer.room.offset_of(array[::-1]) == -1
+    assert writer.room.offset_of(array[:0]) == -1
+    assert writer.room.offset_of(np.empty(100, np.uint8)) == -1
+    assert writer.room.offset_of(array.ravel()[1:9].view(np.int64)) == -1  # not aligned
     beyond = writer.room.memory.view(0, np.dtype(np.uint8), (101,))
-    assert writer.room.find(beyond) == -1
+    assert writer.room.offset_of(beyond) == -1
 
 
 def test_an_indexer_must_not_keep_arrays_of_the_slot(writer):
     """A view that is kept beyond its batch is an error, once; copies and garbage are none."""
     kept = writer.room.empty(100, np.int64)[2:]
     with pytest.raises(RuntimeError, match=r"array\.copy\(\)"):
-        writer.room.end()
+        writer.room.end_slot()
     writer.room.select(writer.room.slot, FIRST)
     copied = writer.room.empty(3).copy()
     cycle = [writer.room.empty(10)]
     cycle.append(cycle)
     del cycle
-    writer.room.end()
+    writer.room.end_slot()
     del kept, copied
 
 
@@ -576,14 +576,14 @@ def test_more_than_there_is(writer, monkeypatch):
     """A batch larger than the free memory is refused; Linux would kill a process instead."""
     monkeypatch.setattr(system, "available_memory", lambda: 40 * MIB)
     with pytest.raises(MemoryError, match=str(40 * MIB)):
-        writer.room.place(50 * MIB)
-    writer.room.place(35 * MIB)
+        writer.room.reserve(50 * MIB)
+    writer.room.reserve(35 * MIB)
     monkeypatch.setattr(system, "available_memory", lambda: None)
-    writer.room.place(50 * MIB)
+    writer.room.reserve(50 * MIB)
     sizes = {"SC_PAGE_SIZE": MIB, "SC_PHYS_PAGES": 300}  # all that such a system tells
     monkeypatch.setattr(os, "sysconf", sizes.get, raising=False)
     with pytest.raises(MemoryError, match=str(300 * MIB)):
-        writer.room.place(400 * MIB)
+        writer.room.reserve(400 * MIB)
 
 
 def test_wider_than_a_slot():
@@ -592,7 +592,7 @@ def test_wider_than_a_slot():
     writer = TicketWriter(file.fd, 4 * MIB)
     writer.room.select(1, FIRST)
     with pytest.raises(MemoryError, match=str(4 * MIB)):
-        writer.room.place(4 * MIB + 1)
-    assert writer.room.place(4 * MIB) == 0
+        writer.room.reserve(4 * MIB + 1)
+    assert writer.room.reserve(4 * MIB) == 0
     writer.room.close()
     file.close()

@@ -44,7 +44,7 @@ class Bench:
         self.runner = Runner(ring, 0, 1, last=True)
         slots = SlotTable(arena.fd, arena.width, arena.most, 1)
         self.writer = TicketWriter(arena.fd, arena.width, slots)
-        self.writer.room.placement = self.placement = SlotAllocator()
+        self.writer.room.slot_allocator = self.placement = SlotAllocator()
         self.slot = self.capacity = 0
 
     def take(self):

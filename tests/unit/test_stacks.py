@@ -5,7 +5,7 @@ import sysconfig
 from pathlib import Path
 
 import cseq
-from cseq.processes.stacks import place_in
+from cseq.processes.stacks import location_in
 
 CSEQ = Path(cseq.__file__).parent
 STANDARD = Path(sysconfig.get_path("stdlib"))
@@ -45,7 +45,7 @@ def test_imports(tmp_path, monkeypatch):
         WORKER,
     ])  # fmt: skip
     frames = "torch/_ops.py:30 in <module>, torch/__init__.py:12 in <module>, data.py:3 in <module>"
-    assert place_in(stacks) == f"still imports data → torch ({frames})"
+    assert location_in(stacks) == f"still imports data → torch ({frames})"
 
 
 def test_what_imports_nothing(tmp_path, monkeypatch):
@@ -58,11 +58,11 @@ def test_what_imports_nothing(tmp_path, monkeypatch):
         WORKER,
     ])  # fmt: skip
     inner = ", ".join(f"socket.py:{line} in recv" for line in (1, 2))
-    assert place_in(stacks) == f"is still in {inner}, data.py:8 in deep"
+    assert location_in(stacks) == f"is still in {inner}, data.py:8 in deep"
 
 
 def test_what_has_no_frames_of_the_user():
     """A frame of cseq's, or why there is none."""
-    assert place_in(WATCHER + WORKER) == "is still in cseq/processes/worker.py:119 in read"
+    assert location_in(WATCHER + WORKER) == "is still in cseq/processes/worker.py:119 in read"
     silent = "(it does not answer: is it stopped?)\n"
-    assert place_in(silent) == "shows no stack (it does not answer: is it stopped?)"
+    assert location_in(silent) == "shows no stack (it does not answer: is it stopped?)"

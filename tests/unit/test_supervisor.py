@@ -37,10 +37,10 @@ from cseq.stage import INDEXER
 def obey(sock, local=None):
     """Be a worker: do what the task says, byte by byte, and stay until the ring is closed."""
     entered = enter(sock)
-    runner = Runner(entered.ring, INDEXER, entered.setup.owner, last=True)
+    runner = Runner(entered.ring, INDEXER, entered.setup.runner, last=True)
     for order in entered.setup.task:
         if order == ord("L"):
-            entered.read(local)
+            entered.read_object(local)
         elif order == ord("N"):
             send_state(sock, NOTED, b"noted")
         elif order == ord("R"):
@@ -453,10 +453,10 @@ def test_the_budget_of_an_epoch():
     """One death more than `max_restarts` is too many; the next epoch has a budget of its own."""
     deaths = Deaths(2, 1, "batch", "look")
     for _ in range(2):
-        deaths.begin()
+        deaths.begin_epoch()
         for held in others(2):
-            assert deaths.count(0, -9, [held], was_ready=True) is None
-    error = deaths.count(0, -9, [FIRST], was_ready=True)
+            assert deaths.count_death(0, -9, [held], was_ready=True) is None
+    error = deaths.count_death(0, -9, [FIRST], was_ready=True)
     assert error is not None
     assert "max_restarts=2 allows no more" in str(error)
     assert (error.epoch, error.batch, error.indices) == (1, 2, [4, 5])
@@ -469,16 +469,16 @@ def test_a_batch_that_fails():
     deaths = Deaths(TRIES, 1, "batch", "look at it", fails=True)
     call = FIRST._replace(place="a call", is_batch=False)
     for held, fails in ((FIRST, True), (call, False)):
-        deaths.begin()
+        deaths.begin_epoch()
         for _ in range(TRIES - 1):
-            assert deaths.count(0, -11, [held], was_ready=True) is None
-        assert deaths.count(0, -11, [held], was_ready=True) is not None
+            assert deaths.count_death(0, -11, [held], was_ready=True) is None
+        assert deaths.count_death(0, -11, [held], was_ready=True) is not None
         assert deaths.has_failed == fails
     assert deaths.restarts == TRIES + TRIES - 1
-    deaths.begin()
-    deaths.count(0, -11, [], was_ready=True)
+    deaths.begin_epoch()
+    deaths.count_death(0, -11, [], was_ready=True)
     for _ in range(TRIES):
-        error = deaths.count(0, -11, [FIRST], was_ready=True)
+        error = deaths.count_death(0, -11, [FIRST], was_ready=True)
     assert "max_restarts=3 allows no more" in str(error)
     assert not deaths.has_failed
 
@@ -486,9 +486,9 @@ def test_a_batch_that_fails():
 def test_a_batch_that_takes_too_long_again_and_again():
     """The error says that the timeout has ended the worker, which a kill does not tell."""
     deaths = Deaths(0, 1, "batch", "look")
-    error = deaths.count(3, -9, [FIRST], was_ready=True, is_overdue=True)
+    error = deaths.count_death(3, -9, [FIRST], was_ready=True, is_overdue=True)
     assert str(error).startswith(
-        f"worker 3 took longer than its timeout and was killed while making {FIRST.place}; "
+        f"worker 3 took longer than its timeout and was killed while making {FIRST.location}; "
     )
 
 
@@ -496,11 +496,11 @@ def test_workers_that_never_get_ready():
     """So many in a row mean that none can start; one that got ready resets the count."""
     deaths = Deaths(100, 2, "batch", "look")
     for _ in range(2 * TRIES - 1):
-        assert deaths.count(0, 1, [], was_ready=False) is None
-    assert deaths.count(0, 1, [], was_ready=True) is None
+        assert deaths.count_death(0, 1, [], was_ready=False) is None
+    assert deaths.count_death(0, 1, [], was_ready=True) is None
     for _ in range(2 * TRIES - 1):
-        assert deaths.count(0, 1, [], was_ready=False) is None
-    error = deaths.count(0, 1, [], was_ready=False)
+        assert deaths.count_death(0, 1, [], was_ready=False) is None
+    error = deaths.count_death(0, 1, [], was_ready=False)
     assert error is not None
     assert "died before they were ready" in str(error)
 

@@ -60,7 +60,7 @@ def test_messages_arrive_whole(ends, batch):
     data = dumps(batch, buffers)
     sender = threading.Thread(target=agent.send, args=(data, buffers))
     sender.start()
-    got, parts = trainer.receive(Buffers().take)
+    got, parts = trainer.receive(Buffers().take_memory)
     sender.join()
     np.testing.assert_equal(pickle.loads(got, buffers=parts), batch)
     places = [np.frombuffer(part, np.uint8).ctypes.data for part in parts]
@@ -146,7 +146,7 @@ def test_memory_is_used_again_once_nothing_refers_to_it():
     buffers = Buffers()
 
     def array(size, value):
-        memory = memoryview(buffers.take(size))
+        memory = memoryview(buffers.take_memory(size))
         made = np.ndarray(size // 2, np.uint8, memory[size // 4 :])
         made[:] = value
         return made

@@ -201,7 +201,7 @@ class LoaderIterator(names.Workers):
             kind="threads" if in_threads else "processes",
         )
         run = streams._run
-        run.pool.told = vars(loader).setdefault("_cseq_told", set())
+        run.pool.logged_causes = vars(loader).setdefault("_cseq_logged_causes", set())
         kind, size = type(loader.dataset).__name__, loader.batch_size
         run.about = f"{kind}, batch_size={size}, num_workers={self._num_workers}"
         self.progress.iterator = weakref.ref(self)
@@ -352,7 +352,7 @@ class LoaderIterator(names.Workers):
             if (error := item.error) is not None:
                 if isinstance(error, bytes):
                     error = failure.unpack(error, self._maker, self._kind)
-                    error = failure.told(failure.named(error, item.place))
+                    error = failure.show_traceback(failure.named(error, item.place))
                 place = None if item.is_setup else item.place
                 return self._fail(error, place, indices_of(item.key))
             if item.left:

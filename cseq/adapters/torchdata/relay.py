@@ -198,7 +198,7 @@ def telling(relay: Relay | None) -> Iterator[None]:
     except DispatchingFailed:
         assert relay is not None
         assert relay.error is not None
-        raise failure.told(relay.error) from relay.error.__cause__
+        raise failure.show_traceback(relay.error) from relay.error.__cause__
     except Exception as error:
-        failure.told(error)
+        failure.show_traceback(error)
         raise

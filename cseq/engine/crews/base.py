@@ -67,7 +67,7 @@ class Crew:
         The runners, for traces: their kind, and how many owners of the rings are workers.
     convert, leaf_for : callable or None
         See `Decoder`.
-    make, on_cancel : callable or None
+    make_next, on_cancel : callable or None
         See `Feed`.
     supervisor : Supervisor or None
         The worker processes, if there are any.
@@ -84,7 +84,7 @@ class Crew:
     lanes: Lanes
     convert: Callable[[Any], Any] | None = None
     leaf_for: Callable[[Any], Any] | None = None
-    make: Callable[[], None] | None = None
+    make_next: Callable[[], None] | None = None
     on_cancel: Callable[[int], None] | None = None
     supervisor: Supervisor | None = None
     of: str
@@ -109,7 +109,7 @@ class Crew:
     def launch(self) -> None:
         """Start the workers, once; `prepare` was called."""
 
-    def begin(self) -> None:
+    def begin_epoch(self) -> None:
         """Begin an epoch."""
 
     def resize(self, num_workers: int) -> None:
@@ -137,7 +137,7 @@ class Crew:
         """Write something for a worker; TypeError if that cannot be sent."""
         raise NotImplementedError
 
-    def written(self, number: int, cell: int) -> Any:
+    def requested_key(self, number: int, cell: int) -> Any:
         """Return the key that the ticket in a cell refers to; on any thread."""
         raise NotImplementedError
 

@@ -67,13 +67,15 @@ class InlineCrew(Crew):
         self._indexing = InlineIndexing(
             self.reader, None, self._batch_context, convert, self._seeds
         )
-        self.make = partial(self._indexing.make_here, Runner(ring, INDEXER, 1, last=True), here)
+        self.make_next = partial(
+            self._indexing.make_here, Runner(ring, INDEXER, 1, last=True), here
+        )
 
     def prepare(self, worker: Any, name: str = "worker") -> None:  # noqa: ARG002
         """Set the user's object."""
         self._worker = worker
 
-    def begin(self) -> None:
+    def begin_epoch(self) -> None:
         """Begin an epoch; the first time, make the indexer."""
         if self._indexing.indexer is None:
             self._build()

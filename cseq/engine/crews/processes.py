@@ -104,7 +104,7 @@ class ProcessCrew(Crew):
         """Get ready all that the workers need, and start converters that are threads."""
         options = self.tickets.options
         if self._group is not None:
-            self._group.start()
+            self._group.start_threads()
         self.supervisor.prepare(
             worker,
             name=name,
@@ -117,9 +117,9 @@ class ProcessCrew(Crew):
         """Start the processes, once."""
         self.supervisor.launch()
 
-    def begin(self) -> None:
+    def begin_epoch(self) -> None:
         """Begin an epoch, by which deaths are counted."""
-        self.supervisor.begin()
+        self.supervisor.begin_epoch()
 
     def resize(self, num_workers: int) -> None:
         """Go on with another number of workers."""
@@ -175,7 +175,7 @@ class ProcessCrew(Crew):
                 return Pickled(dumps([value], buffers), buffers)
         return dump(value, name=name)
 
-    def written(self, number: int, cell: int) -> Any:
+    def requested_key(self, number: int, cell: int) -> Any:
         """Return the key that the ticket in a cell refers to; on any thread."""
         slot, capacity, *record = self.rings[number].indices(cell)[CALLED].tolist()
         # Not by the arena, whose lock the loop's thread may have.

@@ -67,7 +67,7 @@ class ThreadGroup:
         """Add a thread, which ends when the ring is closed; `owner`: the runner that it is."""
         self._threads.add(name, partial(self._guard, target, owner))
 
-    def start(self) -> None:
+    def start_threads(self) -> None:
         """Start the threads that were added since the last start."""
         threads, self._threads = self._threads, Threads()
         self._started.append(threads)  # first: a signal handler may raise, and `join` waits for it
@@ -219,7 +219,7 @@ class ThreadCrew(Crew):
                 if number + 1 not in self._group.begun:
                     self._group.begun[number + 1] = WAITS
                     self._group.add(f"cseq-w{number}", partial(self._serve, number), number + 1)
-        self._group.start()
+        self._group.start_threads()
 
     def resize(self, num_workers: int) -> None:
         """Go on with another number of workers."""
@@ -243,7 +243,7 @@ class ThreadCrew(Crew):
         """Refer to something for a worker."""
         return Request(None, value)
 
-    def written(self, number: int, cell: int) -> Any:
+    def requested_key(self, number: int, cell: int) -> Any:
         """Return the key that the ticket in a cell refers to; on any thread."""
         _, key, _ = self.rings[number].kept[cell] or (None, None, None)
         return key and key.value

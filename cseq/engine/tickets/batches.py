@@ -152,7 +152,7 @@ class Batches(Tickets):
         """Samples and batches that were left out for an error."""
         return list(self.pool.feed.skipped)
 
-    def begin(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
+    def begin_epoch(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
         """Begin an epoch after `consumed` samples; nothing of an earlier one is delivered.
 
         In one step of C, `place` becomes that of this epoch, and the feed its progress. If the same
@@ -161,12 +161,12 @@ class Batches(Tickets):
         """
         feed, job = self.pool.feed, self._job
         before = feed.place
-        self.pool.crew.begin()
+        self.pool.crew.begin_epoch()
         feed.generation = generation
         if before is not None and not before.begun and before.is_at(epoch, consumed):
             feed.place, place.progress = place, feed
             return
-        feed.begin(job.sampler.source(epoch, consumed), ordered=job.ordered, place=place)
+        feed.begin_epoch(job.sampler.source(epoch, consumed), ordered=job.ordered, place=place)
         feed.refill()
         feed.run_clock()
 
@@ -179,24 +179,24 @@ class Batches(Tickets):
         self._job = self._job._replace(sampler=sampler)
         if is_over:
             return
-        self.pool.crew.begin()
+        self.pool.crew.begin_epoch()
         feed = self.pool.feed
-        feed.begin(sampler.source(epoch, position), ordered=self._job.ordered, place=place)
+        feed.begin_epoch(sampler.source(epoch, position), ordered=self._job.ordered, place=place)
         feed.refill()
 
     def held(self, number: int, cell: int, most: int = failure.MOST) -> Held:  # noqa: ARG002
         """Describe the batch in a cell; on any thread."""
         epoch, batch, count = self._ring.ticket(cell)
         indices: list[int] = self._ring.indices(cell)[:count].tolist()
-        return Held(epoch, batch, indices, failure.where(epoch, batch, indices, most))
+        return Held(epoch, batch, indices, failure.location_of(epoch, batch, indices, most))
 
     def describe(self, number: int, cell: int, error: BaseException) -> tuple[Any, Any]:
         """Name the batch in an exception; log it if the batch is left out."""
-        epoch, batch, indices, place, _ = self.held(number, cell, failure.SHOWN)
+        epoch, batch, indices, location, _ = self.held(number, cell, failure.SHOWN)
         error, entry = failure.ordinary(error), None
         if self._job.on_error == "skip" and isinstance(error, Exception):
-            entry = note_batch(place, epoch, batch, error, indices)
-        return failure.named(error, place), entry
+            entry = note_batch(location, epoch, batch, error, indices)
+        return failure.named(error, location), entry
 
     def list_left(self, number: int, cell: int, left: tuple[tuple[Any, str], ...]) -> list[Any]:
         """Log the samples that a batch lacks."""
@@ -208,7 +208,7 @@ class Batches(Tickets):
         held = [(*self._ring.holder(cell), cell) for _, cell in self.pool.feed.awaited()]
         # `since` is 0 for an instant after the claim.
         return [
-            (owner, since, self.held(0, cell, failure.SHOWN).place)
+            (owner, since, self.held(0, cell, failure.SHOWN).location)
             for owner, since, cell in held
             if since and 0 < owner <= self.pool.crew.timed
         ]

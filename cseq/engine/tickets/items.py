@@ -138,15 +138,19 @@ class Items(Tickets):
                 self._idle.pop(owner, None)
             else:  # its process may be stopped
                 since = self._idle.setdefault(owner, now_ns())
-                working = [(owner, since, self.held(number, cell).place)]
-            found += [(owner, max(since, self._begun), place) for owner, since, place in working]
+                working = [(owner, since, self.held(number, cell).location)]
+            found += [
+                (owner, max(since, self._begun), location) for owner, since, location in working
+            ]
         return found
 
     def _held_by(self, number: int) -> Working:
         """Return what a worker works on, and since when (ns of `now_ns`)."""
         ring = self.pool.rings[number]
         held = [(cell, ring.holder(cell)[1]) for cell in ring.held(1)]
-        return [(number + 1, since, self.held(number, cell).place) for cell, since in held if since]
+        return [
+            (number + 1, since, self.held(number, cell).location) for cell, since in held if since
+        ]
 
     def held(self, number: int, cell: int, most: int = failure.MOST) -> Held:
         """Describe the item, or the call, of the ticket in a cell; on any thread."""
@@ -154,7 +158,7 @@ class Items(Tickets):
         (epoch, kind, _), start, key = ring.ticket(cell), ring.start(cell), None
         if kind == CALL:
             kept = ring.kept[cell]
-            place = f"{kept[-1] if kept else 'a call'} in worker {number}"
+            location = f"{kept[-1] if kept else 'a call'} in worker {number}"
         else:
             of_key = ""
             try:
@@ -163,9 +167,9 @@ class Items(Tickets):
             except (Exception, SystemExit) as error:  # the user's class; the item has a number, too
                 if failure.ends_program(error):
                     raise
-            place = f"{self._naming.unit} {start}{of_key} of worker {number}, epoch {epoch - 1}"
+            location = f"{self._naming.unit} {start}{of_key} of worker {number}, epoch {epoch - 1}"
         items = key if isinstance(key, list) else [start if key is None else key]
-        return Held(epoch - 1, start, items, place, kind == ITEM)
+        return Held(epoch - 1, start, items, location, kind == ITEM)
 
     def _key(self, number: int, cell: int) -> Any:
         """Return the key of the ticket in a cell; None: it has none."""
@@ -173,18 +177,18 @@ class Items(Tickets):
         count = int(words[KEY])
         if count >= 0:
             return words[KEYS : KEYS + count].tolist()
-        return self.pool.crew.written(number, cell) if count == IN_REQUEST else None
+        return self.pool.crew.requested_key(number, cell) if count == IN_REQUEST else None
 
     def describe(self, number: int, cell: int, error: BaseException) -> tuple[BaseException, None]:
         """Name the item in an exception."""
         error = _signed(error, number)
-        place = f"{self._naming.unit} {self.pool.rings[number].start(cell)} of worker {number}"
-        named = failure.named(error, f"{place}, epoch {self._epoch - 1}")
+        location = f"{self._naming.unit} {self.pool.rings[number].start(cell)} of worker {number}"
+        named = failure.named(error, f"{location}, epoch {self._epoch - 1}")
         return named, None
 
     # -- the epoch
 
-    def begin(
+    def begin_epoch(
         self,
         assignments: Sequence[Any],
         keys: Iterator[Any] | None,
@@ -199,7 +203,7 @@ class Items(Tickets):
         self._end()
         try:
             self.pool.crew.check()
-            self.pool.crew.begin()
+            self.pool.crew.begin_epoch()
             self._epoch += 1
             requests = self._write_all(assignments)
             source: ItemSource | KeySource
@@ -221,7 +225,7 @@ class Items(Tickets):
                     free=free,
                     samples=self._naming.samples,
                 )
-            feed.begin(source, ordered=ordered)
+            feed.begin_epoch(source, ordered=ordered)
             self.assignments = requests
             posts = []
             if keys is None:
@@ -306,10 +310,10 @@ class Items(Tickets):
             self.pool.feed.commit_reply(number, cell, ticket)
             return reply
         error = self.pool.crew.reader.error(at, *answer[1:])
-        place = self.held(number, cell).place
+        location = self.held(number, cell).location
         self.pool.feed.commit_reply(number, cell, ticket, ends=True)
         try:
-            error = failure.named(_signed(error, number), place)
+            error = failure.named(_signed(error, number), location)
             raise error
         finally:
             del error  # its traceback refers to this frame: a reference cycle

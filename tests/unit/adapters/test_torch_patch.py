@@ -98,7 +98,7 @@ def test_loaders_count(kept):
 def test_the_log_says_a_cause_once(monkeypatch, caplog):
     """Of each loader, though each of its epochs has workers of its own."""
     monkeypatch.setattr("cseq.engine.pool.LONG", 0.0)
-    monkeypatch.setattr("cseq.engine.pool.TOLD", 0.0)
+    monkeypatch.setattr("cseq.engine.pool.LOGGED", 0.0)
     monkeypatch.setattr(advice, "RULES", advice.RULES[-1:])  # one cause
     caplog.set_level("INFO", logger="cseq")
     loaders = [cseq.DataLoader(Plain(16), num_workers=1) for _ in range(2)]

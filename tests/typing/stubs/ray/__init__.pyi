@@ -15,7 +15,7 @@ class Method:
 class Handle:
     about: Method
     meet: Method
-    make: Method
+    make_batch: Method
     __ray_call__: Method
 
 class ActorClass:
