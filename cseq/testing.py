@@ -92,7 +92,9 @@ def await_workers(running: Any, timeout: float = 60.0) -> None:
     supervisor = supervisor_of(running)
     deadline = time.monotonic() + (seconds("timeout", timeout) or 0.0)
     while late := [
-        worker for worker, owner in enumerate(supervisor.wanted()) if not supervisor.is_ready(owner)
+        worker
+        for worker, runner_number in enumerate(supervisor.wanted())
+        if not supervisor.is_ready(runner_number)
     ]:
         supervisor.check()
         if time.monotonic() > deadline:

@@ -49,7 +49,7 @@ def main(sock: socket.socket, local: Any = None) -> None:
     entered = enter(sock)
     setup = entered.setup
     task = setup.task
-    runner = Runner(entered.ring, task.stage, setup.runner, last=task.last)
+    runner = Runner(entered.ring, task.stage, setup.owner, last=task.last)
     if task.stage == CONVERTER:
         _convert(task, runner, entered)
         return

@@ -83,7 +83,7 @@ class Supervisor:
     readers : int
         The first so many processes get the user's object: the most workers there may be.
     task : callable
-        ``task(owner)`` is its ``Setup.task``; called on the supervisor's thread.
+        ``task(runner_number)`` is its ``Setup.task``; called on the supervisor's thread.
     describe : callable
         ``describe(number, cell)``: the ticket that a worker holds there; called on the supervisor's
         thread, too.
@@ -125,7 +125,9 @@ class Supervisor:
         self._readers, self._task, self._describe = readers, task, describe
         self._active = readers  # how many of these there are to be
         self._caller = 0  # the thread that wants the workers
-        self._missing: list[int] = []  # owners to be forked while the loop's thread waits
+        self._missing: list[
+            int
+        ] = []  # numbers of runners to be forked while the loop's thread waits
         self._waiting: deque[Latch] = deque()  # of threads that wait for that, in `check`
         self._beside = ""  # the threads beside which workers were forked
         self._object: Any = None  # and the file where they read it
@@ -262,8 +264,8 @@ class Supervisor:
         self._wanted.wait()
         if self.takes_objects:
             self._beside = _other_threads(self._caller)
-        for owner in self.wanted():
-            self._launch(owner)
+        for runner_number in self.wanted():
+            self._launch(runner_number)
         self._launched.set()
         while not (self.closed and not self._workers):
             self._take()
@@ -286,16 +288,18 @@ class Supervisor:
         The loop's thread may be importing, or hold a lock, for which a copy of this process would
         wait for ever. So it is forked only while that thread waits for it, in `_await_forks`.
         """
-        missing = [owner for owner in self.wanted() if owner not in self._workers]
+        missing = [
+            runner_number for runner_number in self.wanted() if runner_number not in self._workers
+        ]
         if self.closed or self.failure:
             missing = []
         if self.takes_objects:
             before, self._missing = self._missing, missing
             if missing != before:
                 self.shared.notify_all()
-        for owner in missing:
+        for runner_number in missing:
             if not self.takes_objects or self._waiting:
-                self._launch(owner)
+                self._launch(runner_number)
                 self._missing = self._missing[1:]
         self._let_go()
 
@@ -311,23 +315,23 @@ class Supervisor:
             if worker.state in (b"", ENTERED):
                 worker.child.kill()
 
-    def _launch(self, owner: int) -> None:
+    def _launch(self, runner_number: int) -> None:
         """Start a worker and send it its setup."""
         try:
-            child = self._launcher.launch(owner - 1)
+            child = self._launcher.launch(runner_number - 1)
         except OSError:
             if self.closed:  # which has cancelled it
                 return
             raise
-        worker = WorkerProcess(owner, child)
-        self._workers[owner] = worker
-        self.processes[owner - 1] = child
+        worker = WorkerProcess(runner_number, child)
+        self._workers[runner_number] = worker
+        self.processes[runner_number - 1] = child
         self._selector.register(child.sock, selectors.EVENT_READ, worker)
-        reads = owner <= self._readers
-        place = self.shared.place(owner, has_slots=reads)
+        reads = runner_number <= self._readers
+        place = self.shared.place(runner_number, has_slots=reads)
         record = self._record if reads else None
         known = None if self.takes_objects else levels()
-        setup = Setup(owner - 1, *place, self._task(owner), record, known)
+        setup = Setup(runner_number - 1, *place, self._task(runner_number), record, known)
         fds = [self._object.fd] if reads and self._object is not None else []
         worker.handshake(setup, *self.shared.fds, *fds)
 
@@ -339,10 +343,10 @@ class Supervisor:
             self._reap(worker)
             return
         if not before and worker.state:
-            self._lanes.note("start", worker.owner, worker.child.pid)
+            self._lanes.note("start", worker.runner_number, worker.child.pid)
         for state, body in messages:
             if state == FAILED:
-                self._fail(failure.unpack(body, worker.owner - 1))
+                self._fail(failure.unpack(body, worker.runner_number - 1))
             elif state == LOGGED:
                 self._records.queue_record(body)
             elif not self._noted:  # all workers would send the same
@@ -351,34 +355,36 @@ class Supervisor:
 
     def _reap(self, worker: WorkerProcess) -> None:
         """Ensure that a worker has ended, and post its tickets again; `_staff` replaces it."""
-        child, owner = worker.child, worker.owner
+        child, runner_number = worker.child, worker.runner_number
         exitcode = child.status(ENDING)
         if exitcode is None:  # a process may close its socket and live on; its server may be late
             if not child.gone:
                 child.kill()
             exitcode = child.status(GRACE)
         if not child.gone:
-            raise RuntimeError(f"worker {owner - 1} (pid {child.pid}) was killed and has not ended")
+            raise RuntimeError(
+                f"worker {runner_number - 1} (pid {child.pid}) was killed and has not ended"
+            )
         self._selector.unregister(child.sock)
-        del self._workers[owner]
+        del self._workers[runner_number]
         worker.close()
         if self.closed:
             if exitcode not in (0, None, KILLED):
-                tell(logging.WARNING, "worker %d %s", owner - 1, describe_exit(exitcode))
+                tell(logging.WARNING, "worker %d %s", runner_number - 1, describe_exit(exitcode))
             return
-        begun = self.shared.held(owner)
-        held = [self._describe(owner - 1, cell) for cell, _ in begun]
+        begun = self.shared.held(runner_number)
+        held = [self._describe(runner_number - 1, cell) for cell, _ in begun]
         lost = ((since, f"{h.epoch}/{h.batch}") for (_, since), h in zip(begun, held, strict=True))
         text = describe_exit(exitcode)
         was_ready = worker.state == READY
         left = was_ready and exitcode == 0 and not held  # by itself, as `resize` wants it
         what = "end" if left else "death"
-        self._lanes.note(what, owner, child.pid, text=text, held=tuple(lost))
-        counts = not left and (held or owner in self.wanted()) and not self.failure
+        self._lanes.note(what, runner_number, child.pid, text=text, held=tuple(lost))
+        counts = not left and (held or runner_number in self.wanted()) and not self.failure
         error, has_failed = None, False
         if counts:  # first: what is posted again may end the epoch before this thread goes on
             error = self.deaths.count_death(
-                owner - 1,
+                runner_number - 1,
                 exitcode,
                 held,
                 pid=child.pid,
@@ -388,12 +394,19 @@ class Supervisor:
         if error is not None and self.deaths.has_failed:
             has_failed = True
             self._failed[held[0].location] = error  # before it is published
-        self.shared.reclaim(owner, RAISED if has_failed else 0)
+        self.shared.reclaim(runner_number, RAISED if has_failed else 0)
         if error is not None and not has_failed:
             self._fail(error)
         elif counts:
-            done = "replaced" if owner in self.wanted() else "its tickets go to others"
-            tell(logging.WARNING, "worker %d %s: %s%s", owner - 1, text, done, self.deaths.lost)
+            done = "replaced" if runner_number in self.wanted() else "its tickets go to others"
+            tell(
+                logging.WARNING,
+                "worker %d %s: %s%s",
+                runner_number - 1,
+                text,
+                done,
+                self.deaths.lost,
+            )
 
     def _fail(self, error: BaseException) -> None:
         """Store the first exception, which `check` raises in the consumer."""
@@ -434,8 +447,8 @@ class Supervisor:
         if self._launcher.importing:
             doing = f"module {self._launcher.importing} is imported for all of them"
         elif at_work:
-            worker = next((w for w in at_work if self.shared.held(w.owner)), at_work[0])
-            doing = f"worker {worker.owner - 1} {location_in(worker.stack())}"
+            worker = next((w for w in at_work if self.shared.held(w.runner_number)), at_work[0])
+            doing = f"worker {worker.runner_number - 1} {location_in(worker.stack())}"
         if self._beside:
             beside = (
                 f". They were forked beside other threads ({self._beside}): a lock that one of "
@@ -477,17 +490,17 @@ class Supervisor:
     ) -> None:
         """Raise WorkerTimeout, or (`restart`) kill the worker, if one takes longer than `timeout`.
 
-        `working` lists owners, since when they work (ns of `now_ns`), and on what; see `overdue`.
+        `working` lists runner numbers, since when, and on what; see `overdue`.
         Workers that are not ready are checked as well.
         """
-        starting = [(w.owner, w.entered) for w in self._snapshot() if w.state in STARTING]
-        for owner, took in overdue(working, starting, timeout):
-            worker = self._workers.get(owner)
+        starting = [(w.runner_number, w.entered) for w in self._snapshot() if w.state in STARTING]
+        for runner_number, took in overdue(working, starting, timeout):
+            worker = self._workers.get(runner_number)
             stack = NO_STACK if worker is None else worker.stack()
-            message = f"{took}; worker {owner - 1} is here:\n{stack}"
+            message = f"{took}; worker {runner_number - 1} is here:\n{stack}"
             if not restart:
                 raise WorkerTimeout(message)
-            tell(logging.ERROR, "%sworker %d is restarted", message, owner - 1)
+            tell(logging.ERROR, "%sworker %d is restarted", message, runner_number - 1)
             if worker is not None:  # this very process: it may have been replaced meanwhile
                 worker.is_overdue = True
                 worker.child.kill()
@@ -498,9 +511,13 @@ class Supervisor:
             self._launched.wait()
 
     def wanted(self) -> list[int]:
-        """Return the owners that are to have a process."""
+        """Return the numbers of the runners that should have a process."""
         owners = range(1, self.shared.owners + 1)
-        return [owner for owner in owners if not self._active < owner <= self._readers]
+        return [
+            runner_number
+            for runner_number in owners
+            if not self._active < runner_number <= self._readers
+        ]
 
     def resize(self, count: int) -> None:
         """Have so many workers, at least 1: new ones are started.
@@ -511,14 +528,14 @@ class Supervisor:
             self._active = count
             self._wake()
 
-    def is_ready(self, owner: int) -> bool:
+    def is_ready(self, runner_number: int) -> bool:
         """Whether a worker has reported that it is ready, and is not known to have ended."""
-        worker = self._workers.get(owner)
+        worker = self._workers.get(runner_number)
         return worker is not None and worker.state == READY
 
     def pids(self) -> list[int | None]:
         """Return the process ids of all workers; None for one that is started or replaced."""
-        found = [self._workers.get(owner) for owner in self.wanted()]
+        found = [self._workers.get(runner_number) for runner_number in self.wanted()]
         return [None if worker is None else worker.child.pid for worker in found]
 
     # -- the end
@@ -545,7 +562,10 @@ class Supervisor:
                 self.hurry(time.monotonic() + HURRY)
             if not self._ended.wait(GRACE):
                 for worker in self._snapshot():
-                    number, text = worker.owner - 1, "worker %d is ending: killed after %g s"
+                    number, text = (
+                        worker.runner_number - 1,
+                        "worker %d is ending: killed after %g s",
+                    )
                     if self._is_busy(worker):
                         text = "worker %d is busy: killed after %g s"
                     tell(logging.WARNING, text, number, GRACE)
@@ -573,7 +593,7 @@ class Supervisor:
 
     def _is_busy(self, worker: WorkerProcess) -> bool:
         """Whether a worker is not ready, or in a batch."""
-        return worker.state != READY or bool(self.shared.held(worker.owner))
+        return worker.state != READY or bool(self.shared.held(worker.runner_number))
 
 
 def _other_threads(caller: int) -> str:

@@ -84,7 +84,7 @@ class Setup(NamedTuple):
     """What a worker process gets from the trainer, beside file descriptors."""
 
     worker: int  # its number, from 0
-    runner: int  # its number at the ring, from 1
+    owner: int  # its number at the ring, from 1
     ring: tuple[int, int]  # where the ring lies in the file: offset and bytes
     width: int  # bytes between the slots in their file
     slots: int  # that it can take; 0: it takes none
@@ -152,8 +152,8 @@ def enter(sock: socket.socket) -> Entered:
     ring = Ring(Mapping(ring_fd, 0, at + nbytes), at=at)
     os.environ.pop("CSEQ_TRACE", None)  # that file is the trainer's
     Descriptor(int, ring_fd).close()
-    owner = setup.worker + 1
-    slots = SlotTable(arena_fd, setup.width, setup.slots, owner) if setup.slots else None
+    runner_number = setup.worker + 1
+    slots = SlotTable(arena_fd, setup.width, setup.slots, runner_number) if setup.slots else None
     sender = None
     if setup.levels is not None:
         sender = Sender(setup.worker, setup.levels, partial(send_state, sock, LOGGED))
@@ -203,8 +203,8 @@ class WorkerProcess:
 
     Attributes
     ----------
-    owner : int
-        Its number among the owners of tickets, from 1.
+    runner_number : int
+        Its runner number, from 1.
     state : bytes
         ENTERED, LOADED, READY or FAILED, as the latest message said; empty before there is one.
     entered : int
@@ -213,8 +213,8 @@ class WorkerProcess:
         It was killed because it took longer than its timeout.
     """
 
-    def __init__(self, owner: int, child: Child) -> None:
-        self.owner = owner
+    def __init__(self, runner_number: int, child: Child) -> None:
+        self.runner_number = runner_number
         self.child = child
         self.state = b""
         self.entered = 0

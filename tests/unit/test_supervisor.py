@@ -37,7 +37,7 @@ from cseq.stage import INDEXER
 def obey(sock, local=None):
     """Be a worker: do what the task says, byte by byte, and stay until the ring is closed."""
     entered = enter(sock)
-    runner = Runner(entered.ring, INDEXER, entered.setup.runner, last=True)
+    runner = Runner(entered.ring, INDEXER, entered.setup.owner, last=True)
     for order in entered.setup.task:
         if order == ord("L"):
             entered.read_object(local)

@@ -99,12 +99,14 @@ def test_more_records_than_handlers_take(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "cseq")
     records = logs.Records()
     for k in range(5):
-        records.take(pickle.dumps({"name": "cseq", "levelno": logging.INFO, "msg": str(k)}))
+        records.queue_record(pickle.dumps({"name": "cseq", "levelno": logging.INFO, "msg": str(k)}))
     for _ in range(2):
         for call in calls:
             call()
         calls.clear()
-        records.take(pickle.dumps({"name": "cseq", "levelno": logging.INFO, "msg": "later"}))
+        records.queue_record(
+            pickle.dumps({"name": "cseq", "levelno": logging.INFO, "msg": "later"})
+        )
     assert texts[0].startswith("2 records that workers logged are left out")
     assert texts[1:] == ["0", "1", "2", "later"]
 

@@ -125,7 +125,7 @@ class Crew:
     def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:
         """Raise WorkerTimeout for what takes longer, or restart its worker."""
 
-    def is_ready(self, owner: int) -> bool:  # noqa: ARG002
+    def is_ready(self, runner_number: int) -> bool:  # noqa: ARG002
         """Whether a worker has made its indexer, or producer."""
         return True
 

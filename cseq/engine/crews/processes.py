@@ -67,7 +67,7 @@ class ProcessCrew(Crew):
             make_launcher(options.start_method, entry=ENTRY, threads=options.threads),
             self._arena,
             readers=tickets.num_workers,
-            task=lambda owner: tickets.task(owner, forks=True),
+            task=lambda runner_number: tickets.task(runner_number, forks=True),
             describe=tickets.held,
             deaths=tickets.deaths(),
             lanes=self.lanes,
@@ -144,9 +144,9 @@ class ProcessCrew(Crew):
         """Raise WorkerTimeout for what takes longer, or restart its worker."""
         self.supervisor.check_time(working, timeout, restart=restart)
 
-    def is_ready(self, owner: int) -> bool:
+    def is_ready(self, runner_number: int) -> bool:
         """Whether a worker has made its indexer, or producer."""
-        return self.supervisor.is_ready(owner)
+        return self.supervisor.is_ready(runner_number)
 
     def died_of(self, number: int, cell: int) -> BaseException | None:
         """Return the exception in place of a ticket that has killed its workers."""

@@ -52,20 +52,20 @@ class ThreadGroup:
     Attributes
     ----------
     begun : dict
-        By owner, since when its thread makes an indexer (ns of `now_ns`); or MADE, or WAITS.
+        By runner number: when its thread began to make an indexer (`now_ns`), or MADE, or WAITS.
     """
 
     def __init__(self, ring: Ring, instead: str = "") -> None:
         self._ring, self._instead = ring, instead
-        self._idents: dict[int, int] = {}  # of threads that have begun, by owner
+        self._idents: dict[int, int] = {}  # of threads that have begun, by runner number
         self.begun: dict[int, int] = {}
         self._threads = Threads()  # to be started
         self._started: list[Threads] = []
         self.failure = failure.Failure()
 
-    def add(self, name: str, target: Callable[[], None], owner: int) -> None:
-        """Add a thread, which ends when the ring is closed; `owner`: the runner that it is."""
-        self._threads.add(name, partial(self._guard, target, owner))
+    def add(self, name: str, target: Callable[[], None], runner_number: int) -> None:
+        """Add the thread of a runner; it ends when the ring is closed."""
+        self._threads.add(name, partial(self._guard, target, runner_number))
 
     def start_threads(self) -> None:
         """Start the threads that were added since the last start."""
@@ -73,9 +73,9 @@ class ThreadGroup:
         self._started.append(threads)  # first: a signal handler may raise, and `join` waits for it
         threads.start()
 
-    def _guard(self, target: Callable[[], None], owner: int) -> None:
+    def _guard(self, target: Callable[[], None], runner_number: int) -> None:
         """Run a thread's work; its exception is raised in the loop."""
-        self._idents[owner] = threading.get_ident()
+        self._idents[runner_number] = threading.get_ident()
         try:
             with Reuse():
                 target()
@@ -91,20 +91,22 @@ class ThreadGroup:
         """Raise the exception that has ended a thread."""
         self.failure.check()
 
-    def is_ready(self, owner: int) -> bool:
+    def is_ready(self, runner_number: int) -> bool:
         """Whether a worker has made its indexer, or producer."""
-        return self.begun.get(owner) == MADE
+        return self.begun.get(runner_number) == MADE
 
     def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:  # noqa: ARG002
         """Raise WorkerTimeout for what takes longer; no thread can be restarted."""
-        starting = [(owner, since) for owner, since in list(self.begun.items()) if since > 0]
-        for owner, took in overdue(working, starting, timeout):
+        starting = [
+            (runner_number, since) for runner_number, since in list(self.begun.items()) if since > 0
+        ]
+        for runner_number, took in overdue(working, starting, timeout):
             raise WorkerTimeout(
-                f"{took}; its thread is here:\n{self._stack(owner)}({self._instead})"
+                f"{took}; its thread is here:\n{self._stack(runner_number)}({self._instead})"
             )
 
-    def _stack(self, owner: int) -> str:
-        frame = sys._current_frames().get(self._idents.get(owner, 0))
+    def _stack(self, runner_number: int) -> str:
+        frame = sys._current_frames().get(self._idents.get(runner_number, 0))
         return "(not running)\n" if frame is None else "".join(traceback.format_stack(frame))
 
     def join(self, seconds: float, *, hurried: bool = False) -> None:
@@ -199,7 +201,7 @@ class ThreadCrew(Crew):
         self._wanted = tickets.num_workers
         self._is_launched = False
         self._unwarned = threading.Lock()  # the thread that acquires it warns of a first batch
-        self._lock = Lock()  # around `begun`, which has the owners that have a thread
+        self._lock = Lock()  # around `begun`, which has the runners that have a thread
         self._making = threading.Lock()  # some libraries cannot open a data set in two threads
         if tickets.num_converters:
             from cseq.converter.cuda import receive
@@ -235,9 +237,9 @@ class ThreadCrew(Crew):
         """Raise WorkerTimeout for what takes longer; no thread can be restarted."""
         self._group.check_time(working, timeout, restart=restart)
 
-    def is_ready(self, owner: int) -> bool:
+    def is_ready(self, runner_number: int) -> bool:
         """Whether a worker has made its indexer, or producer."""
-        return self._group.is_ready(owner)
+        return self._group.is_ready(runner_number)
 
     def write(self, value: Any, name: str) -> Request:  # noqa: ARG002 - for what is pickled
         """Refer to something for a worker."""
@@ -250,13 +252,13 @@ class ThreadCrew(Crew):
 
     def _serve(self, number: int) -> None:
         """Work for as long as the ring is open to this thread's number."""
-        owner, is_alone = number + 1, len(self.rings) > 1
+        runner_number, is_alone = number + 1, len(self.rings) > 1
         ring = self.rings[number if is_alone else 0]
         while True:
-            self._work(number, ring, 1 if is_alone else owner)
+            self._work(number, ring, 1 if is_alone else runner_number)
             with self._lock.hold():  # `launch` finds this one, which goes on, or adds another
-                if self._is_over(ring) or owner > self._wanted:
-                    del self._group.begun[owner]
+                if self._is_over(ring) or runner_number > self._wanted:
+                    del self._group.begun[runner_number]
                     return
 
     def _work(self, number: int, ring: Ring, owner: int) -> None:
@@ -282,7 +284,7 @@ class ThreadCrew(Crew):
             self._group.begun[number + 1] = WAITS
 
     @contextlib.contextmanager
-    def _starting(self, owner: int, ring: Ring) -> Iterator[None]:
+    def _starting(self, runner_number: int, ring: Ring) -> Iterator[None]:
         """Have a thread make its indexer, one after another; `_Over` once the pool is over."""
         while not self._making.acquire(timeout=LOOK_SECONDS):
             if self._is_over(ring):
@@ -290,9 +292,9 @@ class ThreadCrew(Crew):
         try:
             if self._is_over(ring):
                 raise _Over
-            self._group.begun[owner] = now_ns()
+            self._group.begun[runner_number] = now_ns()
             yield
-            self._group.begun[owner] = MADE
+            self._group.begun[runner_number] = MADE
         finally:
             self._making.release()
 

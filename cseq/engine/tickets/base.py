@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cseq.processes.deaths import Deaths, Held
 
     Awaited = list[tuple[int, int]]  # ring and cell of tickets
-    Working = list[tuple[int, int, str]]  # owner, since when (ns of `now_ns`), on what
+    Working = list[tuple[int, int, str]]  # runner_number, since when (ns of `now_ns`), on what
 
 __all__ = ["Tickets"]
 
@@ -66,7 +66,7 @@ class Tickets:
         """Of batches."""
         return None
 
-    def task(self, owner: int, *, forks: bool) -> Any:
+    def task(self, runner_number: int, *, forks: bool) -> Any:
         """Return what a worker is to do; `forks`: in a process. On any thread."""
         raise NotImplementedError
 

@@ -68,10 +68,10 @@ class Batches(Tickets):
     def _ring(self) -> Ring:
         return self.pool.rings[0]
 
-    def task(self, owner: int, *, forks: bool) -> BatchTask:
+    def task(self, runner_number: int, *, forks: bool) -> BatchTask:
         """Return what a worker is to do."""
         job = self._job
-        stage = INDEXER if owner <= job.num_workers else CONVERTER
+        stage = INDEXER if runner_number <= job.num_workers else CONVERTER
         return BatchTask(
             stage=stage,
             num_workers=job.num_workers,
@@ -204,11 +204,11 @@ class Batches(Tickets):
         return note_samples(epoch, batch, left)
 
     def working(self, _: Awaited | None) -> Working:
-        """List the tickets that are waited for and in work: owner, since when (ns), batch."""
+        """List the awaited tickets in work: runner number, since when (ns), batch."""
         held = [(*self._ring.holder(cell), cell) for _, cell in self.pool.feed.awaited()]
         # `since` is 0 for an instant after the claim.
         return [
-            (owner, since, self.held(0, cell, failure.SHOWN).location)
-            for owner, since, cell in held
-            if since and 0 < owner <= self.pool.crew.timed
+            (runner_number, since, self.held(0, cell, failure.SHOWN).location)
+            for runner_number, since, cell in held
+            if since and 0 < runner_number <= self.pool.crew.timed
         ]

@@ -93,7 +93,7 @@ class Items(Tickets):
         self._begun = 0  # when the present wait began
         self._idle: dict[int, int] = {}  # since when a worker is ready and has claimed nothing
 
-    def task(self, owner: int, *, forks: bool) -> ItemTask:  # noqa: ARG002
+    def task(self, runner_number: int, *, forks: bool) -> ItemTask:  # noqa: ARG002
         """Return what a worker is to do."""
         return ItemTask(self.num_workers)
 
@@ -132,15 +132,16 @@ class Items(Tickets):
         # Of each worker, the first.
         first = dict(reversed(self.pool.feed.awaited() if awaited is None else awaited))
         for number, cell in first.items():
-            owner = number + 1
+            runner_number = number + 1
             working = self._held_by(number)
-            if working or not self.pool.crew.is_ready(owner):
-                self._idle.pop(owner, None)
+            if working or not self.pool.crew.is_ready(runner_number):
+                self._idle.pop(runner_number, None)
             else:  # its process may be stopped
-                since = self._idle.setdefault(owner, now_ns())
-                working = [(owner, since, self.held(number, cell).location)]
+                since = self._idle.setdefault(runner_number, now_ns())
+                working = [(runner_number, since, self.held(number, cell).location)]
             found += [
-                (owner, max(since, self._begun), location) for owner, since, location in working
+                (runner_number, max(since, self._begun), location)
+                for runner_number, since, location in working
             ]
         return found
 
