@@ -205,7 +205,7 @@ def sampler_of(
         world_size=shard.world_size,
         pad=flag("pad", pad),
         repeat=repeat_of(repeat, ordered=ordered, pad=pad, drop_last=drop_last),
-        data=None if own_order(worker) is None else getattr(worker, "fingerprints", None),
+        data=worker if hasattr(worker, "token_sums") else None,
     )
 
 

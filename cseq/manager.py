@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -221,7 +222,12 @@ class Manager:
         4
         """
         with self._look():
-            return self._stats if self._run is None else self._run.pool.stats()
+            stats = self._stats if self._run is None else self._run.pool.stats()
+            return replace(stats, source_tokens=self._count_tokens())
+
+    def _count_tokens(self) -> dict[str, int]:
+        """Return the tokens of each source that the loop had, if the manager knows them."""
+        return {}
 
     def advice(self, since: Stats | None = None) -> Advice:
         """Return why the loop waits, since the last start, and what helps.

@@ -17,9 +17,10 @@ from cseq.options import WorkerOptions
 from cseq.order import checkpoint
 from cseq.order import shard as shards
 from cseq.order.base import kind
-from cseq.order.place import Place
+from cseq.order.place import Now, Place
 from cseq.order.sampler import RankSampler, Sampler
 from cseq.order.shuffled import Sequential, Shuffled
+from cseq.order.tally import Tally
 
 if TYPE_CHECKING:
     import os
@@ -353,11 +354,11 @@ class MSequence(Manager, Generic[B_co]):
             if number == now.epoch and not now.is_over:
                 place.again = place.begun
             elif run is None or not run.is_ours or place.progress is not run.pool.feed:
-                self._place = Place(number)
+                self._place = place.moved(self._sampler, number)
             else:
                 with run.lock.hold(0) as hold:
                     if place.begun or not hold.has:  # another thread is taking the first batch
-                        self._place = Place(number)
+                        self._place = place.moved(self._sampler, number)
                     else:  # the iterator stays, and so does its place
                         pool = run.pool
                         pool.tickets.begin_epoch(place, number, 0, pool.feed.generation)
@@ -603,10 +604,14 @@ class MSequence(Manager, Generic[B_co]):
             with nullcontext() if run is None or pool is None else run.lock.hold():
                 epoch, position, is_over = place.now(job.sampler)
                 at = (epoch + 1, 0) if is_over else (epoch, position)
+                place.count_tokens(job.sampler, Now(epoch, position, is_over))
                 sampler = job.sampler.changed(order=order.reweighed(weights, self.seed, *at))
                 self._job = job._replace(sampler=sampler)
                 if pool is not None:
                     pool.tickets.replan(sampler, place, is_over=is_over, position=position)
+
+    def _count_tokens(self) -> dict[str, int]:
+        return self._place.count_tokens(self._sampler, self._place.now(self._sampler))
 
     # -- checkpoint and resume
 
@@ -626,7 +631,7 @@ class MSequence(Manager, Generic[B_co]):
         """
         with self._look():
             place = self._place
-            epoch, position, is_over = place.now(self._sampler)
+            now = epoch, position, is_over = place.now(self._sampler)
             if is_over:
                 epoch, position = epoch + 1, 0
             elif position != place.consumed and not self._job.ordered:
@@ -636,7 +641,8 @@ class MSequence(Manager, Generic[B_co]):
                     "ordered=True"
                 )
             world_size = (self._shard or shards.asked()).world_size
-            return checkpoint.make(self._sampler, world_size, epoch, position)
+            tokens = place.count_tokens(self._sampler, now)
+            return checkpoint.make(self._sampler, world_size, epoch, position, tokens)
 
     def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
         """Make the next ``iter()`` continue from the position in a state.
@@ -679,14 +685,15 @@ class MSequence(Manager, Generic[B_co]):
         [2 3] [4 5] [6 7]
         """
         with self._alone():
-            sampler, *at = checkpoint.load(
+            sampler, epoch, consumed = checkpoint.load(
                 state, self._sampler, any_seed=self._drawn, strict=flag("strict", strict)
             )
+            tokens = checkpoint.tokens_of(state)
             if sampler is not self._sampler:
                 self._refuse_inside_with("load_state_dict")
                 self._end()
             elif self._run is not None:
                 self._run.interrupt()  # its batches are of another place
-            job = self._job._replace(sampler=sampler)
-            self._place, self._job = Place(*at), job  # at once: a signal handler may look at both
+            job, place = self._job._replace(sampler=sampler), Place(epoch, consumed, Tally(tokens))
+            self._place, self._job = place, job  # at once: a signal handler may look at both
             self._own_seed = False

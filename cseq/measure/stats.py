@@ -137,6 +137,9 @@ class Stats:
         processes that share them; those that were made.
     cache_nbytes : int
         Bytes that these caches take.
+    source_tokens : dict of str to int
+        With `cseq.tokens.Rows`: the tokens of each source that all ranks have had, as the state of
+        the manager has them: a resumed run goes on counting.
     """
 
     batches: int = 0
@@ -158,6 +161,7 @@ class Stats:
     cache_hits: int = 0
     cache_misses: int = 0
     cache_nbytes: int = 0
+    source_tokens: dict[str, int] = field(default_factory=dict)
     threads: bool = field(default=False, repr=False)  # that share a GIL with the loop
     meters: Meters = field(default=NOTHING, repr=False, compare=False)
     past: Sequence[Row] = field(default=(), repr=False, compare=False)
@@ -286,6 +290,8 @@ class Stats:
         if earlier.batches > self.batches or earlier._first not in (0, self._first):
             raise ValueError("`earlier` is of another run: give stats() of before, of this run")
         grown = {name: getattr(self, name) - getattr(earlier, name) for name in ADDED}
+        before, now = earlier.source_tokens, self.source_tokens
+        grown["source_tokens"] = {name: now[name] - before.get(name, 0) for name in now}
         return replace(self, meters=self.meters.since(earlier.meters), **grown)
 
     def as_dict(self, prefix: str = "cseq/") -> dict[str, float]:
@@ -312,6 +318,7 @@ class Stats:
             "copies": self.copies,
             "skips": self.skips,
         }
+        figures |= {f"tokens/{name}": count for name, count in self.source_tokens.items()}
         return {prefix + name: float(value) for name, value in figures.items()}
 
     @staticmethod

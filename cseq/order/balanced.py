@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cseq._core import Reader
-    from cseq.order.base import Floats, Ints, Read, Works
+    from cseq.order.base import Floats, Ints, Read, Sums, Works
     from cseq.order.mixture import Weights
 
 __all__ = ["Balanced"]
@@ -132,12 +132,7 @@ class Balanced(Order):
         dealt = lru_cache(2)(partial(self._dealt, window))
 
         def read(epoch: int, units: Ints) -> Read:
-            windows = units // self._window
-            rows = np.empty_like(units)
-            for w in np.unique(windows).tolist():
-                ours = np.flatnonzero(windows == w)
-                rows[ours] = window(epoch, w)[0].take(units[ours] - w * self._window)
-            return gather(reader, epoch, rows)
+            return gather(reader, epoch, self._rows(window, epoch, units))
 
         def share(epoch: int, first: int, together: int, start: int, size: int) -> Ints:
             step, phase = divmod(first, self.step)
@@ -156,6 +151,31 @@ class Balanced(Order):
             return ours
 
         return ArrayReader(self, seed, read, share, AHEAD)
+
+    def token_sums(self, seed: int) -> Sums | None:
+        """Return what adds up the tokens of units, for each source of the order."""
+        inner = self.order.token_sums(seed)
+        if inner is None:
+            return None
+
+        works = lru_cache(1)(lambda: self.order.measured(seed)[1])
+
+        @lru_cache(2)
+        def window(epoch: int, number: int) -> tuple[Ints, Floats]:
+            return self._sorted(seed, works(), epoch, number)
+
+        return lambda epoch, units: inner(epoch, self._rows(window, epoch, units, is_sum=True))
+
+    def _rows(self, window: Any, epoch: int, units: Ints, *, is_sum: bool = False) -> Ints:
+        """Return the rows of the order for units; a sum needs no order within a whole window."""
+        numbers, counts = np.unique(windows := units // self._window, return_counts=True)
+        rows: Ints = units.copy()
+        for w, number in zip(numbers.tolist(), counts.tolist(), strict=True):
+            first = w * self._window
+            if not is_sum or number < min(self._window, self.units - first):
+                ours = np.flatnonzero(windows == w)
+                rows[ours] = window(epoch, w)[0].take(units[ours] - first)
+        return rows
 
     def _sorted(self, seed: int, works: Works, epoch: int, number: int) -> tuple[Ints, Floats]:
         """Return the rows of the order for each position of a window, and their work."""

@@ -26,7 +26,18 @@ if TYPE_CHECKING:
 
     from cseq._core import Reader
 
-__all__ = ["MOST_SAMPLES", "MOST_SEED", "WORD", "Ints", "Order", "Read", "kind", "passes", "spans"]
+__all__ = [
+    "MOST_SAMPLES",
+    "MOST_SEED",
+    "WORD",
+    "Ints",
+    "Order",
+    "Read",
+    "Sums",
+    "kind",
+    "passes",
+    "spans",
+]
 
 MOST_SAMPLES = 2**48
 AGAIN = (
@@ -37,6 +48,7 @@ MOST_SEED = WORD = 2**64 - 1
 Ints: TypeAlias = "NDArray[np.int64]"
 Floats: TypeAlias = "NDArray[np.float64]"
 Works: TypeAlias = "Callable[[int, Ints], Floats]"  # the work of units of an epoch
+Sums: TypeAlias = "Callable[[int, Ints], list[int]]"  # the tokens of units, by source
 Read: TypeAlias = "tuple[NDArray[np.integer[Any]], Ints | None]"  # samples; the size of each unit
 
 
@@ -177,6 +189,10 @@ class Order:
             f"order={self!r} does not know the work of its units; give Packed, Concatenated, or a "
             "Mixture or Resized of them"
         )
+
+    def token_sums(self, seed: int) -> Sums | None:  # noqa: ARG002
+        """Return a function that adds up the tokens of units by source, or None if it must read."""
+        return None
 
     def batches(
         self,

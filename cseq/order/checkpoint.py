@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from cseq.check import integer
@@ -12,12 +13,18 @@ from cseq.order.shuffled import Sequential
 if TYPE_CHECKING:
     from cseq.order.sampler import Sampler
 
-__all__ = ["load", "make"]
+__all__ = ["load", "make", "tokens_of"]
 
 VERSION = 3
 
 
-def make(sampler: Sampler, world_size: int, epoch: int, consumed: int) -> dict[str, Any]:
+def make(
+    sampler: Sampler,
+    world_size: int,
+    epoch: int,
+    consumed: int,
+    tokens: dict[str, int] | None = None,
+) -> dict[str, Any]:
     """Describe a position in the epochs of a sampler by a few JSON values.
 
     All states of a manager have the same keys, and no value is a dict: torch's distributed
@@ -27,13 +34,14 @@ def make(sampler: Sampler, world_size: int, epoch: int, consumed: int) -> dict[s
         "version": VERSION,
         "order": sampler.facts,
         "indices": sampler.fingerprint,
-        "data": None if sampler.data is None else json.dumps(sampler.data),
+        "data": None if sampler.data is None else json.dumps(sampler.data.fingerprints),
         "seed": sampler.seed,
         "batch_size": sampler.batch_size,
         "world_size": world_size,
         "drop_last": sampler.drop_last,
         "epoch": epoch,
         "consumed": consumed,
+        "tokens": json.dumps(tokens or {}),
     }
 
 
@@ -99,6 +107,7 @@ def load(
     epoch = integer("epoch", state["epoch"], 0, MOST_SEED)
     consumed = integer("consumed", state["consumed"], least=0)
     order = sampler.order
+    fingerprints = {} if sampler.data is None else sampler.data.fingerprints
     try:
         order = order.resumed(facts, seed, epoch, consumed)
         there = state.get("indices", sampler.fingerprint)
@@ -107,12 +116,12 @@ def load(
                 f"the state is of a list of indices with the fingerprint {there}, and here it is "
                 f"{sampler.fingerprint} (None: there is no list); {AGAIN}"
             )
-        before, now = json.loads(state.get("data") or "{}"), sampler.data or {}
-        for name in before.keys() & now.keys():
-            if before[name] != now[name]:
+        before = json.loads(state.get("data") or "{}")
+        for name in before.keys() & fingerprints.keys():
+            if before[name] != fingerprints[name]:
                 raise ValueError(
                     f"the state is of a source {name!r} with the fingerprint {before[name]}, and "
-                    f"here it has {now[name]}: its content is another; {AGAIN}"
+                    f"here it has {fingerprints[name]}: its content is another; {AGAIN}"
                 )
     except ValueError:
         if strict:
@@ -127,3 +136,14 @@ def load(
     if order is not sampler.order or seed != sampler.seed:
         sampler = sampler.changed(order=order, seed=seed)
     return sampler, epoch, consumed
+
+
+def tokens_of(state: dict[str, Any]) -> Counter[str]:
+    """Return the tokens of each source that a state counts."""
+    given = state.get("tokens") or "{}"
+    try:
+        return Counter({name: integer(name, n, 0) for name, n in json.loads(given).items()})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"the state has tokens={given!r}; give what state_dict() returned"
+        ) from error

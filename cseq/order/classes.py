@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from cseq._core import Reader
-    from cseq.order.base import Floats, Ints, Read, Works
+    from cseq.order.base import Floats, Ints, Read, Sums, Works
 
 __all__ = ["MOST_BUDGET", "MOST_SAMPLES", "Classes", "Labels", "Lengths", "Members", "Recipes"]
 
@@ -195,6 +195,7 @@ class Recipes(Order):
 
     _facts: dict[str, Any]  # what this kind of recipes has beside them
     _works: Floats | None = None  # of a unit of each recipe
+    _tokens: Ints | None = None
 
     def __init__(
         self,
@@ -230,6 +231,13 @@ class Recipes(Order):
     def measured(self, seed: int) -> tuple[Reader, Works]:
         """Return a reader, and what returns the work of units."""
         return super().measured(seed) if self._works is None else self._reads(seed)
+
+    def token_sums(self, seed: int) -> Sums | None:
+        """Return what adds up the tokens of units: those of their recipes."""
+        tokens, begin = self._tokens, lru_cache(1)(partial(self._begin, seed))
+        if tokens is None:
+            return None
+        return lambda epoch, units: [int(tokens[self._recipes(begin(epoch), units)[1]].sum())]
 
     def _reads(self, seed: int) -> tuple[Reader, Works]:
         begin = lru_cache(1)(partial(self._begin, seed))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from cseq._core import Reader
-    from cseq.order.base import Floats, Ints, Read, Works
+    from cseq.order.base import Floats, Ints, Read, Sums, Works
     from cseq.order.tables import New
 
 __all__ = ["Concatenated"]
@@ -127,6 +127,10 @@ class Concatenated(Order):
         begin = self._epochs(seed, works=True)
         reader = ArrayReader(self, seed, lambda epoch, units: begin(epoch).read(units))
         return reader, lambda epoch, units: begin(epoch).works_of(units)
+
+    def token_sums(self, seed: int) -> Sums:  # noqa: ARG002
+        """Return what adds up tokens: each row has as many."""
+        return lambda _, units: [self.row * len(units)]
 
     def _epochs(self, seed: int, *, works: bool) -> Callable[[int], _Epoch]:
         """Return what makes epochs, and keeps the last one."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cseq._core import Reader
-    from cseq.order.base import Floats, Ints, Read, Works
+    from cseq.order.base import Floats, Ints, Read, Sums, Works
     from cseq.order.sources import Drawn
 
 __all__ = ["Mixture", "Resized"]
@@ -302,6 +302,25 @@ class Mixture(Order):
             return mixed
 
         return self._reader(seed, [reader for reader, _ in pairs], draws), works
+
+    def token_sums(self, seed: int) -> Sums | None:
+        """Return what adds up the tokens of units, for each source."""
+        orders = self.sources.items()
+        each = [order.token_sums(seed_of(seed, name)) for name, order in orders]
+        inner = [sums for sums in each if sums is not None]
+        if len(inner) < len(each):
+            return None
+        draws, sizes = self._draws(seed), [order.units for _, order in orders]
+
+        def sums(epoch: int, units: Ints) -> list[int]:
+            found = [0] * len(inner)
+            _, numbers, parts = draws(epoch, units)
+            for s, start, stop in parts:
+                for part in in_epochs(sizes[s], numbers[start:stop]):
+                    found[s] += sum(inner[s](*part))
+            return found
+
+        return sums
 
     def _draws(self, seed: int) -> Draws:
         """Return what says which draws of which sources some units are, source by source."""

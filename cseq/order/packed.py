@@ -120,10 +120,11 @@ class Packed(Recipes):
             super().__init__(checked.count, classes, *best_fit(lengths_of, classes.sizes, rooms))
             self.left_out = checked.left_out()
             total, said = checked.total, checked.fingerprint
-        squares = np.minimum(lengths_of * quantum, budget).astype(np.float64) ** 2
-        self._works = np.add.reduceat(
-            squares.take(self.parts[:, 0]) * self.parts[:, 1], self.first[:-1]
-        )
+        whole = np.minimum(lengths_of * quantum, budget)
+        lengths_in, each = whole.take(self.parts[:, 0]), self.parts[:, 1]
+        self._works = np.add.reduceat(lengths_in.astype(np.float64) ** 2 * each, self.first[:-1])
+        if quantum == 1:
+            self._tokens = np.add.reduceat(lengths_in * each, self.first[:-1])
         self.room = max(2, self.room)  # units are rows, also where each has one sample
         self.tokens = total / self.units
         self._used = self.tokens / budget

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from cseq.order.tally import Tally
+
 if TYPE_CHECKING:
     from cseq.order.sampler import Sampler
 
@@ -57,15 +59,18 @@ class Place:
         The feed, once it has begun this epoch.
     again : bool
         The next iterator begins the present epoch again, unless it is over by then.
+    tally : Tally
+        The tokens that the run has had.
     """
 
-    __slots__ = ("again", "consumed", "first", "progress")
+    __slots__ = ("again", "consumed", "first", "progress", "tally")
 
-    def __init__(self, epoch: int = 0, consumed: int = 0) -> None:
+    def __init__(self, epoch: int = 0, consumed: int = 0, tally: Tally | None = None) -> None:
         self.first = epoch
         self.consumed = consumed
         self.progress: Progress = Last()
         self.again = False
+        self.tally = tally or Tally()
 
     def is_at(self, epoch: int, consumed: int) -> bool:
         """Tell whether an iterator begins here."""
@@ -95,6 +100,18 @@ class Place:
     def next(self, sampler: Sampler) -> Place:
         """Return where the next iterator begins."""
         if not self.begun:
-            return Place(self.first, self.consumed)
+            return Place(self.first, self.consumed, self.tally)
         epoch, _, is_over = self.now(sampler)
-        return Place(epoch if self.again and not is_over else epoch + 1)
+        return self.moved(sampler, epoch if self.again and not is_over else epoch + 1)
+
+    def moved(self, sampler: Sampler, epoch: int) -> Place:
+        """Return the beginning of another epoch."""
+        return Place(
+            epoch, 0, self.tally.leave(sampler, (self.first, self.consumed), self.now(sampler)[:2])
+        )
+
+    def count_tokens(self, sampler: Sampler, now: Now) -> dict[str, int]:
+        """Return the tokens of each source that the run has had, or {} if they are not known."""
+        if sampler.data is not None:
+            self.tally = self.tally.counted(sampler, (self.first, self.consumed), now[:2])
+        return dict(self.tally.counts)

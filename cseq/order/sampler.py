@@ -23,9 +23,10 @@ import functools
 import json
 import logging
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -45,6 +46,18 @@ if TYPE_CHECKING:
 __all__ = ["RankSampler", "Sampler"]
 
 warn = functools.cache(logging.getLogger("cseq").warning)  # once for the same numbers
+
+
+COUNTED = 2**20  # units whose tokens are counted together
+
+
+class Data(Protocol):
+    """What samples are of: sources of tokens."""
+
+    fingerprints: dict[str, int]
+
+    def token_sums(self, order: Order, seed: int) -> Callable[[int, Ints], dict[str, int]]:
+        """Return a function that adds up the tokens of each source in units of an epoch."""
 
 
 class Cut(NamedTuple):
@@ -82,8 +95,8 @@ class Sampler:
         False: no unit is repeated, so that ranks may have unequal parts of the tail.
     repeat : int
         Epochs of a source.
-    data : dict of str to int, optional
-        Fingerprints of what the samples are of, for a state.
+    data : Data, optional
+        What the samples are of, for a state.
 
     Attributes
     ----------
@@ -108,7 +121,7 @@ class Sampler:
         world_size: int = 1,
         pad: bool = True,
         repeat: int = 1,
-        data: dict[str, int] | None = None,
+        data: Data | None = None,
     ) -> None:
         self.dset_size, self.indices = _samples(dset_size)
         self.order = order.over(self.dset_size)
@@ -225,6 +238,18 @@ class Sampler:
             part=part,
             consumed=consumed,
         )
+
+    @cached_property
+    def _sums(self) -> Callable[[int, Ints], dict[str, int]]:
+        assert self.data is not None
+        return self.data.token_sums(self.order, self.seed)
+
+    def tokens(self, epoch: int, start: int, stop: int) -> dict[str, int]:
+        """Return the tokens of each source in units of an epoch."""
+        found: Counter[str] = Counter()
+        for first in range(start, stop, COUNTED):
+            found.update(self._sums(epoch, np.arange(first, min(first + COUNTED, stop))))
+        return found
 
     def _share(self, tail: int) -> tuple[int, int]:
         """Return how many of the last units, no global batch, are ours, and where they begin."""

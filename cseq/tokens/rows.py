@@ -10,6 +10,7 @@ import numpy as np
 
 from cseq.check import choice, flag, integer
 from cseq.indexing.context import empty, parts
+from cseq.order._readers import gather
 from cseq.order.balanced import Balanced
 from cseq.order.base import MOST_SEED
 from cseq.order.concatenated import Concatenated
@@ -61,7 +62,7 @@ class Pieces(NamedTuple):
     starts: Ints
     counts: Ints
     numbers: Ints  # in the row; -1 for padding
-    after: Ints  # the label of the last token
+    is_cut: Ints  # 1 if the document has more
 
 
 class Padding(Corpus):
@@ -259,15 +260,34 @@ class Rows:
             raise IndexError(f"row={row} is not in [0, {self.order.units}), the rows of an epoch")
         reader = self.order.reader(integer("seed", seed, 0, MOST_SEED))
         indices, sizes = reader.samples(integer("epoch", epoch, 0, MOST_SEED), row, 1)
-        pieces = self._pieces(np.asarray(indices, np.int64), sizes)
+        pieces = self._located(np.asarray(indices, np.int64), sizes)
         columns = pieces.sources, pieces.documents, pieces.starts, pieces.starts + pieces.counts
         rows = zip(*(column.tolist() for column in columns), strict=True)
         return [Piece(self.names[s], *rest) for s, *rest in rows if s < len(self.names)]
 
+    def token_sums(self, order: Order, seed: int) -> Callable[[int, Ints], dict[str, int]]:
+        """Return a function that adds up the tokens of each source in units of an epoch."""
+        known, reader = order.token_sums(seed), order.reader(seed)
+
+        def sums(epoch: int, units: Ints) -> dict[str, int]:
+            found = [] if known is None else known(epoch, units)
+            if len(found) != len(self.names):
+                indices, sizes = gather(reader, epoch, units)
+                pieces = self._located(indices, np.ones_like(indices) if sizes is None else sizes)
+                found = self._by_names(pieces).tolist()
+            return dict(zip(self.names, found, strict=True))
+
+        return sums
+
+    def _by_names(self, pieces: Pieces) -> Ints:
+        """Add up the tokens of each source."""
+        counts = np.bincount(pieces.sources, pieces.counts, len(self._corpora))
+        return counts[:-1].astype(np.int64)
+
     def __getitem__(self, indices: Ints) -> dict[str, Any]:
         """Return the batch of these positions, of which `cseq.parts` says the rows."""
         sizes = parts()
-        pieces = self._pieces(indices, sizes)
+        pieces = self._located(indices, sizes)
         shape = (1, len(sizes) * self.row) if self.flat else (len(sizes), self.row)
         kinds = dict.fromkeys(("input_ids", "labels", "position_ids"), self._dtype)
         kinds["document_ids"] = np.dtype(np.int32)
@@ -282,7 +302,7 @@ class Rows:
             self._read(pieces.sources, pieces.at, pieces.counts),
             pieces.counts,
             pieces.numbers,
-            pieces.after,
+            self._after(pieces),
             masks,
             batch["input_ids"],
             batch.get("labels"),
@@ -294,11 +314,10 @@ class Rows:
         if "max_seqlen" in self.keys:
             batch["max_seqlen"] = int(pieces.counts.max())
         if "source_tokens" in self.keys:
-            shares = np.bincount(pieces.sources, pieces.counts, len(self._corpora))[:-1]
-            batch["source_tokens"] = shares.astype(np.int64)
+            batch["source_tokens"] = self._by_names(pieces)
         return {key: batch[key] for key in self.keys}
 
-    def _pieces(self, indices: Ints, sizes: Ints) -> Pieces:
+    def _located(self, indices: Ints, sizes: Ints) -> Pieces:
         """Return what rows have: a piece ends with its document, or with the row."""
         sources = self._firsts.searchsorted(indices, "right") - 1
         at = indices - self._firsts.take(sources)
@@ -314,13 +333,18 @@ class Rows:
             padding = (len(self.names), 0, -1, 0)
             columns = zip((sources, at, documents, starts), padding, strict=True)
             sources, at, documents, starts = (np.append(*pair)[which] for pair in columns)
+        return Pieces(sources, at, documents, starts, counts, numbers, is_cut)
+
+    def _after(self, pieces: Pieces) -> Ints:
+        """Return the label of each piece's last token."""
+        _, at, _, _, counts, _, is_cut = pieces
         after = np.full(len(counts), IGNORED)
         if len(more := np.flatnonzero(is_cut)):
-            where = sources[more], at[more] + counts[more], np.ones_like(more)
+            where = pieces.sources[more], at[more] + counts[more], np.ones_like(more)
             after[more] = np.concatenate(self._read(*where))
             if self._has_masks:
                 after[more[np.concatenate(self._read(*where, masks=True)) == 0]] = IGNORED
-        return Pieces(sources, at, documents, starts, counts, numbers, after)
+        return after
 
     def _by_source(self, sources: Ints) -> list[tuple[int, Any]]:
         """Group the numbers of pieces by source."""
