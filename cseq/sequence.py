@@ -192,7 +192,7 @@ class MSequence(Manager, Generic[B_co]):
         self._thread_type: arguments.ThreadType = thread_type
         # Other ranks do not have a seed that was drawn.
         self._drawn = self._own_seed = seed is None
-        self._shard = shards.given(shard)
+        self._shard = shards.check_shard(shard)
         self._automatic = self._shard is None
         part = self._shard or shards.ALONE
         order = arguments.order_of(worker, order, shuffle)
@@ -518,7 +518,7 @@ class MSequence(Manager, Generic[B_co]):
         converters = self._job.num_converters if resolved.use_cuda else 0
         job = self._job._replace(output=resolved, num_converters=converters, compat=compat)
         pool = pool_of(kind, job)
-        self._begin_trace(trace, (self._shard or shards.asked()).rank)
+        self._begin_trace(trace, (self._shard or shards.find_shard()).rank)
         self._open(pool)
 
     def __iter__(self) -> Iterator[B_co]:
@@ -640,7 +640,7 @@ class MSequence(Manager, Generic[B_co]):
                     "resumed in the middle of an epoch; take the state between epochs, or use "
                     "ordered=True"
                 )
-            world_size = (self._shard or shards.asked()).world_size
+            world_size = (self._shard or shards.find_shard()).world_size
             tokens = place.count_tokens(self._sampler, now)
             return checkpoint.make(self._sampler, world_size, epoch, position, tokens)
 

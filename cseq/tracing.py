@@ -169,7 +169,7 @@ def full(path: str, rank: int | None = None) -> str:
     if "%r" in path:
         from cseq.order import shard
 
-        path = path.replace("%r", str(shard.asked().rank if rank is None else rank))
+        path = path.replace("%r", str(shard.find_shard().rank if rank is None else rank))
     return os.path.abspath(path)
 
 

@@ -103,7 +103,7 @@ def serve(
     try:
         run(runner, work.work)
     finally:
-        batch_context.clear()
+        batch_context.clear_ticket()
         dispose(worker, made, copied=copied)
 
 

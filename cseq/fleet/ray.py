@@ -188,7 +188,7 @@ class Agent:
         self._context.left = ()
         indexer = leaving(self._indexer, self._context, on_error)
         while True:
-            self._context.set(numbers)
+            self._context.set_ticket(numbers)
             if self._seeds is not None:
                 self._seeds.seed_present()
             batch = indexer[indices.copy()]

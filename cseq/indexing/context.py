@@ -93,12 +93,12 @@ class BatchContext(BatchState):
             self.drawn = generator(self.ticket.seed, self.ticket.epoch, self.ticket.start)
         return self.drawn
 
-    def set(self, ticket: Ticket) -> None:
+    def set_ticket(self, ticket: Ticket) -> None:
         """Set the present ticket; `rng` begins anew, also if it is the same batch again."""
         self.ticket = ticket
         self.drawn = None
 
-    def clear(self) -> None:
+    def clear_ticket(self) -> None:
         """Set no ticket: the indexer is about to be closed."""
         self.ticket = self.allocator = self.drawn = None
 
@@ -275,10 +275,10 @@ def worker_info() -> WorkerInfo | None:
     batch_context = here.batch_context
     if batch_context is None:
         return None
-    at = batch_context.ticket
+    ticket = batch_context.ticket
     return WorkerInfo(
         number=batch_context.number,
         num_workers=batch_context.num_workers,
-        epoch=None if at is None else at.epoch,
-        batch=None if at is None else at.batch,
+        epoch=None if ticket is None else ticket.epoch,
+        batch=None if ticket is None else ticket.batch,
     )

@@ -110,10 +110,10 @@ def refuse_class(dataset: object) -> None:
         raise TypeError(f"dataset is the class {name}; give an object of it, such as {name}()")
 
 
-def is_torchs(thing: object, kind: str = "Dataset") -> bool:
+def is_torchs(candidate: object, kind: str = "Dataset") -> bool:
     """Tell whether something is a data set of torch's, of this kind, or a class of these."""
     torch = sys.modules.get("torch.utils.data")
-    cls = thing if isinstance(thing, type) else type(thing)
+    cls = candidate if isinstance(candidate, type) else type(candidate)
     return torch is not None and issubclass(cls, getattr(torch, kind))
 
 
@@ -124,12 +124,12 @@ def unasked(dataset: Any) -> DatasetIndexer:
     return made
 
 
-def refuse_iterable(dataset: object, what: str) -> None:
+def refuse_iterable(dataset: object, subject: str) -> None:
     """Refuse torch's iterable style, whose ``__getitem__`` only raises; also a class of these."""
     if is_torchs(dataset, "IterableDataset"):
         kind = dataset if isinstance(dataset, type) else type(dataset)
         raise TypeError(
-            f"{what} a {kind.__name__}, an IterableDataset, which gives no sample for an index; "
+            f"{subject} a {kind.__name__}, an IterableDataset, which gives no sample for an index; "
             "use cseq.DataLoader for it, or give an object with __getitem__ and __len__()"
         )
 
@@ -160,9 +160,9 @@ class DatasetIndexer:
     def __getitem__(self, indices: NDArray[np.int64]) -> Any:
         """Return the batch of these indices."""
         is_plain = self.collate is default_collate
-        return self.make(indices, Leaving(self.dataset, skips=False, refuses_none=is_plain))
+        return self.make_batch(indices, Leaving(self.dataset, skips=False, refuses_none=is_plain))
 
-    def make(self, indices: NDArray[np.int64], leaving: Leaving) -> Any:
+    def make_batch(self, indices: NDArray[np.int64], leaving: Leaving) -> Any:
         """Return the batch of these indices, or what `leaving` has of it."""
         numbers: list[int] = indices.tolist()
         fetched = leaving.fetch(numbers)
@@ -204,7 +204,7 @@ class LeavingIndexer(DatasetIndexer):
 
     def __getitem__(self, indices: NDArray[np.int64]) -> Any:
         """Return the batch of these indices, without those that raise."""
-        return self._leaving.whole(self.make(indices, self._leaving))
+        return self._leaving.whole(self.make_batch(indices, self._leaving))
 
 
 def default_collate(samples: Samples) -> Any:
@@ -281,7 +281,7 @@ def _stack_arrays(arrays: Samples) -> NDArray[Any]:
     """Stack arrays; in the batch's slot if they are large."""
     first = arrays[0]
     _check_shapes(arrays)
-    plain = first.dtype.hasobject is False and all(each.dtype == first.dtype for each in arrays)
+    plain = first.dtype.hasobject is False and all(array.dtype == first.dtype for array in arrays)
     if not plain or first.nbytes * len(arrays) < IN_PLACE:
         return np.stack(arrays)
     return np.stack(arrays, out=context.empty((len(arrays), *first.shape), first.dtype))
@@ -292,12 +292,12 @@ def _stack_tensors(torch: Any, tensors: Samples) -> Any:
     first = tensors[0]
     _check_shapes(tensors)
     if first.nbytes * len(tensors) < IN_PLACE or not all(
-        each.dtype == first.dtype and is_plain(each) for each in tensors
+        tensor.dtype == first.dtype and is_plain(tensor) for tensor in tensors
     ):
         return torch.stack(tuple(tensors))
     # As plain tensors: a subclass (torchvision's Image) would make the batch one of its own kind.
     return torch.stack(
-        [each.as_subclass(torch.Tensor) for each in tensors],
+        [tensor.as_subclass(torch.Tensor) for tensor in tensors],
         out=empty_tensor((len(tensors), *first.shape), first.dtype),
     )
 
@@ -370,7 +370,7 @@ def _with_rows(fetched: Iterator[Any], count: int) -> list[Any]:
 
 def _rows(
     part: Any,
-    place: tuple[Any, ...],
+    path: tuple[Any, ...],
     number: int,
     stacks: dict[tuple[Any, ...], _Stack],
     count: int,
@@ -378,12 +378,12 @@ def _rows(
     """Copy the large arrays of a part of a sample to rows of stacks that the first one made."""
     kind = type(part)
     if kind is dict:
-        return {key: _rows(one, (*place, key), number, stacks, count) for key, one in part.items()}
+        return {key: _rows(sub, (*path, key), number, stacks, count) for key, sub in part.items()}
     if kind in (tuple, list):
-        return kind([_rows(one, (*place, k), number, stacks, count) for k, one in enumerate(part)])
+        return kind([_rows(sub, (*path, k), number, stacks, count) for k, sub in enumerate(part)])
     if not number and _is_large(part):
-        stacks[place] = _Stack(part, count)
-    stack = stacks.get(place)
+        stacks[path] = _Stack(part, count)
+    stack = stacks.get(path)
     return part if stack is None else stack.put(part, number)
 
 
@@ -407,7 +407,7 @@ def _stack_rows(parts: Samples) -> Any:
 
 def _check_shapes(arrays: Samples) -> None:
     """Refuse arrays or tensors of several shapes."""
-    shapes = {tuple(each.shape) for each in arrays}
+    shapes = {tuple(array.shape) for array in arrays}
     if len(shapes) > 1:
         raise ValueError(
             f"samples differ in shape: {sorted(shapes)[:4]}; pad or crop them, or give "

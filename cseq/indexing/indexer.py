@@ -117,14 +117,14 @@ def takes_samples(worker: object) -> bool:
     return isinstance(worker, DatasetIndexer) or is_torchs(worker)
 
 
-def _refuse_table(worker: object, what: str) -> None:
+def _refuse_table(worker: object, subject: str) -> None:
     """Refuse tables of pandas and polars, whose ``[...]`` selects columns or returns a table."""
     kind = type(worker)
     library = kind.__module__.partition(".")[0]
     rows = {"pandas": ".iloc[indices]", "polars": "[indices]"}.get(library)
     if rows is not None and kind.__name__ in ("DataFrame", "Series"):
         raise TypeError(
-            f"{what} a {library} {kind.__name__}, which returns no arrays of rows when it is "
+            f"{subject} a {library} {kind.__name__}, which returns no arrays of rows when it is "
             f"indexed; give its .to_numpy(), or a class whose __getitem__(indices) returns arrays "
             f"made from its {rows}"
         )
@@ -187,12 +187,12 @@ def build_seeded(worker: Any, seeds: Seeds | None, *, copied: bool) -> Indexer[A
     if seeds is None:
         return build(worker)
     seeds.seed_present()
-    made = build(worker)
+    indexer = build(worker)
     if seeds.has_new():
-        dispose(worker, made, copied=copied)
+        dispose(worker, indexer, copied=copied)
         seeds.seed_present()
-        made = build(worker)
-    return made
+        indexer = build(worker)
+    return indexer
 
 
 def leaving(indexer: Indexer[Any], batch_context: BatchContext, on_error: str) -> Indexer[Any]:
@@ -221,7 +221,7 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
 
 
 class FirstBatch:
-    """Stands in for the indexer of `owner` until its first batch; warns of labels made floats.
+    """Stands in for the indexer of `indexing` until its first batch; warns of labels made floats.
 
     Parameters
     ----------
@@ -233,18 +233,18 @@ class FirstBatch:
         Called with the text.
     """
 
-    def __init__(self, owner: Any, output: Output, tell: Callable[[str], object]) -> None:
-        self._owner: Any = weakref.proxy(owner)  # which has this one as its indexer
-        self._indexer = owner.indexer
+    def __init__(self, indexing: Any, output: Output, tell: Callable[[str], object]) -> None:
+        self._indexing: Any = weakref.proxy(indexing)  # which has this one as its indexer
+        self._indexer = indexing.indexer
         self._output = output
         self._tell = tell
-        owner.indexer = self
+        indexing.indexer = self
 
     def __getitem__(self, indices: NDArray[np.int64], /) -> Any:
         """Return the indexer's batch; from now on the owner has the indexer itself."""
         from cseq.converter.output import explain_cast
 
-        self._owner.indexer = self._indexer
+        self._indexing.indexer = self._indexer
         batch = self._indexer[indices]
         note = explain_cast(batch, self._output)
         if note is not None:

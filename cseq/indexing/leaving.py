@@ -53,22 +53,22 @@ class Skipped(NamedTuple):
 
 
 def note_batch(
-    place: str, epoch: int | None, batch: int, error: BaseException, indices: Sequence[Any]
+    location: str, epoch: int | None, batch: int, error: BaseException, indices: Sequence[Any]
 ) -> Skipped:
     """Log that a batch is left out, and return its entry.
 
     As text: a log record that keeps the exception keeps its traceback, and all that refers to.
     """
     text = failure.line_of(error)
-    log.error("skipped %s: %s (%s)", place, text, WHOLE)
+    log.error("skipped %s: %s (%s)", location, text, WHOLE)
     return Skipped(epoch, batch, None, text, list(indices))
 
 
 def note_samples(epoch: int | None, batch: int, left: Sequence[tuple[Any, str]]) -> list[Skipped]:
     """Log which samples of a batch are left out, and return their entries."""
-    place = f"batch {batch}" if epoch is None else f"epoch {epoch}, batch {batch}"
+    location = f"batch {batch}" if epoch is None else f"epoch {epoch}, batch {batch}"
     for sample, text in left:
-        log.error("skipped sample %s of %s: %s", sample, place, text)
+        log.error("skipped sample %s of %s: %s", sample, location, text)
     return [Skipped(epoch, batch, sample, text, [sample]) for sample, text in left]
 
 

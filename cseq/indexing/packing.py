@@ -64,11 +64,11 @@ def packed(items: Iterable[T]) -> PackedItems[T]:
         pickler.clear_memo()
         ends.append(out.tell())
     out.write(ends)
-    with out.getbuffer() as made:
-        file = sparse_file(made.nbytes, "cseq-packed")
-        _memory.commit(file.fd, 0, made.nbytes)
-        data = memoryview(_memory.Mapping(file.fd, 0, made.nbytes))
-        data[:] = made
+    with out.getbuffer() as buffer:
+        file = sparse_file(buffer.nbytes, "cseq-packed")
+        _memory.commit(file.fd, 0, buffer.nbytes)
+        data = memoryview(_memory.Mapping(file.fd, 0, buffer.nbytes))
+        data[:] = buffer
     return PackedItems(data, file, range(len(ends) - 1), len(ends), [*pickler.named.values()])
 
 

@@ -90,9 +90,9 @@ class Making(Work):
         self._rooms = [ring.indices(cell).data for cell in range(ring.capacity)]
         self._epoch = 0  # the producer's epoch; the trainer counts them from 1
         self._reply: Any = None  # of its `begin`, until that is asked for
-        self._over = 0  # the epoch of which no item follows
+        self._ended_epoch = 0  # the epoch of which no item follows
         self._items: Iterator[Any] | None = None
-        self._at = 0  # number of the next item
+        self._next_number = 0  # number of the next item
         self._failing = RAISED  # the status of an exception that comes now
 
     def answer(self, runner: Runner) -> Any:
@@ -103,13 +103,13 @@ class Making(Work):
         if kind != ITEM:
             return self._answer_call(runner, epoch, begins=room[KEY] == NO_KEY)
         if room[KEY] == NO_KEY:
-            if self._over != epoch and epoch != self._epoch:
-                self._begin(runner, epoch)
-            items = iter(()) if self._over == epoch else self._go_to(runner.start)
+            if self._ended_epoch != epoch and epoch != self._epoch:
+                self._begin_epoch(runner, epoch)
+            items = iter(()) if self._ended_epoch == epoch else self._go_to(runner.start)
             return self._make_item(runner, lambda: next(items, NO_MORE))
         self._failing = RAISED  # the item of a key ends nothing
         if epoch != self._epoch:
-            self._begin(runner, epoch)
+            self._begin_epoch(runner, epoch)
         count = room[KEY]
         key = self._read(runner, CALLED) if count < 0 else room[KEYS : KEYS + count].tolist()
         return self._make_item(runner, partial(self._producer.make, key))
@@ -118,18 +118,18 @@ class Making(Work):
         """Publish an exception in place of an item, or of a reply."""
         self._batch_context.allocator = None
         if self._failing & ENDED:
-            self._end(runner.epoch)
+            self._end_epoch(runner.epoch)
         self._writer.fail(runner, error, self._failing)
 
-    def _end(self, epoch: int) -> None:
-        self._over = epoch
+    def _end_epoch(self, epoch: int) -> None:
+        self._ended_epoch = epoch
         self._items = None
 
-    def _begin(self, runner: Runner, epoch: int) -> None:
-        self._end(epoch)  # unless it begins
+    def _begin_epoch(self, runner: Runner, epoch: int) -> None:
+        self._end_epoch(epoch)  # unless it begins
         self._epoch = 0
         self._reply = self._producer.begin(self._read(runner, ASSIGNED))
-        self._epoch, self._over = epoch, 0
+        self._epoch, self._ended_epoch = epoch, 0
 
     def _read(self, runner: Runner, which: slice) -> Any:
         """Read a request from a copy, since its slot is used again."""
@@ -141,7 +141,7 @@ class Making(Work):
     def _answer_call(self, runner: Runner, epoch: int, *, begins: bool) -> Any:
         """Call a method; what it makes lies in no slot before it returns."""
         if epoch not in (0, self._epoch):
-            self._begin(runner, epoch)
+            self._begin_epoch(runner, epoch)
         if begins:
             reply, self._reply = self._reply, None
         else:
@@ -152,10 +152,10 @@ class Making(Work):
 
     def _go_to(self, start: int) -> Iterator[Any]:
         """Return the iterator, at the item where the ticket begins."""
-        if self._items is None or self._at != start:
+        if self._items is None or self._next_number != start:
             self._items = None
             self._items = iter(self._producer.items(start))
-            self._at = start
+            self._next_number = start
         return self._items
 
     def _make_item(self, runner: Runner, make: Callable[[], Any]) -> Any:
@@ -166,9 +166,9 @@ class Making(Work):
         item = make()
         self._batch_context.allocator = None
         if item is NO_MORE:
-            self._end(self._epoch)
+            self._end_epoch(self._epoch)
         else:
-            self._at += 1
+            self._next_number += 1
             self._failing = RAISED  # one that cannot be sent ends nothing
         return item
 

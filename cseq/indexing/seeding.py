@@ -136,10 +136,10 @@ class Seeds:
         if self._missing:
             self.has_new()
         if self._is_lent:
-            for one in self._present[len(self._kept) :]:
-                self._kept.append((one.restore, one.keep()))
-                if one.lend:
-                    one.lend()
+            for generator in self._present[len(self._kept) :]:
+                self._kept.append((generator.restore, generator.keep()))
+                if generator.lend:
+                    generator.lend()
         words = derive(key, start, purpose, 3)
         for word, seed, *_ in self._present:
             seed(words[word])

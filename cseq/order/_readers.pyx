@@ -76,18 +76,18 @@ def seed_of(uint64_t seed, str name not None):
     return word
 
 
-def drawn(cnp.ndarray places not None, uint64_t below, uint64_t seed, uint64_t epoch, uint64_t purpose,
+def drawn(cnp.ndarray positions not None, uint64_t below, uint64_t seed, uint64_t epoch, uint64_t purpose,
           uint64_t key=CSEQ_NO_KEY):
-    """Independent numbers below `below`, each by the word at a place of the stream of these four."""
-    cdef Py_ssize_t k, count = places.size
-    cdef const int64_t* place = int64s(places)
+    """Independent numbers below `below`, each by the word at a position of the stream of these four."""
+    cdef Py_ssize_t k, count = positions.size
+    cdef const int64_t* position = int64s(positions)
     cdef uint64_t low, z = cseq_stream(seed, epoch, purpose)
     if key != CSEQ_NO_KEY:
         z = cseq_mix(z ^ key)
     out = numpy.empty(count, numpy.uint64)
     cdef uint64_t* numbers = <uint64_t*>cnp.PyArray_DATA(out)
     for k in range(count):
-        numbers[k] = cseq_multiply(cseq_mix(z + <uint64_t>place[k] * CSEQ_GOLDEN), below, &low)
+        numbers[k] = cseq_multiply(cseq_mix(z + <uint64_t>position[k] * CSEQ_GOLDEN), below, &low)
     return out
 
 
@@ -102,8 +102,8 @@ def split(cnp.ndarray counts not None, cnp.ndarray nodes not None, cnp.ndarray f
     cdef const uint64_t* factor = <const uint64_t*>cnp.PyArray_DATA(factors)
     cdef uint64_t* values = <uint64_t*>cnp.PyArray_DATA(counts)
     cdef uint64_t count, high, low, half = <uint64_t>1 << 63
-    cdef Py_ssize_t k, there = len(nodes)
-    for k in range(there):
+    cdef Py_ssize_t k, rows = len(nodes)
+    for k in range(rows):
         count = values[node[4 * k]]
         high = cseq_multiply(count, factor[2 * k], &low)
         low += half
@@ -137,14 +137,14 @@ cdef class Permutation:
         else:
             cseq_feistel_init(&self.network, n, words)
 
-    def at(self, places not None):
-        """The elements at these places: an array as `places`, which are int64 and below n."""
+    def at(self, positions not None):
+        """The elements at these positions: an array as `positions`, which are int64 and below n."""
         if self.table is not None:
-            return self.table[places]
-        if len(places) and not 0 <= places.min() <= places.max() < self.network.n:
-            raise IndexError(f"places {places} are not all below {self.network.n}")
-        out = numpy.empty(len(places), numpy.int64)
-        cseq_feistel_gather(&self.network, int64s(places), len(places),
+            return self.table[positions]
+        if len(positions) and not 0 <= positions.min() <= positions.max() < self.network.n:
+            raise IndexError(f"positions {positions} are not all below {self.network.n}")
+        out = numpy.empty(len(positions), numpy.int64)
+        cseq_feistel_gather(&self.network, int64s(positions), len(positions),
                             <int64_t*>cnp.PyArray_DATA(out))
         return out
 
@@ -154,7 +154,7 @@ cdef enum:
 
 
 @cython.final
-cdef class Lengths:
+cdef class DocumentLengths:
     """The lengths of documents, in units, and where every 64th document ends."""
 
     cdef cnp.ndarray values, sums
@@ -174,9 +174,9 @@ cdef class Lengths:
         self.unit, self.count, self.total = unit, len(values), self.ends[len(ends) - 1] if len(ends) else 0
 
     def __reduce__(self):
-        return Lengths, (self.values, self.sums, self.unit)
+        return DocumentLengths, (self.values, self.sums, self.unit)
 
-    cdef inline int64_t at(self, int64_t k) noexcept nogil:
+    cdef inline int64_t length_of(self, int64_t k) noexcept nogil:
         """The length of a document; it may lie at any address."""
         cdef int64_t value = 0
         cdef uint32_t word
@@ -208,7 +208,7 @@ cdef class Lengths:
                 k = given[n] // BLOCK
                 begin = self.ends[k - 1] if k else 0
                 for k in range(k * BLOCK, given[n]):
-                    begin += self.at(k)
+                    begin += self.length_of(k)
                 out[n] = begin
         return made
 
@@ -234,7 +234,7 @@ cdef class Lengths:
                 k = low * BLOCK - 1
                 while end <= given[n]:
                     k, begin = k + 1, end
-                    end += self.at(k)
+                    end += self.length_of(k)
                 out[n], out[count + n] = k, begin
         return made[0], made[1]
 
@@ -243,21 +243,21 @@ cdef enum:
     BRIEFEST = 128  # elements: fewer are shuffled each time, without a table that is kept
 
 
-def keyed(cnp.ndarray sizes not None, cnp.ndarray keys not None, cnp.ndarray places not None, uint64_t seed,
-          uint64_t epoch, uint64_t purpose):
-    """The element at a place of 0 … size-1 in an order of its own, for each of some sizes, keys and places.
+def keyed(cnp.ndarray sizes not None, cnp.ndarray keys not None, cnp.ndarray positions not None,
+          uint64_t seed, uint64_t epoch, uint64_t purpose):
+    """For each size, key and position: the element there in the key's own order of 0 … size-1.
 
     That of fisher-yates-v1 below `BRIEFEST` elements, otherwise that of feistel-v1: nothing is kept.
     """
-    cdef Py_ssize_t k, i, j, count = len(places)
+    cdef Py_ssize_t k, i, j, count = len(positions)
     cdef const int64_t* size = int64s(sizes)
     cdef const int64_t* key = int64s(keys)
-    cdef const int64_t* place = int64s(places)
+    cdef const int64_t* position = int64s(positions)
     cdef uint64_t words[2 * CSEQ_ROUNDS]
     cdef uint8_t table[BRIEFEST]
     cdef cseq_feistel network
-    if len(sizes) != count or len(keys) != count or (places >= sizes).any() or (places < 0).any():
-        raise IndexError(f"places {places} are not all below {sizes}")
+    if len(sizes) != count or len(keys) != count or (positions >= sizes).any() or (positions < 0).any():
+        raise IndexError(f"positions {positions} are not all below {sizes}")
     out = numpy.empty(count, numpy.int64)
     cdef int64_t* element = <int64_t*>cnp.PyArray_DATA(out)
     for k in range(count):
@@ -272,9 +272,9 @@ def keyed(cnp.ndarray sizes not None, cnp.ndarray keys not None, cnp.ndarray pla
                     j = i + <Py_ssize_t>cseq_bounded(words, <uint64_t>(size[k] - i))
                     table[i], table[j] = table[j], table[i]
         if size[k] >= BRIEFEST:
-            cseq_feistel_gather(&network, place + k, 1, element + k)
+            cseq_feistel_gather(&network, position + k, 1, element + k)
         else:
-            element[k] = table[place[k]]
+            element[k] = table[position[k]]
     return out
 
 
@@ -292,9 +292,9 @@ def deal(cnp.ndarray works not None, batches, Py_ssize_t ranks, Py_ssize_t count
         batch_of = int64s(batches)
     if works.dtype != numpy.float64 or rows != ranks * count * size:
         raise ValueError(f"{rows} rows are not {ranks} x {count} x {size} of float64")
-    owners, turns = numpy.empty(rows, numpy.int64), numpy.empty(rows, numpy.int64)
+    row_ranks, turns = numpy.empty(rows, numpy.int64), numpy.empty(rows, numpy.int64)
     loads, taken = numpy.zeros(ranks), numpy.zeros((slots, ranks), numpy.int64)
-    cdef int64_t* owner = <int64_t*>cnp.PyArray_DATA(owners)
+    cdef int64_t* row_rank = <int64_t*>cnp.PyArray_DATA(row_ranks)
     cdef int64_t* turn = <int64_t*>cnp.PyArray_DATA(turns)
     cdef double* load = <double*>cnp.PyArray_DATA(loads)
     cdef int64_t* full = <int64_t*>cnp.PyArray_DATA(taken)
@@ -307,10 +307,10 @@ def deal(cnp.ndarray works not None, batches, Py_ssize_t ranks, Py_ssize_t count
                 best = r
         if best < 0:
             raise ValueError(f"batch {batch} has more than {ranks} x {size} rows")
-        owner[k], turn[k] = best, full[batch * ranks + best]
+        row_rank[k], turn[k] = best, full[batch * ranks + best]
         full[batch * ranks + best] += 1
         load[best] += work[k]
-    return owners, turns
+    return row_ranks, turns
 
 
 # CHILDREN of a node, at most: four bits of a word name one. A node is prefetched EARLY draws before its use.
@@ -391,13 +391,13 @@ cdef class Tree:
     def __reduce__(self):
         return Tree, (self.levels[0], self.rows[0].start[self.rows[0].count])
 
-    def at(self, numbers, uint64_t seed, uint64_t epoch):
+    def samples_at(self, numbers, uint64_t seed, uint64_t epoch):
         """The samples at some numbers of an epoch's line: an array of int64."""
         cdef cnp.ndarray left = numpy.array(numbers, numpy.uint64)
         cdef cnp.ndarray nodes = numpy.zeros(left.size, numpy.int64)
         cdef uint64_t* lefts = <uint64_t*>cnp.PyArray_DATA(left)
         cdef uint64_t* entries = <uint64_t*>cnp.PyArray_DATA(nodes)
-        cdef uint64_t node, rest, word, order, there, bits, child, length
+        cdef uint64_t node, rest, word, order, remaining, bits, child, length
         cdef uint64_t z = cseq_stream(seed, epoch, WEIGHTS)
         cdef const uint64_t* mass
         cdef const Rows* rows
@@ -415,16 +415,16 @@ cdef class Tree:
                     node, rest = entries[k], lefts[k]
                     mass = self.masses[level - 1] + node * rows.count
                     word = cseq_mix(cseq_mix(z ^ (<uint64_t>level << 48 | node)))
-                    order, there = 0xFEDCBA9876543210, rows.count
+                    order, remaining = 0xFEDCBA9876543210, rows.count
                     while True:
-                        bits = 4 * cseq_multiply(word, there, &word)
+                        bits = 4 * cseq_multiply(word, remaining, &word)
                         child = order >> bits & 15
                         if rest < mass[child]:
                             break
                         rest -= mass[child]
                         # The list's last child fills the gap.
-                        there -= 1
-                        order ^= (order >> 4 * there & 15 ^ child) << bits
+                        remaining -= 1
+                        order ^= (order >> 4 * remaining & 15 ^ child) << bits
                     length = rows.start[child + 1] - rows.start[child]
                     node += rows.turn[child]
                     node -= length if node >= length else 0

@@ -12,7 +12,7 @@ cdef class Source:
     cdef bint is_ready(self, uint64_t taken) noexcept
     cdef int prepare(self, uint64_t taken) except -1
     cdef Py_ssize_t target(self) noexcept
-    cdef uint64_t write(self, Py_ssize_t number, Ring ring, uint32_t cell, uint64_t ticket) noexcept
-    cdef void end(self, Py_ssize_t number) noexcept
+    cdef uint64_t write(self, Py_ssize_t ring_number, Ring ring, uint32_t cell, uint64_t ticket) noexcept
+    cdef void end(self, Py_ssize_t ring_number) noexcept
     cdef bint is_over(self) noexcept
     cpdef int finish(self) except -1

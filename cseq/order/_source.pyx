@@ -41,11 +41,11 @@ cdef class Source:
         """The number of the ring that the next ticket goes to, which is prepared; -1: none has room."""
         return -1
 
-    cdef uint64_t write(self, Py_ssize_t number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
+    cdef uint64_t write(self, Py_ssize_t ring_number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
         """Post the next ticket in a free cell of its ring: how many units it counts for."""
         return 0
 
-    cdef void end(self, Py_ssize_t number) noexcept:
+    cdef void end(self, Py_ssize_t ring_number) noexcept:
         """No more tickets go to a ring."""
 
     cdef bint is_over(self) noexcept:
@@ -75,8 +75,8 @@ cdef class OrderSource(Source):
     cdef uint64_t posted  # batches
     cdef uint64_t rest    # units that the short batch counts for
     cdef uint64_t most    # units of a batch
-    # What was read of batches `posted` to `known`.
-    cdef uint64_t known
+    # What was read of batches `posted` to `prepared`.
+    cdef uint64_t prepared
     cdef Block data
     cdef int64_t* samples_read
     cdef int64_t* sizes_read  # of their units; NULL: each is one sample
@@ -87,28 +87,28 @@ cdef class OrderSource(Source):
         self.more = more if later.batches else 0
         self.most = max(<uint32_t>1, cut.size if cut.full else cut.part,
                         later.size if later.full else later.part)
-        self.begin(&cut)
+        self.begin_epoch(&cut)
 
-    cdef void begin(self, const Cut* cut) noexcept:
+    cdef void begin_epoch(self, const Cut* cut) noexcept:
         """Begin an epoch that is cut like this."""
         self.cut = cut[0]
         self.rest = self.reader.units - min(<uint64_t>self.reader.units,
                                             cut.consumed + cut.full * cut.stride)
-        self.posted = self.known = 0
+        self.posted = self.prepared = 0
 
     def __len__(self):
         """Batches after `consumed`."""
         return <Py_ssize_t>self.cut.batches
 
-    cdef uint64_t at(self, uint64_t batch) noexcept:
+    cdef uint64_t position_of(self, uint64_t batch) noexcept:
         """The position of a batch's first unit."""
         if batch < self.cut.full:
             return self.cut.start + batch * self.cut.stride
         return self.cut.part_start
 
-    cdef int64_t read(self, uint64_t batch, int64_t* out, int64_t* sizes) except -1:
+    cdef int64_t read_samples(self, uint64_t batch, int64_t* out, int64_t* sizes) except -1:
         """Write the samples of a batch; the tail goes on with the beginning of the epoch."""
-        cdef uint64_t start = self.at(batch)
+        cdef uint64_t start = self.position_of(batch)
         cdef uint64_t done = 0, count
         cdef int64_t written = 0
         if batch < self.cut.full:
@@ -130,11 +130,12 @@ cdef class OrderSource(Source):
             raise IndexError(f"batch {batch} is not one of {self.cut.batches}")
         sizes = numpy.ones(self.cut.size if batch < self.cut.full else self.cut.part, numpy.int64)
         out = numpy.empty(len(sizes) * self.reader.room, numpy.int64)
-        written = self.read(batch, <int64_t*>cnp.PyArray_DATA(out), <int64_t*>cnp.PyArray_DATA(sizes))
+        written = self.read_samples(batch, <int64_t*>cnp.PyArray_DATA(out),
+                                    <int64_t*>cnp.PyArray_DATA(sizes))
         return out[:written], sizes
 
     cdef bint is_ready(self, uint64_t taken) noexcept:
-        return self.posted < self.known or self.is_over()
+        return self.posted < self.prepared or self.is_over()
 
     cdef int prepare(self, uint64_t taken) except -1:
         """Read the samples of the next ticket, and of those after it while they are few."""
@@ -142,7 +143,7 @@ cdef class OrderSource(Source):
         cdef uint64_t count = 1, read, words, size
         cdef int64_t* out
         if self.posted >= self.cut.batches:
-            self.begin(&self.later)
+            self.begin_epoch(&self.later)
             self.epoch += 1
             self.more -= 1
         size = self.cut.size
@@ -153,21 +154,21 @@ cdef class OrderSource(Source):
         self.sizes = self.sizes_read = out + words if room > 1 else NULL
         if self.posted < self.cut.full and room == 1 and self.cut.stride == size:  # of one rank
             count = min(self.cut.full - self.posted, max(<uint64_t>1, READ_AHEAD // size))
-            self.reader.read(self.epoch, self.at(self.posted), count * size, out, NULL)
+            self.reader.read(self.epoch, self.position_of(self.posted), count * size, out, NULL)
         else:
-            read = self.read(self.posted, out, self.sizes)
+            read = self.read_samples(self.posted, out, self.sizes)
             while (self.posted + count < self.cut.full and read < READ_AHEAD
                    and count * size < READ_AHEAD):
-                read += self.read(self.posted + count, out + read,
+                read += self.read_samples(self.posted + count, out + read,
                                   NULL if room == 1 else self.sizes + count * size)
                 count += 1
-        self.known = self.posted + count
+        self.prepared = self.posted + count
         return 0
 
     cdef Py_ssize_t target(self) noexcept:
-        return 0 if self.posted < self.known else -1
+        return 0 if self.posted < self.prepared else -1
 
-    cdef uint64_t write(self, Py_ssize_t number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
+    cdef uint64_t write(self, Py_ssize_t ring_number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
         cdef int64_t* words = cseq_ring_indices(ring.r, cell)
         cdef bint is_full = self.posted < self.cut.full
         cdef uint32_t k, parts = self.cut.size if is_full else self.cut.part
@@ -181,8 +182,8 @@ cdef class OrderSource(Source):
         memcpy(words, self.samples_read, 8 * <size_t>count)
         self.samples_read += count
         cseq_ring_cell(ring.r, cell).parts = 0 if self.sizes == NULL else parts
-        ring.offer(cell, ticket, self.epoch, self.cut.first + self.posted, count, self.at(self.posted),
-                   self.reader.seed)
+        ring.offer(cell, ticket, self.epoch, self.cut.first + self.posted, count,
+                   self.position_of(self.posted), self.reader.seed)
         self.posted += 1
         return self.cut.stride if is_full else self.rest
 

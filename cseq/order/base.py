@@ -35,7 +35,7 @@ __all__ = [
     "Read",
     "Sums",
     "kind",
-    "passes",
+    "read_passes",
     "spans",
 ]
 
@@ -175,7 +175,7 @@ class Order:
 
     def reader(self, seed: int) -> Reader:
         """Return what reads the order for one seed, on one thread at a time."""
-        return ArrayReader(self, seed, partial(called, self, seed), ahead=0)  # at its turn
+        return ArrayReader(self, seed, partial(call_read, self, seed), ahead=0)  # at its turn
 
     def measured(self, seed: int) -> tuple[Reader, Works]:  # noqa: ARG002
         """Return a reader, and a function that returns the work of units: see `Balanced`.
@@ -220,8 +220,8 @@ class Order:
                 f"batch_size={batch_size}: the units of {self!r} are batches; leave it out"
             )
         reader = self.reader(integer("seed", seed, 0, MOST_SEED))
-        there = -(-self.units // size)
-        last = there if stop is None else min(integer("stop", stop, 0), there)
+        batches = -(-self.units // size)
+        last = batches if stop is None else min(integer("stop", stop, 0), batches)
         return [
             reader.samples(epoch, k * size, min(size, self.units - k * size))[0].tolist()
             for k in range(integer("start", start, 0), last)
@@ -233,7 +233,7 @@ def kind(order: Order) -> str:
     return "batches" if order.is_batch else "rows of samples" if order.room > 1 else "samples"
 
 
-def called(order: Order, seed: int, epoch: int, units: Ints) -> Read:
+def call_read(order: Order, seed: int, epoch: int, units: Ints) -> Read:
     """Call an order of your own for units, range by range; check what it returns."""
     samples: list[Ints] = []
     sizes: list[Ints] = []
@@ -246,15 +246,17 @@ def called(order: Order, seed: int, epoch: int, units: Ints) -> Read:
                 f"read() of {order!r} returned {len(indices)} indices for {count} units and no "
                 "sizes; give the size of each unit"
             )
-        each = np.ones(count, np.int64) if lengths is None else np.asarray(lengths, np.int64)
-        fits = each.shape == (count,) and 1 <= each.min() <= each.max() <= order.room
-        if not fits or indices.shape != (each.sum(),):
+        unit_sizes = np.ones(count, np.int64) if lengths is None else np.asarray(lengths, np.int64)
+        fits = (
+            unit_sizes.shape == (count,) and 1 <= unit_sizes.min() <= unit_sizes.max() <= order.room
+        )
+        if not fits or indices.shape != (unit_sizes.sum(),):
             raise ValueError(
-                f"read() of {order!r} returned sizes {each} for {count} units with indices of "
-                f"shape {indices.shape}; give one for each unit, in [1, {order.room}]"
+                f"read() of {order!r} returned sizes {unit_sizes} for {count} units with indices "
+                f"of shape {indices.shape}; give one for each unit, in [1, {order.room}]"
             )
         samples.append(indices)
-        sizes.append(each)
+        sizes.append(unit_sizes)
     return np.concatenate(samples), np.concatenate(sizes) if order.room > 1 else None
 
 
@@ -264,7 +266,7 @@ def spans(starts: Ints, counts: Ints) -> Ints:
     return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1])
 
 
-def passes(reader: Reader, numbers: NDArray[np.uint64]) -> Read:
+def read_passes(reader: Reader, numbers: NDArray[np.uint64]) -> Read:
     """Read units of the endless sequence of a reader's epochs: numbers in a row, modulo 2**64."""
     parts = [gather(reader, epoch, units) for epoch, units in in_epochs(reader.units, numbers)]
     if len(parts) == 1:

@@ -83,13 +83,13 @@ class Blocks(Samples):
         self.sizes: Ints | None = None
         if np.ndim(rows):
             self.sizes = _sizes(rows)
-            there = int(self.sizes.sum())
-            if samples not in (None, there):
-                raise ValueError(f"samples={samples}, but rows has {there}; leave samples out")
+            total = int(self.sizes.sum())
+            if samples not in (None, total):
+                raise ValueError(f"samples={samples}, but rows has {total}; leave samples out")
             if lanes != 1:
                 raise ValueError(f"lanes={lanes}: blocks of unequal sizes have one lane")
             self.name, self.replaced = "unequal-blocks-v1", {}  # type: ignore[misc]
-            samples, rows = there, max(1, int(self.sizes.max()))
+            samples, rows = total, max(1, int(self.sizes.max()))
         super().__init__(samples)
         self.rows = integer("rows", rows, 1, MOST_ROWS)
         self.window = integer("window", window, 1, MOST_ROWS // self.rows)
@@ -110,36 +110,38 @@ class Blocks(Samples):
     def reader(self, seed: int) -> Reader:
         """Return what reads the order."""
         if self.sizes is not None:
-            drawn_in = lru_cache(1)(partial(UnequalWindows, self.sizes, self.window, seed))
-            return ArrayReader(self, seed, lambda epoch, units: (drawn_in(epoch).read(units), None))
-        begin = lru_cache(1)(partial(Windows, self, seed))
+            unequal_of = lru_cache(1)(partial(UnequalWindows, self.sizes, self.window, seed))
+            return ArrayReader(
+                self, seed, lambda epoch, units: (unequal_of(epoch).read(units), None)
+            )
+        windows_of = lru_cache(1)(partial(Windows, self, seed))
 
         def share(epoch: int, first: int, together: int, start: int, size: int) -> Ints:
             ranks, rank = together // size, (start - first) // size
             if self.lanes % ranks or together % self.lanes or first + together > self.units:
                 return np.arange(start, start + size, dtype=np.int64)
             units = np.arange(first, first + together, dtype=np.int64)
-            lanes = (units + begin(epoch).turn) % self.lanes
+            lanes = (units + windows_of(epoch).turn) % self.lanes
             ours: Ints = units[lanes * ranks // self.lanes == rank]
             return ours
 
         return ArrayReader(
             self,
             seed,
-            lambda epoch, units: (begin(epoch).read(units), None),
+            lambda epoch, units: (windows_of(epoch).read(units), None),
             share,
             AHEAD + FEW * self.lanes,
         )
 
     def describe(self) -> str:
         """Describe an epoch."""
-        blocks, each = -(-self.units // self.rows), f"{self.rows:,}"
+        blocks, sizes = -(-self.units // self.rows), f"{self.rows:,}"
         if self.sizes is not None:
-            blocks, each = len(self.sizes), f"{self.sizes.min():,} to {self.rows:,}"
+            blocks, sizes = len(self.sizes), f"{self.sizes.min():,} to {self.rows:,}"
         windows = max(1, -(-blocks // self.window))
         lanes = f", {self.lanes:,} lanes" if self.lanes > 1 else ""
         return (
-            f"{self.units:,} samples in {blocks:,} blocks of {each}, shuffled in windows: "
+            f"{self.units:,} samples in {blocks:,} blocks of {sizes}, shuffled in windows: "
             f"{windows:,} of some {round(blocks / windows):,} blocks{lanes}"
         )
 
@@ -153,7 +155,7 @@ class Windows:
     """
 
     def __init__(self, order: Blocks, seed: int, epoch: int) -> None:
-        self.order, self.where = order, (seed, epoch)
+        self.order, self.key = order, (seed, epoch)
         n, rows, lanes = order.units, order.rows, order.lanes
         self.whole = n // rows
         self.count = -(-n // (rows * order.window))
@@ -167,38 +169,38 @@ class Windows:
             int(drawn(np.array([k]), below, seed, epoch, BLOCKS, 1)[0])
             for k, below in enumerate((self.count, lanes))
         )
-        self.begin, self.turn = self.start(window), turn
+        self.epoch_start, self.turn = self.window_start(window), turn
         self.kept: dict[int, tuple[int, NDArray[Any]]] = {}
 
-    def start(self, window: int) -> int:
+    def window_start(self, window: int) -> int:
         """Return where a window begins in the layout."""
         return window * self.size + min(window, self.larger) * self.step
 
     def read(self, units: Ints) -> Ints:
         """Return the samples at some positions."""
         n, lanes = self.order.units, self.order.lanes
-        places = units + self.begin
-        places[places >= n] -= n
-        head = self.start(self.larger)
-        windows = (places - head) // max(1, self.size) + self.larger
-        low = places < head
-        windows[low] = places[low] // (self.size + self.step)
+        positions = units + self.epoch_start
+        positions[positions >= n] -= n
+        head = self.window_start(self.larger)
+        windows = (positions - head) // max(1, self.size) + self.larger
+        low = positions < head
+        windows[low] = positions[low] // (self.size + self.step)
         np.minimum(windows, self.count - 1, out=windows)
-        places -= windows * self.size + np.minimum(windows, self.larger) * self.step
+        positions -= windows * self.size + np.minimum(windows, self.larger) * self.step
         chosen = np.zeros_like(units)
         by_lane = None  # as they are
         if lanes > 1:
-            places //= lanes
+            positions //= lanes
             chosen = (units + self.turn) % lanes
             few = chosen.astype(np.uint16) if lanes <= 2**16 else chosen  # sorted faster
             by_lane = few.argsort(kind="stable")  # the windows of a lane are in order
-            chosen, windows, places = (x.take(by_lane) for x in (chosen, windows, places))
+            chosen, windows, positions = (x.take(by_lane) for x in (chosen, windows, positions))
         changes = (chosen[1:] != chosen[:-1]) | (windows[1:] != windows[:-1])
         cuts = [0, *(np.flatnonzero(changes) + 1).tolist(), len(units)]
         samples = np.empty(len(units), np.int64)
         for start, stop in itertools.pairwise(cuts):
             table = self.part(int(chosen[start]), int(windows[start]))
-            samples[start:stop] = table.take(places[start:stop])
+            samples[start:stop] = table.take(positions[start:stop])
         if by_lane is not None:
             samples[by_lane] = samples.copy()
         return samples
@@ -209,11 +211,11 @@ class Windows:
         if kept == window and table is not None:
             return table
         n, rows, lanes = self.order.units, self.order.rows, self.order.lanes
-        start = self.start(window)
+        start = self.window_start(window)
         size, more = divmod(
-            (n if window == self.count - 1 else self.start(window + 1)) - start, lanes
+            (n if window == self.count - 1 else self.window_start(window + 1)) - start, lanes
         )
-        first = ((start - self.begin) % n + self.turn) % lanes  # it has one of the `more`
+        first = ((start - self.epoch_start) % n + self.turn) % lanes  # it has one of the `more`
         begin, end = (
             start + k * size + min(max(0, k - first), more) + min(k, max(0, first + more - lanes))
             for k in (lane, lane + 1)
@@ -225,7 +227,7 @@ class Windows:
         table = (blocks[:, None] * rows + np.arange(rows)).ravel()[skipped : skipped + end - begin]
         if n <= 2**32:
             table = table.astype(np.uint32)
-        table = table.take(shuffle(len(table), *self.where, WINDOW, begin))
+        table = table.take(shuffle(len(table), *self.key, WINDOW, begin))
         self.kept[lane] = window, table
         return table
 
@@ -238,7 +240,7 @@ class UnequalWindows:
     """
 
     def __init__(self, sizes: Ints, window: int, seed: int, epoch: int) -> None:
-        self.where = seed, epoch
+        self.key = seed, epoch
         blocks, count = len(sizes), -(-len(sizes) // window)
         self.order = Permutation(blocks, seed, epoch, BLOCKS, 0).at(np.arange(blocks))
         self.sizes, self.firsts = sizes[self.order], (sizes.cumsum() - sizes)[self.order]
@@ -247,18 +249,18 @@ class UnequalWindows:
         self.cuts = numbers * (blocks // count) + np.minimum(numbers, blocks % count)
         self.starts = np.append(0, self.sizes.cumsum())[self.cuts]
         first = int(drawn(np.zeros(1, np.int64), count, seed, epoch, BLOCKS, 1)[0])
-        self.begin = int(self.starts[first])
+        self.epoch_start = int(self.starts[first])
         self.kept: tuple[int, NDArray[Any]] = -1, np.empty(0, np.uint32)
 
     def read(self, units: Ints) -> Ints:
         """Return the samples at some positions."""
-        at = (units + self.begin) % self.starts[-1]
-        windows = self.starts.searchsorted(at, "right") - 1
+        positions = (units + self.epoch_start) % self.starts[-1]
+        windows = self.starts.searchsorted(positions, "right") - 1
         cuts = [0, *(np.flatnonzero(np.diff(windows)) + 1).tolist(), len(units)]
         parts = []
         for start, stop in itertools.pairwise(cuts):
             window = int(windows[start])
-            parts.append(self.part(window)[at[start:stop] - self.starts[window]])
+            parts.append(self.part(window)[positions[start:stop] - self.starts[window]])
         return np.concatenate(parts).astype(np.int64)
 
     def part(self, window: int) -> NDArray[Any]:
@@ -269,7 +271,7 @@ class UnequalWindows:
             if self.starts[-1] <= 2**32:
                 table = table.astype(np.uint32)
             begin = int(self.starts[window])
-            self.kept = window, table.take(shuffle(len(table), *self.where, WINDOW, begin))
+            self.kept = window, table.take(shuffle(len(table), *self.key, WINDOW, begin))
         return self.kept[1]
 
 

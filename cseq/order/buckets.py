@@ -123,10 +123,10 @@ class Buckets(Recipes):
         checked = Labels(labels)
         order = cls.__new__(cls)
         order.bounds = np.empty(0, np.int64)
-        each = np.array([_size(sizes, label) for label in checked.values.tolist()], np.int64)
-        order._cut(len(checked.classes.table), checked.classes, each, together)
+        batch_sizes = np.array([_size(sizes, label) for label in checked.values.tolist()], np.int64)
+        order._cut(len(checked.classes.table), checked.classes, batch_sizes, together)
         order._padding = ""
-        order._facts = {"labels": checked.fingerprint, "sizes": fingerprint(each)}
+        order._facts = {"labels": checked.fingerprint, "sizes": fingerprint(batch_sizes)}
         return order
 
     def _cut(

@@ -110,11 +110,11 @@ def load(
     fingerprints = {} if sampler.data is None else sampler.data.fingerprints
     try:
         order = order.resumed(facts, seed, epoch, consumed)
-        there = state.get("indices", sampler.fingerprint)
-        if there != sampler.fingerprint:
+        fingerprint = state.get("indices", sampler.fingerprint)
+        if fingerprint != sampler.fingerprint:
             raise ValueError(
-                f"the state is of a list of indices with the fingerprint {there}, and here it is "
-                f"{sampler.fingerprint} (None: there is no list); {AGAIN}"
+                f"the state is of a list of indices with the fingerprint {fingerprint}, and here "
+                f"it is {sampler.fingerprint} (None: there is no list); {AGAIN}"
             )
         before = json.loads(state.get("data") or "{}")
         for name in before.keys() & fingerprints.keys():

@@ -74,12 +74,12 @@ class Members:
                 part = slice(offsets[c], offsets[c + 1])
                 self.samples[part] = table[part].take(order.table)
             self.made[c] = True
-        places = spans(offsets.take(classes) + ranks, counts)
-        found = self.samples.take(places)
+        entries = spans(offsets.take(classes) + ranks, counts)
+        samples = self.samples.take(entries)
         for c in self.computed.keys() & set(classes.tolist()) if self.computed else ():
-            ours = (offsets[c] <= places) & (places < offsets[c + 1])
-            found[ours] = table[offsets[c] + self.computed[c].at(places[ours] - offsets[c])]
-        return found
+            ours = (offsets[c] <= entries) & (entries < offsets[c + 1])
+            samples[ours] = table[offsets[c] + self.computed[c].at(entries[ours] - offsets[c])]
+        return samples
 
 
 class Lengths:
@@ -151,12 +151,12 @@ class Lengths:
 
     def classes(self, bounds: Ints) -> Classes:
         """Sort the samples by class, that of the first bound that is not below their length."""
-        found = np.empty(self.count, np.uint32)
+        classes = np.empty(self.count, np.uint32)
         for start, chunk in _chunks(self.values):
             inside = chunk <= self.longest
-            places = bounds.searchsorted(np.where(inside, chunk, 0).astype(np.int64))
-            found[start : start + CHUNK] = np.where(inside, places, len(bounds))
-        return Classes(found, len(bounds))
+            numbers = bounds.searchsorted(np.where(inside, chunk, 0).astype(np.int64))
+            classes[start : start + CHUNK] = np.where(inside, numbers, len(bounds))
+        return Classes(classes, len(bounds))
 
 
 class Labels:
@@ -234,22 +234,22 @@ class Recipes(Order):
 
     def token_sums(self, seed: int) -> Sums | None:
         """Return what adds up the tokens of units: those of their recipes."""
-        tokens, begin = self._tokens, lru_cache(1)(partial(self._begin, seed))
+        tokens, draw_epoch = self._tokens, lru_cache(1)(partial(self._draw_epoch, seed))
         if tokens is None:
             return None
-        return lambda epoch, units: [int(tokens[self._recipes(begin(epoch), units)[1]].sum())]
+        return lambda epoch, units: [int(tokens[self._recipes(draw_epoch(epoch), units)[1]].sum())]
 
     def _reads(self, seed: int) -> tuple[Reader, Works]:
-        begin = lru_cache(1)(partial(self._begin, seed))
+        draw_epoch = lru_cache(1)(partial(self._draw_epoch, seed))
 
         def works(epoch: int, units: Ints) -> Floats:
             assert self._works is not None
-            return self._works.take(self._recipes(begin(epoch), units)[1])
+            return self._works.take(self._recipes(draw_epoch(epoch), units)[1])
 
-        reader = ArrayReader(self, seed, lambda epoch, units: self._read(begin(epoch), units))
+        reader = ArrayReader(self, seed, lambda epoch, units: self._read(draw_epoch(epoch), units))
         return reader, works
 
-    def _begin(self, seed: int, epoch: int) -> Drawn:
+    def _draw_epoch(self, seed: int, epoch: int) -> Drawn:
         """Draw an epoch: the order of its groups, the short one, the turn in each, and members."""
         groups, rest = divmod(self.units, self.together)
         order = Permutation(groups, seed, epoch, UNITS, 0)
@@ -275,10 +275,10 @@ class Recipes(Order):
         grouped = units < groups * self.together
         if groups:
             before = max(0, at + rest - self.units)  # units of the short group that come first
-            places, inside = np.divmod(units[grouped], self.together)
-            group = (order.at(places).astype(np.int64) + shift) % groups
-            others = group * self.together + (inside + turn) % self.together + before
-            numbers[grouped] = others + (others >= at) * (rest - before)
+            group_numbers, inside = np.divmod(units[grouped], self.together)
+            group = (order.at(group_numbers).astype(np.int64) + shift) % groups
+            grouped_numbers = group * self.together + (inside + turn) % self.together + before
+            numbers[grouped] = grouped_numbers + (grouped_numbers >= at) * (rest - before)
         return numbers, self.starts.searchsorted(numbers, "right") - 1
 
     def _read(self, epoch: Drawn, units: Ints) -> Read:

@@ -72,8 +72,8 @@ class Concatenated(Order):
         lengths = integers("lengths", lengths)
         self._folder, self._lengths = cache_of(cache), digest(lengths)
         name = f"concatenated-v1-{self._lengths:016x}-{row}"
-        found = tables(self._folder, name, partial(self._make, lengths))
-        self._name, self._ends = name, DocumentEnds(lengths, ends=found["ends"])
+        arrays = tables(self._folder, name, partial(self._make, lengths))
+        self._name, self._ends = name, DocumentEnds(lengths, ends=arrays["ends"])
         self.samples = self._ends.total
         self.units = self.samples // self.row
         if not self.units:
@@ -81,7 +81,7 @@ class Concatenated(Order):
                 f"row={row} is longer than all documents together, which have {self.samples} "
                 "tokens; give a shorter row, or more documents"
             )
-        self.room, self.tokens = int(found["room"][0]), float(self.row)
+        self.room, self.tokens = int(arrays["room"][0]), float(self.row)
         if rest := self.samples % self.row:
             self.left_out = f"an epoch leaves {rest:,} tokens out, others each time"
 
@@ -99,8 +99,8 @@ class Concatenated(Order):
             chunk = np.minimum(lengths[start : start + step].astype(np.int64), self.row)
             counts += np.bincount(chunk, minlength=self.row + 1)
         counts[0] = 0
-        each = np.arange(self.row + 1)
-        tokens, room = np.append(0, (counts * each).cumsum()), max(0, self.row - 2)
+        lengths_of_row = np.arange(self.row + 1)
+        tokens, room = np.append(0, (counts * lengths_of_row).cumsum()), max(0, self.row - 2)
         longest = int(tokens.searchsorted(room, "right")) - 1  # shorter ones fit in all
         whole = int(counts[:longest].sum()) + (room - int(tokens[longest])) // max(1, longest)
         return max(2, min(whole + 2, self.row, int(counts.sum())))  # 2: units are rows
@@ -119,14 +119,14 @@ class Concatenated(Order):
 
     def reader(self, seed: int) -> Reader:
         """Return what reads the order."""
-        begin = self._epochs(seed, works=False)
-        return ArrayReader(self, seed, lambda epoch, units: begin(epoch).read(units))
+        epoch_of = self._epochs(seed, works=False)
+        return ArrayReader(self, seed, lambda epoch, units: epoch_of(epoch).read(units))
 
     def measured(self, seed: int) -> tuple[Reader, Works]:
         """Return a reader, and what returns the work of units."""
-        begin = self._epochs(seed, works=True)
-        reader = ArrayReader(self, seed, lambda epoch, units: begin(epoch).read(units))
-        return reader, lambda epoch, units: begin(epoch).works_of(units)
+        epoch_of = self._epochs(seed, works=True)
+        reader = ArrayReader(self, seed, lambda epoch, units: epoch_of(epoch).read(units))
+        return reader, lambda epoch, units: epoch_of(epoch).works_of(units)
 
     def token_sums(self, seed: int) -> Sums:  # noqa: ARG002
         """Return what adds up tokens: each row has as many."""
@@ -154,8 +154,8 @@ class _Epoch:
         self.documents = Permutation(len(ends.lengths), seed, epoch, DOCUMENTS, 0)
         self.rows = Permutation(ends.total // row, seed, epoch, DOCUMENTS, 1)
         folder, name = file
-        found = tables(folder, f"{name}-{epoch}", partial(self._make, works))
-        self.ends, self.works = found["ends"], found.get("works")
+        arrays = tables(folder, f"{name}-{epoch}", partial(self._make, works))
+        self.ends, self.works = arrays["ends"], arrays.get("works")
         if folder is not None:
             forget(folder, f"{name}-", epoch - 1)
 
@@ -167,8 +167,8 @@ class _Epoch:
             self.works = new("works", self.corpus.total // self.row + 1, np.float64)
             self.works[:] = 0
         for start in range(0, n, TOGETHER):
-            there = np.arange(start, min(start + TOGETHER, n))
-            lengths = self.corpus.lengths.take(self.documents.at(there)).astype(np.int64)
+            positions = np.arange(start, min(start + TOGETHER, n))
+            lengths = self.corpus.lengths.take(self.documents.at(positions)).astype(np.int64)
             blocks = np.add.reduceat(lengths, np.arange(0, len(lengths), BLOCK))
             sums[start // BLOCK : start // BLOCK + len(blocks)] = blocks
             if works:
@@ -184,8 +184,8 @@ class _Epoch:
             return
         first, last = starts // self.row, (stops - 1) // self.row
         heads = np.minimum(stops, (first + 1) * self.row) - starts
-        found = np.bincount(first - first[0], weights=heads.astype(np.float64) ** 2)
-        self.works[first[0] : first[0] + len(found)] += found
+        squares = np.bincount(first - first[0], weights=heads.astype(np.float64) ** 2)
+        self.works[first[0] : first[0] + len(squares)] += squares
         cut = np.flatnonzero(first < last)  # no two end in the same row
         first, last = first[cut], last[cut]
         self.works[last] += (stops[cut] - last * self.row).astype(np.float64) ** 2
@@ -199,19 +199,19 @@ class _Epoch:
         first = self.rows.at(units).astype(np.int64) * self.row
         blocks = self.ends.searchsorted(first, "right")
         counts = self.ends.searchsorted(first + (self.row - 1), "right") - blocks + 1
-        each = spans(blocks, counts)
-        places = np.add.outer(each * BLOCK, np.arange(BLOCK)).ravel()
-        there = places < n
-        documents = self.documents.at(np.minimum(places, n - 1)).astype(np.int64)
-        lengths = self.corpus.lengths.take(documents).astype(np.int64) * there
+        numbers = spans(blocks, counts)
+        positions = np.add.outer(numbers * BLOCK, np.arange(BLOCK)).ravel()
+        exists = positions < n
+        documents = self.documents.at(np.minimum(positions, n - 1)).astype(np.int64)
+        lengths = self.corpus.lengths.take(documents).astype(np.int64) * exists
         stops = lengths.reshape(-1, BLOCK).cumsum(1)
-        stops += (self.ends.take(each - 1) * (each > 0))[:, None]  # 0 before the first block
+        stops += (self.ends.take(numbers - 1) * (numbers > 0))[:, None]  # 0 before the first block
         begins = stops.ravel() - lengths
-        number = np.repeat(np.arange(len(units)), counts * BLOCK)
-        low = np.maximum(begins, first.take(number))
-        long = np.minimum(begins + lengths, first.take(number) + self.row) - low
+        rows = np.repeat(np.arange(len(units)), counts * BLOCK)
+        low = np.maximum(begins, first.take(rows))
+        long = np.minimum(begins + lengths, first.take(rows) + self.row) - low
         kept = np.flatnonzero(long > 0)
-        sizes = np.bincount(number[kept], minlength=len(units))
+        sizes = np.bincount(rows[kept], minlength=len(units))
         return self.corpus.starts(documents[kept]) + (low - begins)[kept], sizes
 
     def works_of(self, units: Ints) -> Floats:

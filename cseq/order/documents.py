@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq.order._readers import CHUNK, Lengths
+from cseq.order._readers import CHUNK, DocumentLengths
 from cseq.order.base import MOST_SAMPLES
 from cseq.order.classes import integers
 
@@ -59,7 +59,7 @@ class DocumentEnds:
         self.lengths, self.unit = integers("lengths", lengths), unit
         self.ends = self._sums() if ends is None else ends
         self.total = int(self.ends[-1])
-        self._kept = Lengths(self.lengths, self.ends, unit)
+        self._summed = DocumentLengths(self.lengths, self.ends, unit)
 
     def _sums(self) -> Ints:
         """Check the lengths, piece by piece, and add them up."""
@@ -88,11 +88,11 @@ class DocumentEnds:
 
     def starts(self, documents: Ints) -> Ints:
         """Return the position of the first token of each of some documents."""
-        return self._kept.starts(documents)
+        return self._summed.starts(documents)
 
     def find(self, positions: Ints) -> tuple[Ints, Ints]:
         """Return the document of each of some positions, and where this document begins.
 
         Positions are in [0, `total`). Empty documents have none.
         """
-        return self._kept.find(positions)
+        return self._summed.find(positions)

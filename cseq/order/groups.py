@@ -72,17 +72,17 @@ class Groups(Order):
                 f"classes={self.chosen} exceeds the {self.classes.count} classes that labels has; "
                 "give at most as many"
             )
-        self.each = integer("samples", samples, 1, MOST_ROOM // self.chosen)
+        self.per_class = integer("samples", samples, 1, MOST_ROOM // self.chosen)
         smallest = int(self.classes.sizes.argmin())
         repeat_small = flag("repeat_small", repeat_small)
-        if self.classes.sizes[smallest] < self.each and not repeat_small:
+        if self.classes.sizes[smallest] < self.per_class and not repeat_small:
             raise ValueError(
                 f"labels has {self.classes.sizes[smallest]} samples of class "
-                f"{checked.values[smallest].item()!r}, fewer than samples={self.each}; give fewer, "
-                "leave the class out, or repeat its samples with repeat_small=True"
+                f"{checked.values[smallest].item()!r}, fewer than samples={self.per_class}; give "
+                "fewer, leave the class out, or repeat its samples with repeat_small=True"
             )
         self.samples = len(self.classes.table)
-        self.room = self.chosen * self.each
+        self.room = self.chosen * self.per_class
         self.units = (
             -(-self.samples // self.room)
             if epoch_size is None
@@ -96,7 +96,7 @@ class Groups(Order):
             "name": self.name,
             "samples": self.samples,
             "classes": self.chosen,
-            "each": self.each,
+            "each": self.per_class,
             "epoch_size": self.units,
         } | self._facts
 
@@ -108,7 +108,7 @@ class Groups(Order):
         left_out = f"; each round leaves out {rest:,} class{'es' * (rest > 1)}" if rest else ""
         return (
             f"{self.units:,} batches of {self.chosen:,} of {self.classes.count:,} classes, "
-            f"{self.each:,} samples of each; on average, samples come "
+            f"{self.per_class:,} samples of each; on average, samples come "
             f"{least if least == most else f'{least}–{most}'}× an epoch{left_out}"
         )
 
@@ -116,7 +116,7 @@ class Groups(Order):
         """Return what reads the order."""
         table, offsets = self.classes.table, self.classes.offsets.tolist()
         sizes = self.classes.sizes.tolist()
-        a_round, each = self.classes.count // self.chosen, self.each
+        batches_per_round, per_class = self.classes.count // self.chosen, self.per_class
 
         @lru_cache(1)
         def classes_of(turn: int) -> Permutation:
@@ -126,16 +126,16 @@ class Groups(Order):
         def members_of(c: int, number: int) -> NDArray[np.uint32]:
             order = Permutation(sizes[c], seed, 0, GROUPS, ((c + 1 << 32) + number) % 2**64)
             members = table[offsets[c] : offsets[c + 1]][order.at(np.arange(sizes[c]))]
-            return np.resize(members, max(each, sizes[c]))  # too few are repeated
+            return np.resize(members, max(per_class, sizes[c]))  # too few are repeated
 
         def read(epoch: int, units: Ints) -> Read:
             first, parts = epoch * self.units % 2**63, []
             for unit in units.tolist():
-                turn, place = divmod((first + unit) % 2**63, a_round)
-                at = np.arange(place * self.chosen, (place + 1) * self.chosen, dtype=np.int64)
+                turn, batch = divmod((first + unit) % 2**63, batches_per_round)
+                at = np.arange(batch * self.chosen, (batch + 1) * self.chosen, dtype=np.int64)
                 for c in classes_of(turn).at(at).tolist():
-                    number, piece = divmod(turn, sizes[c] // each or 1)
-                    parts.append(members_of(c, number)[piece * each : (piece + 1) * each])
+                    number, piece = divmod(turn, sizes[c] // per_class or 1)
+                    parts.append(members_of(c, number)[piece * per_class : (piece + 1) * per_class])
             return np.concatenate(parts), np.full(len(units), self.room)
 
         return ArrayReader(self, seed, read)

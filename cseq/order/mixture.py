@@ -16,7 +16,7 @@ import numpy as np
 
 from cseq.check import choice, integer
 from cseq.order._readers import AHEAD, MIXTURE, ArrayReader, seed_of, shuffle
-from cseq.order.base import MOST_SAMPLES, WORD, Order, in_epochs, passes
+from cseq.order.base import MOST_SAMPLES, WORD, Order, in_epochs, read_passes
 from cseq.order.shares import Shares
 from cseq.order.sources import MOST_SOURCES, by_source, check_sources, firsts_of, read_from
 
@@ -111,8 +111,8 @@ class Mixture(Order):
         given = _phases(weights, list(self.sources))
         self._by_tokens = choice("weights_of", weights_of, ("units", "tokens")) == "tokens"
         if self._by_tokens:
-            self._meant = {"weights": [[unit, list(each)] for unit, each in given]}
-        self._given = [(unit, self._rates(each)) for unit, each in given]
+            self._meant = {"weights": [[unit, list(values)] for unit, values in given]}
+        self._given = [(unit, self._rates(values)) for unit, values in given]
         self._plan = _Plan(list(self.sources), self._given, length, 0, {})
         members = list(self.sources.values())
         lost = [
@@ -217,7 +217,7 @@ class Mixture(Order):
                 return super().resumed(facts, seed, epoch, consumed)
             except ValueError as error:
                 raise ValueError("; ".join([str(error), *self._outdated(facts)])) from None
-        before, known = _before(facts)
+        before, source_facts = _before(facts)
         if consumed > self.units:
             raise ValueError(
                 f"the state is at unit {consumed} of an epoch, and epochs of this mixture have "
@@ -226,12 +226,12 @@ class Mixture(Order):
         taken = before.drawn(seed, epoch * facts["units"] + consumed)
         order = copy.copy(self)
         order.sources = {
-            name: self._source(name, known.get(name), seed, taken.get(name, 0))
+            name: self._source(name, source_facts.get(name), seed, taken.get(name, 0))
             for name in self.sources
         }
-        if all(facts[key] == ours[key] for key in ("units", "block", "weights")) and [*known] == [
-            *self.sources
-        ]:
+        if all(facts[key] == ours[key] for key in ("units", "block", "weights")) and [
+            *source_facts
+        ] == [*self.sources]:
             order._plan, order._reweighed = before, facts["reweighed"]
             order._meant = facts.get("meant", self._meant)
         else:
@@ -259,23 +259,23 @@ class Mixture(Order):
         """Say what else changed since a state of an earlier definition: in its sources."""
         if str(facts.get("name")) not in self.replaced:
             return []
-        _, known = _before(facts)
-        names = {name: str(each.get("name")) for name, each in known.items()}
+        _, source_facts = _before(facts)
+        names = {name: str(values.get("name")) for name, values in source_facts.items()}
         return [
             f"its source {name!r} has name={names[name]!r}: {order.replaced[names[name]]}"
             for name, order in self.sources.items()
             if names.get(name) in order.replaced
         ]
 
-    def _source(self, name: str, known: dict[str, Any] | None, seed: int, taken: int) -> Order:
+    def _source(self, name: str, facts: dict[str, Any] | None, seed: int, taken: int) -> Order:
         """Return a source as it goes on when so many units were taken of it."""
         order = self.sources[name]
-        if known is None or known == order.facts():
+        if facts is None or facts == order.facts():
             return order
-        same = known.get("units", order.units) == order.units  # its passes are what they were
+        same = facts.get("units", order.units) == order.units  # its passes are what they were
         resumed = order.resumed if same else partial(Order.resumed, order)
         try:
-            return resumed(known, seed_of(seed, name), *divmod(taken, order.units))
+            return resumed(facts, seed_of(seed, name), *divmod(taken, order.units))
         except ValueError as error:
             raise ValueError(f"source {name!r}: {error}; or give it another name") from None
 
@@ -290,13 +290,13 @@ class Mixture(Order):
         draws, sizes = self._draws(seed), [order.units for order in self.sources.values()]
 
         def works(epoch: int, units: Ints) -> Floats:
-            by_owner, numbers, parts = draws(epoch, units)
+            order, numbers, parts = draws(epoch, units)
             mixed = np.empty(len(units))
-            mixed[by_owner] = np.concatenate(
+            mixed[order] = np.concatenate(
                 [
-                    pairs[s][1](number, places)
+                    pairs[s][1](number, epoch_units)
                     for s, start, stop in parts
-                    for number, places in in_epochs(sizes[s], numbers[start:stop])
+                    for number, epoch_units in in_epochs(sizes[s], numbers[start:stop])
                 ]
             )
             return mixed
@@ -330,14 +330,17 @@ class Mixture(Order):
 
         def draws(epoch: int, units: Ints) -> Drawn:
             numbers = units.view(np.uint64) + np.uint64(epoch * self.units - plan.since & WORD)
-            blocks, places = np.divmod(numbers, np.uint64(plan.block))
+            blocks, positions = np.divmod(numbers, np.uint64(plan.block))
             cuts = [0, *(np.flatnonzero(blocks[1:] != blocks[:-1]) + 1).tolist(), len(units)]
-            owners, drawn = np.empty(len(units), np.uint16), np.empty(len(units), np.uint64)
+            unit_sources, drawn = np.empty(len(units), np.uint16), np.empty(len(units), np.uint64)
             for start, stop in itertools.pairwise(cuts):
-                at = places[start:stop].view(np.int64)
-                owner, draw = block_of(int(blocks[start]))
-                owners[start:stop], drawn[start:stop] = owner.take(at), draw.take(at)
-            return by_source(owners, drawn)
+                part = positions[start:stop].view(np.int64)
+                block_sources, draw = block_of(int(blocks[start]))
+                unit_sources[start:stop], drawn[start:stop] = (
+                    block_sources.take(part),
+                    draw.take(part),
+                )
+            return by_source(unit_sources, drawn)
 
         return draws
 
@@ -430,7 +433,7 @@ class Resized(Order):
     def _reader(self, seed: int, inner: Reader) -> Reader:
         def read(epoch: int, units: Ints) -> Read:
             first = np.uint64(epoch * self._size & WORD)
-            return passes(inner, units.view(np.uint64) + first)
+            return read_passes(inner, units.view(np.uint64) + first)
 
         return ArrayReader(self, seed, read)
 
@@ -442,17 +445,17 @@ class Resized(Order):
 def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
     """Check the facts of a state; return their plan, and the facts of each source."""
     try:
-        known = {name: dict(each) for name, each in facts["sources"]}
-        names = list(known)
+        source_facts = {name: dict(values) for name, values in facts["sources"]}
+        names = list(source_facts)
         given = facts["weights"] if facts.get("reweighed") is None else [(0, facts["reweighed"])]
-        weights = [(unit, dict(zip(names, each, strict=True))) for unit, each in given]
+        weights = [(unit, dict(zip(names, values, strict=True))) for unit, values in given]
         taken = {
             name: integer(f"taken[{name!r}]", n, 0, WORD) for name, n in facts["taken"].items()
         }
         block = integer("block", facts["block"], 1, MOST_SOURCES)
         since = integer("since", facts["since"], 0, WORD)
         integer("units", facts["units"], 1, MOST_SAMPLES)
-        return _Plan(names, _phases(weights, names), block, since, taken), known
+        return _Plan(names, _phases(weights, names), block, since, taken), source_facts
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ValueError(
             f"the state of a Mixture is damaged: {error}; give what state_dict() returned"
@@ -500,18 +503,18 @@ class _Plan:
         first = before(block)
         quotas = before(block + 1) - first
         sources = np.repeat(np.arange(len(quotas), dtype=np.uint16), quotas.view(np.int64))
-        owners = sources[shuffle(self.block, seed, 0, MIXTURE, block)]
+        unit_sources = sources[shuffle(self.block, seed, 0, MIXTURE, block)]
         draws = np.empty(self.block, np.uint64)
-        draws[owners.argsort(kind="stable")] = (first - quotas.cumsum() + quotas)[
+        draws[unit_sources.argsort(kind="stable")] = (first - quotas.cumsum() + quotas)[
             sources
         ] + np.arange(self.block, dtype=np.uint64)
-        return owners, draws
+        return unit_sources, draws
 
     def drawn(self, seed: int, unit: int) -> dict[str, int]:
         """Return how often each source was drawn before a unit of all epochs."""
-        block, at = divmod(unit - self.since & WORD, self.block)
-        owners, _ = self.block_of(seed, self.before, block)
-        part = np.bincount(owners[:at], minlength=len(self.names)).astype(np.uint64)
+        block, position = divmod(unit - self.since & WORD, self.block)
+        unit_sources, _ = self.block_of(seed, self.before, block)
+        part = np.bincount(unit_sources[:position], minlength=len(self.names)).astype(np.uint64)
         counts = (self.before(block) + part).tolist()
         return {**self.taken, **dict(zip(self.names, counts, strict=True))}
 
@@ -547,9 +550,9 @@ def _phases(
 
 def _weights(weights: Weights, names: list[str]) -> list[float]:
     """Check the weights of a dict."""
-    known = set(names)
+    sources = set(names)
     for name in [*weights, *names]:
-        if name not in known:
+        if name not in sources:
             raise ValueError(f"weights has {name!r}, which is not a source; there are {names}")
         if name not in weights:
             raise ValueError(f"weights has no {name!r}; give its share, or 0 to leave it out")

@@ -171,19 +171,19 @@ def best_fit(lengths: Ints, counts: Ints, budget: int) -> tuple[Ints, Ints, Ints
                         add(budget - size * length, rows, (c, size, None))
                 break
             room = rooms[k]
-            there, before = kinds[room].popleft()
+            available, contents_before = kinds[room].popleft()
             many = min(room // length, left)
-            rows = min(there, left // many)
-            if rows < there:
-                kinds[room].appendleft((there - rows, before))
+            rows = min(available, left // many)
+            if rows < available:
+                kinds[room].appendleft((available - rows, contents_before))
             elif not kinds[room]:
                 del kinds[room], rooms[k]
-            add(room - many * length, rows, (c, many, before))
+            add(room - many * length, rows, (c, many, contents_before))
             left -= rows * many
     copies, first, ranks = [], [0], [0] * len(lengths)
     parts: list[tuple[int, int, int]] = []
-    for rows, left_in in (kind for room in rooms for kind in kinds[room]):
-        unit, contents = [], left_in
+    for rows, kind_contents in (kind for room in rooms for kind in kinds[room]):
+        unit, contents = [], kind_contents
         while contents is not None:
             c, many, contents = contents
             unit.append((c, many, ranks[c]))

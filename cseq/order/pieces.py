@@ -51,14 +51,14 @@ class Pieces(Classes):
         lengths = integers("lengths", lengths)
         self.fingerprint = digest(lengths)
         name = f"packed-split-v1-{self.fingerprint:016x}-{budget}-{quantum}"
-        found = tables(cache, name, partial(self._make, lengths, pack))
-        self.ends = DocumentEnds(lengths, ends=found["ends"])
-        self.whole = DocumentEnds(lengths, budget, ends=found["whole"])
-        self.lengths, self.sizes, self.table = found["lengths"], found["sizes"], found["table"]
+        arrays = tables(cache, name, partial(self._make, lengths, pack))
+        self.ends = DocumentEnds(lengths, ends=arrays["ends"])
+        self.whole = DocumentEnds(lengths, budget, ends=arrays["whole"])
+        self.lengths, self.sizes, self.table = arrays["lengths"], arrays["sizes"], arrays["table"]
         self.rests = len(self.lengths) - (self.whole.total > 0)  # classes of rests
         self.offsets = np.append(0, self.sizes[: self.rests].cumsum())
         self.count = len(self.lengths)
-        self.recipes = found["copies"], found["first"], found["parts"].reshape(-1, 3)
+        self.recipes = arrays["copies"], arrays["first"], arrays["parts"].reshape(-1, 3)
 
     def _make(self, lengths: ArrayLike, pack: Pack, new: New) -> None:
         """Count the pieces of each class, pack them, and sort the documents."""
@@ -71,10 +71,10 @@ class Pieces(Classes):
         counts[0] = 0
         present = np.flatnonzero(counts)
         classes = len(present) + (self.whole.total > 0)
-        each = np.append(present, self.rooms)[:classes]
+        quanta_of = np.append(present, self.rooms)[:classes]
         sizes = np.append(counts[present], self.whole.total)[:classes]
-        copies, first, parts = pack(each, sizes, self.rooms)
-        small = {"lengths": each, "sizes": sizes, "copies": copies, "first": first}
+        copies, first, parts = pack(quanta_of, sizes, self.rooms)
+        small = {"lengths": quanta_of, "sizes": sizes, "copies": copies, "first": first}
         small |= {"ends": self.ends.ends, "whole": self.whole.ends, "parts": parts.ravel()}
         for key, values in small.items():
             new(key, len(values), np.int64)[:] = values
@@ -99,13 +99,13 @@ class Pieces(Classes):
         following = counts.cumsum() - counts  # where the next one of each class goes
         for start, quanta in self._quanta():
             order = quanta.argsort(kind="stable")
-            found = np.bincount(quanta, minlength=len(counts))
-            empty, found[0] = int(found[0]), 0
-            shift = following - (found.cumsum() - found)
+            counts_here = np.bincount(quanta, minlength=len(counts))
+            empty, counts_here[0] = int(counts_here[0]), 0
+            shift = following - (counts_here.cumsum() - counts_here)
             order = order[empty:]
             at = shift.take(quanta.take(order)) + np.arange(len(order))
             self.table[at] = order + start
-            following += found
+            following += counts_here
 
     def _positions(self, classes: Ints, members: Ints) -> Ints:
         """Return the positions of pieces in the corpus: the n-th members of some classes."""
@@ -123,9 +123,11 @@ class Pieces(Classes):
         """Return what reads pieces of classes, each class in an order of its own, by its number."""
 
         def read(classes: Ints, ranks: Ints, counts: Ints) -> Ints:
-            each = classes.repeat(counts)
-            members = keyed(self.sizes.take(each), each, spans(ranks, counts), seed, epoch, MEMBERS)
-            return self._positions(each, members)
+            class_of = classes.repeat(counts)
+            members = keyed(
+                self.sizes.take(class_of), class_of, spans(ranks, counts), seed, epoch, MEMBERS
+            )
+            return self._positions(class_of, members)
 
         return read
 

@@ -1,6 +1,6 @@
 """Which rank this process is, and of how many.
 
-``shard='auto'`` asks the functions of `PLACES` one after the other; the first answer that is not
+``shard='auto'`` asks the functions of `SOURCES` one after the other; the first answer that is not
 None counts. It holds for a manager's life: a different answer later is an error, because some ranks
 would silently go through the same samples. Where ranks share a model, some need equal batches: then
 'auto' is an error, too.
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     Given: TypeAlias = tuple[int, int] | Literal["auto"] | Group | Mesh | None
 
-__all__ = ["PLACES", "Shard", "agree", "asked", "given", "model_parallel", "resolve"]
+__all__ = ["SOURCES", "Shard", "agree", "check_shard", "find_shard", "model_parallel", "resolve"]
 
 log = logging.getLogger("cseq")
 
@@ -82,7 +82,7 @@ class Shard(NamedTuple):
 ALONE = Shard(0, 1, "")
 
 
-def given(shard: object) -> Shard | None:
+def check_shard(shard: object) -> Shard | None:
     """Check the argument `shard`; None if it is 'auto', which is for `resolve`.
 
     Raises
@@ -148,7 +148,7 @@ def _remedy(names: Iterable[str]) -> str:
 
 
 def resolve() -> Shard:
-    """Ask `PLACES`.
+    """Ask `SOURCES`.
 
     Raises
     ------
@@ -162,15 +162,15 @@ def resolve() -> Shard:
             f"same batches; give what divides them, {_remedy(name for name, _ in shared)}, or "
             "shard=torch.distributed.group.WORLD if each rank needs batches of its own"
         )
-    return asked()
+    return find_shard()
 
 
-def asked() -> Shard:
-    """Ask `PLACES`, whatever the ranks share."""
-    for place in PLACES:
-        found = place()
-        if found is not None:
-            return found
+def find_shard() -> Shard:
+    """Ask `SOURCES`, whatever the ranks share."""
+    for ask in SOURCES:
+        shard = ask()
+        if shard is not None:
+            return shard
     return ALONE
 
 
@@ -186,20 +186,20 @@ def model_parallel() -> list[tuple[str, int]]:
     if torch is None:
         return []
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for group in [*getattr(world, "pg_map", ())]:
         text = getattr(group, "group_desc", "")
         name = text[5:] if text.startswith("mesh_") else MEGATRON.get(text, "default")
         if name != "default":
-            found[name] = max(found.get(name, 0), group.size())
+            sizes[name] = max(sizes.get(name, 0), group.size())
     listed = getattr(sys.modules.get("torch.distributed.device_mesh"), "_mesh_resources", None)
     for mesh in [*getattr(listed, "child_to_root_mapping", {}).values()]:
-        found |= zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False)
-    data = [name for name in found if DATA & _words(name)]
+        sizes |= zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False)
+    data = [name for name in sizes if DATA & _words(name)]
     is_part = len(data) == 1 and not HALVES & _words(data[0])
-    is_shared = any(size > 1 for name, size in found.items() if name not in data)
-    if is_shared or (is_part and found[data[0]] < torch.get_world_size()):
-        return [*found.items()]
+    is_shared = any(size > 1 for name, size in sizes.items() if name not in data)
+    if is_shared or (is_part and sizes[data[0]] < torch.get_world_size()):
+        return [*sizes.items()]
     return []
 
 
@@ -208,12 +208,12 @@ def _words(name: str) -> set[str]:
     return {*name.lower().split("_")}
 
 
-def agree(known: Shard | None) -> Shard:
-    """Ask `PLACES`, and compare with the earlier answer.
+def agree(earlier: Shard | None) -> Shard:
+    """Ask `SOURCES`, and compare with the earlier answer.
 
     Parameters
     ----------
-    known : Shard or None
+    earlier : Shard or None
         What was resolved earlier.
 
     Raises
@@ -222,17 +222,17 @@ def agree(known: Shard | None) -> Shard:
         The answer differs, or a launcher's variables are no rank and number of ranks.
     """
     now = resolve()
-    if known is None:
+    if earlier is None:
         if not now.source:
             warn_alone()
         return now
-    if now.source and now[:2] != known[:2]:
+    if now.source and now[:2] != earlier[:2]:
         raise ValueError(
-            f"shard='auto' was resolved to {known}, and is now {now}: make the process group "
+            f"shard='auto' was resolved to {earlier}, and is now {now}: make the process group "
             "before the manager is started and before its len() is asked, or give "
             "shard=(rank, world_size)"
         )
-    return known
+    return earlier
 
 
 @functools.cache
@@ -343,7 +343,7 @@ def _variables(rank_name: str, size_name: str) -> Shard | None:
 
 
 # Asked in this order. Launchers run inside one another: torchrun and mpirun inside of Slurm.
-PLACES: list[Callable[[], Shard | None]] = [
+SOURCES: list[Callable[[], Shard | None]] = [
     _ray_train,
     _torch_group,
     _jax,

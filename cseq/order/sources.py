@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from cseq.order.base import Order, kind, passes, spans
+from cseq.order.base import Order, kind, read_passes, spans
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,11 +30,11 @@ def check_sources(sources: Mapping[str, Order]) -> dict[str, Order]:
     """Check `sources`: orders by name, with units of one kind."""
     if not hasattr(sources, "keys") or not sources:
         raise TypeError(f"sources={sources!r}: give a dict of names and orders, one at least")
-    known = dict(sources)
-    if len(known) > MOST_SOURCES:
-        raise ValueError(f"sources has {len(known)} orders; give {MOST_SOURCES} at most")
-    first = next(iter(known.values()))
-    for name, order in known.items():
+    orders = dict(sources)
+    if len(orders) > MOST_SOURCES:
+        raise ValueError(f"sources has {len(orders)} orders; give {MOST_SOURCES} at most")
+    first = next(iter(orders.values()))
+    for name, order in orders.items():
         if not isinstance(name, str):
             raise TypeError(f"sources has the name {name!r}; give strings: states have them")
         if not isinstance(order, Order):
@@ -44,9 +44,9 @@ def check_sources(sources: Mapping[str, Order]) -> dict[str, Order]:
         if kind(order) != kind(first):
             raise ValueError(
                 f"the units of sources[{name!r}] are {kind(order)}, but sources"
-                f"[{next(iter(known))!r}] has {kind(first)}; give orders with units of one kind"
+                f"[{next(iter(orders))!r}] has {kind(first)}; give orders with units of one kind"
             )
-    return known
+    return orders
 
 
 def firsts_of(sources: Mapping[str, Order]) -> list[int]:
@@ -54,10 +54,10 @@ def firsts_of(sources: Mapping[str, Order]) -> list[int]:
     return [0, *itertools.accumulate(order.samples or 0 for order in sources.values())][:-1]
 
 
-def by_source(owners: NDArray[np.uint16], draws: NDArray[np.uint64]) -> Drawn:
-    """Sort units by source, where `owners` has the source of each; see `Drawn`."""
-    order = owners.argsort(kind="stable")
-    pairs = enumerate(itertools.pairwise([0, *np.bincount(owners).cumsum().tolist()]))
+def by_source(unit_sources: NDArray[np.uint16], draws: NDArray[np.uint64]) -> Drawn:
+    """Sort units by source, where `unit_sources` has the source of each; see `Drawn`."""
+    order = unit_sources.argsort(kind="stable")
+    pairs = enumerate(itertools.pairwise([0, *np.bincount(unit_sources).cumsum().tolist()]))
     return order, draws.take(order), [(s, a, b) for s, (a, b) in pairs if a < b]
 
 
@@ -67,7 +67,7 @@ def read_from(readers: Sequence[Reader], firsts: Sequence[int], drawn: Drawn, ro
     samples: list[NDArray[np.integer[Any]]] = []
     sizes: list[Ints] = []
     for s, start, stop in parts:
-        part, size = passes(readers[s], draws[start:stop])
+        part, size = read_passes(readers[s], draws[start:stop])
         samples.append(part + firsts[s])
         sizes.append(np.ones(stop - start, np.int64) if size is None else size)
     values = np.concatenate(samples)

@@ -49,11 +49,11 @@ def tables(folder: str | None, name: str, make: Callable[[New], None]) -> Tables
         return made
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, name)
-    found = _load(path, name)
-    while found is None:
+    arrays = _load(path, name)
+    while arrays is None:
         with _claimed(f"{path}.part") as fd:
-            found = _load(path, name)  # another process may have made it meanwhile
-            if found is not None or fd is None:
+            arrays = _load(path, name)  # another process may have made it meanwhile
+            if arrays is not None or fd is None:
                 continue
             try:
                 _write(fd, name, make)
@@ -61,10 +61,10 @@ def tables(folder: str | None, name: str, make: Callable[[New], None]) -> Tables
             except BaseException:
                 os.remove(f"{path}.part")
                 raise
-            found = _load(path, name)
-            if found is None:
+            arrays = _load(path, name)
+            if arrays is None:
                 raise OSError(f"cache: {path} was written, and is damaged; give another folder")
-    return found
+    return arrays
 
 
 def cache_of(cache: str | os.PathLike[str] | None) -> str | None:

@@ -118,15 +118,15 @@ class Weighted(Order):
         """Describe an epoch."""
         most = self._most * self.units / self._total
         way = "independent draws" if self.replacement else "draws"
-        there = f"{self.samples:,} samples, one at most {most:.3g} times"
-        return f"{self.units:,} {way} by weight from {there}"
+        samples = f"{self.samples:,} samples, one at most {most:.3g} times"
+        return f"{self.units:,} {way} by weight from {samples}"
 
     def reader(self, seed: int) -> Reader:
         """Return what reads the order."""
         size, total = self.units, self._total
 
         @lru_cache(1)
-        def begin(epoch: int) -> tuple[Permutation, int]:
+        def draw_epoch(epoch: int) -> tuple[Permutation, int]:
             offset = drawn(np.array([16], np.int64), total, seed, epoch, WEIGHTS)
             return Permutation(size, seed, epoch, WEIGHTS), int(offset[0])
 
@@ -134,9 +134,9 @@ class Weighted(Order):
             if self.replacement:
                 numbers = drawn(units, total, seed, epoch, WEIGHTS, 1)
                 return self._guide.first_above(numbers), None
-            places, offset = begin(epoch)
-            numbers = spread(places.at(units).astype(np.uint64), total, offset, size)
-            return self._tree.at(numbers, seed, epoch), None
+            positions, offset = draw_epoch(epoch)
+            numbers = spread(positions.at(units).astype(np.uint64), total, offset, size)
+            return self._tree.samples_at(numbers, seed, epoch), None
 
         return ArrayReader(self, seed, read)
 
@@ -151,37 +151,39 @@ class Guide:
         self.sums, last = sums, int(sums[-1]) - 1
         self.shift = np.uint64(max(0, last.bit_length() - (len(sums) // 4).bit_length()))
         self.first = np.empty((last >> int(self.shift)) + 1, np.uint32)
-        for at in range(0, len(self.first), CHUNK):
-            marks = np.arange(at, min(at + CHUNK, len(self.first)), dtype=np.uint64) << self.shift
-            self.first[at : at + CHUNK] = np.searchsorted(sums, marks, "right")
+        for start in range(0, len(self.first), CHUNK):
+            marks = (
+                np.arange(start, min(start + CHUNK, len(self.first)), dtype=np.uint64) << self.shift
+            )
+            self.first[start : start + CHUNK] = np.searchsorted(sums, marks, "right")
 
     def first_above(self, numbers: NDArray[np.uint64]) -> Ints:
         """Return the first sample with a sum above each number."""
-        found: Ints = self.first.take((numbers >> self.shift).view(np.int64)).astype(np.int64)
-        left = np.flatnonzero(self.sums.take(found) <= numbers)
+        samples: Ints = self.first.take((numbers >> self.shift).view(np.int64)).astype(np.int64)
+        left = np.flatnonzero(self.sums.take(samples) <= numbers)
         for _ in range(STEPS):
-            found[left] += 1
-            left = left[self.sums.take(found[left]) <= numbers[left]]
-        found[left] = np.searchsorted(self.sums, numbers[left], "right")
-        return found
+            samples[left] += 1
+            left = left[self.sums.take(samples[left]) <= numbers[left]]
+        samples[left] = np.searchsorted(self.sums, numbers[left], "right")
+        return samples
 
 
-def spread(places: NDArray[np.uint64], total: int, offset: int, size: int) -> NDArray[np.uint64]:
-    """Return ``(place * total + offset) // size`` of places below `size`, exactly, in 64 bits.
+def spread(positions: NDArray[np.uint64], total: int, offset: int, size: int) -> NDArray[np.uint64]:
+    """Return ``(position * total + offset) // size`` exactly, of positions below `size`.
 
-    With total = size * a + b and offset = size * c + d, this is place * a + c, and
-    (place * b + d) // size, which is divided digit by digit of the place.
+    With total = size * a + b and offset = size * c + d, this is position * a + c, and
+    (position * b + d) // size, which is divided digit by digit of the position.
     """
     (a, b), (c, d) = divmod(total, size), divmod(offset, size)
-    quotient, rest = np.zeros((2, len(places)), np.uint64)
+    quotient, rest = np.zeros((2, len(positions)), np.uint64)
     for shift in reversed(range(0, size.bit_length(), DIGIT)):
-        digit = places >> np.uint64(shift) & np.uint64(2**DIGIT - 1)
+        digit = positions >> np.uint64(shift) & np.uint64(2**DIGIT - 1)
         rest = (rest << np.uint64(DIGIT)) + digit * np.uint64(b)
         if not shift:
             rest += np.uint64(d)
         more, rest = np.divmod(rest, np.uint64(size))
         quotient = (quotient << np.uint64(DIGIT)) + more
-    quotient += places * np.uint64(a) + np.uint64(c)
+    quotient += positions * np.uint64(a) + np.uint64(c)
     return quotient
 
 
@@ -196,13 +198,13 @@ def integers_of(
     largest for which the total is below 2**62.
     """
     most = 0.0
-    pieces = [(at, weights[at : at + CHUNK]) for at in range(0, len(weights), CHUNK)]
-    for at, piece in pieces:
+    pieces = [(start, weights[start : start + CHUNK]) for start in range(0, len(weights), CHUNK)]
+    for start, piece in pieces:
         bad = np.flatnonzero(~((piece >= 0) & (piece < math.inf)))
         if len(bad):
             raise ValueError(
-                f"weights has {piece[bad[0]]} for sample {at + bad[0]}; give finite numbers of at "
-                "least 0"
+                f"weights has {piece[bad[0]]} for sample {start + bad[0]}; give finite numbers of "
+                "at least 0"
             )
         most = max(most, float(piece.max()))
     if not most:
@@ -214,10 +216,10 @@ def integers_of(
     while True:  # once, as a rule
         arranged = arrange(weights)
         values, masses = arranged.reshape(-1), arranged.view(np.uint64)
-        for at in range(0, len(values), CHUNK):
-            piece = values[at : at + CHUNK]
+        for start in range(0, len(values), CHUNK):
+            piece = values[start : start + CHUNK]
             whole = np.rint(np.ldexp(piece, k)).astype(np.uint64)
-            np.maximum(whole, piece > 0, out=masses.reshape(-1)[at : at + CHUNK])
+            np.maximum(whole, piece > 0, out=masses.reshape(-1)[start : start + CHUNK])
         if int(masses.sum()) < MOST_TOTAL:
             return masses
         k -= 1

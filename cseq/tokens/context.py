@@ -49,7 +49,7 @@ def split_context(
     >>> tokens.split_context(batch, (0, 2), balanced=True)["input_ids"]
     array([[0, 1, 6, 7]])
     """
-    place = None if shard is None else shards.given(shard)
+    place = None if shard is None else shards.check_shard(shard)
     if place is None:
         raise ValueError(f"shard={shard!r} is no place; give mesh['cp'] or (rank, world_size)")
     pieces = place.world_size * (2 if flag("balanced", balanced) else 1)

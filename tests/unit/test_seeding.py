@@ -217,7 +217,7 @@ def test_golden_states(record):
     seed, epoch, start = record["seed"], record["epoch"], record["start"]
     batch_context = context.BatchContext(0, 1, seed)
     if start is not None:
-        batch_context.set(context.Numbers(seed, epoch, 3, start))
+        batch_context.set_ticket(context.Numbers(seed, epoch, 3, start))
     seeds = seeding.Seeds(batch_context)
     np.random.randn()  # an odd number of Gaussian ones: the second of a pair is forgotten
     random.gauss(0, 1)

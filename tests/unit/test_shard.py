@@ -18,7 +18,7 @@ VARIABLES = (
 
 def shard_of(value):
     """Resolve the argument."""
-    return (shard.given(value) or shard.resolve())[:2]
+    return (shard.check_shard(value) or shard.resolve())[:2]
 
 
 def environment(monkeypatch, **values):

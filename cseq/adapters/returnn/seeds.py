@@ -74,11 +74,11 @@ class SequenceSeeds:
         [self._key] = derive(seed % 2**64, epoch, PURPOSE_ITEM, 1)
         self._epoch = epoch
         self.passed = []
-        self._batch_context.clear()
+        self._batch_context.clear_ticket()
 
     def seed(self, number: int, place: int) -> None:
         """Seed all generators for a sequence: the worker's `number`-th, at `place` in the epoch."""
-        self._batch_context.set(Numbers(self._key, self._epoch, number, place))
+        self._batch_context.set_ticket(Numbers(self._key, self._epoch, number, place))
         self._seeds.seed(self._key, place)
         if self.passed:
             [word] = derive(self._key, place, PURPOSE_ITEM, 1)

@@ -77,7 +77,7 @@ class BatchSampler:
         self._is_drawn = None if seed is None else False  # whether the seed is; None: not yet
         self._is_agreed = False  # whether the seed is known to be that of rank 0
         self._number, self._loads = ranks.number_of(order), 0
-        self._shard = shards.given(shard)
+        self._shard = shards.check_shard(shard)
         rank, world_size, _ = self._shard or shards.ALONE
         self._sampler = Sampler(
             order.samples,

@@ -275,7 +275,7 @@ class Fetcher:
     def _count(self, number: int) -> None:
         """Set which batch `cseq.rng` and `cseq.worker_info` are for. Its samples are not known."""
         rank, ranks = self._epoch.rank
-        self._context.set(Numbers(self._epoch.base_seed, 0, number, number * ranks + rank))
+        self._context.set_ticket(Numbers(self._epoch.base_seed, 0, number, number * ranks + rank))
 
     def _fetcher_from(self, state: dict[str, Any]) -> Any:
         """Make what fetches batches, beginning at a state of the data set (`DatasetState`).

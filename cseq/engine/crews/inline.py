@@ -101,6 +101,6 @@ class InlineCrew(Crew):
     def close(self, *, hurried: bool) -> None:  # noqa: ARG002
         """Close the indexer, if this crew made it."""
         made, self._made, self._indexing.indexer = self._made, None, None
-        self._batch_context.clear()
+        self._batch_context.clear_ticket()
         call_here(partial(indexer.dispose, self._worker, made, copied=False), self._batch_context)
         self._worker = None
