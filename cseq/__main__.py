@@ -183,11 +183,11 @@ def _run_module(name: str) -> None:
     """Run a module as ``python -m`` does."""
     _enter(os.getcwd())
     try:
-        found = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
         sys.exit(f"{sys.executable}: Error while finding module specification for {name!r} ({why})")
-    if found is None:
+    if spec is None:
         sys.exit(f"{sys.executable}: No module named {name}")
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
@@ -204,8 +204,8 @@ def _run_script(script: str) -> None:
         with io.open_code(path) as file:
             code = compile(file.read(), path, "exec")
     except OSError as error:
-        what = f"[Errno {error.errno}] {error.strerror}"
-        print(f"{sys.executable}: can't open file {path!r}: {what}", file=sys.stderr)  # noqa: T201
+        reason = f"[Errno {error.errno}] {error.strerror}"
+        print(f"{sys.executable}: can't open file {path!r}: {reason}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
     _enter(os.path.dirname(os.path.realpath(path)))
     # As python does it, the module stays when the script has come to its end: threads that still

@@ -82,10 +82,10 @@ def explained(initialise: F) -> F:
 
     @functools.wraps(initialise)
     def __init__(self: Any, *values: Any, **named: Any) -> None:  # noqa: N807
-        caller, (_, *known) = type(self).__name__, signature.parameters
+        caller, (_, *names) = type(self).__name__, signature.parameters
         for name in named.keys() - signature.parameters.keys():
             is_dataset = indexer.takes_samples([*values, named.get("worker")][0])
-            raise unexpected(caller, name, known, OF_DATASET if is_dataset else ELSEWHERE)
+            raise unexpected(caller, name, names, OF_DATASET if is_dataset else ELSEWHERE)
         try:
             signature.bind(self, *values, **named)
         except TypeError as error:
@@ -211,8 +211,8 @@ def sampler_of(
 
 def refuse(options: WorkerOptions, *, seed_globals: bool, given: bool) -> None:
     """Refuse what a sequence is told of worker processes that Ray starts; `given`: has started."""
-    told = {**options._asdict(), "memory_limit": None, "seed_globals": seed_globals}
-    for name, value in told.items():
+    given_options = {**options._asdict(), "memory_limit": None, "seed_globals": seed_globals}
+    for name, value in given_options.items():
         own = name in ("timeout", "threads", "seed_globals")
         if value != WorkerOptions._field_defaults.get(name, True) and (given or not own):
             to_do = "give it to the fleet" if own else "Ray starts these; see RayFleet"

@@ -158,7 +158,7 @@ class Manager:
         """Record until `_end`, if there is a path; nothing runs."""
         if path is not None:
             self._trace = trace = tracing.Trace(path, rank=rank)
-            trace.begin()
+            trace.begin_recording()
 
     def _end(self, ended: BaseException | None = None) -> None:
         """End what runs, if anything does; where a signal handler raises, another call goes on.
@@ -174,7 +174,7 @@ class Manager:
             self._run = None
         trace, self._trace = self._trace, None
         if trace is not None:
-            trace.end(ended)
+            trace.end_recording(ended)
 
     def _refuse_inside_with(self, verb: str) -> None:
         """Raise OSError inside the manager's own ``with``, which needs what runs."""

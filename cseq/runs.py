@@ -63,7 +63,7 @@ class Run(Generic[K]):
         self._pid = os.getpid()
         self._finalizer: weakref.finalize[..., Any] | None = None
         _runs.add(self)
-        tracing.record_as_told()
+        tracing.record_if_asked()
 
     @property
     def is_ours(self) -> bool:
@@ -97,8 +97,8 @@ class Run(Generic[K]):
         self.pool.is_hurried = hurried or sys.exc_info()[0] is not None
         try:
             if not self.is_ended and self.is_ours:
-                for told in on_close:
-                    told(self)
+                for call in on_close:
+                    call(self)
         finally:  # what looks at runs may raise: this one is ended all the same
             self._end()
 
@@ -116,7 +116,7 @@ class Run(Generic[K]):
             return False
         with self.lock.hold(LOCK_SECONDS) as hold:
             if hold.has:
-                self.pool.lanes.end()
+                self.pool.lanes.leave_traces()
                 self.pool.close()
             return hold.has
 
@@ -151,7 +151,7 @@ def close_elsewhere(close: Callable[[], object], pid: int) -> None:
             _closings.discard(closed)
             closed.set()
 
-    def begin() -> None:
+    def start_thread() -> None:
         # `close` may call `threading.current_thread`, which registers a dummy for a thread that
         # `threading` has not started; that would stay in its list.
         try:
@@ -161,7 +161,7 @@ def close_elsewhere(close: Callable[[], object], pid: int) -> None:
 
     # Not at once: the start of a `threading.Thread` takes locks that this very thread may hold.
     try:
-        _thread.start_new_thread(begin, ())
+        _thread.start_new_thread(start_thread, ())
     except RuntimeError:
         work()
 

@@ -234,15 +234,15 @@ class MSequence(Manager, Generic[B_co]):
         if not self._automatic:
             return
         with self._lock.hold():
-            found = shards.agree(self._shard)
-            if found is self._shard:
+            shard = shards.agree(self._shard)
+            if shard is self._shard:
                 return
             if self._own_seed:
-                found.check_drawn(self._sampler.order)
-            if found.world_size > 1:
-                changed = self._sampler.changed(rank=found.rank, world_size=found.world_size)
+                shard.check_drawn(self._sampler.order)
+            if shard.world_size > 1:
+                changed = self._sampler.changed(rank=shard.rank, world_size=shard.world_size)
                 self._job = self._job._replace(sampler=changed)
-            self._shard = found
+            self._shard = shard
 
     # -- what it is
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from cseq.measure.lanes import Lanes
 
-__all__ = ["Trace", "full", "record_as_told", "trace"]
+__all__ = ["Trace", "full", "record_if_asked", "trace"]
 
 log = logging.getLogger("cseq")
 
@@ -100,7 +100,7 @@ class Trace:
         self._rank = rank
         self._tickets = integer("tickets", tickets, most=MOST_TICKETS)
 
-    def begin(self) -> None:
+    def begin_recording(self) -> None:
         """Begin to record; see `trace` for what is raised."""
         global _present
         path = full(self.path, self._rank)
@@ -124,7 +124,7 @@ class Trace:
                 raise
 
     def __enter__(self) -> Self:
-        self.begin()
+        self.begin_recording()
         return self
 
     def __exit__(
@@ -133,9 +133,9 @@ class Trace:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.end(error)
+        self.end_recording(error)
 
-    def end(self, ended: BaseException | None = None) -> None:
+    def end_recording(self, ended: BaseException | None = None) -> None:
         """Record no more, and write the file; once.
 
         If that fails, it raises; where the program has `ended` by an exception, which is to come
@@ -201,12 +201,12 @@ class Writing:
             yield text + ",\n"
         count = len(self._of._taken)
         version = getattr(sys.modules.get("cseq"), "__version__", "")
-        other = {"cseq": str(version), "tickets": count}
+        more = {"cseq": str(version), "tickets": count}
         if self._of._ever > count:
-            other["dropped"] = text = f"the first {self._of._ever - count} tickets"
+            more["dropped"] = text = f"the first {self._of._ever - count} tickets"
             log.warning("the trace %s does not have all; dropped: %s", self._of.path, text)
         last = self._event("i", "end", self._of._ended, SUPERVISOR, s="t")
-        yield last + '\n], "otherData": ' + json.dumps(other) + "}\n"
+        yield last + '\n], "otherData": ' + json.dumps(more) + "}\n"
 
     def _events(self) -> Iterator[str]:
         taken = self._of._taken
@@ -228,26 +228,28 @@ class Writing:
         asked = np.minimum(asked, taken["taken"])
         row = MADE_UP + thread % MADE_UP
         self._names[row] = "loop"
-        for n, one in enumerate(taken):
-            if one["asked"] < one["taken"]:
-                yield self._slice(f"wait {_place(one)}", asked[n], one["taken"], row)
+        for n, record in enumerate(taken):
+            if record["asked"] < record["taken"]:
+                yield self._slice(f"wait {_name_of(record)}", asked[n], record["taken"], row)
             if n + 1 < len(taken):
                 after = taken[n + 1]
-                over = after["feed"] == one["feed"] and after["epoch"] != one["epoch"]
-                name = f"after epoch {one['epoch']}" if over else f"train {_place(one)}"
-                yield self._slice(name, one["taken"], asked[n + 1], row)
-            yield from self._made(one, self._pools[int(one["feed"])])
+                over = after["feed"] == record["feed"] and after["epoch"] != record["epoch"]
+                name = f"after epoch {record['epoch']}" if over else f"train {_name_of(record)}"
+                yield self._slice(name, record["taken"], asked[n + 1], row)
+            yield from self._made(record, self._pools[int(record["feed"])])
 
-    def _made(self, one: Record, pool: Lanes) -> Iterator[str]:
+    def _made(self, record: Record, pool: Lanes) -> Iterator[str]:
         if pool.kind == "inline":
-            row = int(one["thread"])
+            row = int(record["thread"])
             self._names[row] = "indexer (test mode)"
         else:
-            row = self._runner(pool, int(one["worker"]))
-        yield self._slice(f"index {_place(one)}", one["started"], one["indexed"], row)
-        if one["converted"]:
-            row = self._runner(pool, int(one["converter"]))
-            yield self._slice(f"convert {_place(one)}", one["converting"], one["converted"], row)
+            row = self._runner(pool, int(record["worker"]))
+        yield self._slice(f"index {_name_of(record)}", record["started"], record["indexed"], row)
+        if record["converted"]:
+            row = self._runner(pool, int(record["converter"]))
+            yield self._slice(
+                f"convert {_name_of(record)}", record["converting"], record["converted"], row
+            )
 
     # -- what happened to runners
 
@@ -260,9 +262,9 @@ class Writing:
             name = f"{event.what} {self._title(pool, event.owner)}"
             more = {"pid": event.pid, "text": event.text}
             yield self._event("i", name, event.ns, SUPERVISOR, s="p", args=more)
-            for since, place in event.held:
+            for since, ticket in event.held:
                 row = self._runner(pool, event.owner)
-                yield self._slice(f"index {place} (lost)", since, event.ns, row)
+                yield self._slice(f"index {ticket} (lost)", since, event.ns, row)
 
     # -- rows
 
@@ -293,13 +295,13 @@ class Writing:
         at = {"pid": self._pid, "tid": row, "ts": (int(ns) + self._shift) / 1000}
         return json.dumps({"ph": phase, "name": name, **at, **more})
 
-    def _slice(self, name: str, begin: Any, end: Any, row: int) -> str:
-        lasts = max(0, int(end) - int(begin)) / 1000
-        return self._event("X", name, begin, row, dur=lasts, cat="cseq")
+    def _slice(self, name: str, start: Any, end: Any, row: int) -> str:
+        lasts = max(0, int(end) - int(start)) / 1000
+        return self._event("X", name, start, row, dur=lasts, cat="cseq")
 
 
-def _place(one: Record) -> str:
-    return f"{one['epoch']}/{one['batch']}"
+def _name_of(record: Record) -> str:
+    return f"{record['epoch']}/{record['batch']}"
 
 
 def _clocks() -> Iterator[tuple[int, int, int]]:
@@ -310,25 +312,25 @@ def _clocks() -> Iterator[tuple[int, int, int]]:
 
 # -- CSEQ_TRACE
 
-_told = False  # the environment was asked, or does not count in this process
+_was_asked = False  # the environment was asked, or does not count in this process
 
 
-def record_as_told() -> None:
+def record_if_asked() -> None:
     """Begin the trace that CSEQ_TRACE asks for, at the first start; it ends with the program."""
-    global _told
+    global _was_asked
     path = os.environ.get("CSEQ_TRACE", "")
-    if _told or not path:
+    if _was_asked or not path:
         return
-    _told = True
-    told = Trace(path)
-    told.begin()
-    atexit.register(told.end)
+    _was_asked = True
+    asked = Trace(path)
+    asked.begin_recording()
+    atexit.register(asked.end_recording)
 
 
 def _forget() -> None:
     """Leave the trace to the process that has forked this one."""
-    global _told, _present, _guard
-    _told, _present, _guard = True, None, threading.Lock()
+    global _was_asked, _present, _guard
+    _was_asked, _present, _guard = True, None, threading.Lock()
     lanes.record(None)
     drop_log()
 

@@ -26,8 +26,8 @@ def as_svg(cases: list[dict[str, Any]], base: str, title: str, footer: str) -> s
     height = HEAD + sum(GROUP + LANE * len(found) for found in rates.values()) + 42
     drawing, bottom = Drawing(WIDTH, height, title), height - 36
     for tick in axis.ticks:
-        drawing.rect(axis.place(tick) - 0.5, HEAD - 6, 1, bottom - HEAD + 6, "line")
-        drawing.text(axis.place(tick), HEAD - 14, f"{tick:g}×", "faint middle")
+        drawing.rect(axis.coordinate(tick) - 0.5, HEAD - 6, 1, bottom - HEAD + 6, "line")
+        drawing.text(axis.coordinate(tick), HEAD - 14, f"{tick:g}×", "faint middle")
     y = float(HEAD)
     for case in cases:
         group(drawing, case, rates[case["name"]], axis, y)
@@ -50,7 +50,7 @@ def group(
     for number, (name, rate) in enumerate(rates.items()):
         top = y + GROUP + LANE * number
         colour = ("first", "second")[mine.index(name) % 2] if name in mine else "other"
-        base, end = axis.place(1), axis.place(rate)
+        base, end = axis.coordinate(1), axis.coordinate(rate)
         drawing.text(NAMES, top + 12, name, "end" if name in mine else "end faint")
         drawing.rect(min(base, end), top - 1, max(2, abs(end - base)), BAR, colour)
         drawing.text(max(end, base) + 7, top + 12, shown(rate), "strong" * (name in mine))

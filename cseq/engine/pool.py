@@ -87,7 +87,7 @@ class Pool(Generic[K]):
         )
         self.feed.pool_number = crew.lanes.number
         self._history, self._skips = History(crew.rings), tickets.errors == "skip"
-        crew.lanes.begin()
+        crew.lanes.join_traces()
 
     @property
     def supervisor(self) -> Supervisor | None:
@@ -106,7 +106,7 @@ class Pool(Generic[K]):
         """End everything that was started, in bounded time. Calling it twice is fine."""
         # Inline, no other thread ends the tickets in the ring.
         if self.crew.is_inline:
-            self.lanes.end()
+            self.lanes.leave_traces()
             self.feed.end()
         self.crew.close(hurried=self.is_hurried)
         self.tickets.close()

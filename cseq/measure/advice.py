@@ -287,8 +287,8 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e9:.0f} ns" if seconds > 0 else "0"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _waits(v: Window) -> str:
@@ -401,7 +401,7 @@ def _handover(v: Window) -> Said:
     took = v.elapsed / v.batches
     larger = 2 ** math.ceil(math.log2(2 * HANDOVER / took)) if took < HANDOVER else 2
     larger = min(larger, MOST_LARGER)
-    step, index = (max(each - OVERHEAD, each / larger) for each in (v.step, v.index))
+    step, index = (max(seconds - OVERHEAD, seconds / larger) for seconds in (v.step, v.index))
     named = f", such as batch_size={round(larger * v.size)}" if v.size else ""
     return Said(
         "handing over a batch takes as long as making it",
@@ -430,9 +430,9 @@ def _stragglers(v: Window) -> Said:
 def _buffer(v: Window) -> Said:
     ahead = f", and {v.buffer} batches are ahead" if v.buffer else ""
     seen = f"{_busy(v)}; one step in a hundred takes {duration(v.step_p99)}{ahead}"
-    found = _larger(v, seen, v.step_p99)
-    if v.is_stream or found.change["buffer"] > v.buffer + 1:
-        return found
+    larger = _larger(v, seen, v.step_p99)
+    if v.is_stream or larger.change["buffer"] > v.buffer + 1:
+        return larger
     return Said(seen, "look at stats().slowest, and make one of these batches again: remake()")
 
 

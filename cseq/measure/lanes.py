@@ -23,7 +23,7 @@ def record(pools: list[Lanes] | None) -> None:
     global _recorded
     _recorded = pools
     for pool in () if pools is None else sorted(_alive, key=lambda pool: pool.number):
-        pool.tell()
+        pool.join_trace()
 
 
 class Event(NamedTuple):
@@ -63,17 +63,17 @@ class Lanes:
         self.num_workers, self.kind = num_workers, kind
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
 
-    def begin(self) -> None:
+    def join_traces(self) -> None:
         """Be in the traces that record from now on, and in one that records already."""
         _alive.add(self)
-        self.tell()
+        self.join_trace()
 
-    def tell(self) -> None:
+    def join_trace(self) -> None:
         """Be one of the pools of the trace that records, if one does."""
         if _recorded is not None and self not in _recorded:
             _recorded.append(self)
 
-    def end(self) -> None:
+    def leave_traces(self) -> None:
         """Be in no trace that begins after this."""
         _alive.discard(self)
 

@@ -60,10 +60,10 @@ class Row(NamedTuple):
 
 def words(records: Records, *names: str) -> NDArray[np.uint64]:
     """Return a field of records, or a field of a field: a view."""
-    found: NDArray[Any] = records
+    field: NDArray[Any] = records
     for name in names:
-        found = found[name]
-    return found
+        field = field[name]
+    return field
 
 
 def total(records: Records, *names: str) -> int:
@@ -139,10 +139,10 @@ class Meters:
         Seconds of the loop's present wait, so far.
     """
 
-    def __init__(self, found: Sequence[bytes], now: int) -> None:
-        records: list[Records] = [np.frombuffer(each, METER) for each in found]
+    def __init__(self, blocks: Sequence[bytes], now: int) -> None:
+        records: list[Records] = [np.frombuffer(block, METER) for block in blocks]
         self.loop: Records = records[0][:1].reshape(())
-        self.runners: Records = np.concatenate([each[1:] for each in records])
+        self.runners: Records = np.concatenate([block[1:] for block in records])
         self._now, self._from = now, 0
         begun = words(self.runners, "since")
         in_hand = np.where(begun > 0, now - np.minimum(begun, np.uint64(now)).astype(np.int64), 0)
@@ -156,7 +156,7 @@ class Meters:
         self.waits = min(slept / 1e9, self._took)
 
     @classmethod
-    def read(cls, rings: Sequence[Ring]) -> Meters:
+    def read_rings(cls, rings: Sequence[Ring]) -> Meters:
         """Read the meters of all rings of a pool; on any thread."""
         return cls([ring.meters() for ring in rings], now_ns())
 
@@ -206,17 +206,17 @@ class Meters:
 
 def _grown(now: Records, then: Records) -> Records:
     """Return records with what was added to their counts, and the slowest batches of that time."""
-    found: Records = now.copy()
+    grown: Records = now.copy()
     names: list[tuple[str, ...]] = [
         (name,) for name in ("batches", "behind", "early", "cpu", "queued", "epochs")
     ]
     names += [(name, part) for name in ("work", "wait", "gil") for part in ("sum", "bucket")]
     for path in names:
-        added = words(found, *path)
+        added = words(grown, *path)
         added -= words(then, *path)
-    slowest = words(found, "slowest", "ns")
+    slowest = words(grown, "slowest", "ns")
     slowest[np.isin(slowest, words(then, "slowest", "ns"))] = 0
-    return found
+    return grown
 
 
 class History:
@@ -242,7 +242,10 @@ class History:
             del self.rows[1::2]
             self._every *= 2
         self._due = now + self._every
-        meters, ready = Meters.read(self._rings), sum(ring.depths()[2] for ring in self._rings)
+        meters, ready = (
+            Meters.read_rings(self._rings),
+            sum(ring.depths()[2] for ring in self._rings),
+        )
         counts = meters.counts()
         waited = counts["loop_waited"]
         stepped, waited = counts["elapsed"] - waited, waited + counts["start_waited"]

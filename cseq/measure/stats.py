@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from cseq.measure.advice import Advice, Window
     from cseq.measure.meters import Histogram, Row
 
-__all__ = ["CACHES", "Every", "SlowBatch", "Stats", "WorkerStats", "added", "counting", "read"]
+__all__ = ["CACHES", "Every", "SlowBatch", "Stats", "WorkerStats"]
+__all__ += ["added", "counting", "read_stats"]
 
 log = logging.getLogger("cseq")
 
@@ -47,8 +48,8 @@ class Cache(Protocol):
 
 
 def _counted(cache: Cache) -> tuple[int, int, int]:
-    hits, made, others = cache.counts()
-    return hits, made + others, cache.nbytes
+    hits, made, refused = cache.counts()
+    return hits, made + refused, cache.nbytes
 
 
 class WorkerStats(NamedTuple):
@@ -167,9 +168,9 @@ class Stats:
     past: Sequence[Row] = field(default=(), repr=False, compare=False)
 
     @classmethod
-    def read(cls, rings: Sequence[Ring], **counted: Any) -> Stats:
+    def read_rings(cls, rings: Sequence[Ring], **counted: Any) -> Stats:
         """Read what the rings of a pool have counted; on any thread."""
-        meters = Meters.read(rings)
+        meters = Meters.read_rings(rings)
         hits, misses, held = (
             sum(column) for column in zip((0, 0, 0), *map(_counted, [*CACHES]), strict=True)
         )
@@ -213,15 +214,15 @@ class Stats:
     @property
     def workers(self) -> tuple[WorkerStats, ...]:
         """Each worker's part, of former ones, too."""
-        found = []
+        stats = []
         records = self.meters.runners[self._indexers]
         counted = np.flatnonzero(words(records, "batches"))
-        there = max(self.num_workers, int(counted[-1]) + 1 if len(counted) else 0)
-        for number in range(min(there, len(records))):
+        count = max(self.num_workers, int(counted[-1]) + 1 if len(counted) else 0)
+        for number in range(min(count, len(records))):
             record = records[number : number + 1]
             work = self.meters.histogram("work", record)
             busy, cpu = float(self.meters.busy[number]), total(record, "cpu") / 1e9
-            found.append(
+            stats.append(
                 WorkerStats(
                     number,
                     total(record, "thread"),
@@ -232,20 +233,20 @@ class Stats:
                     work.quantile(0.99),
                 )
             )
-        return tuple(found)
+        return tuple(stats)
 
     @property
     def slowest(self) -> tuple[SlowBatch, ...]:
         """The eight slowest batches of each worker, the slowest first."""
         slow: list[list[tuple[int, int, int]]]
         slow = words(self.meters.runners[self._indexers], "slowest").tolist()
-        found = [
+        batches = [
             SlowBatch(epoch - (not self.buffer), batch, ns / 1e9, k)  # streams count from 1
             for k, rows in enumerate(slow)
             for ns, epoch, batch in rows
             if ns
         ]
-        return tuple(sorted(found, key=lambda slow: -slow.seconds))
+        return tuple(sorted(batches, key=lambda slow: -slow.seconds))
 
     @property
     def history(self) -> NDArray[np.void]:
@@ -261,9 +262,9 @@ class Stats:
         row = np.dtype([*fields, ("ready", "i4"), ("busy", "f8", (workers,))])
         begun = self._first - total(self.meters.loop, "start")
         rows = [
-            ((one.at - begun) / 1e9, *one[1:-1], one.busy[self._indexers])
-            for one in list(self.past)
-            if self.meters.has(one.at)
+            ((point.at - begun) / 1e9, *point[1:-1], point.busy[self._indexers])
+            for point in list(self.past)
+            if self.meters.has(point.at)
         ]
         return np.array(rows, row)
 
@@ -440,7 +441,7 @@ def counting(manager: object) -> Counting:
     return counts
 
 
-def read(manager: Counting) -> Stats | None:
+def read_stats(manager: Counting) -> Stats | None:
     """Read what was counted; None: nothing, of a DataLoader without workers at this moment."""
     try:
         return manager.stats()
@@ -466,18 +467,18 @@ class Every:
     """
 
     def __init__(self, manager: object, n: int) -> None:
-        self._manager, self._n, self._told = counting(manager), integer("n", n), False
-        self._before = read(self._manager)
+        self._manager, self._n, self._has_warned = counting(manager), integer("n", n), False
+        self._before = read_stats(self._manager)
 
     def at(self, step: int) -> dict[str, float]:
         """Return the figures of the last steps if `step`, counted from 1, ends them, or {}."""
         if step % self._n:
             return {}
-        before, self._before = self._before, read(self._manager)
+        before, self._before = self._before, read_stats(self._manager)
         if self._before is None:
-            if not self._told:
+            if not self._has_warned:
                 log.warning("no figures to log: this loader has no worker processes of cseq's")
-            self._told = True
+            self._has_warned = True
             return {}
         return added(self._before, before).as_dict()
 

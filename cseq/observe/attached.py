@@ -58,13 +58,13 @@ class AttachedRun:
         Why nothing more is read.
     """
 
-    def __init__(self, file: Descriptor, pid: int, told: dict[str, int]) -> None:
-        self._file, self.pid, self.told = file, pid, told
+    def __init__(self, file: Descriptor, pid: int, facts: dict[str, int]) -> None:
+        self._file, self.pid, self.facts = file, pid, facts
         self._started, self.script = starts(pid), _script(pid)
         self._past: deque[tuple[float, Stats]] = deque(maxlen=KEPT)
         self.stats = Stats()
         self.tasks: dict[int, tuple[int, int, int]] = {}
-        self.place: tuple[int, int] | None = None
+        self.next_batch: tuple[int, int] | None = None
         self.ended = ""
 
     @property
@@ -74,7 +74,7 @@ class AttachedRun:
 
     def fact(self, name: str) -> int:
         """Return what the name of the file says; 0: nothing."""
-        return self.told.get(name, 0)
+        return self.facts.get(name, 0)
 
     def process(self, number: int) -> int:
         """Return the pid of a worker; 0: it is a thread, or has another pid where the run is."""
@@ -109,13 +109,13 @@ class AttachedRun:
     def _read(self, rings: list[Ring]) -> None:
         """Take over what rings say."""
         count, leaving = self.fact("workers"), rings[0].closed  # the first worker that leaves
-        self.stats = stats = Stats.read(
+        self.stats = stats = Stats.read_rings(
             rings,
             num_workers=min(leaving - 1, count) if leaving > 1 else count,
             num_converters=self.fact("converters"),
             threads=bool(self.fact("threads") and self.fact("gil")),
         )
-        self.tasks, self.place, first = {}, None, 0
+        self.tasks, self.next_batch, first = {}, None, 0
         for k, ring in enumerate(rings):
             for cell in range(ring.capacity):
                 token, (epoch, batch, _) = ring.token(cell), ring.ticket(cell)
@@ -126,7 +126,7 @@ class AttachedRun:
                 if owner:
                     self.tasks[owner - 1] = epoch, batch, since
                 if token and (not first or token < first):
-                    first, self.place = token, (epoch, batch)
+                    first, self.next_batch = token, (epoch, batch)
 
     def since(self, seconds: float) -> Stats:
         """Return what was counted in the last so many seconds; of a run that has ended, in all."""
@@ -153,7 +153,7 @@ class AttachedRun:
         return title
 
 
-def runs_of(pid: int, known: Container[int] = ()) -> Iterator[tuple[int, AttachedRun]]:
+def runs_of(pid: int, opened: Container[int] = ()) -> Iterator[tuple[int, AttachedRun]]:
     """Find runs of a process.
 
     Parameters
@@ -177,20 +177,20 @@ def runs_of(pid: int, known: Container[int] = ()) -> Iterator[tuple[int, Attache
         path = f"/proc/{pid}/fd/{name}"
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             called, number = os.readlink(path), os.stat(path).st_ino
-            if not called.startswith(f"/memfd:{RUN}") or number in known:
+            if not called.startswith(f"/memfd:{RUN}") or number in opened:
                 continue
-            told = {word: int(value) for word, value in re.findall(r"(\w+)=(\d+)", called)}
-            if told.get("pid", own) == own:  # else a fork has inherited it
+            facts = {word: int(value) for word, value in re.findall(r"(\w+)=(\d+)", called)}
+            if facts.get("pid", own) == own:  # else a fork has inherited it
                 file = Descriptor(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-                yield number, AttachedRun(file, pid, told)
+                yield number, AttachedRun(file, pid, facts)
 
 
 def _script(pid: int) -> str:
     """Return the name of what a process runs."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         words = file.read().decode("utf-8", "replace").split("\0")
-        found = next((each for each in words[1:] if each and each[0] != "-"), words[0])
-        return "".join(c if c.isprintable() else "?" for c in os.path.basename(found))
+        script = next((word for word in words[1:] if word and word[0] != "-"), words[0])
+        return "".join(c if c.isprintable() else "?" for c in os.path.basename(script))
     return "python"
 
 
@@ -217,7 +217,7 @@ class Watcher:
 
     def __init__(self, pid: int | None) -> None:
         self._pid = pid
-        self._found: dict[int, AttachedRun] = {}
+        self._runs: dict[int, AttachedRun] = {}
         self._looked = 0.0
         self._shown: AttachedRun | None = None
         self.problems: list[str] = []
@@ -226,7 +226,7 @@ class Watcher:
     def runs(self) -> list[AttachedRun]:
         """By rank, and by the time of their start; after these, those that have ended."""
         return sorted(
-            self._found.values(), key=lambda run: (bool(run.ended), run.fact("rank"), run.pid)
+            self._runs.values(), key=lambda run: (bool(run.ended), run.fact("rank"), run.pid)
         )
 
     @property
@@ -244,20 +244,20 @@ class Watcher:
         if not self._looked or now - self._looked >= LOOK:
             self._looked = now
             self._look(now)
-        for each in self._found.values():
-            each.update(now)
+        for run in self._runs.values():
+            run.update(now)
 
     def _look(self, now: float) -> None:
         pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
         self.problems = []
         for pid in pids if self._pid is None else tree(self._pid):
             with contextlib.suppress(OSError):  # gone meanwhile, or another user's
-                for number, run in runs_of(pid, self._found):
+                for number, run in runs_of(pid, self._runs):
                     run.update(now)
                     if run.ended.startswith("cannot"):
                         self.problems.append(f"a run of process {pid} {run.ended}")
                     else:
-                        self._found[number] = run
-        for number, each in list(self._found.items()):
-            if each.ended and each.is_alive:  # another run takes its place
-                del self._found[number]
+                        self._runs[number] = run
+        for number, run in list(self._runs.items()):
+            if run.ended and run.is_alive:  # another run takes its place
+                del self._runs[number]

@@ -103,12 +103,12 @@ def load(path: str, name: str) -> Callable[[], Any]:
         raise ValueError(f"{path} has the name of a module of Python's; rename the file")
     function: Callable[[], Any] | None = getattr(module, name, None)
     if not callable(function):
-        there = [
+        names = [
             key
             for key, value in vars(module).items()
             if callable(value) and getattr(value, "__module__", None) == stem
         ]
-        raise ValueError(f"{path} has no function {name!r}; it has {', '.join(there) or 'none'}")
+        raise ValueError(f"{path} has no function {name!r}; it has {', '.join(names) or 'none'}")
     return function
 
 
@@ -118,7 +118,7 @@ def loader_of(made: Any) -> Any:
     is_stream = data is not None and isinstance(made, data.IterableDataset)
     if isinstance(made, MSequence) or (data is not None and isinstance(made, data.DataLoader)):
         return made
-    if not is_stream and not all(hasattr(type(made), each) for each in ("__getitem__", "__len__")):
+    if not is_stream and not all(hasattr(type(made), name) for name in ("__getitem__", "__len__")):
         raise ValueError(
             f"make() returned an object of {type(made).__name__}; let it return a data set (with "
             "__getitem__ and __len__, or torch's IterableDataset), a torch DataLoader, or a "
@@ -190,7 +190,7 @@ def measure(loader: Any, kind: str, workers: int, step: float, seconds: float) -
     begun = time.perf_counter()
     with row_of(loader, kind, workers) as row, contextlib.closing(epochs(row)) as batches:
         next(batches)
-        yield (known := Figures(first=time.perf_counter() - begun))
+        yield (figures := Figures(first=time.perf_counter() - begun))
         for _ in _some(batches, *WARM):
             pass
         before, begun = cpu_seconds(tree(os.getpid())), time.perf_counter()
@@ -198,17 +198,17 @@ def measure(loader: Any, kind: str, workers: int, step: float, seconds: float) -
         took = time.perf_counter() - begun
         cpu = max(cpu_seconds(tree(os.getpid())) - before, 0.0) / count
         error = _fallen_back() if kind == "cseq" else ""
-        yield (known := known._replace(rate=count / took, cpu=cpu, error=error))
+        yield (figures := figures._replace(rate=count / took, cpu=cpu, error=error))
         if not step:
             return
         asked = row.stats() if kind in ("cseq", "manager") and not error else None
-        yield (known := known._replace(waits=_waits(batches, step, seconds)))
+        yield (figures := figures._replace(waits=_waits(batches, step, seconds)))
         if asked is not None:
             for _ in _some(batches, seconds, 2 * ENOUGH_BATCHES):  # an epoch may just have begun
                 time.sleep(step)
                 if row.stats().batches >= ENOUGH_BATCHES:
                     break
-            yield known._replace(advice=str(added(row.stats(), asked).advice()))
+            yield figures._replace(advice=str(added(row.stats(), asked).advice()))
 
 
 def _fallen_back() -> str:
@@ -232,7 +232,7 @@ def _waits(batches: Iterator[Any], step: float, seconds: float) -> float:
     return waited / (asked - begun)
 
 
-def _told(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     """Return what is wrong: a message of ours, or where the user's code has failed."""
     trace = error.__traceback__
     inner = (__file__, str(importlib.__file__), "<")  # "<frozen importlib._bootstrap>"
@@ -275,7 +275,7 @@ def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | st
         make = load(path, name)
         made = look(make())
     except Exception as error:  # noqa: BLE001 - it is told
-        return f"cseq bench: {target}: {_told(error)}"
+        return f"cseq bench: {target}: {_explain(error)}"
     waits = f"waits at {duration(step)}" if step else ""
     print(f"{name}() returned {made.text}")  # noqa: T201
     print(_columns("", *HEADS, waits), flush=True)  # noqa: T201
@@ -290,15 +290,15 @@ def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | st
 
 def _row(make: Callable[[], Any], *row: Any) -> Figures:
     """Measure a row; an error leaves what was known before it."""
-    known = Figures()
+    figures = Figures()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            for more in measure(loader_of(make()), *row):
-                known = more
+            for later in measure(loader_of(make()), *row):
+                figures = later
         except Exception as error:  # noqa: BLE001 - it is told
-            known = known._replace(error=_told(error))
-    return known
+            figures = figures._replace(error=_explain(error))
+    return figures
 
 
 def _columns(label: str, *cells: str) -> str:
@@ -336,7 +336,7 @@ def said(measured: Mapping[str, Figures], current: str, step: float) -> list[str
     list of str
         Lines.
     """
-    if not any(each.rate for each in measured.values()):
+    if not any(figures.rate for figures in measured.values()):
         return ["nothing could be measured: see above"]
     if not step:
         return ["with --step 30ms, say: how long such a loop waits, and what helps"]
@@ -347,5 +347,7 @@ def said(measured: Mapping[str, Figures], current: str, step: float) -> list[str
         lines.append(
             f"if data were free, a loop of {duration(step)} would be {gain:.1f} times as fast"
         )
-    lines += [f"{LABELS[kind]}: {each.advice}" for kind, each in measured.items() if each.advice]
+    lines += [
+        f"{LABELS[kind]}: {figures.advice}" for kind, figures in measured.items() if figures.advice
+    ]
     return lines

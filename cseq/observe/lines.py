@@ -25,13 +25,13 @@ WORKERS = " {:>6} {:<5} {:>4} {:>10} {:>7} {:>7} {:>7} {:>4} {:>7} {:>8}"
 OF_WORKERS = "worker", "state", "busy", "batch", "since", "p50", "p99", "cpu", "pid", "memory"
 
 
-def _filled(said: Iterable[str], width: int) -> list[str]:
+def _filled(phrases: Iterable[str], width: int) -> list[str]:
     """Write what is said side by side, on as many lines as it takes."""
     lines = [""]
-    for each in said:
-        if lines[-1] and len(lines[-1]) + 2 + len(each) > width:
+    for phrase in phrases:
+        if lines[-1] and len(lines[-1]) + 2 + len(phrase) > width:
             lines.append("")
-        lines[-1] += f"{'  ' if lines[-1] else ' '}{each}"
+        lines[-1] += f"{'  ' if lines[-1] else ' '}{phrase}"
     return [line[:width] for line in lines]
 
 
@@ -44,7 +44,7 @@ def ranks(watcher: Watcher, width: int) -> list[str]:
         rate, waits = _rate(lately[run]), lately[run].loop_waiting
         rows.append((
             str(run.fact("rank")), f"{waits:.0%}", run.ended or run.advice().cause,
-            f"{rate:,.0f}" if rate >= 1000 else f"{rate:.1f}", str(run.pid), *_place(run),
+            f"{rate:,.0f}" if rate >= 1000 else f"{rate:.1f}", str(run.pid), *_position(run),
             _kind(run), run.script[:16], _data(run),
         ))  # fmt: skip
     names, *lines = (RANKS.format(*row).rstrip()[:width] for row in rows)
@@ -69,11 +69,11 @@ def _kind(run: AttachedRun) -> str:
     return f"{count} {'threads' if threads else 'processes'}"
 
 
-def _place(run: AttachedRun) -> tuple[str, str]:
+def _position(run: AttachedRun) -> tuple[str, str]:
     """Return the epoch, and the batch with the number of all; of streams, how many there were."""
-    if run.place is None:
+    if run.next_batch is None:
         return "–", "–"
-    epoch, batch = run.place
+    epoch, batch = run.next_batch
     if run.fact("length"):
         return str(epoch), f"{batch:,} of {run.fact('length'):,}"
     return str(epoch), f"{run.stats.batches:,}"
@@ -89,9 +89,9 @@ def head(run: AttachedRun, width: int) -> list[str]:
     lines = _filled(said, width)
     if not stats.batches:
         return lines + _filled([run.ended or "no batch so far: workers start"], width)
-    epoch, batch = _place(run)
+    epoch, batch = _position(run)
     said = [f"epoch {epoch}"]
-    if run.fact("length") and run.place is not None:
+    if run.fact("length") and run.next_batch is not None:
         said += [f"batch {batch}"]
     said += [f"{_rate(lately):,.1f} batches/s"]
     if window.nbytes and window.elapsed:
@@ -112,19 +112,19 @@ def workers(run: AttachedRun, width: int) -> list[str]:
     """Write a line for each worker."""
     now = now_ns()
     rows: list[Sequence[str]] = [OF_WORKERS]
-    for each in run.window().workers[: run.stats.num_workers]:
-        epoch, batch, since = run.tasks.get(each.number, (0, 0, 0))
-        memory = resident(run.process(each.pid)) if run.process(each.pid) else 0
+    for worker in run.window().workers[: run.stats.num_workers]:
+        epoch, batch, since = run.tasks.get(worker.number, (0, 0, 0))
+        memory = resident(run.process(worker.pid)) if run.process(worker.pid) else 0
         rows.append((
-            str(each.number),
-            "index" if since else "idle" if each.pid else "start",
-            f"{each.busy:.0%}",
+            str(worker.number),
+            "index" if since else "idle" if worker.pid else "start",
+            f"{worker.busy:.0%}",
             f"{epoch}/{batch}" if since else "",
             duration(max(now - since, 0) / 1e9) if since else "",
-            duration(each.p50),
-            duration(each.p99),
-            f"{(each.cpu or 0.0) * each.busy:.2f}",
-            str(each.pid or ""),
+            duration(worker.p50),
+            duration(worker.p99),
+            f"{(worker.cpu or 0.0) * worker.busy:.2f}",
+            str(worker.pid or ""),
             f"{memory / 1e6:,.0f} MB" if memory else "",
         ))  # fmt: skip
     return [WORKERS.format(*row).rstrip()[:width] for row in rows]
@@ -134,7 +134,9 @@ def foot(run: AttachedRun, width: int) -> list[str]:
     """Write the slowest batches and the advice."""
     if not run.stats.batches:
         return []
-    slow = [f"{each.epoch}/{each.batch} {duration(each.seconds)}" for each in run.window().slowest]
+    slow = [
+        f"{batch.epoch}/{batch.batch} {duration(batch.seconds)}" for batch in run.window().slowest
+    ]
     said = textwrap.wrap(str(run.advice()), width - 1)
     return [*(_filled(["slowest:", *slow[:3]], width) if slow else []), *(f" {a}" for a in said)]
 

@@ -31,25 +31,25 @@ def tree(pid: int) -> list[int]:
             fields = _fields(int(name)) if name.isdecimal() else []
             if fields:
                 children.setdefault(int(fields[1]), []).append(int(name))
-    found = [pid]
-    for each in found:
-        found += children.get(each, ())
-    return found
+    pids = [pid]
+    for parent in pids:
+        pids += children.get(parent, ())
+    return pids
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
     """Return what processes have computed, with their children that have ended; 0: not known."""
     fields = (_fields(pid)[11:15] for pid in pids)
-    return sum(sum(map(int, each)) for each in fields) / _ticks()
+    return sum(sum(map(int, times)) for times in fields) / _ticks()
 
 
 def queued_seconds(pids: Iterable[int]) -> float:
     """Return what the main threads of processes have waited for a core; 0: not known."""
-    found = 0
+    waited = 0
     for pid in pids:
         with contextlib.suppress(OSError, IndexError), open(f"{PROC}/{pid}/schedstat") as file:
-            found += int(file.read().split()[1])
-    return found / 1e9
+            waited += int(file.read().split()[1])
+    return waited / 1e9
 
 
 def starts(pid: int) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cseq.measure.stats import added, counting, read
+from cseq.measure.stats import added, counting, read_stats
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,15 +53,17 @@ def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
         bar: Iterable[B] = tqdm(loader, **options)
         return bar
     counts = counting(loader)
-    before = read(counts)
+    before = read_stats(counts)
 
     class Bar(tqdm):  # type: ignore[misc]
         def display(self, *args: object, **kwargs: object) -> object:
-            self.postfix = _said(before, read(counts)) if self.n > self.initial else "starting"
+            self.postfix = (
+                _said(before, read_stats(counts)) if self.n > self.initial else "starting"
+            )
             return super().display(*args, **kwargs)
 
-    told: Iterable[B] = Bar(loader, **options)
-    return told
+    shown: Iterable[B] = Bar(loader, **options)
+    return shown
 
 
 def _said(before: Stats | None, now: Stats | None) -> str:

@@ -114,13 +114,13 @@ class Turn:
         self.given = 0.0
         self._pids: Sequence[int] = ()
 
-    def begin(self, pids: Sequence[int]) -> None:
+    def begin_epoch(self, pids: Sequence[int]) -> None:
         """Note the workers, when they have made the first batch."""
         self._pids = pids
         self._computed, self._queued = cpu_seconds(pids), queued_seconds(pids)
         self.watched.turns.append(self)
 
-    def end(self) -> None:
+    def end_epoch(self) -> None:
         """Note what they have computed, before they end; once."""
         if self in self.watched.turns:
             self.watched.turns.remove(self)
@@ -169,7 +169,7 @@ def watch(loaders: dict[Any, Watched]) -> None:
         try:
             batch: object = following(iterator)
         except StopIteration:
-            turn.end()
+            turn.end_epoch()
             raise
         now = clock()
         if turn.given:
@@ -181,7 +181,7 @@ def watch(loaders: dict[Any, Watched]) -> None:
         else:
             turn.watched.epochs += 1
             turn.watched.started += now - turn.begun
-            turn.begin([worker.pid for worker in getattr(iterator, "_workers", ())])
+            turn.begin_epoch([worker.pid for worker in getattr(iterator, "_workers", ())])
             now = clock()
         turn.given = now
         return batch
@@ -189,7 +189,7 @@ def watch(loaders: dict[Any, Watched]) -> None:
     def end(iterator: object) -> None:
         turn: Turn | None = getattr(iterator, "_cseq_turn", None)
         if turn is not None:
-            turn.end()
+            turn.end_epoch()
 
     def _shutdown_workers(iterator: names.Workers) -> None:
         end(iterator)
@@ -224,10 +224,10 @@ def tell(loaders: dict[Any, Watched], pid: int) -> None:
     before = f"cseq (rank {rank}):" if rank else "cseq:"
     if not loaders:
         print(before, "no DataLoader of torch was iterated over", file=sys.stderr)  # noqa: T201
-    for each in loaders.values():
-        for turn in list(each.turns):
-            turn.end()
-    lines = [line for each in loaders.values() for line in each.lines(share())]
+    for watched in loaders.values():
+        for turn in list(watched.turns):
+            turn.end_epoch()
+    lines = [line for watched in loaders.values() for line in watched.lines(share())]
     if any(FREE in line for line in lines):
         lines.append("cseq's workers in their place: cseq run …")
     for line in lines:

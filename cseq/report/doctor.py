@@ -59,7 +59,7 @@ def quota() -> Iterator[Finding]:
             "count these for num_workers, as 'auto' does",
         )
     counts = [fields(join(group, "cpu.stat")) for group, _ in groups(ROOT, "cpu", "", "")]
-    seen = [(each.get("nr_throttled", 0), each.get("nr_periods", 0)) for each in counts]
+    seen = [(stat.get("nr_throttled", 0), stat.get("nr_periods", 0)) for stat in counts]
     throttled, periods = max(seen, default=(0, 0))
     if periods and throttled / periods > THROTTLED:
         yield Finding(
@@ -128,8 +128,8 @@ def processes() -> Iterator[Finding]:
         most, now = number(join(group, name)), number(join(group, "pids.current"))
         if most is not None and now is not None:
             left.append(most - now)
-    base, each = PROCESSES
-    if left and min(left) < base + each * cores():
+    base, per_core = PROCESSES
+    if left and min(left) < base + per_core * cores():
         yield Finding(
             f"this container may have {max(0, min(left))} more processes and threads",
             "raise its limit of pids (docker run --pids-limit)",

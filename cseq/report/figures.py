@@ -92,7 +92,7 @@ class Axis:
     logarithmic: bool = False
     times: bool = False
 
-    def place(self, value: float) -> float:
+    def coordinate(self, value: float) -> float:
         """Return where a value lies; one beyond the axis lies at its end."""
         low, high = self.low, self.high
         value = min(max(value, low), high)
@@ -108,7 +108,7 @@ class Axis:
             every = max(0, last - first - 2) // MOST_TICKS + 1
             factors = (1, 2, 5) if last - first < 3 else (1,)
             values = (k * 10.0**power for power in range(first, last + 1, every) for k in factors)
-            return [each for each in values if self.low * 0.999 <= each <= self.high * 1.001]
+            return [value for value in values if self.low * 0.999 <= value <= self.high * 1.001]
         apart = (self.high - self.low) / MOST_TICKS
         power = 10.0 ** math.floor(math.log10(apart))
         steps = (*(TIMES if self.times and apart >= 1 else ()), *(k * power for k in (1, 2, 5, 10)))
@@ -131,32 +131,32 @@ class Drawing:
         self.width, self.height, self.title = width, height, title
         self._parts: list[str] = []
 
-    def inline(self, attributes: str = "", begin: str = "") -> str:
+    def inline(self, attributes: str = "", head: str = "") -> str:
         """Return the element for a page, which has the rules of `STYLE`."""
         parts = "\n".join(self._parts)
         return (
             f'<svg{attributes} viewBox="0 0 {_at(self.width)} {_at(self.height)}" role="img" '
-            f'aria-label="{escape(self.title)}">{begin}{parts}</svg>'
+            f'aria-label="{escape(self.title)}">{head}{parts}</svg>'
         )
 
     def file(self) -> str:
         """Return a whole file in the colours of the reader's system."""
         size = f'width="{_at(self.width)}" height="{_at(self.height)}"'
         attributes = f' xmlns="http://www.w3.org/2000/svg" class="cseq" {size}'
-        begin = f"<title>{escape(self.title)}</title>\n<style>{STYLE}</style>\n"
+        head = f"<title>{escape(self.title)}</title>\n<style>{STYLE}</style>\n"
         sheet = f'<rect {size} rx="6" fill="var(--paper)"/>\n'
-        return self.inline(attributes, begin + sheet) + "\n"
+        return self.inline(attributes, head + sheet) + "\n"
 
     def text(self, x: float, y: float, words: str, kind: str = "") -> None:
         """Write a line on its baseline; `kind` are classes, such as 'strong faint end'."""
         shown = kind if "faint" in kind else f"ink {kind}".strip()
-        place = f'x="{_at(x)}" y="{_at(y)}"'
-        self._parts.append(f'<text {place} class="{shown}">{escape(words, quote=False)}</text>')
+        corner = f'x="{_at(x)}" y="{_at(y)}"'
+        self._parts.append(f'<text {corner} class="{shown}">{escape(words, quote=False)}</text>')
 
     def rect(self, x: float, y: float, width: float, height: float, kind: str) -> None:
         """Draw a rectangle."""
-        place = f'x="{_at(x)}" y="{_at(y)}" width="{_at(width)}" height="{_at(height)}"'
-        self._parts.append(f'<rect {place} class="{kind}"/>')
+        corner = f'x="{_at(x)}" y="{_at(y)}" width="{_at(width)}" height="{_at(height)}"'
+        self._parts.append(f'<rect {corner} class="{kind}"/>')
 
     def path(self, steps: str, kind: str) -> None:
         """Draw along steps of SVG: an area, or a line of the kind 'stroke'."""
@@ -185,12 +185,12 @@ class Chart(Drawing):
     def grid(self, x: Callable[[float], str], y: Callable[[float], str] | None = number) -> None:
         """Draw lines at round values, and write these as the functions say; None: no lines."""
         for value in self.y.ticks if y else ():
-            at = self.y.place(value)
+            at = self.y.coordinate(value)
             self.rect(self.x.start, at - 0.5, self.x.end - self.x.start, 1, "line")
             self.text(self.x.start - 8, at + SIZE * 0.35, y(value) if y else "", "faint end")
         right = -math.inf
         for value in self.x.ticks:
-            words, at = x(value), self.x.place(value)
+            words, at = x(value), self.x.coordinate(value)
             half = len(words) * SIZE * GLYPH / 2
             if right <= at - half and at + half <= self.width:
                 self.text(at, self.height - 8, words, "faint middle")
@@ -201,39 +201,39 @@ class Chart(Drawing):
     ) -> None:
         """Draw an area as high as a value between each two edges."""
         drawn = (
-            f"V{_at(self.y.place(floor + value))}H{_at(self.x.place(end))}"
+            f"V{_at(self.y.coordinate(floor + value))}H{_at(self.x.coordinate(end))}"
             for value, end in zip(values, edges[1:], strict=True)
         )
-        bottom = _at(self.y.place(floor))
-        self.path(f"M{_at(self.x.place(edges[0]))} {bottom}{''.join(drawn)}V{bottom}Z", kind)
+        bottom = _at(self.y.coordinate(floor))
+        self.path(f"M{_at(self.x.coordinate(edges[0]))} {bottom}{''.join(drawn)}V{bottom}Z", kind)
 
     def line(self, points: Iterable[tuple[float, float]]) -> None:
         """Draw a line through values."""
-        places = (f"{_at(self.x.place(x))} {_at(self.y.place(y))}" for x, y in points)
+        places = (f"{_at(self.x.coordinate(x))} {_at(self.y.coordinate(y))}" for x, y in points)
         self.path("M" + "L".join(places), "stroke")
 
-    def bars(self, found: Iterable[tuple[float, float, float]], kind: str) -> None:
+    def bars(self, bars: Iterable[tuple[float, float, float]], kind: str) -> None:
         """Draw a bar for each (from, to, value)."""
-        floor = self.y.place(0)
-        for start, end, value in found:
-            left, right = self.x.place(start) + 0.5, self.x.place(end) - 0.5
-            top = min(self.y.place(value), floor - 1)
+        floor = self.y.coordinate(0)
+        for start, end, value in bars:
+            left, right = self.x.coordinate(start) + 0.5, self.x.coordinate(end) - 0.5
+            top = min(self.y.coordinate(value), floor - 1)
             self.rect(left, top, max(right - left, 1), floor - top, kind)
 
     def dot(self, x: float, y: float, kind: str) -> None:
         """Draw a dot."""
-        left, at = _at(self.x.place(x) - 6), _at(self.y.place(y))
+        left, at = _at(self.x.coordinate(x) - 6), _at(self.y.coordinate(y))
         self.path(f"M{left} {at}a6 6 0 1 0 12 0a6 6 0 1 0-12 0z", kind)
 
-    def marks(self, *found: tuple[float, str, str]) -> None:
+    def marks(self, *marks: tuple[float, str, str]) -> None:
         """Draw a line upright at each value, in a colour, and its words beside it.
 
         Each has a row for its words, on the side where fewer of the other lines cross them.
         """
-        places = [self.x.place(value) for value, _, _ in found]
-        for at, (_, _, kind) in zip(places, found, strict=True):
+        places = [self.x.coordinate(value) for value, _, _ in marks]
+        for at, (_, _, kind) in zip(places, marks, strict=True):
             self.rect(at - 0.75, self.y.end, 1.5, self.y.start - self.y.end, kind)
-        for row, (at, (_, words, _)) in enumerate(zip(places, found, strict=True), 1):
+        for row, (at, (_, words, _)) in enumerate(zip(places, marks, strict=True), 1):
             width = len(words) * SIZE * GLYPH + 8
             sides = [(at, at + width, at + 8, ""), (at - width, at, at - 8, " end")]
             worse = [

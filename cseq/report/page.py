@@ -155,7 +155,9 @@ def in_notebook(stats: Stats, rows: Sequence[tuple[str, str]]) -> str:
     facts = _table((escape(name), escape(value)) for name, value in rows)
     if not stats.batches:
         return facts
-    figures = (f"<figure><h3>{name}</h3>{each.inline()}</figure>" for name, each, _ in drawn(stats))
+    figures = (
+        f"<figure><h3>{name}</h3>{chart.inline()}</figure>" for name, chart, _ in drawn(stats)
+    )
     shown = f"{verdict(stats)}{tiles(stats)}{next(figures, '')}{facts}"
     return f'<div class="cseq"><style>{SHEET}.cseq figure{{max-width:40em}}</style>{shown}</div>'
 
@@ -167,8 +169,8 @@ def verdict(stats: Stats) -> str:
     start = f"<p>Start: {escape(advice.start)}.</p>" if advice.start else ""
     said = advice.sentence[:1].upper() + advice.sentence[1:]
     kind = "good" if advice.cause == "loop" else ""
-    told = f"<b>{waits}{advice.cause}</b><p>{escape(said)}.</p>{action}"
-    return f'<div class="verdict {kind}">{told}</div>{start}'
+    words = f"<b>{waits}{advice.cause}</b><p>{escape(said)}.</p>{action}"
+    return f'<div class="verdict {kind}">{words}</div>{start}'
 
 
 def tiles(stats: Stats) -> str:
@@ -196,7 +198,7 @@ def _table(rows: Iterable[Sequence[object]], heads: Sequence[str] = ()) -> str:
 
 def _details(stats: Stats) -> str:
     """Write all figures, folded."""
-    workers = [[f"{x:.3g}" if isinstance(x, float) else x for x in one] for one in stats.workers]
+    workers = [[f"{x:.3g}" if isinstance(x, float) else x for x in row] for row in stats.workers]
     figures = _table((name, f"{value:.6g}") for name, value in stats.as_dict("").items())
     table = _table(workers, WorkerStats._fields)
     return f"<details><summary>All figures</summary>{figures}{table}</details>"
@@ -210,9 +212,9 @@ def _machine() -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             rows.append((name, importlib.metadata.version(name)))
     rows += [item for item in os.environ.items() if item[0] in RANKS or item[0].startswith("CSEQ_")]
-    rows += [("doctor", str(each)) for each in doctor.look()]
-    found = _table((name, escape(value)) for name, value in rows)
-    return f"<details><summary>Environment</summary>{found}</details>"
+    rows += [("doctor", str(finding)) for finding in doctor.look()]
+    table = _table((name, escape(value)) for name, value in rows)
+    return f"<details><summary>Environment</summary>{table}</details>"
 
 
 # -- figures
@@ -274,7 +276,7 @@ class Over(NamedTuple):
         took = np.diff(edges)
         ran = np.flatnonzero(history["busy"][-1])  # with 'auto' there may be room for more
         rows = history["busy"].T[: ran[-1] + 1 if len(ran) else None]
-        busy = np.array([np.clip(grown(each) / took, 0, 1) for each in rows])
+        busy = np.array([np.clip(grown(worked) / took, 0, 1) for worked in rows])
         ready = np.interp(edges, at, history["ready"])
         waited = np.clip(grown(history["waited"]) / took, 0, 1)
         return cls(edges, waited, grown(history["batches"]) / took, ready, busy)
@@ -309,7 +311,7 @@ def workers(over: Over) -> Drawn:
         floor = len(names) - 1.0 - k
         chart.steps(over.edges.tolist(), (0.9 * over.busy[name]).tolist(), "first", floor)
         if not k % every:
-            chart.text(chart.x.start - 8, chart.y.place(floor), str(name), "faint end")
+            chart.text(chart.x.start - 8, chart.y.coordinate(floor), str(name), "faint end")
     said = f"A row for each worker: the higher the area, the busier.{about}"
     return "Workers over time", chart, said
 
@@ -317,14 +319,14 @@ def workers(over: Over) -> Drawn:
 def batch_times(stats: Stats) -> Drawn:
     """Draw what batches take a worker."""
     times, title = stats.index_seconds, "What batches take a worker"
-    found = times.buckets()
-    low, high = found[0][0], found[-1][1]
+    buckets = times.buckets()
+    low, high = buckets[0][0], buckets[-1][1]
     if high < 4 * low:
         low, high = low / 2, high * 2
-    most = max(count for _, _, count in found) * 1.3
+    most = max(count for _, _, count in buckets) * 1.3
     chart = Chart(title, (low, high), (0, most), logarithmic=True)
     chart.grid(duration)
-    chart.bars(found, "first")
+    chart.bars(buckets, "first")
     half, rare = times.quantile(0.5), times.quantile(0.99)
     chart.marks((half, f"p50 {duration(half)}", "ink"), (rare, f"p99 {duration(rare)}", "ink"))
     return title, chart, f"{times.count:,} batches. From left to right, times are logarithmic."

@@ -237,8 +237,8 @@ def test_nothing_to_claim():
     ring = make_ring()
     runner = Runner(ring, 0, 2, last=True)
     assert runner.claim() is False
-    assert Meters.read([ring]).runners["wait"]["sum"][1] > 0
-    assert Meters.read([ring]).runners["wait"]["sum"][0] == 0
+    assert Meters.read_rings([ring]).runners["wait"]["sum"][1] > 0
+    assert Meters.read_rings([ring]).runners["wait"]["sum"][0] == 0
 
 
 def test_a_closed_ring():
@@ -269,7 +269,7 @@ def test_waiting_for_a_ticket():
     trainer = Trainer(ring, total)
     with serving(ring, 1, 2):
         assert [trainer.await_batch() for _ in range(total)] == list(range(total))
-    meters = Meters.read([ring])
+    meters = Meters.read_rings([ring])
     assert meters.runners["batches"].sum() == total
     assert meters.loop["wait"]["sum"] > 0
 
@@ -380,7 +380,7 @@ def test_threads_wait_for_each_other_awake(crew):
     with serving(ring):
         trainer = Trainer(ring, 100)
         assert [trainer.await_batch() for _ in range(100)] == list(range(100))
-        assert Meters.read([ring]).runners["wait"]["sum"] == 0
+        assert Meters.read_rings([ring]).runners["wait"]["sum"] == 0
         assert trainer.sleeps == 0
 
 
@@ -392,7 +392,7 @@ def test_processes_wait_for_each_other_awake():
     with serving(ring):
         trainer = Trainer(ring, 100)
         assert [trainer.await_batch() for _ in range(100)] == list(range(100))
-        assert Meters.read([ring]).runners["wait"]["sum"] == 0
+        assert Meters.read_rings([ring]).runners["wait"]["sum"] == 0
         assert trainer.sleeps == 0
 
 
@@ -428,7 +428,7 @@ def test_the_trainer_goes_on_when_the_crew_waits():
     other.start()
     thread.join()
     assert waited == [0]
-    assert Meters.read([ring]).loop["start"] < LONG
+    assert Meters.read_rings([ring]).loop["start"] < LONG
     ring.close()
     other.join()
 
@@ -452,7 +452,7 @@ def test_a_notification_ends_spinning():
     seen = feed.notices()
     ring.notify_all()
     feed.wait(seen)
-    assert Meters.read([ring]).loop["waited"] < LONG
+    assert Meters.read_rings([ring]).loop["waited"] < LONG
 
 
 BAD_RINGS: list[Callable[[], Any]] = [

@@ -39,7 +39,7 @@ def test_ticks_of_times_and_of_logarithms():
 def test_a_place_is_on_the_axis():
     """Also of a value beyond it; upwards is towards lower places."""
     axis = Axis(1, 100, 200, 0, logarithmic=True)
-    assert [axis.place(value) for value in (0, 1, 10, 100, 1e9)] == [200, 200, 100, 0, 0]
+    assert [axis.coordinate(value) for value in (0, 1, 10, 100, 1e9)] == [200, 200, 100, 0, 0]
 
 
 @pytest.mark.parametrize(

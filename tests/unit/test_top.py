@@ -129,11 +129,11 @@ def test_what_is_read(tmp_path, kind):
         watcher = Watcher(process.pid)
         watcher.update()
         (run,) = watcher.runs
-        told = run.told
-        assert (told["dset_size"], told["batch_size"], told["seed"]) == (4000, 4, 7)
-        assert (told["rank"], told["world_size"], told["length"]) == (1, 2, 500)
+        facts = run.facts
+        assert (facts["dset_size"], facts["batch_size"], facts["seed"]) == (4000, 4, 7)
+        assert (facts["rank"], facts["world_size"], facts["length"]) == (1, 2, 500)
         assert (run.stats.batches, run.stats.samples, run.stats.num_workers) == (20, 80, 2)
-        assert run.place == (0, 20)
+        assert run.next_batch == (0, 20)
         assert "p99" in workers(run, 53)[0] < workers(run, 140)[0]
         assert len(head(run, 60)) > len(head(run, 140))  # nothing is cut off
         said = written(watcher)

@@ -330,10 +330,10 @@ class DataLoader(Torchs[T_co]):
 
     def _repr_html_(self) -> str:
         """Show in a notebook why the loop of the latest epoch waits."""
-        from cseq.measure.stats import Stats, read
+        from cseq.measure.stats import Stats, read_stats
         from cseq.report.page import in_notebook
 
-        return in_notebook(read(self) or Stats(), [(type(self).__name__, ""), *self._facts()])
+        return in_notebook(read_stats(self) or Stats(), [(type(self).__name__, ""), *self._facts()])
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         """Name what a report shows of this loader."""

@@ -143,7 +143,7 @@ class Crew:
 
     def stats(self, **counted: Any) -> Stats:
         """Return counts and times, with those that are counted elsewhere."""
-        return Stats.read(self.rings, **counted)
+        return Stats.read_rings(self.rings, **counted)
 
     def close(self, *, hurried: bool) -> None:
         """End all that was started; returns within a bounded time. Calling it twice is fine."""

@@ -95,7 +95,7 @@ class InlineCrew(Crew):
 
     def stats(self, **counted: Any) -> Stats:
         """Count what was delivered."""
-        batches = Meters.read(self.rings).counts()["batches"]
+        batches = Meters.read_rings(self.rings).counts()["batches"]
         return Stats(batches=batches, skips=counted["skips"])
 
     def close(self, *, hurried: bool) -> None:  # noqa: ARG002
