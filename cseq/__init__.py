@@ -1,6 +1,6 @@
 """Feed training loops: in order, each sample once, the same for the same seed.
 
-A batch travels as the ticket in one cell of a ring, whose state tells where it is::
+A batch travels as a ticket in a cell of a ring. The cell's state tells how far it has come::
 
     main process      worker of stage 1       worker of stage 2       main process
 
@@ -8,11 +8,11 @@ A batch travels as the ticket in one cell of a ring, whose state tells where it 
     indices of          user's                 numpy → torch          in the order
     (seed, epoch)       indexer[…]             → device               of tickets
 
-Without a converter, INDEXING is followed by READY. Data lie beside the ring, in slots of shared
-memory, or stay where they are between threads.
+Without a converter, READY follows INDEXING. The data lie beside the ring in slots of shared memory;
+between threads, they stay where they are.
 
-The modules; imports point down. Those with a star are a batch's way: read them in this order, from
-``sequence`` on, to know how cseq works; the rest keeps them true when something goes wrong::
+Imports point down this list of modules. To learn how cseq works, follow a batch: read the modules
+with a star in this order, from ``sequence`` on. The others are for when something goes wrong::
 
     cseq/
     ├── testing.py      for tests of training scripts: kill workers, wait for them
@@ -33,12 +33,12 @@ The modules; imports point down. Those with a star are a batch's way: read them 
     ├── arguments.py    the arguments of MSequence: types and checks
     ├── options.py      options of workers, for MSequence and Streams
     ├── order/          ★ which samples, in which order, for which rank; the loop's place
-    ├── store/          what was decoded once, for all workers and ranks of a machine
+    ├── store/          decoded samples, kept for all workers and ranks of a machine
     ├── indexing/       ★ in a worker: the user's code makes a batch of indices
     ├── converter/      stage 2: batch → tensors, on the CPU or a CUDA device
     ├── processes/      worker processes: started, replaced when they die, ended
     ├── encoding/       ★ how a batch, an exception, the user's worker travel to another process
-    ├── measure/        what is measured: counts and times of a run, why its loop waits
+    ├── measure/        counts and times of a run; why its loop waits
     ├── memory/         ★ the shared memory that batches lie in
     ├── stage.py        ★ the loop of every runner: claim, work, publish
     ├── check.py        checks of arguments
@@ -58,10 +58,10 @@ import os
 import sys
 import typing
 
-# A module of a project named cseq on the package index, which installs into the same folder.
+# Another project, named cseq on the package index, installs this file into the same folder.
 if os.path.exists(f"{__path__[0]}/cli.py"):
     raise ImportError(
-        f"{__path__[0]} has files of another project, which the package index calls cseq: run "
+        f"{__path__[0]} has files of another project, named cseq on the package index: run "
         "`pip uninstall cseq cseq-loader`, then install cseq-loader",
         name="cseq",
     )
@@ -168,10 +168,11 @@ _ELSEWHERE = {
     "trace": "cseq.tracing",
 }
 
-if not typing.TYPE_CHECKING:  # to a type checker, the names above are all there are
+# Type checkers see the names above alone.
+if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Import what a program does not need, or lacks torch or Ray for, when it is asked for."""
+        """Import a name at its first use; few programs need all, and some lack torch or Ray."""
         if name in _ELSEWHERE:
             from importlib import import_module
 
@@ -183,12 +184,13 @@ if not typing.TYPE_CHECKING:  # to a type checker, the names above are all there
         try:
             return getattr(torch, name)
         except ImportError as error:
+            # `from cseq import DataLoader` would hide the message of an AttributeError.
             if error.name != "torch" or sys._getframe(1).f_code.co_name == "_handle_fromlist":
-                raise  # of `from cseq import DataLoader`, which would hide an AttributeError
+                raise
             raise AttributeError(str(error), name=name) from error
 
     def __dir__() -> list[str]:
-        """Name what is public; what needs torch and Ray, too, where these are there."""
+        """List the public names, and those that need torch or Ray if it is installed."""
         from importlib.util import find_spec
 
         loaders = ("DataLoader", "StatefulDataLoader") if find_spec("torch") else ()

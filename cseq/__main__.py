@@ -31,12 +31,12 @@ DOCS = "documentation: https://cseq-loader.github.io/cseq/stable/how-to/slow.htm
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what the command line says.
+    """Run the command line.
 
     Parameters
     ----------
     arguments : sequence of str, optional
-        The arguments to parse; by default, of the command line.
+        The arguments to parse, by default those of the command line.
     """
     parser = argparse.ArgumentParser(
         prog="cseq", description=DESCRIPTION, epilog=f"{EXAMPLES}\n\n{DOCS}", formatter_class=RAW
@@ -47,66 +47,67 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def command(name: str, about: str, look: object) -> argparse.ArgumentParser:
         options: dict[str, Any] = {"help": about, "epilog": DOCS, "allow_abbrev": False}
-        made = commands.add_parser(name, description=f"{about[:1].upper()}{about[1:]}.", **options)
-        made.set_defaults(look=look)
-        return made
+        added = commands.add_parser(name, description=f"{about[:1].upper()}{about[1:]}.", **options)
+        added.set_defaults(look=look)
+        return added
 
     run = command("run", "run a script with cseq's worker processes in torch's DataLoaders", _run)
     run.add_argument(
         "--watch",
         action="store_true",
-        help="leave torch's workers, and say at the end what they cost the script, and what helps",
+        help="keep torch's workers, and report at the end what they cost the script and what helps",
     )
     run.add_argument(
         "--rng",
         choices=("worker", "batch"),
-        help="seed each worker once, as torch does, or each batch: the same for any num_workers",
+        help="seed each worker once, as torch does, or each batch, whatever num_workers is",
     )
     run.add_argument(
         "--threads",
         action="store_true",
-        help="threads in place of processes, for map-style data sets: no copies, no pickling",
+        help="threads instead of processes, for map-style data sets: no copies, no pickling",
     )
-    run.add_argument("--report", metavar="FILE", help="a page of HTML about all that has run")
-    run.add_argument("--trace", metavar="FILE", help="a trace of every batch: .json or .json.gz")
-    run.add_argument("-m", dest="is_module", action="store_true", help="a module's name")
-    # One argument for both: after one of its own, argparse drops a `--` of the script's.
-    run.add_argument("script", nargs=argparse.PARSER, metavar="script", help="and its arguments")
+    run.add_argument("--report", metavar="FILE", help="write an HTML page about all loaders")
+    run.add_argument("--trace", metavar="FILE", help="trace every batch into a .json or .json.gz")
+    run.add_argument("-m", dest="is_module", action="store_true", help="the script is a module")
+    # One argument takes both: argparse would drop the script's own `--` from a second one.
+    run.add_argument("script", nargs=argparse.PARSER, metavar="script", help="with its arguments")
     bench = command("bench", "measure a data set or a loader, with and without cseq", _bench)
-    bench.add_argument("target", metavar="FILE.py:make", help="a function that returns it")
-    bench.add_argument("--step", metavar="30ms", help="what the loop does with a batch")
+    bench.add_argument("target", metavar="FILE.py:make", help="a function that returns either")
+    bench.add_argument("--step", metavar="30ms", help="how long the loop uses a batch")
     bench.add_argument(
-        "--seconds", type=float, default=5.0, help="for each row's rate, and again for its waiting"
+        "--seconds", type=float, default=5.0, help="how long to measure a row's rate, and its waits"
     )
-    command("doctor", "say what slows this machine or container down", _doctor)
+    command("doctor", "report what slows this machine or container down", _doctor)
     top = command("top", "show the runs of other processes, live (Linux)", _top)
-    top.add_argument("pid", nargs="?", type=int, metavar="PID", help="with all its descendants")
-    top.add_argument("--once", action="store_true", help="once, after a second")
+    top.add_argument("pid", nargs="?", type=int, metavar="PID", help="this process and descendants")
+    top.add_argument("--once", action="store_true", help="print once, after a second, and exit")
     given = parser.parse_args(arguments)
     if not hasattr(given, "look"):
         parser.print_help()
         return
+    # Encodings of files on Windows lack arrows.
     if given.look is not _run and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # Windows' files have no arrow
+        sys.stdout.reconfigure(errors="replace")
     status = given.look(given)
     if status is not None:
         sys.exit(status)
 
 
 def _run(given: argparse.Namespace) -> str | None:
-    """Run a script, or a module."""
     if not given.watch:
         _replace(given)
     elif given.rng or given.threads or given.report or given.trace:
         return (
-            "cseq run: --watch leaves torch's workers: give it without --rng, --threads, --report, "
+            "cseq run: --watch keeps torch's workers: give it without --rng, --threads, --report, "
             "--trace"
         )
     else:
         _watch()
     sys.argv = given.script
+    # A first `--` ends our own options.
     if sys.argv[0] == "--" and sys.argv[1:]:
-        del sys.argv[0]  # it ends our own options
+        del sys.argv[0]
     if given.is_module:
         _run_module(sys.argv[0])
     else:
@@ -137,9 +138,9 @@ def _top(given: argparse.Namespace) -> int | str:
 
 
 def _replace(given: argparse.Namespace) -> None:
-    """Have cseq's workers in every DataLoader."""
+    """Put cseq's workers into every DataLoader, in processes that the script starts, too."""
     if given.rng is not None:
-        os.environ["CSEQ_LOADER_RNG"] = given.rng  # for the processes it starts, too
+        os.environ["CSEQ_LOADER_RNG"] = given.rng
 
     if given.threads:
         os.environ["CSEQ_LOADER_WORKER_METHOD"] = "thread"
@@ -156,13 +157,13 @@ def _replace(given: argparse.Namespace) -> None:
             from cseq.observe.recorder import Recorder
 
             atexit.register(Recorder(given.report).end)
-    except (OSError, ValueError) as error:  # of a name
+    except (OSError, ValueError) as error:
         sys.exit(f"cseq run: {error}")
     atexit.register(_tell_engines, os.getpid())
 
 
 def _watch() -> None:
-    """Time every DataLoader, and leave it as it is."""
+    """Time every DataLoader without changing it."""
     from cseq.observe.watch import Watched, tell, watch
 
     loaders: dict[object, Watched] = {}
@@ -171,7 +172,7 @@ def _watch() -> None:
 
 
 def _tell_engines(pid: int) -> None:
-    """Say of each kind of loader which engine it had; not in a copy of the process."""
+    """Say which engine each kind of loader had, unless this is a forked copy of the process."""
     from cseq.adapters.torch.fallback import lines
 
     if os.getpid() == pid and sys.stderr is not None:
@@ -194,11 +195,12 @@ def _run_module(name: str) -> None:
 
 def _run_script(script: str) -> None:
     """Run a file as ``python`` does, or a folder or an archive that has a ``__main__.py``."""
-    # What ``__file__`` is, also where the script goes; `..` after a link stays as it is.
+    # This is ``__file__`` even after a chdir. It keeps a `..` that follows a link.
     path = os.path.join(os.getcwd(), script)
     if pkgutil.get_importer(path) is not None:
         _enter(None)
-        runpy.run_path(path, run_name="__main__")  # which enters it
+        # This puts the folder or archive first on `sys.path`.
+        runpy.run_path(path, run_name="__main__")
         return
     try:
         with io.open_code(path) as file:
@@ -208,8 +210,8 @@ def _run_script(script: str) -> None:
         print(f"{sys.executable}: can't open file {path!r}: {reason}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
     _enter(os.path.dirname(os.path.realpath(path)))
-    # As python does it, the module stays when the script has come to its end: threads that still
-    # run and functions of `atexit` find their names. `runpy` sets `sys.argv[0]` to `__file__`.
+    # As in python, the module stays after the script ends: threads that still run and functions of
+    # `atexit` find their names. `runpy` would remove it, and sets `sys.argv[0]` to `__file__`.
     module = ModuleType("__main__")
     module.__dict__.update(
         __annotations__={},
@@ -223,8 +225,9 @@ def _run_script(script: str) -> None:
 
 
 def _enter(folder: str | None) -> None:
-    """Have modules looked for in a folder, in place of where ``-m cseq`` was called."""
-    if sys.flags.isolated or getattr(sys.flags, "safe_path", False):  # neither is there
+    """Replace, on ``sys.path``, the folder in which ``-m cseq`` was called, or remove it."""
+    # These flags put neither folder on the path.
+    if sys.flags.isolated or getattr(sys.flags, "safe_path", False):
         return
     if folder is None:
         del sys.path[0]

@@ -24,7 +24,7 @@ __all__ = ["MPSequence", "MTSequence", "RaySequence"]
 
 
 class _Kind(MSequence[B_co]):
-    """An `MSequence` whose class sets `thread_type`: the arguments after it move up by one."""
+    """An `MSequence` whose class sets `thread_type`. Arguments after it move up by one."""
 
     @arguments.explained
     def __init__(
@@ -94,11 +94,11 @@ class MTSequence(_Kind[B_co]):
 class RaySequence(_Kind[B_co]):
     """Whole batches from worker processes on the nodes of a Ray cluster.
 
-    It takes the parameters of `MSequence`, except ``thread_type``. `worker` may also be a
-    `RayFleet`, which then has the workers. Otherwise, `start` makes a fleet, which `finish` ends:
-    `num_workers` processes with one CPU each, spread over the nodes, with this manager's `timeout`,
-    `threads` and `seed_globals`. If Ray is not connected yet, `start` connects as ``ray.init()``
-    does. `buffer` is 'auto' by default, within `memory_limit`.
+    It takes the parameters of `MSequence`, except ``thread_type``. `worker` may be a `RayFleet`,
+    which then has the workers. Otherwise, `start` makes a fleet, which `finish` ends: `num_workers`
+    processes with one CPU each, spread over the nodes, with this manager's `timeout`, `threads` and
+    `seed_globals`. If Ray is not connected yet, `start` connects as ``ray.init()`` does. `buffer`
+    is 'auto' by default, within `memory_limit`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""A manager: started, used in a `with`, finished; each start of it is a `Run`."""
+"""A manager: started, used in a `with`, finished; each start is a `Run`."""
 
 from __future__ import annotations
 
@@ -54,24 +54,28 @@ def pool_of(kind: str, job: Job) -> Pool[Batches]:
 
 
 class Manager:
-    """What has one run after another: its pool, the place of the loop, and the lock around both."""
+    """Has one run after another: its pool, the loop's place, and the lock around both.
+
+    `_stats` and `_skipped` are the last run's while none runs; `_trace` is the last start's. The
+    log names each of `_logged_causes` once.
+    """
 
     def __init__(self) -> None:
-        self._lock = Lock()  # around changes of the next ones
+        self._lock = Lock()
         self._run: Run[Batches] | None = None
-        self._is_entered = False  # it is in its own 'with'
-        self._trace: tracing.Trace | None = None  # that of the last start
+        self._is_entered = False
+        self._trace: tracing.Trace | None = None
         self._place = Place()
-        self._stats = Stats()  # of the last run, when nothing runs
+        self._stats = Stats()
         self._skipped: list[Skipped] = []
-        self._logged_causes: set[str] = set()  # causes that the log has said
+        self._logged_causes: set[str] = set()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied: two would share an order, or workers, or neither."""
+        """Refuse to be pickled or copied: whether two share an order or workers is undefined."""
         raise TypeError(
             f"{type(self).__name__} cannot be pickled or copied; make a manager in each process "
-            "that needs one, with the same arguments, and load_state_dict(state_dict()) for the "
-            "place"
+            "that needs one, with the same arguments, and call load_state_dict(state_dict()) to "
+            "continue at the same place"
         )
 
     @property
@@ -81,7 +85,7 @@ class Manager:
         return "in its own 'with'" if self._is_entered else "started"
 
     def _alone(self) -> Hold:
-        """Hold the lock, for a call that cannot be made in the middle of another one."""
+        """Hold the lock for a call that must not interrupt another one."""
         rest()
         if self._run is not None:
             self._run.lock.refuse_mine()
@@ -89,15 +93,15 @@ class Manager:
         return self._lock.hold()
 
     def _look(self) -> Hold:
-        """Hold the lock, to look at what it protects; in the middle of a call, if it is free.
+        """Hold the lock to read what it protects; in the middle of a call, only if it is free.
 
-        Who has it then may wait for that very call.
+        Its holder may be waiting for that very call.
         """
         within = self._run is not None and self._run.lock.is_mine
         return self._lock.hold(0 if within else -1)
 
     def _put_off(self, call: Callable[[], object]) -> bool:
-        """Put a call off to the end of the one that this thread is in, if it is in one."""
+        """Defer a call to the end of the call that this thread is in, if any."""
         run = self._run
         for lock in (self._lock,) if run is None else (self._lock, run.lock):
             if lock.is_mine:
@@ -108,40 +112,41 @@ class Manager:
         return False
 
     def _open(self, pool: Pool[Batches]) -> None:
-        """Start a pool; nothing runs."""
+        """Start a pool, while nothing runs."""
         pool.logged_causes = self._logged_causes
+        # The pool opens last: if a signal handler raises before, `_end` has a run to close.
         self._run = run = Run(pool)
         try:
             run.close_with(self)
-            pool.open()  # not before: a signal handler may raise anywhere
+            pool.open()
         except BaseException as error:
             self._end(error)
             raise
 
     def _started(self) -> Self:
-        """Return the manager, at the end of a start; what that has called may have finished it."""
+        """Return the manager at the end of a start, unless a callback finished it meanwhile."""
         if self._run is None:
             raise InterruptedError("finish() was called while the manager was being started")
         return self
 
     def _present(self) -> Run[Batches]:
-        """Return what runs, for an iterator of this process."""
+        """Return the run, for an iterator of this process."""
         run = self._run
         assert run is not None
         if not run.is_ours:
             raise OSError(
                 "this manager was started by the process that forked this one; call "
-                "start() here, or make a manager of its own"
+                "start() here, or make another manager"
             )
         return run
 
     def finish(self) -> None:
-        """Stop the workers, within a bounded time. You can call it twice.
+        """Stop the workers within a bounded time. You can call it twice.
 
         A signal handler, an order or a destructor may call it in the middle of another call of the
-        manager. It then only sets a mark: the other call takes no more batches, and ends the run.
+        manager. It then only sets a mark: the other call takes no more batches and ends the run.
 
-        If an exception is under way (Ctrl-C), workers in a batch get 0.5 s instead of 5 s.
+        While an exception propagates (Ctrl-C), workers get 0.5 s instead of 5 s to end their batch.
 
         Raises
         ------
@@ -155,15 +160,15 @@ class Manager:
                 self._end()
 
     def _begin_trace(self, path: str | os.PathLike[str] | None, rank: int) -> None:
-        """Record until `_end`, if there is a path; nothing runs."""
+        """Record until `_end` if there is a path. Nothing runs yet."""
         if path is not None:
             self._trace = trace = tracing.Trace(path, rank=rank)
             trace.begin_recording()
 
     def _end(self, ended: BaseException | None = None) -> None:
-        """End what runs, if anything does; where a signal handler raises, another call goes on.
+        """End the run, if any. If a signal handler raises here, call it again to go on.
 
-        `ended`: the exception that is under way.
+        `ended` is the exception that propagates.
         """
         self._is_entered = False
         run = self._run
@@ -177,7 +182,7 @@ class Manager:
             trace.end_recording(ended)
 
     def _refuse_inside_with(self, verb: str) -> None:
-        """Raise OSError inside the manager's own ``with``, which needs what runs."""
+        """Raise OSError inside the manager's own ``with``, which needs the run."""
         if self._is_entered:
             raise OSError(
                 f"{verb}() inside the manager's own 'with': its end finishes the manager; leave "
@@ -188,7 +193,7 @@ class Manager:
         with self._lock.hold():
             if self._state != "started":
                 raise OSError(
-                    f"'with' needs a manager that was just started, this one is "
+                    f"'with' needs a manager that was just started, but this one is "
                     f"{self._state}; write: with manager.start() as m:"
                 )
             self._is_entered = True
@@ -200,7 +205,8 @@ class Manager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._is_entered = False  # before any call: `finish` is to work after an interrupt
+        # This comes before any call: `finish` has to work after an interrupt.
+        self._is_entered = False
         if not self._put_off(self.finish):
             with self._lock.hold():
                 self._end(error)
@@ -235,7 +241,7 @@ class Manager:
         Parameters
         ----------
         since : Stats, optional
-            An earlier result of `stats` in this run: only what came after it counts.
+            An earlier result of `stats` in this run. Only what came after it counts.
 
         Returns
         -------
@@ -256,15 +262,15 @@ class Manager:
     def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         """Write an HTML page about the run: why the loop waited, and what would help.
 
-        It is about the present run or, after its end, about the last one. The page needs no script
-        and no network, and you can print it.
+        It is about the present run, or else the last one. The page needs no script and no network,
+        and you can print it.
 
         Parameters
         ----------
         path : str or path
-            A file that is already there is replaced.
+            The file to write. An existing one is replaced.
         title : str, optional
-            The page's heading. None: the script's name.
+            The page's heading, by default the script's name.
 
         Examples
         --------
@@ -280,10 +286,10 @@ class Manager:
 
     @property
     def skipped(self) -> list[Skipped]:
-        """What ``on_error='skip'`` left out since the last start: samples, and whole batches.
+        """The samples and whole batches that ``on_error='skip'`` left out since the last start.
 
-        The list has the latest 1000, each with ``epoch``, ``batch``, ``sample`` (None: the whole
-        batch), ``error`` and ``indices``. ``stats().skips`` counts every such batch.
+        The list has the latest 1000, each with ``epoch``, ``batch``, ``sample`` (or None for a
+        whole batch), ``error`` and ``indices``. ``stats().skips`` counts every such batch.
         """
         with self._look():
             return list(self._skipped) if self._run is None else self._run.pool.tickets.skipped

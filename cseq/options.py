@@ -10,7 +10,8 @@ from cseq.system import memory_limit_of
 
 __all__ = ["MAX_RESTARTS", "Size", "WorkerOptions"]
 
-MAX_RESTARTS = 100  # in an epoch, where nothing else is said
+# The default of `max_restarts`.
+MAX_RESTARTS = 100
 
 
 class WorkerOptions(NamedTuple):
@@ -19,7 +20,7 @@ class WorkerOptions(NamedTuple):
     Attributes
     ----------
     memory_limit : int or None
-        In bytes; None: a quarter of the memory of the machine that has them, or a rank's part.
+        In bytes, or None for a rank's part of a quarter of the memory of the workers' machine.
     """
 
     start_method: str | None = None
@@ -31,7 +32,7 @@ class WorkerOptions(NamedTuple):
     preload: bool = True
 
     def checked(self) -> WorkerOptions:
-        """Check these arguments."""
+        """Return the checked options."""
         limit, threads = self.memory_limit, self.threads
         return WorkerOptions(
             choice("start_method", self.start_method, (None, *start_methods())),

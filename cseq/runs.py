@@ -1,7 +1,7 @@
 """One start of a manager, loader or stream; all runs of this process.
 
 An iterator ends when its run's generation number changes, even in other threads and in forked
-processes. A run whose owner is garbage collected is closed on a thread of its own.
+processes. When a run's owner is garbage collected, a thread of its own closes the run.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "await_closings", "close_elsewhere", "on_close", "present"]
 
-NAME = "cseq-close"  # of the threads that close dropped runs
-
+# The name of the threads that close dropped runs.
+NAME = "cseq-close"
 # How long the interpreter's end waits for runs that are being closed, and for threads in a batch.
 EXIT_SECONDS = 15.0
-TOLD_SECONDS = 2.0  # and for what is still to be logged
-LOCK_SECONDS = 5.0  # how long `close` waits for a call that another thread is in
-
+# How long it then waits for records that are still to be logged.
+LOG_SECONDS = 2.0
+# How long `close` waits for another thread's call.
+LOCK_SECONDS = 5.0
 
 K = TypeVar("K", bound="Tickets")
 
@@ -50,9 +51,10 @@ class Run(Generic[K]):
     lock : Lock
         See `RunState`.
     about : str
-        What it reads, for reports.
+        The name of its data, for reports.
     is_ended : bool
-        `close` was called: it can only be closed, also if that was interrupted.
+        Whether `close` was called. From then on, even if that was interrupted, the run can only be
+        closed.
     """
 
     def __init__(self, pool: Pool[K]) -> None:
@@ -67,18 +69,19 @@ class Run(Generic[K]):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started it, and is not a forked child of one that did."""
+        """Whether this process, and not one that forked it, started the run."""
         return os.getpid() == self._pid
 
     def close_with(self, owner: object) -> None:
-        """Close this run when its owner is garbage collected, until `close` has ended it."""
+        """Close this run when its owner is garbage collected, unless `close` ended it before."""
         self._finalizer = weakref.finalize(owner, close_elsewhere, self.close, self._pid)
-        self._finalizer.atexit = False  # `_close_all` sees to that
+        # At the interpreter's end, `_close_all` closes it.
+        self._finalizer.atexit = False
 
     def interrupt(self) -> int:
-        """End all iterators made so far, also one that waits in another thread.
+        """End every iterator made so far, including one waiting in another thread.
 
-        Returns the generation that begins here.
+        Returns the new generation.
         """
         generation = self.pool.run.interrupt()
         if self.is_ours:
@@ -86,20 +89,21 @@ class Run(Generic[K]):
         return generation
 
     def close(self, *, hurried: bool = False) -> None:
-        """End the iterators and the pool; in a forked process there is no pool to end.
+        """End the iterators and the pool. A forked process has no pool to end.
 
-        `hurried`: the program ends, and a worker that is busy with a batch is not waited for. So it
-        is where an exception is under way (Ctrl-C).
+        If `hurried`, or while an exception propagates (Ctrl-C), the pool does not wait for a worker
+        that is busy with a batch.
 
-        A pool is never closed in the middle of a call: in one of this thread, or of another one
-        that goes on for `LOCK_SECONDS`, this only marks the run, and the call closes it.
+        A pool is never closed in the middle of a call. If this thread is in a call, or another
+        thread's call takes longer than `LOCK_SECONDS`, the run is only marked, and that call closes
+        it.
         """
         self.pool.is_hurried = hurried or sys.exc_info()[0] is not None
         try:
             if not self.is_ended and self.is_ours:
                 for call in on_close:
                     call(self)
-        finally:  # what looks at runs may raise: this one is ended all the same
+        finally:
             self._end()
 
     def _end(self) -> None:
@@ -108,10 +112,11 @@ class Run(Generic[K]):
         if self.is_ours and not self._close_pool():
             self.lock.put_off(partial(self.close, hurried=self.pool.is_hurried))
         elif self._finalizer is not None:
-            self._finalizer.detach()  # not before: an interrupted close is called again
+            # This comes last, so that the finalizer repeats a close that was interrupted.
+            self._finalizer.detach()
 
     def _close_pool(self) -> bool:
-        """Close the pool, unless a call is under way; return whether it is closed."""
+        """Close the pool, unless a call is under way. Return whether it is closed."""
         if self.lock.is_mine:
             return False
         with self.lock.hold(LOCK_SECONDS) as hold:
@@ -122,8 +127,10 @@ class Run(Generic[K]):
 
 
 _runs: weakref.WeakSet[Run[Any]] = weakref.WeakSet()
-on_close: list[Callable[[Run[Any]], object]] = []  # called with each run that is to end
-_closings: set[Latch] = set()  # of runs whose owners were dropped, until they are closed
+# Each is called with every run that is about to end.
+on_close: list[Callable[[Run[Any]], object]] = []
+# One for each run whose owner was dropped, until the run is closed.
+_closings: set[Latch] = set()
 
 
 def present() -> list[Run[Any]]:
@@ -132,17 +139,18 @@ def present() -> list[Run[Any]]:
 
 
 def close_elsewhere(close: Callable[[], object], pid: int) -> None:
-    """Call `close` on another thread, without waiting for it; the interpreter's end waits.
+    """Call `close` on another thread without waiting for it. The interpreter's end waits.
 
     Garbage collection can happen on any thread, between any two instructions, so it must not wait.
-    In a process that was forked off the owner, which has the number `pid`, it may happen before
-    Python knows of the fork, where no thread can begin; and nothing is to be closed.
+    In a child that the owner's process `pid` forked, there is nothing to close, and no thread can
+    start before Python knows of the fork.
     """
     if os.getpid() != pid:
         return
     closed = Latch()
     _closings.add(closed)
-    pending = [close]  # nothing refers to it once it is done, not even the thread that began it
+    # The thread pops `close`, so that nothing refers to it afterwards.
+    pending = [close]
 
     def work() -> None:
         try:
@@ -152,14 +160,15 @@ def close_elsewhere(close: Callable[[], object], pid: int) -> None:
             closed.set()
 
     def start_thread() -> None:
-        # `close` may call `threading.current_thread`, which registers a dummy for a thread that
-        # `threading` has not started; that would stay in its list.
+        # In a thread that `threading` did not start, `threading.current_thread`, which `close` may
+        # call, would register a dummy that stays in its list.
         try:
             threading.Thread(target=work, name=NAME, daemon=True).start()
-        except RuntimeError:  # no more threads
+        except RuntimeError:
             work()
 
-    # Not at once: the start of a `threading.Thread` takes locks that this very thread may hold.
+    # Starting a `threading.Thread` here would take locks that this thread may hold. RuntimeError
+    # means that there can be no more threads.
     try:
         _thread.start_new_thread(start_thread, ())
     except RuntimeError:
@@ -167,7 +176,7 @@ def close_elsewhere(close: Callable[[], object], pid: int) -> None:
 
 
 def await_closings(seconds: float) -> None:
-    """Wait until the runs of dropped owners are closed, at most `seconds`."""
+    """Wait at most `seconds` until the runs of dropped owners are closed."""
     deadline = time.monotonic() + seconds
     for closing in list(_closings):
         closing.wait(max(0.0, deadline - time.monotonic()))
@@ -175,23 +184,25 @@ def await_closings(seconds: float) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    """Close all runs at the interpreter's end, and wait for those that are being closed."""
+    """Close all runs at the interpreter's end, and wait for runs that are being closed."""
     end_daemons()
     deadline = time.monotonic() + HURRY
     for run in list(_runs):
         if run.is_ours and run.pool.supervisor is not None:
             run.pool.supervisor.hurry(deadline)
     await_closings(EXIT_SECONDS)
-    with contextlib.ExitStack() as stack:  # all of them, also if one raises
+    # The stack closes all runs even if one raises.
+    with contextlib.ExitStack() as stack:
         stack.callback(await_left, EXIT_SECONDS)
         for run in list(_runs):
             stack.callback(run.close, hurried=True)
-    await_told(time.monotonic() + TOLD_SECONDS)
+    await_told(time.monotonic() + LOG_SECONDS)
 
 
 def _interrupt_all() -> None:
     """Keep a forked process from taking batches out of its parent's rings."""
-    _closings.clear()  # their threads do not exist here
+    # The closing threads do not exist here.
+    _closings.clear()
     for run in _runs:
         run.interrupt()
 

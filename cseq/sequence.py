@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from cseq.order.base import Order
     from cseq.order.shard import Given
 
-    # What the loop gets; anything where that is not said.
+    # The type of a batch.
     B_co = TypeVar("B_co", covariant=True, default=Any)
 else:
     B_co = typing.TypeVar("B_co", covariant=True)
@@ -47,33 +47,33 @@ MOST_EPOCH = 2**64 - 1
 
 
 class MSequence(Manager, Generic[B_co]):
-    """The managers' common class: workers make whole batches, which the loop gets in order.
+    """The managers' base class: workers make whole batches, which the loop gets in order.
 
     An epoch has each sample once.
 
     Parameters
     ----------
     worker : class, callable or indexer
-        What makes an indexer: an object with ``__getitem__(indices) -> batch``, where `indices` is
-        a new one-dimensional ``int64`` array. A class, or another callable without arguments, is
-        called once in every worker process or thread (in threads one after another). An object that
-        has ``__getitem__``, such as an array, is the indexer itself: processes get copies, threads
+        Makes an indexer: an object with ``__getitem__(indices) -> batch``, where `indices` is a new
+        one-dimensional ``int64`` array. A class, or another callable without arguments, is called
+        once in every worker process or thread (in threads one after another). An object that has
+        ``__getitem__``, such as an array, is the indexer itself: processes get copies, threads
         share it. A torch ``Dataset``, or a class of these, goes through `from_dataset`. If the
         indexer has ``close()``, it is called when its worker ends.
     dset_size : int or one-dimensional array or list of int, optional
-        The number of samples, or their indices (which are never changed). None: ``len(worker)``, or
-        the number that `order` has.
+        The number of samples, or their indices (which are never changed). By default,
+        ``len(worker)``, or the number that `order` has.
     num_workers : int or 'auto'
-        Worker processes or threads. 0: none, so `start` does the same as `start_test`. 'auto': as
-        many as the loop needs; the number changes during the run (docs/how-to/auto.md).
+        Worker processes or threads. With 0, `start` does the same as `start_test`. With 'auto',
+        cseq changes the number during the run to what the loop needs (docs/how-to/auto.md).
     num_converters : int, optional
         Threads that move batches to the CUDA device, at most `num_workers`. Without CUDA, there are
-        none. None: 1 for processes, otherwise ``max(num_workers // 4, min(num_workers, 4))``.
+        none. The default is 1 for processes, else ``max(num_workers // 4, min(num_workers, 4))``.
     batch_size : int
         Samples in a batch. The last one may be smaller.
     buffer : int, 'auto' or None
-        How many batches are made ahead of the loop, from 1 to 16384. 'auto': as many as help. None:
-        10, or on a Ray cluster 'auto'.
+        How many batches are made ahead of the loop, from 1 to 16384, or 'auto' for as many as help.
+        The default is 10, or 'auto' on a Ray cluster.
     shuffle : bool or 'feistel'
         True: a new order for each epoch, which depends only on the seed, the epoch and the number
         of samples. 'feistel': such an order that needs no table, for more than about 10**9 samples.
@@ -81,27 +81,27 @@ class MSequence(Manager, Generic[B_co]):
     thread_type : 'proc', 'thread' or 'ray'
         Whether workers are processes, threads, or processes on a Ray cluster.
     out_type : str, None, torch.device or callable
-        ``'cuda'``, ``'cuda:1'``: tensors on that device, or on the CPU if there is no CUDA.
-        ``'cpu'`` or None: CPU tensors, or arrays if there is no torch. ``'null'``: what the indexer
-        returned. A callable is applied to every array.
+        ``'cuda'`` or ``'cuda:1'`` gives tensors on that device, or on the CPU if there is no CUDA;
+        ``'cpu'`` or None gives CPU tensors, or arrays if there is no torch; ``'null'`` gives what
+        the indexer returned. A callable is applied to every array.
     seed : int, optional
-        In [0, 2**64). None: cseq draws one. The property `seed` shows it.
+        In [0, 2**64). By default, cseq draws one. The property `seed` shows it.
     dtype : data type, 'auto' or None
-        The type of numeric arrays with ``'cpu'`` and ``'cuda'``. None keeps each array's type:
-        integer labels need this. 'auto': None if `worker` is what `from_dataset` returns or has an
+        The type of numeric arrays with ``'cpu'`` and ``'cuda'``. None keeps each array's type, as
+        integer labels need. 'auto' means None if `worker` is what `from_dataset` returns or has an
         order, otherwise 'float32'.
     drop_last : bool
         Leave out the last batch if it is smaller than the others.
     ordered : bool
         False: deliver batches as they become ready.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
-        How processes are started. None: 'forkserver', but 'spawn' on macOS and Windows.
+        How processes are started, by default 'forkserver', or 'spawn' on macOS and Windows.
     shard : (rank, world_size), process group, DeviceMesh, 'auto' or None
         This rank's part of every global batch of ``batch_size * world_size`` samples. All ranks get
         the same number of samples, so up to ``world_size - 1`` samples from the beginning of an
-        epoch come again at its end. A process group of torch, or a DeviceMesh of one dimension:
-        this process's place in it. 'auto' finds the shard at the first `start` or ``len``: from a
-        worker of Ray Train, an initialised torch process group, JAX, or the variables of torchrun,
+        epoch come again at its end. A torch process group, or a DeviceMesh of one dimension, gives
+        this process's rank in it. 'auto' finds the shard at the first `start` or ``len``: from a
+        worker of Ray Train, an initialized torch process group, JAX, or the variables of torchrun,
         Lightning, Open MPI, MPICH or srun. A different answer later is an error. So is a DeviceMesh
         with other dimensions than data: give ``mesh["dp"]`` then.
     on_error : 'raise' or 'skip'
@@ -117,26 +117,26 @@ class MSequence(Manager, Generic[B_co]):
     memory_limit : int, str or None
         The most shared memory for held batches, in bytes or as '2GiB'. Beyond it, batches are
         copied. Free shared memory that no batch in flight needs counts too, and beyond the limit it
-        goes back to the system. None: a quarter of the memory of the machine or container, divided
-        by the ranks on it.
+        goes back to the system. The default is a quarter of the memory of the machine or container,
+        divided by the ranks on it.
     pad : bool
-        False: ranks repeat no sample. Some ranks may then have one batch, or one sample, less than
-        others.
+        If False, ranks repeat no sample. Some ranks may then have one batch, or one sample, less
+        than others.
     threads : int or None
         How many threads torch, OpenMP, OpenBLAS, MKL, numexpr and OpenCV use in each worker
-        process. Environment variables such as ``OMP_NUM_THREADS`` take precedence. None: each
-        library's own default, usually all cores. No effect with ``thread_type='thread'``.
+        process. Environment variables such as ``OMP_NUM_THREADS`` take precedence. None leaves each
+        library its own default, usually all cores. No effect with ``thread_type='thread'``.
     preload : bool
         The fork server imports the modules that `worker` refers to once, for all workers. If one of
-        them starts threads, opens files or initialises CUDA on import, each worker imports what it
+        them starts threads, opens files or initializes CUDA on import, each worker imports what it
         needs, as with False.
     order : Order, optional
-        An order to use instead of `shuffle`. None: that of `worker`, an indexer with an attribute
-        `order` that is one. If its units are batches (`Buckets`), leave out
-        `batch_size`. If they are rows (`Packed`), `batch_size` counts rows.
+        An order to use instead of `shuffle`, by default the attribute `order` of `worker`, if this
+        is an indexer that has one. If its units are batches (`Buckets`), leave out `batch_size`. If
+        they are rows (`Packed`), `batch_size` counts rows.
     repeat : int or True
-        How many epochs one ``iter()`` goes through. True: without end. Workers start the next epoch
-        while the loop uses the last batches of this one. `max_restarts` counts for all.
+        How many epochs one ``iter()`` goes through; True means without end. Workers start the next
+        epoch while the loop uses the last batches of this one. `max_restarts` counts for all.
     seed_globals : bool
         Seed `random`, ``numpy.random`` and torch's CPU generator before each batch, from the key of
         `rng`, in worker processes and in test mode. Only imported ones are seeded. Threads share
@@ -190,7 +190,7 @@ class MSequence(Manager, Generic[B_co]):
     ) -> None:
         worker, fleet = arguments.fleet_of(worker, thread_type)
         self._thread_type: arguments.ThreadType = thread_type
-        # Other ranks do not have a seed that was drawn.
+        # No other rank has a seed that was drawn here.
         self._drawn = self._own_seed = seed is None
         self._shard = shards.check_shard(shard)
         self._automatic = self._shard is None
@@ -226,11 +226,10 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def _sampler(self) -> Sampler:
-        """The epochs."""
         return self._job.sampler
 
     def _settle_shard(self) -> None:
-        """Resolve shard='auto'; the first answer holds, another one is an error."""
+        """Resolve shard='auto'. The first answer holds; a different one later is an error."""
         if not self._automatic:
             return
         with self._lock.hold():
@@ -244,7 +243,7 @@ class MSequence(Manager, Generic[B_co]):
                 self._job = self._job._replace(sampler=changed)
             self._shard = shard
 
-    # -- what it is
+    # -- description
 
     def __len__(self) -> int:
         """Batches in an epoch, for this rank."""
@@ -270,7 +269,7 @@ class MSequence(Manager, Generic[B_co]):
         return in_notebook(self.stats(), [(type(self).__name__, ""), *self._facts()])
 
     def _facts(self) -> Iterator[tuple[str, str]]:
-        """Name the arguments and the state; shard='auto' is not resolved for this."""
+        """Name the arguments and the state, without resolving shard='auto'."""
         with self._look():
             auto, run, sampler = self._job.auto, self._run, self._sampler
             order = sampler.order
@@ -286,8 +285,8 @@ class MSequence(Manager, Generic[B_co]):
                     f"{order.units - sampler.end():,} of {order.units:,} {kind(order)}",
                 )
             workers, buffer = run.pool.tickets.size if run and any(auto) else self._job.start
-            said = f"{workers} {arguments.KINDS[self._thread_type]}" if workers else "0"
-            yield "workers", f"auto: {said}" if auto[0] else said
+            text = f"{workers} {arguments.KINDS[self._thread_type]}" if workers else "0"
+            yield "workers", f"auto: {text}" if auto[0] else text
             if auto[1]:
                 yield "buffer", f"auto: {buffer}"
             yield "seed", f"{self.seed} (drawn)" if self._own_seed else f"{self.seed}"
@@ -356,10 +355,12 @@ class MSequence(Manager, Generic[B_co]):
             elif run is None or not run.is_ours or place.progress is not run.pool.feed:
                 self._place = place.moved(self._sampler, number)
             else:
+                # If the lock is taken, another thread is taking the first batch. Else the present
+                # iterator stays, and so does its place.
                 with run.lock.hold(0) as hold:
-                    if place.begun or not hold.has:  # another thread is taking the first batch
+                    if place.begun or not hold.has:
                         self._place = place.moved(self._sampler, number)
-                    else:  # the iterator stays, and so does its place
+                    else:
                         pool = run.pool
                         pool.tickets.begin_epoch(place, number, 0, pool.feed.generation)
 
@@ -367,13 +368,12 @@ class MSequence(Manager, Generic[B_co]):
     def sampler(self) -> RankSampler:
         """An object with two methods of torch's ``DistributedSampler``, for frameworks.
 
-        ``len()`` returns the number of samples that this rank gets in an epoch. ``set_epoch`` is
-        that of the manager.
+        ``len()`` returns the number of samples that this rank gets in an epoch. ``set_epoch`` sets
+        the manager's epoch.
         """
         return RankSampler(self._count_samples, self.set_epoch)
 
     def _count_samples(self) -> int:
-        """Count the samples that this rank gets in an epoch."""
         self._settle_shard()
         return self._sampler.units
 
@@ -393,7 +393,7 @@ class MSequence(Manager, Generic[B_co]):
         """Make a batch of any epoch again, in the calling thread, as the loop got it.
 
         Use it to look at a batch that was slow, odd or left out, with a debugger or a profiler. It
-        makes a new indexer, and does not affect the run.
+        makes a new indexer and does not affect the run.
 
         Parameters
         ----------
@@ -425,7 +425,7 @@ class MSequence(Manager, Generic[B_co]):
         return remaking.remake(self._job, epoch, batch, consumed)
 
     def _any(self, epoch: int) -> tuple[Sampler, int]:
-        """Return the sampler, and where an epoch was begun."""
+        """Return the sampler, and the position at which this manager began the epoch."""
         self._settle_shard()
         place = self._place
         return self._sampler, place.consumed if place.first == epoch else 0
@@ -451,8 +451,8 @@ class MSequence(Manager, Generic[B_co]):
         Returns
         -------
         MSequence
-            The manager. Iterate over it, or use it in a ``with``, whose end calls `finish`. The
-            loop raises an indexer's exceptions, `WorkerDied` and `WorkerTimeout`.
+            The manager. Iterate over it, or use it in a ``with``, which calls `finish` at its end.
+            The loop raises an indexer's exceptions, `WorkerDied` and `WorkerTimeout`.
 
         Raises
         ------
@@ -468,10 +468,7 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def _kind(self) -> str:
-        """The kind of pool that `start` starts."""
-        if not self._job.num_workers:
-            return "inline"
-        return self._thread_type
+        return self._thread_type if self._job.num_workers else "inline"
 
     def start_test(self, test_mode: arguments.TestMode = "default") -> Self:
         """Start test mode: the calling thread makes each batch when the loop asks for it.
@@ -481,7 +478,7 @@ class MSequence(Manager, Generic[B_co]):
         Parameters
         ----------
         test_mode : {'default', 'cpu', 'numpy'}
-            Batches as with `start`, CPU tensors, or what the indexer returned.
+            Whether batches are as with `start`, CPU tensors, or what the indexer returned.
 
         Raises
         ------
@@ -510,7 +507,7 @@ class MSequence(Manager, Generic[B_co]):
         compat: bool | None,  # noqa: FBT001
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
-        """End what runs, and start a pool."""
+        """End the run, if any, and start a pool."""
         self._refuse_inside_with(verb)
         self._settle_shard()
         self._end()
@@ -544,7 +541,8 @@ class MSequence(Manager, Generic[B_co]):
             run = self._present()
             self._settle_shard()
             generation = run.interrupt()
-            with run.lock.hold():  # now no batch is delivered
+            # No batch is delivered while the lock is held.
+            with run.lock.hold():
                 self._place = place = self._place.next(self._sampler)
                 run.pool.tickets.begin_epoch(place, place.first, place.consumed, generation)
             return FeedIterator(run.pool.feed, generation, self)
@@ -552,9 +550,9 @@ class MSequence(Manager, Generic[B_co]):
     def reweigh(self, weights: Mapping[str, float]) -> None:
         """Give the `Mixture` that this manager reads other weights, from the next batch on.
 
-        They hold until they are changed again, also in later epochs, whose size stays. Each source
-        goes on where it is. A state has the weights: it loads into a manager whose mixture was made
-        with the weights that this one's was made with. With several ranks, call it on each, after
+        They hold until the next change, even in later epochs, whose size stays. Each source
+        continues where it is. A state has the weights: it loads into a manager whose mixture was
+        made with the same first weights as this one's. With several ranks, call it on each, after
         the same batch. The batches that were made ahead are made again.
 
         Parameters
@@ -565,9 +563,9 @@ class MSequence(Manager, Generic[B_co]):
         Raises
         ------
         TypeError
-            The order is no `Mixture`, nor a `Balanced` one.
+            The order is not a `Mixture` or a `Balanced` one.
         ValueError
-            The weights are not those of its sources; a step or window of `Balanced` is not over; or
+            The weights do not match its sources; a step or window of `Balanced` is not over; or
             `repeat` or ``ordered=False`` was given, so that there is no such batch.
 
         Examples
@@ -693,7 +691,8 @@ class MSequence(Manager, Generic[B_co]):
                 self._refuse_inside_with("load_state_dict")
                 self._end()
             elif self._run is not None:
-                self._run.interrupt()  # its batches are of another place
+                self._run.interrupt()
             job, place = self._job._replace(sampler=sampler), Place(epoch, consumed, Tally(tokens))
-            self._place, self._job = place, job  # at once: a signal handler may look at both
+            # Both change in one statement: a signal handler may look at them.
+            self._place, self._job = place, job
             self._own_seed = False

@@ -1,7 +1,7 @@
 """A stream of items from each worker process, each in its own order.
 
-Worker w of N makes its own items. The trainer asks for them ahead, by tickets on a ring for each
-worker. The tickets of a worker that dies run again in its replacement. See docs/inside/streams.md.
+Worker w of N makes its own items. The trainer asks for them ahead by tickets, on one ring for each
+worker. If a worker dies, its replacement works on its tickets again. See docs/inside/streams.md.
 
 ::
 
@@ -11,7 +11,7 @@ worker. The tickets of a worker that dies run again in its replacement. See docs
               next(iterator)     ◄── slots ───────────── producer.items(start)
       begin(assignments, keys)   ── cell, or request ──► producer.make(key)
 
-In an epoch of *keys*, these name the items: the trainer draws keys from an iterator, `prefetch` for
+In an epoch of *keys*, each item has a key. The trainer draws keys from an iterator: `prefetch` for
 each worker at first, then one for each item that it returns.
 """
 
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ItemFailure", "KeyProducer", "Naming", "Producer", "Streams"]
 
-MOST_AHEAD = 2**62  # items
+# Items.
+MOST_AHEAD = 2**62
 
 
 class Streams:
@@ -52,16 +53,16 @@ class Streams:
         there as the workers of `MPSequence` do: by value if it cannot be imported.
     num_workers : int
     prefetch : int
-        The most items of a worker that are asked for, being made, or waiting. In an epoch of keys:
-        how many keys for each worker are drawn ahead of the items that were taken.
+        The most items of a worker that are asked for, being made, or waiting. In an epoch of keys,
+        how many keys for each worker are drawn ahead of the items taken.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
-        How processes are started; None: forkserver where it exists.
+        How processes are started, by default by a fork server where there is one.
     max_restarts : int
         Worker processes that may die and be replaced in an epoch.
     timeout : float, optional
-        Seconds that an item, or a call, may take before `on_timeout`: from when the worker begins
-        it or, if that is later, from when it is waited for. A worker may take ten times as long to
-        get ready.
+        Seconds that an item, or a call, may take before `on_timeout` applies. They count from when
+        the worker begins or the loop waits, whichever is later. A worker may take ten times as long
+        to get ready.
     on_timeout : 'raise' or 'restart'
         Raise `WorkerTimeout`, or replace the worker, which tries again.
     memory_limit : int, str or None
@@ -69,21 +70,20 @@ class Streams:
     threads, preload
         See `MSequence`.
     errors : 'raise' or 'return'
-        Raise exceptions in place of items, or return an `ItemFailure` there, which has the
-        ``error`` and the number of the ``worker``.
+        Raise an item's exception, or return an `ItemFailure` with the ``error`` and the number of
+        the ``worker``.
     naming : Naming
-        What messages call an item, and what it counts for.
+        What messages call an item, and how many samples it counts for.
     lethal : 'raise' or 'return'
-        In an epoch of keys, what an item does that has ended three workers: its `WorkerDied` ends
-        the streams, or takes its place.
+        In an epoch of keys, an item that killed three workers is a `WorkerDied`. It ends the
+        streams, or replaces that item alone.
     launch : 'now' or 'begin'
-        When workers are started: by the constructor; or by the first `ask`, or the first `begin`
-        once it has posted what they have to do. A forked worker then makes its first items while
-        others are forked; what the iterator of keys has changed here, it has changed in theirs.
-
+        Start the workers in the constructor; or in the first `ask`, or in the first `begin` after
+        it posted their work. A forked worker then makes its first items while others are forked,
+        and it sees what the iterator of keys changed in this process.
     kind : 'processes' or 'threads'
-        What the workers are. Between threads nothing is pickled: they have `producer`, assignments
-        and keys as they are, and the loop has the items. No thread dies, or can be replaced.
+        What the workers are. Between threads nothing is pickled: they share `producer`, assignments
+        and keys with the trainer, and items with the loop. No thread dies or can be replaced.
 
     Raises
     ------
@@ -92,25 +92,23 @@ class Streams:
 
     Notes
     -----
-    What starts the workers does not wait for them: an exception of `producer` is raised by the
-    first call that waits for them. An item is encoded before the next one is asked of the producer,
-    so the producer may reuse its buffers. An item stays intact as long as there are references to a
-    part of it.
+    The start does not wait for the workers: the first call that waits for them raises an exception
+    of `producer`. An item is encoded before the producer is asked for the next one, so the producer
+    may reuse its buffers. An item stays intact as long as there are references to any part.
 
-    An exception takes the place of its item; its ``__cause__`` shows the worker's traceback and has
-    the worker's number (``worker``). That of `Producer.items` also ends the worker's stream until
-    the next `begin`; that of a key's item, or of an item that cannot be pickled or decoded, ends
-    nothing.
+    An exception replaces its item. Its ``__cause__`` shows the worker's traceback and has the
+    worker's number (``worker``). If `Producer.items` raises, the worker's stream ends until the
+    next `begin`. If a key's item raises, or an item cannot be pickled or decoded, nothing ends.
 
-    A worker that has died is replaced: the new process begins the epoch from the same assignment
-    and goes on from the first item that was not received (`Producer.items`). Changes that `ask` has
-    made in the dead worker are lost.
+    A worker that died is replaced: the new process begins the epoch from the same assignment and
+    continues with the first item that was not received (`Producer.items`). Changes that `ask` made
+    in the dead worker are lost.
 
-    If a signal handler raises (Ctrl-C) in ``next``, no item has been taken, and the next call
-    returns it. If one raises in `begin`, no epoch is under way. In the middle of a call, a handler
-    can neither take items nor begin an epoch: RuntimeError.
+    If a signal handler raises (Ctrl-C) in ``next``, no item was taken, and the next call returns
+    it. If one raises in `begin`, no epoch is under way. A handler that takes items or begins an
+    epoch in the middle of another call gets RuntimeError.
 
-    Methods are for one thread at a time; `interrupt` and `close` are for any.
+    One thread at a time may call methods; any may call `interrupt` and `close`.
     """
 
     def __init__(
@@ -180,34 +178,32 @@ class Streams:
         assign: Literal["turn", "free"] = "turn",
         first: int = 0,
     ) -> list[Any]:
-        """Begin an epoch in every worker; what is left of an earlier one is dropped.
-
-        Items are then asked for ahead.
+        """Begin an epoch in every worker, and ask for items ahead. An earlier epoch is dropped.
 
         Parameters
         ----------
         assignments : sequence
-            The argument of each worker's ``begin``, one for each worker: of any size, pickled.
+            The argument of each worker's ``begin``, one for each worker, pickled, of any size.
         keys : iterator, optional
             The items are ``producer.make(key)`` of these, instead of ``producer.items(start)``. A
             key is anything that can be pickled. `prefetch` keys for each worker are drawn here, and
-            exactly one more for each item that is returned or raised, before it is. The iterator
-            runs in the thread that calls. Its exception is raised here, or once, after the items of
-            the keys before, and ends the epoch.
+            exactly one more before each item is returned or raised. The iterator runs in the
+            calling thread. Its exception ends the epoch: it is raised here, or once, after the
+            items of the keys before.
         ordered : bool
-            False: items come as they get ready; of several that are ready, the oldest first.
+            If False, items come as they become ready, the oldest first.
         assign : 'turn' or 'free'
             'turn': keys go to the workers in turn; with ``ordered=False``, to the next one that has
-            fewer than `prefetch` keys whose items were not taken. 'free': to the one that has the
-            fewest keys to work on.
+            fewer than `prefetch` keys whose items were not taken. 'free': a key goes to the worker
+            with the fewest keys to work on.
         first : int
-            The worker whose turn is the first, also of those that ``iter`` takes items from.
+            The worker that comes first, both in getting keys and in ``iter``.
 
         Returns
         -------
         list
-            The replies of the workers' ``begin``, in the order of the workers. With `keys` empty:
-            no reply is awaited, and an exception of ``begin`` is raised in place of an item.
+            The replies of the workers' ``begin``, in the order of the workers. It is empty with
+            `keys`: no reply is awaited, and an exception of ``begin`` is raised instead of an item.
 
         Raises
         ------
@@ -226,7 +222,7 @@ class Streams:
         ordered = flag("ordered", ordered)
         first = integer("first", first, least=0, most=self.num_workers - 1)
         if keys is not None and not hasattr(keys, "__next__"):
-            raise TypeError(f"keys={keys!r} is not an iterator; give iter(...) of it")
+            raise TypeError(f"keys={keys!r} is not an iterator; give iter(keys)")
         run = self._ours()
         run.lock.refuse_mine()
         generation = run.interrupt()
@@ -241,19 +237,18 @@ class Streams:
     def ask(self, method: str, *args: Any, worker: int | None = None, behind: bool = False) -> Any:
         """Call a method of the producers, and wait for the replies.
 
-        The call comes before items that were asked for and whose ticket the worker has not begun.
+        A worker makes the call before the items that it was asked for but has not begun.
 
         Parameters
         ----------
         method : str
-            Its name.
         *args : object
-            Pickled.
+            The arguments, pickled.
         worker : int, optional
-            The number of the worker to ask; None: all of them.
+            The number of the worker to ask, by default all workers.
         behind : bool
-            Call when all items that were asked for are made. A worker that has answered makes no
-            item until one is taken.
+            Call after all items that were asked for are made. A worker that answered makes no item
+            until one is taken.
 
         Returns
         -------
@@ -267,7 +262,7 @@ class Streams:
         OSError
             The streams are closed, or belong to the process that forked this one.
         Exception
-            What the method raised; the worker's stream is then over (but not an epoch of keys).
+            The method raised it. The worker's stream is then over, but not an epoch of keys.
         """
         run = self._ours()
         if worker is not None and not 0 <= worker < self.num_workers:
@@ -282,49 +277,49 @@ class Streams:
 
     @property
     def latest(self) -> int:
-        """The worker of the item that was returned last."""
+        """The number of the worker whose item was returned last."""
         worker: int = self._feed.latest
         return worker
 
     @property
     def glance(self) -> Callable[[], Any]:
-        """Return what is next in an ordered epoch of keys, if it is ready; else None.
+        """Return the next item of an ordered epoch of keys without taking it, or None.
 
-        It stays next: no key is drawn. See `Feed.glance`.
+        It is None if that item is not ready. No key is drawn. See `Feed.glance`.
         """
         return self._feed.glance
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the epoch: one item of each worker in turn, or the items of the keys.
 
-        Workers that have no more items are left out. With ``ordered=False``: items that are ready.
+        Workers without items are left out. With ``ordered=False``, items come as they become ready.
         """
         self._feed.check(self._feed.generation)
         return FeedIterator(self._feed, self._feed.generation, self)
 
     def interrupt(self) -> None:
-        """End the epoch: it gives no more items; a call that waits raises InterruptedError."""
+        """End the epoch: it gives no more items. A call that waits raises InterruptedError."""
         self._run.interrupt()
 
     def close(self) -> None:
-        """Stop the workers; returns within a bounded time. Calling it twice is fine."""
+        """Stop the workers within a bounded time. You can call it twice."""
         self._run.close()
 
     def stats(self) -> Stats:
-        """Return counts and times so far: a batch is an item, samples are as `naming` says."""
+        """Return counts and times so far. Each item is a batch; `naming` counts its samples."""
         return self._run.pool.stats()
 
     def pids(self) -> list[int | None]:
-        """Process ids of the workers, in their order; None for one that is just being started."""
+        """Process ids of the workers, in their order, each None until the process has started."""
         supervisor = self._run.pool.supervisor
         return [] if supervisor is None else supervisor.pids()
 
     def processes(self, *, wait: bool = False) -> dict[int, Child]:
-        """Latest process of each worker, by the worker's number; it may have ended.
+        """Latest process of each worker, by the worker's number. It may have ended.
 
-        Always the same dict, into which a process is put when it is started: who holds it knows the
-        processes also when the streams are gone. With `wait`, all are started on return, unless the
-        streams end meanwhile.
+        It is always the same dict, updated at each start, so its holder knows the processes even
+        after the streams are gone. With `wait`, all are started on return, unless the streams end
+        meanwhile.
         """
         supervisor = self._run.pool.supervisor
         if supervisor is None:

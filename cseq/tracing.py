@@ -1,4 +1,4 @@
-"""A trace of every batch: recorded while it runs, written as JSON for Perfetto."""
+"""A trace of every batch, recorded during a run and written as JSON for Perfetto."""
 
 from __future__ import annotations
 
@@ -35,32 +35,35 @@ log = logging.getLogger("cseq")
 
 TICKETS = 100_000
 MOST_TICKETS = 1 << 24
-QUARTER = 7_889_238 * 10**9  # ns: `baseTimeNanoseconds` is a multiple, as torch's profiler has it
-MADE_UP = 1 << 30  # thread ids of loops' rows; a thread has its own
-RUNNERS = MADE_UP // 2  # the first one of runners' rows
+# In ns. `baseTimeNanoseconds` is a multiple, as in torch's profiler.
+QUARTER = 7_889_238 * 10**9
+# Rows have thread ids: a loop's row this plus its thread's id, the runners' rows from RUNNERS on.
+MADE_UP = 1 << 30
+RUNNERS = MADE_UP // 2
 SUPERVISOR = RUNNERS - 1
 
-Record = Any  # a row of `_trace.TAKEN`
+# A row of `_trace.TAKEN`.
+Record = Any
 
-
-_guard = threading.Lock()  # around beginnings and ends of traces
+# Held while a trace begins or ends.
+_guard = threading.Lock()
 _present: Trace | None = None
 
 
 def trace(path: str | os.PathLike[str], *, tickets: int = TICKETS) -> Trace:
     """Record what happens to every batch inside a ``with``, and write it when that ends.
 
-    Every manager, loader and stream of this process is recorded, also one that has been started
-    before. Open the file at https://ui.perfetto.dev, or in chrome://tracing.
+    Every manager, loader and stream of this process is recorded, including those started before.
+    Open the file at https://ui.perfetto.dev or in chrome://tracing.
 
     Parameters
     ----------
     path : str or path
-        Ends in ``.json`` or ``.json.gz``. ``%p`` in it becomes the process id, ``%r`` the rank (0
-        where there is one process).
+        A name that ends in ``.json`` or ``.json.gz``. ``%p`` in it becomes the process id, ``%r``
+        the rank (0 if there is one process).
     tickets : int
-        How many batches are kept, the newest ones; 72 bytes of memory for each. The log says how
-        many were dropped.
+        How many batches to keep, the newest ones, in 72 bytes of memory each. The log says how many
+        were dropped.
 
     Returns
     -------
@@ -71,7 +74,7 @@ def trace(path: str | os.PathLike[str], *, tickets: int = TICKETS) -> Trace:
     TypeError, ValueError
         An argument is wrong.
     FileNotFoundError, NotADirectoryError
-        There is no folder of that name. Raised by the ``with``, as is:
+        There is no folder of that name. The ``with`` raises this and the next.
     RuntimeError
         Another trace records in this process.
 
@@ -86,7 +89,7 @@ def trace(path: str | os.PathLike[str], *, tickets: int = TICKETS) -> Trace:
 
 
 class Trace:
-    """What `trace` returns: a context manager, which records inside the ``with``."""
+    """The context manager that `trace` returns. It records inside the ``with``."""
 
     def __init__(
         self, path: str | os.PathLike[str], tickets: int = TICKETS, rank: int | None = None
@@ -101,15 +104,16 @@ class Trace:
         self._tickets = integer("tickets", tickets, most=MOST_TICKETS)
 
     def begin_recording(self) -> None:
-        """Begin to record; see `trace` for what is raised."""
+        """Begin to record. It raises what `trace` documents."""
         global _present
         path = full(self.path, self._rank)
-        os.stat(os.path.join(os.path.dirname(path), ""))  # raises where there is no such folder
+        # This raises if there is no such folder.
+        os.stat(os.path.join(os.path.dirname(path), ""))
         with _guard:
             if _present is not None:
                 raise RuntimeError(
                     f"a trace is recorded in this process already, into {_present.path}: end that "
-                    "one first (or unset CSEQ_TRACE, if it has begun it)"
+                    "one first (or unset CSEQ_TRACE, if it began it)"
                 )
             self.path = path
             self._pid, self._thread = os.getpid(), threading.get_native_id()
@@ -136,10 +140,10 @@ class Trace:
         self.end_recording(error)
 
     def end_recording(self, ended: BaseException | None = None) -> None:
-        """Record no more, and write the file; once.
+        """Stop recording, and write the file, unless that was done before.
 
-        If that fails, it raises; where the program has `ended` by an exception, which is to come
-        out, it logs.
+        If the write fails, it raises, or only logs if the program `ended` with an exception, which
+        must not be hidden.
         """
         with _guard:
             if _present is not self:
@@ -155,7 +159,7 @@ class Trace:
             log.error("the trace %s was not written: %s", self.path, str(error))
 
     def _stop(self) -> None:
-        """Record no more; `_guard` is held."""
+        """Stop recording. The caller holds `_guard`."""
         global _present
         lanes.record(None)
         self._taken, self._ever = end_log()
@@ -164,7 +168,7 @@ class Trace:
 
 
 def full(path: str, rank: int | None = None) -> str:
-    """Return a whole path, with the process id for %p and the rank for %r."""
+    """Return the absolute path, with the process id for %p and the rank for %r."""
     path = path.replace("%p", str(os.getpid()))
     if "%r" in path:
         from cseq.order import shard
@@ -177,19 +181,22 @@ def full(path: str, rank: int | None = None) -> str:
 
 
 class Writing:
-    """Makes the text of a trace's file, whose rows are one process's."""
+    """Makes the text of a trace's file.
+
+    `_names` names rows; `_runners` has the row of each pool's number and owner.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self._of, self._pid = trace, trace._pid
         self._pools = {pool.number: pool for pool in trace._lanes}
-        self._names = {trace._thread: "main"}  # of rows
-        self._runners: dict[tuple[int, int], int] = {}  # of a pool, an owner: its row
+        self._names = {trace._thread: "main"}
+        self._runners: dict[tuple[int, int], int] = {}
         shift = min((abs(b - a), t - (a + b) // 2) for a, t, b in _clocks())[1]
         self._base = (trace._begun + shift) // QUARTER * QUARTER
         self._shift = shift - self._base
 
     def file(self) -> Iterator[str]:
-        """Make the whole text."""
+        """Yield the text, piece by piece."""
         head = {
             "schemaVersion": 1,
             "displayTimeUnit": "ms",
@@ -204,7 +211,7 @@ class Writing:
         more = {"cseq": str(version), "tickets": count}
         if self._of._ever > count:
             more["dropped"] = text = f"the first {self._of._ever - count} tickets"
-            log.warning("the trace %s does not have all; dropped: %s", self._of.path, text)
+            log.warning("the trace %s is not complete; dropped: %s", self._of.path, text)
         last = self._event("i", "end", self._of._ended, SUPERVISOR, s="t")
         yield last + '\n], "otherData": ' + json.dumps(more) + "}\n"
 
@@ -217,10 +224,10 @@ class Writing:
             yield from self._happenings(pool)
         yield from self._headings()
 
-    # -- the loop, and what it took
+    # -- the loop, and the batches that it took
 
     def _loop(self, taken: np.ndarray[Any, Any], thread: int) -> Iterator[str]:
-        """Tell of what one thread took: how it waits for each batch, and what it does with it."""
+        """Show how one thread waits for each batch and uses it."""
         inline = [number for number, pool in self._pools.items() if pool.kind == "inline"]
         is_inline = np.isin(taken["feed"], inline)
         asked = np.where(is_inline, taken["started"], taken["asked"])
@@ -251,10 +258,9 @@ class Writing:
                 f"convert {_name_of(record)}", record["converting"], record["converted"], row
             )
 
-    # -- what happened to runners
+    # -- starts and deaths of runners
 
     def _happenings(self, pool: Lanes) -> Iterator[str]:
-        """Tell of starts and deaths."""
         self._names[SUPERVISOR] = "supervisor"
         for event in pool.events:
             if not self._of._begun <= event.ns <= self._of._ended:
@@ -269,13 +275,13 @@ class Writing:
     # -- rows
 
     def _runner(self, pool: Lanes, owner: int) -> int:
-        """Return the row of a runner; a worker process that is replaced leaves it to the next."""
+        """Return the row of a runner. A worker's replacement has the same row."""
         row = self._runners.setdefault((pool.number, owner), RUNNERS + len(self._runners))
         self._names[row] = self._title(pool, owner)
         return row
 
     def _title(self, pool: Lanes, owner: int) -> str:
-        """Name a runner, with its manager if there are several."""
+        """Name a runner, and its manager if there are several."""
         if len(self._pools) == 1:
             return pool.name(owner)
         return f"{pool.name(owner)} of manager {1 + list(self._pools).index(pool.number)}"
@@ -305,18 +311,19 @@ def _name_of(record: Record) -> str:
 
 
 def _clocks() -> Iterator[tuple[int, int, int]]:
-    """Read the system's clock between two readings of ours."""
+    """Read the system's clock between two readings of cseq's."""
     for _ in range(9):
         yield now_ns(), time.time_ns(), now_ns()
 
 
 # -- CSEQ_TRACE
 
-_was_asked = False  # the environment was asked, or does not count in this process
+# Whether CSEQ_TRACE was read, or does not count in this process.
+_was_asked = False
 
 
 def record_if_asked() -> None:
-    """Begin the trace that CSEQ_TRACE asks for, at the first start; it ends with the program."""
+    """Begin the trace that CSEQ_TRACE asks for, at the first start. It ends with the program."""
     global _was_asked
     path = os.environ.get("CSEQ_TRACE", "")
     if _was_asked or not path:
@@ -328,7 +335,7 @@ def record_if_asked() -> None:
 
 
 def _forget() -> None:
-    """Leave the trace to the process that has forked this one."""
+    """Leave the trace to the process that forked this one."""
     global _was_asked, _present, _guard
     _was_asked, _present, _guard = True, None, threading.Lock()
     lanes.record(None)

@@ -1,4 +1,4 @@
-"""What a trace records: tickets that were taken."""
+"""The tickets that a trace records."""
 
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -17,4 +17,5 @@ cdef extern from "cseq_trace.h" nogil:
                       unsigned short feed, int queue) noexcept
 
 
-cdef cseq_log* log  # of this process's trace
+# The log of this process's trace.
+cdef cseq_log* log

@@ -1,6 +1,6 @@
-"""Why a loop waits, and what helps: one table of rules over what was measured.
+"""Why a loop waits, and what helps: one table of rules over measurements.
 
-`advise` is a pure function of a `Window`. The rules are tried from the top; the first one that
+`advise` is a pure function of a `Window`. The rules are tried from the top, and the first one that
 holds gives the cause. `docs/how-to/slow.md` says the same in words.
 """
 
@@ -16,74 +16,75 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES", "Advice", "Rule", "Said", "Window", "advise", "duration"]
 
-ENOUGH_BATCHES = 8  # for any other answer than 'unknown'
-FED = 0.1  # part of the waits; if the GPU runs dry in less, the waits cost nothing
-LITTLE = 0.05  # part of the time; if the loop waits less, the loop is the bottleneck
-HANDOVER = 50e-6  # seconds a batch; if the loop waits less, larger batches are what helps
-OVERHEAD = 5e-6  # seconds; what either side needs for a batch, whatever is in it, is less
-MOST_LARGER = 64  # times as large as they are; larger batches are not named
-LONGER = 1.5  # times as long as now; larger batches take that to hand over
-BUSY = 0.8  # part of the time; workers that work as much cannot do more
-START = 2.0  # seconds until the first batch
-GIL = 1e-3  # seconds; a wait for the GIL that takes so long is a long one
-LONG = 0.3  # part of the waits for the GIL; if more are long, threads compete for it
-ONE_CORE = 1.3  # cores that threads use at most if only one of them runs at a time
-HELD = 0.8  # cores; if threads want fewer, the GIL is free now and then
-STARVED = 2.0  # times what threads compute; if they wait longer for a core, so does who has the GIL
-USED_UP = 0.95  # part of the cores
-QUEUED = 0.25  # part of the work; if workers wait longer for a core, there is none for another one
-OTHERS = 0.7  # part of the cores; if this process uses less, and waits for a core, others use it
-TURNS = 0.2  # part of what threads compute that the workers do, where these hold the GIL
-SPARE = 1.1  # workers for one that is needed
-MOST_READERS = 4  # workers for each core, where they wait for something else than a core
-MOST_BUFFER = 16384  # batches
+# Batches below which the answer is 'unknown', and seconds until the first batch that are normal.
+ENOUGH_BATCHES, START = 8, 2.0
+# The loop is the bottleneck if it waits less than LITTLE of the time, or if the GPU runs dry in
+# less than FED of the waits, so that the waits cost nothing.
+LITTLE, FED = 0.05, 0.1
+# If the loop waits less than HANDOVER seconds for a batch, larger batches help: at most MOST_LARGER
+# times as large, which take LONGER times as long to hand over. OVERHEAD is more than the seconds
+# that either side needs for a batch of any size.
+HANDOVER, OVERHEAD, MOST_LARGER, LONGER = 50e-6, 5e-6, 64, 1.5
+# Workers that work more than this fraction of the time cannot do more.
+BUSY = 0.8
+# A wait for the GIL of GIL seconds is long. Threads compete for the GIL if more than LONG of the
+# waits are long, they use at most ONE_CORE cores and want at least HELD, and the workers do at
+# least TURNS of the computing. If they wait for a core STARVED times as long as they compute, so
+# does the holder of the GIL.
+GIL, LONG, ONE_CORE, HELD, TURNS, STARVED = 1e-3, 0.3, 1.3, 0.8, 0.2, 2.0
+# The cores are used up above a fraction of USED_UP, or if workers wait for a core for more than
+# QUEUED of their work. If this process then uses less than OTHERS of them, other programs do.
+USED_UP, QUEUED, OTHERS = 0.95, 0.25, 0.7
+# Workers to advise for one that is needed; the most per core if they wait for something else.
+SPARE, MOST_READERS = 1.1, 4
+MOST_BUFFER = 16384
 
-# Units of time: the name, the seconds in it, the least number of seconds it is used for.
+# Each unit of time: its name, its seconds, and the seconds from which it is used.
 UNITS: list[tuple[str, float, float]] = [("h", 3600, 7200), ("min", 60, 120), ("s", 1, 0.9995)]
 UNITS += [("ms", 1e-3, 0.9995e-3), ("µs", 1e-6, 0.9995e-6)]
 
 
 @dataclass(frozen=True)
 class Window:
-    """What was measured, in seconds and parts of the time; 0 where nothing was.
+    """Measurements in seconds and fractions, 0 where nothing was measured.
 
     Attributes
     ----------
     size : float
-        Samples in a batch; 0: not known.
+        Samples in a batch, or 0 if unknown.
     elapsed, waited : float
         The time of the epochs, and how much of it the loop waited.
     start, first : float
-        What the loop waited for the first batch of all, and for the first one of each other worker,
-        if no other epoch began. `elapsed` and `waited` include neither.
+        How long the loop waited for its first batch, and, if no other epoch began, for the first
+        one of each other worker. `elapsed` and `waited` include neither.
     step, step_p99 : float
-        The loop's own time for a batch: the mean without the longest twentieth, and the 99th
-        percentile.
+        The loop's own time for a batch: the mean, or without the longest twentieth if steps are
+        uneven, and the 99th percentile.
     index, index_p99 : float
         A worker's time for a batch: the mean, and the 99th percentile.
     busy : float
-        The part of the time in which a worker works: the mean over all workers.
+        The fraction of the time that workers work, on average.
     cpu : float or None
-        The part of `busy` in which they compute; None: not known.
+        The fraction of `busy` in which they compute, or None if unknown.
     queued : float
-        The part of `busy` in which they wait for a core; 0 where the system does not say.
+        The fraction of `busy` in which they wait for a core, or 0 if the system does not tell.
     loop_cpu, loop_queued : float
-        The parts of all time in which the loop's thread computes, and waits for a core.
+        The fractions of all time in which the loop's thread computes, and waits for a core.
     cores : int
         The cores for this process: its container's quota, divided by the ranks on the machine.
     gil, gil_long : float
-        A thread of a worker that asks for the GIL at some time waits for `gil` or longer in one of
-        five cases; it waits for at least `GIL` in the part `gil_long`. Not the mean: on a busy
-        machine, single waits are long.
+        One in five times that a worker's thread asks for the GIL, it waits for `gil` or longer, and
+        in the fraction `gil_long` for `GIL` or longer. A mean would say less: on a busy machine,
+        single waits are long.
     computed : float
         How many cores all threads together use, if they share a GIL.
     behind, early : float
-        Parts of the waiting: while most other batches are ready; for the first batches of later
+        Fractions of the waiting: while most other batches are ready; for the first batches of later
         epochs.
     converting : float
-        Part of the time that converters worked.
+        The fraction of the time that converters worked.
     dry : float or None
-        Part of the waits after which the GPU had nothing left to do; None: CUDA was not in use.
+        The fraction of waits after which the GPU had nothing left to do, or None without CUDA.
     slowest : str
         Names the slowest batch.
     """
@@ -120,12 +121,12 @@ class Window:
 
     @property
     def w(self) -> float:
-        """Part of the time that the loop waited."""
+        """The fraction of the time that the loop waited."""
         return min(self.waited / self.elapsed, 1.0) if self.elapsed > 0 else 0.0
 
     @property
     def is_stream(self) -> bool:
-        """Whether it is of a stream, as a DataLoader is one: its arguments have other names."""
+        """Whether the loader is a stream, as a DataLoader is: its arguments have other names."""
         return not self.buffer
 
     @property
@@ -135,27 +136,27 @@ class Window:
 
     @property
     def queue(self) -> float:
-        """How many threads, of the workers and the loop, wait for a core at a time."""
+        """How many threads of the workers and the loop wait for a core at a time."""
         return self.queued * self.busy * self.workers + self.loop_queued
 
     @property
     def wanted(self) -> float:
-        """How many cores the workers and the loop would use, if they never waited for one."""
+        """How many cores the workers and the loop would use if they never waited for one."""
         return self.own + min(self.loop_cpu, 1.0) + self.queue
 
     @property
     def starved(self) -> bool:
-        """Whether threads that share a GIL wait for a core, rather than for each other."""
+        """Whether threads that share a GIL wait for a core rather than for each other."""
         return self.queue > STARVED * self.computed
 
     @property
     def holds_gil(self) -> bool:
-        """Whether threads hold the GIL while they compute: others that ask for it wait long."""
+        """Whether threads hold the GIL while they compute, so that others wait long for it."""
         return self.threads and self.gil_long > self.computed / 4
 
     @property
     def has_others(self) -> bool:
-        """Whether other programs use the cores that are wanted here."""
+        """Whether other programs use the cores that this one wants."""
         return self.own + min(self.loop_cpu, 1.0) < OTHERS * self.cores
 
     @property
@@ -170,7 +171,7 @@ class Window:
 
     @property
     def enough(self) -> int:
-        """How many workers would keep up with the loop, if the cores allow so many."""
+        """How many workers would keep up with the loop, as far as the cores allow."""
         most = self.room if self.computes else max(MOST_READERS * self.cores, 2 * self.workers)
         wanted = math.ceil(SPARE * self.index / self.step) if self.step > 0 else most
         return max(self.workers + 1, min(wanted, most))
@@ -192,14 +193,14 @@ class Window:
             return max(1, self.workers)
         if self.cpu is None:
             return max(1, int(self.cores - min(self.loop_cpu, 1.0) + 0.5))
-        # Waits for a core get longer with each worker: half as much is taken off in advance.
+        # Each further worker makes waits for a core longer: subtract half of them in advance.
         queues = self.queued / max(self.cpu + self.queued, 0.01) / 2
         cores = 1.0 if self.holds_gil else self.cores - min(self.loop_cpu, 1.0)
         computing = min(max(self.cpu / (1 - self.queued), 0.01), 1.0)
         return max(1, int(cores * (1 - queues) / computing + 0.5))
 
     def rate(self, workers: float) -> float:
-        """Batches a second of so many workers that never wait for tickets."""
+        """Batches a second of a number of workers that never wait for tickets."""
         return min(workers, self.room) / self.index
 
 
@@ -212,13 +213,13 @@ class Advice:
     cause : str
         A word: see docs/how-to/slow.md.
     sentence : str
-        What was measured.
+        The measurements.
     action : str
-        What to do; empty: nothing.
+        What to do, if anything.
     change : dict
-        The arguments of the manager to change, if there are any: ``{'num_workers': 4}``.
+        The manager's arguments to change, if any: ``{'num_workers': 4}``.
     gain : float
-        The largest speed-up to expect; 1: none.
+        The largest speed-up to expect, or 1.
     start : str
         How long the loop waited for its first batch, if that was long, and what helps. All else
         describes the time after it.
@@ -244,16 +245,19 @@ class Advice:
 
 
 class Said(NamedTuple):
-    """What a rule adds to the waiting: what was seen, what helps, and how much it can gain."""
+    """A rule's observation, the action and the change that help, and the gain.
+
+    A `gain` of None means that all waiting would end.
+    """
 
     seen: str
-    action: str = ""  # beside `change`
+    action: str = ""
     change: Mapping[str, int] = MappingProxyType({})
-    gain: float | None = None  # None: all of the waiting
+    gain: float | None = None
 
 
 class Rule(NamedTuple):
-    """A cause, the test for it, and what it says."""
+    """A cause, its test, and its advice."""
 
     cause: str
     test: Callable[[Window], bool]
@@ -262,7 +266,8 @@ class Rule(NamedTuple):
 
 def advise(window: Window) -> Advice:
     """Return the advice of the first rule that holds, and a line about a slow start."""
-    rule = next(rule for rule in RULES if rule.test(window))  # the last one always does
+    # The last rule always holds.
+    rule = next(rule for rule in RULES if rule.test(window))
     said = rule.say(window)
     named = [f"{name}={value}" for name, value in said.change.items()]
     action = ", ".join(filter(None, [*named, said.action]))
@@ -278,7 +283,7 @@ def advise(window: Window) -> Advice:
 
 
 def duration(seconds: float) -> str:
-    """Write a time with two digits, or three: 38 ms, 1.2 s, 90 s, 5 min."""
+    """Write a time with two or three digits: 38 ms, 1.2 s, 90 s, 5 min."""
     for unit, size, least in UNITS:
         if seconds >= least:
             value = seconds / size
@@ -318,11 +323,11 @@ def _busy(v: Window) -> str:
 
 
 def _start(v: Window) -> str:
-    """Say how long the start took, and what helps; empty: it was short."""
+    """Say how long the start took, and what helps, unless it was short."""
     if v.start <= max(START, 20 * v.index, LITTLE * v.elapsed):
         return ""
     remedy = (
-        "see what the workers import, and what comes to them with the data set"
+        "check what the workers import, and what is pickled with the data set"
         if v.is_stream
         else "import what the workers need at the top of a module, and see what the worker's "
         "constructor does"
@@ -332,7 +337,8 @@ def _start(v: Window) -> str:
 
 def _more(v: Window, seen: str, action: str = "") -> Said:
     """Name the number of workers that would keep up, and how much they can gain."""
-    made = v.index * v.batches / v.elapsed  # by workers that are always busy: by so many
+    # The number of workers that would have made these batches if they were always busy.
+    made = v.index * v.batches / v.elapsed
     gain = max(1.0, min(v.most, min(v.enough, v.room) / made)) if made > 0 else v.most
     return Said(seen, action, {"num_workers": v.enough}, gain)
 
@@ -340,8 +346,8 @@ def _more(v: Window, seen: str, action: str = "") -> Said:
 def _larger(v: Window, seen: str, pause: float = 0.0, action: str = "") -> Said:
     """Name a buffer, if the manager has one, that lasts through a pause of one side.
 
-    Sleeping workers are woken when half of the buffer is empty, so it is twice as large as what
-    the loop needs ahead of it. The workers are then busy all the time, at most.
+    Sleeping workers are woken when half of the buffer is empty, so the buffer is twice as large as
+    the loop needs. The workers are then busy all the time, at most.
     """
     gain = min(v.most, 1 / v.busy) if v.busy > 0 else v.most
     if v.is_stream:
@@ -364,8 +370,8 @@ def _gil(v: Window) -> Said:
         f"their waits for the GIL takes {duration(v.gil)} or longer"
     )
     if v.starved:
-        seen += "; they wait even longer for a core: others compute here, too"
-    # What threads that run want a core for; what the loop's step needs without the GIL's waits.
+        seen += "; they wait even longer for a core: other programs use the cores"
+    # The cores that the threads want; the time of the loop's steps without waits for the GIL.
     wanted = v.computed + v.queue
     rest = (1 - v.w) * v.elapsed - min(wanted, 1.0) * v.gil * v.batches
     gain = min(
@@ -376,9 +382,7 @@ def _gil(v: Window) -> Said:
         seen,
         "use processes: "
         + (
-            "worker_method='multiprocessing'"
-            if v.is_stream
-            else "MPSequence in place of MTSequence"
+            "worker_method='multiprocessing'" if v.is_stream else "MPSequence instead of MTSequence"
         ),
         gain=1.0 if v.starved else max(gain, 1.0),
     )
@@ -390,14 +394,14 @@ def _loop(v: Window) -> Said:
     seen = "the loop is the bottleneck"
     if v.loop_queued >= QUEUED:
         seen += f", and waits for a core {v.loop_queued:.0%} of the time"
-        seen += ": others compute here, too" * v.has_others
+        seen += ": other programs use the cores" * v.has_others
     if v.spare:
         seen += f"; {_count(v.fewest, 'worker')} would be enough, not {v.workers}"
     return Said(seen)
 
 
 def _handover(v: Window) -> Said:
-    """Name a size of batches, and what it gains if all but what either side adds is for samples."""
+    """Name a batch size, and its gain if all time but each side's overhead is for samples."""
     took = v.elapsed / v.batches
     larger = 2 ** math.ceil(math.log2(2 * HANDOVER / took)) if took < HANDOVER else 2
     larger = min(larger, MOST_LARGER)
@@ -416,7 +420,7 @@ def _converters(v: Window) -> Said:
 
 
 def _memory(v: Window) -> Said:
-    seen = f"{v.copies} of {v.batches} batches were copied, since too many are held"
+    seen = f"{v.copies} of {v.batches} batches were copied, since the loop holds too many"
     limit = "" if v.is_stream else ", or give a larger memory_limit"
     return Said(seen, f"drop batches after their step{limit}")
 
@@ -439,7 +443,7 @@ def _buffer(v: Window) -> Said:
 def _cores(v: Window) -> Said:
     if v.queued >= QUEUED and v.has_others:
         return Said(
-            f"{_busy(v)}: others compute here, too",
+            f"{_busy(v)}: other programs use the cores",
             "more workers would only take turns with them; leave this program more cores",
             gain=min(v.most, 1 / max(1 - v.queued, 0.01)),
         )
@@ -447,7 +451,7 @@ def _cores(v: Window) -> Said:
     return Said(
         f"{_busy(v)}: {_count(v.cores, 'core')} are used up",
         f"{fewer}find what uses the CPU{'' if v.is_stream else ': remake() under a profiler'}; "
-        "cseq.cached keeps what each epoch decodes again",
+        "if each epoch decodes the same samples, keep them with cseq.cached",
     )
 
 
@@ -455,13 +459,14 @@ def _workers(v: Window) -> Said:
     waits = "" if v.computes else ": they wait for a disk or a network"
     waits += "" if v.queued or not waits else ", or for a core"
     if waits and v.is_stream and not v.threads:
-        waits += "; threads (of a DataLoader: worker_method='thread') wait as well, in less memory"
+        waits += "; threads (worker_method='thread' in a DataLoader) would wait in less memory"
     return _more(v, f"{_busy(v)}{waits}")
 
 
 def _takes_turns(v: Window) -> bool:
-    """Tell whether threads wait for the GIL, which workers hold for a good part of that time."""
-    indexing = v.own >= TURNS * v.computed  # else the loop holds it, and is the bottleneck
+    """Tell whether threads wait for the GIL, and workers hold it for a good part of that time."""
+    # If workers compute little, the loop holds the GIL, and is the bottleneck.
+    indexing = v.own >= TURNS * v.computed
     if not (v.threads and v.cores > 1 and v.computed <= ONE_CORE and indexing):
         return False
     return v.gil_long >= LONG and v.computed + v.queue >= HELD
@@ -473,7 +478,7 @@ def _is_fed(v: Window) -> bool:
 
 
 def _is_unknown(v: Window) -> bool:
-    """Tell whether too little was seen; a loop that makes its batches itself may have no times."""
+    """Tell whether there are too few batches. A loop that makes its own may have no times."""
     if not v.workers and v.elapsed <= 0:
         return not v.batches
     return v.batches < ENOUGH_BATCHES or v.elapsed <= 0
@@ -499,7 +504,7 @@ def _is_handed_over(v: Window) -> bool:
     return makes and v.waited < HANDOVER * v.batches
 
 
-# The rules; docs/how-to/slow.md says in words when each of them holds.
+# docs/how-to/slow.md says in words when each of them holds.
 RULES = (
     Rule(
         "unknown",

@@ -11,15 +11,17 @@ from cseq._core import now_ns
 
 __all__ = ["Event", "Lanes", "record"]
 
-MOST_EVENTS = 1000  # of a pool, that are remembered
+# The events of a pool that are remembered.
+MOST_EVENTS = 1000
 
 _numbers = itertools.count(1)
-_alive: weakref.WeakSet[Lanes] = weakref.WeakSet()  # of all pools
-_recorded: list[Lanes] | None = None  # the pools of the trace that records
+_alive: weakref.WeakSet[Lanes] = weakref.WeakSet()
+# The pools of the present trace.
+_recorded: list[Lanes] | None = None
 
 
 def record(pools: list[Lanes] | None) -> None:
-    """Append to a trace's list all pools, and those that begin later; None ends that."""
+    """Append all pools, and those that begin later, to a trace's list, until called with None."""
     global _recorded
     _recorded = pools
     for pool in () if pools is None else sorted(_alive, key=lambda pool: pool.number):
@@ -27,12 +29,12 @@ def record(pools: list[Lanes] | None) -> None:
 
 
 class Event(NamedTuple):
-    """A runner's start, death or (if it was to leave) end.
+    """A runner's start, death, or end at the pool's request.
 
     Attributes
     ----------
     held : tuple
-        Tickets that are made again: since when (ns), and which.
+        The tickets that are made again: when the runner began each (ns), and its name.
     """
 
     ns: int
@@ -44,7 +46,7 @@ class Event(NamedTuple):
 
 
 class Lanes:
-    """The runners of one pool. Events are remembered always: a trace may begin later.
+    """The runners of one pool. Events are always remembered, since a trace may begin later.
 
     Parameters
     ----------
@@ -55,7 +57,7 @@ class Lanes:
     Attributes
     ----------
     number : int
-        What records of tickets have as their feed.
+        The feed in records of tickets.
     """
 
     def __init__(self, num_workers: int, kind: str) -> None:
@@ -64,17 +66,17 @@ class Lanes:
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
 
     def join_traces(self) -> None:
-        """Be in the traces that record from now on, and in one that records already."""
+        """Join the present trace, if any, and the traces that begin later."""
         _alive.add(self)
         self.join_trace()
 
     def join_trace(self) -> None:
-        """Be one of the pools of the trace that records, if one does."""
+        """Join the present trace, if any."""
         if _recorded is not None and self not in _recorded:
             _recorded.append(self)
 
     def leave_traces(self) -> None:
-        """Be in no trace that begins after this."""
+        """Join no trace that begins later."""
         _alive.discard(self)
 
     def note(
@@ -86,7 +88,7 @@ class Lanes:
         text: str = "",
         held: tuple[tuple[int, str], ...] = (),
     ) -> None:
-        """Remember an event; any thread may."""
+        """Remember an event. Thread-safe."""
         self.events.append(Event(now_ns(), what, owner, pid, text, held))
 
     def name(self, owner: int) -> str:

@@ -1,4 +1,4 @@
-"""The meters of a run as numbers: what `include/cseq_meter.h` writes, read."""
+"""The meters of a run as numbers. `include/cseq_meter.h` writes them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ METER = np.dtype(
     + [(name, HISTOGRAM) for name in ("work", "wait", "gil")]
     + [("slowest", SLOW, SLOWEST), ("pad", "V48")]
 )
-POINTS, EVERY = 512, 100_000_000  # rows of a history; ns between two at first
-# Seconds from which a bucket counts; the last one is the end of the last bucket.
+# The most rows of a history, and at first the ns between two rows.
+POINTS, EVERY = 512, 100_000_000
+# Where each bucket begins, in seconds, and where the last one ends.
 EDGES = np.array([(4 + k % 4) * 2.0 ** (k // 4 + 4) for k in range(BUCKETS + 1)]) / 1e9
 
 
 class Counts(TypedDict):
-    """What `Stats` counts of the loop, since its start."""
+    """The loop's counts since its start, for `Stats`."""
 
     batches: int
     samples: int
@@ -48,7 +49,7 @@ class Counts(TypedDict):
 
 
 class Row(NamedTuple):
-    """A row of a `History`: when, in ns of the system's clock; then fields of `Stats.history`."""
+    """A row of a `History`: the time in ns of the system's clock, and fields of `Stats.history`."""
 
     at: int
     batches: int
@@ -59,7 +60,7 @@ class Row(NamedTuple):
 
 
 def words(records: Records, *names: str) -> NDArray[np.uint64]:
-    """Return a field of records, or a field of a field: a view."""
+    """Return a view of a field of records, or of a field in a field."""
     field: NDArray[Any] = records
     for name in names:
         field = field[name]
@@ -67,18 +68,18 @@ def words(records: Records, *names: str) -> NDArray[np.uint64]:
 
 
 def total(records: Records, *names: str) -> int:
-    """Return the sum of a field."""
+    """Sum a field over records."""
     return int(words(records, *names).sum())
 
 
 class Histogram:
-    """How long something took each time: four buckets an octave, so within 12 %.
+    """A histogram of times, with four buckets an octave, so within 12 %.
 
     Attributes
     ----------
     count : int
     total : float
-        Seconds, of all together.
+        The sum, in seconds.
     """
 
     def __init__(self, buckets: NDArray[np.int64], total: float) -> None:
@@ -88,11 +89,11 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """Seconds; 0 of nothing."""
+        """The mean in seconds, or 0 if there are no times."""
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, p: float) -> float:
-        """Seconds that a part `p` in [0, 1] of all took at most; 0 of nothing."""
+        """The `p`-quantile in seconds, `p` in [0, 1], or 0 if there are no times."""
         if not 0 <= p <= 1:
             raise ValueError(f"p={p!r} is not in [0, 1]; give 0.99 for the 99th percentile")
         if not self.count:
@@ -103,17 +104,17 @@ class Histogram:
         return float(EDGES[k] + (EDGES[k + 1] - EDGES[k]) * part)
 
     def part_above(self, seconds: float) -> float:
-        """Part of all that took at least so long, within 12 % of the time; 0 of nothing."""
+        """The fraction of times of at least `seconds`, within 12 %, or 0 if there are no times."""
         return float(self._buckets[EDGES[:-1] >= seconds].sum()) / max(self.count, 1)
 
     def mean_below(self, p: float) -> float:
-        """Mean of the part `p` that took least, within 12 %; 0 of nothing."""
+        """The mean of the shortest fraction `p` of times, within 12 %, or 0 without times."""
         left = np.clip(p * self.count - np.cumsum(self._buckets) + self._buckets, 0, self._buckets)
         middles = (EDGES[:-1] + EDGES[1:]) / 2
         return float((left * middles).sum() / left.sum()) if self.count else 0.0
 
     def buckets(self) -> list[tuple[float, float, int]]:
-        """From, to (seconds) and count of each bucket that is not empty."""
+        """The start, the end (seconds) and the count of each bucket that is not empty."""
         return [
             (float(EDGES[k]), float(EDGES[k + 1]), int(self._buckets[k]))
             for k in np.flatnonzero(self._buckets)
@@ -127,14 +128,14 @@ class Histogram:
 
 
 class Meters:
-    """The records of a run at one moment, or what was added between two.
+    """The records of a run at one moment, or their growth between two moments.
 
     Attributes
     ----------
     loop, runners : numpy.ndarray
         The trainer's record, and the runners' records.
     busy : numpy.ndarray
-        Seconds that each runner worked since the first batch, with the ticket in hand.
+        Seconds that each runner worked since the first batch, including its present ticket.
     waits : float
         Seconds of the loop's present wait, so far.
     """
@@ -150,18 +151,18 @@ class Meters:
         first, since, slept, asleep = (
             total(self.loop, name) for name in ("first", "since", "waited", "asleep")
         )
-        # What is under way counts; a word that was just changed may make it a little less than 0.
+        # The present step and wait count. A word that just changed may make them negative.
         self._took = max(now - since, 0) / 1e9 if since and first else 0.0
         slept += max(now - asleep, 0) if asleep else 0
         self.waits = min(slept / 1e9, self._took)
 
     @classmethod
     def read_rings(cls, rings: Sequence[Ring]) -> Meters:
-        """Read the meters of all rings of a pool; on any thread."""
+        """Read the meters of all rings of a pool. Thread-safe."""
         return cls([ring.meters() for ring in rings], now_ns())
 
     def counts(self) -> Counts:
-        """Return what `Stats` counts of the loop, since its start."""
+        """Return the loop's counts since its start, for `Stats`."""
         loop = self.loop
         waited, worked = (total(loop, name, "sum") / 1e9 for name in ("wait", "work"))
         is_begun = total(loop, "first") > 0
@@ -175,27 +176,27 @@ class Meters:
         }
 
     def has(self, at: int) -> bool:
-        """Whether a time of the system's clock, in ns, is within what was measured."""
+        """Whether a time of the system's clock, in ns, is in the measured interval."""
         return self._from < at <= self._now
 
     @property
     def _ended(self) -> NDArray[np.int64]:
-        """What each runner worked since the first batch, without the ticket in hand, in ns."""
+        """Ns that each runner worked since the first batch, without its present ticket."""
         ended = words(self.runners, "work", "sum") - words(self.runners, "first")
         return ended.astype(np.int64)
 
     def histogram(self, name: str, records: Records) -> Histogram:
-        """Sum up the histograms of some records: 'work', 'wait' or 'gil'."""
+        """Add up the 'work', 'wait' or 'gil' histograms of records."""
         buckets = words(records, name, "bucket").reshape(-1, BUCKETS).sum(axis=0)
         return Histogram(buckets, total(records, name, "sum") / 1e9)
 
     def since(self, earlier: Meters) -> Meters:
-        """Return what was added since `earlier`, which is of the same run, or of none."""
+        """Return the growth since `earlier`, which is of the same run or of none."""
         if not len(earlier.runners):
             return self
         added = copy(self)
         added._from = earlier._now
-        # A ticket that was under way then: of a worker that was replaced since, it never ended.
+        # `earlier` counts each present ticket. If its worker was replaced, the ticket never ended.
         stays = words(self.runners, "thread") == words(earlier.runners, "thread")
         begun = np.where(stays, earlier.busy, earlier._ended / 1e9)
         added.busy = np.maximum(self.busy - begun, 0)
@@ -205,7 +206,7 @@ class Meters:
 
 
 def _grown(now: Records, then: Records) -> Records:
-    """Return records with what was added to their counts, and the slowest batches of that time."""
+    """Return records with the growth of their counts, and the slowest batches in between."""
     grown: Records = now.copy()
     names: list[tuple[str, ...]] = [
         (name,) for name in ("batches", "behind", "early", "cpu", "queued", "epochs")
@@ -220,9 +221,9 @@ def _grown(now: Records, then: Records) -> Records:
 
 
 class History:
-    """How a run went: a row now and then, at most 512, which cover all of it.
+    """A history of a run, in at most 512 rows that cover the whole run.
 
-    When there are so many, every second one goes, and from then they come half as often.
+    When it is full, every second row is dropped, and new ones come half as often.
 
     Attributes
     ----------
@@ -234,7 +235,7 @@ class History:
         self._every, self._due = EVERY, 0
 
     def note(self) -> None:
-        """Add a row, if it is time for one."""
+        """Add a row if it is due."""
         now = now_ns()
         if now < self._due:
             return

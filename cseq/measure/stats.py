@@ -1,4 +1,4 @@
-"""What a running manager has done so far, and which side waits for the other."""
+"""Counts and times of a run so far, and which side waits for the other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ ADDED += ("loop_waited", "elapsed", "start_waited")
 ADDED += ("gpu_waits", "gpu_dry", "cache_hits", "cache_misses")
 # The caches that this process has open.
 CACHES: weakref.WeakSet[Cache] = weakref.WeakSet()
-NOTHING = Meters([bytes(METER.itemsize)], 0)  # a loop without a runner, before its start
+# A loop without runners before its start.
+NOTHING = Meters([bytes(METER.itemsize)], 0)
 
 
 class Cache(Protocol):
@@ -41,10 +42,10 @@ class Cache(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes."""
+        """The size in bytes."""
 
     def counts(self) -> tuple[int, int, int]:
-        """Return how many samples were read, made and kept, and made and not kept."""
+        """Return how many samples were read, made and kept, and made but not kept."""
 
 
 def _counted(cache: Cache) -> tuple[int, int, int]:
@@ -53,21 +54,22 @@ def _counted(cache: Cache) -> tuple[int, int, int]:
 
 
 class WorkerStats(NamedTuple):
-    """What one worker has done.
+    """Figures of one worker.
 
     Attributes
     ----------
     number : int
-        From 0.
+        The worker number, from 0.
     pid : int
-        Of its process, or its thread's number in the system; 0: not known.
+        The id of its process, or its thread's id in the system, or 0 if it is unknown.
     batches : int
     busy : float
-        Part of the time that it worked.
+        The fraction of the time that it worked.
     cpu : float or None
-        Part of that in which it computed, more than 1 with several threads; None: not known.
+        The fraction of `busy` in which it computed, more than 1 with several threads, or None if it
+        is unknown.
     p50, p99 : float
-        Seconds that half of its batches, and 99 in 100, took at most.
+        The median and the 99th percentile of its seconds for a batch.
     """
 
     number: int
@@ -85,7 +87,7 @@ class SlowBatch(NamedTuple):
     Attributes
     ----------
     epoch, batch : int
-        Of a stream, the number of the item.
+        In a stream, `batch` is the number of the item.
     seconds : float
     worker : int
     """
@@ -100,47 +102,47 @@ class SlowBatch(NamedTuple):
 class Stats:
     """Counts and times of a manager since its start, over all epochs.
 
-    Times are of the epochs alone, beginning with the first batch: neither the start nor
-    a pause between two epochs is in them. Processes, threads and streams are measured alike; what
-    is asked for rarely is worked out when it is asked for.
+    Times count from the first batch of each epoch: they include neither the start nor pauses
+    between epochs. Processes, threads and streams are measured alike. Properties are computed on
+    access.
 
     Attributes
     ----------
     batches, samples : int
-        Delivered to the loop (test mode counts batches and skips alone).
+        Delivered to the loop. Test mode counts only batches and skips.
     nbytes : int
-        Bytes of shared memory that those batches took.
+        Bytes of shared memory that these batches took.
     restarts : int
         Worker processes that were replaced.
     retries : int
-        Batches that were made again after their worker had died.
+        Batches that were made again after their worker died.
     skips : int
         Batches left out because their indexer raised (``on_error='skip'``).
     copies : int
         Batches that were copied out of shared memory because too many were held.
     depths : (int, int, int)
-        Tickets waiting at this moment for an indexer, for a converter, for the loop.
+        Tickets that wait at this moment for an indexer, a converter, and the loop.
     loop_waited : float
         Seconds that the loop waited for batches.
     elapsed : float
-        Seconds that epochs took: what `loop_waited` is a part of.
+        Seconds that epochs took, including `loop_waited`.
     start_waited : float
         Seconds that the loop waited for its first batch: start, imports, constructors.
     num_workers, num_converters : int
-        Of a fleet, each worker is a thread here that asks one there.
+        With a fleet, each worker is a thread here that asks one there.
     buffer : int
-        Batches ahead of the loop, at most; 0 of streams.
+        The most batches ahead of the loop, or 0 for streams.
     gpu_waits, gpu_dry : int
-        Times that the loop had to wait for a batch while its thread used CUDA; after which the GPU
-        had nothing left to do.
+        How often the loop waited for a batch while its thread used CUDA, and how often the GPU had
+        nothing left to do after that.
     cache_hits, cache_misses : int
-        Samples that were read from the caches of `cseq.cached` that this process has, by all
-        processes that share them; those that were made.
+        Samples that all processes read from this process's caches (`cseq.cached`), and samples that
+        they made.
     cache_nbytes : int
         Bytes that these caches take.
     source_tokens : dict of str to int
-        With `cseq.tokens.Rows`: the tokens of each source that all ranks have had, as the state of
-        the manager has them: a resumed run goes on counting.
+        With `cseq.tokens.Rows`, the tokens of each source that all ranks received, as in the
+        manager's state: a resumed run continues the count.
     """
 
     batches: int = 0
@@ -163,13 +165,14 @@ class Stats:
     cache_misses: int = 0
     cache_nbytes: int = 0
     source_tokens: dict[str, int] = field(default_factory=dict)
-    threads: bool = field(default=False, repr=False)  # that share a GIL with the loop
+    # Whether workers are threads that share a GIL with the loop.
+    threads: bool = field(default=False, repr=False)
     meters: Meters = field(default=NOTHING, repr=False, compare=False)
     past: Sequence[Row] = field(default=(), repr=False, compare=False)
 
     @classmethod
     def read_rings(cls, rings: Sequence[Ring], **counted: Any) -> Stats:
-        """Read what the rings of a pool have counted; on any thread."""
+        """Read the counts of a pool's rings. Thread-safe."""
         meters = Meters.read_rings(rings)
         hits, misses, held = (
             sum(column) for column in zip((0, 0, 0), *map(_counted, [*CACHES]), strict=True)
@@ -188,32 +191,32 @@ class Stats:
 
     @property
     def loop_waiting(self) -> float:
-        """Part of the time that the loop waited, from 0 to 1."""
+        """The fraction of the time that the loop waited."""
         return _part(self.loop_waited, self.elapsed)
 
     @property
     def workers_waiting(self) -> float:
-        """Part of the time that an indexer waited, from 0 to 1, the mean of all of them."""
+        """The fraction of the time that a worker waited, the mean over all workers."""
         return self._waiting(self.meters.busy[self._indexers], self.num_workers)
 
     @property
     def index_seconds(self) -> Histogram:
-        """What batches took their workers, from claim to delivery."""
+        """The workers' times for a batch, from claim to delivery."""
         return self.meters.histogram("work", self.meters.runners[self._indexers])
 
     @property
     def step_seconds(self) -> Histogram:
-        """What the loop took for a batch of its own time, without waiting."""
+        """The loop's own times for a batch, without waiting."""
         return self.meters.histogram("work", self.meters.loop)
 
     @property
     def wait_seconds(self) -> Histogram:
-        """What the loop waited for a batch, each time that one was not ready."""
+        """The loop's waits for batches that were not ready."""
         return self.meters.histogram("wait", self.meters.loop)
 
     @property
     def workers(self) -> tuple[WorkerStats, ...]:
-        """Each worker's part, of former ones, too."""
+        """The figures of each worker, including former ones."""
         stats = []
         records = self.meters.runners[self._indexers]
         counted = np.flatnonzero(words(records, "batches"))
@@ -240,8 +243,9 @@ class Stats:
         """The eight slowest batches of each worker, the slowest first."""
         slow: list[list[tuple[int, int, int]]]
         slow = words(self.meters.runners[self._indexers], "slowest").tolist()
+        # Streams count epochs from 1.
         batches = [
-            SlowBatch(epoch - (not self.buffer), batch, ns / 1e9, k)  # streams count from 1
+            SlowBatch(epoch - (not self.buffer), batch, ns / 1e9, k)
             for k, rows in enumerate(slow)
             for ns, epoch, batch in rows
             if ns
@@ -252,10 +256,10 @@ class Stats:
     def history(self) -> NDArray[np.void]:
         """How the run went: a structured array of at most 512 rows since the first batch.
 
-        Rows are 0.1 s apart at first, then farther: they cover the whole run. Fields, all but the
-        first and the last as they were added up since the start: `seconds` since the start;
-        `batches`; `waited` and `stepped`, seconds of the loop; `busy`, seconds of each worker,
-        shape (workers,); and `ready`, batches that were ready for the loop at that moment.
+        Rows are 0.1 s apart at first, then farther, so they cover the whole run. The fields are
+        `seconds` since the start; cumulative `batches`, `waited` and `stepped` (seconds of the
+        loop) and `busy` (seconds of each worker, shape (workers,)); and `ready`, the batches that
+        were ready for the loop at that moment.
         """
         workers = len(self.meters.runners[self._indexers])
         fields = [("seconds", "f8"), ("batches", "i8"), ("waited", "f8"), ("stepped", "f8")]
@@ -270,17 +274,17 @@ class Stats:
 
     @property
     def bottleneck(self) -> str:
-        """What limits the rate of batches: the cause of `advice`, such as 'workers' or 'loop'."""
+        """The cause in `advice`: what limits the rate of batches, such as 'workers' or 'loop'."""
         return self.advice().cause
 
     def advice(self) -> Advice:
-        """Return why the loop waits, and what to do: see docs/how-to/slow.md."""
+        """Return why the loop waits, and what to do. See docs/how-to/slow.md."""
         from cseq.measure.advice import advise
 
         return advise(self.window())
 
     def since(self, earlier: Stats) -> Stats:
-        """Return what was counted after `earlier`, which is of the same run.
+        """Return the counts since `earlier`, which is of the same run.
 
         Examples
         --------
@@ -289,14 +293,14 @@ class Stats:
         0.07
         """
         if earlier.batches > self.batches or earlier._first not in (0, self._first):
-            raise ValueError("`earlier` is of another run: give stats() of before, of this run")
+            raise ValueError("`earlier` is of another run: give an earlier stats() of this run")
         grown = {name: getattr(self, name) - getattr(earlier, name) for name in ADDED}
         before, now = earlier.source_tokens, self.source_tokens
         grown["source_tokens"] = {name: now[name] - before.get(name, 0) for name in now}
         return replace(self, meters=self.meters.since(earlier.meters), **grown)
 
     def as_dict(self, prefix: str = "cseq/") -> dict[str, float]:
-        """Return the figures that a logger wants, flat, under names that never change."""
+        """Return figures for a logger: a flat dict whose names never change."""
         index, waits, workers = self.index_seconds, self.wait_seconds, self.num_workers
         window = self.window()
         elapsed = self.elapsed or 1.0
@@ -324,7 +328,7 @@ class Stats:
 
     @staticmethod
     def every(n: int, manager: Any) -> Every:
-        """Return what gives the figures of each `n` steps of a loop that begins here.
+        """Return an object that gives the figures of every `n` steps of a loop that begins here.
 
         Parameters
         ----------
@@ -334,8 +338,8 @@ class Stats:
         Returns
         -------
         Every
-            Its `at(step)`, with steps counted from 1, is `as_dict` of the last `n` steps after each
-            `n` of them, and empty otherwise.
+            Its `at(step)`, with steps counted from 1, returns `as_dict` of the last `n` steps if
+            `step` is a multiple of `n`, and {} otherwise.
 
         Examples
         --------
@@ -351,24 +355,26 @@ class Stats:
         return Every(manager, n)
 
     def window(self) -> Window:
-        """Return what `advice` looks at."""
+        """Return the figures for `advice`."""
         from cseq.measure.advice import GIL, Window, duration
 
         meters = self.meters
         runners, loop = meters.runners[self._indexers], meters.loop
         index, step = self.index_seconds, self.step_seconds
-        even = step.quantile(0.99) <= 3 * step.quantile(0.5)  # else pauses are left out
+        # If steps are uneven, the longest twentieth is left out: it has pauses.
+        even = step.quantile(0.99) <= 3 * step.quantile(0.5)
         busy = float(meters.busy[self._indexers].sum())
         queued = total(runners, "queued") / 1e9
         gil = meters.histogram("gil", meters.runners)
         early = total(loop, "early") / 1e9
-        # The workers begin one after another: in the only epoch, that is a part of the start.
+        # The workers begin one after another. In the only epoch, these waits belong to the start.
         first = 0.0 if total(loop, "epochs") else min(early, self.loop_waited)
         waited = self.loop_waited - first
         computed = total(meters.runners, "cpu") + total(loop, "cpu") if self.threads else 0
+        # `behind` lacks the present wait, which has not ended.
         ready, behind = self.depths[2], total(loop, "behind") / 1e9
         if meters.waits and ready and ready >= sum(self.depths[:2]):
-            behind += meters.waits  # the present wait, which has not ended
+            behind += meters.waits
         slowest = next(iter(self.slowest), None)
         return Window(
             batches=self.batches,
@@ -406,7 +412,7 @@ class Stats:
 
     @property
     def _indexers(self) -> slice:
-        """Where the indexers' records are: before the converters'."""
+        """The indexers' records, which come before the converters'."""
         return slice(0, max(0, len(self.meters.runners) - self.num_converters))
 
     @property
@@ -415,24 +421,24 @@ class Stats:
 
     @property
     def _first(self) -> int:
-        """When the first batch was taken, on the system's clock: each run has its own; 0: never."""
+        """When the first batch was taken, on the system's clock, or 0. It identifies the run."""
         return total(self.meters.loop, "first")
 
     def _waiting(self, busy: NDArray[np.float64], count: int) -> float:
-        """Return the part of the time that so many runners have not worked."""
+        """Return the fraction of the time that `count` runners did not work."""
         of = self.elapsed * count
         return _part(of - float(busy.sum()), of)
 
 
 class Counting(Protocol):
-    """What counts: a manager of cseq, or a loader."""
+    """An object with `stats`: a manager of cseq, or a loader."""
 
     def stats(self) -> Stats:
-        """Return what was counted so far."""
+        """Return the counts so far."""
 
 
 def counting(manager: object) -> Counting:
-    """Check that something counts, and return it."""
+    """Check that a manager has `stats`, and return it."""
     if not hasattr(manager, "stats"):
         raise TypeError(
             f"manager={manager!r} has no stats(); give a manager of cseq or a cseq.DataLoader"
@@ -442,7 +448,7 @@ def counting(manager: object) -> Counting:
 
 
 def read_stats(manager: Counting) -> Stats | None:
-    """Read what was counted; None: nothing, of a DataLoader without workers at this moment."""
+    """Return the stats, or None if a DataLoader has no workers at this moment."""
     try:
         return manager.stats()
     except RuntimeError:
@@ -450,7 +456,7 @@ def read_stats(manager: Counting) -> Stats | None:
 
 
 def added(now: Stats, earlier: Stats | None) -> Stats:
-    """Return what was counted since, or all if that was of another run, or there was none."""
+    """Return the stats since `earlier`, or all if that is None or of another run."""
     try:
         return now if earlier is None else now.since(earlier)
     except ValueError:
@@ -458,7 +464,7 @@ def added(now: Stats, earlier: Stats | None) -> Stats:
 
 
 class Every:
-    """Figures of a loader for each so many steps, whatever starts and ends in between.
+    """Reports a loader's figures every `n` steps, across restarts.
 
     Parameters
     ----------
@@ -471,23 +477,23 @@ class Every:
         self._before = read_stats(self._manager)
 
     def at(self, step: int) -> dict[str, float]:
-        """Return the figures of the last steps if `step`, counted from 1, ends them, or {}."""
+        """Return the figures of the last `n` steps, or {} if `step` is not a multiple of `n`."""
         if step % self._n:
             return {}
         before, self._before = self._before, read_stats(self._manager)
         if self._before is None:
             if not self._has_warned:
-                log.warning("no figures to log: this loader has no worker processes of cseq's")
+                log.warning("no figures to log: this loader has no worker processes of cseq")
             self._has_warned = True
             return {}
         return added(self._before, before).as_dict()
 
 
 def _part(seconds: float, of: float, most: float = 1.0) -> float:
-    """Return a part in [0, most]; 0 of nothing."""
+    """Return a fraction, clipped to [0, most], or 0 if `of` is 0."""
     return max(0.0, min(seconds / of, most)) if of > 0 else 0.0
 
 
 def _cpu(computed: float, worked: float) -> float | None:
-    """Return the part of the work that was computed; None: nothing is known of it."""
+    """Return the fraction of the work that was computed, or None if that is unknown."""
     return computed / worked if computed > 0 and worked > 0 else None

@@ -1,1 +1,1 @@
-"""Programs for people who look at a loader; `import cseq` imports none of them."""
+"""Programs that show what a loader does. `import cseq` imports none of them."""

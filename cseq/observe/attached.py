@@ -1,8 +1,8 @@
 """Runs of other processes, read from outside.
 
-A run's rings lie in a file without a name, which ``/proc/<pid>/fd`` opens for the same user; what
-`/proc` calls the file says of which run they are. The core's own `Ring` reads a copy: nothing is
-ever written, and what was cut off, overwritten or written by another version is an error.
+A run's rings lie in an anonymous file, which ``/proc/<pid>/fd`` opens for the same user. The file's
+name in `/proc` says which run it is. The core's own `Ring` reads a copy: nothing is ever written,
+and a file that was cut off, overwritten or written by another version is an error.
 """
 
 from __future__ import annotations
@@ -28,22 +28,26 @@ if TYPE_CHECKING:
 
 __all__ = ["AttachedRun", "Watcher", "runs_of"]
 
-LOOK = 2.0  # seconds between two searches for runs
-RECENT = 2.0  # seconds that the rate and the share of waiting are of
-WINDOW = 20.0  # seconds that the advice is of
-KEPT = 20  # readings that are kept
+# Seconds between two searches for runs.
+LOOK = 2.0
+# Seconds over which the rate and the share of waiting are measured.
+RECENT = 2.0
+# Seconds that the advice is for.
+WINDOW = 20.0
+# The readings that are kept.
+KEPT = 20
 
 
 class AttachedRun:
-    """A run of another process, and what was read of it.
+    """A run of another process, and its readings.
 
     Parameters
     ----------
     file : Descriptor
         Open for reading.
     pid : int
-        Of the process, as it is called here.
-    told : dict of str to int
+        The process's id in this namespace.
+    facts : dict of str to int
         See `engine.crews.base.file_name`.
 
     Attributes
@@ -51,8 +55,8 @@ class AttachedRun:
     stats : Stats
         The latest reading.
     tasks : dict of int to (int, int, int)
-        By worker, what it works on: epoch, batch, and since when (ns).
-    place : (int, int) or None
+        Each worker's present task: epoch, batch, and when it began (ns).
+    next_batch : (int, int) or None
         Epoch and number of the batch, or item, that the loop gets next.
     ended : str
         Why nothing more is read.
@@ -69,19 +73,19 @@ class AttachedRun:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is there, and is the same."""
+        """Whether the process still runs, and its id was not given to another one."""
         return self._started is not None and starts(self.pid) == self._started
 
     def fact(self, name: str) -> int:
-        """Return what the name of the file says; 0: nothing."""
+        """Return a number from the file's name, or 0."""
         return self.facts.get(name, 0)
 
     def process(self, number: int) -> int:
-        """Return the pid of a worker; 0: it is a thread, or has another pid where the run is."""
+        """Return a worker's pid, or 0 if it is a thread or lives in another namespace."""
         return 0 if self.fact("threads") or self.fact("pid") != self.pid else number
 
     def update(self, now: float) -> None:
-        """Read it; what is left of one that has ended is kept."""
+        """Take a reading. The last one stays after the run ended."""
         if self.ended:
             return
         try:
@@ -107,8 +111,8 @@ class AttachedRun:
             yield Ring(copy, at=k * (size // self.fact("rings")))
 
     def _read(self, rings: list[Ring]) -> None:
-        """Take over what rings say."""
-        count, leaving = self.fact("workers"), rings[0].closed  # the first worker that leaves
+        # `closed` is 1, or the first worker that leaves.
+        count, leaving = self.fact("workers"), rings[0].closed
         self.stats = stats = Stats.read_rings(
             rings,
             num_workers=min(leaving - 1, count) if leaving > 1 else count,
@@ -120,7 +124,7 @@ class AttachedRun:
             for cell in range(ring.capacity):
                 token, (epoch, batch, _) = ring.token(cell), ring.ticket(cell)
                 owner, since = ring.holder(cell)
-                # Of streams: their epochs are counted from 1, and each worker has a ring.
+                # Streams count epochs from 1, and have a ring for each worker.
                 if not stats.buffer:
                     epoch, batch, owner = epoch - 1, ring.start(cell), owner and k + 1
                 if owner:
@@ -129,19 +133,19 @@ class AttachedRun:
                     first, self.next_batch = token, (epoch, batch)
 
     def since(self, seconds: float) -> Stats:
-        """Return what was counted in the last so many seconds; of a run that has ended, in all."""
+        """Return the stats of the last `seconds`, or of all if the run ended."""
         for then, earlier in self._past if not self.ended else ():
             if 0 < self._past[-1][0] - then <= seconds:
                 return added(self.stats, earlier)
         return self.stats
 
     def window(self) -> Stats:
-        """Return the counts of the last 20 s, or since the start if these are few."""
+        """Return the stats of the last 20 s, or of all if these have few batches."""
         recent = self.since(WINDOW)
         return recent if recent.batches >= ENOUGH_BATCHES else self.stats
 
     def advice(self) -> Advice:
-        """Return the advice for that window, on the cores that the program has."""
+        """Return the advice for that window on the program's cores."""
         return advise(replace(self.window().window(), cores=max(1, self.fact("cores"))))
 
     @property
@@ -154,39 +158,27 @@ class AttachedRun:
 
 
 def runs_of(pid: int, opened: Container[int] = ()) -> Iterator[tuple[int, AttachedRun]]:
-    """Find runs of a process.
+    """Yield the inodes and runs of a process's files, without those in `opened`.
 
-    Parameters
-    ----------
-    pid : int
-    known : set of int
-        Numbers (inodes) of files that are not opened again.
-
-    Yields
-    ------
-    (int, AttachedRun)
-        The number of its file, and a run that is new.
-
-    Raises
-    ------
-    OSError
-        The process is gone, or another user's.
+    It raises OSError if the process is gone or another user's.
     """
     own = _own_number(pid)
-    for name in sorted(os.listdir(f"/proc/{pid}/fd"), key=int):  # as they were opened
+    for name in sorted(os.listdir(f"/proc/{pid}/fd"), key=int):
         path = f"/proc/{pid}/fd/{name}"
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+        # The file may have been closed meanwhile.
+        with contextlib.suppress(FileNotFoundError):
             called, number = os.readlink(path), os.stat(path).st_ino
             if not called.startswith(f"/memfd:{RUN}") or number in opened:
                 continue
             facts = {word: int(value) for word, value in re.findall(r"(\w+)=(\d+)", called)}
-            if facts.get("pid", own) == own:  # else a fork has inherited it
+            # A forked process has the files of its parent.
+            if facts.get("pid", own) == own:
                 file = Descriptor(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                 yield number, AttachedRun(file, pid, facts)
 
 
 def _script(pid: int) -> str:
-    """Return the name of what a process runs."""
+    """Return the name of a process's script."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         words = file.read().decode("utf-8", "replace").split("\0")
         script = next((word for word in words[1:] if word and word[0] != "-"), words[0])
@@ -195,24 +187,21 @@ def _script(pid: int) -> str:
 
 
 def _status(pid: int) -> dict[str, str]:
-    """Return the lines of `/proc/<pid>/status` by their names; none if the process is gone."""
+    """Return the lines of `/proc/<pid>/status` by name, or none if the process is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as file:
         return {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
     return {}
 
 
 def _own_number(pid: int) -> int:
-    """Return what a process calls itself, which may be in a container."""
+    """Return a process's id in its own namespace, such as a container's."""
     return int(_status(pid).get("NSpid", str(pid)).split()[-1])
 
 
 class Watcher:
     """All runs of a process and its descendants, or of all processes that can be read.
 
-    Attributes
-    ----------
-    problems : list of str
-        What could not be read.
+    `problems` says which runs could not be read, and why.
     """
 
     def __init__(self, pid: int | None) -> None:
@@ -224,14 +213,14 @@ class Watcher:
 
     @property
     def runs(self) -> list[AttachedRun]:
-        """By rank, and by the time of their start; after these, those that have ended."""
+        """All runs, sorted by rank and process id; those that ended come last."""
         return sorted(
             self._runs.values(), key=lambda run: (bool(run.ended), run.fact("rank"), run.pid)
         )
 
     @property
     def shown(self) -> AttachedRun | None:
-        """The run that all is shown of: the one whose loop waited most, until it ends."""
+        """The run shown in full: the one whose loop waited most, until it ends."""
         runs = self.runs
         if self._shown not in runs or (self._shown.ended and not runs[0].ended):
             waits = {run: run.since(RECENT).loop_waiting for run in runs}
@@ -239,7 +228,7 @@ class Watcher:
         return self._shown
 
     def update(self) -> None:
-        """Look for new runs from time to time, and read all."""
+        """Read all runs, and from time to time look for new ones."""
         now = now_ns() / 1e9
         if not self._looked or now - self._looked >= LOOK:
             self._looked = now
@@ -251,13 +240,15 @@ class Watcher:
         pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
         self.problems = []
         for pid in pids if self._pid is None else tree(self._pid):
-            with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            # A process may have ended, or be another user's.
+            with contextlib.suppress(OSError):
                 for number, run in runs_of(pid, self._runs):
                     run.update(now)
                     if run.ended.startswith("cannot"):
                         self.problems.append(f"a run of process {pid} {run.ended}")
                     else:
                         self._runs[number] = run
+        # If its process still runs, an ended run makes room for the next one.
         for number, run in list(self._runs.items()):
-            if run.ended and run.is_alive:  # another run takes its place
+            if run.ended and run.is_alive:
                 del self._runs[number]

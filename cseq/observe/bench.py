@@ -1,6 +1,6 @@
 """``cseq bench FILE.py:make``: one loader, with cseq's workers and without.
 
-Each row has a loader of its own: ``make()`` is called for it.
+Each row calls ``make()`` for its own loader.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Figures", "bench", "epochs", "seconds_of"]
 
-MEASURED = 5.0  # seconds for the rate, and as many for the waiting
-WARM = 0.5, 20  # seconds, and batches at most, before anything is counted
-BATCH_SIZE = 32  # of a data set
+# Seconds to measure the rate, and again to measure the waiting.
+MEASURED = 5.0
+# Seconds, and the most batches, before anything is counted.
+WARM = 0.5, 20
+# The batch size for a data set.
+BATCH_SIZE = 32
 HEADS = ("batches/s", "CPU a batch", "first batch")
 LABELS = {
     "torch": "torch DataLoader",
@@ -42,18 +45,10 @@ LABELS = {
 
 
 class Made(NamedTuple):
-    """What ``make()`` has returned.
+    """The loader that ``make()`` returned.
 
-    Attributes
-    ----------
-    text : str
-        The line about it.
-    kinds : sequence of str
-        The rows that are measured.
-    current : str
-        The row that is as it was made.
-    workers : int
-        Of torch's loader and cseq's.
+    `text` describes it in a line. `kinds` are the rows to measure; `current` is the one that uses
+    the loader as it is. Torch's loader and cseq's get `workers`.
     """
 
     text: str
@@ -63,22 +58,22 @@ class Made(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What was measured of a row, as far as it came.
+    """The figures of a row, as far as they were measured.
 
     Attributes
     ----------
     rate : float
-        Batches a second; 0: not known.
+        Batches a second, or 0 if unknown.
     cpu : float or None
         CPU seconds of all its processes for a batch.
     waits : float or None
-        Part of the time that a loop of the given step waits.
+        The fraction of the time that a loop of the given step waits.
     first : float or None
         Seconds from ``iter()`` to the first batch.
     advice : str
-        What cseq's workers say of that loop.
+        The advice of cseq's workers for that loop.
     error : str
-        Why it was not measured, or not to its end.
+        Why the measurement failed, or stopped early.
     """
 
     rate: float = 0.0
@@ -90,7 +85,7 @@ class Figures(NamedTuple):
 
 
 def load(path: str, name: str) -> Callable[[], Any]:
-    """Return the function of a file; ValueError says what is wrong."""
+    """Return a function of a file, or raise ValueError."""
     folder, file = os.path.split(os.path.abspath(path))
     if not os.path.isfile(path):
         raise ValueError(f"there is no file {path}")
@@ -100,7 +95,7 @@ def load(path: str, name: str) -> Callable[[], Any]:
     sys.path.insert(0, folder)
     module = importlib.import_module(stem)
     if os.path.realpath(getattr(module, "__file__", None) or "") != os.path.realpath(path):
-        raise ValueError(f"{path} has the name of a module of Python's; rename the file")
+        raise ValueError(f"{path} has the name of one of Python's modules; rename the file")
     function: Callable[[], Any] | None = getattr(module, name, None)
     if not callable(function):
         names = [
@@ -113,7 +108,7 @@ def load(path: str, name: str) -> Callable[[], Any]:
 
 
 def loader_of(made: Any) -> Any:
-    """Return what ``make()`` has returned, or a loader of it; ValueError if it is no data set."""
+    """Return the loader that ``make()`` returned, or make one for a data set."""
     data = sys.modules.get("torch.utils.data")
     is_stream = data is not None and isinstance(made, data.IterableDataset)
     if isinstance(made, MSequence) or (data is not None and isinstance(made, data.DataLoader)):
@@ -133,7 +128,7 @@ def loader_of(made: Any) -> Any:
 
 
 def look(made: Any) -> Made:
-    """Say what was made."""
+    """Describe what ``make()`` returned."""
     loader = loader_of(made)
     if isinstance(loader, MSequence):
         return Made(f"{loader!r}", ("none", "manager"), "manager", 0)
@@ -145,7 +140,7 @@ def look(made: Any) -> Made:
 
 
 def row_of(loader: Any, kind: str, workers: int) -> Any:
-    """Return what a row iterates over, in a ``with`` that starts it."""
+    """Return a context manager that starts a row's loader, and gives it."""
     if isinstance(loader, MSequence):
         return loader.start_test() if kind == "none" else loader.start()
     from torch.utils import data
@@ -166,7 +161,7 @@ def row_of(loader: Any, kind: str, workers: int) -> Any:
 
 
 def _some(batches: Iterable[Any], seconds: float, most: int) -> Iterator[Any]:
-    """Yield some, as long as the time is."""
+    """Yield batches for some seconds, at most `most`."""
     end = time.monotonic() + seconds
     for batch in itertools.islice(batches, most):
         yield batch
@@ -186,7 +181,7 @@ def epochs(loader: Iterable[Any]) -> Generator[Any, None, None]:
 
 
 def measure(loader: Any, kind: str, workers: int, step: float, seconds: float) -> Iterator[Figures]:
-    """Measure a row for some seconds, twice with a step; yield what is known, more each time."""
+    """Measure a row for some seconds, or twice if there is a step. Yield figures as they come."""
     begun = time.perf_counter()
     with row_of(loader, kind, workers) as row, contextlib.closing(epochs(row)) as batches:
         next(batches)
@@ -204,7 +199,8 @@ def measure(loader: Any, kind: str, workers: int, step: float, seconds: float) -
         asked = row.stats() if kind in ("cseq", "manager") and not error else None
         yield (figures := figures._replace(waits=_waits(batches, step, seconds)))
         if asked is not None:
-            for _ in _some(batches, seconds, 2 * ENOUGH_BATCHES):  # an epoch may just have begun
+            # An epoch may have just begun, with too few batches for an advice.
+            for _ in _some(batches, seconds, 2 * ENOUGH_BATCHES):
                 time.sleep(step)
                 if row.stats().batches >= ENOUGH_BATCHES:
                     break
@@ -212,14 +208,14 @@ def measure(loader: Any, kind: str, workers: int, step: float, seconds: float) -
 
 
 def _fallen_back() -> str:
-    """Say why torch's own workers have worked in the place of cseq's; empty: they have not."""
+    """Say why torch's own workers ran instead of cseq's, if they did."""
     from cseq.adapters.torch.fallback import made
 
     return next((f"torch's own workers, since {reason}" for _, reason in made if reason), "")
 
 
 def _waits(batches: Iterator[Any], step: float, seconds: float) -> float:
-    """Return the part of the time that a loop waits whose step takes so long without computing."""
+    """Return the fraction of time that a loop waits if each step sleeps for `step` seconds."""
     for _ in _some(batches, *WARM):
         time.sleep(step)
     waited, begun = 0.0, time.perf_counter()
@@ -233,9 +229,10 @@ def _waits(batches: Iterator[Any], step: float, seconds: float) -> float:
 
 
 def _explain(error: Exception) -> str:
-    """Return what is wrong: a message of ours, or where the user's code has failed."""
+    """Return our message, or the traceback of the user's code."""
     trace = error.__traceback__
-    inner = (__file__, str(importlib.__file__), "<")  # "<frozen importlib._bootstrap>"
+    # The last of these stands for "<frozen importlib._bootstrap>".
+    inner = (__file__, str(importlib.__file__), "<")
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(inner):
         trace = trace.tb_next
     if isinstance(error, ValueError) and trace is None:
@@ -244,37 +241,31 @@ def _explain(error: Exception) -> str:
 
 
 def seconds_of(text: str) -> float:
-    """Read a duration: '30ms', '0.5s', '800us', or seconds; ValueError if it is none."""
+    """Read a duration such as '30ms', '0.5s', '800us' or a number of seconds."""
     for unit, scale in (("ms", 1e-3), ("us", 1e-6), ("µs", 1e-6), ("s", 1.0), ("", 1.0)):
         if text.endswith(unit):
             with contextlib.suppress(ValueError):
                 value = float(text[: len(text) - len(unit)]) * scale
-                if 0 < value <= 60:  # NaN is not
+                if 0 < value <= 60:
                     return value
             break
     raise ValueError(f"{text!r} is not a duration up to a minute; give 30ms, 0.5s or 800us")
 
 
 def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | str:
-    """Measure all rows, and print a table; return the exit status, or what is wrong.
+    """Measure all rows, and print a table. Return the exit status, or what is wrong.
 
-    Parameters
-    ----------
-    target : str
-        FILE.py:make.
-    step : float
-        Seconds; 0: no waiting is measured.
-    seconds : float
-        How long each row is measured for its rate, and again for its waiting.
+    A `step` of 0 measures no waiting. Each row takes `seconds` for its rate and for its waiting.
     """
     path, _, name = target.rpartition(":")
     if not path or not name.isidentifier():
         return f"cseq bench: {target!r} is not FILE.py:make: a file, and a function in it"
-    sys.argv = [path]  # what the file sees, here and in its workers
+    # The file sees this, here and in its workers.
+    sys.argv = [path]
     try:
         make = load(path, name)
         made = look(make())
-    except Exception as error:  # noqa: BLE001 - it is told
+    except Exception as error:  # noqa: BLE001 - it is returned as text
         return f"cseq bench: {target}: {_explain(error)}"
     waits = f"waits at {duration(step)}" if step else ""
     print(f"{name}() returned {made.text}")  # noqa: T201
@@ -289,14 +280,14 @@ def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | st
 
 
 def _row(make: Callable[[], Any], *row: Any) -> Figures:
-    """Measure a row; an error leaves what was known before it."""
+    """Measure a row. After an error, the figures so far stay."""
     figures = Figures()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             for later in measure(loader_of(make()), *row):
                 figures = later
-        except Exception as error:  # noqa: BLE001 - it is told
+        except Exception as error:  # noqa: BLE001 - it is in the figures
             figures = figures._replace(error=_explain(error))
     return figures
 
@@ -306,7 +297,7 @@ def _columns(label: str, *cells: str) -> str:
 
 
 def _line(kind: str, made: Made, measured: Mapping[str, Figures]) -> str:
-    """Write a row, and its error in the lines after it."""
+    """Write a row, and its error in the lines below."""
     figures = measured[kind]
     label = LABELS[kind] + (f", {made.workers}" if kind in ("torch", "cseq") else "")
     row = _columns(
@@ -320,21 +311,9 @@ def _line(kind: str, made: Made, measured: Mapping[str, Figures]) -> str:
 
 
 def said(measured: Mapping[str, Figures], current: str, step: float) -> list[str]:
-    """Say what free data would gain, and what cseq's workers advise.
+    """Say in lines what free data would gain, and what cseq's workers advise.
 
-    Parameters
-    ----------
-    measured : dict
-        By kind of row.
-    current : str
-        The row that is as it was made.
-    step : float
-        Seconds; 0: not known.
-
-    Returns
-    -------
-    list of str
-        Lines.
+    `current` is the row with the loader as ``make()`` returned it, in `measured`.
     """
     if not any(figures.rate for figures in measured.values()):
         return ["nothing could be measured: see above"]

@@ -1,4 +1,4 @@
-"""What `cseq top` shows, as lines of text."""
+"""The output of `cseq top`, as lines of text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["foot", "head", "overview", "ranks", "workers"]
 
-# Forms and names of columns; a narrow terminal cuts off the last ones.
+# Formats and names of columns. A narrow terminal cuts off the last ones.
 RANKS = " {:>4} {:>5} {:<10} {:>7} {:>7} {:>5} {:>16} {:>12} {:<16} {:<14}"
 OF_RANKS = "rank", "waits", "cause", "batch/s", "pid", "epoch", "batch", "workers", "script", "data"
 WORKERS = " {:>6} {:<5} {:>4} {:>10} {:>7} {:>7} {:>7} {:>4} {:>7} {:>8}"
@@ -26,7 +26,7 @@ OF_WORKERS = "worker", "state", "busy", "batch", "since", "p50", "p99", "cpu", "
 
 
 def _filled(phrases: Iterable[str], width: int) -> list[str]:
-    """Write what is said side by side, on as many lines as it takes."""
+    """Write phrases side by side, on as many lines as needed."""
     lines = [""]
     for phrase in phrases:
         if lines[-1] and len(lines[-1]) + 2 + len(phrase) > width:
@@ -36,7 +36,7 @@ def _filled(phrases: Iterable[str], width: int) -> list[str]:
 
 
 def ranks(watcher: Watcher, width: int) -> list[str]:
-    """Write a line for each run, the one whose loop waits most first; > marks the one shown."""
+    """Write a line for each run, the longest waiting first. A > marks the one shown in full."""
     lately = {run: run.since(RECENT) for run in watcher.runs}
     runs = sorted(lately, key=lambda run: (bool(run.ended), -lately[run].loop_waiting))
     rows: list[Sequence[str]] = [OF_RANKS]
@@ -53,12 +53,11 @@ def ranks(watcher: Watcher, width: int) -> list[str]:
 
 
 def _rate(stats: Stats) -> float:
-    """Return batches a second."""
     return stats.batches / stats.elapsed if stats.elapsed else 0.0
 
 
 def _data(run: AttachedRun) -> str:
-    """Return samples and batch size, by which the managers of a program are told apart."""
+    """Return samples and batch size, which distinguish the managers of a program."""
     return f"{run.fact('dset_size'):,} / {run.fact('batch_size'):,}" if run.fact("length") else ""
 
 
@@ -70,7 +69,7 @@ def _kind(run: AttachedRun) -> str:
 
 
 def _position(run: AttachedRun) -> tuple[str, str]:
-    """Return the epoch, and the batch with the number of all; of streams, how many there were."""
+    """Return the epoch, and the batch "of" all, or the count of batches for a stream."""
     if run.next_batch is None:
         return "–", "–"
     epoch, batch = run.next_batch
@@ -80,32 +79,32 @@ def _position(run: AttachedRun) -> tuple[str, str]:
 
 
 def head(run: AttachedRun, width: int) -> list[str]:
-    """Write what a run is, where it is, and its rates."""
+    """Write a run's name, position and rates."""
     stats, window, lately = run.stats, run.window(), run.since(RECENT)
-    said = [*run.title, _kind(run)]
+    phrases = [*run.title, _kind(run)]
     if run.fact("length"):
-        said += [f"{run.fact('dset_size'):,} samples in batches of {run.fact('batch_size'):,}"]
-        said += [f"seed {run.fact('seed')}"]
-    lines = _filled(said, width)
+        phrases += [f"{run.fact('dset_size'):,} samples in batches of {run.fact('batch_size'):,}"]
+        phrases += [f"seed {run.fact('seed')}"]
+    lines = _filled(phrases, width)
     if not stats.batches:
         return lines + _filled([run.ended or "no batch so far: workers start"], width)
     epoch, batch = _position(run)
-    said = [f"epoch {epoch}"]
+    phrases = [f"epoch {epoch}"]
     if run.fact("length") and run.next_batch is not None:
-        said += [f"batch {batch}"]
-    said += [f"{_rate(lately):,.1f} batches/s"]
+        phrases += [f"batch {batch}"]
+    phrases += [f"{_rate(lately):,.1f} batches/s"]
     if window.nbytes and window.elapsed:
-        said += [f"{window.nbytes / 1e6 / window.elapsed:,.1f} MB/s"]
-    said += [f"the loop waits {lately.loop_waiting:.0%}"]
-    said += [f"step {duration(window.step_seconds.mean)}"]
-    lines += _filled(said, width)
+        phrases += [f"{window.nbytes / 1e6 / window.elapsed:,.1f} MB/s"]
+    phrases += [f"the loop waits {lately.loop_waiting:.0%}"]
+    phrases += [f"step {duration(window.step_seconds.mean)}"]
+    lines += _filled(phrases, width)
     posted, middle, ready = stats.depths
-    said = [f"to make {posted}", *([f"to convert {middle}"] if stats.num_converters else [])]
-    said += [f"ready {ready} of {stats.buffer}" if stats.buffer else f"ready {ready}"]
-    said += [f"{stats.batches:,} batches so far"]
+    phrases = [f"to make {posted}", *([f"to convert {middle}"] if stats.num_converters else [])]
+    phrases += [f"ready {ready} of {stats.buffer}" if stats.buffer else f"ready {ready}"]
+    phrases += [f"{stats.batches:,} batches so far"]
     if stats.start_waited:
-        said += [f"first after {duration(stats.start_waited)}"]
-    return lines + _filled([*said, *filter(None, [run.ended])], width)
+        phrases += [f"first after {duration(stats.start_waited)}"]
+    return lines + _filled([*phrases, *filter(None, [run.ended])], width)
 
 
 def workers(run: AttachedRun, width: int) -> list[str]:
@@ -137,16 +136,16 @@ def foot(run: AttachedRun, width: int) -> list[str]:
     slow = [
         f"{batch.epoch}/{batch.batch} {duration(batch.seconds)}" for batch in run.window().slowest
     ]
-    said = textwrap.wrap(str(run.advice()), width - 1)
-    return [*(_filled(["slowest:", *slow[:3]], width) if slow else []), *(f" {a}" for a in said)]
+    advice = textwrap.wrap(str(run.advice()), width - 1)
+    return [*(_filled(["slowest:", *slow[:3]], width) if slow else []), *(f" {a}" for a in advice)]
 
 
 def overview(watcher: Watcher, width: int, height: int = 0) -> list[str]:
-    """Write a line for each run, if there are several, and all about one, with so many lines."""
+    """Write a line for each run, if there are several, and one run in full, in `height` lines."""
     shown = watcher.shown
     if shown is None:
         why = watcher.problems or ["there is none among the processes that you may read"]
-        return textwrap.wrap(f"no run of cseq's was found: {'; '.join(why)}", width)
+        return textwrap.wrap(f"no run of cseq was found: {'; '.join(why)}", width)
     several = [*ranks(watcher, width), ""] if len(watcher.runs) > 1 else []
     top, rows, end = head(shown, width), workers(shown, width), foot(shown, width)
     room = max(height - len(several) - len(top) - len(end) - 2, 3) if height else len(rows)

@@ -1,4 +1,4 @@
-"""A bar of tqdm that says how much a loop waits, and why: `progress`."""
+"""`progress`: a tqdm bar that says how much a loop waits, and why."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 __all__ = ["progress"]
 
-NO_CAUSES = ("unknown", "loop")  # of these, the share of waiting says enough
+# For these, the share of waiting says enough.
+NO_CAUSES = ("unknown", "loop")
 
 
 def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
-    """Iterate with a bar of tqdm that says how much the loop waits, and why.
+    """Iterate with a tqdm bar that says how much the loop waits, and why.
 
     ``for batch in cseq.progress(manager): …`` shows ``26%|██▌  | 412/1563 [00:21<01:00, 19.1it/s,
-    waits 41 %: workers]``. The words are `manager.advice()`'s, for the time since the bar
-    began; they are worked out when the bar is drawn.
+    waits 41 %: workers]``. The cause is as in `manager.advice()`, for the time since the bar began.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
     Returns
     -------
     tqdm.tqdm
-        The bar, which is iterated over. Where there is no terminal, nothing is drawn.
+        The bar, to iterate over. It draws nothing if there is no terminal.
 
     Examples
     --------
@@ -67,7 +67,7 @@ def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
 
 
 def _said(before: Stats | None, now: Stats | None) -> str:
-    """Say how much the loop has waited since; nothing where the loader has no figures."""
+    """Say how much the loop waited since `before`, or nothing if the loader has no figures."""
     if now is None or not now.num_workers:
         return "" if now is None else "num_workers=0"
     now = added(now, before)

@@ -19,35 +19,35 @@ __all__ = ["Recorder"]
 
 
 def of_run(run: Run[Any]) -> Part:
-    """Look at what runs, whatever it belongs to."""
+    """Describe a run of a manager, loader or stream."""
     pool, stats = run.pool, run.pool.stats()
     if not isinstance(pool.tickets, Batches):
         return Part("DataLoader" if run.about else "Streams", run.about, stats)
     assert pool.tickets.sampler is not None
-    sampler = pool.tickets.sampler.changed()  # with a reader of its own
+    # A changed sampler has its own reader.
+    sampler = pool.tickets.sampler.changed()
     facts = f"samples={sampler.dset_size:,}, batches={sampler.length:,}, "
     facts += f"batch_size={sampler.batch_size:,}, workers={stats.num_workers}, seed={sampler.seed}"
     return Part(pool.crew.of, facts, stats, has_remake=True)
 
 
 class Recorder:
-    """Keeps of each kind of run of this process the longest one, and writes a page at the end.
+    """Keeps the longest run of each kind in this process, and writes a page at the end.
 
-    Parameters
-    ----------
-    path : str
-        With %p for the process id, %r for the rank.
+    `path` may have %p for the process id and %r for the rank.
     """
 
     def __init__(self, path: str) -> None:
         self._path, self._pid = full(path), os.getpid()
-        os.stat(os.path.join(os.path.dirname(self._path), ""))  # raises where there is no folder
+        # This raises if there is no such folder.
+        os.stat(os.path.join(os.path.dirname(self._path), ""))
         self._kept: dict[tuple[str, str], Part] = {}
-        self._guard = threading.RLock()  # runs end on any thread, and in signal handlers
+        # Runs end on any thread, and in signal handlers.
+        self._guard = threading.RLock()
         on_close.append(self.note)
 
     def note(self, run: Run[Any]) -> None:
-        """Keep what a run was."""
+        """Keep a run's figures if it is the longest of its kind."""
         if not run.pool.stats().batches:
             return
         part = of_run(run)
@@ -57,14 +57,14 @@ class Recorder:
                 self._kept[part.name, part.facts] = part
 
     def end(self) -> None:
-        """Write the page; not in a copy of the process."""
+        """Write the page, unless this is a forked copy of the process."""
         if os.getpid() != self._pid:
             return
         for run in present():
             self.note(run)
-        said = "no report: nothing was made by workers of cseq's"
+        line = "no report: cseq's workers made no batches"
         if self._kept:
             write(self._path, [*self._kept.values()])
-            said = f"the report is {self._path}"
+            line = f"the report is {self._path}"
         if sys.stderr is not None:
-            print("cseq:", said, file=sys.stderr)  # noqa: T201
+            print("cseq:", line, file=sys.stderr)  # noqa: T201

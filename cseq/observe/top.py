@@ -1,4 +1,4 @@
-"""``cseq top``: what the loaders of running programs do, live."""
+"""``cseq top``: the loaders of running programs, live."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from cseq.observe.lines import overview
 
 __all__ = ["top"]
 
-CLEAR = "\x1b[H\x1b[J"  # clears the terminal
+# Clears the terminal.
+CLEAR = "\x1b[H\x1b[J"
 
 
 def top(pid: int | None, *, once: bool) -> int | str:
-    """Show the runs of a process, or all; return the exit status, or why there is nothing to show.
+    """Show the runs of a process, or of all, every second or `once` as lines of text.
 
-    Parameters
-    ----------
-    pid : int or None
-        None: all processes.
-    once : bool
-        Lines of text once, not each second.
+    Returns the exit status, or why nothing is shown.
     """
     if not sys.platform.startswith("linux"):
         return "cseq top needs Linux: it reads the meters through /proc"

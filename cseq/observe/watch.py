@@ -1,7 +1,7 @@
 """``cseq run --watch``: what torch's DataLoaders cost the loops of a script.
 
-Nothing of them is changed: three of their methods are timed, and at the end each kind of loader has
-its lines, with the advice for what was measured::
+They run as they are, with three of their methods timed. At the end, each kind of loader has lines
+with its cost and the advice::
 
     __iter__ ──► Turn: an epoch, its workers ──► Watched: a kind of loader ──► Window ──► advise
 """
@@ -23,23 +23,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Watched", "tell", "watch"]
 
-FREE = "if data were free:"  # begins a line about what a faster loader would gain
+# Begins a line about what a faster loader would gain.
+FREE = "if data were free:"
 
 
 @dataclass
 class Watched:
-    """What loaders of one kind have cost.
+    """The costs of one kind of loader.
 
     Attributes
     ----------
     name : str
-        What they are: their data set's class and size, their arguments.
+        The class and size of their data set, and their arguments.
     num_workers : int
     persistent : bool
-        Workers stay from one epoch to the next.
+        Whether workers stay from one epoch to the next.
     computed : float
-        CPU seconds of what made the batches, the workers or the loop's own thread, after the first
-        one of each epoch.
+        CPU seconds of the workers, or of the loop's own thread if it made the batches, after the
+        first batch of each epoch.
     queued : float
         Seconds that the workers waited for a core in that time.
     epochs, batches : int
@@ -47,9 +48,9 @@ class Watched:
     started : float
         Seconds from each `iter` to its first batch.
     waited, stepped : float
-        Seconds that the loop waited for the other batches, and what it did between two.
+        Seconds that the loop waited for the other batches, and worked between them.
     turns : list of Turn
-        Epochs that are under way.
+        The epochs under way.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Watched:
     turns: list[Turn] = field(default_factory=list)
 
     def window(self, cores: int) -> Window:
-        """Return what `advise` looks at. Where the loop waits, workers are taken to work always."""
+        """Return the figures for `advise`. If the loop waits, workers are assumed busy."""
         count, workers, elapsed = self.batches, self.num_workers, self.waited + self.stepped
         worked = elapsed * workers if workers else self.waited
         if not worked:
@@ -79,7 +80,7 @@ class Watched:
         )  # fmt: skip
 
     def lines(self, cores: int) -> list[str]:
-        """Say what they have cost, and what would help."""
+        """Say what the loaders cost, and what would help."""
         window = self.window(cores)
         advice = advise(window)
         count, of = self.batches + self.epochs, f" in {self.epochs} epochs" * (self.epochs > 1)
@@ -101,13 +102,7 @@ class Watched:
 
 
 class Turn:
-    """An epoch: when the loop got its last batch, or asked for the first; its workers.
-
-    Parameters
-    ----------
-    watched : Watched
-    begun : float
-    """
+    """An epoch that `begun` when the loop called `iter`, with the time of its last batch."""
 
     def __init__(self, watched: Watched, begun: float) -> None:
         self.watched, self.begun = watched, begun
@@ -115,13 +110,13 @@ class Turn:
         self._pids: Sequence[int] = ()
 
     def begin_epoch(self, pids: Sequence[int]) -> None:
-        """Note the workers, when they have made the first batch."""
+        """Note the workers after the first batch."""
         self._pids = pids
         self._computed, self._queued = cpu_seconds(pids), queued_seconds(pids)
         self.watched.turns.append(self)
 
     def end_epoch(self) -> None:
-        """Note what they have computed, before they end; once."""
+        """Add what the workers computed, once, before they end."""
         if self in self.watched.turns:
             self.watched.turns.remove(self)
             self.watched.computed += max(cpu_seconds(self._pids) - self._computed, 0.0)
@@ -129,13 +124,7 @@ class Turn:
 
 
 def watch(loaders: dict[Any, Watched]) -> None:
-    """Begin to time every DataLoader of torch in this process.
-
-    Parameters
-    ----------
-    loaders : dict
-        Gets a `Watched` for each kind of loader.
-    """
+    """Time every torch DataLoader of this process; `loaders` gets a `Watched` for each kind."""
     from torch.utils.data import DataLoader, IterableDataset
 
     from cseq.adapters.torch import names
@@ -150,20 +139,23 @@ def watch(loaders: dict[Any, Watched]) -> None:
     def __iter__(loader: DataLoader[Any]) -> names.Base:  # noqa: N807
         begun = clock()
         iterator = iterate(loader)
+        # Other iterators, such as cseq.DataLoader's, are not timed.
         if type(iterator).__next__ is not names.Base.__next__:
-            return iterator  # not torch's own: cseq.DataLoader's, say
+            return iterator
         size = "" if isinstance(loader.dataset, IterableDataset) else _size_of(loader.dataset)
         name = f"DataLoader of {type(loader.dataset).__name__}{size}"
         name += f", batch_size={loader.batch_size}, num_workers={loader.num_workers}"
         watched = Watched(name, loader.num_workers, loader.persistent_workers)
         watched = loaders.setdefault((name, watched.persistent), watched)
-        end(iterator)  # of persistent workers, the epoch before
+        # Persistent workers keep the iterator, so this ends the epoch before.
+        end(iterator)
         vars(iterator)["_cseq_turn"] = Turn(watched, begun)
         return iterator
 
     def __next__(iterator: names.Base) -> object:  # noqa: N807
         turn: Turn | None = getattr(iterator, "_cseq_turn", None)
-        if turn is None:  # made by a subclass without `__iter__`
+        # A subclass may have made the iterator without `__iter__`.
+        if turn is None:
             return following(iterator)
         begun, before = clock(), time.thread_time()
         try:
@@ -201,7 +193,7 @@ def watch(loaders: dict[Any, Watched]) -> None:
 
 
 def _size_of(dataset: Any) -> str:
-    """Say how many samples there are; nothing where the loader's own sampler alone knows it."""
+    """Say how many samples there are, unless the data set does not know."""
     try:
         return f", {len(dataset):,} samples"
     except (TypeError, NotImplementedError):
@@ -209,26 +201,18 @@ def _size_of(dataset: Any) -> str:
 
 
 def tell(loaders: dict[Any, Watched], pid: int) -> None:
-    """Print the lines of all kinds of loaders; not in a copy of the process.
-
-    Parameters
-    ----------
-    loaders : dict
-        What `watch` has filled.
-    pid : int
-        Of the process that was watched.
-    """
+    """Print the lines of all loaders, unless this is a forked copy of the watched process `pid`."""
     if os.getpid() != pid or sys.stderr is None:
         return
     rank = os.environ.get("RANK", "")
     before = f"cseq (rank {rank}):" if rank else "cseq:"
     if not loaders:
-        print(before, "no DataLoader of torch was iterated over", file=sys.stderr)  # noqa: T201
+        print(before, "no torch DataLoader was iterated over", file=sys.stderr)  # noqa: T201
     for watched in loaders.values():
         for turn in list(watched.turns):
             turn.end_epoch()
     lines = [line for watched in loaders.values() for line in watched.lines(share())]
     if any(FREE in line for line in lines):
-        lines.append("cseq's workers in their place: cseq run …")
+        lines.append("to use cseq's workers instead: cseq run …")
     for line in lines:
         print(before, line, file=sys.stderr)  # noqa: T201

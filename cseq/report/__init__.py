@@ -1,1 +1,1 @@
-"""A page about a run, from its `Stats` alone; `import cseq` imports none of it."""
+"""A page about a run, from its `Stats` alone. `import cseq` imports none of this."""

@@ -1,6 +1,6 @@
-"""``cseq doctor``: what slows a machine down, and no other tool shows.
+"""``cseq doctor``: what slows a machine down and no other tool shows.
 
-Each check is a function that returns findings; a finding that is not fine says what to do.
+Each check is a function that yields findings. One with a remedy is a warning.
 """
 
 from __future__ import annotations
@@ -20,22 +20,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "look", "report"]
 
-THROTTLED = 0.05  # part of the periods of a quota
-PRESSED = 20.0  # per cent of the last 10 s in which some task waited for a core
-READINGS = 1000  # of the clock
-SLOW_CLOCK = 250  # ns a reading, with the call of it
-PROCESSES = 32, 4  # room for others, and for each core
+# Above this fraction of the periods of a quota, it slows the container down.
+THROTTLED = 0.05
+# Above this percentage of the last 10 s in which some task waited for a core, cores are missing.
+PRESSED = 20.0
+# Readings of the clock, and the ns of a slow one, with its call.
+READINGS, SLOW_CLOCK = 1000, 250
+# Processes that should be possible for others, and for each core.
+PROCESSES = 32, 4
 
 
 class Finding(NamedTuple):
-    """What a check has found.
-
-    Attributes
-    ----------
-    text : str
-    remedy : str
-        What to do; empty where all is fine.
-    """
+    """A finding, and what to do, or an empty remedy if all is fine."""
 
     text: str
     remedy: str = ""
@@ -45,18 +41,18 @@ class Finding(NamedTuple):
 
 
 def look() -> Iterator[Finding]:
-    """Make all checks; none takes time."""
+    """Run all checks. None takes long."""
     for check in (quota, pressure, threads, kills, clock, processes):
         yield from check()
 
 
 def quota() -> Iterator[Finding]:
-    """Compare the cores with what the control groups allow, and look whether they throttle."""
+    """Compare the cores with the quota of the control groups, and check whether it throttles."""
     most = quota_of(ROOT)
     if most is not None and most < cores():
         yield Finding(
             f"{cores()} cores, but this container may use {most:g} of them at a time",
-            "count these for num_workers, as 'auto' does",
+            "choose num_workers by that number, as 'auto' does",
         )
     counts = [fields(join(group, "cpu.stat")) for group, _ in groups(ROOT, "cpu", "", "")]
     seen = [(stat.get("nr_throttled", 0), stat.get("nr_periods", 0)) for stat in counts]
@@ -70,41 +66,41 @@ def quota() -> Iterator[Finding]:
 
 
 def pressure() -> Iterator[Finding]:
-    """Look whether tasks wait for cores at this moment."""
+    """Check whether tasks wait for cores at this moment."""
     for line in lines(join(ROOT, "proc/pressure/cpu")):
         kind, *pairs = line.split()
         share = float(dict(pair.split("=") for pair in pairs).get("avg10", 0))
         if kind == "some" and share > PRESSED:
             yield Finding(
-                f"others compute here, too: in {share:.0f} % of the last 10 s, some task waited "
-                "for a core",
-                "leave them cores (fewer workers), or expect uneven times",
+                f"cores are in short supply: in {share:.0f} % of the last 10 s, some task waited "
+                "for one",
+                "use fewer workers, or expect uneven times",
             )
 
 
 def threads() -> Iterator[Finding]:
-    """Look for variables that make libraries of each worker compute with many threads."""
+    """Check for variables that give each worker's libraries many threads."""
     for name in VARIABLES:
         value = os.environ.get(name, "1")
         if value.isdigit() and int(value) > 1:
             yield Finding(
                 f"{name}={value} is set: each worker will compute with {value} threads",
-                "unset it: cseq then sets 1 for workers, and the loop has all cores",
+                "unset it: cseq then sets it to 1 for workers, and the loop has all cores",
             )
 
 
 def kills() -> Iterator[Finding]:
-    """Look for processes that were killed for lack of memory."""
+    """Check for processes that were killed for lack of memory."""
     killed = oom_kills(ROOT)
     if killed:
         yield Finding(
             f"{killed} processes of this container were killed for lack of memory so far",
-            "give fewer workers, a smaller buffer or memory_limit, or a larger limit",
+            "use fewer workers, a smaller buffer or memory_limit, or give it more memory",
         )
 
 
 def clock() -> Iterator[Finding]:
-    """Measure what a reading of the clock takes."""
+    """Measure how long a reading of the clock takes."""
     best = min(_reading() for _ in range(5))
     folder = "sys/devices/system/clocksource/clocksource0/current_clocksource"
     source = " ".join(lines(join(ROOT, folder))) or "the system's"
@@ -114,7 +110,7 @@ def clock() -> Iterator[Finding]:
 
 
 def _reading() -> float:
-    """Return the nanoseconds of a reading: the mean of some."""
+    """Return the nanoseconds of a reading, on average."""
     begun = time.perf_counter_ns()
     for _ in range(READINGS):
         now_ns()
@@ -122,7 +118,7 @@ def _reading() -> float:
 
 
 def processes() -> Iterator[Finding]:
-    """Look how many more processes and threads the control groups allow."""
+    """Check how many more processes and threads the control groups allow."""
     left = []
     for group, name in groups(ROOT, "pids", "pids.max", "pids.max"):
         most, now = number(join(group, name)), number(join(group, "pids.current"))
@@ -137,7 +133,7 @@ def processes() -> Iterator[Finding]:
 
 
 def report() -> int:
-    """Print what is found; return the exit status: 1 if something is to be done."""
+    """Print the findings. Return the exit status, 1 if there are warnings."""
     wrong = 0
     for finding in look():
         print(finding)  # noqa: T201

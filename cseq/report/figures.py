@@ -1,6 +1,6 @@
-"""Figures as SVG: areas, bars, lines and marks; light, dark and on paper.
+"""SVG figures: areas, bars, lines and marks, for light and dark screens and paper.
 
-One module draws the report, the notebook, the benchmarks' chart and the site's figures::
+They are in the report, the notebook, the benchmarks' chart and the site::
 
     Axis ──► Chart(Drawing): grid, steps, line, bars, dot, marks ──► inline() or file()
                                        colours are classes of STYLE ──┘
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     Range = tuple[float, float]
 
-__all__ = ["COLOURS", "STYLE", "Axis", "Chart", "Drawing", "duration", "number"]
+__all__ = ["COLORS", "STYLE", "Axis", "Chart", "Drawing", "duration", "number"]
 
-# Each colour by what it is for: on a light page, on a dark one.
-COLOURS = {
+# The colors by use, on a light page and on a dark one.
+COLORS = {
     "paper": ("#ffffff", "#0d1117"),
     "ink": ("#1f2328", "#e6edf3"),
     "faint": ("#59636e", "#9198a1"),
@@ -34,16 +34,17 @@ COLOURS = {
     "warm": ("#d9770a", "#f0a04b"),
     "cold": ("#2367d1", "#6ea8fe"),
 }
-WIDTH, HEIGHT = 540, 240  # of a chart
-SIZE = 16  # of ordinary text
-GLYPH = 0.6  # width of a letter at most, on average, of its size
+# The size of a chart, and of ordinary text; the mean width of a letter, at most, per size.
+WIDTH, HEIGHT = 540, 240
+SIZE, GLYPH = 16, 0.6
 MOST_TICKS = 5
+# Round times, in seconds.
 TIMES = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
 
 LIGHT, DARK = (
-    "".join(f"--{name}:{pair[choice]};" for name, pair in COLOURS.items()) for choice in (0, 1)
+    "".join(f"--{name}:{pair[choice]};" for name, pair in COLORS.items()) for choice in (0, 1)
 )
-# Of a file, and of a page, whose figures lie in an element of this class. A halo is around text.
+# The style of a file, and of a page whose figures lie in an element of this class. Text has a halo.
 STYLE = f"""
 .cseq{{{LIGHT}}}
 @media screen and (prefers-color-scheme:dark){{.cseq{{{DARK}}}}}
@@ -54,7 +55,7 @@ paint-order:stroke;stroke:var(--paper);stroke-width:4px;stroke-linejoin:round}}
 .cseq .end{{text-anchor:end}}
 .cseq .middle{{text-anchor:middle}}
 .cseq .stroke{{fill:none;stroke:var(--second);stroke-width:2}}
-""" + "".join(f".cseq .{name}{{fill:var(--{name})}}" for name in COLOURS)
+""" + "".join(f".cseq .{name}{{fill:var(--{name})}}" for name in COLORS)
 
 
 def number(value: float) -> str:
@@ -66,23 +67,15 @@ def number(value: float) -> str:
 
 
 def _at(value: float) -> str:
-    """Write a place."""
+    """Write a coordinate."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Where values lie between two places.
+    """Maps the values from `low` to `high` to the coordinates from `start` to `end`.
 
-    Attributes
-    ----------
-    low, high : float
-        Values.
-    start, end : float
-        Their places.
-    logarithmic : bool
-    times : bool
-        The values are seconds, of which 15 and 60 are round, too.
+    With `times`, the values are seconds, and 15 and 60 are round, too.
     """
 
     low: float
@@ -93,7 +86,7 @@ class Axis:
     times: bool = False
 
     def coordinate(self, value: float) -> float:
-        """Return where a value lies; one beyond the axis lies at its end."""
+        """Return the coordinate of a value, or of the axis's end if the value is beyond."""
         low, high = self.low, self.high
         value = min(max(value, low), high)
         if self.logarithmic:
@@ -102,7 +95,7 @@ class Axis:
 
     @property
     def ticks(self) -> list[float]:
-        """Some round values on it."""
+        """Some round values on the axis."""
         if self.logarithmic:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             every = max(0, last - first - 2) // MOST_TICKS + 1
@@ -124,7 +117,7 @@ class Drawing:
     ----------
     width, height : float
     title : str
-        For those who do not see it.
+        For screen readers.
     """
 
     def __init__(self, width: float, height: float, title: str) -> None:
@@ -132,7 +125,7 @@ class Drawing:
         self._parts: list[str] = []
 
     def inline(self, attributes: str = "", head: str = "") -> str:
-        """Return the element for a page, which has the rules of `STYLE`."""
+        """Return the element for a page that has the rules of `STYLE`."""
         parts = "\n".join(self._parts)
         return (
             f'<svg{attributes} viewBox="0 0 {_at(self.width)} {_at(self.height)}" role="img" '
@@ -140,7 +133,7 @@ class Drawing:
         )
 
     def file(self) -> str:
-        """Return a whole file in the colours of the reader's system."""
+        """Return a whole file in the colors of the reader's system."""
         size = f'width="{_at(self.width)}" height="{_at(self.height)}"'
         attributes = f' xmlns="http://www.w3.org/2000/svg" class="cseq" {size}'
         head = f"<title>{escape(self.title)}</title>\n<style>{STYLE}</style>\n"
@@ -148,7 +141,7 @@ class Drawing:
         return self.inline(attributes, head + sheet) + "\n"
 
     def text(self, x: float, y: float, words: str, kind: str = "") -> None:
-        """Write a line on its baseline; `kind` are classes, such as 'strong faint end'."""
+        """Write a line on its baseline. `kind` lists classes, such as 'strong faint end'."""
         shown = kind if "faint" in kind else f"ink {kind}".strip()
         corner = f'x="{_at(x)}" y="{_at(y)}"'
         self._parts.append(f'<text {corner} class="{shown}">{escape(words, quote=False)}</text>')
@@ -159,12 +152,12 @@ class Drawing:
         self._parts.append(f'<rect {corner} class="{kind}"/>')
 
     def path(self, steps: str, kind: str) -> None:
-        """Draw along steps of SVG: an area, or a line of the kind 'stroke'."""
+        """Draw an SVG path: an area, or a line if the kind is 'stroke'."""
         self._parts.append(f'<path d="{steps}" class="{kind}"/>')
 
 
 class Chart(Drawing):
-    """A drawing with two axes, of values from left to right and from the bottom up.
+    """A drawing with two axes, from left to right and from the bottom up.
 
     Parameters
     ----------
@@ -172,7 +165,7 @@ class Chart(Drawing):
     x, y : (float, float)
         The lowest and the highest value.
     logarithmic, times : bool
-        Of `x`: see `Axis`.
+        Of the x-axis: see `Axis`.
     """
 
     def __init__(
@@ -183,7 +176,7 @@ class Chart(Drawing):
         self.y = Axis(*y, HEIGHT - 28, 24)
 
     def grid(self, x: Callable[[float], str], y: Callable[[float], str] | None = number) -> None:
-        """Draw lines at round values, and write these as the functions say; None: no lines."""
+        """Draw lines at round values, labeled by the functions, or none in y if that is None."""
         for value in self.y.ticks if y else ():
             at = self.y.coordinate(value)
             self.rect(self.x.start, at - 0.5, self.x.end - self.x.start, 1, "line")
@@ -199,7 +192,7 @@ class Chart(Drawing):
     def steps(
         self, edges: Sequence[float], values: Iterable[float], kind: str, floor: float = 0.0
     ) -> None:
-        """Draw an area as high as a value between each two edges."""
+        """Draw an area that has each value as its height between two edges."""
         drawn = (
             f"V{_at(self.y.coordinate(floor + value))}H{_at(self.x.coordinate(end))}"
             for value, end in zip(values, edges[1:], strict=True)
@@ -226,9 +219,9 @@ class Chart(Drawing):
         self.path(f"M{left} {at}a6 6 0 1 0 12 0a6 6 0 1 0-12 0z", kind)
 
     def marks(self, *marks: tuple[float, str, str]) -> None:
-        """Draw a line upright at each value, in a colour, and its words beside it.
+        """Draw a vertical line at each value, in a color, with words beside it.
 
-        Each has a row for its words, on the side where fewer of the other lines cross them.
+        The words of each line have a row, on the side where fewer other lines cross them.
         """
         places = [self.x.coordinate(value) for value, _, _ in marks]
         for at, (_, _, kind) in zip(places, marks, strict=True):

@@ -1,6 +1,6 @@
-"""A run on one page of HTML: why its loop waits, what would help, and all figures.
+"""An HTML page about a run: why its loop waits, what would help, and all figures.
 
-No script, nothing from a network; light, dark and on paper::
+It needs no script and no network, and has light, dark and printed styles::
 
     Part (stats, facts, slowest batches) ──► section: verdict, tiles, figures ──► page
 """
@@ -34,10 +34,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "in_notebook", "page", "write"]
 
-INTERVALS = 120  # in which a run is drawn over time
-LEAST_POINTS = 4  # of a history, for figures over time
-MOST_ROWS = 16  # workers over time: of more than that, those that differ most
-SLOWEST = 8  # batches in the table
+# Figures over time need LEAST_POINTS of a history, and have at most INTERVALS.
+INTERVALS, LEAST_POINTS = 120, 4
+# If there are more workers, those that differ most are drawn over time.
+MOST_ROWS = 16
+# The batches in the table of the slowest ones.
+SLOWEST = 8
 RANKS = ("RANK", "WORLD_SIZE")
 
 RULES = """
@@ -67,16 +69,9 @@ SHEET = STYLE + RULES
 
 
 class Part(NamedTuple):
-    """What the page shows of one manager, loader or stream.
+    """One manager, loader or stream on the page: its name, a line of facts, and its stats.
 
-    Attributes
-    ----------
-    name : str
-    facts : str
-        A line about it.
-    stats : Stats
-    has_remake : bool
-        A line makes any of its batches again.
+    If it `has_remake`, the page shows the lines that make its slowest batches again.
     """
 
     name: str
@@ -86,19 +81,9 @@ class Part(NamedTuple):
 
 
 def write(path: str | os.PathLike[str], parts: Sequence[Part], title: str | None = None) -> None:
-    """Write a page; in one step, so that no half of it is ever there.
+    """Write a page in one step, so that the file is never incomplete.
 
-    Parameters
-    ----------
-    path : str or path
-    parts : sequence of Part
-    title : str, optional
-        The script's name, if it is left out.
-
-    Raises
-    ------
-    TypeError
-        `path` is no path, or `title` no text.
+    The title is the script's name by default. A `path` or `title` of another type is a TypeError.
     """
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(name, str):
@@ -151,7 +136,7 @@ def section(part: Part) -> str:
 
 
 def in_notebook(stats: Stats, rows: Sequence[tuple[str, str]]) -> str:
-    """Return what a notebook shows: the verdict, the tiles, one figure, and rows of facts."""
+    """Return HTML for a notebook: the verdict, the tiles, one figure, and rows of facts."""
     facts = _table((escape(name), escape(value)) for name, value in rows)
     if not stats.batches:
         return facts
@@ -167,14 +152,14 @@ def verdict(stats: Stats) -> str:
     advice, waits = stats.advice(), f"waits {stats.loop_waiting:.0%}: " * (stats.elapsed > 0)
     action = f"<p><strong>→ {escape(advice.remedy)}</strong></p>" if advice.action else ""
     start = f"<p>Start: {escape(advice.start)}.</p>" if advice.start else ""
-    said = advice.sentence[:1].upper() + advice.sentence[1:]
+    sentence = advice.sentence[:1].upper() + advice.sentence[1:]
     kind = "good" if advice.cause == "loop" else ""
-    words = f"<b>{waits}{advice.cause}</b><p>{escape(said)}.</p>{action}"
+    words = f"<b>{waits}{advice.cause}</b><p>{escape(sentence)}.</p>{action}"
     return f'<div class="verdict {kind}">{words}</div>{start}'
 
 
 def tiles(stats: Stats) -> str:
-    """Write the figures that matter most: five, and the share of samples from caches."""
+    """Write the five figures that matter most, and the share of samples from caches."""
     rates, count = stats.as_dict(""), stats.num_workers
     shown = [
         (number(rates["batches_per_s"]), "batches a second"),
@@ -205,7 +190,7 @@ def _details(stats: Stats) -> str:
 
 
 def _machine() -> str:
-    """Write where it ran, folded: versions, the environment, and what the doctor finds."""
+    """Write the versions, the environment, and the doctor's findings, folded."""
     rows = [("command", " ".join(sys.argv)), ("system", platform.platform())]
     rows += [("Python", sys.version), ("cores", str(cores()))]
     for name in ("cseq-loader", "numpy", "torch"):
@@ -219,24 +204,25 @@ def _machine() -> str:
 
 # -- figures
 
-Drawn = tuple[str, Chart, str]  # its heading, itself, what it says
+# The heading, the chart, and the caption.
+Drawn = tuple[str, Chart, str]
 
 
 def drawn(stats: Stats) -> Iterator[Drawn]:
-    """Draw all figures that there are measurements for."""
+    """Draw all figures for which there are measurements."""
     over = Over.of(stats.history)
     if over is not None:
-        said = "Part of the time that the loop waits."
-        yield over.area("Waiting over time", over.waiting, "warm", said, is_part=True)
+        caption = "The fraction of the time that the loop waits."
+        yield over.area("Waiting over time", over.waiting, "warm", caption, is_part=True)
     if stats.index_seconds.count and stats.elapsed > 0 and stats.num_workers:
         yield enough(stats)
     if stats.index_seconds.count:
         yield batch_times(stats)
     if over is not None:
         of = f" At most {stats.buffer:,} batches are ahead of the loop." if stats.buffer else ""
-        said = f"Waiting for the loop: 0 starves it.{of}"
-        yield over.area("Batches ready", over.ready[:-1], "cold", said)
-        yield over.area("Batches a second", over.rate, "second", "That the loop took.")
+        caption = f"Waiting for the loop. If there are none, it starves.{of}"
+        yield over.area("Batches ready", over.ready[:-1], "cold", caption)
+        yield over.area("Batches a second", over.rate, "second", "Taken by the loop.")
         if len(over.busy):
             yield workers(over)
 
@@ -244,16 +230,9 @@ def drawn(stats: Stats) -> Iterator[Drawn]:
 class Over(NamedTuple):
     """A run in intervals of the same length.
 
-    Attributes
-    ----------
-    edges : numpy.ndarray
-        Seconds since the start, one more than intervals.
-    waiting, rate : numpy.ndarray
-        In each interval: part of the time; batches a second.
-    ready : numpy.ndarray
-        At the edges.
-    busy : numpy.ndarray
-        Parts of the time: a row for each worker.
+    `edges` are in seconds since the start, one more than intervals. Each interval has the fraction
+    of the time that the loop is `waiting`, the `rate` in batches a second, and, in a row for each
+    worker, the fraction of the time that it is `busy`. `ready` batches are at the edges.
     """
 
     edges: NDArray[np.float64]
@@ -264,7 +243,7 @@ class Over(NamedTuple):
 
     @classmethod
     def of(cls, history: NDArray[Any]) -> Over | None:
-        """Cut a history into intervals; None: it is too short."""
+        """Cut a history into intervals, or return None if it is too short."""
         at = history["seconds"]
         if len(history) < LEAST_POINTS or at[-1] <= at[0]:
             return None
@@ -274,7 +253,8 @@ class Over(NamedTuple):
             return np.diff(np.interp(edges, at, values))
 
         took = np.diff(edges)
-        ran = np.flatnonzero(history["busy"][-1])  # with 'auto' there may be room for more
+        # With 'auto', there may be columns for workers that never ran.
+        ran = np.flatnonzero(history["busy"][-1])
         rows = history["busy"].T[: ran[-1] + 1 if len(ran) else None]
         busy = np.array([np.clip(grown(worked) / took, 0, 1) for worked in rows])
         ready = np.interp(edges, at, history["ready"])
@@ -282,24 +262,23 @@ class Over(NamedTuple):
         return cls(edges, waited, grown(history["batches"]) / took, ready, busy)
 
     def chart(self, title: str, most: float, y: Callable[[float], str] | None = number) -> Chart:
-        """Make a chart over time."""
         span = (float(self.edges[0]), float(self.edges[-1]))
         chart = Chart(title, span, (0, most), times=True)
         chart.grid(duration, y)
         return chart
 
     def area(
-        self, heading: str, values: NDArray[Any], kind: str, said: str, *, is_part: bool = False
+        self, heading: str, values: NDArray[Any], kind: str, caption: str, *, is_part: bool = False
     ) -> Drawn:
-        """Draw a value, or a part of the time, over time."""
+        """Draw a value, or a fraction of the time, over time."""
         most = 1.0 if is_part else max(float(values.max()) * 1.1, 1.0)
         chart = self.chart(heading, most, "{:.0%}".format if is_part else number)
         chart.steps(self.edges.tolist(), values.tolist(), kind)
-        return heading, chart, said
+        return heading, chart, caption
 
 
 def workers(over: Over) -> Drawn:
-    """Draw who worked when: a row for each worker, an area in it."""
+    """Draw when each worker worked, in a row of its own."""
     names, about = np.arange(len(over.busy)), ""
     if len(names) > MOST_ROWS:
         means = over.busy.mean(axis=1)
@@ -312,13 +291,13 @@ def workers(over: Over) -> Drawn:
         chart.steps(over.edges.tolist(), (0.9 * over.busy[name]).tolist(), "first", floor)
         if not k % every:
             chart.text(chart.x.start - 8, chart.y.coordinate(floor), str(name), "faint end")
-    said = f"A row for each worker: the higher the area, the busier.{about}"
-    return "Workers over time", chart, said
+    caption = f"A row for each worker: the higher the area, the busier.{about}"
+    return "Workers over time", chart, caption
 
 
 def batch_times(stats: Stats) -> Drawn:
-    """Draw what batches take a worker."""
-    times, title = stats.index_seconds, "What batches take a worker"
+    """Draw the workers' times for a batch."""
+    times, title = stats.index_seconds, "A worker's time for a batch"
     buckets = times.buckets()
     low, high = buckets[0][0], buckets[-1][1]
     if high < 4 * low:
@@ -329,11 +308,11 @@ def batch_times(stats: Stats) -> Drawn:
     chart.bars(buckets, "first")
     half, rare = times.quantile(0.5), times.quantile(0.99)
     chart.marks((half, f"p50 {duration(half)}", "ink"), (rare, f"p99 {duration(rare)}", "ink"))
-    return title, chart, f"{times.count:,} batches. From left to right, times are logarithmic."
+    return title, chart, f"{times.count:,} batches. The scale of times is logarithmic."
 
 
 def enough(stats: Stats) -> Drawn:
-    """Draw the rate that more or fewer workers would give, from what was measured."""
+    """Draw the rate that more or fewer workers would give, by the measurements."""
     window, title = stats.window(), "How many workers would be enough"
     now, wanted = window.workers, stats.advice().change.get("num_workers")
     most = max(2 * now, math.ceil(1.3 * (wanted or 0)), 4)
@@ -350,8 +329,8 @@ def enough(stats: Stats) -> Drawn:
     if window.room < most:
         marks.append((window.room, f"{window.room} have cores", "faint"))
     chart.marks(*marks)
-    said = (
+    caption = (
         f"A batch takes a worker {duration(window.index)}, the loop {duration(window.step)}. The "
+        "line shows the batches a second of workers that never wait, the dot the measured rate."
     )
-    said += "line: batches a second of workers that never wait; the dot: what was measured."
-    return title, chart, said
+    return title, chart, caption

@@ -27,7 +27,7 @@ CASES = {
         {"threads": True, "gil_long": 0.6, "computed": 1.0},
         {"threads": True, "gil_long": 0.6, "computed": 1.0, "waited": 0.1},  # it hides in the step
         {"threads": True, "gil_long": 0.6, "computed": 1.0, "busy": 0.5, "behind": 1.0},
-        # others compute here
+        # other programs use the cores
         {"threads": True, "gil_long": 0.6, "computed": 0.2, "cpu": 0.05, "queued": 0.2},
     ],
     "loop": [
@@ -137,7 +137,7 @@ def test_cores_that_are_used_up():
     few = advise(replace(PLAIN, workers=6, cores=2, cpu=0.3))
     assert (few.cause, few.change) == ("cores", {})
     assert few.action.startswith("try fewer workers, and find what uses the CPU")
-    assert few.action.endswith("cseq.cached keeps what each epoch decodes again")
+    assert few.action.endswith("keep them with cseq.cached")
     assert "fewer" not in advise(replace(PLAIN, cores=4)).action
     loop_sleeps = replace(PLAIN, workers=2, cores=2, cpu=0.4, loop_cpu=0.1)
     assert advise(loop_sleeps).cause == "workers"
@@ -162,8 +162,8 @@ def test_what_no_worker_can_help():
     assert (fed.action, fed.gain) == ("", 1.0)
     assert "waits for a core" not in str(fed)
     crowded = replace(PLAIN, waited=0.0, loop_cpu=0.1, loop_queued=0.6, busy=0.2)
-    assert "waits for a core 60% of the time: others compute here, too" in str(advise(crowded))
-    assert "others" not in str(advise(replace(crowded, loop_cpu=0.9, cores=2)))
+    assert "waits for a core 60% of the time: other programs use the cores" in str(advise(crowded))
+    assert "other programs" not in str(advise(replace(crowded, loop_cpu=0.9, cores=2)))
 
 
 def test_larger_batches():
@@ -195,7 +195,7 @@ def test_cores_that_others_use():
     crowded = replace(PLAIN, cpu=0.35, queued=0.6)
     said = advise(crowded)
     assert (said.cause, said.change) == ("cores", {})
-    assert "computing 35% of that and waiting for a core 60%: others compute here" in said.sentence
+    assert "computing 35% of that and waiting for a core 60%: other programs" in said.sentence
     assert said.gain == pytest.approx(2.0)  # no more than of a loop that never waits
     assert advise(replace(crowded, waited=9.0)).gain == pytest.approx(2.5)
     assert crowded.room == crowded.workers

@@ -67,7 +67,7 @@ def test_a_loader_without_workers_is_told_once(caplog):
         for step, _ in enumerate(loader, 1):
             assert every.at(step) == {}
     assert [record.getMessage() for record in caplog.records] == [
-        "no figures to log: this loader has no worker processes of cseq's"
+        "no figures to log: this loader has no worker processes of cseq"
     ]
 
 

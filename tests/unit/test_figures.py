@@ -5,7 +5,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from cseq.report.figures import COLOURS, STYLE, Axis, Chart, Drawing, number
+from cseq.report.figures import COLORS, STYLE, Axis, Chart, Drawing, number
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -61,7 +61,7 @@ def test_a_file_has_its_own_colours():
     assert root.find(f"{SVG}style").text == STYLE  # type: ignore[union-attr]
     rules = re.findall(r"([^{}]+)\{", STYLE)
     assert all(rule.strip().startswith((".cseq", "@media screen")) for rule in rules)
-    assert all(f"--{name}:{each}" in STYLE for name in COLOURS for each in COLOURS[name])
+    assert all(f"--{name}:{each}" in STYLE for name in COLORS for each in COLORS[name])
 
 
 def luminance(colour):
@@ -75,7 +75,7 @@ def luminance(colour):
 @pytest.mark.parametrize("name", ["ink", "faint"])
 def test_words_can_be_read(name, choice):
     """Contrast of 4.5 at least, light and dark."""
-    light, dark = sorted(luminance(COLOURS[each][choice]) for each in (name, "paper"))
+    light, dark = sorted(luminance(COLORS[each][choice]) for each in (name, "paper"))
     assert (dark + 0.05) / (light + 0.05) >= 4.5
 
 

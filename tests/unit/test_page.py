@@ -17,7 +17,7 @@ from cseq.measure.stats import Stats
 from cseq.report import page
 
 VOID = {"meta"}
-FIGURES = ["Waiting over time", "How many workers would be enough", "What batches take a worker"]
+FIGURES = ["Waiting over time", "How many workers would be enough", "A worker's time for a batch"]
 FIGURES += ["Batches ready", "Batches a second", "Workers over time"]
 
 

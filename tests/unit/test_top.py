@@ -230,7 +230,7 @@ def test_the_command(run_command, tmp_path):
     assert {line[1:].split()[0] for line in lines[1:3]} == {"0", "1"}
     assert sorted(line[0] for line in lines[1:3]) == [" ", ">"]
     for pid, said in (
-        (os.getpid(), "no run of cseq's was found"),
+        (os.getpid(), "no run of cseq was found"),
         (999999999, "no process 999999999"),
     ):
         done = run_command(tmp_path, "top", str(pid), "--once")
@@ -257,7 +257,7 @@ def test_a_terminal(monkeypatch, capsys):
 
     monkeypatch.setattr(time, "sleep", nap)
     assert top(os.getpid(), once=False) == 0
-    assert capsys.readouterr().out.count("\x1b[H\x1b[Jno run of cseq's was found") == 2
+    assert capsys.readouterr().out.count("\x1b[H\x1b[Jno run of cseq was found") == 2
 
 
 def test_one_of_several_is_shown():

@@ -111,7 +111,7 @@ CPU = pytest.mark.skipif(sys.platform != "linux", reason="the CPU time of worker
         pytest.param(watched(0.003, 0.002, 2, 1.8), "num_workers=3: at most 1.5", marks=CPU),
         pytest.param(watched(0.003, 0.002, 4, 3.8), "4 cores are used up", marks=CPU),
         # they would compute all the time, and have a core for a third of it
-        (watched(0.003, 0.002, 2, 0.6, queued=1.2), "waiting for a core 61%: others compute here"),
+        (watched(0.003, 0.002, 2, 0.6, queued=1.2), "waiting for a core 61%: other programs"),
         (watched(0.0001, 0.02, 2), "the loop is the bottleneck"),
     ],
 )
@@ -152,7 +152,7 @@ if __name__ == "__main__":
             pass
     for each in loaders.values():
         for turn in list(each.turns):
-            turn.end()
+            turn.end_epoch()
         print(each.name.split()[2].strip(","), each.computed, each.queued)
 """
 
