@@ -243,7 +243,8 @@ def spdl_subprocess(work: Work, segment_bytes: int = 0, start_method: str | None
     )
 
 
-_fetch: Any = None  # of a worker of `spdl_pool`: the indexer's method
+# The indexer's method, in a worker of `spdl_pool`.
+_fetch: Any = None
 
 
 def spdl_open(work: Work) -> None:
@@ -265,7 +266,8 @@ def spdl_pool(work: Work, *, start_method: str) -> Rounds:
     from spdl.pipeline import PipelineBuilder
 
     context = multiprocessing.get_context(start_method)
-    half = max(1, work.buffer // 2)  # asked for, and as many in the sink
+    # Half of the batches are asked for, and half are in the sink.
+    half = max(1, work.buffer // 2)
     with ProcessPoolExecutor(work.num_workers, context, spdl_open, (work,)) as pool:
         builder = (
             PipelineBuilder()

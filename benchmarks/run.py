@@ -22,7 +22,8 @@ from harness.report import as_json, as_markdown, commit, machine, section
 from harness.runner import environment, run_case
 
 RESULTS = Path(__file__).parent / "results"
-PICTURE = "picture_"  # the cases that are drawn, and what they are compared with
+# The prefix of the cases in the chart.
+PICTURE = "picture_"
 BASE = "torch DataLoader"
 TITLE = "Speed-up over torch's DataLoader"
 

@@ -15,7 +15,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-NAMES = ("latest", "renewed")  # the second has cases that were measured again since
+# The second has cases that were measured again later.
+NAMES = ("latest", "renewed")
 HEAD = "|work|cseq|torch|best peer|limit|\n|---|---:|---:|---:|---:|\n"
 PEERS = "SPDL|Grain|grain|lhotse|trl|numpy|queue|multiproc|concurrent|Stateful|WebLoader"
 UNITS = ("ns", "µs", "ms", "s")

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 PAGE = 4096
-IMAGES = scaled(256, 16)  # enough that a batch comes from other places than the one before
+# Enough images that each batch lies elsewhere than the one before.
+IMAGES = scaled(256, 16)
 
 # -- indexers
 
@@ -148,7 +149,8 @@ class Brief:
 class Rarely:
     """32 floats a batch; the first one of the data set takes much memory for a moment."""
 
-    SIZE = scaled(640, 160)  # MB
+    # In MB.
+    SIZE = scaled(640, 160)
 
     def __getitem__(self, indices):
         if indices[0] == 0:

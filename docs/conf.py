@@ -109,7 +109,8 @@ with mock(["torch"]):
     import cseq.adapters.torch.loader
     import cseq.adapters.torch.patch
 
-autodoc_typehints = "none"  # the docstrings say types in words
+# The docstrings give the types in words.
+autodoc_typehints = "none"
 autosummary_generate = True
 autosummary_ignore_module_all = False
 numpydoc_show_class_members = False
@@ -154,7 +155,8 @@ html_theme_options = {
 # The switcher asks the network: a site that is not published has none.
 if "READTHEDOCS_VERSION" in os.environ:
     html_theme_options["navbar_end"].insert(0, "version-switcher")
-    html_theme_options["check_switcher"] = False  # it would ask while the site is built
+    # The check would need the network while the site is built.
+    html_theme_options["check_switcher"] = False
     html_theme_options["switcher"] = {
         "json_url": f"{URLS['Documentation'].rstrip('/')}/switcher.json",
         "version_match": docs_version,

@@ -30,7 +30,8 @@ HERE = Path(__file__).resolve().parent
 FORMATS = HERE.parent / "benchmarks" / "results" / "formats.json"
 RUNNER = HERE.parent / "benchmarks" / "formats" / "run.py"
 
-WIDTH, LABEL, BAR, ROW = 500, 168, 205, 26  # of a figure, its names, its longest bar, its lines
+# The widths of a figure, its names and its longest bar, and the height of a line.
+WIDTH, LABEL, BAR, ROW = 500, 168, 205, 26
 
 
 def bars(rows: Sequence[tuple[str, float | None, str]], caption: str) -> str:
@@ -99,7 +100,8 @@ NAMES = {
     "DataLoader forkserver": "torch's, fork server",
     "cseq.DataLoader forkserver": "cseq's, fork server",
 }
-TORCH = ("DataLoader", "DataLoader forkserver")  # the one that is forked, where it was measured
+# The forked loader if it was measured, else the other one.
+TORCH = ("DataLoader", "DataLoader forkserver")
 
 
 def base_of(ways: dict[str, Any], what: str, first: Sequence[str] = ()) -> float | None:

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 SEED = 5
-WIDTH, LEFT, LINE = 640, 76, 17  # of a figure, of the names of its lines, from line to line
-COLOURS = 6  # classes c0 … c5 of cseq.css
+# The widths of a figure and of the names of its lines, and the height of a line.
+WIDTH, LEFT, LINE = 640, 76, 17
+# The classes c0 to c5 of cseq.css.
+COLORS = 6
 
 
 def lines(found: Iterable[list[tuple[float, str]]], scale: float, caption: str) -> str:
@@ -41,7 +43,7 @@ def squares(
     """Draw the first batches of an order, a square for each sample."""
     batches = order.batches(size, seed=SEED, stop=rows)
     return lines(
-        ([(1, f"c{kind(sample) % COLOURS}") for sample in batch] for batch in batches),
+        ([(1, f"c{kind(sample) % COLORS}") for sample in batch] for batch in batches),
         16,
         caption,
     )

@@ -72,7 +72,8 @@ print(order.describe())
 loader = cseq.DataLoader(train, batch_size=50, sampler=order, num_workers=args.workers)
 model = nn.Linear(WIDTH, 2)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
-sums = [0.0, 0]  # of this epoch: loss, batches
+# The loss and the batches of this epoch.
+sums = [0.0, 0]
 first = 0
 args.out.mkdir(parents=True, exist_ok=True)
 checkpoint = args.out / "checkpoint.pt"

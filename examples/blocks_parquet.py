@@ -27,7 +27,8 @@ from torch import nn
 
 import cseq
 
-SIZE, ROWS, WINDOW = 16, 50, 8  # of an image; images of a row group; row groups of a window
+# The size of an image, the images of a row group, and the row groups of a window.
+SIZE, ROWS, WINDOW = 16, 50, 8
 
 
 class RowGroups:
@@ -35,7 +36,8 @@ class RowGroups:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.files = threading.local()  # a file object is for one thread
+        # Each thread needs its own file objects.
+        self.files = threading.local()
         self.decoded = functools.lru_cache(3 * WINDOW)(self.decode)
         self.reads = 0
 
@@ -113,7 +115,8 @@ model = nn.Sequential(
     nn.Flatten(), nn.Linear(64, 10),
 )  # fmt: skip
 optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
-sums = [0.0, 0]  # of this epoch: loss, batches
+# The loss and the batches of this epoch.
+sums = [0.0, 0]
 if checkpoint.exists():
     saved = torch.load(checkpoint)
     manager.load_state_dict(saved["data"])

@@ -38,7 +38,8 @@ class Speech:
         starts = np.where(indices > 0, self.ends[indices - 1], 0)
         longest = (ends - starts).max()
         features = np.zeros((len(indices), longest, FEATURES), np.float32)
-        sounds = np.full((len(indices), longest), -1)  # -1: padding
+        # -1 is padding.
+        sounds = np.full((len(indices), longest), -1)
         for k, (start, end) in enumerate(zip(starts, ends, strict=True)):
             features[k, : end - start] = self.features[start:end]
             sounds[k, : end - start] = self.sounds[start:end]
@@ -50,7 +51,8 @@ def write_speech(folder: Path, utterances: int) -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(4.6, 0.8, utterances), 20, 800).astype(np.int64)
     frames = lengths.sum()
-    changes = rng.random(frames) < 0.2  # a sound lasts five frames
+    # A sound lasts five frames on average.
+    changes = rng.random(frames) < 0.2
     sounds = rng.integers(0, SOUNDS, frames)[np.maximum.accumulate(changes * np.arange(frames))]
     voices = rng.standard_normal((SOUNDS, FEATURES))
     features = voices[sounds] + 1.2 * rng.standard_normal((frames, FEATURES))
@@ -103,7 +105,8 @@ network = nn.Sequential(
     *(nn.Conv1d(32, 32, 5, padding=2), nn.ReLU(), nn.Conv1d(32, SOUNDS, 1)),
 )
 optimizer = torch.optim.Adam(network.parameters(), lr=0.003)
-sums = [0.0, 0, 0]  # of this epoch: loss, frames, frames that were told right
+# The loss, the frames, and the frames that were classified correctly in this epoch.
+sums = [0.0, 0, 0]
 if checkpoint.exists():
     saved = torch.load(checkpoint)
     manager.load_state_dict(saved["data"])

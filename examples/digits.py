@@ -31,7 +31,8 @@ import cseq
 
 try:
     from tqdm import tqdm
-except ImportError:  # no bar then, only the line that every epoch prints
+except ImportError:
+    # Then there is no bar, only the line that every epoch prints.
     tqdm = None
 
 
@@ -43,9 +44,11 @@ class Digits:
         self.noise = noise
 
     def __getitem__(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        rows, back = np.unique(indices, return_inverse=True)  # h5py wants them increasing
+        # h5py wants increasing row numbers.
+        rows, back = np.unique(indices, return_inverse=True)
         images = self.file["images"][rows][back].astype("float32") / 16
-        if self.noise:  # cseq.rng() depends on the batch, not on the worker that happens to make it
+        # cseq.rng() depends on the batch, not on the worker that makes it.
+        if self.noise:
             images += self.noise * cseq.rng().standard_normal(images.shape, dtype="float32")
         return {"images": images[:, None], "labels": self.file["labels"][rows][back]}
 
@@ -84,7 +87,8 @@ def train_epoch(batches: cseq.MSequence, title: str) -> tuple[float, float, floa
 def test_mode_hash(batches: cseq.MSequence, epoch: int) -> str:
     """Hash an epoch that this process makes without workers."""
     digest = hashlib.sha256()
-    with batches.start_test():  # the epoch can be chosen, for its order depends on nothing before
+    # You can choose any epoch: its order does not depend on earlier ones.
+    with batches.start_test():
         batches.set_epoch(epoch)
         for batch in batches:
             digest.update(content(batch))
@@ -105,7 +109,8 @@ def accuracy(batches: cseq.MSequence) -> float:
 
 def draw(history: list[tuple[float, float, float]], path: Path) -> None:
     """Draw the loss, the accuracy and the waiting of all epochs, a small chart each."""
-    figure = Figure(figsize=(10, 3), layout="constrained")  # draws to a file, needs no screen
+    # This draws to a file and needs no screen.
+    figure = Figure(figsize=(10, 3), layout="constrained")
     axes = figure.subplots(1, 3)
     titles = "training loss", "accuracy on held-out digits (%)", "time waited for data (%)"
     for axis, title, values in zip(axes, titles, zip(*history, strict=True), strict=True):
@@ -133,7 +138,8 @@ if not data.exists():
     write_digits(data)
 
 torch.manual_seed(args.seed)
-torch.set_num_threads(1)  # so small a network gains nothing from more
+# More threads do not make this small network faster.
+torch.set_num_threads(1)
 network = nn.Sequential(
     *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()),
     *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),

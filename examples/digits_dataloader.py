@@ -18,7 +18,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from cseq import DataLoader  # or: from torch.utils.data import DataLoader
+# To compare: from torch.utils.data import DataLoader
+from cseq import DataLoader
 
 
 class Digits(torch.utils.data.Dataset):
@@ -61,8 +62,10 @@ parser.add_argument("--workers", type=int, default=2)
 parser.add_argument("--seed", type=int, default=7)
 args = parser.parse_args()
 
-torch.manual_seed(args.seed)  # what the workers draw follows from it, too
-torch.set_num_threads(1)  # so small a network gains nothing from more
+# The workers' random numbers depend on this seed, too.
+torch.manual_seed(args.seed)
+# More threads do not make this small network faster.
+torch.set_num_threads(1)
 network = nn.Sequential(
     *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()),
     *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),

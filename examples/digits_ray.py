@@ -50,7 +50,8 @@ parser.add_argument("--here", action="store_true", help="make the batches in thi
 args = parser.parse_args()
 
 torch.manual_seed(7)
-torch.set_num_threads(1)  # so small a network gains nothing from more
+# More threads do not make this small network faster.
+torch.set_num_threads(1)
 network = nn.Sequential(
     *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()),
     *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -58,7 +59,8 @@ network = nn.Sequential(
 )
 optimizer = torch.optim.Adam(network.parameters(), lr=0.003)
 
-options = {"out_type": "cpu", "dtype": None, "seed": 7}  # dtype=None: labels stay integers
+# With dtype=None, labels stay integers.
+options = {"out_type": "cpu", "dtype": None, "seed": 7}
 batches = cseq.RaySequence(Digits, 1797, num_workers=args.workers, **options)
 with batches.start_test() if args.here else batches.start():
     for epoch in range(args.epochs):

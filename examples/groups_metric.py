@@ -24,7 +24,8 @@ from torch import nn
 import cseq
 
 CLASSES, HELD_OUT, FEATURES = 160, 40, 64
-P, K = 16, 4  # of a batch: classes, and samples of each
+# The classes of a batch, and the samples of each.
+P, K = 16, 4
 
 
 class Samples:
@@ -55,7 +56,8 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
     laid = nn.functional.normalize(network(batch))
     alike = laid @ laid.T / 0.1
     alike.fill_diagonal_(-torch.inf)
-    group = torch.arange(P).repeat_interleave(K)  # a batch has its classes one after the other
+    # A batch has one class after the other.
+    group = torch.arange(P).repeat_interleave(K)
     mates = (group[:, None] == group[None, :]).fill_diagonal_(fill_value=False)
     return -nn.functional.log_softmax(alike, 1)[mates].mean()
 
@@ -96,7 +98,8 @@ order = cseq.Groups(labels[training], classes=P, samples=K)
 print(order.describe())
 manager = cseq.MPSequence(
     functools.partial(Samples, args.out / "features.npy"),
-    training,  # the samples that the order's numbers stand for
+    # The order's numbers stand for these samples.
+    training,
     args.workers,
     order=order,
     out_type="cpu",
@@ -107,7 +110,8 @@ torch.manual_seed(7)
 torch.set_num_threads(1)
 network = nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, 16))
 optimizer = torch.optim.Adam(network.parameters(), lr=0.003)
-sums = [0.0, 0]  # of this epoch: loss, batches
+# The loss and the batches of this epoch.
+sums = [0.0, 0]
 if checkpoint.exists():
     saved = torch.load(checkpoint)
     manager.load_state_dict(saved["data"])

@@ -24,8 +24,10 @@ from torch import nn
 import cseq
 
 WORDS, LENGTH = 20, 33
-SIZES = {"simple": 600, "web": 3000, "code": 1200}  # documents
-SURE = {"simple": 0.95, "web": 0.6, "code": 0.8}  # how often the likely word follows
+# The number of documents.
+SIZES = {"simple": 600, "web": 3000, "code": 1200}
+# How often the likely word follows.
+SURE = {"simple": 0.95, "web": 0.6, "code": 0.8}
 
 
 def corpora(seed: int, sizes: dict[str, int]) -> np.ndarray:
@@ -83,7 +85,8 @@ order = cseq.Mixture(
     {name: cseq.Shuffled(size) for name, size in SIZES.items()},
     [
         (0, {"simple": 0.8, "web": 0.2, "code": 0}),
-        (1920, {"simple": 0.2, "web": 0.5, "code": 0.3}),  # 1920: the first such unit
+        # These weights hold from unit 1920 on.
+        (1920, {"simple": 0.2, "web": 0.5, "code": 0.3}),
     ],
     block=64,
     epoch_size=1600,

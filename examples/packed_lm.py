@@ -39,7 +39,8 @@ class Documents:
         rows = np.split(indices, np.cumsum(cseq.parts())[:-1])
         shape = len(rows), ROW
         tokens, places = np.full(shape, PADDING), np.zeros(shape, np.int64)
-        documents = np.full(shape, -1)  # -1: padding
+        # -1 is padding.
+        documents = np.full(shape, -1)
         for r, row in enumerate(rows):
             at = 0
             for number, document in enumerate(row):
@@ -108,7 +109,8 @@ def write_documents(folder: Path, count: int) -> None:
     """Write documents: all tokens one after the other, and how many each has."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(3.5, 0.9, count), 4, ROW).astype(np.int64)
-    likely = rng.integers(1, TOKENS, (TOKENS, TOKENS))  # after each two tokens
+    # The likely token after each two tokens.
+    likely = rng.integers(1, TOKENS, (TOKENS, TOKENS))
     tokens = rng.integers(1, TOKENS, lengths.sum())
     for k in np.flatnonzero(rng.random(len(tokens)) < 0.8):
         tokens[k] = likely[tokens[k - 2], tokens[k - 1]]
@@ -145,7 +147,8 @@ manager = cseq.MPSequence(
     len(lengths),
     args.workers,
     order=order,
-    batch_size=16,  # rows
+    # The number of rows.
+    batch_size=16,
     out_type="cpu",
     dtype=None,
     seed=7,
@@ -155,7 +158,8 @@ torch.manual_seed(7)
 torch.set_num_threads(1)
 model = Model()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.002)
-sums = [0.0, 0]  # of this epoch: loss, tokens
+# The loss and the tokens of this epoch.
+sums = [0.0, 0]
 if checkpoint.exists():
     saved = torch.load(checkpoint)
     manager.load_state_dict(saved["data"])
@@ -170,7 +174,8 @@ with manager.start() as batches:
         for batch in batches:
             loss, tokens = loss_of(batch)
             optimizer.zero_grad()
-            (loss / (16 * ROW)).backward()  # by what a batch has at most: each token counts alike
+            # Dividing by the most tokens of a batch gives each token the same weight.
+            (loss / (16 * ROW)).backward()
             optimizer.step()
             sums = [sums[0] + loss.item(), sums[1] + tokens]
             taken += 1

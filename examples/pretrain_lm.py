@@ -65,14 +65,16 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x, mask)
         logits, labels = self.out(x).flatten(0, 1), batch["labels"].flatten()
-        return nn.functional.cross_entropy(logits, labels, reduction="sum")  # but those of -100
+        # Labels of -100 are ignored.
+        return nn.functional.cross_entropy(logits, labels, reduction="sum")
 
 
 def write_documents(path: Path, count: int, seed: int) -> None:
     """Write documents into a raw file of uint16, each with END as its last token."""
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(4, 1.2, count), 2, 1500).astype(np.int64)
-    likely = np.random.default_rng(0).integers(1, WORDS, (WORDS, WORDS))  # after each two words
+    # The likely word after each two words.
+    likely = np.random.default_rng(0).integers(1, WORDS, (WORDS, WORDS))
     words = rng.integers(1, WORDS, lengths.sum(), dtype=np.uint16)
     for k in np.flatnonzero(rng.random(len(words)) < 0.8):
         words[k] = likely[words[k - 2], words[k - 1]]
@@ -88,7 +90,8 @@ def state() -> dict[str, object]:
 
 def load_newest() -> int:
     """Load the newest whole checkpoint, and return its step; 0: there is none."""
-    whole = [path.parent for path in args.out.glob("step-*/.metadata")]  # this is written last
+    # This file is written last.
+    whole = [path.parent for path in args.out.glob("step-*/.metadata")]
     if not whole:
         return 0
     newest = max(whole, key=lambda path: int(path.name[5:]))
@@ -153,7 +156,8 @@ with manager.start() as batches:
         dist.all_reduce(valid)
         loss = model(batch) / valid
         optimizer.zero_grad()
-        (loss * ranks).backward()  # FSDP takes the mean over ranks
+        # FSDP takes the mean over ranks.
+        (loss * ranks).backward()
         optimizer.step()
         dist.all_reduce(loss.detach_())
         if dist.get_rank() == 0:

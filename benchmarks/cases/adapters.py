@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 OURS, THEIRS = "cseq's", "the original"
-SHAPES = {"small": (32, 1), "large": (2185, 120)}  # float32: 128 bytes, 1 MB
+# float32 arrays of 128 bytes and of 1 MB.
+SHAPES = {"small": (32, 1), "large": (2185, 120)}
 ITEMS = {"small": scaled(20_000, 40), "large": scaled(400, 12)}
-BUFFER = 20  # sequences of each RETURNN worker
+# The sequences that each RETURNN worker keeps.
+BUFFER = 20
 
 
 def work_of(size: str, part: int = 1) -> Work:
@@ -35,7 +37,8 @@ def make(size: str, _: object = None) -> Any:
 
 def torchdata(size: str, part: int, *, original: bool) -> Iterator[Callable[[], float]]:
     """A DataLoader2 over a mapped range, its items made by two processes."""
-    warnings.simplefilter("ignore")  # they say that datapipes are deprecated
+    # The warnings say that datapipes are deprecated.
+    warnings.simplefilter("ignore")
     from torchdata.dataloader2 import DataLoader2
     from torchdata.datapipes.iter import IterableWrapper
 

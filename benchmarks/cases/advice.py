@@ -27,10 +27,13 @@ if TYPE_CHECKING:
     from cseq.measure.advice import Advice
     from cseq.measure.stats import Stats
 
-ROUNDS = 2  # of some seconds for each contender
+# Rounds of some seconds for each contender.
+ROUNDS = 2
 BATCHES = scaled(300, 25)
-START = scaled(25, 1) / 10  # seconds of a constructor
-EARLY = 5  # the batch of the first pause: no buffer helps before it
+# The seconds of a constructor.
+START = scaled(25, 1) / 10
+# The batch of the first pause. No buffer helps before it.
+EARLY = 5
 
 
 class Sleeps:
@@ -89,7 +92,8 @@ class Works:
 class Script(NamedTuple):
     """A loop: an indexer, the manager's arguments, what a step takes and how often it pauses."""
 
-    cause: str  # or several: of one that computes on a machine that does other things, too
+    # Several causes may be right for one that computes on a busy machine.
+    cause: str
     worker: Callable[[], Any]
     arguments: dict[str, Any]
     step: float
@@ -210,7 +214,8 @@ BAD = {
 }
 QUICK, PYTHON = partial(Sleeps, 0.0005), partial(Works, (parse, 0.005))
 BOTH = partial(Works, (time.sleep, 0.015), (parse, 0.005))
-SORTS_ON = partial(sort, clock=time.perf_counter)  # as long on a busy machine
+# This takes as long on a busy machine.
+SORTS_ON = partial(sort, clock=time.perf_counter)
 SORTS, MULTIPLIES = partial(Works, (sort, 0.01)), partial(Works, (multiply, 0.01))
 TWO = {"thread_type": "proc", "num_workers": 2}
 MANY = TWO | {"num_workers": 3 * (os.cpu_count() or 1)}

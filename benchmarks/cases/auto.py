@@ -23,11 +23,15 @@ from work import Floats
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-SETTLE = scaled(50, 2) / 10  # seconds that 'auto' has
+# The seconds that 'auto' has to settle.
+SETTLE = scaled(50, 2) / 10
 WARM, MEASURED = scaled(5, 1) / 10, scaled(20, 1) / 10
-SAME = 0.97  # of the best rate: of those, the one that computes least is the best
-ROUNDS = 2  # of some 10 s for each contender
-STILL = scaled(50, 1) / 10  # seconds in which nothing is to change after that
+# Of the rates above this fraction of the best one, the one that computes least wins.
+SAME = 0.97
+# Rounds of some 10 s for each contender.
+ROUNDS = 2
+# The seconds after that in which nothing should change.
+STILL = scaled(50, 1) / 10
 AUTO: dict[str, Any] = {"num_workers": "auto", "buffer": "auto"}
 # What a user may have given.
 FIXED = tuple(

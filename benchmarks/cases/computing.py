@@ -55,8 +55,10 @@ class Overlapped:
 def computed(work: Work) -> Iterator[Callable[[], float]]:
     """The best that anyone can do in order, with `work.buffer` batches in hand: arithmetic."""
     seconds = work.indexer().seconds
-    free = [0.0] * work.num_workers  # when each worker is free again
-    taken: list[float] = []  # when the loop has each batch
+    # When each worker is free again.
+    free = [0.0] * work.num_workers
+    # When the loop takes each batch.
+    taken: list[float] = []
     for number, needed in enumerate(seconds):
         room = taken[number - work.buffer] if number >= work.buffer else 0.0
         done = max(heapq.heappop(free), room) + needed

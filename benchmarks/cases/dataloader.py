@@ -197,7 +197,8 @@ def measured(loader: Any) -> float:
 class Pooled:
     """The batches of `Pool.imap` over the same samples."""
 
-    dataset: Any  # of a process of the pool
+    # The data set of a pool's process.
+    dataset: Any
 
     def __init__(self, load: Load, pool: Any) -> None:
         self.load, self.pool = load, pool
@@ -239,7 +240,8 @@ def first_batch(load: Any, name: str) -> Iterator[Callable[[], float]]:
     """Time from `iter` to the first batch, all imports done."""
     loader = load.loader(name)
     kept: list[Any] = []
-    gc.collect()  # what imports have left, which takes 50 ms: not within the time that is measured
+    # Collecting the garbage of imports takes 50 ms, so it happens before the measurement.
+    gc.collect()
 
     def run() -> float:
         start = time.perf_counter()
@@ -257,7 +259,8 @@ def after_a_break(load: Load, name: str) -> Iterator[Callable[[], float]]:
     """Time of `iter` where batches of the epoch that was left are under way."""
     loader = load.loader(name)
     if name == OURS:
-        loader.rng = "batch"  # with "worker" it waits as torch's does
+        # With "worker", it waits as torch's does.
+        loader.rng = "batch"
 
     def run() -> float:
         next(iter(loader))
@@ -293,7 +296,8 @@ def death(load: Load, name: str) -> Iterator[Callable[[], float]]:
         iterator = iter(loader)
         next(iterator)
         start = time.perf_counter()
-        try:  # torch's handler of SIGCHLD may raise at once
+        # torch's handler of SIGCHLD may raise at once.
+        try:
             os.kill(iterator._workers[0].pid, signal.SIGKILL)
             for _ in range(4 * load.num_workers):
                 next(iterator)

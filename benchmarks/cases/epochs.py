@@ -168,7 +168,8 @@ RESUMING = Case(
             at_most=1.2,
         ),
     ),
-    fresh=True,  # a second time, the order is there
+    # A second time, the order would be there already.
+    fresh=True,
 )
 
 EPOCHS = scaled(20, 3)

@@ -34,7 +34,8 @@ CASES = (
             Goal("times as quick as a call each", lambda f: f[CALLS] / f[RAY], at_least=3),
             Goal("times as quick as Ray Data", lambda f: f[DATA] / f[RAY], at_least=1),
         ),
-        alone=True,  # a cluster that nobody uses takes a tenth of a core
+        # An idle cluster takes a tenth of a core.
+        alone=True,
     ),
     Case(
         "fleet_large",

@@ -11,7 +11,8 @@ from work import Work, microseconds
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-PREFETCH = 2  # keys for each worker; DataLoader's own default
+# The keys for each worker, as many as the DataLoader's default.
+PREFETCH = 2
 
 
 class Pairs:

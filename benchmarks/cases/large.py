@@ -9,7 +9,8 @@ import loaders
 from harness.case import Case, Contender, Goal, scaled
 from work import Images, ImagesInPlace, Rate, Work
 
-BATCH_BYTES = 32 * 3 * 224 * 224  # of uint8
+# The bytes of a batch of uint8.
+BATCH_BYTES = 32 * 3 * 224 * 224
 
 FRESH, PLACED = "cseq, fresh array", "cseq, cseq.empty"
 LIMIT, LIMIT_PLACED = "bare loop, fresh array", "bare loop, np.take(out=)"

@@ -49,7 +49,8 @@ def grown(
         return found
 
     def run() -> float:
-        little = weighed(LITTLE)  # first: what it leaves behind, the other finds there
+        # The little batch comes first, since the other one finds what it leaves behind.
+        little = weighed(LITTLE)
         return (weighed(samples) - little) / (samples - LITTLE)
 
     yield run

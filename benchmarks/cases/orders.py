@@ -291,7 +291,8 @@ def loaded(n: int, *, fixed: bool) -> Iterator[Callable[[], float]]:
 
 
 MANY = scaled(10**7, 2000)
-FEW = scaled(20_000, 500)  # for peers that take microseconds for a sample
+# For peers that take microseconds for a sample.
+FEW = scaled(20_000, 500)
 BALANCED, WAITING = "cseq, balanced", ("step", "window", "epoch")
 MOST_WAITED = {"split": (1.6, 1.05, 1.01), "concatenated": (1.7, 1.05, 1.01)}
 OURS, NUMPY, TORCH = "cseq", "numpy.permutation", "torch.randperm"

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 NUMPY, TORCH = "numpy", "torch.randperm"
-OVER_TORCH = {5: 2.5, 6: 2.0, 7: 3.0, 8: 3.0}  # exponent of n: how many times faster
+# How many times faster cseq is, by the exponent of n.
+OVER_TORCH = {5: 2.5, 6: 2.0, 7: 3.0, 8: 3.0}
 
 
 def timed(shuffle: Callable[[int], Any], n: int) -> float:

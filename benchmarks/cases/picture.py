@@ -31,7 +31,8 @@ OURS, DROP_IN = "MPSequence", "cseq.DataLoader"
 TORCH, SPDL, GRAIN = "torch DataLoader", "SPDL", "Grain"
 # What stands behind a peer's name, and is drawn with it.
 THREADS, PROCESSES = ", threads", ", processes"
-START_METHOD = "spawn"  # the only one of Grain's workers
+# Grain's workers have no other start method.
+START_METHOD = "spawn"
 
 # -- data sets: a sample by its number, as tensors; a batch by numbers, as arrays
 
@@ -136,7 +137,8 @@ class Table:
         rows = np.asarray(numbers) % self.ROWS
         return {name: column[rows] for name, column in self.columns.items()}
 
-    sample = batch  # DataLoaders are asked for whole batches here, too: rows would take for ever
+    # DataLoaders are asked for whole batches, too: single rows would take far too long.
+    sample = batch
 
 
 class Images:

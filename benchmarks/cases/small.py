@@ -17,7 +17,8 @@ BATCHES = scaled(100_000, 40)
 WORK = Work(partial(Floats, BATCHES * 32), BATCHES, microseconds)
 
 LIMIT = "bare loop"
-IMPORTED = ", torch imported"  # so that three global generators are seeded for each batch
+# With torch imported, three global generators are seeded for each batch.
+IMPORTED = ", torch imported"
 TWO, ONE, TEST = "cseq, 2 workers", "cseq, 1 worker", "cseq, start_test()"
 UNSEEDED = ", seed_globals=False"
 TORCH, SPDL, GRAIN = "torch DataLoader", "SPDL subprocess, 1 worker", "Grain mp_prefetch"

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 WORK = Work(partial(Floats, 32_000), 1000, microseconds)
 OURS, LIMIT = "cseq, forkserver", "python -c 'import numpy'"
-HELD = scaled(64, 2)  # batches of 4 MiB
+# Batches of 4 MiB.
+HELD = scaled(64, 2)
 DROP_IN = "cseq.DataLoader"
 CLASSES = {DROP_IN: "cseq", "torch DataLoader": "torch.utils.data"}
 
@@ -52,7 +53,8 @@ def end(loader: Any, batches: Any) -> None:
 
 def ours(start_method: str, work: Work = WORK) -> Iterator[Callable[[], float]]:
     """Start cseq with processes."""
-    kind = cseq.MPSequence  # imported now
+    # This imports the class.
+    kind = cseq.MPSequence
     yield from first_batch(
         lambda: loaders.cseq_manager(kind, work, start_method=start_method).start()
     )
@@ -60,7 +62,8 @@ def ours(start_method: str, work: Work = WORK) -> Iterator[Callable[[], float]]:
 
 def ours_threads() -> Iterator[Callable[[], float]]:
     """Start cseq with threads."""
-    kind = cseq.MTSequence  # imported now
+    # This imports the class.
+    kind = cseq.MTSequence
     yield from first_batch(lambda: loaders.cseq_manager(kind, WORK).start())
 
 
@@ -129,7 +132,8 @@ def while_held(name: str, batches: int) -> Iterator[Callable[[], float]]:
         num_workers=4,
         multiprocessing_context="fork",
     )
-    held = list(make(Planes(batches)))  # also of none: cseq imports its engine for the first loader
+    # Even without batches, cseq imports its engine for the first loader.
+    held = list(make(Planes(batches)))
     yield from first_batch(lambda: make(Planes(16)))
     del held
 

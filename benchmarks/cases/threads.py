@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 THREADS, PROCESSES = "cseq.DataLoader, threads", "cseq.DataLoader, processes"
 TORCH, SPDL, FUTURES = "torch DataLoader", "SPDL threads", "concurrent.futures"
 BARE, LIMIT = "bare loop", "bare threads"
-AHEAD = 2  # batches of each worker
+# The batches of each worker.
+AHEAD = 2
 
 # -- data sets
 
@@ -320,7 +321,8 @@ def case(
 
     def contender(which: str) -> Contender:
         needed = ("torch", *needs, *(("spdl-core",) if which == SPDL else ()))
-        count = max(batches // 4, 2) if which == BARE else batches  # one by one, they take long
+        # One by one, batches take long.
+        count = max(batches // 4, 2) if which == BARE else batches
         run = partial(epochs, which, make, count, batch_size, num_workers)
         return Contender(which, run, needed, ours=which in (THREADS, PROCESSES))
 

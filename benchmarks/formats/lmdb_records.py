@@ -40,7 +40,8 @@ class Records:
 def ours(kind, folder, options):
     """One transaction a batch."""
     worker = partial(Records, folder)
-    if kind.__name__ == "MTSequence":  # a database may be open but once in a process
+    # A process may open a database only once.
+    if kind.__name__ == "MTSequence":
         worker = Records(folder)
     return kind(worker, RECORDS, batch_size=BATCH, **options)
 

@@ -32,9 +32,11 @@ if TYPE_CHECKING:
 __all__ = ["main", "scaled"]
 
 WORKERS = 2
-BUFFER = 4  # batches in readiness; the DataLoader has prefetch_factor=2 for each worker
-WARM_UP = 0.5  # seconds
-QUIET = 0.25  # seconds in which all processes together use hardly any CPU time
+# The batches in readiness. The DataLoader has prefetch_factor=2 for each worker.
+BUFFER = 4
+# Both in seconds. In QUIET, all processes together use hardly any CPU time.
+WARM_UP = 0.5
+QUIET = 0.25
 SECONDS = float(os.environ.get("CSEQ_FORMATS_SECONDS", "2"))
 
 # The options that both kinds of manager get.
@@ -154,7 +156,8 @@ def measure(make_loader: Callable[[], Any]) -> dict[str, float]:
         loader.finish()
     else:
         del loader, batches
-        gc.collect()  # the DataLoader's workers end with its iterator
+        # The DataLoader's workers end with its iterator.
+        gc.collect()
     return {
         "first_ms": first * 1e3,
         "samples_per_s": count / seconds,

@@ -28,7 +28,8 @@ LIKE = {
     "cseq.DataLoader forkserver": ("DataLoader forkserver",),
 }
 WAYS = (*LIKE, "DataLoader", "DataLoader forkserver")
-SCRIPTS = (  # in the order of their numbers
+# The scripts in the order of their numbers.
+SCRIPTS = (
     "jpeg_folder",
     "arrow_text",
     "hdf5_images",
@@ -43,7 +44,8 @@ SCRIPTS = (  # in the order of their numbers
     "sklearn_jax",
 )
 LIBRARIES = ("torchvision", "datasets", "h5py", "zarr", "pyarrow", "lmdb", "pillow", "jax")
-PATIENCE = 300  # seconds that a round may take
+# The seconds that a round may take.
+PATIENCE = 300
 FIGURES = {
     "cpu_us": "CPU µs/sample",
     "samples_per_s": "samples/s",
@@ -98,7 +100,8 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
                     figures = json.loads(output.splitlines()[-1])
                     one["rounds"] += [] if figures is None else [figures]
                 except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-                    said = str(error.stderr or error)  # one that was killed may have said nothing
+                    # A killed process may have no output.
+                    said = str(error.stderr or error)
                     print(said, file=sys.stderr)
                     one["errors"].append(said[-1000:])
     title = (FOLDER / f"{name}.py").read_text(encoding="utf-8").partition("\n")[0].strip('"')

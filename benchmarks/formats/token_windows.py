@@ -14,7 +14,8 @@ import cseq
 
 TOKENS = scaled(10_000_000, 10_000)
 WINDOW = scaled(512, 8)
-WINDOWS = scaled(20_000, 100)  # in what is called an epoch
+# The windows of an epoch.
+WINDOWS = scaled(20_000, 100)
 BATCH = scaled(64, 16)
 
 

@@ -7,4 +7,5 @@
     run.py      tests/gpu, then the cases; one results file
 """
 
-DEVICE = "CSEQ_GPU_DEVICE"  # in the environment: 'cuda', or 'cpu' in its place
+# The environment variable with the device: 'cuda', or 'cpu' as a substitute.
+DEVICE = "CSEQ_GPU_DEVICE"

@@ -30,10 +30,12 @@ OUR_DATALOADER = "cseq.DataLoader, pin_memory"
 OUR_THREADS = "cseq.DataLoader, threads, pin_memory"
 
 SHAPE = (32, 3, 224, 224)
-IMAGES = int(np.prod(SHAPE))  # bytes of a batch of uint8
+# The bytes of a batch of uint8.
+IMAGES = int(np.prod(SHAPE))
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 WORKERS = max(2, min(8, CORES // 2))
-BUFFER = 2 * WORKERS  # what a DataLoader's prefetch_factor of 2 is
+# As many as a DataLoader's prefetch_factor of 2.
+BUFFER = 2 * WORKERS
 
 # -- indexers
 
@@ -204,7 +206,8 @@ def resident(work: Work) -> loaders.Rounds:
 def start_ours(work: Work, kind: str, compat: bool | None = None) -> Any:
     """Make a manager, and start it."""
     options: dict[str, Any] = {"out_type": "cuda", "dtype": None}
-    if device.STANDS_IN and kind == "MPSequence":  # what stands in is taken along by a fork
+    # A forked process inherits the substitute.
+    if device.STANDS_IN and kind == "MPSequence":
         options["start_method"] = "fork"
     return loaders.cseq_manager(getattr(cseq, kind), work, **options).start(compat)
 

@@ -31,7 +31,8 @@ def prepare() -> None:
     if STANDS_IN:
         sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
         importlib.import_module("rehearsal").install()
-        torch.set_num_threads(1)  # OpenMP's threads wait busily, and the workers need the cores
+        # OpenMP's threads wait busily, and the workers need the cores.
+        torch.set_num_threads(1)
         return
     torch.zeros(1, device=DEVICE)
     torch.cuda.synchronize()

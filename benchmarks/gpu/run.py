@@ -14,7 +14,8 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # not this folder, whose modules are imported as a package's
+# Remove this folder from the path: its modules are imported from the package.
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import gpu

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-TINY = "CSEQ_BENCHMARKS_TINY"  # set in the environment: just enough work to see that all runs
-BEFORE = " (before)"  # ends the name of a contender that runs another checkout of cseq
-OTHER = " (other Python)"  # and of one that runs in another Python
+# If this environment variable is set, the work is just enough to see that all runs.
+TINY = "CSEQ_BENCHMARKS_TINY"
+# These end the name of a contender that runs another checkout of cseq, or in another Python.
+BEFORE = " (before)"
+OTHER = " (other Python)"
 
 # A generator function. What it yields runs one round and returns that round's figure; what
 # comes before the yield is done once and not measured, what comes after it cleans up.
@@ -127,7 +129,8 @@ def is_installed(name: str) -> bool:
     from importlib.metadata import version
     from importlib.util import find_spec
 
-    with contextlib.suppress(ModuleNotFoundError):  # PackageNotFoundError is one
+    # PackageNotFoundError is a ModuleNotFoundError.
+    with contextlib.suppress(ModuleNotFoundError):
         return bool(find_spec(name) if "." in name else version(name))
     return False
 

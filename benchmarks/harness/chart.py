@@ -8,12 +8,14 @@ from cseq.report.figures import Axis, Drawing
 
 WIDTH = 600
 MARGIN = 16
-NAMES = 158  # where the names of contenders end
-VALUES = 66  # room for a figure at the right
+# Where the names of contenders end, and the room for a figure at the right.
+NAMES = 158
+VALUES = 66
 LANE = 22
 BAR = 15
-HEAD = 98  # title, subtitle, and the numbers of the axis
-GROUP = 30  # a case's title
+# The height of the title, the subtitle and the axis, and of a case's title.
+HEAD = 98
+GROUP = 30
 
 
 def as_svg(cases: list[dict[str, Any]], base: str, title: str, footer: str) -> str:

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-if __name__ == "__main__":  # a spawned worker of a loader imports this file too
+# A spawned worker of a loader imports this file, too.
+if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from cases import all_cases
@@ -34,7 +35,8 @@ def main() -> None:
         figure = run()
         seconds = time.perf_counter() - start
         reply(replies, figure=figure, seconds=seconds, batches=Counter.batches)
-    next(rounds, None)  # clean up
+    # Let the contender clean up.
+    next(rounds, None)
 
 
 def reply(replies: TextIO, **values: object) -> None:

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from harness.case import Case, Contender
 
 CHILD = Path(__file__).with_name("child.py")
-PATIENCE = 120.0  # seconds that a contender may take to start, or for a round
-SAMPLING = 0.01  # seconds between two looks at the memory
+# The seconds that a contender may take to start, or for a round.
+PATIENCE = 120.0
+# The seconds between two readings of the memory.
+SAMPLING = 0.01
 
 
 class Failed(Exception):

@@ -25,7 +25,8 @@ class Process:
     pid: int
     parent: int
     session: int
-    reaped_seconds: float  # CPU time of its children that have ended
+    # The CPU time of children that ended.
+    reaped_seconds: float
 
 
 def join_free_memory() -> None:
@@ -36,7 +37,8 @@ def join_free_memory() -> None:
     """
     if os.access(COMPACT, os.W_OK):
         if os.sysconf("SC_AVPHYS_PAGES") < os.sysconf("SC_PHYS_PAGES") // 2:
-            COMPACT.with_name("drop_caches").write_text("1")  # of files, which take the rest
+            # Drop cached files, which take the rest.
+            COMPACT.with_name("drop_caches").write_text("1")
         COMPACT.write_text("1")
 
 
@@ -59,7 +61,8 @@ def processes() -> list[Process]:
     found = []
     ticks = os.sysconf("SC_CLK_TCK")
     for name in filter(str.isdecimal, os.listdir(PROC)):
-        with contextlib.suppress(OSError):  # ended meanwhile
+        # The process may have ended meanwhile.
+        with contextlib.suppress(OSError):
             fields = (PROC / name / "stat").read_text(errors="replace").rpartition(")")[2].split()
             reaped = (int(fields[13]) + int(fields[14])) / ticks
             found.append(Process(int(name), int(fields[1]), int(fields[3]), reaped))
@@ -119,7 +122,8 @@ def open_shared_memory(pid: int) -> dict[tuple[str, int], int]:
     folder = PROC / str(pid) / "fd"
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
-            with contextlib.suppress(OSError):  # closed meanwhile
+            # The file may have been closed meanwhile.
+            with contextlib.suppress(OSError):
                 if os.readlink(folder / name).startswith(("/memfd:", "/dev/shm/")):
                     about = os.stat(folder / name)
                     device = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}"

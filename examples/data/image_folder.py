@@ -10,7 +10,8 @@ from torchvision.transforms import v2
 
 import cseq
 
-for number in range(40):  # two classes of pictures
+# Make two classes of pictures.
+for number in range(40):
     path = Path("images", ["cat", "dog"][number % 2], f"{number}.jpg")
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(np.full((64, 64, 3), number * 6, "uint8")).save(path)

@@ -18,10 +18,12 @@ for shard, path in enumerate(paths):
 class Lines(IterableDataset):
     def __init__(self, paths):
         self.paths = paths
-        self.place = 0, 0  # the file, and how many bytes of it were read
+        # The number of the file, and how many bytes were read.
+        self.place = 0, 0
 
     def __iter__(self):
-        worker = get_worker_info()  # works in cseq's workers, too
+        # This works in cseq's workers, too.
+        worker = get_worker_info()
         mine = self.paths[worker.id :: worker.num_workers] if worker else self.paths
         first, done = self.place
         for number in range(first, len(mine)):

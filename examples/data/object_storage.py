@@ -15,7 +15,8 @@ from obstore.store import S3Store
 import cseq
 
 logging.getLogger("werkzeug").setLevel("ERROR")
-server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)  # in place of your storage
+# This server stands for your storage.
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
 server.start()
 host, port = server.get_host_and_port()
 options = {
@@ -49,7 +50,8 @@ class Objects:
         samples = asyncio.run(self.read([f"{index:06}.bin" for index in indices]))
         return np.stack([np.frombuffer(sample, "uint8") for sample in samples]), indices
 
-    async def read(self, names):  # all objects of a batch at the same time
+    # Read all objects of a batch at the same time.
+    async def read(self, names):
         return await asyncio.gather(*map(self.read_one, names))
 
     async def read_one(self, name):
@@ -60,7 +62,8 @@ class Objects:
         data = bytes(await found.bytes_async())
         part = path.with_suffix(f".{os.getpid()}")
         part.write_bytes(data)
-        part.replace(path)  # no worker sees half a file
+        # No worker ever sees half a file.
+        part.replace(path)
         return data
 
 
@@ -68,7 +71,8 @@ def worker():
     return Objects("cache")
 
 
-urlopen(Request(f"http://{host}:{port}/samples", method="PUT"))  # makes the bucket
+# This makes the bucket.
+urlopen(Request(f"http://{host}:{port}/samples", method="PUT"))
 bucket = S3Store("samples", **options)
 for number in range(200):
     obstore.put(bucket, f"{number:06}.bin", np.full(64, number, "uint8").tobytes())
@@ -78,10 +82,12 @@ with cseq.MPSequence(worker, 100, **shared).start() as batches:
     for samples, labels in batches:
         pass
     print(samples.shape, bool((samples[:, 0] == labels).all()))
-    server.stop()  # the store is gone: the cache still answers
+    # Without the store, the cache still answers.
+    server.stop()
     print(sum(len(labels) for samples, labels in batches))
 
-try:  # what is not in the cache
+# This sample is not in the cache.
+try:
     with cseq.MPSequence(worker, np.arange(100, 200), **shared).start() as batches:
         next(iter(batches))
 except Exception as error:

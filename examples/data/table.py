@@ -4,7 +4,8 @@ import numpy as np
 
 import cseq
 
-frame = {"age": np.arange(1000), "income": np.arange(1000) * 10.0}  # or a data frame
+# A data frame works, too.
+frame = {"age": np.arange(1000), "income": np.arange(1000) * 10.0}
 
 
 class Table:

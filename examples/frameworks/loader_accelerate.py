@@ -36,4 +36,5 @@ def train(resume=None, **config):
 
 if __name__ == "__main__":
     train()
-    train("1-5")  # goes on in mid-epoch
+    # Continue in the middle of the epoch.
+    train("1-5")

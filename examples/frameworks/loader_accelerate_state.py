@@ -11,7 +11,8 @@ from cseq.adapters.torch import defaults
 from samples import Net, Samples
 
 torchdata.stateful_dataloader.StatefulDataLoader = cseq.StatefulDataLoader
-defaults.rng = "batch"  # accelerate passes on the arguments of torch alone
+# accelerate passes on torch's arguments only, so `rng` is set here.
+defaults.rng = "batch"
 
 
 def train(resume=None, **config):
@@ -47,4 +48,5 @@ def train(resume=None, **config):
 
 if __name__ == "__main__":
     train()
-    train("1-5")  # goes on in mid-epoch
+    # Continue in the middle of the epoch.
+    train("1-5")

@@ -45,4 +45,5 @@ def train(load_path=None):
 
 if __name__ == "__main__":
     train()
-    train("checkpoints/20.pt")  # goes on in mid-epoch
+    # Continue in the middle of the epoch.
+    train("checkpoints/20.pt")

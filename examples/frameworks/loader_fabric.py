@@ -46,4 +46,5 @@ def train(resume=None, **options):
 
 if __name__ == "__main__":
     train()
-    train("checkpoints/20.ckpt")  # goes on in mid-epoch
+    # Continue in the middle of the epoch.
+    train("checkpoints/20.ckpt")

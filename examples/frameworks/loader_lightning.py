@@ -52,4 +52,5 @@ def train(ckpt_path=None, every=5, **options):
 
 if __name__ == "__main__":
     train()
-    train("checkpoints/step=20.ckpt")  # goes on in mid-epoch
+    # Continue in the middle of the epoch.
+    train("checkpoints/step=20.ckpt")

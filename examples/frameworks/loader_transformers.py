@@ -25,6 +25,8 @@ def train(resume=None, every=5, **options):
 
 if __name__ == "__main__":
     install()
-    defaults.rng = "batch"  # keeps the augmentation the same
+    # This keeps the augmentation the same after a resume.
+    defaults.rng = "batch"
     train()
-    train("checkpoints/checkpoint-20")  # goes on in mid-epoch
+    # Continue in the middle of the epoch.
+    train("checkpoints/checkpoint-20")

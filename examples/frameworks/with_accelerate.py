@@ -8,7 +8,8 @@ from net import Net
 
 
 def train(resume=None):
-    accelerator = Accelerator(cpu=True)  # makes the process group
+    # This makes the process group.
+    accelerator = Accelerator(cpu=True)
     net = Net()
     net, optimizer = accelerator.prepare(
         net, torch.optim.SGD(net.parameters(), lr=1e-4)
@@ -29,5 +30,6 @@ def train(resume=None):
 
 if __name__ == "__main__":
     train()
-    train("checkpoints/1-5")  # goes on in mid-epoch
+    # Continue in the middle of the epoch.
+    train("checkpoints/1-5")
     train("checkpoints/0-end")

@@ -67,7 +67,8 @@ def train(load_path=None, interval="5ba"):
             save_interval=interval,
             save_overwrite=True,
             load_path=load_path,
-            spin_dataloaders=False,  # the state knows the place: nothing to skip
+            # The state has the position, so there is nothing to skip.
+            spin_dataloaders=False,
         )
         trainer.fit()
         trainer.close()
@@ -75,4 +76,5 @@ def train(load_path=None, interval="5ba"):
 
 if __name__ == "__main__":
     train()
-    train("checkpoints/20.pt")  # goes on in mid-epoch
+    # Continue in the middle of the epoch.
+    train("checkpoints/20.pt")

@@ -34,8 +34,10 @@ def save(net, manager, path):
     dist.barrier()
 
 
-if __name__ == "__main__":  # torchrun --nproc-per-node 2 with_ddp.py
+# Run it as: torchrun --nproc-per-node 2 with_ddp.py
+if __name__ == "__main__":
     dist.init_process_group("gloo")
     train()
-    train("checkpoints/1-3.pt")  # goes on in mid-epoch
+    # Continue in the middle of the epoch.
+    train("checkpoints/1-3.pt")
     dist.destroy_process_group()

@@ -34,8 +34,9 @@ def train(resume=None, every=5):
         trainer.add_event_handler(Events.ITERATION_COMPLETED(every=every), saver)
         figures = cseq.Stats.every(5, manager)
 
+        # Loggers that are attached later log these figures with the metrics.
         @trainer.on(Events.ITERATION_COMPLETED)
-        def add_figures(engine):  # to the metrics, for loggers that are attached later
+        def add_figures(engine):
             engine.state.metrics.update(figures.at(engine.state.iteration))
 
         if resume:
@@ -46,4 +47,5 @@ def train(resume=None, every=5):
 
 if __name__ == "__main__":
     train()
-    train("checkpoints/checkpoint_20.pt")  # goes on in mid-epoch
+    # Continue in the middle of the epoch.
+    train("checkpoints/checkpoint_20.pt")

@@ -52,4 +52,5 @@ def train(resume=None, every=5):
 
 if __name__ == "__main__":
     train()
-    train(20)  # goes on in mid-epoch
+    # Continue in the middle of the epoch.
+    train(20)

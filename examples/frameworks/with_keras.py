@@ -44,4 +44,5 @@ def train(net, folder="checkpoints", every=5, **options):
 
 if __name__ == "__main__":
     train(network())
-    train(network())  # goes on where the last checkpoint is
+    # Continue at the last checkpoint.
+    train(network())

@@ -7,8 +7,10 @@ from cseq.adapters.torchtitan import TokenDataLoader
 
 
 def rows(length):
-    web = tokens.Megatron("web_text_document")  # .idx and .bin
-    code = tokens.Flat("code.bin", dtype="uint16", end=0)  # the token that ends a text
+    # There are two files, .idx and .bin.
+    web = tokens.Megatron("web_text_document")
+    # Token 0 ends a text.
+    code = tokens.Flat("code.bin", dtype="uint16", end=0)
     return tokens.Rows({"web": web, "code": code}, length)
 
 

@@ -21,7 +21,8 @@ def train(resume=None, **options):
         "checkpoints",
         num_train_epochs=3,
         per_device_train_batch_size=8,
-        ignore_data_skip=True,  # the state knows the place: nothing to skip
+        # The state has the position, so there is nothing to skip.
+        ignore_data_skip=True,
         use_cpu=True,
         report_to="none",
         **{"save_strategy": "steps", "save_steps": 5, **options},
@@ -42,4 +43,5 @@ def train(resume=None, **options):
 
 if __name__ == "__main__":
     train()
-    train("checkpoints/checkpoint-20")  # goes on in mid-epoch
+    # Continue in the middle of the epoch.
+    train("checkpoints/checkpoint-20")

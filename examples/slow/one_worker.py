@@ -22,7 +22,8 @@ def train(num_workers=1, batches=400):
         Augmented, 4 * batches, batch_size=4, out_type="null", num_workers=num_workers
     ).start() as loader:
         for _ in loader:
-            time.sleep(0.004)  # a step on a GPU: no core is used
+            # A step on a GPU uses no core.
+            time.sleep(0.004)
     return loader
 
 

@@ -29,7 +29,8 @@ def train(worker=Files, batches=250):
     return loader
 
 
-AFTER = {"worker": np.arange(1000)}  # read once, before, and given to all workers
+# The array is read once, before the start, and given to all workers.
+AFTER = {"worker": np.arange(1000)}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ def train(num_workers=4, batches=250):
     return loader
 
 
-AFTER = {"num_workers": 1}  # is enough, and gives three cores back
+# One worker is enough, and leaves three cores free.
+AFTER = {"num_workers": 1}
 
 
 if __name__ == "__main__":

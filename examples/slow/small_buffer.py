@@ -7,7 +7,8 @@ import cseq
 
 class Remote:
     def __getitem__(self, indices):
-        time.sleep(0.02)  # asks a server
+        # Ask a server.
+        time.sleep(0.02)
         return indices
 
 

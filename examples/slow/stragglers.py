@@ -7,7 +7,8 @@ import cseq
 
 class Files:
     def __getitem__(self, indices):
-        time.sleep(0.2 if indices[0] % 50 == 0 else 0.002)  # one is on another server
+        # Some samples are on another server.
+        time.sleep(0.2 if indices[0] % 50 == 0 else 0.002)
         return indices
 
 

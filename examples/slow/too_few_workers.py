@@ -7,7 +7,8 @@ import cseq
 
 class Images:
     def __getitem__(self, indices):
-        time.sleep(0.02)  # reads
+        # Read a file.
+        time.sleep(0.02)
         return indices
 
 
@@ -16,7 +17,8 @@ def train(num_workers=2, batches=400):
         Images, 4 * batches, batch_size=4, out_type="null", num_workers=num_workers
     ).start() as loader:
         for _ in loader:
-            time.sleep(0.005)  # a step
+            # Make a training step.
+            time.sleep(0.005)
     return loader
 
 

@@ -30,7 +30,7 @@ def test_what_a_runner_has_done():
     """Each ticket is in the histogram of its runner, with its own time."""
     ring = make_ring()
     took = work(ring, 2, 20)
-    meters = Meters.read([ring])
+    meters = Meters.read_rings([ring])
     found = meters.histogram("work", meters.runners[1])
     assert meters.runners["batches"].tolist() == [0, 20, 0]
     assert (found.count, found.total) == (20, sum(took) / 1e9)
@@ -49,14 +49,14 @@ def test_a_ticket_in_hand_counts():
     ring = make_ring()
     Trainer(ring, 2)
     claim(ring).publish()
-    before = Meters.read([ring])
+    before = Meters.read_rings([ring])
     claim(ring)
     begun, worked = now_ns(), before.busy[0]
     while now_ns() < begun + 1_000_000:
         pass
-    assert Meters.read([ring]).busy[0] > worked + 0.0009
+    assert Meters.read_rings([ring]).busy[0] > worked + 0.0009
     ring.repost(1)
-    assert Meters.read([ring]).busy[0] == worked
+    assert Meters.read_rings([ring]).busy[0] == worked
 
 
 def buckets_of(times):
@@ -86,7 +86,7 @@ def test_the_edges_are_those_of_the_ring():
     """The bucket that C counts a time in is the one whose edges are around it."""
     ring = make_ring()
     took = work(ring, 1, 200)
-    meters = Meters.read([ring])
+    meters = Meters.read_rings([ring])
     found = meters.histogram("work", meters.runners[0])
     assert found.buckets() == buckets_of(took).buckets()
 

@@ -86,7 +86,7 @@ def test_a_script_without_a_loader(run_command, tmp_path):
     (tmp_path / "train.py").write_text("raise SystemExit(3)")
     done = run_command(tmp_path, "run", "--watch", "train.py")
     assert done.returncode == 3
-    assert "no DataLoader of torch" in done.stderr
+    assert "no torch DataLoader" in done.stderr
 
 
 def watched(wait, step, workers=0, computed=0.0, first=0.01, queued=0.0):
