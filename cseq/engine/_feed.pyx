@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""The trainer's end of the rings: takes what a source has asked for."""
+"""The trainer's end of the rings: posts a source's tickets, and takes the results."""
 
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
@@ -21,31 +21,35 @@ from collections import deque
 
 from cseq.encoding.failure import ends_program, of_handler, shorten
 
+# `units`: how many units the ticket counts for; `entry`: the cell's index among the cells of all rings.
 cdef struct Ticket:
     uint64_t number
-    uint64_t units  # that it counts for
-    uint32_t ring
+    uint64_t units
+    uint32_t ring_number
     uint32_t cell
-    uint32_t entry  # of its object, among the cells of all rings
+    uint32_t entry
 
 cdef uint64_t NONE = <uint64_t>-1
 
-MOST_SKIPPED = 1000  # batches that were left out are listed, the latest
+# How many of the batches that were left out are listed: the latest ones.
+MOST_SKIPPED = 1000
 
 cdef enum:
-    ENDED = 2        # a bit of a ticket's status: see stage.py
-    MOST_LOOKS = 64  # at tickets, when the loop has waited
+    # A bit of a ticket's status: see stage.py.
+    ENDED = 2
+    # After a wait, at most this many tickets are checked.
+    MOST_LOOKS = 64
 
 
 @cython.final
 cdef class ItemFailure:
-    """What there is in place of an item: the exception that was raised while it was made or sent.
+    """Replaces an item: the exception that was raised while the item was made or sent.
 
     Parameters
     ----------
     error : BaseException
     worker : int
-        The number of the one that was to make it; -1: not known.
+        The number of the item's worker, or -1 if it is unknown.
     """
 
     cdef readonly object error
@@ -57,21 +61,21 @@ cdef class ItemFailure:
 
 @cython.final
 cdef class Feed:
-    """Posts the tickets of a `Source`, and takes out what they ask for.
+    """Posts the tickets of a `Source`, and takes the batches or items that answer them.
 
     A ticket leaves the line in three steps::
 
         peek     find the ticket whose turn it is, READY; nothing changes
-        decode   make the batch from what the cell says; may call anything, may be interrupted
+        decode   make the batch that the cell describes; may call anything, may be interrupted
         commit   free the cell, count the batch, post the next ticket: C alone
 
-    An exception before the commit leaves the ticket where it is: the next call finds it again, and
-    what was decoded completely is kept for it. No Python code runs between the commit and the return
-    to the caller, but destructors of what the commit drops (an unconverted batch), as its last step.
+    After an exception before the commit, the ticket stays in the line: the next call finds it again,
+    and a completely decoded batch is kept for that call. Between the commit and the return to the
+    caller, no Python code runs except, last, destructors of dropped objects (an unconverted batch).
 
-    One thread at a time: that which has the lock of `run`. What runs in the middle of a call (a signal
-    handler, a conversion, a destructor) can begin no epoch and take nothing: it may raise, end the
-    generation, or call a worker (`Streams.ask`), whose exception may end that worker's items.
+    Only the thread that has the lock of `run` calls a feed. Code that runs in the middle of a call (a
+    signal handler, a conversion, a destructor) cannot begin an epoch or take anything. It may raise, end
+    the generation, or call a worker (`Streams.ask`), whose exception may end that worker's items.
 
     Parameters
     ----------
@@ -80,81 +84,93 @@ cdef class Feed:
         One shared ring; or queues, one for each worker, in one memory.
     decoder : Decoder
     pool : Pool
-        ``await_next()`` returns when the next ticket is ready; it raises StopIteration if no more come,
-        and errors of workers. It calls `advance` and `wait`. ``decode(ring, cell, status, slot, capacity,
-        record)`` returns the batch, and None; or as the second what is raised in its place, if that is no
-        exception of the decoding itself. ``describe(ring, cell, error)`` returns the exception to be
-        raised in the loop, and a note: the entry of `skipped`; or of a worker's own items, why these have
-        ended. ``list_left(ring, cell, left)`` returns the entries of samples that a batch lacks.
-        ``look()`` is called some ten times a second, when a batch is asked for; it may call anything that
-        a signal handler may. ``make_next()``, unless None, makes the next batch on this thread instead of
-        waiting for it. ``on_cancel(cell)``, unless None, is called before the cell of a ticket that was
-        cancelled is freed.
+        ``await_next()`` returns when the next ticket is ready. It raises StopIteration if none is left,
+        and errors of workers. It calls `advance` and `wait`. ``decode(ring_number, cell, status, slot,
+        capacity, record)`` returns the batch and None; or None and the exception that replaces the
+        batch, unless the decoding itself raises. ``describe(ring_number, cell, error)`` returns the
+        exception to raise in the loop and a note: the entry of `skipped`, or the reason why a worker's
+        own items ended. ``list_left(ring_number, cell, left)`` returns the entries of samples that a
+        batch lacks. ``look()`` is called about ten times a second, when a batch is asked for; it may call
+        anything that a signal handler may. ``make_next()``, unless None, makes the next batch on this
+        thread instead of waiting for it. ``on_cancel(cell)``, unless None, is called before the cell of a
+        cancelled ticket is freed.
     errors : 'raise', 'skip' or 'return'
-        Raise what takes the place of a batch; note it and leave the batch out; or return an
+        Raise the exception that replaces a batch; note it and leave the batch out; or return an
         `ItemFailure`.
     interrupted : str
-        What InterruptedError says once the generation is over.
+        The text of InterruptedError once the generation is over.
 
     Attributes
     ----------
     source : Source or None
-        What the tickets ask for; None: nothing is under way.
+        The source of the tickets, or None if no epoch is under way.
     ticket : int
-        Number of the next one.
+        The number of the next ticket.
     generation : int
-        The run's, when what is under way was begun.
+        The run's generation when the epoch was begun.
     taken : int
         Tickets of this epoch that were taken.
     done : int
-        Units of these; if a ticket has raised, its units count only once the loop has gone on.
+        Their units. If a ticket raised, its units count only once the loop goes on.
     skipped : deque
-        The notes of the batches left out, and of samples.
+        The notes of the batches and samples that were left out.
     place : Place or None
-        Epoch, and units before its first ticket, of what was begun; None: nothing is under way.
+        The epoch, and the units before its first ticket; None if no epoch is under way.
     ended : bool
-        The caller was told that the epoch is over.
+        Whether the caller knows that the epoch is over.
     pool_number : int
-        What a trace calls it.
+        The pool's number in a trace.
     """
 
     cdef object __weakref__
     cdef readonly Source source
     cdef readonly uint64_t ticket
-    cdef uint64_t taken_count  # tickets of this epoch, which any thread reads: see `cseq_count_u64`
-    cdef uint64_t now          # ns, of the present step: when a ticket was taken, and the next one posted
+    # Tickets of this epoch that were taken. Any thread reads it: see `cseq_count_u64`.
+    cdef uint64_t taken_count
+    # When, in ns, the present step took a ticket and posted the next one.
+    cdef uint64_t now
     cdef list rings
-    cdef cseq_ring** r         # of these
-    cdef cseq_ring** asked     # some of them, and `cells`: what is waited for
+    # The rings in C; then the rings and cells that are waited for.
+    cdef cseq_ring** r
+    cdef cseq_ring** asked
     cdef uint32_t* cells
     cdef Decoder decoder
     cdef object pool, make_next, on_cancel
-    cdef bint queues           # each worker has a ring of its own
-    cdef uint64_t runners      # of all rings
-    cdef Ticket* buffer        # circular
+    # Whether each worker has its own ring.
+    cdef bint queues
+    # The number of runners of all rings.
+    cdef uint64_t runners
+    # The line, a circular buffer; then the cancelled tickets that are still in their cells.
+    cdef Ticket* buffer
     cdef Py_ssize_t room, first, length
-    cdef Ticket* cancelled     # and still in their cells
+    cdef Ticket* cancelled
     cdef readonly Py_ssize_t cancelled_count
     cdef readonly RunState run
     cdef public uint64_t generation
     cdef public object place
     cdef readonly bint ended
-    cdef readonly Py_ssize_t latest  # the ring of what was taken last: of a stream, its worker
+    # The ring number of the latest ticket: in a stream, its worker.
+    cdef readonly Py_ssize_t latest
     cdef readonly object skipped
     cdef readonly uint64_t skips
-    cdef uint64_t done_count     # which any thread reads: see `cseq_count_u64`
-    cdef uint64_t units, before  # of what was taken; before the epoch's first ticket
+    # The units of `done`, read by any thread; all units taken; and those before the first ticket.
+    cdef uint64_t done_count
+    cdef uint64_t units, before
     cdef object interrupted
-    cdef bint due              # `pool.look` is to be called
+    # Whether to call `pool.look`.
+    cdef bint due
     cdef bint skip, give
     cdef bint ordered
-    cdef public unsigned short pool_number  # in a trace
-    cdef uint64_t waited       # ns, for the last ticket that was taken
-    cdef bint spun             # the head was waited for in vain, without sleeping
-    # The ticket that is decoded, and still in the line.
+    cdef public unsigned short pool_number
+    # How long, in ns, the loop waited for the latest ticket.
+    cdef uint64_t waited
+    # Whether spinning for the first ticket was in vain.
+    cdef bint spun
+    # The ticket that is decoded, and still in the line; `batch` is for `Decoder.take_peeked`.
     cdef uint64_t decoded
-    cdef object batch, error, note  # `batch`: what `Decoder.take_peeked` is to be given
-    cdef uint64_t short        # the ticket whose decoding was short of memory last
+    cdef object batch, error, note
+    # The latest ticket whose decoding ran out of memory.
+    cdef uint64_t short
 
     def __cinit__(self, RunState run not None, list rings not None, Decoder decoder not None,
                   pool not None, *, str errors="raise", str interrupted=""):
@@ -188,10 +204,10 @@ cdef class Feed:
         cdef Py_ssize_t i = self.first + k
         return &self.buffer[i if i < self.room else i - self.room]
     cdef inline cseq_cell* cell(self, Ticket* t) noexcept:
-        return cseq_ring_cell(self.r[t.ring], t.cell)
+        return cseq_ring_cell(self.r[t.ring_number], t.cell)
     cdef inline bint is_ready(self, Py_ssize_t k) noexcept:
         """Whether the ticket at a position is answered."""
-        return cseq_ring_ready(self.r[self.at(k).ring], self.at(k).cell)
+        return cseq_ring_ready(self.r[self.at(k).ring_number], self.at(k).cell)
     cdef inline void remove(self, Py_ssize_t k) noexcept:
         """Remove a ticket from the line."""
         while k > 0:
@@ -209,7 +225,7 @@ cdef class Feed:
         PyMem_RawFree(self.r)
 
     cdef Py_ssize_t locate(self, uint64_t number) noexcept:
-        """Position of a ticket; -1: it is not in the line."""
+        """Return the position of a ticket in the line, or -1."""
         cdef Py_ssize_t k
         for k in range(self.length):
             if self.at(k).number == number:
@@ -217,27 +233,27 @@ cdef class Feed:
         return -1
 
     cdef bint post(self) noexcept:
-        """Post the next ticket, if it is prepared and there is room; return whether it was."""
-        cdef Py_ssize_t number = self.source.target()
+        """Post the next ticket, if it is prepared and there is room; return whether it was posted."""
+        cdef Py_ssize_t ring_number = self.source.target()
         cdef Ring ring
         cdef Ticket* t
         cdef int cell
-        if number < 0:
+        if ring_number < 0:
             return False
-        ring = <Ring>PyList_GET_ITEM(self.rings, number)
+        ring = <Ring>PyList_GET_ITEM(self.rings, ring_number)
         cell = ring.find_vacant()
         if cell < 0:
             return False
         t = self.at(self.length)
-        t.number, t.ring, t.cell = self.ticket, <uint32_t>number, <uint32_t>cell
+        t.number, t.ring_number, t.cell = self.ticket, <uint32_t>ring_number, <uint32_t>cell
         t.entry = ring.first + t.cell
-        t.units = self.source.write(number, ring, t.cell, self.ticket)
+        t.units = self.source.write(ring_number, ring, t.cell, self.ticket)
         self.length += 1
         self.ticket += 1
         return True
 
     cpdef int refill(self) except -1:
-        """Post tickets while there are free cells, and the source has any."""
+        """Post tickets while there are free cells and the source has tickets."""
         cdef bint ready
         self.free_cancelled()
         while self.source is not None:
@@ -253,47 +269,47 @@ cdef class Feed:
         self.cancelled[self.cancelled_count] = t[0]
         self.cancelled_count += 1
 
-    cdef void cancel_all(self, uint32_t number) noexcept:
-        """Cancel the tickets of a ring: of a queue, the newest first that are not claimed, so that no gap
-        is left."""
+    cdef void cancel_all(self, uint32_t ring_number) noexcept:
+        """Cancel the tickets of a ring. In a queue, unclaimed tickets go first, from the newest on, so that
+        no gap is left."""
         cdef bint back = self.queues
-        cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, number)
+        cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, ring_number)
         cdef Py_ssize_t k, kept = 0
         cdef Ticket* t
         if self.source is not None:
-            self.source.end(number)
+            self.source.end(ring_number)
         for k in range(self.length - 1, -1, -1):
             t = self.at(k)
-            if t.ring == number:
+            if t.ring_number == ring_number:
                 back = back and ring.cancel_newest(t.cell)
                 if not back:
                     self.cancel(t)
         for k in range(self.length):
             t = self.at(k)
-            if t.ring != number:
+            if t.ring_number != ring_number:
                 self.at(kept)[0] = t[0]
                 kept += 1
         self.length = kept
         ring.outstanding = ring.unwoken = 0
 
-    cdef void cancel_call(self, uint32_t number) noexcept:
+    cdef void cancel_call(self, uint32_t worker) noexcept:
         """Cancel the call that a worker has to answer, if there is one."""
-        cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, number)
+        cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, worker)
         cdef Ticket t
         if ring.calling >= 0:
-            t.number, t.units, t.ring, t.cell = NONE, 0, number, <uint32_t>ring.calling
+            t.number, t.units, t.ring_number, t.cell = NONE, 0, worker, <uint32_t>ring.calling
             t.entry = ring.first + t.cell
             self.cancel(&t)
             ring.calling = -1
 
     cpdef int free_cancelled(self) except -1:
-        """Free the cells of cancelled tickets that no runner works on any more."""
+        """Free the cells of cancelled tickets that no runner works on."""
         cdef Py_ssize_t k = 0
         cdef Ticket t
         cdef Ring ring
         while k < self.cancelled_count:
             t = self.cancelled[k]
-            ring = self.rings[t.ring]
+            ring = self.rings[t.ring_number]
             if not (cseq_ring_ready(ring.r, t.cell) if self.queues and t.cell < cseq_ring_round(ring.r)
                     else cseq_ring_cancel(ring.r, t.cell)):
                 k += 1
@@ -308,7 +324,7 @@ cdef class Feed:
         return 0
 
     cdef object free(self, Py_ssize_t k, Ring ring):
-        """Free the cell of an answered ticket; return the object that was left there."""
+        """Free the cell of an answered ticket; return the cell's object."""
         cdef Ticket t = self.at(k)[0]
         left = self.decoder.free(t.entry, self.cell(&t))
         self.remove(k)
@@ -316,43 +332,42 @@ cdef class Feed:
         ring.free(t.cell)
         return left
 
-    def tickets(self, uint32_t number):
-        """Cell and number of each outstanding ticket of a ring, the oldest first."""
+    def tickets(self, uint32_t ring_number):
+        """List cell and number of each outstanding ticket of a ring, the oldest first."""
         return [(self.at(k).cell, self.at(k).number) for k in range(self.length)
-                if self.at(k).ring == number]
+                if self.at(k).ring_number == ring_number]
 
-    def post_call(self, uint32_t number, Request request, str name not None,
+    def post_call(self, uint32_t worker, Request request, str name not None,
                   Request assignment=None, uint64_t epoch=0):
-        """Post a call beside a worker's queue, which comes before all items that it has not claimed.
+        """Post a call beside a worker's queue; the worker takes it before unclaimed items.
 
-        One at a time: the one before is cancelled, if it is not answered.
+        A worker has one call at a time: an unanswered one is cancelled.
 
         Parameters
         ----------
-        number : int
-            The worker.
+        worker : int
         request : Request or None
-            None: the reply is what the producer's ``begin`` has returned.
+            If None, the reply is what the producer's ``begin`` returned.
         name : str
-            What messages call it.
+            The call's name in messages.
         assignment : Request, optional
         epoch : int
-            Which the worker is to begin first, with that assignment; 0: none.
+            The epoch that the worker begins first, with that assignment, or 0.
 
         Returns
         -------
         tuple of int
             Cell and number of the ticket.
         """
-        cdef Ring ring = self.rings[number]
+        cdef Ring ring = self.rings[worker]
         cdef uint32_t cell = cseq_ring_round(ring.r)
-        self.cancel_call(number)
+        self.cancel_call(worker)
         self.free_cancelled()
-        # One cell may be that of a call which was cancelled, and which the worker is busy with.
+        # One cell may hold a cancelled call that the worker is still busy with.
         while cseq_ring_state(ring.r, cell) != CSEQ_FREE:
             cell += 1
             if cell == ring.r.capacity:
-                raise RuntimeError("a worker is busy with two calls, which it never should be")
+                raise RuntimeError("a worker is busy with two calls; this is a bug in cseq")
         refer(ring, cell, request, assignment, name)
         ring.offer(cell, self.ticket, epoch, ASK_CALL, 0, 0, 0)
         ring.calling = <int>cell
@@ -361,7 +376,7 @@ cdef class Feed:
         return cell, self.ticket - 1
 
     cdef uint64_t note_first(self, cseq_meter* m) noexcept:
-        """The first batch of all: what was waited until now, which is returned, is the start."""
+        """Note the very first batch: the wait until now, which is returned, is the start."""
         cdef uint64_t waited = m.waited_ns
         cdef Py_ssize_t k
         cdef uint32_t owner
@@ -380,24 +395,25 @@ cdef class Feed:
     # -- the epoch
 
     def begin_epoch(self, Source source not None, *, bint ordered=True, place=None):
-        """Begin an epoch; tickets of an earlier one are cancelled. One step of C.
+        """Begin an epoch, and cancel the tickets of an earlier one. One step of C.
 
         Parameters
         ----------
         source : Source
         ordered : bool
-            Tickets are taken in their order, not in that of completion.
+            Whether tickets are taken in their own order, not in the order of completion.
         place : Place, optional
-            In the same step, it is made that of this epoch, with this feed as its progress.
+            Becomes the place of this epoch in the same step, with this feed as its progress.
         """
         if place is not None:
             place.first, place.consumed, place.progress = source.epoch, source.consumed, self
         self.reset(source, ordered, place)
 
     def run_clock(self):
-        """Count time for the epoch; a pause after the last batch is of none."""
+        """Count time for the epoch. A pause after the last batch belongs to no epoch."""
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
-        cdef bint goes_on = m.since_ns != 0  # else there was a pause: what it computes is not the loop's
+        # After a pause, the time since the last step is not the loop's.
+        cdef bint goes_on = m.since_ns != 0
         cdef uint64_t now = cseq_now_ns()
         cseq_meter_begin(m, now)
         if m.first_ns:
@@ -405,15 +421,16 @@ cdef class Feed:
             cseq_meter_read(m, now, False, goes_on)
 
     def end(self):
-        """Cancel the epoch; nothing is under way then."""
+        """Cancel the epoch."""
         self.generation = NONE
         self.reset(None, True, None)
         self.free_cancelled()
 
     cdef int reset(self, Source source, bint ordered, place) except -1:
-        """Cancel what was posted, clear what was taken."""
+        """Cancel the posted tickets, and clear the counts."""
         cdef uint32_t k
-        before = self.source, self.batch, self.error  # destructors may run code: after all else is done
+        # Dropped last, since destructors may run code.
+        before = self.source, self.batch, self.error
         self.source = None
         for k in range(PyList_GET_SIZE(self.rings)):
             self.cancel_call(k)
@@ -436,13 +453,13 @@ cdef class Feed:
 
     @property
     def position(self):
-        """Units before the next ticket, in all of the epoch."""
+        """Units of the epoch before the next ticket."""
         return self.before + self.done
 
     # -- whose turn it is
 
     cdef Py_ssize_t find(self) noexcept:
-        """Position of the ticket that is next, if it is ready; -1."""
+        """Return the position of the next ticket if it is ready, else -1."""
         cdef Py_ssize_t k
         if self.ordered:
             return 0 if self.length and self.is_ready(0) else -1
@@ -450,7 +467,8 @@ cdef class Feed:
             k = self.locate(self.decoded)
             if k >= 0:
                 return k
-        for k in range(self.length):  # in no order: those that are not ready go to the line's end
+        # In no order: tickets that are not ready go to the end of the line.
+        for k in range(self.length):
             if self.is_ready(k if self.queues else 0):
                 return self.first_of(k) if self.queues else 0
             if not self.queues:
@@ -458,37 +476,37 @@ cdef class Feed:
         return -1
 
     cdef inline Py_ssize_t first_of(self, Py_ssize_t k) noexcept:
-        """Position of the first ticket of the queue that a ready ticket is in: it is ready, too, since a
-        worker answers in order, though it may not have been when it was looked at."""
+        """Return the position of the first ticket in the queue of a ready ticket. It is ready by now, since
+        a worker answers in order, even if it was not when it was checked."""
         cdef Py_ssize_t j
         for j in range(k):
-            if self.at(j).ring == self.at(k).ring:
+            if self.at(j).ring_number == self.at(k).ring_number:
                 return j
         return k
 
     cdef inline bint is_decoded(self, Py_ssize_t k) noexcept:
-        """Whether the ticket at a position is there and is decoded."""
+        """Whether there is a decoded ticket at a position."""
         return k < self.length and self.at(k).number == self.decoded
 
     cdef inline void clear(self) noexcept:
-        """Nothing is decoded any more."""
+        """Drop the decoded batch."""
         self.decoded, self.batch = NONE, None
         self.error = self.note = None
 
     # -- waiting, for `wait`
 
     def advance(self):
-        """Post what can be posted, and look.
+        """Post all tickets that can be posted, and look at the next one.
 
         Returns
         -------
         bool or None
-            Whether the next ticket is ready. None: no more come.
+            Whether the next ticket is ready, or None if no ticket is left.
 
         Raises
         ------
         BaseException
-            What the source raises after the last ticket.
+            The source's exception, after the last ticket.
         """
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
         cdef uint64_t now
@@ -511,14 +529,14 @@ cdef class Feed:
         return cseq_ring_notices(self.r[0])
 
     def awaited(self):
-        """Ring and cell of each ticket that is waited for: the next one, or in no order, any."""
+        """List ring number and cell of the awaited tickets: the next one, or in no order, all."""
         cdef Py_ssize_t k, count = min(self.length, 1) if self.ordered else self.length
-        return [(self.at(k).ring, self.at(k).cell) for k in range(count)]
+        return [(self.at(k).ring_number, self.at(k).cell) for k in range(count)]
 
     def wait(self, uint32_t seen, list awaited=None):
-        """Sleep until a ticket that is waited for may be ready, and run signal handlers; see `Ring.wait`.
+        """Sleep until an awaited ticket may be ready, and run signal handlers; see `Ring.wait`.
 
-        `awaited`: other tickets, as `awaited` lists them.
+        `awaited` lists other tickets, in the form that the method `awaited` returns.
         """
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, 0)
         cdef bint spun = self.spun and awaited is None
@@ -536,19 +554,20 @@ cdef class Feed:
         PyErr_CheckSignals()
 
     cdef int wait_any(self, uint32_t seen, list awaited, bint spun) except -1:
-        """Sleep until one of some tickets may be ready: of each queue, its first one."""
+        """Sleep until one of some tickets may be ready, each the first of its queue."""
         cdef Ring ring
-        cdef uint32_t number, cell, count = 0
+        cdef uint32_t ring_number, cell, count = 0
         cdef uint64_t before, awake
         for ring in self.rings:
             if ring.unwoken:
                 ring.wake()
         first = {}
-        self.asked[0] = self.r[0]  # whose gate is that of all
-        for number, cell in reversed(awaited):
-            first[number] = cell
-        for number, cell in first.items():
-            self.asked[count], self.cells[count] = self.r[number], cell
+        # All rings use the gate of the first.
+        self.asked[0] = self.r[0]
+        for ring_number, cell in reversed(awaited):
+            first[ring_number] = cell
+        for ring_number, cell in first.items():
+            self.asked[count], self.cells[count] = self.r[ring_number], cell
             count += 1
         before = ring.sleep()
         with nogil:
@@ -561,18 +580,18 @@ cdef class Feed:
         return 0
 
     cdef bint expect(self, uint32_t seen) noexcept:
-        """Wait for the next ticket, but do not sleep: whether it is ready."""
+        """Wait for the next ticket without sleeping; return whether it is ready."""
         cdef Ticket* t = self.at(0)
-        cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, t.ring)
+        cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, t.ring_number)
         self.spun = not ring.expect(t.cell, seen)
         return not self.spun
 
     # -- peek, decode, commit
 
     cdef Py_ssize_t reach(self, uint64_t generation) except -1:
-        """Wait until the next ticket is decoded and can be committed: its position in the line.
+        """Wait until the next ticket is decoded and can be committed; return its position in the line.
 
-        May run any code, but none between the last look and the return.
+        May run any code, except between the last look and the return.
         """
         cdef Py_ssize_t k
         while True:
@@ -593,7 +612,7 @@ cdef class Feed:
                 return k
 
     cdef Py_ssize_t find_soon(self) except -2:
-        """`find`, after making the next batch, or after waiting for it without sleeping."""
+        """Make the next batch, or wait for it without sleeping; then `find`."""
         if self.make_next is not None:
             self.make_next()
         elif not self.ordered or not self.length or not self.expect(self.notices()):
@@ -601,7 +620,7 @@ cdef class Feed:
         return self.find()
 
     cdef bint is_settled(self, Py_ssize_t k, uint64_t generation) except -1:
-        """Prepare what the commit of a decoded ticket needs; return whether it is still there."""
+        """Prepare the commit of a decoded ticket; return whether the ticket is still decoded."""
         while not self.source.is_ready(self.taken_count + 1):
             self.source.prepare(self.taken_count + 1)
             if not self.run.is_at(generation):
@@ -612,16 +631,17 @@ cdef class Feed:
         return self.is_decoded(k) and self.run.is_at(generation)
 
     cdef int decode(self, Py_ssize_t k) except -1:
-        """Decode the ticket at a position, which is ready. The end of a worker's items is taken out."""
+        """Decode the ready ticket at a position. The end of a worker's items is taken out."""
         cdef Ticket t = self.at(k)[0]
         cdef cseq_cell* c = self.cell(&t)
         cdef uint64_t* f = c.converted if c.stage else c.record
         before = batch = error = note = left = None
+        # Objects of another ticket are dropped at the end, since their destructors may run code.
         if self.decoded != NONE:
-            before = self.batch, self.error  # of another ticket; their destructors may run code
+            before = self.batch, self.error
         if c.status == ENDED:
-            self.free(k, self.rings[t.ring])
-            self.cancel_all(t.ring)
+            self.free(k, self.rings[t.ring_number])
+            self.cancel_all(t.ring_number)
             return 0
         if self.decoder.hands_over(t.entry, c):
             self.decoded, self.batch, self.error, self.note = t.number, AS_IT_IS, None, None
@@ -629,12 +649,12 @@ cdef class Feed:
         try:
             batch = self.decoder.peek(t.entry, c)
             if batch is UNREAD:
-                batch, error = self.pool.decode(t.ring, t.cell, c.status, c.slot, c.capacity,
+                batch, error = self.pool.decode(t.ring_number, t.cell, c.status, c.slot, c.capacity,
                                                 (f[0], f[1], f[2], f[3]))
                 batch = self.decoder.divide(batch)
             left = self.decoder.left
         except BaseException as raised:
-            # The next attempt may find more. Not forever: the batch itself may raise a MemoryError.
+            # The next attempt may find more memory. Only once, as the batch itself may raise MemoryError.
             if (of_handler(raised) or ends_program(raised) or isinstance(raised, RecursionError) and is_deep()
                     or isinstance(raised, MemoryError) and self.short != t.number):
                 if isinstance(raised, MemoryError):
@@ -642,42 +662,44 @@ cdef class Feed:
                 raise
             batch, error, left = None, raised, None
         if error is not None:
-            error, note = self.pool.describe(t.ring, t.cell, error)
+            error, note = self.pool.describe(t.ring_number, t.cell, error)
             if self.give:
-                batch, error = ItemFailure(error, t.ring), None
+                batch, error = ItemFailure(error, t.ring_number), None
         elif left is not None:
-            note = self.pool.list_left(t.ring, t.cell, left)
+            note = self.pool.list_left(t.ring_number, t.cell, left)
         self.decoded, self.batch, self.error, self.note = t.number, batch, error, note
         return 0
 
     cdef int commit(self, Py_ssize_t k, bint done) except -1:
         """Take out the decoded ticket at a position, and post the next one, which is prepared.
 
-        `done`: the loop goes on after it. The caller refers to what was decoded.
+        `done` says whether the loop goes on after it. The caller refers to the decoded batch.
         """
         cdef Ticket t = self.at(k)[0]
         cdef uint32_t status = self.cell(&t).status
-        cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, t.ring)
-        left = self.free(k, ring)  # its destructor may run code: after all else is done
+        cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, t.ring_number)
+        # Dropped last, since the destructor may run code.
+        left = self.free(k, ring)
         self.note_step()
         ring.committed(self.cell(&t))
         if log.on:
             cseq_log_add(log, self.cell(&t), self.now, self.waited, <uint32_t>PyThread_get_thread_native_id(),
-                         self.pool_number, <int>t.ring if self.queues else -1)
+                         self.pool_number, <int>t.ring_number if self.queues else -1)
         self.units += t.units
-        self.latest = t.ring
+        self.latest = t.ring_number
         cseq_count_u64(&self.taken_count, 1)
         if done:
             cseq_store_rlx_u64(&self.done_count, self.units)
         if status & ENDED:
-            self.cancel_all(t.ring)
+            self.cancel_all(t.ring_number)
         self.clear()
-        while self.post() and self.source.keyed:  # keys may have waited for room
+        # More than one key may have waited for room.
+        while self.post() and self.source.keyed:
             pass
         return 0
 
     cdef void note_step(self) noexcept:
-        """The loop has waited, or not, for the ticket that is taken out, and before gone on after the last."""
+        """Measure the loop's wait for the ticket that is taken out, and its step before that."""
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
         cdef Py_ssize_t k, ready = 0, most = min(self.length, MOST_LOOKS)
         cdef uint64_t waited, now = cseq_now_ns()
@@ -700,14 +722,14 @@ cdef class Feed:
                 cseq_count_u64(&m.early_ns, waited)
 
     cdef PyObject* take_batch(self, uint64_t generation) except NULL:
-        """Take the next batch: the caller, who has the lock, has the reference.
+        """Take the next batch. The caller has the lock, and gets the reference.
 
-        Of an object that is handed over as it is, no reference is counted: see `_headers`.
+        An object that is handed over as it is keeps its reference count: see `_headers`.
 
         Raises
         ------
         StopIteration
-            No more come.
+            The epoch has no more batches.
         InterruptedError
             The generation is over.
         """
@@ -732,7 +754,7 @@ cdef class Feed:
     # -- for callers
 
     cdef object call(self, uint64_t generation):
-        """Take the next batch, or item."""
+        """Take the next batch or item."""
         cdef Lock lock = self.run.lock
         lock.enter_anew()
         try:
@@ -746,16 +768,16 @@ cdef class Feed:
             rest()
 
     cpdef int check(self, uint64_t generation) except -1:
-        """Raise InterruptedError if a generation is over, also for what fails since then."""
+        """Raise InterruptedError if a generation is over, instead of any later error."""
         if not self.run.is_at(generation):
             raise InterruptedError(self.interrupted) from None
         return 0
 
     def glance(self):
-        """Return what the next call returns, in an ordered epoch of keys, if it is ready; else None.
+        """Return the item that the next call returns, if it is ready in an ordered epoch of keys.
 
-        It is decoded, and stays next. Nothing is waited for, and no key is drawn. In place of an
-        exception there is its `ItemFailure`.
+        Otherwise return None. The item is decoded, and stays next. No key is drawn. An exception is
+        returned as its `ItemFailure`.
         """
         self.run.lock.take(-1)
         try:
@@ -767,22 +789,23 @@ cdef class Feed:
             if not self.is_decoded(0):
                 return None
             if self.error is not None:
-                return ItemFailure(self.error, self.at(0).ring)
+                return ItemFailure(self.error, self.at(0).ring_number)
             return None if self.batch is AS_IT_IS else self.batch
+        # The call that takes the item decodes it again.
         except MemoryError:
             self.short = NONE
-            return None  # the call that takes the item decodes it again
+            return None
         finally:
             self.run.lock.leave()
 
     # -- calls of workers
 
-    def commit_reply(self, uint32_t number, uint32_t cell, uint64_t ticket, bint ends=False):
-        """Commit the answer to a call: free its cell, unless that was done.
+    def commit_reply(self, uint32_t worker, uint32_t cell, uint64_t ticket, bint ends=False):
+        """Commit the answer to a call: free its cell, if that was not done.
 
-        `ends`: an exception is raised instead. It ends the worker's items, but not items of keys.
+        `ends`: the answer is an exception, which ends the worker's own items, but not items of keys.
         """
-        cdef Ring ring = self.rings[number]
+        cdef Ring ring = self.rings[worker]
         if not ring.peek(cell, ticket):
             return
         if ring.calling == <int>cell:
@@ -790,34 +813,36 @@ cdef class Feed:
             self.decoder.free(ring.first + cell, cseq_ring_cell(ring.r, cell))
             ring.free(cell)
         if ends and self.source is not None and not self.source.keyed:
-            before = self.batch, self.error  # destructors may run code: after all else is done
-            self.cancel_all(number)
+            # Dropped last, since destructors may run code.
+            before = self.batch, self.error
+            self.cancel_all(worker)
             self.clear()
-        self.free_cancelled()  # also what a call in the middle of this one has cancelled
+        # This includes tickets that a call in the middle of this one cancelled.
+        self.free_cancelled()
 
 
 @cython.final
 cdef class FeedIterator:
-    """An iterator over an epoch; what ends its generation interrupts it.
+    """An iterator over an epoch, until its generation ends.
 
-    Threads may share it: each batch goes to one of them. It has no subclass in Python: there, each
-    step of a ``for`` would look `__next__` up, and call it as a method.
+    Threads may share it: each batch goes to one of them. It has no subclass in Python, where each
+    step of a ``for`` would look up `__next__` and call it as a method.
 
     Parameters
     ----------
     feed : Feed
     generation : int
-        When that of the feed's run changes, this iterator is void.
-    owner : object, optional
+        This iterator is void when the generation of the feed's run changes.
+    keeper : object, optional
         Kept alive, and with it the pool.
     """
 
     cdef readonly uint64_t generation
-    cdef object owner
+    cdef object keeper
     cdef Feed feed
 
-    def __cinit__(self, Feed feed not None, uint64_t generation, owner=None):
-        self.feed, self.generation, self.owner = feed, generation, owner
+    def __cinit__(self, Feed feed not None, uint64_t generation, keeper=None):
+        self.feed, self.generation, self.keeper = feed, generation, keeper
 
     def __iter__(self):
         return self

@@ -1,4 +1,4 @@
-"""What a call or an item of a stream refers to."""
+"""Requests: the data that calls and items of a stream refer to."""
 
 from libc.stdint cimport int64_t, uint32_t
 

@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""What an epoch of a stream asks for: workers' own items, or items of keys."""
+"""The sources of a stream's epoch: workers' own items, or items of keys."""
 
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.long cimport PyLong_AsLongLongAndOverflow
@@ -19,15 +19,16 @@ from cseq._memory cimport Block
 from cseq.memory._slots cimport SlotTable
 from cseq.order._source cimport Source
 
-cdef uint64_t NO_MORE = <uint64_t>-1  # tickets: the items of a worker have ended
+# In `ItemSource.asked`: the items of a worker have ended.
+cdef uint64_t NO_MORE = <uint64_t>-1
 cdef uint64_t MOST_AHEAD = <uint64_t>1 << 40
 cdef object NOTHING = object()
 
 
 cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, str name) noexcept:
-    """Write the requests that the ticket in a cell refers to: the cell's words.
+    """Write the requests that a ticket refers to into its cell's words, which are returned.
 
-    `name`: what messages call it, if it is a call.
+    `name` is the name of a call in messages.
     """
     cdef int64_t* words = cseq_ring_indices(ring.r, cell)
     words[KEY_LENGTH] = WITHOUT_KEY
@@ -43,8 +44,8 @@ cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, s
 @cython.final
 @cython.no_gc_clear
 cdef class Request:
-    """Data for a worker process, in a slot that is taken for as long as this object exists; for a thread,
-    the object itself.
+    """Data for a worker process, in a slot that is held while this object exists; for a thread, the object
+    itself.
 
     Parameters
     ----------
@@ -54,7 +55,7 @@ cdef class Request:
     Attributes
     ----------
     slot : int
-        The lowest free one; -1: none.
+        The lowest free slot when this was made, or -1.
     value : object
     """
 
@@ -70,7 +71,7 @@ cdef class Request:
             self.slots.set_free(self.slot)
 
     def locate(self, uint64_t capacity, record):
-        """Set where in the slot the data lie: the slot's committed bytes, and a `codec.Record`."""
+        """Set the slot's committed bytes, and the `codec.Record` of the data in it."""
         cdef int k
         self.slots.resize(self.slot, capacity)
         self.words[0], self.words[1] = self.slot, <int64_t>capacity
@@ -79,7 +80,7 @@ cdef class Request:
 
 
 cdef class StreamSource(Source):
-    """Tickets of workers, each of which has a queue of its own and an assignment for the epoch.
+    """Tickets of workers, each with its own queue and its own assignment for the epoch.
 
     Parameters
     ----------
@@ -87,16 +88,18 @@ cdef class StreamSource(Source):
         By worker.
     epoch : int
     assignments : list of Request
+        By worker.
     depth : int
         The most tickets of a worker that are in the ring.
     first : int
-        The worker whose turn is the first.
+        The worker that gets the first ticket.
     """
 
     cdef list rings
-    cdef list assignments      # by worker: the `Request` that a ticket refers to
-    cdef uint32_t depth        # the most tickets of a worker
-    cdef Py_ssize_t latest     # the worker of the last ticket
+    cdef list assignments
+    cdef uint32_t depth
+    # The worker of the latest ticket.
+    cdef Py_ssize_t latest
 
     def __cinit__(self, list rings not None, uint64_t epoch, list assignments not None, *_,
                   uint32_t depth, Py_ssize_t first=0, **__):
@@ -112,10 +115,10 @@ cdef class StreamSource(Source):
 
 @cython.final
 cdef class ItemSource(StreamSource):
-    """The workers' own items, of one worker after the other; a worker whose items have ended gets no
-    more tickets."""
+    """The workers' own items, one worker after the other, until a worker's items end."""
 
-    cdef uint64_t* asked       # by worker: tickets so far; or NO_MORE
+    # By worker: the number of its tickets, or NO_MORE.
+    cdef uint64_t* asked
 
     def __cinit__(self, *_, **__):
         self.asked = <uint64_t*>PyMem_RawCalloc(len(self.rings), sizeof(uint64_t))
@@ -134,15 +137,15 @@ cdef class ItemSource(StreamSource):
                 return worker
         return -1
 
-    cdef uint64_t write(self, Py_ssize_t number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
-        self.latest = number
-        refer(ring, cell, None, self.assignment(number), None)
-        ring.offer(cell, ticket, self.epoch, ASK_ITEM, 1, self.asked[number], 0)
-        self.asked[number] += 1
+    cdef uint64_t write(self, Py_ssize_t worker, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
+        self.latest = worker
+        refer(ring, cell, None, self.assignment(worker), None)
+        ring.offer(cell, ticket, self.epoch, ASK_ITEM, 1, self.asked[worker], 0)
+        self.asked[worker] += 1
         return 1
 
-    cdef void end(self, Py_ssize_t number) noexcept:
-        self.asked[number] = NO_MORE
+    cdef void end(self, Py_ssize_t worker) noexcept:
+        self.asked[worker] = NO_MORE
 
     cdef bint is_over(self) noexcept:
         cdef Py_ssize_t k
@@ -153,12 +156,13 @@ cdef class ItemSource(StreamSource):
 
 
 cdef Block ints_of(key, Py_ssize_t most):
-    """The numbers of a list of 1 to `most` ints within int64 (no subclasses); else None."""
+    """Return the numbers of a list of 1 to `most` ints in int64 (no subclasses), else None."""
     cdef Py_ssize_t k
     cdef int64_t* words
     cdef int overflow = 0
     cdef Block block
-    cdef tuple numbers  # another thread may change the list
+    # A copy, since another thread may change the list.
+    cdef tuple numbers
     if type(key) is not list:
         return None
     numbers = tuple(key)
@@ -177,7 +181,7 @@ cdef Block ints_of(key, Py_ssize_t most):
 
 @cython.final
 cdef class KeySource(StreamSource):
-    """Items that are named by keys, which an iterator gives: so many ahead, then one for each item taken.
+    """Items named by keys of an iterator: `prefetch` keys are drawn ahead, then one per item taken.
 
     A key goes through three steps::
 
@@ -193,23 +197,29 @@ cdef class KeySource(StreamSource):
     prefetch : int
         How many keys of each worker are drawn ahead of the items that were taken.
     in_order : bool
-        The items come in the order of the keys: so do the tickets go to the workers in turn.
+        Whether items come in the order of the keys, so that tickets go to the workers in turn.
     free : bool
-        A key goes to the worker that has the fewest keys to work on; else to the workers in turn.
+        Whether a key goes to the worker with the fewest keys, instead of to the workers in turn.
     samples : callable, optional
-        ``samples(key)``: how many samples its item counts for, at least 1. None: one each.
+        ``samples(key)`` is how many samples its item counts for, at least 1. By default 1.
     """
 
-    cdef object keys           # the iterator; None: there is none, or it has ended
-    cdef object key            # drawn and not yet written; NOTHING: there is none
-    cdef list drawn            # to be posted: a `Block` or `Request`, and how many samples it is
-    cdef object samples        # how many there are in the item of a key; None: one
-    cdef object error          # to be raised after the items of all keys
-    cdef object incomplete     # the one of them that is raised until an epoch begins
+    # The iterator, or None once it has ended.
+    cdef object keys
+    # A key that is drawn and not yet written, or NOTHING.
+    cdef object key
+    # Keys to be posted: a `Block` or `Request`, and how many samples its item has.
+    cdef list drawn
+    cdef object samples
+    # Raised after the items of all keys; `incomplete` again and again until an epoch begins.
+    cdef object error
+    cdef object incomplete
     cdef object pickle
     cdef bint in_order, free
-    cdef uint64_t ahead        # keys that are drawn ahead of what was taken
-    cdef uint64_t each         # the most of one worker that are posted and not taken
+    # How many keys are drawn ahead of the items that were taken.
+    cdef uint64_t ahead
+    # The most outstanding tickets of one worker.
+    cdef uint64_t per_worker
     cdef uint64_t posted
 
     def __cinit__(self, list rings not None, uint64_t epoch, list assignments not None, keys, pickle, *,
@@ -217,7 +227,7 @@ cdef class KeySource(StreamSource):
         self.keys, self.pickle, self.keyed = keys, pickle, True
         self.in_order, self.free = in_order, free
         self.ahead = min(prefetch, MOST_AHEAD) * <uint64_t>PyList_GET_SIZE(rings)
-        self.each = min(prefetch, <uint64_t>depth)
+        self.per_worker = min(prefetch, <uint64_t>depth)
         self.key, self.drawn, self.samples = NOTHING, [], samples
 
     cdef bint is_ready(self, uint64_t taken) noexcept:
@@ -226,13 +236,13 @@ cdef class KeySource(StreamSource):
             or self.posted + <uint64_t>PyList_GET_SIZE(self.drawn) >= self.ahead + taken)
 
     cdef int prepare(self, uint64_t taken) except -1:
-        return self.draw() if self.key is NOTHING else self.put()
+        return self.draw_key() if self.key is NOTHING else self.write_key()
 
-    cdef int draw(self) except -1:
-        """Draw a key. An exception of the iterator is raised after the items of the keys before.
+    cdef int draw_key(self) except -1:
+        """Draw a key. An exception of the iterator is raised after the items of earlier keys.
 
-        One that is no `Exception`, such as KeyboardInterrupt of a signal handler, is raised at
-        once. The iterator is asked again afterwards; if it has ended, as a generator has, that is
+        Any other BaseException, such as a signal handler's KeyboardInterrupt, is raised at once.
+        The iterator is then asked again. If the exception ended it, as it ends a generator, that is
         an error, which is raised again and again until an epoch begins.
         """
         check_depth()
@@ -251,14 +261,16 @@ cdef class KeySource(StreamSource):
             self.error = None
         return 0
 
-    cdef int put(self) except -1:
+    cdef int write_key(self) except -1:
         """Write the key that was drawn."""
         written = ints_of(self.key, <Py_ssize_t>self.ring(0).r.batch_size - KEY_INTS)
-        count = 1 if self.samples is None else max(1, self.samples(self.key))  # 0: see `publish`
+        # A ticket of 0 samples would ask for nothing: see `publish`.
+        count = 1 if self.samples is None else max(1, self.samples(self.key))
         if written is None:
             try:
                 written = self.pickle(self.key, self.posted + <uint64_t>len(self.drawn))
-            except (TypeError, ValueError) as error:  # it cannot be pickled, or is too long
+            # The key cannot be pickled, or is too long.
+            except (TypeError, ValueError) as error:
                 self.keys, self.error, self.key = None, error, NOTHING
                 return 0
         self.drawn.append((written, count))
@@ -282,23 +294,23 @@ cdef class KeySource(StreamSource):
             return chosen
         for k in range(1 if self.in_order else count):
             worker = (self.latest + 1 + k) % count
-            if self.ring(worker).outstanding < self.each:
+            if self.ring(worker).outstanding < self.per_worker:
                 return worker
         return -1
 
-    cdef uint64_t write(self, Py_ssize_t number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
+    cdef uint64_t write(self, Py_ssize_t worker, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
         cdef int64_t* words
         cdef Block ints
         cdef uint32_t count
-        self.latest = number
+        self.latest = worker
         key, count = self.drawn.pop(0)
         if type(key) is Block:
             ints = <Block>key
-            words = refer(ring, cell, None, self.assignment(number), None)
+            words = refer(ring, cell, None, self.assignment(worker), None)
             words[KEY_LENGTH] = ints.size // 8
             memcpy(words + KEY_INTS, ints.data, <size_t>ints.size)
         else:
-            refer(ring, cell, <Request>key, self.assignment(number), None)
+            refer(ring, cell, <Request>key, self.assignment(worker), None)
         ring.offer(cell, ticket, self.epoch, ASK_ITEM, count, self.posted, 0)
         self.posted += 1
         return 1
@@ -308,7 +320,8 @@ cdef class KeySource(StreamSource):
 
     cpdef int finish(self) except -1:
         error = self.error
-        if error is not self.incomplete:  # that is raised until an epoch begins
+        # `incomplete` is raised until an epoch begins.
+        if error is not self.incomplete:
             self.error = None
         if error is not None:
             raise error

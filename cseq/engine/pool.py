@@ -136,7 +136,7 @@ class Pool(Generic[K]):
     ) -> tuple[Any, BaseException | None]:
         """Decode a batch that C cannot; see `Feed`."""
         crew = self.crew
-        entry = self.rings[ring_number].first + cell
+        entry = cell + self.rings[ring_number].first
         if status & RAISED:
             died = crew.died_of(ring_number, cell)
             return None, died or crew.reader.error(entry, slot, capacity, record)

@@ -1,7 +1,7 @@
-"""How many workers, how large a buffer: 'auto' takes what the advice names.
+"""How 'auto' chooses the number of workers and the buffer: as the advice says.
 
-`Tuner` is a pure function of the windows that it is shown, one after another. `Controller` shows it
-a pool's windows, and changes the pool::
+`Tuner` depends only on the windows that it is given, one after another. `Controller` gives it a
+pool's windows, and resizes the pool::
 
     feed ──ten times a second──► Controller ──Window──► Tuner ──► advise
                                      │ resize              ▲ Decision
@@ -26,14 +26,19 @@ __all__ = ["Controller", "Decision", "Tuner", "log_change"]
 
 log = logging.getLogger("cseq")
 
-SHORT, LONG = 0.5, 8.0  # seconds of the epochs in a window, at least; longer if nothing changes
-EACH = 4  # batches of each worker in a window, at least
-QUICK = 3  # changes after which windows get longer, too
-BETTER, WORSE = 1.05, 0.95  # times the rate: less than that, and a change was of no use; or harm
-# Batches of the buffer for each new worker: half are ready when those that sleep are woken.
+# The shortest window in seconds, and the longest, after windows without a change.
+SHORT, LONG = 0.5, 8.0
+# The fewest batches of each worker in a window.
+PER_WORKER = 4
+# After this number of changes, windows get longer as well.
+QUICK = 3
+# A change of the rate by less than the first factor was useless; below the second, it did harm.
+BETTER, WORSE = 1.05, 0.95
+# Batches of the buffer for each new worker: half are ready when sleeping workers are woken.
 AHEAD = 3
-OTHER = 1.5  # times the ratio of the two sides' times, from which old experience is none
-MANY = 1 << 30
+# If batch time / step time changes by this factor, the tuner discards what it learned.
+CHANGED = 1.5
+UNLIMITED = 1 << 30
 
 
 class Decision(NamedTuple):
@@ -44,12 +49,12 @@ class Decision(NamedTuple):
 
 
 class Tuner:
-    """Decides from one window after another; has no clock of its own.
+    """Decides from one window after another, without a clock.
 
-    Workers go straight to the number that the advice names; a larger buffer is taken as named, and
-    never made smaller. A change of the workers is taken back if it did harm. Once more workers, or
-    a larger buffer, were of no use, more are not tried, for as long as batches and steps take about
-    the times that they took: so it ends.
+    The number of workers becomes the advised one at once. The buffer becomes the advised one if
+    that is larger. A change of the workers that did harm is reverted. Once more workers or a larger
+    buffer were useless, the tuner tries no more while batch and step times stay about the same. So
+    the changes come to an end.
 
     Parameters
     ----------
@@ -59,30 +64,32 @@ class Tuner:
     Attributes
     ----------
     span : float
-        Seconds that the next window is to have, at least.
+        The least number of seconds in the next window.
     """
 
     def __init__(self, auto: tuple[bool, bool]) -> None:
         self._auto = auto
         self.span = SHORT
         self._changes = 0
-        self._trial: tuple[Size, float] | None = None  # before the last change: the size, the rate
+        # Size and rate before the last change.
+        self._trial: tuple[Size, float] | None = None
         self._forget(0.0)
 
     def _forget(self, ratio: float) -> None:
-        """Have no experience with batches and steps whose times have this ratio."""
+        """Discard the limits that were learned; `ratio` is the new batch time / step time."""
         self._ratio = ratio
-        self._enough = Size(MANY, MANY)  # more workers, or a larger buffer, were of no use
+        # More workers, or a larger buffer, were useless.
+        self._enough = Size(UNLIMITED, UNLIMITED)
 
     def is_enough(self, window: Window) -> bool:
-        """Tell whether a window says something."""
-        batches = max(ENOUGH_BATCHES, EACH * window.workers)
+        """Tell whether a window is long enough to decide."""
+        batches = max(ENOUGH_BATCHES, PER_WORKER * window.workers)
         return window.elapsed >= self.span and window.batches >= batches
 
     def look(self, window: Window, size: Size, most: Size) -> Decision | None:
-        """Return what to change `size` to, at most to `most`; None: nothing.
+        """Return a new size, at most `most`, or None to keep `size`.
 
-        `window` begins after the last change, when all workers were there.
+        `window` begins after the last change, when all workers were ready.
         """
         decision = self._judge(window, size) or self._next(window, size, most)
         if decision is None:
@@ -93,11 +100,11 @@ class Tuner:
         return decision
 
     def _judge(self, v: Window, size: Size) -> Decision | None:
-        """Learn from the last change, and take one of the workers back if it did harm."""
+        """Learn from the last change; revert a change of the workers that did harm."""
         ratio = v.index / v.step if v.step > 0 else 1e9
         trial, self._trial = self._trial, None
         if trial is None:
-            if not self._ratio / OTHER <= ratio <= self._ratio * OTHER:
+            if not self._ratio / CHANGED <= ratio <= self._ratio * CHANGED:
                 self._forget(ratio)
             return None
         (workers, _), before = trial
@@ -110,7 +117,8 @@ class Tuner:
         if waits and not is_better:
             self._enough = self._enough._replace(num_workers=workers if is_worse else now)
         if not is_worse:
-            self._ratio = ratio  # which the change itself may have made another
+            # The change itself may have changed the ratio.
+            self._ratio = ratio
             return None
         return Decision(
             size._replace(num_workers=workers),
@@ -118,7 +126,7 @@ class Tuner:
         )
 
     def _next(self, v: Window, size: Size, most: Size) -> Decision | None:
-        """Return what the advice names, within bounds."""
+        """Return the advised size, within bounds."""
         advice = advise(v)
         named, why = advice.change, advice.sentence
         workers, buffer = size
@@ -137,57 +145,60 @@ class Tuner:
 
 
 def log_change(before: Size, after: Size, why: str) -> None:
-    """Log what was changed, on one line."""
+    """Log a change on one line."""
     changes = [
-        f"{name} {one} → {other}"
-        for name, one, other in zip(Size._fields, before, after, strict=True)
-        if one != other
+        f"{name} {old} → {new}"
+        for name, old, new in zip(Size._fields, before, after, strict=True)
+        if old != new
     ]
     log.info("%s: %s", ", ".join(changes), why)
 
 
 class Controller:
-    """Measures a pool and changes its size; called by the thread that takes its batches.
+    """Measures a pool and resizes it, on the thread that takes its batches.
 
-    An exception of a signal handler may end a call anywhere: the next one goes on.
+    A signal handler may interrupt a call anywhere. The next call finishes the work.
     """
 
     def __init__(self, pool: Any, auto: tuple[bool, bool]) -> None:
         self._pool = pool
         self._tuner = Tuner(auto)
-        self._from: Stats | None = None  # the figures when the window began
-        self._at = 0  # when to look again, in ns of `now_ns`
-        self._resizing: Size | None = None  # `resize` was called, and has not returned
+        # The figures at the beginning of the window, and when to look again (ns of `now_ns`).
+        self._window_start: Stats | None = None
+        self._due_ns = 0
+        # The argument of a call of `resize` that did not return.
+        self._resizing: Size | None = None
 
     def __call__(self) -> None:
-        """Look at the pool, if it is time to."""
-        if now_ns() < self._at:
+        """Look at the pool if that is due."""
+        if now_ns() < self._due_ns:
             return
         pool, tuner = self._pool, self._tuner
         if self._resizing is not None:
             self._resize(self._resizing)
-        if not pool.is_staffed:  # those that are being made have done nothing yet
-            self._from = None
+        # Workers that are not ready have done nothing yet.
+        if not pool.is_staffed:
+            self._window_start = None
             return
         stats = pool.stats()
-        if self._from is None:
-            self._begin(stats)
+        if self._window_start is None:
+            self._begin_window(stats)
             return
-        window = stats.since(self._from).window()
+        window = stats.since(self._window_start).window()
         if not tuner.is_enough(window):
             return
         size = pool.size
         decision = tuner.look(window, size, pool.most(stats))
         if decision is None:
-            self._begin(stats)
+            self._begin_window(stats)
             return
-        self._from = None
+        self._window_start = None
         self._resize(decision.size)
         log_change(size, decision.size, decision.why)
 
-    def _begin(self, stats: Stats) -> None:
-        self._from = stats
-        self._at = now_ns() + int(self._tuner.span * 1e9)
+    def _begin_window(self, stats: Stats) -> None:
+        self._window_start = stats
+        self._due_ns = now_ns() + int(self._tuner.span * 1e9)
 
     def _resize(self, size: Size) -> None:
         self._resizing = size

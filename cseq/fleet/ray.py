@@ -5,8 +5,8 @@
     loop ◄── ring ◄── thread ═══ numbers ══► agent (a process of Ray's) ──► indexer
                              ◄══ batch ════
 
-A thread asks one agent for one batch over one connection: nothing has to be matched, and a death is
-the end of the connection. Ray starts the agents, spreads them, and starts again those that died.
+A thread asks one agent for one batch over one connection, so no answer has to be matched, and the
+connection ends when the agent dies. Ray starts the agents, spreads them, and restarts dead ones.
 """
 
 from __future__ import annotations
@@ -60,22 +60,30 @@ if TYPE_CHECKING:
     from cseq.engine.tickets.base import Tickets
     from cseq.fleet.wire import Message
 
-    # A worker in Ray's store, in a list: Ray would fetch it for a call otherwise.
+    # A worker in Ray's store, in a list. Otherwise Ray would fetch it for each call.
     Payload: TypeAlias = ray.ObjectRef[tuple[bytes, list[Any]]]
 
 __all__ = ["FleetCrew", "RayFleet"]
 
-TRIES = 3  # agents that may be lost with a batch
-CALLS = 8  # of Ray's that an agent answers at a time
-STARTING = 10  # times as long as another batch: what the first one of an agent may take
-ASKED = 8  # agents at a time, in the place of one that is not there
-AGAIN, PAUSE = 0.1, 0.05  # seconds: how long an agent is waited for before another one, and between
-AWAY = 2.0  # seconds until a thread that another thread's agent serves looks for its own
-SHORT = 10.0  # seconds without an agent, after which the log says why
-OPEN = EOFError, OSError, exceptions.ActorUnavailableError  # of an agent that is not there yet
-LOST = *OPEN, pickle.UnpicklingError, exceptions.RayActorError  # of one that is gone
+# The number of agents that may be lost with one batch.
+TRIES = 3
+# Ray calls that an agent answers at a time.
+CALLS = 8
+# An agent's first batch may take this many times `timeout`.
+STARTING = 10
+# Agents that are asked at a time, if a thread's own agent is away.
+ASKED = 8
+# Seconds to wait for an agent before asking others, and between two rounds of asking.
+AGAIN, PAUSE = 0.1, 0.05
+# Seconds until a thread that uses another thread's agent looks for its own.
+AWAY = 2.0
+# Seconds without an agent, after which the log says why.
+SHORT = 10.0
+# Exceptions that mean that an agent is not ready yet; and those that mean that it is gone.
+OPEN = EOFError, OSError, exceptions.ActorUnavailableError
+LOST = *OPEN, pickle.UnpicklingError, exceptions.RayActorError
 INSTALL = (
-    "on node {}: install the module on all nodes, or have Ray bring it there, with "
+    "on node {}: install the module on all nodes, or have Ray install it there, with "
     "runtime_env={{'pip': [...]}} or {{'py_modules': [...]}}"
 )
 
@@ -84,28 +92,31 @@ INSTALL = (
 
 
 class Raised(NamedTuple):
-    """What a batch is where an exception was raised instead."""
+    """Replaces a batch: a packed exception.
+
+    `is_setup`: the indexer could not be made, so the next batches will raise as well.
+    """
 
     packed: bytes
-    is_setup: bool  # the indexer could not be made: the next batches will raise, too
+    is_setup: bool
 
 
 def versions() -> str:
-    """Name what two processes must have in common to exchange batches."""
+    """Name the versions that two processes must share to exchange batches."""
     python, numpy = ".".join(map(str, sys.version_info[:2])), np.__version__.partition(".")[0]
     return f"cseq {sys.modules['cseq'].__version__}, Python {python} and numpy {numpy}"
 
 
 def unpickled(payload: list[Payload]) -> Any:
-    """Return the worker that was put into Ray's store."""
+    """Return the worker from Ray's store."""
     data, buffers = ray.get(payload[0])
     return pickle.loads(data, buffers=[memoryview(buffer) for buffer in buffers])[0]
 
 
 class Agent:
-    """A worker process: makes batches, one after another, on one thread, which sends them.
+    """A worker process: one thread makes and sends batches, one after another.
 
-    A batch that takes longer than `timeout` ends the process, with its threads' stacks in the log.
+    A batch that takes longer than `timeout` ends the process. The log then has its threads' stacks.
     """
 
     def __init__(
@@ -121,25 +132,26 @@ class Agent:
         self._thread = ThreadPoolExecutor(1, "cseq-agent", context.enter, (self._context,))
 
     def about(self, payload: list[Payload], trainer: str) -> tuple[int, str]:
-        """Say where it is, and take the worker, which Ray does not keep for a constructor."""
+        """Return process number and node; take the worker, which Ray keeps for no constructor."""
         if trainer != versions():
             raise ImportError(
-                f"the agent on node {self._node} has {versions()}, and the training process "
-                f"{trainer}: install the same on all nodes, or give runtime_env="
+                f"the agent on node {self._node} has {versions()}, but the training process has "
+                f"{trainer}: install the same versions on all nodes, or give runtime_env="
             )
         self._payload = payload
         return os.getpid(), self._node
 
     def meet(self, address: tuple[Any, ...], key: bytes) -> None:
-        """Connect to a trainer, and serve it; after this call, at whose end Ray resets OPENMP."""
+        """Serve a trainer on another thread, because Ray resets OPENMP after this call."""
         threading.Thread(target=self._serve, args=(address, key), daemon=True).start()
 
-    def make_batch(self, *asked: Any) -> Message:
-        """Make a batch, over Ray."""
+    def make_batch(self, *request: Any) -> Message:
+        """Make a batch, and send it over Ray."""
 
         def make() -> Message:
-            data, buffers = self._message(*asked)
-            return data, [np.array(buffer) for buffer in buffers]  # the indexer may keep these
+            data, buffers = self._message(*request)
+            # Copies, since the indexer may keep the buffers.
+            return data, [np.array(buffer) for buffer in buffers]
 
         return self._thread.submit(make).result()
 
@@ -147,22 +159,22 @@ class Agent:
         """Make the batches that a trainer asks for."""
 
         def make() -> None:
-            there.send(*self._message(*asked))
+            trainer.send(*self._message(*request))
 
-        there = Connection(socket.create_connection(address, PROOF_SECONDS), key, is_agent=True)
-        with contextlib.closing(there), contextlib.suppress(*OPEN):
+        trainer = Connection(socket.create_connection(address, PROOF_SECONDS), key, is_agent=True)
+        with contextlib.closing(trainer), contextlib.suppress(*OPEN):
             while True:
-                asked = pickle.loads(there.receive()[0])
+                request = pickle.loads(trainer.receive()[0])
                 self._thread.submit(make).result()
 
-    def _message(self, *asked: Any) -> Message:
-        """Return a batch, or what was raised in its place."""
+    def _message(self, *request: Any) -> Message:
+        """Return a batch, or the exception that was raised instead."""
         buffers: list[memoryview] = []
         if self._timeout is not None:
             limit = self._timeout * (1 if self._has_made else STARTING)
             faulthandler.dump_traceback_later(limit, exit=True, file=2)
         try:
-            batch = self._batch(*asked)
+            batch = self._batch(*request)
             if batch is None:
                 raise Indexing.forgotten(self._indexer)
             data = dumps(batch, buffers)
@@ -178,11 +190,12 @@ class Agent:
             faulthandler.cancel_dump_traceback_later()
 
     def _batch(self, numbers: context.Numbers, indices: NDArray[np.int64], on_error: str) -> Any:
-        """Make a batch: once more, if it has imported a generator's module just now."""
+        """Make a batch; make it again if the first time imported a module with a generator."""
         if self._indexer is None:
             own = ray.get_runtime_context().runtime_env.get("env_vars") or {}
+            # Ray's setting: a thread for each CPU.
             if self._threads is not None and system.OPENMP not in own:
-                os.environ.pop(system.OPENMP, None)  # Ray's: one for each CPU
+                os.environ.pop(system.OPENMP, None)
             system.limit_threads(self._threads)
             self._indexer = build_seeded(unpickled(self._payload), self._seeds, copied=True)
         self._context.left = ()
@@ -202,36 +215,38 @@ class Agent:
 class RayFleet:
     """Worker processes on the nodes of a Ray cluster: actors, which make batches.
 
-    Give it to `RaySequence` in the place of `worker`. Several sequences, with other seeds and batch
-    sizes, and several ranks can use one fleet at a time: pickled (as an argument of a Ray task, or
-    of a `TorchTrainer`), it refers to the same actors. These are started here, and not waited for;
-    where that has not been done, ``ray.init()`` connects to Ray first.
+    Pass a fleet to `RaySequence` instead of `worker`. Several sequences with different seeds and
+    batch sizes, and several ranks, can share one fleet at a time: pickled (as an argument of a Ray
+    task or of a `TorchTrainer`), it refers to the same actors. The constructor starts them without
+    waiting for them. If Ray is not connected yet, it calls ``ray.init()`` first.
 
     Parameters
     ----------
     worker : object
         As in `MSequence`; made once in each actor. Its arrays are in each node's memory once, and
-        cannot be written to.
+        are read-only.
     nodes, num_workers : int, optional
-        There are so many nodes times so many worker processes, which Ray spreads. None: the nodes
-        that have the CPUs when the fleet starts; as many as their CPUs allow.
+        Ray spreads `nodes` times `num_workers` worker processes. By default, `nodes` is the number
+        of nodes with enough CPUs when the fleet starts, and `num_workers` the number of worker
+        processes that the CPUs of a node allow.
     num_cpus : float
-        Of each worker process.
+        CPUs of each worker process.
     timeout : float, optional
-        Seconds that a batch may take, ten times as many for an actor's first one. Ray then starts
-        the actor again, and another one makes the batch.
+        Seconds that a batch may take; an actor's first batch may take ten times as long. If a batch
+        takes longer, Ray restarts the actor, and another actor makes the batch.
     threads : int or None
-        That libraries compute with in each worker process. None: as Ray says, one for each CPU.
+        Threads that libraries compute with in each worker process, or None for Ray's setting: one
+        for each CPU.
     seed_globals : bool
         As in `MSequence`.
     **options
-        Others of `ray.remote` for each actor, such as `num_gpus`, `resources`, `runtime_env`;
-        `scheduling_strategy` is 'SPREAD' where none is given, and `max_restarts` -1.
+        Options of `ray.remote` for each actor, such as `num_gpus` and `runtime_env`. By
+        default, `scheduling_strategy` is 'SPREAD' and `max_restarts` is -1.
 
     Attributes
     ----------
     handles : list
-        The actors; none once it is closed.
+        The actors; empty once the fleet is closed.
 
     Raises
     ------
@@ -241,7 +256,8 @@ class RayFleet:
         An argument is wrong; or no node has the CPUs, and `nodes` or `num_workers` is None.
     """
 
-    is_own = False  # of the one sequence that has made it, and ends it
+    # Whether one sequence made the fleet, and ends it.
+    is_own = False
 
     def __init__(
         self,
@@ -276,12 +292,12 @@ class RayFleet:
         self.handles = [make(k, total, self.timeout, threads, seeds=seeds) for k in range(total)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle what refers to the actors."""
+        """Pickle the references to the actors."""
         return {**self.__dict__, "_worker": None, "_is_copy": True}
 
     @property
     def worker(self) -> Any:
-        """What makes an indexer; in a copy, a copy of it."""
+        """The user's object that makes an indexer; in a copy of the fleet, a copy."""
         if self._worker is None:
             self._worker = unpickled(self._payload)
         return self._worker
@@ -291,7 +307,7 @@ class RayFleet:
         return handle.about.remote(self._payload, versions())
 
     def close(self) -> None:
-        """End the actors. A fleet that was unpickled only forgets them."""
+        """End the actors. An unpickled fleet only drops them."""
         handles, self.handles, self._payload = self.handles, [], []
         for handle in handles if ray.is_initialized() and not self._is_copy else ():
             ray.kill(handle)
@@ -304,13 +320,13 @@ class RayFleet:
 
 
 def count_actors(nodes: int | None, num_workers: int | None, num_cpus: float) -> int:
-    """Say how many actors there are to be."""
-    found = (node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
-    rooms = [int(cpus // (num_cpus or 1)) for cpus in found if cpus >= (num_cpus or 1)]
+    """Return the number of actors to start."""
+    cpu_counts = (node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
+    rooms = [int(cpus // (num_cpus or 1)) for cpus in cpu_counts if cpus >= (num_cpus or 1)]
     if not rooms and None in (nodes, num_workers):
         raise ValueError(
-            f"num_cpus={num_cpus:g}, and no node of the cluster has as many now: give nodes= and "
-            "num_workers= to have Ray wait for some"
+            f"num_cpus={num_cpus:g}, but no node of the cluster has that many now: give nodes= and "
+            "num_workers= to make Ray wait for such nodes"
         )
     if nodes is None and num_workers is None:
         return sum(rooms)
@@ -318,30 +334,34 @@ def count_actors(nodes: int | None, num_workers: int | None, num_cpus: float) ->
 
 
 class Caller:
-    """The indexer of a thread: has an agent make its batches, its own one if that is there."""
+    """A thread's indexer: asks an agent for batches, its own agent if that is available."""
 
-    def __init__(self, pool: FleetCrew, number: int) -> None:
-        self._pool, self._number = pool, number
-        self._own = self._at = number % len(pool.handles)  # its agent, and the present one
-        self._there: Connection | None = None  # with RAY_USE_TLS, there is none
-        self._until = 0.0  # when to look for another agent
+    def __init__(self, crew: FleetCrew, worker: int) -> None:
+        self._crew, self._worker = crew, worker
+        # The thread's own agent, and the present one: indices of `handles`.
+        self._own_agent = self._agent = worker % len(crew.handles)
+        # With RAY_USE_TLS, there is no connection.
+        self._connection: Connection | None = None
+        # When to look for another agent.
+        self._until = 0.0
         self._name = "an agent"
 
     def __getitem__(self, indices: NDArray[np.int64]) -> Any:
-        at: Any = context.here.batch_context
-        now: Runner = at.ticket
-        pool = self._pool
+        batch_context: Any = context.here.batch_context
+        now: Runner = batch_context.ticket
+        crew = self._crew
         numbers = context.Numbers(now.seed, now.epoch, now.batch, now.start, now.parts())
         lost: list[str] = []
         while len(lost) < TRIES:
             self._open(is_lost=bool(lost))
             try:
-                data, buffers = self._make(numbers, indices, pool.on_error)
+                data, buffers = self._make(numbers, indices, crew.on_error)
             except LOST as error:
                 self.close()
-                pool.calls.pop(self._at, None)  # what it has answered is of before
+                # An earlier answer of the lost agent is out of date.
+                crew.calls.pop(self._agent, None)
                 if isinstance(error, TimeoutError):
-                    ray.kill(pool.handles[self._at], no_restart=False)
+                    ray.kill(crew.handles[self._agent], no_restart=False)
                 lost.append(f"{self._name}: {failure.line_of(error)}")
                 continue
             made: object = pickle.loads(data, buffers=buffers)
@@ -349,104 +369,113 @@ class Caller:
                 return made
             raised = failure.ordinary(failure.unpack(made.packed))
             failure.annotate(raised, f"raised by {self._name}")
-            raise pool.failed(raised) if made.is_setup else raised
-        where = failure.location_of(now.epoch, now.batch, indices.tolist(), failure.MOST)
+            raise crew.failed(raised) if made.is_setup else raised
+        location = failure.location_of(now.epoch, now.batch, indices.tolist(), failure.MOST)
         died = WorkerDied(
-            f"{where} was lost with {TRIES} agents: {'; '.join(lost)}",
+            f"{location} was lost with {TRIES} agents: {'; '.join(lost)}",
             epoch=now.epoch,
             batch=now.batch,
             indices=indices.tolist(),
         )
-        raise died if pool.on_error == "skip" else pool.failed(died)
+        raise died if crew.on_error == "skip" else crew.failed(died)
 
     def _open(self, *, is_lost: bool) -> None:
-        """Be connected to this thread's agent; while that is not there, to another that answers."""
+        """Connect to this thread's agent, or to another one that answers while that is away."""
         if time.monotonic() < self._until:
             return
-        pool, due = self._pool, time.monotonic() + SHORT
-        patience = PAUSE if self._until else AGAIN  # another one's agent serves it meanwhile
-        several = len(pool.handles)
-        others = [(self._own + k) % several for k in range(1, several)]
-        turns = [[self._own], *(others[k : k + ASKED] for k in range(0, len(others), ASKED))]
-        for those in itertools.cycle(turns[1:] + turns[:1] if is_lost else turns):
+        crew, due = self._crew, time.monotonic() + SHORT
+        # Less patience while another thread's agent serves this thread.
+        patience = PAUSE if self._until else AGAIN
+        several = len(crew.handles)
+        rest = [(self._own_agent + k) % several for k in range(1, several)]
+        turns = [[self._own_agent], *(rest[k : k + ASKED] for k in range(0, len(rest), ASKED))]
+        for agents in itertools.cycle(turns[1:] + turns[:1] if is_lost else turns):
             try:
-                self._connect(those, patience)
+                self._connect(agents, patience)
             except OPEN as error:
-                if self._until:  # it stays where it is
+                # The present connection stays.
+                if self._until:
                     self._until = time.monotonic() + AWAY
                 else:
-                    pool.closed.wait(PAUSE)
-                if time.monotonic() > due and not self._number:  # the others see the same
+                    crew.closed.wait(PAUSE)
+                # Worker 0 warns for all threads.
+                if time.monotonic() > due and not self._worker:
                     due = math.inf
                     why = f"{self._name}: {failure.line_of(error)}"
-                    tell(logging.WARNING, "no agent is there yet; %s", why)
-            except exceptions.RayError as error:  # Ray does not start it, or not again
-                raise pool.failed(error) from None
-            if pool.closed.is_set():
+                    tell(logging.WARNING, "no agent is ready yet; %s", why)
+            # Ray cannot start or restart the agent.
+            except exceptions.RayError as error:
+                raise crew.failed(error) from None
+            if crew.closed.is_set():
                 self.close()
                 raise InterruptedError("the sequence was finished")
             if self._until:
                 return
 
-    def _connect(self, those: list[int], seconds: float) -> None:
+    def _connect(self, agents: list[int], seconds: float) -> None:
         """Connect to the first of these agents that answers."""
-        pool = self._pool
+        crew = self._crew
         calls: dict[ray.ObjectRef[tuple[int, str]], int] = {}
-        for k in those:
-            call = pool.calls.get(k) or pool.calls.setdefault(k, pool.fleet.ask(pool.handles[k]))
+        for k in agents:
+            call = crew.calls.get(k) or crew.calls.setdefault(k, crew.fleet.ask(crew.handles[k]))
             calls[call] = k
         while calls:
             answered = ray.wait(list(calls), timeout=seconds)[0]
             if not answered:
                 raise TimeoutError("Ray has not started it")
             call, k = answered[0], calls.pop(answered[0])
-            pool.calls.pop(k, None)
+            crew.calls.pop(k, None)
             with contextlib.suppress(*OPEN if calls else ()):
                 ray.get(call)
                 break
         self.close()
         pid, node = ray.get(call)
-        self._at, self._name = k, f"the agent with pid {pid} on node {node}"
+        self._agent, self._name = k, f"the agent with pid {pid} on node {node}"
         if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
             host, key = ray.util.get_node_ip_address(), secrets.token_bytes(32)
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             with socket.create_server((host, 0), family=family) as server:
                 server.settimeout(PROOF_SECONDS)
-                pool.handles[k].meet.remote(server.getsockname(), key)
-                self._there = Connection(server.accept()[0], key, is_agent=False)
-        self._until = math.inf if k == self._own else time.monotonic() + AWAY
+                crew.handles[k].meet.remote(server.getsockname(), key)
+                self._connection = Connection(server.accept()[0], key, is_agent=False)
+        self._until = math.inf if k == self._own_agent else time.monotonic() + AWAY
 
-    def _make(self, *asked: Any) -> Message:
-        """Have the agent make a batch; raise one of `LOST` if that is lost."""
-        there, handle, limit = self._there, self._pool.handles[self._at], self._pool.fleet.timeout
-        if there is None:
-            data, buffers = ray.get(handle.make_batch.remote(*asked))
-            own = [memoryview(self._pool.take_memory(one.nbytes)) for one in buffers]
+    def _make(self, *request: Any) -> Message:
+        """Make the agent make a batch; raise one of `LOST` if the agent is lost."""
+        agent, handle, limit = (
+            self._connection,
+            self._crew.handles[self._agent],
+            self._crew.fleet.timeout,
+        )
+        if agent is None:
+            data, buffers = ray.get(handle.make_batch.remote(*request))
+            # Copies, since Ray's buffers are read-only.
+            own = [memoryview(self._crew.take_memory(buffer.nbytes)) for buffer in buffers]
             for mine, buffer in zip(own, buffers, strict=True):
-                mine[:] = buffer  # which cannot be written to
+                mine[:] = buffer
             return data, own
-        there.send(pickle.dumps(asked), [])
-        while not there.wait(limit):
-            if not ray.wait([self._pool.fleet.ask(handle)], timeout=limit)[0]:
+        agent.send(pickle.dumps(request), [])
+        while not agent.wait(limit):
+            if not ray.wait([self._crew.fleet.ask(handle)], timeout=limit)[0]:
                 raise TimeoutError(f"no sign of life within {limit} s")
-        return there.receive(self._pool.take_memory)
+        return agent.receive(self._crew.take_memory)
 
     def close(self) -> None:
         """End the connection; a call that waits for an answer raises."""
         self._until = 0.0
-        if self._there is not None:
-            self._there.close()
+        if self._connection is not None:
+            self._connection.close()
 
 
 def of_fleet(job: Job) -> Job:
-    """Return a job with a fleet, one that is its own if none was given, and a thread an agent."""
+    """Return a job with a thread for each agent of its fleet, which is made if none was given."""
     fleet, options = job.fleet, job.options
     if fleet is None:
         own: dict[str, Any] = {"timeout": options.timeout, "threads": options.threads}
         fleet = RayFleet(job.worker, 1, job.num_workers, seed_globals=job.seed_globals, **own)
         fleet.is_own = True
     if not fleet.handles:
-        raise RuntimeError("this fleet is over: it was closed")
+        raise RuntimeError("this fleet was closed: make another one")
     threads, buffer = len(fleet.handles), job.start.buffer
     if job.auto[1]:
         buffer = min(max(buffer, 2 * threads), MOST_BUFFER)
@@ -455,23 +484,24 @@ def of_fleet(job: Job) -> Job:
         num_workers=threads,
         buffer=max(job.buffer, buffer),
         start=Size(threads, buffer),
-        options=options._replace(timeout=None),  # that of an agent
+        # The timeout is the agents'.
+        options=options._replace(timeout=None),
     )
 
 
 class FleetCrew(ThreadCrew):
-    """Threads, each of which asks an agent for a batch, and hands it over."""
+    """Threads that ask agents for batches, and hand them over."""
 
     of = "RaySequence"
 
     def __init__(self, tickets: Tickets, fleet: RayFleet) -> None:
         self.fleet, sampler = fleet, tickets.sampler
         assert sampler is not None
+        # Each rank begins with agents of its own.
         first = sampler.rank * len(fleet.handles) // sampler.world_size
-        self.handles = fleet.handles[first:] + fleet.handles[:first]  # of each rank
-        self.calls: dict[
-            int, ray.ObjectRef[tuple[int, str]]
-        ] = {}  # of `ask`, until the answer is used or the agent lost
+        self.handles = fleet.handles[first:] + fleet.handles[:first]
+        # Calls of `ask`, until their answer is used or the agent is lost.
+        self.calls: dict[int, ray.ObjectRef[tuple[int, str]]] = {}
         self.on_error, self.take_memory, self.closed = (
             tickets.errors,
             Buffers().take_memory,
@@ -480,22 +510,22 @@ class FleetCrew(ThreadCrew):
         self._callers: list[Caller] = []
         super().__init__(tickets)
 
-    def prepare(self, worker: Any, name: str = "worker") -> None:  # noqa: ARG002 - the fleet
-        """Set what makes the indexers."""
+    def prepare(self, worker: Any, name: str = "worker") -> None:  # noqa: ARG002
+        """Set the function that makes the indexers."""
         super().prepare(self._caller, name)
 
     def _caller(self) -> Caller:
-        """Make the indexer of a thread; one after another."""
+        """Make the indexer of a thread. One thread at a time calls this."""
         self._callers.append(Caller(self, len(self._callers)))
         return self._callers[-1]
 
     def failed(self, error: BaseException) -> BaseException:
-        """Have an error raised in the loop that no other agent can make good."""
+        """Raise an error in the loop, because no other agent could avoid it."""
         self._group.fail(error)
         return error
 
     def close(self, *, hurried: bool) -> None:
-        """End the threads, and the agents of a fleet that was not given."""
+        """End the threads, and the agents of the crew's own fleet."""
         self.closed.set()
         for caller in self._callers:
             caller.close()

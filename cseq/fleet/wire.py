@@ -1,7 +1,6 @@
 """The connection between a trainer and an agent: a request, then its answer.
 
-Both ends prove first that they have the key of the connection. Then each unpickles what the other
-sends.
+Both ends first prove that they have the connection's key, because each unpickles messages.
 """
 
 from __future__ import annotations
@@ -21,16 +20,22 @@ from cseq._memory import Block, Loan, Memory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Message: TypeAlias = tuple[bytes, list[Any]]  # a pickle, and the buffers beside it
+    # A pickle, and the buffers that it refers to.
+    Message: TypeAlias = tuple[bytes, list[Any]]
 
 __all__ = ["Buffers", "Connection"]
 
-PROOF_SECONDS = 5.0  # for both proofs together
+# The time for both proofs together.
+PROOF_SECONDS = 5.0
 LENGTH = struct.Struct("<Q")
-ALIGN = 64  # bytes, of buffers
-SMALL = 1 << 17  # bytes that are sent together
-LARGE = 1 << 20  # bytes; the memory of as many, or more, is used again
-KEEP_ALIVE = {  # 25 s for a machine that is lost, or takes nothing
+# The alignment of buffers, in bytes.
+ALIGN = 64
+# Bytes that are sent together.
+SMALL = 1 << 17
+# Memory of at least this many bytes is used again.
+LARGE = 1 << 20
+# A machine is lost if it answers or takes nothing for 25 s.
+KEEP_ALIVE = {
     "TCP_KEEPIDLE": 10,
     "TCP_KEEPINTVL": 5,
     "TCP_KEEPCNT": 3,
@@ -39,27 +44,30 @@ KEEP_ALIVE = {  # 25 s for a machine that is lost, or takes nothing
 
 
 class Buffers:
-    """Memory that batches are received in; that of large ones is used again when they are gone."""
+    """Memory for received batches. Large blocks are used again when their batch is gone."""
 
     def __init__(self) -> None:
-        self._free: list[Block] = []  # they come back on any thread
+        # Blocks come back on any thread.
+        self._free: list[Block] = []
 
     def take_memory(self, size: int) -> Memory:
-        """Return so many bytes. There are never more blocks than were in use at a time."""
+        """Return `size` bytes. There are never more blocks than were in use at a time."""
         if size < LARGE:
             return Block(size)
         block = None
-        with contextlib.suppress(IndexError):  # all are in use
+        # All blocks may be in use.
+        with contextlib.suppress(IndexError):
             block = self._free.pop()
         if block is None or not size <= block.nbytes <= 2 * size:
             block = Block(size + size // 8)
-        lent = Loan(block, size)  # what arrays refer to
+        # Arrays refer to the loan; the block comes back when it is gone.
+        lent = Loan(block, size)
         weakref.finalize(lent, self._free.append, block).atexit = False
         return lent
 
 
 class Connection:
-    """One end of a connection; the other one has proved that it has the key, or this raises."""
+    """One end of a connection. The constructor raises unless the other end has the key."""
 
     def __init__(self, raw: socket.socket, key: bytes, *, is_agent: bool) -> None:
         self._raw, self._out = raw, raw.makefile("wb", SMALL)
@@ -79,13 +87,14 @@ class Connection:
             deadline.cancel()
 
     def _prove(self, key: bytes, *, is_agent: bool) -> None:
-        """Prove that this end has the key, and have the other end prove it."""
+        """Prove that this end has the key, and make the other end prove it."""
         proofs = [connection.deliver_challenge, connection.answer_challenge]
         with connection.Connection(self._raw.dup().detach()) as copy:
             try:
                 for proof in reversed(proofs) if is_agent else proofs:
                     proof(copy, key)
-            except (AuthenticationError, AssertionError) as error:  # before Python 3.12, the latter
+            # AssertionError before Python 3.12.
+            except (AuthenticationError, AssertionError) as error:
                 raise PermissionError(f"the other end does not have the key: {error}") from error
 
     def send(self, data: bytes, buffers: list[Any]) -> None:
@@ -98,31 +107,34 @@ class Connection:
         self._out.flush()
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait at most so long; return whether a message comes, or the end."""
-        self._raw.settimeout(seconds)  # between its parts, too
+        """Wait at most `seconds`; return whether a message or the end has come."""
+        # The limit also applies between the parts of a message.
+        self._raw.settimeout(seconds)
         return bool(connection.wait([self._raw], seconds))
 
     def receive(self, allocate: Callable[[int], Memory] = Block) -> Message:
-        """Receive a message, its buffers in what `allocate` returns."""
+        """Receive a message, its buffers in memory of `allocate`."""
         data, sizes = pickle.loads(self._read(*LENGTH.unpack(self._read(LENGTH.size))))
-        *starts, total = accumulate((size + -size % ALIGN for size in sizes), initial=0)
+        *offsets, total = accumulate((size + -size % ALIGN for size in sizes), initial=0)
         body = self._read(total, allocate)
-        return data, [body[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+        return data, [
+            body[start : start + size] for start, size in zip(offsets, sizes, strict=True)
+        ]
 
     def _read(self, size: int, allocate: Callable[[int], Memory] = Block) -> memoryview:
-        """Read so many bytes."""
-        found, at = memoryview(allocate(size)), 0
-        while at < size:
-            got = self._raw.recv_into(found[at:], 0, socket.MSG_WAITALL)
-            if not got:
+        data, offset = memoryview(allocate(size)), 0
+        while offset < size:
+            received = self._raw.recv_into(data[offset:], 0, socket.MSG_WAITALL)
+            if not received:
                 raise EOFError("the connection was closed at the other end")
-            at += got
-        return found
+            offset += received
+        return data
 
     def close(self) -> None:
-        """End it; calls that wait in other threads raise."""
-        with contextlib.suppress(OSError):  # it is over
+        """End the connection; calls that wait in other threads raise."""
+        # The connection may have ended already; unsent bytes are lost.
+        with contextlib.suppress(OSError):
             self._raw.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(OSError):  # what was not sent is lost
+        with contextlib.suppress(OSError):
             self._out.close()
         self._raw.close()

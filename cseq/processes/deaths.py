@@ -1,4 +1,4 @@
-"""How often workers have died in an epoch, and whether that is too often."""
+"""How often workers died in an epoch, and whether that is too often."""
 
 from __future__ import annotations
 
@@ -14,30 +14,34 @@ if TYPE_CHECKING:
 
 __all__ = ["Deaths", "Held"]
 
-TRIES = 3  # deaths that one ticket may cause, or each worker before it is ready
+# Deaths that one ticket may cause, and deaths of each worker before it is ready.
+TRIES = 3
 
 
 class Held(NamedTuple):
-    """A ticket that a worker works on, for messages and errors."""
+    """A ticket that a worker works on, for messages and errors.
+
+    `location` names epoch, batch and indices. The loop can go on without a ticket that `is_batch`.
+    """
 
     epoch: int
     batch: int
     indices: list[int]
-    location: str  # epoch, batch and indices, as text
-    is_batch: bool = True  # of the loop's, which can go on without it
+    location: str
+    is_batch: bool = True
 
 
 class Deaths:
-    """Counts deaths of workers in an epoch, and makes the error when they are too many.
+    """Counts deaths of workers in an epoch, and makes the error when there are too many.
 
     Parameters
     ----------
     budget : int
         Replacements that are allowed in an epoch.
     unit, advice : str
-        For messages: what a ticket stands for ('batch'), and what to do if it ends its workers.
+        For messages: the noun for a ticket ('batch'), and the remedy if it kills its workers.
     lost : str
-        What the log adds where it says that a worker was replaced.
+        What the log adds when a worker was replaced.
     fails : bool
         The `WorkerDied` of a batch that ends its workers replaces that batch, and the run goes on.
     """
@@ -54,15 +58,16 @@ class Deaths:
     ) -> None:
         self.lost, self._fails = lost, fails
         self._budget = budget
-        self._starts = TRIES * num_workers  # all of them may die at once while they start
+        # All workers may die at once while they start.
+        self._starts = TRIES * num_workers
         self._unit, self._advice = unit, advice
         self._deaths = 0
         self._unready = 0
         self._by_location: Counter[str] = Counter()
         self._oom_kills = oom_kills()
-        self.has_failed = False  # what the latest death has ended
+        self.has_failed = False
         self.restarts = 0
-        self.retries = 0  # tickets that ran again
+        self.retries = 0
 
     def begin_epoch(self) -> None:
         """Reset the counts for a new epoch."""
@@ -81,9 +86,8 @@ class Deaths:
     ) -> WorkerDied | None:
         """Count a death; return the error if it is one too many.
 
-        Then `has_failed` says whether only its batch is lost, and the run goes on without it.
-
-        `is_overdue`: the worker was killed because it took longer than its timeout.
+        Then `has_failed` says whether the run goes on without the batch. `is_overdue`: the worker
+        was killed because it took longer than its timeout.
         """
         self._deaths += 1
         self._unready = 0 if was_ready else self._unready + 1
@@ -94,7 +98,7 @@ class Deaths:
         can_do_without = self._fails and is_batch
         self.has_failed = is_lethal and can_do_without and not is_over
         if is_lethal and not (can_do_without and is_over):
-            reason = f"this {self._unit} has ended {TRIES} workers: {self._advice}"
+            reason = f"this {self._unit} ended {TRIES} workers: {self._advice}"
         elif self._unready >= self._starts:
             reason = (
                 f"{self._unready} workers in a row died before they were ready: look at how they "
@@ -102,7 +106,7 @@ class Deaths:
             )
         elif is_over:
             reason = (
-                f"{self._deaths} workers died in this epoch, max_restarts={self._budget} allows no "
+                f"{self._deaths} workers died in this epoch; max_restarts={self._budget} allows no "
                 "more replacements"
             )
         else:
@@ -124,10 +128,10 @@ class Deaths:
         )
 
     def _oom(self, exitcode: int | None) -> str:
-        """Return how many kills for lack of memory the system counted, as a part of a message."""
+        """Return, for a message, how many kills for lack of memory the system counted."""
         before, self._oom_kills = self._oom_kills, oom_kills()
         if exitcode != -9 or before is None or self._oom_kills is None:
             return ""
         killed = self._oom_kills - before
         remedy = "; fewer workers or smaller batches need less memory" if killed > 0 else ""
-        return f" (out-of-memory kills counted by the cgroup meanwhile: {killed}{remedy})"
+        return f" (out-of-memory kills that the cgroup counted: {killed}{remedy})"

@@ -1,7 +1,7 @@
-"""What a worker process logs: sent to the trainer, and handled by its handlers.
+"""Records that worker processes log: sent to the trainer, and handled by its handlers.
 
-A worker that is forked from the trainer has these, and sends nothing; nor does one whose root
-logger has handlers of its own.
+A worker that is forked from the trainer has its handlers, and sends nothing. A worker whose root
+logger has its own handlers sends nothing either.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Levels", "Records", "Sender", "levels"]
 
-Levels = dict[str, int]  # of loggers that have one, by name; the root's is ""
+# The levels of loggers that have one, by name; the root logger's name is "".
+Levels = dict[str, int]
 
-MOST = 10_000  # records that wait for the handlers; the rest is left out
+# The most records that wait for the handlers; the rest is left out.
+MOST = 10_000
 
 log = logging.getLogger("cseq")
 
@@ -34,22 +36,21 @@ log = logging.getLogger("cseq")
 class Sender(logging.Handler):
     """Sends records, ready to be handled elsewhere.
 
-    At once, it is the handler of last resort: for records that no other handles. After `settle`,
-    it is the root logger's, if that has none by then: the user's code may configure logging.
+    At first, this is the handler of last resort, for records without another handler. After
+    `settle`, it is the root logger's handler, unless the user's code has given that another one.
 
     Parameters
     ----------
-    number : int
-        The worker's, from 0.
+    worker : int
     levels : dict
-        Of the trainer's loggers: those that have none here get them.
+        The levels of the trainer's loggers, for loggers that have no level here.
     send : callable
         Called with each record's bytes.
     """
 
-    def __init__(self, number: int, levels: Levels, send: Callable[[bytes], object]) -> None:
+    def __init__(self, worker: int, levels: Levels, send: Callable[[bytes], object]) -> None:
         super().__init__()
-        self._name = f"cseq-w{number}"
+        self._name = f"cseq-w{worker}"
         self._send = send
         self._pid = os.getpid()
         self._usual, logging.lastResort = logging.lastResort, self
@@ -59,25 +60,27 @@ class Sender(logging.Handler):
                 logger.setLevel(level)
 
     def settle(self) -> None:
-        """Handle what loggers with handlers of their own pass on, too."""
+        """Also handle records that loggers with their own handlers pass on."""
         if not logging.root.handlers:
             logging.root.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send a record; not from a process that was forked off the worker."""
+        """Send a record, except from a process that the worker forked."""
         if os.getpid() != self._pid:
             if self._usual is not None and record.levelno >= self._usual.level:
                 self._usual.handle(record)
         elif self not in logging.root.handlers or logging.root.handlers == [self]:
             try:
-                with contextlib.suppress(ConnectionError):  # the trainer is gone
+                # The trainer may be gone.
+                with contextlib.suppress(ConnectionError):
                     self._send(_packed(record, self._name))
-            except Exception:  # noqa: BLE001 - as handlers do: printed, and the worker goes on
+            # As in other handlers, the exception is printed, and the worker goes on.
+            except Exception:  # noqa: BLE001
                 self.handleError(record)
 
 
 def _packed(record: logging.LogRecord, name: str) -> bytes:
-    """Pickle a record: its text instead of its arguments, and what cannot be pickled as text."""
+    """Pickle a record with its text instead of its arguments; unpicklable fields become text."""
     record = copy.copy(record)
     record.msg, record.args = record.getMessage(), None
     record.processName = name
@@ -86,7 +89,8 @@ def _packed(record: logging.LogRecord, name: str) -> bytes:
     record.exc_info = None
     try:
         return pickle.dumps(vars(record))
-    except Exception:  # noqa: BLE001 - of `extra`: objects of any kind
+    # `extra` may hold any objects.
+    except Exception:  # noqa: BLE001
         plain = (str, int, float, type(None))
         fields = vars(record).items()
         return pickle.dumps({k: v if type(v) in plain else repr(v) for k, v in fields})
@@ -98,32 +102,35 @@ def _packed(record: logging.LogRecord, name: str) -> bytes:
 def levels() -> Levels:
     """Return the levels of this process's loggers."""
     loggers = list(logging.root.manager.loggerDict.items())
-    known = {name: each.level for name, each in loggers if isinstance(each, logging.Logger)}
-    return {"": logging.root.level} | {name: level for name, level in known.items() if level}
+    set_levels = {
+        name: logger.level for name, logger in loggers if isinstance(logger, logging.Logger)
+    }
+    return {"": logging.root.level} | {name: level for name, level in set_levels.items() if level}
 
 
 class Records:
-    """Has records handled, one after the other, on the thread of `cseq.threads.tell`."""
+    """Handles records, one after another, on the thread of `cseq.threads.tell`."""
 
     def __init__(self) -> None:
-        self._taken = self._lost = 0  # as counted by the thread that calls `queue_record`
-        self._handled = self._told = 0  # by the one that handles records
+        # Counted by the thread that calls `queue_record`; then by the thread that handles records.
+        self._queued = self._lost = 0
+        self._handled = self._reported = 0
 
     def queue_record(self, body: bytes) -> None:
-        """Have a record handled, unless too many wait: the log says how many are left out."""
-        if self._taken - self._handled >= MOST:
+        """Queue a record unless too many wait; the log says how many are left out."""
+        if self._queued - self._handled >= MOST:
             self._lost += 1
             return
-        self._taken += 1
+        self._queued += 1
         later(partial(self._handle, body))
 
     def _handle(self, body: bytes) -> None:
         self._handled += 1
-        lost, self._told = self._lost - self._told, self._lost
+        lost, self._reported = self._lost - self._reported, self._lost
         if lost:
             log.warning(
-                "%d records that workers logged are left out: the handlers of logging are slower "
-                "than the workers; raise the level of their loggers",
+                "%d records that workers logged were left out, because the logging handlers are "
+                "slower than the workers: raise the level of the workers' loggers",
                 lost,
             )
         record = logging.makeLogRecord(pickle.loads(body))

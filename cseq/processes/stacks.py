@@ -1,4 +1,4 @@
-"""Where a process is, in one line: of the stacks that faulthandler writes."""
+"""The location of a process in one line, from the stacks that faulthandler writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 __all__ = ["location_in"]
 
-MOST = 3  # innermost frames that are shown
+# The number of innermost frames that are shown.
+MOST = 3
 FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
@@ -26,40 +27,40 @@ class Frame(NamedTuple):
 
     @property
     def imports(self) -> bool:
-        """Whether it is of Python's import system."""
+        """Whether the frame is in Python's import system."""
         return self.path.startswith("<frozen importlib")
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is of cseq, or of the command that starts a worker."""
+        """Whether the frame is in cseq, or in the command that starts a worker."""
         return self.path == "<string>" or _is_in(self.path, PACKAGE)
 
     @property
     def shown(self) -> str:
-        """The frame in words; a file of a package, from the package on."""
+        """The frame in words; the path of a module begins with its package."""
         return f"{_from_package(self.path)}:{self.line} in {self.function}"
 
 
 def location_in(stacks: str) -> str:
-    """Say in one line what the main thread does: which modules it imports, and where it is.
+    """Say in one line where the main thread is, and which modules it imports.
 
     Parameters
     ----------
     stacks : str
-        Of all threads, as faulthandler writes them: the main thread's is the last one.
+        The stacks of all threads as faulthandler writes them, the main thread's last.
 
     Returns
     -------
     str
-        Such as ``still imports data → torch (torch/__init__.py:12 in <module>)``, or ``is still in
-        data.py:4 in __init__``: the innermost frames, and the innermost one of the user's own.
+        For example ``still imports data → torch (torch/__init__.py:12 in <module>)`` or ``is still
+        in data.py:4 in __init__``: the innermost frames, and the innermost frame of the user's.
     """
     last = re.split(r"^.*hread 0x.*$", stacks, flags=re.MULTILINE)[-1]
     frames = [Frame(*match.groups()) for match in FRAME.finditer(last)]
     theirs = [frame for frame in frames if not (frame.imports or frame.is_ours)]
     if not theirs:
         return f"is still in {frames[0].shown}" if frames else f"shows no stack {stacks.strip()}"
-    own = [frame for frame in theirs if not any(_is_in(frame.path, each) for each in LIBRARIES)]
+    own = [frame for frame in theirs if not any(_is_in(frame.path, path) for path in LIBRARIES)]
     shown = ", ".join(dict.fromkeys(frame.shown for frame in [*theirs[:MOST], *own[:1]]))
     pairs = itertools.pairwise(frames)
     bodies = [inner.path for inner, outer in pairs if outer.imports and inner in theirs]
@@ -72,6 +73,6 @@ def _is_in(path: str, folder: str | None) -> bool:
 
 
 def _from_package(path: str) -> str:
-    """Return a path from where Python looks for modules; one that lies elsewhere, as its name."""
-    folders = [each for each in map(os.path.abspath, sys.path) if _is_in(path, each)]
+    """Return a path relative to its folder of `sys.path`, or else the file's name."""
+    folders = [folder for folder in map(os.path.abspath, sys.path) if _is_in(path, folder)]
     return os.path.relpath(path, max(folders, key=len)) if folders else os.path.basename(path)

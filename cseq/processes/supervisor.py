@@ -61,14 +61,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Supervisor"]
 
-# One that has no descriptor, and so none that a closed standard stream's number could go to.
+# A selector without a descriptor, which could get the number of a closed standard stream.
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
-SLOW = 10.0  # seconds without a first item, after which the log says what is waited for
-slowest = 0.0  # the longest that it has said in this process; it says only what is twice as long
-GRACE = 5.0  # seconds that workers get to end by themselves
-ENDING = 0.1  # for a process to end once its socket has
-LAST_GRACE = 2.0  # and to be gone after they were killed
-STARTING = (ENTERED, LOADED)  # states of a worker whose start has a time limit
+# After this many seconds without a first item, the log says what the loop waits for.
+SLOW = 10.0
+# The longest wait that this process logged. The next one must be twice as long.
+slowest = 0.0
+# Seconds for workers to end by themselves, and to be gone after they were killed.
+GRACE, LAST_GRACE = 5.0, 2.0
+# Seconds for a process to end once its socket is closed.
+ENDING = 0.1
+# States of a worker whose start has a time limit.
+STARTING = (ENTERED, LOADED)
 
 
 class Supervisor:
@@ -79,28 +83,27 @@ class Supervisor:
     Parameters
     ----------
     shared : Arena
-        Stays the caller's, to be closed after `close`.
+        The caller's, who closes it after `close`.
     readers : int
-        The first so many processes get the user's object: the most workers there may be.
+        The most workers: only processes up to this number get the user's object.
     task : callable
-        ``task(runner_number)`` is its ``Setup.task``; called on the supervisor's thread.
+        ``task(runner_number)`` is a process's ``Setup.task``; called on the supervisor's thread.
     describe : callable
-        ``describe(number, cell)``: the ticket that a worker holds there; called on the supervisor's
-        thread, too.
-
+        ``describe(worker, cell)`` describes the ticket that a worker holds; called on the
+        supervisor's thread.
     lanes : Lanes
-        Where starts and deaths are noted.
+        Records starts and deaths.
 
     Attributes
     ----------
     failure : Failure
-        Of a worker or of the supervisor's thread; `check` raises it.
+        The failure of a worker or of the supervisor's thread; `check` raises it.
     takes_objects : bool
-        Whether workers are forked from this process: objects are inherited, not pickled.
+        Whether workers are forked from this process, and so inherit objects without pickling.
     closed : bool
-        `close` was called: workers that end are not replaced.
+        Whether `close` was called, after which dead workers are not replaced.
     processes : dict
-        The latest process of each worker, by its number from 0; it stays when that has ended.
+        The latest process of each worker, by worker number, even after that process has ended.
     """
 
     def __init__(
@@ -123,27 +126,34 @@ class Supervisor:
         self.takes_objects = launcher.takes_objects
         self._launcher = launcher
         self._readers, self._task, self._describe = readers, task, describe
-        self._active = readers  # how many of these there are to be
-        self._caller = 0  # the thread that wants the workers
-        self._missing: list[
-            int
-        ] = []  # numbers of runners to be forked while the loop's thread waits
-        self._waiting: deque[Latch] = deque()  # of threads that wait for that, in `check`
-        self._beside = ""  # the threads beside which workers were forked
-        self._object: Any = None  # and the file where they read it
+        # How many readers should run, and the thread that wants them.
+        self._active = readers
+        self._caller = 0
+        # Runners to be forked while the loop's thread waits, and latches of waiting threads.
+        self._missing: list[int] = []
+        self._waiting: deque[Latch] = deque()
+        # The names of threads beside which workers were forked.
+        self._beside = ""
+        # The file of the user's object, and where the object lies in it.
+        self._object: Any = None
         self._record: codec.Record | None = None
         self._workers: dict[int, WorkerProcess] = {}
-        self._failed: dict[str, WorkerDied] = {}  # batches, by their places
+        # By the location of the batch.
+        self._failed: dict[str, WorkerDied] = {}
         self._noted = False
         self._records = Records()
         self._preloads = True
-        self._prepared = Latch()  # `Launcher.prepare` has returned
-        self._wanted = Latch()  # workers may be started
-        self._launched = Latch()  # all workers have been started once
-        self._ended = Latch()  # all workers are gone and no more will come
-        self._gone = False  # what `Launcher.close` has returned
-        self._selector: selectors.BaseSelector  # of the supervisor's thread alone
-        self._waker: socket.socket | None = None  # wakes that thread
+        # Set when `Launcher.prepare` has returned, when workers may be started, when all were
+        # started once, and when all are gone and no more will be started.
+        self._prepared = Latch()
+        self._wanted = Latch()
+        self._launched = Latch()
+        self._ended = Latch()
+        # The result of `Launcher.close`.
+        self._gone = False
+        # Used by the supervisor's thread alone; the waker wakes that thread.
+        self._selector: selectors.BaseSelector
+        self._waker: socket.socket | None = None
         self._thread = Threads()
         self._thread.add("cseq-supervisor", self._run)
 
@@ -156,75 +166,79 @@ class Supervisor:
         needs: Sequence[str] = (),
         timeout: float | None = None,
     ) -> None:
-        """Get all that the workers need ready; `launch` starts them.
+        """Prepare everything that the workers need; `launch` starts them.
 
         The supervisor's thread starts the launcher and the workers: no signal handler runs there,
-        so none can leak a process. If this raises, `close` ends what has begun.
+        so none can leak a process. If this raises, `close` cleans up.
 
         Parameters
         ----------
         worker : object
-            The user's object, for the readers; or a `Pickled` one.
+            The user's object, or a `Pickled` one.
         name : str
             The name of `worker` in error messages.
         preload : bool
-            A fork server imports once, for all workers, the modules that `worker` and the workers'
-            code refer to.
+            Whether a fork server imports, once for all workers, the modules that `worker` and the
+            workers' code refer to.
         needs : sequence of str
             Modules that the workers' code will import.
         timeout : float, optional
-            Seconds that a batch or item may take; the imports may take `START_SHARE` times as long.
+            Seconds that a batch or item may take. Imports may take `START_SHARE` times as long.
         """
         launcher = self._launcher
         self._preloads = preload
         self._thread.start()
-        self._prepared.wait()  # work on this thread would compete with that one for the GIL
+        # Work on this thread would compete with the supervisor's for the GIL.
+        self._prepared.wait()
         modules: list[str] = []
         if launcher.takes_objects:
             launcher.local = worker
-        else:  # pickled once, into a file that every worker reads
+        # Pickled once, into a file that every worker reads.
+        else:
             with contextlib.ExitStack() as stack:
                 reducers = {}
-                if "multiprocessing" in sys.modules:  # else there are no objects of it
+                if "multiprocessing" in sys.modules:
                     from cseq.processes.spawning import spawning
 
                     reducers = stack.enter_context(spawning())
                 pickled = dump(worker, name=name, reducers=reducers)
             self._write(pickled, name)
             modules = [*needs, *pickled.modules]
-            del pickled  # its buffers are the worker's memory
+            # Its buffers are the memory of the user's object.
+            del pickled
         launcher.preload(modules, FOREVER if timeout is None else START_SHARE * timeout)
 
     def launch(self) -> None:
-        """Start the workers, unless they are started, and do not wait for them to get ready.
+        """Start the workers once, without waiting until they are ready.
 
-        A signal handler may raise here, or call it: the next call goes on.
+        A signal handler may raise here, or call this again: the next call goes on.
 
         Raises
         ------
         OSError
-            A worker cannot be forked. Those that are started in other ways are not waited for.
+            A worker cannot be forked. No error of another start method is raised here.
         """
         if not self._wanted.wait(0):
             self._launcher.context = contextvars.copy_context()
             self._caller = threading.get_ident()
             self._wanted.set()
         if self.takes_objects:
-            # This process must not be forked while this thread is importing something, or holds a
-            # lock: the child would wait for ever. `_reap` says the same of replacements.
+            # This process must not fork while this thread imports a module or holds a lock: the
+            # child would wait forever. `_staff` obeys the same rule.
             self._launched.wait()
-        if self._ended.wait(0):  # what a worker raises is for the loop, however early it is
+        # Exceptions of workers are raised in the loop, however early they come.
+        if self._ended.wait(0):
             self.check()
 
     def begin_epoch(self) -> None:
-        """Begin an epoch: with a new budget for deaths, and without memory that is not needed."""
+        """Begin an epoch: reset the budget for deaths, and free unused memory."""
         self.deaths.begin_epoch()
         self.shared.tidy()
 
     def _write(self, pickled: Pickled, name: str) -> None:
-        """Write the user's object to a file of its own, as requests are written to slots."""
+        """Write the user's object to its own file, in the format of requests in slots."""
         nbytes = len(pickled.data) + sum(view.nbytes for view in pickled.buffers)
-        # No wider than it can need: its buffers aligned, their table, its structure.
+        # An upper bound: aligned buffers, their table, the structure.
         width = nbytes + 128 * len(pickled.buffers) + GRAIN
         self._object = sparse_file(width)
         room = Room(self._object.fd, width)
@@ -243,22 +257,25 @@ class Supervisor:
             waker, woken = pair()
             with waker, woken, Selector() as self._selector:
                 self._selector.register(woken, selectors.EVENT_READ, None)
-                self._waker = waker  # `close` sets `closed` before it looks for it
+                # `close` sets `closed` before it uses the waker.
+                self._waker = waker
                 self._serve()
-        except BlockingIOError as error:  # of a fork
+        # A fork failed.
+        except BlockingIOError as error:
             self._fail(BlockingIOError(error.errno, f"{error.strerror}: {thread_limits()}"))
-        except BaseException as error:  # noqa: BLE001 - it is raised in the loop
+        except BaseException as error:  # noqa: BLE001
             self._fail(error)
         try:
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         finally:
-            self._ended.set()  # first: `_await_forks` adds itself before it looks at it
+            # Set before `_let_go`: `_await_forks` adds its latch before it checks this one.
+            self._ended.set()
             self._prepared.set()
             self._launched.set()
             self._let_go()
 
     def _serve(self) -> None:
-        """Start the workers, and watch them until all are gone and no more are wanted."""
+        """Start the workers, and watch them until `close` was called and all are gone."""
         self._launcher.prepare(preload=self._preloads)
         self._prepared.set()
         self._wanted.wait()
@@ -268,14 +285,15 @@ class Supervisor:
             self._launch(runner_number)
         self._launched.set()
         while not (self.closed and not self._workers):
-            self._take()
+            self._handle_events()
             self._staff()
             if self.shared.ended:
-                self._take(0)  # LOADED of those that did not see the ring closed after it
+                # Workers that sent LOADED before the ring was closed are not killed.
+                self._handle_events(0)
                 self._kill_starting()
 
-    def _take(self, timeout: float | None = None) -> None:
-        """Handle what has come from workers, and calls that wake this thread."""
+    def _handle_events(self, timeout: float | None = None) -> None:
+        """Handle messages and deaths of workers, and calls that wake this thread."""
         for key, _ in self._selector.select(timeout):
             if key.data is None:
                 key.fileobj.recv(64)  # type: ignore[union-attr]
@@ -283,10 +301,10 @@ class Supervisor:
                 self._receive(key.data)
 
     def _staff(self) -> None:
-        """Start the workers that are wanted and not there: they have died, or come anew.
+        """Start the workers that are wanted but missing, whether new or replacing dead ones.
 
-        The loop's thread may be importing, or hold a lock, for which a copy of this process would
-        wait for ever. So it is forked only while that thread waits for it, in `_await_forks`.
+        The loop's thread may be importing or hold a lock, for which a copy of this process would
+        wait forever. So this process forks only while that thread waits in `_await_forks`.
         """
         missing = [
             runner_number for runner_number in self.wanted() if runner_number not in self._workers
@@ -305,12 +323,13 @@ class Supervisor:
 
     def _let_go(self) -> None:
         """Let the threads that wait in `_await_forks` go on."""
-        with contextlib.suppress(IndexError):  # a handler's exception has ended the wait
+        # A signal handler may have ended the wait.
+        with contextlib.suppress(IndexError):
             while self._waiting:
                 self._waiting.popleft().set()
 
     def _kill_starting(self) -> None:
-        """Kill the workers that do not have the user's object yet; importing may take them long."""
+        """Kill the workers without the user's object, since importing it may take long."""
         for worker in self._workers.values():
             if worker.state in (b"", ENTERED):
                 worker.child.kill()
@@ -320,7 +339,8 @@ class Supervisor:
         try:
             child = self._launcher.launch(runner_number - 1)
         except OSError:
-            if self.closed:  # which has cancelled it
+            # `close` cancelled the launch.
+            if self.closed:
                 return
             raise
         worker = WorkerProcess(runner_number, child)
@@ -328,15 +348,15 @@ class Supervisor:
         self.processes[runner_number - 1] = child
         self._selector.register(child.sock, selectors.EVENT_READ, worker)
         reads = runner_number <= self._readers
-        place = self.shared.place(runner_number, has_slots=reads)
+        layout = self.shared.place(runner_number, has_slots=reads)
         record = self._record if reads else None
-        known = None if self.takes_objects else levels()
-        setup = Setup(runner_number - 1, *place, self._task(runner_number), record, known)
+        log_levels = None if self.takes_objects else levels()
+        setup = Setup(runner_number - 1, *layout, self._task(runner_number), record, log_levels)
         fds = [self._object.fd] if reads and self._object is not None else []
         worker.handshake(setup, *self.shared.fds, *fds)
 
     def _receive(self, worker: WorkerProcess) -> None:
-        """Handle what a worker has sent, or its end of file."""
+        """Handle a worker's messages, or its end of file."""
         before = worker.state
         messages = worker.receive()
         if messages is None:
@@ -349,15 +369,17 @@ class Supervisor:
                 self._fail(failure.unpack(body, worker.runner_number - 1))
             elif state == LOGGED:
                 self._records.queue_record(body)
-            elif not self._noted:  # all workers would send the same
+            # Only the first warning is logged: all workers send the same.
+            elif not self._noted:
                 self._noted = True
                 tell(logging.WARNING, "%s", body.decode())
 
     def _reap(self, worker: WorkerProcess) -> None:
-        """Ensure that a worker has ended, and post its tickets again; `_staff` replaces it."""
+        """Ensure that a worker has ended, and repost its tickets; `_staff` replaces it."""
         child, runner_number = worker.child, worker.runner_number
         exitcode = child.status(ENDING)
-        if exitcode is None:  # a process may close its socket and live on; its server may be late
+        # A process may close its socket and live on, or its server may be late.
+        if exitcode is None:
             if not child.gone:
                 child.kill()
             exitcode = child.status(GRACE)
@@ -377,12 +399,14 @@ class Supervisor:
         lost = ((since, f"{h.epoch}/{h.batch}") for (_, since), h in zip(begun, held, strict=True))
         text = describe_exit(exitcode)
         was_ready = worker.state == READY
-        left = was_ready and exitcode == 0 and not held  # by itself, as `resize` wants it
-        what = "end" if left else "death"
-        self._lanes.note(what, runner_number, child.pid, text=text, held=tuple(lost))
+        # It left by itself, because of `resize`.
+        left = was_ready and exitcode == 0 and not held
+        event = "end" if left else "death"
+        self._lanes.note(event, runner_number, child.pid, text=text, held=tuple(lost))
         counts = not left and (held or runner_number in self.wanted()) and not self.failure
         error, has_failed = None, False
-        if counts:  # first: what is posted again may end the epoch before this thread goes on
+        # Counted first: reposted tickets may end the epoch before this thread goes on.
+        if counts:
             error = self.deaths.count_death(
                 runner_number - 1,
                 exitcode,
@@ -393,7 +417,8 @@ class Supervisor:
             )
         if error is not None and self.deaths.has_failed:
             has_failed = True
-            self._failed[held[0].location] = error  # before it is published
+            # Stored before the ticket is published.
+            self._failed[held[0].location] = error
         self.shared.reclaim(runner_number, RAISED if has_failed else 0)
         if error is not None and not has_failed:
             self._fail(error)
@@ -409,79 +434,79 @@ class Supervisor:
             )
 
     def _fail(self, error: BaseException) -> None:
-        """Store the first exception, which `check` raises in the consumer."""
+        """Store the first exception, which `check` raises in the loop."""
         self.failure.note(error)
         self.shared.notify_all()
 
     # -- on any thread
 
-    def died_of(self, number: int, cell: int) -> WorkerDied | None:
-        """Return the error of a batch that has failed, since it has ended its workers."""
+    def died_of(self, ring_number: int, cell: int) -> WorkerDied | None:
+        """Return the error of a batch that killed its workers, or None."""
         if not self._failed:
             return None
-        return self._failed.pop(self._describe(number, cell).location, None)
+        return self._failed.pop(self._describe(ring_number, cell).location, None)
 
     def check(self) -> None:
         """Raise errors of workers and of the supervisor's thread.
 
-        The loop's thread calls this before it waits; forked workers are replaced meanwhile.
+        The loop's thread calls this before it waits; forked workers are replaced during the call.
         """
         if self.closed:
-            raise InterruptedError("the workers were ended while a batch, or item, was awaited")
+            raise InterruptedError(
+                "the workers were ended while the loop waited for a batch or item"
+            )
         if self._missing:
             self._await_forks()
         self.failure.check()
 
     def check_start(self, began: int) -> None:
-        """Log what a first item waits for, in one line, if that takes long.
-
-        `began`: when the wait for it did (ns of `now_ns`).
-        """
+        """Log why a first item takes long, on one line; `began`: when its wait did (`now_ns`)."""
         global slowest
         seconds = (now_ns() - began) / 1e9
         if seconds < max(SLOW, 2 * slowest):
             return
         slowest = seconds
         at_work = [w for w in self._snapshot() if w.state]
-        doing, beside = "their processes start", ""
+        doing, beside = "their processes are starting", ""
         if self._launcher.importing:
-            doing = f"module {self._launcher.importing} is imported for all of them"
+            doing = f"module {self._launcher.importing} is being imported for all of them"
         elif at_work:
             worker = next((w for w in at_work if self.shared.held(w.runner_number)), at_work[0])
             doing = f"worker {worker.runner_number - 1} {location_in(worker.stack())}"
         if self._beside:
             beside = (
                 f". They were forked beside other threads ({self._beside}): a lock that one of "
-                "them held then stays locked in a worker, which waits for it for ever. If one "
-                "does, start workers before such threads, or by start_method='forkserver' (of a "
-                "DataLoader: multiprocessing_context='forkserver')"
+                "them held stays locked in a worker, which may wait for it forever. Start workers "
+                "before such threads, or use start_method='forkserver' (for a DataLoader, "
+                "multiprocessing_context='forkserver')"
             )
         text = "nothing has come from the workers after %.0f s: %s; cseq waits%s"
         tell(logging.WARNING, text, seconds, doing, beside)
 
     def _await_forks(self) -> None:
-        """Let the supervisor's thread fork what replaces the dead, and wait for that."""
+        """Let the supervisor's thread fork missing workers, and wait for it."""
         forked = Latch()
         try:
             self._waiting.append(forked)
             if not self._ended.wait(0):
                 self._wake()
                 forked.wait()
-        finally:  # a signal handler may have raised: this thread leaves the engine
+        # A signal handler may have raised, so that this thread leaves the engine.
+        finally:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(forked)
 
     def _wake(self) -> None:
-        """Wake the supervisor's thread, if it has got so far."""
+        """Wake the supervisor's thread, if it is running."""
         if self._waker is not None:
-            with contextlib.suppress(OSError):  # it is closed: the thread has ended
+            # The thread may have ended, and closed the waker.
+            with contextlib.suppress(OSError):
                 self._waker.send(b"!")
 
     def _snapshot(self) -> list[WorkerProcess]:
         """Return the present workers.
 
-        Without a lock, which an exception of a signal handler might leave acquired: only the
-        supervisor's thread changes the dict, and this is one call of C.
+        No lock is needed: only the supervisor's thread changes the dict, and this is one call of C.
         """
         return list(self._workers.values())
 
@@ -501,56 +526,53 @@ class Supervisor:
             if not restart:
                 raise WorkerTimeout(message)
             tell(logging.ERROR, "%sworker %d is restarted", message, runner_number - 1)
-            if worker is not None:  # this very process: it may have been replaced meanwhile
+            # Not looked up again: the worker may have been replaced by now.
+            if worker is not None:
                 worker.is_overdue = True
                 worker.child.kill()
 
     def await_launch(self) -> None:
-        """Wait until all workers have been started once; not if `launch` was not called."""
+        """Wait until all workers have been started once, if `launch` was called."""
         if self._thread.begun and self._wanted.wait(0):
             self._launched.wait()
 
     def wanted(self) -> list[int]:
         """Return the numbers of the runners that should have a process."""
-        owners = range(1, self.shared.owners + 1)
-        return [
-            runner_number
-            for runner_number in owners
-            if not self._active < runner_number <= self._readers
-        ]
+        runner_numbers = range(1, self.shared.owners + 1)
+        return [k for k in runner_numbers if not self._active < k <= self._readers]
 
     def resize(self, count: int) -> None:
-        """Have so many workers, at least 1: new ones are started.
+        """Change the number of workers, at least 1. New workers are started.
 
-        Those that are too many have to leave by themselves: a shared ring says so (`Ring.fit`).
+        Surplus workers leave by themselves, because the shared ring tells them (`Ring.fit`).
         """
         if count != self._active:
             self._active = count
             self._wake()
 
     def is_ready(self, runner_number: int) -> bool:
-        """Whether a worker has reported that it is ready, and is not known to have ended."""
+        """Whether a worker has reported that it is ready, and has not ended as far as is known."""
         worker = self._workers.get(runner_number)
         return worker is not None and worker.state == READY
 
     def pids(self) -> list[int | None]:
-        """Return the process ids of all workers; None for one that is started or replaced."""
-        found = [self._workers.get(runner_number) for runner_number in self.wanted()]
-        return [None if worker is None else worker.child.pid for worker in found]
+        """Return the process ids of all workers; None for a worker without a process."""
+        workers = [self._workers.get(runner_number) for runner_number in self.wanted()]
+        return [None if worker is None else worker.child.pid for worker in workers]
 
     # -- the end
 
     def close(self, *, hurried: bool = False) -> None:
-        """Close the rings and end all workers; kill those that do not end within `GRACE` seconds.
+        """Close the rings and end all workers; kill workers that do not end in `GRACE` seconds.
 
-        Those that do not have the user's object yet, and may be importing its modules, are killed
-        at once; if it is `hurried`, those that are not ready, or in a batch, after `HURRY` seconds.
-        Calling it twice is fine, also if a signal handler has raised in the first call.
+        Workers without the user's object, which may be importing its modules, are killed at once.
+        If `hurried`, workers that are not ready or in a batch are killed after `HURRY` seconds.
+        Calling it twice is fine, even if a signal handler raised in the first call.
 
         Raises
         ------
         RuntimeError
-            A process has not ended although it was killed.
+            A process did not end although it was killed.
         """
         self.closed = True
         self.shared.end()
@@ -562,49 +584,51 @@ class Supervisor:
                 self.hurry(time.monotonic() + HURRY)
             if not self._ended.wait(GRACE):
                 for worker in self._snapshot():
-                    number, text = (
-                        worker.runner_number - 1,
-                        "worker %d is ending: killed after %g s",
-                    )
+                    k, text = worker.runner_number - 1, "worker %d is ending: killed after %g s"
                     if self._is_busy(worker):
                         text = "worker %d is busy: killed after %g s"
-                    tell(logging.WARNING, text, number, GRACE)
+                    tell(logging.WARNING, text, k, GRACE)
                     worker.child.kill()
                 self._ended.wait(LAST_GRACE)
-        if not self._gone:  # the thread was not started, or hangs; or processes lived on
+        # The thread was not started or hangs, or processes live on.
+        if not self._gone:
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         await_told(time.monotonic() + LAST_GRACE)
         if not self._gone:
             raise RuntimeError("worker processes were killed and have not ended")
         self._thread.join(time.monotonic() + LAST_GRACE)
-        self._launcher.local = None  # the supervisor is in a reference cycle, which would keep it
-        for worker in self._snapshot():  # if the thread has failed, none was reaped
+        # A reference cycle with the supervisor would keep the object.
+        self._launcher.local = None
+        # If the thread failed, it reaped none of these.
+        for worker in self._snapshot():
             worker.close()
         if self._object is not None:
             self._object.close()
 
     def hurry(self, deadline: float) -> None:
-        """Kill the workers that are busy at `deadline`, if `close` was called; on any thread."""
+        """Kill the workers that are busy at `deadline`, if `close` was called. Thread-safe."""
         if not (self.closed and self._thread.begun):
             return
         if not self._ended.wait(max(0.0, deadline - time.monotonic())):
-            for worker in filter(self._is_busy, self._snapshot()):  # others close their indexers
+            # Other workers are closing their indexers.
+            for worker in filter(self._is_busy, self._snapshot()):
                 worker.child.kill()
 
     def _is_busy(self, worker: WorkerProcess) -> bool:
-        """Whether a worker is not ready, or in a batch."""
+        """Whether a worker is not ready or in a batch."""
         return worker.state != READY or bool(self.shared.held(worker.runner_number))
 
 
 def _other_threads(caller: int) -> str:
-    """Name the threads that a fork does not copy, but `caller`, this one and cseq's."""
-    known = threading.enumerate()
-    pythons = {str(each.native_id) for each in known} | {str(os.getpid())}
+    """Name the threads that a fork does not copy, except `caller`, this one and cseq's."""
+    threads = threading.enumerate()
+    pythons = {str(thread.native_id) for thread in threads} | {str(os.getpid())}
     both = (caller, threading.get_ident())
-    names = Counter(each.name for each in known if each.ident not in both)
-    with contextlib.suppress(OSError):  # there is no /proc
+    names = Counter(thread.name for thread in threads if thread.ident not in both)
+    # Where there is no /proc, only Python's threads are named.
+    with contextlib.suppress(OSError):
         for tid in set(os.listdir("/proc/self/task")) - pythons:
             with contextlib.suppress(OSError), open(f"/proc/self/task/{tid}/comm") as file:
                 names[file.read().strip()] += 1
-    told = [(name, count) for name, count in names.items() if not name.startswith("cseq-")]
-    return ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in told)
+    user_threads = [(name, count) for name, count in names.items() if not name.startswith("cseq-")]
+    return ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in user_threads)

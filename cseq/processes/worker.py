@@ -7,12 +7,12 @@
       WorkerProcess.receive ◄── ENTERED, LOADED … ─  send_state
                             ◄── end of file ───────  its end
 
-A worker sends ENTERED before it reads the user's object, which imports the user's modules, LOADED
-when it has it (a forked worker at once), then READY. FAILED comes with the exception that kept it
-from getting ready; NOTED with a warning, and LOGGED with a record of `logging`, at any time.
+A worker sends ENTERED before it reads the user's object, which imports the user's modules; LOADED
+when it has the object (a forked worker at once); then READY. FAILED carries the exception that kept
+the worker from getting ready. NOTED carries a warning, and LOGGED a record of `logging`.
 
-On a signal, a worker writes its stacks to an anonymous file that it shares with the trainer, not to
-the socket: the signal handler may run while a message is being sent.
+On a signal, a worker writes its stacks to an anonymous file that it shares with the trainer, and
+not to the socket, because the signal handler may run while a message is being sent.
 """
 
 from __future__ import annotations
@@ -63,53 +63,70 @@ __all__ = [
     "send_state",
 ]
 
-NOT_THERE = (
+NOT_FOUND = (
     "cseq: worker processes import modules by name, with the sys.path of the training process: put "
     "the module into a folder on it, or call cloudpickle.register_pickle_by_value(module)"
 )
 
 ENTERED, LOADED, READY, FAILED, NOTED, LOGGED = b"E", b"L", b"R", b"F", b"N", b"G"
-HEADER = struct.Struct("<cQ")  # one of the above, and the length of what follows
-LENGTH = struct.Struct("<Q")  # of the setup that follows
+# A message is one of these and the length of its body; a setup has a length alone.
+HEADER = struct.Struct("<cQ")
+LENGTH = struct.Struct("<Q")
 
-# Makes a worker write its stacks to the file that it got for them.
+# Makes a worker write its stacks to their file.
 STACK_SIGNAL: int | None = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
-STACK_SECONDS = 1.0  # how long to wait for a worker's stacks
-STACK_QUIET = 0.1  # seconds without more text after which the stacks are complete
+# How long to wait for a worker's stacks, and for more text until they are complete.
+STACK_SECONDS, STACK_QUIET = 1.0, 0.1
 
 NO_STACK = "(its stack is not available)\n"
 
 
 class Setup(NamedTuple):
-    """What a worker process gets from the trainer, beside file descriptors."""
+    """The message that sets a worker process up, beside file descriptors.
 
-    worker: int  # its number, from 0
-    owner: int  # its number at the ring, from 1
-    ring: tuple[int, int]  # where the ring lies in the file: offset and bytes
-    width: int  # bytes between the slots in their file
-    slots: int  # that it can take; 0: it takes none
-    task: Any  # of its pool: what it has to do
-    record: codec.Record | None  # where the user's object lies in its file, if there is one
-    levels: Levels | None = None  # of the trainer's loggers; None: it is forked, and has them
+    Attributes
+    ----------
+    worker, owner : int
+        The worker's number, from 0; and its number on its ring, from 1.
+    ring : (int, int)
+        Offset and bytes of the ring in its file.
+    width, slots : int
+        Bytes between two slots in their file; the number of slots that the worker may take.
+    task : object
+        The worker's task in its pool.
+    record : codec.Record or None
+        The user's object in its file, if there is one.
+    levels : dict or None
+        Levels of the trainer's loggers, or None in a forked worker, which has them.
+    """
+
+    worker: int
+    owner: int
+    ring: tuple[int, int]
+    width: int
+    slots: int
+    task: Any
+    record: codec.Record | None
+    levels: Levels | None = None
 
 
 # ── in the worker ──────────────────────────────────────────────────────────────────────────
 
 
 class Entered(NamedTuple):
-    """What `enter` gives a worker process."""
+    """A worker process after `enter`; `sender` sends what it logs."""
 
     sock: socket.socket
     setup: Setup
     ring: Ring
     writer: TicketWriter
     object_fd: list[int]
-    sender: Sender | None  # of what it logs
+    sender: Sender | None
 
     def read_object(self, local: Any) -> Any:
-        """Return the user's object: read from its file, or `local`, which a fork has inherited.
+        """Return the user's object: read from its file, or `local`, which a fork inherits.
 
-        The file is mapped copy on write: changes of its arrays stay in this process.
+        The file is mapped copy-on-write, so changes of its arrays stay in this process.
         """
         record, worker = self.setup.record, local
         if record is not None:
@@ -118,19 +135,20 @@ class Entered(NamedTuple):
                 with reading():
                     worker = codec.decode(Mapping(fd, 0, sum(record), own=True), record)
             except ModuleNotFoundError as error:
-                failure.annotate(error, NOT_THERE)
+                failure.annotate(error, NOT_FOUND)
                 raise
             send_state(self.sock, LOADED)
-        if self.ring.closed == 1:  # a trainer that did not see LOADED before it closed kills us
+        # A trainer that closed before it saw LOADED kills this worker.
+        if self.ring.closed == 1:
             _leave(0)
         return worker
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Tell the trainer at the end that this worker is ready; or what was raised, and end it."""
+        """Tell the trainer at the end that this worker is ready, or send the exception and exit."""
         try:
             yield
-        except BaseException as error:  # noqa: BLE001 - it is raised in the loop
+        except BaseException as error:  # noqa: BLE001
             send_state(self.sock, FAILED, failure.pack(error))
             raise SystemExit from None
         if self.sender is not None:
@@ -142,15 +160,17 @@ def enter(sock: socket.socket) -> Entered:
     """Set up a worker process; it ends when the trainer closes `sock`."""
     keep_freed()
     setup, (ring_fd, arena_fd, *more) = _receive_setup(sock)
-    if DEBUG:  # see cseq_fault.h
+    # Read by cseq_fault.h.
+    if DEBUG:
         os.environ["CSEQ_WORKER"] = str(setup.worker)
     threading.Thread(target=exit_on_hangup, args=(sock.fileno(),), daemon=True).start()
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=more.pop(0), all_threads=True)
     send_state(sock, LOADED if setup.record is None else ENTERED)
-    at, nbytes = setup.ring
-    ring = Ring(Mapping(ring_fd, 0, at + nbytes), at=at)
-    os.environ.pop("CSEQ_TRACE", None)  # that file is the trainer's
+    offset, nbytes = setup.ring
+    ring = Ring(Mapping(ring_fd, 0, offset + nbytes), at=offset)
+    # Its file is the trainer's.
+    os.environ.pop("CSEQ_TRACE", None)
     Descriptor(int, ring_fd).close()
     runner_number = setup.worker + 1
     slots = SlotTable(arena_fd, setup.width, setup.slots, runner_number) if setup.slots else None
@@ -168,19 +188,20 @@ def _receive_setup(sock: socket.socket) -> tuple[Setup, list[int]]:
 
 
 def _leave(code: int = 1) -> NoReturn:
-    """End this process without a message: the trainer is gone, or closes."""
+    """End this process without a message, because the trainer is gone or closes."""
     os._exit(code)
 
 
 _outgoing: deque[bytes] = deque()
-_sending = threading.RLock()  # whose owner sends what is outgoing
+# The thread that has this lock sends all outgoing messages.
+_sending = threading.RLock()
 _is_sending = False
 
 
 def send_state(sock: socket.socket, state: bytes, body: bytes = b"") -> None:
     """Send the trainer a message: the state of this worker, NOTED or LOGGED.
 
-    Any thread may, and a signal handler in the middle of another message: that one is sent first.
+    Thread-safe. A signal handler may call this during another call, whose message is sent first.
     """
     global _is_sending
     with _sending:
@@ -206,11 +227,11 @@ class WorkerProcess:
     runner_number : int
         Its runner number, from 1.
     state : bytes
-        ENTERED, LOADED, READY or FAILED, as the latest message said; empty before there is one.
+        ENTERED, LOADED, READY or FAILED, from the latest message; empty before the first.
     entered : int
-        When the first message came, in ns of `now_ns`.
+        When the first message came (ns of `now_ns`).
     is_overdue : bool
-        It was killed because it took longer than its timeout.
+        Whether it was killed because it took longer than its timeout.
     """
 
     def __init__(self, runner_number: int, child: Child) -> None:
@@ -225,11 +246,11 @@ class WorkerProcess:
         self._buffer = bytearray()
 
     def handshake(self, setup: Setup, ring_fd: int, arena_fd: int, *object_fd: int) -> None:
-        """Send the setup and the descriptors that come with it."""
+        """Send the setup and the descriptors."""
         body = pickle.dumps(setup)
         stacks_fd = [] if self._stacks is None else [self._stacks.fd]
         fds = [ring_fd, arena_fd, *stacks_fd, *object_fd]
-        # If the worker is dead already, the socket will be at end of file.
+        # If the worker is already dead, its socket is at end of file.
         with contextlib.suppress(ConnectionError):
             descriptors.send(self.child.sock, LENGTH.pack(len(body)), fds, self.child.handle)
             self.child.sock.sendall(body)
@@ -238,7 +259,8 @@ class WorkerProcess:
         """Read from the socket; return the complete messages with a body, None at end of file."""
         try:
             data = self.child.sock.recv(65536)
-        except ConnectionError:  # the worker died with unread data in its socket
+        # The worker died with unread data in its socket.
+        except ConnectionError:
             data = b""
         if not data:
             return None
@@ -261,17 +283,20 @@ class WorkerProcess:
         return messages
 
     def stack(self) -> str:
-        """Return the worker's stacks, which it writes itself, also while it holds the GIL in C."""
-        file = self._stacks  # keeps it open
+        """Return the worker's stacks, which it can write even while C code holds its GIL."""
+        # This reference keeps the file open.
+        file = self._stacks
         if file is None or not self.state or STACK_SIGNAL is None:
             return NO_STACK
         fd = file.fd
+        # The worker shares the file's offset.
         os.ftruncate(fd, 0)
-        os.lseek(fd, 0, os.SEEK_SET)  # the worker has the same place in the file
+        os.lseek(fd, 0, os.SEEK_SET)
         self.child.send_signal(STACK_SIGNAL)
         size, grown = 0, 0.0
         deadline = time.monotonic() + STACK_SECONDS
-        quiet = Latch()  # nothing sets it: a pause that other threads can use
+        # Nothing sets this latch: its wait is a pause without the GIL.
+        quiet = Latch()
         while (now := time.monotonic()) < deadline:
             written = os.fstat(fd).st_size
             if written != size:
@@ -283,6 +308,6 @@ class WorkerProcess:
         return text or "(it does not answer: is it stopped?)\n"
 
     def close(self) -> None:
-        """Close the socket and the file of its stacks."""
+        """Close the socket and the file of stacks."""
         self.child.sock.close()
         self._stacks = None

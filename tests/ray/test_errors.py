@@ -168,11 +168,13 @@ def test_what_cannot_be_scheduled_is_logged(caplog):
             manager = sequence(fleet)
             with manager.start() as batches:
                 iter(batches)
-                until(lambda: "no agent is there" in caplog.text, "nothing is logged")
-    assert caplog.text.count("no agent is there yet; an agent: TimeoutError: Ray has not") == 1
+                until(lambda: "no agent is ready" in caplog.text, "nothing is logged")
+    assert caplog.text.count("no agent is ready yet; an agent: TimeoutError: Ray has not") == 1
 
 
-OTHERS = r"has cseq 0\.[2-9].*, Python 3.* numpy 2, and the training process cseq 0\.0\.1.* numpy 1"
+OTHERS = (
+    r"has cseq 0\.[2-9].*, Python 3.* numpy 2, but the training process has cseq 0\.0\.1.* numpy 1"
+)
 
 
 def test_another_version_is_refused(monkeypatch):
@@ -311,7 +313,7 @@ def test_what_concerns_workers_is_given_to_the_fleet():
         with pytest.raises(TypeError, match="is a fleet: give it to a RaySequence"):
             cseq.MPSequence(fleet, 8)
         manager = cseq.RaySequence(fleet, 8, **OPTIONS)
-    with pytest.raises(RuntimeError, match="this fleet is over: it was closed"):
+    with pytest.raises(RuntimeError, match="this fleet was closed: make another one"):
         manager.start()
 
 

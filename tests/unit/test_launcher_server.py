@@ -338,7 +338,7 @@ def test_a_slow_import_is_told_of_and_can_be_broken_off(run_script, tmp_path):
         "    except KeyboardInterrupt:\n"
         "        print(method, begun[0].getMessage().partition(': ')[2])\n"
     )
-    told = "forkserver module slow is imported for all of them; cseq waits\n"
+    told = "forkserver module slow is being imported for all of them; cseq waits\n"
     told += "spawn worker 0 still imports slow (slow.py:12 in <module>); cseq waits\n"
     assert done.stdout == told, done.stderr  # or it sleeps, and does not end
 

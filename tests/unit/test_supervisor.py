@@ -102,10 +102,10 @@ class Counted(Deaths):
         super().__init__(10, 1, "ticket", "look")
         self.events = events
 
-    def count(self, worker, exitcode, held, **told):
+    def count_death(self, worker, exitcode, held, **details):
         """Note a death down."""
         assert not held
-        self.events.note("died", worker + 1, exitcode, told["was_ready"])
+        self.events.note("died", worker + 1, exitcode, details["was_ready"])
 
 
 class Pool:
@@ -467,7 +467,7 @@ def test_the_budget_of_an_epoch():
 def test_a_batch_that_fails():
     """Its workers are replaced within the budget; what is no batch ends the run as ever."""
     deaths = Deaths(TRIES, 1, "batch", "look at it", fails=True)
-    call = FIRST._replace(place="a call", is_batch=False)
+    call = FIRST._replace(location="a call", is_batch=False)
     for held, fails in ((FIRST, True), (call, False)):
         deaths.begin_epoch()
         for _ in range(TRIES - 1):
@@ -510,7 +510,7 @@ def test_kills_for_lack_of_memory(monkeypatch, exitcode, named):
     """Where the system counts them, a death by SIGKILL has their number."""
     counts = iter([3, 5])
     monkeypatch.setattr(deaths_module, "oom_kills", lambda: next(counts))
-    error = Deaths(0, 1, "batch", "look").count(0, exitcode, [], was_ready=True)
+    error = Deaths(0, 1, "batch", "look").count_death(0, exitcode, [], was_ready=True)
     assert error is not None
-    assert ("out-of-memory kills counted by the cgroup meanwhile: 2" in str(error)) == named
+    assert ("out-of-memory kills that the cgroup counted: 2" in str(error)) == named
     assert ("fewer workers or smaller batches" in str(error)) == named

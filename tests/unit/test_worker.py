@@ -107,7 +107,7 @@ def test_more_records_than_handlers_take(monkeypatch, caplog):
         records.queue_record(
             pickle.dumps({"name": "cseq", "levelno": logging.INFO, "msg": "later"})
         )
-    assert texts[0].startswith("2 records that workers logged are left out")
+    assert texts[0].startswith("2 records that workers logged were left out")
     assert texts[1:] == ["0", "1", "2", "later"]
 
 

@@ -1,4 +1,4 @@
-"""What all crews have in common, and the name of the file of their rings."""
+"""The base of all crews, and the name of the file of their rings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["RUN", "Crew", "file_name"]
 
-RUN = "cseq-run"  # how files of rings are called
+RUN = "cseq-run"
 
 
 def file_name(tickets: Tickets, *, threads: bool = False) -> str:
-    """Return what `/proc` calls the file of a pool's rings: with what `top` shows of the run."""
-    told: dict[str, object] = {
+    """Return the name in `/proc` of the file of a pool's rings: the facts that `top` shows."""
+    facts: dict[str, object] = {
         "pid": os.getpid(),
         "rings": tickets.rings,
         "workers": tickets.num_workers,
@@ -40,43 +40,43 @@ def file_name(tickets: Tickets, *, threads: bool = False) -> str:
     }
     sampler = tickets.sampler
     if sampler is not None:
-        shown = ["dset_size", "batch_size", "length", "seed"]
-        shown += ["rank", "world_size"] if sampler.world_size > 1 else []
-        told.update({name: getattr(sampler, name) for name in shown})
-    return " ".join([RUN, *(f"{name}={value}" for name, value in told.items())])
+        names = ["dset_size", "batch_size", "length", "seed"]
+        names += ["rank", "world_size"] if sampler.world_size > 1 else []
+        facts.update({name: getattr(sampler, name) for name in names})
+    return " ".join([RUN, *(f"{name}={value}" for name, value in facts.items())])
 
 
 class Crew:
     """The runners of a pool, and the rings that they share with the loop.
 
-    The constructor starts nothing: an exception of a signal handler may drop the crew before there
-    is a `Run` to close it.
+    The constructor starts nothing, because a signal handler may raise before a `Run` exists that
+    closes the crew.
 
     Parameters
     ----------
     tickets : Tickets
-        What is asked for.
+        The tickets that the crew works on.
 
     Attributes
     ----------
     rings : list of Ring
         See `Feed`.
     reader : BatchReader
-        Where finished batches come out.
+        The trainer's end of the way that finished batches take.
     lanes : Lanes
-        The runners, for traces: their kind, and how many owners of the rings are workers.
+        The runners, for traces: their kind, and how many of them are workers.
     convert, leaf_for : callable or None
         See `Decoder`.
     make_next, on_cancel : callable or None
         See `Feed`.
     supervisor : Supervisor or None
-        The worker processes, if there are any.
+        Supervises the worker processes, if there are any.
     of : str
-        The class that has it, as a report names it.
+        The public class that uses this crew, for reports.
     is_inline : bool
-        The loop's own thread makes each batch, when it is asked for.
+        Whether the loop's own thread makes each batch on demand.
     timed : int
-        Owners up to this number may take no longer for a ticket than its timeout.
+        The timeout of a ticket applies to runners up to this number.
     """
 
     rings: list[Ring]
@@ -95,7 +95,7 @@ class Crew:
         self.tickets = tickets
 
     def _converter(self) -> Converter | None:
-        """Return what converts batches on this side of the rings, if they are converted there."""
+        """Return a converter, if batches are converted on this side of the rings."""
         output = self.tickets.output
         if output is None or output.kind == "null":
             return None
@@ -104,47 +104,47 @@ class Crew:
         return Converter(output)
 
     def prepare(self, worker: Any, name: str = "worker") -> None:
-        """Set the user's object; `name`: what messages call it."""
+        """Set the user's object, which messages call `name`."""
 
     def launch(self) -> None:
-        """Start the workers, once; `prepare` was called."""
+        """Start the workers, once, after `prepare`."""
 
     def begin_epoch(self) -> None:
         """Begin an epoch."""
 
     def resize(self, num_workers: int) -> None:
-        """Go on with another number of workers."""
+        """Change the number of workers."""
 
     def room_for(self, num_workers: int, present: int) -> int:  # noqa: ARG002
-        """Return how many workers, of these at most, there is memory for beside those present."""
+        """Return how many workers fit into memory, at most `num_workers`; `present` run already."""
         return num_workers
 
     def check(self) -> None:
         """Raise errors of workers and of other threads."""
 
     def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:
-        """Raise WorkerTimeout for what takes longer, or restart its worker."""
+        """Raise WorkerTimeout for work that takes too long, or restart its worker."""
 
     def is_ready(self, runner_number: int) -> bool:  # noqa: ARG002
-        """Whether a worker has made its indexer, or producer."""
+        """Whether a worker has made its indexer or producer."""
         return True
 
-    def died_of(self, number: int, cell: int) -> BaseException | None:  # noqa: ARG002
-        """Return the exception in place of a ticket that has killed its workers."""
+    def died_of(self, ring_number: int, cell: int) -> BaseException | None:  # noqa: ARG002
+        """Return the error of a ticket that killed its workers, or None."""
         return None
 
     def write(self, value: Any, name: str) -> Request:
-        """Write something for a worker; TypeError if that cannot be sent."""
+        """Write a value for a worker; raise TypeError if the value cannot be sent."""
         raise NotImplementedError
 
-    def requested_key(self, number: int, cell: int) -> Any:
-        """Return the key that the ticket in a cell refers to; on any thread."""
+    def requested_key(self, ring_number: int, cell: int) -> Any:
+        """Return the key that the ticket in a cell refers to. Thread-safe."""
         raise NotImplementedError
 
     def stats(self, **counted: Any) -> Stats:
-        """Return counts and times, with those that are counted elsewhere."""
+        """Return counts and times, including those that are counted elsewhere."""
         return Stats.read_rings(self.rings, **counted)
 
     def close(self, *, hurried: bool) -> None:
-        """End all that was started; returns within a bounded time. Calling it twice is fine."""
+        """End everything that was started, in bounded time. Calling it twice is fine."""
         raise NotImplementedError

@@ -1,6 +1,6 @@
-"""The loop's own thread, which makes each batch itself. This is test mode.
+"""The loop's own thread, which makes each batch itself: test mode.
 
-A ring of one cell, whose runner works on the trainer's own thread when the loop wants a batch.
+The ring has one cell, and its runner works on the trainer's thread when the loop wants a batch.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ log = logging.getLogger("cseq")
 class InlineIndexing(indexer.Indexing):
     """The work of the first stage, on the trainer's own thread."""
 
-    # A process that the user's code forks has its copy of the loop, and goes on with it.
+    # A process that the user's code forks has its own copy of the loop, and goes on with it.
     end_copy = staticmethod(lambda _: None)
 
     def fail(self, runner: Runner, error: BaseException) -> None:
-        """Publish the present ticket with an exception; raise what is not the indexer's own."""
+        """Publish the present ticket with the indexer's exception; raise any other exception."""
         if failure.ends_program(error):
             raise error
         if isinstance(error, RecursionError) and is_deep():
@@ -55,7 +55,7 @@ class InlineCrew(Crew):
 
     def __init__(self, tickets: Tickets) -> None:
         super().__init__(tickets)
-        self._made: Any = None  # the indexer
+        self._made: Any = None
         self._worker: Any = None
         self._task = task = tickets.task(1, forks=True)
         ring = Ring(Block(ring_bytes(1, tickets.words, 1), zero=True), 1, tickets.words, 1)
@@ -76,12 +76,12 @@ class InlineCrew(Crew):
         self._worker = worker
 
     def begin_epoch(self) -> None:
-        """Begin an epoch; the first time, make the indexer."""
+        """Make the indexer, before the first epoch."""
         if self._indexing.indexer is None:
             self._build()
 
     def _build(self) -> None:
-        """Make the indexer, as a worker process does: with the global generators seeded."""
+        """Make the indexer with seeded global generators, as a worker process does."""
         build = partial(indexer.build_seeded, self._worker, self._seeds, copied=False)
         try:
             made = call_here(build, self._batch_context, self._seeds)
@@ -94,7 +94,7 @@ class InlineCrew(Crew):
         indexer.FirstBatch(self._indexing, self._task.output, log.warning)
 
     def stats(self, **counted: Any) -> Stats:
-        """Count what was delivered."""
+        """Count the delivered batches."""
         batches = Meters.read_rings(self.rings).counts()["batches"]
         return Stats(batches=batches, skips=counted["skips"])
 

@@ -32,12 +32,12 @@ __all__ = ["ProcessCrew"]
 
 
 class ProcessCrew(Crew):
-    """Worker processes; converters are processes, too, or threads."""
+    """Worker processes. Converters are processes (`_imports`) or threads (`_group`)."""
 
     supervisor: Supervisor
-    of = "MPSequence"  # as a report names what has it
-    _imports: Imports | None = None  # if converters are processes
-    _group: ThreadGroup | None = None  # of converters, if they are threads
+    of = "MPSequence"
+    _imports: Imports | None = None
+    _group: ThreadGroup | None = None
 
     def __init__(self, tickets: Tickets) -> None:
         super().__init__(tickets)
@@ -72,11 +72,12 @@ class ProcessCrew(Crew):
             deaths=tickets.deaths(),
             lanes=self.lanes,
         )
-        self._encoders: list[Encoder] = []  # that nothing is written with
+        # Idle encoders, to be used again.
+        self._encoders: list[Encoder] = []
         self._reader = SlotReader(self._arena)
-        self._find_way_out(in_processes=in_processes)
+        self._set_reader(in_processes=in_processes)
 
-    def _find_way_out(self, *, in_processes: bool) -> None:
+    def _set_reader(self, *, in_processes: bool) -> None:
         """Take batches from converters, or convert them in the loop's thread, or not at all."""
         tickets, output = self.tickets, self.tickets.output
         self.reader = self._reader
@@ -101,7 +102,7 @@ class ProcessCrew(Crew):
             self.convert, self.leaf_for = converter.convert, converter.leaf_for
 
     def prepare(self, worker: Any, name: str = "worker") -> None:
-        """Get ready all that the workers need, and start converters that are threads."""
+        """Prepare everything that the workers need, and start converters that are threads."""
         options = self.tickets.options
         if self._group is not None:
             self._group.start_threads()
@@ -118,44 +119,44 @@ class ProcessCrew(Crew):
         self.supervisor.launch()
 
     def begin_epoch(self) -> None:
-        """Begin an epoch, by which deaths are counted."""
+        """Begin an epoch; deaths are counted per epoch."""
         self.supervisor.begin_epoch()
 
     def resize(self, num_workers: int) -> None:
-        """Go on with another number of workers."""
+        """Change the number of workers."""
         self.supervisor.resize(num_workers)
 
     def room_for(self, num_workers: int, present: int) -> int:
-        """Return how many there is memory for: half of what is left may go to processes."""
+        """Return how many workers fit into memory: new ones may use half of the free memory."""
         free = available_memory()
-        each = max(private_memory(pid) for pid in self.supervisor.pids())
-        if free is None or not each:
+        largest = max(private_memory(pid) for pid in self.supervisor.pids())
+        if free is None or not largest:
             return num_workers
-        more = free // (2 * neighbours() * each)
+        more = free // (2 * neighbours() * largest)
         return min(num_workers, present + more)
 
     def check(self) -> None:
-        """Raise errors of processes, and of converter threads."""
+        """Raise errors of processes and of converter threads."""
         self.supervisor.check()
         if self._group is not None:
             self._group.check()
 
     def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:
-        """Raise WorkerTimeout for what takes longer, or restart its worker."""
+        """Raise WorkerTimeout for work that takes too long, or restart its worker."""
         self.supervisor.check_time(working, timeout, restart=restart)
 
     def is_ready(self, runner_number: int) -> bool:
-        """Whether a worker has made its indexer, or producer."""
+        """Whether a worker has made its indexer or producer."""
         return self.supervisor.is_ready(runner_number)
 
-    def died_of(self, number: int, cell: int) -> BaseException | None:
-        """Return the exception in place of a ticket that has killed its workers."""
-        return self.supervisor.died_of(number, cell)
+    def died_of(self, ring_number: int, cell: int) -> BaseException | None:
+        """Return the error of a ticket that killed its workers, or None."""
+        return self.supervisor.died_of(ring_number, cell)
 
     def write(self, value: Any, name: str) -> Request:
-        """Write something for a worker into a slot.
+        """Write a value for a worker into a slot.
 
-        A signal handler may do the same meanwhile, with another encoder.
+        A signal handler may do the same in the meantime, with another encoder.
         """
         pickled = self._pickle(value, name)
         request = Request(self._arena.slots)
@@ -168,22 +169,23 @@ class ProcessCrew(Crew):
         return request
 
     def _pickle(self, value: Any, name: str) -> Pickled:
-        """Pickle something for a worker; one that was forked from this process has its classes."""
+        """Pickle a value for a worker; a worker forked from this process has its classes."""
         if self.supervisor.takes_objects:
-            with contextlib.suppress(Exception):  # `dump` raises it again, and explains it
+            # `dump` raises the exception again, and explains it.
+            with contextlib.suppress(Exception):
                 buffers: list[memoryview] = []
                 return Pickled(dumps([value], buffers), buffers)
         return dump(value, name=name)
 
-    def requested_key(self, number: int, cell: int) -> Any:
-        """Return the key that the ticket in a cell refers to; on any thread."""
-        slot, capacity, *record = self.rings[number].indices(cell)[CALLED].tolist()
-        # Not by the arena, whose lock the loop's thread may have.
-        at = slot * self._arena.width
-        return codec.decode(Mapping(self._arena.fd, at, capacity, own=True), record)
+    def requested_key(self, ring_number: int, cell: int) -> Any:
+        """Return the key that the ticket in a cell refers to. Thread-safe."""
+        slot, capacity, *record = self.rings[ring_number].indices(cell)[CALLED].tolist()
+        # Not mapped by the arena, whose lock the loop's thread may hold.
+        offset = slot * self._arena.width
+        return codec.decode(Mapping(self._arena.fd, offset, capacity, own=True), record)
 
     def stats(self, **counted: Any) -> Stats:
-        """Return counts and times; a batch that is converted again is made again, too."""
+        """Return counts and times; batches that are converted again count as retries."""
         deaths = self.supervisor.deaths
         lost = 0 if self._imports is None else self._imports.lost
         return super().stats(
@@ -194,9 +196,10 @@ class ProcessCrew(Crew):
         )
 
     def close(self, *, hurried: bool) -> None:
-        """End the workers, and then free what they used."""
+        """End the workers, then free the memory that they used."""
         self.supervisor.closed = True
-        if self._imports is not None:  # it may still read the converter processes' memory
+        # First, since imports may still read the converter processes' memory.
+        if self._imports is not None:
             self._imports.close()
         self.supervisor.close(hurried=hurried)
         if self._group is not None:

@@ -40,14 +40,18 @@ __all__ = ["ThreadCrew", "ThreadGroup", "add_converters"]
 
 log = logging.getLogger("cseq")
 
-CLOSE_SECONDS = 5.0  # how long close waits for threads, in all
-LOOK_SECONDS = 0.5  # how often a waiting thread checks whether the pool was closed
-LINE = 64  # bytes: a ring begins at a multiple of it
-MADE, WAITS = 0, -1  # of a thread's indexer
+# How long `close` waits for all threads together.
+CLOSE_SECONDS = 5.0
+# How often a waiting thread checks whether the pool was closed.
+LOOK_SECONDS = 0.5
+# Rings begin at multiples of this many bytes.
+LINE = 64
+# States of a thread's indexer, in `ThreadGroup.begun`.
+MADE, WAITS = 0, -1
 
 
 class ThreadGroup:
-    """Threads that run one stage each, and the first exception of any of them.
+    """Threads that run one stage each, and the first exception that one of them raised.
 
     Attributes
     ----------
@@ -57,9 +61,10 @@ class ThreadGroup:
 
     def __init__(self, ring: Ring, instead: str = "") -> None:
         self._ring, self._instead = ring, instead
-        self._idents: dict[int, int] = {}  # of threads that have begun, by runner number
+        self._idents: dict[int, int] = {}
         self.begun: dict[int, int] = {}
-        self._threads = Threads()  # to be started
+        # Threads to be started, and those that were.
+        self._threads = Threads()
         self._started: list[Threads] = []
         self.failure = failure.Failure()
 
@@ -70,7 +75,8 @@ class ThreadGroup:
     def start_threads(self) -> None:
         """Start the threads that were added since the last start."""
         threads, self._threads = self._threads, Threads()
-        self._started.append(threads)  # first: a signal handler may raise, and `join` waits for it
+        # Noted before the start, so that `join` waits for the threads if a signal handler raises.
+        self._started.append(threads)
         threads.start()
 
     def _guard(self, target: Callable[[], None], runner_number: int) -> None:
@@ -88,15 +94,15 @@ class ThreadGroup:
         self._ring.notify_all()
 
     def check(self) -> None:
-        """Raise the exception that has ended a thread."""
+        """Raise the exception that ended a thread."""
         self.failure.check()
 
     def is_ready(self, runner_number: int) -> bool:
-        """Whether a worker has made its indexer, or producer."""
+        """Whether a worker has made its indexer or producer."""
         return self.begun.get(runner_number) == MADE
 
     def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:  # noqa: ARG002
-        """Raise WorkerTimeout for what takes longer; no thread can be restarted."""
+        """Raise WorkerTimeout for work that takes too long; threads cannot be restarted."""
         starting = [
             (runner_number, since) for runner_number, since in list(self.begun.items()) if since > 0
         ]
@@ -110,7 +116,7 @@ class ThreadGroup:
         return "(not running)\n" if frame is None else "".join(traceback.format_stack(frame))
 
     def join(self, seconds: float, *, hurried: bool = False) -> None:
-        """Wait for all threads, so long in all; `hurried`: not longer than `HURRY`."""
+        """Wait for all threads, at most `seconds` in all, or `HURRY` seconds if `hurried`."""
         deadline = time.monotonic() + (HURRY if hurried else seconds)
         stuck = []
         for threads in self._started:
@@ -119,7 +125,7 @@ class ThreadGroup:
                 leave_running(threads)
         if stuck and not hurried:
             log.warning(
-                "threads %s did not end within %g s: what they call hangs; they are left running",
+                "threads %s did not end within %g s: a call hangs; they are left running",
                 stuck,
                 seconds,
             )
@@ -129,14 +135,14 @@ class ThreadGroup:
 def add_converters(
     tickets: Tickets, ring: Ring, source: Source, batch_writer: Objects, group: ThreadGroup
 ) -> None:
-    """Add threads of the second stage, each with a CUDA stream of its own."""
+    """Add threads of the second stage, each with its own CUDA stream."""
     first, output = tickets.num_workers + 1, tickets.output
     if output is None:
         return
-    for number in range(tickets.num_converters):
-        runner = Runner(ring, CONVERTER, first + number, last=True)
+    for converter in range(tickets.num_converters):
+        runner = Runner(ring, CONVERTER, first + converter, last=True)
         work = partial(_convert, output, runner, source, batch_writer)
-        group.add(f"cseq-c{number}", work, first + number)
+        group.add(f"cseq-c{converter}", work, first + converter)
 
 
 def _convert(output: Output, runner: Runner, source: Source, batch_writer: Objects) -> None:
@@ -144,7 +150,8 @@ def _convert(output: Output, runner: Runner, source: Source, batch_writer: Objec
 
     from cseq.converter.cuda import CudaConverter
 
-    torch.set_num_threads(1)  # of this thread: a copy by all cores takes them from the indexers
+    # A copy by all cores would take these from the indexers.
+    torch.set_num_threads(1)
     converter = CudaConverter(output)
     try:
         run(runner, partial(convert, source, converter.convert, batch_writer), idle=converter.reap)
@@ -153,39 +160,41 @@ def _convert(output: Output, runner: Runner, source: Source, batch_writer: Objec
 
 
 def open_rings(tickets: Tickets, name: str) -> tuple[list[Ring], Descriptor | None]:
-    """Make rings of threads in one memory, and the file that this is in, if it is in one."""
+    """Make rings of threads in one memory; return them and the memory's file, or None."""
     count, cells, words, runners = tickets.rings, tickets.cells, tickets.words, tickets.runners
     width = -(-ring_bytes(cells, words, runners) // LINE) * LINE
     size = count * width
     file = _file_for(size, name)
     memory = Block(size, zero=True) if file is None else Mapping(file.fd, 0, size)
     rings, turns = [], Turns(count) if HAS_GIL and count > 1 else None
-    for number in range(count):
-        at, limit = number * width, tickets.limit
-        ring = Ring(memory, cells, words, runners, tickets.calls, at, limit, threads=True)
+    for ring_number in range(count):
+        offset, limit = ring_number * width, tickets.limit
+        ring = Ring(memory, cells, words, runners, tickets.calls, offset, limit, threads=True)
         ring.turns = turns
         ring.set_spin(spin_ns(count * runners, turns=HAS_GIL), runners if HAS_GIL else 0)
-        ring.first = number * cells
+        ring.first = ring_number * cells
         rings.append(ring)
     return rings, file
 
 
 def _file_for(size: int, name: str) -> Descriptor | None:
-    """Make a file in memory for a ring, where other programs can read its meters: on Linux."""
+    """Make a file in memory, on Linux, where other programs can read a ring's meters."""
     if not sys.platform.startswith("linux"):
         return None
     try:
         file = sparse_file(size, name)
-        if os.readlink(f"/proc/self/fd/{file.fd}").startswith("/memfd:"):  # else it is on a disk
+        # Any other file is on a disk.
+        if os.readlink(f"/proc/self/fd/{file.fd}").startswith("/memfd:"):
             commit(file.fd, 0, size)
             return file
-    except OSError:  # of descriptors, there are none left
+    # No descriptors are left, perhaps.
+    except OSError:
         pass
     return None
 
 
 class ThreadCrew(Crew):
-    """Workers in threads: what they hand over is the object itself. No thread is replaced."""
+    """Workers in threads. They hand over the objects themselves; no thread is replaced."""
 
     of = "MTSequence"
     _worker: Any = None
@@ -200,9 +209,12 @@ class ThreadCrew(Crew):
         self._group = ThreadGroup(self.rings[0], tickets.instead)
         self._wanted = tickets.num_workers
         self._is_launched = False
-        self._unwarned = threading.Lock()  # the thread that acquires it warns of a first batch
-        self._lock = Lock()  # around `begun`, which has the runners that have a thread
-        self._making = threading.Lock()  # some libraries cannot open a data set in two threads
+        # The first thread that acquires this lock warns about its first batch.
+        self._unwarned = threading.Lock()
+        # Guards `ThreadGroup.begun`, whose keys are the runners with a thread.
+        self._lock = Lock()
+        # Held while an indexer is made: some libraries cannot open a data set in two threads.
+        self._making = threading.Lock()
         if tickets.num_converters:
             from cseq.converter.cuda import receive
 
@@ -214,66 +226,67 @@ class ThreadCrew(Crew):
         add_converters(self.tickets, self.rings[0], self.reader, self.reader, self._group)
 
     def launch(self) -> None:
-        """Start the threads that are wanted and not there."""
+        """Start the threads that are wanted but missing."""
         self._is_launched = True
         with self._lock.hold():
-            for number in range(self._wanted):
-                if number + 1 not in self._group.begun:
-                    self._group.begun[number + 1] = WAITS
-                    self._group.add(f"cseq-w{number}", partial(self._serve, number), number + 1)
+            for worker in range(self._wanted):
+                if worker + 1 not in self._group.begun:
+                    self._group.begun[worker + 1] = WAITS
+                    self._group.add(f"cseq-w{worker}", partial(self._serve, worker), worker + 1)
         self._group.start_threads()
 
     def resize(self, num_workers: int) -> None:
-        """Go on with another number of workers."""
+        """Change the number of workers."""
         self._wanted = num_workers
         if self._is_launched:
             self.launch()
 
     def check(self) -> None:
-        """Raise the exception that has ended a thread."""
+        """Raise the exception that ended a thread."""
         self._group.check()
 
     def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:
-        """Raise WorkerTimeout for what takes longer; no thread can be restarted."""
+        """Raise WorkerTimeout for work that takes too long; threads cannot be restarted."""
         self._group.check_time(working, timeout, restart=restart)
 
     def is_ready(self, runner_number: int) -> bool:
-        """Whether a worker has made its indexer, or producer."""
+        """Whether a worker has made its indexer or producer."""
         return self._group.is_ready(runner_number)
 
-    def write(self, value: Any, name: str) -> Request:  # noqa: ARG002 - for what is pickled
-        """Refer to something for a worker."""
+    def write(self, value: Any, name: str) -> Request:  # noqa: ARG002
+        """Refer to a value for a worker."""
         return Request(None, value)
 
-    def requested_key(self, number: int, cell: int) -> Any:
-        """Return the key that the ticket in a cell refers to; on any thread."""
-        _, key, _ = self.rings[number].kept[cell] or (None, None, None)
+    def requested_key(self, ring_number: int, cell: int) -> Any:
+        """Return the key that the ticket in a cell refers to. Thread-safe."""
+        _, key, _ = self.rings[ring_number].kept[cell] or (None, None, None)
         return key and key.value
 
-    def _serve(self, number: int) -> None:
-        """Work for as long as the ring is open to this thread's number."""
-        runner_number, is_alone = number + 1, len(self.rings) > 1
-        ring = self.rings[number if is_alone else 0]
+    def _serve(self, worker: int) -> None:
+        """Work while the ring is open to this worker."""
+        runner_number, is_alone = worker + 1, len(self.rings) > 1
+        ring = self.rings[worker if is_alone else 0]
         while True:
-            self._work(number, ring, 1 if is_alone else runner_number)
-            with self._lock.hold():  # `launch` finds this one, which goes on, or adds another
+            self._work(worker, ring, 1 if is_alone else runner_number)
+            # With the lock: `launch` either sees this thread, which goes on, or adds another.
+            with self._lock.hold():
                 if self._is_over(ring) or runner_number > self._wanted:
                     del self._group.begun[runner_number]
                     return
 
-    def _work(self, number: int, ring: Ring, owner: int) -> None:
-        """Make what makes batches, and work until the ring is closed to this thread."""
+    def _work(self, worker: int, ring: Ring, owner: int) -> None:
+        """Make an indexer or producer, and work until the ring is closed to this thread."""
         tickets = self.tickets
-        task = tickets.task(number + 1, forks=False)
+        task = tickets.task(worker + 1, forks=False)
         converter = None if tickets.num_converters else self._converter()
         try:
             serve(
                 task,
                 Runner(ring, INDEXER, owner, last=task.last),
-                BatchContext(number, tickets.num_workers, task.seed),
+                BatchContext(worker, tickets.num_workers, task.seed),
                 Objects(ring.capacity, objects=self._objects, first=ring.first),
                 lambda: self._worker,
-                self._starting(number + 1, ring),
+                self._starting(worker + 1, ring),
                 self._warn,
                 copied=False,
                 convert=None if converter is None else converter.convert,
@@ -281,11 +294,11 @@ class ThreadCrew(Crew):
         except _Over:
             pass
         finally:
-            self._group.begun[number + 1] = WAITS
+            self._group.begun[worker + 1] = WAITS
 
     @contextlib.contextmanager
     def _starting(self, runner_number: int, ring: Ring) -> Iterator[None]:
-        """Have a thread make its indexer, one after another; `_Over` once the pool is over."""
+        """Let one thread at a time make its indexer; raise `_Over` once the pool is over."""
         while not self._making.acquire(timeout=LOOK_SECONDS):
             if self._is_over(ring):
                 raise _Over
@@ -303,7 +316,7 @@ class ThreadCrew(Crew):
             log.warning(text)
 
     def _is_over(self, ring: Ring) -> bool:
-        """Whether the pool was closed, or a thread has failed."""
+        """Whether the pool was closed or a thread failed."""
         return ring.closed == 1 or bool(self._group.failure)
 
     def close(self, *, hurried: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a pool and its crew ask of the tickets that they serve."""
+"""The base of the tickets that a pool and its crew serve."""
 
 from __future__ import annotations
 
@@ -12,36 +12,38 @@ if TYPE_CHECKING:
     from cseq.order.sampler import Sampler
     from cseq.processes.deaths import Deaths, Held
 
-    Awaited = list[tuple[int, int]]  # ring and cell of tickets
-    Working = list[tuple[int, int, str]]  # runner_number, since when (ns of `now_ns`), on what
+    # Ring number and cell of tickets.
+    Awaited = list[tuple[int, int]]
+    # Runner number, since when it works (ns of `now_ns`), and its ticket's location.
+    Working = list[tuple[int, int, str]]
 
 __all__ = ["Tickets"]
 
 
 class Tickets:
-    """The tickets of a pool: the shape of its rings, and what messages say of them.
+    """The tickets of a pool: the shape of its rings, and how messages name a ticket.
 
     Attributes
     ----------
     pool : Pool
-        It sets this.
+        Set by the pool.
     options : WorkerOptions
     num_workers, num_converters : int
-        The most there may be, of each.
+        The maximum of each.
     rings, cells, words, limit, calls : int
-        How many rings, and see `Ring`.
+        The number of rings; for the others, see `Ring`.
     runners : int
-        Of each ring.
+        The number of runners of each ring.
     ahead : int
         Slots that workers may fill before the loop takes one.
     errors, interrupted : str
         See `Feed`.
     instead : str
-        What a WorkerTimeout of a thread adds.
+        The remedy in a thread's WorkerTimeout.
     output : Output or None
-        What batches become.
+        How batches are converted.
     converts_in_processes : bool
-        Converters are processes.
+        Whether converters are processes.
     """
 
     pool: Any
@@ -63,38 +65,40 @@ class Tickets:
 
     @property
     def sampler(self) -> Sampler | None:
-        """Of batches."""
+        """The sampler of batches, or None."""
         return None
 
     def task(self, runner_number: int, *, forks: bool) -> Any:
-        """Return what a worker is to do; `forks`: in a process. On any thread."""
+        """Return a worker's task, for a process if `forks`. Thread-safe."""
         raise NotImplementedError
 
     def deaths(self) -> Deaths:
-        """Make what decides on workers that die."""
+        """Make the counter of deaths, which decides whether a worker is replaced."""
         raise NotImplementedError
 
-    def held(self, number: int, cell: int, most: int = failure.MOST) -> Held:
-        """Describe the ticket in a cell of a ring, with at most so many indices; on any thread."""
+    def held(self, ring_number: int, cell: int, most: int = failure.MOST) -> Held:
+        """Describe a cell's ticket, listing at most `most` indices. Thread-safe."""
         raise NotImplementedError
 
-    def describe(self, number: int, cell: int, error: Any) -> tuple[Any, Any]:
+    def describe(self, ring_number: int, cell: int, error: Any) -> tuple[Any, Any]:
         """Name the ticket in an exception; see `Feed`."""
         raise NotImplementedError
 
-    def list_left(self, number: int, cell: int, left: tuple[tuple[Any, str], ...]) -> list[Any]:
+    def list_left(
+        self, ring_number: int, cell: int, left: tuple[tuple[Any, str], ...]
+    ) -> list[Any]:
         """Note the samples that a batch lacks; see `Feed`."""
         raise NotImplementedError
 
     def working(self, awaited: Awaited | None) -> Working:
-        """List what workers work on, of these tickets, or of those that the feed waits for."""
+        """List work on the awaited tickets, or on those that the feed waits for."""
         raise NotImplementedError
 
     def note_wait(self) -> None:
         """Note that the loop begins to wait."""
 
     def open(self) -> None:
-        """Start the crew. If this raises, or a signal handler does, `Pool.close` ends it."""
+        """Start the crew. If this is interrupted, `Pool.close` ends it."""
 
     def close(self) -> None:
-        """Forget the user's object: a pool is part of a cycle."""
+        """Drop the user's object, because a pool is in a reference cycle."""

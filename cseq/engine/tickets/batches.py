@@ -31,15 +31,15 @@ ADVICE = "look at what the indexer does with these indices"
 def wake_at(buffer: int, num_workers: int) -> int:
     """Return how many tickets are posted before sleeping workers are woken for them.
 
-    To wake a worker for each ticket costs more than a small batch does. Workers sleep when nothing
-    can be claimed; then up to `buffer` minus this many batches are ready or being made. The loop
-    uses these until the woken workers have made the next, so there must be one for each worker.
+    Waking a worker for each ticket costs more than making a small batch. When workers sleep, up to
+    `buffer` minus this number of batches are ready or being made. The loop uses them until the
+    woken workers have made the next, so there must be one batch for each worker.
     """
     return max(1, min(buffer // 2, buffer - num_workers))
 
 
 class Batches(Tickets):
-    """One ring, whose tickets ask for batches of samples in an order."""
+    """The tickets of one ring, which ask for batches of samples in an order."""
 
     pool: Pool[Batches]
     rings = 1
@@ -61,7 +61,7 @@ class Batches(Tickets):
 
     @property
     def sampler(self) -> Sampler:
-        """Of the present epochs."""
+        """The sampler of the present epochs."""
         return self._job.sampler
 
     @property
@@ -69,7 +69,7 @@ class Batches(Tickets):
         return self.pool.rings[0]
 
     def task(self, runner_number: int, *, forks: bool) -> BatchTask:
-        """Return what a worker is to do."""
+        """Return a worker's task."""
         job = self._job
         stage = INDEXER if runner_number <= job.num_workers else CONVERTER
         return BatchTask(
@@ -80,16 +80,17 @@ class Batches(Tickets):
             seed_globals=forks and job.seed_globals,
             on_error=job.on_error,
             cast=cast_dtype(job.output) if forks else None,
-            output=job.output._replace(function=None),  # the trainer applies the function
+            # The trainer applies the function.
+            output=job.output._replace(function=None),
         )
 
     def deaths(self) -> Deaths:
-        """Make what decides on workers that die."""
+        """Make the counter of deaths, which decides whether a worker is replaced."""
         job, fails = self._job, self.errors == "skip"
         return Deaths(job.options.max_restarts, job.num_workers, "batch", ADVICE, fails=fails)
 
     def open(self) -> None:
-        """Start as many runners as there are to be at first."""
+        """Start the initial number of runners."""
         job, crew = self._job, self.pool.crew
         self.resize(*job.start)
         if any(job.auto):
@@ -100,19 +101,19 @@ class Batches(Tickets):
         crew.launch()
 
     def close(self) -> None:
-        """Forget the user's object: a pool is part of a cycle."""
+        """Drop the user's object, because a pool is in a reference cycle."""
         self._job = self._job.without_worker()
 
     @property
     def size(self) -> Size:
-        """How many workers, and the most batches that are being made or wait, at present."""
-        if self.pool.crew.is_inline:  # what it would be with workers
+        """The present number of workers and buffer; inline, those with workers."""
+        if self.pool.crew.is_inline:
             return self._job.start
         return Size(self.pool.num_workers, self._ring.limit)
 
     @property
     def is_staffed(self) -> bool:
-        """Whether all these workers have made their indexers."""
+        """Whether all workers have made their indexers."""
         return all(map(self.pool.crew.is_ready, range(1, self.pool.num_workers + 1)))
 
     def stats(self) -> Stats:
@@ -120,7 +121,7 @@ class Batches(Tickets):
         return self.pool.stats()
 
     def most(self, stats: Stats) -> Size:
-        """Return the most of both that there is memory for, as far as `stats` tell."""
+        """Return the largest size that fits into memory, as far as `stats` show."""
         size, job = self.size, self._job
         nbytes = stats.nbytes / max(stats.batches, 1)
         limit = memory_limit_of(job.options.memory_limit)
@@ -129,11 +130,10 @@ class Batches(Tickets):
         return Size(workers, max(size.buffer, buffer))
 
     def resize(self, num_workers: int, buffer: int) -> None:
-        """Go on with another number of workers, and of batches ahead of the loop.
+        """Change the number of workers, from 1 to the `Job`'s, and the buffer.
 
-        For the thread that takes batches. No result depends on either. Workers that are too many
-        finish the ticket in hand, and leave; tickets of those that die meanwhile go to others. At
-        most as many as the pool was made for (`Job`), at least one.
+        Call this on the thread that takes batches. No result depends on the size. Surplus workers
+        finish their tickets and leave; if one dies first, another worker gets its ticket.
         """
         pool, ring = self.pool, self._ring
         if pool.crew.is_inline:
@@ -149,15 +149,15 @@ class Batches(Tickets):
 
     @property
     def skipped(self) -> list[Skipped]:
-        """Samples and batches that were left out for an error."""
+        """Samples and batches that were left out because of an error."""
         return list(self.pool.feed.skipped)
 
     def begin_epoch(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
-        """Begin an epoch after `consumed` samples; nothing of an earlier one is delivered.
+        """Begin an epoch after `consumed` samples, for the iterator of this generation.
 
-        In one step of C, `place` becomes that of this epoch, and the feed its progress. If the same
-        epoch was begun at the same place, and the loop has had nothing of it yet, the batches that
-        were made are kept. `generation`: that of the iterator that is to have the batches.
+        No batch of an earlier epoch is delivered. In one step of C, `place` becomes this epoch's
+        place, and the feed its progress. If the epoch was already begun at this place, and the loop
+        has taken nothing, the finished batches are kept.
         """
         feed, job = self.pool.feed, self._job
         before = feed.place
@@ -171,9 +171,10 @@ class Batches(Tickets):
         feed.run_clock()
 
     def replan(self, sampler: Sampler, place: Place, *, is_over: bool, position: int) -> None:
-        """Go on with another sampler at this position of the epoch, unless that is over.
+        """Continue the epoch from `position` with another sampler, unless the epoch is over.
 
-        The iterator stays, and what was made ahead for it is dropped. With the run's lock.
+        The caller holds the run's lock. The iterator stays; batches that were made ahead are
+        dropped.
         """
         epoch = place.now(sampler).epoch
         self._job = self._job._replace(sampler=sampler)
@@ -184,23 +185,25 @@ class Batches(Tickets):
         feed.begin_epoch(sampler.source(epoch, position), ordered=self._job.ordered, place=place)
         feed.refill()
 
-    def held(self, number: int, cell: int, most: int = failure.MOST) -> Held:  # noqa: ARG002
-        """Describe the batch in a cell; on any thread."""
+    def held(self, ring_number: int, cell: int, most: int = failure.MOST) -> Held:  # noqa: ARG002
+        """Describe the batch in a cell. Thread-safe."""
         epoch, batch, count = self._ring.ticket(cell)
         indices: list[int] = self._ring.indices(cell)[:count].tolist()
         return Held(epoch, batch, indices, failure.location_of(epoch, batch, indices, most))
 
-    def describe(self, number: int, cell: int, error: BaseException) -> tuple[Any, Any]:
+    def describe(self, ring_number: int, cell: int, error: BaseException) -> tuple[Any, Any]:
         """Name the batch in an exception; log it if the batch is left out."""
-        epoch, batch, indices, location, _ = self.held(number, cell, failure.SHOWN)
+        epoch, batch, indices, location, _ = self.held(ring_number, cell, failure.SHOWN)
         error, entry = failure.ordinary(error), None
         if self._job.on_error == "skip" and isinstance(error, Exception):
             entry = note_batch(location, epoch, batch, error, indices)
         return failure.named(error, location), entry
 
-    def list_left(self, number: int, cell: int, left: tuple[tuple[Any, str], ...]) -> list[Any]:
+    def list_left(
+        self, ring_number: int, cell: int, left: tuple[tuple[Any, str], ...]
+    ) -> list[Any]:
         """Log the samples that a batch lacks."""
-        epoch, batch, *_ = self.held(number, cell)
+        epoch, batch, *_ = self.held(ring_number, cell)
         return note_samples(epoch, batch, left)
 
     def working(self, _: Awaited | None) -> Working:

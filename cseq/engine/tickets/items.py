@@ -22,29 +22,34 @@ if TYPE_CHECKING:
     from cseq.engine.tickets.base import Awaited, Working
     from cseq.options import WorkerOptions
 
-    Answer = tuple[int, int, int, tuple[int, ...]]  # see `Ring.peek`
+    # See `Ring.peek`.
+    Answer = tuple[int, int, int, tuple[int, ...]]
 
 __all__ = ["Items", "Naming"]
 
-DEEPEST = 64  # the most tickets of one worker in flight, also if `prefetch` is larger
-MOST_BYTES = 16 << 20  # of all cells, beyond what `prefetch` of each worker takes
-KEY_ROOM = 512  # ints: a list of no more travels in its ticket, other keys are pickled
-CALLS = 2  # cells for calls: one that was cancelled may still be worked on
+# The most tickets of one worker in flight, even if `prefetch` is larger.
+DEEPEST = 64
+# The most bytes of all cells, beyond those for `prefetch` items of each worker.
+MOST_BYTES = 16 << 20
+# A list of at most this many ints travels in its ticket; other keys are pickled.
+KEY_ROOM = 512
+# Cells for calls: a worker may still be busy with a cancelled one.
+CALLS = 2
 
 
 class Naming(NamedTuple):
-    """What messages call an item, and what it counts for.
+    """How messages name an item, and how many samples it counts for.
 
     Attributes
     ----------
     unit : str
-        What it is.
+        A noun for the item.
     lost : str
-        What the log adds where it says that a worker was replaced.
+        What the log adds when a worker was replaced.
     samples : callable, optional
-        ``samples(key)`` is how many samples `stats` counts for the item of a key; None: one.
+        ``samples(key)`` is how many samples `stats` counts for the item of a key; by default 1.
     interrupted : str
-        What InterruptedError says where no epoch is under way.
+        The text of the InterruptedError if no epoch is under way.
     """
 
     unit: str = "item"
@@ -57,12 +62,12 @@ class Naming(NamedTuple):
 
 
 class Items(Tickets):
-    """A ring for each worker; for one thread at a time, except `Pool.close`."""
+    """The tickets of queues, one for each worker. Only `Pool.close` is thread-safe."""
 
     pool: Pool[Items]
     calls = CALLS
     runners = 1
-    instead = "a thread cannot be replaced: what it makes comes late"
+    instead = "a thread cannot be replaced: its items come late"
 
     def __init__(
         self,
@@ -78,9 +83,9 @@ class Items(Tickets):
         self.errors, self.interrupted = errors, naming.interrupted
         self._prefetch = prefetch
         self._depth = depth = min(prefetch, DEEPEST)
-        # Besides items, a worker may hold one ticket that was cancelled.
+        # Besides items, a worker may hold one cancelled ticket.
         besides = 1 + CALLS
-        # One worker may have all keys, unless the cells for them would take too much memory.
+        # One worker may get all keys, unless their cells would take too much memory.
         self.words = words = KEYS + KEY_ROOM
         cell = ring_bytes(2, words, 1) - ring_bytes(1, words, 1)
         affordable = MOST_BYTES // (num_workers * cell) - besides
@@ -88,30 +93,32 @@ class Items(Tickets):
         self.rings = self.num_workers = num_workers
         self.cells = self._most + besides
         self.ahead = num_workers * (depth + besides)
-        self._epoch = 0  # as tickets have it, where 0 is none; messages count epochs from 0
-        self.assignments: list[Request] = []  # of the epoch that is under way
-        self._begun = 0  # when the present wait began
-        self._idle: dict[int, int] = {}  # since when a worker is ready and has claimed nothing
+        # The epoch's number in tickets, where 0 is no epoch; messages count from 0.
+        self._epoch = 0
+        self.assignments: list[Request] = []
+        # When the present wait began, and since when a runner has been ready without a ticket.
+        self._wait_began = 0
+        self._idle: dict[int, int] = {}
 
     def task(self, runner_number: int, *, forks: bool) -> ItemTask:  # noqa: ARG002
-        """Return what a worker is to do."""
+        """Return a worker's task."""
         return ItemTask(self.num_workers)
 
     def deaths(self) -> Deaths:
-        """Make what decides on workers that die."""
+        """Make the counter of deaths, which decides whether a worker is replaced."""
         most, naming = self.options.max_restarts, self._naming
         advice = "look at what makes it"
         return Deaths(most, self.num_workers, naming.unit, advice, naming.lost, fails=self._fails)
 
     def feed_of(self, pool: Pool[Items]) -> Feed:
-        """Return the feed, to which the pool then refers weakly; the rings are set up.
+        """Set up the rings; return the feed, to which the pool then refers weakly.
 
-        What closes dropped `Streams` refers to the pool, and the feed to the iterator of keys,
-        and so perhaps to the `Streams`.
+        The finalizer of dropped `Streams` refers to the pool, and the feed refers to the iterator
+        of keys, which may refer to the `Streams`.
         """
         for ring in pool.rings:
-            # Waking a worker costs more than a small item does. It sleeps only when all items asked
-            # for are ready, so it is woken when half of them are asked for again.
+            # Waking a worker costs more than making a small item. A worker sleeps only when all its
+            # items are ready, so it is woken when half of them have been asked for again.
             ring.wake_at = (self._depth + 1) // 2
         feed = pool.feed
         pool.feed = weakref.proxy(feed)
@@ -124,66 +131,65 @@ class Items(Tickets):
 
     def note_wait(self) -> None:
         """Note that the loop begins to wait: times are measured from here."""
-        self._idle, self._begun = {}, now_ns()
+        self._idle, self._wait_began = {}, now_ns()
 
     def working(self, awaited: Awaited | None) -> Working:
-        """List what workers that are waited for work on, and since when: not before the wait."""
-        found = []
-        # Of each worker, the first.
+        """List the work of awaited workers, and since when, counted from the start of the wait."""
+        everything = []
+        # The first ticket of each worker.
         first = dict(reversed(self.pool.feed.awaited() if awaited is None else awaited))
-        for number, cell in first.items():
-            runner_number = number + 1
-            working = self._held_by(number)
+        for worker, cell in first.items():
+            runner_number = worker + 1
+            working = self._held_by(worker)
             if working or not self.pool.crew.is_ready(runner_number):
                 self._idle.pop(runner_number, None)
-            else:  # its process may be stopped
+            # The process of a ready worker without a ticket may be stopped.
+            else:
                 since = self._idle.setdefault(runner_number, now_ns())
-                working = [(runner_number, since, self.held(number, cell).location)]
-            found += [
-                (runner_number, max(since, self._begun), location)
-                for runner_number, since, location in working
-            ]
-        return found
+                working = [(runner_number, since, self.held(worker, cell).location)]
+            everything += [(k, max(since, self._wait_began), text) for k, since, text in working]
+        return everything
 
-    def _held_by(self, number: int) -> Working:
-        """Return what a worker works on, and since when (ns of `now_ns`)."""
-        ring = self.pool.rings[number]
+    def _held_by(self, worker: int) -> Working:
+        """Return a worker's tickets in work, and since when (ns of `now_ns`)."""
+        ring = self.pool.rings[worker]
         held = [(cell, ring.holder(cell)[1]) for cell in ring.held(1)]
         return [
-            (number + 1, since, self.held(number, cell).location) for cell, since in held if since
+            (worker + 1, since, self.held(worker, cell).location) for cell, since in held if since
         ]
 
-    def held(self, number: int, cell: int, most: int = failure.MOST) -> Held:
-        """Describe the item, or the call, of the ticket in a cell; on any thread."""
-        ring = self.pool.rings[number]
+    def held(self, worker: int, cell: int, most: int = failure.MOST) -> Held:
+        """Describe the item or call of the ticket in a cell. Thread-safe."""
+        ring = self.pool.rings[worker]
         (epoch, kind, _), start, key = ring.ticket(cell), ring.start(cell), None
         if kind == CALL:
             kept = ring.kept[cell]
-            location = f"{kept[-1] if kept else 'a call'} in worker {number}"
+            location = f"{kept[-1] if kept else 'a call'} in worker {worker}"
         else:
             of_key = ""
             try:
-                key = self._key(number, cell)
+                key = self._key(worker, cell)
                 of_key = "" if key is None else f" ({failure.listed(key, most)})"
-            except (Exception, SystemExit) as error:  # the user's class; the item has a number, too
+            # The key's class is the user's. Without the key, the item's number names it.
+            except (Exception, SystemExit) as error:
                 if failure.ends_program(error):
                     raise
-            location = f"{self._naming.unit} {start}{of_key} of worker {number}, epoch {epoch - 1}"
+            location = f"{self._naming.unit} {start}{of_key} of worker {worker}, epoch {epoch - 1}"
         items = key if isinstance(key, list) else [start if key is None else key]
         return Held(epoch - 1, start, items, location, kind == ITEM)
 
-    def _key(self, number: int, cell: int) -> Any:
-        """Return the key of the ticket in a cell; None: it has none."""
-        words = self.pool.rings[number].indices(cell)
+    def _key(self, worker: int, cell: int) -> Any:
+        """Return the key of the ticket in a cell, or None if it has no key."""
+        words = self.pool.rings[worker].indices(cell)
         count = int(words[KEY])
         if count >= 0:
             return words[KEYS : KEYS + count].tolist()
-        return self.pool.crew.requested_key(number, cell) if count == IN_REQUEST else None
+        return self.pool.crew.requested_key(worker, cell) if count == IN_REQUEST else None
 
-    def describe(self, number: int, cell: int, error: BaseException) -> tuple[BaseException, None]:
+    def describe(self, worker: int, cell: int, error: BaseException) -> tuple[BaseException, None]:
         """Name the item in an exception."""
-        error = _signed(error, number)
-        location = f"{self._naming.unit} {self.pool.rings[number].start(cell)} of worker {number}"
+        error = _signed(error, worker)
+        location = f"{self._naming.unit} {self.pool.rings[worker].start(cell)} of worker {worker}"
         named = failure.named(error, f"{location}, epoch {self._epoch - 1}")
         return named, None
 
@@ -199,7 +205,7 @@ class Items(Tickets):
         free: bool,
         first: int,
     ) -> list[Any]:
-        """Begin an epoch: post its tickets, start the workers; return the replies."""
+        """Begin an epoch: post its tickets and start the workers. Return the replies."""
         feed = self.pool.feed
         self._end()
         try:
@@ -231,9 +237,10 @@ class Items(Tickets):
             posts = []
             if keys is None:
                 name = f"the beginning of epoch {self._epoch - 1}"
-                posts = [self.post_call(number, None, name) for number in range(self.num_workers)]
+                posts = [self.post_call(worker, None, name) for worker in range(self.num_workers)]
             feed.refill()
-            source.finish()  # which raises what the iterator of keys has raised
+            # This raises the exception of the iterator of keys, if there was one.
+            source.finish()
             for ring in self.pool.rings:
                 ring.wake()
             self.pool.crew.launch()
@@ -249,7 +256,7 @@ class Items(Tickets):
         return replies
 
     def _write_all(self, assignments: Sequence[Any]) -> list[Request]:
-        """Write the workers' assignments; an object given for several is written once."""
+        """Write the workers' assignments, each object once."""
         written: dict[int, Request] = {}
         for assignment in assignments:
             if id(assignment) not in written:
@@ -257,7 +264,7 @@ class Items(Tickets):
         return [written[id(assignment)] for assignment in assignments]
 
     def _end(self) -> None:
-        """Cancel the epoch, and the calls that are under way."""
+        """Cancel the epoch and the calls that are under way."""
         self.assignments = []
         self.pool.feed.end()
 
@@ -266,62 +273,64 @@ class Items(Tickets):
     def ask(
         self, method: str, args: tuple[Any, ...], workers: Sequence[int], *, behind: bool
     ) -> list[Any]:
-        """Call a method in some workers. The next call cancels an interrupted one."""
+        """Call a method in some workers. An interrupted call is cancelled by the next one."""
         generation = self.pool.run.generation
         try:
             self.pool.crew.check()
             self.pool.crew.launch()
-            for number in workers if behind else ():
-                for cell, ticket in self.pool.feed.tickets(number)[-1:]:
-                    self._await_answer(number, cell, ticket, generation)
+            for worker in workers if behind else ():
+                for cell, ticket in self.pool.feed.tickets(worker)[-1:]:
+                    self._await_answer(worker, cell, ticket, generation)
             request = self.pool.crew.write((method, args), f"{method}'s arguments")
             name = f"a call of {method}()"
-            posts = [self.post_call(number, request, name) for number in workers]
-            del request  # it is freed with the last ticket that refers to it
+            posts = [self.post_call(worker, request, name) for worker in workers]
+            # The request is freed with the last ticket that refers to it.
+            del request
             return [self._reply(*post, generation) for post in posts]
         except InterruptedError:
             self.pool.feed.check(generation)
             raise
 
-    def post_call(self, number: int, request: Request | None, name: str) -> tuple[int, int, int]:
+    def post_call(self, worker: int, request: Request | None, name: str) -> tuple[int, int, int]:
         """Post a call; return the worker, and cell and number of its ticket."""
-        known = self.assignments
-        epoch = (known[number], self._epoch) if known else ()
-        return number, *self.pool.feed.post_call(number, request, name, *epoch)
+        assignments = self.assignments
+        epoch = (assignments[worker], self._epoch) if assignments else ()
+        return worker, *self.pool.feed.post_call(worker, request, name, *epoch)
 
-    def _await_answer(self, number: int, cell: int, ticket: int, generation: int) -> Answer | None:
-        """Sleep until a ticket is answered. None: it is not in the ring any more."""
-        peek = self.pool.rings[number].peek
-        answer: Any = self.pool.await_for(generation, lambda: peek(cell, ticket), [(number, cell)])
+    def _await_answer(self, worker: int, cell: int, ticket: int, generation: int) -> Answer | None:
+        """Sleep until a ticket is answered; return None if it has left the ring."""
+        peek = self.pool.rings[worker].peek
+        answer: Any = self.pool.await_for(generation, lambda: peek(cell, ticket), [(worker, cell)])
         return answer or None
 
-    def _reply(self, number: int, cell: int, ticket: int, generation: int) -> Any:
+    def _reply(self, worker: int, cell: int, ticket: int, generation: int) -> Any:
         """Wait for the answer to a call, and take it out."""
-        answer = self._await_answer(number, cell, ticket, generation)
+        answer = self._await_answer(worker, cell, ticket, generation)
         if answer is None:
-            raise InterruptedError("a signal handler has made another call")
-        at = cell + self.pool.rings[number].first
+            raise InterruptedError("a signal handler made another call")
+        entry = cell + self.pool.rings[worker].first
         if not answer[0] & RAISED:
             try:
-                reply = self.pool.crew.reader.decode(at, *answer[1:])
+                reply = self.pool.crew.reader.decode(entry, *answer[1:])
             except SystemExit as ending:
                 if failure.ends_program(ending):
                     raise
                 raise failure.ordinary(ending) from ending
-            self.pool.feed.commit_reply(number, cell, ticket)
+            self.pool.feed.commit_reply(worker, cell, ticket)
             return reply
-        error = self.pool.crew.reader.error(at, *answer[1:])
-        location = self.held(number, cell).location
-        self.pool.feed.commit_reply(number, cell, ticket, ends=True)
+        error = self.pool.crew.reader.error(entry, *answer[1:])
+        location = self.held(worker, cell).location
+        self.pool.feed.commit_reply(worker, cell, ticket, ends=True)
         try:
-            error = failure.named(_signed(error, number), location)
+            error = failure.named(_signed(error, worker), location)
             raise error
+        # The traceback refers to this frame: a reference cycle.
         finally:
-            del error  # its traceback refers to this frame: a reference cycle
+            del error
 
 
 def _signed(error: BaseException, worker: int) -> BaseException:
-    """Set the worker's number on the cause of its exception, if it was raised there."""
+    """Set the worker's number on the cause of an exception, if the worker raised it."""
     cause = error.__cause__
     if isinstance(cause, RemoteTraceback):
         cause.worker = worker
