@@ -1,9 +1,8 @@
 """Objects of multiprocessing, pickled for workers that are not forked.
 
-A lock, an event, a value or a queue is pickled only for a child that multiprocessing itself starts:
-it asks the child's `Popen`, which is known to the thread meanwhile, to take descriptors there.
-Here another `Popen` is known meanwhile, whose descriptors the workers open by themselves. So they
-do with the file of a tensor in shared memory.
+A lock, event, value or queue can be pickled only while multiprocessing starts a child: it passes
+descriptors to the thread's current `Popen`. During pickling, cseq sets its own `Popen`, from which
+the workers reopen the descriptors. They reopen the file of a tensor in shared memory as well.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Reopened", "spawning"]
 
-CONTEXT: Any = context  # what follows is public only by name
+# Typeshed lacks the attributes that are used below.
+CONTEXT: Any = context
 PICKLER: Any = reduction.ForkingPickler
 
 
 class Reopened(NamedTuple):
-    """A descriptor of the trainer, for a worker: also one that is started later, for a dead one."""
+    """A trainer's descriptor that any worker can reopen, including a later replacement."""
 
     pid: int
     fd: int
@@ -37,21 +37,21 @@ class Reopened(NamedTuple):
     inode: int
 
     def detach(self) -> int:
-        """Open what it stands for, in this process."""
+        """Reopen the descriptor in this process."""
         fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", self.mode | os.O_CLOEXEC)
-        found = os.fstat(fd)
-        if (found.st_dev, found.st_ino) != (self.device, self.inode):
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino) != (self.device, self.inode):
             os.close(fd)
-            raise OSError(f"descriptor {self.fd} of process {self.pid} is another one by now")
+            raise OSError(f"descriptor {self.fd} of process {self.pid} refers to another file now")
         return fd
 
 
 class Workers:
-    """Stands for the `Popen` of all workers of a manager."""
+    """Represents the `Popen` of all workers of a manager."""
 
     @staticmethod
     def duplicate_for_child(fd: int) -> int:
-        """Return a descriptor, if workers can open it."""
+        """Return a descriptor if workers can open it."""
         if not os.path.exists(f"/proc/{os.getpid()}/fd/{fd}"):
             raise RuntimeError(f"descriptor {fd} cannot be opened by other processes here")
         if stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -59,25 +59,25 @@ class Workers:
         return fd
 
     @staticmethod
-    def DupFd(fd: int) -> Reopened:  # noqa: N802 - as multiprocessing names it
-        """Say where a descriptor is found."""
+    def DupFd(fd: int) -> Reopened:  # noqa: N802
+        """Describe a descriptor so that a worker can reopen it."""
         import fcntl
 
-        found = os.fstat(fd)
+        status = os.fstat(fd)
         mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
-        return Reopened(os.getpid(), fd, mode, found.st_dev, found.st_ino)
+        return Reopened(os.getpid(), fd, mode, status.st_dev, status.st_ino)
 
 
 @contextlib.contextmanager
 def spawning() -> Iterator[dict[type, Any]]:
-    """In this context, give `dump` its `reducers` for multiprocessing's objects.
+    """Give `dump` its `reducers` for multiprocessing's objects, in this context.
 
-    There are none for Windows, where these are handles.
+    There are no reducers on Windows, where the objects are handles.
     """
     if os.name == "nt":
         yield {}
         return
-    before = CONTEXT.get_spawning_popen()  # of this thread
+    before = CONTEXT.get_spawning_popen()
     CONTEXT.set_spawning_popen(Workers)
     try:
         yield _reducers()
@@ -86,7 +86,7 @@ def spawning() -> Iterator[dict[type, Any]]:
 
 
 def _reducers() -> dict[type, Any]:
-    """Return how multiprocessing pickles what pickle cannot do itself, by type."""
+    """Return multiprocessing's reducers, by type."""
     storage = getattr(sys.modules.get("torch"), "UntypedStorage", None)
     shared = {} if storage is None else {storage: _reduce_storage}
     return shared | {
@@ -99,7 +99,7 @@ def _reducers() -> dict[type, Any]:
 
 
 def _reduce_storage(storage: Any) -> Any:
-    """Reduce a storage of torch: one in shared memory is the same memory in the workers."""
+    """Reduce a storage of torch. Workers share a storage in shared memory."""
     strategy = sys.modules["torch"].multiprocessing.get_sharing_strategy()
     is_file = storage.device.type == "cpu" and storage.is_shared() and storage.nbytes()
     if not is_file or strategy != "file_descriptor":

@@ -600,7 +600,7 @@ def test_a_frozen_program_is_not_started_as_if_it_were_python(monkeypatch):
         (-250, "was killed by signal 250"),
         (0xC0000005, "crashed with NTSTATUS 0xC0000005"),
         (0xFFFFFFFF, "exited with code -1"),
-        (None, "ended (its exit code is not known)"),
+        (None, "ended (its exit code is unknown)"),
     ],
 )
 def test_the_end_of_a_process_in_words(code, text):

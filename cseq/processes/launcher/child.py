@@ -1,4 +1,4 @@
-"""The new process: how a worker begins and ends."""
+"""A new process: how a worker begins and ends."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ if TYPE_CHECKING:
 
 
 LOKY = ("loky", "joblib.externals.loky")
-# Modules of process pools, which end their processes where the interpreter ends, before `atexit`.
+# Modules of process pools, which end their processes when the interpreter ends, before `atexit`.
 POOLS = ("concurrent.futures.process", *(f"{name}.process_executor" for name in LOKY))
 
 
 def prepare(start: Start) -> socket.socket:
-    """Make this new interpreter what `start` says; return its socket."""
+    """Set this new interpreter up as `start` says; return its socket."""
     _shield()
     _empty_stdin()
     _clear_main()
     sys.argv[:] = start["argv"]
-    importlib.import_module("multiprocessing")  # before it can take this for the trainer
+    # Imported before `__main__` has names, or it would mistake this process for the trainer.
+    importlib.import_module("multiprocessing")
     _measure_as(start["measured"])
     return _own_socket(start["socket"])
 
 
-def begin(start: Start) -> NoReturn:
+def begin_process(start: Start) -> NoReturn:
     """Run the worker that this interpreter is for; its garbage collector is off."""
     sock = prepare(start)
     gc.enable()
-    work(sock, start["number"], start["entry"], start["trainer"])
+    work(sock, start["worker"], start["entry"], start["trainer"])
 
 
 def begin_as_copy(
     sock: socket.socket,
-    number: int,
+    worker: int,
     entry: str,
     local: object,
     threads: int | None,
@@ -59,96 +60,103 @@ def begin_as_copy(
         _measure_as(is_measured())
         own_offsets()
         system.limit_threads(threads)
-        gc.freeze()  # the trainer's objects: looking through them would copy their pages
+        # Looking through the trainer's objects would copy their pages.
+        gc.freeze()
         atexit._clear()
         signal.set_wakeup_fd(-1)
         _drop_handlers()
-        threading.current_thread().name = "MainThread"  # that of the supervisor has forked
+        # The supervisor's thread forked this process.
+        threading.current_thread().name = "MainThread"
         _shield()
         _empty_stdin()
-        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - the old has read ahead
-    except BaseException:  # noqa: BLE001 - it must not go back into the user's code
-        leave(report(number), number)
-    work(sock, number, entry, trainer, local)
+        # The trainer's stream may have read ahead.
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    # The copy must not go back into the user's code.
+    except BaseException:  # noqa: BLE001
+        leave(report(worker), worker)
+    work(sock, worker, entry, trainer, local)
 
 
-_measures = False  # this process, or the workers that are forked off it, by coverage
+# Whether coverage measures this process, or the workers that are forked off it.
+_measures = False
 
 
 def is_measured() -> bool:
-    """Whether coverage measures this process, and is to measure what multiprocessing starts."""
+    """Whether coverage measures this process and those that multiprocessing starts."""
     measuring: Any = getattr(sys.modules.get("coverage"), "Coverage", None)
     current = None if measuring is None else measuring.current()
     return current is not None and "multiprocessing" in current.get_option("run:concurrency")
 
 
-def _measure_as(measures: bool) -> None:  # noqa: FBT001 - its one meaning
+def _measure_as(measures: bool) -> None:  # noqa: FBT001
     global _measures
     _measures = measures
 
 
 def _measure() -> None:
-    """Begin to measure, as in a `multiprocessing.Process`; what `atexit` runs writes the file."""
+    """Begin to measure, as a `multiprocessing.Process` does; `atexit` writes the file."""
     coverage: Any = importlib.import_module("coverage")
     measuring = coverage.Coverage(data_suffix=True, auto_data=True)
     measuring._warn_preimported_source = measuring._warn_no_data = False
     measuring.start()
-    _shield()  # it may have a handler for SIGTERM
+    # Coverage may have set a handler for SIGTERM.
+    _shield()
 
 
 def _own_socket(handle: int | bytes) -> socket.socket:
-    """Make the socket of the handle that this process was given."""
+    """Make a socket from the handle that this process was given."""
     if isinstance(handle, bytes):
         sock: socket.socket = cast("Any", socket).fromshare(handle)
         return sock
-    os.set_inheritable(handle, False)  # noqa: FBT003 - its own way
+    os.set_inheritable(handle, False)  # noqa: FBT003
     return socket.socket(fileno=handle)
 
 
 def _shield() -> None:
     """Ignore signals that are meant for the trainer.
 
-    By a handler: signals that are ignored by `SIG_IGN` are ignored by executed programs, too, and a
+    This sets a handler instead of `SIG_IGN`, which executed programs would inherit, so that a
     worker could not stop its own children by SIGTERM.
     """
-    for number in SHIELDED:
-        signal.signal(number, ignore)
+    for signum in SHIELDED:
+        signal.signal(signum, ignore)
         if hasattr(signal, "siginterrupt"):
-            signal.siginterrupt(number, False)  # noqa: FBT003 - its own way
+            signal.siginterrupt(signum, False)  # noqa: FBT003
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
 
 
 def _unshield() -> None:
-    """Restore the usual handling of signals, in a process that a worker forks."""
-    for number in SHIELDED:
-        if signal.getsignal(number) is ignore:
-            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-            signal.signal(number, usual)
+    """Restore the usual handling of signals in a process that a worker forks."""
+    for signum in SHIELDED:
+        if signal.getsignal(signum) is ignore:
+            usual = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+            signal.signal(signum, usual)
 
 
-def ignore(number: int, frame: object) -> None:
-    """Do nothing about a signal."""
+def ignore(signum: int, frame: object) -> None:
+    """Ignore a signal."""
 
 
 def _drop_handlers() -> None:
-    """Reset the trainer's signal handlers: they are not for workers."""
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)) and number not in SHIELDED:
-            signal.signal(number, signal.SIG_DFL)
+    """Reset the trainer's signal handlers, which are not for workers."""
+    for signum in signal.valid_signals():
+        if callable(signal.getsignal(signum)) and signum not in SHIELDED:
+            signal.signal(signum, signal.SIG_DFL)
 
 
 def _empty_stdin() -> None:
-    """Make standard input empty: input of the terminal is for the trainer.
+    """Make standard input empty, because the terminal's input is for the trainer.
 
-    Standard streams that the trainer has closed are opened, or files of the user's libraries would
-    get their numbers.
+    Standard streams that the trainer has closed are opened. Otherwise, files of the user's
+    libraries would get their numbers.
     """
     try:
         fd = os.open(os.devnull, os.O_RDWR)
-    except OSError:  # a container without devices: the end of a pipe, which cannot be written to
-        fd, other = os.pipe()
-        os.close(other)
+    # In a container without devices, use the reading end of a pipe.
+    except OSError:
+        fd, writer = os.pipe()
+        os.close(writer)
     os.dup2(fd, 0)
     for stream in (1, 2):
         try:
@@ -160,7 +168,7 @@ def _empty_stdin() -> None:
 
 
 def _clear_main() -> None:
-    """Remove all names from ``__main__``: classes of the user's script will be put there."""
+    """Remove all names from ``__main__``, where classes of the user's script will be put."""
     main = vars(sys.modules["__main__"])
     for name in [name for name in main if not name.startswith("__")]:
         del main[name]
@@ -173,16 +181,16 @@ def set_name(name: str) -> None:
 
 
 def work(
-    sock: socket.socket, number: int, entry: str, trainer: Identity, local: object = None
+    sock: socket.socket, worker: int, entry: str, trainer: Identity, local: object = None
 ) -> NoReturn:
-    """Run a worker's entry, and end the process; one that user code has forked off it, too."""
+    """Run a worker's entry, and end the process. Forks of it that return here end as well."""
     depth = fork_depth()
     try:
         close_in_forks(sock)
         in_forked_children(_unshield)
         if "multiprocessing.process" in sys.modules:
-            _adopt(number, trainer, sock.fileno())
-        set_name(f"cseq-w{number}")
+            _adopt(worker, trainer, sock.fileno())
+        set_name(f"cseq-w{worker}")
         if _measures:
             _measure()
         module, _, function = entry.partition(":")
@@ -190,27 +198,29 @@ def work(
         code = exit_code_of(run(sock) if local is None else run(sock, local))
         if fork_depth() != depth:
             end_copy(None)
-    except BaseException as error:  # noqa: BLE001 - no caller above handles it
+    # No caller handles the exception.
+    except BaseException as error:  # noqa: BLE001
         if fork_depth() != depth:
             end_copy(error)
-        code = _code_after(error, sock, number)
-    leave(code, number)
+        code = _code_after(error, sock, worker)
+    leave(code, worker)
 
 
-def _adopt(number: int, trainer: Identity, sentinel: int) -> None:
-    """Tell multiprocessing, and process pools, that this is a new process.
+def _adopt(worker: int, trainer: Identity, sentinel: int) -> None:
+    """Tell multiprocessing and process pools that this is a new process.
 
-    They may have threads and finalizers of the one that it was forked from. A
-    `multiprocessing.Process` sees to this itself; its means have no public names.
+    They may have threads and finalizers of the process that it was forked from. A
+    `multiprocessing.Process` does the same itself, but the functions have no public names.
     """
-    known: Any = sys.modules
-    multiprocessing, module = known["multiprocessing"], known["multiprocessing.process"]
-    process = multiprocessing.Process(name=f"cseq-w{number}")
-    process._identity = (number + 1,)  # in the trainer they are counted; each worker has begun anew
+    modules: Any = sys.modules
+    multiprocessing, module = modules["multiprocessing"], modules["multiprocessing.process"]
+    process = multiprocessing.Process(name=f"cseq-w{worker}")
+    # The counter of a new process says 1 in every worker.
+    process._identity = (worker + 1,)
     module._current_process = process
     module._parent_process = module._ParentProcess(*trainer, sentinel)
     module._children = set()
-    util = known.get("multiprocessing.util")
+    util = modules.get("multiprocessing.util")
     if util is not None:
         util._finalizer_registry.clear()
         util._run_after_forkers()
@@ -223,17 +233,18 @@ def _adopt(number: int, trainer: Identity, sentinel: int) -> None:
         reusing._executor, reusing._executor_lock = None, threading.RLock()
 
 
-# The pools that joblib would use again, whose threads are not here: their end would wait for these.
+# Pools that joblib would use again. They are kept, because their end would wait for threads that
+# are not here.
 _inherited: list[Any] = []
 
 
 def _imported(*names: str) -> list[Any]:
-    """Return the modules, of these names, that are imported."""
+    """Return those of the named modules that are imported."""
     return [sys.modules[name] for name in names if name in sys.modules]
 
 
 def _hung_up(sock: socket.socket) -> bool:
-    """Whether a socket's other end is closed; what was not read yet is dropped."""
+    """Whether a socket's other end is closed; unread data are dropped."""
     try:
         while sock.fileno() >= 0 and readable(sock.fileno(), 0):
             if not sock.recv(65536):
@@ -243,33 +254,36 @@ def _hung_up(sock: socket.socket) -> bool:
     return sock.fileno() < 0
 
 
-def _code_after(error: BaseException, sock: socket.socket, number: int) -> int:
-    """Return the exit code of a worker whose entry has raised; report what is an error."""
+def _code_after(error: BaseException, sock: socket.socket, worker: int) -> int:
+    """Return the exit code of a worker whose entry raised; report an error."""
     if isinstance(error, SystemExit):
         return exit_code_of(error.code)
+    # If the trainer is gone, there is nothing to report.
     if isinstance(error, ConnectionError) and _hung_up(sock):
-        return 0  # the trainer is gone: nothing to report
-    return report(number)
+        return 0
+    return report(worker)
 
 
-def report(number: int) -> int:
-    """Print the current exception, of a worker of this number; return the exit code for it."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be no stderr
-        sys.stderr.write(f"cseq: worker {number} (process {os.getpid()}) ends with an exception:\n")
+def report(worker: int) -> int:
+    """Print the current exception, which ends a worker; return the exit code for it."""
+    # There may be no stderr.
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        sys.stderr.write(f"cseq: worker {worker} (process {os.getpid()}) ends with an exception:\n")
         sys.__excepthook__(*cast("Any", sys.exc_info()))
     return 1
 
 
-def leave(code: int, number: int) -> NoReturn:
-    """End the process, without waiting for its threads."""
+def leave(code: int, worker: int) -> NoReturn:
+    """End the process without waiting for its threads."""
     try:
-        for pools in _imported(
-            *POOLS
-        ):  # else multiprocessing would wait for their processes for ever
-            with contextlib.suppress(OSError):  # one was dropped just now, and is ending
+        # Otherwise multiprocessing would wait for the pools' processes forever.
+        for pools in _imported(*POOLS):
+            # A pool may have just been dropped, and be ending.
+            with contextlib.suppress(OSError):
                 pools._python_exit()
         atexit._run_exitfuncs()
-    except BaseException:  # noqa: BLE001 - no caller above handles it
-        report(number)
+    # No caller handles the exception.
+    except BaseException:  # noqa: BLE001
+        report(worker)
     flush_output()
     os._exit(code)

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _private: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-# Held while a socket exists that is not in _private yet. (Any: typeshed leaves out a method.)
+# Held while a socket exists that is not in _private yet. (Typeshed lacks one of its methods.)
 _fork_guard: Any = threading.RLock()
 
 
 def in_forked_children(function: Callable[[], object]) -> None:
-    """Call a function in every process that is forked off this one, where there is a fork."""
+    """Call a function in every process that is forked off this one."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
 
@@ -28,7 +28,7 @@ def in_forked_children(function: Callable[[], object]) -> None:
 def close_in_forks(sock: socket.socket) -> None:
     """Make processes that are forked off this one close their copy of a socket.
 
-    Otherwise they keep the connection open, and its other end never sees end of file.
+    A copy would keep the connection open, so that its other end would never see end of file.
     """
     _private.add(sock)
 
@@ -39,9 +39,9 @@ def _close_private() -> None:
     _private.clear()
 
 
-# The user's thread may fork, too. What runs there before and after is C alone: an exception of a
-# signal handler would keep a function in Python from releasing the guard, for which the thread that
-# starts workers would then wait for ever. In a child, the guard is free.
+# The user's thread may fork as well. Only C code runs before and after its fork: in Python code, a
+# signal handler could raise before the guard is released, and the thread that starts workers would
+# wait forever. In a child, the guard is free.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_fork_guard.acquire,
@@ -56,7 +56,8 @@ def pair() -> tuple[socket.socket, socket.socket]:
     with _fork_guard:
         ours, theirs = map(lifted, socket.socketpair())
         for sock in (ours, theirs):
-            if os.name == "nt":  # of TCP: the next message would wait up to 200 ms for an answer
+            # These are TCP sockets, whose next message would wait up to 200 ms for an answer.
+            if os.name == "nt":
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             close_in_forks(sock)
         return ours, theirs
@@ -64,7 +65,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 @contextlib.contextmanager
 def handing_over(sock: socket.socket) -> Iterator[None]:
-    """Make a process that is forked meanwhile keep this socket, and no other."""
+    """Make a process that is forked in this context keep this socket, and no other."""
     with _fork_guard:
         _private.discard(sock)
         yield

@@ -5,7 +5,7 @@
     trainer ── IMPORT, FORK ──► server
             ◄─ numbers ── on a socket that came with the request
 
-A worker keeps the server's end of its own socket, so end of file there means that it is gone.
+A worker keeps the server's end of its socket, so end of file there means that both are gone.
 """
 
 from __future__ import annotations
@@ -42,19 +42,24 @@ from cseq.threads import tell
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SERVER = "cseq.processes.launcher.server"  # the module that a server runs
-START = 120.0  # seconds that a fork server may take to start: torch from a cold network disk
-LOOK = 0.25  # seconds after which a thread that waits for a server looks whether it still should
+# The module that a server runs.
+SERVER = "cseq.processes.launcher.server"
+# Seconds that a server may take to start. Importing torch from a cold network disk takes long.
+START = 120.0
+# A thread that waits for a server checks this often, in seconds, whether it still should.
+LOOK = 0.25
 REASONS = {
     THREADS: "starts threads, which forked processes would not have",
     FILES: "opens files, sockets or CUDA, which forked processes would share",
     None: "ends the process",
 }
 
-# The servers of this process that workers may be forked from, by what they were started with.
+# The servers that workers may be forked from, by their start arguments.
 _servers: dict[str, ForkServer] = {}
-_guard = threading.Lock()  # for `_servers`, and their users
-_found_unfit = False  # since then, each worker imports what it needs
+# Guards `_servers` and their users.
+_guard = threading.Lock()
+# Once a server was found unfit, each worker imports the modules that it needs.
+_any_unfit = False
 
 
 def _forget_servers() -> None:
@@ -69,28 +74,34 @@ class ForkServer:
     """One fork server process, as the trainer sees it."""
 
     def __init__(self, entry: str, threads: int | None) -> None:
-        self.has: set[str] = set()  # modules that it has imported
-        self.is_unfit = False  # no worker is to be forked from it any more
-        self.users = 0  # launchers whose workers are its children; under `_guard`
-        self.importers: list[Launcher] = []  # those that wait for an import, in their order
+        # The modules that it has imported.
+        self.has: set[str] = set()
+        # Whether no more workers may be forked from it.
+        self.is_unfit = False
+        # The number of launchers whose workers are its children, guarded by `_guard`.
+        self.users = 0
+        # The launchers that wait for an import, in their order.
+        self.importers: list[Launcher] = []
         self.process = spawn(describe_start(entry, SERVER), "cseq-server", threads)
 
     @property
     def is_usable(self) -> bool:
-        """Whether workers may be forked from it, as far as can be told."""
+        """Whether workers may be forked from it, as far as is known."""
         return self.users > 0 and not self.is_unfit and not self.process.gone
 
-    def ask(self, what: bytes, value: int, *fds: int, data: bytes = b"") -> socket.socket:
-        """Send a request; return the socket on which the answers come, and the end of file."""
+    def ask(self, kind: bytes, value: int, *fds: int, data: bytes = b"") -> socket.socket:
+        """Send a request; return the socket for the answers and the end of file."""
         ours, theirs = pair()
-        request = MESSAGE.pack(what, value) + data  # in one piece: others may ask, too
+        # In one piece, since other launchers may ask at the same time.
+        request = MESSAGE.pack(kind, value) + data
         with theirs, contextlib.suppress(OSError):
             socket.send_fds(self.process.sock, [request], [theirs.fileno(), *fds])
         return ours
 
     def close(self, deadline: float) -> bool:
         """End the server, and reap it; return whether it is gone."""
-        self.process.sock.close()  # it ends, unless it is importing
+        # The server then ends, unless it is importing.
+        self.process.sock.close()
         self.process.status(deadline - time.monotonic())
         if not self.process.gone:
             self.process.send_signal(KILL)
@@ -99,10 +110,10 @@ class ForkServer:
 
 
 class _ServedChild(Child):
-    """A worker that a fork server has started and reaps: it reports how the worker ends.
+    """A worker that a fork server starts and reaps. The server reports how the worker ended.
 
-    The server is one thread, which may be importing for minutes, or stopped. So a worker that was
-    not reaped has ended, too.
+    The server's one thread may be importing for minutes, or be stopped. So a zombie counts as
+    ended, too.
     """
 
     def __init__(self, sock: socket.socket, pid: int, reports: socket.socket) -> None:
@@ -110,11 +121,12 @@ class _ServedChild(Child):
         self._reports = reports
 
     def _send(self, number: int, *, tree: bool) -> None:
-        if not readable(self._reports.fileno(), 0):  # else another process may have its number
+        # Once the report is there, another process may have the number.
+        if not readable(self._reports.fileno(), 0):
             super()._send(number, tree=tree)
 
     def status(self, timeout: float) -> int | None:
-        """Do as `Child.status` does; the report of a worker that has ended may come too late."""
+        """Do the same as `Child.status`, but the report of an ended worker may come too late."""
         super().status(timeout)
         self._has_ended(unreported=True)
         return self.code
@@ -123,7 +135,8 @@ class _ServedChild(Child):
         with self._lock.hold():
             if self.ended.wait(0):
                 return True
-            # First: if there is no report afterwards, this was the worker's (`Forker._reap`).
+            # Read first: if there is no report afterwards, the number was the worker's
+            # (`Forker._reap`).
             status = zombie_status(self.pid)
             if readable(self._reports.fileno(), 0):
                 report = answered(self._reports)
@@ -138,30 +151,32 @@ class _ServedChild(Child):
 
 
 class ForkServerLauncher(Launcher):
-    """Every worker is a copy of a small process that has imported what workers need."""
+    """Every worker is a copy of a small process that has imported the workers' modules."""
 
     def __init__(self, entry: str, threads: int | None) -> None:
         super().__init__(entry, threads)
-        self._modules: Sequence[str] = ()  # that a server imports before its first fork
+        # Modules that a server imports before its first fork, and the seconds that each may take.
+        self._modules: Sequence[str] = ()
         self._preloads = True
-        self._seconds = FOREVER  # that each of these imports may take
-        self._servers: list[ForkServer] = []  # the present one is the last
+        self._seconds = FOREVER
+        # The last one is the present server.
+        self._servers: list[ForkServer] = []
 
     def prepare(self, *, preload: bool = True) -> None:
-        """Begin to start the server."""
+        """Start the server without waiting for it."""
         self._preloads = preload
         self._present()
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
-        """Have the server import modules before it forks the next worker."""
+        """Make the server import modules before it forks the next worker."""
         self._modules, self._seconds = modules, seconds
 
     def _answer(
         self, server: ForkServer, answers: socket.socket, seconds: float
     ) -> tuple[bytes, int] | None:
-        """Wait for an answer of a server; None: it is dead, or another launcher finds it unfit.
+        """Wait for a server's answer; return None if it is dead or another launcher found it unfit.
 
-        What it imports for others before does not count as `seconds`.
+        The time of earlier imports for other launchers does not count.
         """
         end = time.monotonic() + seconds
         while not readable(answers.fileno(), min(LOOK, end - time.monotonic())):
@@ -172,7 +187,7 @@ class ForkServerLauncher(Launcher):
                 end = time.monotonic() + seconds
             if time.monotonic() >= end:
                 raise TimeoutError(
-                    "the fork server did not answer in time; does it import a module that is very "
+                    "the fork server did not answer in time: does it import a module that is very "
                     "slow?"
                 )
         return answered(answers)
@@ -182,7 +197,7 @@ class ForkServerLauncher(Launcher):
         while True:
             self._check()
             server = self._present()
-            wanted = self._modules if self._preloads and not _found_unfit else ()
+            wanted = self._modules if self._preloads and not _any_unfit else ()
             lacking = [name for name in wanted if name not in server.has]
             if not lacking:
                 self.importing = ""
@@ -190,17 +205,17 @@ class ForkServerLauncher(Launcher):
             self._import(server, lacking[0])
 
     def _import(self, server: ForkServer, name: str) -> None:
-        """Have a server import a module; fork no worker from it if that must not be."""
-        global _found_unfit
+        """Make a server import a module; if it must not fork afterwards, give the server up."""
+        global _any_unfit
         self.importing, data = name, name.encode()
         server.importers.append(self)
         try:
             reason = f"takes more than {self._seconds:g} s"
             outcome: int | None = FAILED
-            with contextlib.suppress(TimeoutError), server.ask(IMPORT, len(data), data=data) as got:
-                _, outcome = self._answer(server, got, self._seconds) or (ENDED, None)
+            with contextlib.suppress(TimeoutError), server.ask(IMPORT, len(data), data=data) as end:
+                _, outcome = self._answer(server, end, self._seconds) or (ENDED, None)
                 reason = REASONS.get(outcome, "")
-            # What another launcher imports has ended it: nothing is known of this module.
+            # An import for another launcher ended the server, so this module is not to blame.
             if outcome is None and (server.is_unfit or server.importers[0] is not self):
                 return
             server.is_unfit = server.is_unfit or bool(reason)
@@ -212,23 +227,24 @@ class ForkServerLauncher(Launcher):
                 text = "module %s was to be imported for all workers: its import fails"
                 tell(logging.WARNING, text, name)
             return
-        self._servers.remove(server)  # none of this launcher's workers is from there
+        # This launcher has no worker from this server.
+        self._servers.remove(server)
         self._leave(server, time.monotonic() + LAST)
-        _found_unfit = True
+        _any_unfit = True
         tell(
             logging.WARNING,
-            "module %s %s when it is imported; so each worker imports all modules itself. Import "
-            "that one in a function: the others are then imported once, for all workers",
+            "module %s %s when it is imported, so each worker imports all modules itself. Import "
+            "that module in a function: the others are then imported once, for all workers",
             name,
             reason,
         )
 
     def _present(self) -> ForkServer:
-        """Return the present server; one that is dead or unfit is replaced."""
+        """Return the present server; replace a dead or unfit one."""
         with _guard:
             if self._servers and self._servers[-1].is_usable:
                 return self._servers[-1]
-            preloads = self._preloads and not _found_unfit
+            preloads = self._preloads and not _any_unfit
             key = repr((describe_start(self._entry, SERVER), self._threads, preloads))
             server = _servers.get(key)
             if server is None or not server.is_usable:
@@ -237,39 +253,44 @@ class ForkServerLauncher(Launcher):
             self._servers.append(server)
             return server
 
-    def _launch(self, number: int) -> Child:
-        for _ in range(2):  # a server may be found dead only when it is asked something
+    def _launch(self, worker: int) -> Child:
+        # Twice, since only a request shows that a server is dead.
+        for _ in range(2):
             server = self._serving()
-            with contextlib.ExitStack() as undo:  # without its socket, the worker ends
+            # Without its socket, the worker ends.
+            with contextlib.ExitStack() as undo:
                 ours, theirs = pair()
                 undo.callback(ours.close)
                 with theirs:
-                    reports = undo.enter_context(server.ask(FORK, number, theirs.fileno()))
-                found = self._answer(server, reports, START)
-                if found is not None:
-                    what, value = found
-                    if what == REFUSED:
+                    reports = undo.enter_context(server.ask(FORK, worker, theirs.fileno()))
+                reply = self._answer(server, reports, START)
+                if reply is not None:
+                    kind, value = reply
+                    if kind == REFUSED:
                         raise OSError(value, f"no worker process: {os.strerror(value)}")
                     undo.pop_all()
                     return _ServedChild(ours, value, reports)
-            code = server.process.status(LAST)  # or it would be found alive, and asked again
+            # Otherwise the server could seem alive and be asked again.
+            code = server.process.status(LAST)
         raise OSError(
-            f"the fork server {describe_exit(code)} before it could start worker {number}; if it "
-            "has printed an error, see above"
+            f"the fork server {describe_exit(code)} before it could start worker {worker}; if it "
+            "printed an error, see above"
         )
 
     def _end_servers(self, deadline: float) -> bool:
-        self._servers = [each for each in self._servers if not self._leave(each, deadline)]
+        self._servers = [server for server in self._servers if not self._leave(server, deadline)]
         return not self._servers
 
     def _leave(self, server: ForkServer, deadline: float) -> bool:
-        """End a server if no other launcher uses it; return whether it is gone, or used."""
+        """End a server unless another launcher uses it; return whether it is gone or used."""
+        # If this times out, the thread that starts a server hangs.
         if not _guard.acquire(timeout=max(LAST, deadline - time.monotonic())):
-            return False  # the thread that starts a server hangs
+            return False
         server.users -= 1
         _guard.release()
         if server.users > 0:
             return True
+        # Nothing else ends an import.
         if self.importing:
-            server.process.send_signal(KILL)  # nothing else ends an import
+            server.process.send_signal(KILL)
         return server.close(deadline)

@@ -1,4 +1,4 @@
-"""The trainer's side: its processes, what starts them, and new interpreters."""
+"""The trainer's side: its processes, their launchers, and new interpreters."""
 
 from __future__ import annotations
 
@@ -37,31 +37,33 @@ if TYPE_CHECKING:
 
     from cseq.processes.launcher.base import Identity, Start
 
-WORKER = "cseq.processes.launcher.child"  # the module that a worker runs
-PAUSE = 0.001  # seconds between two looks at a process
+# The module that a worker runs.
+WORKER = "cseq.processes.launcher.child"
+# Seconds between two checks of a process.
+PAUSE = 0.001
 
 
 class Child:
-    """A process that was started here, as the trainer sees it: a child of this process.
+    """A child process, as the trainer sees it.
 
-    `gone` and `status` find out how it ends. An exception of a signal handler in their middle would
-    lose what they have found, so they are for the threads that watch workers. Any thread may look
-    at `ended` and `code`, which these set, and send signals.
+    `gone` and `status` reap the process. A signal handler that raises inside them would lose the
+    status, so only the threads that watch workers call them. Any thread may look at `ended` and
+    `code`, which they set, and send signals.
 
     Parameters
     ----------
     sock : socket
-        The trainer's end of the connection to it.
+        The trainer's end of the connection to the process.
     pid : int
 
     Attributes
     ----------
     handle : int or None
-        Of the process, on Windows.
+        The process's handle, on Windows.
     ended : Latch
         Set once the process is known to have ended.
     code : int or None
-        Its exit code, set before that; None: not known.
+        The exit code, set before `ended`; None if it is unknown.
     """
 
     handle: int | None = None
@@ -71,40 +73,41 @@ class Child:
         self.pid = pid
         self.ended = Latch()
         self.code: int | None = None
-        self._owner = os.getpid()
-        # The number is free once the process is reaped. A signal handler of the main thread may
-        # send a signal while that thread is sending one.
+        self._parent_pid = os.getpid()
+        # Held while a signal is sent, because the pid is free once the process is reaped. A signal
+        # handler may send a signal while its thread is sending another.
         self._lock = Lock()
 
     @property
     def gone(self) -> bool:
-        """Whether the process has certainly ended: it will not touch memory again."""
+        """Whether the process has certainly ended, and will not touch memory again."""
         self.status(0)
         return self.ended.wait(0)
 
     def kill(self) -> None:
-        """Kill it, unless it is gone, with the processes that it has started."""
+        """Kill the process and the processes that it started, unless it is gone."""
         self.send_signal(KILL, tree=True)
 
-    def send_signal(self, number: int, *, tree: bool = False) -> None:
-        """Send a signal, unless the process is gone; never to a later one with the same number.
+    def send_signal(self, signum: int, *, tree: bool = False) -> None:
+        """Send a signal unless the process is gone; never to a later process with the same pid.
 
-        `tree`: also to the processes that it has started, on Linux.
+        `tree`: on Linux, also send it to the processes that this one started.
         """
-        if os.getpid() != self._owner:
+        if os.getpid() != self._parent_pid:
             return
         try:
             with self._lock.hold():
                 if not self.ended.wait(0):
-                    self._send(number, tree=tree)
-        except PermissionError:  # this process has given up its rights
-            tell(logging.WARNING, "process %d gets no signal %d: no permission", self.pid, number)
+                    self._send(signum, tree=tree)
+        # This process gave up its rights.
+        except PermissionError:
+            tell(logging.WARNING, "process %d gets no signal %d: no permission", self.pid, signum)
 
     def status(self, timeout: float) -> int | None:
         """Wait for the process to end, and return its exit code.
 
-        None if it has not ended within `timeout` seconds (`gone` is False), or has ended and its
-        status is unknown (`gone` is True): its fork server died before it, or other code in this
+        Return None if it did not end within `timeout` seconds (`gone` is False), or if its status
+        is unknown (`gone` is True), because its fork server died first, or other code in this
         process reaped it.
         """
         deadline = time.monotonic() + timeout
@@ -115,18 +118,19 @@ class Child:
             time.sleep(min(left, PAUSE))
         return self.code
 
-    def _send(self, number: int, *, tree: bool) -> None:
+    def _send(self, signum: int, *, tree: bool) -> None:
         """Send a signal; the process is not reaped."""
         started = descendants(self.pid) if tree else []
         for pid in (self.pid, *started):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(pid, signum)
 
     def _has_ended(self) -> bool:
         """Reap the process, if it has ended; return whether it has."""
         with self._lock.hold():
             if not self.ended.wait(0):
-                with contextlib.suppress(ChildProcessError):  # other code has reaped it: no status
+                # Other code may have reaped it: then the status is lost.
+                with contextlib.suppress(ChildProcessError):
                     pid, status = os.waitpid(self.pid, os.WNOHANG)
                     if pid == 0:
                         return False
@@ -136,18 +140,19 @@ class Child:
 
 
 class _WindowsChild(Child):
-    """On Windows, a handle keeps the process's number from being used again."""
+    """On Windows, a handle keeps the pid from being used again."""
 
     def __init__(self, sock: socket.socket, popen: subprocess.Popen[bytes]) -> None:
         super().__init__(sock, popen.pid)
         self._popen = popen
         self.handle = int(cast("Any", popen)._handle)
 
-    def _send(self, number: int, *, tree: bool) -> None:  # noqa: ARG002
-        if number != KILL:
-            self._popen.send_signal(number)
+    def _send(self, signum: int, *, tree: bool) -> None:  # noqa: ARG002
+        if signum != KILL:
+            self._popen.send_signal(signum)
         elif self._popen.poll() is None:
-            with contextlib.suppress(PermissionError):  # it has ended just now
+            # It may have ended just now.
+            with contextlib.suppress(PermissionError):
                 importlib.import_module("_winapi").TerminateProcess(self.handle, KILLED)
 
     def _has_ended(self) -> bool:
@@ -159,10 +164,10 @@ class _WindowsChild(Child):
 
 
 class Launcher:
-    """One way to start workers; the base of all of them.
+    """The base of all start methods.
 
-    Its methods are for threads in which no signal handler runs, but `cancel` for any; and for the
-    process that has made it, not for one that was forked from it.
+    Only threads in which no signal handler runs may call a launcher, in the process that made it.
+    `cancel` is thread-safe.
 
     Parameters
     ----------
@@ -172,13 +177,13 @@ class Launcher:
     Attributes
     ----------
     takes_objects : bool
-        Whether workers inherit objects: then they are called as ``entry(sock, local)``.
+        Whether workers inherit objects, and are called as ``entry(sock, local)``.
     local : object
-        What they inherit.
+        The object that they inherit.
     context : Context
-        The context variables that they have then.
+        The context variables that they inherit.
     importing : str
-        The module that is being imported for all workers now; "" if none is.
+        The module that is being imported for all workers, or "".
     """
 
     takes_objects = False
@@ -193,52 +198,52 @@ class Launcher:
         self.context = Context()
 
     def prepare(self, *, preload: bool = True) -> None:
-        """Begin to start what `launch` needs (a fork server), without waiting for it.
+        """Start the fork server, if there is one, without waiting for it.
 
-        Without `preload`, it imports no modules for the workers.
+        Without `preload`, the server imports no modules for the workers.
         """
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
-        """Have `launch` import modules once for all workers, before the next of them.
+        """Make a fork server import modules for all workers before the next `launch`.
 
-        Only a fork server does so; other workers import by themselves. If one of these modules must
-        not be imported before a fork, ends the server, or takes longer than `seconds`, the workers
-        import all of them, and the log names it.
+        Other workers import by themselves. If one of the modules must not be imported before a
+        fork, ends the server, or takes longer than `seconds`, the workers import all of them, and
+        the log names that module.
         """
 
     def cancel(self) -> None:
-        """Interrupt `launch`; no worker is launched any more."""
+        """Interrupt `launch`, and start no more workers."""
         self._cancelled = True
 
-    def launch(self, number: int) -> Child:
+    def launch(self, worker: int) -> Child:
         """Start a worker process, which calls ``entry(sock)``.
 
         Parameters
         ----------
-        number : int
+        worker : int
             The worker's number, for its name in the system's process list.
 
         Raises
         ------
         OSError
-            When the process cannot be started, not in time (TimeoutError), or not any more, after
-            `cancel` (InterruptedError).
+            The process cannot be started, did not start in time (TimeoutError), or `cancel` was
+            called (InterruptedError).
         """
         self._check()
-        self._children -= {other for other in set(self._children) if other.ended.wait(0)}
-        child = self._launch(number)
+        self._children -= {child for child in set(self._children) if child.ended.wait(0)}
+        child = self._launch(worker)
         self._children.add(child)
         return child
 
-    def _launch(self, number: int) -> Child:
+    def _launch(self, worker: int) -> Child:
         raise NotImplementedError
 
     def _check(self) -> None:
         if self._cancelled:
-            raise InterruptedError("no worker processes: they are being ended")
+            raise InterruptedError("no worker was started, because the workers are being ended")
 
     def close(self, deadline: float) -> bool:
-        """End all processes that were started here: workers that are left are killed.
+        """End all processes that this launcher started, and kill workers that still run.
 
         If a process lives on, a second call tries again.
 
@@ -250,7 +255,7 @@ class Launcher:
         Returns
         -------
         bool
-            Whether everything is gone and reaped.
+            Whether all processes are gone and reaped.
         """
         children = set(self._children)
         for child in children:
@@ -261,16 +266,16 @@ class Launcher:
         return self._end_servers(deadline) and all(child.gone for child in children)
 
     def _end_servers(self, deadline: float) -> bool:  # noqa: ARG002
-        """End what has started the workers; return whether it is gone."""
+        """End the servers that started the workers; return whether they are gone."""
         return True
 
 
 @contextlib.contextmanager
 def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Give this process's socket, and one for a process that is started meanwhile.
+    """Give this process's socket, and the socket for a process that is started in this context.
 
-    Signals for the trainer are blocked in this thread and what it starts: they wait until the new
-    process is ready to ignore them.
+    Signals for the trainer are blocked in this thread and the new process until that can ignore
+    them.
     """
     ours, theirs = pair()
     with contextlib.ExitStack() as undo:
@@ -284,79 +289,83 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 # The program of a new interpreter. It sets the trainer's sys.path before it imports cseq, so that
-# no file in the current folder hides a module of the standard library. The garbage collector is off
-# meanwhile: it would visit the imported objects again and again.
+# no file in the current folder hides a module of the standard library. It turns the garbage
+# collector off, which would visit the imported objects again and again.
 _BOOTSTRAP = """\
 import gc, marshal, os, sys
 gc.disable()
 try:
     start = marshal.load(open(0, "rb", closefd=False))
 except EOFError:
-    os._exit(0)  # the trainer is gone
+    os._exit(0)
 sys.path[:] = start["path"]
 from importlib import import_module
-import_module(start["module"]).begin(start)
+import_module(start["module"]).begin_process(start)
 """
 
 
 def spawn(start: Start, title: str, threads: int | None) -> Child:
-    """Start a new interpreter that runs `begin(start)` of the module that `start` names.
+    """Start a new interpreter that runs `begin_process(start)` of the module named in `start`.
 
-    Its libraries, and its children's, compute with `threads` threads.
+    Libraries in it and in its children compute with `threads` threads.
     """
     executable, environment = _executable()
     environment |= system.thread_variables(threads, environment)
-    subprocess = importlib.import_module("subprocess")  # which forked workers do not need
-    flags = subprocess._args_from_interpreter_flags()  # -X, -W, -O …, as multiprocessing has it
+    # Imported here, because forked workers do not need it.
+    subprocess = importlib.import_module("subprocess")
+    # -X, -W, -O and so on, as in multiprocessing.
+    flags = subprocess._args_from_interpreter_flags()
     command = [executable, *flags, "-c", _BOOTSTRAP, title]
     with connected() as (ours, theirs):
         if os.name == "nt":
-            # pythonw has no streams: subprocess would give pipes that are not read.
+            # pythonw has no streams, and subprocess would make pipes that nothing reads.
             lacking = [name for name in ("stdout", "stderr") if getattr(sys, f"__{name}__") is None]
             popen = subprocess.Popen(
                 command,
                 env=environment,
                 stdin=subprocess.PIPE,
-                creationflags=subprocess.CREATE_NEW_PROCESS_GROUP,  # no Ctrl-C
+                # A new group does not get Ctrl-C.
+                creationflags=subprocess.CREATE_NEW_PROCESS_GROUP,
                 **dict.fromkeys(lacking, subprocess.DEVNULL),
             )
+            # If the process is already dead, its socket is at end of file.
             with contextlib.suppress(OSError), popen.stdin as pipe:
-                # If it is dead already, its socket is at end of file.
                 own = cast("Any", theirs).share(popen.pid)
                 pipe.write(marshal.dumps(start | {"socket": own}))
             return _WindowsChild(ours, popen)
-        # No pipe of `Popen`: its ends may get the numbers of closed standard streams.
+        # Not a pipe of `Popen`, whose ends may get the numbers of closed standard streams.
         given, _ = anonymous_file("cseq-start")
         fd = theirs.fileno()
         os.write(given.fd, marshal.dumps(start | {"socket": fd}))
         os.lseek(given.fd, 0, os.SEEK_SET)
         popen = subprocess.Popen(command, env=environment, stdin=given.fd, pass_fds=[fd])
-        popen.returncode = 0  # `Child` waits for it
+        # `Child` waits for the process.
+        popen.returncode = 0
         return Child(ours, popen.pid)
 
 
 def trainer_identity() -> Identity:
-    """Return this process's."""
+    """Return this process's identity."""
     process: Any = sys.modules.get("multiprocessing.process")
     name = "MainProcess" if process is None else process.current_process().name
     return name, os.getpid()
 
 
-def describe_start(entry: str, module: str, number: int | None = None) -> Start:
-    """Describe to a new interpreter what it is: the worker of a number, or a fork server."""
+def describe_start(entry: str, module: str, worker: int | None = None) -> Start:
+    """Make the first message to a new interpreter: a worker with its number, or a fork server."""
     words = [str(word) for word in sys.argv] if hasattr(sys, "argv") else []
-    start: Start = {"module": module, "entry": entry, "number": number}
+    start: Start = {"module": module, "entry": entry, "worker": worker}
     start |= {"path": _search_path(), "argv": words}
     return start | {"trainer": trainer_identity(), "measured": is_measured()}
 
 
 def _search_path() -> list[str]:
-    """Return sys.path, with the folder of this very cseq if it is not there (any more)."""
-    path = [os.fsdecode(place) for place in sys.path if isinstance(place, (str, bytes))]
+    """Return sys.path, plus the folder of this cseq if it lacks that."""
+    path = [os.fsdecode(folder) for folder in sys.path if isinstance(folder, (str, bytes))]
     home = os.path.dirname(os.path.abspath(sys.modules["cseq"].__path__[0]))
-    # Relative ones stay as they are: the working directory may have been deleted.
-    known = [os.path.normpath(place) for place in path if os.path.isabs(place)]
-    return path if home in known else [*path, home]
+    # Relative paths stay relative: the working directory may have been deleted.
+    folders = [os.path.normpath(folder) for folder in path if os.path.isabs(folder)]
+    return path if home in folders else [*path, home]
 
 
 def _executable() -> tuple[str, dict[str, str]]:
@@ -364,16 +373,17 @@ def _executable() -> tuple[str, dict[str, str]]:
     executable = sys.executable
     if "multiprocessing.spawn" in sys.modules or getattr(sys, "frozen", False) or not executable:
         spawn = importlib.import_module("multiprocessing.spawn")
-        executable = os.fsdecode(spawn.get_executable() or "")  # set_executable() counts
+        # This honors `multiprocessing.set_executable`.
+        executable = os.fsdecode(spawn.get_executable() or "")
     if not executable or (getattr(sys, "frozen", False) and executable == sys.executable):
         raise OSError(
             f"there is no Python interpreter to start worker processes with: {executable!r} is "
-            "this program. Set one with multiprocessing.set_executable(), or use "
+            "this program. Set an interpreter with multiprocessing.set_executable(), or use "
             "threads (MTSequence) or start_method='fork'"
         )
     base = getattr(sys, "_base_executable", executable)
     if os.name == "nt" and executable == sys.executable != base:
-        # A virtual environment's python.exe starts another process; this is what it would do.
+        # A virtual environment's python.exe would start another process in this way.
         return base, {**os.environ, "__PYVENV_LAUNCHER__": executable}
     return executable, dict(os.environ)
 
@@ -381,8 +391,8 @@ def _executable() -> tuple[str, dict[str, str]]:
 class SpawnLauncher(Launcher):
     """Every worker is a new interpreter."""
 
-    def _launch(self, number: int) -> Child:
-        return spawn(describe_start(self._entry, WORKER, number), f"cseq-w{number}", self._threads)
+    def _launch(self, worker: int) -> Child:
+        return spawn(describe_start(self._entry, WORKER, worker), f"cseq-w{worker}", self._threads)
 
 
 class ForkLauncher(Launcher):
@@ -390,12 +400,13 @@ class ForkLauncher(Launcher):
 
     takes_objects = True
 
-    def _launch(self, number: int) -> Child:
+    def _launch(self, worker: int) -> Child:
         flush_output()
-        await_told(time.monotonic() + LAST)  # the thread has locks of the standard streams
+        # The thread that logs holds locks of the standard streams.
+        await_told(time.monotonic() + LAST)
         if self._threads is not None:
             system.find_openblas()
-        setting = number, self._entry, self.local, self._threads, trainer_identity()
+        setting = worker, self._entry, self.local, self._threads, trainer_identity()
         with connected() as (ours, theirs), handing_over(theirs):
             pid = fork()
             if pid == 0:

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from cseq.processes.launcher.base import Identity, Start
 
 IS_LINUX = sys.platform == "linux"
-# Threads, by name, that a library starts again in a forked process: jemalloc's (in pyarrow).
+# Names of threads that a library restarts in a forked process: jemalloc's (in pyarrow).
 FORKING = ("jemalloc_bg_thd",)
 
 
-def begin(start: Start) -> NoReturn:
+def begin_process(start: Start) -> NoReturn:
     """Run the server that this interpreter is for; its garbage collector stays off."""
     Forker(prepare(start), start["entry"], start["trainer"]).serve()
 
@@ -56,7 +56,8 @@ class Forker:
         self._sock = sock
         self._entry = entry
         self._trainer = trainer
-        self._reports: dict[int, socket.socket] = {}  # of living children, by process number
+        # Sockets for reports about living children, by process number.
+        self._reports: dict[int, socket.socket] = {}
         self._woken, self._wake = socket.socketpair()
 
     def serve(self) -> NoReturn:
@@ -77,10 +78,11 @@ class Forker:
         os._exit(0)
 
     def _step(self) -> bool:
-        """Wait for a request or the end of a child, and handle it; False: the trainer is gone."""
+        """Handle a request or the end of a child; return False if the trainer is gone."""
         ready = [fd for fd, _ in self._poll.poll()]
         if self._woken.fileno() in ready:
-            self._woken.recv(4096)  # first: a child that ends later wakes it again
+            # Read before reaping: a child that ends later wakes the server again.
+            self._woken.recv(4096)
             self._reap()
         if self._sock.fileno() not in ready:
             return True
@@ -90,9 +92,9 @@ class Forker:
             return False
         if not request:
             return False
-        what, value = MESSAGE.unpack(request)
+        kind, value = MESSAGE.unpack(request)
         answers = socket.socket(fileno=fds[0])
-        if what == FORK:
+        if kind == FORK:
             self._fork(answers, fds[1], value)
         else:
             name = descriptors.receive_exactly(self._sock, value).decode()
@@ -101,9 +103,10 @@ class Forker:
             answers.close()
         return True
 
-    def _fork(self, reports: socket.socket, fd: int, number: int) -> None:
-        """Start a worker, which owns the socket `fd`, and say its number, also of a dead one."""
-        gc.freeze()  # or every worker's garbage collector would copy these pages
+    def _fork(self, reports: socket.socket, fd: int, worker: int) -> None:
+        """Start a worker, which owns the socket `fd`, and report its process number."""
+        # Otherwise every worker's garbage collector would copy these pages.
+        gc.freeze()
         try:
             pid = fork()
         except OSError as error:
@@ -112,15 +115,15 @@ class Forker:
             reports.close()
             return
         if pid == 0:
-            self._become_worker(reports, fd, number)
-        # Before the answer: from there on, the end of the worker is that of its socket.
+            self._become_worker(reports, fd, worker)
+        # Closed before the answer, after which the socket ends when the worker does.
         os.close(fd)
         answer(reports, BORN, pid)
         close_in_forks(reports)
         self._reports[pid] = reports
 
-    def _become_worker(self, reports: socket.socket, fd: int, number: int) -> NoReturn:
-        """Run a worker in the copy of the server; the end of `reports` will be that of both."""
+    def _become_worker(self, reports: socket.socket, fd: int, worker: int) -> NoReturn:
+        """Run a worker in the copy of the server; `reports` ends when both have ended."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -130,41 +133,43 @@ class Forker:
             close_in_forks(reports)
             descriptors.own_offsets()
             sock = socket.socket(fileno=fd)
-        except BaseException:  # noqa: BLE001 - it must not go back to serving
-            leave(report(number), number)
-        work(sock, number, self._entry, self._trainer)
+        # The copy must not go back to serving.
+        except BaseException:  # noqa: BLE001
+            leave(report(worker), worker)
+        work(sock, worker, self._entry, self._trainer)
 
     def _reap(self) -> None:
-        """Say of every child that has ended how it did, and reap it."""
+        """Report how each ended child ended, and reap it."""
         while self._reports and (ended := _ended_child()) is not None:
             pid, code = ended
             with self._reports.pop(pid, contextlib.nullcontext()) as reports:
                 if reports is not None:
                     answer(reports, ENDED, code)
-            # Not before: until the answer is there, the number is not another process's.
+            # Reaped after the answer, before which no other process may get the number.
             if IS_LINUX:
                 os.waitpid(pid, 0)
 
 
 def _ended_child() -> tuple[int, int] | None:
-    """Return process number and exit code of a child that has ended; Linux does not reap it."""
+    """Return process number and exit code of an ended child, which Linux does not reap yet."""
     if not IS_LINUX:
         pid, status = os.waitpid(-1, os.WNOHANG)
         return (pid, os.waitstatus_to_exitcode(status)) if pid else None
-    found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if found is None:
+    info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if info is None:
         return None
-    exits = found.si_code == os.CLD_EXITED
-    return found.si_pid, found.si_status if exits else -found.si_status
+    exits = info.si_code == os.CLD_EXITED
+    return info.si_pid, info.si_status if exits else -info.si_status
 
 
 def _import(name: str) -> int:
-    """Import a module for all workers, and say whether they can be forked with it."""
+    """Import a module for all workers; return whether they can be forked afterwards."""
     tasks, files, outcome = _tasks(), _files(), KEPT
     try:
         with reading():
             importlib.import_module(name)
-    except BaseException:  # noqa: BLE001 - a worker that imports it will see it raise
+    # A worker that imports the module sees the exception.
+    except BaseException:  # noqa: BLE001
         outcome = FAILED
     flush_output()
     if _tasks() - tasks:
@@ -174,23 +179,25 @@ def _import(name: str) -> int:
 
 def _tasks() -> set[str]:
     """List the threads of this process that a fork would lose, where the system lists threads."""
-    found = set()
+    tasks = set()
     with contextlib.suppress(OSError):
         for task in os.listdir("/proc/self/task"):
+            # The thread may have just ended.
             with (
-                contextlib.suppress(OSError),  # one that has just ended
+                contextlib.suppress(OSError),
                 open(f"/proc/self/task/{task}/comm", encoding="utf-8") as file,
             ):
                 if file.read().strip() not in FORKING:
-                    found.add(task)
-    return found
+                    tasks.add(task)
+    return tasks
 
 
 def _files() -> set[tuple[str, str]]:
     """List the open descriptors of this process, where the system lists them; CUDA has some."""
-    found = set()
+    files = set()
     with contextlib.suppress(OSError):
         for fd in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # the one that has listed them
-                found.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
-    return found
+            # The descriptor that listed the folder is closed.
+            with contextlib.suppress(OSError):
+                files.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
+    return files
