@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Parameters
     ----------
     arguments : sequence of str, optional
-        The arguments to parse, by default those of the command line.
+        The arguments to parse, by default the command line's.
     """
     parser = argparse.ArgumentParser(
         prog="cseq", description=DESCRIPTION, epilog=f"{EXAMPLES}\n\n{DOCS}", formatter_class=RAW

@@ -1,4 +1,4 @@
-"""The arguments of MSequence: types, checks."""
+"""The arguments of MSequence: types and checks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         type: str
         index: int
 
-    # Any string, since the number of a device is often computed: 'cuda', 'cuda:1', 'cpu', 'null'.
+    # 'cuda', 'cuda:1', 'cpu' or 'null'. Any string, since the number of a device may be computed.
     OutType: TypeAlias = str | Device | Callable[[NDArray[Any]], object] | None
 
 __all__ = [
@@ -65,19 +65,24 @@ __all__ = [
 F = typing.TypeVar("F", bound="Callable[..., None]")
 
 MOST_EPOCHS = 2**63
-# By `thread_type`.
+# The workers of each `thread_type`, in `repr`.
 KINDS = {"proc": "processes", "thread": "threads", "ray": "processes of a fleet"}
-BATCH_SIZE = 32  # where nothing else is said
+# The default batch size.
+BATCH_SIZE = 32
 AUTO = "auto"
-AUTO_START, FIRST_BUFFER = 4, 10  # what 'auto' begins with, at most and at least
-LEAST_READERS, AUTO_READERS = 16, 64  # workers that it may take beyond the cores
-AUTO_BUFFER, AUTO_WORDS = 1024, 2**20  # batches, and indices of all of them together
-MOST_BUFFER = 2**14  # each has a mapping in two processes; Linux allows a process some 65000
-MOST_BATCH = 2**32 - 1  # a ticket counts its words in 32 bits
+# 'auto' begins with at most AUTO_START workers and at least FIRST_BUFFER batches. It may take
+# LEAST_READERS to AUTO_READERS workers beyond the cores, and AUTO_BUFFER batches, with at most
+# AUTO_WORDS indices in all.
+AUTO_START, FIRST_BUFFER, LEAST_READERS, AUTO_READERS = 4, 10, 16, 64
+AUTO_BUFFER, AUTO_WORDS = 1024, 2**20
+# Each batch has a mapping in two processes, and Linux allows a process some 65000.
+MOST_BUFFER = 2**14
+# A ticket counts its words in 32 bits.
+MOST_BATCH = 2**32 - 1
 
 
 def explained(initialise: F) -> F:
-    """Have an ``__init__`` say what to write instead of a keyword that it does not take."""
+    """Make an ``__init__`` suggest the right argument for a keyword that it does not take."""
     signature = inspect.signature(initialise)
 
     @functools.wraps(initialise)
@@ -98,9 +103,9 @@ def explained(initialise: F) -> F:
 def sizes_of(
     num_workers: Any, buffer: Any, thread_type: str, words: int
 ) -> tuple[Size, Size, tuple[bool, bool]]:
-    """Check `num_workers` and `buffer`; a cell has room for a batch's `words` indices.
+    """Check `num_workers` and `buffer` for cells of `words` indices.
 
-    Returns what a pool begins with, the most there can be, and which of the two are 'auto'.
+    Returns the first and the largest size of a pool, and which of the two arguments are 'auto'.
     """
     if buffer is None:
         buffer = AUTO if thread_type == "ray" else 10
@@ -113,8 +118,9 @@ def sizes_of(
         if thread_type == "proc" and number > most:
             warnings.warn(
                 f"num_workers={number} worker processes on {share()} cores: more than {most} slow "
-                "down the start, and the machine; num_workers='auto' has as many as help",
-                stacklevel=6,  # where an MPSequence is made
+                "down the start and the machine; num_workers='auto' has as many as help",
+                # The line that makes an MPSequence.
+                stacklevel=6,
             )
         start = most = number
     elif thread_type == "ray":
@@ -122,7 +128,8 @@ def sizes_of(
             "num_workers='auto' with thread_type='ray': cseq cannot know how many workers "
             "other machines can run; give num_workers=, a number"
         )
-    elif not auto[1]:  # more than there are batches would do nothing
+    elif not auto[1]:
+        # More workers than batches would have nothing to do.
         start, most = min(start, buffer), min(most, buffer)
     if not auto[1]:
         return Size(start, buffer), Size(most, buffer), auto
@@ -132,17 +139,17 @@ def sizes_of(
 
 
 def is_auto(name: str, value: Any) -> bool:
-    """Tell whether a number is left to cseq; another word is an error."""
+    """Tell whether a number is 'auto'. Another word is an error."""
     if isinstance(value, str) and value != AUTO:
         raise TypeError(f"{name}={value!r} is not an integer; give one, or 'auto'")
     return isinstance(value, str)
 
 
 def workers_of_auto() -> tuple[int, int]:
-    """Return with how many workers 'auto' begins, and the most that it may take.
+    """Return the number of workers that 'auto' begins with, and the most that it may take.
 
-    The loop's core is left free at first. Where workers turn out to wait for a disk or a network,
-    there may be more of them than cores.
+    At first, the loop's core is left free. Workers that turn out to wait for a disk or a network
+    may outnumber the cores.
     """
     cores = share()
     start = max(1, min(AUTO_START, cores - 1))
@@ -150,24 +157,24 @@ def workers_of_auto() -> tuple[int, int]:
 
 
 class Job(NamedTuple):
-    """The arguments of `MSequence`, checked; `MSequence.start` resolves them and makes a pool.
+    """The checked arguments of `MSequence`. `MSequence.start` resolves them and makes a pool.
 
     Attributes
     ----------
     output : Output
-        What `out_type` and `dtype` ask for; in a pool: as far as this machine has it.
+        From `out_type` and `dtype`; in a pool, as far as this machine has it.
     num_workers, buffer : int
-        The most there can be.
+        The largest numbers.
     num_converters : int
-        In a pool, 0 where there is no CUDA.
+        In a pool, 0 without CUDA.
     start : Size
-        What a pool begins with.
+        The first size of a pool.
     auto : (bool, bool)
-        Whether `num_workers` and `buffer` change while it runs.
+        Whether `num_workers` and `buffer` change during a run.
     compat : bool or None
-        CUDA conversion in threads, or in processes; None: in threads.
+        If False, CUDA conversion happens in processes, else in threads.
     fleet : RayFleet or None
-        That was given in place of `worker`.
+        The fleet that was given as `worker`.
     """
 
     worker: Any
@@ -194,7 +201,7 @@ def sampler_of(
     worker: Any, dset_size: Any, order: Order, batch_size: Any, seed: Any, drop_last: Any,
     ordered: Any, shard: Shard, pad: Any, repeat: Any,
 ) -> Sampler:  # fmt: skip
-    """Check what says which samples a batch has."""
+    """Check the arguments that say which samples a batch has."""
     return Sampler(
         samples_of(worker, order) if dset_size is None else dset_size,
         order,
@@ -210,7 +217,7 @@ def sampler_of(
 
 
 def refuse(options: WorkerOptions, *, seed_globals: bool, given: bool) -> None:
-    """Refuse what a sequence is told of worker processes that Ray starts; `given`: has started."""
+    """Refuse options of a sequence for processes that Ray starts, or started if `given`."""
     given_options = {**options._asdict(), "memory_limit": None, "seed_globals": seed_globals}
     for name, value in given_options.items():
         own = name in ("timeout", "threads", "seed_globals")
@@ -220,7 +227,7 @@ def refuse(options: WorkerOptions, *, seed_globals: bool, given: bool) -> None:
 
 
 def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:
-    """Check `worker`: return it, and the fleet that was given in its place, or None."""
+    """Check `worker`. If it is a fleet, return the fleet's worker and the fleet, else None."""
     if thread_type not in KINDS:
         raise TypeError(f"thread_type={thread_type!r} is unknown; give one of {[*KINDS]}")
     if not hasattr(worker, "ask") or not hasattr(worker, "handles"):
@@ -251,13 +258,13 @@ def batch_size_of(batch_size: Any, order: Order) -> int:
 
 
 def own_order(worker: Any) -> Order | None:
-    """Return the order that an indexer brings with it, if any."""
+    """Return an indexer's own order, if any."""
     order = getattr(worker, "order", None) if indexer.is_indexer(worker) else None
     return order if isinstance(order, Order) else None
 
 
 def order_of(worker: Any, order: Any, shuffle: Any) -> Order:
-    """Check `order`, or take the worker's own, or make the one that `shuffle` asks for."""
+    """Check `order`, or return the worker's own, or make one for `shuffle`."""
     if order is None:
         order = own_order(worker)
     if order is None:
@@ -279,7 +286,7 @@ def order_of(worker: Any, order: Any, shuffle: Any) -> Order:
 
 
 def repeat_of(repeat: Any, *, ordered: bool, pad: bool, drop_last: bool) -> int:
-    """Check `repeat`; without end is as often as can be counted."""
+    """Check `repeat`. True becomes the largest number."""
     number = MOST_EPOCHS if repeat is True else integer("repeat", repeat, most=MOST_EPOCHS)
     if number > 1 and not ordered:
         raise ValueError(
@@ -295,10 +302,10 @@ def repeat_of(repeat: Any, *, ordered: bool, pad: bool, drop_last: bool) -> int:
 
 
 def converters_of(workers: int, converters: int | None, thread_type: ThreadType) -> int:
-    """Check `num_converters`, or choose it; without workers there are none.
+    """Check `num_converters`, or choose it. Without workers there are none.
 
-    One thread keeps a device busy with copies of page-locked slots, and more would wait for each
-    other's GIL. What worker threads make is first copied to page-locked memory, which takes some.
+    One thread keeps a device busy with copies of page-locked slots; more would compete for the GIL.
+    Batches of worker threads are first copied to page-locked memory, which takes several.
     """
     if converters is None:
         return min(workers, 1 if thread_type == "proc" else max(4, workers // 4))
@@ -313,7 +320,7 @@ def converters_of(workers: int, converters: int | None, thread_type: ThreadType)
 
 
 def dtype_of(worker: Any, dtype: Any) -> Any:
-    """Resolve 'auto': types are kept of a data set's samples, and where a worker has its order."""
+    """Resolve 'auto': a data set, or a worker with its own order, keeps the types of arrays."""
     if not isinstance(dtype, str) or dtype != "auto":
         return dtype
     is_kept = indexer.takes_samples(worker) or own_order(worker) is not None
@@ -321,7 +328,7 @@ def dtype_of(worker: Any, dtype: Any) -> Any:
 
 
 def samples_of(worker: Any, order: Order) -> int:
-    """Return the number of samples where `dset_size` is left out."""
+    """Return the number of samples if `dset_size` is left out."""
     length = indexer.length_of(worker)
     if length is None:
         length = order.samples

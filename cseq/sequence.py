@@ -473,7 +473,7 @@ class MSequence(Manager, Generic[B_co]):
     def start_test(self, test_mode: arguments.TestMode = "default") -> Self:
         """Start test mode: the calling thread makes each batch when the loop asks for it.
 
-        The order and the results are those of `start`, without workers. Returns the manager.
+        It has the same order and results as `start`, without workers, and returns the manager.
 
         Parameters
         ----------

@@ -183,7 +183,7 @@ def full(path: str, rank: int | None = None) -> str:
 class Writing:
     """Makes the text of a trace's file.
 
-    `_names` names rows; `_runners` has the row of each pool's number and owner.
+    `_names` names rows; `_runners` has the row for the number of each pool and runner.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -265,26 +265,26 @@ class Writing:
         for event in pool.events:
             if not self._of._begun <= event.ns <= self._of._ended:
                 continue
-            name = f"{event.what} {self._title(pool, event.owner)}"
+            name = f"{event.kind} {self._title(pool, event.runner_number)}"
             more = {"pid": event.pid, "text": event.text}
             yield self._event("i", name, event.ns, SUPERVISOR, s="p", args=more)
             for since, ticket in event.held:
-                row = self._runner(pool, event.owner)
+                row = self._runner(pool, event.runner_number)
                 yield self._slice(f"index {ticket} (lost)", since, event.ns, row)
 
     # -- rows
 
-    def _runner(self, pool: Lanes, owner: int) -> int:
+    def _runner(self, pool: Lanes, runner_number: int) -> int:
         """Return the row of a runner. A worker's replacement has the same row."""
-        row = self._runners.setdefault((pool.number, owner), RUNNERS + len(self._runners))
-        self._names[row] = self._title(pool, owner)
+        row = self._runners.setdefault((pool.number, runner_number), RUNNERS + len(self._runners))
+        self._names[row] = self._title(pool, runner_number)
         return row
 
-    def _title(self, pool: Lanes, owner: int) -> str:
+    def _title(self, pool: Lanes, runner_number: int) -> str:
         """Name a runner, and its manager if there are several."""
         if len(self._pools) == 1:
-            return pool.name(owner)
-        return f"{pool.name(owner)} of manager {1 + list(self._pools).index(pool.number)}"
+            return pool.name(runner_number)
+        return f"{pool.name(runner_number)} of manager {1 + list(self._pools).index(pool.number)}"
 
     def _headings(self) -> Iterator[str]:
         """Name the process and its rows."""

@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""What a trace records: tickets that were taken."""
+"""The tickets that a trace records."""
 
 from libc.stdint cimport uint64_t, uintptr_t
 
@@ -7,37 +7,41 @@ from cseq._headers cimport cseq_load_acq_u64
 
 import numpy
 
-TAKEN = numpy.dtype([  # cseq_taken
+# The struct cseq_taken.
+TAKEN = numpy.dtype([
     ("started", "u8"), ("indexed", "u8"), ("converting", "u8"), ("converted", "u8"), ("asked", "u8"),
     ("taken", "u8"), ("batch", "u4"), ("epoch", "u4"), ("thread", "u4"), ("feed", "u2"),
     ("worker", "u2"), ("converter", "u2"), ("pad", "V6")])
 
 cdef cseq_log here_log
 log = &here_log
-cdef object room = None  # of the log
+# The array that the log writes to.
+cdef object records = None
 
 
 def begin_log(uint64_t size):
-    """Begin to record the tickets that are taken: the newest `size` of them."""
-    global room
-    made = numpy.empty(size, TAKEN)
-    made.view(numpy.uint8).fill(0)  # its pages are there before the first ticket
-    log.taken, log.size = <void*><uintptr_t>made.ctypes.data, size
+    """Record tickets that are taken, and keep the newest `size`."""
+    global records
+    array = numpy.empty(size, TAKEN)
+    # This allocates the pages before the first ticket.
+    array.view(numpy.uint8).fill(0)
+    log.taken, log.size = <void*><uintptr_t>array.ctypes.data, size
     log.begun = log.done = 0
     log.on = True
-    room = made
+    records = array
 
 
 def end_log():
-    """Record no more tickets; return an array of those that there are, and how many there were."""
+    """Stop recording. Return an array of the newest tickets, and the count of all."""
     log.on = False
+    # Without a GIL, another thread may be recording a ticket, which takes some ten ns.
     while cseq_load_acq_u64(&log.done) != cseq_load_acq_u64(&log.begun):
-        pass  # another thread is in the middle of one, without a GIL: some ten ns
+        pass
     if log.begun < log.size:
-        return room[:log.begun], log.begun
-    return numpy.roll(room, -<Py_ssize_t>(log.begun % log.size)), log.begun
+        return records[:log.begun], log.begun
+    return numpy.roll(records, -<Py_ssize_t>(log.begun % log.size)), log.begun
 
 
 def drop_log():
-    """Record nothing in a forked child: the process that has forked it does."""
+    """Stop recording in a forked child. Its parent goes on."""
     log.on = False

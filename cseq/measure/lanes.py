@@ -38,8 +38,8 @@ class Event(NamedTuple):
     """
 
     ns: int
-    what: str
-    owner: int
+    kind: str
+    runner_number: int
     pid: int
     text: str
     held: tuple[tuple[int, str], ...]
@@ -81,18 +81,18 @@ class Lanes:
 
     def note(
         self,
-        what: str,
-        owner: int,
+        kind: str,
+        runner_number: int,
         pid: int,
         *,
         text: str = "",
         held: tuple[tuple[int, str], ...] = (),
     ) -> None:
         """Remember an event. Thread-safe."""
-        self.events.append(Event(now_ns(), what, owner, pid, text, held))
+        self.events.append(Event(now_ns(), kind, runner_number, pid, text, held))
 
-    def name(self, owner: int) -> str:
-        """Name a runner."""
-        if owner > self.num_workers:
-            return f"converter {owner - self.num_workers - 1}"
-        return f"worker {owner - 1}"
+    def name(self, runner_number: int) -> str:
+        """Name a runner by its number."""
+        if runner_number > self.num_workers:
+            return f"converter {runner_number - self.num_workers - 1}"
+        return f"worker {runner_number - 1}"

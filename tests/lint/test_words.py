@@ -11,7 +11,7 @@ PACKAGE = Path(cseq.__file__).resolve().parent
 TRAILING = "trailing comments, % of all"
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 # For tools and for the table of docs/inside/ring.md: no English.
-DIRECTIVE = re.compile(r"(#|//|/\*)\s*(type:|noqa|pragma|cython:|distutils:|mypy:|SYNC: |:)")
+DIRECTIVE = re.compile(r"(#|//|/\*)\s*(type:|noqa|pragma|fmt:|cython:|distutils:|mypy:|SYNC: |:)")
 PATTERNS = {
     "so many/long/much": r"\bso (many|long|much)\b",
     "also if/where/in/that/when": r"\balso (if|where|in|that|when)\b",
