@@ -300,7 +300,7 @@ def spdl_threads(work: Work) -> Rounds:
 
 
 class GrainSource:
-    """Batch number → batch, in one order; it is Grain that shuffles the batches anew."""
+    """Batch number → batch, in one order; Grain shuffles the batches."""
 
     def __init__(self, work: Work) -> None:
         self.work = work

@@ -101,7 +101,7 @@ def check_checkout(checkout: Path | None) -> None:
 
 
 def compile_sources(checkout: Path | None) -> None:
-    """Have the bytecode that an installed package has; else every process might compile anew."""
+    """Write the bytecode that an installed package has. Else, every process might compile."""
     folders = [Path(cseq.__file__).parent, Path(__file__).parent]
     for folder in folders if checkout is None else [*folders, checkout / "cseq"]:
         if not compileall.compile_dir(folder, quiet=1):

@@ -234,7 +234,7 @@ def microseconds(work: Work, loader: Iterable[Any]) -> float:
 
 @dataclass(frozen=True)
 class Rate:
-    """Gigabytes a second, for batches of so many bytes."""
+    """Gigabytes a second, for batches of a number of bytes."""
 
     nbytes: int
 

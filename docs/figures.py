@@ -35,7 +35,7 @@ WIDTH, LABEL, BAR, ROW = 500, 168, 205, 26
 
 
 def bars(rows: Sequence[tuple[str, float | None, str]], caption: str) -> str:
-    """Draw a bar for each (name, value, words); ours have the colour. None: what failed."""
+    """Draw a bar for each (name, value, words); ours are colored, and None means that it failed."""
     most = max(value for _, value, _ in rows if value is not None)
     drawing = Drawing(WIDTH, ROW * len(rows) + 4, caption)
     for row, (name, value, words) in enumerate(rows):
@@ -56,7 +56,7 @@ def figure(svg: str, caption: str, kind: str = "") -> str:
 
 
 def median(way: dict[str, Any] | None, what: str) -> float | None:
-    """Return the median of what was measured; None: each round failed."""
+    """Return the median of the rounds, or None if all failed."""
     values = [one[what] for one in (way or {}).get("rounds", [])]
     return statistics.median(values) if values else None
 
@@ -196,7 +196,7 @@ def table_of_formats() -> str:
 
 
 def ratios(way: str, what: str, like: Sequence[str] = ()) -> list[tuple[str, float]]:
-    """Return a way's figure over that of torch's like DataLoader, for each format that has both.
+    """Return the ratio of a way's figure and torch's like DataLoader's, for each format with both.
 
     `like`: the DataLoaders to compare with, the first that there is; as in the table if not given.
     """

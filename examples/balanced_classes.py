@@ -1,13 +1,13 @@
 """Balanced classes in a DataLoader: rare ones as often as the others, on any number of ranks.
 
-One sample of a hundred is of the rare class. `cseq.Weighted.balanced` takes about as many of each
-class, as torch's ``WeightedRandomSampler`` does. Its place is in the loader's state, and a rank
-gets its part of each batch with ``BatchSampler(order, seed=…, shard=…)``. Training ends anywhere
-and goes on there.
+One sample in a hundred belongs to the rare class. Like torch's ``WeightedRandomSampler``,
+`cseq.Weighted.balanced` takes about the same number from each class. Its position is in the
+loader's state. A rank gets its part of each batch with ``BatchSampler(order, seed=…, shard=…)``.
+Training can stop anywhere and continue there.
 
     python examples/balanced_classes.py [--epochs 3] [--workers 2] [--out build/balanced]
     python examples/balanced_classes.py --stop 40   # ends after 40 batches, as a killed job
-    python examples/balanced_classes.py             # goes on with batch 41, to the same result
+    python examples/balanced_classes.py             # continues with batch 41, to the same result
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def save() -> None:
 parser = argparse.ArgumentParser(description="balanced classes in a DataLoader")
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--workers", type=int, default=2)
-parser.add_argument("--stop", type=int, help="end after so many batches")
+parser.add_argument("--stop", type=int, help="end after this many batches")
 parser.add_argument("--out", type=Path, default=Path("build/balanced"))
 args = parser.parse_args()
 
@@ -83,7 +83,7 @@ if checkpoint.exists():
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     sums, first = saved["sums"], saved["epoch"]
-    print(f"goes on in epoch {first + 1}")
+    print(f"continues in epoch {first + 1}")
 
 taken = 0
 for epoch in range(first, args.epochs):

@@ -1,14 +1,14 @@
-"""Images in Parquet, read by row groups: each is decoded about once an epoch, by a thread for all.
+"""Images in Parquet, read by row groups: one thread decodes each about once an epoch, for all.
 
-A row group is the least that Parquet decodes, so a shuffled batch would decode one for nearly each
-image. `cseq.Blocks` shuffles row groups, and images within windows of them; `functools.lru_cache`
-keeps the row groups of two windows for all threads. Training ends anywhere and goes on there.
+Parquet decodes at least a row group, so a shuffled batch would decode one for nearly every image.
+`cseq.Blocks` shuffles row groups, and images within windows of row groups. `functools.lru_cache`
+keeps the row groups of two windows for all threads. Training can stop anywhere and continue there.
 
 The images are made up: stripes of ten directions, as PNG-like bytes in a column.
 
     python examples/blocks_parquet.py [--epochs 3] [--workers 2] [--out build/parquet]
     python examples/blocks_parquet.py --stop 40     # ends after 40 batches, as a killed job
-    python examples/blocks_parquet.py               # goes on with batch 41, to the same result
+    python examples/blocks_parquet.py               # continues with batch 41, to the same result
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ parser = argparse.ArgumentParser(description="images in Parquet, read by row gro
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--workers", type=int, default=2)
 parser.add_argument("--images", type=int, default=3000)
-parser.add_argument("--stop", type=int, help="end after so many batches")
+parser.add_argument("--stop", type=int, help="end after this many batches")
 parser.add_argument("--out", type=Path, default=Path("build/parquet"))
 args = parser.parse_args()
 
@@ -123,7 +123,7 @@ if checkpoint.exists():
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     sums = saved["sums"]
-    print(f"goes on in epoch {manager.epoch + 1}")
+    print(f"continues in epoch {manager.epoch + 1}")
 
 taken = 0
 with manager.start() as batches:

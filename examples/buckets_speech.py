@@ -1,13 +1,13 @@
 """Train on utterances of very different lengths, in batches by a budget of frames.
 
-The speech is made up: a sound lasts some frames, a frame has eight features, and a small network
-learns which sound each frame belongs to. What is as in real life: utterances have 20 to 800 frames,
-so batches of a fixed number of utterances would be mostly padding, or too large for the device.
-Training ends anywhere and goes on there.
+The speech is synthetic: a sound lasts some frames, a frame has eight features, and a small network
+learns which sound each frame belongs to. As in real speech, utterances have 20 to 800 frames, so
+batches of a fixed number of utterances would be mostly padding, or too large for the device.
+Training can stop anywhere and continue there.
 
     python examples/buckets_speech.py [--epochs 4] [--workers 2] [--budget 6000] [--out DIR]
     python examples/buckets_speech.py --stop 60     # ends after 60 batches, as a killed job
-    python examples/buckets_speech.py               # goes on with batch 61, to the same result
+    python examples/buckets_speech.py               # continues with batch 61, to the same result
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--workers", type=int, default=2)
 parser.add_argument("--budget", type=int, default=6000, help="frames of a batch, with padding")
 parser.add_argument("--utterances", type=int, default=3000)
-parser.add_argument("--stop", type=int, help="end after so many batches")
+parser.add_argument("--stop", type=int, help="end after this many batches")
 parser.add_argument("--out", type=Path, default=Path("build/speech"))
 args = parser.parse_args()
 
@@ -113,7 +113,7 @@ if checkpoint.exists():
     network.load_state_dict(saved["network"])
     optimizer.load_state_dict(saved["optimizer"])
     sums = saved["sums"]
-    print(f"goes on in epoch {manager.epoch + 1}")
+    print(f"continues in epoch {manager.epoch + 1}")
 
 taken = 0
 with manager.start() as batches:
@@ -124,8 +124,8 @@ with manager.start() as batches:
                 told, batch["sounds"], ignore_index=-1, reduction="sum"
             )
             optimizer.zero_grad()
-            # Divided by what a batch has at most, not by what this one has: each frame counts
-            # alike, in the short last batch of a bucket, too.
+            # Dividing by the most frames of a batch gives each frame the same weight, even in the
+            # short last batch of a bucket.
             (loss / args.budget).backward()
             optimizer.step()
             right = (told.argmax(1) == batch["sounds"]).sum().item()

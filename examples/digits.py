@@ -9,7 +9,7 @@ why training waited for data, and what would help.
     python examples/digits.py [--epochs 12] [--workers 2] [--seed 7] [--out build/digits]
 
 There is no `if __name__ == '__main__':` here, and none is needed: worker processes never run this
-script. They are sent the class `Digits` and import only what that class uses (so not torch).
+script. They receive the class `Digits` and import only what that class uses, which is not torch.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ network = nn.Sequential(
 )
 optimizer = torch.optim.Adam(network.parameters(), lr=0.003)
 
-# The data set's size may be given as the indices that belong to it, so a split is two lists.
-# dtype=None leaves every array its own type: labels must stay integers.
+# The size may be a list of indices, so a split is two lists.
+# With dtype=None, labels stay integers.
 held_out, training = np.split(cseq.permutation(1797, seed=args.seed), [360])
 options = {"out_type": "cpu", "dtype": None, "seed": args.seed}
 train = cseq.MPSequence(

@@ -1,9 +1,9 @@
 """Train a small network on handwritten digits that come out of a DataLoader.
 
 The digits (1797 images of 8 x 8 pixels) come with scikit-learn: nothing is downloaded. Worker
-processes shift and scale them and add noise, drawing from Python's, numpy's and torch's
-generators. The line that imports `DataLoader` is the only one that knows of cseq: with torch's own
-loader every loss is the same, to the last bit.
+processes shift and scale them and add noise, drawing from the generators of Python, NumPy and
+torch. Only the line that imports `DataLoader` refers to cseq: with torch's own loader, every loss
+is the same, to the last bit.
 
     python examples/digits_dataloader.py [--epochs 8] [--workers 2] [--seed 7]
 """

@@ -1,9 +1,8 @@
 """Train a small network on handwritten digits that come out of torchdata's `DataLoader2`.
 
 The digits (1797 images of 8 x 8 pixels) come with scikit-learn: nothing is downloaded. Datapipes
-shuffle them, share them out among worker processes, add noise, and batch them; cseq's
-`MultiProcessingReadingService` runs the workers. The line that imports it is the only one that
-knows of cseq.
+shuffle them, divide them among worker processes, add noise, and batch them. cseq's
+`MultiProcessingReadingService` runs the workers. Only the line that imports it refers to cseq.
 
     python examples/digits_dataloader2.py [--epochs 8] [--workers 2] [--seed 7]
 
@@ -23,7 +22,7 @@ from torch import nn
 from cseq.adapters.torchdata import MultiProcessingReadingService
 
 # isort: split
-# After cseq, which imports torchdata without the warning that it is deprecated.
+# This comes after cseq, which imports torchdata without its deprecation warning.
 from torchdata.dataloader2 import DataLoader2
 from torchdata.datapipes.iter import IterableWrapper, IterDataPipe
 

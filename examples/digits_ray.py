@@ -3,8 +3,8 @@
     python examples/digits_ray.py [--epochs 4] [--workers 2]    on the cluster, or one started here
     python examples/digits_ray.py --here                        in this process: test mode
 
-Both print the same losses, to the last bit: what the indexer draws depends on the batch, not on
-where it is made. The cluster is that of RAY_ADDRESS; without it, Ray starts one on this machine.
+Both print the same losses, to the last bit: the indexer's random numbers depend on the batch, not
+on where it is made. RAY_ADDRESS names the cluster; without it, Ray starts one on this machine.
 """
 
 from __future__ import annotations

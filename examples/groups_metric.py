@@ -1,14 +1,13 @@
 """Train an embedding on batches of some classes with some samples of each.
 
-A class has between 6 and 100 samples, as products, persons or birds have; `cseq.Groups` gives each
-the same attention. A small network learns to lay samples of a class beside each other, by comparing
-all pairs of a batch. How well it does is asked with classes that it has never seen: of how many of
-their samples is the nearest neighbour one of the same class? Training ends anywhere and goes on
-there.
+A class has between 6 and 100 samples, as with products, persons or birds. `cseq.Groups` gives each
+class the same weight. A small network learns to place the samples of a class close together, by
+comparing all pairs of a batch. The test uses classes that it has never seen: it counts the samples
+whose nearest neighbor has the same class. Training can stop anywhere and continue there.
 
     python examples/groups_metric.py [--epochs 4] [--workers 2] [--out build/metric]
     python examples/groups_metric.py --stop 50      # ends after 50 batches, as a killed job
-    python examples/groups_metric.py                # goes on with batch 51, to the same result
+    python examples/groups_metric.py                # continues with batch 51, to the same result
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def save() -> None:
 parser = argparse.ArgumentParser(description="an embedding from batches of classes")
 parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--workers", type=int, default=2)
-parser.add_argument("--stop", type=int, help="end after so many batches")
+parser.add_argument("--stop", type=int, help="end after this many batches")
 parser.add_argument("--out", type=Path, default=Path("build/metric"))
 args = parser.parse_args()
 
@@ -118,7 +117,7 @@ if checkpoint.exists():
     network.load_state_dict(saved["network"])
     optimizer.load_state_dict(saved["optimizer"])
     sums = saved["sums"]
-    print(f"goes on in epoch {manager.epoch + 1}")
+    print(f"continues in epoch {manager.epoch + 1}")
 
 taken = 0
 with manager.start() as batches:

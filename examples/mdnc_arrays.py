@@ -1,7 +1,7 @@
 """MDNC's second documented example: the same batches in test mode, as the indexer made them.
 
-Prints `[0]` to `[511]`. Test mode starts no process or thread: the indexer runs right here, where
-a debugger can stop in it. `'numpy'` leaves out the conversion to tensors.
+Prints `[0]` to `[511]`. Test mode starts no process or thread: the indexer runs in this process,
+where a debugger can stop in it. `'numpy'` leaves out the conversion to tensors.
 """
 
 import cseq

@@ -1,15 +1,15 @@
-"""Train a language model on three corpora whose shares change: easy first, then what it is for.
+"""Train a language model on three corpora whose shares change: easy text first, code later.
 
-`cseq.Mixture` takes the documents of each corpus in shares that change after a number of samples
-that is given. A corpus that is small comes again sooner, but never before all of it has
-come. Training ends anywhere and goes on there. It can also go on with other shares, or with
-one corpus more: a checkpoint says how much of each corpus has been read.
+`cseq.Mixture` takes the documents of each corpus in shares that change after a given number of
+samples. A small corpus repeats sooner, but only after all its documents came. Training can stop
+anywhere and continue there, even with other shares or one more corpus: a checkpoint says how much
+of each corpus was read.
 
-The corpora are made up: Markov chains that are harder and harder to guess.
+The corpora are synthetic: Markov chains that are harder and harder to predict.
 
     python examples/mixture_curriculum.py [--epochs 3] [--workers 2] [--out build/mixture]
     python examples/mixture_curriculum.py --stop 40     # ends after 40 batches, as a killed job
-    python examples/mixture_curriculum.py               # goes on with batch 41, to the same result
+    python examples/mixture_curriculum.py               # continues to the same result
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def save() -> None:
 parser = argparse.ArgumentParser(description="a language model on a mixture of corpora")
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--workers", type=int, default=2)
-parser.add_argument("--stop", type=int, help="end after so many batches")
+parser.add_argument("--stop", type=int, help="end after this many batches")
 parser.add_argument("--out", type=Path, default=Path("build/mixture"))
 args = parser.parse_args()
 
@@ -108,7 +108,7 @@ if checkpoint.exists():
     manager.load_state_dict(saved["data"])
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    print(f"goes on in epoch {manager.epoch + 1}")
+    print(f"continues in epoch {manager.epoch + 1}")
 
 taken = 0
 with manager.start() as batches:

@@ -1,16 +1,16 @@
 """Train a language model on packed rows, in which no document sees another one.
 
-Documents are packed into rows of 256 tokens, none of them cut: `cseq.Packed` finds rows that are
-full. Inside the indexer, `cseq.parts()` says how many documents each row has. A batch then has, for
-each token, the number of its document, from which the attention mask is made, and its place in it.
-The script shows that a document in a row gets what it gets alone. Training ends anywhere and goes
-on there.
+`cseq.Packed` packs documents into full rows of 256 tokens and cuts none. Inside the indexer,
+`cseq.parts()` says how many documents each row has. For each token, a batch has the number of its
+document, for the attention mask, and its position in the document. The script shows that the
+model's output for a document is the same in a row and alone. Training can stop anywhere and
+continue there.
 
-The language is made up: the next token depends on the two before, and documents differ in length.
+The language is synthetic: the next token depends on the two before, and documents differ in length.
 
     python examples/packed_lm.py [--epochs 3] [--workers 2] [--out build/packed]
     python examples/packed_lm.py --stop 40          # ends after 40 batches, as a killed job
-    python examples/packed_lm.py                    # goes on with batch 41, to the same result
+    python examples/packed_lm.py                    # continues with batch 41, to the same result
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Model(nn.Module):
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return what is expected after each token."""
         documents = batch["documents"]
-        # A token sees earlier tokens of its own document. The mask is made here, from 2 kB per row:
-        # as an array of the batch, it would be 64 kB.
+        # A token sees earlier tokens of its own document. The mask is made here from 2 kB per row;
+        # in the batch, it would take 64 kB.
         mask = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
         x = self.token(batch["tokens"]) + self.place(batch["places"])
         for attend, think in zip(self.attend, self.think, strict=True):
@@ -131,7 +131,7 @@ parser = argparse.ArgumentParser(description="a language model on packed rows")
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--workers", type=int, default=2)
 parser.add_argument("--documents", type=int, default=4000)
-parser.add_argument("--stop", type=int, help="end after so many batches")
+parser.add_argument("--stop", type=int, help="end after this many batches")
 parser.add_argument("--out", type=Path, default=Path("build/packed"))
 args = parser.parse_args()
 
@@ -166,7 +166,7 @@ if checkpoint.exists():
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     sums = saved["sums"]
-    print(f"goes on in epoch {manager.epoch + 1}")
+    print(f"continues in epoch {manager.epoch + 1}")
 
 taken = 0
 with manager.start() as batches:

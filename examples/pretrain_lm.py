@@ -1,11 +1,11 @@
-"""Pre-train a language model with FSDP2, and go on after a kill on any number of ranks.
+"""Pre-train a language model with FSDP2, and continue after a kill on any number of ranks.
 
 Documents of two sources are packed into rows; each step has 12 rows, whatever the number of ranks.
-No document sees another one. Every five steps, torch's distributed checkpoint saves all that going
-on needs. The language is made up, as in packed_lm.py.
+No document sees another one. Every five steps, torch's distributed checkpoint saves all that a
+resume needs. The language is synthetic, as in packed_lm.py.
 
     torchrun --nproc-per-node 2 examples/pretrain_lm.py --stop 12    # as a killed job
-    torchrun --nproc-per-node 3 examples/pretrain_lm.py              # goes on after step 10
+    torchrun --nproc-per-node 3 examples/pretrain_lm.py              # continues after step 10
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ def write_documents(path: Path, count: int, seed: int) -> None:
 
 
 def state() -> dict[str, object]:
-    """Return all that going on needs: what FSDP2 has divided goes on with other ranks, too."""
+    """Return all that a resume needs. FSDP2's shards load on another number of ranks, too."""
     parameters, moments = states.get_state_dict(model, optimizer)
     return {"model": parameters, "optimizer": moments, "rows": manager}
 
 
 def load_newest() -> int:
-    """Load the newest whole checkpoint, and return its step; 0: there is none."""
+    """Load the newest whole checkpoint, and return its step, or 0 if there is none."""
     # This file is written last.
     whole = [path.parent for path in args.out.glob("step-*/.metadata")]
     if not whole:
@@ -148,7 +148,7 @@ fully_shard(model, mesh=mesh["dp"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
 done = load_newest()
 if done and dist.get_rank() == 0:
-    print(f"goes on after step {done}")
+    print(f"continues after step {done}")
 
 with manager.start() as batches:
     for step, batch in enumerate(batches, done + 1):

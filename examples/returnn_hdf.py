@@ -2,8 +2,8 @@
 
 The script writes the file and a RETURNN configuration, trains with it as a user of RETURNN does
 (`python -m returnn plain.config`), makes the one change that puts `cseq.adapters.returnn` between
-RETURNN and its `HDFDataset`, and trains again. The losses are the same numbers, to the last bit:
-the sequences are, and so is their order.
+RETURNN and its `HDFDataset`, and trains again. The losses are the same, to the last bit:
+so are the sequences and their order.
 
     python examples/returnn_hdf.py [--epochs 3] [--workers 2] [--out build/returnn]
 """
@@ -101,7 +101,7 @@ def write_sequences(path: Path, count: int, seed: int) -> None:
 def train(name: str, config: str) -> dict[int, dict[str, float]]:
     """Let RETURNN train with a configuration; return the losses that it notes, by epoch."""
     scores = args.out / f"{name}.scores"
-    # Where RETURNN finds these it goes on from them, rather than to begin.
+    # If RETURNN finds these, it continues from them instead of beginning.
     for old in (scores, *(args.out / f"{name}.model").glob("*")):
         old.unlink(missing_ok=True)
     (args.out / f"{name}.config").write_text(config, encoding="utf-8")

@@ -43,6 +43,6 @@ def groups() -> dict[str, tuple[Case, ...]]:
 
 
 def all_cases() -> dict[str, Case]:
-    """Every case by its name, those of `gpu` too."""
+    """Every case by its name, including those in `gpu`."""
     ours = [*groups().values(), import_module("gpu.cases").CASES]
     return {case.name: case for cases in ours for case in cases}

@@ -151,7 +151,7 @@ def gained(script: Script) -> Iterator[Callable[[], float]]:
 
 @contextlib.contextmanager
 def beside(busy: int) -> Iterator[None]:
-    """Have so many other processes compute meanwhile."""
+    """Make other processes compute meanwhile."""
     command = [sys.executable, "-c", "while True: pass"]
     others = [subprocess.Popen(command) for _ in range(busy)]
     try:
@@ -163,7 +163,7 @@ def beside(busy: int) -> Iterator[None]:
 
 
 def followed(advice: Advice) -> dict[str, Any]:
-    """Return the arguments that the advice means; none: it names nothing to change."""
+    """Return the arguments that the advice changes, if any."""
     size = re.search(r"batch_size=(\d+)", advice.action)
     change = advice.change | ({"batch_size": int(size[1])} if size else {})
     return change | ({"thread_type": "proc"} if advice.cause == "gil" else {})

@@ -84,7 +84,7 @@ def firsts(_: Work, loader: Iterable[Any]) -> float:
 
 
 def of_size(samples: int) -> Work:
-    """Return a work of so many samples, whose batches cost nothing."""
+    """Return a work of `samples` samples whose batches cost nothing."""
     return Work(Echo, samples // 32, firsts)
 
 

@@ -39,7 +39,7 @@ def keys(work: Work) -> Iterator[list[int]]:
 
 
 class KeyEpochs:
-    """Streams whose epochs are those of a work."""
+    """Streams with the epochs of a work."""
 
     def __init__(self, work: Work, streams: Any, *, ordered: bool) -> None:
         self.work = work

@@ -1,4 +1,4 @@
-"""What the order of an epoch costs in memory, and what workers keep of it."""
+"""The memory of an epoch's order, and of its copies in workers."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ ROW = 4096
 
 
 def lengths(n: int) -> np.ndarray[Any, Any]:
-    """Lengths as those of sentences."""
+    """Lengths like sentences."""
     drawn = np.random.default_rng(0).lognormal(5.0, 1.0, n)
     return np.clip(drawn, 16, LONGEST).astype(np.int64)
 
@@ -76,7 +76,7 @@ def packed(given: Any) -> cseq.Order:
 
 
 def documents(n: int) -> np.ndarray[Any, Any]:
-    """Lengths as those of web pages, some longer than a row."""
+    """Lengths like web pages, some longer than a row."""
     drawn = np.random.default_rng(0).lognormal(6.55 - 0.72, 1.2, n)
     return np.clip(drawn, 2, 60_000).astype(np.int32)
 

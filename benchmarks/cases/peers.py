@@ -37,7 +37,7 @@ def part(most: float, name: str = OURS) -> Goal:
 
 
 def case_of_workers(name: str, title: str, work: Work, limit: Any) -> Case:
-    """Declare a case of so many workers."""
+    """Declare a case with a number of workers."""
     contenders = (
         Contender(OURS, partial(loaders.torch_dataloader, work, home="cseq"), ("torch",), True),
         Contender(SEQUENCE, partial(loaders.cseq_processes, work, start_method="fork"), (), True),
@@ -259,7 +259,7 @@ def tf_data(load: Load) -> Rounds:
 MEMORY = Load(Images, scaled(2000, 10))
 ROWS = Work(Rows, scaled(2000, 10), microseconds)
 
-# -- short epochs, for which workers start anew
+# -- short epochs, for which workers start again
 
 SHORT = MEMORY._replace(batches=5)
 

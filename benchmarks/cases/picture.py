@@ -275,7 +275,7 @@ def grain_processes(work: Work, _kind: Any, _folder: str) -> Rounds:
 
 
 def case(name: str, title: str, kind: Any, size: int, counts: tuple[int, ...], goal: float) -> Case:
-    """Declare a case; a round has so many batches of ours, the drop-in, SPDL, Grain, torch's."""
+    """Declare a case, with a round's batches of ours, the drop-in, SPDL, Grain and torch."""
     first, second, third, fourth, last = counts
     own = ("pillow",) if kind is Photographs else ()
     makes: dict[str, tuple[Any, tuple[str, ...]]] = {

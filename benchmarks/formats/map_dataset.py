@@ -35,7 +35,7 @@ class ImageDataset(Dataset):
 
 
 def ours(kind, folder, options):
-    """One call makes a worker of it."""
+    """One call turns it into a worker."""
     return kind(cseq.from_dataset(ImageDataset(folder)), batch_size=BATCH, **options)
 
 

@@ -116,7 +116,7 @@ def ways(ours: Any, theirs: Any, folder: str, *, forks: bool) -> dict[str, Calla
 
 
 class DropIn:
-    """A DataLoader as it is, with cseq's workers in the place of torch's, or an error."""
+    """A DataLoader as it is, with cseq's workers instead of torch's, or an error."""
 
     def __init__(self, loader: Any) -> None:
         from cseq.adapters import torch
@@ -134,7 +134,7 @@ class DropIn:
 def measure(make_loader: Callable[[], Any]) -> dict[str, float]:
     """Time the start, then the stream.
 
-    The memory is that of a training loop: it holds a batch, behind which the buffer is full.
+    The memory is as in a training loop: it holds a batch, and the buffer is full.
     """
     begin = time.perf_counter()
     loader = make_loader()
@@ -182,7 +182,7 @@ def settle() -> None:
 
 
 def take(batches: Iterator[Any], seconds: float) -> int:
-    """Take batches for so long, and count their samples."""
+    """Take batches for a time, and count their samples."""
     end = time.perf_counter() + seconds
     count = 0
     while time.perf_counter() < end:

@@ -2,7 +2,7 @@
 
 ::
 
-    device.py   the device, and the CPU in its place
+    device.py   the device, or the CPU as a substitute
     cases.py    what is measured
     run.py      tests/gpu, then the cases; one results file
 """

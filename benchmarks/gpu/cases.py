@@ -41,7 +41,7 @@ BUFFER = 2 * WORKERS
 
 
 class Unfilled:
-    """An array of so many floats that costs nothing to make: what is left is the way it goes."""
+    """An array of floats that costs nothing to make, so that only its transport takes time."""
 
     def __getitem__(self, indices):
         return cseq.empty((len(indices), *SHAPE[1:]), np.float32)
@@ -86,7 +86,7 @@ def microseconds(work: Work, loader: Iterable[Any]) -> float:
 
 @dataclass(frozen=True)
 class Rate:
-    """Gigabytes a second, for batches of so many bytes."""
+    """Gigabytes a second, for batches of a number of bytes."""
 
     nbytes: int
 
@@ -133,7 +133,7 @@ def training_step() -> Callable[[Any], object]:
 
 
 def python_loop(work: Work, loader: Iterable[Any]) -> float:
-    """Milliseconds of a step that is Python alone, some milliseconds of it, and holds the GIL."""
+    """Milliseconds of a step of pure Python, which holds the GIL."""
 
     def step(_batch: Any) -> int:
         total = 0
@@ -235,7 +235,7 @@ class DeviceLoader:
 
 
 def dataloader(work: Work, **how: bool) -> loaders.Rounds:
-    """`DataLoader`, or ours in its place."""
+    """The `DataLoader` of torch, or ours instead."""
     device.prepare()
     loader = DeviceLoader(work, **how)
     yield partial(work.measure, loader)

@@ -1,4 +1,4 @@
-"""The device that is measured: CUDA, or the CPU in its place.
+"""The device to measure: CUDA, or the CPU as a substitute.
 
 Where the CPU stands in, cseq runs its whole path to CUDA (converters, slots, what is kept until it
 was copied) with `tests/helpers/rehearsal.py`: all programs run to their end, and no figure says
@@ -52,7 +52,7 @@ def page_locked(tensor: Any) -> Any:
 
 
 def send(tensor: Any) -> Any:
-    """Begin to copy a CPU tensor to the device; a copy also where that is the CPU."""
+    """Begin to copy a CPU tensor to the device, even if that is the CPU."""
     return tensor.clone() if STANDS_IN else tensor.to(DEVICE, non_blocking=True)
 
 
@@ -71,7 +71,7 @@ def scaled_to(cuda: int, cpu: int) -> int:
     return cpu if STANDS_IN else cuda
 
 
-# -- what the results say of it
+# -- in the results
 
 
 def describe() -> dict[str, Any]:

@@ -116,7 +116,7 @@ def described() -> dict[str, Any]:
 
 
 def tested(device: str) -> dict[str, Any]:
-    """Run the tests of the device; without one, those that have the CPU in its place."""
+    """Run the tests of the device, or without one, those that run on the CPU."""
     chosen = TESTS if device == "cuda" else REHEARSED
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tests.xml"

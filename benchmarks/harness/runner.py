@@ -231,7 +231,7 @@ def in_turn(results: list[Result], number: int) -> list[Result]:
 
 @contextlib.contextmanager
 def noting(result: Result):
-    """Note a failure of a contender, and go on with the others."""
+    """Note a contender's failure, and continue with the others."""
     try:
         yield
     except Failed as error:

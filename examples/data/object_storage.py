@@ -41,7 +41,7 @@ class Objects:
     """One object a sample, kept in a folder once it was read."""
 
     def __init__(self, cache):
-        # Made in the worker, because connections are not pickled.
+        # The worker makes it, because connections cannot be pickled.
         self.store = S3Store("samples", **options)
         self.cache = Path(cache)
         self.cache.mkdir(exist_ok=True)

@@ -40,7 +40,7 @@ class Shards:
         self.files = {path: os.open(path, os.O_RDONLY) for path, *_ in members}
 
     def __getitem__(self, indices):
-        # In the memory of the batch.
+        # This array lies in the memory of the batch.
         images = cseq.empty((len(indices), 4, 4), np.uint8)
         labels = np.empty(len(indices), np.int64)
         for row, index in enumerate(indices):

@@ -34,7 +34,7 @@ def network():
 def train(net, folder="checkpoints", every=5, **options):
     with batches(out_type="null").start() as manager:
         callbacks = [
-            # It shows what is in the logs before the figures are.
+            # The bar shows the logs as they are before the figures come.
             keras.callbacks.ProgbarLogger(),
             Figures(manager),
             SaveState(manager, folder, every),

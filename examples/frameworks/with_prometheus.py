@@ -23,7 +23,7 @@ class Figures:
 manager = cseq.MPSequence(np.arange(6400), batch_size=32, out_type="null")
 with manager.start() as batches:
     prometheus_client.REGISTRY.register(Figures(batches))
-    # 0 takes a free port; give 9400 + rank, say: each rank has a server of its own
+    # Port 0 is any free port. Each rank needs its own, such as 9400 + rank.
     prometheus_client.start_http_server(0, "127.0.0.1")
     for batch in batches:
         pass

@@ -201,7 +201,7 @@ def test_orders(output_of, name, options):
     stopped = run("stopped", "--stop", "25")
     assert stopped[-1].endswith("after 25 batches")
     rest = run("stopped", "--workers", "1")
-    assert rest[1].startswith("goes on in epoch")
+    assert rest[1].startswith("continues in epoch")
     assert stopped[:-1] + rest[2:] == whole
 
 

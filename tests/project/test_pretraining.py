@@ -92,6 +92,6 @@ def test_a_killed_job_goes_on_with_any_ranks(run):
     assert run(2, "killed", "killed", kill_at=KILLED) == (lines[:KILLED], steps[:KILLED])
     for ranks in (3, 2):
         (told, *after), rest = run(ranks, f"rest{ranks}", "killed")
-        assert told == f"goes on after step {SAVED}"
+        assert told == f"continues after step {SAVED}"
         assert [*map(sorted, rest)] == [*map(sorted, steps[SAVED:])]
         assert ranks != 2 or (rest, after) == (steps[SAVED:], lines[SAVED:])
