@@ -159,7 +159,7 @@ class InOrder:
 
 
 class TorchDataset:
-    """An indexer as a data set; each worker makes its own at its first batch."""
+    """An indexer as a data set. Each worker makes its own at its first batch."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -179,7 +179,7 @@ class TorchDataset:
 def torch_dataloader(
     work: Work, *, start_method: str = "fork", home: str = "torch.utils.data"
 ) -> Rounds:
-    """`DataLoader` with batch fetch: its sampler gives whole batches; tensors come out."""
+    """`DataLoader` with batch fetch: its sampler gives whole batches, which become tensors."""
     loader = torch_loader(work, start_method, kind=importlib.import_module(home).DataLoader)
     yield functools.partial(work.measure, loader)
     del loader
@@ -222,14 +222,14 @@ def torch_loader(
 
 
 def spdl_process(work: Work, *, segment_bytes: int = 0) -> Rounds:
-    """`iterate_in_subprocess`: one worker process; with shared memory where segments are given."""
+    """`iterate_in_subprocess`: one worker process, with shared memory if segments are given."""
     loader = spdl_subprocess(work, segment_bytes)
     yield functools.partial(work.measure, loader)
     del loader
 
 
 def spdl_subprocess(work: Work, segment_bytes: int = 0, start_method: str | None = None) -> Any:
-    """Start SPDL's worker process for a work; segments go with the default start method alone."""
+    """Start SPDL's worker process. Segments need the default start method."""
     from spdl.pipeline import SharedMemorySegmentPool, iterate_in_subprocess
 
     arena = None
@@ -364,12 +364,12 @@ def grain_threads(work: Work) -> Rounds:
 
 
 def grain_rounds(epochs: GrainEpochs, work: Work) -> Rounds:
-    """The rounds of an iterator, which is closed after them."""
+    """The rounds of an iterator, which is then closed."""
     yield functools.partial(work.measure, epochs)
     epochs.close()
 
 
-# -- fleets, with what the tests have for them
+# -- fleets, with the tests' helpers
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 
@@ -431,7 +431,7 @@ def ray_calls(work: Work) -> Rounds:
 
 
 def ray_data(work: Work) -> Rounds:
-    """Ray Data's `map_batches`, by as many actors, and batches of numpy; on one node."""
+    """Ray Data's `map_batches` by the same number of actors on one node, with NumPy batches."""
     import ray
 
     class Indexed:

@@ -1,4 +1,4 @@
-"""A RETURNN dataset that costs nothing; a module of its own, since it needs RETURNN."""
+"""A RETURNN dataset that costs nothing, in its own module because it needs RETURNN."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ TITLE = "Speed-up over torch's DataLoader"
 
 
 def main() -> int:
-    """Run what the command line asks for; 1 if a contender failed."""
+    """Run the command line. Return 1 if a contender failed."""
     options = parser().parse_args()
     if options.tiny:
         os.environ[TINY] = "1"
@@ -130,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def checkout_at(path: str) -> Path:
-    """Return the path of a checkout, which has a folder `cseq`."""
+    """Return the path of a checkout that has a folder `cseq`."""
     checkout = Path(path).resolve()
     if not (checkout / "cseq" / "__init__.py").is_file():
         raise argparse.ArgumentTypeError(f"{checkout} is no checkout of cseq")
@@ -175,7 +175,7 @@ def present(case: Case, options: argparse.Namespace) -> list[Contender]:
 
 
 def write(report: dict[str, Any], folder: Path, name: str) -> None:
-    """Write what there is so far."""
+    """Write the results so far."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {"json": json.dumps(report, indent=1) + "\n", "md": as_markdown(report)}
     drawn = [

@@ -21,7 +21,7 @@ HEAD = "|work|cseq|torch|best peer|limit|\n|---|---:|---:|---:|---:|\n"
 PEERS = "SPDL|Grain|grain|lhotse|trl|numpy|queue|multiproc|concurrent|Stateful|WebLoader"
 UNITS = ("ns", "µs", "ms", "s")
 
-# Work, case, contender; then, if they are others than usual, torch's and the peers' names.
+# Work, case and contender, and torch's and the peers' names if they are not the usual ones.
 ROWS = (
     ("32 floats from two processes", "small_processes", "cseq, 2 workers, torch imported"),
     ("the same from threads", "small_threads", "cseq, 2 workers"),
@@ -162,7 +162,7 @@ class Run:
     def row(
         self, work: str, case: str, ours: str, torch: str = "torch DataLoader", peers: str = PEERS
     ) -> str:
-        """A line of the table; of the peers, it has the best one."""
+        """A line of the table, with the best of the peers."""
         found, best = self.medians(case), max if self.cases[case]["more_is_better"] else min
         peer = best(filter(re.compile(peers).match, found), key=found.get, default="")
         names = (ours, torch, peer, self.cases[case]["limit"])

@@ -26,7 +26,7 @@ IMAGES = scaled(256, 16)
 
 
 class Floats:
-    """32 floats a batch: what an indexer costs at least."""
+    """32 floats a batch: the least cost of an indexer."""
 
     def __init__(self, samples: int) -> None:
         self.table = np.arange(samples, dtype=np.float32)
@@ -57,7 +57,7 @@ class Images:
 
 
 class ImagesInPlace(Images):
-    """The same, filled into an array from `cseq.empty`; outside a worker that is `numpy.empty`."""
+    """The same, filled into an array from `cseq.empty`, which is `numpy.empty` outside a worker."""
 
     def __getitem__(self, indices):
         rows = np.asarray(indices) % IMAGES
@@ -110,7 +110,7 @@ class Parts:
 
 
 class Sleepy:
-    """5 ms a batch, without work for the processor; some batches take 20 times as long."""
+    """5 ms a batch, without work for the processor. Some batches take 20 times as long."""
 
     def __init__(self, batches: int, slow: float) -> None:
         self.seconds = np.full(batches, 0.005)
@@ -133,7 +133,7 @@ class Interpreted:
 
 
 class Brief:
-    """So many microseconds a batch, in which the processor works; an array that lies ready."""
+    """Some microseconds of work for the processor a batch, and an array that lies ready."""
 
     def __init__(self, us: int) -> None:
         self.ns = 1000 * us
@@ -147,7 +147,7 @@ class Brief:
 
 
 class Rarely:
-    """32 floats a batch; the first one of the data set takes much memory for a moment."""
+    """32 floats a batch. The first one of the data set takes much memory for a moment."""
 
     # In MB.
     SIZE = scaled(640, 160)
@@ -170,7 +170,7 @@ class Echo:
 
 @dataclass(frozen=True)
 class Work:
-    """Epochs of batches, and what is measured of them.
+    """Epochs of batches, and their figures.
 
     Attributes
     ----------
@@ -211,7 +211,7 @@ class Work:
 
 
 def seconds_a_batch(work: Work, loader: Iterable[Any]) -> float:
-    """Go through the epochs of a round; the time of a batch."""
+    """Go through the epochs of a round. Return the time of a batch."""
     take = touch_all if work.touch else take_all
     start = time.perf_counter()
     count = sum(take(loader) for _ in range(work.epochs))
@@ -268,7 +268,7 @@ def touch(batch: Any) -> None:
         np.asarray(batch).reshape(-1).view(np.uint8)[::PAGE].sum()
 
 
-# -- the order, for those who have none of their own
+# -- the order, for contenders without their own
 
 
 def shuffled(work: Work, epoch: int) -> np.ndarray:

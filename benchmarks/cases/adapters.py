@@ -1,4 +1,4 @@
-"""The adapters, each against what it takes the place of; an item is a sample or a sequence."""
+"""The adapters, each against the original. An item is a sample or a sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops that wait, each for another reason: is it named, and what of it is gone then.
+"""Loops that wait, each for another reason: whether the advice names it, and what it gains.
 
 Where the waiting is to go, nothing computes for long, and a core is never what is missing: so a
 figure says whether the advice is right, and not how fast the machine is. Where a promise is judged,
@@ -77,7 +77,7 @@ def multiply(seconds: float) -> None:
 
 
 class Works:
-    """An indexer that does several things for a batch; its constructor takes a while."""
+    """An indexer that does several things for a batch, with a slow constructor."""
 
     def __init__(self, *parts: tuple[Callable[[float], None], float], start: float = 0.0) -> None:
         time.sleep(start)
@@ -90,7 +90,7 @@ class Works:
 
 
 class Script(NamedTuple):
-    """A loop: an indexer, the manager's arguments, what a step takes and how often it pauses."""
+    """A loop: an indexer, the manager's arguments, the time of a step, and its pauses."""
 
     # Several causes may be right for one that computes on a busy machine.
     cause: str
@@ -121,7 +121,7 @@ class Script(NamedTuple):
 
 
 def removed(script: Script) -> Iterator[Callable[[], float]]:
-    """Take the advice: percent of the waiting that is gone; 0 if the cause is another one."""
+    """Take the advice: percent of the waiting that is gone, or 0 if the cause is wrong."""
 
     def once() -> float:
         before, advice = script.run()
@@ -170,7 +170,7 @@ def followed(advice: Advice) -> dict[str, Any]:
 
 
 def kept(script: Script, busy: int) -> Iterator[Callable[[], float]]:
-    """Follow the advice: what it gained in percent of the promise; 100 if nothing was promised.
+    """Follow the advice: its gain in percent of the promise, or 100 if nothing was promised.
 
     Two loops of the same length are compared, without their starts.
     """

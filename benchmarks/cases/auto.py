@@ -1,4 +1,4 @@
-"""``num_workers='auto'``, ``buffer='auto'``: what they reach, beside the best fixed numbers.
+"""``num_workers='auto'`` and ``buffer='auto'`` against the best fixed numbers.
 
 A slow disk is a sleep in the indexer, and the loop's step is one, as a GPU's is. So one kind of
 work alone, the one that computes, needs cores; it says little on a machine that is not idle.
@@ -66,7 +66,7 @@ class Computes:
 
 
 class Kind(NamedTuple):
-    """A kind of work: an indexer, and what the loop's step takes."""
+    """A kind of work: an indexer, and the time of the loop's step."""
 
     worker: Callable[[], Any]
     step: float
@@ -89,7 +89,7 @@ class Run(NamedTuple):
 
 
 class Changes(logging.Handler):
-    """Counts the lines that say what was changed."""
+    """Counts the log lines about changes."""
 
     count = 0
 
@@ -122,7 +122,7 @@ def run(kind: Kind, warm: float, measured: float, sizes: dict[str, Any]) -> Run:
 
 
 def go(batches: Iterator[Any], step: float, seconds: float) -> int:
-    """Take batches for some seconds; return how many."""
+    """Take batches for some seconds, and return their number."""
     end = time.perf_counter() + seconds
     for number in itertools.count(1):
         next(batches)
@@ -133,7 +133,7 @@ def go(batches: Iterator[Any], step: float, seconds: float) -> int:
 
 
 def beside_the_best(kind: Kind, figure: str) -> Iterator[Callable[[], float]]:
-    """What 'auto' has after some seconds, in percent of what the best fixed numbers have."""
+    """The rate of 'auto' after some seconds, in percent of the rate of the best fixed numbers."""
     runs = [(run(kind, WARM, MEASURED, sizes), sizes) for sizes in FIXED]
     enough = SAME * max(one.rate for one, _ in runs)
     _, best = min(((one.cpu, k) for k, (one, _) in enumerate(runs) if one.rate >= enough))

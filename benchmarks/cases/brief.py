@@ -1,4 +1,4 @@
-"""Batches of some microseconds of work: what it costs to wait for each other, asleep or awake."""
+"""Batches of some microseconds of work: the cost of waiting for each other, asleep or awake."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PIPE, SPDL, LIMIT = "pipe, 1 process", "SPDL subprocess, 1 worker", "bare loop"
 
 
 def usage_of(work: Work, loader: Iterable[Any], of: Callable[[Any], float]) -> float:
-    """Go through the epochs; what the trainer has used for a batch."""
+    """Go through the epochs. Return the trainer's CPU time for a batch."""
     before = of(resource.getrusage(resource.RUSAGE_SELF))
     microseconds(work, loader)
     return (of(resource.getrusage(resource.RUSAGE_SELF)) - before) / work.batches
@@ -32,7 +32,7 @@ def processor(work: Work, loader: Iterable[Any]) -> float:
 
 
 def sleeps(work: Work, loader: Iterable[Any]) -> float:
-    """Percent of the batches for which the trainer has slept."""
+    """Percent of the batches for which the trainer slept."""
     return 100 * usage_of(work, loader, lambda used: used.ru_nvcsw)
 
 
@@ -51,7 +51,7 @@ def case(us: int, name: str, unit: str, figure: Any, goals: tuple[Goal, ...] = (
 
 
 def beyond(f: Any, name: str) -> float:
-    """Return what a contender takes beyond the work."""
+    """Return a contender's time beyond the work."""
     return f[name] - f[LIMIT]
 
 

@@ -21,7 +21,7 @@ LIMIT, CACHED, DECODED = "arrays in memory", "cseq.cached", "decoded each time"
 
 
 class Photographs:
-    """JPEG files of one picture, decoded by Pillow; its short side becomes 256."""
+    """JPEG files of one picture, decoded by Pillow, with a short side of 256."""
 
     def __init__(self, size: tuple[int, int]) -> None:
         from PIL import Image
@@ -67,7 +67,7 @@ class Augmented:
 
 
 def epochs(size: tuple[int, int], name: str) -> Iterator[Callable[[], float]]:
-    """CPU time of a batch, over an epoch of persistent workers; the first epoch is the warm-up."""
+    """CPU time of a batch in an epoch of persistent workers, after a first one to warm up."""
     pictures: Any = Photographs(size)
     if name == CACHED:
         pictures = cseq.cached(pictures, "1 GB")

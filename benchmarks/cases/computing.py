@@ -68,7 +68,7 @@ def computed(work: Work) -> Iterator[Callable[[], float]]:
 
 
 def peers(work: Work) -> tuple[Contender, ...]:
-    """Those who are not cseq."""
+    """The contenders other than cseq."""
     return (
         Contender("SPDL threads", partial(loaders.spdl_threads, work), needs=("spdl-core",)),
         Contender("Grain mp_prefetch", partial(loaders.grain_processes, work), needs=("grain",)),

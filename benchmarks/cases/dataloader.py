@@ -103,7 +103,7 @@ class Named(NamedTuple):
 
 
 def fields(n: int) -> tuple[int, str, float, list[str]]:
-    """Return what a record has in it."""
+    """Return the fields of a record."""
     return n, f"some words of text number {n} " * 8, n / 2, ["a", "b", str(n)]
 
 
@@ -186,7 +186,7 @@ def epochs(load: Load, name: str) -> Iterator[Callable[[], float]]:
 
 
 def measured(loader: Any) -> float:
-    """Go through an epoch; return the microseconds of a batch."""
+    """Go through an epoch. Return the microseconds of a batch."""
     start = time.perf_counter()
     count = sum(1 for _ in loader)
     seconds = time.perf_counter() - start
@@ -219,7 +219,7 @@ class Pooled:
 
 
 def processor(loader: Any) -> float:
-    """Go through an epoch; return the CPU time of a batch in all processes, in microseconds."""
+    """Go through an epoch. Return a batch's CPU time in all processes, in microseconds."""
     before, batches = usage.cpu_seconds(os.getpid()), Counter.batches
     measured(loader)
     return (usage.cpu_seconds(os.getpid()) - before) / (Counter.batches - batches) * 1e6
@@ -289,7 +289,7 @@ def states(load: Load, name: str) -> Iterator[Callable[[], float]]:
 
 
 def death(load: Load, name: str) -> Iterator[Callable[[], float]]:
-    """Time from a worker's death to batches that it had not begun; of torch, to the error."""
+    """Time from a worker's death to batches that it had not begun, or with torch to the error."""
     loader = load.loader(name)
 
     def run() -> float:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def pause(work: Work, loader: Iterable[Any]) -> float:
-    """From the last batch of an epoch to the first of the next, in batch times; the medians."""
+    """The median time from an epoch's last batch to the next one's first, in batch times."""
     pauses, times = [], []
     last = 0.0
     for _epoch in range(work.epochs):
@@ -67,7 +67,7 @@ def boundary(name: str, title: str, work: Work, *, goal: bool = True) -> Case:
 
 
 def first_batch(loader: Iterable[Any], repetitions: int) -> float:
-    """From `iter` to the first batch, the loader being up; the median, in microseconds."""
+    """The median time from `iter` to the first batch of a started loader, in microseconds."""
     times = []
     for _ in range(repetitions):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Fleets: what it costs that other machines make the batches."""
+"""Fleets: the cost of making batches on other machines."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ OURS, THREADS = "cseq, processes", "cseq, threads"
 
 
 def percent_of_a_core(_: Work, loader: Iterable[Any]) -> float:
-    """Take one batch, wait until all is ready, then see what the processor does."""
+    """Take one batch, wait until all are ready, then measure the CPU time."""
     batches = iter(loader)
     next(batches)
     time.sleep(SECONDS / 2)

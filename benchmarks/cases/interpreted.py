@@ -1,4 +1,4 @@
-"""An indexer in pure Python: what threads gain where there is no GIL, and processes anywhere."""
+"""An indexer in pure Python: the gain of threads without a GIL, and of processes anywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of 32 ints, drawn by the trainer, each for two small tensors: what a DataLoader does."""
+"""Keys of 32 ints that the trainer draws, each for two small tensors, as in a DataLoader."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class KeyEpochs:
 
 
 def cseq_streams(work: Work, *, ordered: bool = True) -> Iterator[Callable[[], float]]:
-    """`Streams` with keys; torch is imported before the workers are forked, as it is there."""
+    """`Streams` with keys. As in a DataLoader, torch is imported before the workers are forked."""
     import torch  # noqa: F401
 
     from cseq.stream import Streams

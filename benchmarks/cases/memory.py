@@ -39,7 +39,7 @@ RARELY = Work(Rarely, 4000, megabytes_late_in_the_epoch, shuffle=False)
 def grown(
     loader: Callable[[Work], Iterator[Callable[[], float]]], samples: int
 ) -> Iterator[Callable[[], float]]:
-    """Bytes for each sample that there is more of, in a large epoch over a little one."""
+    """Bytes for each additional sample of a large epoch over a little one."""
 
     def weighed(samples: int) -> float:
         work = Work(Echo, samples // BATCH, bytes_late_in_the_epoch, batch_size=BATCH)
@@ -49,7 +49,7 @@ def grown(
         return found
 
     def run() -> float:
-        # The little batch comes first, since the other one finds what it leaves behind.
+        # The little epoch comes first, since the other one finds what it leaves behind.
         little = weighed(LITTLE)
         return (weighed(samples) - little) / (samples - LITTLE)
 

@@ -1,4 +1,4 @@
-"""Orders on their own: made from 10^7 lengths, and read; beside what other libraries do for it."""
+"""Orders alone: made from 10^7 lengths and read, beside those of other libraries."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def grain_packed(n: int) -> Iterator[Callable[[], float]]:
 
 
 def weights(n: int) -> np.ndarray[Any, Any]:
-    """Weights, of which some are much greater than the others."""
+    """Weights, some of which are much greater than the others."""
     return np.random.default_rng(0).pareto(2, n) + 0.1
 
 
@@ -239,7 +239,7 @@ def drawn_by_torch(n: int) -> Iterator[Callable[[], float]]:
 
 
 def mixed(count: int, n: int) -> Iterator[Callable[[], float]]:
-    """A mixture of so many sources is read by 1024, less what its sources alone take."""
+    """The time to read a mixture of many sources by 1024, without the time of its sources alone."""
     sources = {f"source {k}": cseq.Shuffled(n) for k in range(count)}
     order = cseq.Mixture(sources, {name: k + 1 for k, name in enumerate(sources)})
     alone, most = cseq.Shuffled(n), scaled(2_000_000, 2048)

@@ -1,4 +1,4 @@
-"""Kinds of work and of use for which peers are known: cseq beside torch's DataLoader and them."""
+"""Kinds of work and of use that peers are known for: cseq, torch's DataLoader and the peers."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def short_epochs(name: str) -> Rounds:
 
 
 class Nested:
-    """Batches of a training, in which a validation is done behind each 25th."""
+    """Batches of a training, with a validation after each 25th."""
 
     def __init__(self, name: str) -> None:
         self.training = MEMORY._replace(batches=50).loader(name)

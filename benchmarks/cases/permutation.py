@@ -18,7 +18,7 @@ OVER_TORCH = {5: 2.5, 6: 2.0, 7: 3.0, 8: 3.0}
 
 
 def timed(shuffle: Callable[[int], Any], n: int) -> float:
-    """Nanoseconds an element; small ones are repeated until they last."""
+    """Nanoseconds an element. Small permutations are repeated until they take long enough."""
     repetitions = max(1, scaled(2 * 10**7, 1) // n)
     start = time.perf_counter_ns()
     for seed in range(repetitions):

@@ -1,4 +1,4 @@
-"""Work that people have, with cseq and its peers: what the README's picture is drawn from.
+"""Real kinds of work, with cseq and its peers: the data of the README's picture.
 
 All have two workers and ten batches in readiness. Processes are spawned. The DataLoaders get
 samples, as they are used; the others ask for a whole batch at once. SPDL and Grain give arrays, the
@@ -34,7 +34,7 @@ THREADS, PROCESSES = ", threads", ", processes"
 # Grain's workers have no other start method.
 START_METHOD = "spawn"
 
-# -- data sets: a sample by its number, as tensors; a batch by numbers, as arrays
+# -- data sets: samples by number, as tensors, and batches by numbers, as arrays
 
 
 class Photographs:

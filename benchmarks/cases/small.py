@@ -1,4 +1,4 @@
-"""Small batches, 32 floats: what a loader itself costs for every batch."""
+"""Small batches of 32 floats: a loader's own cost for every batch."""
 
 from __future__ import annotations
 

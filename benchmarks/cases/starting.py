@@ -68,7 +68,7 @@ def ours_threads() -> Iterator[Callable[[], float]]:
 
 
 def with_torch(start_method: str) -> Iterator[Callable[[], float]]:
-    """Start a DataLoader; its import was before."""
+    """Start a DataLoader that was imported before."""
     import torch.utils.data  # noqa: F401
 
     yield from first_batch(lambda: loaders.torch_loader(WORK, start_method))
@@ -94,7 +94,7 @@ def beside(_module: Any, indexer: Callable[[], Any]) -> Any:
 
 
 def nth_with_torch(number: int) -> Iterator[Callable[[], float]]:
-    """Start the `number`-th manager beside those before it; the workers of all have torch."""
+    """Start one more manager beside `number - 1` others. All workers import torch."""
     import torch
 
     work = replace(WORK, indexer=partial(beside, torch, WORK.indexer))

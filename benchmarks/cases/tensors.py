@@ -1,4 +1,4 @@
-"""Tensors from float32 arrays: what the conversion costs."""
+"""Tensors from float32 arrays: the cost of the conversion."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ AHEAD = 2
 
 
 class Jpegs:
-    """Photographs of 320 x 240, decoded by Pillow, which gives the GIL away."""
+    """Photographs of 320 x 240, decoded by Pillow, which releases the GIL."""
 
     def __init__(self, samples: int) -> None:
         from PIL import Image
@@ -167,7 +167,7 @@ class Arrow:
 
 
 def loader_of(name: str, dataset: Any, batches: list[Any], num_workers: int) -> Any:
-    """Make a DataLoader; a data set that takes all indices of a batch is not collated."""
+    """Make a DataLoader, without collation if the data set takes all indices of a batch."""
     import torch.utils.data
 
     import cseq
@@ -188,7 +188,7 @@ def loader_of(name: str, dataset: Any, batches: list[Any], num_workers: int) -> 
 
 
 def fetching(dataset: Any) -> Callable[[Any], Any]:
-    """Return what makes the batch of a list of indices, as a DataLoader does."""
+    """Return a function that makes the batch of a list of indices, as a DataLoader does."""
     if isinstance(dataset, (Images, Arrow)):
         fetch: Callable[[Any], Any] = dataset.__getitem__
         return fetch
@@ -221,7 +221,7 @@ class Futures:
 
 
 def bare_threads(dataset: Any, batches: list[Any], num_workers: int) -> float:
-    """Make the batches in threads that hand none over; return the microseconds of a batch."""
+    """Make the batches in threads that hand none over. Return the microseconds of a batch."""
     import torch
 
     fetch, begin = fetching(dataset), threading.Barrier(num_workers + 1)
@@ -267,7 +267,7 @@ def epochs(
 
 
 def rate(loader: Any, count: int, num_workers: int) -> float:
-    """Go through an epoch; return the microseconds of a batch behind the first ones.
+    """Go through an epoch. Return the microseconds of a batch after the first ones.
 
     SPDL's pipeline has made those before the loop asks for the epoch.
     """

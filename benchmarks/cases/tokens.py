@@ -42,7 +42,7 @@ class Corpus:
 
 
 def measured(loader: Iterable[Any], batches: int) -> Callable[[], float]:
-    """Return what measures a round: CPU milliseconds of all processes for a batch."""
+    """Return a function that measures a round: CPU milliseconds of all processes for a batch."""
     iterator = iter(loader)
 
     def run() -> float:

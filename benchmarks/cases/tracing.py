@@ -46,7 +46,7 @@ def measured(what: Callable[[], float], *, recorded: bool) -> Iterator[Callable[
 
 
 def added() -> Iterator[Callable[[], float]]:
-    """Measure batches without a trace and with one, in one process: what the trace adds."""
+    """Measure the cost of a trace: batches without one and with one, in one process."""
     traced = measured(batches, recorded=True)
     once = next(traced)
     yield lambda: once() - batches()

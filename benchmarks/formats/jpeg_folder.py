@@ -42,7 +42,7 @@ AUGMENTATION = v2.Compose(
 
 
 def ours(kind, folder, options):
-    """The data set as it is; what its transforms draw follows from the seed."""
+    """The data set as it is. The seed determines what its transforms draw."""
     dataset = ImageFolder(folder, transform=AUGMENTATION)
     return kind(cseq.from_dataset(dataset), batch_size=BATCH, **options)
 

@@ -15,7 +15,7 @@ BATCH = scaled(128, 16)
 
 
 def make(folder):
-    """Write records of 255 floats; the first is the record's number."""
+    """Write records of 255 floats, the first of which is the record's number."""
     with lmdb.open(folder, map_size=2**30) as database, database.begin(write=True) as records:
         rng = np.random.default_rng(0)
         for number in range(RECORDS):
@@ -62,7 +62,7 @@ class RecordDataset(Dataset):
 
 
 def theirs(folder, options):
-    """One transaction a sample; each worker opens the database at its first one."""
+    """One transaction a sample. Each worker opens the database at its first one."""
     return DataLoader(RecordDataset(folder), BATCH, **options)
 
 

@@ -1,4 +1,4 @@
-"""What each script of this folder does with its format: make data, check what arrives, measure.
+"""Each script of this folder makes data in its format, checks the batches, and measures.
 
 A script is a user's program: it runs as `__main__`, and its classes travel to the workers from
 there. It hands its functions to `main`, whose command line is
@@ -62,7 +62,7 @@ def main(
     same: bool = True,
     forks: bool = True,
 ) -> None:
-    """Do what the command line asks for.
+    """Run the command line.
 
     Parameters
     ----------
@@ -199,11 +199,11 @@ def leaves(batch: Any) -> list[Any]:
     return [batch]
 
 
-# -- what arrives
+# -- checks of the batches
 
 
 def check(folder: str, ours: Any, loader: Any, numbers: Any, *, same: bool) -> None:
-    """Every sample once, with the right values; the same for any workers, and after a resume."""
+    """Check that each sample comes once and right, for any workers and after a resume."""
     whole = epoch(ours(cseq.MPSequence, folder, OURS))
     count = sum(len(leaves(batch)[0]) for batch in whole)
     if numbers is not None:
@@ -225,7 +225,7 @@ def check(folder: str, ours: Any, loader: Any, numbers: Any, *, same: bool) -> N
 
 
 def epoch(manager: Any, state: str = "null") -> list[Any]:
-    """Return the batches of an epoch, or what is left of it after a state."""
+    """Return the batches of an epoch, or the rest of it after a state."""
     if state != "null":
         manager.load_state_dict(json.loads(state))
     with manager.start() as batches:
@@ -242,7 +242,7 @@ def state_after(count: int, manager: Any) -> str:
 
 
 def samples(batches: Iterable[Any], numbers: Any) -> dict[int, list[np.ndarray]]:
-    """Cut batches into samples, by number; what is padded with zeros at its end loses these."""
+    """Cut batches into samples by number, without the zeros of padding."""
     found = {}
     for batch in batches:
         arrays = [np.asarray(leaf) for leaf in leaves(batch)]
@@ -261,6 +261,6 @@ def expect_alike(found: list[Any], expected: list[Any], what: str) -> None:
 
 
 def expect(condition: bool, what: str) -> None:
-    """Stop where the format's script does not do what it is to do."""
+    """Stop if the format's script is wrong."""
     if not condition:
         raise SystemExit(f"not true: {what}")

@@ -35,7 +35,7 @@ class Table:
 
 
 def ours(kind, folder, options):
-    """Each worker reads the table; threads that are given one indexer share it."""
+    """Each worker reads the table. Threads with one indexer share it."""
     return kind(partial(Table, folder), ROWS, batch_size=BATCH, **options)
 
 
@@ -52,7 +52,7 @@ class TableDataset(Dataset):
 
 
 def theirs(folder, options):
-    """A sampler of whole batches; the trainer reads the table, and workers get it from there."""
+    """A sampler of whole batches. The trainer reads the table, and passes it to the workers."""
     dataset = TableDataset(folder)
     sampler = BatchSampler(RandomSampler(dataset), BATCH, drop_last=False)
     options = {name: value for name, value in options.items() if name != "shuffle"}

@@ -55,7 +55,7 @@ FIGURES = {
 
 
 def main() -> int:
-    """Run what the command line asks for; 1 if a script failed."""
+    """Run the command line. Return 1 if a script failed."""
     options = parser().parse_args()
     if options.tiny:
         os.environ[TINY] = "1"
@@ -132,7 +132,7 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 
 def failures(report: dict[str, Any]) -> list[str]:
-    """Say which ways failed, in how many rounds, and with what last words."""
+    """Say which ways failed, in how many rounds, and with which last words."""
     return [
         f"{one['name']}, {way['way']}: {len(way['errors'])} of {report['rounds']} rounds: "
         + (way["errors"][-1].strip().splitlines() or ["no output"])[-1]
@@ -143,7 +143,7 @@ def failures(report: dict[str, Any]) -> list[str]:
 
 
 def lines_of(one: dict[str, Any]) -> list[str]:
-    """One format: a line for each of its ways; behind start and memory, times the like one's."""
+    """One format: a line for each way, with start and memory over those of the like way."""
     ways = {
         way["way"]: medians(way["rounds"]) for way in one["ways"] if way["rounds"] or way["errors"]
     }
@@ -167,7 +167,7 @@ def cell(key: str, ours: dict[str, float], like: dict[str, float]) -> str:
 
 
 def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """The median of each figure; empty if all rounds failed."""
+    """The median of each figure, or nothing if all rounds failed."""
     return {
         key: statistics.median(one[key] for one in rounds) for key in (FIGURES if rounds else ())
     }
@@ -181,7 +181,7 @@ def figure(value: float) -> str:
 
 
 def write(report: dict[str, Any], folder: Path, name: str) -> None:
-    """Write what there is so far."""
+    """Write the results so far."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     (folder / f"{name}.md").write_text(as_markdown(report), encoding="utf-8")

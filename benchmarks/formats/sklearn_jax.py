@@ -47,14 +47,14 @@ def collate(samples):
 
 
 def theirs(_folder, options):
-    """Use torch for its loader alone; JAX has threads, which do not survive a fork."""
+    """Use torch for its loader alone. JAX has threads, which do not survive a fork."""
     from torch.utils.data import DataLoader
 
     return DataLoader(RowDataset(), BATCH, collate_fn=collate, **options)
 
 
 def train():
-    """Both libraries take batches as they come; torch is never imported."""
+    """Both libraries take batches as they come. torch is never imported."""
     import cseq
 
     model = SGDClassifier(random_state=0)

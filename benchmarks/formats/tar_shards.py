@@ -23,7 +23,7 @@ BATCH = scaled(32, 4)
 
 
 def make(folder):
-    """Write the shards; a member's name is its label."""
+    """Write the shards. A member's name is its label."""
     rng = np.random.default_rng(0)
     for shard in range(SHARDS):
         with tarfile.open(Path(folder, f"{shard:04}.tar"), "w") as file:

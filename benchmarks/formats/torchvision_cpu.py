@@ -22,7 +22,7 @@ for _name in ("nms", "qnms"):
 
 
 def main() -> int:
-    """Declare the operators if that is what the import fails for; 1 if it fails all the same."""
+    """Declare the operators if the import fails without. Return 1 if it still fails."""
     if imports():
         return 0
     spec = find_spec("torchvision")

@@ -20,7 +20,7 @@ BATCH = scaled(32, 4)
 
 
 def make(folder):
-    """Write the files; the first value of each is its number."""
+    """Write the files. The first value of each is its number."""
     rng = np.random.default_rng(0)
     for number in range(FILES):
         samples = rng.integers(1, 2000, size=rng.integers(RATE, 4 * RATE), dtype="int16")

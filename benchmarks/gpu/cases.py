@@ -101,7 +101,7 @@ def training(work: Work, loader: Iterable[Any]) -> float:
 
 @functools.cache
 def training_step() -> Callable[[Any], object]:
-    """Make a network of about a ResNet-18's work, and what trains it with a batch.
+    """Make a network of about a ResNet-18's work, and a function that trains it with a batch.
 
     As in a loop that reads no loss, the step does not wait for the device.
     """
@@ -268,11 +268,11 @@ def in_processes(work: Work) -> Contender:
     return Contender(PROCESSES, how, needs=TORCH, ours=True)
 
 
-# -- what can be measured once
+# -- cases that can be measured only once
 
 
 def first(make: Callable[[], Any]) -> Iterator[Callable[[], float]]:
-    """Time the start; the device itself is started before."""
+    """Time the start. The device itself was started before."""
     device.prepare()
     yield from first_batch(make)
 
@@ -301,7 +301,7 @@ def held(make: Callable[[], Any]) -> Iterator[Callable[[], float]]:
 
 
 def once(how_measured: Callable[[Callable[[], Any]], Any], work: Work) -> tuple[Contender, ...]:
-    """All loaders, for what can be measured but once in a process."""
+    """All loaders, for cases that can be measured only once in a process."""
     makes = {name: partial(start_ours, work, kind) for name, kind in OURS.items()}
     makes |= {name: partial(DeviceLoader, work, **how) for name, how in OUR_LOADERS.items()}
     makes[DATALOADER] = partial(DeviceLoader, work)

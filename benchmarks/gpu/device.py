@@ -57,7 +57,7 @@ def send(tensor: Any) -> Any:
 
 
 def used_bytes() -> float:
-    """Memory that is taken on the device, by all processes; of our processes for the CPU."""
+    """Memory of all processes on the device, or of our processes on the CPU."""
     if STANDS_IN:
         return usage.memory_bytes(os.getpid())
     import torch
@@ -75,7 +75,7 @@ def scaled_to(cuda: int, cpu: int) -> int:
 
 
 def describe() -> dict[str, Any]:
-    """Name the device and what drives it; to be called in a process that measures nothing."""
+    """Name the device and its driver, in a process that measures nothing."""
     import torch
 
     about = {"stands_in": STANDS_IN, "torch_cuda": torch.version.cuda}
@@ -98,7 +98,7 @@ def describe() -> dict[str, Any]:
 
 
 def driver() -> dict[str, str]:
-    """Ask nvidia-smi, where it is, what torch does not know."""
+    """Ask nvidia-smi, if it exists, for what torch does not know."""
     if shutil.which("nvidia-smi") is None:
         return {}
     command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader"]

@@ -32,7 +32,7 @@ FIGURES = ("passed", "failed", "skipped")
 
 
 def main() -> int:
-    """Run the tests, then the cases; 1 if a test or a contender failed."""
+    """Run the tests, then the cases. Return 1 if a test or a contender failed."""
     options = parser().parse_args()
     os.environ[gpu.DEVICE] = options.device
     if options.tiny:
@@ -128,7 +128,7 @@ def tested(device: str) -> dict[str, Any]:
 
 
 def counts(file: Path) -> dict[str, Any]:
-    """Read what became of the tests, and the names of those that failed."""
+    """Read the counts of the tests, and the names of those that failed."""
     cases = list(ET.parse(file).iter("testcase"))
     bad = [one for one in cases if one.find("failure") is not None or one.find("error") is not None]
     skipped = sum(one.find("skipped") is not None for one in cases)
@@ -145,12 +145,12 @@ def counts(file: Path) -> dict[str, Any]:
 
 
 def name_of(device: dict[str, Any], *, partial: bool) -> str:
-    """Name the results, so that what is no result of a GPU is not taken for one."""
+    """Name the results, so that a rehearsal is not taken for a result of a GPU."""
     return ("gpu-rehearsal" if device["stands_in"] else "gpu") + ("-partial" if partial else "")
 
 
 def head_of(report: dict[str, Any]) -> str:
-    """Say what was measured where, and what became of the tests."""
+    """Describe the measurement, the machine, and the results of the tests."""
     device = dict(report["device"])
     name = device.pop("name")
     lines = [head(report["machine"], report["rounds"]), ""]
@@ -189,7 +189,7 @@ def converters(cases: list[dict[str, Any]]) -> list[str]:
 
 
 def write(report: dict[str, Any], folder: Path, name: str) -> None:
-    """Write what there is so far."""
+    """Write the results so far."""
     folder.mkdir(parents=True, exist_ok=True)
     cases = report["cases"]
     text = "\n".join([head_of(report), *converters(cases), *map(section, cases), ""])

@@ -17,8 +17,8 @@ TINY = "CSEQ_BENCHMARKS_TINY"
 BEFORE = " (before)"
 OTHER = " (other Python)"
 
-# A generator function. What it yields runs one round and returns that round's figure; what
-# comes before the yield is done once and not measured, what comes after it cleans up.
+# A generator function. It yields a function that runs one round and returns its figure. The code
+# before the yield runs once, unmeasured; the code after it cleans up.
 Make = Callable[[], Iterator[Callable[[], float]]]
 
 
@@ -124,7 +124,7 @@ class Case:
 
 
 def is_installed(name: str) -> bool:
-    """Whether a distribution, or a module with dots in its name, is there; not imported."""
+    """Whether a distribution, or a module with dots in its name, exists, without an import."""
     # Here, as workers import this file: it would be 10 ms of every loader's start.
     from importlib.metadata import version
     from importlib.util import find_spec

@@ -77,7 +77,7 @@ def versions(distributions: tuple[str, ...]) -> dict[str, str]:
 
 
 def commit(folder: Path = Path(__file__).parents[2]) -> str:
-    """The last commit that has changed cseq in a checkout; with a plus sign if files differ."""
+    """The last commit that changed cseq in a checkout, with a plus sign if files differ."""
     git = ["git", "-C", str(folder)]
     last = ["log", "--max-count=1", "--format=%h", "--", "cseq"]
     changed = ["diff", "--name-only", "HEAD", "--", "cseq"]
@@ -138,7 +138,7 @@ def contender_as_json(case: Case, result: Result, results: list[Result]) -> dict
 
 
 def cpu_microseconds(result: Result) -> float | None:
-    """CPU time of a batch, all processes together; None where batches are not counted."""
+    """CPU time of a batch in all processes, or None if batches are not counted."""
     if not result.batches:
         return None
     return number(statistics.median(result.cpu_seconds) / result.batches * 1e6)
@@ -151,7 +151,7 @@ def times_as_good(case: Case, mine: float, other: float) -> float:
 
 
 def goals_as_json(case: Case, results: list[Result]) -> list[dict[str, Any]]:
-    """The goals, with what was reached; those whose contenders are missing are left out."""
+    """The goals and the results, without goals whose contenders are missing."""
     medians = {result.contender.name: result.median for result in results if result.figures}
     goals: list[dict[str, Any]] = []
     if not medians:
@@ -189,7 +189,7 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 
 def head(about: dict[str, Any], rounds: int, page: str = "../README.md") -> str:
-    """Say what was measured where."""
+    """Describe the measurement and the machine."""
     programs = ", ".join(f"{name} {value}" for name, value in about["versions"].items())
     before = f", before: {about['before']}" if "before" in about else ""
     return (
@@ -219,7 +219,7 @@ def section(case: dict[str, Any]) -> str:
 
 
 def contender_row(one: dict[str, Any], case: dict[str, Any], mine: list[str], cpu: str) -> str:
-    """One contender; `cpu` names the value for its CPU time."""
+    """One contender. `cpu` names the value for its CPU time."""
     name = one["name"] + (" (limit)" if one["name"] == case["limit"] else "")
     if "median" not in one:
         what = "cannot be run there" if one["before"] else "failed"

@@ -34,7 +34,7 @@ class Failed(Exception):
 
 @dataclass
 class Result:
-    """What was measured of one contender; lists have one value a round.
+    """The figures of one contender. Lists have one value for each round.
 
     Attributes
     ----------
@@ -88,7 +88,7 @@ class Running:
         self._answer()
 
     def round(self, result: Result) -> None:
-        """Run a round and note what it took."""
+        """Run a round and note its figures."""
         before = usage.cpu_seconds(self._process.pid)
         answer = self._ask()
         result.cpu_seconds.append(usage.cpu_seconds(self._process.pid) - before)
@@ -120,7 +120,7 @@ class Running:
         result.descriptors = usage.descriptors(self._process.pid)
 
     def end(self, result: Result) -> None:
-        """Let it clean up, kill what does not end, and note it if that was needed."""
+        """Let it clean up, kill it if it does not end, and note that."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         with self._watchdog():
@@ -152,7 +152,7 @@ class Running:
 
     @contextlib.contextmanager
     def _watchdog(self):
-        """Kill the contender if what is inside takes too long."""
+        """Kill the contender if the block takes too long."""
         timer = threading.Timer(PATIENCE, os.killpg, (self._process.pid, signal.SIGKILL))
         timer.start()
         try:
@@ -168,7 +168,7 @@ class Running:
 
 
 def environment(checkout: Path | None) -> dict[str, str]:
-    """Return the environment in which processes import the cseq of a checkout."""
+    """Return an environment in which processes import a checkout's cseq."""
     if checkout is None:
         return dict(os.environ)
     path = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -189,7 +189,7 @@ def run_case(case: Case, contenders: list[Contender], rounds: int) -> list[Resul
 
 
 def run_afresh(case: Case, results: list[Result], rounds: int) -> None:
-    """Start a process for every round; the last one is for the memory."""
+    """Start a process for every round. The last one measures the memory."""
     for number in range(rounds + 1):
         for result in in_turn(results, number):
             with noting(result):
@@ -224,7 +224,7 @@ def run_together(case: Case, results: list[Result], rounds: int) -> None:
 
 
 def in_turn(results: list[Result], number: int) -> list[Result]:
-    """Those that have not failed; each round begins with another one."""
+    """The contenders that have not failed. Each round begins with another one."""
     first = number % len(results)
     return [result for result in results[first:] + results[:first] if not result.error]
 

@@ -43,7 +43,7 @@ def join_free_memory() -> None:
 
 
 def tree(root: int) -> list[Process]:
-    """Find a process and its descendants, and who else is of the session that it leads."""
+    """Find a process, its descendants, and the other processes of its session."""
     table = {process.pid: process for process in processes()} if HAS_PROC else {}
 
     def belongs(process: Process | None) -> bool:
@@ -85,7 +85,7 @@ def clock(pid: int) -> float:
 
 
 def memory_bytes(root: int) -> float:
-    """Memory of a process and its descendants; what several of them share counts once.
+    """Memory of a process and its descendants. Shared memory counts once.
 
     Their proportional set sizes, and what no process has mapped of shared memory that they have
     open: a DataLoader's batches lie there between a worker and the trainer.
@@ -103,7 +103,7 @@ def memory_bytes(root: int) -> float:
 
 
 def mapped_bytes(pid: int) -> Counter[tuple[str, int]]:
-    """Proportional set size of one process, by the device and the inode of what is mapped."""
+    """Proportional set size of one process, by the device and inode of each mapped file."""
     found: Counter[tuple[str, int]] = Counter()
     with contextlib.suppress(OSError):
         file = "", 0
