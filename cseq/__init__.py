@@ -26,7 +26,7 @@ with a star in this order, from ``sequence`` on. The others are for when somethi
     ├── manager.py      ★ a manager's lifecycle: started, used in a `with`, finished
     ├── runs.py         ★ one start of a manager or loader, up to its end; all runs of the process
     ├── tracing.py      a trace of every batch: recorded, written as JSON
-    ├── report/         a page about a run, from its figures: SVG, HTML, what the doctor finds
+    ├── report/         a page about a run: figures as SVG, HTML, the doctor's findings
     ├── fleet/          batches from other machines: a crew of threads, each of which asks an actor
     ├── engine/         ★ a pool is a crew (processes, threads, the loop's own thread) × tickets;
     │                   _feed posts these, and takes out batches and items
@@ -43,7 +43,7 @@ with a star in this order, from ``sequence`` on. The others are for when somethi
     ├── stage.py        ★ the loop of every runner: claim, work, publish
     ├── check.py        checks of arguments
     ├── files.py        files that are written whole or not at all
-    ├── threads.py      threads that a signal handler cannot break; what is logged on another thread
+    ├── threads.py      threads that a signal handler cannot break; logs on another thread
     ├── system.py       the machine or container: cores, threads of libraries, memory
     ├── _work.pyx       ★ runners, and their work: batches made and published
     ├── _lock.pyx       locks and latches that outlive signal handlers
