@@ -1,4 +1,4 @@
-"""Records that worker processes log: sent to the trainer, and handled by its handlers.
+"""Log records of worker processes, sent to the trainer and handled there.
 
 A worker that is forked from the trainer has its handlers, and sends nothing. A worker whose root
 logger has its own handlers sends nothing either.
