@@ -26,16 +26,16 @@ PATTERNS = {
 # Figures there were when each was last set: lower them when a count falls, never raise
 # them. The goal is 15 % of trailing comments and none of the patterns.
 BOUNDS = {
-    TRAILING: 73,
-    "so many/long/much": 47,
-    "also if/where/in/that/when": 23,
-    "in (the) place of": 31,
-    "anew": 13,
-    "for ever": 10,
-    "of it, at an end": 47,
-    "that of": 65,
-    "those of": 24,
-    "X; None: Y": 119,
+    TRAILING: 49,
+    "so many/long/much": 25,
+    "also if/where/in/that/when": 15,
+    "in (the) place of": 18,
+    "anew": 11,
+    "for ever": 5,
+    "of it, at an end": 34,
+    "that of": 47,
+    "those of": 23,
+    "X; None: Y": 73,
 }
 
 
