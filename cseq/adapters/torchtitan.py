@@ -124,7 +124,7 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
         endless = config.repeat if config.infinite is None else config.infinite
         self._is_endless = flag("repeat", endless)
         self.manager = MPSequence(
-            rows,
+            rows.only(KEYS),
             batch_size=batch_size,
             num_workers=config.num_workers,
             seed=config.seed,

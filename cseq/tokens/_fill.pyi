@@ -7,11 +7,12 @@ _Int64s: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 def cut(left: _Int64s, sizes: _Int64s, row: int, anew: bool) -> _Int64s: ...
 def fill(
-    tokens: list[NDArray[Any]],
-    counts: _Int64s,
-    numbers: _Int64s,
-    after: _Int64s,
-    masks: NDArray[np.bool_] | None,
+    arrays: list[NDArray[Any]],
+    masks: list[NDArray[Any] | None],
+    owners: _Int64s,
+    starts: _Int64s,
+    cuts: _Int64s,
+    pad: int,
     ids: NDArray[Any],
     labels: NDArray[Any] | None,
     positions: NDArray[Any] | None,

@@ -27,7 +27,8 @@ ctypedef fused Out:
     int64_t
 
 cdef struct Piece:
-    const void* tokens
+    const char* tokens
+    const uint8_t* mask  # NULL: all labels count
     int kind  # bytes of a token; -1 times that if it has no sign
 
 cdef enum:
@@ -40,52 +41,52 @@ cdef void convert(const Token* tokens, Out* out, Py_ssize_t count) noexcept nogi
         out[i] = <Out>tokens[i]
 
 
-cdef void copy(const Piece* piece, Out* out, Py_ssize_t count) noexcept nogil:
-    """Copy the tokens of a piece."""
+cdef void copy(const Piece* piece, Py_ssize_t first, Out* out, Py_ssize_t count) noexcept nogil:
+    """Copy the tokens of a piece, from one on."""
+    cdef const char* tokens = piece.tokens + first * (piece.kind if piece.kind > 0 else -piece.kind)
     if piece.kind == -2:
-        convert(<const uint16_t*>piece.tokens, out, count)
+        convert(<const uint16_t*>tokens, out, count)
     elif piece.kind == 4:
-        convert(<const int32_t*>piece.tokens, out, count)
+        convert(<const int32_t*>tokens, out, count)
     elif piece.kind == -4:
-        convert(<const uint32_t*>piece.tokens, out, count)
+        convert(<const uint32_t*>tokens, out, count)
     elif piece.kind == 8:
-        convert(<const int64_t*>piece.tokens, out, count)
+        convert(<const int64_t*>tokens, out, count)
     elif piece.kind == 2:
-        convert(<const int16_t*>piece.tokens, out, count)
+        convert(<const int16_t*>tokens, out, count)
     elif piece.kind == -1:
-        convert(<const uint8_t*>piece.tokens, out, count)
+        convert(<const uint8_t*>tokens, out, count)
     else:
-        convert(<const int8_t*>piece.tokens, out, count)
+        convert(<const int8_t*>tokens, out, count)
 
 
-cdef int64_t lay(const Piece* pieces, Py_ssize_t count, const int64_t* counts, const int64_t* numbers,
-                 const int64_t* after, const uint8_t* masks, Out* ids, Out* labels, Out* positions,
+cdef int64_t lay(const Piece* piece, Py_ssize_t count, const int64_t* counts, const int64_t* is_cut,
+                 const int64_t* numbers, Out pad, Out* ids, Out* labels, Out* positions,
                  int32_t* documents) noexcept nogil:
     """Fill arrays, those that are not NULL; return how many labels a loss counts."""
-    cdef Py_ssize_t k, i, n
+    cdef Py_ssize_t k, i, n, labeled
     cdef int64_t valid = 0
     for k in range(count):
-        n = counts[k]
-        if n < 1:
-            continue
-        copy(pieces + k, ids, n)
+        n, labeled = counts[k], 0
+        if numbers[k] < 0:
+            for i in range(n):
+                ids[i] = pad
+        else:
+            copy(piece, 0, ids, n)
+            labeled = n - 1 + is_cut[k]
         if labels != NULL:
             for i in range(n - 1):
                 labels[i] = ids[i + 1]
-            labels[n - 1] = <Out>after[k]
-            if masks != NULL:
-                for i in range(n - 1):
-                    if not masks[i + 1]:
+            if labeled == n:
+                copy(piece, n, labels + n - 1, 1)
+            for i in range(labeled, n):
+                labels[i] = IGNORED
+            valid += labeled
+            if labeled and piece.mask != NULL:
+                for i in range(labeled):
+                    if not piece.mask[i + 1]:
                         labels[i] = IGNORED
-                masks += n
-            if numbers[k] < 0:
-                for i in range(n):
-                    labels[i] = IGNORED
-            elif masks == NULL:
-                valid += n - (after[k] == IGNORED)
-            else:
-                for i in range(n):
-                    valid += labels[i] != IGNORED
+                        valid -= 1
             labels += n
         if positions != NULL:
             for i in range(n):
@@ -96,6 +97,7 @@ cdef int64_t lay(const Piece* pieces, Py_ssize_t count, const int64_t* counts, c
                 documents[i] = <int32_t>numbers[k]
             documents += n
         ids += n
+        piece += numbers[k] >= 0
     return valid
 
 
@@ -103,15 +105,15 @@ def cut(cnp.ndarray left not None, cnp.ndarray sizes not None, int64_t row, bint
     """Cut the pieces of rows where their row is full, and put padding behind the others.
 
     `left` says what each piece's document has from there on, `sizes` how many pieces each row has. Returns
-    of each piece, and of padding: its number in `left`, or -1; how many tokens it has; whether its document
-    has more; and its number in its row, or, unless `anew`, in the batch, -1 for padding.
+    of each piece, and of padding: how many tokens it has; whether its document has more; and its number in its
+    row, or, unless `anew`, in the batch, -1 for padding.
     """
     cdef const int64_t* there = int64s(left)
     cdef const int64_t* each = int64s(sizes)
     cdef Py_ssize_t k = 0, n = 0, r, rows = len(sizes), most = len(left) + rows
     cdef int64_t used, number = 0
     cdef Py_ssize_t last = 0
-    made = numpy.empty((4, most), numpy.int64)
+    made = numpy.empty((3, most), numpy.int64)
     cdef int64_t* out = <int64_t*>cnp.PyArray_DATA(made)
     if sizes.sum() != len(left):
         raise ValueError(f"{len(left)} pieces are not those of rows of {sizes}")
@@ -126,12 +128,12 @@ def cut(cnp.ndarray left not None, cnp.ndarray sizes not None, int64_t row, bint
                     f"the order has pieces behind the end of a row of {row} tokens: it is not that of these "
                     "Rows; leave order= out"
                 )
-            out[n], out[most + n] = k, min(there[k], row - used)
-            out[2 * most + n], out[3 * most + n] = there[k] > row - used, number
-            used += out[most + n]
+            out[n] = min(there[k], row - used)
+            out[most + n], out[2 * most + n] = there[k] > row - used, number
+            used += out[n]
             k, n, number = k + 1, n + 1, number + 1
         if used < row:
-            out[n], out[most + n], out[2 * most + n], out[3 * most + n] = -1, row - used, 0, -1
+            out[n], out[most + n], out[2 * most + n] = row - used, 0, -1
             n += 1
     return made[:, :n]
 
@@ -145,58 +147,78 @@ cdef void* data_of(cnp.ndarray array, int kind, Py_ssize_t size) except? NULL:
     return cnp.PyArray_DATA(array)
 
 
-cdef int find(Piece* pieces, list tokens, const int64_t* counts, list kept, int most) except -1:
+cdef Py_ssize_t find(Piece* pieces, list arrays, list masks, cnp.ndarray owners, cnp.ndarray starts,
+                     Py_ssize_t count, const int64_t* counts, const int64_t* is_cut,
+                     const int64_t* numbers, list kept, int most) except -1:
     """Find the memory of pieces, in an order of bytes that can be read; `kept` owns copies."""
-    cdef Py_ssize_t k
-    cdef cnp.ndarray piece
-    for k in range(len(tokens)):
-        piece = tokens[k]
-        if not cnp.PyArray_ISCARRAY_RO(piece):
-            piece = numpy.array(piece, (<object>piece).dtype.newbyteorder("="))
-            kept.append(piece)
-        pieces[k].kind = piece.descr.itemsize * (-1 if piece.descr.kind == b"u" else 1)
-        if piece.size != counts[k] or piece.descr.kind not in b"iu" or not -most < pieces[k].kind <= most:
+    cdef Py_ssize_t k, stop, n = 0, there = len(owners)
+    cdef const int64_t* owner = int64s(owners)
+    cdef const int64_t* start = int64s(starts)
+    cdef int64_t at
+    cdef cnp.ndarray array, mask
+    for k in range(count):
+        if numbers[k] < 0:
+            continue
+        if n == there:
+            raise ValueError(f"{there} pieces are not those of the batch")
+        array, mask, at = arrays[owner[n]], masks[owner[n]], start[n]
+        stop = at + counts[k] + is_cut[k]
+        pieces[n].kind = array.descr.itemsize * (-1 if array.descr.kind == b"u" else 1)
+        if (array.descr.kind not in b"iu" or not -most < pieces[n].kind <= most
+                or not 0 <= at <= stop <= array.size or not (mask is None or stop <= mask.size)):
             raise ValueError(
-                f"{counts[k]} tokens of {most} bytes cannot be those of an array of shape "
-                f"{(<object>piece).shape} and type {piece.dtype}"
+                f"tokens [{at}, {stop}) of {most} bytes cannot be those of an array of shape "
+                f"{(<object>array).shape} and type {array.dtype}"
             )
-        pieces[k].tokens = cnp.PyArray_DATA(piece)
-    return 0
+        pieces[n].mask = NULL
+        if mask is not None:
+            if mask.descr.itemsize != 1 or not cnp.PyArray_ISCARRAY_RO(mask):
+                mask = mask[at:stop] != 0
+                kept.append(mask)
+                pieces[n].mask = <const uint8_t*>cnp.PyArray_DATA(mask)
+            else:
+                pieces[n].mask = <const uint8_t*>cnp.PyArray_DATA(mask) + at
+        if not cnp.PyArray_ISCARRAY_RO(array):
+            array, at = numpy.array(array[at:stop], (<object>array).dtype.newbyteorder("=")), 0
+            kept.append(array)
+        pieces[n].tokens = <const char*>cnp.PyArray_DATA(array) + at * array.descr.itemsize
+        n += 1
+    return n
 
 
-def fill(list tokens not None, cnp.ndarray counts not None, cnp.ndarray numbers not None,
-         cnp.ndarray after not None, cnp.ndarray masks, cnp.ndarray ids not None, cnp.ndarray labels,
+def fill(list arrays not None, list masks not None, cnp.ndarray owners not None, cnp.ndarray starts not None,
+         cnp.ndarray cuts not None, int64_t pad, cnp.ndarray ids not None, cnp.ndarray labels,
          cnp.ndarray positions, cnp.ndarray documents):
     """Fill the arrays of a batch that are not None; return how many labels a loss counts.
 
-    `tokens` has an array for each piece, `counts` its length, `numbers` its number or -1 for padding, and
-    `after` the label of its last token. `masks` has a byte for each token of the batch.
+    `arrays` has tokens, `masks` a mask of each or None. `owners` has the array of each piece, and `starts`
+    where the piece begins in it. `cuts` is what `cut` returned.
     """
-    cdef Py_ssize_t count = len(tokens), size = ids.size
+    cdef Py_ssize_t count = cuts.shape[1], size = ids.size
     cdef int kind = ids.descr.itemsize
+    counts, more, numbers = cuts
     cdef const int64_t* lengths = int64s(counts)
+    cdef const int64_t* is_cut = int64s(more)
     cdef const int64_t* given = int64s(numbers)
-    cdef const int64_t* last = int64s(after)
-    if not len(counts) == len(numbers) == len(after) == count or counts.sum() != size or kind not in (4, 8):
+    if counts.sum() != size or len(owners) != len(starts) or kind not in (4, 8):
         raise ValueError(f"pieces of {counts} tokens do not fill {size} of {ids.dtype}")
     cdef void* first = data_of(ids, kind, size)
     cdef void* second = data_of(labels, kind, size)
     cdef void* third = data_of(positions, kind, size)
     cdef int32_t* fourth = <int32_t*>data_of(documents, 4, size)
-    cdef const uint8_t* mask = <const uint8_t*>data_of(masks, 1, size)
     cdef int64_t valid
-    cdef Piece* pieces = <Piece*>PyMem_RawMalloc(count * sizeof(Piece))
+    cdef Piece* pieces = <Piece*>PyMem_RawMalloc((count + 1) * sizeof(Piece))
     kept = []
     if pieces == NULL:
         raise MemoryError
     try:
-        find(pieces, tokens, lengths, kept, kind)
+        find(pieces, arrays, masks, owners, starts, count, lengths, is_cut, given, kept, kind)
         with nogil:
             if kind == 8:
-                valid = lay(pieces, count, lengths, given, last, mask, <int64_t*>first,
+                valid = lay(pieces, count, lengths, is_cut, given, <int64_t>pad, <int64_t*>first,
                             <int64_t*>second, <int64_t*>third, fourth)
             else:
-                valid = lay(pieces, count, lengths, given, last, mask, <int32_t*>first,
+                valid = lay(pieces, count, lengths, is_cut, given, <int32_t>pad, <int32_t*>first,
                             <int32_t*>second, <int32_t*>third, fourth)
     finally:
         PyMem_RawFree(pieces)

@@ -85,6 +85,8 @@ class Arrow(Corpus):
                 k = int((lengths != others).argmax())
                 said = f"row {k} has {lengths[k]} values of {column!r} and {others[k]} of {mask!r}"
                 raise damaged(name, None, said, "give a mask as long as the tokens")
+            if [*map(len, parts)] != [*map(len, masks)]:
+                masks = np.split(np.concatenate(masks), np.cumsum([*map(len, parts)])[:-1])
         self.lay(name, lengths, parts, masks)
 
 

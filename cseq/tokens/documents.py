@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cseq.order.base import Ints
+
+    Found: TypeAlias = tuple[list[NDArray[Any]], list[NDArray[Any] | None], Ints, Ints]
 
 __all__ = ["Corpus", "Documents", "Given", "corpus_of", "damaged", "first", "mapped"]
 
@@ -73,7 +75,7 @@ class Corpus:
     ) -> None:
         """Set the lengths of documents, the arrays of their tokens, and masks if there are any."""
         self.name, self.lengths = name, lengths
-        self._parts, self._masks = list(parts), masks
+        self._parts, self._masks = [*parts], [*masks] if masks else [None] * len(parts)
         self._firsts = np.cumsum([0, *map(len, parts)])
         self.tokens = int(self._firsts[-1])
         if not self.tokens:
@@ -91,11 +93,6 @@ class Corpus:
         """Pickle as what opens the files again."""
         return again, (type(self), self._made_with, self.fingerprint)
 
-    @property
-    def has_mask(self) -> bool:
-        """Whether some tokens are left out of a loss."""
-        return self._masks is not None
-
     @cached_property
     def ends(self) -> DocumentEnds:
         """Where documents end."""
@@ -105,8 +102,9 @@ class Corpus:
     def fingerprint(self) -> int:
         """A number of the counts, and of some of the tokens."""
         at = np.linspace(0, self.tokens - 1, PROBES).astype(np.int64)
-        probes = np.concatenate(self.slices(at, np.ones(PROBES, np.int64))).astype(np.int64)
-        return int(fingerprint(np.append(probes, [self.tokens, len(self)])))
+        parts, _, owners, starts = self.find(at, np.ones_like(at))
+        probes = [int(parts[o][k]) for o, k in zip(owners.tolist(), starts.tolist(), strict=True)]
+        return int(fingerprint(np.array([*probes, self.tokens, len(self)])))
 
     def read(self, document: int, start: int, stop: int) -> NDArray[np.integer[Any]]:
         """Return the tokens [start, stop) of a document, as a view."""
@@ -114,20 +112,20 @@ class Corpus:
         if not 0 <= start <= stop <= size:
             raise IndexError(f"{self.name}: document {document} has no [{start}, {stop}) of {size}")
         at = self.ends.starts(np.array([document])) + start
-        return self.slices(at, np.array([stop - start]))[0]
+        parts, _, [owner], [first] = self.find(at, np.array([stop - start]))
+        part: NDArray[np.integer[Any]] = parts[owner][first : first + stop - start]
+        return part
 
-    def slices(self, at: Ints, counts: Ints, *, masks: bool = False) -> list[NDArray[Any]]:
-        """Return tokens, or their masks, from each of some positions in all documents."""
-        parts = self._masks if masks else self._parts
-        if parts is None:
-            return [np.ones(count, np.bool_) for count in counts.tolist()]
-        if len(parts) == 1:
-            ranges = zip(at.tolist(), (at + counts).tolist(), strict=True)
-            return [parts[0][start:stop] for start, stop in ranges]
+    def find(self, at: Ints, counts: Ints) -> Found:  # noqa: ARG002
+        """Find the tokens from each of some positions in all documents.
+
+        Returns arrays of tokens, the mask of each array or None, and for each position the number
+        of its array and its index there.
+        """
+        if len(self._parts) == 1:
+            return self._parts, self._masks, np.zeros_like(at), at
         owners = self._firsts.searchsorted(at, "right") - 1
-        starts = at - self._firsts[owners]
-        where = zip(owners.tolist(), starts.tolist(), (starts + counts).tolist(), strict=True)
-        return [parts[owner][start:stop] for owner, start, stop in where]
+        return self._parts, self._masks, owners, at - self._firsts[owners]
 
 
 def again(kind: type[Corpus], made_with: dict[str, Any], known: int) -> Corpus:
@@ -157,25 +155,28 @@ class Given(Corpus):
             )
         if is_new and (k := first(len(lengths), lambda a, b: lengths[a:b] < 0)) is not None:
             raise ValueError(f"{name} has lengths[{k}]={lengths[k]}; give at least 0")
-        whole = [range(int(lengths.sum(dtype=np.int64)))]
-        self.lay(name, lengths, whole, whole if hasattr(documents, "mask") else None)
+        self.lay(name, lengths, [range(int(lengths.sum(dtype=np.int64)))])
 
-    def slices(self, at: Ints, counts: Ints, *, masks: bool = False) -> list[NDArray[Any]]:
-        """Call the object's method for each piece."""
-        if masks and not self.has_mask:
-            return super().slices(at, counts, masks=True)
-        method, found = "mask" if masks else "read", []
+    def find(self, at: Ints, counts: Ints) -> Found:
+        """Call the object's methods for each piece."""
         documents, begins = self.ends.find(at)
         starts = at - begins
-        where = zip(documents.tolist(), starts.tolist(), (starts + counts).tolist(), strict=True)
-        for document, start, stop in where:
-            found.append(np.asarray(getattr(self.documents, method)(document, start, stop)))
-            if found[-1].shape != (stop - start,):
-                raise ValueError(
-                    f"{self.name}: {method}({document}, {start}, {stop}) returned an array of "
-                    f"shape {found[-1].shape}; return a value for each token, or correct "
-                    f"lengths[{document}]"
-                )
+        pieces = [
+            *zip(documents.tolist(), starts.tolist(), (starts + counts).tolist(), strict=True)
+        ]
+        parts = [self._call("read", *piece) for piece in pieces]
+        masks: list[Any] = [None] * len(parts)
+        if hasattr(self.documents, "mask"):
+            masks = [self._call("mask", *piece) for piece in pieces]
+        return parts, masks, np.arange(len(at)), np.zeros_like(at)
+
+    def _call(self, method: str, document: int, start: int, stop: int) -> NDArray[Any]:
+        found = np.asarray(getattr(self.documents, method)(document, start, stop))
+        if found.shape != (stop - start,):
+            raise ValueError(
+                f"{self.name}: {method}({document}, {start}, {stop}) returned an array of shape "
+                f"{found.shape}; return a value for each token, or correct lengths[{document}]"
+            )
         return found
 
 

@@ -17,21 +17,20 @@ from cseq.order.concatenated import Concatenated
 from cseq.order.mixture import Mixture
 from cseq.order.packed import Packed
 from cseq.tokens._fill import cut, fill
-from cseq.tokens.documents import Corpus, corpus_of
+from cseq.tokens.documents import corpus_of
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
 
-    from numpy.typing import DTypeLike, NDArray
+    from numpy.typing import DTypeLike
 
     from cseq.order.base import Ints, Order
     from cseq.order.mixture import Weights
-    from cseq.tokens.documents import Documents
+    from cseq.tokens.documents import Corpus, Documents, Found
 
 __all__ = ["Piece", "Rows"]
 
-IGNORED = -100  # the label that torch's cross_entropy leaves out
 MOST_ROW = 2**30  # cu_seqlens counts in 32 bits
 KEYS = ("input_ids", "labels", "position_ids", "document_ids", "valid_tokens", "source_tokens")
 ALL = (*KEYS, "cu_seqlens", "max_seqlen")
@@ -54,23 +53,25 @@ class Piece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The pieces of some rows, one after the other, padding included."""
+    """The pieces of some rows, one after the other.
 
-    sources: Ints  # the number of each one's source; padding has one of its own
-    at: Ints  # in all documents of the source
+    Attributes
+    ----------
+    sources, documents, starts, counts : array
+        The number of each one's source; its document, where it begins there, and its tokens.
+    at : array
+        Where it begins in all documents of its source.
+    cuts : array
+        Of pieces and of padding: tokens; 1 if the document has more; and the number in the row, or
+        -1 for padding.
+    """
+
+    sources: Ints
+    at: Ints
     documents: Ints
     starts: Ints
     counts: Ints
-    numbers: Ints  # in the row; -1 for padding
-    is_cut: Ints  # 1 if the document has more
-
-
-class Padding(Corpus):
-    """What rows that are not full end with: one document, of which no loss counts a token."""
-
-    def attach(self, *, is_new: bool, tokens: NDArray[Any]) -> None:  # type: ignore[override]  # noqa: ARG002
-        """Lay out a row of it."""
-        self.lay("padding", [len(tokens)], [tokens], [np.zeros(len(tokens), np.bool_)])
+    cuts: Ints
 
 
 class Rows:
@@ -175,15 +176,12 @@ class Rows:
         self.flat = flag("flat", flat)
         self.keys = tuple(choice("keys", key, ALL) for key in keys)
         self._dtype = np.dtype(dtype)
-        self._check(corpora, integer("pad", pad, 0))
+        self._pad = integer("pad", pad, 0)
+        self._check(corpora)
         prints = [corpus.fingerprint for corpus in corpora]
         self.fingerprints = dict(zip(named, prints, strict=True))
-        self._corpora = [*corpora, Padding(tokens=np.full(row, pad, self._dtype))]
+        self._corpora = corpora
         self._firsts = np.cumsum([0, *(corpus.tokens for corpus in corpora)])
-        self._has_masks = any(corpus.has_mask for corpus in corpora)
-        self._made = {*self.keys, "input_ids"}
-        if "valid_tokens" in self.keys:
-            self._made.add("labels")
         choice("packing", packing, ("best-fit", "concatenate"))
         choice("balance", balance, ("step", "window", "epoch"))
         if weights is None and epoch_size is not None:
@@ -199,7 +197,7 @@ class Rows:
         over: Callable[[Any], Order] = partial(Concatenated, row=self.row, cache=self._cache)
         if self._packs:
             over = partial(Packed, budget=self.row, too_long="split", cache=self._cache)
-        lengths = [corpus.lengths for corpus in self._corpora[:-1]]
+        lengths = [corpus.lengths for corpus in self._corpora]
         if self._mixed is None:
             order = over(lengths[0] if len(lengths) == 1 else np.concatenate(lengths))
         else:
@@ -209,12 +207,12 @@ class Rows:
         step, balance = self._dealt
         return order if step is None else Balanced(order, step, over=balance)
 
-    def _check(self, corpora: list[Corpus], pad: int) -> None:
+    def _check(self, corpora: list[Corpus]) -> None:
         """Check that tokens fit in the type, and that there is something to predict."""
-        if self._dtype not in (np.int32, np.int64) or pad > np.iinfo(self._dtype).max:
-            raise TypeError(f"dtype={self._dtype} with pad={pad}; give 'int64', or 'int32'")
+        if self._dtype not in (np.int32, np.int64) or self._pad > np.iinfo(self._dtype).max:
+            raise TypeError(f"dtype={self._dtype} with pad={self._pad}; give 'int64', or 'int32'")
         for corpus in corpora:
-            [token] = corpus.slices(np.zeros(1, np.int64), np.ones(1, np.int64))
+            token = corpus.find(np.zeros(1, np.int64), np.ones(1, np.int64))[0][0]
             if not np.can_cast(token.dtype, self._dtype):
                 raise TypeError(
                     f"{corpus.name} has tokens of type {token.dtype}, which dtype={self._dtype} "
@@ -263,7 +261,7 @@ class Rows:
         pieces = self._located(np.asarray(indices, np.int64), sizes)
         columns = pieces.sources, pieces.documents, pieces.starts, pieces.starts + pieces.counts
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        return [Piece(self.names[s], *rest) for s, *rest in rows if s < len(self.names)]
+        return [Piece(self.names[s], *rest) for s, *rest in rows]
 
     def token_sums(self, order: Order, seed: int) -> Callable[[int, Ints], dict[str, int]]:
         """Return a function that adds up the tokens of each source in units of an epoch."""
@@ -281,8 +279,14 @@ class Rows:
 
     def _by_names(self, pieces: Pieces) -> Ints:
         """Add up the tokens of each source."""
-        counts = np.bincount(pieces.sources, pieces.counts, len(self._corpora))
-        return counts[:-1].astype(np.int64)
+        counts = np.bincount(pieces.sources, pieces.counts, len(self.names))
+        return counts.astype(np.int64)
+
+    def only(self, keys: Sequence[str]) -> Rows:
+        """Return these rows with other keys."""
+        rows = object.__new__(type(self))
+        vars(rows).update(vars(self), keys=tuple(keys))
+        return rows
 
     def __getitem__(self, indices: Ints) -> dict[str, Any]:
         """Return the batch of these positions, of which `cseq.parts` says the rows."""
@@ -291,60 +295,36 @@ class Rows:
         shape = (1, len(sizes) * self.row) if self.flat else (len(sizes), self.row)
         kinds = dict.fromkeys(("input_ids", "labels", "position_ids"), self._dtype)
         kinds["document_ids"] = np.dtype(np.int32)
+        needed = {*self.keys, "input_ids", "labels" if "valid_tokens" in self.keys else ""}
         batch: dict[str, Any] = {
-            key: empty(shape, kind) for key, kind in kinds.items() if key in self._made
+            key: empty(shape, kind) if key in needed else None for key, kind in kinds.items()
         }
-        masks = None
-        if "labels" in batch and self._has_masks:
-            found = self._read(pieces.sources, pieces.at, pieces.counts, masks=True)
-            masks = np.concatenate(found) != 0
-        batch["valid_tokens"] = fill(
-            self._read(pieces.sources, pieces.at, pieces.counts),
-            pieces.counts,
-            pieces.numbers,
-            self._after(pieces),
-            masks,
-            batch["input_ids"],
-            batch.get("labels"),
-            batch.get("position_ids"),
-            batch.get("document_ids"),
-        )
+        found = self._find(pieces)
+        batch["valid_tokens"] = fill(*found, pieces.cuts, self._pad, *batch.values())
+        lengths = pieces.cuts[0]
         if "cu_seqlens" in self.keys:
-            batch["cu_seqlens"] = np.append(0, pieces.counts.cumsum()).astype(np.int32)
+            batch["cu_seqlens"] = np.append(0, lengths.cumsum()).astype(np.int32)
         if "max_seqlen" in self.keys:
-            batch["max_seqlen"] = int(pieces.counts.max())
+            batch["max_seqlen"] = int(lengths.max())
         if "source_tokens" in self.keys:
             batch["source_tokens"] = self._by_names(pieces)
         return {key: batch[key] for key in self.keys}
 
     def _located(self, indices: Ints, sizes: Ints) -> Pieces:
         """Return what rows have: a piece ends with its document, or with the row."""
-        sources = self._firsts.searchsorted(indices, "right") - 1
-        at = indices - self._firsts.take(sources)
+        sources, at = np.zeros_like(indices), indices
+        if len(self._corpora) > 1:
+            sources = self._firsts.searchsorted(indices, "right") - 1
+            at = indices - self._firsts.take(sources)
         documents, begins, left = np.empty((3, len(at)), np.int64)
         for s, which in self._by_source(sources):
             corpus = self._corpora[s]
             documents[which], begins[which] = corpus.ends.find(at[which])
             left[which] = corpus.lengths[documents[which]]
         starts = at - begins
-        left -= starts
-        which, counts, is_cut, numbers = cut(left, sizes, self.row, not self.flat)
-        if len(which) > len(at):  # a number of -1 is that of padding
-            padding = (len(self.names), 0, -1, 0)
-            columns = zip((sources, at, documents, starts), padding, strict=True)
-            sources, at, documents, starts = (np.append(*pair)[which] for pair in columns)
-        return Pieces(sources, at, documents, starts, counts, numbers, is_cut)
-
-    def _after(self, pieces: Pieces) -> Ints:
-        """Return the label of each piece's last token."""
-        _, at, _, _, counts, _, is_cut = pieces
-        after = np.full(len(counts), IGNORED)
-        if len(more := np.flatnonzero(is_cut)):
-            where = pieces.sources[more], at[more] + counts[more], np.ones_like(more)
-            after[more] = np.concatenate(self._read(*where))
-            if self._has_masks:
-                after[more[np.concatenate(self._read(*where, masks=True)) == 0]] = IGNORED
-        return after
+        cuts = cut(left - starts, sizes, self.row, not self.flat)
+        counts = cuts[0] if cuts.shape[1] == len(at) else cuts[0][cuts[2] >= 0]
+        return Pieces(sources, at, documents, starts, counts, cuts)
 
     def _by_source(self, sources: Ints) -> list[tuple[int, Any]]:
         """Group the numbers of pieces by source."""
@@ -354,15 +334,20 @@ class Rows:
         cuts = np.bincount(sources).cumsum()[:-1]
         return [(s, part) for s, part in enumerate(np.split(by_source, cuts)) if len(part)]
 
-    def _read(
-        self, sources: Ints, at: Ints, counts: Ints, *, masks: bool = False
-    ) -> list[NDArray[Any]]:
-        """Read pieces, in their order."""
-        found: list[Any] = [None] * len(at)
-        for s, which in self._by_source(sources):
-            slices = self._corpora[s].slices(at[which], counts[which], masks=masks)
-            if isinstance(which, slice):
-                return slices
-            for k, part in zip(which.tolist(), slices, strict=True):
-                found[k] = part
-        return found
+    def _find(self, pieces: Pieces) -> Found:
+        """Find the tokens of pieces, and the one behind each that is cut, which is a label."""
+        _, is_cut, numbers = pieces.cuts
+        reach = pieces.counts + (is_cut if len(is_cut) == len(pieces.at) else is_cut[numbers >= 0])
+        if len(self._corpora) == 1:
+            return self._corpora[0].find(pieces.at, reach)
+        arrays: list[Any] = []
+        masks: list[Any] = []
+        owners, starts = np.empty((2, len(reach)), np.int64)
+        for s, which in self._by_source(pieces.sources):
+            parts, masked, numbered, starts[which] = self._corpora[s].find(
+                pieces.at[which], reach[which]
+            )
+            owners[which] = numbered + len(arrays)
+            arrays += parts
+            masks += masked
+        return arrays, masks, owners, starts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 from importlib.util import find_spec
@@ -88,17 +89,18 @@ def test_data_sets(tmp_path):
     assert "selection, or shuffled; give what its flatten_indices() returns" in said
 
 
-@pytest.mark.parametrize("of", ["int8", "bool_"])
+@pytest.mark.parametrize("of", ["int8", "bool_", "int64"])
 def test_a_mask_column(of):
-    """A second column says which tokens a loss counts, as integers or as booleans."""
+    """A second column says which tokens a loss counts, as integers or booleans, in any chunks."""
     rng = np.random.default_rng(1)
     documents = [*random_documents(rng, 60, 8), [1, 2]]
     masks = [rng.integers(0, 2, len(each)).tolist() for each in documents]
     lists = [[bool(bit) for bit in each] for each in masks] if of == "bool_" else masks
-    table = pa.table({
-        "input_ids": pa.array(documents, pa.list_(pa.int32())),
-        "mask": pa.array(lists, pa.list_(getattr(pa, of)())),
-    })  # fmt: skip
+    ids = [pa.array(part, pa.list_(pa.int32())) for part in (documents[:30], documents[30:])]
+    kind = pa.list_(getattr(pa, of)())
+    cuts = [0, 30, 61] if of == "int8" else [0, 7, 7, 61]
+    chunks = [pa.array(lists[a:b], kind) for a, b in itertools.pairwise(cuts)]
+    table = pa.table({"input_ids": pa.chunked_array(ids), "mask": pa.chunked_array(chunks)})
     source = tokens.Arrow(table, mask="mask", name="chat")
     rows = tokens.Rows(source, 8, keys=["input_ids", "labels", "valid_tokens"])
     pieces = [rows.locate(k, seed=5) for k in range(rows.order.units)]

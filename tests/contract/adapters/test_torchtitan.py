@@ -65,6 +65,7 @@ def test_a_batch_has_what_the_model_takes(config, contract):
     iterator = iter(loader)
     inputs, labels = next(iterator)
     iterator.close()
+    assert {*loader.manager.remake(0, 0).batch} == {"input_ids", "position_ids", "labels"}
     shape = {"0.3.0": (3, ROW), "newer": (3 * ROW,)}[contract]
     assert set(inputs) == {"input", "positions"}
     assert [(p.shape, p.dtype) for p in (*inputs.values(), labels)] == [(shape, torch.int64)] * 3
