@@ -1,4 +1,4 @@
-"""Batches that were made: in a cell, or in a slot."""
+"""Finished batches, in a cell or a slot."""
 
 from cpython.ref cimport PyObject, PyTypeObject
 from libc.stdint cimport uint32_t
@@ -14,28 +14,29 @@ cdef PyTypeObject* PARTIAL
 
 
 cdef enum:
-    STRIDE = 8  # items of the list for each cell: a cache line
+    # Items of the list for each entry: a cache line.
+    STRIDE = 8
 
 
 cdef extern from *:
     """
-    static inline PyObject *cseq_exchange(PyObject **place, PyObject *value) {
-        PyObject *before = *place;
-        *place = Py_NewRef(value);
+    static inline PyObject *cseq_exchange(PyObject **item, PyObject *value) {
+        PyObject *before = *item;
+        *item = Py_NewRef(value);
         return before;
     }
-    static inline PyObject *cseq_take(PyObject **place) {
-        PyObject *taken = *place;
-        *place = Py_NewRef(Py_None);
+    static inline PyObject *cseq_take(PyObject **item) {
+        PyObject *taken = *item;
+        *item = Py_NewRef(Py_None);
         return taken;
     }
     static inline PyObject **cseq_items(PyObject *list) {
         return ((PyListObject *)list)->ob_item;
     }
     """
-    object cseq_exchange(PyObject** place, object value)
-    PyObject* cseq_take(PyObject** place) noexcept
-    PyObject** cseq_items(list one)
+    object cseq_exchange(PyObject** item, object value)
+    PyObject* cseq_take(PyObject** item) noexcept
+    PyObject** cseq_items(list items)
 
 
 @cython.final
@@ -43,15 +44,15 @@ cdef class ObjectTable:
     cdef list held
     cdef PyObject** items
     cdef Py_ssize_t cells
-    cdef int check(self, Py_ssize_t cell) except -1
-    cdef inline object put(self, Py_ssize_t cell, object value):
-        """Store an object; return what was there."""
-        return cseq_exchange(self.items + STRIDE * cell, value)
-    cdef inline PyObject* take_object(self, Py_ssize_t cell) noexcept:
-        """Store None; return what was there, whose reference is the caller's."""
-        return cseq_take(self.items + STRIDE * cell)
-    cdef inline object get(self, Py_ssize_t cell):
-        return <object>self.items[STRIDE * cell]
+    cdef int check(self, Py_ssize_t entry) except -1
+    cdef inline object put(self, Py_ssize_t entry, object value):
+        """Store an object; return the previous one."""
+        return cseq_exchange(self.items + STRIDE * entry, value)
+    cdef inline PyObject* take_object(self, Py_ssize_t entry) noexcept:
+        """Store None; return the previous object, whose reference the caller gets."""
+        return cseq_take(self.items + STRIDE * entry)
+    cdef inline object get(self, Py_ssize_t entry):
+        return <object>self.items[STRIDE * entry]
 
 
 @cython.final
@@ -60,25 +61,28 @@ cdef class Decoder:
     cdef SlotTable slots
     cdef list mapped
     cdef object lend, convert, leaf_for
-    cdef bint passes      # batches are objects that are handed over as they are
-    cdef dict converters  # by plan
-    cdef object plan      # of the latest batch
-    cdef list leaves      # and its converters
-    cdef tuple left       # the samples that the latest batch lacks, and why; None: it is whole
-    cdef inline bint hands_over(self, uint32_t cell, cseq_cell* c) noexcept:
-        """Whether `take_peeked` hands the object in a cell over as it lies there; no reference is counted."""
+    # Whether batches are objects that are handed over as they are.
+    cdef bint passes
+    # Converters by plan; then the plan of the latest batch, and its converters.
+    cdef dict converters
+    cdef object plan
+    cdef list leaves
+    # The samples that the latest batch lacks, and why; or None.
+    cdef tuple left
+    cdef inline bint hands_over(self, uint32_t entry, cseq_cell* c) noexcept:
+        """Whether `take_peeked` hands over the object in a cell as it is, without counting a reference."""
         return (self.passes and not c.status
-                and self.objects.items[STRIDE * cell].ob_type is not PARTIAL)
-    cdef object peek(self, uint32_t cell, cseq_cell* c)
+                and self.objects.items[STRIDE * entry].ob_type is not PARTIAL)
+    cdef object peek(self, uint32_t entry, cseq_cell* c)
     cdef object divide(self, batch)
-    cdef PyObject* take_peeked(self, uint32_t cell, object batch) noexcept
-    cdef object decode(self, uint32_t cell, cseq_cell* c)
+    cdef PyObject* take_peeked(self, uint32_t entry, object batch) noexcept
+    cdef object decode(self, uint32_t entry, cseq_cell* c)
     cdef object decode_slot(self, cseq_cell* c)
     cdef list leaves_of(self, plan)
-    cdef inline object free(self, uint32_t cell, cseq_cell* c):
-        """Free slot and object of a ticket that leaves its cell; return the object, to be dropped
-        after all else is done: its destructor may run code."""
-        left = None if self.objects is None else self.objects.put(cell, None)
+    cdef inline object free(self, uint32_t entry, cseq_cell* c):
+        """Free slot and object of a ticket that leaves its cell. Return the object, which the caller
+        drops last, because its destructor may run code."""
+        left = None if self.objects is None else self.objects.put(entry, None)
         if self.slots is not None:
             self.slots.free_from(c)
         return left

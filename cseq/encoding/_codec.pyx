@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Batches on their way: into a cell or a slot, and out of it."""
+"""Batches on their way into a cell or slot, and out of one."""
 
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
@@ -30,12 +30,13 @@ from cseq.stage import BATCH, ENDED, RAISED
 
 cnp.import_array()
 
-# In place of a batch: Python is to decode it; `take_peeked` hands it over as it lies in its cell.
+# These replace a batch that Python decodes, and one that `take_peeked` hands over as it is.
 cdef object UNREAD = object()
 cdef object AS_IT_IS = object()
 PARTIAL = <PyTypeObject*>Partial
 
-cdef Leaf BUFFER  # how the buffers of pickles lie in the slot: bytes, without a shape
+# The buffers of pickles lie in the slot as bytes, without a shape.
+cdef Leaf BUFFER
 BUFFER.rows, BUFFER.words, BUFFER.itemsize = True, 2, 1
 
 cdef extern from "numpy/arrayobject.h":
@@ -43,7 +44,7 @@ cdef extern from "numpy/arrayobject.h":
 
 @cython.final
 cdef class Encoder:
-    """Writes batches into a room: by plans, which it makes of those that no plan fits.
+    """Writes batches into a room, with plans that it makes when no plan fits.
 
     Parameters
     ----------
@@ -52,19 +53,22 @@ cdef class Encoder:
     Attributes
     ----------
     cast : numpy.dtype or None
-        What numbers are cast to; set before the first batch.
+        The type that numbers are cast to; set before the first batch.
     plans : list of Plan
-        Of the last batches of different structure, the latest first.
+        The plans of the latest structures, the latest first.
     """
 
     cdef readonly Room room
     cdef public object cast
     cdef readonly list plans
-    cdef list arrays      # leaves of the batch being written; else a list of Nones, to be used again
+    # The leaves of the batch being written. Between batches, `arrays` is a list of Nones.
+    cdef list arrays
     cdef list objects
-    cdef int contents     # of the objects
-    cdef int64_t* words   # a layout
-    cdef Py_ssize_t most  # words that there is memory for
+    # What the objects contain: see `contents_of`.
+    cdef int contents
+    # A layout, and how many words fit into its memory.
+    cdef int64_t* words
+    cdef Py_ssize_t most
 
     def __cinit__(self, Room room not None):
         self.room, self.plans = room, []
@@ -77,7 +81,7 @@ cdef class Encoder:
         self.plans = [plan, *self.plans[:RECENT - 1]]
 
     cdef Plan find_plan(self, batch):
-        """The plan of a batch, its leaves then in `arrays` and `objects`; None: no plan fits."""
+        """Return the plan of a batch, and set `arrays` and `objects`; return None if no plan fits."""
         cdef list plans = self.plans
         cdef list arrays = self.arrays
         cdef list objects = None
@@ -107,15 +111,18 @@ cdef class Encoder:
 
     cdef Py_ssize_t find_own(self, int k, Plan plan, object array, Py_ssize_t nbytes,
                              Py_ssize_t base) except -2:
-        """Where in the slot an array lies already, unless one of the k before it does; else -1."""
-        cdef Py_ssize_t at = self.room.offset_of(array)
+        """Return the offset of an array that already lies in the slot, or -1.
+
+        An array that overlaps one of the k arrays before it does not count.
+        """
+        cdef Py_ssize_t offset = self.room.offset_of(array)
         cdef int64_t* word = self.words
         cdef int j
-        for j in range(k if at >= 0 else 0):
-            if word[0] < base and at < word[0] + word[1] and at + nbytes > word[0]:
+        for j in range(k if offset >= 0 else 0):
+            if word[0] < base and offset < word[0] + word[1] and offset + nbytes > word[0]:
                 return -1
             word += plan.leaf[j].words if j < plan.leaf_count else BUFFER.words
-        return at
+        return offset
 
     cdef int grow_words(self, Py_ssize_t count) except -1:
         cdef int64_t* words
@@ -128,19 +135,19 @@ cdef class Encoder:
         return 0
 
     def encode(self, batch):
-        """Write a batch into the room, after what is in use there: a `codec.Record`.
+        """Write a batch into the room, after the bytes in use; return a `codec.Record`.
 
-        Arrays that lie there are not copied. Arrays and tensors of numbers (`castable`) become its
-        `cast`, except in what is pickled. TypeError says which part cannot be pickled.
+        Arrays that lie in the room are not copied. Arrays and tensors of numbers (`castable`) are
+        cast, except in pickles. If a part cannot be pickled, a TypeError names it.
         """
         cdef uint64_t[4] f
         self.write_batch(batch, f)
         return f[0], f[1], f[2], f[3]
 
     def encode_parts(self, Plan plan not None, list arrays not None, bytes pickled=None):
-        """Write a batch into the slot: its plan, its arrays and what has become of its other leaves.
+        """Write a batch into the slot: its plan, its arrays, and the pickle of its other leaves.
 
-        These are a pickle, and, behind the batch's arrays, arrays of bytes: the pickle's buffers.
+        The pickle's buffers are arrays of bytes, which follow the batch's arrays in `arrays`.
         """
         cdef uint64_t[4] f
         self.write_parts(plan, arrays, pickled, f)
@@ -162,7 +169,8 @@ cdef class Encoder:
             elif plan.objects:
                 pickled, buffers = dump(self.objects)
                 arrays = arrays + buffers
-            if self.room.watched:  # what is not copied as it is had better not lie in the slot
+            # Arrays that will be cast gain nothing from lying in the slot.
+            if self.room.watched:
                 self.room.slot_allocator.learn([
                     array for k, array in enumerate(arrays) if flat_of(array) is not None
                     and not (k < plan.leaf_count and plan.leaf[k].casts)])
@@ -181,9 +189,9 @@ cdef class Encoder:
         cdef int leaves = plan.leaf_count
         cdef int count = <int>PyList_GET_SIZE(arrays)
         cdef Py_ssize_t layout = 8 * plan.words
-        cdef Py_ssize_t table = 8 * (2 * (count - leaves) + 1)  # of buffers
+        cdef Py_ssize_t table = 8 * (2 * (count - leaves) + 1)
         cdef Py_ssize_t objects = 0 if pickled is None else len(pickled) + table
-        cdef Py_ssize_t at, nbytes
+        cdef Py_ssize_t offset, nbytes
         cdef int64_t* word
         cdef int k, i
         cdef Leaf* leaf
@@ -197,13 +205,13 @@ cdef class Encoder:
             nbytes = cnp.PyArray_SIZE(array) * leaf.itemsize
             for i in range(leaf.nd):
                 set_word(&word[2 + i], cnp.PyArray_DIM(array, i))
-            at = -1
+            offset = -1
             if room.loaned and not leaf.casts:
-                at = self.find_own(k, plan, array, nbytes, base)
-            if at < 0:
-                at = end
+                offset = self.find_own(k, plan, array, nbytes, base)
+            if offset < 0:
+                offset = end
                 end += aligned(nbytes)
-            set_word(&word[0], at)
+            set_word(&word[0], offset)
             set_word(&word[1], nbytes)
             word += leaf.words
         word[0] = count - leaves
@@ -230,14 +238,14 @@ cdef class Encoder:
 
 
 cdef inline void set_word(int64_t* word, int64_t value) noexcept:
-    """Store what differs from the last batch: to copy two words at once right after they were stored
-    would wait for both stores."""
+    """Store a word if it differs from the last batch's. A copy of two words at once, right after they
+    were stored, would wait for both stores."""
     if word[0] != value:
         word[0] = value
 
 
 cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array) except -1:
-    """Copy an array to where its layout says, and cast it."""
+    """Copy an array to the location in its layout, and cast it."""
     cdef cnp.npy_intp dims[MAX_DIMS]
     cdef int i, nd = leaf.nd
     if not leaf.casts and (not leaf.rows or cnp.PyArray_IS_C_CONTIGUOUS(array)):
@@ -255,10 +263,10 @@ cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array
 
 @cython.final
 cdef class ObjectTable:
-    """An object for each cell of a ring, or None: that of the party that may write the cell.
+    """An object or None for each entry, a cell of a ring. The party that may write the cell owns it.
 
-    In a list of constant length, whose items the core exchanges without its lock and without counting
-    references to it: both sides would write these for every batch. Nor do two cells share a cache line.
+    The objects are in a list of constant length, whose items the core exchanges without the list's lock
+    and reference count, which both sides would write for every batch. Entries have separate cache lines.
     """
 
     def __cinit__(self, Py_ssize_t cells):
@@ -266,23 +274,23 @@ cdef class ObjectTable:
         self.held = [None] * (STRIDE * cells)
         self.items = cseq_items(self.held)
 
-    cdef int check(self, Py_ssize_t cell) except -1:
-        if cell < 0 or cell >= self.cells:
-            raise IndexError(f"cell {cell} is not one of {self.cells}")
+    cdef int check(self, Py_ssize_t entry) except -1:
+        if entry < 0 or entry >= self.cells:
+            raise IndexError(f"cell {entry} is not in [0, {self.cells})")
         return 0
 
-    def __getitem__(self, Py_ssize_t cell):
-        self.check(cell)
-        return self.get(cell)
+    def __getitem__(self, Py_ssize_t entry):
+        self.check(entry)
+        return self.get(entry)
 
-    def __setitem__(self, Py_ssize_t cell, value):
-        self.check(cell)
-        self.put(cell, value)
+    def __setitem__(self, Py_ssize_t entry, value):
+        self.check(entry)
+        self.put(entry, value)
 
 
 @cython.final
 cdef class TicketWriter(BatchWriter):
-    """A worker's end of the slots: opens a room for each ticket, and publishes what is written there.
+    """A worker's end of the slots: opens a room for each ticket, and publishes the batch in it.
 
     Parameters
     ----------
@@ -305,29 +313,30 @@ cdef class TicketWriter(BatchWriter):
         return self.room.open_slot()
 
     def fetch(self, Runner runner not None):
-        """Decode the batch of a converter's ticket where it lies, to write after it."""
+        """Decode the batch of a converter's ticket in its slot; the next batch is written after it."""
         self.room.select(runner.slot, runner.capacity, sum(runner.record))
         return decode(self.room.loan(), runner.record)
 
     def write(self, Runner runner not None, batch):
-        """Encode the batch."""
+        """Encode a batch into the room."""
         self.room.settle()
         return self.encoder.encode(batch)
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Write a batch and publish it, if no array can lie in the slot; else False."""
+        """Write and publish a batch if no array can lie in the slot; return whether it was published."""
         cdef cseq_cell* c = runner.held()
         CSEQ_POINT("index")
         if self.room.target is not None or self.room.loaned:
             return False
         self.encoder.write_batch(batch, c.record)
-        if self.room.loaned:  # what was pickled has asked for arrays, and may have kept them
+        # Pickled objects made arrays in the slot, and may have kept them.
+        if self.room.loaned:
             return False
         self.hand_over(runner, c, 0)
         return True
 
     def publish(self, Runner runner not None, record):
-        """Publish the ticket; arrays in the slot that the indexer has kept stay where they are."""
+        """Publish the ticket; arrays in the slot that the indexer keeps stay there."""
         self.room.end_slot()
         self.deliver(runner, BATCH, record)
 
@@ -337,20 +346,22 @@ cdef class TicketWriter(BatchWriter):
         self.deliver(runner, ENDED, (0, 0, 0, 0))
 
     def fail(self, Runner runner not None, error, uint32_t status=RAISED):
-        """Write the exception into the slot; its text alone, if memory is short."""
+        """Write the exception into the slot, or only its text if memory is short."""
         try:
             record = self.write_error(runner, failure.pack(error))
         except MemoryError:
             try:
                 record = self.write_error(runner, failure.pack_text(error))
-            except MemoryError:  # there is not even a slot
+            # There is not even a slot.
+            except MemoryError:
                 runner.publish(status)
                 return
         self.deliver(runner, status, record)
 
     cdef tuple write_error(self, Runner runner, packed):
-        """Write a packed exception over what the slot holds."""
-        if self.room.slots is None:  # a converter writes over the indexer's batch
+        """Write a packed exception over the contents of the slot."""
+        # A converter writes over the indexer's batch.
+        if self.room.slots is None:
             self.room.select(runner.slot, runner.capacity)
         else:
             self.room.begin_slot()
@@ -359,7 +370,7 @@ cdef class TicketWriter(BatchWriter):
         return record
 
     cdef int deliver(self, Runner runner, uint32_t status, record) except -1:
-        """Publish the ticket with what was written to the slot: a `codec.Record`."""
+        """Publish the ticket with a `codec.Record` of the slot."""
         cdef cseq_cell* c = runner.held()
         cdef uint64_t* fields = c.converted if runner.stage else c.record
         fields[0], fields[1], fields[2], fields[3] = record
@@ -367,7 +378,7 @@ cdef class TicketWriter(BatchWriter):
         return 0
 
     cdef void hand_over(self, Runner runner, cseq_cell* c, uint32_t status) noexcept:
-        """Publish the slot with the ticket: it is not this process's any more."""
+        """Publish the slot with the ticket; then this process no longer owns it."""
         if self.room.slots is not None:
             cseq_store_rel_u32(&c.slot, <uint32_t>self.room.slot)
             self.room.slot = -1
@@ -384,9 +395,9 @@ cdef class Objects(BatchWriter):
     ----------
     cells : int
     below : SlotReader, optional
-        Reads the batches of the stage before, if that writes to slots.
+        Reads the batches of the previous stage, if that writes to slots.
     objects : ObjectTable, optional
-        That of several rings, where this one's cells begin at `first`.
+        A table of several rings; this ring's entries begin at `first`.
     """
 
     cdef readonly ObjectTable objects
@@ -398,19 +409,19 @@ cdef class Objects(BatchWriter):
         self.below = below
 
     def decoder(self, *, convert=None, leaf_for=None):
-        """Make what takes out the objects, and frees the slots of the stage before."""
+        """Make a decoder that takes out the objects, and frees the slots of the previous stage."""
         slots = None if self.below is None else self.below.arena.slots
         return Decoder(objects=self.objects, slots=slots, convert=convert, leaf_for=leaf_for)
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Leave the batch in the cell's item, and publish the ticket."""
+        """Store the batch in the cell's entry, and publish the ticket."""
         cdef cseq_cell* c = runner.held()
         self.objects.put(self.first + runner.cell, batch)
         runner.deliver(c, 0)
         return True
 
     def write(self, Runner runner not None, batch):
-        """Store the batch under the cell's number, for the next stage, or the trainer."""
+        """Store the batch in the cell's entry, for the next stage or the trainer."""
         self.objects[self.first + runner.cell] = batch
         return ()
 
@@ -418,7 +429,7 @@ cdef class Objects(BatchWriter):
         runner.publish(BATCH, record)
 
     def fail(self, Runner runner not None, error, uint32_t status=RAISED):
-        """Store the exception under the cell's number."""
+        """Store the exception in the cell's entry, and publish the ticket."""
         self.objects[self.first + runner.cell] = error
         runner.publish(status)
 
@@ -429,21 +440,22 @@ cdef class Objects(BatchWriter):
         """Return the batch of the present ticket."""
         return self.objects[self.first + runner.cell]
 
-    def decode(self, Py_ssize_t cell, slot, capacity, record):
+    def decode(self, Py_ssize_t entry, slot, capacity, record):
         """Return the object."""
-        return self.objects[cell]
+        return self.objects[entry]
 
-    def error(self, Py_ssize_t cell, slot, capacity, record):
-        """Return the exception, from the slot if it was raised in the stage before."""
-        error = self.objects[cell]
-        if error is None:  # a thread may raise before its batch has left the slot
-            error = self.below.error(cell, slot, capacity, record)
+    def error(self, Py_ssize_t entry, slot, capacity, record):
+        """Return the exception, from the slot if the previous stage raised it."""
+        error = self.objects[entry]
+        # A thread may raise before its batch has left the slot.
+        if error is None:
+            error = self.below.error(entry, slot, capacity, record)
         return error
 
 
 @cython.final
 cdef class Decoder:
-    """Makes batches from what lies in the cells and slots, as far as that can be done in C.
+    """Makes batches from the contents of cells and slots, as far as C can do it.
 
     Parameters
     ----------
@@ -452,13 +464,13 @@ cdef class Decoder:
     slots : SlotTable, optional
         The slots of processes; without it, tickets have no slot.
     mapped : list of Mapping or None, optional
-        The mapping of each slot, where the batches of processes are decoded.
+        The mapping of each slot, for batches of processes.
     lend : callable, optional
         See `decode`.
     convert : callable, optional
-        Applied to a batch; the pool applies it to those that are not decoded here.
+        Applied to each batch; the pool applies it to batches that are not decoded here.
     leaf_for : callable, optional
-        The same for single leaves, if that is possible: see `Plan.converters`.
+        Makes the same conversion for single leaves, if that is possible: see `Plan.converters`.
     """
 
     def __cinit__(self, *, ObjectTable objects=None, SlotTable slots=None, list mapped=None, lend=None,
@@ -468,32 +480,34 @@ cdef class Decoder:
         self.passes = objects is not None and slots is None and convert is None
         self.converters = {}
 
-    cdef object peek(self, uint32_t cell, cseq_cell* c):
-        """The batch in a cell that is not handed over as it is: converted, for `take_peeked`; or UNREAD, if
-        Python is to decode it. It stays there. `left` is set."""
-        batch = self.decode(cell, c)
+    cdef object peek(self, uint32_t entry, cseq_cell* c):
+        """Return the converted batch in a cell, for `take_peeked`; or UNREAD if Python must decode it.
+
+        The batch is not handed over as it is, and stays in the cell. `left` is set.
+        """
+        batch = self.decode(entry, c)
         return batch if batch is UNREAD else self.divide(batch)
 
     cdef object divide(self, batch):
-        """Return a batch that was decoded; what was left out of it is in `left`."""
+        """Return a decoded batch, and set `left` to the samples that it lacks."""
         self.left = None
         if (<PyObject*>batch).ob_type is PARTIAL:
             batch, self.left = batch
         return batch
 
-    cdef PyObject* take_peeked(self, uint32_t cell, object batch) noexcept:
-        """Take what `peek` has returned: the caller has the reference."""
+    cdef PyObject* take_peeked(self, uint32_t entry, object batch) noexcept:
+        """Take the batch that `peek` returned; the caller gets the reference."""
         if batch is AS_IT_IS:
-            return self.objects.take_object(cell)
+            return self.objects.take_object(entry)
         Py_INCREF(batch)
         return <PyObject*>batch
 
-    cdef object decode(self, uint32_t cell, cseq_cell* c):
-        """The batch in a cell, converted; UNREAD if it is for Python to decode."""
+    cdef object decode(self, uint32_t entry, cseq_cell* c):
+        """Return the converted batch in a cell, or UNREAD if Python must decode it."""
         if c.status:
             return UNREAD
         if self.objects is not None:
-            batch = self.objects.get(cell)
+            batch = self.objects.get(entry)
             if batch is None:
                 return UNREAD
         else:
@@ -503,7 +517,7 @@ cdef class Decoder:
         return batch if self.convert is None else self.convert(batch)
 
     cdef object decode_slot(self, cseq_cell* c):
-        """The batch in a cell's slot, if that is mapped; else UNREAD."""
+        """Return the batch in a cell's slot if the slot is mapped, else UNREAD."""
         cdef Mapping slot
         cdef Plan plan
         cdef uint64_t* f = c.record
@@ -521,7 +535,7 @@ cdef class Decoder:
         return plan.read(slot, f, self.lend, c.slot, c.capacity, self.leaves)
 
     cdef list leaves_of(self, plan):
-        """The converters of the leaves of a plan's batches; None: they are not converted one by one."""
+        """Return the converters of a plan's leaves, or None if leaves are not converted one by one."""
         cdef list leaves
         if self.leaf_for is None:
             return None
@@ -542,16 +556,16 @@ def decode(Memory memory not None, record, lend=None, Py_ssize_t slot=-1, uint64
     record : sequence of int
         See `codec.Record`.
     lend : callable, optional
-        Arrays of up to `COPIED` bytes are copies; larger ones lie on what
-        ``lend(slot, capacity)`` returns, a memory of the same bytes, or are copies of their own
-        where that is None. Without it, all are views of `memory`.
+        ``lend(slot, capacity)`` returns a memory of the same bytes, on which arrays of more than
+        `COPIED` bytes lie, or None; then these are separate copies. Smaller arrays are copies.
+        Without `lend`, all arrays are views of `memory`.
     slot, capacity : int
         For `lend`.
 
     Raises
     ------
     IndexError
-        If the record does not fit the memory.
+        The record does not fit the memory.
     """
     cdef uint64_t f[4]
     cdef int k

@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Plans: what batches of one structure have in common, and how they are read."""
+"""Plans: the structure that batches have in common, and how batches are read."""
 
 from cpython.dict cimport PyDict_Copy, PyDict_Next, PyDict_SetItem
 from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
@@ -32,17 +32,18 @@ cdef extern from "Python.h":
     PyObject* PySequence_Fast_GET_ITEM(object sequence, Py_ssize_t k) noexcept
 
 cdef extern from "numpy/arrayobject.h":
-    bint PyArray_EquivTypes(cnp.dtype one, cnp.dtype other) noexcept
+    bint PyArray_EquivTypes(cnp.dtype first, cnp.dtype second) noexcept
     PyObject* PyDataType_METADATA(cnp.dtype dtype) noexcept
 
 ALIGNMENT, LONG, MAX_DEPTH = LINE, MOST_PICKLED, MOST_SEARCHED
 cdef object MEMMAP = numpy.memmap, UINT8 = numpy.uint8, frombuffer = numpy.frombuffer
 cdef dict KINDS = {"array": ARRAY, "tensor": TENSOR, "bytes": BYTES}
-cdef dict known = {}  # plans by structure, of batches that were read
+# Plans of batches that were read, by structure.
+cdef dict reader_plans = {}
 
 
 cdef int check_record(Memory memory, const uint64_t* record) except -1:
-    """A batch that is outside the memory is an IndexError."""
+    """Raise IndexError if a batch is outside the memory."""
     cdef uint64_t end = 0
     cdef int k
     for k in range(4):
@@ -54,21 +55,22 @@ cdef int check_record(Memory memory, const uint64_t* record) except -1:
 
 @cython.final
 cdef class Plan:
-    """The structure that batches have in common: k arrays in containers. Surveyed once for all of them.
+    """The structure that batches have in common: arrays in containers. It is surveyed once.
 
     Parameters
     ----------
     structure : bytes
-        The nodes, pickled: what stands for this plan in a slot.
+        The pickled nodes, which represent this plan in a slot.
     nodes : sequence
-        The tree, parents first: see `codec`.
+        The tree, parents first: see `survey`.
     sources : list of numpy.dtype, optional
         The arrays' types before they are cast. Without them, the plan is a reader's.
     """
 
     def __cinit__(self, bytes structure not None, nodes not None, list sources=None):
         cdef Node* n
-        cdef int left = 1  # nodes to come
+        # The number of nodes to come.
+        cdef int left = 1
         self.structure, self.nodes = structure, tuple(nodes)
         self.text, self.text_bytes = <const char*>structure, len(structure)
         self.sources = None if sources is None else list(sources)
@@ -98,11 +100,11 @@ cdef class Plan:
             raise ValueError(f"{nodes!r} is not a tree")
 
     def __dealloc__(self):
-        cdef PyObject* one
+        cdef PyObject* block
         PyMem_RawFree(self.leaf)
         PyMem_RawFree(self.node)
-        for one in self.blocks:
-            Py_XDECREF(one)
+        for block in self.blocks:
+            Py_XDECREF(block)
 
     cdef bint is_of(self, Memory memory, const uint64_t* record) noexcept:
         """Whether a batch, whose record was checked, has this structure."""
@@ -121,7 +123,8 @@ cdef class Plan:
         if not isinstance(dtype, cnp.dtype) or dtype.hasobject or nd > MAX_DIMS or bytes(sorted(axes)) != rows:
             raise ValueError(f"a leaf of {dtype!r} with axes {[*axes]} cannot lie in raw memory")
         leaf.kind, leaf.nd, leaf.rows = kind, nd, axes == rows
-        leaf.axes = <const uint8_t*><const char*>axes  # which `nodes` keeps
+        # `nodes` keeps the axes.
+        leaf.axes = <const uint8_t*><const char*>axes
         leaf.dtype = <PyObject*>dtype
         leaf.itemsize = dtype.itemsize
         leaf.words = 2 + nd
@@ -136,7 +139,7 @@ cdef class Plan:
         return 0
 
     cdef int add_tensor(self, Leaf* leaf, str name) except -1:
-        """Say what the tensor of a leaf is: `name` is that of its type, if numpy lacks it."""
+        """Set the type of a leaf's tensor; `name` is the type's name if numpy lacks it."""
         if self.torch is None:
             self.torch = torch = import_module("torch")
             self.tensor, self.to_array = torch.Tensor, torch.Tensor.numpy
@@ -149,14 +152,14 @@ cdef class Plan:
     # -- writing
 
     cdef int match(self, object batch, list arrays, list objects) except -1:
-        """Whether a batch is like this; then its leaves are in `arrays` and `objects`.
+        """If a batch has this structure, put its leaves into `arrays` and `objects`.
 
-        Returned is what the objects contain, or 0.
+        Return the contents of the objects, or 0 if the structure differs.
         """
-        cdef Cursor at
-        at.node = at.leaf = 0
-        at.contents = PLAIN
-        return at.contents if self.match_node(&at, batch, arrays, objects) else 0
+        cdef Cursor cursor
+        cursor.node = cursor.leaf = 0
+        cursor.contents = PLAIN
+        return cursor.contents if self.match_node(&cursor, batch, arrays, objects) else 0
 
     cdef bint match_array(self, int k, object value, list arrays) except -1:
         cdef Leaf* leaf = &self.leaf[k]
@@ -169,7 +172,7 @@ cdef class Plan:
             return False
         if not lies_in(array, leaf.axes) and (not leaf.rows or is_permuted(array, axes)):
             return False
-        # numpy compares neither metadata nor which of two equal types it is: long long, np.record.
+        # numpy compares no metadata, and does not tell equal types apart: long long, np.record.
         if <PyObject*>cnp.PyArray_DESCR(array) is not leaf.source and (
                 not cnp.PyArray_TYPE(array) == (<cnp.dtype>leaf.source).type_num != cnp.NPY_VOID
                 or PyDataType_METADATA(array.descr) or PyDataType_METADATA(<cnp.dtype>leaf.source)
@@ -179,7 +182,7 @@ cdef class Plan:
         return True
 
     cdef bint match_leaf(self, int kind, int k, object value, list arrays) except -1:
-        """`match_array` of what is no array, but has its elements in one."""
+        """Match bytes or a tensor by an array of its elements."""
         cdef Leaf* leaf = &self.leaf[k]
         if kind == BYTES:
             if type(value) is not bytes or len(<bytes>value) < MOST_PICKLED:
@@ -193,26 +196,27 @@ cdef class Plan:
                     return False
                 value = value.view(<object>leaf.bits)
             value = self.to_array(value)
+        # The writer surveys it.
         except (RuntimeError, TypeError):
-            return False  # the writer surveys it
+            return False
         return self.match_array(k, value, arrays)
 
-    cdef bint match_node(self, Cursor* at, object value, list arrays, list objects) except -1:
-        cdef Node* n = &self.node[at.node]
-        cdef Py_ssize_t k = 0, place = 0
+    cdef bint match_node(self, Cursor* cursor, object value, list arrays, list objects) except -1:
+        cdef Node* n = &self.node[cursor.node]
+        cdef Py_ssize_t k = 0, position = 0
         cdef PyObject* key
-        cdef PyObject* known
+        cdef PyObject* expected
         cdef PyObject* child
-        at.node += 1
+        cursor.node += 1
         if n.kind <= BYTES:
-            k = at.leaf
-            at.leaf += 1
+            k = cursor.leaf
+            cursor.leaf += 1
             if n.kind == ARRAY:
                 return self.match_array(<int>k, value, arrays)
             return self.match_leaf(n.kind, <int>k, value, arrays)
         if n.kind == OBJECT:
-            at.contents = min(at.contents, contents_of(value, MOST_SEARCHED))
-            if at.contents == LEAVES:
+            cursor.contents = min(cursor.contents, contents_of(value, MOST_SEARCHED))
+            if cursor.contents == LEAVES:
                 return False
             objects.append(value)
             return True
@@ -221,10 +225,11 @@ cdef class Plan:
         if n.kind == TUPLE:
             if PyTuple_GET_SIZE(value) != n.count:
                 return False
+            # A named tuple may have attributes besides its fields.
             if <object>n.cls is not tuple and getattr(value, "__dict__", None):
-                return False  # attributes besides the fields of a named one
+                return False
             for k in range(n.count):
-                if not self.match_node(at, <object>PyTuple_GET_ITEM(value, k), arrays, objects):
+                if not self.match_node(cursor, <object>PyTuple_GET_ITEM(value, k), arrays, objects):
                     return False
             return True
         if n.kind == LIST:
@@ -233,19 +238,20 @@ cdef class Plan:
                     return False
                 for k in range(n.count):
                     if k >= PyList_GET_SIZE(value) or not self.match_node(
-                            at, <object>PyList_GET_ITEM(value, k), arrays, objects):
+                            cursor, <object>PyList_GET_ITEM(value, k), arrays, objects):
                         return False
             return True
         with cython.critical_section(value):
             if len(<dict>value) != n.count:
                 return False
-            while PyDict_Next(value, &place, &key, &child):
+            while PyDict_Next(value, &position, &key, &child):
                 if k >= n.count:
                     return False
-                known = PyTuple_GET_ITEM(<tuple>n.keys, k)
-                if key is not known and not (type(<object>key) is str and <object>key == <object>known):
+                expected = PyTuple_GET_ITEM(<tuple>n.keys, k)
+                if key is not expected and not (
+                        type(<object>key) is str and <object>key == <object>expected):
                     return False
-                if not self.match_node(at, <object>child, arrays, objects):
+                if not self.match_node(cursor, <object>child, arrays, objects):
                     return False
                 k += 1
         return k == n.count
@@ -254,8 +260,7 @@ cdef class Plan:
 
     cdef object read(self, Memory memory, const uint64_t* record, object lend, Py_ssize_t slot,
                      uint64_t capacity, list converters):
-        """Make a batch, whose record was checked: its arrays are views that keep the memory alive, or
-        what `lend` says.
+        """Make a batch, whose record was checked. Its arrays are views of `memory`, or as `lend` says.
 
         Parameters
         ----------
@@ -263,53 +268,56 @@ cdef class Plan:
         lend, slot, capacity
             See `decode`.
         converters : list or None
-            What `converters` has returned.
+            The list that `converters` returned.
         """
-        cdef Cursor at
+        cdef Cursor cursor
         cdef list objects = None, arrays = None
         cdef Py_ssize_t total = <Py_ssize_t>(record[0] + record[1] + record[2] + record[3])
-        cdef Memory home = memory  # of large leaves
+        # Large leaves lie in `home`.
+        cdef Memory home = memory
         cdef Block block
         if record[2] != <uint64_t>(8 * self.words):
             raise IndexError(f"a layout of {record[2]} bytes does not fit a structure that needs "
                              f"{8 * self.words}")
-        if lend is not None and total <= MOST_COPIED:  # a memory of its own now
+        # A small batch is copied as a whole.
+        if lend is not None and total <= MOST_COPIED:
             block = self.spare(total)
             memcpy(block.data, memory.data, total)
             memory = home = block
             lend = None
-        at.node = at.leaf = 0
-        at.object = 0
-        at.end = <Py_ssize_t>record[0]
-        at.word = memory.data + record[0] + record[1]
+        cursor.node = cursor.leaf = 0
+        cursor.object = 0
+        cursor.end = <Py_ssize_t>record[0]
+        cursor.word = memory.data + record[0] + record[1]
         if lend is not None:
             home = lend(slot, capacity)
-            arrays = self.read_leaves(&at, memory, home)
+            arrays = self.read_leaves(&cursor, memory, home)
         if record[3]:
             objects = load_objects(memory, total - <Py_ssize_t>record[3], <Py_ssize_t>record[3], home)
-        return self.build(&at, memory, arrays, objects, converters)
+        return self.build(&cursor, memory, arrays, objects, converters)
 
-    cdef list read_leaves(self, Cursor* at, Memory memory, Memory home):
-        """Make all leaves: large ones on `home`, or copies if that is None; small ones are copied together.
+    cdef list read_leaves(self, Cursor* cursor, Memory memory, Memory home):
+        """Make all leaves: large ones on `home`, or as copies if that is None. Small ones are copied together.
 
-        Before any other code runs: in a process that this forks, the slot is another batch's soon.
+        This runs before any other code, which may fork: in the child, the slot soon has another batch.
         """
         cdef list arrays = [None] * self.leaf_count
-        cdef const char* word = at.word
+        cdef const char* word = cursor.word
         cdef Py_ssize_t nbytes, offset = 0, small = 0, used = 0
         cdef Memory base
         cdef Block block = None
-        cdef bint apart  # small leaves are copied
+        # Whether small leaves are copied.
+        cdef bint apart
         cdef int k
         for k in range(self.leaf_count):
-            nbytes = self.look(k, word, at.end, &offset)
+            nbytes = self.look(k, word, cursor.end, &offset)
             if nbytes <= MOST_COPIED and self.leaf[k].kind != BYTES:
                 small = aligned(small) + nbytes
             word += 8 * self.leaf[k].words
-        # To copy many takes longer than a lease. A loop that keeps leaves has other batches' soon.
+        # Copying many leaves takes longer than a lease. If the loop keeps leaves, leases run out early.
         apart = small <= MOST_COPIED or not getattr(home, "early", False)
         for k in range(self.leaf_count):
-            nbytes = self.look(k, at.word, at.end, &offset)
+            nbytes = self.look(k, cursor.word, cursor.end, &offset)
             base = memory
             if self.leaf[k].kind == BYTES:
                 pass
@@ -324,23 +332,23 @@ cdef class Plan:
                 base = home
             else:
                 base, offset = copy_of(memory, nbytes, offset), 0
-            arrays[k] = self.read_leaf(k, at.word, base, offset, nbytes)
-            at.word += 8 * self.leaf[k].words
+            arrays[k] = self.read_leaf(k, cursor.word, base, offset, nbytes)
+            cursor.word += 8 * self.leaf[k].words
         return arrays
 
     cdef Py_ssize_t look(self, int k, const char* word, Py_ssize_t end, Py_ssize_t* offset) except -1:
-        """Where a leaf lies, and (returned) how many bytes it has."""
-        cdef int64_t at, nbytes
-        memcpy(&at, word, 8)
+        """Set the offset of a leaf, and return its bytes."""
+        cdef int64_t start, nbytes
+        memcpy(&start, word, 8)
         memcpy(&nbytes, word + 8, 8)
-        if at < 0 or nbytes < 0 or at > end or nbytes > end - at:
+        if start < 0 or nbytes < 0 or start > end or nbytes > end - start:
             raise IndexError(f"array {k} of a batch is outside its {end} bytes")
-        offset[0] = <Py_ssize_t>at
+        offset[0] = <Py_ssize_t>start
         return <Py_ssize_t>nbytes
 
     cdef object read_leaf(self, int k, const char* word, Memory memory, Py_ssize_t offset,
                           Py_ssize_t nbytes):
-        """Make the array, or the bytes, whose layout begins at `word`, of bytes of a memory."""
+        """Make the array or the `bytes` whose layout begins at `word`, from bytes of a memory."""
         cdef Leaf* leaf = &self.leaf[k]
         cdef cnp.npy_intp dims[MAX_DIMS]
         cdef cnp.npy_intp strides[MAX_DIMS]
@@ -353,26 +361,26 @@ cdef class Plan:
             axis = leaf.axes[i]
             memcpy(&size, word + 8 * (2 + axis), 8)
             dims[axis], strides[axis] = <cnp.npy_intp>size, <cnp.npy_intp>taken
-            taken *= <uint64_t>size  # numpy refuses what is negative, or more than there can be
+            # numpy refuses negative sizes and sizes beyond the address space.
+            taken *= <uint64_t>size
         if taken > <uint64_t>nbytes:
             raise IndexError(f"array {k} of a batch is larger than its {nbytes} bytes")
         return cseq_array_on(memory, memory.data + offset, leaf.dtype, leaf.nd, dims,
                              NULL if leaf.rows else strides, cnp.NPY_ARRAY_CARRAY)
 
     cdef Block spare(self, Py_ssize_t nbytes):
-        """Room for copies: the block of an earlier batch, if nothing refers to that any more.
+        """Return memory for copies: the block of an earlier batch, if nothing refers to it.
 
-        A loop that drops its batches has two of them in turn, and nothing is allocated for the data of
-        its arrays.
+        A loop that drops its batches uses two blocks in turn, without any allocation.
         """
         cdef Block block
-        cdef PyObject* one
+        cdef PyObject* candidate
         with cython.critical_section(self):
-            for one in self.blocks:
-                if one == NULL:
+            for candidate in self.blocks:
+                if candidate == NULL:
                     break
-                if cseq_is_unique(one) and (<Block>one).size >= nbytes:
-                    return <Block>one
+                if cseq_is_unique(candidate) and (<Block>candidate).size >= nbytes:
+                    return <Block>candidate
             block = Block(nbytes)
             Py_INCREF(block)
             Py_XDECREF(self.blocks[self.turn])
@@ -380,45 +388,46 @@ cdef class Plan:
             self.turn = (self.turn + 1) % BLOCKS
         return block
 
-    cdef object build(self, Cursor* at, Memory memory, list arrays, list objects, list converters):
-        """Make what the next node describes; the leaves are in `arrays`, or else in the memory."""
-        cdef Node* n = &self.node[at.node]
+    cdef object build(self, Cursor* cursor, Memory memory, list arrays, list objects, list converters):
+        """Make the next node's value; its leaves are in `arrays`, or in the memory if that is None."""
+        cdef Node* n = &self.node[cursor.node]
         cdef int k
         cdef list children
         cdef dict mapping
-        at.node += 1
+        cursor.node += 1
         if n.kind <= BYTES:
-            return self.build_leaf(at, memory, arrays, converters)
+            return self.build_leaf(cursor, memory, arrays, converters)
         if n.kind == OBJECT:
-            value = objects[at.object]
-            at.object += 1
+            value = objects[cursor.object]
+            cursor.object += 1
             if converters is None or contents_of(value, MOST_SEARCHED) == PLAIN:
                 return value
             return (<object>PyList_GET_ITEM(converters, self.leaf_count))(value)
         if n.kind == DICT:
-            mapping = PyDict_Copy(<dict>n.blank)  # its keys need not be added one by one
+            # A copy is quicker than adding the keys one by one.
+            mapping = PyDict_Copy(<dict>n.blank)
             for k in range(n.count):
-                child = self.build(at, memory, arrays, objects, converters)
+                child = self.build(cursor, memory, arrays, objects, converters)
                 PyDict_SetItem(mapping, <object>PyTuple_GET_ITEM(<tuple>n.keys, k), child)
             return mapping
         children = [None] * n.count
         for k in range(n.count):
-            children[k] = self.build(at, memory, arrays, objects, converters)
+            children[k] = self.build(cursor, memory, arrays, objects, converters)
         if n.kind == LIST:
             return children
         if <object>n.cls is tuple:
             return PyList_AsTuple(children)
         return tuple.__new__(<object>n.cls, children)
 
-    cdef object build_leaf(self, Cursor* at, Memory memory, list arrays, list converters):
-        cdef int k = at.leaf
+    cdef object build_leaf(self, Cursor* cursor, Memory memory, list arrays, list converters):
+        cdef int k = cursor.leaf
         cdef Leaf* leaf = &self.leaf[k]
         cdef Py_ssize_t nbytes, offset = 0
-        at.leaf += 1
+        cursor.leaf += 1
         if arrays is None:
-            nbytes = self.look(k, at.word, at.end, &offset)
-            value = self.read_leaf(k, at.word, memory, offset, nbytes)
-            at.word += 8 * leaf.words
+            nbytes = self.look(k, cursor.word, cursor.end, &offset)
+            value = self.read_leaf(k, cursor.word, memory, offset, nbytes)
+            cursor.word += 8 * leaf.words
         else:
             value = arrays[k]
         if leaf.kind == TENSOR:
@@ -431,13 +440,13 @@ cdef class Plan:
         return value if convert is None else convert(value)
 
     def converters(self, leaf_for, convert):
-        """List the functions to be applied to each leaf, and after these to the pickled leaves.
+        """List the functions for each leaf, and last the function for the pickled leaves.
 
         Parameters
         ----------
         leaf_for : callable
-            ``leaf_for(dtype)`` is a function of a fresh array of that type, ``leaf_for(None)`` one
-            of a tensor; or None, where they stay as they are.
+            ``leaf_for(dtype)`` returns a function of a fresh array of that type, and
+            ``leaf_for(None)`` a function of a tensor; or None to keep such leaves.
         convert : callable
             Converts any batch.
         """
@@ -458,9 +467,9 @@ cdef inline bint is_plain(object value) noexcept:
 
 
 cdef int contents_of(object value, int depth) except -1:
-    """What a value contains: LEAVES, OBJECTS or PLAIN.
+    """Return the contents of a value: LEAVES, OBJECTS or PLAIN.
 
-    At most `depth` containers inside one another are searched; deeper ones count as LEAVES.
+    Containers are searched to a depth of `depth`; deeper ones count as LEAVES.
     """
     cdef Py_ssize_t k = 0
     cdef PyObject* key
@@ -475,57 +484,59 @@ cdef int contents_of(object value, int depth) except -1:
         if cls is cnp.ndarray or cls is MEMMAP or strcmp((<PyTypeObject*>cls).tp_name, "Tensor") == 0:
             return LEAVES
         return OBJECTS
-    cdef int found = OBJECTS if named else PLAIN
+    cdef int contents = OBJECTS if named else PLAIN
     if not depth:
         return LEAVES
     with cython.critical_section(value):
         if cls is dict:
-            while found != LEAVES and PyDict_Next(value, &k, &key, &child):
-                found = min(found, contents_of(<object>child, depth - 1))
-            return found
-        while found != LEAVES and k < PySequence_Fast_GET_SIZE(value):
+            while contents != LEAVES and PyDict_Next(value, &k, &key, &child):
+                contents = min(contents, contents_of(<object>child, depth - 1))
+            return contents
+        while contents != LEAVES and k < PySequence_Fast_GET_SIZE(value):
             child = PySequence_Fast_GET_ITEM(value, k)
-            if not is_plain(<object>child):  # long lists are of numbers
-                found = min(found, contents_of(<object>child, depth - 1))
+            # This check is quick: most long lists have only numbers.
+            if not is_plain(<object>child):
+                contents = min(contents, contents_of(<object>child, depth - 1))
             k += 1
-    return found
+    return contents
 
 
 cdef list load_objects(Memory memory, Py_ssize_t offset, Py_ssize_t nbytes, Memory home):
-    """Read the leaves that were pickled; after the pickle lies the table of its buffers.
+    """Read the pickled leaves; the table of their buffers follows the pickle.
 
-    Large buffers lie on `home`, or on copies if that is None; others are copied, unless it is `memory`.
-    What is unpickled may run any code, so a fork, and in the forked process a slot is another batch's
-    soon: unless all are views, the pickle is copied, too.
+    If `home` is `memory`, all buffers are views, and nothing is copied. Else the pickle and small buffers
+    are copied, and large buffers lie on `home`, or are copies if that is None. Unpickling may run any
+    code, and fork: in the child, the slot soon has another batch.
     """
     cdef list buffers = []
-    cdef int64_t count = 0, size = 0, at = 0
+    cdef int64_t count = 0, size = 0, start = 0
     cdef Py_ssize_t table = offset + nbytes - 8
     if nbytes >= 8:
         memcpy(&count, memory.data + table, 8)
     if not 0 <= count <= (nbytes - 8) // 16:
         raise IndexError(f"a pickle of {nbytes} bytes has no {count} buffers")
     for table in range(table - 16 * count, table, 16):
-        memcpy(&at, memory.data + table, 8)
+        memcpy(&start, memory.data + table, 8)
         memcpy(&size, memory.data + table + 8, 8)
         if home is None or (home is not memory and size <= MOST_COPIED):
-            buffers.append(copy_of(memory, size, at))
+            buffers.append(copy_of(memory, size, start))
         else:
-            home.inside(at, size)
-            buffers.append(memoryview(home)[at:at + size])
+            home.inside(start, size)
+            buffers.append(memoryview(home)[start:start + size])
     data = memoryview(memory)[offset:offset + nbytes]
     return loads(data if home is memory else bytes(data), buffers=buffers)
 
 
 cdef Plan plan_of(Memory memory, const uint64_t* record):
-    """The plan of a batch, whose record was checked."""
+    """Return the plan of a batch, whose record was checked."""
     cdef Plan plan
     cdef bytes structure = memory.data[record[0]:record[0] + record[1]]
     try:
-        plan = known[structure]  # not `get`, whose reference another thread's `clear` may outrun
+        # Not `get`: another thread's `clear` could free the plan before it is referred to.
+        plan = reader_plans[structure]
     except KeyError:
         plan = Plan(structure, loads(structure))
-        if len(known) >= MOST_PLANS:
-            known.clear()
-        known[structure] = plan
+        if len(reader_plans) >= MOST_PLANS:
+            reader_plans.clear()
+        reader_plans[structure] = plan
     return plan

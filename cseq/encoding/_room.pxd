@@ -9,23 +9,30 @@ from cseq.memory._slots cimport SlotTable
 
 @cython.final
 cdef class Room:
-    cdef readonly Memory memory  # the slot, up to `capacity`; another object when it has grown
+    # The slot up to `capacity`; another object when the slot has grown.
+    cdef readonly Memory memory
     cdef public Py_ssize_t used
     cdef readonly Py_ssize_t capacity
-    cdef readonly bint loaned   # arrays in this slot may have been given out: `offset_of` can find something
-    cdef readonly bint watched  # large arrays were made for this batch: `learn` can learn something
+    # Whether arrays in this slot may have been given out, and whether large arrays were made for this batch.
+    cdef readonly bint loaned
+    cdef readonly bint watched
     cdef readonly int64_t slot
     cdef readonly SlotTable slots
     cdef readonly dict mapped
     cdef public object slot_allocator
-    cdef Mapping target  # where numpy allocates large arrays; None while the worker keeps many slots
-    cdef list older      # mappings of the slot that were replaced during this ticket
-    cdef list kept       # (slot, mappings, loans) of slots in which arrays of earlier batches are alive
-    cdef list loans      # weak references to what was lent of the slot
-    cdef object window   # the latest `Loan`, of all that is committed
+    # Where numpy allocates large arrays; None while the worker keeps many slots.
+    cdef Mapping target
+    # Mappings of the slot that were replaced during this ticket.
+    cdef list older
+    # (slot, mappings, loans) of slots in which arrays of earlier batches are alive.
+    cdef list kept
+    # Weak references to loans of the slot; and the latest loan, of all committed bytes.
+    cdef list loans
+    cdef object window
     cdef int fd
     cdef uint64_t width
-    cdef Py_ssize_t unchecked  # bytes committed since the system was last asked for its free memory
+    # Bytes committed since the last check of the free memory.
+    cdef Py_ssize_t unchecked
     cdef int open_slot(self) except -1
     cdef int take_slot(self) except -1
     cdef int begin_empty(self) except -1

@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""A room: the slot that a batch is written into, and what of it is given out."""
+"""A room: the slot that a batch is written into, and the arrays and loans in it."""
 
 from libc.stdint cimport int64_t, uint64_t
 
@@ -22,45 +22,47 @@ from cseq.check import dimensions
 from cseq.memory.arena import room_for
 from cseq.system import MIB, check_available
 
-CHECK = 32 * MIB  # committed between two checks of the free memory; a check takes about 1 ms
-MAX_MAPPED = 16_384  # slots that a room keeps mapped; Linux gives a process 65,530 mappings
-KEEPS = 3  # slots; a worker that keeps this many makes no more arrays in slots
+# Bytes committed between two checks of the free memory; a check takes about 1 ms.
+CHECK = 32 * MIB
+# Slots that a room keeps mapped; Linux gives a process 65,530 mappings.
+MAX_MAPPED = 16_384
+# A worker that keeps this many slots makes no more arrays in slots.
+KEEPS = 3
 
 
 @cython.final
 cdef class Room:
-    """The slot that a batch is written into: where it lies, what of it is used or lent, how it grows.
+    """The slot that a batch is written into: its memory, the bytes in use or lent, and its growth.
 
     A worker takes a slot when it begins a ticket, and publishes the slot's number with the batch. If
     arrays in the slot are still alive then, it keeps the slot, and publishes a copy of the batch in
-    another one. A kept slot is freed when no array in it is alive. Arrays are not made in slots while a
-    worker keeps several.
+    another one. A kept slot is freed when no array in it is alive. While a worker keeps several slots,
+    no arrays are made in slots.
 
-    Mappings are kept for the next tickets in their slots, so that in the long run no system call is
-    made.
+    Mappings are kept for later tickets, so that in the long run no system calls are made.
 
     Parameters
     ----------
     fd : int
-        Descriptor of the arena's file; stays the caller's.
+        Descriptor of the arena's file, which the caller owns.
     width : int
         Bytes from one slot to the next.
     slots : SlotTable, optional
-        The table that it takes slots from. None: the caller names them (`select`), and no array of
-        a slot may be alive when its batch is published.
+        The table from which slots are taken. Without it, the caller selects them (`select`), and no
+        array in a slot may be alive when its batch is published.
 
     Attributes
     ----------
     memory : Memory
         The slot.
     used, capacity : int
-        Bytes that are given out, and committed; the trainer has to learn the latter.
+        Bytes in use, and bytes committed; the trainer has to learn the latter.
     slot : int
-        The present one, which this process has taken; -1: none.
+        The present slot, which this process has taken, or -1.
     mapped : dict
-        By slot: its Mapping.
+        The Mapping of each slot.
     slot_allocator : SlotAllocator or None
-        With it, numpy allocates the indexer's large arrays in the slot.
+        Makes numpy allocate the indexer's large arrays in the slot.
     """
 
     def __cinit__(self, int fd, uint64_t width, SlotTable slots=None):
@@ -71,7 +73,7 @@ cdef class Room:
     # -- where
 
     cdef int open_slot(self) except -1:
-        """Take a slot for the present ticket: `begin_slot`, where that has nothing to do but this."""
+        """Take a slot for the present ticket. This is a fast path of `begin_slot`."""
         cdef Mapping mapping
         cdef uint64_t nbytes
         if self.slots is None or self.slot >= 0 or self.loaned or self.older or self.kept:
@@ -90,15 +92,15 @@ cdef class Room:
         return 0
 
     cdef int take_slot(self) except -1:
-        """Take a slot, as the present one."""
+        """Take a slot as the present one."""
         self.slot = self.slots.take()
         CSEQ_POINT("taken")
         return 0
 
     def begin_slot(self):
-        """Take a slot as the present one, empty; MemoryError if there is no room for another.
+        """Take a slot as the present one, empty; raise MemoryError if there is no room for it.
 
-        One that was taken for a ticket which was published without a slot is used for the next.
+        If the previous ticket was published without its slot, that slot is used.
         """
         self.abandon()
         if self.kept:
@@ -110,21 +112,21 @@ cdef class Room:
             self.target = mapping
 
     def select(self, int64_t slot, Py_ssize_t capacity, Py_ssize_t used=0):
-        """Make a slot of the caller's the present one: `capacity` of its bytes are committed, and the
-        first `used` are those of a batch, which `loan` may lend."""
+        """Make a slot of the caller's the present one. `capacity` of its bytes are committed; the first
+        `used` hold a batch, which `loan` may lend."""
         self.abandon()
         self.open_at(slot, capacity)
         self.used, self.loaned = used, used > 0
 
     def mapping_of(self, int64_t slot, Py_ssize_t capacity):
-        """Return the memory of a slot, the present one or another."""
+        """Return the memory of any slot."""
         cdef Mapping mapping = self.mapped.get(slot)
         if mapping is None or mapping.size < capacity:
             mapping = self.map(slot, max(capacity, <Py_ssize_t>LEAST))
         return mapping
 
     cdef int begin_empty(self) except -1:
-        """Begin to write at the beginning of a slot that this worker has taken."""
+        """Begin to write at the start of a slot that this worker takes or has taken."""
         cdef Py_ssize_t capacity
         if self.slot < 0:
             self.take_slot()
@@ -136,32 +138,32 @@ cdef class Room:
         return self.open_at(self.slot, capacity)
 
     cdef int abandon(self) except -1:
-        """Forget what was written to the present slot; it is kept if arrays in it are alive."""
+        """Discard the contents of the present slot, or keep the slot if arrays in it are alive."""
         if self.stop_lending() and self.slots is not None:
             self.keep()
         self.loans, self.window = [], None
         return 0
 
     cdef int open_at(self, int64_t slot, Py_ssize_t capacity) except -1:
-        """Begin to write at the beginning of a slot."""
+        """Begin to write at the start of a slot."""
         self.memory = self.mapping_of(slot, capacity)
         self.slot, self.capacity, self.used = slot, capacity, 0
         self.watched = self.loaned = False
         self.older = []
         return 0
 
-    # -- what of it is given out
+    # -- arrays and loans
 
     def allocate_in_slots(self):
         """Make numpy allocate large arrays in the present slot.
 
-        Only on Linux, and where one thread allocates at a time.
+        Only on Linux, and with a GIL, so that one thread allocates at a time.
         """
         if sys.platform == "linux" and HAS_GIL:
             self.slot_allocator = SlotAllocator()
 
     def settle(self):
-        """Stop making arrays in the slot: the indexer has returned."""
+        """Stop making arrays in the slot, because the indexer has returned."""
         if self.target is not None and self.slot_allocator is not None:
             self.slot_allocator.pause()
             self.watched = self.slot_allocator.count > 0
@@ -172,7 +174,7 @@ cdef class Room:
     cpdef Py_ssize_t reserve(self, Py_ssize_t nbytes) except -1:
         """Reserve the next `nbytes` of the slot; return their offset, a multiple of 64 bytes.
 
-        MemoryError if there is no room; nothing has changed then.
+        If there is no room, raise MemoryError, and change nothing.
         """
         cdef object allocator = self.slot_allocator if self.target is not None else None
         cdef Py_ssize_t used = self.used
@@ -207,9 +209,9 @@ cdef class Room:
         return self.window
 
     cpdef Py_ssize_t offset_of(self, array) except -2:
-        """Return the offset (bytes) of an array's data in the used part of the slot, or -1.
+        """Return the offset of an array's data in the used bytes of the slot, or -1.
 
-        All mappings of this ticket are searched. Only aligned arrays without gaps are found.
+        All mappings of this ticket are searched, for aligned arrays without gaps.
         """
         cdef Memory memory
         cdef Py_ssize_t offset, nbytes
@@ -225,8 +227,8 @@ cdef class Room:
     def end_slot(self):
         """Finish the slot; if arrays in it are alive, keep it and copy the batch to another one.
 
-        The caller holds no reference to the batch any more. Without a table, RuntimeError if arrays
-        are alive.
+        The caller has dropped its references to the batch. Without a table, raise RuntimeError if
+        arrays are alive.
         """
         cdef Memory source = self.memory
         cdef Py_ssize_t used = self.used
@@ -239,14 +241,15 @@ cdef class Room:
             self.reserve(used)
             self.memory.store_from(0, source, used)
             return
-        gc.collect()  # such an array may be in a cycle that is garbage
+        # An array may be alive only in a garbage cycle.
+        gc.collect()
         if self.is_lent():
             raise RuntimeError(
-                "arrays of a slot are still held after its batch was made, and its memory will be "
-                "written to for another batch: keep a copy (array.copy())")
+                "arrays in a slot are still in use after its batch was made, but another batch will "
+                "overwrite the slot: keep a copy (array.copy())")
 
     def close(self):
-        """Drop all mappings; each is unmapped with the last array on it."""
+        """Drop all mappings; each is unmapped when the last array on it is gone."""
         self.stop_lending()
         self.mapped.clear()
         self.kept.clear()
@@ -258,7 +261,7 @@ cdef class Room:
         self.used = self.capacity = 0
 
     cdef bint is_lent(self) except -1:
-        """Whether something refers to what was lent of the slot."""
+        """Whether a loan of the slot is still in use."""
         for loan in self.loans:
             if loan() is not None:
                 return True
@@ -273,7 +276,7 @@ cdef class Room:
         return placed > 0 or self.is_lent()
 
     cdef int keep(self) except -1:
-        """Keep the slot, for the arrays in it; there is no present one then."""
+        """Keep the slot for the arrays in it; then there is no present slot."""
         self.kept.append((self.slot, [self.memory, *self.older], self.loans))
         self.loans = []
         self.slot = -1
@@ -286,7 +289,7 @@ cdef class Room:
         return len(self.kept) < KEEPS
 
     cdef int recover(self) except -1:
-        """Free the kept slots in which no array is alive any more."""
+        """Free the kept slots in which no array is alive."""
         for kept in self.kept[:]:
             slot, memories, loans = kept
             held = any([loan() is not None for loan in loans]) or self.slot_allocator is not None and any([
@@ -299,7 +302,7 @@ cdef class Room:
     # -- how it grows
 
     cdef int grow(self, Py_ssize_t needed) except -1:
-        """Commit and map more of the slot, at least `needed` bytes; arrays made before stay."""
+        """Commit and map at least `needed` bytes of the slot; earlier arrays stay valid."""
         cdef Py_ssize_t capacity = room_for(needed, self.capacity, self.width)
         self.commit(self.capacity, capacity)
         if self.slots is not None:
@@ -320,7 +323,7 @@ cdef class Room:
         return 0
 
     cdef Mapping map(self, int64_t slot, Py_ssize_t capacity):
-        """Map a slot and remember it; of too many, forget the newest: slots come round in turn."""
+        """Map a slot and keep the mapping. If there are too many, drop the newest: slots come in turn."""
         self.mapped.pop(slot, None)
         if len(self.mapped) >= MAX_MAPPED:
             self.mapped.popitem()

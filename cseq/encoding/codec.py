@@ -1,31 +1,31 @@
 """A batch of any shape, written into a slot and read from it again.
 
 There are two tiers. Arrays, CPU tensors and long bytes in tuples, lists, dicts of strings and named
-tuples are written and read in C, with a `Plan`. All else is pickled: numbers, texts, and objects of
-any class, dataclasses too. The bytes of arrays and tensors in these are not in the pickle, but lie
-in the slot as well.
+tuples are written and read in C, with a `Plan`. Everything else is pickled: numbers, texts, and
+objects of any class, including dataclasses. The bytes of arrays and tensors in these objects lie in
+the slot, not in the pickle.
 
     slot    ┌────────────────────────┬─────────────────────┬───────────┬────────┬─────────┐
             │ arrays, 64-byte aligned│ buffers of pickles  │ structure │ layout │ objects │
             └────────────────────────┴─────────────────────┴───────────┴────────┴─────────┘
                                                            ▲ offset    └── lengths ───────┘  Record
 
-*Structure* is the containers, types and memory orders: a pickle, made and read only when it
-changes. *Layout* is where the arrays begin, their bytes and shapes: integers.
-*Objects* are the other leaves: one pickle, and where its buffers are. All of it lies in the slot,
-so a batch can be read without any other one.
+The *structure* is a pickle of the containers, types and memory orders, made and read only when it
+changes. The *layout* is integers: the offset, bytes and shape of each array. The *objects* are the
+other leaves: one pickle, and the table of its buffers. Everything is in the slot, so each batch can
+be read on its own.
 
-At both ends, a structure is held as a `Plan`. A batch that matches none of the writer's last plans
-is surveyed here, which makes one; the rest is C.
+At both ends, a structure is held as a `Plan`. If a batch matches none of the writer's last plans,
+`survey` makes a new one. The rest is C.
 
-The guarantee: the batch that is read equals the one written, in types and bits, and is writable.
+The guarantee: the batch that is read equals the written one in types and bits, and is writable.
 Arrays and tensors without gaps keep the order of their axes (C, Fortran, channels_last, …); others
-(expanded, backwards, with gaps) are written out row by row. An array in two
-places of a plan arrives as two, and so does a container of arrays; in objects, what is one stays
-one. A tensor arrives without its graph (a leaf that requires gradients if it did).
+(expanded, backwards, with gaps) are written out row by row. An array that a plan has twice arrives
+as two arrays, and so does a container of arrays; in objects, identity is kept. A tensor arrives
+without its graph, as a leaf that requires gradients if it did before.
 
-The trainer copies leaves of up to 64 KiB (`COPIED`), of objects too, and all `bytes`; larger
-ones lie in the slot.
+The trainer copies leaves of up to 64 KiB (`COPIED`), including those of objects, and all `bytes`.
+Larger leaves stay in the slot.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]
-# Where a batch lies in its slot, four words of a cell of the ring, whose sum is its end: where the
-# structure begins, and the lengths of structure, layout and objects.
+# The location of a batch in its slot: the offset of its structure, and the lengths of structure,
+# layout and objects. These are four words of a cell, and their sum is the batch's end.
 Record: TypeAlias = tuple[int, int, int, int]
 
 __all__ = [
@@ -64,12 +64,12 @@ __all__ = [
 
 
 def map_leaves(function: Callable[[Any], Any], batch: Any, depth: int = MAX_DEPTH) -> Any:
-    """Apply a function to every leaf: all but tuples, lists, dicts, named tuples, dataclasses.
+    """Apply a function to every leaf: not to tuples, lists, dicts, named tuples or dataclasses.
 
     Returns
     -------
     object
-        The same containers with the results in them; the very same object if no leaf changed.
+        The same containers with the results in them, or the same object if no leaf changed.
 
     Raises
     ------
@@ -93,7 +93,8 @@ def map_leaves(function: Callable[[Any], Any], batch: Any, depth: int = MAX_DEPT
     if all(map(operator.is_, mapped, children)):
         return batch
     if type(kind) is tuple:
-        made = object.__new__(cls)  # not called: `__post_init__` has been run once
+        # The class is not called, because `__post_init__` ran already.
+        made = object.__new__(cls)
         for name, child in zip(state, mapped, strict=True):
             object.__setattr__(made, name, child)
         return made
@@ -105,9 +106,9 @@ def map_leaves(function: Callable[[Any], Any], batch: Any, depth: int = MAX_DEPT
 
 
 def recast(array: Array, dtype: Dtype, make: Callable[..., Array] = np.empty) -> Array:
-    """Copy and cast an array, with the strides that it has behind a slot.
+    """Copy and cast an array, with the strides that it gets from a slot.
 
-    `make`: makes an array of a shape and a type.
+    `make` makes an array of a shape and a type.
     """
     axes = axes_of(array)
     made: Array = make(tuple(array.shape[axis] for axis in axes), dtype)
@@ -120,7 +121,7 @@ ONE_OBJECT = Plan(pickle.dumps((OBJECT,), protocol=5), (OBJECT,))
 
 
 def encode_pickled(pickled: Pickled, encoder: Encoder) -> Record:
-    """Write an object that is pickled already into a slot; `decode` returns it."""
+    """Write a pickled object into a slot; `decode` returns the object."""
     buffers = [np.frombuffer(buffer, np.uint8) for buffer in pickled.buffers]
     record: Record = encoder.encode_parts(ONE_OBJECT, buffers, pickled.data)
     return record

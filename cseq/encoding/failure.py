@@ -1,9 +1,8 @@
 """An exception, packed in a worker and raised in the training loop.
 
-It arrives as itself: same type, same attributes, with its batch named and with the worker's
-traceback as its cause. It is pickled *and unpickled* where it was raised, so an
-exception for which this fails is found there; then its type's name and its text are sent, and
-raised as a `WorkerError`.
+It arrives as itself, with the same type and attributes, its batch's name, and the worker's
+traceback as its cause. The worker pickles *and unpickles* it. If that fails, the type's name and
+the text are sent, and raised as a `WorkerError`.
 """
 
 from __future__ import annotations
@@ -28,22 +27,23 @@ __all__ = [
     "of_handler", "ordinary", "pack", "pack_text", "shorten", "show_traceback", "str_of", "unpack",
 ]  # fmt: skip
 
-RAISE = opcode.opmap["RAISE_VARARGS"]  # the instruction of a `raise` statement
+# The instruction of a `raise` statement.
+RAISE = opcode.opmap["RAISE_VARARGS"]
 
-# What ends a loop, a program or a generator, if it is raised there.
+# Exceptions that would end a loop, a program or a generator.
 ENDINGS = (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit)
 
-# Attributes of every exception, also of one whose class forbids that they are set, or hides them.
+# Attributes of every exception, even if its class hides them or forbids setting them.
 NAMES = "args", "__cause__", "__dict__", "__traceback__"
 ARGS, CAUSE, DICT, TRACE = (vars(BaseException)[name] for name in NAMES)
 
-# How exceptions make their text of one argument.
+# Methods that make an exception's text from one argument.
 PLAIN = (BaseException.__str__, KeyError.__str__, OSError.__str__)
 
-# How the names of files with cseq's code begin: compiled code has none of the folder.
+# Prefixes of the file names of cseq's code. Compiled code names no folder.
 OURS = ("cseq/", os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""))
 
-# What sqlite3, fsspec and LMDB say of a thing that was opened in another process or thread.
+# Messages of sqlite3, fsspec and LMDB about objects that another process or thread opened.
 UNSHARED = (
     "created in a thread can only be used in that same thread",
     "This class is not fork-safe",
@@ -59,8 +59,8 @@ DEBUG = (
     "or start a manager by start_test()"
 )
 
-SHOWN = 16  # indices of a batch that a message shows
-MOST = 1024  # that one of a death shows
+# The number of indices of a batch in a message, and in a message about a death.
+SHOWN, MOST = 16, 1024
 
 
 def pack(error: BaseException) -> bytes:
@@ -73,13 +73,13 @@ def pack(error: BaseException) -> bytes:
 
 
 def pack_text(error: BaseException) -> bytes:
-    """Return an exception's type, text and traceback, cut to fit the beginning of any slot."""
+    """Return an exception's type, text and traceback, short enough for any slot."""
     name, message = type(error).__qualname__, str_of(error)[:1500]
     return pickle.dumps((b"", name, message, _traceback_of(error)[-1500:]))
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Return an exception's traceback, without its causes where the exception hinders that.
+    """Return an exception's traceback, without its causes if these cannot be formatted.
 
     It begins with the first frame that is not cseq's, if there is one.
     """
@@ -90,19 +90,19 @@ def _traceback_of(error: BaseException) -> str:
     except BaseException as broken:
         if ends_program(broken):
             raise
-        said = traceback.format_tb(trace)
-        return "".join(["Traceback (most recent call last):\n", *said, line_of(error), "\n"])
+        lines = traceback.format_tb(trace)
+        return "".join(["Traceback (most recent call last):\n", *lines, line_of(error), "\n"])
 
 
 def _without(trace: TracebackType | None, files: tuple[str, ...]) -> TracebackType | None:
-    """Leave out the frames at the beginning of a traceback that are of files named so."""
+    """Leave out a traceback's first frames, while their file names have one of these prefixes."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(files):
         trace = trace.tb_next
     return trace
 
 
 def shorten(error: BaseException) -> None:
-    """Cut the frames of cseq's that an exception has come out of: of one of its own, the feed's."""
+    """Cut cseq's frames from an exception's traceback; from cseq's own exceptions, the feed's."""
     trace = TRACE.__get__(error)
     TRACE.__set__(error, _without(trace, OURS) or _without(trace, ("cseq/engine/_feed.pyx",)))
 
@@ -110,12 +110,13 @@ def shorten(error: BaseException) -> None:
 def unpack(
     data: bytes, worker: int | None = None, process: str = "worker process"
 ) -> BaseException:
-    """Restore the exception; its ``__cause__`` shows the traceback of where it was raised."""
+    """Restore the exception; its ``__cause__`` shows the traceback in the worker."""
     pickled, name, message, text = pickle.loads(data)
     error: BaseException
     try:
         error = _load(pickled)
-    except BaseException as reason:  # anything may go wrong in the user's class
+    # The user's class may raise anything.
+    except BaseException as reason:
         if ends_program(reason):
             raise
         why = f"unpickled here: {reason!r}" if pickled else "pickled"
@@ -127,7 +128,7 @@ def unpack(
 
 
 def _travelling(error: BaseException) -> bytes:
-    """Pickle an exception that unpickles as its type, and has a text; of others, return nothing."""
+    """Pickle an exception if it unpickles as its type and has a text; else return b""."""
     try:
         data = dumps(_with_args(error))
         back = _load(data)
@@ -141,7 +142,7 @@ def _travelling(error: BaseException) -> bytes:
 
 
 def _with_args(error: BaseException) -> list[tuple[BaseException, tuple[Any, ...]]]:
-    """List an exception and those among its arguments, as in a group, each with its arguments.
+    """List an exception and the exceptions among its arguments (a group's), with their arguments.
 
     Pickle calls the class with these. A constructor that formats its text would format it twice.
     """
@@ -152,7 +153,7 @@ def _with_args(error: BaseException) -> list[tuple[BaseException, tuple[Any, ...
 
 
 def _load(pickled: bytes) -> BaseException:
-    """Unpickle an exception, and those among its arguments, with the arguments they had."""
+    """Unpickle an exception, and the exceptions among its arguments, with their arguments."""
     pairs: list[tuple[BaseException, tuple[Any, ...]]] = pickle.loads(pickled)
     for error, args in pairs:
         ARGS.__set__(error, args)
@@ -160,11 +161,11 @@ def _load(pickled: bytes) -> BaseException:
 
 
 class Failure:
-    """The first error of some workers, raised by each call that asks until they are gone.
+    """The first error of a group of workers; each `check` raises it.
 
-    The traceback of a raised exception refers to the manager, which has the workers, which have
-    this object: a cycle, if the exception were kept. So it is raised once, and then as it would
-    arrive from another process.
+    The traceback of a raised exception refers to the manager, which refers to the workers and so to
+    this object. Keeping the exception would make a cycle. So the exception itself is raised once;
+    later calls raise a copy, made as for another process.
     """
 
     def __init__(self) -> None:
@@ -187,12 +188,13 @@ class Failure:
             self._error = unpack(pack(error))
             CAUSE.__set__(self._error, CAUSE.__get__(error))
             raise error
+        # The traceback refers to this frame: a reference cycle.
         finally:
-            del error  # its traceback refers to this frame: a reference cycle
+            del error
 
 
 class _Shown(str):
-    """A text that a KeyError shows as it is: the text of that is the `repr` of its argument."""
+    """A text that is its own `repr`, since a KeyError shows the `repr` of its argument."""
 
     __slots__ = ()
 
@@ -201,10 +203,10 @@ class _Shown(str):
 
 
 def show_traceback(error: BaseException) -> BaseException:
-    """Return a worker process's exception, with the traceback in its text where torch has it.
+    """Return a worker process's exception with the traceback in its text, as torch does.
 
-    Its argument becomes that text; type and attributes stay. An exception of several arguments, or
-    with a text of its own making, stays as it is: the traceback is that of its cause.
+    The text replaces the argument; type and attributes stay. An exception that has several
+    arguments, or makes its own text, is not changed: its cause shows the traceback.
     """
     cause, args = CAUSE.__get__(error), ARGS.__get__(error)
     is_plain = type(error).__str__ in PLAIN and len(args) < 2
@@ -222,7 +224,8 @@ def str_of(error: BaseException) -> str:
         cause = CAUSE.__get__(error)
         if type(cause) is RemoteTraceback and cause.own is not None:
             return cause.own
-        return str.__str__(type(error).__str__(error))  # of a subclass of str, too
+        # The result may be of a subclass of str.
+        return str.__str__(type(error).__str__(error))
     except BaseException as broken:
         if ends_program(broken):
             raise
@@ -230,7 +233,7 @@ def str_of(error: BaseException) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Return an exception's type and text, as the last line of a traceback has them."""
+    """Return an exception's type and text, as in the last line of a traceback."""
     text = str_of(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -252,8 +255,8 @@ def listed(indices: object, most: int = SHOWN) -> str:
 def ordinary(error: BaseException) -> BaseException:
     """Return the error to raise for an exception of the user's code: mostly the exception itself.
 
-    StopIteration would end the loop as if the epoch were over, SystemExit the program as if all
-    were well, KeyboardInterrupt as if Ctrl-C had been pressed: these become a RuntimeError.
+    An exception that would end the loop (StopIteration), or end the program silently (SystemExit,
+    KeyboardInterrupt) becomes a RuntimeError.
     """
     if not issubclass(type(error), ENDINGS):
         return error
@@ -263,10 +266,10 @@ def ordinary(error: BaseException) -> BaseException:
 
 
 def ends_program(error: BaseException) -> bool:
-    """Tell whether an exception comes from outside of the code that was called.
+    """Tell whether an exception comes from outside the code that was called.
 
-    Ctrl-C, which a worker process ignores: no `raise` statement has raised that. And what a signal
-    handler raises, such as `sys.exit`.
+    This is so for Ctrl-C, which no `raise` statement raises (and worker processes ignore), and for
+    the SystemExit or KeyboardInterrupt of a signal handler.
     """
     cls = type(error)
     if issubclass(cls, KeyboardInterrupt) and not _is_stated(error):
@@ -275,7 +278,7 @@ def ends_program(error: BaseException) -> bool:
 
 
 def _is_stated(error: BaseException) -> bool:
-    """Tell whether an exception comes from a `raise` statement, and not from a function of C."""
+    """Tell whether an exception comes from a `raise` statement, not from C code."""
     trace = TRACE.__get__(error)
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -283,20 +286,21 @@ def _is_stated(error: BaseException) -> bool:
 
 
 def of_handler(error: BaseException) -> bool:
-    """Tell whether a signal handler has raised an exception, which is seen in the traceback."""
+    """Tell from the traceback whether a signal handler raised an exception."""
     codes = set()
     for handler in filter(callable, map(signal.getsignal, signal.valid_signals())):
-        function = getattr(handler, "func", handler)  # of a functools.partial
-        codes |= {getattr(each, "__code__", None) for each in (function, type(function).__call__)}
+        # The handler may be a functools.partial.
+        function = getattr(handler, "func", handler)
+        codes |= {getattr(call, "__code__", None) for call in (function, type(function).__call__)}
     frames = traceback.walk_tb(TRACE.__get__(error))
     return any(frame.f_code in codes for frame, _ in frames)
 
 
 def named(error: BaseException, location: str) -> BaseException:
-    """Return the exception to raise in the loop for an indexer's, with its batch named."""
+    """Return the exception to raise in the loop for an indexer's, with its location in a note."""
     error = ordinary(error)
     text = str_of(error)
-    if any(each in text for each in UNSHARED):
+    if any(message in text for message in UNSHARED):
         annotate(error, f"cseq: {OPEN_THERE}")
     if hasattr(error, "add_note"):
         _note(error, f"cseq: while making {location}")
@@ -304,7 +308,7 @@ def named(error: BaseException, location: str) -> BaseException:
 
 
 def annotate(error: BaseException, note: str) -> None:
-    """Add a remedy to an exception: as a note, before Python 3.11 to its text."""
+    """Add a remedy to an exception: as a note, or before Python 3.11 to its text."""
     if hasattr(error, "add_note"):
         _note(error, note)
         return
@@ -314,7 +318,7 @@ def annotate(error: BaseException, note: str) -> None:
 
 
 def _note(error: BaseException, note: str) -> None:
-    """Add a note, also if the exception's class refuses that, as a frozen dataclass does."""
+    """Add a note, even if the exception's class refuses attributes, as a frozen dataclass does."""
     notes = DICT.__get__(error).setdefault("__notes__", [])
     if isinstance(notes, list):
         notes.append(note)

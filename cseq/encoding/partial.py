@@ -1,4 +1,4 @@
-"""A batch of which samples were left out, as it travels."""
+"""A batch without the samples that were left out, as it travels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Partial"]
 
 
 class Partial(NamedTuple):
-    """A batch without the samples that have raised, and these: index, and type and text."""
+    """A batch without the samples that raised; `left` has their index, and error type and text."""
 
     batch: Any
     left: tuple[tuple[Any, str], ...]

@@ -1,9 +1,9 @@
 """How a batch travels to the next runner: as an object, or through a slot.
 
 Threads pass on the object itself (`Objects`). Processes write the batch into the ticket's slot of
-shared memory (`TicketWriter`), where the trainer decodes it (`SlotReader`). What converter
-processes write there, `converter.export.Imports` fetches. A runner has a `BatchWriter`, and a
-converter also a `Source`; the trainer has a `BatchReader`.
+shared memory (`TicketWriter`), where the trainer decodes it (`SlotReader`, or
+`converter.export.Imports` after converter processes). A runner has a `BatchWriter`, a converter
+also has a `Source`, and the trainer has a `BatchReader`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_SLOT", "BatchReader", "SlotReader", "Source"]
 
-NO_SLOT = 0xFFFFFFFF  # of a ticket that lies in none
+# The slot number of a ticket without a slot.
+NO_SLOT = 0xFFFFFFFF
 
-# What a runner, a converter and the trainer have. A reader changes nothing: `Feed` frees the cell.
+# A reader changes nothing: `Feed` frees the cell.
 Source: TypeAlias = "Objects | SlotReader | TicketWriter"
 BatchReader: TypeAlias = "Objects | SlotReader"
 
@@ -35,27 +36,25 @@ class SlotReader:
         self.arena = arena
 
     def decoder(self, **how: Any) -> Decoder:
-        """Make what decodes, in C, the batches in slots that are mapped already."""
+        """Make a decoder, in C, of batches in slots that are mapped already."""
         arena = self.arena
         return Decoder(slots=arena.slots, mapped=arena.mapped, lend=arena.lease, **how)
 
-    def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
-        """Decode the batch: small leaves are copies; large ones lie in the slot if they may."""
+    def decode(self, entry: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
+        """Decode the batch. Small leaves are copies; large ones stay in the slot if they may."""
         memory = self.arena.mapping_of(slot, capacity)
         return codec.decode(memory, record, self.arena.lease, slot, capacity)
 
-    def error(self, cell: int, slot: int, capacity: int, record: Fields) -> BaseException:
+    def error(self, entry: int, slot: int, capacity: int, record: Fields) -> BaseException:
         """Restore the exception."""
         if slot == NO_SLOT:
-            return MemoryError(
-                "no room in shared memory for a batch, nor for the text of its error"
-            )
-        return failure.unpack(SlotReader.decode(self, cell, slot, capacity, record))
+            return MemoryError("no room in shared memory for a batch or for the text of its error")
+        return failure.unpack(SlotReader.decode(self, entry, slot, capacity, record))
 
     def fetch(self, runner: Runner) -> Any:
-        """Decode the batch of the present ticket, in a converter thread; then it has no slot."""
+        """Decode the batch of the present ticket, in a converter thread, and free the slot."""
         slot, used = runner.slot, sum(runner.record)
-        # All of it where it lies: page-locked, and dropped once it is on the device.
+        # Nothing is copied: the batch is page-locked, and dropped once it is on the device.
         batch = codec.decode(self.arena.lend(slot, used, runner.capacity), runner.record)
         self.arena.slots.free_cell(runner.ring, runner.cell)
         return batch

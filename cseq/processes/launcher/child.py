@@ -239,7 +239,7 @@ _inherited: list[Any] = []
 
 
 def _imported(*names: str) -> list[Any]:
-    """Return those of the named modules that are imported."""
+    """Return the named modules that are imported."""
     return [sys.modules[name] for name in names if name in sys.modules]
 
 
