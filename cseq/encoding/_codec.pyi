@@ -42,12 +42,7 @@ class Objects(BatchWriter):
     below: Any
     first: int
     def __new__(
-        cls,
-        cells: int,
-        below: object = None,
-        *,
-        objects: ObjectTable | None = None,
-        first: int = 0,
+        cls, cells: int, below: object = None, *, objects: ObjectTable | None = None, first: int = 0
     ) -> Self: ...
     def decoder(
         self,

@@ -14,10 +14,7 @@ class Plan:
     nodes: tuple[Any, ...]
     sources: list[np.dtype[Any]] | None
     def __new__(
-        cls,
-        structure: bytes,
-        nodes: Sequence[Any],
-        sources: list[np.dtype[Any]] | None = None,
+        cls, structure: bytes, nodes: Sequence[Any], sources: list[np.dtype[Any]] | None = None
     ) -> Self: ...
     def converters(
         self,

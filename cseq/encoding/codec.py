@@ -54,13 +54,7 @@ Dtype: TypeAlias = np.dtype[Any]
 # layout and objects. These are four words of a cell, and their sum is the batch's end.
 Record: TypeAlias = tuple[int, int, int, int]
 
-__all__ = [
-    "Record",
-    "decode",
-    "encode_pickled",
-    "map_leaves",
-    "recast",
-]
+__all__ = ["Record", "decode", "encode_pickled", "map_leaves", "recast"]
 
 
 def map_leaves(function: Callable[[Any], Any], batch: Any, depth: int = MAX_DEPTH) -> Any:

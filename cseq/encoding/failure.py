@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Failure", "annotate", "ends_program", "line_of", "listed", "location_of", "named",
-    "of_handler", "ordinary", "pack", "pack_text", "shorten", "show_traceback", "str_of", "unpack",
+    "of_handler", "ordinary", "pack", "pack_text", "shorten", "show_traceback", "str_of", "unpack"
 ]  # fmt: skip
 
 # The instruction of a `raise` statement.

@@ -35,12 +35,7 @@ SMALL = 1 << 17
 # Memory of at least this many bytes is used again.
 LARGE = 1 << 20
 # A machine is lost if it answers or takes nothing for 25 s.
-KEEP_ALIVE = {
-    "TCP_KEEPIDLE": 10,
-    "TCP_KEEPINTVL": 5,
-    "TCP_KEEPCNT": 3,
-    "TCP_USER_TIMEOUT": 25_000,
-}
+KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 
 
 class Buffers:
