@@ -35,7 +35,6 @@ cdef object UNREAD = object()
 cdef object AS_IT_IS = object()
 PARTIAL = <PyTypeObject*>Partial
 
-# The buffers of pickles lie in the slot as bytes, without a shape.
 cdef Leaf BUFFER
 BUFFER.rows, BUFFER.words, BUFFER.itemsize = True, 2, 1
 
@@ -102,7 +101,6 @@ cdef class Encoder:
         return None
 
     cdef void forget(self) noexcept:
-        """Drop the leaves of a batch."""
         cdef list arrays = self.arrays
         cdef Py_ssize_t k
         if arrays is not None:
@@ -309,7 +307,6 @@ cdef class TicketWriter(BatchWriter):
         self.encoder.cast = dtype
 
     cdef int open_ticket(self) except -1:
-        """Take a slot for the present ticket."""
         return self.room.open_slot()
 
     def fetch(self, Runner runner not None):
@@ -318,7 +315,6 @@ cdef class TicketWriter(BatchWriter):
         return decode(self.room.loan(), runner.record)
 
     def write(self, Runner runner not None, batch):
-        """Encode a batch into the room."""
         self.room.settle()
         return self.encoder.encode(batch)
 
@@ -336,7 +332,6 @@ cdef class TicketWriter(BatchWriter):
         return True
 
     def publish(self, Runner runner not None, record):
-        """Publish the ticket; arrays in the slot that the indexer keeps stay there."""
         self.room.end_slot()
         self.deliver(runner, BATCH, record)
 
@@ -352,15 +347,12 @@ cdef class TicketWriter(BatchWriter):
         except MemoryError:
             try:
                 record = self.write_error(runner, failure.pack_text(error))
-            # There is not even a slot.
             except MemoryError:
                 runner.publish(status)
                 return
         self.deliver(runner, status, record)
 
     cdef tuple write_error(self, Runner runner, packed):
-        """Write a packed exception over the contents of the slot."""
-        # A converter writes over the indexer's batch.
         if self.room.slots is None:
             self.room.select(runner.slot, runner.capacity)
         else:
@@ -421,7 +413,6 @@ cdef class Objects(BatchWriter):
         return True
 
     def write(self, Runner runner not None, batch):
-        """Store the batch in the cell's entry, for the next stage or the trainer."""
         self.objects[self.first + runner.cell] = batch
         return ()
 
@@ -517,7 +508,6 @@ cdef class Decoder:
         return batch if self.convert is None else self.convert(batch)
 
     cdef object decode_slot(self, cseq_cell* c):
-        """Return the batch in a cell's slot if the slot is mapped, else UNREAD."""
         cdef Mapping slot
         cdef Plan plan
         cdef uint64_t* f = c.record

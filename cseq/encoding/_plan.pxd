@@ -34,7 +34,6 @@ cdef enum:
     TENSOR = 1
     BYTES = 2
     OBJECT = 3
-    # A named tuple, too.
     TUPLE = 4
     LIST = 5
     DICT = 6
@@ -49,33 +48,24 @@ cdef enum:
 # array (NULL in a reader), and `casts` says whether they differ. For a tensor whose type numpy lacks,
 # `torch_dtype` is that type, and `bits` an integer type of its size; else they are NULL.
 cdef struct Leaf:
-    int kind
-    int nd
+    int kind, nd
     bint rows
     const uint8_t* axes
     int words
     bint casts
     Py_ssize_t itemsize
-    PyObject* dtype
-    PyObject* source
-    PyObject* torch_dtype
-    PyObject* bits
+    PyObject *dtype, *source, *torch_dtype, *bits
 
 # `count`: children; `keys`: of a dict; `blank`: the dict of these keys, each with None.
 cdef struct Node:
-    int kind
-    int count
-    PyObject* cls
-    PyObject* keys
-    PyObject* blank
+    int kind, count
+    PyObject *cls, *keys, *blank
 
 # The next node, leaf, layout and object; the end of the leaves in the slot; the objects' contents.
 cdef struct Cursor:
-    int node
-    int leaf
+    int node, leaf
     const char* word
-    Py_ssize_t object
-    Py_ssize_t end
+    Py_ssize_t object, end
     int contents
 
 
@@ -90,15 +80,12 @@ cdef int contents_of(object value, int depth) except -1
 
 @cython.final
 cdef class Plan:
-    # The pickled nodes, and their bytes in C.
     cdef readonly bytes structure
     cdef const char* text
     cdef Py_ssize_t text_bytes
     cdef readonly tuple nodes
     cdef readonly list sources
-    # The module, if there are tensors.
-    cdef object torch
-    cdef object tensor, to_array, from_numpy
+    cdef object torch, tensor, to_array, from_numpy
     cdef Leaf* leaf
     cdef Node* node
     cdef int leaf_count, objects

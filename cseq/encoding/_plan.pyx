@@ -69,7 +69,6 @@ cdef class Plan:
 
     def __cinit__(self, bytes structure not None, nodes not None, list sources=None):
         cdef Node* n
-        # The number of nodes to come.
         cdef int left = 1
         self.structure, self.nodes = structure, tuple(nodes)
         self.text, self.text_bytes = <const char*>structure, len(structure)
@@ -116,7 +115,6 @@ cdef class Plan:
         return <PyObject*>value
 
     cdef int add_leaf(self, int kind, str name, dtype, bytes axes) except -1:
-        """Append a leaf that lies in the slot as an array."""
         cdef Leaf* leaf = &self.leaf[self.leaf_count]
         cdef int nd = len(axes)
         rows = bytes(range(nd))
@@ -182,7 +180,6 @@ cdef class Plan:
         return True
 
     cdef bint match_leaf(self, int kind, int k, object value, list arrays) except -1:
-        """Match bytes or a tensor by an array of its elements."""
         cdef Leaf* leaf = &self.leaf[k]
         if kind == BYTES:
             if type(value) is not bytes or len(<bytes>value) < MOST_PICKLED:
@@ -196,7 +193,6 @@ cdef class Plan:
                     return False
                 value = value.view(<object>leaf.bits)
             value = self.to_array(value)
-        # The writer surveys it.
         except (RuntimeError, TypeError):
             return False
         return self.match_array(k, value, arrays)
@@ -279,7 +275,6 @@ cdef class Plan:
         if record[2] != <uint64_t>(8 * self.words):
             raise IndexError(f"a layout of {record[2]} bytes does not fit a structure that needs "
                              f"{8 * self.words}")
-        # A small batch is copied as a whole.
         if lend is not None and total <= MOST_COPIED:
             block = self.spare(total)
             memcpy(block.data, memory.data, total)
@@ -306,7 +301,6 @@ cdef class Plan:
         cdef Py_ssize_t nbytes, offset = 0, small = 0, used = 0
         cdef Memory base
         cdef Block block = None
-        # Whether small leaves are copied.
         cdef bint apart
         cdef int k
         for k in range(self.leaf_count):
@@ -461,7 +455,6 @@ cdef class Plan:
 
 
 cdef inline bint is_plain(object value) noexcept:
-    """Whether a value is a number or a text."""
     cls = type(value)
     return cls is str or cls is int or cls is float or value is None or cls is bool
 
@@ -528,7 +521,6 @@ cdef list load_objects(Memory memory, Py_ssize_t offset, Py_ssize_t nbytes, Memo
 
 
 cdef Plan plan_of(Memory memory, const uint64_t* record):
-    """Return the plan of a batch, whose record was checked."""
     cdef Plan plan
     cdef bytes structure = memory.data[record[0]:record[0] + record[1]]
     try:

@@ -14,20 +14,16 @@ cdef class Room:
     cdef public Py_ssize_t used
     cdef readonly Py_ssize_t capacity
     # Whether arrays in this slot may have been given out, and whether large arrays were made for this batch.
-    cdef readonly bint loaned
-    cdef readonly bint watched
+    cdef readonly bint loaned, watched
     cdef readonly int64_t slot
     cdef readonly SlotTable slots
     cdef readonly dict mapped
     cdef public object slot_allocator
     # Where numpy allocates large arrays; None while the worker keeps many slots.
     cdef Mapping target
-    # Mappings of the slot that were replaced during this ticket.
-    cdef list older
-    # (slot, mappings, loans) of slots in which arrays of earlier batches are alive.
-    cdef list kept
-    # Weak references to loans of the slot; and the latest loan, of all committed bytes.
-    cdef list loans
+    # Mappings of the slot that were replaced during this ticket; (slot, mappings, loans) of slots in
+    # which arrays of earlier batches are alive; weak references to loans of the slot, and the latest.
+    cdef list older, kept, loans
     cdef object window
     cdef int fd
     cdef uint64_t width

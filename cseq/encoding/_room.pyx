@@ -92,7 +92,6 @@ cdef class Room:
         return 0
 
     cdef int take_slot(self) except -1:
-        """Take a slot as the present one."""
         self.slot = self.slots.take()
         CSEQ_POINT("taken")
         return 0
@@ -119,14 +118,12 @@ cdef class Room:
         self.used, self.loaned = used, used > 0
 
     def mapping_of(self, int64_t slot, Py_ssize_t capacity):
-        """Return the memory of any slot."""
         cdef Mapping mapping = self.mapped.get(slot)
         if mapping is None or mapping.size < capacity:
             mapping = self.map(slot, max(capacity, <Py_ssize_t>LEAST))
         return mapping
 
     cdef int begin_empty(self) except -1:
-        """Begin to write at the start of a slot that this worker takes or has taken."""
         cdef Py_ssize_t capacity
         if self.slot < 0:
             self.take_slot()
@@ -145,7 +142,6 @@ cdef class Room:
         return 0
 
     cdef int open_at(self, int64_t slot, Py_ssize_t capacity) except -1:
-        """Begin to write at the start of a slot."""
         self.memory = self.mapping_of(slot, capacity)
         self.slot, self.capacity, self.used = slot, capacity, 0
         self.watched = self.loaned = False
@@ -261,7 +257,6 @@ cdef class Room:
         self.used = self.capacity = 0
 
     cdef bint is_lent(self) except -1:
-        """Whether a loan of the slot is still in use."""
         for loan in self.loans:
             if loan() is not None:
                 return True
@@ -283,13 +278,11 @@ cdef class Room:
         return 0
 
     cdef bint may_lend(self) except -1:
-        """Whether arrays may be made in the slot."""
         if self.kept:
             self.recover()
         return len(self.kept) < KEEPS
 
     cdef int recover(self) except -1:
-        """Free the kept slots in which no array is alive."""
         for kept in self.kept[:]:
             slot, memories, loans = kept
             held = any([loan() is not None for loan in loans]) or self.slot_allocator is not None and any([

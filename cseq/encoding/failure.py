@@ -115,7 +115,6 @@ def unpack(
     error: BaseException
     try:
         error = _load(pickled)
-    # The user's class may raise anything.
     except BaseException as reason:
         if ends_program(reason):
             raise
@@ -224,7 +223,6 @@ def str_of(error: BaseException) -> str:
         cause = CAUSE.__get__(error)
         if type(cause) is RemoteTraceback and cause.own is not None:
             return cause.own
-        # The result may be of a subclass of str.
         return str.__str__(type(error).__str__(error))
     except BaseException as broken:
         if ends_program(broken):
@@ -289,7 +287,6 @@ def of_handler(error: BaseException) -> bool:
     """Tell from the traceback whether a signal handler raised an exception."""
     codes = set()
     for handler in filter(callable, map(signal.getsignal, signal.valid_signals())):
-        # The handler may be a functools.partial.
         function = getattr(handler, "func", handler)
         codes |= {getattr(call, "__code__", None) for call in (function, type(function).__call__)}
     frames = traceback.walk_tb(TRACE.__get__(error))

@@ -35,9 +35,7 @@ cdef uint64_t NONE = <uint64_t>-1
 MOST_SKIPPED = 1000
 
 cdef enum:
-    # A bit of a ticket's status: see stage.py.
     ENDED = 2
-    # After a wait, at most this many tickets are checked.
     MOST_LOOKS = 64
 
 
@@ -102,20 +100,17 @@ cdef class Feed:
 
     Attributes
     ----------
-    source : Source or None
-        The source of the tickets, or None if no epoch is under way.
+    source, place : Source, Place or None
+        The source of the tickets, and the epoch with the units before its first ticket; or None.
     ticket : int
         The number of the next ticket.
     generation : int
         The run's generation when the epoch was begun.
-    taken : int
-        Tickets of this epoch that were taken.
-    done : int
-        Their units. If a ticket raised, its units count only once the loop goes on.
+    taken, done : int
+        Tickets of this epoch that were taken, and their units. If a ticket raised, its units count only
+        once the loop goes on.
     skipped : deque
         The notes of the batches and samples that were left out.
-    place : Place or None
-        The epoch, and the units before its first ticket; None if no epoch is under way.
     ended : bool
         Whether the caller knows that the epoch is over.
     pool_number : int
@@ -131,14 +126,11 @@ cdef class Feed:
     cdef uint64_t now
     cdef list rings
     # The rings in C; then the rings and cells that are waited for.
-    cdef cseq_ring** r
-    cdef cseq_ring** asked
+    cdef cseq_ring **r, **asked
     cdef uint32_t* cells
     cdef Decoder decoder
     cdef object pool, make_next, on_cancel
-    # Whether each worker has its own ring.
     cdef bint queues
-    # The number of runners of all rings.
     cdef uint64_t runners
     # The line, a circular buffer; then the cancelled tickets that are still in their cells.
     cdef Ticket* buffer
@@ -154,17 +146,13 @@ cdef class Feed:
     cdef readonly object skipped
     cdef readonly uint64_t skips
     # The units of `done`, read by any thread; all units taken; and those before the first ticket.
-    cdef uint64_t done_count
-    cdef uint64_t units, before
+    cdef uint64_t done_count, units, before
     cdef object interrupted
-    # Whether to call `pool.look`.
     cdef bint due
-    cdef bint skip, give
-    cdef bint ordered
+    cdef bint skip, give, ordered
     cdef public unsigned short pool_number
     # How long, in ns, the loop waited for the latest ticket.
     cdef uint64_t waited
-    # Whether spinning for the first ticket was in vain.
     cdef bint spun
     # The ticket that is decoded, and still in the line; `batch` is for `Decoder.take_peeked`.
     cdef uint64_t decoded
@@ -200,23 +188,19 @@ cdef class Feed:
     # -- the line of outstanding tickets, in the order of delivery; beside it, those cancelled
 
     cdef inline Ticket* at(self, Py_ssize_t k) noexcept:
-        """The ticket at a position of the line."""
         cdef Py_ssize_t i = self.first + k
         return &self.buffer[i if i < self.room else i - self.room]
     cdef inline cseq_cell* cell(self, Ticket* t) noexcept:
         return cseq_ring_cell(self.r[t.ring_number], t.cell)
     cdef inline bint is_ready(self, Py_ssize_t k) noexcept:
-        """Whether the ticket at a position is answered."""
         return cseq_ring_ready(self.r[self.at(k).ring_number], self.at(k).cell)
     cdef inline void remove(self, Py_ssize_t k) noexcept:
-        """Remove a ticket from the line."""
         while k > 0:
             self.at(k)[0] = self.at(k - 1)[0]
             k -= 1
         self.first = 0 if self.first + 1 == self.room else self.first + 1
         self.length -= 1
     cdef inline void rotate(self) noexcept:
-        """Move the first ticket of the line to its end."""
         self.at(self.length)[0] = self.at(0)[0]
         self.first = 0 if self.first + 1 == self.room else self.first + 1
 
@@ -225,7 +209,6 @@ cdef class Feed:
         PyMem_RawFree(self.r)
 
     cdef Py_ssize_t locate(self, uint64_t number) noexcept:
-        """Return the position of a ticket in the line, or -1."""
         cdef Py_ssize_t k
         for k in range(self.length):
             if self.at(k).number == number:
@@ -293,7 +276,6 @@ cdef class Feed:
         ring.outstanding = ring.unwoken = 0
 
     cdef void cancel_call(self, uint32_t worker) noexcept:
-        """Cancel the call that a worker has to answer, if there is one."""
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, worker)
         cdef Ticket t
         if ring.calling >= 0:
@@ -345,13 +327,11 @@ cdef class Feed:
 
         Parameters
         ----------
-        worker : int
         request : Request or None
             If None, the reply is what the producer's ``begin`` returned.
         name : str
             The call's name in messages.
-        assignment : Request, optional
-        epoch : int
+        assignment, epoch : Request or None, int
             The epoch that the worker begins first, with that assignment, or 0.
 
         Returns
@@ -421,7 +401,6 @@ cdef class Feed:
             cseq_meter_read(m, now, False, goes_on)
 
     def end(self):
-        """Cancel the epoch."""
         self.generation = NONE
         self.reset(None, True, None)
         self.free_cancelled()
@@ -485,28 +464,18 @@ cdef class Feed:
         return k
 
     cdef inline bint is_decoded(self, Py_ssize_t k) noexcept:
-        """Whether there is a decoded ticket at a position."""
         return k < self.length and self.at(k).number == self.decoded
 
     cdef inline void clear(self) noexcept:
-        """Drop the decoded batch."""
         self.decoded, self.batch = NONE, None
         self.error = self.note = None
 
     # -- waiting, for `wait`
 
     def advance(self):
-        """Post all tickets that can be posted, and look at the next one.
+        """Post all tickets that can be posted; return whether the next ticket is ready.
 
-        Returns
-        -------
-        bool or None
-            Whether the next ticket is ready, or None if no ticket is left.
-
-        Raises
-        ------
-        BaseException
-            The source's exception, after the last ticket.
+        Return None if no ticket is left, or raise the source's exception, if it has one.
         """
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
         cdef uint64_t now
@@ -525,7 +494,6 @@ cdef class Feed:
         return None
 
     def notices(self):
-        """See `Ring.notices`."""
         return cseq_ring_notices(self.r[0])
 
     def awaited(self):
@@ -754,7 +722,6 @@ cdef class Feed:
     # -- for callers
 
     cdef object call(self, uint64_t generation):
-        """Take the next batch or item."""
         cdef Lock lock = self.run.lock
         lock.enter_anew()
         try:

@@ -19,7 +19,6 @@ from cseq._memory cimport Block
 from cseq.memory._slots cimport SlotTable
 from cseq.order._source cimport Source
 
-# In `ItemSource.asked`: the items of a worker have ended.
 cdef uint64_t NO_MORE = <uint64_t>-1
 cdef uint64_t MOST_AHEAD = <uint64_t>1 << 40
 cdef object NOTHING = object()
@@ -98,7 +97,6 @@ cdef class StreamSource(Source):
     cdef list rings
     cdef list assignments
     cdef uint32_t depth
-    # The worker of the latest ticket.
     cdef Py_ssize_t latest
 
     def __cinit__(self, list rings not None, uint64_t epoch, list assignments not None, *_,
@@ -204,23 +202,15 @@ cdef class KeySource(StreamSource):
         ``samples(key)`` is how many samples its item counts for, at least 1. By default 1.
     """
 
-    # The iterator, or None once it has ended.
     cdef object keys
     # A key that is drawn and not yet written, or NOTHING.
     cdef object key
     # Keys to be posted: a `Block` or `Request`, and how many samples its item has.
     cdef list drawn
-    cdef object samples
-    # Raised after the items of all keys; `incomplete` again and again until an epoch begins.
-    cdef object error
-    cdef object incomplete
-    cdef object pickle
+    # Exceptions are raised after the items of all keys; `incomplete` again until an epoch begins.
+    cdef object samples, error, incomplete, pickle
     cdef bint in_order, free
-    # How many keys are drawn ahead of the items that were taken.
-    cdef uint64_t ahead
-    # The most outstanding tickets of one worker.
-    cdef uint64_t per_worker
-    cdef uint64_t posted
+    cdef uint64_t ahead, per_worker, posted
 
     def __cinit__(self, list rings not None, uint64_t epoch, list assignments not None, keys, pickle, *,
                   uint32_t depth, uint64_t prefetch, bint in_order, bint free, samples=None, **__):
@@ -262,14 +252,12 @@ cdef class KeySource(StreamSource):
         return 0
 
     cdef int write_key(self) except -1:
-        """Write the key that was drawn."""
         written = ints_of(self.key, <Py_ssize_t>self.ring(0).r.batch_size - KEY_INTS)
         # A ticket of 0 samples would ask for nothing: see `publish`.
         count = 1 if self.samples is None else max(1, self.samples(self.key))
         if written is None:
             try:
                 written = self.pickle(self.key, self.posted + <uint64_t>len(self.drawn))
-            # The key cannot be pickled, or is too long.
             except (TypeError, ValueError) as error:
                 self.keys, self.error, self.key = None, error, NOTHING
                 return 0
@@ -320,7 +308,6 @@ cdef class KeySource(StreamSource):
 
     cpdef int finish(self) except -1:
         error = self.error
-        # `incomplete` is raised until an epoch begins.
         if error is not self.incomplete:
             self.error = None
         if error is not None:

@@ -50,12 +50,8 @@ class Pool(Generic[K]):
     ----------
     run : RunState
         The generation under way, and the lock for the calls of this pool.
-    num_workers : int
-        The present number.
     takes_turns : bool
         Whether the workers are threads that share a GIL.
-    controller : Controller or None
-        Resizes the pool if a size is 'auto'.
     logged_causes : set of str
         Causes of waiting that were logged. All pools of a manager share the set.
     is_hurried : bool
@@ -75,8 +71,7 @@ class Pool(Generic[K]):
         self.run = RunState()
         self._advised_stats, self._advised_ns = Stats(), now_ns()
         self.logged_causes: set[str] = set()
-        self._has_waited = False
-        self._gpu_waits = self._gpu_dry = 0
+        self._has_waited, self._gpu_waits, self._gpu_dry = False, 0, 0
         self.feed = Feed(
             self.run,
             crew.rings,

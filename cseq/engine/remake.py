@@ -69,7 +69,6 @@ def locate(sampler: Sampler, epoch: int, batch: int, consumed: int) -> tuple[Ord
 
 def remake(job: Job, epoch: int, batch: int, consumed: int) -> Remade:
     """Make a batch of a manager's job, in this thread; see `MSequence.remake`."""
-    # A copy of the sampler has a reader of its own.
     sampler = job.sampler.changed()
     source, before = locate(sampler, epoch, batch, consumed)
     job = job._replace(sampler=sampler, output=outputs.resolve(job.output), on_error="raise")

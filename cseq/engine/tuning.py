@@ -28,14 +28,12 @@ log = logging.getLogger("cseq")
 
 # The shortest window in seconds, and the longest, after windows without a change.
 SHORT, LONG = 0.5, 8.0
-# The fewest batches of each worker in a window.
 PER_WORKER = 4
-# After this number of changes, windows get longer as well.
-QUICK = 3
+# After `QUICK` changes, windows get longer as well. The buffer has `AHEAD` batches for each new
+# worker: half are ready when sleeping workers are woken.
+QUICK, AHEAD = 3, 3
 # A change of the rate by less than the first factor was useless; below the second, it did harm.
 BETTER, WORSE = 1.05, 0.95
-# Batches of the buffer for each new worker: half are ready when sleeping workers are woken.
-AHEAD = 3
 # If batch time / step time changes by this factor, the tuner discards what it learned.
 CHANGED = 1.5
 UNLIMITED = 1 << 30
@@ -71,14 +69,12 @@ class Tuner:
         self._auto = auto
         self.span = SHORT
         self._changes = 0
-        # Size and rate before the last change.
         self._trial: tuple[Size, float] | None = None
         self._forget(0.0)
 
     def _forget(self, ratio: float) -> None:
         """Discard the limits that were learned; `ratio` is the new batch time / step time."""
         self._ratio = ratio
-        # More workers, or a larger buffer, were useless.
         self._enough = Size(UNLIMITED, UNLIMITED)
 
     def is_enough(self, window: Window) -> bool:
@@ -126,7 +122,6 @@ class Tuner:
         )
 
     def _next(self, v: Window, size: Size, most: Size) -> Decision | None:
-        """Return the advised size, within bounds."""
         advice = advise(v)
         named, why = advice.change, advice.sentence
         workers, buffer = size
@@ -166,7 +161,6 @@ class Controller:
         # The figures at the beginning of the window, and when to look again (ns of `now_ns`).
         self._window_start: Stats | None = None
         self._due_ns = 0
-        # The argument of a call of `resize` that did not return.
         self._resizing: Size | None = None
 
     def __call__(self) -> None:

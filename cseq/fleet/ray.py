@@ -60,26 +60,19 @@ if TYPE_CHECKING:
     from cseq.engine.tickets.base import Tickets
     from cseq.fleet.wire import Message
 
-    # A worker in Ray's store, in a list. Otherwise Ray would fetch it for each call.
+    # In a list, since Ray would fetch a bare reference for each call.
     Payload: TypeAlias = ray.ObjectRef[tuple[bytes, list[Any]]]
 
 __all__ = ["FleetCrew", "RayFleet"]
 
-# The number of agents that may be lost with one batch.
-TRIES = 3
-# Ray calls that an agent answers at a time.
-CALLS = 8
-# An agent's first batch may take this many times `timeout`.
-STARTING = 10
-# Agents that are asked at a time, if a thread's own agent is away.
-ASKED = 8
+# Agents that may be lost with a batch; Ray calls that an agent answers at a time; agents that are
+# asked at a time. An agent's first batch may take `STARTING` times `timeout`.
+TRIES, CALLS, ASKED, STARTING = 3, 8, 8, 10
 # Seconds to wait for an agent before asking others, and between two rounds of asking.
 AGAIN, PAUSE = 0.1, 0.05
-# Seconds until a thread that uses another thread's agent looks for its own.
-AWAY = 2.0
-# Seconds without an agent, after which the log says why.
-SHORT = 10.0
-# Exceptions that mean that an agent is not ready yet; and those that mean that it is gone.
+# Seconds after which a thread looks for its own agent again, or logs that there is no agent.
+AWAY, SHORT = 2.0, 10.0
+# Exceptions that mean that an agent is not ready yet, and exceptions that mean that it is gone.
 OPEN = EOFError, OSError, exceptions.ActorUnavailableError
 LOST = *OPEN, pickle.UnpicklingError, exceptions.RayActorError
 INSTALL = (
@@ -92,10 +85,7 @@ INSTALL = (
 
 
 class Raised(NamedTuple):
-    """Replaces a batch: a packed exception.
-
-    `is_setup`: the indexer could not be made, so the next batches will raise as well.
-    """
+    """Replaces a batch: a packed exception, and whether the indexer could not be made."""
 
     packed: bytes
     is_setup: bool
@@ -150,7 +140,7 @@ class Agent:
 
         def make() -> Message:
             data, buffers = self._message(*request)
-            # Copies, since the indexer may keep the buffers.
+            # The indexer may keep the buffers.
             return data, [np.array(buffer) for buffer in buffers]
 
         return self._thread.submit(make).result()
@@ -193,7 +183,6 @@ class Agent:
         """Make a batch; make it again if the first time imported a module with a generator."""
         if self._indexer is None:
             own = ray.get_runtime_context().runtime_env.get("env_vars") or {}
-            # Ray's setting: a thread for each CPU.
             if self._threads is not None and system.OPENMP not in own:
                 os.environ.pop(system.OPENMP, None)
             system.limit_threads(self._threads)
@@ -226,17 +215,15 @@ class RayFleet:
         As in `MSequence`; made once in each actor. Its arrays are in each node's memory once, and
         are read-only.
     nodes, num_workers : int, optional
-        Ray spreads `nodes` times `num_workers` worker processes. By default, `nodes` is the number
-        of nodes with enough CPUs when the fleet starts, and `num_workers` the number of worker
-        processes that the CPUs of a node allow.
+        Ray spreads `nodes` times `num_workers` worker processes. By default, these are the nodes
+        with enough CPUs when the fleet starts, and as many workers as the CPUs of a node allow.
     num_cpus : float
         CPUs of each worker process.
     timeout : float, optional
         Seconds that a batch may take; an actor's first batch may take ten times as long. If a batch
         takes longer, Ray restarts the actor, and another actor makes the batch.
     threads : int or None
-        Threads that libraries compute with in each worker process, or None for Ray's setting: one
-        for each CPU.
+        Threads of libraries in each worker process, or None for one per CPU, as Ray sets it.
     seed_globals : bool
         As in `MSequence`.
     **options
@@ -256,7 +243,6 @@ class RayFleet:
         An argument is wrong; or no node has the CPUs, and `nodes` or `num_workers` is None.
     """
 
-    # Whether one sequence made the fleet, and ends it.
     is_own = False
 
     def __init__(
@@ -292,7 +278,6 @@ class RayFleet:
         self.handles = [make(k, total, self.timeout, threads, seeds=seeds) for k in range(total)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the references to the actors."""
         return {**self.__dict__, "_worker": None, "_is_copy": True}
 
     @property
@@ -338,11 +323,9 @@ class Caller:
 
     def __init__(self, crew: FleetCrew, worker: int) -> None:
         self._crew, self._worker = crew, worker
-        # The thread's own agent, and the present one: indices of `handles`.
+        # The thread's own agent, and the present one. With RAY_USE_TLS, there is no connection.
         self._own_agent = self._agent = worker % len(crew.handles)
-        # With RAY_USE_TLS, there is no connection.
         self._connection: Connection | None = None
-        # When to look for another agent.
         self._until = 0.0
         self._name = "an agent"
 
@@ -358,7 +341,6 @@ class Caller:
                 data, buffers = self._make(numbers, indices, crew.on_error)
             except LOST as error:
                 self.close()
-                # An earlier answer of the lost agent is out of date.
                 crew.calls.pop(self._agent, None)
                 if isinstance(error, TimeoutError):
                     ray.kill(crew.handles[self._agent], no_restart=False)
@@ -384,7 +366,6 @@ class Caller:
         if time.monotonic() < self._until:
             return
         crew, due = self._crew, time.monotonic() + SHORT
-        # Less patience while another thread's agent serves this thread.
         patience = PAUSE if self._until else AGAIN
         several = len(crew.handles)
         rest = [(self._own_agent + k) % several for k in range(1, several)]
@@ -393,7 +374,6 @@ class Caller:
             try:
                 self._connect(agents, patience)
             except OPEN as error:
-                # The present connection stays.
                 if self._until:
                     self._until = time.monotonic() + AWAY
                 else:
@@ -403,7 +383,6 @@ class Caller:
                     due = math.inf
                     why = f"{self._name}: {failure.line_of(error)}"
                     tell(logging.WARNING, "no agent is ready yet; %s", why)
-            # Ray cannot start or restart the agent.
             except exceptions.RayError as error:
                 raise crew.failed(error) from None
             if crew.closed.is_set():
@@ -413,7 +392,6 @@ class Caller:
                 return
 
     def _connect(self, agents: list[int], seconds: float) -> None:
-        """Connect to the first of these agents that answers."""
         crew = self._crew
         calls: dict[ray.ObjectRef[tuple[int, str]], int] = {}
         for k in agents:
@@ -442,23 +420,19 @@ class Caller:
 
     def _make(self, *request: Any) -> Message:
         """Make the agent make a batch; raise one of `LOST` if the agent is lost."""
-        agent, handle, limit = (
-            self._connection,
-            self._crew.handles[self._agent],
-            self._crew.fleet.timeout,
-        )
+        crew, agent = self._crew, self._connection
+        handle, limit = crew.handles[self._agent], crew.fleet.timeout
         if agent is None:
             data, buffers = ray.get(handle.make_batch.remote(*request))
-            # Copies, since Ray's buffers are read-only.
-            own = [memoryview(self._crew.take_memory(buffer.nbytes)) for buffer in buffers]
+            own = [memoryview(crew.take_memory(buffer.nbytes)) for buffer in buffers]
             for mine, buffer in zip(own, buffers, strict=True):
                 mine[:] = buffer
             return data, own
         agent.send(pickle.dumps(request), [])
         while not agent.wait(limit):
-            if not ray.wait([self._crew.fleet.ask(handle)], timeout=limit)[0]:
+            if not ray.wait([crew.fleet.ask(handle)], timeout=limit)[0]:
                 raise TimeoutError(f"no sign of life within {limit} s")
-        return agent.receive(self._crew.take_memory)
+        return agent.receive(crew.take_memory)
 
     def close(self) -> None:
         """End the connection; a call that waits for an answer raises."""
@@ -484,7 +458,6 @@ def of_fleet(job: Job) -> Job:
         num_workers=threads,
         buffer=max(job.buffer, buffer),
         start=Size(threads, buffer),
-        # The timeout is the agents'.
         options=options._replace(timeout=None),
     )
 
@@ -497,16 +470,11 @@ class FleetCrew(ThreadCrew):
     def __init__(self, tickets: Tickets, fleet: RayFleet) -> None:
         self.fleet, sampler = fleet, tickets.sampler
         assert sampler is not None
-        # Each rank begins with agents of its own.
         first = sampler.rank * len(fleet.handles) // sampler.world_size
         self.handles = fleet.handles[first:] + fleet.handles[:first]
-        # Calls of `ask`, until their answer is used or the agent is lost.
         self.calls: dict[int, ray.ObjectRef[tuple[int, str]]] = {}
-        self.on_error, self.take_memory, self.closed = (
-            tickets.errors,
-            Buffers().take_memory,
-            threading.Event(),
-        )
+        self.on_error, self.take_memory = tickets.errors, Buffers().take_memory
+        self.closed = threading.Event()
         self._callers: list[Caller] = []
         super().__init__(tickets)
 

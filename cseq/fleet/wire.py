@@ -25,12 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Buffers", "Connection"]
 
-# The time for both proofs together.
 PROOF_SECONDS = 5.0
 LENGTH = struct.Struct("<Q")
-# The alignment of buffers, in bytes.
 ALIGN = 64
-# Bytes that are sent together.
 SMALL = 1 << 17
 # Memory of at least this many bytes is used again.
 LARGE = 1 << 20
@@ -42,7 +39,6 @@ class Buffers:
     """Memory for received batches. Large blocks are used again when their batch is gone."""
 
     def __init__(self) -> None:
-        # Blocks come back on any thread.
         self._free: list[Block] = []
 
     def take_memory(self, size: int) -> Memory:
@@ -50,12 +46,10 @@ class Buffers:
         if size < LARGE:
             return Block(size)
         block = None
-        # All blocks may be in use.
         with contextlib.suppress(IndexError):
             block = self._free.pop()
         if block is None or not size <= block.nbytes <= 2 * size:
             block = Block(size + size // 8)
-        # Arrays refer to the loan; the block comes back when it is gone.
         lent = Loan(block, size)
         weakref.finalize(lent, self._free.append, block).atexit = False
         return lent
@@ -88,7 +82,6 @@ class Connection:
             try:
                 for proof in reversed(proofs) if is_agent else proofs:
                     proof(copy, key)
-            # AssertionError before Python 3.12.
             except (AuthenticationError, AssertionError) as error:
                 raise PermissionError(f"the other end does not have the key: {error}") from error
 
@@ -103,7 +96,6 @@ class Connection:
 
     def wait(self, seconds: float | None) -> bool:
         """Wait at most `seconds`; return whether a message or the end has come."""
-        # The limit also applies between the parts of a message.
         self._raw.settimeout(seconds)
         return bool(connection.wait([self._raw], seconds))
 
@@ -127,7 +119,6 @@ class Connection:
 
     def close(self) -> None:
         """End the connection; calls that wait in other threads raise."""
-        # The connection may have ended already; unsent bytes are lost.
         with contextlib.suppress(OSError):
             self._raw.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):

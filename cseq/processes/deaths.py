@@ -56,18 +56,14 @@ class Deaths:
         *,
         fails: bool = False,
     ) -> None:
-        self.lost, self._fails = lost, fails
-        self._budget = budget
-        # All workers may die at once while they start.
+        self.lost, self._fails, self._budget = lost, fails, budget
         self._starts = TRIES * num_workers
         self._unit, self._advice = unit, advice
-        self._deaths = 0
-        self._unready = 0
+        self._deaths = self._unready = 0
         self._by_location: Counter[str] = Counter()
         self._oom_kills = oom_kills()
         self.has_failed = False
-        self.restarts = 0
-        self.retries = 0
+        self.restarts = self.retries = 0
 
     def begin_epoch(self) -> None:
         """Reset the counts for a new epoch."""

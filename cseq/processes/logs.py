@@ -24,7 +24,6 @@ __all__ = ["Levels", "Records", "Sender", "levels"]
 # The levels of loggers that have one, by name; the root logger's name is "".
 Levels = dict[str, int]
 
-# The most records that wait for the handlers; the rest is left out.
 MOST = 10_000
 
 log = logging.getLogger("cseq")
@@ -71,10 +70,8 @@ class Sender(logging.Handler):
                 self._usual.handle(record)
         elif self not in logging.root.handlers or logging.root.handlers == [self]:
             try:
-                # The trainer may be gone.
                 with contextlib.suppress(ConnectionError):
                     self._send(_packed(record, self._name))
-            # As in other handlers, the exception is printed, and the worker goes on.
             except Exception:  # noqa: BLE001
                 self.handleError(record)
 
@@ -89,7 +86,6 @@ def _packed(record: logging.LogRecord, name: str) -> bytes:
     record.exc_info = None
     try:
         return pickle.dumps(vars(record))
-    # `extra` may hold any objects.
     except Exception:  # noqa: BLE001
         plain = (str, int, float, type(None))
         fields = vars(record).items()

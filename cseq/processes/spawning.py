@@ -86,7 +86,6 @@ def spawning() -> Iterator[dict[type, Any]]:
 
 
 def _reducers() -> dict[type, Any]:
-    """Return multiprocessing's reducers, by type."""
     storage = getattr(sys.modules.get("torch"), "UntypedStorage", None)
     shared = {} if storage is None else {storage: _reduce_storage}
     return shared | {
@@ -109,7 +108,6 @@ def _reduce_storage(storage: Any) -> Any:
 
 
 def _shared_storage(descriptor: Reopened, nbytes: int) -> Any:
-    """Map the memory of a storage in shared memory."""
     fd = descriptor.detach()
     try:
         return import_torch().UntypedStorage._new_shared_fd_cpu(fd, nbytes)

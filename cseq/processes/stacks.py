@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 __all__ = ["location_in"]
 
-# The number of innermost frames that are shown.
 MOST = 3
 FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -63,15 +63,10 @@ __all__ = ["Supervisor"]
 
 # A selector without a descriptor, which could get the number of a closed standard stream.
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
-# After this many seconds without a first item, the log says what the loop waits for.
-SLOW = 10.0
-# The longest wait that this process logged. The next one must be twice as long.
-slowest = 0.0
-# Seconds for workers to end by themselves, and to be gone after they were killed.
-GRACE, LAST_GRACE = 5.0, 2.0
-# Seconds for a process to end once its socket is closed.
-ENDING = 0.1
-# States of a worker whose start has a time limit.
+# A first wait of this many seconds is logged, and the next one that is twice as long as `slowest`.
+SLOW, slowest = 10.0, 0.0
+# Seconds to end by itself, to be gone after being killed, and to end once the socket is closed.
+GRACE, LAST_GRACE, ENDING = 5.0, 2.0, 0.1
 STARTING = (ENTERED, LOADED)
 
 
@@ -86,13 +81,9 @@ class Supervisor:
         The caller's, who closes it after `close`.
     readers : int
         The most workers: only processes up to this number get the user's object.
-    task : callable
-        ``task(runner_number)`` is a process's ``Setup.task``; called on the supervisor's thread.
-    describe : callable
-        ``describe(worker, cell)`` describes the ticket that a worker holds; called on the
-        supervisor's thread.
-    lanes : Lanes
-        Records starts and deaths.
+    task, describe : callable
+        ``task(runner_number)`` is a process's `Setup.task`; ``describe(worker, cell)`` describes
+        the ticket that a worker holds. Both are called on the supervisor's thread.
 
     Attributes
     ----------
@@ -117,9 +108,7 @@ class Supervisor:
         deaths: Deaths,
         lanes: Lanes,
     ) -> None:
-        self.shared = shared
-        self.deaths = deaths
-        self._lanes = lanes
+        self.shared, self.deaths, self._lanes = shared, deaths, lanes
         self.failure = failure.Failure()
         self.closed = False
         self.processes: dict[int, Child] = {}
@@ -127,30 +116,21 @@ class Supervisor:
         self._launcher = launcher
         self._readers, self._task, self._describe = readers, task, describe
         # How many readers should run, and the thread that wants them.
-        self._active = readers
-        self._caller = 0
+        self._active, self._caller = readers, 0
         # Runners to be forked while the loop's thread waits, and latches of waiting threads.
         self._missing: list[int] = []
         self._waiting: deque[Latch] = deque()
-        # The names of threads beside which workers were forked.
         self._beside = ""
-        # The file of the user's object, and where the object lies in it.
         self._object: Any = None
         self._record: codec.Record | None = None
         self._workers: dict[int, WorkerProcess] = {}
-        # By the location of the batch.
         self._failed: dict[str, WorkerDied] = {}
-        self._noted = False
+        self._noted, self._preloads, self._gone = False, True, False
         self._records = Records()
-        self._preloads = True
-        # Set when `Launcher.prepare` has returned, when workers may be started, when all were
-        # started once, and when all are gone and no more will be started.
-        self._prepared = Latch()
-        self._wanted = Latch()
-        self._launched = Latch()
-        self._ended = Latch()
-        # The result of `Launcher.close`.
-        self._gone = False
+        # Set when `Launcher.prepare` has returned and when workers may be started; and when all
+        # were started once, and when all are gone and no more will be started.
+        self._prepared, self._wanted = Latch(), Latch()
+        self._launched, self._ended = Latch(), Latch()
         # Used by the supervisor's thread alone; the waker wakes that thread.
         self._selector: selectors.BaseSelector
         self._waker: socket.socket | None = None
@@ -193,7 +173,6 @@ class Supervisor:
         modules: list[str] = []
         if launcher.takes_objects:
             launcher.local = worker
-        # Pickled once, into a file that every worker reads.
         else:
             with contextlib.ExitStack() as stack:
                 reducers = {}
@@ -257,10 +236,8 @@ class Supervisor:
             waker, woken = pair()
             with waker, woken, Selector() as self._selector:
                 self._selector.register(woken, selectors.EVENT_READ, None)
-                # `close` sets `closed` before it uses the waker.
                 self._waker = waker
                 self._serve()
-        # A fork failed.
         except BlockingIOError as error:
             self._fail(BlockingIOError(error.errno, f"{error.strerror}: {thread_limits()}"))
         except BaseException as error:  # noqa: BLE001
@@ -293,7 +270,6 @@ class Supervisor:
                 self._kill_starting()
 
     def _handle_events(self, timeout: float | None = None) -> None:
-        """Handle messages and deaths of workers, and calls that wake this thread."""
         for key, _ in self._selector.select(timeout):
             if key.data is None:
                 key.fileobj.recv(64)  # type: ignore[union-attr]
@@ -322,8 +298,6 @@ class Supervisor:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Let the threads that wait in `_await_forks` go on."""
-        # A signal handler may have ended the wait.
         with contextlib.suppress(IndexError):
             while self._waiting:
                 self._waiting.popleft().set()
@@ -335,11 +309,9 @@ class Supervisor:
                 worker.child.kill()
 
     def _launch(self, runner_number: int) -> None:
-        """Start a worker and send it its setup."""
         try:
             child = self._launcher.launch(runner_number - 1)
         except OSError:
-            # `close` cancelled the launch.
             if self.closed:
                 return
             raise
@@ -356,7 +328,6 @@ class Supervisor:
         worker.handshake(setup, *self.shared.fds, *fds)
 
     def _receive(self, worker: WorkerProcess) -> None:
-        """Handle a worker's messages, or its end of file."""
         before = worker.state
         messages = worker.receive()
         if messages is None:
@@ -369,7 +340,6 @@ class Supervisor:
                 self._fail(failure.unpack(body, worker.runner_number - 1))
             elif state == LOGGED:
                 self._records.queue_record(body)
-            # Only the first warning is logged: all workers send the same.
             elif not self._noted:
                 self._noted = True
                 tell(logging.WARNING, "%s", body.decode())
@@ -417,7 +387,6 @@ class Supervisor:
             )
         if error is not None and self.deaths.has_failed:
             has_failed = True
-            # Stored before the ticket is published.
             self._failed[held[0].location] = error
         self.shared.reclaim(runner_number, RAISED if has_failed else 0)
         if error is not None and not has_failed:
@@ -434,7 +403,6 @@ class Supervisor:
             )
 
     def _fail(self, error: BaseException) -> None:
-        """Store the first exception, which `check` raises in the loop."""
         self.failure.note(error)
         self.shared.notify_all()
 
@@ -491,15 +459,12 @@ class Supervisor:
             if not self._ended.wait(0):
                 self._wake()
                 forked.wait()
-        # A signal handler may have raised, so that this thread leaves the engine.
         finally:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(forked)
 
     def _wake(self) -> None:
-        """Wake the supervisor's thread, if it is running."""
         if self._waker is not None:
-            # The thread may have ended, and closed the waker.
             with contextlib.suppress(OSError):
                 self._waker.send(b"!")
 
@@ -526,7 +491,6 @@ class Supervisor:
             if not restart:
                 raise WorkerTimeout(message)
             tell(logging.ERROR, "%sworker %d is restarted", message, runner_number - 1)
-            # Not looked up again: the worker may have been replaced by now.
             if worker is not None:
                 worker.is_overdue = True
                 worker.child.kill()
@@ -599,7 +563,6 @@ class Supervisor:
         self._thread.join(time.monotonic() + LAST_GRACE)
         # A reference cycle with the supervisor would keep the object.
         self._launcher.local = None
-        # If the thread failed, it reaped none of these.
         for worker in self._snapshot():
             worker.close()
         if self._object is not None:
@@ -610,12 +573,10 @@ class Supervisor:
         if not (self.closed and self._thread.begun):
             return
         if not self._ended.wait(max(0.0, deadline - time.monotonic())):
-            # Other workers are closing their indexers.
             for worker in filter(self._is_busy, self._snapshot()):
                 worker.child.kill()
 
     def _is_busy(self, worker: WorkerProcess) -> bool:
-        """Whether a worker is not ready or in a batch."""
         return worker.state != READY or bool(self.shared.held(worker.runner_number))
 
 
@@ -625,7 +586,6 @@ def _other_threads(caller: int) -> str:
     pythons = {str(thread.native_id) for thread in threads} | {str(os.getpid())}
     both = (caller, threading.get_ident())
     names = Counter(thread.name for thread in threads if thread.ident not in both)
-    # Where there is no /proc, only Python's threads are named.
     with contextlib.suppress(OSError):
         for tid in set(os.listdir("/proc/self/task")) - pythons:
             with contextlib.suppress(OSError), open(f"/proc/self/task/{tid}/comm") as file:

@@ -73,31 +73,18 @@ ENTERED, LOADED, READY, FAILED, NOTED, LOGGED = b"E", b"L", b"R", b"F", b"N", b"
 HEADER = struct.Struct("<cQ")
 LENGTH = struct.Struct("<Q")
 
-# Makes a worker write its stacks to their file.
 STACK_SIGNAL: int | None = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
 # How long to wait for a worker's stacks, and for more text until they are complete.
 STACK_SECONDS, STACK_QUIET = 1.0, 0.1
-
 NO_STACK = "(its stack is not available)\n"
 
 
 class Setup(NamedTuple):
     """The message that sets a worker process up, beside file descriptors.
 
-    Attributes
-    ----------
-    worker, owner : int
-        The worker's number, from 0; and its number on its ring, from 1.
-    ring : (int, int)
-        Offset and bytes of the ring in its file.
-    width, slots : int
-        Bytes between two slots in their file; the number of slots that the worker may take.
-    task : object
-        The worker's task in its pool.
-    record : codec.Record or None
-        The user's object in its file, if there is one.
-    levels : dict or None
-        Levels of the trainer's loggers, or None in a forked worker, which has them.
+    It has the numbers of the worker and of its owner on the ring; offset and bytes of the ring in
+    its file; the bytes from one slot to the next, and how many slots the worker may take; the
+    record of the user's object in its file; and the levels of loggers that a fork does not inherit.
     """
 
     worker: int
@@ -160,7 +147,6 @@ def enter(sock: socket.socket) -> Entered:
     """Set up a worker process; it ends when the trainer closes `sock`."""
     keep_freed()
     setup, (ring_fd, arena_fd, *more) = _receive_setup(sock)
-    # Read by cseq_fault.h.
     if DEBUG:
         os.environ["CSEQ_WORKER"] = str(setup.worker)
     threading.Thread(target=exit_on_hangup, args=(sock.fileno(),), daemon=True).start()
@@ -169,7 +155,6 @@ def enter(sock: socket.socket) -> Entered:
     send_state(sock, LOADED if setup.record is None else ENTERED)
     offset, nbytes = setup.ring
     ring = Ring(Mapping(ring_fd, 0, offset + nbytes), at=offset)
-    # Its file is the trainer's.
     os.environ.pop("CSEQ_TRACE", None)
     Descriptor(int, ring_fd).close()
     runner_number = setup.worker + 1
@@ -259,7 +244,6 @@ class WorkerProcess:
         """Read from the socket; return the complete messages with a body, None at end of file."""
         try:
             data = self.child.sock.recv(65536)
-        # The worker died with unread data in its socket.
         except ConnectionError:
             data = b""
         if not data:

@@ -52,25 +52,16 @@ class Crew:
     The constructor starts nothing, because a signal handler may raise before a `Run` exists that
     closes the crew.
 
-    Parameters
-    ----------
-    tickets : Tickets
-        The tickets that the crew works on.
-
     Attributes
     ----------
-    rings : list of Ring
+    rings, make_next, on_cancel
         See `Feed`.
+    convert, leaf_for
+        See `Decoder`.
     reader : BatchReader
-        The trainer's end of the way that finished batches take.
+        The trainer's end, which decodes finished batches.
     lanes : Lanes
         The runners, for traces: their kind, and how many of them are workers.
-    convert, leaf_for : callable or None
-        See `Decoder`.
-    make_next, on_cancel : callable or None
-        See `Feed`.
-    supervisor : Supervisor or None
-        Supervises the worker processes, if there are any.
     of : str
         The public class that uses this crew, for reports.
     is_inline : bool

@@ -72,13 +72,11 @@ class ProcessCrew(Crew):
             deaths=tickets.deaths(),
             lanes=self.lanes,
         )
-        # Idle encoders, to be used again.
         self._encoders: list[Encoder] = []
         self._reader = SlotReader(self._arena)
         self._set_reader(in_processes=in_processes)
 
     def _set_reader(self, *, in_processes: bool) -> None:
-        """Take batches from converters, or convert them in the loop's thread, or not at all."""
         tickets, output = self.tickets, self.tickets.output
         self.reader = self._reader
         if output is None:

@@ -40,13 +40,8 @@ __all__ = ["ThreadCrew", "ThreadGroup", "add_converters"]
 
 log = logging.getLogger("cseq")
 
-# How long `close` waits for all threads together.
-CLOSE_SECONDS = 5.0
-# How often a waiting thread checks whether the pool was closed.
-LOOK_SECONDS = 0.5
-# Rings begin at multiples of this many bytes.
+CLOSE_SECONDS, LOOK_SECONDS = 5.0, 0.5
 LINE = 64
-# States of a thread's indexer, in `ThreadGroup.begun`.
 MADE, WAITS = 0, -1
 
 
@@ -63,7 +58,6 @@ class ThreadGroup:
         self._ring, self._instead = ring, instead
         self._idents: dict[int, int] = {}
         self.begun: dict[int, int] = {}
-        # Threads to be started, and those that were.
         self._threads = Threads()
         self._started: list[Threads] = []
         self.failure = failure.Failure()
@@ -80,7 +74,6 @@ class ThreadGroup:
         threads.start()
 
     def _guard(self, target: Callable[[], None], runner_number: int) -> None:
-        """Run a thread's work; its exception is raised in the loop."""
         self._idents[runner_number] = threading.get_ident()
         try:
             with Reuse():
@@ -103,9 +96,7 @@ class ThreadGroup:
 
     def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:  # noqa: ARG002
         """Raise WorkerTimeout for work that takes too long; threads cannot be restarted."""
-        starting = [
-            (runner_number, since) for runner_number, since in list(self.begun.items()) if since > 0
-        ]
+        starting = [(k, since) for k, since in list(self.begun.items()) if since > 0]
         for runner_number, took in overdue(working, starting, timeout):
             raise WorkerTimeout(
                 f"{took}; its thread is here:\n{self._stack(runner_number)}({self._instead})"
@@ -183,11 +174,9 @@ def _file_for(size: int, name: str) -> Descriptor | None:
         return None
     try:
         file = sparse_file(size, name)
-        # Any other file is on a disk.
         if os.readlink(f"/proc/self/fd/{file.fd}").startswith("/memfd:"):
             commit(file.fd, 0, size)
             return file
-    # No descriptors are left, perhaps.
     except OSError:
         pass
     return None
@@ -316,7 +305,6 @@ class ThreadCrew(Crew):
             log.warning(text)
 
     def _is_over(self, ring: Ring) -> bool:
-        """Whether the pool was closed or a thread failed."""
         return ring.closed == 1 or bool(self._group.failure)
 
     def close(self, *, hurried: bool) -> None:

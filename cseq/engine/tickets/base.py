@@ -27,23 +27,16 @@ class Tickets:
     ----------
     pool : Pool
         Set by the pool.
-    options : WorkerOptions
     num_workers, num_converters : int
         The maximum of each.
-    rings, cells, words, limit, calls : int
-        The number of rings; for the others, see `Ring`.
-    runners : int
-        The number of runners of each ring.
+    rings, runners, cells, words, limit, calls : int
+        The number of rings, and of runners of each; for the others, see `Ring`.
     ahead : int
         Slots that workers may fill before the loop takes one.
     errors, interrupted : str
         See `Feed`.
     instead : str
         The remedy in a thread's WorkerTimeout.
-    output : Output or None
-        How batches are converted.
-    converts_in_processes : bool
-        Whether converters are processes.
     """
 
     pool: Any

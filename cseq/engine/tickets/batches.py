@@ -80,7 +80,6 @@ class Batches(Tickets):
             seed_globals=forks and job.seed_globals,
             on_error=job.on_error,
             cast=cast_dtype(job.output) if forks else None,
-            # The trainer applies the function.
             output=job.output._replace(function=None),
         )
 

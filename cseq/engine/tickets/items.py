@@ -22,19 +22,15 @@ if TYPE_CHECKING:
     from cseq.engine.tickets.base import Awaited, Working
     from cseq.options import WorkerOptions
 
-    # See `Ring.peek`.
     Answer = tuple[int, int, int, tuple[int, ...]]
 
 __all__ = ["Items", "Naming"]
 
-# The most tickets of one worker in flight, even if `prefetch` is larger.
-DEEPEST = 64
-# The most bytes of all cells, beyond those for `prefetch` items of each worker.
-MOST_BYTES = 16 << 20
-# A list of at most this many ints travels in its ticket; other keys are pickled.
-KEY_ROOM = 512
-# Cells for calls: a worker may still be busy with a cancelled one.
-CALLS = 2
+# The most tickets of one worker in flight, even if `prefetch` is larger; and the most bytes of all
+# cells, beyond those for `prefetch` items of each worker.
+DEEPEST, MOST_BYTES = 64, 16 << 20
+# A longer list of ints is pickled. A worker may still be busy with a cancelled call.
+KEY_ROOM, CALLS = 512, 2
 
 
 class Naming(NamedTuple):
@@ -93,12 +89,10 @@ class Items(Tickets):
         self.rings = self.num_workers = num_workers
         self.cells = self._most + besides
         self.ahead = num_workers * (depth + besides)
-        # The epoch's number in tickets, where 0 is no epoch; messages count from 0.
-        self._epoch = 0
-        self.assignments: list[Request] = []
-        # When the present wait began, and since when a runner has been ready without a ticket.
-        self._wait_began = 0
+        # Epoch 0 is none. `_idle`: since when a runner has been ready without a ticket.
+        self._epoch = self._wait_began = 0
         self._idle: dict[int, int] = {}
+        self.assignments: list[Request] = []
 
     def task(self, runner_number: int, *, forks: bool) -> ItemTask:  # noqa: ARG002
         """Return a worker's task."""
@@ -136,7 +130,6 @@ class Items(Tickets):
     def working(self, awaited: Awaited | None) -> Working:
         """List the work of awaited workers, and since when, counted from the start of the wait."""
         everything = []
-        # The first ticket of each worker.
         first = dict(reversed(self.pool.feed.awaited() if awaited is None else awaited))
         for worker, cell in first.items():
             runner_number = worker + 1
@@ -151,7 +144,6 @@ class Items(Tickets):
         return everything
 
     def _held_by(self, worker: int) -> Working:
-        """Return a worker's tickets in work, and since when (ns of `now_ns`)."""
         ring = self.pool.rings[worker]
         held = [(cell, ring.holder(cell)[1]) for cell in ring.held(1)]
         return [
@@ -170,7 +162,6 @@ class Items(Tickets):
             try:
                 key = self._key(worker, cell)
                 of_key = "" if key is None else f" ({failure.listed(key, most)})"
-            # The key's class is the user's. Without the key, the item's number names it.
             except (Exception, SystemExit) as error:
                 if failure.ends_program(error):
                     raise
@@ -264,7 +255,6 @@ class Items(Tickets):
         return [written[id(assignment)] for assignment in assignments]
 
     def _end(self) -> None:
-        """Cancel the epoch and the calls that are under way."""
         self.assignments = []
         self.pool.feed.end()
 

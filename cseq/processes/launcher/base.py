@@ -28,13 +28,12 @@ SHIELDED = tuple(
     if hasattr(signal, name)
 )
 
-# The first message to a new interpreter.
 Start: TypeAlias = dict[str, Any]
 # The trainer's name in multiprocessing, and its process number.
 Identity: TypeAlias = tuple[str, int]
 
 # A message to or from a fork server: its kind, and a number. A request carries the socket for the
-# answers, which only the server writes to. FORK also carries the worker's own socket.
+# answers, which only the server writes to; FORK carries the worker's own socket as well.
 MESSAGE = struct.Struct("=cq")
 # The number is the length of a module's name, which follows. The answer is one of the outcomes.
 IMPORT, IMPORTED = b"i", b"I"
@@ -87,7 +86,6 @@ def describe_exit(code: int | None) -> str:
         return "ended (its exit code is unknown)"
     if code == KILLED and code > 0:
         return "was killed"
-    # Windows shows a negative number without its sign.
     if code >= 0xF0000000:
         return f"exited with code {code - (1 << 32)}"
     if code >= 0xC0000000:
@@ -96,15 +94,14 @@ def describe_exit(code: int | None) -> str:
         return f"exited with code {code}"
     try:
         return f"was killed by {signal.Signals(-code).name}"
-    # A real-time signal has no name.
     except ValueError:
         return f"was killed by signal {-code}"
 
 
 def zombie_status(pid: int) -> int | None:
-    """Return the status (see `os.wait`) of a process that has ended and was not reaped.
+    """Return the status (see `os.wait`) of a zombie, or None if there is none or no /proc.
 
-    None if there is no such process or no /proc. 0 may mean that the status is unknown.
+    0 may mean that the status is unknown.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -120,7 +117,6 @@ def descendants(pid: int) -> list[int]:
     children: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
-            # The thread may have just ended.
             with (
                 contextlib.suppress(OSError),
                 open(f"/proc/{pid}/task/{task}/children", "rb") as file,
@@ -144,7 +140,6 @@ def end_copy(error: BaseException | None) -> NoReturn:
     the user's code, or None if that returned.
     """
     code = 1
-    # There may be no stderr.
     with contextlib.suppress(Exception):
         if isinstance(error, SystemExit):
             code = exit_code_of(error.code)
@@ -160,7 +155,6 @@ def end_copy(error: BaseException | None) -> NoReturn:
 def flush_output() -> None:
     """Flush the standard streams, or forked processes would write their buffers again."""
     for stream in (sys.stdout, sys.stderr):
-        # A stream may be None, broken or closed.
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
 

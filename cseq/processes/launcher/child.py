@@ -34,7 +34,7 @@ def prepare(start: Start) -> socket.socket:
     _empty_stdin()
     _clear_main()
     sys.argv[:] = start["argv"]
-    # Imported before `__main__` has names, or it would mistake this process for the trainer.
+    # For `_adopt`: imported later, it would take this process for the trainer.
     importlib.import_module("multiprocessing")
     _measure_as(start["measured"])
     return _own_socket(start["socket"])
@@ -65,19 +65,16 @@ def begin_as_copy(
         atexit._clear()
         signal.set_wakeup_fd(-1)
         _drop_handlers()
-        # The supervisor's thread forked this process.
         threading.current_thread().name = "MainThread"
         _shield()
         _empty_stdin()
         # The trainer's stream may have read ahead.
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    # The copy must not go back into the user's code.
     except BaseException:  # noqa: BLE001
         leave(report(worker), worker)
     work(sock, worker, entry, trainer, local)
 
 
-# Whether coverage measures this process, or the workers that are forked off it.
 _measures = False
 
 
@@ -104,7 +101,6 @@ def _measure() -> None:
 
 
 def _own_socket(handle: int | bytes) -> socket.socket:
-    """Make a socket from the handle that this process was given."""
     if isinstance(handle, bytes):
         sock: socket.socket = cast("Any", socket).fromshare(handle)
         return sock
@@ -139,7 +135,6 @@ def ignore(signum: int, frame: object) -> None:
 
 
 def _drop_handlers() -> None:
-    """Reset the trainer's signal handlers, which are not for workers."""
     for signum in signal.valid_signals():
         if callable(signal.getsignal(signum)) and signum not in SHIELDED:
             signal.signal(signum, signal.SIG_DFL)
@@ -198,7 +193,6 @@ def work(
         code = exit_code_of(run(sock) if local is None else run(sock, local))
         if fork_depth() != depth:
             end_copy(None)
-    # No caller handles the exception.
     except BaseException as error:  # noqa: BLE001
         if fork_depth() != depth:
             end_copy(error)
@@ -233,13 +227,11 @@ def _adopt(worker: int, trainer: Identity, sentinel: int) -> None:
         reusing._executor, reusing._executor_lock = None, threading.RLock()
 
 
-# Pools that joblib would use again. They are kept, because their end would wait for threads that
-# are not here.
+# Pools of joblib, kept because their end would wait for threads that are not here.
 _inherited: list[Any] = []
 
 
 def _imported(*names: str) -> list[Any]:
-    """Return the named modules that are imported."""
     return [sys.modules[name] for name in names if name in sys.modules]
 
 
@@ -258,7 +250,6 @@ def _code_after(error: BaseException, sock: socket.socket, worker: int) -> int:
     """Return the exit code of a worker whose entry raised; report an error."""
     if isinstance(error, SystemExit):
         return exit_code_of(error.code)
-    # If the trainer is gone, there is nothing to report.
     if isinstance(error, ConnectionError) and _hung_up(sock):
         return 0
     return report(worker)
@@ -266,7 +257,6 @@ def _code_after(error: BaseException, sock: socket.socket, worker: int) -> int:
 
 def report(worker: int) -> int:
     """Print the current exception, which ends a worker; return the exit code for it."""
-    # There may be no stderr.
     with contextlib.suppress(AttributeError, OSError, ValueError):
         sys.stderr.write(f"cseq: worker {worker} (process {os.getpid()}) ends with an exception:\n")
         sys.__excepthook__(*cast("Any", sys.exc_info()))
@@ -278,11 +268,9 @@ def leave(code: int, worker: int) -> NoReturn:
     try:
         # Otherwise multiprocessing would wait for the pools' processes forever.
         for pools in _imported(*POOLS):
-            # A pool may have just been dropped, and be ending.
             with contextlib.suppress(OSError):
                 pools._python_exit()
         atexit._run_exitfuncs()
-    # No caller handles the exception.
     except BaseException:  # noqa: BLE001
         report(worker)
     flush_output()

@@ -42,12 +42,10 @@ from cseq.threads import tell
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# The module that a server runs.
 SERVER = "cseq.processes.launcher.server"
-# Seconds that a server may take to start. Importing torch from a cold network disk takes long.
-START = 120.0
-# A thread that waits for a server checks this often, in seconds, whether it still should.
-LOOK = 0.25
+# Seconds that a server may take to start, with torch on a cold network disk; and between two checks
+# of a thread that waits for a server.
+START, LOOK = 120.0, 0.25
 REASONS = {
     THREADS: "starts threads, which forked processes would not have",
     FILES: "opens files, sockets or CUDA, which forked processes would share",
@@ -56,7 +54,6 @@ REASONS = {
 
 # The servers that workers may be forked from, by their start arguments.
 _servers: dict[str, ForkServer] = {}
-# Guards `_servers` and their users.
 _guard = threading.Lock()
 # Once a server was found unfit, each worker imports the modules that it needs.
 _any_unfit = False
@@ -74,13 +71,8 @@ class ForkServer:
     """One fork server process, as the trainer sees it."""
 
     def __init__(self, entry: str, threads: int | None) -> None:
-        # The modules that it has imported.
         self.has: set[str] = set()
-        # Whether no more workers may be forked from it.
-        self.is_unfit = False
-        # The number of launchers whose workers are its children, guarded by `_guard`.
-        self.users = 0
-        # The launchers that wait for an import, in their order.
+        self.is_unfit, self.users = False, 0
         self.importers: list[Launcher] = []
         self.process = spawn(describe_start(entry, SERVER), "cseq-server", threads)
 
@@ -100,7 +92,6 @@ class ForkServer:
 
     def close(self, deadline: float) -> bool:
         """End the server, and reap it; return whether it is gone."""
-        # The server then ends, unless it is importing.
         self.process.sock.close()
         self.process.status(deadline - time.monotonic())
         if not self.process.gone:
@@ -135,8 +126,7 @@ class _ServedChild(Child):
         with self._lock.hold():
             if self.ended.wait(0):
                 return True
-            # Read first: if there is no report afterwards, the number was the worker's
-            # (`Forker._reap`).
+            # Read first: without a report afterwards, the number was the worker's (`Forker._reap`).
             status = zombie_status(self.pid)
             if readable(self._reports.fileno(), 0):
                 report = answered(self._reports)
@@ -159,7 +149,6 @@ class ForkServerLauncher(Launcher):
         self._modules: Sequence[str] = ()
         self._preloads = True
         self._seconds = FOREVER
-        # The last one is the present server.
         self._servers: list[ForkServer] = []
 
     def prepare(self, *, preload: bool = True) -> None:
@@ -193,7 +182,6 @@ class ForkServerLauncher(Launcher):
         return answered(answers)
 
     def _serving(self) -> ForkServer:
-        """Return a server that has imported the modules."""
         while True:
             self._check()
             server = self._present()
@@ -227,7 +215,6 @@ class ForkServerLauncher(Launcher):
                 text = "module %s was to be imported for all workers: its import fails"
                 tell(logging.WARNING, text, name)
             return
-        # This launcher has no worker from this server.
         self._servers.remove(server)
         self._leave(server, time.monotonic() + LAST)
         _any_unfit = True
@@ -283,14 +270,12 @@ class ForkServerLauncher(Launcher):
 
     def _leave(self, server: ForkServer, deadline: float) -> bool:
         """End a server unless another launcher uses it; return whether it is gone or used."""
-        # If this times out, the thread that starts a server hangs.
         if not _guard.acquire(timeout=max(LAST, deadline - time.monotonic())):
             return False
         server.users -= 1
         _guard.release()
         if server.users > 0:
             return True
-        # Nothing else ends an import.
         if self.importing:
             server.process.send_signal(KILL)
         return server.close(deadline)

@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 
     from cseq.processes.launcher.base import Identity, Start
 
-# The module that a worker runs.
 WORKER = "cseq.processes.launcher.child"
-# Seconds between two checks of a process.
 PAUSE = 0.001
 
 
@@ -60,17 +58,14 @@ class Child:
     ----------
     handle : int or None
         The process's handle, on Windows.
-    ended : Latch
-        Set once the process is known to have ended.
-    code : int or None
-        The exit code, set before `ended`; None if it is unknown.
+    ended, code : Latch, int or None
+        Set once the process is known to have ended; its exit code if known, which is set first.
     """
 
     handle: int | None = None
 
     def __init__(self, sock: socket.socket, pid: int) -> None:
-        self.sock = sock
-        self.pid = pid
+        self.sock, self.pid = sock, pid
         self.ended = Latch()
         self.code: int | None = None
         self._parent_pid = os.getpid()
@@ -99,7 +94,6 @@ class Child:
             with self._lock.hold():
                 if not self.ended.wait(0):
                     self._send(signum, tree=tree)
-        # This process gave up its rights.
         except PermissionError:
             tell(logging.WARNING, "process %d gets no signal %d: no permission", self.pid, signum)
 
@@ -119,7 +113,6 @@ class Child:
         return self.code
 
     def _send(self, signum: int, *, tree: bool) -> None:
-        """Send a signal; the process is not reaped."""
         started = descendants(self.pid) if tree else []
         for pid in (self.pid, *started):
             with contextlib.suppress(ProcessLookupError):
@@ -151,7 +144,6 @@ class _WindowsChild(Child):
         if signum != KILL:
             self._popen.send_signal(signum)
         elif self._popen.poll() is None:
-            # It may have ended just now.
             with contextlib.suppress(PermissionError):
                 importlib.import_module("_winapi").TerminateProcess(self.handle, KILLED)
 
@@ -177,11 +169,7 @@ class Launcher:
     Attributes
     ----------
     takes_objects : bool
-        Whether workers inherit objects, and are called as ``entry(sock, local)``.
-    local : object
-        The object that they inherit.
-    context : Context
-        The context variables that they inherit.
+        Whether workers inherit objects: `local`, as in ``entry(sock, local)``, and `context`.
     importing : str
         The module that is being imported for all workers, or "".
     """
@@ -191,24 +179,19 @@ class Launcher:
     importing = ""
 
     def __init__(self, entry: str, threads: int | None) -> None:
-        self._entry = entry
-        self._threads = threads
+        self._entry, self._threads = entry, threads
         self._children: set[Child] = set()
         self._cancelled = False
         self.context = Context()
 
     def prepare(self, *, preload: bool = True) -> None:
-        """Start the fork server, if there is one, without waiting for it.
-
-        Without `preload`, the server imports no modules for the workers.
-        """
+        """Start a fork server without waiting for it; `preload`: it imports modules for workers."""
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
         """Make a fork server import modules for all workers before the next `launch`.
 
-        Other workers import by themselves. If one of the modules must not be imported before a
-        fork, ends the server, or takes longer than `seconds`, the workers import all of them, and
-        the log names that module.
+        If one of the modules must not be imported before a fork, ends the server, or takes longer
+        than `seconds`, the workers import all of them, and the log names that module.
         """
 
     def cancel(self) -> None:
@@ -216,12 +199,7 @@ class Launcher:
         self._cancelled = True
 
     def launch(self, worker: int) -> Child:
-        """Start a worker process, which calls ``entry(sock)``.
-
-        Parameters
-        ----------
-        worker : int
-            The worker's number, for its name in the system's process list.
+        """Start a worker process, which calls ``entry(sock)``; its name has the worker's number.
 
         Raises
         ------
@@ -245,17 +223,8 @@ class Launcher:
     def close(self, deadline: float) -> bool:
         """End all processes that this launcher started, and kill workers that still run.
 
-        If a process lives on, a second call tries again.
-
-        Parameters
-        ----------
-        deadline : float
-            In seconds of `time.monotonic`. A server that has not ended by then is killed.
-
-        Returns
-        -------
-        bool
-            Whether all processes are gone and reaped.
+        A server that has not ended at `deadline` (`time.monotonic`) is killed. Return whether all
+        processes are gone and reaped; if one lives on, a second call tries again.
         """
         children = set(self._children)
         for child in children:
@@ -311,9 +280,7 @@ def spawn(start: Start, title: str, threads: int | None) -> Child:
     """
     executable, environment = _executable()
     environment |= system.thread_variables(threads, environment)
-    # Imported here, because forked workers do not need it.
     subprocess = importlib.import_module("subprocess")
-    # -X, -W, -O and so on, as in multiprocessing.
     flags = subprocess._args_from_interpreter_flags()
     command = [executable, *flags, "-c", _BOOTSTRAP, title]
     with connected() as (ours, theirs):
@@ -369,11 +336,9 @@ def _search_path() -> list[str]:
 
 
 def _executable() -> tuple[str, dict[str, str]]:
-    """Find the interpreter, and the environment it needs."""
     executable = sys.executable
     if "multiprocessing.spawn" in sys.modules or getattr(sys, "frozen", False) or not executable:
         spawn = importlib.import_module("multiprocessing.spawn")
-        # This honors `multiprocessing.set_executable`.
         executable = os.fsdecode(spawn.get_executable() or "")
     if not executable or (getattr(sys, "frozen", False) and executable == sys.executable):
         raise OSError(

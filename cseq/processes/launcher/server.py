@@ -56,7 +56,6 @@ class Forker:
         self._sock = sock
         self._entry = entry
         self._trainer = trainer
-        # Sockets for reports about living children, by process number.
         self._reports: dict[int, socket.socket] = {}
         self._woken, self._wake = socket.socketpair()
 
@@ -105,7 +104,7 @@ class Forker:
 
     def _fork(self, reports: socket.socket, fd: int, worker: int) -> None:
         """Start a worker, which owns the socket `fd`, and report its process number."""
-        # Otherwise every worker's garbage collector would copy these pages.
+        # Or every worker's garbage collector would copy these pages.
         gc.freeze()
         try:
             pid = fork()
@@ -133,13 +132,11 @@ class Forker:
             close_in_forks(reports)
             descriptors.own_offsets()
             sock = socket.socket(fileno=fd)
-        # The copy must not go back to serving.
         except BaseException:  # noqa: BLE001
             leave(report(worker), worker)
         work(sock, worker, self._entry, self._trainer)
 
     def _reap(self) -> None:
-        """Report how each ended child ended, and reap it."""
         while self._reports and (ended := _ended_child()) is not None:
             pid, code = ended
             with self._reports.pop(pid, contextlib.nullcontext()) as reports:
@@ -168,7 +165,6 @@ def _import(name: str) -> int:
     try:
         with reading():
             importlib.import_module(name)
-    # A worker that imports the module sees the exception.
     except BaseException:  # noqa: BLE001
         outcome = FAILED
     flush_output()
@@ -182,7 +178,6 @@ def _tasks() -> set[str]:
     tasks = set()
     with contextlib.suppress(OSError):
         for task in os.listdir("/proc/self/task"):
-            # The thread may have just ended.
             with (
                 contextlib.suppress(OSError),
                 open(f"/proc/self/task/{task}/comm", encoding="utf-8") as file,
@@ -197,7 +192,6 @@ def _files() -> set[tuple[str, str]]:
     files = set()
     with contextlib.suppress(OSError):
         for fd in os.listdir("/proc/self/fd"):
-            # The descriptor that listed the folder is closed.
             with contextlib.suppress(OSError):
                 files.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
     return files
