@@ -105,8 +105,8 @@ def cut(cnp.ndarray left not None, cnp.ndarray sizes not None, int64_t row, bint
     """Cut the pieces of rows where their row is full, and put padding behind the others.
 
     `left` says what each piece's document has from there on, `sizes` how many pieces each row has. Returns
-    of each piece, and of padding: how many tokens it has; whether its document has more; and its number in its
-    row, or, unless `anew`, in the batch, -1 for padding.
+    for each piece and each padding: its tokens; whether its document goes on; and its number, or -1 for
+    padding. Numbers count from 0 in each row if `anew`, else in the batch.
     """
     cdef const int64_t* there = int64s(left)
     cdef const int64_t* each = int64s(sizes)
@@ -116,7 +116,7 @@ def cut(cnp.ndarray left not None, cnp.ndarray sizes not None, int64_t row, bint
     made = numpy.empty((3, most), numpy.int64)
     cdef int64_t* out = <int64_t*>cnp.PyArray_DATA(made)
     if sizes.sum() != len(left):
-        raise ValueError(f"{len(left)} pieces are not those of rows of {sizes}")
+        raise ValueError(f"{len(left)} pieces are given for rows of {sizes}")
     for r in range(rows):
         used = 0
         last += each[r]
@@ -160,14 +160,14 @@ cdef Py_ssize_t find(Piece* pieces, list arrays, list masks, cnp.ndarray owners,
         if numbers[k] < 0:
             continue
         if n == there:
-            raise ValueError(f"{there} pieces are not those of the batch")
+            raise ValueError(f"{there} pieces are not all of the batch")
         array, mask, at = arrays[owner[n]], masks[owner[n]], start[n]
         stop = at + counts[k] + is_cut[k]
         pieces[n].kind = array.descr.itemsize * (-1 if array.descr.kind == b"u" else 1)
         if (array.descr.kind not in b"iu" or not -most < pieces[n].kind <= most
                 or not 0 <= at <= stop <= array.size or not (mask is None or stop <= mask.size)):
             raise ValueError(
-                f"tokens [{at}, {stop}) of {most} bytes cannot be those of an array of shape "
+                f"tokens [{at}, {stop}) of {most} bytes cannot come from an array of shape "
                 f"{(<object>array).shape} and type {array.dtype}"
             )
         pieces[n].mask = NULL

@@ -161,9 +161,7 @@ class Given(Corpus):
         """Call the object's methods for each piece."""
         documents, begins = self.ends.find(at)
         starts = at - begins
-        pieces = [
-            *zip(documents.tolist(), starts.tolist(), (starts + counts).tolist(), strict=True)
-        ]
+        pieces = np.stack([documents, starts, starts + counts], axis=1).tolist()
         parts = [self._call("read", *piece) for piece in pieces]
         masks: list[Any] = [None] * len(parts)
         if hasattr(self.documents, "mask"):
@@ -194,7 +192,7 @@ def corpus_of(source: Any) -> Corpus:
 
 
 def first(number: int, is_wrong: Callable[[int, int], NDArray[np.bool_]]) -> int | None:
-    """Return the first of some values that is wrong; `is_wrong` looks at those of a range."""
+    """Return the number of the first wrong value; `is_wrong` tells which are wrong in a range."""
     for start in range(0, number, CHUNK):
         wrong = is_wrong(start, min(start + CHUNK, number))
         if wrong.any():

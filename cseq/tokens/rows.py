@@ -77,10 +77,9 @@ class Pieces(NamedTuple):
 class Rows:
     """An indexer of rows of tokens, with an order: the first argument of `MPSequence`.
 
-    Each token of each document comes once an epoch, but for the rest that fills no row with
-    `concatenate`. A row is a sequence of *pieces*, each of one
-    document. A document is cut only where it is longer than a row, or with `concatenate`, where a
-    row ends.
+    Each token of each document comes once an epoch; `concatenate` drops the rest that fills no row.
+    A row is a sequence of *pieces*, each from one document. A document is cut only if it is longer
+    than a row, or, with `concatenate`, where a row ends.
 
     Parameters
     ----------
@@ -89,15 +88,15 @@ class Rows:
     row : int
         Tokens in a row, 2 or more.
     weights : dict of str to number, or list of (int, dict), optional
-        The share of each source, as `Mixture` takes it. None: each comes whole, once an epoch.
+        The share of each source, as `Mixture` takes it, or None if each comes whole, once an epoch.
     weights_of : 'tokens' or 'units'
         What the shares count: tokens, or rows.
     packing : 'best-fit' or 'concatenate'
-        Which order: `Packed`, or `Concatenated`.
+        The order: `Packed` or `Concatenated`.
     step : int, optional
-        Rows in a step of the optimizer: of all ranks, and all microbatches. They are dealt so that
-        ranks have equal work, by `Balanced`. None: rows come as they are. The order depends on it:
-        keep it when the number of ranks changes.
+        Rows in a step of the optimizer, over all ranks and microbatches, which `Balanced` deals so
+        that ranks have equal work; None deals none. Keep it when the number of ranks changes: the
+        order depends on it.
     balance : 'step', 'window' or 'epoch'
         Between how many steps rows are exchanged for that: none, 16, or all.
     cache : str or path, optional
@@ -118,9 +117,8 @@ class Rows:
           a loss mask leaves the next token out, and at padding.
         - ``position_ids``: from 0 in each piece, and in padding.
         - ``document_ids``: int32, the number of the piece in its row, -1 at padding.
-        - ``cu_seqlens``: int32, where the pieces of the whole batch begin and the last one ends,
-          padding included: shape (pieces + 1,), which differs from batch to batch. It is what
-          varlen attention takes beside the batch as one row.
+        - ``cu_seqlens``: int32, shape (pieces + 1,): where the pieces of the batch begin, padding
+          included, and the last one ends. Varlen attention takes it with the batch as one row.
         - ``max_seqlen``: int, the longest piece.
         - ``valid_tokens``: int, the labels that are not -100.
         - ``source_tokens``: int64, the tokens of each source, without padding: shape (sources,).
@@ -130,7 +128,7 @@ class Rows:
     names : list of str
         The sources.
     fingerprints : dict of str to int
-        Those of the sources, which a state has: one of other tokens is refused.
+        One for each source. A state has them, and refuses sources with other tokens.
 
     Raises
     ------

@@ -299,7 +299,7 @@ def test_a_source_of_one_s_own_that_contradicts_itself():
     source = Listed([[1, 2, 3]])
     rows = tokens.Rows(source, 3)
     source.read = lambda *_: np.array([1.0, 2.0, 3.0])  # type: ignore[method-assign,assignment]
-    with pytest.raises(ValueError, match=r"cannot be those of an array of .* type float64"):
+    with pytest.raises(ValueError, match=r"cannot come from an array of .* type float64"):
         batches_of(rows)
     source = Listed([[1, 2, 3]])
     source.lengths = np.array([4])
