@@ -121,7 +121,6 @@ quick: build $(VENV)/.test
 lint: build check-headers $(VENV)/.test $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy cseq
 	$(BIN)/zizmor --offline --no-progress .github
 	$(PY) -m pytest -n $(JOBS) tests/lint
 	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml --ignore-missing-stub --ignore-disjoint-bases $(STUBS)

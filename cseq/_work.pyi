@@ -7,6 +7,7 @@ from typing_extensions import Self
 
 from cseq._core import Ring, _Fields
 from cseq.encoding._room import Room
+from cseq.indexing.indexer import Indexer
 
 NO_MORE: Final[object]
 
@@ -50,17 +51,17 @@ class BatchWriter:
 
 class Work:
     batch_writer: BatchWriter
-    def __new__(cls, batch_writer: BatchWriter, *_: Any, **__: Any) -> Self: ...
+    def __new__(cls, batch_writer: BatchWriter, *_: object, **__: object) -> Self: ...
     def work(self, runner: Runner) -> int: ...
 
 class BatchMaker(Work):
-    indexer: Any
+    indexer: Indexer[object] | None
     def __new__(
         cls,
         batch_writer: BatchWriter,
-        indexer: object,
+        indexer: Indexer[object] | None,
         batch_state: BatchState,
-        convert: Callable[[Any], Any] | None = None,
+        convert: Callable[[Any], object] | None = None,
         seeds: object = None,
     ) -> Self: ...
     def make_here(self, runner: Runner, here: object) -> None: ...

@@ -86,7 +86,7 @@ def explained(initialise: F) -> F:
     signature = inspect.signature(initialise)
 
     @functools.wraps(initialise)
-    def __init__(self: Any, *values: Any, **named: Any) -> None:  # noqa: N807
+    def __init__(self: object, *values: object, **named: object) -> None:  # noqa: N807
         caller, (_, *names) = type(self).__name__, signature.parameters
         for name in named.keys() - signature.parameters.keys():
             is_dataset = indexer.takes_samples([*values, named.get("worker")][0])
@@ -101,7 +101,7 @@ def explained(initialise: F) -> F:
 
 
 def sizes_of(
-    num_workers: Any, buffer: Any, thread_type: str, words: int
+    num_workers: object, buffer: Any, thread_type: str, words: int
 ) -> tuple[Size, Size, tuple[bool, bool]]:
     """Check `num_workers` and `buffer` for cells of `words` indices.
 
@@ -138,7 +138,7 @@ def sizes_of(
     return Size(start, min(first, MOST_BUFFER)), Size(most, min(cells, MOST_BUFFER)), auto
 
 
-def is_auto(name: str, value: Any) -> bool:
+def is_auto(name: str, value: object) -> bool:
     """Tell whether a number is 'auto'. Another word is an error."""
     if isinstance(value, str) and value != AUTO:
         raise TypeError(f"{name}={value!r} is not an integer; give one, or 'auto'")
@@ -198,8 +198,8 @@ class Job(NamedTuple):
 
 
 def sampler_of(
-    worker: Any, dset_size: Any, order: Order, batch_size: Any, seed: Any, drop_last: Any,
-    ordered: Any, shard: Shard, pad: Any, repeat: Any,
+    worker: Any, dset_size: Any, order: Order, batch_size: object, seed: Any, drop_last: Any,
+    ordered: Any, shard: Shard, pad: Any, repeat: object,
 ) -> Sampler:  # fmt: skip
     """Check the arguments that say which samples a batch has."""
     return Sampler(
@@ -239,7 +239,7 @@ def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:
     return worker.worker, worker
 
 
-def batch_size_of(batch_size: Any, order: Order) -> int:
+def batch_size_of(batch_size: object, order: Order) -> int:
     """Check `batch_size`."""
     if batch_size is None:
         raise TypeError(
@@ -257,13 +257,13 @@ def batch_size_of(batch_size: Any, order: Order) -> int:
     return size
 
 
-def own_order(worker: Any) -> Order | None:
+def own_order(worker: object) -> Order | None:
     """Return an indexer's own order, if any."""
     order = getattr(worker, "order", None) if indexer.is_indexer(worker) else None
     return order if isinstance(order, Order) else None
 
 
-def order_of(worker: Any, order: Any, shuffle: Any) -> Order:
+def order_of(worker: object, order: object, shuffle: object) -> Order:
     """Check `order`, or return the worker's own, or make one for `shuffle`."""
     if order is None:
         order = own_order(worker)
@@ -285,7 +285,7 @@ def order_of(worker: Any, order: Any, shuffle: Any) -> Order:
     return order
 
 
-def repeat_of(repeat: Any, *, ordered: bool, pad: bool, drop_last: bool) -> int:
+def repeat_of(repeat: object, *, ordered: bool, pad: bool, drop_last: bool) -> int:
     """Check `repeat`. True becomes the largest number."""
     number = MOST_EPOCHS if repeat is True else integer("repeat", repeat, most=MOST_EPOCHS)
     if number > 1 and not ordered:
@@ -319,7 +319,7 @@ def converters_of(workers: int, converters: int | None, thread_type: ThreadType)
     return number
 
 
-def dtype_of(worker: Any, dtype: Any) -> Any:
+def dtype_of(worker: object, dtype: object) -> object:
     """Resolve 'auto': a data set, or a worker with its own order, keeps the types of arrays."""
     if not isinstance(dtype, str) or dtype != "auto":
         return dtype
@@ -327,7 +327,7 @@ def dtype_of(worker: Any, dtype: Any) -> Any:
     return None if is_kept else "float32"
 
 
-def samples_of(worker: Any, order: Order) -> int:
+def samples_of(worker: object, order: Order) -> int:
     """Return the number of samples if `dset_size` is left out."""
     length = indexer.length_of(worker)
     if length is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ __all__ = [
     "seconds",
     "unexpected",
 ]
+
+T = TypeVar("T")
 
 MOST_WORKERS = 2**15 - 1  # with as many converters, they can be numbered in 16 bits
 
@@ -88,14 +90,14 @@ def integer(name: str, value: Any, least: int = 1, most: int | None = None) -> i
     return number
 
 
-def flag(name: str, value: Any) -> bool:
+def flag(name: str, value: object) -> bool:
     """Check True or False."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}={value!r} is neither True nor False")
     return bool(value)
 
 
-def choice(name: str, value: Any, options: Sequence[Any]) -> Any:
+def choice(name: str, value: T, options: Sequence[object]) -> T:
     """Check one of a few values."""
     if value not in options:
         listed = ", ".join(map(repr, options))
@@ -103,7 +105,7 @@ def choice(name: str, value: Any, options: Sequence[Any]) -> Any:
     return value
 
 
-def seconds(name: str, value: Any) -> float | None:
+def seconds(name: str, value: object) -> float | None:
     """Check a time span above 0, or None for no bound."""
     if value is None:
         return None

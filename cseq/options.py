@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cseq.check import choice, flag, integer, seconds
 from cseq.processes.launcher import start_methods
@@ -27,7 +27,7 @@ class WorkerOptions(NamedTuple):
     max_restarts: int = MAX_RESTARTS
     timeout: float | None = None
     on_timeout: str = "raise"
-    memory_limit: Any = None
+    memory_limit: int | str | None = None
     threads: int | None = 1
     preload: bool = True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cseq.adapters import needs
 from cseq.check import integer
@@ -12,6 +12,9 @@ from cseq.check import integer
 with needs("keras", "keras"):
     from keras.callbacks import Callback
     from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+if TYPE_CHECKING:
+    from cseq.sequence import MSequence
 
 __all__ = ["Batches", "SaveState"]
 
@@ -25,7 +28,7 @@ class Batches(DataAdapter):  # type: ignore[misc]
         With ``out_type="null"``, or ``"cpu"`` with torch's backend.
     """
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: MSequence[Any]) -> None:
         if not hasattr(manager, "_sampler"):
             raise TypeError(f"manager={manager!r} is not a manager of cseq")
         self._manager = manager
@@ -35,7 +38,7 @@ class Batches(DataAdapter):  # type: ignore[misc]
         # Keras counts its epochs by `steps_per_epoch`, and asks for no new iterator, without it.
         return len(self._manager) if self._manager._sampler.repeat == 1 else None
 
-    def get_numpy_iterator(self) -> Any:
+    def get_numpy_iterator(self) -> MSequence[Any]:
         return self._manager
 
     get_jax_iterator = get_torch_dataloader = get_numpy_iterator
@@ -57,12 +60,12 @@ class SaveState(Callback):  # type: ignore[misc]
         Batches of an epoch from one checkpoint to the next.
     """
 
-    def __init__(self, manager: Any, folder: str, every: int) -> None:
+    def __init__(self, manager: MSequence[Any], folder: str, every: int) -> None:
         super().__init__()
         self._manager, self._folder, self._every = manager, folder, integer("every", every)
         self._weights: str | None = None  # what the state names, which is on the disk as a whole
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: object = None) -> None:
         try:
             with open(os.path.join(self._folder, "batches.json"), encoding="utf-8") as file:
                 saved = json.load(file)
@@ -73,11 +76,11 @@ class SaveState(Callback):  # type: ignore[misc]
         self._manager.load_state_dict(saved["batches"])
         self.model._initial_epoch = self._manager.epoch
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
         # Also takes back the batch that Keras builds the network with.
         self._manager.set_epoch(epoch)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
         if (batch + 1) % self._every == 0:
             self.save()
 

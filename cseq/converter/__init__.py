@@ -22,15 +22,15 @@ torch is imported when a converter is made, never by importing these modules.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-# torch's own types, which these modules do not import, not even for the type checker.
-Tensor: TypeAlias = Any
-Event: TypeAlias = Any
+if TYPE_CHECKING:
+    from torch import Tensor as Tensor
+    from torch.cuda import Event as Event
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]
-Batch: TypeAlias = Any  # whatever the indexer returned
-Convert: TypeAlias = Callable[[Batch], Batch]
+Batch: TypeAlias = object  # whatever the indexer returned
+Convert: TypeAlias = Callable[[Any], Batch]

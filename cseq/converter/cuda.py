@@ -113,5 +113,6 @@ class CudaConverter:
             return tensor
         if tensor.layout is not self._host.torch.strided:
             return self._host.tensor(tensor)
-        staged = self._host.torch.empty_like(tensor, dtype=dtype, pin_memory=self._lane.pins)
+        make, pins = self._host.torch.empty_like, self._lane.pins
+        staged: Tensor = make(tensor, dtype=dtype, pin_memory=pins)
         return staged.copy_(tensor)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cseq._core import Ring
     from cseq.converter import Batch, Convert, Tensor
     from cseq.converter.output import Output
-    from cseq.encoding.transport import Fields
+    from cseq.encoding.transport import Fields, LeafFor
     from cseq.memory.arena import Arena
 
 logger = logging.getLogger("cseq")
@@ -62,7 +62,7 @@ def pack(batch: Batch) -> bytes:
     """Pickle a batch; the current stream must be that of its copy."""
     torch = importlib.import_module("torch")
 
-    def leaf(value: object) -> object:
+    def leaf(value: Any) -> object:
         is_there = isinstance(value, torch.Tensor) and value.is_cuda
         return Exported(value) if is_there else value
 
@@ -108,9 +108,9 @@ class Imports(SlotReader):
         self._read = [0] * ring.capacity  # by cell, the ticket whose pickle was read
         self.lost = 0
 
-    def decoder(self, **how: Any) -> Decoder:
+    def decoder(self, *, convert: Convert | None, leaf_for: LeafFor | None) -> Decoder:
         """Make what frees the slots."""
-        return Decoder(slots=self.arena.slots, **how)
+        return Decoder(slots=self.arena.slots, convert=convert, leaf_for=leaf_for)
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
         """Fetch the batch, or convert it here."""
@@ -149,7 +149,8 @@ class Imports(SlotReader):
 
     def _open(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
         """Read what a converter has pickled, once."""
-        packed, token = super().decode(cell, slot, capacity, record), self._ring.token(cell)
+        packed: Any = super().decode(cell, slot, capacity, record)
+        token = self._ring.token(cell)
         if self._read[cell] == token:
             raise Lost("an exception was raised while it was fetched")
         self._read[cell] = token

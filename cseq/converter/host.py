@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -75,7 +75,7 @@ class Host:
 
     def array(self, array: Array) -> Array | Tensor:
         """Convert an array; to what torch alone can cast to, too."""
-        laid = self.lay(array)
+        laid: Any = self.lay(array)
         return laid if self.late is None or laid is array else self.tensor(laid)
 
     def lay(self, array: Array, make: Callable[..., Array] = np.empty) -> Array | Tensor:

@@ -58,7 +58,7 @@ class Lane:
 
         Until it is passed, the tensors that were read are kept, and the arrays they lie on.
         """
-        event = self._torch.cuda.Event(blocking=True)
+        event: Event = self._torch.cuda.Event(blocking=True)
         event.record(self._stream)
         if read:
             self._read.append((event, read))
@@ -85,6 +85,6 @@ class Lane:
         while self._read:
             if wait:
                 self._read[0][0].synchronize()
-            elif not self._read[0][0].query():
+            elif not self._read[0][0].query():  # type: ignore[no-untyped-call]
                 return
             self._read.popleft()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -159,7 +159,7 @@ def explain_cast(batch: Batch, output: Output) -> str | None:
         return None
     arrays, labels = 0, []
 
-    def leaf(value: Any) -> object:
+    def leaf(value: object) -> object:
         nonlocal arrays
         if hasattr(value, "dtype") and hasattr(value, "shape"):
             arrays += 1

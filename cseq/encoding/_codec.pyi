@@ -9,6 +9,7 @@ from cseq._memory import Mapping, Memory, _Array
 from cseq._work import BatchWriter, Runner
 from cseq.encoding._plan import Plan
 from cseq.encoding._room import Room
+from cseq.encoding.transport import Convert, LeafFor, SlotReader
 from cseq.memory._slots import SlotTable
 
 @final
@@ -28,30 +29,35 @@ class TicketWriter(BatchWriter):
     room: Room
     encoder: Encoder
     def __new__(cls, fd: int, width: int, slots: SlotTable | None = None) -> Self: ...
-    def fetch(self, runner: Runner) -> Any: ...
+    def fetch(self, runner: Runner) -> object: ...
 
 @final
 class ObjectTable:
     def __new__(cls, cells: int) -> Self: ...
-    def __getitem__(self, entry: int, /) -> Any: ...
+    def __getitem__(self, entry: int, /) -> object: ...
     def __setitem__(self, entry: int, value: object, /) -> None: ...
 
 @final
 class Objects(BatchWriter):
     objects: ObjectTable
-    below: Any
+    below: SlotReader | None
     first: int
     def __new__(
-        cls, cells: int, below: object = None, *, objects: ObjectTable | None = None, first: int = 0
+        cls,
+        cells: int,
+        below: SlotReader | None = None,
+        *,
+        objects: ObjectTable | None = None,
+        first: int = 0,
     ) -> Self: ...
     def decoder(
         self,
         *,
-        convert: Callable[[Any], Any] | None = None,
-        leaf_for: Callable[[Any], Any] | None = None,
+        convert: Convert | None = None,
+        leaf_for: LeafFor | None = None,
     ) -> Decoder: ...
-    def fetch(self, runner: Runner) -> Any: ...
-    def decode(self, entry: int, slot: int, capacity: int, record: Sequence[int]) -> Any: ...
+    def fetch(self, runner: Runner) -> object: ...
+    def decode(self, entry: int, slot: int, capacity: int, record: Sequence[int]) -> object: ...
     def error(
         self, entry: int, slot: int, capacity: int, record: Sequence[int]
     ) -> BaseException: ...
@@ -65,8 +71,8 @@ class Decoder:
         slots: SlotTable | None = None,
         mapped: list[Mapping | None] | None = None,
         lend: Callable[[int, int], Memory | None] | None = None,
-        convert: Callable[[Any], Any] | None = None,
-        leaf_for: Callable[[Any], Any] | None = None,
+        convert: Convert | None = None,
+        leaf_for: LeafFor | None = None,
     ) -> Self: ...
 
 def decode(
@@ -75,4 +81,4 @@ def decode(
     lend: Callable[[int, int], Memory | None] | None = None,
     slot: int = -1,
     capacity: int = 0,
-) -> Any: ...
+) -> object: ...

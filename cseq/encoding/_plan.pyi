@@ -11,13 +11,16 @@ MAX_DEPTH: Final[int]
 @final
 class Plan:
     structure: bytes
-    nodes: tuple[Any, ...]
+    nodes: tuple[object, ...]
     sources: list[np.dtype[Any]] | None
     def __new__(
-        cls, structure: bytes, nodes: Sequence[Any], sources: list[np.dtype[Any]] | None = None
+        cls,
+        structure: bytes,
+        nodes: Sequence[object],
+        sources: list[np.dtype[Any]] | None = None,
     ) -> Self: ...
     def converters(
         self,
-        leaf_for: Callable[[np.dtype[Any] | None], Callable[[Any], Any] | None],
-        convert: Callable[[Any], Any],
-    ) -> list[Callable[[Any], Any] | None]: ...
+        leaf_for: Callable[[np.dtype[Any] | None], Callable[[Any], object] | None],
+        convert: Callable[[Any], object],
+    ) -> list[Callable[[Any], object] | None]: ...

@@ -57,7 +57,7 @@ Record: TypeAlias = tuple[int, int, int, int]
 __all__ = ["Record", "decode", "encode_pickled", "map_leaves", "recast"]
 
 
-def map_leaves(function: Callable[[Any], Any], batch: Any, depth: int = MAX_DEPTH) -> Any:
+def map_leaves(function: Callable[[Any], object], batch: object, depth: int = MAX_DEPTH) -> object:
     """Apply a function to every leaf: not to tuples, lists, dicts, named tuples or dataclasses.
 
     Returns
@@ -70,13 +70,15 @@ def map_leaves(function: Callable[[Any], Any], batch: Any, depth: int = MAX_DEPT
     ValueError
         If the batch contains itself.
     """
-    cls: Any = type(batch)
+    cls: type = type(batch)
     kind = opened(cls)
-    children: Collection[Any] = batch
+    container: Any = batch
+    children: Collection[object] = container
     if kind is None or (kind == "named" and getattr(batch, "__dict__", None)):
         return function(batch)
     if kind == "mapping":
-        children = batch.values()
+        mapping: dict[object, object] = container
+        children = mapping.values()
     elif type(kind) is tuple:
         state = {name: getattr(batch, name) for name in kind if hasattr(batch, name)}
         state |= getattr(batch, "__dict__", {})
@@ -88,14 +90,14 @@ def map_leaves(function: Callable[[Any], Any], batch: Any, depth: int = MAX_DEPT
         return batch
     if type(kind) is tuple:
         # The class is not called, because `__post_init__` ran already.
-        made = object.__new__(cls)
+        made: object = object.__new__(cls)
         for name, child in zip(state, mapped, strict=True):
             object.__setattr__(made, name, child)
         return made
     if kind == "mapping":
-        made = batch.copy()
-        made.update(zip(batch, mapped, strict=True))
-        return made
+        copy = mapping.copy()
+        copy.update(zip(mapping, mapped, strict=True))
+        return copy
     return mapped if cls is list else tuple.__new__(cls, mapped)
 
 
@@ -117,5 +119,4 @@ ONE_OBJECT = Plan(pickle.dumps((OBJECT,), protocol=5), (OBJECT,))
 def encode_pickled(pickled: Pickled, encoder: Encoder) -> Record:
     """Write a pickled object into a slot; `decode` returns the object."""
     buffers = [np.frombuffer(buffer, np.uint8) for buffer in pickled.buffers]
-    record: Record = encoder.encode_parts(ONE_OBJECT, buffers, pickled.data)
-    return record
+    return encoder.encode_parts(ONE_OBJECT, buffers, pickled.data)

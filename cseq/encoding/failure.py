@@ -13,14 +13,15 @@ import pickle
 import reprlib
 import signal
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cseq.encoding.pickling import dumps
 from cseq.errors import RemoteTraceback, WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
+    from types import GetSetDescriptorType, TracebackType
+
 
 __all__ = [
     "Failure", "annotate", "ends_program", "line_of", "listed", "location_of", "named",
@@ -35,7 +36,8 @@ ENDINGS = (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit)
 
 # Attributes of every exception, even if its class hides them or forbids setting them.
 NAMES = "args", "__cause__", "__dict__", "__traceback__"
-ARGS, CAUSE, DICT, TRACE = (vars(BaseException)[name] for name in NAMES)
+OWN: list[GetSetDescriptorType] = [vars(BaseException)[name] for name in NAMES]
+ARGS, CAUSE, DICT, TRACE = OWN
 
 # Methods that make an exception's text from one argument.
 PLAIN = (BaseException.__str__, KeyError.__str__, OSError.__str__)
@@ -83,7 +85,7 @@ def _traceback_of(error: BaseException) -> str:
 
     It begins with the first frame that is not cseq's, if there is one.
     """
-    whole = TRACE.__get__(error)
+    whole: TracebackType | None = TRACE.__get__(error)
     trace = _without(whole, OURS) or whole
     try:
         return "".join(traceback.format_exception(type(error), error, trace))
@@ -103,7 +105,7 @@ def _without(trace: TracebackType | None, files: tuple[str, ...]) -> TracebackTy
 
 def shorten(error: BaseException) -> None:
     """Cut cseq's frames from an exception's traceback; from cseq's own exceptions, the feed's."""
-    trace = TRACE.__get__(error)
+    trace: TracebackType | None = TRACE.__get__(error)
     TRACE.__set__(error, _without(trace, OURS) or _without(trace, ("cseq/engine/_feed.pyx",)))
 
 
@@ -111,8 +113,8 @@ def unpack(
     data: bytes, worker: int | None = None, process: str = "worker process"
 ) -> BaseException:
     """Restore the exception; its ``__cause__`` shows the traceback in the worker."""
-    pickled, name, message, text = pickle.loads(data)
-    error: BaseException
+    packed: tuple[bytes, str, str, str] = pickle.loads(data)
+    pickled, name, message, text = packed
     try:
         error = _load(pickled)
     except BaseException as reason:
@@ -140,12 +142,12 @@ def _travelling(error: BaseException) -> bytes:
     return b""
 
 
-def _with_args(error: BaseException) -> list[tuple[BaseException, tuple[Any, ...]]]:
+def _with_args(error: BaseException) -> list[tuple[BaseException, tuple[object, ...]]]:
     """List an exception and the exceptions among its arguments (a group's), with their arguments.
 
     Pickle calls the class with these. A constructor that formats its text would format it twice.
     """
-    args: tuple[Any, ...] = ARGS.__get__(error)
+    args: tuple[object, ...] = ARGS.__get__(error)
     inner = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
     parts = [_with_args(part) for part in inner if isinstance(part, BaseException)]
     return [(error, args), *(pair for part in parts for pair in part)]
@@ -153,7 +155,7 @@ def _with_args(error: BaseException) -> list[tuple[BaseException, tuple[Any, ...
 
 def _load(pickled: bytes) -> BaseException:
     """Unpickle an exception, and the exceptions among its arguments, with their arguments."""
-    pairs: list[tuple[BaseException, tuple[Any, ...]]] = pickle.loads(pickled)
+    pairs: list[tuple[BaseException, tuple[object, ...]]] = pickle.loads(pickled)
     for error, args in pairs:
         ARGS.__set__(error, args)
     return pairs[0][0]
@@ -220,7 +222,7 @@ def show_traceback(error: BaseException) -> BaseException:
 def str_of(error: BaseException) -> str:
     """Return an exception's own text, without the worker's traceback, if it has any."""
     try:
-        cause = CAUSE.__get__(error)
+        cause: object = CAUSE.__get__(error)
         if type(cause) is RemoteTraceback and cause.own is not None:
             return cause.own
         return str.__str__(type(error).__str__(error))
@@ -277,7 +279,7 @@ def ends_program(error: BaseException) -> bool:
 
 def _is_stated(error: BaseException) -> bool:
     """Tell whether an exception comes from a `raise` statement, not from C code."""
-    trace = TRACE.__get__(error)
+    trace: TracebackType | None = TRACE.__get__(error)
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and trace.tb_frame.f_code.co_code[max(trace.tb_lasti, 0)] == RAISE
@@ -309,13 +311,13 @@ def annotate(error: BaseException, note: str) -> None:
     if hasattr(error, "add_note"):
         _note(error, note)
         return
-    args = ARGS.__get__(error)
+    args: tuple[object, ...] = ARGS.__get__(error)
     if args and isinstance(args[0], str):
         ARGS.__set__(error, (f"{args[0]}\n{note}", *args[1:]))
 
 
 def _note(error: BaseException, note: str) -> None:
     """Add a note, even if the exception's class refuses attributes, as a frozen dataclass does."""
-    notes = DICT.__get__(error).setdefault("__notes__", [])
+    notes: object = DICT.__get__(error).setdefault("__notes__", [])
     if isinstance(notes, list):
         notes.append(note)

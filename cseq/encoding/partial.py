@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 __all__ = ["Partial"]
 
@@ -10,5 +10,5 @@ __all__ = ["Partial"]
 class Partial(NamedTuple):
     """A batch without the samples that raised; `left` has their index, and error type and text."""
 
-    batch: Any
-    left: tuple[tuple[Any, str], ...]
+    batch: object
+    left: tuple[tuple[object, str], ...]

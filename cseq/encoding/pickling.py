@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    Named: TypeAlias = type | types.FunctionType | types.ModuleType
+
 __all__ = [
     "Pickled",
     "UnpicklableError",
@@ -45,7 +47,7 @@ __all__ = [
     "unpicklable",
 ]
 
-Reduced: TypeAlias = Any  # what a reducer returns: a name, or a tuple
+Reduced: TypeAlias = "str | tuple[Any, ...]"  # what a reducer returns: a name, or a tuple
 Reducers: TypeAlias = "dict[type, Callable[[Any], Reduced]]"
 
 MAIN = ("__main__", "__mp_main__")  # the user's script, here and in multiprocessing's children
@@ -61,7 +63,7 @@ REMEDY = (
 )
 
 # Data that cloudpickle takes and pickle does not; of a file and a memoryview it makes another type.
-EMPTY: tuple[dict[Any, Any], ...] = {}, OrderedDict()
+EMPTY: tuple[dict[str, object], ...] = {}, OrderedDict()
 VIEWS = {type(view()) for one in EMPTY for view in (one.keys, one.values, one.items)}
 DATA = {io.TextIOWrapper, memoryview, *VIEWS}
 
@@ -125,12 +127,12 @@ def dump(obj: object, *, name: str = "worker", reducers: Reducers | None = None)
     return Pickled(data, buffers, tuple(modules))
 
 
-def _attributes_of(obj: Any) -> dict[str, Any]:
+def _attributes_of(obj: object) -> dict[str, object]:
     """Return the attributes that an object is pickled with."""
-    if hasattr(obj, "_fields"):
+    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         return dict(zip(obj._fields, obj, strict=True))
     try:
-        state = obj.__reduce_ex__(5)[2]
+        state: object = obj.__reduce_ex__(5)[2]
     except Exception:  # noqa: BLE001 - then this object itself is the one to blame
         return {}
     return state if isinstance(state, dict) else {}
@@ -163,16 +165,16 @@ def dumps(
 
 
 # Tables that were merged, each with what it was made of.
-_tables: dict[Callable[[], Reducers], tuple[Any, Reducers]] = {}
+_tables: dict[Callable[[], Reducers], tuple[object, Reducers]] = {}
 
 
 def _table_of(reducers: Callable[[], Reducers]) -> Reducers:
     """Return copyreg's table with reducers in it; it is merged again when one of both changes."""
     made_of, table = _tables.get(reducers, (None, {}))
     if made_of != (_torch_types(), copyreg.dispatch_table):
-        made_of = _torch_types(), copyreg.dispatch_table.copy()
-        table = made_of[1] | DTYPES | reducers()
-        _tables[reducers] = made_of, table
+        own: Reducers = copyreg.dispatch_table.copy()
+        table = own | DTYPES | reducers()
+        _tables[reducers] = (_torch_types(), own), table
     return table
 
 
@@ -204,7 +206,7 @@ def data_reducers() -> Reducers:
     return reducers | dict(zip(_torch_types(), for_torch, strict=False))
 
 
-def _torch_types() -> tuple[Any, ...]:
+def _torch_types() -> tuple[type, ...]:
     """Return torch's Tensor and both its storages; none where torch is not loaded."""
     torch = sys.modules.get("torch")
     tensor, storage = getattr(torch, "Tensor", None), getattr(torch, "UntypedStorage", None)
@@ -222,10 +224,9 @@ def _reduce_array(array: _Array) -> Reduced:
         array = array.copy()
         flat = array.reshape(-1)
     # numpy gives no buffer of dates and times.
-    buffer: Any = flat.view(np.uint8) if dtype.kind in "mMV" else flat
-    data: Any = pickle.PickleBuffer(buffer)
-    if flat.nbytes < IN_BAND:
-        data = bytearray(data.raw())
+    view: Any = flat.view(np.uint8) if dtype.kind in "mMV" else flat
+    buffer = pickle.PickleBuffer(view)
+    data = bytearray(buffer.raw()) if flat.nbytes < IN_BAND else buffer
     kind = dtype.str if dtype.kind != "V" and is_usual(dtype) else dtype
     return np.ndarray, (array.shape, kind, data, 0, array.strides)
 
@@ -240,8 +241,7 @@ def is_usual(dtype: np.dtype[Any]) -> bool:
 
 
 def _reduce_dtype(dtype: np.dtype[Any]) -> Reduced:
-    reduced: Reduced = dtype.__reduce__()
-    make, (_, *flags), *state = reduced
+    make, (_, *flags), *state = tuple(dtype.__reduce__())
     return make, (dtype.char, *flags), *state
 
 
@@ -253,7 +253,7 @@ DTYPES: Reducers = {
 }
 
 
-def _reduce_as_torch(value: Any) -> Reduced:
+def _reduce_as_torch(value: object) -> Reduced:
     """Reduce something of torch's in its own way, which has no types."""
     return value.__reduce_ex__(5)
 
@@ -280,17 +280,19 @@ def reduce_tensor(tensor: torch.Tensor) -> Reduced:
 def _tensor_on(
     storage: torch.UntypedStorage,
     dtype: torch.dtype,
-    part: tuple[Any, ...],
+    part: tuple[int, tuple[int, ...], tuple[int, ...]],
     grad: bool,  # noqa: FBT001
 ) -> torch.Tensor:
     """Make a tensor of a part of a storage."""
-    tensor: torch.Tensor = import_torch().empty(0, dtype=dtype, device="cpu").set_(storage, *part)
+    empty: torch.Tensor = import_torch().empty(0, dtype=dtype, device="cpu")
+    tensor = empty.set_(storage, *part)
     return tensor.requires_grad_() if grad else tensor
 
 
-def _sparse_tensor(layout: Any, data: tuple[Any, ...]) -> Any:
+def _sparse_tensor(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
     """Make a sparse tensor; torch's own function would keep it, for `torch.load` to look at."""
-    torch = import_torch()
+    import torch
+
     if layout is torch.sparse_coo:
         *parts, coalesced = data
         return torch.sparse_coo_tensor(*parts, is_coalesced=coalesced, check_invariants=False)
@@ -308,9 +310,10 @@ def reduce_storage(storage: torch.UntypedStorage) -> Reduced:
     return _storage_on, (pickle.PickleBuffer(data),)
 
 
-def _storage_on(buffer: Any) -> Any:
+def _storage_on(buffer: memoryview) -> torch.UntypedStorage:
     """Make a storage on a buffer, which is neither copied nor read."""
-    return import_torch().from_numpy(np.frombuffer(buffer, np.uint8)).untyped_storage()
+    tensor: torch.Tensor = import_torch().from_numpy(np.frombuffer(buffer, np.uint8))
+    return tensor.untyped_storage()
 
 
 def _reduce_typed(storage: torch.TypedStorage) -> Reduced:
@@ -321,7 +324,7 @@ def _reduce_typed(storage: torch.TypedStorage) -> Reduced:
     return _typed, (untyped, storage.dtype)
 
 
-def _typed(storage: Any, dtype: Any) -> Any:
+def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> object:
     """Make a storage of a type."""
     return import_torch().storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
@@ -346,7 +349,7 @@ def _dump_by_value(
     classes = _Classes()
     reducers = data_reducers() | {np.memmap: _reduce_memmap} | reducers
 
-    def by_name(named: Any) -> bool:
+    def by_name(named: Named) -> bool:
         """Note a module that a new process may import; then let cloudpickle decide."""
         module = named.__name__ if isinstance(named, types.ModuleType) else named.__module__
         if module in MAIN:
@@ -365,11 +368,12 @@ def _dump_by_value(
 
 
 @functools.cache
-def by_value_pickler() -> Any:
+def by_value_pickler() -> Callable[..., pickle.Pickler]:
     """Make the class of picklers by value; cloudpickle is imported here."""
     import cloudpickle
 
-    base: Any = cloudpickle.Pickler
+    base: type = cloudpickle.Pickler
+    table: dict[type, Callable[[Any], tuple[Any, ...]]] = cloudpickle.Pickler.dispatch_table
 
     class Pickler(base):  # type: ignore[misc]
         def __init__(
@@ -377,24 +381,26 @@ def by_value_pickler() -> Any:
             file: io.BytesIO,
             keep: Callable[[pickle.PickleBuffer], bool] | None,
             reducers: Reducers,
-            by_name: Callable[[Any], bool],
+            by_name: Callable[[Named], bool],
             refused: Iterable[type] = (),
         ) -> None:
-            known = {**base.dispatch_table, types.CodeType: reduce_code, **DTYPES, **reducers}
+            known = {**table, types.CodeType: reduce_code, **DTYPES, **reducers}
             self.dispatch_table = {cls: known[cls] for cls in known if cls not in refused}
             self.by_name = by_name
             super().__init__(file, protocol=5, buffer_callback=keep)
 
-        def reducer_override(self, obj: object) -> Reduced:
-            named = isinstance(obj, (type, types.FunctionType, types.ModuleType))
-            return (
-                super().reducer_override(obj) if named and not self.by_name(obj) else NotImplemented
-            )
+        def reducer_override(self, obj: object) -> object:
+            if isinstance(obj, (type, types.FunctionType, types.ModuleType)) and not self.by_name(
+                obj
+            ):
+                return super().reducer_override(obj)
+            return NotImplemented
 
     def reduce_code(code: types.CodeType) -> Reduced:
         # cloudpickle writes "<dynamic-code>" for the file, so that a notebook's function has always
         # the same pickle. Here, tracebacks and stacks of workers are to name file and line.
-        make, args = base.dispatch_table[types.CodeType](code)
+        reduced: tuple[object, tuple[object, ...]] = table[types.CodeType](code)
+        make, args = reduced
         return make, (*args[:FILENAME], code.co_filename, *args[FILENAME + 1 :])
 
     return Pickler
@@ -407,12 +413,12 @@ class _Classes(list[type]):
     under that name.
     """
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         names = [cls for cls in self if "." not in cls.__qualname__]
         return (publish, (names,)) if names else (list, ())
 
 
-def publish(named: Iterable[Any]) -> None:
+def publish(named: Iterable[type | types.FunctionType]) -> None:
     """Make a script's classes and functions known by their names here, unless these are taken."""
     main = sys.modules["__main__"]
     for one in named:
@@ -422,7 +428,7 @@ def publish(named: Iterable[Any]) -> None:
                 setattr(main, one.__name__, one)
 
 
-def named_here(obj: Any) -> bool:
+def named_here(obj: Named) -> bool:
     """Whether a class or function has a name in this process, importable or not."""
     try:
         return operator.attrgetter(obj.__qualname__)(sys.modules[obj.__module__]) is obj
@@ -434,7 +440,7 @@ def named_here(obj: Any) -> bool:
 
 
 _Array: TypeAlias = np.ndarray[Any, Any]
-_Memmap: TypeAlias = Any  # np.memmap, with the attributes that its type hints leave out
+_Memmap: TypeAlias = "np.memmap[Any, Any]"
 
 
 def _reduce_memmap(array: _Memmap) -> Reduced:
@@ -443,13 +449,14 @@ def _reduce_memmap(array: _Memmap) -> Reduced:
     return _reduce_array(array.view(np.ndarray)) if place is None else (np.memmap, place)
 
 
-def _place_in_file(array: _Memmap) -> tuple[Any, ...] | None:
+def _place_in_file(array: _Memmap) -> tuple[object, ...] | None:
     """Find arguments for `np.memmap` that map the same part of the same file, if possible."""
-    if array._mmap is None or array.filename is None or array.size == 0:
+    mapped: mmap.mmap | None = array._mmap  # type: ignore[attr-defined]
+    if mapped is None or array.filename is None or array.size == 0:
         return None
     if array.mode not in ("r", "r+", "w+") or not array.flags.c_contiguous:
         return None  # mode 'c' has private changes that are not in the file
-    begin = np.frombuffer(array._mmap, np.uint8).ctypes.data
+    begin = np.frombuffer(mapped, np.uint8).ctypes.data
     skipped = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
     at = array.ctypes.data - begin + skipped
     with contextlib.suppress(OSError):

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from cseq.encoding.pickling import Reduced, Reducers
+
 Array: TypeAlias = ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]
 
@@ -53,7 +55,7 @@ OWN_WAYS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__ge
 
 
 @functools.lru_cache(maxsize=1024)
-def opened(cls: Any) -> str | tuple[str, ...] | None:
+def opened(cls: type) -> str | tuple[str, ...] | None:
     """Return how values of a type are opened: for dataclasses, their slots; None: they are leaves.
 
     Those that define how they are pickled may be more than their parts; what dataclass() writes for
@@ -70,8 +72,7 @@ def opened(cls: Any) -> str | tuple[str, ...] | None:
         return "named"
     if not is_dataclass(cls) or cls.__new__ is not object.__new__:
         return None
-    bases: tuple[type, ...] = cls.__mro__  # type: ignore[union-attr]
-    members = [item for base in bases for item in vars(base).items()]
+    members = [item for base in cls.__mro__ for item in vars(base).items()]
     return tuple(name for name, value in members if type(value) is types.MemberDescriptorType)
 
 
@@ -92,7 +93,7 @@ ARRAY = "array"
 TENSOR = "tensor"  # or the name of its type, which numpy lacks
 BYTES = "bytes"
 OBJECT = "object"
-Node: TypeAlias = "str | tuple[Any, ...]"
+Node: TypeAlias = "str | tuple[object, ...]"
 
 TEXT = {str}
 
@@ -106,15 +107,15 @@ class _Survey:
         self.cast = cast
         self.nodes: list[Node] = []
         self.arrays: list[Array] = []
-        self.objects: list[Any] = []  # for pickle
+        self.objects: list[object] = []  # for pickle
 
     def visit(self, value: Any, depth: int) -> None:
         """Describe a value and what is below it, and collect the leaves."""
-        cls: Any = type(value)
+        cls: type = type(value)
         if cls is ndarray or cls is np.memmap:
-            if _is_flat(value.dtype):
-                value = value if cls is ndarray else value.view(ndarray)
-                return self._leaf(ARRAY, value, _target(value.dtype, self.cast))
+            array: Array | None = value if cls is ndarray else value.view(ndarray)
+            if array is not None and _is_flat(array.dtype):
+                return self._leaf(ARRAY, array, _target(array.dtype, self.cast))
         elif cls is tuple or cls is list:
             return self._container(value, None, value, depth)
         elif cls is dict:
@@ -126,13 +127,14 @@ class _Survey:
         elif cls is bytes and len(value) >= LONG:
             return self._leaf(BYTES, np.frombuffer(value, np.uint8))
         elif cls is getattr(sys.modules.get("torch"), "Tensor", None):
-            if self.cast is not None and value.dtype != torch_type(self.cast):
-                value = _plain_tensor(value, self.cast)
-            bits, name = _bits(value.dtype)
+            tensor: torch.Tensor = value
+            if self.cast is not None and tensor.dtype != torch_type(self.cast):
+                tensor = _plain_tensor(tensor, self.cast)
+            bits, name = _bits(tensor.dtype)
             try:
                 # `numpy` refuses what is not strided, not on the CPU, conjugated or with a graph.
-                plain = value if bits is None else value.view(bits)
-                array = None if value.is_cuda else plain.numpy()
+                plain = tensor if bits is None else tensor.view(bits)
+                array = None if tensor.is_cuda else plain.numpy()
             except (RuntimeError, TypeError):
                 array = None
             if array is not None:
@@ -140,7 +142,7 @@ class _Survey:
         return self._object(value)
 
     def _container(
-        self, value: Any, keys: tuple[str, ...] | None, children: Collection[Any], depth: int
+        self, value: object, keys: tuple[str, ...] | None, children: Collection[object], depth: int
     ) -> None:
         """Collect the leaves of a container; one of pickled leaves alone is pickled as one."""
         if not depth:
@@ -153,7 +155,7 @@ class _Survey:
             del self.nodes[nodes:], self.objects[objects:]
             self._object(value)
 
-    def _object(self, value: Any) -> None:
+    def _object(self, value: object) -> None:
         self.nodes.append(OBJECT)
         self.objects.append(value)
 
@@ -173,14 +175,16 @@ def _is_flat(dtype: Dtype) -> bool:
 @functools.cache
 def torch_type(dtype: Dtype) -> torch.dtype:
     """Return torch's dtype for one of numpy's; TypeError if there is none."""
-    tensor: torch.Tensor = import_torch().from_numpy(np.empty(0, dtype))
-    return tensor.dtype
+    import torch
+
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 @functools.cache
 def _bits(dtype: torch.dtype) -> tuple[torch.dtype | None, str | None]:
     """Return, for a torch dtype that numpy lacks, an integer dtype of its size, and its name."""
-    torch = import_torch()
+    import torch
+
     try:
         torch.empty(0, dtype=dtype, device="cpu").numpy()
     except TypeError:
@@ -203,7 +207,7 @@ class Plans(Protocol):
         """Add a plan to those that are known."""
 
 
-def plan_for(batch: Any, encoder: Plans) -> tuple[Plan, list[Array], list[Any]]:
+def plan_for(batch: object, encoder: Plans) -> tuple[Plan, list[Array], list[object]]:
     """Return a batch's plan, which the encoder then remembers, its arrays, and its other leaves."""
     survey = _Survey(encoder.cast)
     try:
@@ -249,16 +253,16 @@ def _plain_tensor(tensor: torch.Tensor, cast: Dtype | None) -> torch.Tensor:
 REMEDY = "Return arrays, tensors, numbers, strings, bytes, None, or objects that pickle takes"
 
 
-def dump(objects: list[Any]) -> tuple[bytes, list[Array]]:
+def dump(objects: list[object]) -> tuple[bytes, list[Array]]:
     """Pickle the other leaves of a batch: return the pickle, and the buffers that are not in it."""
     buffers: list[memoryview] = []
     pickled = _dumps(objects, buffers, batch_reducers)
     return pickled, [np.frombuffer(buffer, np.uint8) for buffer in buffers]
 
 
-def _number_reducer(dtype: Dtype) -> Callable[[Any], Any]:
+def _number_reducer(dtype: Dtype) -> Callable[[np.generic], Reduced]:
     """Make what numpy's numbers of a type do to be pickled, which imports a module each time."""
-    make = np.float64().__reduce__()[0]
+    make: object = np.float64().__reduce__()[0]
     return lambda number: (make, (dtype, number.tobytes()))
 
 
@@ -269,14 +273,14 @@ NUMBERS = {
 }
 
 
-def batch_reducers(*, handles: bool = True) -> dict[type, Callable[[Any], Any]]:
+def batch_reducers(*, handles: bool = True) -> Reducers:
     """Return how arrays, numbers and tensors are pickled in a batch.
 
     A tensor that is a part of a storage becomes a copy of that part; one on CUDA, with `handles`, a
     handle of its memory.
     """
     reducers = data_reducers() | NUMBERS
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    tensor: type | None = getattr(sys.modules.get("torch"), "Tensor", None)
     reduce = _reduce_to_handle if handles else _reduce_part
     return reducers | {tensor: reduce} if tensor in reducers else reducers
 
@@ -287,7 +291,7 @@ def _reduce_to_handle(tensor: torch.Tensor) -> Any:
     return importlib.import_module("torch.multiprocessing.reductions").reduce_tensor(tensor)
 
 
-def _reduce_part(tensor: torch.Tensor) -> Any:
+def _reduce_part(tensor: torch.Tensor) -> Reduced:
     return reduce_tensor(_plain_tensor(tensor, None))
 
 

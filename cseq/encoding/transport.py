@@ -14,10 +14,14 @@ from cseq.encoding import codec, failure
 from cseq.encoding._codec import Decoder, Objects, TicketWriter
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cseq._work import Runner
     from cseq.memory.arena import Arena
 
     Fields = tuple[int, ...]
+    Convert = Callable[[Any], object]
+    LeafFor = Callable[[Any], Convert | None]
 
 __all__ = ["NO_SLOT", "BatchReader", "SlotReader", "Source"]
 
@@ -35,12 +39,12 @@ class SlotReader:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
 
-    def decoder(self, **how: Any) -> Decoder:
+    def decoder(self, *, convert: Convert | None, leaf_for: LeafFor | None) -> Decoder:
         """Make a decoder, in C, of batches in slots that are mapped already."""
-        arena = self.arena
-        return Decoder(slots=arena.slots, mapped=arena.mapped, lend=arena.lease, **how)
+        slots, mapped, lend = self.arena.slots, self.arena.mapped, self.arena.lease
+        return Decoder(slots=slots, mapped=mapped, lend=lend, convert=convert, leaf_for=leaf_for)
 
-    def decode(self, entry: int, slot: int, capacity: int, record: Fields) -> Any:  # noqa: ARG002
+    def decode(self, entry: int, slot: int, capacity: int, record: Fields) -> object:  # noqa: ARG002
         """Decode the batch. Small leaves are copies; large ones stay in the slot if they may."""
         memory = self.arena.mapping_of(slot, capacity)
         return codec.decode(memory, record, self.arena.lease, slot, capacity)
@@ -49,9 +53,10 @@ class SlotReader:
         """Restore the exception."""
         if slot == NO_SLOT:
             return MemoryError("no room in shared memory for a batch or for the text of its error")
-        return failure.unpack(SlotReader.decode(self, entry, slot, capacity, record))
+        packed: Any = SlotReader.decode(self, entry, slot, capacity, record)
+        return failure.unpack(packed)
 
-    def fetch(self, runner: Runner) -> Any:
+    def fetch(self, runner: Runner) -> object:
         """Decode the batch of the present ticket, in a converter thread, and free the slot."""
         slot, used = runner.slot, sum(runner.record)
         # Nothing is copied: the batch is page-locked, and dropped once it is on the device.

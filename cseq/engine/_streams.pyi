@@ -10,7 +10,7 @@ from cseq.order._source import Source
 @final
 class Request:
     slot: int
-    value: Any
+    value: object
     def __new__(cls, slots: SlotTable | None = None, value: object = None) -> Self: ...
     def locate(self, capacity: int, record: Sequence[int]) -> None: ...
 
@@ -20,10 +20,10 @@ class StreamSource(Source):
         rings: list[Ring],
         epoch: int,
         assignments: list[Request],
-        *_: Any,
+        *_: object,
         depth: int,
         first: int = 0,
-        **__: Any,
+        **__: object,
     ) -> Self: ...
 
 @final
@@ -36,7 +36,7 @@ class KeySource(StreamSource):
         rings: list[Ring],
         epoch: int,
         assignments: list[Request],
-        keys: Iterator[Any],
+        keys: Iterator[object],
         pickle: Callable[[Any, int], Request],
         *,
         depth: int,

@@ -138,7 +138,7 @@ class Pool(Generic[K]):
         batch = crew.reader.decode(entry, slot, capacity, record)
         return batch if crew.convert is None else crew.convert(batch), None
 
-    def describe(self, ring_number: int, cell: int, error: Any) -> tuple[Any, Any]:
+    def describe(self, ring_number: int, cell: int, error: BaseException) -> tuple[Any, Any]:
         """Name the ticket in an exception; return the exception and the note."""
         return self.tickets.describe(ring_number, cell, error)
 

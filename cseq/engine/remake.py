@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cseq.converter import output as outputs
 from cseq.engine._feed import FeedIterator
@@ -37,7 +37,7 @@ class Remade(NamedTuple):
         The time that the indexer and the conversion took.
     """
 
-    batch: Any
+    batch: object
     indices: NDArray[np.int64]
     seconds: float
 

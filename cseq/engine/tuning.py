@@ -92,7 +92,7 @@ class Tuner:
             self.span = min(2 * self.span, LONG)
             return None
         self._changes += 1
-        self.span = min(SHORT * 2 ** max(0, self._changes - QUICK), LONG)
+        self.span = min(SHORT * (1 << max(0, self._changes - QUICK)), LONG)
         return decision
 
     def _judge(self, v: Window, size: Size) -> Decision | None:
@@ -123,7 +123,7 @@ class Tuner:
 
     def _next(self, v: Window, size: Size, most: Size) -> Decision | None:
         advice = advise(v)
-        named, why = advice.change, advice.sentence
+        named: dict[str, int] = advice.change
         workers, buffer = size
         if self._auto[0]:
             highest = max(workers, min(most.num_workers, self._enough.num_workers))
@@ -136,7 +136,7 @@ class Tuner:
         if (workers, buffer) == size:
             return None
         self._trial = size, v.batches / v.elapsed
-        return Decision(Size(workers, buffer), why)
+        return Decision(Size(workers, buffer), advice.sentence)
 
 
 def log_change(before: Size, after: Size, why: str) -> None:
@@ -174,14 +174,14 @@ class Controller:
         if not pool.is_staffed:
             self._window_start = None
             return
-        stats = pool.stats()
+        stats: Stats = pool.stats()
         if self._window_start is None:
             self._begin_window(stats)
             return
         window = stats.since(self._window_start).window()
         if not tuner.is_enough(window):
             return
-        size = pool.size
+        size: Size = pool.size
         decision = tuner.look(window, size, pool.most(stats))
         if decision is None:
             self._begin_window(stats)

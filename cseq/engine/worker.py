@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cseq._work import Runner
 from cseq.indexing import context
-from cseq.indexing.indexer import dispose
+from cseq.indexing.indexer import BatchTask, dispose
 from cseq.processes.launcher.forks import in_forked_children
 from cseq.processes.worker import NOTED, enter, send_state
 from cseq.stage import CONVERTER, run
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from cseq._work import BatchWriter
     from cseq.encoding.transport import Source
-    from cseq.indexing.indexer import BatchTask
     from cseq.indexing.producer import ItemTask
     from cseq.processes.worker import Entered
 
@@ -36,7 +35,7 @@ __all__ = ["ENTRY", "convert", "main", "serve"]
 ENTRY = "cseq.engine.worker:main"
 
 
-def main(sock: socket.socket, local: Any = None) -> None:
+def main(sock: socket.socket, local: object = None) -> None:
     """Run one worker process.
 
     Parameters
@@ -48,9 +47,9 @@ def main(sock: socket.socket, local: Any = None) -> None:
     """
     entered = enter(sock)
     setup = entered.setup
-    task = setup.task
+    task: BatchTask | ItemTask = setup.task
     runner = Runner(entered.ring, task.stage, setup.owner, last=task.last)
-    if task.stage == CONVERTER:
+    if isinstance(task, BatchTask) and task.stage == CONVERTER:
         _convert(task, runner, entered)
         return
     serve(
@@ -75,7 +74,7 @@ def serve(
     tell: Callable[[str], object],
     *,
     copied: bool,
-    convert: Callable[[Any], Any] | None = None,
+    convert: Callable[[Any], object] | None = None,
 ) -> None:
     """Answer the tickets of a ring until it is closed to this worker.
 
@@ -118,7 +117,7 @@ def _convert(task: BatchTask, runner: Runner, entered: Entered) -> None:
 
 
 def convert(
-    source: Source, function: Callable[[Any], Any], batch_writer: BatchWriter, runner: Runner
+    source: Source, function: Callable[[Any], object], batch_writer: BatchWriter, runner: Runner
 ) -> None:
     """Convert the batch of a converter's ticket by a function, and publish it."""
     try:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from cseq._memory import Block, Loan, Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     # A pickle, and the buffers that it refers to.
     Message: TypeAlias = tuple[bytes, list[Any]]
@@ -85,7 +85,7 @@ class Connection:
             except (AuthenticationError, AssertionError) as error:
                 raise PermissionError(f"the other end does not have the key: {error}") from error
 
-    def send(self, data: bytes, buffers: list[Any]) -> None:
+    def send(self, data: bytes, buffers: Sequence[memoryview]) -> None:
         """Send a message."""
         head = pickle.dumps((data, [buffer.nbytes for buffer in buffers]))
         self._out.write(LENGTH.pack(len(head)) + head)
@@ -101,7 +101,9 @@ class Connection:
 
     def receive(self, allocate: Callable[[int], Memory] = Block) -> Message:
         """Receive a message, its buffers in memory of `allocate`."""
-        data, sizes = pickle.loads(self._read(*LENGTH.unpack(self._read(LENGTH.size))))
+        (size,) = LENGTH.unpack(self._read(LENGTH.size))
+        head: tuple[bytes, list[int]] = pickle.loads(self._read(size))
+        data, sizes = head
         *offsets, total = accumulate((size + -size % ALIGN for size in sizes), initial=0)
         body = self._read(total, allocate)
         return data, [

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
+    from torch import Tensor, dtype
 
     from cseq.indexing.context import BatchContext
 
@@ -287,7 +288,7 @@ def _stack_arrays(arrays: Samples) -> NDArray[Any]:
     return np.stack(arrays, out=context.empty((len(arrays), *first.shape), first.dtype))
 
 
-def _stack_tensors(torch: Any, tensors: Samples) -> Any:
+def _stack_tensors(torch: Any, tensors: Sequence[Tensor]) -> object:
     """Stack tensors; in the batch's slot if they are large."""
     first = tensors[0]
     _check_shapes(tensors)
@@ -302,7 +303,7 @@ def _stack_tensors(torch: Any, tensors: Samples) -> Any:
     )
 
 
-def is_plain(tensor: Any) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is nothing but its elements, in this process's memory."""
     return (
         tensor.device.type == "cpu"
@@ -311,10 +312,11 @@ def is_plain(tensor: Any) -> bool:
     )
 
 
-def empty_tensor(shape: tuple[int, ...], dtype: Any) -> Any:
+def empty_tensor(shape: tuple[int, ...], dtype: dtype) -> Tensor:
     """Make a tensor in the slot, as `cseq.empty` makes an array."""
     nbytes = math.prod(shape) * dtype.itemsize
-    return import_torch().from_numpy(context.empty(nbytes, np.uint8)).view(dtype).view(shape)
+    flat: Tensor = import_torch().from_numpy(context.empty(nbytes, np.uint8))
+    return flat.view(dtype).view(shape)
 
 
 # -- large arrays, stacked while the samples are fetched

@@ -89,16 +89,17 @@ def check_worker(worker: object) -> None:
         )
     _refuse_table(worker, "worker is")
     refuse_iterable(worker, "worker is")
-    if not is_indexer(worker) and not callable(worker):
+    if is_indexer(worker):
+        return
+    if not callable(worker):
         raise TypeError(
             f"worker={worker!r} can neither be called nor indexed; give a class (or another "
             "callable without arguments) that makes an object with __getitem__(indices)"
         )
-    if not is_indexer(worker):
-        _refuse_arguments(worker)
+    _refuse_arguments(worker)
 
 
-def _refuse_arguments(worker: Any) -> None:
+def _refuse_arguments(worker: Callable[[], object]) -> None:
     """Refuse a class or function that cannot be called without arguments."""
     try:
         inspect.signature(worker).bind()
@@ -179,7 +180,7 @@ def build(worker: Any) -> Indexer[Any]:
     return indexer
 
 
-def build_seeded(worker: Any, seeds: Seeds | None, *, copied: bool) -> Indexer[Any]:
+def build_seeded(worker: object, seeds: Seeds | None, *, copied: bool) -> Indexer[Any]:
     """Make an indexer, with the global generators seeded; see `build` and `dispose`.
 
     Once more if it has imported a generator's module just now.
@@ -233,14 +234,15 @@ class FirstBatch:
         Called with the text.
     """
 
-    def __init__(self, indexing: Any, output: Output, tell: Callable[[str], object]) -> None:
-        self._indexing: Any = weakref.proxy(indexing)  # which has this one as its indexer
+    def __init__(self, indexing: Indexing, output: Output, tell: Callable[[str], object]) -> None:
+        self._indexing = weakref.proxy(indexing)  # which has this one as its indexer
+        assert indexing.indexer is not None
         self._indexer = indexing.indexer
         self._output = output
         self._tell = tell
         indexing.indexer = self
 
-    def __getitem__(self, indices: NDArray[np.int64], /) -> Any:
+    def __getitem__(self, indices: NDArray[np.int64], /) -> object:
         """Return the indexer's batch; from now on the owner has the indexer itself."""
         from cseq.converter.output import explain_cast
 
@@ -296,7 +298,7 @@ class BatchTask(NamedTuple):
     output: Output
 
     def make(
-        self, read: Callable[[], Any], batch_context: BatchContext, *, copied: bool
+        self, read: Callable[[], object], batch_context: BatchContext, *, copied: bool
     ) -> tuple[Any, Indexer[Any]]:
         """Return the user's object, which may draw and import as it is read, and its indexer."""
         if self.seed_globals:
@@ -312,7 +314,7 @@ class BatchTask(NamedTuple):
         batch_context: BatchContext,
         writer: BatchWriter,
         tell: Callable[[str], object],
-        convert: Callable[[Any], Any] | None,
+        convert: Callable[[Any], object] | None,
     ) -> Indexing:
         """Return what makes the batches, and publishes them."""
         batch_context.allocator = writer.room

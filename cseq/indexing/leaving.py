@@ -53,7 +53,7 @@ class Skipped(NamedTuple):
 
 
 def note_batch(
-    location: str, epoch: int | None, batch: int, error: BaseException, indices: Sequence[Any]
+    location: str, epoch: int | None, batch: int, error: BaseException, indices: Sequence[object]
 ) -> Skipped:
     """Log that a batch is left out, and return its entry.
 
@@ -72,12 +72,12 @@ def note_samples(epoch: int | None, batch: int, left: Sequence[tuple[Any, str]])
     return [Skipped(epoch, batch, sample, text, [sample]) for sample, text in left]
 
 
-def indices_of(key: Any) -> list[Any]:
+def indices_of(key: object) -> list[Any]:
     """Return the indices that a key consists of."""
     return key if isinstance(key, list) else [] if key is None else [key]
 
 
-def none_text(index: Any, dataset: object) -> str:
+def none_text(index: object, dataset: object) -> str:
     """Say that a sample is None."""
     return f"sample {index} of {type(dataset).__name__} is None: is a `return` missing?"
 
@@ -109,7 +109,7 @@ class Leaving:
         self._depth = fork_depth()
         self.left: list[tuple[int, Any, str]] = []
 
-    def fetch(self, indices: Sequence[Any]) -> Iterator[Any]:
+    def fetch(self, indices: Sequence[object]) -> Iterator[object]:
         """Return the samples; one by one as they are taken, if the data set has them so.
 
         Raises
@@ -132,12 +132,12 @@ class Leaving:
                 first = error.with_traceback(None)
         return self._one_by_one(indices, first)
 
-    def _check(self, sample: Any, index: Any) -> None:
+    def _check(self, sample: object, index: object) -> None:
         """Refuse a sample that is None, if what collates can do nothing with it."""
         if sample is None and self._refuses_none:
             raise TypeError(none_text(index, self.dataset))
 
-    def _one_by_one(self, indices: Sequence[Any], first: Exception | None) -> Iterator[Any]:
+    def _one_by_one(self, indices: Sequence[object], first: Exception | None) -> Iterator[object]:
         """Fetch samples one by one; raise `first`, or the first exception, if there are none."""
         dataset = self.dataset
         for position, index in enumerate(indices):
@@ -163,7 +163,7 @@ class Leaving:
         """Tell whether samples are left out, and this is no process that the data set forked."""
         return self._skips and fork_depth() == self._depth
 
-    def whole(self, batch: Any) -> Any:
+    def whole(self, batch: object) -> object:
         """Return the batch that was made of the samples, with what is missing in it."""
         if not self.left:
             return batch

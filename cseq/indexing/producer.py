@@ -45,10 +45,10 @@ class Producer(Protocol):
     the worker ends.
     """
 
-    def begin(self, assignment: Any, /) -> Any:
+    def begin(self, assignment: Any, /) -> object:
         """Begin an epoch, also if the last one is not over; `Streams.begin` returns the reply."""
 
-    def items(self, start: int, /) -> Iterator[Any]:
+    def items(self, start: int, /) -> Iterator[object]:
         """Return an iterator over the items of the epoch, beginning with item `start`.
 
         `start` is above 0 only in a process that replaces a dead one. That has the same assignment,
@@ -59,15 +59,19 @@ class Producer(Protocol):
 class KeyProducer(Protocol):
     """Makes a worker's items in epochs of keys; otherwise as `Producer`."""
 
-    def begin(self, assignment: Any, /) -> Any:
+    def begin(self, assignment: Any, /) -> object:
         """Begin an epoch; see `Producer`."""
 
-    def make(self, key: Any, /) -> Any:
+    def make(self, key: Any, /) -> object:
         """Return the item of a key; an exception is raised in the loop in place of the item.
 
         The key has the type and the value that it has in the trainer. Arrays may be made by
         `cseq.empty`, and kept. A process that replaces a dead one makes some keys' items again.
         """
+
+
+class EitherProducer(Producer, KeyProducer, Protocol):
+    """Has the methods of both; `items` or `make` is never called."""
 
 
 class Making(Work):
@@ -82,20 +86,20 @@ class Making(Work):
         ring: Ring,
         batch_context: context.BatchContext,
     ) -> None:
-        self._producer = producer
+        self._producer: EitherProducer = producer
         self._ring = ring
         self._writer = writer
         self._room = writer.room
         self._batch_context = batch_context
         self._rooms = [ring.indices(cell).data for cell in range(ring.capacity)]
         self._epoch = 0  # the producer's epoch; the trainer counts them from 1
-        self._reply: Any = None  # of its `begin`, until that is asked for
+        self._reply: object = None  # of its `begin`, until that is asked for
         self._ended_epoch = 0  # the epoch of which no item follows
-        self._items: Iterator[Any] | None = None
+        self._items: Iterator[object] | None = None
         self._next_number = 0  # number of the next item
         self._failing = RAISED  # the status of an exception that comes now
 
-    def answer(self, runner: Runner) -> Any:
+    def answer(self, runner: Runner) -> object:
         """Make what the present ticket asks for."""
         epoch, kind, _ = self._ring.ticket(runner.cell)
         room = self._rooms[runner.cell]
@@ -138,19 +142,19 @@ class Making(Work):
         memory = copy_of(self._room.mapping_of(slot, capacity), sum(record))
         return codec.decode(memory, record)
 
-    def _answer_call(self, runner: Runner, epoch: int, *, begins: bool) -> Any:
+    def _answer_call(self, runner: Runner, epoch: int, *, begins: bool) -> object:
         """Call a method; what it makes lies in no slot before it returns."""
         if epoch not in (0, self._epoch):
             self._begin_epoch(runner, epoch)
         if begins:
             reply, self._reply = self._reply, None
         else:
-            method, args = self._read(runner, CALLED)
-            reply = getattr(self._producer, method)(*args)
+            call: tuple[str, tuple[object, ...]] = self._read(runner, CALLED)
+            reply = getattr(self._producer, call[0])(*call[1])
         self._writer.begin_ticket()
         return reply
 
-    def _go_to(self, start: int) -> Iterator[Any]:
+    def _go_to(self, start: int) -> Iterator[object]:
         """Return the iterator, at the item where the ticket begins."""
         if self._items is None or self._next_number != start:
             self._items = None
@@ -158,7 +162,7 @@ class Making(Work):
             self._next_number = start
         return self._items
 
-    def _make_item(self, runner: Runner, make: Callable[[], Any]) -> Any:
+    def _make_item(self, runner: Runner, make: Callable[[], object]) -> object:
         """Make an item, with its arrays in the slot."""
         self._writer.begin_ticket()
         self._batch_context.allocator = self._room
@@ -176,7 +180,7 @@ class Making(Work):
 class Serving(Making):
     """The work on a ticket in a thread: what the ticket refers to is there as an object."""
 
-    def _read(self, runner: Runner, which: slice) -> Any:
+    def _read(self, runner: Runner, which: slice) -> object:
         assignment, key, _ = self._ring.kept[runner.cell]
         return (assignment if which == ASSIGNED else key).value
 
@@ -191,11 +195,11 @@ class ItemTask(NamedTuple):
 
     def make(
         self,
-        read: Callable[[], Any],
+        read: Callable[[], Callable[[int, int], Producer | KeyProducer]],
         batch_context: context.BatchContext,
         *,
         copied: bool,  # noqa: ARG002 - for batches
-    ) -> tuple[Any, Any]:
+    ) -> tuple[object, Any]:
         """Return the user's object, and the producer that it makes."""
         make = read()
         return make, make(batch_context.number, self.num_workers)
@@ -207,7 +211,7 @@ class ItemTask(NamedTuple):
         batch_context: context.BatchContext,
         writer: BatchWriter,
         tell: Callable[[str], object],  # noqa: ARG002 - for batches
-        convert: Callable[[Any], Any] | None,  # noqa: ARG002 - for batches
+        convert: Callable[[Any], object] | None,  # noqa: ARG002 - for batches
     ) -> Making:
         """Return what makes the items, and publishes them."""
         kind = Serving if writer.room is None else Making

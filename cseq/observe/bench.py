@@ -26,7 +26,11 @@ from cseq.system import cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
+    from torch.utils.data import DataLoader
+
+    Loader = MSequence[Any] | DataLoader[Any]
 __all__ = ["Figures", "bench", "epochs", "seconds_of"]
 
 # Seconds to measure the rate, and again to measure the waiting.
@@ -84,7 +88,7 @@ class Figures(NamedTuple):
     error: str = ""
 
 
-def load(path: str, name: str) -> Callable[[], Any]:
+def load(path: str, name: str) -> Callable[[], object]:
     """Return a function of a file, or raise ValueError."""
     folder, file = os.path.split(os.path.abspath(path))
     if not os.path.isfile(path):
@@ -96,7 +100,7 @@ def load(path: str, name: str) -> Callable[[], Any]:
     module = importlib.import_module(stem)
     if os.path.realpath(getattr(module, "__file__", None) or "") != os.path.realpath(path):
         raise ValueError(f"{path} has the name of one of Python's modules; rename the file")
-    function: Callable[[], Any] | None = getattr(module, name, None)
+    function: Callable[[], object] | None = getattr(module, name, None)
     if not callable(function):
         names = [
             key
@@ -107,12 +111,13 @@ def load(path: str, name: str) -> Callable[[], Any]:
     return function
 
 
-def loader_of(made: Any) -> Any:
+def loader_of(made: Any) -> Loader:
     """Return the loader that ``make()`` returned, or make one for a data set."""
     data = sys.modules.get("torch.utils.data")
     is_stream = data is not None and isinstance(made, data.IterableDataset)
     if isinstance(made, MSequence) or (data is not None and isinstance(made, data.DataLoader)):
-        return made
+        loader: Loader = made
+        return loader
     if not is_stream and not all(hasattr(type(made), name) for name in ("__getitem__", "__len__")):
         raise ValueError(
             f"make() returned an object of {type(made).__name__}; let it return a data set (with "
@@ -127,7 +132,7 @@ def loader_of(made: Any) -> Any:
     return DataLoader(made, BATCH_SIZE, shuffle=not is_stream)
 
 
-def look(made: Any) -> Made:
+def look(made: object) -> Made:
     """Describe what ``make()`` returned."""
     loader = loader_of(made)
     if isinstance(loader, MSequence):
@@ -139,7 +144,7 @@ def look(made: Any) -> Made:
     return Made(text, ("torch", "none", "cseq"), current, loader.num_workers or max(1, cores() - 1))
 
 
-def row_of(loader: Any, kind: str, workers: int) -> Any:
+def row_of(loader: Loader, kind: str, workers: int) -> AbstractContextManager[Any]:
     """Return a context manager that starts a row's loader, and gives it."""
     if isinstance(loader, MSequence):
         return loader.start_test() if kind == "none" else loader.start()
@@ -160,7 +165,7 @@ def row_of(loader: Any, kind: str, workers: int) -> Any:
     return contextlib.nullcontext(library.DataLoader(loader.dataset, num_workers=count, **options))
 
 
-def _some(batches: Iterable[Any], seconds: float, most: int) -> Iterator[Any]:
+def _some(batches: Iterable[object], seconds: float, most: int) -> Iterator[object]:
     """Yield batches for some seconds, at most `most`."""
     end = time.monotonic() + seconds
     for batch in itertools.islice(batches, most):
@@ -169,7 +174,7 @@ def _some(batches: Iterable[Any], seconds: float, most: int) -> Iterator[Any]:
             return
 
 
-def epochs(loader: Iterable[Any]) -> Generator[Any, None, None]:
+def epochs(loader: Iterable[object]) -> Generator[object, None, None]:
     """Yield the batches of one epoch after another."""
     while True:
         empty = True
@@ -180,7 +185,9 @@ def epochs(loader: Iterable[Any]) -> Generator[Any, None, None]:
             raise ValueError("the loader has no batches")
 
 
-def measure(loader: Any, kind: str, workers: int, step: float, seconds: float) -> Iterator[Figures]:
+def measure(
+    loader: Loader, kind: str, workers: int, step: float, seconds: float
+) -> Iterator[Figures]:
     """Measure a row for some seconds, or twice if there is a step. Yield figures as they come."""
     begun = time.perf_counter()
     with row_of(loader, kind, workers) as row, contextlib.closing(epochs(row)) as batches:
@@ -279,13 +286,13 @@ def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | st
     return 0
 
 
-def _row(make: Callable[[], Any], *row: Any) -> Figures:
+def _row(make: Callable[[], object], kind: str, workers: int, *seconds: float) -> Figures:
     """Measure a row. After an error, the figures so far stay."""
     figures = Figures()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            for later in measure(loader_of(make()), *row):
+            for later in measure(loader_of(make()), kind, workers, *seconds):
                 figures = later
         except Exception as error:  # noqa: BLE001 - it is in the figures
             figures = figures._replace(error=_explain(error))

@@ -196,7 +196,7 @@ def _given(boundaries: Sequence[int], longest: int, budget: int) -> NDArray[np.i
     return np.array(bounds)
 
 
-def _size(sizes: int | Mapping[Any, int], label: Any) -> int:
+def _size(sizes: int | Mapping[Any, int], label: object) -> int:
     """Return the samples of a batch of a label."""
     if not isinstance(sizes, Mapping):
         return integer("sizes", sizes, 1, MOST_SAMPLES)

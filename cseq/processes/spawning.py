@@ -20,6 +20,9 @@ from cseq.encoding.pickling import import_torch, reduce_storage
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch
+
+    from cseq.encoding.pickling import Reduced, Reducers
 __all__ = ["Reopened", "spawning"]
 
 # Typeshed lacks the attributes that are used below.
@@ -69,7 +72,7 @@ class Workers:
 
 
 @contextlib.contextmanager
-def spawning() -> Iterator[dict[type, Any]]:
+def spawning() -> Iterator[Reducers]:
     """Give `dump` its `reducers` for multiprocessing's objects, in this context.
 
     There are no reducers on Windows, where the objects are handles.
@@ -85,29 +88,30 @@ def spawning() -> Iterator[dict[type, Any]]:
         CONTEXT.set_spawning_popen(before)
 
 
-def _reducers() -> dict[type, Any]:
-    storage = getattr(sys.modules.get("torch"), "UntypedStorage", None)
-    shared = {} if storage is None else {storage: _reduce_storage}
+def _reducers() -> Reducers:
+    storage: type | None = getattr(sys.modules.get("torch"), "UntypedStorage", None)
+    shared: Reducers = {} if storage is None else {storage: _reduce_storage}
+    own: Reducers = PICKLER._extra_reducers
     return shared | {
         cls: reduce
-        for cls, reduce in PICKLER._extra_reducers.items()
+        for cls, reduce in own.items()
         if cls not in copyreg.dispatch_table
         and reduce.__module__.startswith("multiprocessing.")
         and reduce.__module__ != "multiprocessing.reduction"
     }
 
 
-def _reduce_storage(storage: Any) -> Any:
+def _reduce_storage(storage: torch.UntypedStorage) -> Reduced:
     """Reduce a storage of torch. Workers share a storage in shared memory."""
-    strategy = sys.modules["torch"].multiprocessing.get_sharing_strategy()
+    strategy: str = sys.modules["torch"].multiprocessing.get_sharing_strategy()
     is_file = storage.device.type == "cpu" and storage.is_shared() and storage.nbytes()
     if not is_file or strategy != "file_descriptor":
         return reduce_storage(storage)
-    fd, nbytes = storage._share_fd_cpu_()
-    return _shared_storage, (Workers.DupFd(fd), nbytes)
+    handed: tuple[int, int] = storage._share_fd_cpu_()
+    return _shared_storage, (Workers.DupFd(handed[0]), handed[1])
 
 
-def _shared_storage(descriptor: Reopened, nbytes: int) -> Any:
+def _shared_storage(descriptor: Reopened, nbytes: int) -> object:
     fd = descriptor.detach()
     try:
         return import_torch().UntypedStorage._new_shared_fd_cpu(fd, nbytes)

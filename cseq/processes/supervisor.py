@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cseq._core import now_ns
 from cseq.encoding import codec, failure
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
 
+    from cseq._memory import Descriptor
     from cseq.errors import WorkerDied
     from cseq.measure.lanes import Lanes
     from cseq.processes.deaths import Deaths, Held
@@ -103,7 +104,7 @@ class Supervisor:
         shared: Arena,
         *,
         readers: int,
-        task: Callable[[int], Any],
+        task: Callable[[int], object],
         describe: Callable[[int, int], Held],
         deaths: Deaths,
         lanes: Lanes,
@@ -121,7 +122,7 @@ class Supervisor:
         self._missing: list[int] = []
         self._waiting: deque[Latch] = deque()
         self._beside = ""
-        self._object: Any = None
+        self._object: Descriptor | None = None
         self._record: codec.Record | None = None
         self._workers: dict[int, WorkerProcess] = {}
         self._failed: dict[str, WorkerDied] = {}
@@ -139,7 +140,7 @@ class Supervisor:
 
     def prepare(
         self,
-        worker: Any,
+        worker: object,
         *,
         name: str = "worker",
         preload: bool = True,

@@ -110,7 +110,7 @@ class Entered(NamedTuple):
     object_fd: list[int]
     sender: Sender | None
 
-    def read_object(self, local: Any) -> Any:
+    def read_object(self, local: object) -> object:
         """Return the user's object: read from its file, or `local`, which a fork inherits.
 
         The file is mapped copy-on-write, so changes of its arrays stay in this process.

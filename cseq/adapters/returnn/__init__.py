@@ -199,7 +199,6 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         super().initialize()
 
     def _describe(self) -> None:
-        """Have the description of the wrapped dataset."""
         self.num_inputs, self.num_outputs, self.labels = map(
             self._answer, ("num_inputs", "num_outputs", "labels")
         )
@@ -264,7 +263,6 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     # -- the workers ----------------------------------------------------------------------------
 
     def _is_running(self) -> bool:
-        """Whether there are workers that this process has started."""
         return self._streams is not None and self._streams._run.is_ours
 
     def _workers(self) -> Streams:

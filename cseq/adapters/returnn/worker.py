@@ -53,7 +53,7 @@ class _Configuration:
     has once it has the configuration: that is unpickled first.
     """
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return _restore, (pickle.dumps(SubProcCopyGlobalConfigPreInitFunc()),)
 
 
@@ -70,7 +70,7 @@ class SequenceProducer:
 
     def __init__(
         self,
-        _: Any,  # `CONFIGURATION`, first: the rest may be unpickled once it is there
+        _: object,  # `CONFIGURATION`, first: the rest may be unpickled once it is there
         plan: dict[str, Any],
         sharding_method: str,
         name: str,
@@ -101,7 +101,6 @@ class SequenceProducer:
         return num_shards * self._num_workers, shard_index * self._num_workers + self._number
 
     def _made(self) -> Dataset:
-        """Return the dataset; make it first if need be."""
         if self._dataset is None:
             num_shards, shard_index = self._shards
             shards = {"_num_shards": num_shards, "_shard_index": shard_index}
@@ -111,7 +110,6 @@ class SequenceProducer:
         return dataset
 
     def _prepare(self, request: OrderRequest) -> Dataset:
-        """Set the dataset to the beginning of an epoch."""
         shards = self._shards_of(request.num_shards, request.shard_index)
         changed, self._shards = shards != self._shards, shards
         dataset = self._made()
@@ -127,7 +125,7 @@ class SequenceProducer:
 
     # -- what the trainer asks ------------------------------------------------------------------
 
-    def answer(self, question: str) -> Any:
+    def answer(self, question: str) -> object:
         """Return a property of the dataset; a NotImplementedError if it lacks that."""
         dataset = self._made()
         try:

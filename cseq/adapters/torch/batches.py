@@ -191,7 +191,7 @@ class BatchSampler:
         self._loads += 1
 
 
-def with_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def with_order(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return a DataLoader's arguments by name, with a `BatchSampler` in place of an order."""
     positions = inspect.signature(DataLoader).parameters
     given: dict[str, Any] = dict(zip(positions, args, strict=False)) | kwargs
@@ -208,7 +208,8 @@ def with_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
             f"{name}={order!r} beside {what}: an order needs a data set that is read by index; "
             "give dataset= with __getitem__(index) and __len__()"
         )
-    order = given.pop(name).over(len(dataset))
+    order = order.over(len(dataset))
+    del given[name]
     generator = given.get("generator")
     seed = None if generator is None else generator.initial_seed()
     for other in ("shuffle", "sampler", "batch_sampler"):

@@ -21,7 +21,9 @@ from cseq.indexing import context
 from cseq.indexing.dataset import IN_PLACE, empty_tensor, is_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from cseq.converter import Array
 
 __all__ = ["collating", "stack_in_slots", "stack_in_threads"]
 
@@ -44,14 +46,14 @@ def stack_in_threads() -> None:
         names.collate_map[np.ndarray] = _collate_in_threads
 
 
-def _collate_in_threads(batch: Any, *, collate_fn_map: Any = None) -> Any:
+def _collate_in_threads(batch: Sequence[Array], *, collate_fn_map: object = None) -> torch.Tensor:
     """Stack arrays, where a thread makes a batch; do as torch elsewhere."""
     is_ours = context.here.batch_context is not None
     collate = collate_arrays if is_ours else names.array_entry
     return collate(batch, collate_fn_map=collate_fn_map)
 
 
-def collate_tensors(batch: Any, *, collate_fn_map: Any = None) -> Any:
+def collate_tensors(batch: list[torch.Tensor], *, collate_fn_map: object = None) -> torch.Tensor:
     """Stack tensors, as torch's own function for them does: that raises what is to be raised."""
     first = batch[0]
     plain = type(first) is torch.Tensor and is_plain(first)
@@ -64,7 +66,7 @@ def collate_tensors(batch: Any, *, collate_fn_map: Any = None) -> Any:
     return names.tensor_entry(batch, collate_fn_map=collate_fn_map)
 
 
-def collate_arrays(batch: Any, *, collate_fn_map: Any = None) -> Any:
+def collate_arrays(batch: Sequence[Array], *, collate_fn_map: object = None) -> torch.Tensor:
     """Stack arrays to a tensor, as torch's own function for them does, array by array."""
     first = batch[0]
     dtype, shape = first.dtype, first.shape
@@ -83,7 +85,7 @@ def collate_arrays(batch: Any, *, collate_fn_map: Any = None) -> Any:
     return torch.from_numpy(out)
 
 
-def collating(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def collating(function: Callable[[Any], object]) -> Callable[[Any], object]:
     """Return a collate function whose large `torch.stack` and `torch.cat` are made in the slot."""
     return function if function in (default_collate, default_convert) else _Collating(function)
 
@@ -96,17 +98,18 @@ class _Collating:
     in a while.
     """
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
+    def __init__(self, function: Callable[[Any], object]) -> None:
         self._function = function
         self._batches = 0
         self._gains = False
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples: object) -> object:
         """Return the batch."""
         self._batches += 1
         if not self._gains and self._batches % EVERY != 1:
             return self._function(samples)
-        with _Watch() as watch:
+        watch = _Watch()
+        with watch:
             batch = self._function(samples)
         self._gains = any(tensor() is not None for tensor in watch.made)
         return batch
@@ -120,20 +123,21 @@ class _Watch(TorchFunctionMode):
         self.made: list[weakref.ref[torch.Tensor]] = []
 
     def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, function: Any, types: object, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if function is not torch.stack and function is not torch.cat:
             return function(*args, **kwargs)
         options = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+        tensors: Any = options.get("tensors")
         shape = None
         if options.keys() <= {"tensors", "dim"} and options.get("dim", 0) == 0:
-            shape = _shape_of(options.get("tensors"), stacked=function is torch.stack)
+            shape = _shape_of(tensors, stacked=function is torch.stack)
         if shape is None:
             return function(*args, **kwargs)
-        out = empty_tensor(shape, options["tensors"][0].dtype)
+        out = empty_tensor(shape, tensors[0].dtype)
         self.made.append(weakref.ref(out))
-        return function(options["tensors"], 0, out=out)
+        return function(tensors, 0, out=out)
 
 
 def _shape_of(tensors: Any, *, stacked: bool) -> tuple[int, ...] | None:
@@ -142,10 +146,11 @@ def _shape_of(tensors: Any, *, stacked: bool) -> tuple[int, ...] | None:
         return None
     if not all(type(tensor) is torch.Tensor and is_plain(tensor) for tensor in tensors):
         return None
-    first = tensors[0]
+    parts: Sequence[torch.Tensor] = tensors
+    first = parts[0]
     joined = 0 if stacked else 1  # dimensions that may differ
     shape = first.shape[joined:]
-    for tensor in tensors:
+    for tensor in parts:
         if (
             tensor.dtype != first.dtype
             or tensor.dim() != first.dim()
@@ -154,6 +159,6 @@ def _shape_of(tensors: Any, *, stacked: bool) -> tuple[int, ...] | None:
             or not tensor.is_contiguous()
         ):
             return None
-    if sum(tensor.nbytes for tensor in tensors) < WATCHED:
+    if sum(tensor.nbytes for tensor in parts) < WATCHED:
         return None
-    return (len(tensors) if stacked else sum(map(len, tensors)), *shape)
+    return (len(parts) if stacked else sum(map(len, parts)), *shape)

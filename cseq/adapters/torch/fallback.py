@@ -145,13 +145,13 @@ _told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def make_iterator(
     loader: data.DataLoader[Any],
-    otherwise: Callable[[], Any],
+    otherwise: Callable[[], object],
     *,
     resume: dict[str, Any] | None = None,
     max_restarts: int = MAX_RESTARTS,
     snapshot_every: int | None = None,
     **options: str,
-) -> Any:
+) -> object:
     """Make an iterator of cseq's, or, where that cannot be, torch's own by `otherwise`.
 
     The loader gets its `LoaderProgress`, and the reason why it is torch's. The log says why, and

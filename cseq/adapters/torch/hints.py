@@ -12,7 +12,7 @@ log = logging.getLogger("cseq")
 warn = functools.cache(log.warning)  # once for each text
 
 
-def look_at(dataset: Any, sampler: Any, counts: list[int]) -> None:
+def look_at(dataset: Any, sampler: object, counts: list[int]) -> None:
     """Look at an epoch that is over.
 
     Parameters

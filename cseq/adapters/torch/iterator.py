@@ -154,7 +154,6 @@ class LoaderIterator(names.Workers):
             raise
 
     def _open(self, loader: DataLoader[Any], max_restarts: int) -> Any:
-        """Start the worker processes, if there are to be any."""
         self._prefetch_factor = loader.prefetch_factor
         in_threads = self._in_threads
         method = start_method_of(loader) if self._num_workers and not in_threads else None
@@ -171,7 +170,7 @@ class LoaderIterator(names.Workers):
             loader.worker_init_fn,
             worker.modes_here() if is_forked else [],
             in_threads,
-            self._pinner.in_threads() if in_threads and self._pin_memory else (),
+            self._pinner.in_threads() if in_threads and self._pin_memory else None,
         )
         if self._num_workers == 0:
             if self._timeout != 0:
@@ -247,7 +246,6 @@ class LoaderIterator(names.Workers):
         self._begin(resume)
 
     def _begin(self, resume: dict[str, Any] | None) -> None:
-        """Have the batches of the epoch made."""
         progress, keys = self.progress, None
         if not self._is_iterable:
             state = resume["sampler"] if resume else {}
@@ -349,12 +347,12 @@ class LoaderIterator(names.Workers):
             return self._fail(error, f"batch {progress.yielded}", indices)
         if type(item) is worker.Item:
             self._after = item.state
-            if (error := item.error) is not None:
-                if isinstance(error, bytes):
-                    error = failure.unpack(error, self._maker, self._kind)
-                    error = failure.show_traceback(failure.named(error, item.place))
+            if (raised := item.error) is not None:
+                if isinstance(raised, bytes):
+                    error = failure.unpack(raised, self._maker, self._kind)
+                    raised = failure.show_traceback(failure.named(error, item.place))
                 place = None if item.is_setup else item.place
-                return self._fail(error, place, indices_of(item.key))
+                return self._fail(raised, place, indices_of(item.key))
             if item.left:
                 progress.skipped.extend(note_samples(None, progress.yielded, item.left))
             item = item.batch
@@ -368,7 +366,6 @@ class LoaderIterator(names.Workers):
         return item
 
     def _look_back(self) -> None:
-        """Look at the epoch that is over, if it may be odd."""
         progress = self.progress
         if not progress.yielded or (self._is_iterable and self._num_workers > 1):
             from cseq.adapters.torch.hints import look_at
@@ -397,7 +394,6 @@ class LoaderIterator(names.Workers):
             self._pinner.begin(following, batch)
 
     def _next_item(self) -> Any:
-        """Receive the next item; see `worker`."""
         progress, self._after = self.progress, None
         while True:
             item = next(self._items)

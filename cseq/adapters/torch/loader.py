@@ -244,7 +244,6 @@ class DataLoader(Torchs[T_co]):
         return iterator
 
     def _resume(self, loaded: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Read a state that was loaded."""
         if not loaded:
             return None
         in_threads = method_of(self, defaults.worker_method) == "thread"
@@ -336,7 +335,6 @@ class DataLoader(Torchs[T_co]):
         return in_notebook(read_stats(self) or Stats(), [(type(self).__name__, ""), *self._facts()])
 
     def _facts(self) -> Iterator[tuple[str, str]]:
-        """Name what a report shows of this loader."""
         yield "dataset", type(self.dataset).__name__
         for name in ("batch_size", "num_workers"):
             yield name, str(getattr(self, name))

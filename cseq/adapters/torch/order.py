@@ -47,17 +47,17 @@ if TYPE_CHECKING:
         """What accelerate's SkipBatchSampler has."""
 
         skip_batches: int
-        batch_sampler: Iterable[Any]
+        batch_sampler: Iterable[object]
 
     class Shard(Protocol):
         """What accelerate's BatchSamplerShard has."""
 
-        batch_sampler: Iterable[Any]
+        batch_sampler: Iterable[object]
         split_batches: bool
         num_processes: int
         process_index: int
 
-        def __iter__(self) -> Iterator[Any]: ...
+        def __iter__(self) -> Iterator[object]: ...
 
     class Seedable(Protocol):
         """What accelerate's SeedableRandomSampler has."""
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
         initial_seed: int
         epoch: int
 
-    Source = tuple[Callable[[], Any], Callable[[Any], Any]]  # returns its state, and sets it
+    Source = tuple[Callable[[], object], Callable[[Any], object]]  # returns its state, and sets it
 
 __all__ = [
     "Keys",
@@ -89,7 +89,6 @@ OWN = (*DRAWING, DistributedSampler)
 
 
 def _is_accelerates(sampler: object, name: str) -> bool:
-    """Whether a sampler is of this class of accelerate's."""
     known: object = getattr(sys.modules.get("accelerate.data_loader"), name, None)
     return type(sampler) is known
 
@@ -111,7 +110,7 @@ def shard_in(index_sampler: object) -> Shard | None:
     return index_sampler if _is_shard(index_sampler) else None
 
 
-def unskipped(index_sampler: Iterable[Any]) -> tuple[Iterable[Any], int]:
+def unskipped(index_sampler: Iterable[object]) -> tuple[Iterable[object], int]:
     """Return a sampler without accelerate's SkipBatchSampler, and how many keys that omits."""
     omitted = 0
     while _is_skipping(index_sampler):
@@ -120,7 +119,7 @@ def unskipped(index_sampler: Iterable[Any]) -> tuple[Iterable[Any], int]:
     return index_sampler, omitted
 
 
-def inner_of(index_sampler: Iterable[Any]) -> Iterable[Any]:
+def inner_of(index_sampler: Iterable[object]) -> Iterable[object]:
     """Return the sampler that torch's own BatchSampler has; of any other, itself."""
     index_sampler, _ = unskipped(index_sampler)
     batches = index_sampler.batch_sampler if _is_shard(index_sampler) else index_sampler
@@ -142,7 +141,7 @@ class Shares(NamedTuple):
     rank: int
 
 
-def shares_of(index_sampler: Iterable[Any]) -> Shares | None:
+def shares_of(index_sampler: Iterable[object]) -> Shares | None:
     """Return how ranks share an epoch; None: that is not known."""
     index_sampler, _ = unskipped(index_sampler)
     shard = shard_in(index_sampler)
@@ -159,7 +158,7 @@ def shares_of(index_sampler: Iterable[Any]) -> Shares | None:
     return Shares(size, 1, 0)
 
 
-def _with_keys(index_sampler: Iterable[Any], keys: list[Any]) -> Iterable[Any]:
+def _with_keys(index_sampler: Iterable[object], keys: list[Any]) -> Iterable[object]:
     """Return an index sampler that has these keys in place of those of its inner sampler."""
     if type(index_sampler) is BatchSampler:
         return BatchSampler(keys, index_sampler.batch_size, index_sampler.drop_last)
@@ -170,7 +169,7 @@ def _with_keys(index_sampler: Iterable[Any], keys: list[Any]) -> Iterable[Any]:
     return shard
 
 
-def tail(index_sampler: Iterable[Any], consumed: int) -> Iterator[Any]:
+def tail(index_sampler: Iterable[object], consumed: int) -> Iterator[object]:
     """Yield this rank's keys of what is left of an epoch, of which so many samples are over.
 
     Nothing is drawn before the first key. A DistributedSampler pads what is left as it pads an
@@ -205,14 +204,14 @@ def seed_from(*numbers: int) -> int:
     return int(words.generate_state(1, np.uint64)[0] >> 1)
 
 
-def generator_of(index_sampler: Iterable[Any]) -> torch.Generator | None:
+def generator_of(index_sampler: Iterable[object]) -> torch.Generator | None:
     """Return the generator that a sampler has of its own, if any."""
     inner = inner_of(index_sampler)
     generator = getattr(inner, "generator", None) if seed_of(inner) is None else None
     return generator if isinstance(generator, torch.Generator) else None
 
 
-def leaves_no_trace(index_sampler: Iterable[Any]) -> bool:
+def leaves_no_trace(index_sampler: Iterable[object]) -> bool:
     """Whether keys can be drawn before workers are forked, and no worker can tell.
 
     torch forks first. Its own samplers change nothing but torch's generator, which every worker
@@ -225,7 +224,7 @@ def leaves_no_trace(index_sampler: Iterable[Any]) -> bool:
 # -- what a sampler draws from
 
 
-def _as_lists(value: Any) -> Any:
+def _as_lists(value: object) -> object:
     """Return a state of numpy's with lists for its arrays, which `set_state` takes as well."""
     if isinstance(value, dict):
         return {name: _as_lists(part) for name, part in value.items()}
@@ -297,7 +296,7 @@ def int_in(thing: object, name: str) -> int:
     return int(getattr(thing, name))
 
 
-def sources_of(index_sampler: Iterable[Any]) -> dict[str, Source]:
+def sources_of(index_sampler: Iterable[object]) -> dict[str, Source]:
     """Return what determines the keys of a sampler, and is not its own.
 
     ==============================  ===========================================================
@@ -337,7 +336,7 @@ PERMUTED = {
 }
 
 
-def is_permuted(index_sampler: Iterable[Any]) -> TypeGuard[BatchSampler]:
+def is_permuted(index_sampler: Iterable[object]) -> TypeGuard[BatchSampler]:
     """Whether it is torch's own, whose keys are slices of a permutation."""
     inner = inner_of(index_sampler)
     is_torchs = type(index_sampler) is BatchSampler and type(inner) in PERMUTED
@@ -351,7 +350,7 @@ def permuted(index_sampler: BatchSampler, skip: int = 0) -> Iterator[list[Any]]:
     stays a tensor.
     """
     sampler, size = index_sampler.sampler, index_sampler.batch_size
-    samples: Sequence[Any] = getattr(sampler, PERMUTED[type(sampler)])
+    samples: Sequence[object] = getattr(sampler, PERMUTED[type(sampler)])
     order = order_of(sampler, len(samples))
     if order is None:
         yield from islice(index_sampler, skip, None)
@@ -393,7 +392,6 @@ def order_of(sampler: Any, n: int) -> torch.Tensor | None:
 
 
 def _epoch_of(sampler: DistributedSampler[Any], n: int) -> torch.Tensor:
-    """Draw an epoch of all ranks."""
     kind = torch.int32 if n < 2**31 else torch.int64
     if not sampler.shuffle:
         return torch.arange(n, dtype=kind)
@@ -539,7 +537,7 @@ class Keys:
             return None if self._generator is None else text_of(self._generator.get_state())
         return self._begun_with
 
-    def draw(self, iterator: Iterator[Any], yielded: int, state: State) -> Iterator[Any]:
+    def draw(self, iterator: Iterator[object], yielded: int, state: State) -> Iterator[object]:
         """Return the keys that follow the first `yielded` ones.
 
         `iterator` is ``iter(index_sampler)``, `state` that of the run that is resumed.
@@ -575,8 +573,7 @@ class Keys:
             iterator = chain(map(self._first_of, (iterator,)), iterator)
         return islice(iterator, yielded, None) if yielded else iterator
 
-    def _first_of(self, iterator: Iterator[Any]) -> Any:
-        """Note the states, and return the first key."""
+    def _first_of(self, iterator: Iterator[Any]) -> object:
         self._state = self._noted()
         key = next(iterator)
         # Many draw their order with it. At a short batch a sampler has come to its end.
@@ -585,16 +582,14 @@ class Keys:
         return key
 
     def _noted(self) -> State:
-        """Return the states now."""
         generators = {"iter": self._before, "first": look(self._sources)}
         return {"generators": generators, **self._own_state()}
 
     def _own_state(self) -> State:
-        """Return the state of the sampler, if it has one."""
         sampler = self._sampler
         return {} if sampler is None else {"sampler": copy.deepcopy(sampler.state_dict())}
 
-    def _again(self, skip: int, state: State) -> Iterator[Iterable[Any]]:
+    def _again(self, skip: int, state: State) -> Iterator[Iterable[object]]:
         """Yield the key after so many that begin from a state, and the iterator."""
         trainers, generators, sampler = look(), state["generators"], self._index_sampler
         try:

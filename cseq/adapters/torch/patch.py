@@ -20,7 +20,7 @@ _original: Callable[[Any], Any] | None = None
 _class: Any = data.DataLoader
 
 
-def _get_iterator(self: Any) -> Any:
+def _get_iterator(self: data.DataLoader[Any]) -> object:
     """Make an iterator of cseq's; torch's own does without workers, unless a default says more.
 
     A loader of cseq's comes here if its own way cannot be: for torch's.
@@ -56,7 +56,7 @@ def install() -> None:
     global _original
     if is_installed():
         return
-    found = _class._get_iterator
+    found: Callable[[Any], object] = _class._get_iterator
     if getattr(found, "__module__", None) != "torch.utils.data.dataloader":
         raise RuntimeError(
             f"DataLoader._get_iterator is not torch's own any more, but {found!r}: install cseq "

@@ -21,7 +21,7 @@ from cseq.encoding.pickling import dumps
 from cseq.engine._feed import MOST_SKIPPED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch.utils.data import DataLoader
 
@@ -59,7 +59,7 @@ class LoaderProgress:
         self.states: list[bytes | None] = []
         self.begin(order, None)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return _none, ()
 
     def begin(self, order: Keys, base_seed: int | None, resume: State | None = None) -> None:
@@ -124,7 +124,7 @@ def _none() -> None:
 def _from_3(state: State) -> State:
     """Lift a state of version 3, which had tensors for the states of generators."""
 
-    def texts(value: Any) -> Any:
+    def texts(value: object) -> object:
         if isinstance(value, dict):
             return {name: texts(part) for name, part in value.items()}
         return text_of(value) if isinstance(value, torch.Tensor) else value
@@ -212,13 +212,7 @@ def read(
 
 
 def _lifted(state: State) -> State:
-    """Return a state as this version writes it.
-
-    Raises
-    ------
-    ValueError
-        It has another version, or no `state_dict` returns it.
-    """
+    """Return a state as this version writes it, or raise ValueError if it is malformed."""
     version = state.get("version")
     try:
         lifted = LIFTS[version](state) if version in LIFTS else state
@@ -232,17 +226,17 @@ def _lifted(state: State) -> State:
     return lifted
 
 
-def _is_list(value: Any, state: State, *kinds: type) -> bool:
+def _is_list(value: Sequence[object], state: State, *kinds: type) -> bool:
     """Tell whether a value is a list of these, one for each worker, and no number below 0."""
     return len(value) == max(1, state["num_workers"]) and all(
         type(each) in kinds and (type(each) is not int or 0 <= each <= MOST) for each in value
     )
 
 
-def _is_sampler(kept: Any) -> bool:
+def _is_sampler(kept: list[State]) -> bool:
     """Tell whether this is what orders keep of a sampler, but for the sampler's own state."""
     (value,) = kept
-    both = value.get("generators", {"iter": {}, "first": {}})
+    both: dict[str, State] = value.get("generators", {"iter": {}, "first": {}})
     trial = sources_in(random.Random(), np.random.RandomState(), torch.Generator())
     trial["generator"] = trial["torch"]
     trial["epoch"] = trial["torch"][0], lambda epoch: integer("epoch", epoch, 0, MOST)
@@ -275,7 +269,6 @@ FORM: dict[str, Callable[[Any, State], object]] = {
 
 
 def _check_form(state: State) -> None:
-    """Raise ValueError for what no `state_dict` returns."""
     for name, look in FORM.items():
         try:
             is_fine = look(state[name], state) is not False
@@ -289,13 +282,10 @@ def _check_form(state: State) -> None:
 
 
 def _cut(state: State, yielded: int, batching: State, *, strict: bool) -> tuple[list[int], int]:
-    """Return where the epoch is cut into batches anew, and which number the next one has.
+    """Return where the new batches of the epoch begin, and the number of the next one.
 
-    Raises
-    ------
-    ValueError
-        The order of the samples differs; or the batches do, and it is not known how ranks share
-        the epoch.
+    Raises ValueError if the order of the samples differs, or if the batches do and it is not
+    known how ranks share the epoch.
     """
     steps = [(side.get("step"), side.get("world_size")) for side in (state, batching)]
     is_shared = None not in (*steps[0], *steps[1])

@@ -34,8 +34,9 @@ from cseq.indexing.leaving import Leaving, none_text
 from cseq.indexing.seeding import Seeds, call_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    Left = tuple[tuple[object, str], ...]
 __all__ = [
     "Fetcher",
     "FetcherEpoch",
@@ -53,14 +54,14 @@ END = object()
 class Item(NamedTuple):
     """What comes in place of a batch where that alone does not say enough."""
 
-    batch: Any = None
+    batch: object = None
     state: bytes | None = None  # of the data set after it, if that is wanted
     is_over: bool = False  # there is no batch: this worker's data set has come to its end
-    left: tuple[tuple[Any, str], ...] = ()  # samples that are left out: see `Partial`
-    error: Any = None  # raised instead of the batch, packed by a worker: the epoch goes on
+    left: Left = ()  # samples that are left out: see `Partial`
+    error: bytes | BaseException | None = None  # raised instead of it; packed by a worker
     place: str = ""  # names that batch
     is_setup: bool = False  # there is no data set to fetch it from: the next ones will raise, too
-    key: Any = None  # of that batch, if the data set is map-style
+    key: object = None  # of that batch, if the data set is map-style
 
 
 def count(key: Any) -> int:
@@ -84,7 +85,7 @@ def _push_all(modes: list[Any]) -> None:
         names.push_mode(mode)
 
 
-def _autocasts() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+def _autocasts() -> Iterator[tuple[Callable[[], object], Callable[[Any], object]]]:
     for device in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "privateuseone"):
         with contextlib.suppress(RuntimeError):  # an older torch does not know it
             torch.is_autocast_enabled(device)
@@ -99,7 +100,7 @@ def _autocasts() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
 
 
 # Modes of torch that a thread is in: how one is read, and set. A default device is a function mode.
-MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+MODES: tuple[tuple[Callable[[], object], Callable[[Any], object]], ...] = (
     (torch.is_inference_mode_enabled, _infer),
     (torch.is_grad_enabled, torch.set_grad_enabled),
     *_autocasts(),
@@ -119,14 +120,15 @@ class Fetching(NamedTuple):
     kind: int
     dataset: Any
     auto_collation: bool
-    collate_fn: Any
+    collate_fn: Callable[[Any], object]
     drop_last: bool
     skips: bool  # leaves out what raises
     batch_seeds: bool
-    init_fn: Callable[[int], Any] | None
+    init_fn: Callable[[int], object] | None
     modes: list[Any]  # of the trainer, if the worker is forked
     is_thread: bool = False
-    pins: tuple[Any, ...] = ()  # a thread pins its batches: how it settles, and the device
+    # A thread pins its batches: how it settles, and the device.
+    pins: tuple[Callable[[], object], str | None] | None = None
 
     def __call__(self, number: int, num_workers: int) -> Fetcher:
         """Make it."""
@@ -157,7 +159,7 @@ class Fetcher:
         self._num_workers = num_workers
         self._is_stream = setup.kind == names.ITERABLE
         self._collate = setup.collate_fn
-        self._context = batch_context
+        self._context: context.BatchContext = batch_context
         self._seeds = Seeds(batch_context) if setup.batch_seeds else None
         self._epoch = FetcherEpoch(0)
         self._fetcher: Any = None
@@ -183,12 +185,12 @@ class Fetcher:
         self._epoch = epoch
         self._is_open = False
 
-    def make(self, key: Any) -> Any:
+    def make(self, key: object) -> object:
         """Return the batch of a key, or `Item`."""
         self.get_ready()
         return self._next(key, self._epoch.first + self._context.item)
 
-    def items(self, start: int) -> Iterator[Any]:
+    def items(self, start: int) -> Iterator[object]:
         """Return the batches of an iterable data set; an exception is one, too."""
         self.get_ready()
         if self._broken is not None:
@@ -227,7 +229,6 @@ class Fetcher:
             self._broken = _packed(error)
 
     def _set_up(self) -> None:
-        """Do what torch does at the beginning of a worker."""
         setup = self._setup
         multiprocessing.current_process().name = f"DataLoader-{self._number}"
         torch.set_num_threads(1)
@@ -299,7 +300,7 @@ class Fetcher:
             fetcher.ended = True
         return fetcher
 
-    def _collate_key(self, samples: Any) -> Any:
+    def _collate_key(self, samples: Sequence[object]) -> object:
         """Collate the samples of the present key; name one that is None, if that fails."""
         try:
             return self._collate(samples)
@@ -311,11 +312,10 @@ class Fetcher:
 
     # -- making
 
-    def _next_item(self) -> Any:
-        """Return the next batch of an iterable data set: `_next`."""
+    def _next_item(self) -> object:
         return self._next(self._epoch.index, self._made * self._num_workers + self._number)
 
-    def _next(self, key: Any, number: int) -> Any:
+    def _next(self, key: object, number: int) -> object:
         """Return the next batch, which is this one of all; as `Item`, if it is time; or END."""
         if self._broken is not None:
             return self._raised()
@@ -331,18 +331,17 @@ class Fetcher:
                 raise
             if self._is_stream and isinstance(error, StopIteration):
                 return END
-            packed: Any = _packed(error) if self.IN_WORKER else failure.ordinary(error)
+            packed = _packed(error) if self.IN_WORKER else failure.ordinary(error)
             key, place = None if self._is_stream else key, self._place(key)
             return Item(error=packed, place=place, key=key)
-        left: tuple[tuple[Any, str], ...] = ()
+        left: Left = ()
         if type(batch) is Partial:
             batch, left = batch
         if self._state and not self._made % self._epoch.snapshot_every:
             return self._stated(batch, left=left)
         return Item(batch, left=left) if left else batch
 
-    def _stated(self, batch: Any = None, *, is_over: bool = False, left: Any = ()) -> Item:
-        """Return a batch with the state after it."""
+    def _stated(self, batch: object = None, *, is_over: bool = False, left: Left = ()) -> Item:
         assert self._state is not None
         return Item(batch, dumps(self._state.take(self._made)), is_over, left)
 
@@ -351,7 +350,7 @@ class Fetcher:
         place = f"its data set ready in worker {self._number}"
         return Item(error=self._broken, place=place, is_setup=True)
 
-    def _place(self, key: Any) -> str:
+    def _place(self, key: object) -> str:
         of = f"batch {self._made - 1}" if self._is_stream else f"the batch of {failure.listed(key)}"
         return f"{of} in worker {self._number}" if self.IN_WORKER else of
 
@@ -368,7 +367,7 @@ class ThreadFetcher(Fetcher):
         setup = self._setup
         torch.set_num_threads(1)
         stack_in_threads()
-        if setup.pins:
+        if setup.pins is not None:
             settle, device = setup.pins
             settle()
             collate = self._collate
@@ -395,9 +394,9 @@ class FetcherHere(Fetcher):
 
     def __init__(self, setup: Fetching) -> None:
         super().__init__(setup, 0, 1, context.BatchContext(0, 0))
-        self._keys: Iterator[Any] | None = None
+        self._keys: Iterator[tuple[int, object]] | None = None
 
-    def begin_with(self, epoch: FetcherEpoch, keys: Iterator[Any] | None) -> DatasetState | None:
+    def begin_with(self, epoch: FetcherEpoch, keys: Iterator[object] | None) -> DatasetState | None:
         """Begin an epoch of keys, or of an iterable data set; return what has that one's state."""
         self.begin(epoch)
         self._is_open, self._keys = True, None if keys is None else enumerate(keys)
@@ -410,7 +409,7 @@ class FetcherHere(Fetcher):
     def __iter__(self) -> FetcherHere:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         check_depth()  # or an exception could end the sampler
         if self._keys is not None:
             self._context.item, key = next(self._keys)
@@ -420,7 +419,7 @@ class FetcherHere(Fetcher):
             raise StopIteration
         return item
 
-    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _call(self, function: Callable[..., object], *args: object) -> object:
         """Call what makes something; if it is seeded, the trainer's generators are restored."""
         if self._seeds is None:
             return function(*args)

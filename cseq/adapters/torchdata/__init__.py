@@ -298,7 +298,6 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
                 self._relay.ask("pause", pause_fn)
 
     def _resume(self, resume_fn: GraphFn | None = None) -> None:
-        """Go on after `_pause`."""
         streams = self._needs_workers("resume")
         with telling(self._relay):
             if self._relay is not None:
@@ -306,7 +305,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
             streams.ask("resume", resume_fn, behind=True)
         resume_all(self._end_datapipe)
 
-    def _limit(self, num_batches: int | None, limit_fn: Any = None) -> None:
+    def _limit(self, num_batches: int | None, limit_fn: object = None) -> None:
         """Do nothing: a DataLoader2 counts itself, and warns where there is no such method."""
 
     def _needs_workers(self, verb: str) -> Streams:
@@ -341,7 +340,6 @@ def _stop(outlet: Outlet | None, streams: Streams | None, relay: Relay | None) -
 
 
 def _close(outlet: Outlet | None, streams: Streams | None, relay: Relay | None) -> None:
-    """End the epoch, and the processes."""
     _stop(outlet, streams, relay)
     if streams is not None:
         streams.close()
@@ -350,7 +348,6 @@ def _close(outlet: Outlet | None, streams: Streams | None, relay: Relay | None) 
 
 
 def _check_state(state: dict[str, Any], num_workers: int) -> None:
-    """Raise if a state does not belong here."""
     if state["version"] != STATE_VERSION:
         raise ValueError(f"this state is of version {state['version']}, not {STATE_VERSION}")
     if state["position"] is not None and state["num_workers"] != num_workers:

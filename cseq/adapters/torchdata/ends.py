@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchdata.datapipes.iter import IterDataPipe
 
@@ -24,10 +24,10 @@ __all__ = ["Outlet", "PipeReader"]
 class _Unhooked:
     """An ``__iter__`` for datapipes, without torch's wrapper around each item."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return self._iterate()
 
-    def _iterate(self) -> Iterator[Any]:
+    def _iterate(self) -> Iterator[object]:
         raise NotImplementedError
 
 
@@ -38,7 +38,7 @@ class PipeReader(_Unhooked, IterDataPipe):  # type: ignore[misc]
         self._streams = streams
         self._relay = relay
 
-    def _iterate(self) -> Iterator[Any]:
+    def _iterate(self) -> Iterator[object]:
         with telling(self._relay):
             yield from self._streams
 
@@ -56,17 +56,17 @@ class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
         self.source_datapipe = pipe
         self.position: int | None = None
         self._skip = 0
-        self._running: Iterator[Any] | None = None
+        self._running: Iterator[object] | None = None
 
     def begin(self, skip: int) -> None:
         """Begin an epoch, of which `skip` items were returned before."""
         self.position = self._skip = skip
 
-    def _iterate(self) -> Iterator[Any]:
+    def _iterate(self) -> Iterator[object]:
         self._running = self._items(self._skip)
         return self._running
 
-    def _items(self, skip: int) -> Iterator[Any]:
+    def _items(self, skip: int) -> Iterator[object]:
         """Return the items of an epoch, without the first `skip`."""
         items = iter(self.source_datapipe)
         found = sum(1 for _ in itertools.islice(items, skip))

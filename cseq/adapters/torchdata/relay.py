@@ -88,7 +88,6 @@ class Relay:
         self._thread.start()
 
     def _serve(self) -> None:
-        """Answer calls until `close`."""
         while not self._is_closed:
             # A caller may have died, or not know the secret.
             with (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ class _Pipeline:
             kind.set_getstate_hook(None)
         self._pipe = pipe
         self._running = pipe  # as this epoch's reset functions left it
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Iterator[object] | None = None
 
     def begin(self, epoch: PipeEpoch) -> None:
         """Begin an epoch."""
@@ -70,7 +70,7 @@ class _Pipeline:
         """Seed everything, and call the reset functions; return the graph."""
         raise NotImplementedError
 
-    def items(self, start: int) -> Iterator[Any]:
+    def items(self, start: int) -> Iterator[object]:
         """Make this epoch's items but for the first `start`, which were delivered before."""
         self._iterator = iter(self._running)
         return itertools.islice(self._iterator, start, None)
@@ -153,7 +153,6 @@ class Dispatcher(_Pipeline):
 
 
 def _seed_globals(draw: Callable[[], int]) -> None:
-    """Seed the global generators, which user code may draw from."""
     random.seed(draw())
     torch.manual_seed(draw())
     np.random.seed(draw() >> 32)  # noqa: NPY002 - it is the one that others draw from

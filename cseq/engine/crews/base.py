@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from cseq._core import Ring
     from cseq.converter.host import Converter
-    from cseq.encoding.transport import BatchReader
+    from cseq.encoding.transport import BatchReader, Convert, LeafFor
     from cseq.engine._streams import Request
     from cseq.engine.tickets.base import Tickets, Working
     from cseq.measure.lanes import Lanes
@@ -73,8 +73,8 @@ class Crew:
     rings: list[Ring]
     reader: BatchReader
     lanes: Lanes
-    convert: Callable[[Any], Any] | None = None
-    leaf_for: Callable[[Any], Any] | None = None
+    convert: Convert | None = None
+    leaf_for: LeafFor | None = None
     make_next: Callable[[], None] | None = None
     on_cancel: Callable[[int], None] | None = None
     supervisor: Supervisor | None = None
@@ -94,7 +94,7 @@ class Crew:
 
         return Converter(output)
 
-    def prepare(self, worker: Any, name: str = "worker") -> None:
+    def prepare(self, worker: object, name: str = "worker") -> None:
         """Set the user's object, which messages call `name`."""
 
     def launch(self) -> None:
@@ -124,11 +124,11 @@ class Crew:
         """Return the error of a ticket that killed its workers, or None."""
         return None
 
-    def write(self, value: Any, name: str) -> Request:
+    def write(self, value: object, name: str) -> Request:
         """Write a value for a worker; raise TypeError if the value cannot be sent."""
         raise NotImplementedError
 
-    def requested_key(self, ring_number: int, cell: int) -> Any:
+    def requested_key(self, ring_number: int, cell: int) -> object:
         """Return the key that the ticket in a cell refers to. Thread-safe."""
         raise NotImplementedError
 

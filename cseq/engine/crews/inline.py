@@ -26,6 +26,7 @@ from cseq.stage import INDEXER
 
 if TYPE_CHECKING:
     from cseq.engine.tickets.base import Tickets
+    from cseq.indexing.indexer import Indexer
 
 __all__ = ["InlineCrew"]
 
@@ -55,9 +56,11 @@ class InlineCrew(Crew):
 
     def __init__(self, tickets: Tickets) -> None:
         super().__init__(tickets)
-        self._made: Any = None
-        self._worker: Any = None
-        self._task = task = tickets.task(1, forks=True)
+        self._made: Indexer[object] | None = None
+        self._worker: object = None
+        task = tickets.task(1, forks=True)
+        assert isinstance(task, indexer.BatchTask)
+        self._task = task
         ring = Ring(Block(ring_bytes(1, tickets.words, 1), zero=True), 1, tickets.words, 1)
         self.rings, self.lanes, self.reader = [ring], Lanes(1, "inline"), Objects(1)
         self._batch_context = context.BatchContext(0, 1, task.seed)
@@ -71,7 +74,7 @@ class InlineCrew(Crew):
             self._indexing.make_here, Runner(ring, INDEXER, 1, last=True), here
         )
 
-    def prepare(self, worker: Any, name: str = "worker") -> None:  # noqa: ARG002
+    def prepare(self, worker: object, name: str = "worker") -> None:  # noqa: ARG002
         """Set the user's object."""
         self._worker = worker
 

@@ -99,7 +99,7 @@ class ProcessCrew(Crew):
         elif (converter := self._converter()) is not None:
             self.convert, self.leaf_for = converter.convert, converter.leaf_for
 
-    def prepare(self, worker: Any, name: str = "worker") -> None:
+    def prepare(self, worker: object, name: str = "worker") -> None:
         """Prepare everything that the workers need, and start converters that are threads."""
         options = self.tickets.options
         if self._group is not None:
@@ -151,7 +151,7 @@ class ProcessCrew(Crew):
         """Return the error of a ticket that killed its workers, or None."""
         return self.supervisor.died_of(ring_number, cell)
 
-    def write(self, value: Any, name: str) -> Request:
+    def write(self, value: object, name: str) -> Request:
         """Write a value for a worker into a slot.
 
         A signal handler may do the same in the meantime, with another encoder.
@@ -166,7 +166,7 @@ class ProcessCrew(Crew):
         self._encoders.append(encoder)
         return request
 
-    def _pickle(self, value: Any, name: str) -> Pickled:
+    def _pickle(self, value: object, name: str) -> Pickled:
         """Pickle a value for a worker; a worker forked from this process has its classes."""
         if self.supervisor.takes_objects:
             # `dump` raises the exception again, and explains it.
@@ -175,7 +175,7 @@ class ProcessCrew(Crew):
                 return Pickled(dumps([value], buffers), buffers)
         return dump(value, name=name)
 
-    def requested_key(self, ring_number: int, cell: int) -> Any:
+    def requested_key(self, ring_number: int, cell: int) -> object:
         """Return the key that the ticket in a cell refers to. Thread-safe."""
         slot, capacity, *record = self.rings[ring_number].indices(cell)[CALLED].tolist()
         # Not mapped by the arena, whose lock the loop's thread may hold.

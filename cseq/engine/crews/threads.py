@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cseq._core import Ring, Turns, now_ns, ring_bytes
 from cseq._lock import Lock
@@ -186,7 +186,7 @@ class ThreadCrew(Crew):
     """Workers in threads. They hand over the objects themselves; no thread is replaced."""
 
     of = "MTSequence"
-    _worker: Any = None
+    _worker: object = None
 
     def __init__(self, tickets: Tickets) -> None:
         super().__init__(tickets)
@@ -209,7 +209,7 @@ class ThreadCrew(Crew):
 
             self.convert = receive
 
-    def prepare(self, worker: Any, name: str = "worker") -> None:  # noqa: ARG002
+    def prepare(self, worker: object, name: str = "worker") -> None:  # noqa: ARG002
         """Set the user's object, and add converters."""
         self._worker = worker
         add_converters(self.tickets, self.rings[0], self.reader, self.reader, self._group)
@@ -242,11 +242,11 @@ class ThreadCrew(Crew):
         """Whether a worker has made its indexer or producer."""
         return self._group.is_ready(runner_number)
 
-    def write(self, value: Any, name: str) -> Request:  # noqa: ARG002
+    def write(self, value: object, name: str) -> Request:  # noqa: ARG002
         """Refer to a value for a worker."""
         return Request(None, value)
 
-    def requested_key(self, ring_number: int, cell: int) -> Any:
+    def requested_key(self, ring_number: int, cell: int) -> object:
         """Return the key that the ticket in a cell refers to. Thread-safe."""
         _, key, _ = self.rings[ring_number].kept[cell] or (None, None, None)
         return key and key.value

@@ -8,10 +8,15 @@ from cseq.encoding import failure
 
 if TYPE_CHECKING:
     from cseq.converter.output import Output
+    from cseq.indexing.indexer import BatchTask
+    from cseq.indexing.leaving import Skipped
+    from cseq.indexing.producer import ItemTask
     from cseq.options import WorkerOptions
     from cseq.order.sampler import Sampler
     from cseq.processes.deaths import Deaths, Held
 
+    # Samples, and the texts of their errors.
+    Left = tuple[tuple[object, str], ...]
     # Ring number and cell of tickets.
     Awaited = list[tuple[int, int]]
     # Runner number, since when it works (ns of `now_ns`), and its ticket's location.
@@ -61,7 +66,7 @@ class Tickets:
         """The sampler of batches, or None."""
         return None
 
-    def task(self, runner_number: int, *, forks: bool) -> Any:
+    def task(self, runner_number: int, *, forks: bool) -> BatchTask | ItemTask:
         """Return a worker's task, for a process if `forks`. Thread-safe."""
         raise NotImplementedError
 
@@ -73,13 +78,11 @@ class Tickets:
         """Describe a cell's ticket, listing at most `most` indices. Thread-safe."""
         raise NotImplementedError
 
-    def describe(self, ring_number: int, cell: int, error: Any) -> tuple[Any, Any]:
+    def describe(self, ring_number: int, cell: int, error: BaseException) -> tuple[Any, Any]:
         """Name the ticket in an exception; see `Feed`."""
         raise NotImplementedError
 
-    def list_left(
-        self, ring_number: int, cell: int, left: tuple[tuple[Any, str], ...]
-    ) -> list[Any]:
+    def list_left(self, ring_number: int, cell: int, left: Left) -> list[Skipped]:
         """Note the samples that a batch lacks; see `Feed`."""
         raise NotImplementedError
 

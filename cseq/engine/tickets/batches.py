@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cseq.converter.output import cast_dtype
 from cseq.encoding import failure
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cseq._core import Ring
     from cseq.arguments import Job
     from cseq.engine.pool import Pool
-    from cseq.engine.tickets.base import Awaited, Working
+    from cseq.engine.tickets.base import Awaited, Left, Working
     from cseq.measure.stats import Stats
     from cseq.order.place import Place
     from cseq.order.sampler import Sampler
@@ -190,7 +190,9 @@ class Batches(Tickets):
         indices: list[int] = self._ring.indices(cell)[:count].tolist()
         return Held(epoch, batch, indices, failure.location_of(epoch, batch, indices, most))
 
-    def describe(self, ring_number: int, cell: int, error: BaseException) -> tuple[Any, Any]:
+    def describe(
+        self, ring_number: int, cell: int, error: BaseException
+    ) -> tuple[BaseException, object]:
         """Name the batch in an exception; log it if the batch is left out."""
         epoch, batch, indices, location, _ = self.held(ring_number, cell, failure.SHOWN)
         error, entry = failure.ordinary(error), None
@@ -198,9 +200,7 @@ class Batches(Tickets):
             entry = note_batch(location, epoch, batch, error, indices)
         return failure.named(error, location), entry
 
-    def list_left(
-        self, ring_number: int, cell: int, left: tuple[tuple[Any, str], ...]
-    ) -> list[Any]:
+    def list_left(self, ring_number: int, cell: int, left: Left) -> list[Skipped]:
         """Log the samples that a batch lacks."""
         epoch, batch, *_ = self.held(ring_number, cell)
         return note_samples(epoch, batch, left)

@@ -118,7 +118,7 @@ class Items(Tickets):
         pool.feed = weakref.proxy(feed)
         return feed
 
-    def _write_key(self, key: Any, number: int) -> Request:
+    def _write_key(self, key: object, number: int) -> Request:
         return self.pool.crew.write(key, f"key {number} of epoch {self._epoch - 1}")
 
     # -- waiting
@@ -188,8 +188,8 @@ class Items(Tickets):
 
     def begin_epoch(
         self,
-        assignments: Sequence[Any],
-        keys: Iterator[Any] | None,
+        assignments: Sequence[object],
+        keys: Iterator[object] | None,
         generation: int,
         *,
         ordered: bool,
@@ -246,7 +246,7 @@ class Items(Tickets):
         feed.run_clock()
         return replies
 
-    def _write_all(self, assignments: Sequence[Any]) -> list[Request]:
+    def _write_all(self, assignments: Sequence[object]) -> list[Request]:
         """Write the workers' assignments, each object once."""
         written: dict[int, Request] = {}
         for assignment in assignments:
@@ -261,7 +261,7 @@ class Items(Tickets):
     # -- calls
 
     def ask(
-        self, method: str, args: tuple[Any, ...], workers: Sequence[int], *, behind: bool
+        self, method: str, args: tuple[object, ...], workers: Sequence[int], *, behind: bool
     ) -> list[Any]:
         """Call a method in some workers. An interrupted call is cancelled by the next one."""
         generation = self.pool.run.generation
@@ -293,7 +293,7 @@ class Items(Tickets):
         answer: Any = self.pool.await_for(generation, lambda: peek(cell, ticket), [(worker, cell)])
         return answer or None
 
-    def _reply(self, worker: int, cell: int, ticket: int, generation: int) -> Any:
+    def _reply(self, worker: int, cell: int, ticket: int, generation: int) -> object:
         """Wait for the answer to a call, and take it out."""
         answer = self._await_answer(worker, cell, ticket, generation)
         if answer is None:

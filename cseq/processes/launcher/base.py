@@ -22,7 +22,7 @@ KILL = int(getattr(signal, "SIGKILL", signal.SIGTERM))
 KILLED = 0xC5E9 if os.name == "nt" else -KILL
 
 # Sent to all processes of a terminal or a job; only the trainer decides how to respond.
-SHIELDED = tuple(
+SHIELDED: tuple[signal.Signals, ...] = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGBREAK")
     if hasattr(signal, name)
