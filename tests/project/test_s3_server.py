@@ -262,10 +262,15 @@ def test_clients(run_anew, module, script):
 
 
 def test_end(server):
-    """The process ends with its owner's end of the pipe, also while an answer hangs."""
+    """The process ends with its owner's end of the pipe, even while an answer hangs."""
     server.fail("hang")
     with socket.create_connection(("127.0.0.1", int(server.endpoint.rpartition(":")[2]))) as sock:
         sock.sendall(b"GET /any/a/0.bin HTTP/1.1\r\n\r\n")
         server.process.stdin.close()
         assert server.process.wait(30) == 0
-        assert sock.recv(1) == b""
+        try:
+            answer = sock.recv(1)
+        except ConnectionResetError:
+            # The server ended before it read the request.
+            answer = b""
+        assert answer == b""

@@ -399,7 +399,7 @@ POOLS = [
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("exit", 0), ("raise", "LookupError: astray"), ("return", "has returned")]
+    ("how", "said"), [("exit", 0), ("raise", "LookupError: astray"), ("return", "returned from it")]
 )
 @pytest.mark.parametrize("options", POOLS, ids=lambda options: "-".join(options.values()))
 def test_a_process_that_an_indexer_forks_is_no_worker(run_script, how, said, options):
