@@ -54,12 +54,17 @@ cdef struct Leaf:
     int words
     bint casts
     Py_ssize_t itemsize
-    PyObject *dtype, *source, *torch_dtype, *bits
+    PyObject* dtype
+    PyObject* source
+    PyObject* torch_dtype
+    PyObject* bits
 
 # `count`: children; `keys`: of a dict; `blank`: the dict of these keys, each with None.
 cdef struct Node:
     int kind, count
-    PyObject *cls, *keys, *blank
+    PyObject* cls
+    PyObject* keys
+    PyObject* blank
 
 # The next node, leaf, layout and object; the end of the leaves in the slot; the objects' contents.
 cdef struct Cursor:

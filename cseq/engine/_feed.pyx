@@ -126,7 +126,8 @@ cdef class Feed:
     cdef uint64_t now
     cdef list rings
     # The rings in C; then the rings and cells that are waited for.
-    cdef cseq_ring **r, **asked
+    cdef cseq_ring** r
+    cdef cseq_ring** asked
     cdef uint32_t* cells
     cdef Decoder decoder
     cdef object pool, make_next, on_cancel

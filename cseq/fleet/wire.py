@@ -106,9 +106,8 @@ class Connection:
         data, sizes = head
         *offsets, total = accumulate((size + -size % ALIGN for size in sizes), initial=0)
         body = self._read(total, allocate)
-        return data, [
-            body[start : start + size] for start, size in zip(offsets, sizes, strict=True)
-        ]
+        parts = [body[start : start + size] for start, size in zip(offsets, sizes, strict=True)]
+        return data, parts
 
     def _read(self, size: int, allocate: Callable[[int], Memory] = Block) -> memoryview:
         data, offset = memoryview(allocate(size)), 0
