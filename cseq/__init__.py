@@ -32,8 +32,8 @@ with a star in this order, from ``sequence`` on. The others are for when somethi
     │                   _feed posts these, and takes out batches and items
     ├── arguments.py    the arguments of MSequence: types and checks
     ├── options.py      options of workers, for MSequence and Streams
+    ├── store/          shards of a store and decoded samples, kept for all of a machine
     ├── order/          ★ which samples, in which order, for which rank; the loop's place
-    ├── store/          decoded samples, kept for all workers and ranks of a machine
     ├── indexing/       ★ in a worker: the user's code makes a batch of indices
     ├── converter/      stage 2: batch → tensors, on the CPU or a CUDA device
     ├── processes/      worker processes: started, replaced when they die, ended

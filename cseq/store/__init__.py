@@ -1,5 +1,50 @@
-"""What was read and decoded once, for all workers and ranks of a machine.
+"""Shards of a store, and what was decoded once, for all of a machine.
 
-``cache``       `cached`: a data set whose samples are kept
-``entries``     the folder that they are kept in: claims, room, entries that are whole or absent
+::
+
+    from cseq import store
+
+    arrays = store.Npy("s3://bucket/train/", cache="/local/train", limit="64 GB")
+    manager = cseq.MPSequence(arrays, batch_size=32, num_workers=2, order=arrays.order(window=4))
+    with manager.start() as batches:
+        for batch in batches:
+            ...
+
+``npy``         `Npy`: rows of arrays
+``shards``      what readers have in common: batches by index, the order
+``client``      a process's connections to the process that fetches
+``fetcher``     the process that fetches: one on a machine
+``plan``        which shards an order uses next
+``remote``      the objects of a store, by obstore
+``format``      what the process that fetches knows of a format
+``place``       URLs, names and tags of objects
+``cache``       `cseq.cached`: a data set whose samples are kept
+``entries``     the folder of these: claims, room, entries that are whole or absent
+``folder``      a folder that processes share: who has it open, and what it is of
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cseq.store.npy import Npy as Npy
+    from cseq.store.shards import Shards as Shards
+    from cseq.store.shards import ShardStats as ShardStats
+
+__all__ = ["Npy", "ShardStats", "Shards"]
+
+_ELSEWHERE = {
+    "Npy": "cseq.store.npy",
+    "ShardStats": "cseq.store.shards",
+    "Shards": "cseq.store.shards",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a reader when it is asked for; `cseq.cached` needs none."""
+    if name not in _ELSEWHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_ELSEWHERE[name]), name)

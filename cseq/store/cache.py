@@ -8,7 +8,6 @@ import os
 import pickle
 import sys
 import sysconfig
-import tempfile
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, overload
 
@@ -17,7 +16,8 @@ import numpy as np
 from cseq.check import integer
 from cseq.encoding.pickling import dump, dumps
 from cseq.encoding.survey import batch_reducers
-from cseq.store.entries import HEAD, LINE, opened, remove_unused
+from cseq.store.entries import HEAD, LINE, opened
+from cseq.store.folder import base, remove_unused
 from cseq.system import memory_limit_of
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ __all__ = ["CacheStats", "Cached", "cached"]
 T_co = TypeVar("T_co", covariant=True)
 
 FORMAT = 1
-SHARED = "/dev/shm"
 REDUCERS = partial(batch_reducers, handles=False)
 
 
@@ -127,10 +126,10 @@ def cached(
     if folder is not None:
         return Cached(make, about, os.path.abspath(folder), is_kept=True)
     name = hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()[:16]
-    base = f"{_base(about['limit'])}/cseq-cache-{os.getuid()}-"
-    for path in glob.glob(f"{base}*"):
+    start = f"{base(about['limit'])}/cseq-cache-{os.getuid()}-"
+    for path in glob.glob(f"{start}*"):
         remove_unused(path)  # of processes that were killed
-    return Cached(make, about, base + name, is_kept=False)
+    return Cached(make, about, start + name, is_kept=False)
 
 
 class Cached(Generic[T_co]):
@@ -208,16 +207,6 @@ class Cached(Generic[T_co]):
                 "what it returns must not depend on random numbers, which belong behind the cache; "
                 f"if make has changed, give another version, or remove {self._folder}"
             )
-
-
-def _base(nbytes: int) -> str:
-    """Return where shared memory has names, or a folder if that is too small."""
-    try:
-        room = os.statvfs(SHARED)
-    except OSError:
-        return tempfile.gettempdir()
-    is_large = room.f_blocks * room.f_frsize >= nbytes and os.access(SHARED, os.W_OK)
-    return SHARED if is_large else tempfile.gettempdir()
 
 
 # -- an entry: words (the pickle's bytes, and those of each buffer), the pickle, and the buffers

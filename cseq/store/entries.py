@@ -25,11 +25,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import mmap
 import os
-import shutil
 import sys
 import threading
 import weakref
@@ -38,15 +36,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cseq._memory import lift
-from cseq.files import locked, whole
 from cseq.measure.stats import CACHES
+from cseq.store import folder as folders
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-__all__ = ["HEAD", "LINE", "Entries", "opened", "remove_unused"]
+__all__ = ["HEAD", "LINE", "Entries", "opened"]
 
 log = logging.getLogger("cseq")
 
@@ -60,6 +58,7 @@ FIRST = HEADER + 4 * COUNTERS  # the word where the first entry's row is
 ROOM_AT, ROOM_SIZE, READY = range(3)  # an entry's row, of 4 words
 # Bytes of `claims` that are locked, behind those of the entries.
 ROOM, OPENING, COUNTING = 2**40, 2**40 + 1, 2**41
+VERSION = ". With version= you say yourself when samples change"
 
 
 class Entries:
@@ -96,21 +95,23 @@ class Entries:
         self._own = threading.Lock()  # of what follows
         self._claimed: set[int] = set()  # by threads of this process, which `fcntl` does not part
         self._row: int | None = None  # of the counters; None: none was asked for
-        files = [_users_of(folder)]
+        files = [folders.users_of(folder)]
         try:
             files += [_open(folder, name) for name in ("claims", "index", "data")]
             _, self._claims, self._index, self._data = files
             with self._locked(OPENING):
-                check(folder, about)
+                folders.check(folder, about, "folder", VERSION)
                 if os.fstat(self._index).st_size < self.overhead:
-                    _write(self._index, bytes(self.overhead), 0)  # a hole is SIGBUS on a full disk
+                    folders.write(
+                        self._index, bytes(self.overhead), 0
+                    )  # a hole is SIGBUS on a full disk
                 if os.fstat(self._data).st_size < limit:
                     os.ftruncate(self._data, limit)
             self._map()
         except BaseException:
-            _close(folder, files, os.getpid(), is_kept=is_kept)
+            folders.close(folder, files, os.getpid(), is_kept=is_kept)
             raise
-        weakref.finalize(self, _close, folder, files, os.getpid(), is_kept=is_kept)
+        weakref.finalize(self, folders.close, folder, files, os.getpid(), is_kept=is_kept)
         CACHES.add(self)
 
     def _map(self) -> None:
@@ -168,7 +169,7 @@ class Entries:
             self._note(REFUSED)
             return
         try:
-            _write(self._data, b"".join([nbytes.to_bytes(HEAD, "little"), *parts]), start)
+            folders.write(self._data, b"".join([nbytes.to_bytes(HEAD, "little"), *parts]), start)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -228,7 +229,7 @@ class Entries:
 
     def _set(self, word: int, *values: int) -> None:
         """Write words of the index, by a call that other processes see as a whole."""
-        _write(self._index, np.array(values, np.int64).tobytes(), 8 * word)
+        folders.write(self._index, np.array(values, np.int64).tobytes(), 8 * word)
 
     @contextlib.contextmanager
     def _locked(self, byte: int) -> Iterator[None]:
@@ -259,31 +260,6 @@ class Entries:
         self._own, self._claimed, self._row = threading.Lock(), set(), None
 
 
-def check(folder: str, about: dict[str, Any]) -> None:
-    """Compare what a folder's entries are of, or write it into a new one.
-
-    Raises
-    ------
-    ValueError
-        They are of something else.
-    """
-    path = f"{folder}/about"
-    try:
-        with open(path, encoding="utf-8") as file:
-            theirs = json.load(file)
-    except FileNotFoundError:
-        with whole(path) as file:
-            json.dump(about, file)
-        return
-    for name in about | theirs:
-        if theirs.get(name) != about.get(name):
-            raise ValueError(
-                f"folder={folder!r} has samples with {name}={theirs.get(name)!r}, and here it is "
-                f"{about.get(name)!r}; give another folder, or remove this one. With version= you "
-                "say yourself when samples change"
-            )
-
-
 _opened: weakref.WeakValueDictionary[str, Entries] = weakref.WeakValueDictionary()
 _opening = threading.RLock()
 
@@ -295,7 +271,7 @@ def opened(folder: str, about: dict[str, Any], *, is_kept: bool) -> Entries:
         if entries is None:
             entries = _opened[folder] = Entries(folder, about, is_kept=is_kept)
         else:
-            check(folder, about)
+            folders.check(folder, about, "folder", VERSION)
         return entries
 
 
@@ -310,55 +286,3 @@ if hasattr(os, "register_at_fork"):
 
 def _open(folder: str, name: str) -> int:
     return lift(os.open(f"{folder}/{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-
-
-def _write(fd: int, data: bytes, offset: int) -> None:
-    """Write all of it. A full disk is an OSError here, where a mapping would have SIGBUS."""
-    view = memoryview(data)
-    while view:
-        done = os.pwrite(fd, view, offset)
-        view, offset = view[done:], offset + done
-
-
-def _users_of(folder: str) -> int:
-    """Open a folder, made if it is not there, so that nobody removes it; return its lock's file."""
-    while True:
-        os.makedirs(folder, 0o700, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # the folder was removed just now
-            users = locked(f"{folder}/users", shared=True)
-            if users is not None:
-                return users
-
-
-def remove_unused(folder: str, users: int | None = None) -> None:
-    """Remove a folder if no process has it open; `users`: the file of this process's lock on it."""
-    import fcntl
-
-    try:
-        lock = os.open(f"{folder}/users", os.O_RDWR | os.O_CLOEXEC) if users is None else users
-    except OSError:  # nobody has got that far, or it is another user's
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        gone = f"{folder}.{os.getpid()}.gone"
-        os.rename(folder, gone)
-    except OSError:  # it is open elsewhere
-        return
-    finally:
-        if users is None:
-            os.close(lock)
-    shutil.rmtree(gone, ignore_errors=True)
-
-
-def _close(folder: str, files: Sequence[int], pid: int, *, is_kept: bool) -> None:
-    """Close a folder; the last one removes it, unless it is kept.
-
-    A forked process shares the lock on ``users`` with its parent, so it must not change it.
-    """
-    if os.getpid() == pid:
-        if not is_kept:
-            remove_unused(folder, files[0])
-        for fd in files:
-            os.close(fd)

@@ -240,6 +240,7 @@ def test_tests_use_no_private_names():
 PUBLIC = {
     "cseq",
     "cseq.errors",
+    "cseq.store",
     "cseq.stream",
     "cseq.testing",
     "cseq.tokens",
@@ -334,7 +335,7 @@ BUDGET = {
     "of these compiled: C, Cython": 7_780,
     "adapters": 6_089,
     "tokens": 1_285,
-    "store": 690,
+    "store": 2_440,
     "fleet": 622,
     "the longest file of cseq": 691,
     "the longest .pyx": 836,

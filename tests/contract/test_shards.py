@@ -1,0 +1,313 @@
+"""Shards of a store: each fetched once a machine, by one process, and read by index."""
+
+from __future__ import annotations
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+from kinds import KINDS, PARALLEL, QUICK, by_name
+from s3_server import S3Server
+from sharded import fetching, kill_fetching, npy_shards, s3, wait_until, whole, written
+
+import cseq
+from cseq import store
+
+pytest.importorskip("obstore")
+pytest.importorskip("pyarrow")
+pytestmark = pytest.mark.needs("Linux")
+
+SIZES = [7, 12, 9, 9, 11, 8, 8, 10]
+SHARDS = npy_shards(SIZES)
+SAMPLES = sum(SIZES)
+
+
+@pytest.fixture(scope="module")
+def a_server():
+    """A store with the shards."""
+    with S3Server(SHARDS) as server:
+        yield server
+
+
+@pytest.fixture
+def server(a_server):
+    """The same, where nothing goes wrong yet."""
+    a_server.heal()
+    a_server.forget()
+    a_server.slow(0)
+    for key, data in SHARDS.items():
+        a_server.put(key, data)
+    return a_server
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the shards."""
+    return written(SHARDS, tmp_path / "data") + "/train"
+
+
+def flat(order, *args, **options):
+    """Give the samples of an order's batches."""
+    return [number for batch in order.batches(*args, **options) for number in batch]
+
+
+def numbers(batches):
+    """Give the samples of batches, in order, and check that each is whole."""
+    rows = np.concatenate(list(batches))
+    assert rows.dtype == np.int32
+    assert (rows == rows[:, :1]).all()
+    return rows[:, 0].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=by_name)
+def test_each_shard_is_fetched_once_for_all_workers_and_epochs(kind, server, tmp_path):
+    """Each epoch has each sample once, in the order's order; a shard is asked for once in all."""
+    arrays = store.Npy("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
+    assert arrays.sizes.tolist() == SIZES
+    order = arrays.order(window=2)
+    with kind.start(arrays, None, batch_size=5, order=order, shuffle=True) as batches:
+        for epoch in range(3):
+            got = numbers(batches)
+            assert got == flat(order, 5, seed=42, epoch=epoch)
+            assert sorted(got) == [*range(SAMPLES)]
+    assert whole(server) == len(SIZES)
+    assert arrays.stats().fetched == len(SIZES)
+
+
+@pytest.mark.parametrize("way", ["folder", "path", "file", "pattern", "list", "http"])
+def test_a_place_is_a_folder_a_pattern_or_a_list(way, folder, server, tmp_path):
+    """Local paths, file:// and http(s):// are read as stores are."""
+    url = f"{server.endpoint}/any/train/"
+    urls = {
+        "folder": f"{folder}/",
+        "path": folder,
+        "file": f"file://{folder}",
+        "pattern": f"{folder}/00*.npy",
+        "list": [f"{folder}/{number:03}.npy" for number in range(len(SIZES))],
+        "http": [f"{url}{number:03}.npy" for number in range(len(SIZES))],
+    }
+    arrays = store.Npy(urls[way], cache=tmp_path / "cache", limit="1 MB")
+    assert arrays[:][:, 0].tolist() == [*range(SAMPLES)]
+
+
+def test_an_index_is_a_number_a_slice_or_an_array(folder):
+    """A number gives a row, all else a batch, in memory of its own; negative ones count back."""
+    arrays = store.Npy(folder, limit="1 MB")
+    assert len(arrays) == SAMPLES
+    assert arrays[8].tolist() == [8] * 150
+    assert arrays[np.int64(-1)].tolist() == [SAMPLES - 1] * 150
+    assert arrays[[60, -2, 0, 60]][:, 0].tolist() == [60, SAMPLES - 2, 0, 60]
+    assert arrays[5:9].shape == (4, 150)
+    assert arrays[[]].shape == (0, 150)
+    batch = arrays[[1, 2]]
+    batch += 1
+    assert arrays[1].tolist() == [1] * 150
+    for wrong, error in ((SAMPLES, IndexError), ([0, SAMPLES], IndexError), ([1.5], TypeError)):
+        with pytest.raises(error):
+            arrays[wrong]
+    assert repr(arrays).startswith(f"<Npy: {SAMPLES} samples in 8 shards of file:///")
+
+
+@pytest.mark.parametrize("kind", QUICK, ids=by_name)
+def test_shards_come_before_a_batch_needs_them(kind, server, tmp_path):
+    """While the loop is at its first batches, the next windows are fetched; not all of the data."""
+    with S3Server(npy_shards([20] * 40)) as many:
+        arrays = store.Npy("train/", store=s3(many), cache=tmp_path / "cache", limit="1 MB")
+        order = arrays.order(window=2)
+        with kind.start(arrays, None, batch_size=4, buffer=2, order=order) as batches:
+            first = next(iter(batches))
+            wait_until(lambda: whole(many) >= 2 + 2 + 4)
+            assert whole(many) <= 2 + 2 + 2 + 4  # a worker may be a window ahead
+            assert first[:, 0].tolist() == order.batches(4, seed=42, stop=1)[0]
+
+
+def test_a_resume_fetches_no_skipped_shard(server, tmp_path):
+    """A run that begins in the middle asks for what it needs and what is ahead, no more."""
+    with S3Server(npy_shards([20] * 40)) as many:
+        arrays = store.Npy("train/", store=s3(many), cache=tmp_path / "cache", limit="1 MB")
+        order = arrays.order(window=2)
+        manager = cseq.MTSequence(
+            arrays, batch_size=10, buffer=2, num_workers=2, order=order, seed=1, out_type="null"
+        )
+        manager.load_state_dict(manager.state_dict() | {"consumed": 600})
+        with manager.start() as batches:
+            rest = numbers(batches)
+        assert rest == flat(order, 10, seed=1, start=60)
+        first = {number // 20 for number in flat(order, 10, seed=1, stop=58)}
+        skipped = first - {number // 20 for number in rest}
+        ahead = {number // 20 for number in flat(order, 10, seed=1, epoch=1, stop=16)}
+        assert len(skipped - ahead) > 15
+        assert not any(whole(many, f"train/{number:03}.npy") for number in skipped - ahead)
+
+
+@pytest.mark.parametrize("method", ["multiprocessing", "thread"])
+def test_a_data_loader_reads_shards_ahead(method, server, tmp_path):
+    """`cseq.DataLoader` takes the reader as a data set, and its order as a sampler."""
+    torch = pytest.importorskip("torch")
+    arrays = store.Npy("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
+    loader = cseq.DataLoader(
+        arrays, 5, sampler=arrays.order(window=2), num_workers=2, worker_method=method
+    )
+    for _ in range(2):
+        got = torch.cat([*loader])[:, 0].tolist()
+        assert sorted(got) == [*range(SAMPLES)]
+        assert got != sorted(got)
+    assert whole(server) == len(SIZES)
+
+
+# -- the cache
+
+
+RUN = """
+import sys
+from cseq import store
+
+if __name__ == "__main__":
+    arrays = store.Npy(sys.argv[1], cache=None if sys.argv[2] == "-" else sys.argv[2], limit="1 MB")
+    print(int(arrays[:][:, 0].sum()), arrays.stats().fetched)
+    print(str(arrays).rpartition(" kept in ")[2][:-1])
+"""
+
+
+def test_a_folder_is_kept_for_the_next_run(run_anew, folder, tmp_path):
+    """The next run fetches nothing, and reads no header."""
+    total = SAMPLES * (SAMPLES - 1) // 2
+    first, second = (run_anew(RUN, folder, str(tmp_path / "cache")) for _ in range(2))
+    assert first.stdout.split()[:2] == [str(total), "8"], first.stderr
+    assert second.stdout.split()[:2] == [str(total), "0"], second.stderr
+
+
+def test_shared_memory_is_gone_with_the_last_process(run_anew, folder):
+    """Without a folder nothing is left at the end."""
+    done = run_anew(RUN, folder, "-")
+    assert done.returncode == 0, done.stderr
+    place = done.stdout.split()[2]
+    assert os.path.basename(place).startswith("cseq-store-")
+    wait_until(lambda: not os.path.exists(place))
+
+
+def test_a_folder_of_other_shards_is_refused(folder, tmp_path):
+    """A cache folder that has shards of another place is an error that names both."""
+    cache = tmp_path / "cache"
+    kept = store.Npy(folder, cache=cache, limit="1 MB")
+    with pytest.raises(ValueError, match=r"cache='.*' has samples with urls=.*give another folder"):
+        store.Npy(f"{folder}/00[1-3].npy", cache=cache, limit="1 MB")
+    assert len(kept) == SAMPLES
+
+
+def test_a_copy_by_pickle_reads_the_same_cache(server, tmp_path):
+    """A pickled reader is a door to the same shards, and has no more requests."""
+    arrays = store.Npy("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
+    again = pickle.loads(pickle.dumps(arrays))
+    assert again[9].tolist() == arrays[9].tolist()
+    assert whole(server) == 1
+
+
+def test_the_limit_holds(server, tmp_path):
+    """The cache never takes more than its limit; what it removed is fetched again."""
+    limit, cache = 4 * max(map(len, SHARDS.values())), tmp_path / "cache"
+    arrays = store.Npy("train/", store=s3(server), cache=cache, limit=limit, ahead=1)
+    order = arrays.order(window=1)
+    most = 0
+    with cseq.MTSequence(
+        arrays, batch_size=3, num_workers=1, order=order, seed=1, out_type="null"
+    ).start() as batches:
+        for _ in range(2):
+            got = []
+            for batch in batches:
+                got.append(batch)
+                most = max(most, arrays.stats().nbytes)
+            assert sorted(numbers(got)) == [*range(SAMPLES)]
+    assert 0 < most <= limit
+    there = [path.stat().st_size for path in (cache / "shards").iterdir()]
+    assert sum(there) <= limit
+    assert len(SIZES) < whole(server) <= 2 * len(SIZES) + 2
+
+
+def test_what_a_window_needs_must_fit(folder, tmp_path):
+    """A limit that is too small is an error at once, with the bytes that are needed."""
+    largest = max(map(len, SHARDS.values()))
+    with pytest.raises(ValueError, match=rf"limit={largest - 1} is too small: a shard takes"):
+        store.Npy(folder, cache=tmp_path / "cache", limit=largest - 1)
+    arrays = store.Npy(folder, cache=tmp_path / "cache", limit=2 * largest)
+    with pytest.raises(ValueError, match=r"two windows, and ahead=4 shards .* take up to \d+ byt"):
+        arrays.order(window=4)
+    with pytest.raises(ValueError, match=r"the 8 shards of this batch take \d+ bytes"):
+        arrays[:]
+
+
+@pytest.mark.parametrize(
+    ("urls", "options", "error", "match"),
+    [
+        (7, {}, TypeError, r"urls=7: give a URL or a path, or a list of these"),
+        ([], {}, TypeError, r"urls=\[\]: give"),
+        ("…", {"ahead": 0}, ValueError, r"ahead=0 is below 1"),
+        ("…", {"limit": "many"}, ValueError, r"limit='many' is not a size"),
+        ("…", {"timeout": -1}, ValueError, r"timeout=-1 is not above 0"),
+        ("/none/of/it/", {}, OSError, r"/none/of/it"),
+        ("…/*.tar", {}, ValueError, r"none of the 8 objects there is such a shard"),
+    ],
+)
+def test_bad_arguments_are_named(urls, options, error, match, folder, tmp_path):
+    """An error names the argument, its value and the remedy."""
+    place = urls.replace("…", folder) if isinstance(urls, str) else urls
+    with pytest.raises(error, match=match):
+        store.Npy(place, **{"cache": tmp_path / "cache", "limit": "1 MB"} | options)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "match"),
+    [
+        ("x.npy", b"no array", r"x.npy is no .npy file"),
+        ("x.npy", npy_shards([4], 5)["train/000.npy"], r"has rows of \(5,\), int32, and the first"),
+        ("x.npy", npy_shards([4])["train/000.npy"][:-1], r"has 2527 of its 2528 bytes"),
+    ],
+)
+def test_a_shard_of_another_kind_is_named(name, data, match, folder, tmp_path):
+    """What is no shard of rows as the others have is an error at once."""
+    written({name: data}, folder)
+    with pytest.raises(ValueError, match=match):
+        store.Npy(folder, cache=tmp_path / "cache", limit="1 MB")
+
+
+def test_what_is_not_installed_is_named(monkeypatch, folder):
+    """Without obstore, the error says how to install it."""
+    find = __import__("importlib.util").util.find_spec
+    hidden = lambda name: None if name == "obstore" else find(name)  # noqa: E731
+    monkeypatch.setattr("importlib.util.find_spec", hidden)
+    with pytest.raises(ImportError, match=r"needs obstore: pip install 'cseq-loader\[store\]'"):
+        store.Npy(folder, limit="1 MB")
+
+
+# -- ends
+
+
+@pytest.mark.parametrize("kind", PARALLEL, ids=by_name)
+def test_a_killed_fetching_process_is_replaced(kind, server, tmp_path):
+    """The loop goes on: another process continues where the order is, with what is there."""
+    cache = tmp_path / "cache"
+    with S3Server(npy_shards([20] * 30)) as many:
+        arrays = store.Npy("train/", store=s3(many), cache=cache, limit="1 MB")
+        order = arrays.order(window=2)
+        got = []
+        with kind.start(arrays, None, batch_size=10, buffer=2, order=order) as batches:
+            for number, batch in enumerate(batches):
+                got.append(batch)
+                if number in (3, 30):
+                    kill_fetching(cache)
+        assert numbers(got) == flat(order, 10, seed=42)
+        assert 30 <= whole(many) <= 30 + 2 * 4 + 4  # what was in flight, and ahead of the end
+
+
+def test_the_fetching_process_ends_with_the_last_reader(folder, tmp_path):
+    """It does not outlive the readers of its folder, and is started again for another one."""
+    cache = tmp_path / "cache"
+    for _ in range(2):
+        arrays = store.Npy(folder, cache=cache, limit="1 MB")
+        other = pickle.loads(pickle.dumps(arrays))
+        assert fetching(cache) is not None
+        del arrays
+        assert other[3].tolist() == [3] * 150
+        del other
+        wait_until(lambda: fetching(cache) is None)

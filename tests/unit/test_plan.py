@@ -1,0 +1,68 @@
+"""`Plan`: which shards an order uses next."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cseq
+from cseq.store.plan import Plan
+
+
+def shards_of(sizes, window, seed, epoch, start, stop):
+    """Give the shards of samples [start, stop) of an epoch, from the order itself."""
+    order = cseq.Blocks(sizes, window)
+    [samples] = order.batches(order.units, seed=seed, epoch=epoch)
+    return np.cumsum(sizes).searchsorted(samples[start:stop], "right")
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 20])
+@pytest.mark.parametrize(("seed", "least"), [(0, 1), (5, 1), (6, 0)])
+def test_it_follows_the_order(window, seed, least):
+    """Batch by batch, the plan's window has the batch's shards, and the next ones come next."""
+    sizes = np.random.default_rng(seed).integers(least, 9, 17)
+    total = int(sizes.sum())
+    plan = Plan(sizes, window, seed, 0, 0)
+    for epoch in range(3):
+        ahead = shards_of(sizes, window, seed, epoch, 0, total)
+        for start in range(0, total, 2):
+            used = {*ahead[start : start + 2].tolist()}
+            plan.advance(used)
+            left = [*dict.fromkeys(ahead[start:].tolist())]
+            assert used <= {*plan.coming(0)}
+            assert not least or {*left[: plan.window]} <= {*plan.coming(0)}
+        assert plan.count == 1 or plan.front // plan.count == epoch
+
+
+def test_shards_come_in_the_order_of_their_windows():
+    """`coming` has the window in use, then the next one, then as many more as asked for."""
+    sizes = np.full(30, 5)
+    plan = Plan(sizes, 3, 1, 0, 0)
+    expected = [*dict.fromkeys(shards_of(sizes, 3, 1, 0, 0, 150).tolist())]
+    assert {*plan.coming(0)[:3]} == {*expected[:3]}
+    assert {*plan.coming(0)} == {*expected[:6]}
+    assert {*plan.coming(3)} == {*expected[:9]}
+    plan.advance(expected[18:20])  # too far ahead to be true
+    assert plan.front == 0
+    plan.advance(expected[3:5])
+    assert {*plan.coming(0)} == {*expected[3:9]}
+
+
+def test_a_batch_of_another_order_moves_nothing():
+    """Shards of many windows at once are those of another order."""
+    plan = Plan(np.full(40, 5), 2, 1, 0, 0)
+    assert not plan.advance(range(0, 40, 7))
+    assert not plan.advance({plan.coming(0)[0], int(np.argmax(plan.uses()))})
+    assert plan.front == 0
+
+
+def test_a_place_is_a_plan_again():
+    """Who replaces a process that fetches has its plan."""
+    sizes = np.full(12, 5)
+    plan = Plan(sizes, 3, 1, 4, 31)
+    again = Plan.at(sizes, plan.place)
+    assert again.front == plan.front
+    assert again.coming(2) == plan.coming(2)
+    assert plan.has(3, 1, 4, 33)
+    assert not plan.has(3, 2, 4, 33)
+    assert not plan.has(3, 1, 9, 33)
