@@ -32,6 +32,7 @@ MODULES = (
     "dataloader",
     "threads",
     "cached",
+    "store",
     "peers",
     "picture",
 )

@@ -90,7 +90,8 @@ def imports_of(code):
 
 def marks_of(block):
     """Skip a block where its modules, or the system's functions that it calls, are missing."""
-    marks = [needs("torch", *imports_of(block.code))]
+    store = ["obstore"] if "from cseq import store" in block.code else []
+    marks = [needs("torch", *store, *imports_of(block.code))]
     return [*marks, pytest.mark.needs("POSIX")] if "os.pread(" in block.code else marks
 
 

@@ -1,0 +1,259 @@
+"""Shards in an object store that takes 200 ms to answer and fails: how much a loop waits for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import cseq
+from harness.case import Case, Contender, Counter, Goal, scaled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+SHARDS, ROWS, BATCH = scaled(32, 8), 100, 32
+SIZE = scaled(100_000, 1000)  # bytes of a sample
+RATE = 100e6  # bytes a second that the loop takes
+STEP = BATCH * SIZE / RATE
+DELAY = 0.2  # seconds before each answer
+WINDOW = 4  # shards that are mixed; the loop's waits count from the second window on
+WORKERS, THEIRS = 2, 4  # the peers wait less with as many as their documentation has
+NPY, MEMORY = "store.Npy", "arrays in memory"
+LIT, MOSAIC, WEB = "litdata", "MosaicML Streaming", "WebDataset"
+
+# What goes wrong, by case: the arguments of `S3Server.fail`.
+FAULTS: dict[str, tuple[Mapping[str, Any], ...]] = {
+    "sound": (),
+    "503_1": ({"kind": "503", "chance": 0.01},),
+    "503_10": ({"kind": "503", "chance": 0.1},),
+    "broken": (
+        {"kind": "cut", "chance": 0.05},
+        {"kind": "stall", "chance": 0.05, "seconds": 5},
+    ),
+}
+# Where connections stall, cseq is told to ask again after half a second, and to fetch more ahead.
+PATIENT: dict[str, Any] = {"timeout": 0.5, "ahead": 12}
+SECRETS = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
+
+
+def sample(number: int) -> np.ndarray:
+    """Make a sample: bytes that no compression makes smaller, and its number."""
+    return np.random.default_rng(number).integers(0, 256, SIZE, np.uint8)
+
+
+def numbers(shard: int) -> range:
+    """Number the samples of a shard."""
+    return range(shard * ROWS, (shard + 1) * ROWS)
+
+
+class Memory:
+    """Samples in memory: what waits here is the machine's doing."""
+
+    def __init__(self) -> None:
+        self.table = np.stack([sample(number) for number in range(ROWS)])
+
+    def __getitem__(self, indices: np.ndarray) -> Any:
+        return np.take(self.table, indices % ROWS, 0, cseq.empty((len(indices), SIZE), np.uint8))
+
+
+@contextmanager
+def memory(_server: Any, _cache: str) -> Iterator[Any]:
+    """Give the batches of an epoch."""
+    order = cseq.Blocks(rows=ROWS, window=WINDOW, samples=SHARDS * ROWS)
+    options: Any = {"out_type": "cpu", "dtype": None, "order": order, "num_workers": WORKERS}
+    with cseq.MPSequence(Memory, SHARDS * ROWS, batch_size=BATCH, **options).start() as batches:
+        yield batches
+
+
+def write_npy(folder: Path) -> None:
+    """Write .npy files."""
+    for shard in range(SHARDS):
+        np.save(folder / f"{shard:04}.npy", np.stack([sample(each) for each in numbers(shard)]))
+
+
+def write_tar(folder: Path) -> None:
+    """Write tar files, as WebDataset does."""
+    from webdataset import TarWriter
+
+    for shard in range(SHARDS):
+        with TarWriter(str(folder / f"{shard:04}.tar")) as file:
+            for number in numbers(shard):
+                file.write({"__key__": f"{number:06}", "bin": sample(number).tobytes()})
+
+
+@contextmanager
+def ours(server: Any, cache: str, **options: Any) -> Iterator[Any]:
+    """Give the batches of an epoch of cseq's reader, whose index is made here, too."""
+    from obstore.store import S3Store
+
+    from cseq import store
+
+    there = S3Store("any", **server.options)
+    shards = store.Npy("", cache=cache, store=there, **options)
+    more: Any = {"out_type": "cpu", "dtype": None, "num_workers": WORKERS}
+    more["order"] = shards.order(window=WINDOW)
+    with cseq.MPSequence(shards, len(shards), batch_size=BATCH, **more).start() as batches:
+        yield batches
+
+
+def write_lit(folder: Path) -> None:
+    """Write litdata's chunks, of as many samples as a shard has."""
+    from litdata.streaming.writer import BinaryWriter
+
+    writer = BinaryWriter(str(folder), chunk_size=ROWS)
+    for number in range(SHARDS * ROWS):
+        writer[number] = {"x": sample(number)}
+    writer.done()
+    writer.merge()
+
+
+@contextmanager
+def lit(server: Any, cache: str) -> Iterator[Any]:
+    """Give litdata's batches; it fetches several chunks ahead, the more the longer they take."""
+    from litdata import StreamingDataLoader, StreamingDataset
+    from litdata.streaming.resolver import Dir
+
+    # It has no argument for a store without TLS.
+    import_module("litdata.streaming.downloader")._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
+    secrets = {**SECRETS, "endpoint_url": server.endpoint, "region_name": "us-east-1"}
+    place = Dir(path=cache, url="s3://any/")
+    dataset = StreamingDataset(place, shuffle=True, storage_options=secrets, max_pre_download=8)
+    yield StreamingDataLoader(dataset, batch_size=BATCH, num_workers=THEIRS, drop_last=True)
+
+
+def write_mosaic(folder: Path) -> None:
+    """Write MosaicML's shards."""
+    from streaming import MDSWriter
+
+    columns = {"x": f"ndarray:uint8:{SIZE}"}
+    limit = ROWS * (SIZE + 8) + 100
+    with MDSWriter(out=str(folder), columns=columns, size_limit=limit) as file:
+        for number in range(SHARDS * ROWS):
+            file.write({"x": sample(number)})
+
+
+@contextmanager
+def mosaic(server: Any, cache: str) -> Iterator[Any]:
+    """Give MosaicML's batches."""
+    from streaming import StreamingDataLoader, StreamingDataset
+    from streaming.base.util import clean_stale_shared_memory
+
+    os.environ.update({name.upper(): value for name, value in SECRETS.items()})
+    os.environ.update(S3_ENDPOINT_URL=server.endpoint, AWS_DEFAULT_REGION="us-east-1")
+    clean_stale_shared_memory()
+    dataset = StreamingDataset(
+        remote="s3://any/",
+        local=cache,
+        batch_size=BATCH,
+        shuffle=True,
+        predownload=2 * WINDOW * ROWS,
+        download_retry=10,
+    )
+    yield StreamingDataLoader(dataset, batch_size=BATCH, num_workers=THEIRS, drop_last=True)
+
+
+@contextmanager
+def web(server: Any, _cache: str) -> Iterator[Any]:
+    """Give WebDataset's batches; its shards come through curl, as its documentation has it."""
+    from webdataset import WebDataset, WebLoader, warn_and_continue
+
+    urls = [f"{server.endpoint}/any/{shard:04}.tar" for shard in range(SHARDS)]
+    data = WebDataset(urls, shardshuffle=SHARDS, handler=warn_and_continue).shuffle(WINDOW * ROWS)
+    rows = data.to_tuple("bin").map_tuple(lambda each: np.frombuffer(each, np.uint8).copy())
+    yield WebLoader(rows.batched(BATCH), batch_size=None, num_workers=THEIRS)
+
+
+KINDS = {
+    NPY: (write_npy, ours, ("obstore",)),
+    MEMORY: (None, memory, ()),
+    LIT: (write_lit, lit, ("torch", "litdata", "boto3", "obstore")),
+    MOSAIC: (write_mosaic, mosaic, ("torch", "mosaicml-streaming")),
+    WEB: (write_tar, web, ("torch", "webdataset")),
+}
+
+
+def waits(batches: Any, first: float) -> float:
+    """Take batches at the rate; return the percentage of the time in which the loop waited."""
+    waited = []
+    begin = first
+    for _ in batches:
+        waited.append(time.perf_counter() - begin)
+        time.sleep(STEP)
+        begin = time.perf_counter()
+    Counter.batches += len(waited)
+    counted = waited[WINDOW * ROWS // BATCH :]
+    return 100 * sum(counted) / (sum(counted) + len(counted) * STEP)
+
+
+def first_batch(batches: Any, begin: float) -> float:
+    """Return the seconds to the first batch."""
+    for _ in islice(batches, 1):
+        Counter.batches += 1
+        took = time.perf_counter() - begin
+    return took
+
+
+def epochs(name: str, faults: str, measure: Any) -> Iterator[Any]:
+    """Measure a first epoch, in each round with an empty cache and other requests that fail."""
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
+    from s3_server import S3Server
+
+    write, batches_of, _ = KINDS[name]
+    if faults == "broken" and name == NPY:
+        batches_of = partial(batches_of, **PATIENT)
+    with tempfile.TemporaryDirectory() as folder, S3Server(folder, delay=DELAY) as server:
+        if write is not None:
+            write(Path(folder))
+        for fault in FAULTS[faults]:
+            server.fail(**fault)
+
+        def run() -> float:
+            with tempfile.TemporaryDirectory() as cache:
+                begin = time.perf_counter()
+                with batches_of(server, cache) as batches:
+                    return measure(batches, begin)
+
+        yield run
+
+
+def case(name: str, title: str, unit: str, make: Any, goal: str, at_most: float) -> Case:
+    """Declare a case."""
+    contenders = tuple(
+        Contender(each, partial(make, each), needs, each == NPY)
+        for each, (_, _, needs) in KINDS.items()
+    )
+    goals = (Goal(goal, lambda f: f[NPY], at_most=at_most),)
+    return Case(f"store_{name}", title, unit, contenders, limit=MEMORY, goals=goals, rounds=3)
+
+
+def waiting(faults: str, title: str) -> Case:
+    """Declare a case of a loop that takes 100 MB/s."""
+    title = f"An S3 server with 200 ms a request, {title}: a loop of 100 MB/s waits"
+    make = partial(epochs, faults=faults, measure=waits)
+    return case(faults, title, "% of the time", make, "% of the time", 1)
+
+
+CASES = (
+    waiting("sound", "sound"),
+    waiting("503_1", "1 % of 503"),
+    waiting("503_10", "10 % of 503"),
+    waiting("broken", "5 % of answers cut, 5 % stalled for 5 s"),
+    case(
+        "first",
+        "From nothing to the first batch, 200 ms a request",
+        "s",
+        partial(epochs, faults="sound", measure=first_batch),
+        "seconds",
+        1,
+    ),
+)
