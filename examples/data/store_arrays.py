@@ -7,7 +7,7 @@ import numpy as np
 import cseq
 from cseq import store
 
-folder = Path("shards")  # in place of "s3://bucket/train/"
+folder = Path("shards")  # or "s3://bucket/train/"
 folder.mkdir()
 for shard in range(6):
     numbers = np.arange(50) + 50 * shard
