@@ -171,7 +171,7 @@ class Stats:
     past: Sequence[Row] = field(default=(), repr=False, compare=False)
 
     @classmethod
-    def read_rings(cls, rings: Sequence[Ring], **counted: Any) -> Stats:
+    def read(cls, rings: Sequence[Ring], **counted: Any) -> Stats:
         """Read the counts of a pool's rings. Thread-safe."""
         meters = Meters.read_rings(rings)
         hits, misses, held = (

@@ -113,7 +113,7 @@ class AttachedRun:
     def _read(self, rings: list[Ring]) -> None:
         # `closed` is 1, or the first worker that leaves.
         count, leaving = self.fact("workers"), rings[0].closed
-        self.stats = stats = Stats.read_rings(
+        self.stats = stats = Stats.read(
             rings,
             num_workers=min(leaving - 1, count) if leaving > 1 else count,
             num_converters=self.fact("converters"),

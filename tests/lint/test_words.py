@@ -26,16 +26,16 @@ PATTERNS = {
 # Figures there were when each was last set: lower them when a count falls, never raise
 # them. The goal is 15 % of trailing comments and none of the patterns.
 BOUNDS = {
-    TRAILING: 49,
+    TRAILING: 47,
     "so many/long/much": 25,
-    "also if/where/in/that/when": 15,
-    "in (the) place of": 18,
-    "anew": 11,
+    "also if/where/in/that/when": 14,
+    "in (the) place of": 17,
+    "anew": 10,
     "for ever": 5,
-    "of it, at an end": 34,
-    "that of": 47,
-    "those of": 23,
-    "X; None: Y": 73,
+    "of it, at an end": 31,
+    "that of": 43,
+    "those of": 18,
+    "X; None: Y": 66,
 }
 
 

@@ -134,7 +134,7 @@ class Crew:
 
     def stats(self, **counted: Any) -> Stats:
         """Return counts and times, including those that are counted elsewhere."""
-        return Stats.read_rings(self.rings, **counted)
+        return Stats.read(self.rings, **counted)
 
     def close(self, *, hurried: bool) -> None:
         """End everything that was started, in bounded time. Calling it twice is fine."""
