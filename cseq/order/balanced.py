@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
 from functools import lru_cache, partial
@@ -11,20 +12,33 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from cseq.check import choice, integer
-from cseq.order._readers import AHEAD, BALANCE, ArrayReader, Permutation, deal, gather
+from cseq.order._readers import (
+    AHEAD,
+    BALANCE,
+    ArrayReader,
+    Permutation,
+    deal,
+    fingerprint,
+    gather,
+)
 from cseq.order.base import Order
+from cseq.order.tables import cache_of, tables
 
 if TYPE_CHECKING:
+    import os
+
+    from numpy.typing import NDArray
     from typing_extensions import Self
 
     from cseq._core import Reader
-    from cseq.order.base import Floats, Ints, Read, Sums, Works
+    from cseq.order.base import Ints, Read, Sums, Works
     from cseq.order.mixture import Weights
+    from cseq.order.tables import New
 
 __all__ = ["Balanced"]
 
 warn = functools.cache(logging.getLogger("cseq").warning)  # once for the same numbers
-KEPT = 2**17  # rows whose order is kept, 16 bytes each
+KEPT = 2**17  # rows whose order is kept, 4 bytes each
 STEPS = {"step": 1, "window": 16}
 ARTICLES = {"step": "a step", "window": "16 steps", "epoch": "an epoch"}
 MOST_STEP = 2**15  # each of its rows is compared with all ranks
@@ -50,12 +64,14 @@ class Balanced(Order):
     together : int, optional
         So many rows of like work come in a row: the number of ranks should divide it. A quarter of
         a step, if that is a whole number.
+    cache : path, optional
+        A folder of this machine, for over='epoch': its processes share what they would otherwise
+        keep each, 4 bytes for each row of an epoch.
 
     Notes
     -----
     The global batch, `batch_size` times the number of ranks, should divide a step. A batch that
-    belongs to two steps is dealt as it comes, and the log says so. With 'epoch', each process keeps
-    16 bytes for each row of an epoch.
+    belongs to two steps is dealt as it comes, and the log says so.
 
     Examples
     --------
@@ -73,6 +89,7 @@ class Balanced(Order):
         *,
         over: Literal["step", "window", "epoch"] = "step",
         together: int | None = None,
+        cache: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(order, Order):
             raise TypeError(f"order={order!r} is not a cseq.Order; give one")
@@ -82,7 +99,7 @@ class Balanced(Order):
         self.together = integer("together", quarter if together is None else together, 1, self.step)
         if self.step % self.together:
             raise ValueError(f"together={together} does not divide step={step}; give one that does")
-        self._over = choice("over", over, (*STEPS, "epoch"))
+        self._over, self._cache = choice("over", over, (*STEPS, "epoch")), cache_of(cache)
         self._window = self.step * STEPS.get(over, max(1, order.units // self.step))
         self.samples, self.units, self.room = order.samples, order.units, order.room
         self.left_out, self.tokens = order.left_out, order.tokens
@@ -122,14 +139,16 @@ class Balanced(Order):
                 f"{self._window} rows that are dealt together: some would come twice; change it at "
                 "a multiple of them"
             )
-        return type(self)(order, self.step, over=self._over, together=self.together)
+        return type(self)(
+            order, self.step, over=self._over, together=self.together, cache=self._cache
+        )
 
     def reader(self, seed: int) -> Reader:
         """Return what reads the order."""
         reader, works = self.order.measured(seed)
         kept = max(2, KEPT // self._window)  # as many as are read ahead
         window = lru_cache(kept)(partial(self._sorted, seed, works))
-        dealt = lru_cache(2)(partial(self._dealt, window))
+        dealt = lru_cache(2)(partial(self._dealt, window, works))
 
         def read(epoch: int, units: Ints) -> Read:
             return gather(reader, epoch, self._rows(window, epoch, units))
@@ -161,7 +180,7 @@ class Balanced(Order):
         works = lru_cache(1)(lambda: self.order.measured(seed)[1])
 
         @lru_cache(2)
-        def window(epoch: int, number: int) -> tuple[Ints, Floats]:
+        def window(epoch: int, number: int) -> NDArray[np.integer[Any]]:
             return self._sorted(seed, works(), epoch, number)
 
         return lambda epoch, units: inner(epoch, self._rows(window, epoch, units, is_sum=True))
@@ -174,11 +193,20 @@ class Balanced(Order):
             first = w * self._window
             if not is_sum or number < min(self._window, self.units - first):
                 ours = np.flatnonzero(windows == w)
-                rows[ours] = window(epoch, w)[0].take(units[ours] - first)
+                rows[ours] = window(epoch, w).take(units[ours] - first)
         return rows
 
-    def _sorted(self, seed: int, works: Works, epoch: int, number: int) -> tuple[Ints, Floats]:
-        """Return the rows of the order for each position of a window, and their work."""
+    def _sorted(self, seed: int, works: Works, epoch: int, number: int) -> NDArray[np.integer[Any]]:
+        """Return the rows of the order for each position of a window."""
+        name, folder = "", None
+        if self._over == "epoch" and number == 0 and self._cache is not None:
+            facts = np.frombuffer(json.dumps(self.facts()).encode(), np.uint8)
+            name, folder = f"{self.name}-{fingerprint(facts):016x}-{seed:x}", self._cache
+        make = partial(self._sort, seed, works, epoch, number)
+        return tables(folder, name, make, epoch)["rows"]
+
+    def _sort(self, seed: int, works: Works, epoch: int, number: int, new: New) -> None:
+        """Exchange the rows of a window."""
         first = number * self._window
         rows = np.arange(first, min(first + self._window, self.units))
         work = works(epoch, rows)
@@ -195,16 +223,22 @@ class Balanced(Order):
                 alike[k] = alike[k].take(turn, axis=0)
             order = alike.swapaxes(0, 1).ravel()
         rows[: len(order)] = rows.take(order)
-        work[: len(order)] = work.take(order)
-        return rows, work
+        new("rows", len(rows), np.uint32 if self.units <= 2**32 else np.int64)[:] = rows
 
     def _dealt(
-        self, window: Any, epoch: int, step: int, phase: int, together: int, size: int
+        self,
+        window: Any,
+        works: Works,
+        epoch: int,
+        step: int,
+        phase: int,
+        together: int,
+        size: int,
     ) -> Ints:
         """Return the units of each rank in each global batch of a step, from a phase on."""
         number, at = divmod(step * self.step + phase, self._window)
         batches, ranks = (self.step - phase) // together, together // size
-        work = window(epoch, number)[1][at : at + batches * together]
+        work = works(epoch, window(epoch, number)[at : at + batches * together].astype(np.int64))
         order = np.argsort(-work, kind="stable")
         ours, turns = deal(work.take(order), order // together, ranks, batches, size)
         units = np.empty((batches, ranks, size), np.int64)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cseq.check import integer
-from cseq.order._readers import DOCUMENTS, ArrayReader, Permutation, digest
-from cseq.order.base import Order, spans
+from cseq.order._readers import DOCUMENTS, ArrayReader, Permutation
+from cseq.order.base import spans
 from cseq.order.classes import integers
 from cseq.order.documents import DocumentEnds
-from cseq.order.tables import cache_of, forget, tables
+from cseq.order.tables import CachedOrder, cache_of, lengths_in, tables
 
 if TYPE_CHECKING:
     import os
@@ -31,7 +31,7 @@ MOST_ROW = 2**24
 TOGETHER = 2**20  # documents that are put in order at once
 
 
-class Concatenated(Order):
+class Concatenated(CachedOrder):
     """Rows of `row` tokens, cut from all documents in a row: the standard of pre-training.
 
     Each epoch lays the documents end to end in another order and cuts this every `row` tokens. The
@@ -69,8 +69,9 @@ class Concatenated(Order):
         self, lengths: ArrayLike, row: int, *, cache: str | os.PathLike[str] | None = None
     ) -> None:
         self.row = integer("row", row, 1, MOST_ROW)
-        lengths = integers("lengths", lengths)
-        self._folder, self._lengths = cache_of(cache), digest(lengths)
+        self._folder = cache_of(cache)
+        lengths, self._lengths = lengths_in(self._folder, integers("lengths", lengths))
+        self._made_with = lengths, {"row": self.row, "cache": self._folder}
         name = f"concatenated-v1-{self._lengths:016x}-{row}"
         arrays = tables(self._folder, name, partial(self._make, lengths))
         self._name, self._ends = name, DocumentEnds(lengths, ends=arrays["ends"])
@@ -85,7 +86,7 @@ class Concatenated(Order):
         if rest := self.samples % self.row:
             self.left_out = f"an epoch leaves {rest:,} tokens out, others each time"
 
-    def _make(self, lengths: ArrayLike, new: New) -> None:
+    def _make(self, lengths: NDArray[Any], new: New) -> None:
         """Add up the lengths, and find out how many pieces a row can have."""
         ends = DocumentEnds(lengths)
         new("ends", len(ends.ends), np.int64)[:] = ends.ends
@@ -153,11 +154,8 @@ class _Epoch:
         self.corpus, self.row = ends, row
         self.documents = Permutation(len(ends.lengths), seed, epoch, DOCUMENTS, 0)
         self.rows = Permutation(ends.total // row, seed, epoch, DOCUMENTS, 1)
-        folder, name = file
-        arrays = tables(folder, f"{name}-{epoch}", partial(self._make, works))
+        arrays = tables(*file, partial(self._make, works), epoch)
         self.ends, self.works = arrays["ends"], arrays.get("works")
-        if folder is not None:
-            forget(folder, f"{name}-", epoch - 1)
 
     def _make(self, works: bool, new: New) -> None:  # noqa: FBT001 - of a partial
         """Add up the lengths in the order of the epoch, and the work of each row."""

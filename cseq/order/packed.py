@@ -11,7 +11,7 @@ import numpy as np
 from cseq.check import choice, integer
 from cseq.order.classes import MOST_BUDGET, Lengths, Recipes
 from cseq.order.pieces import Pieces, fewest_rows
-from cseq.order.tables import cache_of
+from cseq.order.tables import CachedOrder, cache_of
 
 if TYPE_CHECKING:
     import os
@@ -29,7 +29,7 @@ MOST_COUNTED = 2**24  # quanta of a row; 8 bytes each while pieces are counted
 Contents: TypeAlias = "tuple[int, int, Contents] | None"  # class, samples of it, what there was
 
 
-class Packed(Recipes):
+class Packed(Recipes, CachedOrder):
     """Rows of whole samples, with at most `budget` tokens. Nearly every row is full.
 
     Every sample comes once per epoch, and none is cut but for ``too_long='split'``. Each epoch
@@ -103,7 +103,10 @@ class Packed(Recipes):
         self._bound, total = "", 0.0
         if too_long == "split":
             self.name = "packed-split-v1"
-            pieces = Pieces(lengths, budget, quantum, best_fit, cache_of(cache))
+            self._folder = cache_of(cache)
+            pieces = Pieces(lengths, budget, quantum, best_fit, self._folder)
+            options = {"quantum": quantum, "too_long": too_long, "cache": self._folder}
+            self._made_with = pieces.ends.lengths, {"budget": budget, **options}
             super().__init__(pieces.ends.total, pieces, *pieces.recipes)
             lengths_of = pieces.lengths
             total, said = pieces.ends.total, pieces.fingerprint

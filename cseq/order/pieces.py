@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cseq.order._readers import MEMBERS, digest, keyed
+from cseq.order._readers import MEMBERS, keyed
 from cseq.order.base import spans
 from cseq.order.classes import Classes, integers
 from cseq.order.documents import DocumentEnds
-from cseq.order.tables import tables
+from cseq.order.tables import lengths_in, tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,8 +48,7 @@ class Pieces(Classes):
         self, lengths: ArrayLike, budget: int, quantum: int, pack: Pack, cache: str | None
     ) -> None:
         self.budget, self.quantum, self.rooms = budget, quantum, budget // quantum
-        lengths = integers("lengths", lengths)
-        self.fingerprint = digest(lengths)
+        lengths, self.fingerprint = lengths_in(cache, integers("lengths", lengths))
         name = f"packed-split-v1-{self.fingerprint:016x}-{budget}-{quantum}"
         arrays = tables(cache, name, partial(self._make, lengths, pack))
         self.ends = DocumentEnds(lengths, ends=arrays["ends"])
@@ -60,7 +59,7 @@ class Pieces(Classes):
         self.count = len(self.lengths)
         self.recipes = arrays["copies"], arrays["first"], arrays["parts"].reshape(-1, 3)
 
-    def _make(self, lengths: ArrayLike, pack: Pack, new: New) -> None:
+    def _make(self, lengths: NDArray[Any], pack: Pack, new: New) -> None:
         """Count the pieces of each class, pack them, and sort the documents."""
         self.ends, self.whole = DocumentEnds(lengths), DocumentEnds(lengths, self.budget)
         if not self.ends.total:

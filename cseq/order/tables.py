@@ -6,12 +6,13 @@ import contextlib
 import json
 import mmap
 import os
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from cseq.files import locked
 from cseq.order._readers import digest
+from cseq.order.base import Order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,15 +22,17 @@ if TYPE_CHECKING:
     Tables: TypeAlias = dict[str, NDArray[Any]]
     New: TypeAlias = Callable[[str, int, DTypeLike], NDArray[Any]]
 
-__all__ = ["cache_of", "forget", "tables"]
+__all__ = ["CachedOrder", "Mapped", "cache_of", "lengths_in", "mapped", "tables"]
 
 MAGIC = b"cseqtab1"
 ALIGNED = 2**16  # where an array may begin in a file, as all systems map it
 SUMMED = 2**17  # words of a file whose sum is kept
 
 
-def tables(folder: str | None, name: str, make: Callable[[New], None]) -> Tables:
-    """Return arrays by name: those of a file in a folder, which is made if there is none.
+def tables(
+    folder: str | None, name: str, make: Callable[[New], None], epoch: int | None = None
+) -> Tables:
+    """Return the arrays of a file in a folder by name, and make the file if it is not there.
 
     Of several processes that ask for it at once, one makes it and the others wait. If it is killed,
     the next one does. A file of another definition, or one that is damaged, is made again.
@@ -37,17 +40,22 @@ def tables(folder: str | None, name: str, make: Callable[[New], None]) -> Tables
     Parameters
     ----------
     folder : str or None
-        None: the arrays are made in memory. So they are on Windows, in each process.
+        Without a folder, and on Windows, each process makes the arrays in memory.
     name : str
-        Of the file: it says all that the arrays depend on.
+        The name of the file, which says all that the arrays depend on.
     make : callable
         ``make(new)``, where ``new(key, length, dtype)`` gives an array to write to.
+    epoch : int, optional
+        The file is that epoch's, and files of epochs before the last one are removed.
     """
     if folder is None or os.name == "nt":
         made: Tables = {}
         make(lambda key, length, dtype: made.setdefault(key, np.empty(length, dtype)))
         return made
     os.makedirs(folder, exist_ok=True)
+    if epoch is not None:
+        _forget(folder, f"{name}-", epoch - 1)
+        name = f"{name}-{epoch}"
     path = os.path.join(folder, name)
     arrays = _load(path, name)
     while arrays is None:
@@ -74,7 +82,80 @@ def cache_of(cache: str | os.PathLike[str] | None) -> str | None:
     return None if cache is None else os.path.abspath(cache)
 
 
-def forget(folder: str, start: str, before: int) -> None:
+def lengths_in(folder: str | None, lengths: NDArray[Any]) -> tuple[NDArray[Any], int]:
+    """Return lengths of documents, mapped from a file if there is a folder, and their digest."""
+    total = digest(lengths)
+
+    def make(new: New) -> None:
+        new("lengths", len(lengths), lengths.dtype)[:] = lengths
+
+    if folder is None or Mapped.of(lengths) is not None:
+        return lengths, total
+    return tables(folder, f"lengths-{total:016x}", make)["lengths"], total
+
+
+def mapped(path: str, dtype: DTypeLike, offset: int = 0, count: int | None = None) -> NDArray[Any]:
+    """Map a part of a file, as a plain array: slices of it cost less than a `numpy.memmap`'s."""
+    kind = np.dtype(dtype)
+    number = (os.path.getsize(path) - offset) // kind.itemsize if count is None else count
+    if not number:
+        return np.empty(0, kind)
+    return np.asarray(np.memmap(path, kind, "r", offset, (number,)))
+
+
+class Mapped(NamedTuple):
+    """The part of a file that an array is mapped from: the arguments of `mapped`."""
+
+    path: str
+    dtype: str
+    offset: int
+    length: int
+
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> Mapped | None:
+        """Return where an array lies, or None if it lies in no file that is only read."""
+        whole: Any = array
+        while isinstance(whole.base, np.ndarray):
+            whole = whole.base
+        if not (isinstance(whole, np.memmap) and whole.mode == "r" and array.flags.c_contiguous):
+            return None
+        if whole.filename is None:
+            return None
+        offset = whole.offset + array.ctypes.data - whole.ctypes.data
+        return cls(os.fspath(whole.filename), array.dtype.str, offset, len(array))
+
+
+class CachedOrder(Order):
+    """An order over lengths of documents, whose tables lie in a folder if it has one.
+
+    A pickle then names the files, and has nothing for each document.
+    """
+
+    _folder: str | None = None
+    _made_with: tuple[NDArray[Any], dict[str, Any]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        lengths, options = self._made_with
+        place = None if self._folder is None else Mapped.of(lengths)
+        if place is None:
+            return super().__reduce_ex__(protocol)
+        return again, (type(self), place, options, self.facts())
+
+
+def again(
+    kind: Callable[..., CachedOrder], lengths: Mapped, options: dict[str, Any], facts: Any
+) -> CachedOrder:
+    """Make an order again, where it is unpickled."""
+    order = kind(mapped(*lengths), **options)
+    if order.facts() != facts:
+        raise ValueError(
+            f"{lengths.path} has other lengths of documents than when the order was pickled; leave "
+            "the file as it is while a run uses it"
+        )
+    return order
+
+
+def _forget(folder: str, start: str, before: int) -> None:
     """Remove the files whose names begin so, and go on with a number below another one."""
     for name in os.listdir(folder):
         number = name[len(start) :]
@@ -125,7 +206,7 @@ def _write(fd: int, name: str, make: Callable[[New], None]) -> None:
         raise OSError(f"the disk of {name} is full")
 
 
-def _sums(file: mmap.mmap, end: int, text: bytes) -> int:
+def _sums(file: mmap.mmap | NDArray[np.uint8], end: int, text: bytes) -> int:
     """Return a digest of a file up to its end, and of what stands there."""
     words = np.frombuffer(file, np.uint64, end // 8)
     sums = np.add.reduceat(words, np.arange(0, len(words), SUMMED))
@@ -135,23 +216,22 @@ def _sums(file: mmap.mmap, end: int, text: bytes) -> int:
 def _load(path: str, name: str) -> Tables | None:
     """Map a file; None: it is not there, is damaged, or is another one."""
     try:
-        with open(path, "rb") as opened:
-            file = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    except (FileNotFoundError, ValueError):  # not there; empty
+        file = mapped(path, np.uint8)
+    except FileNotFoundError:
         return None
-    if len(file) < 24 or file[-8:] != MAGIC:
+    if len(file) < 24 or file[-8:].tobytes() != MAGIC:
         return None
     length, sums = np.frombuffer(file, "<u8", 2, len(file) - 24).tolist()
     end = len(file) - 24 - length
     if end < ALIGNED or end % ALIGNED:
         return None
-    text = file[end : end + length]
+    text = file[end : end + length].tobytes()
     if _sums(file, end, text) != sums:
         return None
     said = json.loads(text)
     if said["name"] != name:
         return None
     return {
-        key: np.frombuffer(file, kind, count, start)
+        key: file[start : start + count * np.dtype(kind).itemsize].view(kind)
         for key, (kind, count, start) in said["parts"].items()
     }

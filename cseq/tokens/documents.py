@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     Found: TypeAlias = tuple[list[NDArray[Any]], list[NDArray[Any] | None], Ints, Ints]
 
-__all__ = ["Corpus", "Documents", "Given", "corpus_of", "damaged", "first", "mapped"]
+__all__ = ["Corpus", "Documents", "Given", "corpus_of", "damaged", "first"]
 
 PROBES = 64  # tokens that stand for a corpus in its fingerprint
 
@@ -204,12 +203,3 @@ def damaged(path: str, offset: int | None, what: str, remedy: str) -> ValueError
     """Make the error for a file, at a byte of it."""
     at = "" if offset is None else f" at byte {offset}"
     return ValueError(f"{path}{at}: {what}; {remedy}")
-
-
-def mapped(path: str, dtype: Any, offset: int = 0, count: int | None = None) -> NDArray[Any]:
-    """Map a part of a file, as a plain array: slices of it cost less than a `numpy.memmap`'s."""
-    kind = np.dtype(dtype)
-    number = (os.path.getsize(path) - offset) // kind.itemsize if count is None else count
-    if not number:
-        return np.empty(0, kind)
-    return np.asarray(np.memmap(path, kind, "r", offset, (number,)))

@@ -9,8 +9,8 @@ import numpy as np
 
 from cseq.check import integer
 from cseq.order._readers import CHUNK, fingerprint
-from cseq.order.tables import tables
-from cseq.tokens.documents import Corpus, damaged, first, mapped
+from cseq.order.tables import mapped, tables
+from cseq.tokens.documents import Corpus, damaged, first
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq.tokens.documents import Corpus, damaged, first, mapped
+from cseq.order.tables import mapped
+from cseq.tokens.documents import Corpus, damaged, first
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

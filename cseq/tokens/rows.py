@@ -203,7 +203,7 @@ class Rows:
             sources = dict(zip(self.names, map(over, lengths), strict=True))
             order = Mixture(sources, weights, weights_of=of, epoch_size=size)
         step, balance = self._dealt
-        return order if step is None else Balanced(order, step, over=balance)
+        return order if step is None else Balanced(order, step, over=balance, cache=self._cache)
 
     def _check(self, corpora: list[Corpus]) -> None:
         """Check that tokens fit in the type, and that there is something to predict."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 import tracemalloc
@@ -112,6 +114,36 @@ def test_epochs_that_are_over_are_removed(tmp_path):
     assert numbers == ["0", "3", "4"]
 
 
+@every_kind
+def test_a_pickle_names_the_files(kind, tmp_path):
+    """It has nothing for each document, and is the order; so are copies."""
+    plain = cseq.Balanced(KINDS[kind](LENGTHS), 12, over="epoch")
+    np.save(tmp_path / "lengths.npy", LENGTHS)
+    mapped = np.load(tmp_path / "lengths.npy", mmap_mode="r")
+    for lengths in (LENGTHS, mapped, np.asarray(mapped)[:]):
+        cache = tmp_path / type(lengths).__name__
+        order = cseq.Balanced(KINDS[kind](lengths, cache=cache), 12, over="epoch", cache=cache)
+        expected = plain.batches(4, seed=3)
+        assert order.batches(4, seed=3) == expected
+        data = pickle.dumps(order)
+        assert len(data) < 2000 < len(LENGTHS)
+        again = pickle.loads(data)
+        assert again.batches(4, seed=3) == expected
+        assert copy.deepcopy(order).facts() == plain.facts() == again.facts()
+    assert any(name.startswith("lengths-") for name in files(tmp_path / "ndarray"))
+    assert not any(name.startswith("lengths-") for name in files(tmp_path / "memmap"))
+
+
+def test_a_pickle_of_other_lengths(tmp_path):
+    """The order of a file that has changed is refused, with its name."""
+    np.save(tmp_path / "lengths.npy", LENGTHS)
+    mapped = np.load(tmp_path / "lengths.npy", mmap_mode="r")
+    data = pickle.dumps(cseq.Concatenated(mapped, 256, cache=tmp_path))
+    np.save(tmp_path / "lengths.npy", LENGTHS + 1)
+    with pytest.raises(ValueError, match=r"lengths\.npy has other lengths of documents than when"):
+        pickle.loads(data)
+
+
 def test_what_cannot_be_made_leaves_no_file(tmp_path):
     """An exception is raised as it is, and the next one can make it."""
 
@@ -141,14 +173,14 @@ def test_a_folder_that_is_none(tmp_path):
 
 
 @every_kind
-@pytest.mark.parametrize("over", ["", "step", "window"])
+@pytest.mark.parametrize("over", ["", "step", "window", "epoch"])
 def test_a_rank_keeps_nothing_for_each_document(kind, over, tmp_path):
     """With the file there, it takes no memory for each of 10^6 documents to read rows."""
     lengths = np.random.default_rng(0).integers(0, 400, 10**6, np.int32)
 
     def begin():
         order = KINDS[kind](lengths, cache=tmp_path)
-        order = cseq.Balanced(order, 64, over=over) if over else order
+        order = cseq.Balanced(order, 64, over=over, cache=tmp_path) if over else order
         reader = order.reader(1)
         reader.samples(0, 0, 8)
         return reader
@@ -219,6 +251,40 @@ def test_a_process_that_is_killed_is_followed_by_another(tmp_path):
     assert [process.returncode for process in others] == [0, 0]
     assert (tmp_path / "log").read_text() == "made\n" * 2
     assert [*files(tmp_path / "cache")] == ["shared"]
+
+
+OPEN = """
+import pickle, sys
+def anonymous():
+    lines = open("/proc/self/smaps_rollup").read().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon"))
+import numpy, cseq.order.balanced, cseq.order.packed, cseq.order.concatenated
+data = open(sys.argv[1], "rb").read()
+before = anonymous()
+reader = pickle.loads(data).reader(1)
+for number in range(0, 4000, 8):
+    reader.samples(0, number, 8)
+print(anonymous() - before, flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+@every_kind
+@pytest.mark.parametrize("over", ["step", "epoch"])
+def test_a_process_with_a_pickle_has_the_files_of_all(kind, over, tmp_path):
+    """What it has of its own does not grow with documents; the lengths of these are 16 MB."""
+    lengths = np.random.default_rng(0).integers(0, 400, 4 * 10**6, np.int32)
+    order = KINDS[kind](lengths, cache=tmp_path)
+    order = cseq.Balanced(order, 64, over=over, cache=tmp_path)
+    order.reader(1).samples(0, 0, 8)
+    path = tmp_path / "order.pickle"
+    path.write_bytes(pickle.dumps(order))
+    root = str(Path(cseq.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN, str(path)],
+        env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert int(done.stdout) < 13_000
 
 
 def test_digest():
